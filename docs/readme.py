@@ -1,0 +1,108 @@
+"""The generated parts of README.md: `python docs/readme.py` rewrites them in place.
+
+A part stands between `<!-- name -->` and `<!-- /name -->`. Tables of terms come from docstrings,
+bytes from the planner, and measurements from benchmarks/results; none is typed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from headloss.losses.catalogue import modifier_table, table
+from headloss.options import Options
+from headloss.plan import MIB, Problem, make_plan
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+MEMORY = ROOT / "benchmarks" / "results" / "cpu_memory.json"
+
+GIB = 1 << 30
+SHAPES = ((8192, 2304, 256000), (16384, 2048, 151936), (16384, 4096, 128256), (65536, 4096, 128256))
+
+
+def logits() -> str:
+    """What plain logits cost, beside two plans for a GPU in bfloat16."""
+    rows = [
+        (
+            "T tokens",
+            "H",
+            "V",
+            "logits in fp32",
+            "logits, softmax and gradient",
+            "one pass",
+            "recompute",
+        ),
+        ("---:",) * 7,
+    ]
+    for tokens, width, vocabulary in SHAPES:
+        plans = [
+            _plan(tokens, width, vocabulary, schedule) for schedule in ("one_pass", "recompute")
+        ]
+        sizes = (tokens * vocabulary * 4, plans[0].plain_bytes, *(p.total_bytes for p in plans))
+        shown = (f"{size / GIB:.1f} GiB" for size in sizes)
+        rows.append((f"{tokens}", f"{width}", f"{vocabulary}", *shown))
+    return _markdown(rows)
+
+
+def _plan(tokens: int, width: int, vocabulary: int, schedule: str):
+    problem = Problem(
+        tokens=tokens,
+        width=width,
+        vocabulary=vocabulary,
+        scope="token",
+        lengths=[tokens],
+        element_size=2,
+        weight_size=2,
+        on_gpu=True,
+    )
+    return make_plan(problem, Options(schedule=schedule), "triton")
+
+
+def cpu_memory() -> str:
+    """The results of benchmarks/cpu_memory.py."""
+    found = json.loads(MEMORY.read_text())
+    rows = [
+        ("contestant", "peak extra memory", "of which returned gradients", "loss"),
+        ("---", *("---:",) * 3),
+    ]
+    for row in found["rows"]:
+        peak, kept = (row[name] / MIB for name in ("peak_bytes", "returned_gradient_bytes"))
+        rows.append((row["contestant"], f"{peak:.0f} MiB", f"{kept:.0f} MiB", f"{row['loss']:.4f}"))
+    sizes = f"T={found['tokens']}, H={found['hidden']}, V={found['vocabulary']}, {found['dtype']}"
+    return f"{sizes}; {found['machine']}, torch {found['torch']}:\n\n{_markdown(rows)}"
+
+
+def _markdown(rows: list[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "logits": logits,
+    "terms": table,
+    "modifiers": modifier_table,
+    "cpu-memory": cpu_memory,
+}
+
+
+def fill(text: str) -> str:
+    """The text with every part made anew; ValueError where a part has no place in it."""
+    for name, make in PARTS.items():
+        place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        if not place.search(text):
+            raise ValueError(f"README.md: has no place <!-- {name} --> ... <!-- /{name} -->")
+        made = make()
+        text = place.sub(lambda match, made=made: f"{match[1]}{made}\n{match[2]}", text)
+    return text
+
+
+def main() -> int:
+    README.write_text(fill(README.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

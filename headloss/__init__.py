@@ -1,0 +1,57 @@
+"""Every loss at the head of a language model, over one softmax, without the logits."""
+
+from . import losses as _losses
+from .batch import CURRENT, Batch
+from .check import TermReport, check_term
+from .engine import Output, head_loss, logits_loss, plan
+from .head import Head, Lora
+from .losses import *  # noqa: F403
+from .metrics import Max, Mean, Metrics, Min, Observed, Sum
+from .options import Options
+from .plan import Plan
+from .reduction import (
+    Reduction,
+    Totals,
+    fixed_length,
+    sequence_mean,
+    sequence_sum,
+    token_mean,
+)
+from .segments import Segments
+from .stats_op import HeadStats, head_stats
+from .topk import HeadTopk, head_topk
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "head_loss",
+    "logits_loss",
+    "head_stats",
+    "head_topk",
+    "plan",
+    "check_term",
+    "Head",
+    "Lora",
+    "Batch",
+    "CURRENT",
+    "Segments",
+    "Totals",
+    "Reduction",
+    "token_mean",
+    "sequence_mean",
+    "sequence_sum",
+    "fixed_length",
+    "Options",
+    "Plan",
+    "Output",
+    "HeadStats",
+    "HeadTopk",
+    "TermReport",
+    "Metrics",
+    "Observed",
+    "Mean",
+    "Sum",
+    "Max",
+    "Min",
+    *_losses.__all__,
+]

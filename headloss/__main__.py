@@ -1,0 +1,261 @@
+"""The command line: `python -m headloss plan | check | terms`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+import torch
+
+from . import gate, kernels
+from .losses.catalogue import TERMS, sample, table
+from .losses.term import Objective
+from .objective import reads
+from .options import SCHEDULES, Options
+from .plan import MIB, Plan, Problem, make_plan
+
+DTYPES = {str(d).removeprefix("torch."): d for d in (*gate.DTYPES, torch.float64)}
+UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; 0 where all is well, 1 where the gate is red, 2 for bad arguments."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        return arguments.command(arguments)
+    except (ValueError, TypeError) as error:
+        parser.error(str(error))
+
+
+# ---------------------------------------------------------------------- plan
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    problem = _problem(arguments)
+    options = Options(
+        schedule=arguments.schedule,
+        chunk_tokens=arguments.chunk_tokens,
+        memory_budget=arguments.memory_budget,
+    )
+    device = torch.device(arguments.device or _default_device())
+    found = make_plan(problem, options, kernels.choose("auto", device))
+    if arguments.json:
+        print(json.dumps(_as_dict(found), indent=2))
+        return 0
+    lengths = problem.lengths or []
+    print(
+        f"{problem.tokens} tokens in {len(lengths)} segments of at most {max(lengths, default=0)}, "
+        f"hidden {problem.width}, vocabulary {problem.vocabulary}, {arguments.dtype}, "
+        f"{device.type}"
+    )
+    print(f"objective  {arguments.objective}: {problem.scope}-scoped")
+    print(found)
+    return 0
+
+
+def _problem(arguments: argparse.Namespace) -> Problem:
+    """What the engine would find out from tensors of these sizes."""
+    objective = objective_of(arguments.objective)
+    dtype = DTYPES[arguments.dtype]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    asked = reads(objective, sample()[1], wide, observe=False)
+    teachers = {term.teacher for _, term in objective.parts if term.teacher is not None}
+    full, rest = divmod(arguments.tokens, arguments.segment_length)
+    return Problem(
+        tokens=arguments.tokens,
+        width=arguments.hidden,
+        vocabulary=arguments.vocab,
+        scope=objective.scope,
+        lengths=[arguments.segment_length] * full + [rest] * (rest > 0),
+        segments_per_unit=objective.segments_per_unit,
+        logp_only=all(term.gradients <= {"logp"} for term in asked.values()),
+        weight_gradient=not arguments.frozen_head,
+        element_size=dtype.itemsize,
+        weight_size=dtype.itemsize,
+        row_bytes=wide.itemsize * (1 + len(teachers)),
+        on_gpu=(arguments.device or _default_device()) == "cuda",
+    )
+
+
+def objective_of(names: str) -> Objective:
+    """Terms with their default options, joined by "+": "gspo+z_loss+kl"."""
+    factories = {factory.__name__: factory for factory in TERMS}
+    terms = []
+    for name in names.split("+"):
+        if name.strip() not in factories:
+            raise ValueError(
+                f"--objective: got {name.strip()!r}, want term names joined by '+', out of "
+                f"{', '.join(factories)}"
+            )
+        terms.append(factories[name.strip()]())
+    return sum(terms[1:], Objective.of(terms[0]))
+
+
+def _as_dict(found: Plan) -> dict:
+    return {
+        "schedule": found.schedule,
+        "reason": found.reason,
+        "backend": found.backend,
+        "chunk_tokens": found.chunk_tokens,
+        "chunks": len(found.chunks),
+        "tile": list(found.tile),
+        "bytes": found.bytes,
+        "total_bytes": found.total_bytes,
+        "plain_bytes": found.plain_bytes,
+    }
+
+
+# ---------------------------------------------------------------------- check
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    device = arguments.device or torch.device(_default_device())
+    print(f"torch {torch.__version__} on {_describe(device)}")
+    print("error against float64 / budget: 3 x the error of plain torch + 1e-6\n")
+    verdicts = [gate.check(case, device) for case in gate.cases(arguments.quick)]
+    _print_table(_error_rows(verdicts))
+    print("\npeak memory beyond inputs and returned gradients, forward and backward\n")
+    _print_table(_memory_rows(gate.memory(device)))
+    red = [verdict for verdict in verdicts if not verdict.ok]
+    print(f"\n{len(verdicts) - len(red)} of {len(verdicts)} cases within budget")
+    for verdict in red:
+        if verdict.failure:
+            case = verdict.case
+            print(f"{case.objective}, {case.schedule}, {_name(case.dtype)}: {verdict.failure}")
+    return 1 if red else 0
+
+
+def _error_rows(verdicts: Iterable[gate.Verdict]) -> list[list[str]]:
+    shown = {"loss": "loss", "logps": "log-probs", "hidden": "grad hidden", "weight": "grad weight"}
+    rows = [["objective", "schedule", "dtype", "backend", *shown.values(), ""]]
+    for verdict in verdicts:
+        case, compared = verdict.case, {c.quantity: c for c in verdict.comparisons}
+        cells = [
+            f"{compared[name].error:.0e}/{compared[name].budget:.0e}" if name in compared else "-"
+            for name in shown
+        ]
+        result = "ok" if verdict.ok else "FAIL"
+        place = [case.objective, case.schedule, _name(case.dtype), verdict.backend or "-"]
+        rows.append([*place, *cells, result])
+    return rows
+
+
+def _memory_rows(footprints: Iterable[gate.Footprint]) -> list[list[str]]:
+    rows = [["work", "contestant", "peak MiB", "planned MiB"]]
+    for found in footprints:
+        peak = "out of memory" if found.bytes is None else f"{found.bytes / MIB:.1f}"
+        planned = "-" if found.planned is None else f"{found.planned / MIB:.1f}"
+        rows.append([found.work, found.contestant, peak, planned])
+    return rows
+
+
+def _print_table(rows: list[list[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip(), flush=True)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _describe(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device}, {torch.get_num_threads()} threads"
+
+
+# ---------------------------------------------------------------------- terms
+
+
+def _terms(arguments: argparse.Namespace) -> int:
+    print(table())
+    return 0
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+class _Parser(argparse.ArgumentParser):
+    """Bad arguments get one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"headloss: {message}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="headloss", description="Losses at the head of a language model.")
+    commands = parser.add_subparsers(required=True, metavar="plan | check | terms")
+
+    plan = commands.add_parser(
+        "plan", help="what would run for a call of this size, in how many bytes"
+    )
+    plan.set_defaults(command=_plan)
+    for name, help_text in (
+        ("tokens", "scored tokens, T"),
+        ("hidden", "hidden width, H"),
+        ("vocab", "vocabulary, V"),
+    ):
+        plan.add_argument(f"--{name}", type=_positive, required=True, metavar="N", help=help_text)
+    plan.add_argument(
+        "--objective", default="cross_entropy", metavar="TERMS", help="e.g. gspo+z_loss+kl"
+    )
+    plan.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of hidden and weight")
+    plan.add_argument(
+        "--segment-length", type=_positive, default=2048, metavar="N", help="tokens per segment"
+    )
+    plan.add_argument("--device", choices=("cuda", "cpu"), help="the device to plan for")
+    plan.add_argument("--frozen-head", action="store_true", help="the head needs no gradient")
+    plan.add_argument("--chunk-tokens", type=_positive, metavar="N")
+    plan.add_argument("--memory-budget", type=_bytes, metavar="SIZE", help="e.g. 512MiB or 2GiB")
+    plan.add_argument("--schedule", choices=SCHEDULES, default="auto")
+    plan.add_argument("--json", action="store_true")
+
+    check = commands.add_parser(
+        "check", help="errors against float64 and peak memory, on this machine"
+    )
+    check.set_defaults(command=_check)
+    check.add_argument("--device", type=_device, help="e.g. cuda:1; default: cuda if there is one")
+    check.add_argument("--quick", action="store_true", help="a third of the cases")
+
+    terms = commands.add_parser("terms", help="the table of terms, in Markdown")
+    terms.set_defaults(command=_terms)
+    return parser
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, want a positive integer")
+    return int(text)
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]iB|B)?", text)
+    size = int(float(match[1]) * UNITS[match[2] or ""]) if match else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, want bytes, e.g. 512MiB, 2GiB or 1000000")
+    return size
+
+
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, want cpu, cuda or cuda:N") from None
+    present = {"cpu": 1, "cuda": torch.cuda.device_count()}.get(device.type, 0)
+    if (device.index or 0) >= present:
+        raise argparse.ArgumentTypeError(f"got {text!r}, which this machine or torch does not have")
+    return device
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""Reading a head out of the modules that others build: torch.nn, PEFT, Hugging Face models.
+
+`read_module` and `read_model` return arguments of `Head`. A module is read only where its forward
+is known to be the head's formula; anything else raises by name. Neither PEFT nor transformers is
+imported: their layers are known by the forward that they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from .head import Lora
+
+Fields = dict[str, Any]  # arguments of Head
+
+# Wrappers that compute what the module inside computes, and the attribute that holds it.
+WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "DeepSpeedEngine": "module",
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+}
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside DDP, FSDP, DeepSpeed, `torch.compile` and checkpointing wrappers."""
+    while (inner := WRAPPERS.get(type(module).__name__)) is not None:
+        module = getattr(module, inner)
+    return module
+
+
+# ---------------------------------------------------------------------- modules
+
+
+def read_module(module: nn.Module) -> Fields:
+    """Weight, bias and adapters of a module that maps hidden states to raw logits."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: got {type(module).__name__}, want an nn.Module")
+    module = unwrap(module)
+    if {"modules_to_save", "original_module"} <= module._modules.keys():
+        return read_module(_saved_module(module))
+    if "token_adapter" in module._modules:
+        raise _unknown(module, "trainable tokens replace rows of the weight; merge them first")
+    _check_unpatched(module)
+    if "base_layer" in module._modules:
+        return _read_tuner(module)
+    if isinstance(module, nn.Embedding):
+        return {"weight": module.weight}
+    # A subclass may compute something else (a quantised product, say): its forward tells.
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return {"weight": module.weight, "bias": module.bias}
+    raise _unknown(module)
+
+
+def _unknown(module: nn.Module, why: str = "") -> TypeError:
+    name = f"{type(module).__module__}.{type(module).__qualname__}"
+    return TypeError(
+        f"module: got {name}, want nn.Linear, nn.Embedding or LoRA over one of them"
+        + (f": {why}" if why else "; where its logits are linear, pass headloss.Head(weight, bias)")
+    )
+
+
+def _check_unpatched(module: nn.Module) -> None:
+    """What would run beside the module's own forward is not seen from here: refuse it."""
+    if parametrize.is_parametrized(module):
+        names = ", ".join(module.parametrizations.keys())  # type: ignore[union-attr]
+        raise _unknown(
+            module, f"torch.nn.utils.parametrize computes its {names}; remove the parametrization"
+        )
+    # accelerate's dispatch moves inputs to the layer's device and changes nothing else.
+    if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
+        raise _unknown(module, "its forward has been replaced on the instance")
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    for hook in hooks:
+        home = getattr(hook, "__module__", None) or type(hook).__module__
+        # FSDP2 and tensor parallelism show in the weight itself, a DTensor.
+        if not home.startswith("torch.distributed."):
+            name = getattr(hook, "__qualname__", type(hook).__name__)
+            raise _unknown(module, f"its forward hook {home}.{name} would not run; remove it")
+
+
+# ---------------------------------------------------------------------- PEFT
+
+
+def _saved_module(wrapper: nn.Module) -> nn.Module:
+    """`modules_to_save`: the active adapter's own copy, where it has one and is enabled."""
+    state: Any = wrapper
+    saved, active = state.modules_to_save, state.active_adapters
+    if state.disable_adapters or not active or any(name not in saved for name in active):
+        return state.original_module
+    return saved[active[0]]
+
+
+def _read_tuner(module: nn.Module) -> Fields:
+    """A PEFT layer: the base layer, and one `Lora` for each active adapter."""
+    layer: Any = module
+    if layer.disable_adapters and layer.merged:
+        raise ValueError(
+            f"module: got a {type(module).__qualname__} whose merged adapters are disabled, want "
+            "them unmerged; call unmerge_adapter() first"
+        )
+    if layer.disable_adapters or layer.merged:
+        return read_module(layer.base_layer)
+    forward = type(module).forward
+    kind = LORA_KINDS.get(f"{forward.__module__}.{forward.__qualname__}")
+    if kind is None:
+        raise _unknown(module, "this adapter is not a plain LoRA; merge or disable it")
+    factors, read = kind
+    adapters = [name for name in layer.active_adapters if name in getattr(layer, factors)]
+    for name in adapters:
+        if name in layer.lora_variant:
+            variant = type(layer.lora_variant[name]).__name__
+            raise _unknown(module, f"adapter {name!r} is a {variant} (DoRA and its like); merge it")
+    fields = read_module(layer.base_layer)
+    fields["lora"] = tuple(read(module, layer, name) for name in adapters)
+    return fields
+
+
+def _read_lora(module: nn.Module, layer: Any, name: str) -> Lora:
+    if layer.fan_in_fan_out:
+        raise _unknown(module, "fan_in_fan_out: its weight is stored as [H, V]")
+    up = read_module(layer.lora_B[name])
+    if up["bias"] is not None:
+        raise _unknown(module, f"adapter {name!r} has a bias (lora_bias=True); merge it")
+    dropout = layer.lora_dropout[name]
+    if not isinstance(dropout, nn.Dropout | nn.Identity):
+        raise _unknown(module, f"adapter {name!r} has a {type(dropout).__name__} for dropout")
+    active = isinstance(dropout, nn.Dropout) and dropout.training
+    return Lora(
+        a=read_module(layer.lora_A[name])["weight"],
+        b=up["weight"],
+        scaling=layer.scaling[name],
+        dropout=dropout.p if active else 0.0,  # type: ignore[arg-type]
+    )
+
+
+def _read_embedding_lora(module: nn.Module, layer: Any, name: str) -> Lora:
+    """Row v of the embedding gains scaling * A[:, v] @ B.T, with A [r, V] and B [H, r]."""
+    a: Tensor = layer.lora_embedding_B[name].T
+    b: Tensor = layer.lora_embedding_A[name].T
+    return Lora(a=a, b=b, scaling=layer.scaling[name])
+
+
+# The forward that a layer runs -> the attribute that holds its adapters, and their reader.
+LORA_KINDS = {
+    "peft.tuners.lora.layer.Linear.forward": ("lora_A", _read_lora),
+    "peft.tuners.lora.layer.Embedding.forward": ("lora_embedding_A", _read_embedding_lora),
+}
+
+
+# ---------------------------------------------------------------------- Hugging Face models
+
+PLAIN = """
+    afmoe apertus arcee bitnet bloom cwm deepseek_v2 deepseek_v3 deepseek_v32 diffllama doge dots1
+    ernie4_5 ernie4_5_moe exaone4 falcon falcon_mamba flex_olmo gemma glm glm4 glm4_moe
+    glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj helium
+    hunyuan_v1_dense hunyuan_v1_moe jetmoe lfm2 llama llama4_text mamba mimo_v2_flash minimax
+    minimax_m2 ministral ministral3 mistral mixtral mpt nemotron olmo olmo2 olmo3 olmo_hybrid olmoe
+    opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe
+    qwen3_next rwkv seed_oss smollm3 stablelm starcoder2 xglm
+"""
+SOFT_CAPPED = "gemma2 gemma3_text gemma3n_text gemma4_text nanochat vaultgemma"
+SCALED = "cohere cohere2 cohere2_moe"
+DIVIDED = "granite granite_swa granitemoe granitemoe_swa granitemoeshared minicpm3"
+
+# model_type -> what the model does to its raw logits, read from its config.
+FAMILIES: dict[str, Callable[[Any], Fields]] = {
+    **dict.fromkeys(PLAIN.split(), lambda config: {}),
+    **dict.fromkeys(
+        SOFT_CAPPED.split(), lambda config: {"softcap": config.final_logit_softcapping}
+    ),
+    **dict.fromkeys(SCALED.split(), lambda config: {"logit_scale": config.logit_scale}),
+    **dict.fromkeys(DIVIDED.split(), lambda config: {"logit_scale": 1 / config.logits_scaling}),
+    "hyperclovax": lambda config: {"logit_scale": config.logits_scaling},
+    "falcon_h1": lambda config: {"logit_scale": config.lm_head_multiplier},
+    "recurrent_gemma": lambda config: {"softcap": config.logits_soft_cap},
+}
+
+
+def read_model(model: nn.Module) -> Fields:
+    """The output embeddings of a causal language model, and its soft cap or logit scale."""
+    model = unwrap(model)
+    if hasattr(model, "get_base_model"):  # PeftModel
+        model = unwrap(model.get_base_model())  # type: ignore[operator]
+    config = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", None)
+    name = type(model).__name__
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"model: got {name} of model_type {model_type!r}, whose treatment of its logits is not "
+            "known here; pass it by hand, as headloss.Head(weight, bias, softcap=..., "
+            "logit_scale=...) or headloss.Head.of(model.lm_head, softcap=..., logit_scale=...)"
+        )
+    embeddings = getattr(model, "get_output_embeddings", lambda: None)()
+    if embeddings is None:
+        raise ValueError(f"model: got {name} without output embeddings, want a causal model")
+    return {**read_module(embeddings), **FAMILIES[model_type](config)}

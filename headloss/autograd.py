@@ -1,0 +1,65 @@
+"""The two autograd functions of a call: the packed rows, and the loss.
+
+N positions, T of them scored, H hidden width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .schedules import SCHEDULES, Call, Outcome
+
+
+class HeadLoss(torch.autograd.Function):
+    """The scalar loss; its backward is the schedule's pull-back, once.
+
+    `tensors` are the source's own, in the order of its gradients; `open_source` makes the source
+    of them.
+    """
+
+    @staticmethod
+    def forward(ctx, call: Call, open_source, outcome: list[Outcome], *tensors: Tensor | None):
+        source = open_source(tensors)
+        measured, ctx.pull = SCHEDULES[call.plan.schedule](call, source)
+        outcome.append(measured)
+        ctx.call, ctx.open_source, ctx.used = call, open_source, False
+        keeps = call.plan.schedule == "recompute"
+        ctx.save_for_backward(*(tensors if keeps else ()))
+        coefficients = [part.coefficient for part in call.bound.parts]
+        loss = (measured.values * measured.values.new_tensor(coefficients)).sum()
+        return loss.to(source.dtype)
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor):  # type: ignore[override]
+        if ctx.used:
+            raise RuntimeError(
+                "headloss: backward through out.loss a second time; its gradient is given once "
+                "per call, call head_loss again"
+            )
+        ctx.used = True
+        saved = ctx.saved_tensors  # read once: checkpointing recomputes them
+        source = ctx.open_source(saved) if saved else None
+        pull, ctx.pull = ctx.pull, None
+        with torch.autocast(upstream.device.type, enabled=False):
+            gradients = pull(upstream, source)
+        return None, None, None, *gradients
+
+
+class GatherRows(torch.autograd.Function):
+    """Rows of [N, H] by unique index; the adjoint writes them back and leaves exact zeros."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, index: Tensor, live: Tensor | None):
+        ctx.save_for_backward(index, live)
+        ctx.count = len(rows)
+        picked = rows[index]
+        return picked if live is None else picked.masked_fill_(~live.unsqueeze(1), 0)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+        index, live = ctx.saved_tensors
+        if live is not None:
+            gradient = gradient.masked_fill(~live.unsqueeze(1), 0)
+        full = gradient.new_zeros(ctx.count, *gradient.shape[1:])
+        return full.index_copy_(0, index, gradient), None, None

@@ -1,0 +1,202 @@
+"""`check_term`: what the engine takes for granted of a term, tried on a random batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .batch import Batch, PackedBatch, pack
+from .losses.term import Reads, Term
+from .objective import reads
+from .stats import DIFFERENTIABLE, STATISTICS, Statistics
+
+LENGTHS = (5, 1, 7, 4, 3, 8)
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class TermReport:
+    """What `check_term` found.
+
+    Attributes:
+        statistics: the statistics that the term reads.
+        fields: the batch fields that it reads.
+        gradients: the statistics that its value depends on differentiably.
+        cuts: the cuts on which it agreed with the whole.
+    """
+
+    statistics: tuple[str, ...]
+    fields: tuple[str, ...]
+    gradients: tuple[str, ...]
+    cuts: tuple[str, ...]
+
+
+def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
+    """Try a term on a random batch of 28 tokens in 6 segments, in float64.
+
+    It must give the same values on the whole batch as on every cut that its scope allows, and on
+    permuted segments; twice the same on the same input, which it must not change; and a gradient
+    with respect to at least one statistic, none to anything else.
+
+    Args:
+        term: the term, or its factory.
+        **fields: [28] or [6] tensors for fields that a random normal vector does not suit.
+
+    Raises:
+        ValueError: naming what it does wrong.
+        TypeError: where it is not a term.
+    """
+    if not isinstance(term, Term) and callable(term):
+        term = term()
+    if not isinstance(term, Term):
+        raise TypeError(f"term: got {type(term).__name__}, want a Term (call the factory)")
+    if term.teacher is not None:
+        raise ValueError(f"term {term.name}: reads a teacher's divergences, not plain statistics")
+    batch, asked = _batch(term, fields)
+    stats = _statistics(len(batch))
+    whole = _evaluate(term, stats, batch)
+    _check_purity(term, stats, batch, whole)
+    _check_gradient(term, asked, stats, batch)
+    cuts = []
+    for name, pieces in _cuts(term, batch).items():
+        parts = [_evaluate(term, _pick(stats, rows), part) for rows, part in pieces]
+        _compare(term, name, torch.cat(parts), whole)
+        cuts.append(name)
+    order, permuted = _permute(term, batch)
+    _compare(
+        term, "permuted segments", _evaluate(term, _pick(stats, order), permuted), whole[order]
+    )
+    return TermReport(
+        statistics=tuple(sorted(asked.statistics & set(STATISTICS))),
+        fields=tuple(sorted(asked.fields - {"segments", "targets"})),
+        gradients=tuple(sorted(asked.gradients)),
+        cuts=(*cuts, "permuted segments"),
+    )
+
+
+def _batch(term: Term, given: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
+    """A batch with every field that the term asks for."""
+    from .segments import Segments
+
+    tokens = sum(LENGTHS)
+    generator = torch.Generator().manual_seed(0)
+    fields = dict(given)
+    if term.kept_field is not None:
+        fields.setdefault(term.kept_field, torch.rand(tokens, generator=generator) > 0.3)
+    for _ in range(64):  # one more field per round, as the term asks for them
+        targets = torch.zeros(tokens, dtype=torch.int64)
+        batch = Batch(targets, Segments.from_lengths(LENGTHS), **fields)  # type: ignore[arg-type]
+        packed = pack(batch, 1, torch.float64).batch
+        try:
+            return packed, reads(term._objective(), packed, torch.float64, observe=False)[term.name]
+        except ValueError as error:
+            text = str(error)
+            name = text.partition("reads batch.")[2].partition(",")[0]
+            if not name:
+                raise
+            values = torch.randn(tokens, generator=generator, dtype=torch.float64)
+            fields[name] = -values.abs() if name.endswith("logps") else values
+    raise ValueError(f"term {term.name}: asks for more than 64 fields")
+
+
+def _statistics(tokens: int) -> Statistics:
+    generator = torch.Generator().manual_seed(1)
+
+    def vector(shift: float) -> Tensor:
+        return torch.rand(tokens, generator=generator, dtype=torch.float64) + shift
+
+    return Statistics(
+        logp=-vector(0.1),
+        lse=vector(3.0),
+        entropy=vector(0.1),
+        mean_logit=vector(-0.5),
+        top1=(vector(0.0) > 0.5).double(),
+    )
+
+
+def _pick(stats: Statistics, rows: Tensor | slice) -> Statistics:
+    return stats.map(lambda t: t[rows])
+
+
+def _evaluate(term: Term, stats: Statistics, batch: PackedBatch) -> Tensor:
+    with torch.no_grad():
+        return term(stats, batch.on(stats))
+
+
+def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[tuple[slice, PackedBatch]]]:
+    """The cuts that the term's scope allows."""
+    ends = torch.tensor(LENGTHS).cumsum(0).tolist()
+    starts = [0, *ends[:-1]]
+    if term.scope == "batch":
+        return {}
+
+    def pieces(borders: list[int]) -> list[tuple[slice, PackedBatch]]:
+        found = []
+        for start, stop in zip([0, *borders], [*borders, ends[-1]], strict=True):
+            first = max(i for i, s in enumerate(starts) if s <= start)
+            last = min(i for i, e in enumerate(ends) if e >= stop) + 1
+            rows = slice(start, stop)
+            found.append((rows, batch.slice(rows, first, last)))
+        return found
+
+    unit = term.segments_per_unit
+    cuts = {"segment borders": pieces(ends[unit - 1 : -1 : unit])}
+    if term.scope == "token":
+        cuts["single tokens"] = pieces(list(range(1, ends[-1])))
+    return cuts
+
+
+def _permute(term: Term, batch: PackedBatch) -> tuple[Tensor, PackedBatch]:
+    """The same segments, the last unit first."""
+    from .segments import Segments
+
+    rows = torch.arange(sum(LENGTHS)).split(LENGTHS)
+    unit = term.segments_per_unit
+    units = [range(i, i + unit) for i in range(0, len(LENGTHS), unit)][::-1]
+    segments = [i for u in units for i in u]
+    order = torch.cat([rows[i] for i in segments])
+    lengths = torch.tensor([LENGTHS[i] for i in segments])
+    ids = torch.arange(len(LENGTHS)).repeat_interleave(lengths)
+    fields = {k: v[order] if isinstance(v, Tensor) else v for k, v in batch.fields.items()}
+    return order, PackedBatch(
+        batch.targets[order], Segments(ids, len(LENGTHS), counts=lengths), fields, {}, None
+    )
+
+
+def _check_purity(term: Term, stats: Statistics, batch: PackedBatch, whole: Tensor) -> None:
+    before = {n: t.clone() for n, t in batch.fields.items() if isinstance(t, Tensor)}
+    copies = stats.map(torch.clone)
+    if not torch.equal(_evaluate(term, stats, batch), whole):
+        raise ValueError(f"term {term.name}: gives two values for one input; it must be pure")
+    for name, value in [*before.items(), *copies.tensors().items()]:
+        now = getattr(stats, name) if name in copies.tensors() else batch.fields[name]
+        if not torch.equal(now, value):  # type: ignore[arg-type]
+            raise ValueError(f"term {term.name}: changes {name} in place; it must be pure")
+
+
+def _check_gradient(term: Term, asked: Reads, stats: Statistics, batch: PackedBatch) -> None:
+    if not asked.gradients:
+        raise ValueError(
+            f"term {term.name}: its value does not depend differentiably on any statistic, so it "
+            "has no gradient (is everything detached, or read out with .item()?)"
+        )
+    leaves = stats.map(lambda t: t.clone().requires_grad_())
+    inputs = {n: t for n, t in leaves.tensors().items() if n in DIFFERENTIABLE}
+    with torch.enable_grad():
+        total = term(leaves, batch.on(leaves)).sum()
+    found = torch.autograd.grad(total, list(inputs.values()), allow_unused=True)
+    for name, gradient in zip(inputs, found, strict=True):
+        if gradient is not None and not gradient.isfinite().all():
+            raise ValueError(f"term {term.name}: has a non-finite gradient with respect to {name}")
+
+
+def _compare(term: Term, cut: str, got: Tensor, want: Tensor) -> None:
+    if not torch.allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE):
+        worst = float((got - want).abs().max())
+        raise ValueError(
+            f"term {term.name}: differs by {worst:.3g} between the whole batch and {cut}; its "
+            f'scope is "{term.scope}"'
+        )

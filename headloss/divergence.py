@@ -1,0 +1,215 @@
+"""A teacher on one packed batch: measures divergences tile by tile and pulls their gradient back.
+
+T scored tokens, n tokens of a step, v columns of a tile, V vocabulary, K stored outcomes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from .logits import GivenLogits, LinearLogits, Rows
+from .losses.distillation import Teacher, log_tail
+from .stats import FLOOR, Normalizer, Partials, finish
+
+if TYPE_CHECKING:
+    from .batch import PackedBatch
+    from .schedules import Alone
+
+Tiles = Sequence[tuple[slice, Callable[[], Tensor]]]  # columns, and how to make their raw logits
+NOTHING: frozenset[str] = frozenset()
+
+
+class Divergence(Protocol):
+    """What a schedule asks of a teacher."""
+
+    key: Teacher
+
+    def measure(self, rows: slice, tiles: Tiles, vocabulary: int) -> Tensor:
+        """[n] divergences of some tokens, from the student's tiles over the whole vocabulary."""
+        ...
+
+    def gradient(self, raw: Tensor, rows: Rows, columns: slice, weight: Tensor) -> Tensor:
+        """weight * d divergence / d raw of a tile, [n, v]."""
+        ...
+
+
+def _normalizer(
+    kernels: ModuleType, tiles: Tiles, transform, n: int, device: torch.device, slices: Alone
+) -> Normalizer:
+    """log-sum-exp over tiles."""
+    nowhere = torch.full((n,), -1, device=device)
+    partials: Partials | None = None
+    for _, make in tiles:
+        partials = kernels.partials(make(), nowhere, 0, transform, NOTHING, onto=partials)
+    assert partials is not None
+    return finish(slices.merge(partials), 1, NOTHING)[1]
+
+
+class _Memory:
+    """[T] vectors that `measure` fills and `gradient` reads."""
+
+    def __init__(self, tokens: int, names: Sequence[str], like: Tensor) -> None:
+        self._vectors = {name: like.new_zeros(tokens) for name in names}
+
+    def write(self, rows: slice, **values: Tensor) -> None:
+        for name, value in values.items():
+            self._vectors[name][rows] = value
+
+    def normalizer(self, side: str, rows: Rows) -> Normalizer:
+        return Normalizer(self[f"{side}_peak"][rows], self[f"{side}_log_sum"][rows])
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._vectors[name]
+
+
+class DenseDivergence:
+    """A teacher whose logits over the whole vocabulary are given or made from hidden states."""
+
+    def __init__(
+        self,
+        key: Teacher,
+        source: LinearLogits | GivenLogits,
+        student_transform,
+        teacher_transform,
+        tokens: int,
+        kernels: tuple[ModuleType, ModuleType],
+        slices: Alone,
+        like: Tensor,
+    ) -> None:
+        self.key, self.source, self.slices = key, source, slices
+        self.transforms = (student_transform, teacher_transform)
+        self.kernels, self.acts = kernels
+        names = ["p_peak", "p_log_sum", "q_peak", "q_log_sum", "pivot"]
+        self.memory = _Memory(tokens, names, like)
+
+    def measure(self, rows: slice, tiles: Tiles, vocabulary: int) -> Tensor:
+        n, device = rows.stop - rows.start, self.memory["pivot"].device
+        teacher_tiles: Tiles = [
+            (columns, lambda columns=columns: self.source.raw(rows, columns))
+            for columns, _ in tiles
+        ]
+        if len(teacher_tiles) == 1:  # a whole chunk: its teacher logits are made once
+            raw = teacher_tiles[0][1]()
+            teacher_tiles = [(teacher_tiles[0][0], lambda: raw)]
+        p, q = (
+            _normalizer(self.kernels, t, transform, n, device, self.slices)
+            for t, transform in zip((tiles, teacher_tiles), self.transforms, strict=True)
+        )
+        sides = [self.acts.Side(*pair) for pair in zip(self.transforms, (p, q), strict=True)]
+        total = torch.zeros_like(torch.stack([p.peak, p.peak]))
+        for (_, make), (_, make_teacher) in zip(tiles, teacher_tiles, strict=True):
+            total += torch.stack(
+                self.acts.divergence(make(), make_teacher(), *sides, self.key.kind, self.key.beta)
+            )
+        value, pivot = self.slices.sum(total)
+        self.memory.write(
+            rows,
+            p_peak=p.peak,
+            p_log_sum=p.log_sum,
+            q_peak=q.peak,
+            q_log_sum=q.log_sum,
+            pivot=pivot,
+        )
+        return value
+
+    def gradient(self, raw: Tensor, rows: Rows, columns: slice, weight: Tensor) -> Tensor:
+        student, teacher = (
+            self.acts.Side(transform, self.memory.normalizer(side, rows))
+            for side, transform in zip("pq", self.transforms, strict=True)
+        )
+        return self.acts.divergence_gradient_(
+            raw,
+            self.source.raw(rows, columns),
+            student,
+            teacher,
+            self.key.kind,
+            self.key.beta,
+            self.memory["pivot"][rows],
+            weight,
+        )
+
+
+class TopkDivergence:
+    """A teacher of K stored outcomes and the mass of the rest."""
+
+    def __init__(
+        self,
+        key: Teacher,
+        batch: PackedBatch,
+        student_transform,
+        kernels: tuple[ModuleType, ModuleType],
+        slices: Alone,
+        like: Tensor,
+    ) -> None:
+        self.key, self.batch, self.slices = key, batch, slices
+        self.transform = student_transform
+        self.kernels, self.acts = kernels
+        self.dtype = like.dtype
+        tokens, width = len(batch), batch.wide["teacher_topk_ids"].shape[-1]
+        self.memory = _Memory(tokens, ["tail_peak", "tail_log_sum", "slope_tail"], like)
+        self.slope_stored = like.new_zeros(tokens, width)
+
+    def _teacher(self, name: str, rows: Rows) -> Tensor:
+        index = self.batch.index
+        return self.batch.wide[name][rows if index is None else index[rows]]
+
+    def measure(self, rows: slice, tiles: Tiles, vocabulary: int) -> Tensor:
+        ids = self._teacher("teacher_topk_ids", rows).long()
+        log_q = self._teacher("teacher_topk_logps", rows).to(self.dtype)
+        z = torch.zeros_like(log_q)
+        tail: Partials | None = None
+        for columns, make in tiles:
+            raw, column = make(), self._columns(ids, columns)
+            inside = (column >= 0) & (column < raw.shape[1])
+            picked = raw.gather(1, torch.where(inside, column, 0))
+            z += torch.where(inside, self.transform.rows(rows)(picked), 0)
+            tail = self.acts.tail_partials(raw, column, self.transform.rows(rows), onto=tail)
+        z = self.slices.sum(z)
+        assert tail is not None
+        _, rest = finish(self.slices.merge(tail), 1, NOTHING)
+        value, slopes = self._value(z, rest.peak + rest.log_sum, log_q, ids < 0)
+        self.slope_stored[rows] = slopes[0]
+        self.memory.write(
+            rows, tail_peak=rest.peak, tail_log_sum=rest.log_sum, slope_tail=slopes[1]
+        )
+        return value
+
+    def _value(
+        self, z: Tensor, lse: Tensor, log_q: Tensor, empty: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The divergence over K + 1 outcomes [n], and its slopes at z [n, K] and at the lse of the
+        rest [n]. Either side's rest has at least a rounding error's worth of mass."""
+        least = math.log(torch.finfo(self.dtype).eps)
+        # K + 1 numbers a token: float64 costs nothing, and slopes that cancel keep their digits.
+        z, lse, log_q = z.double(), lse.double(), log_q.double()
+        log_q = log_q.masked_fill(empty, FLOOR).clamp_min(FLOOR)
+        log_q = torch.cat([log_q, log_tail(log_q).clamp_min(least)], 1)
+        with torch.enable_grad():
+            z, lse = z.requires_grad_(), lse.requires_grad_()
+            outcomes = torch.cat([z.masked_fill(empty, -math.inf), lse.unsqueeze(1)], 1)
+            log_p = outcomes.log_softmax(1).clamp_min(FLOOR)
+            log_p = torch.cat([log_p[:, :-1], log_p[:, -1:].clamp_min(least)], 1)
+            value, _ = self.acts.phi(log_q, log_p, self.key.kind, self.key.beta)
+            slopes = torch.autograd.grad(value.sum(), (z, lse))
+        return value.detach().to(self.dtype), tuple(slope.to(self.dtype) for slope in slopes)
+
+    def _columns(self, ids: Tensor, columns: slice) -> Tensor:
+        """Vocabulary ids as columns of a tile; those of empty slots stay outside of it."""
+        return torch.where(ids < 0, -1, ids - (self.slices.first + (columns.start or 0)))
+
+    def gradient(self, raw: Tensor, rows: Rows, columns: slice, weight: Tensor) -> Tensor:
+        ids = self._teacher("teacher_topk_ids", rows).long()
+        return self.acts.sparse_gradient(
+            raw,
+            self._columns(ids, columns),
+            self.acts.Side(self.transform, self.memory.normalizer("tail", rows)),
+            self.slope_stored[rows] * weight.unsqueeze(1),
+            self.memory["slope_tail"][rows] * weight,
+            weight != 0,
+        )

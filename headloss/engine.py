@@ -1,0 +1,213 @@
+"""The verbs on a whole objective: `head_loss`, `logits_loss`, `plan`.
+
+N positions, T of them scored, H hidden width, V vocabulary, K terms.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from .autograd import GatherRows, HeadLoss
+from .batch import Batch
+from .call import given_call, linear_call
+from .head import Head
+from .kernels.transform import Transform
+from .logits import GivenLogits, LinearLogits, Wants
+from .losses.term import Objective, Term
+from .metrics import Mean, Metrics, Observed, Sum, fold
+from .options import Options
+from .plan import Plan
+from .schedules import Call, Outcome
+from .stats import Statistics
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _eagerly(verb: Callable[P, R]) -> Callable[P, R]:
+    """Break a compiled graph at this call. (`torch.compiler.disable` as a decorator would import
+    the compiler with the package.)"""
+
+    @functools.wraps(verb)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(verb)(*args, **kwargs)  # type: ignore[call-arg]
+        return verb(*args, **kwargs)
+
+    return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What `head_loss` returns; `loss` alone carries a gradient.
+
+    Attributes:
+        loss: the objective, 0-dim, float32 (float64 for float64 inputs).
+        terms: each term's reduced value, without its coefficient.
+        metrics: measurements by name; empty with `Options(metrics=False)`.
+        logps: [..] log-probs of the targets, 0 where unscored.
+        entropies: [..] entropies in nats, 0 where unscored; None where nothing asked for them.
+        plan: what ran.
+    """
+
+    loss: Tensor
+    terms: dict[str, Tensor]
+    metrics: Metrics
+    logps: Tensor
+    entropies: Tensor | None
+    plan: Plan = field(repr=False)
+
+
+@_eagerly
+def head_loss(
+    hidden: Tensor,  # [.., H]
+    head: Head,
+    batch: Batch,
+    objective: Term | Objective,
+    options: Options | None = None,
+) -> Output:
+    """An objective on the logits of a linear head, without the logits.
+
+    loss = sum_k c_k sum_t w_kt l_kt, with l_kt a function of the softmax statistics of
+    z = head(hidden) at each scored token, and gradients for everything that requires one.
+
+    Args:
+        hidden: [.., H] float64, float32, bfloat16 or float16, of the head's dtype (any, under
+            autocast).
+        head: the weight and what happens to its logits.
+        batch: targets [..] and what the terms read.
+        objective: terms, e.g. `hl.gspo() + 1e-4 * hl.z_loss()`.
+        options: schedule, memory, metrics; see `Options`.
+
+    Raises:
+        ValueError, TypeError: for bad input, before any work, naming the argument, what it got and
+            what it wanted.
+        RuntimeError: a second backward through `loss`.
+    """
+    call = linear_call(hidden, head, batch, objective, options or Options())
+    x = hidden.reshape(-1, hidden.shape[-1])
+    if call.compute_dtype is not None:
+        x = x.to(call.compute_dtype)
+    if call.packed.index is not None:
+        x = GatherRows.apply(x, call.packed.index, call.packed.batch.live)
+    factors = head.factors(x)
+    tensors = [tensor for pair in factors for tensor in pair] + [head.bias]
+    enabled = torch.is_grad_enabled()
+    wanted = [enabled and t is not None and t.requires_grad for t in tensors]
+    wants = Wants(features=tuple(wanted[:-1:2]), weights=tuple(wanted[1:-1:2]), bias=wanted[-1])
+
+    def open_source(tensors):
+        return LinearLogits(
+            tensors[:-1:2],
+            tensors[1:-1:2],
+            tensors[-1],
+            head.vocabulary,
+            call.compute_dtype,
+            call.options.logits_dtype,
+        )
+
+    return _run(replace(call, wants=wants), open_source, tensors)
+
+
+@_eagerly
+def logits_loss(
+    logits: Tensor,  # [.., V]
+    batch: Batch,
+    objective: Term | Objective,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    vocab_group=None,
+    inplace: bool = False,
+    options: Options | None = None,
+) -> Output:
+    """An objective on logits that exist already; otherwise as `head_loss`.
+
+    Args:
+        logits: [.., V] raw logits, any float dtype and layout.
+        temperature, softcap, logit_scale: as in `Head`: raw -> scale -> soft cap -> / temperature.
+        inplace: the gradient may overwrite the logits, which hold nothing useful afterwards.
+    """
+    call = given_call(
+        logits,
+        batch,
+        objective,
+        Transform(scale=logit_scale, softcap=softcap, temperature=temperature),
+        vocab_group,
+        inplace,
+        options or Options(),
+    )
+    call = replace(call, wants=Wants(logits=logits.requires_grad and torch.is_grad_enabled()))
+    return _run(call, lambda tensors: GivenLogits(tensors[0], call.packed.index), [logits])
+
+
+def plan(
+    hidden: Tensor,  # [.., H], may be on the meta device
+    head: Head,
+    batch: Batch,
+    objective: Term | Objective,
+    options: Options | None = None,
+) -> Plan:
+    """What `head_loss` would run for these arguments: schedule, pieces, bytes, and why."""
+    return linear_call(hidden, head, batch, objective, options or Options(), on_meta=True).plan
+
+
+# ---------------------------------------------------------------------- running a call
+
+
+def _run(call: Call, open_source, tensors: list[Tensor | None]) -> Output:
+    outcome: list[Outcome] = []
+    device = call.packed.batch.targets.device.type
+    with torch.autocast(device, enabled=False):
+        loss = HeadLoss.apply(call, open_source, outcome, *tensors)
+        (measured,) = outcome
+        with torch.no_grad():
+            metrics = _metrics(call, measured.stats) if call.options.metrics else Metrics()
+    stats, packed = measured.stats, call.packed
+    assert stats.logp is not None
+    names = [part.name for part in call.bound.parts]
+    values = measured.values.to(loss.dtype).unbind()
+    return Output(
+        loss=loss,
+        terms=dict(zip(names, values, strict=True)),
+        metrics=metrics,
+        logps=packed.scatter(stats.logp),
+        entropies=None if stats.entropy is None else packed.scatter(stats.entropy),
+        plan=call.plan,
+    )
+
+
+def _metrics(call: Call, stats: Statistics) -> Metrics:
+    """Fold what every term observes, on [T] vectors."""
+    packed = call.packed
+    batch = packed.batch.on(stats)
+    group = batch.segments.group
+    share = 1.0 if group is None else 1 / torch.distributed.get_world_size(group)
+    present = batch.segments.lengths > 0
+    if batch.live is not None:
+        present[packed.segments :] = False
+    assert stats.entropy is not None
+    one = torch.ones((), dtype=torch.float64, device=batch.targets.device)
+    tokens = one * len(batch) if batch.live is None else batch.live.sum().double()
+    found = Metrics(tokens=Sum(tokens), segments=Sum(one * packed.segments * share))
+    found["entropy"] = fold(Observed(stats.entropy, Mean), batch.live)
+    for part in call.bound.parts:
+        live, segments = batch.live, present
+        if part.kept is not None:
+            live = part.kept if live is None else part.kept & live
+            segments = present & (batch.segments.sum(part.kept.double()) > 0)
+        for source in (part.term, *part.term.modifiers):
+            if source.observe is None:
+                continue
+            for name, seen in source.observe(stats, batch).items():
+                per_segment = seen.per == "segment"
+                found[f"{part.name}/{name}"] = fold(
+                    seen, segments if per_segment else live, share if per_segment else 1.0
+                )
+    return found

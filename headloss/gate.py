@@ -1,0 +1,286 @@
+"""The correctness gate: errors against a float64 oracle, and peak memory against eager PyTorch.
+
+T scored tokens, H hidden width, V vocabulary, S segments. `judge` compares what any contestant
+computed; `check` runs headloss through a table of cases; `memory` runs it beside eager PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .batch import IGNORE, Batch
+from .engine import head_loss, plan
+from .head import Head
+from .losses import cross_entropy, distillation, dpo, entropy, grpo, gspo, kl, z_loss
+from .losses.term import Objective, Term
+from .options import Options
+from .segments import Segments
+from .testing import LiveTensors, error, parameters, plain, random_batch, trained_looking
+
+# ---------------------------------------------------------------------- errors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One quantity beside the oracle; errors are norms of differences over the oracle's norm."""
+
+    quantity: str
+    error: float
+    budget: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the error is within the budget; NaN never is."""
+        return self.error <= self.budget
+
+
+def judge(
+    found: Mapping[str, Tensor],
+    hidden: Tensor,  # [.., H]
+    head: Head,
+    batch: Batch,
+    objective: Term | Objective,
+) -> list[Comparison]:
+    """Compare what a contestant computed with the float64 oracle, which makes the logits.
+
+    Args:
+        found: any of "loss", "logps", "entropies" and the gradients "hidden", "weight", "bias",
+            "lora0.a", ...
+
+    The budget is 3 err(torch) + 1e-6, where torch makes the logits in float32 for values and in
+    the input dtype for gradients.
+
+    Raises:
+        ValueError: a name that the oracle does not have, or another shape.
+    """
+    oracle = _named(plain(hidden, head, batch, objective))
+    wide = _named(plain(hidden, head, batch, objective, mode="float32"))
+    same = _named(plain(hidden, head, batch, objective, mode="input"))
+    unknown = found.keys() - oracle.keys()
+    if unknown:
+        raise ValueError(f"found: got {sorted(unknown)}, want names out of {sorted(oracle)}")
+    compared = []
+    for name, value in found.items():
+        yardstick = wide[name] if name in ("loss", "logps", "entropies") else same[name]
+        budget = 3 * error(yardstick, oracle[name]) + 1e-6
+        measured = error(value, oracle[name])
+        compared.append(Comparison(quantity=name, error=measured, budget=budget))
+    return compared
+
+
+def _named(computed) -> dict[str, Tensor]:
+    values = {name: getattr(computed, name) for name in ("loss", "logps", "entropies")}
+    return {**values, **computed.gradients}
+
+
+def run(
+    hidden: Tensor,
+    head: Head,
+    batch: Batch,
+    objective: Term | Objective,
+    options: Options | None = None,
+) -> dict[str, Tensor]:
+    """`head_loss` and its backward, in the form that `judge` takes; `.grad` is left alone."""
+    out = head_loss(hidden, head, batch, objective, options)
+    found = {"loss": out.loss.detach(), "logps": out.logps}
+    leaves = {n: t for n, t in parameters(hidden, head).items() if t.requires_grad}
+    if leaves and out.loss.requires_grad:
+        found |= zip(leaves, torch.autograd.grad(out.loss, list(leaves.values())), strict=True)
+    return found
+
+
+# ---------------------------------------------------------------------- the table of cases
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the gate."""
+
+    objective: str
+    schedule: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the gate says of a case; `failure` holds the message where it could not even run."""
+
+    case: Case
+    backend: str = ""
+    comparisons: tuple[Comparison, ...] = ()
+    failure: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.failure and all(c.ok for c in self.comparisons)
+
+
+# Every coefficient of the gradient, every scope and every schedule has a case.
+OBJECTIVES: dict[str, Callable[[Head], Term | Objective]] = {
+    "cross_entropy + z_loss": lambda _: cross_entropy(label_smoothing=0.1) + 1e-3 * z_loss(),
+    "gspo + kl - entropy": lambda _: gspo() + 0.1 * kl(estimator="k3") - 0.01 * entropy(),
+    "grpo": lambda _: grpo(),
+    "dpo": lambda _: dpo(),
+    "grpo, top_entropy": lambda _: grpo().top_entropy(quantile=0.5),
+    "distillation": lambda teacher: distillation(divergence="js", teacher_head=teacher),
+}
+LOGP_ONLY = ("grpo", "dpo")
+QUICK = ("cross_entropy + z_loss", "gspo + kl - entropy", "grpo")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def cases(quick: bool = False) -> Iterator[Case]:
+    """The cases of the gate; `quick` keeps about a third of them."""
+    for objective in QUICK if quick else OBJECTIVES:
+        schedules = ["one_pass", "recompute"] + ["frozen"] * (objective in LOGP_ONLY)
+        for schedule in schedules:
+            for dtype in DTYPES[:2] if quick else DTYPES:
+                yield Case(objective=objective, schedule=schedule, dtype=dtype)
+
+
+def check(case: Case, device: torch.device | str = "cpu") -> Verdict:
+    """Run one case on a ragged batch of trained-looking inputs with a prompt in each segment."""
+    hidden, head, batch = _inputs(case, torch.device(device))
+    objective = OBJECTIVES[case.objective](_teacher(head))
+    # Small enough for several chunks and tiles; a batch-scoped objective still takes them all.
+    options = Options(schedule=case.schedule, chunk_tokens=64)
+    try:
+        backend = plan(hidden, head, batch, objective, options).backend
+        found = run(hidden, head, batch, objective, options)
+        compared = judge(found, hidden, head, batch, objective)
+    except Exception as reason:  # a kernel that does not compile here is a red row, not the end
+        first = (str(reason) or type(reason).__name__).splitlines()[0]
+        return Verdict(case=case, failure=f"{type(reason).__name__}: {first}")
+    return Verdict(case=case, backend=backend, comparisons=tuple(compared))
+
+
+LENGTHS = (40, 13, 60, 1, 31, 33, 24, 8)
+PROMPT = 5  # the first positions of each longer segment are not scored
+SIZES = (64, 701)  # H, V
+
+
+def _inputs(case: Case, device: torch.device) -> tuple[Tensor, Head, Batch]:
+    """Made on the CPU, so that every device sees the same numbers."""
+    width, vocabulary = SIZES
+    hidden, weight, targets = trained_looking(sum(LENGTHS), width, vocabulary, case.dtype)
+    z = F.linear(hidden.double(), weight.double())
+    logps = z.log_softmax(-1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    segments = Segments.from_lengths(LENGTHS)
+    places = torch.cat([torch.arange(n) - min(PROMPT, n - 1) for n in LENGTHS])
+    targets = torch.where(places < 0, IGNORE, targets)
+    made = random_batch(targets, segments, logps)
+    fields = {name: value.to(device) for name, value in made.fields.items()}  # type: ignore[union-attr]
+    if case.objective == "distillation":
+        fields["teacher_hidden"] = _near(hidden).to(device)
+    batch = Batch(
+        targets.to(device),
+        Segments.from_ids(segments.ids.to(device), segments.count),
+        **fields,  # type: ignore[arg-type]
+    )
+    weight = weight.to(device).requires_grad_(case.schedule != "frozen")
+    return hidden.to(device).requires_grad_(), Head(weight), batch
+
+
+def _near(value: Tensor) -> Tensor:
+    noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(7))
+    return value + 0.3 * noise.to(value.dtype)
+
+
+def _teacher(head: Head) -> Head:
+    return Head(head.weight.detach())
+
+
+# ---------------------------------------------------------------------- memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Peak bytes beyond the inputs and the returned gradients, forward and backward."""
+
+    work: str
+    contestant: str
+    bytes: int | None  # None: out of memory
+    planned: int | None = None
+
+
+Contestant = Callable[[], list[Tensor]]
+
+
+def peak_bytes(contestant: Contestant, device: torch.device) -> int | None:
+    """Peak bytes while `contestant` runs, less what it returns; None where memory ran out.
+
+    From the allocator on a GPU; on a CPU from the tensors that operators create.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        try:
+            kept = contestant()
+        except torch.OutOfMemoryError:
+            return None
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+    else:
+        with LiveTensors() as meter:
+            kept = contestant()
+        peak = meter.peak
+    return peak - sum(t.untyped_storage().nbytes() for t in kept)
+
+
+def memory(device: torch.device | str = "cpu") -> Iterator[Footprint]:
+    """headloss beside eager PyTorch, on cross-entropy and GSPO."""
+    device = torch.device(device)
+    gpu = device.type == "cuda"
+    tokens, width, vocabulary = (4096, 2048, 128256) if gpu else (1024, 128, 16384)
+    dtype = torch.bfloat16 if gpu else torch.float32
+    hidden, weight, targets = trained_looking(tokens, width, vocabulary, dtype, device)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    lengths = [tokens // 8] * 8
+    segments = Segments.from_lengths(torch.tensor(lengths, device=device))
+    logps = torch.full((tokens,), -1.0, device=device)
+    batch = random_batch(targets, segments, logps)
+    sizes = f"T={tokens} H={width} V={vocabulary} {str(dtype).removeprefix('torch.')}"
+    # An eighth of the logits: a default budget would hold all of so small a batch.
+    budget = tokens * vocabulary * 4 // 8
+    for name, objective in {"cross_entropy": cross_entropy(), "gspo": gspo()}.items():
+        work = f"{name} {sizes}"
+        eager = partial(_eager, hidden, weight, batch, EAGER[name])
+        yield Footprint(work=work, contestant="eager", bytes=peak_bytes(eager, device))
+        for schedule in ("one_pass", "recompute"):
+            options = Options(schedule=schedule, memory_budget=budget)
+            arguments = (hidden, Head(weight), batch, objective, options)
+            yield Footprint(
+                work=work,
+                contestant=f"headloss {schedule}",
+                bytes=peak_bytes(lambda a=arguments: list(run(*a).values()), device),
+                planned=plan(*arguments).total_bytes,
+            )
+
+
+def _eager(hidden: Tensor, weight: Tensor, batch: Batch, loss) -> list[Tensor]:
+    value = loss(F.linear(hidden, weight).float(), batch)
+    return list(torch.autograd.grad(value, [hidden, weight]))
+
+
+def eager_cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
+    """The mean over tokens, as everybody writes it."""
+    return F.cross_entropy(logits, batch.targets)
+
+
+def eager_gspo(logits: Tensor, batch: Batch, low: float = 3e-4, high: float = 4e-4) -> Tensor:
+    """-min(s A, clip(s) A) averaged over segments, s = exp(mean_t(logp - old))."""
+    logps = logits.log_softmax(-1).gather(1, batch.targets.unsqueeze(1)).squeeze(1)
+    ratio = batch.segments.mean(logps - batch.old_logps).exp()
+    clipped = ratio.clamp(1 - low, 1 + high)
+    return -torch.minimum(ratio * batch.advantages, clipped * batch.advantages).mean()
+
+
+EAGER = {"cross_entropy": eager_cross_entropy, "gspo": eager_gspo}

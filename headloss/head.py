@@ -1,0 +1,336 @@
+"""The head of a language model: from hidden states to logits.
+
+V vocabulary rows, H hidden width, r the rank of an adapter; [..] is any shape of tokens. The logits
+are, in this order,
+
+    raw = hidden @ weight.T + bias + sum over adapters of scaling * dropout(hidden) @ a.T @ b.T
+    z   = softcap * tanh(raw * logit_scale / softcap) / temperature
+
+`logit_scale`, `softcap` and `temperature` are constants: no gradient flows into them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .products import WideLinear
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Lora:
+    """A low-rank adapter on the head: raw += scaling * dropout(hidden) @ a.T @ b.T.
+
+    Hu et al. 2021, https://arxiv.org/abs/2106.09685. Gradients reach `a` and `b`; the merged weight
+    is never built.
+
+    Attributes:
+        a: [r, H], the down projection; what it gives is not rounded to its dtype.
+        b: [V, r], the up projection.
+        scaling: alpha / r, or alpha / sqrt(r) for rank-stabilised adapters.
+        dropout: probability in [0, 1) of dropping an input feature. It is applied in every call:
+            `Head.of` sets it to 0 for a module in eval mode.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_matrix("lora.a", self.a, "[r, H]")
+        _check_matrix("lora.b", self.b, "[V, r]")
+        if self.b.shape[1] != self.a.shape[0]:
+            raise ValueError(
+                f"lora.b: got shape {tuple(self.b.shape)}, want [V, {self.a.shape[0]}] for a of "
+                f"shape {tuple(self.a.shape)}"
+            )
+        if self.b.dtype != self.a.dtype:
+            raise ValueError(f"lora.b: got {self.b.dtype}, want the dtype of a, {self.a.dtype}")
+        _check_number("lora.scaling", self.scaling)
+        _check_number("lora.dropout", self.dropout)
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"lora.dropout: got {self.dropout}, want 0 <= dropout < 1")
+
+    def features(self, hidden: Tensor) -> Tensor:
+        """[T, H] to [T, r]: scaling * dropout(hidden) @ a.T, in float32 or float64."""
+        if self.dropout:
+            hidden = F.dropout(hidden, self.dropout)
+        return self.scaling * WideLinear.apply(hidden, self.a)
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """What turns hidden states into logits; made by hand, or read by `Head.of` and `Head.of_model`.
+
+    Attributes:
+        weight: [V, H], of a floating dtype.
+        bias: [V], or None.
+        temperature: a number, or a tensor with one value per token, in the shape of the targets.
+        softcap: z = softcap * tanh(z / softcap), or None.
+        logit_scale: the raw logits are multiplied by it.
+        vocab_size: the first `vocab_size` rows are scored; the others are padding.
+        vocab_group: the weight is this rank's slice of the vocabulary, in rank order.
+        vocab_mesh_dim: the mesh dimension over which a DTensor weight is a slice of the vocabulary.
+        lora: adapters that are added to the raw logits.
+
+    Raises:
+        TypeError: an argument of the wrong kind; a quantised weight.
+        ValueError: a shape, dtype or value that does not fit.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    temperature: float | Tensor = 1.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    vocab_size: int | None = None
+    _: KW_ONLY
+    vocab_group: ProcessGroup | None = None
+    vocab_mesh_dim: str | None = None
+    lora: tuple[Lora, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_matrix("weight", self.weight, "[V, H]")
+        if self.bias is not None:
+            _check_bias(self.bias, self.weight)
+        check_transform(self.temperature, self.softcap, self.logit_scale)
+        self._check_vocab_size()
+        _check_lora(self.lora, self.weight)
+
+    # ------------------------------------------------------------------ making them
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, **overrides: Any) -> Head:
+        """The head that a module computes; `overrides` are arguments of `Head` and win.
+
+        Reads `nn.Linear`, `nn.Embedding` (a tied head) and what PEFT makes of them: LoRA layers
+        with any number of active adapters, merged or disabled ones, and `modules_to_save`.
+
+        Raises:
+            TypeError: a module whose forward is not known: quantised or parametrised layers, layers
+                with hooks, DoRA and other adapters.
+        """
+        from .adapters import read_module
+
+        return cls(**{**read_module(module), **overrides})
+
+    @classmethod
+    def of_model(cls, model: torch.nn.Module, **overrides: Any) -> Head:
+        """The head of a Hugging Face causal language model, with its soft cap and logit scale.
+
+        Looks through DDP, FSDP, `torch.compile` and `PeftModel`; `overrides` are arguments of
+        `Head` and win. The hidden states that go with it are those of the model's base model, after
+        the last norm.
+
+        Raises:
+            ValueError: a model type whose logits are not known, or a model without a head.
+            TypeError: as for `Head.of`.
+        """
+        from .adapters import read_model
+
+        return cls(**{**read_model(model), **overrides})
+
+    # ------------------------------------------------------------------ using them
+
+    @property
+    def vocabulary(self) -> int:
+        """How many rows of the weight are scored."""
+        return self.weight.shape[0] if self.vocab_size is None else self.vocab_size
+
+    def factors(self, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """(features [T, k], rows [V, k]) pairs whose products sum to the raw logits, less the bias.
+
+        The first pair is the weight's own, then one per adapter, in that adapter's dtype. Features
+        carry autograd to `hidden` and to each `a`. Rows are not cut to `vocab_size`.
+        """
+        return [(hidden, self.weight), *((lora.features(hidden), lora.b) for lora in self.lora)]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[.., H] to [.., vocabulary] in float32 (float64 for float64 hidden states).
+
+        Differentiable. It materialises the logits: for tests and small inputs.
+        """
+        self.validate(hidden)
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        rows = slice(self.vocabulary)
+        z = hidden.new_zeros((), dtype=dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for features, weight in self.factors(hidden):
+                z = z + F.linear(features.to(dtype), weight[rows].to(dtype))
+        if self.bias is not None:
+            z = z + self.bias[rows].to(dtype)
+        z = z * self.logit_scale
+        if self.softcap is not None:
+            z = self.softcap * torch.tanh(z / self.softcap)
+        t = self.temperature
+        return z / (t.to(dtype).unsqueeze(-1) if isinstance(t, Tensor) else t)
+
+    def validate(
+        self,
+        hidden: Tensor,  # [.., H]
+        *,
+        token_shape: torch.Size | None = None,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Check the head against the hidden states that it is about to be given.
+
+        Args:
+            hidden: [.., H].
+            token_shape: the shape of the targets; default: `hidden.shape[:-1]`.
+            compute_dtype: what autocast casts `hidden` and `weight` to, where it is on; their own
+                dtypes may then differ.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what it got and what it wanted.
+        """
+        _check_plain(self.weight)
+        if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
+            raise TypeError(f"hidden: got {_describe(hidden)}, want a floating tensor [.., H]")
+        width = self.weight.shape[1]
+        if hidden.dim() == 0 or hidden.shape[-1] != width:
+            raise ValueError(
+                f"hidden: got shape {tuple(hidden.shape)}, want [.., {width}] for a weight of "
+                f"shape {tuple(self.weight.shape)}"
+            )
+        if compute_dtype is None and hidden.dtype != self.weight.dtype:
+            raise ValueError(
+                f"hidden: got {hidden.dtype}, want the dtype of weight, {self.weight.dtype}; cast "
+                "one of them or run under torch.autocast"
+            )
+        for name, value in self._tensors():
+            if value.device != hidden.device:
+                raise ValueError(
+                    f"{name}: got device {value.device}, want that of hidden, {hidden.device}"
+                )
+        if isinstance(self.temperature, Tensor):
+            want = hidden.shape[:-1] if token_shape is None else token_shape
+            if self.temperature.shape != want:
+                raise ValueError(
+                    f"temperature: got shape {tuple(self.temperature.shape)}, want a number or one "
+                    f"value per token, {tuple(want)}"
+                )
+
+    # ------------------------------------------------------------------ how
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        named = [("weight", self.weight), ("bias", self.bias), ("temperature", self.temperature)]
+        for index, lora in enumerate(self.lora):
+            named += [(f"lora[{index}].a", lora.a), (f"lora[{index}].b", lora.b)]
+        return [(name, value) for name, value in named if isinstance(value, Tensor)]
+
+    def _check_vocab_size(self) -> None:
+        size, rows = self.vocab_size, self.weight.shape[0]
+        if size is None:
+            return
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"vocab_size: got {_describe(size)}, want an integer or None")
+        # A slice of the vocabulary may well hold fewer rows than the whole.
+        sharded = self.vocab_group is not None or self.vocab_mesh_dim is not None
+        if size < 1 or (size > rows and not sharded):
+            raise ValueError(f"vocab_size: got {size}, want 1 <= vocab_size <= {rows}, the rows")
+
+
+def check_head(head: object) -> None:
+    """TypeError for anything but a `Head`."""
+    if not isinstance(head, Head):
+        raise TypeError(f"head: got {type(head).__name__}, want headloss.Head or Head.of(module)")
+
+
+def check_transform(temperature: object, softcap: object, logit_scale: object) -> None:
+    """Check what is done to raw logits."""
+    _check_temperature(temperature)
+    _check_number("logit_scale", logit_scale)
+    if softcap is not None:
+        _check_number("softcap", softcap)
+        if not softcap > 0:  # type: ignore[operator]
+            raise ValueError(f"softcap: got {softcap}, want > 0, or None for no soft cap")
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    plain = value is None or isinstance(value, int | float | str)
+    return f"{value!r}" if plain else type(value).__name__
+
+
+def _check_number(name: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name}: got {_describe(value)}, want a number; it is a constant")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: got {value}, want a finite number")
+
+
+def _check_matrix(name: str, value: object, shape: str) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: got {_describe(value)}, want a tensor {shape}")
+    # Quantised weights are integers, or classes of their own that pose as a floating dtype.
+    foreign = type(value).__module__.partition(".")[0] != "torch"
+    if not value.is_floating_point() or foreign:
+        raise TypeError(
+            f"{name}: got {value.dtype} in a {type(value).__module__}.{type(value).__name__}, want "
+            "a plain floating tensor; a quantised head has to be dequantised first"
+        )
+    if value.element_size() < 2:
+        raise TypeError(f"{name}: got {value.dtype}, want float16, bfloat16, float32 or float64")
+    if value.dim() != 2 or value.shape[1] == 0:
+        raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {shape}")
+
+
+def _check_bias(bias: object, weight: Tensor) -> None:
+    if not isinstance(bias, Tensor) or not bias.is_floating_point():
+        raise TypeError(f"bias: got {_describe(bias)}, want a floating tensor [V] or None")
+    if bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"bias: got shape {tuple(bias.shape)}, want ({weight.shape[0]},) for a weight of shape "
+            f"{tuple(weight.shape)}"
+        )
+
+
+def _check_temperature(temperature: object) -> None:
+    if isinstance(temperature, Tensor):
+        if not temperature.is_floating_point():
+            raise TypeError(f"temperature: got {temperature.dtype}, want a floating tensor [..]")
+        if temperature.requires_grad:
+            raise ValueError(
+                "temperature: got a tensor that requires a gradient, want a constant; detach it"
+            )
+        return
+    _check_number("temperature", temperature)
+    assert isinstance(temperature, int | float)
+    if temperature <= 0:
+        raise ValueError(f"temperature: got {temperature}, want > 0")
+
+
+def _check_lora(adapters: object, weight: Tensor) -> None:
+    if not isinstance(adapters, tuple) or not all(isinstance(x, Lora) for x in adapters):
+        raise TypeError(f"lora: got {_describe(adapters)}, want a tuple of headloss.Lora")
+    rows, width = weight.shape
+    for index, lora in enumerate(adapters):
+        if lora.a.shape[1] != width:
+            raise ValueError(
+                f"lora[{index}].a: got shape {tuple(lora.a.shape)}, want [r, {width}] for a weight "
+                f"of shape {tuple(weight.shape)}"
+            )
+        if lora.b.shape[0] != rows:
+            raise ValueError(
+                f"lora[{index}].b: got shape {tuple(lora.b.shape)}, want [{rows}, r] for a weight "
+                f"of shape {tuple(weight.shape)}"
+            )
+
+
+def _check_plain(weight: Tensor) -> None:
+    if type(weight).__name__ == "DTensor":
+        raise TypeError(
+            f"weight: got a DTensor placed {getattr(weight, 'placements', ())}, want a plain "
+            "tensor; call inside the forward of the module that FSDP2 wraps, where the weight is "
+            "whole, or pass weight.full_tensor(), or this rank's rows with vocab_group"
+        )

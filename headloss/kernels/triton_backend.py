@@ -1,0 +1,24 @@
+"""The Triton backend: the two acts of reference.py, and the product that holds softmax terms, which
+only it has."""
+
+from __future__ import annotations
+
+from .triton_gradient import dense_rows, logit_gradient_, narrowed
+from .triton_held import held_gradient_, held_multiple_, is_multiple, move_rows_, scaled_rows
+from .triton_partials import partials
+from .triton_product import Held, can_fuse, product_partials
+
+__all__ = [
+    "Held",
+    "can_fuse",
+    "dense_rows",
+    "held_gradient_",
+    "held_multiple_",
+    "is_multiple",
+    "logit_gradient_",
+    "move_rows_",
+    "narrowed",
+    "partials",
+    "product_partials",
+    "scaled_rows",
+]

@@ -1,0 +1,38 @@
+"""Terms: what they are, and those that the library has. Nothing here knows of logits."""
+
+from .distillation import distillation
+from .modifiers import Modifier
+from .policy import bnpo, dapo, dr_grpo, gmpo, grpo, gspo, gspo_token, luspo, ppo, sapo
+from .preference import dpo, ipo, simpo
+from .reinforce import cispo, kl, reinforce, vespo
+from .supervised import cross_entropy, entropy, unlikelihood, z_loss
+from .term import Objective, Term, term
+
+__all__ = [
+    "Term",
+    "Objective",
+    "Modifier",
+    "term",
+    "cross_entropy",
+    "z_loss",
+    "entropy",
+    "unlikelihood",
+    "grpo",
+    "gspo",
+    "gspo_token",
+    "dapo",
+    "bnpo",
+    "dr_grpo",
+    "luspo",
+    "ppo",
+    "cispo",
+    "reinforce",
+    "sapo",
+    "gmpo",
+    "vespo",
+    "kl",
+    "dpo",
+    "ipo",
+    "simpo",
+    "distillation",
+]

@@ -1,0 +1,163 @@
+"""The README's tables of terms and modifiers, made from their signatures, docstrings and traces."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..batch import Batch, MissingField, PackedBatch, pack
+from ..segments import Segments
+from ..stats import STATISTICS, Statistics
+from .distillation import INPUTS as TEACHER_INPUTS
+from .distillation import distillation
+from .modifiers import Modifier, corrected, off_policy_masked, top_entropy
+from .policy import bnpo, dapo, dr_grpo, gmpo, grpo, gspo, gspo_token, luspo, ppo, sapo
+from .preference import dpo, ipo, simpo
+from .reinforce import cispo, kl, reinforce, vespo
+from .supervised import cross_entropy, entropy, unlikelihood, z_loss
+from .term import Term, trace
+
+TERMS: tuple[Callable[..., Term], ...] = (
+    *(cross_entropy, z_loss, entropy, unlikelihood),
+    *(grpo, gspo, gspo_token, dapo, bnpo, dr_grpo, luspo, ppo, cispo, reinforce, sapo, gmpo, vespo),
+    kl,
+    *(dpo, ipo, simpo),
+    distillation,
+)
+MODIFIERS: tuple[Callable[..., Modifier], ...] = (corrected, off_policy_masked, top_entropy)
+
+
+def table() -> str:
+    """Every term as a row of Markdown: name, equation, options, inputs, default reduction."""
+    rows = [
+        (f"`{f.__name__}`", _equation(f), _options(f), _inputs_of_term(f), _reduction(f))
+        for f in TERMS
+    ]
+    return _markdown(("term", "loss", "options", "inputs", "default reduction"), rows)
+
+
+def modifier_table() -> str:
+    """Every modifier as a row of Markdown: the method, its factor, options, inputs."""
+    rows = [
+        (
+            f"`.{f.__name__}`",
+            _equation(f),
+            _options(getattr(Term, f.__name__)),
+            _fields(lambda f=f: _modified(f), {}),
+        )
+        for f in MODIFIERS
+    ]
+    return _markdown(("modifier", "factor", "options", "inputs"), rows)
+
+
+def _markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    # A bar inside a cell would end it.
+    return "\n".join(f"| {' | '.join(c.replace('|', chr(92) + '|') for c in r)} |" for r in lines)
+
+
+def _equation(function: Callable[..., Any]) -> str:
+    """The paragraph of a docstring below its summary."""
+    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+    if len(paragraphs) < 2:
+        raise ValueError(f"{function.__name__}: its docstring has no equation below the summary")
+    return f"`{' '.join(paragraphs[1].split())}`"
+
+
+def _parameters(function: Callable[..., Any]) -> Iterator[inspect.Parameter]:
+    parameters = inspect.signature(function).parameters.values()
+    return (p for p in parameters if p.name != "self")
+
+
+def _options(function: Callable[..., Any]) -> str:
+    shown = (
+        p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in _parameters(function)
+    )
+    return ", ".join(f"`{option}`" for option in shown)
+
+
+def _reduction(function: Callable[..., Term]) -> str:
+    reduction = function().reduction
+    if reduction is not None:
+        return reduction.name
+    # It depends on an option: the docstring says how.
+    return (inspect.getdoc(function) or "").rpartition("Default reduction: ")[2].rstrip(".")
+
+
+# ---------------------------------------------------------------------- what a term reads
+
+
+def _inputs_of_term(function: Callable[..., Term]) -> str:
+    """The fields that a term reads, with those that a switch adds."""
+    if function is distillation:
+        return " or ".join(_names(names) for names in TEACHER_INPUTS.values())
+    shown = _fields(function, {})
+    for option in _parameters(function):
+        if option.default is False:
+            switched = {option.name: True}
+            more = [name for name in _reads(function, switched) if name not in shown]
+            shown += f"; {_names(more)} when `{option.name}`" if more else ""
+    if function().segments_per_unit == 2:
+        shown = "; ".join(filter(None, [shown, "segments in pairs"]))
+    return shown
+
+
+def _fields(function: Callable[..., Term], options: dict[str, Any]) -> str:
+    shown = []
+    for name, instead in _reads(function, options).items():
+        note = "" if instead is None else f" or {_names(instead)}" if instead else " (optional)"
+        shown.append(f"`{name}`{note}")
+    return ", ".join(shown)
+
+
+def _names(names: Any) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _reads(function: Callable[..., Term], options: dict[str, Any]) -> dict[str, list[str] | None]:
+    """The fields that a term reads; for each, what it reads in its absence, None if it raises."""
+    stats, batch = sample()
+    term = function(**options)
+    read = _read(term, stats, batch, batch.fields)
+    found: dict[str, list[str] | None] = {}
+    for name in read:
+        others = {key: value for key, value in batch.fields.items() if key != name}
+        try:
+            found[name] = [n for n in _read(term, stats, batch, others) if n not in read]
+        except MissingField:
+            found[name] = None
+    return found
+
+
+def _read(term: Term, stats: Statistics, batch: PackedBatch, fields: dict[str, Any]) -> list[str]:
+    given = PackedBatch(batch.targets, batch.segments, fields, {}, None)
+    seen = trace(term, stats, given, observe=False).fields
+    return [name for name in fields if name in seen]
+
+
+def _modified(modifier: Callable[..., Modifier]) -> Term:
+    """A term that reads no field, modified."""
+    required = {
+        "corrected": {},
+        "off_policy_masked": {"threshold": 0.0},
+        "top_entropy": {"quantile": 0.5},
+    }
+    return z_loss().modified(modifier(**required[modifier.__name__]))
+
+
+def sample() -> tuple[Statistics, PackedBatch]:
+    """Four made-up tokens in two segments, with every field that a term of the library reads."""
+
+    def vector(start: float) -> Tensor:
+        return torch.linspace(start, start - 0.3, 4)
+
+    names = ("advantages", "old_logps", "ref_logps", "sampling_logps")
+    fields: dict[str, Any] = {name: vector(-1 - i / 10) for i, name in enumerate(names)}
+    batch = Batch(torch.zeros(4, dtype=torch.int64), Segments.from_lengths([2, 2]), **fields)
+    vectors: dict[str, Any] = {name: vector(0.8).requires_grad_() for name in STATISTICS}
+    vectors["logp"] = vector(-1.0).requires_grad_()
+    return Statistics(**vectors), pack(batch, vocabulary=1, dtype=torch.float32).batch

@@ -1,0 +1,121 @@
+"""Distillation from a teacher's full distribution, or from its top k.
+
+T scored tokens, V vocabulary, H' the teacher's hidden width, K stored outcomes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from ..metrics import Observed
+from ..reduction import token_mean
+from ..stats import Statistics
+from .term import Term
+
+if TYPE_CHECKING:
+    from ..batch import PackedBatch
+    from ..head import Head
+
+Kind = Literal["forward_kl", "reverse_kl", "js"]
+KINDS = ("forward_kl", "reverse_kl", "js")
+INPUTS = {
+    "logits": ("teacher_logits",),
+    "hidden": ("teacher_hidden",),
+    "topk": ("teacher_topk_ids", "teacher_topk_logps"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Teacher:
+    """What to compare with; a key into `Statistics.divergences`."""
+
+    kind: Kind
+    beta: float
+    temperature: float
+    head: Head | None
+
+    def source(self, batch: PackedBatch) -> str:
+        """Which of its inputs the batch holds: "logits", "hidden" or "topk"."""
+        given = [form for form, names in INPUTS.items() if any(n in batch for n in names)]
+        if len(given) != 1 or not all(name in batch for name in INPUTS[given[0]]):
+            have = sorted(n for names in INPUTS.values() for n in names if n in batch)
+            raise ValueError(
+                f"term distillation: got {have or 'no teacher'} in the batch, want one of "
+                "teacher_logits; teacher_hidden (with teacher_head); teacher_topk_ids and "
+                "teacher_topk_logps"
+            )
+        if given[0] == "hidden" and self.head is None:
+            raise ValueError(
+                "term distillation: got batch.teacher_hidden without distillation(teacher_head=...)"
+            )
+        return given[0]
+
+
+def distillation(
+    *,
+    divergence: Kind = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    teacher_head: Head | None = None,
+) -> Term:
+    """Divergence between the teacher's distribution q and the student's p.
+
+    l_t = KL(q || p), KL(p || q) or beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1-beta) p
+
+    Hinton et al. 2015, arXiv:1503.02531; generalized Jensen-Shannon: Agarwal et al. 2024,
+    arXiv:2306.13649.
+
+    Args:
+        divergence: "forward_kl" = KL(q || p), "reverse_kl" = KL(p || q), "js".
+        beta: weight of the teacher in "js", between 0 and 1.
+        temperature: of both sides, in place of the heads' own; there is no T^2 factor.
+        teacher_head: the teacher's head, for `teacher_hidden`.
+
+    Inputs: one of `teacher_logits` [.., V]; `teacher_hidden` [.., H'] with `teacher_head` (its
+    logits are made a tile at a time); `teacher_topk_ids` [.., K] int64 (distinct; a negative id is
+    an empty slot) and `teacher_topk_logps` [.., K] log-probs at the term's temperature, where the
+    rest of the mass is one more outcome. A token that the teacher rules out (logit -inf) counts as
+    one of log-prob -10000.
+
+    Default reduction: token_mean.
+    """
+    if divergence not in KINDS:
+        raise ValueError(f"distillation: divergence: got {divergence!r}, want one of {KINDS}")
+    if not 0 < beta < 1:
+        raise ValueError(f"distillation: beta: got {beta}, want between 0 and 1")
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(f"distillation: temperature: got {temperature}, want > 0")
+    teacher = Teacher(kind=divergence, beta=beta, temperature=temperature, head=teacher_head)
+    options = {"divergence": divergence, "beta": beta, "temperature": temperature}
+    return Term(
+        name="distillation",
+        function=partial(_divergence, teacher=teacher),
+        reduction=token_mean,
+        options=tuple(options.items()),
+        observe=partial(_observe, teacher=teacher),
+        teacher=teacher,
+    )
+
+
+def _divergence(stats: Statistics, batch: PackedBatch, *, teacher: Teacher) -> Tensor:
+    return stats.divergences[teacher]
+
+
+def _observe(stats: Statistics, batch: PackedBatch, *, teacher: Teacher) -> dict[str, Observed]:
+    return {teacher.kind: Observed(stats.divergences[teacher])}
+
+
+def log_tail(log_p: Tensor) -> Tensor:
+    """log(1 - sum exp(log_p)) over the last dimension, [.., K] to [.., 1]: the mass of the rest.
+
+    At least the rounding error of a sum of probabilities in this dtype, so that it stays finite.
+    """
+    least = torch.finfo(log_p.dtype).eps
+    total = log_p.logsumexp(-1, keepdim=True).clamp_max(math.log1p(-least))
+    return torch.log(-torch.expm1(total))

@@ -1,0 +1,123 @@
+"""The ratio of new to old policy, at three levels, and what policy terms report of it.
+
+T scored tokens, S segments; d_t = logp_t - old_t clamped to [-20, 20]; sg stops the gradient.
+
+    token           r_t = exp(d_t)                           [T]
+    sequence        s_i = exp(mean_t d_t)                    [S], advantages averaged likewise
+    sequence_token  s_it = sg(s_i) exp(logp_t - sg(logp_t))  [T], the value of s_i at each token
+
+An empty segment has ratio 1 and advantage 0.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor
+
+from ..metrics import Max, Min, Observed
+from ..stats import Statistics
+from .factory import one_of
+from .term import Per, Scope
+
+if TYPE_CHECKING:
+    from ..batch import PackedBatch
+
+Level = Literal["token", "sequence", "sequence_token"]
+LEVELS: dict[str, tuple[Scope, Per]] = {
+    "token": ("token", "token"),
+    "sequence": ("segment", "segment"),
+    "sequence_token": ("segment", "token"),
+}
+MAX_LOG_RATIO = 20.0
+
+
+def scope_and_per(level: str) -> tuple[Scope, Per]:
+    """How much of a batch a ratio needs, and the shape that it has."""
+    one_of(tuple(LEVELS), importance_sampling_level=level)
+    return LEVELS[level]
+
+
+# ---------------------------------------------------------------------- the ratio
+
+
+def log_ratio(stats: Statistics, batch: PackedBatch) -> Tensor:
+    """d_t, [T]. The clamp keeps a ratio, and with it every gradient, finite."""
+    assert stats.logp is not None
+    return (stats.logp - batch.old_logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def importance_ratio(stats: Statistics, batch: PackedBatch, level: str) -> Tensor:
+    """Ratio of new to old policy, [T], or [S] at sequence level."""
+    d = log_ratio(stats, batch)
+    if level == "token":
+        return d.exp()
+    ratio = batch.segments.mean(d).exp()
+    if level == "sequence":
+        return ratio
+    return batch.segments.expand(ratio.detach()) * (d - d.detach()).exp()
+
+
+def advantages_at(batch: PackedBatch, level: str) -> Tensor:
+    """Advantages in the shape of the ratio."""
+    return batch.segments.mean(batch.advantages) if level == "sequence" else batch.advantages
+
+
+def ratio_per_token(stats: Statistics, batch: PackedBatch, level: str) -> Tensor:
+    """The ratio at each token, [T], at any level."""
+    ratio = importance_ratio(stats, batch, level)
+    return batch.segments.expand(ratio) if level == "sequence" else ratio
+
+
+# ---------------------------------------------------------------------- metrics
+
+
+def advantage_figures(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
+    """What needs no old policy."""
+    assert stats.logp is not None
+    return {
+        "logps": Observed(stats.logp),
+        "advantage": Observed(batch.advantages),
+        "advantage_min": Observed(batch.advantages, Min),
+        "advantage_max": Observed(batch.advantages, Max),
+    }
+
+
+def ratio_figures(
+    stats: Statistics, batch: PackedBatch, ratio: Tensor, per: Per
+) -> dict[str, Observed]:
+    """The same, and how far the policy has moved; `ratio` is [T] or [S]."""
+    d = log_ratio(stats, batch)
+    return {
+        **advantage_figures(stats, batch),
+        "old_logps": Observed(batch.old_logps),
+        "ratio": Observed(ratio, per=per),
+        "ratio_min": Observed(ratio, Min, per=per),
+        "ratio_max": Observed(ratio, Max, per=per),
+        "ratio_squared": Observed(ratio.square(), per=per),
+        "kl_old_k1": Observed(-d),
+        "kl_old_k3": Observed(d.expm1() - d),
+    }
+
+
+def clip_figures(
+    ratio: Tensor, advantages: Tensor, clip: tuple[float, float], per: Per
+) -> dict[str, Observed]:
+    """Shares of ratios outside `clip` on the side where the clip takes their gradient."""
+    low, high = clip
+    clip_low = (ratio < low) & (advantages < 0)
+    clip_high = (ratio > high) & (advantages > 0)
+    found = {"clip_low": clip_low, "clip_high": clip_high, "clip_region": clip_low | clip_high}
+    return {name: Observed(x.to(ratio.dtype), per=per) for name, x in found.items()}
+
+
+def observe(
+    stats: Statistics, batch: PackedBatch, *, level: str, clip: tuple[float, float] | None = None
+) -> dict[str, Observed]:
+    """All figures of a term at `level`, with those of the clip where it has bounds."""
+    per = LEVELS[level][1]
+    ratio = importance_ratio(stats, batch, level)
+    found = ratio_figures(stats, batch, ratio, per)
+    if clip is not None:
+        found |= clip_figures(ratio, advantages_at(batch, level), clip, per)
+    return found

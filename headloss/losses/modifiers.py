@@ -1,0 +1,246 @@
+"""Factors on a policy term's tokens that carry no gradient: sampler correction, masks.
+
+T scored tokens, S segments. A factor multiplies the loss of each token; the denominator stays.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..metrics import Max, Observed
+from ..stats import Statistics
+from .factory import naming, non_negative, number, one_of, positive
+from .importance import MAX_LOG_RATIO
+from .term import Per, Scope
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ..batch import PackedBatch
+
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+def _nothing(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Modifier:
+    """`factor`: (stats, batch) to [T] without gradient; `observe`: what it reports."""
+
+    name: str
+    factor: Callable[[Statistics, PackedBatch], Tensor]
+    scope: Scope
+    observe: Callable[[Statistics, PackedBatch], dict[str, Observed]] = _nothing
+
+
+# ---------------------------------------------------------------------- sampler and trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Correction:
+    """w within [minimum, maximum]; over sequences, w is [S], else [T]."""
+
+    sequence: bool
+    mask: bool
+    minimum: float
+    maximum: float
+
+    def weight(self, batch: PackedBatch) -> Tensor:
+        # A sampler that gives no log-prob for a token says nothing about it: w = 1.
+        mismatch = (batch.old_logps - batch.sampling_logps).nan_to_num(nan=0.0)
+        if self.sequence:
+            mismatch = batch.segments.sum(mismatch)
+        return mismatch.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+    def outside(self, weight: Tensor) -> Tensor:
+        return (weight < self.minimum) | (weight > self.maximum)
+
+    def factor(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        weight = self.weight(batch)
+        if self.mask:
+            kept = weight.masked_fill(self.outside(weight), 0.0)
+        else:
+            kept = weight.clamp(self.minimum, self.maximum)
+        return batch.segments.expand(kept) if self.sequence else kept
+
+    def observe(self, stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
+        weight = self.weight(batch)
+        per: Per = "segment" if self.sequence else "token"
+        outside = self.outside(weight).to(weight.dtype)
+        return {
+            "mismatch": Observed(weight, per=per),
+            "mismatch_max": Observed(weight, Max, per=per),
+            "masked" if self.mask else "truncated": Observed(outside, per=per),
+        }
+
+
+def corrected(
+    mode: str = "token_truncate", *, minimum: float | None = None, maximum: float | None = 3.0
+) -> Modifier:
+    """Importance weight of the trainer's old policy over the sampler's, truncated or masked.
+
+        w = sg(exp(old - sampling)), of the token or summed over the sequence; clamped to [min, max], or 0 outside
+
+    Truncation: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl. Masks: Ling Team 2025
+    (IcePop), arXiv:2510.18855. The log of w is clamped to [-20, 20]; where a sampling log-prob is
+    NaN, the token's w is 1.
+
+    Args:
+        mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
+        minimum, maximum: bounds of w, each > 0 or None.
+
+    Inputs: old_logps, sampling_logps. Metrics: mismatch, mismatch_max, truncated or masked (per
+    token or per segment).
+    """  # noqa: E501 (an equation is one line)
+    with naming("corrected"):
+        one_of(MODES, mode=mode)
+        if minimum is not None:
+            positive(min=minimum)
+        if maximum is not None:
+            positive(max=maximum)
+        if minimum is not None and maximum is not None and minimum > maximum:
+            raise ValueError(f"min: got {minimum!r}, want <= max, {maximum!r}")
+    level, action = mode.split("_")
+    correction = _Correction(
+        sequence=level == "sequence",
+        mask=action == "mask",
+        minimum=-math.inf if minimum is None else minimum,
+        maximum=math.inf if maximum is None else maximum,
+    )
+    return Modifier(
+        name="corrected",
+        factor=correction.factor,
+        scope="segment" if correction.sequence else "token",
+        observe=correction.observe,
+    )
+
+
+# ---------------------------------------------------------------------- dropping sequences
+
+
+def _on_policy(stats: Statistics, batch: PackedBatch, *, threshold: float) -> Tensor:
+    assert stats.logp is not None
+    sampling = batch.sampling_logps if "sampling_logps" in batch else batch.old_logps
+    drift = batch.segments.mean((sampling - stats.logp.detach()).nan_to_num(nan=0.0))
+    kept = (batch.advantages >= 0) | batch.segments.expand(drift <= threshold)
+    return kept.to(stats.logp.dtype)
+
+
+def off_policy_masked(threshold: float) -> Modifier:
+    """Drops the tokens of negative advantage in sequences that the policy has moved away from.
+
+        1 where A >= 0 or mean_t(sampling_t - logp_t) <= threshold, else 0
+
+    DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556. With one advantage per sequence, whole
+    sequences are dropped. A NaN sampling log-prob counts as no drift.
+
+    Args:
+        threshold: of the mean log-ratio.
+
+    Inputs: advantages; sampling_logps, or old_logps where the batch has none.
+    """
+    with naming("off_policy_masked"):
+        number("a finite number", lambda x: True, threshold=threshold)
+    return Modifier(
+        name="off_policy_masked",
+        factor=functools.partial(_on_policy, threshold=threshold),
+        scope="segment",
+    )
+
+
+# ---------------------------------------------------------------------- keeping the uncertain
+
+
+def _above(stats: Statistics, batch: PackedBatch, *, threshold: float) -> Tensor:
+    assert stats.entropy is not None
+    entropy = stats.entropy.detach()
+    return (entropy >= threshold).to(entropy.dtype)
+
+
+def _among_top(
+    stats: Statistics, batch: PackedBatch, *, quantile: float, group: ProcessGroup | None
+) -> Tensor:
+    assert stats.entropy is not None
+    entropy = stats.entropy.detach()
+    # What does not count is last in order, and left out by the number of those that do.
+    counted = entropy if batch.live is None else torch.where(batch.live, entropy, math.inf)
+    number_of = counted.new_full((), len(counted)) if batch.live is None else batch.live.sum()
+    if group is not None:
+        counted, number_of = _gather(counted, number_of, group)
+    cut = _quantile(counted, number_of, 1 - quantile)
+    return (entropy >= cut).to(entropy.dtype)
+
+
+def _quantile(
+    values: Tensor,  # [N]
+    count: Tensor,  # [], how many of them count; the others are inf
+    q: float,
+) -> Tensor:
+    """The q-quantile by linear interpolation, [], without a read of the device; inf of nothing.
+
+    torch.quantile refuses more than 16M values.
+    """
+    ordered = torch.cat([values, values.new_full((1,), math.inf)]).sort().values
+    last = (count.double() - 1).clamp_min(0)
+    # A rank that is a whole number but for the rounding of q is that number.
+    rank = (q * last).round(decimals=9)
+    low = rank.floor()
+    below, above = ordered[low.long()], ordered[torch.minimum(low + 1, last).long()]
+    return torch.where(above > below, torch.lerp(below, above, (rank - low).to(below.dtype)), below)
+
+
+def _gather(values: Tensor, count: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The values of all ranks, padded with inf to one size per rank, and how many of them count."""
+    from torch import distributed
+
+    own = torch.stack([count.long(), torch.full_like(count, len(values)).long()])
+    sizes = own.new_empty(distributed.get_world_size(group), 2)
+    distributed.all_gather(list(sizes.unbind()), own, group=group)
+    longest = int(sizes[:, 1].max())
+    padded = values.new_full((longest,), math.inf)
+    padded[: len(values)] = values
+    gathered = values.new_empty(len(sizes), longest)
+    distributed.all_gather(list(gathered.unbind()), padded, group=group)
+    return gathered.flatten(), sizes[:, 0].sum()
+
+
+def top_entropy(
+    *,
+    quantile: float | None = None,
+    threshold: float | None = None,
+    group: ProcessGroup | None = None,
+) -> Modifier:
+    """Keeps the tokens whose prediction is the least certain.
+
+        1 where entropy >= threshold, or >= the (1 - quantile) quantile of all scored tokens; else 0
+
+    Wang et al. 2025, arXiv:2506.01939. The quantile interpolates linearly.
+
+    Args:
+        quantile: share of tokens to keep, in (0, 1]; makes the term batch-scoped.
+        threshold: in nats, >= 0; the alternative to `quantile`.
+        group: process group whose ranks hold tokens of one batch; the quantile is over all of
+            them, and sizes are exchanged first, which reads the device once.
+
+    Inputs: none.
+    """
+    with naming("top_entropy"):
+        if (quantile is None) == (threshold is None):
+            raise ValueError(f"got quantile={quantile!r} and threshold={threshold!r}, want one")
+        if quantile is not None:
+            number("0 < quantile <= 1", lambda x: 0 < x <= 1, quantile=quantile)
+            top = functools.partial(_among_top, quantile=quantile, group=group)
+            return Modifier(name="top_entropy", factor=top, scope="batch")
+        assert threshold is not None
+        non_negative(threshold=threshold)
+        above = functools.partial(_above, threshold=threshold)
+        return Modifier(name="top_entropy", factor=above, scope="token")

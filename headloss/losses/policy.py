@@ -1,0 +1,364 @@
+"""Surrogates of the policy ratio: one clipped surrogate under its many names, GMPO and SAPO.
+
+T scored tokens, S segments, A advantages, d_t = logp_t - old_t; r is the ratio at the level that
+`importance_sampling_level` names (see `importance`): [T], or [S] at sequence level.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..metrics import Observed
+from ..reduction import Reduction, fixed_length, sequence_mean, sequence_sum, token_mean
+from ..stats import Statistics
+from .factory import factory, non_negative, number, positive
+from .importance import (
+    Level,
+    advantages_at,
+    clip_figures,
+    importance_ratio,
+    log_ratio,
+    observe,
+    ratio_figures,
+    scope_and_per,
+)
+from .term import Term
+
+if TYPE_CHECKING:
+    from ..batch import PackedBatch
+
+# ---------------------------------------------------------------------- the clipped surrogate
+
+
+def _clipped_surrogate(
+    stats: Statistics,
+    batch: PackedBatch,
+    *,
+    level: str,
+    clip: tuple[float, float],
+    delta: float | None,
+    dual_clip: float | None,
+) -> Tensor:  # [T], or [S] at sequence level
+    ratio = importance_ratio(stats, batch, level)
+    advantages = advantages_at(batch, level)
+    bounded = ratio if delta is None else ratio.clamp(max=delta)
+    surrogate = torch.minimum(bounded * advantages, ratio.clamp(*clip) * advantages)
+    if dual_clip is not None:
+        bound = torch.maximum(surrogate, dual_clip * advantages)
+        surrogate = torch.where(advantages < 0, bound, surrogate)
+    return -surrogate
+
+
+def _clipped(
+    reduction: Reduction | None,
+    epsilon_low: float,
+    epsilon_high: float,
+    *,
+    level: str = "token",
+    delta: float | None = None,
+    dual_clip: float | None = None,
+    missing_reduction: str = "",
+) -> Term:
+    non_negative(epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    if delta is not None:
+        positive(delta=delta)
+    if dual_clip is not None:
+        number("> 1", lambda x: x > 1, dual_clip=dual_clip)
+    clip = (1 - epsilon_low, 1 + epsilon_high)
+    scope, per = scope_and_per(level)
+    return Term(
+        name="",
+        function=functools.partial(
+            _clipped_surrogate, level=level, clip=clip, delta=delta, dual_clip=dual_clip
+        ),
+        scope=scope,
+        per=per,
+        reduction=reduction,
+        missing_reduction=missing_reduction,
+        observe=functools.partial(observe, level=level, clip=clip),
+    )
+
+
+@factory
+def grpo(
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    delta: float | None = None,
+    importance_sampling_level: Level = "token",
+) -> Term:
+    """Group relative policy optimization: the clipped surrogate, averaged within each sequence.
+
+        -min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)
+
+    Shao et al. 2024, arXiv:2402.03300. `delta`: Prime Intellect 2025 (INTELLECT-2),
+    arXiv:2505.07291.
+
+    Args:
+        epsilon_low, epsilon_high: how far the ratio may move from 1, each >= 0.
+        delta: upper bound of the ratio also where the advantage is negative; None for no bound.
+        importance_sampling_level: "token", "sequence" or "sequence_token"; see the module.
+
+    Inputs: advantages, old_logps. Default reduction: sequence_mean.
+    """
+    level = importance_sampling_level
+    return _clipped(sequence_mean, epsilon_low, epsilon_high, level=level, delta=delta)
+
+
+@factory
+def gspo(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Term:
+    """Group sequence policy optimization: one ratio, one clip and one loss per sequence.
+
+        -min(s_i A_i, clip(s_i, 1 - epsilon_low, 1 + epsilon_high) A_i), s_i = exp(mean_t d_t)
+
+    Zheng et al. 2025, arXiv:2507.18071. Advantages per token are averaged over the sequence.
+
+    Args:
+        epsilon_low, epsilon_high: how far the ratio may move from 1, each >= 0.
+
+    Inputs: advantages, old_logps. Default reduction: sequence_mean.
+    """
+    return _clipped(sequence_mean, epsilon_low, epsilon_high, level="sequence")
+
+
+@factory
+def gspo_token(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Term:
+    """GSPO with advantages and clip per token; equal to GSPO where a sequence has one advantage.
+
+        -min(s_it A_t, clip(s_it, 1 - epsilon_low, 1 + epsilon_high) A_t), s_it = sg(s_i) exp(logp_t - sg(logp_t))
+
+    Zheng et al. 2025, arXiv:2507.18071, section 4.3.
+
+    Args:
+        epsilon_low, epsilon_high: how far the ratio may move from 1, each >= 0.
+
+    Inputs: advantages, old_logps. Default reduction: sequence_mean.
+    """  # noqa: E501 (an equation is one line)
+    return _clipped(sequence_mean, epsilon_low, epsilon_high, level="sequence_token")
+
+
+@factory
+def dapo(
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.28,
+    delta: float | None = None,
+    importance_sampling_level: Level = "token",
+) -> Term:
+    """The clipped surrogate with a higher upper clip, averaged over all tokens of the step.
+
+        -min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)
+
+    Yu et al. 2025, arXiv:2503.14476.
+
+    Args: as `grpo`.
+
+    Inputs: advantages, old_logps. Default reduction: token_mean.
+    """
+    level = importance_sampling_level
+    return _clipped(token_mean, epsilon_low, epsilon_high, level=level, delta=delta)
+
+
+@factory
+def bnpo(
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    delta: float | None = None,
+    importance_sampling_level: Level = "token",
+) -> Term:
+    """The clipped surrogate averaged over tokens, with a symmetric clip.
+
+        -min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)
+
+    Named after beta normalization policy optimization (Xiao et al. 2025, arXiv:2506.02864), whose
+    normalization of rewards happens where advantages are made.
+
+    Args: as `grpo`.
+
+    Inputs: advantages, old_logps. Default reduction: token_mean.
+    """
+    level = importance_sampling_level
+    return _clipped(token_mean, epsilon_low, epsilon_high, level=level, delta=delta)
+
+
+@factory
+def dr_grpo(
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    delta: float | None = None,
+    importance_sampling_level: Level = "token",
+    max_completion_length: float | None = None,
+) -> Term:
+    """The clipped surrogate divided by a constant length, which removes the bias to short answers.
+
+        -min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)
+
+    Liu et al. 2025, arXiv:2503.20783.
+
+    Args:
+        max_completion_length: the constant; without it `.over(...)` must name a reduction.
+        others: as `grpo`.
+
+    Inputs: advantages, old_logps. Default reduction: fixed_length(max_completion_length).
+    """
+    if max_completion_length is not None:
+        positive(max_completion_length=max_completion_length)
+    return _clipped(
+        None if max_completion_length is None else fixed_length(max_completion_length),
+        epsilon_low,
+        epsilon_high,
+        level=importance_sampling_level,
+        delta=delta,
+        missing_reduction="term dr_grpo: got max_completion_length=None, want a length, or another "
+        "reduction by .over(...)",
+    )
+
+
+@factory
+def luspo(
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    delta: float | None = None,
+    importance_sampling_level: Level = "sequence",
+) -> Term:
+    """Length-unbiased sequence policy optimization: each sequence's loss times its length.
+
+        -|o_i| min(min(s_i, delta) A_i, clip(s_i, 1 - epsilon_low, 1 + epsilon_high) A_i)
+
+    Liu et al. 2026, arXiv:2602.05261. The length |o_i| is the reduction's: a sum over tokens.
+
+    Args: as `grpo`.
+
+    Inputs: advantages, old_logps. Default reduction: sequence_sum.
+    """
+    level = importance_sampling_level
+    return _clipped(sequence_sum, epsilon_low, epsilon_high, level=level, delta=delta)
+
+
+@factory
+def ppo(
+    *, epsilon_low: float = 0.2, epsilon_high: float = 0.2, dual_clip: float | None = None
+) -> Term:
+    """Proximal policy optimization: the clipped surrogate per token, with an optional dual clip.
+
+        -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A); where A < 0: -max(min(..), dual_clip A)
+
+    Schulman et al. 2017, arXiv:1707.06347. Dual clip: Ye et al. 2020, arXiv:1912.09729.
+
+    Args:
+        epsilon_low, epsilon_high: how far the ratio may move from 1, each >= 0.
+        dual_clip: bounds the loss of a negative advantage; > 1, or None for no bound.
+
+    Inputs: advantages, old_logps. Default reduction: token_mean.
+    """  # noqa: E501 (an equation is one line)
+    return _clipped(token_mean, epsilon_low, epsilon_high, dual_clip=dual_clip)
+
+
+# ---------------------------------------------------------------------- other surrogates
+
+
+def _gmpo_advantages(batch: PackedBatch) -> Tensor:
+    return batch.segments.expand(batch.segments.mean(batch.advantages))
+
+
+def _geometric_mean(
+    stats: Statistics, batch: PackedBatch, *, epsilon_low: float, epsilon_high: float
+) -> Tensor:  # [S]
+    d = log_ratio(stats, batch)
+    rising = _gmpo_advantages(batch) > 0
+    clipped = torch.where(rising, d.clamp(max=epsilon_high), d.clamp(min=-epsilon_low))
+    return -batch.segments.mean(clipped).exp() * batch.segments.mean(batch.advantages)
+
+
+def _observe_gmpo(
+    stats: Statistics, batch: PackedBatch, *, clip: tuple[float, float]
+) -> dict[str, Observed]:
+    ratio = importance_ratio(stats, batch, "token")
+    clipped = clip_figures(ratio, _gmpo_advantages(batch), clip, "token")
+    return ratio_figures(stats, batch, ratio, "token") | clipped
+
+
+@factory
+def gmpo(*, epsilon_low: float = 0.4, epsilon_high: float = 0.4) -> Term:
+    """Geometric-mean policy optimization: clips each token's log-ratio, one ratio per sequence.
+
+        -exp(mean_t clip(d_t)) A_i, clip(d) = min(d, epsilon_high) where A_i > 0, else max(d, -epsilon_low)
+
+    Zhao et al. 2025, arXiv:2507.20673. Ratio and clip figures are per token.
+
+    Args:
+        epsilon_low, epsilon_high: bounds of a token's log-ratio, each >= 0.
+
+    Inputs: advantages, old_logps. Default reduction: sequence_mean.
+    """  # noqa: E501 (an equation is one line)
+    non_negative(epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    clip = (math.exp(-epsilon_low), math.exp(epsilon_high))
+    return Term(
+        name="",
+        function=functools.partial(
+            _geometric_mean, epsilon_low=epsilon_low, epsilon_high=epsilon_high
+        ),
+        scope="segment",
+        per="segment",
+        reduction=sequence_mean,
+        observe=functools.partial(_observe_gmpo, clip=clip),
+    )
+
+
+def _soft_gate(
+    stats: Statistics,
+    batch: PackedBatch,
+    *,
+    level: str,
+    temperature_pos: float,
+    temperature_neg: float,
+) -> Tensor:  # [T], or [S] at sequence level
+    advantages = advantages_at(batch, level)
+    tau = torch.full_like(advantages, temperature_neg).masked_fill(advantages > 0, temperature_pos)
+    gate = (tau * (importance_ratio(stats, batch, level) - 1)).sigmoid() * 4 / tau
+    return -gate * advantages
+
+
+@factory
+def sapo(
+    *,
+    temperature_pos: float = 1.0,
+    temperature_neg: float = 1.05,
+    importance_sampling_level: Level = "token",
+) -> Term:
+    """Soft adaptive policy optimization: a smooth gate on the ratio in place of the clip.
+
+        -(4 / tau) sigmoid(tau (r - 1)) A, tau = temperature_pos where A > 0, else temperature_neg
+
+    Gao et al. 2025, arXiv:2511.20347.
+
+    Args:
+        temperature_pos, temperature_neg: how sharply the gate closes, each > 0.
+        importance_sampling_level: as `grpo`.
+
+    Inputs: advantages, old_logps. Default reduction: sequence_mean.
+    """
+    positive(temperature_pos=temperature_pos, temperature_neg=temperature_neg)
+    level = importance_sampling_level
+    scope, per = scope_and_per(level)
+    return Term(
+        name="",
+        function=functools.partial(
+            _soft_gate,
+            level=level,
+            temperature_pos=temperature_pos,
+            temperature_neg=temperature_neg,
+        ),
+        scope=scope,
+        per=per,
+        reduction=sequence_mean,
+        observe=functools.partial(observe, level=level),
+    )

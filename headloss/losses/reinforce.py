@@ -1,0 +1,213 @@
+"""Log-probs weighted by advantages, with a weight that carries no gradient; and KL terms.
+
+T scored tokens, A advantages, d_t = logp_t - old_t clamped to [-20, 20]; sg stops the gradient.
+Every term is [T].
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from ..metrics import Observed
+from ..reduction import token_mean
+from ..stats import Statistics
+from .factory import factory, non_negative, one_of, positive
+from .importance import (
+    MAX_LOG_RATIO,
+    Level,
+    advantage_figures,
+    log_ratio,
+    observe,
+    ratio_figures,
+    ratio_per_token,
+    scope_and_per,
+)
+from .term import Term, term
+
+if TYPE_CHECKING:
+    from ..batch import PackedBatch
+
+ESTIMATORS = ("k1", "k2", "k3")
+MIN_LOG_WEIGHT = math.log(1e-8)  # of VESPO's sequence weight
+
+
+@term(observe=advantage_figures)
+def reinforce(stats: Statistics, batch: PackedBatch) -> Tensor:
+    """REINFORCE: the policy gradient itself, for data of the current policy.
+
+        -A log p_y
+
+    Williams 1992, doi:10.1007/BF00992696.
+
+    Inputs: advantages. Default reduction: token_mean.
+    """
+    assert stats.logp is not None
+    return -batch.advantages * stats.logp
+
+
+def _capped(
+    stats: Statistics, batch: PackedBatch, *, level: str, clip: tuple[float, float]
+) -> Tensor:
+    assert stats.logp is not None
+    weight = ratio_per_token(stats, batch, level).detach().clamp(*clip)
+    return -weight * batch.advantages * stats.logp
+
+
+@factory
+def cispo(
+    *,
+    epsilon_high: float = 0.28,
+    epsilon_low: float | None = None,
+    importance_sampling_level: Level = "token",
+) -> Term:
+    """Clipped importance-sampling policy optimization: caps the weight, drops no token's gradient.
+
+        -sg(clip(r, 1 - epsilon_low, 1 + epsilon_high)) A log p_y
+
+    MiniMax 2025 (MiniMax-M1), arXiv:2506.13585. Some libraries call the cap itself, 1 +
+    epsilon_high, by the name of epsilon_high.
+
+    Args:
+        epsilon_high: the cap's distance from 1, >= 0.
+        epsilon_low: the lower bound's distance from 1, >= 0; None for no lower bound.
+        importance_sampling_level: "token", "sequence" or "sequence_token"; see `importance`.
+
+    Inputs: advantages, old_logps. Default reduction: token_mean.
+    """
+    non_negative(epsilon_high=epsilon_high)
+    if epsilon_low is not None:
+        non_negative(epsilon_low=epsilon_low)
+    scope, _ = scope_and_per(importance_sampling_level)
+    # No lower bound is one that no ratio reaches.
+    clip = (-math.inf if epsilon_low is None else 1 - epsilon_low, 1 + epsilon_high)
+    level = importance_sampling_level
+    return Term(
+        name="",
+        function=functools.partial(_capped, level=level, clip=clip),
+        scope=scope,
+        reduction=token_mean,
+        observe=functools.partial(observe, level=level, clip=clip),
+    )
+
+
+def _log_sequence_weight(stats: Statistics, batch: PackedBatch) -> Tensor:
+    """log w, [S]: new policy over sampler where that is known, else over the old policy."""
+    total = batch.segments.sum(log_ratio(stats, batch).detach())
+    if "sampling_logps" in batch:
+        mismatch = (batch.old_logps - batch.sampling_logps).nan_to_num(nan=0.0)
+        total = total + batch.segments.sum(mismatch.clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO))
+    return total.clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
+
+
+def _gamma_weighted(
+    stats: Statistics,
+    batch: PackedBatch,
+    *,
+    k: tuple[float, float],  # where A >= 0, where A < 0
+    rate: tuple[float, float],  # lambda, likewise
+) -> Tensor:
+    assert stats.logp is not None
+    log_weight = batch.segments.expand(_log_sequence_weight(stats, batch))
+    weight = log_weight.exp()
+    phi = [(r + power * log_weight - r * weight).exp() for power, r in zip(k, rate, strict=True)]
+    return -torch.where(batch.advantages >= 0, *phi) * batch.advantages * stats.logp
+
+
+def _observe_vespo(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
+    weight = _log_sequence_weight(stats, batch).exp()
+    return ratio_figures(stats, batch, weight, "segment")
+
+
+@factory
+def vespo(
+    *,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> Term:
+    """Variational sequence-level soft policy optimization: a smooth kernel of the sequence weight.
+
+        -sg(phi(w_i)) A log p_y, phi(w) = exp(lambda + k log w - lambda w), log w_i = sum_t d_t
+
+    Shen et al. 2026, arXiv:2602.10693. log w is clamped to [log 1e-8, 20]. Where the batch has
+    sampling_logps, sum_t (old_t - sampling_t) is added to it, so `.corrected` would count the
+    sampler twice.
+
+    Args:
+        k_pos, lambda_pos: shape of phi where A >= 0, each > 0.
+        k_neg, lambda_neg: the same where A < 0.
+
+    Inputs: advantages, old_logps, optionally sampling_logps. Default reduction: token_mean.
+    """
+    positive(k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg)
+    k, rate = (k_pos, k_neg), (lambda_pos, lambda_neg)
+    return Term(
+        name="",
+        function=functools.partial(_gamma_weighted, k=k, rate=rate),
+        scope="segment",
+        reduction=token_mean,
+        observe=_observe_vespo,
+    )
+
+
+# ---------------------------------------------------------------------- the reference policy
+
+
+def _estimate(stats: Statistics, batch: PackedBatch, estimator: str) -> Tensor:
+    assert stats.logp is not None
+    d = batch.ref_logps - stats.logp
+    if estimator == "k1":
+        return -d
+    return d.square() / 2 if estimator == "k2" else d.expm1() - d
+
+
+def _kl(stats: Statistics, batch: PackedBatch, *, estimator: str, level: str | None) -> Tensor:
+    value = _estimate(stats, batch, estimator)
+    return value if level is None else value * ratio_per_token(stats, batch, level)
+
+
+def _observe_kl(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
+    return {name: Observed(_estimate(stats, batch, name)) for name in ("k1", "k3")}
+
+
+@factory
+def kl(
+    *,
+    estimator: Literal["k1", "k2", "k3"] = "k1",
+    bias_corrected: bool = False,
+    importance_sampling_level: Level = "token",
+) -> Term:
+    """Divergence from the reference policy, estimated at the sampled tokens.
+
+        k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1, d = ref - logp; times r when bias_corrected
+
+    Schulman 2020, http://joschu.net/blog/kl-approx.html. `bias_corrected`: DeepSeek-AI 2025
+    (DeepSeek-V3.2), arXiv:2512.02556; the gradient flows through both factors.
+
+    Args:
+        estimator: "k1", "k2" or "k3". As a loss of its own, k1 pulls nowhere on average unless it
+            is bias_corrected; k3 is what GRPO adds.
+        bias_corrected: multiply by the unclipped ratio of new to old policy.
+        importance_sampling_level: level of that ratio; "token", "sequence" or "sequence_token".
+
+    Inputs: ref_logps, and old_logps when bias_corrected. Default reduction: token_mean. Metrics:
+    k1, k3, both uncorrected.
+    """
+    one_of(ESTIMATORS, estimator=estimator)
+    if not isinstance(bias_corrected, bool):
+        raise TypeError(f"bias_corrected: got {bias_corrected!r}, want True or False")
+    scope, _ = scope_and_per(importance_sampling_level)
+    level = importance_sampling_level if bias_corrected else None
+    return Term(
+        name="",
+        function=functools.partial(_kl, estimator=estimator, level=level),
+        scope=scope if bias_corrected else "token",
+        reduction=token_mean,
+        observe=_observe_kl,
+    )

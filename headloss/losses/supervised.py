@@ -1,0 +1,108 @@
+"""Terms for targets that are right, or wrong: cross-entropy, z-loss, entropy, unlikelihood.
+
+T scored tokens, V vocabulary, p = softmax(z), y the target. Every term is [T], token scope.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..metrics import Observed, Perplexity
+from ..reduction import token_mean
+from ..stats import Statistics
+from .factory import factory, number
+from .term import Term, term
+
+if TYPE_CHECKING:
+    from ..batch import PackedBatch
+
+
+def _observe(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
+    assert stats.logp is not None and stats.top1 is not None
+    return {"perplexity": Observed(-stats.logp, Perplexity), "top1": Observed(stats.top1)}
+
+
+def _cross_entropy(stats: Statistics, batch: PackedBatch, *, label_smoothing: float) -> Tensor:
+    assert stats.logp is not None
+    if label_smoothing == 0:  # a statistic that is not read is not computed
+        return -stats.logp
+    assert stats.lse is not None and stats.mean_logit is not None
+    uniform = stats.lse - stats.mean_logit
+    return (label_smoothing - 1) * stats.logp + label_smoothing * uniform
+
+
+@factory
+def cross_entropy(*, label_smoothing: float = 0.0) -> Term:
+    """Negative log-likelihood of the target, against a smoothed one on request.
+
+        -(1 - label_smoothing) log p_y - label_smoothing mean_j log p_j
+
+    Label smoothing: Szegedy et al. 2015, arXiv:1512.00567.
+
+    Args:
+        label_smoothing: share of the target's mass that is spread evenly over the vocabulary,
+            in [0, 1].
+
+    Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
+    """
+    number("0 <= label_smoothing <= 1", lambda x: 0 <= x <= 1, label_smoothing=label_smoothing)
+    return Term(
+        name="",
+        function=functools.partial(_cross_entropy, label_smoothing=label_smoothing),
+        reduction=token_mean,
+        observe=_observe,
+    )
+
+
+@term
+def z_loss(stats: Statistics, batch: PackedBatch) -> Tensor:
+    """Square of the log-normalizer, which keeps logits from drifting.
+
+        (log sum_j exp z_j)^2
+
+    Chowdhery et al. 2022 (PaLM), arXiv:2204.02311. Usually added with a factor of 1e-4.
+
+    Inputs: none. Default reduction: token_mean.
+    """
+    assert stats.lse is not None
+    return stats.lse.square()
+
+
+@term
+def entropy(stats: Statistics, batch: PackedBatch) -> Tensor:
+    """Entropy of the prediction, exact over the whole vocabulary; subtract it for a bonus.
+
+        -sum_j p_j log p_j
+
+    As a bonus: Mnih et al. 2016, arXiv:1602.01783.
+
+    Inputs: none. Default reduction: token_mean.
+    """
+    assert stats.entropy is not None
+    return stats.entropy
+
+
+@term(observe=_observe)
+def unlikelihood(stats: Statistics, batch: PackedBatch) -> Tensor:
+    """Pushes the target's probability down: targets are tokens that should not be said.
+
+        -log(1 - p_y)
+
+    Welleck et al. 2019, arXiv:1908.04319. Where p_y = 1 the loss is -log of the dtype's epsilon.
+
+    Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
+    """
+    assert stats.logp is not None
+    # Beyond epsilon the gradient, p / (1 - p), would be larger than what p itself resolves.
+    logp = stats.logp.clamp(max=-torch.finfo(stats.logp.dtype).eps)
+    # log(1 - exp x) has two forms, each exact on its side of -log 2. A branch that is not taken
+    # gets a harmless argument, so that its gradient is finite.
+    likely = logp > -math.log(2)
+    near = torch.where(likely, logp, -1.0).expm1().neg().log()
+    far = torch.where(likely, -1.0, logp).exp().neg().log1p()
+    return -torch.where(likely, near, far)

@@ -1,0 +1,378 @@
+"""What a term is, how terms add up to an objective, and `@term`, which makes one of a function.
+
+T scored tokens, S segments. A term is a pure function of the statistics ([T] vectors) and of the
+packed batch's own vectors; it returns one value per token [T] or per segment [S]. It never sees a
+logit, a mask or a padded position.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..metrics import Observed
+from ..reduction import Reduction, as_reduction, sequence_mean, token_mean
+from ..stats import Statistics
+
+if TYPE_CHECKING:
+    from ..batch import PackedBatch
+    from .distillation import Teacher
+    from .modifiers import Modifier
+
+Scope = Literal["token", "segment", "batch"]
+Per = Literal["token", "segment"]
+SCOPES: tuple[Scope, ...] = ("token", "segment", "batch")
+Function = Callable[[Statistics, "PackedBatch"], Tensor]
+Observer = Callable[[Statistics, "PackedBatch"], dict[str, Observed]]
+
+
+def wider(a: Scope, b: Scope) -> Scope:
+    """The larger of two scopes."""
+    return SCOPES[max(SCOPES.index(a), SCOPES.index(b))]
+
+
+class _Arithmetic:
+    """`+`, `-` and multiplication by a number, shared by terms and objectives."""
+
+    def _objective(self) -> Objective:
+        raise NotImplementedError
+
+    def __add__(self, other: Term | Objective) -> Objective:
+        if not isinstance(other, _Arithmetic):
+            return NotImplemented
+        return Objective(self._objective().parts + other._objective().parts)
+
+    def __radd__(self, other: object) -> Objective:
+        """So that `sum(terms)` works."""
+        return self._objective() if other == 0 else NotImplemented
+
+    def __neg__(self) -> Objective:
+        return -1.0 * self
+
+    def __sub__(self, other: Term | Objective) -> Objective:
+        return self + (-other) if isinstance(other, _Arithmetic) else NotImplemented
+
+    def __mul__(self, factor: float) -> Objective:
+        if not isinstance(factor, Real):
+            return NotImplemented
+        return Objective(tuple((float(factor) * c, term) for c, term in self._objective().parts))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> Objective:
+        return self * (1 / divisor) if isinstance(divisor, Real) else NotImplemented
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Term(_Arithmetic):
+    """A loss per token or per segment; made by the functions of `headloss` and by `@hl.term`.
+
+    Attributes:
+        name: its key in `out.terms` and `out.metrics`.
+        function: (stats, batch) to [T] or [S].
+        scope: the smallest cut of a batch that it may be called on.
+        per: the shape that it returns.
+        reduction: the weight of each token; None must be replaced by `.over(...)`.
+        options: the numbers it was made with.
+        observe: (stats, batch) to what it reports under "name/...".
+        modifiers: factors per token, applied in order.
+        weight_fields: batch fields that multiply it.
+        kept_field: boolean batch field that restricts it.
+        segments_per_unit: consecutive segments that belong together (2 for pairs).
+        teacher: the full-distribution teacher whose divergence it reads.
+    """
+
+    name: str
+    function: Function
+    scope: Scope = "token"
+    per: Per = "token"
+    reduction: Reduction | None = None
+    missing_reduction: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+    observe: Observer | None = None
+    modifiers: tuple[Modifier, ...] = ()
+    weight_fields: tuple[str, ...] = ()
+    kept_field: str | None = None
+    segments_per_unit: int = 1
+    teacher: Teacher | None = None
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options)
+        return f"{self.name}({options})"
+
+    def _objective(self) -> Objective:
+        return Objective(((1.0, self),))
+
+    # ------------------------------------------------------------------ changing one
+
+    def over(self, reduction: Reduction | str) -> Term:
+        """The same term under another reduction: a name or e.g. `headloss.fixed_length(n)`."""
+        return replace(self, reduction=as_reduction(reduction))
+
+    def weighted(self, field: str) -> Term:
+        """Multiply by a batch field, per token or per segment; the denominator stays."""
+        return replace(self, weight_fields=(*self.weight_fields, _field_name(field)))
+
+    def where(self, field: str) -> Term:
+        """Keep the tokens (or segments) where a boolean batch field is True; the denominator
+        counts what is kept."""
+        if self.kept_field is not None:
+            raise ValueError(
+                f"where: {self.name} is already restricted to {self.kept_field!r}; combine the two "
+                "in one boolean field"
+            )
+        return replace(self, kept_field=_field_name(field))
+
+    def modified(self, modifier: Modifier) -> Term:
+        """Multiply each token's loss by a factor that carries no gradient."""
+        return replace(
+            self,
+            modifiers=(*self.modifiers, modifier),
+            scope=wider(self.scope, modifier.scope),
+        )
+
+    def corrected(
+        self,
+        mode: str,
+        min: float | None = None,
+        max: float | None = 3.0,
+    ) -> Term:
+        """Correct for the mismatch of sampler and trainer; see `modifiers.corrected`."""
+        from .modifiers import corrected
+
+        return self.modified(corrected(mode, minimum=min, maximum=max))
+
+    def off_policy_masked(self, threshold: float) -> Term:
+        """Drop off-policy sequences; see `modifiers.off_policy_masked`."""
+        from .modifiers import off_policy_masked
+
+        return self.modified(off_policy_masked(threshold))
+
+    def top_entropy(
+        self, quantile: float | None = None, threshold: float | None = None, group: Any = None
+    ) -> Term:
+        """Keep the tokens of highest entropy; see `modifiers.top_entropy`."""
+        from .modifiers import top_entropy
+
+        return self.modified(top_entropy(quantile=quantile, threshold=threshold, group=group))
+
+    # ------------------------------------------------------------------ calling one
+
+    def __call__(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        """The term's value on each token, [T]: a segment's value counts on each of its tokens."""
+        values = self.function(stats, batch)
+        self._check(values, batch)
+        if self.per == "segment":
+            values = batch.segments.expand(values)
+        for modifier in self.modifiers:
+            values = values * modifier.factor(stats, batch)
+        for field in self.weight_fields:
+            values = values * getattr(batch, field)
+        return values
+
+    def _check(self, values: object, batch: PackedBatch) -> None:
+        want = (len(batch),) if self.per == "token" else (batch.segments.count,)
+        if not isinstance(values, Tensor):
+            raise TypeError(
+                f"term {self.name}: returned {type(values).__name__}, want a tensor of shape {want}"
+            )
+        if values.shape != want:
+            raise ValueError(
+                f"term {self.name}: returned shape {tuple(values.shape)}, want {want} (one value "
+                f'per {self.per}; declare per="token" or per="segment")'
+            )
+
+
+def _field_name(field: str) -> str:
+    if not isinstance(field, str):
+        raise TypeError(f"field: got {type(field).__name__}, want the name of a batch field")
+    return field
+
+
+@dataclass(frozen=True, eq=False)
+class Objective(_Arithmetic):
+    """A weighted sum of terms: `hl.gspo() + 1e-4 * hl.z_loss() - 1e-3 * hl.entropy()`."""
+
+    parts: tuple[tuple[float, Term], ...]
+
+    @classmethod
+    def of(cls, value: Term | Objective) -> Objective:
+        """An objective from a term or an objective."""
+        if not isinstance(value, Term | Objective):
+            hint = ""
+            if callable(value):
+                hint = " (a term's function must be called: hl.grpo(), not hl.grpo)"
+            raise TypeError(f"objective: got {type(value).__name__}, want terms{hint}")
+        return value._objective()
+
+    def _objective(self) -> Objective:
+        return self
+
+    def __repr__(self) -> str:
+        return " + ".join(f"{c:g} * {term!r}" for c, term in self.parts)
+
+    def named(self) -> Iterator[tuple[str, float, Term]]:
+        """(key, coefficient, term); the second "kl" is "kl_2"."""
+        seen: dict[str, int] = {}
+        for coefficient, term in self.parts:
+            seen[term.name] = number = seen.get(term.name, 0) + 1
+            yield (term.name if number == 1 else f"{term.name}_{number}"), coefficient, term
+
+    @property
+    def scope(self) -> Scope:
+        return functools.reduce(wider, (term.scope for _, term in self.parts), "token")
+
+    @property
+    def segments_per_unit(self) -> int:
+        return max((term.segments_per_unit for _, term in self.parts), default=1)
+
+
+def term(
+    function: Callable[..., Tensor] | None = None,
+    *,
+    scope: Scope = "token",
+    per: Per = "token",
+    reduction: Reduction | str | None = None,
+    observe: Callable[..., dict[str, Observed]] | None = None,
+    name: str | None = None,
+    segments_per_unit: int = 1,
+) -> Any:
+    """Make a term factory of a pure function `f(stats, batch, **options)`.
+
+    Args:
+        scope: "token" (may be called on any cut of the batch), "segment" (on whole segments) or
+            "batch" (on everything).
+        per: "token" if it returns [T], "segment" if it returns [S].
+        reduction: defaults to token_mean; sequence_mean for scope="segment".
+        observe: g(stats, batch, **options) to a dict of `metrics.Observed`, reported as "name/...".
+        name: defaults to the function's name.
+        segments_per_unit: consecutive segments that may not be cut apart, e.g. 2 for pairs.
+
+    >>> import torch
+    >>> @term
+    ... def soft_policy_gradient(stats, batch, tau=1.0):
+    ...     ratio = (stats.logp - batch.old_logps).exp()
+    ...     return -torch.sigmoid(tau * (ratio - 1)) * batch.advantages
+    >>> soft_policy_gradient(tau=2.0)
+    soft_policy_gradient(tau=2.0)
+    """
+    if scope not in SCOPES:
+        raise ValueError(f"scope: got {scope!r}, want one of {SCOPES}")
+    if per not in ("token", "segment"):
+        raise ValueError(f'per: got {per!r}, want "token" or "segment"')
+    if per == "segment" and scope == "token":
+        raise ValueError('scope: got "token" with per="segment", want "segment" or "batch"')
+    default = sequence_mean if scope == "segment" else token_mean
+
+    def decorate(f: Callable[..., Tensor]) -> Callable[..., Term]:
+        signature = inspect.signature(f)
+
+        @functools.wraps(f)
+        def factory(**options: Any) -> Term:
+            signature.bind(None, None, **options)  # a TypeError that names a wrong option
+            return Term(
+                name=name or f.__name__,
+                function=functools.partial(f, **options),
+                scope=scope,
+                per=per,
+                reduction=default if reduction is None else as_reduction(reduction),
+                options=tuple(options.items()),
+                observe=None if observe is None else functools.partial(observe, **options),
+                segments_per_unit=segments_per_unit,
+            )
+
+        # The factory takes the options alone.
+        factory.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[
+                p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+                for p in list(signature.parameters.values())[2:]
+                if p.kind is not inspect.Parameter.VAR_KEYWORD
+            ],
+            return_annotation=Term,
+        )
+        return factory
+
+    return decorate if function is None else decorate(function)
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a term asks for: statistics, and fields of the batch."""
+
+    statistics: frozenset[str]
+    fields: frozenset[str]
+    gradients: frozenset[str]  # statistics that its value depends on differentiably
+
+
+class _Recorder:
+    """Stands before statistics or a batch and notes which attributes are read."""
+
+    def __init__(self, target: Any, seen: set[str]) -> None:
+        self._target, self._seen = target, seen
+
+    def __getattr__(self, name: str) -> Any:
+        self._seen.add(name)
+        return getattr(self._target, name)
+
+    def __len__(self) -> int:
+        return len(self._target)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._target
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._seen.add(name)
+        return self._target.get(name, default)
+
+
+def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = True) -> Reads:
+    """Run a term once on a small sample and report what it reads.
+
+    Raises ValueError where a tensor that requires a gradient enters it from outside: the engine
+    differentiates with respect to the statistics alone, so that gradient would be lost.
+    """
+    seen_stats: set[str] = set()
+    seen_fields: set[str] = set()
+    stats_, batch_ = _Recorder(stats, seen_stats), _Recorder(batch, seen_fields)
+    with torch.enable_grad():
+        values = term(stats_, batch_)  # type: ignore[arg-type]
+    own = {id(leaf): name for name, leaf in stats.tensors().items()}
+    own |= {id(leaf): "divergences" for leaf in stats.divergences.values()}
+    leaves = list(_leaves(values))
+    for leaf in leaves:
+        if id(leaf) not in own:
+            raise ValueError(
+                f"term {term.name}: a tensor of shape {tuple(leaf.shape)} that requires a gradient "
+                "is caught in its function; its gradient would be lost: detach it"
+            )
+    if observe:
+        with torch.no_grad():
+            if term.observe is not None:
+                term.observe(stats_, batch_)  # type: ignore[arg-type]
+            for modifier in term.modifiers:
+                modifier.observe(stats_, batch_)  # type: ignore[arg-type]
+    gradients = frozenset(own[id(leaf)] for leaf in leaves)
+    return Reads(frozenset(seen_stats), frozenset(seen_fields), gradients)
+
+
+def _leaves(values: Tensor) -> Iterator[Tensor]:
+    """The leaf tensors that a value was computed from, where they require a gradient."""
+    stack, seen = [values.grad_fn], set()
+    if values.requires_grad and values.grad_fn is None:
+        yield values
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)  # of a node that accumulates into a leaf
+        if leaf is not None:
+            yield leaf
+        stack += [parent for parent, _ in node.next_functions]

@@ -1,0 +1,181 @@
+"""Measurements that merge, so that any cut of a batch, or any number of ranks, gives one value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Mean:
+    """sum / count; NaN where nothing was counted."""
+
+    sum: Tensor
+    count: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        return self.sum / self.count
+
+    def merge(self, other: Mean) -> Mean:
+        return type(self)(self.sum + other.sum, self.count + other.count)
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+
+class Perplexity(Mean):
+    """exp of the mean negative log-likelihood."""
+
+    @property
+    def value(self) -> Tensor:
+        return (self.sum / self.count).exp()
+
+
+@dataclass(frozen=True)
+class Sum:
+    sum: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        return self.sum
+
+    def merge(self, other: Sum) -> Sum:
+        return Sum(self.sum + other.sum)
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+
+@dataclass(frozen=True)
+class Max:
+    """The largest value; -inf where there was none."""
+
+    max: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        return self.max
+
+    def merge(self, other: Max) -> Max:
+        return Max(torch.maximum(self.max, other.max))
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+
+@dataclass(frozen=True)
+class Min:
+    """The smallest value; inf where there was none."""
+
+    min: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        return self.min
+
+    def merge(self, other: Min) -> Min:
+        return Min(torch.minimum(self.min, other.min))
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+
+Measurement = Mean | Sum | Max | Min
+
+
+class Metrics(dict[str, Measurement]):
+    """Measurements by name: "tokens", "entropy", "grpo/ratio"..."""
+
+    def merge(self, other: Mapping[str, Measurement]) -> Metrics:
+        """Join with the metrics of another cut; a name that only one side has is kept as it is."""
+        joined = Metrics({**self, **other})
+        for name in self.keys() & other.keys():
+            joined[name] = self[name].merge(other[name])  # type: ignore[arg-type]
+        return joined
+
+    def all_reduce(self, group: ProcessGroup | None = None) -> Metrics:
+        """Join over the ranks of `group` (the default group if None), in two collectives.
+
+        Every rank must hold the same names; `Min` travels as a negated `Max`.
+        """
+        from torch import distributed
+
+        names = sorted(self)
+        sums: list[Tensor] = []
+        peaks: list[Tensor] = []
+        for name in names:
+            match self[name]:
+                case Mean(total, count):
+                    sums += [total, count]
+                case Sum(total):
+                    sums.append(total)
+                case Max(value):
+                    peaks.append(value)
+                case Min(value):
+                    peaks.append(-value)
+        for values, operation in (
+            (sums, distributed.ReduceOp.SUM),
+            (peaks, distributed.ReduceOp.MAX),
+        ):
+            if values:
+                packed = torch.stack([v.double() for v in values])
+                distributed.all_reduce(packed, op=operation, group=group)
+                values[:] = packed.unbind()
+        joined = Metrics()
+        for name in names:
+            match self[name]:
+                case Mean():
+                    joined[name] = type(self[name])(sums.pop(0), sums.pop(0))  # type: ignore[call-arg]
+                case Sum():
+                    joined[name] = Sum(sums.pop(0))
+                case Max():
+                    joined[name] = Max(peaks.pop(0))
+                case Min():
+                    joined[name] = Min(-peaks.pop(0))
+        return joined
+
+    def compute(self) -> dict[str, float]:
+        """Every value as a Python float, with one read of the device."""
+        if not self:
+            return {}
+        values = torch.stack([m.value.double() for m in self.values()]).tolist()
+        return dict(zip(self, values, strict=True))
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a term reports before it is folded: per-token [T] or per-segment [S] values.
+
+    The engine folds the values of scored tokens, or of segments that have one, by `kind`.
+    """
+
+    values: Tensor
+    kind: type[Mean] | type[Perplexity] | type[Sum] | type[Max] | type[Min] = Mean
+    per: Literal["token", "segment"] = "token"
+
+
+def fold(observed: Observed, live: Tensor | None = None, share: float = 1.0) -> Measurement:
+    """Fold [N] values to one measurement; rows where `live` is False do not count.
+
+    `share` is this rank's part of values that several ranks report alike.
+    """
+    values, kind = observed.values.double(), observed.kind
+    if issubclass(kind, Max | Min):
+        neutral = -math.inf if kind is Max else math.inf
+        kept = values if live is None else torch.where(live, values, neutral)
+        kept = torch.cat([kept, kept.new_full((1,), neutral)])
+        return Max(kept.max()) if kind is Max else Min(kept.min())
+    total = (values if live is None else torch.where(live, values, 0)).sum() * share
+    if kind is Sum:
+        return Sum(total)
+    count = total.new_full((), values.numel()) if live is None else live.sum().double()
+    return kind(total, count * share)  # type: ignore[call-arg]

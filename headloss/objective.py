@@ -1,0 +1,264 @@
+"""An objective on one packed batch: its weights, and its pull-back to the four coefficients.
+
+T scored tokens, S segments, K terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .batch import MissingField, PackedBatch
+from .losses.term import Objective, Reads, Term, trace
+from .reduction import Totals
+from .segments import Segments
+from .stats import DIFFERENTIABLE, Coefficients, Statistics, pull_back
+
+
+class Part(NamedTuple):
+    """One term of an objective on one batch."""
+
+    name: str
+    coefficient: float
+    term: Term
+    weights: Tensor  # [T]
+    kept: Tensor | None  # [T] bool, where the term is restricted
+
+
+class Gradient(NamedTuple):
+    """What the kernels need to know of the objective on some tokens."""
+
+    coefficients: Coefficients  # [n]
+    divergences: dict[object, Tensor]  # [n] per teacher
+    values: Tensor  # [K] float64, each term's share of its reduced value
+
+    def rows(self, rows: Tensor | slice) -> Gradient:
+        """Of some of the tokens."""
+        return self.map(lambda t: t[rows])
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Gradient:
+        """Apply `function` to every [n] vector."""
+        divergences = {key: function(g) for key, g in self.divergences.items()}
+        return Gradient(self.coefficients.map(function), divergences, self.values)
+
+    def live(self) -> Tensor:
+        """[n] bool: tokens with any gradient at all."""
+        vectors = [*self.coefficients.tensors().values(), *self.divergences.values()]
+        alive = vectors[0] != 0
+        for vector in vectors[1:]:
+            alive = alive | (vector != 0)
+        return alive
+
+
+@dataclass(frozen=True)
+class Bound:
+    """An objective bound to a packed batch and its totals."""
+
+    parts: tuple[Part, ...]
+    vocabulary: int
+    scale: Tensor | None = None  # [] power of two on the coefficients, against 16-bit underflow
+
+    def gradient(
+        self, stats: Statistics, batch: PackedBatch, rows: slice, needed: bool = True
+    ) -> Gradient:
+        """Evaluate every term on the tokens `rows` and pull the sum back to coefficients."""
+        leaves = stats.map(lambda t: t.detach())
+        inputs: dict[object, Tensor] = {}
+        if needed:
+            inputs = {n: t for n, t in leaves.tensors().items() if n in DIFFERENTIABLE}
+            inputs |= leaves.divergences
+            for leaf in inputs.values():
+                leaf.requires_grad_()
+        with torch.set_grad_enabled(needed):
+            shares = [self._share(part, leaves, batch, rows) for part in self.parts]
+            total = sum(
+                (part.coefficient * share for part, share in zip(self.parts, shares, strict=True)),
+                torch.zeros((), dtype=torch.float64, device=batch.targets.device),
+            )
+        values = torch.stack([s.detach() for s in shares]) if shares else total.new_zeros(0)
+        found = _differentiate(total, inputs)
+        if batch.live is not None:
+            found = {n: torch.where(batch.live, g, 0) for n, g in found.items()}
+        if self.scale is not None:
+            found = {name: g * self.scale for name, g in found.items()}
+        divergences = {key: found.pop(key) for key in leaves.divergences if key in found}
+        coefficients = pull_back(found, stats, self.vocabulary)  # type: ignore[arg-type]
+        return Gradient(coefficients, divergences, values)
+
+    def scaled(self) -> Bound:
+        """The same, with coefficients near 1 whatever the weights are: what is a few bits above
+        zero in float16 is then a gradient that does not matter. Unscale with 1 / scale."""
+        largest = [
+            abs(part.coefficient) * part.weights.max() for part in self.parts if len(part.weights)
+        ]
+        return replace(self, scale=power_of_two(largest))
+
+    def _share(self, part: Part, stats: Statistics, batch: PackedBatch, rows: slice) -> Tensor:
+        kept = None if part.kept is None else part.kept[rows]
+        view = batch if kept is None else _without_poison(batch, kept)
+        losses = part.term(stats, view.on(stats))
+        if kept is not None:
+            losses = torch.where(kept, losses, 0)
+        if batch.live is not None:
+            losses = torch.where(batch.live, losses, 0)
+        return (part.weights[rows] * losses).sum(dtype=torch.float64)
+
+
+def power_of_two(sizes: list[Tensor]) -> Tensor:
+    """[] the power of two that brings the largest of some numbers to between 1 and 2."""
+    largest = torch.stack(sizes).max() if sizes else torch.zeros(())
+    return torch.where(largest > 0, -largest.log2().floor(), 0).exp2()
+
+
+def _differentiate(total: Tensor, inputs: dict[object, Tensor]) -> dict[object, Tensor]:
+    """d total / d input, for the inputs that it depends on."""
+    if not total.requires_grad:
+        return {}
+    gradients = torch.autograd.grad(total, list(inputs.values()), allow_unused=True)
+    pairs = zip(inputs, gradients, strict=True)
+    return {name: gradient for name, gradient in pairs if gradient is not None}
+
+
+def _without_poison(batch: PackedBatch, kept: Tensor) -> PackedBatch:
+    """The fields of tokens that a term leaves out may hold anything: non-finite values become 0."""
+
+    def clean(value):
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        return torch.where(kept | value.isfinite(), value, 0)
+
+    fields = {name: clean(value) for name, value in batch.fields.items()}
+    return PackedBatch(
+        batch.targets, batch.segments, fields, batch.wide, batch.index, live=batch.live
+    )
+
+
+def bind(
+    objective: Objective,
+    batch: PackedBatch,
+    totals: Totals,
+    vocabulary: int,
+    dtype: torch.dtype,
+) -> Bound:
+    """Fix every token's weight from global totals (law 3)."""
+    parts = []
+    for name, coefficient, term in objective.named():
+        if term.reduction is None:
+            raise ValueError(term.missing_reduction or f"term {name}: has no reduction, use .over")
+        kept, lengths = None, batch.segments.lengths
+        counts = (totals.tokens, totals.segments)
+        if term.kept_field is not None:
+            kept = _kept(name, term.kept_field, batch)
+            counts = totals.kept.get(term.kept_field)
+            if counts is None:
+                raise ValueError(
+                    f"totals: have no count for field {term.kept_field!r} that term {name} is "
+                    "restricted to; make them with headloss.Totals.of(batch)"
+                )
+            lengths = batch.segments.sum(kept.to(dtype))
+        at_token = batch.segments.expand(lengths.to(dtype).clamp_min(1))
+        tokens, segments = (_at_least_one(c, batch.targets.device) for c in counts)
+        weights = term.reduction.weigh(at_token, tokens, segments).to(dtype)
+        if weights.shape != at_token.shape:
+            raise ValueError(
+                f"reduction {term.reduction.name}: returned shape {tuple(weights.shape)}, want one "
+                f"weight per token, {tuple(at_token.shape)}"
+            )
+        if kept is not None:
+            weights = torch.where(kept, weights, 0)
+        parts.append(Part(name, coefficient, term, weights, kept))
+    return Bound(tuple(parts), vocabulary)
+
+
+def _kept(name: str, field: str, batch: PackedBatch) -> Tensor:
+    if field not in batch:
+        raise ValueError(f"term {name}: is restricted to batch.{field}, which was not given")
+    kept = getattr(batch, field)
+    if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.dim() != 1:
+        raise TypeError(f"{field}: want a boolean tensor, as term {name} is restricted to it")
+    return kept
+
+
+def _at_least_one(count: float | Tensor, device: torch.device) -> Tensor:
+    """A total as a float64 scalar; a zero total acts as one."""
+    if not isinstance(count, Tensor):
+        return torch.full((), float(count) or 1.0, dtype=torch.float64, device=device)
+    count = count.to(device, torch.float64)
+    return torch.where(count == 0, 1.0, count)
+
+
+# ---------------------------------------------------------------------- what terms read
+
+_SAMPLE = 2  # tokens, in a segment each: enough for a pair
+
+
+class _NoSums(Segments):
+    """Segments for tracing a token-scoped term, which may be called on parts of a segment."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        raise ValueError('sums over segments, so it must declare scope="segment"')
+
+    mean = sum
+
+
+def sample_batch(batch: PackedBatch, term: Term) -> PackedBatch:
+    """A batch of two made-up tokens with the fields of a real one."""
+    device = batch.targets.device
+    ids = torch.arange(_SAMPLE, device=device)
+    kind = _NoSums if term.scope == "token" else Segments
+    fields = {}
+    for name, value in batch.fields.items():
+        fields[name] = (
+            torch.full((_SAMPLE,), -0.5, device=device).to(value.dtype)
+            if isinstance(value, Tensor)
+            else value
+        )
+    wide = {name: value.new_zeros(_SAMPLE, *value.shape[1:]) for name, value in batch.wide.items()}
+    return PackedBatch(
+        torch.zeros_like(ids),
+        kind(ids, _SAMPLE, counts=torch.ones_like(ids)),
+        fields,
+        wide,
+        None,
+    )
+
+
+def sample_statistics(dtype: torch.dtype, device: torch.device, teachers: list) -> Statistics:
+    """Statistics of two made-up tokens, each a leaf that requires a gradient."""
+
+    def leaf(value: float) -> Tensor:
+        return torch.full((_SAMPLE,), value, dtype=dtype, device=device, requires_grad=True)
+
+    return Statistics(
+        logp=leaf(-1.0),
+        lse=leaf(2.0),
+        entropy=leaf(1.5),
+        mean_logit=leaf(0.1),
+        top1=leaf(1.0).detach(),
+        divergences={teacher: leaf(0.3) for teacher in teachers},
+    )
+
+
+def reads(
+    objective: Objective, batch: PackedBatch, dtype: torch.dtype, observe: bool
+) -> dict[str, Reads]:
+    """What each term asks for, by its key; ValueError where the batch lacks it."""
+    found = {}
+    for name, _, term in objective.named():
+        sample = sample_batch(batch, term)
+        teachers = [] if term.teacher is None else [term.teacher]
+        with torch.inference_mode(False):
+            stats = sample_statistics(dtype, batch.targets.device, teachers)
+            try:
+                found[name] = trace(term, stats, sample.on(stats), observe)
+            except MissingField as error:
+                raise ValueError(f"term {name}: {error}") from None
+            except ValueError as error:
+                if str(error).startswith("sums over"):
+                    raise ValueError(f"term {name}: {error}") from None
+                raise
+    return found

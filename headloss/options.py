@@ -1,0 +1,77 @@
+"""How a call is to be served; the defaults are right for nearly everybody."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("auto", "reference", "triton")
+SCHEDULES = ("auto", "one_pass", "recompute", "frozen")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of `head_loss`.
+
+    Attributes:
+        backend: "auto", "reference" (PyTorch, any device) or "triton". An explicit choice that
+            cannot serve the call raises.
+        schedule: "auto", "one_pass" (6NHV), "recompute" (8NHV, any objective, least memory) or
+            "frozen" (4NHV, a head without gradient).
+        chunk_tokens: tokens per chunk; under schedule "auto" any number works with any objective.
+        memory_budget: bytes for a chunk of logits; default 256 MiB on a CPU, 1 GiB on a GPU.
+        logits_dtype: None keeps logits in float32 (float64 for float64 inputs); torch.bfloat16 or
+            torch.float16 rounds them, for those who ask.
+        accumulate_dtype: of the weight gradient over chunks.
+        static: static shapes: no read of the device, no row skipping, no value checks; unscored
+            hidden rows count as zeros. Can be captured in a CUDA graph.
+        skip_rows: leave rows without gradient out of the two backward products (one read of the
+            device per chunk).
+        sequence_parallel: `hidden` is this rank's slice of the tokens; needs a vocab group.
+        metrics: measure; False leaves `out.metrics` empty and computes only what the loss needs.
+        upstream: the gradient that `out.loss` will receive, declared in advance: gradients are
+            final in the forward pass, and `main_grad` is written there.
+        main_grad: float32 [V, H] tensor that the weight gradient is added to, in place of
+            returning it.
+    """
+
+    backend: str = "auto"
+    schedule: Any = "auto"
+    chunk_tokens: int | None = None
+    memory_budget: int | None = None
+    logits_dtype: torch.dtype | None = None
+    accumulate_dtype: torch.dtype = torch.float32
+    static: bool = False
+    skip_rows: bool = True
+    sequence_parallel: bool = False
+    metrics: bool = True
+    upstream: float | None = None
+    main_grad: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("backend", BACKENDS), ("schedule", SCHEDULES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, want one of {allowed}")
+        for name in ("chunk_tokens", "memory_budget"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name}: got {value!r}, want a positive integer or None")
+            if value < 1:
+                raise ValueError(f"{name}: got {value}, want a positive integer or None")
+        if self.logits_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"logits_dtype: got {self.logits_dtype}, want None, torch.float32, torch.bfloat16 "
+                "or torch.float16"
+            )
+        if self.accumulate_dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"accumulate_dtype: got {self.accumulate_dtype}, want torch.float32, "
+                "torch.bfloat16 or torch.float16"
+            )
+        if self.main_grad is not None and not isinstance(self.main_grad, Tensor):
+            raise TypeError(f"main_grad: got {type(self.main_grad).__name__}, want a tensor")

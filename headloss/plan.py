@@ -1,0 +1,277 @@
+"""Law 4: which schedule serves a call, in what pieces, in how many bytes; and why.
+
+T scored tokens, H hidden width, V vocabulary, S segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from .options import Options
+
+Schedule = Literal["one_pass", "recompute", "frozen", "statistics"]
+MIB = 1 << 20
+WORKING_BLOCK = 1 << 20  # logits that a reference act works on at once
+GRAIN = 128  # rows of a chunk and columns of a slab come in multiples of it, for the products' sake
+
+
+class Chunk(NamedTuple):
+    """Tokens [start, stop), which lie in segments [first, last)."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+class Tile(NamedTuple):
+    """A sweep's step: rows x columns of the logits."""
+
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What the planner knows of a call."""
+
+    tokens: int  # T
+    width: int  # H
+    vocabulary: int  # V
+    scope: str
+    lengths: list[int] | None  # scored tokens per segment; None with static shapes
+    segments_per_unit: int = 1
+    grouped: bool = False  # segments run across ranks
+    logp_only: bool = False  # the gradient needs nothing but d/dlogp
+    hidden_gradient: bool = True
+    weight_gradient: bool = True
+    element_size: int = 4  # of hidden and weight
+    weight_size: int = 4  # of the weight's own dtype
+    row_bytes: int = 4  # per token and vocabulary entry of a chunk, teachers included
+    on_gpu: bool = False
+    given: bool = False  # the logits exist already
+    inplace: bool = False  # and their gradient may overwrite them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What will run.
+
+    Attributes:
+        schedule: "one_pass", "recompute", "frozen", or "statistics" where nothing needs a gradient.
+        backend: "reference" or "triton".
+        chunk_tokens: most tokens whose logits over the whole vocabulary are held at once; in a
+            sweep, the same number of logits in another shape (`tile`).
+        tile: rows and columns of one step of a sweep.
+        fold_columns: columns of the tiles that a chunk's softmax terms are folded from, 0 where
+            its raw logits are held.
+        bytes: peak working memory beyond inputs and returned gradients, by part.
+        plain_bytes: what logits, their softmax and their gradient would take.
+        reason: why this schedule.
+    """
+
+    schedule: Schedule
+    backend: str
+    chunk_tokens: int
+    tile: Tile
+    fold_columns: int
+    bytes: dict[str, int]
+    plain_bytes: int
+    reason: str
+    chunks: tuple[Chunk, ...] = field(repr=False)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.bytes.values())
+
+    def __str__(self) -> str:
+        steps = (
+            f"{len(self.chunks)} chunks of at most {self.chunk_tokens} tokens"
+            if self.schedule in ("one_pass", "frozen")
+            else f"tiles of {self.tile.rows} tokens x {self.tile.columns} columns"
+        )
+        lines = [
+            f"schedule   {self.schedule}: {self.reason}",
+            f"backend    {self.backend}",
+            f"steps      {steps}",
+        ]
+        for name, size in self.bytes.items():
+            lines.append(f"memory     {size / MIB:10.1f} MiB  {name}")
+        lines.append(f"total      {self.total_bytes / MIB:10.1f} MiB")
+        lines.append(f"plain      {self.plain_bytes / MIB:10.1f} MiB  logits and their gradient")
+        return "\n".join(lines)
+
+
+def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
+    """Choose a schedule; ValueError where an explicit one cannot serve the call."""
+    p = problem
+    rows = _chunk_rows(p, options)
+    wants_gradient = p.hidden_gradient or p.weight_gradient
+    chunks = _cut(p, rows, _limit(p, options))
+    schedule, reason = _choose(p, options, chunks)
+    if not wants_gradient:
+        schedule, reason = "statistics", "nothing requires a gradient"
+    if schedule == "frozen" or chunks is None:
+        chunks = _cut_anywhere(p, rows)
+    if schedule == "one_pass":
+        rows = max((c.stop - c.start for c in chunks), default=rows)
+    tile = _tile(p, rows, explicit=options.chunk_tokens is not None)
+    return Plan(
+        schedule=schedule,
+        backend=backend,
+        chunk_tokens=rows,
+        tile=tile,
+        fold_columns=0,
+        bytes=_bytes(p, schedule, rows, tile, options),
+        plain_bytes=p.tokens * p.vocabulary * (4 + 2 * p.element_size),
+        reason=reason,
+        chunks=chunks,
+    )
+
+
+def _choose(p: Problem, options: Options, chunks: tuple[Chunk, ...] | None) -> tuple[Schedule, str]:
+    frozen_error = None
+    if p.weight_gradient:
+        frozen_error = "the head requires a gradient"
+    elif not p.logp_only:
+        frozen_error = "the objective needs the gradient of more than logp"
+    elif p.given:
+        frozen_error = "the logits are given"
+    one_pass_error = None
+    if chunks is None:
+        one_pass_error = (
+            "segments run across ranks"
+            if p.grouped
+            else f"the objective is {p.scope}-scoped and does not fit chunks within the budget"
+        )
+    if options.schedule == "one_pass" and one_pass_error:
+        raise ValueError(f'schedule: got "one_pass", but {one_pass_error}')
+    if options.schedule == "frozen" and frozen_error:
+        raise ValueError(f'schedule: got "frozen", but {frozen_error}')
+    if options.schedule != "auto":
+        return options.schedule, "asked for"
+    if p.given and not p.inplace:
+        return "recompute", "the gradient of given logits is written in the backward pass"
+    if one_pass_error is None:
+        why = "token-scoped" if p.scope == "token" else f"chunk borders fall on {p.scope} borders"
+        return "one_pass", why
+    if frozen_error is None:
+        return "frozen", "the head is frozen and the objective is one of logp"
+    return "recompute", one_pass_error
+
+
+def _budget(p: Problem, options: Options) -> int:
+    if options.memory_budget is not None:
+        return options.memory_budget
+    return 1024 * MIB if p.on_gpu else 256 * MIB
+
+
+def _limit(p: Problem, options: Options) -> int:
+    """The most tokens that a chunk may grow to so as to hold a segment."""
+    return max(1, _budget(p, options) // max(1, p.vocabulary * p.row_bytes))
+
+
+def _chunk_rows(p: Problem, options: Options) -> int:
+    if options.chunk_tokens is not None:
+        return max(1, min(options.chunk_tokens, p.tokens))
+    rows = _limit(p, options)
+    if rows > GRAIN:
+        rows -= rows % GRAIN
+    if p.tokens > rows:  # equal chunks: the last one is as efficient as the others
+        pieces = -(-p.tokens // rows)
+        even = -(-p.tokens // pieces)
+        rows = min(rows, -(-even // GRAIN) * GRAIN) if even > GRAIN else even
+    return max(1, min(rows, p.tokens))
+
+
+def _cut_anywhere(p: Problem, rows: int) -> tuple[Chunk, ...]:
+    """Chunks of equal size; a border may fall inside a segment."""
+    chunks, segment, end = [], 0, 0
+    lengths = p.lengths
+    for start in range(0, p.tokens, rows):
+        stop = min(start + rows, p.tokens)
+        if lengths is None:
+            chunks.append(Chunk(start, stop, 0, 0))
+            continue
+        while end <= start:  # the segment that holds `start`
+            end += lengths[segment]
+            segment += 1
+        first = segment - 1
+        while end < stop:
+            end += lengths[segment]
+            segment += 1
+        chunks.append(Chunk(start, stop, first, segment))
+    return tuple(chunks)
+
+
+def _units(p: Problem) -> Iterator[tuple[int, int]]:
+    """(segments, tokens) of each unit that may not be cut apart."""
+    assert p.lengths is not None
+    for first in range(0, len(p.lengths), p.segments_per_unit):
+        unit = p.lengths[first : first + p.segments_per_unit]
+        yield len(unit), sum(unit)
+
+
+def _cut(p: Problem, rows: int, limit: int) -> tuple[Chunk, ...] | None:
+    """Chunks that respect the objective's scope, or None where there are none."""
+    if p.tokens == 0 and not p.grouped:
+        return ()
+    if p.scope == "token":
+        return _cut_anywhere(p, rows)
+    if p.grouped:
+        return None
+    if p.tokens <= rows or p.scope == "batch" or p.lengths is None:
+        whole = p.tokens <= max(rows, limit)
+        return (Chunk(0, p.tokens, 0, len(p.lengths or ())),) if whole else None
+    chunks: list[Chunk] = []
+    start = stop = first = last = 0
+    for segments, tokens in _units(p):
+        if tokens > max(rows, limit):
+            return None
+        if stop > start and stop + tokens - start > rows:
+            chunks.append(Chunk(start, stop, first, last))
+            start, first = stop, last
+        stop, last = stop + tokens, last + segments
+    if last > first:
+        chunks.append(Chunk(start, stop, first, last))
+    return tuple(chunks)
+
+
+def _tile(p: Problem, rows: int, explicit: bool) -> Tile:
+    """A sweep's tile, of no more logits than `rows` tokens have over the whole vocabulary."""
+    elements = rows * p.vocabulary
+    least = 1 if explicit else min(p.vocabulary, 4 * GRAIN)
+    tall = max(1, min(p.tokens, elements // least))
+    columns = max(1, min(p.vocabulary, elements // tall))
+    if columns > GRAIN:
+        columns = min(p.vocabulary, columns - columns % GRAIN)
+    return Tile(tall, columns)
+
+
+def _bytes(
+    p: Problem, schedule: Schedule, rows: int, tile: Tile, options: Options
+) -> dict[str, int]:
+    sweeps = schedule in ("recompute", "statistics")
+    elements = tile.rows * tile.columns if sweeps else rows * p.vocabulary
+    found = {"logits": elements * p.row_bytes, "statistics": p.tokens * 64}
+    if not p.on_gpu:  # a few blocks of logits at a time, and of a 16-bit weight, widened
+        found["working blocks"] = 3 * min(elements, WORKING_BLOCK) * max(4, p.element_size)
+        if p.element_size < 4 and not p.given:
+            found["working blocks"] += 4 * min(4 * WORKING_BLOCK, p.vocabulary * p.width)
+    accumulate = 8 if p.element_size == 8 else options.accumulate_dtype.itemsize
+    if schedule == "one_pass" and p.weight_gradient and not p.given:
+        # An accumulator of the weight's own dtype is the returned gradient itself.
+        if accumulate != p.weight_size:
+            found["weight gradient accumulator"] = p.vocabulary * p.width * accumulate
+    if schedule == "recompute" and not p.given:
+        if p.weight_gradient:
+            found["weight gradient slab"] = tile.columns * p.width * accumulate
+        if p.hidden_gradient and p.element_size < 4:
+            found["hidden gradient accumulator"] = p.tokens * p.width * 4
+    return found

@@ -1,0 +1,126 @@
+"""The three matrix products of a linear head, with float32 sums whatever the inputs (law 6).
+
+n tokens, v columns of the vocabulary, H hidden width. On a GPU a 16-bit product returns its
+accumulator unrounded. A CPU product rounds its output to the inputs' dtype, so there 16-bit inputs
+are widened, a block of the weight at a time; so are they where the two dtypes differ (an adapter in
+float32 beside a weight in bfloat16).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+BLOCK_ELEMENTS = 1 << 22  # of a matrix, widened at a time
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that products of this dtype are summed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _is_wide(*tensors: Tensor) -> bool:
+    return all(t.dtype in (torch.float32, torch.float64) for t in tensors)
+
+
+def _is_native(a: Tensor, b: Tensor) -> bool:
+    """Whether one GPU product takes both as they are and returns float32."""
+    return a.is_cuda and a.dtype == b.dtype
+
+
+def _blocks(matrix: Tensor, width: int = 0) -> Iterator[slice]:
+    """Rows of a matrix, in blocks of limited size (at `width` elements a row, if that is more)."""
+    rows = max(1, BLOCK_ELEMENTS // max(1, matrix.shape[1], width))
+    for start in range(0, matrix.shape[0], rows):
+        yield slice(start, start + rows)
+
+
+def logits(
+    features: Tensor,  # [n, H]
+    weight: Tensor,  # [v, H]
+    out: Tensor | None = None,
+) -> Tensor:  # [n, v] float32 or float64
+    """features @ weight.T, added to `out` where it is given."""
+    if _is_wide(features, weight) and features.dtype == weight.dtype:
+        if out is None:
+            return features @ weight.t()
+        return out.addmm_(features.to(out.dtype), weight.to(out.dtype).t())
+    if _is_native(features, weight):
+        if out is None:
+            return torch.mm(features, weight.t(), out_dtype=torch.float32)
+        return torch.addmm(out, features, weight.t(), out_dtype=torch.float32, out=out)
+    wide = torch.promote_types(torch.promote_types(features.dtype, weight.dtype), torch.float32)
+    wide = wide if out is None else out.dtype
+    beta = 1
+    if out is None:
+        out, beta = features.new_empty(len(features), len(weight), dtype=wide), 0
+    features = features.to(wide)
+    for block in _blocks(weight):
+        out[:, block].addmm_(features, weight[block].to(wide).t(), beta=beta)
+    return out
+
+
+def input_gradient(
+    gradient: Tensor,  # [n, v] d/dlogits
+    weight: Tensor,  # [v, H]
+    dtype: torch.dtype,
+) -> Tensor:  # [n, H]
+    """gradient @ weight, in `dtype` (rounded once)."""
+    if _is_wide(weight):
+        return (gradient.to(weight.dtype) @ weight).to(dtype)
+    if gradient.is_cuda:
+        gradient = gradient.to(weight.dtype)
+        if dtype == weight.dtype:
+            return gradient @ weight
+        return torch.mm(gradient, weight, out_dtype=torch.float32).to(dtype)
+    total = gradient.new_zeros(gradient.shape[0], weight.shape[1], dtype=torch.float32)
+    for block in _blocks(weight):
+        total.addmm_(gradient[:, block].float(), weight[block].float())
+    return total.to(dtype)
+
+
+def add_weight_gradient_(
+    total: Tensor,  # [v, H], added to
+    gradient: Tensor,  # [n, v]
+    features: Tensor,  # [n, H]
+) -> None:
+    """total += gradient.T @ features."""
+    if features.is_cuda and not _is_wide(features, gradient):
+        dtype = gradient.dtype if _is_wide(features) else features.dtype
+        gradient, features = gradient.to(dtype), features.to(dtype)
+        if total.dtype == torch.float32:
+            torch.addmm(total, gradient.t(), features, out_dtype=torch.float32, out=total)
+        else:
+            total.addmm_(gradient.t(), features)
+        return
+    wide = sum_dtype(features.dtype)
+    features = features.to(wide)
+    for block in _blocks(total, len(features)):
+        part = gradient[:, block].to(wide).t()
+        if total.dtype == wide:
+            total[block].addmm_(part, features)
+        else:
+            total[block] += part @ features
+
+
+class WideLinear(torch.autograd.Function):
+    """x @ weight.T in float32 or float64 whatever the inputs, for the inner side of an adapter."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return logits(x, weight)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        into_x = into_weight = None
+        if ctx.needs_input_grad[0]:
+            into_x = input_gradient(gradient, weight, x.dtype)
+        if ctx.needs_input_grad[1]:
+            total = torch.zeros_like(weight, dtype=sum_dtype(x.dtype))
+            add_weight_gradient_(total, gradient, x)
+            into_weight = total.to(weight.dtype)
+        return into_x, into_weight

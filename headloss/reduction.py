@@ -1,0 +1,148 @@
+"""Law 3: a reduction is a weight per token, loss = sum_t w_t l_t.
+
+Weights come from the segments and from *global* totals, never from statistics, so the same tokens
+give the same loss and gradient however they are cut up: padded, packed, accumulated, sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from .batch import Batch
+
+Number = float | Tensor
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Global denominators: scored tokens and segments, over micro-batches and ranks.
+
+    `tokens` and `segments` are numbers or 0-dim tensors. `kept` holds the same pair for each
+    boolean field of the batch, for terms that are restricted with `.where(field)`.
+
+    >>> first, second = Totals(300, 4), Totals(212, 4)
+    >>> first + second
+    Totals(tokens=512, segments=8, kept={})
+    """
+
+    tokens: Number
+    segments: Number
+    kept: dict[str, tuple[Number, Number]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, batch: Batch) -> Totals:
+        """The totals of one batch (over the ranks of its segments' group)."""
+        return batch.totals_of_this_batch()
+
+    def __add__(self, other: Totals) -> Totals:
+        if not isinstance(other, Totals):
+            return NotImplemented
+        if self.kept.keys() != other.kept.keys():
+            raise ValueError(
+                f"totals: got boolean fields {sorted(self.kept)} and {sorted(other.kept)}, want "
+                "the same in every micro-batch"
+            )
+        kept = {
+            name: (tokens + other.kept[name][0], segments + other.kept[name][1])
+            for name, (tokens, segments) in self.kept.items()
+        }
+        return Totals(self.tokens + other.tokens, self.segments + other.segments, kept)
+
+    def __radd__(self, other: object) -> Totals:
+        """So that `sum(Totals.of(b) for b in batches)` works."""
+        return self if other == 0 else NotImplemented
+
+    def all_reduce(
+        self, group: ProcessGroup | None = None, gradients: Literal["mean", "sum"] = "mean"
+    ) -> Totals:
+        """Add the totals of all data-parallel ranks of `group` (the default group if None).
+
+        DDP and FSDP2 average gradients over ranks: with gradients="mean" the world size is folded
+        into the weights, so that the averaged gradient is the exact one. "sum" is for callers that
+        add.
+        """
+        from torch import distributed
+
+        if gradients not in ("mean", "sum"):
+            raise ValueError(f'gradients: got {gradients!r}, want "mean" or "sum"')
+        numbers = [self.tokens, self.segments]
+        for name in sorted(self.kept):
+            numbers += self.kept[name]
+        device = next((n.device for n in numbers if isinstance(n, Tensor)), None)
+        if device is None and distributed.get_backend(group) == "nccl":
+            device = torch.device("cuda", torch.cuda.current_device())
+        packed = torch.stack(
+            [torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers]
+        )
+        distributed.all_reduce(packed, group=group)
+        if gradients == "mean":
+            packed = packed / distributed.get_world_size(group)
+        tokens, segments, *rest = packed.unbind()
+        kept = {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(sorted(self.kept))}
+        return replace(self, tokens=tokens, segments=segments, kept=kept)
+
+
+Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A rule for w_t, from (length of each token's segment [T], tokens [], segments [])."""
+
+    name: str
+    weigh: Weigh = field(repr=False)
+
+
+def _token_mean(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
+    return (1 / tokens).expand_as(lengths)
+
+
+def _sequence_mean(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
+    return 1 / (lengths * segments)
+
+
+def _sequence_sum(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
+    return (1 / segments).expand_as(lengths)
+
+
+token_mean = Reduction("token_mean", _token_mean)
+sequence_mean = Reduction("sequence_mean", _sequence_mean)
+sequence_sum = Reduction("sequence_sum", _sequence_sum)
+
+
+@dataclass(frozen=True)
+class _FixedLength:
+    length: float
+
+    def __call__(self, lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
+        return (1 / (segments * self.length)).expand_as(lengths)
+
+
+def fixed_length(length: float) -> Reduction:
+    """Sum over tokens divided by (segments * length), as in Dr. GRPO (Liu et al. 2025)."""
+    if not length > 0:
+        raise ValueError(f"length: got {length}, want > 0")
+    return Reduction(f"fixed_length({length})", _FixedLength(length))
+
+
+REDUCTIONS = {r.name: r for r in (token_mean, sequence_mean, sequence_sum)}
+
+
+def as_reduction(value: Reduction | str) -> Reduction:
+    """A reduction by name or as given."""
+    if isinstance(value, Reduction):
+        return value
+    if isinstance(value, str) and value in REDUCTIONS:
+        return REDUCTIONS[value]
+    raise ValueError(
+        f"reduction: got {value!r}, want one of {sorted(REDUCTIONS)}, headloss.fixed_length(n) or "
+        "a headloss.Reduction"
+    )

@@ -1,0 +1,359 @@
+"""Law 4: the order in which statistics, coefficients and gradients are computed.
+
+T scored tokens, V vocabulary, H hidden width, n tokens of a chunk, v columns of a tile.
+
+Each schedule takes a `Call` and its source of logits and returns what it measured and a pull-back:
+a function from the upstream gradient (and the saved tensors, where it asks for them) to the
+gradients of the source's tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .batch import Packed, PackedBatch
+from .divergence import Divergence
+from .held import Live, RawChunk, TermsChunk, hold
+from .kernels.transform import Transform
+from .logits import (
+    ALL,
+    NO_GRADIENT,
+    GivenGradients,
+    GivenLogits,
+    LinearGradients,
+    LinearLogits,
+    Rows,
+    Wants,
+)
+from .objective import Bound, Gradient
+from .options import Options
+from .plan import Plan
+from .stats import Coefficients, Normalizer, Partials, Statistics, finish
+
+Source = LinearLogits | GivenLogits
+Gradients = list[Tensor | None]
+
+
+class Alone:
+    """The whole vocabulary on this rank; `parallel.Shard` is its counterpart over a group."""
+
+    first = 0  # column of the whole vocabulary at which this rank's slice starts
+
+    def merge(self, partials: Partials) -> Partials:
+        """Partials of this rank's slice to those of the whole vocabulary."""
+        return partials
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over the slices of the vocabulary."""
+        return values
+
+
+WHOLE = Alone()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A validated, packed and planned call: everything but the logits' values."""
+
+    packed: Packed
+    bound: Bound
+    plan: Plan
+    options: Options
+    kernels: ModuleType  # backend: partials, logit_gradient_
+    transform: Transform  # temperature [T] or a number
+    needs: frozenset[str]
+    vocabulary: int  # of the whole model
+    wants: Wants = NO_GRADIENT
+    slices: Alone = WHOLE
+    divergences: tuple[Divergence, ...] = ()
+    inplace: bool = False  # the gradient may overwrite the logits
+    compute_dtype: torch.dtype | None = None  # under autocast
+
+    def partials(
+        self, raw: Tensor, rows: Rows, columns: slice = ALL, onto: Partials | None = None
+    ) -> Partials:
+        """Partial statistics of a tile and of those before it."""
+        first = self.slices.first + (columns.start or 0)
+        targets, transform = self.packed.batch.targets[rows], self.transform.rows(rows)
+        return self.kernels.partials(raw, targets, first, transform, self.needs, onto=onto)
+
+    def logit_gradient_(
+        self,
+        raw: Tensor,
+        rows: Rows,
+        normalizer: Normalizer,
+        gradient: Gradient,
+        columns: slice = ALL,
+    ) -> Tensor:
+        """dL/draw of a tile of rows (an index of T) from gradients of those same rows."""
+        extra = [
+            divergence.gradient(raw, rows, columns, gradient.divergences[divergence.key])
+            for divergence in self.divergences
+            if divergence.key in gradient.divergences
+        ]
+        first = self.slices.first + (columns.start or 0)
+        targets, transform = self.packed.batch.targets[rows], self.transform.rows(rows)
+        raw = self.kernels.logit_gradient_(
+            raw, targets, first, transform, normalizer, gradient.coefficients
+        )
+        for part in extra:
+            raw += part
+        return raw
+
+    def gradients(self, source: Source, by_slab: bool = False) -> LinearGradients | GivenGradients:
+        if isinstance(source, GivenLogits):
+            return GivenGradients(source, self.packed.unscored, self.inplace)
+        return LinearGradients(
+            source,
+            self.wants,
+            self.options.accumulate_dtype,
+            by_slab,
+            self.options.main_grad,
+            direct=by_slab or (self.options.upstream is not None and self.bound.scale is None),
+        )
+
+    def measure(self, source: Source, rows: slice) -> Chunk:
+        """A chunk's logits, held for its gradient, and its statistics."""
+        held = hold(self, source, rows)
+        partials = self.slices.merge(held.partials)
+        stats, normalizer = finish(partials, self.vocabulary, self.needs)
+        for divergence in self.divergences:
+            assert isinstance(held, RawChunk)
+            tiles = [(ALL, partial(getattr, held, "raw"))]
+            found = divergence.measure(rows, tiles, source.vocabulary)
+            stats.divergences[divergence.key] = found
+        return Chunk(held, stats, normalizer)
+
+    def pull_back(self, stats: Statistics, batch: PackedBatch, rows: slice) -> Gradient:
+        """The objective's coefficients on some tokens, with the upstream gradient where it is
+        declared."""
+        gradient = self.bound.gradient(stats, batch, rows)
+        declared = self.options.upstream
+        return gradient if declared in (None, 1) else gradient.map(lambda t: t * declared)
+
+    def owed(self, upstream: Tensor) -> Tensor | None:
+        """The factor between gradients of `pull_back`'s coefficients and those that are owed, None
+        where it is one."""
+        declared, scale = self.options.upstream, self.bound.scale
+        if declared is None:
+            factor = upstream if upstream.dtype == torch.float64 else upstream.float()
+            return factor if scale is None else factor / scale
+        same = (upstream - declared).abs() <= 1e-6 * abs(declared)
+        message = f"out.loss: its upstream gradient differs from {declared}, as declared"
+        torch._assert_async(same, message)  # type: ignore[attr-defined]
+        return None if scale is None else 1 / scale
+
+
+class Chunk(NamedTuple):
+    """A chunk between its statistics and its gradient."""
+
+    held: RawChunk | TermsChunk
+    stats: Statistics
+    normalizer: Normalizer
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a forward pass measured: statistics [T], each term's value [K] in float64."""
+
+    stats: Statistics
+    values: Tensor
+
+
+PullBack = Callable[[Tensor, Source | None], Gradients]
+
+
+# ---------------------------------------------------------------------- one pass
+
+
+def one_pass(call: Call, source: Source) -> tuple[Outcome, PullBack]:
+    """Statistics, coefficients and gradients chunk by chunk (6NHV)."""
+    gradients = call.gradients(source)
+    batch, found = call.packed.batch, []
+    values = torch.zeros(len(call.bound.parts), dtype=torch.float64, device=batch.targets.device)
+    for piece in call.plan.chunks:
+        chunk = call.measure(source, piece.rows)
+        part = batch
+        if len(call.plan.chunks) > 1:
+            part = batch.slice(piece.rows, piece.first, piece.last)
+        gradient = call.pull_back(chunk.stats, part, piece.rows)
+        values += gradient.values
+        found.append(chunk.stats)
+        live = _live_rows(call, gradient)
+        gradients.add(*chunk.held.gradient(chunk.normalizer, gradient, live))
+        del chunk  # before the next one is made
+    return Outcome(_join(found, call, source), values), lambda g, _: gradients.finish(call.owed(g))
+
+
+def _live_rows(call: Call, gradient: Gradient) -> Live | None:
+    """The rows that carry any gradient, or None for all of them (law 5)."""
+    if not call.options.skip_rows or call.options.static or call.wants.logits:
+        return None
+    mask = gradient.live()
+    count = int(mask.sum())
+    return None if count == len(mask) else Live(mask, count)
+
+
+# ---------------------------------------------------------------------- frozen head
+
+
+def frozen(call: Call, source: Source) -> tuple[Outcome, PullBack]:
+    """Without a weight gradient: dlogp/dhidden per token in the forward, scaled once the
+    objective's gradient is known (4NHV)."""
+    gradients = call.gradients(source)
+    assert isinstance(gradients, LinearGradients)
+    found = []
+    for piece in call.plan.chunks:
+        chunk = call.measure(source, piece.rows)
+        one = torch.ones_like(chunk.normalizer.peak)
+        unit = Gradient(Coefficients(target=one, prob=-one), {}, one)
+        gradients.add(*chunk.held.gradient(chunk.normalizer, unit, None))
+        found.append(chunk.stats)
+        del chunk
+    stats = _join(found, call, source)
+    gradient = call.pull_back(stats, call.packed.batch, ALL)
+    slope = gradient.coefficients.target
+
+    def pull(upstream: Tensor, _: Source | None) -> Gradients:
+        factor = call.owed(upstream)
+        row = torch.zeros_like(call.bound.parts[0].weights) if slope is None else slope
+        if factor is not None:
+            row = row * factor.to(row.dtype)
+        for i, total in enumerate(gradients.features):
+            if total is not None:
+                gradients.features[i] = (total * row.unsqueeze(1)).to(total.dtype)
+        return gradients.finish(None)
+
+    return Outcome(stats, gradient.values), pull
+
+
+# ---------------------------------------------------------------------- recompute
+
+
+def recompute(call: Call, source: Source) -> tuple[Outcome, PullBack]:
+    """A sweep for the statistics, the coefficients, a sweep for the gradients (8NHV).
+
+    The second sweep runs in the backward pass, with the upstream gradient in its coefficients.
+    """
+    stats, normalizer = sweep(call, source)
+    gradient = call.pull_back(stats, call.packed.batch, ALL)
+
+    def pull(upstream: Tensor, source: Source | None) -> Gradients:
+        assert source is not None
+        factor = call.owed(upstream)
+        if factor is None or call.bound.scale is not None:
+            return sweep_gradient(call, source, normalizer, gradient, factor)
+        owed = gradient.map(lambda t: t * factor.to(t.dtype))
+        return sweep_gradient(call, source, normalizer, owed)
+
+    return Outcome(stats, gradient.values), pull
+
+
+def sweep(call: Call, source: Source) -> tuple[Statistics, Normalizer]:
+    """Statistics of all tokens, from tiles; no logits are kept."""
+    found, normalizers = [], []
+    tile = call.plan.tile
+    for rows in _steps(len(call.packed), tile.rows):
+        partials = None
+        for columns in _steps(source.vocabulary, tile.columns):
+            partials = call.partials(source.raw(rows, columns), rows, columns, partials)
+        assert partials is not None
+        stats, normalizer = finish(call.slices.merge(partials), call.vocabulary, call.needs)
+        tiles = [
+            (columns, lambda columns=columns, rows=rows: source.raw(rows, columns))
+            for columns in _steps(source.vocabulary, tile.columns)
+        ]
+        for divergence in call.divergences:
+            found_divergence = divergence.measure(rows, tiles, source.vocabulary)
+            stats.divergences[divergence.key] = found_divergence
+        found.append(stats)
+        normalizers.append(normalizer)
+    stats = _join(found, call, source)
+    return stats, _join_normalizers(normalizers, call, source)
+
+
+def sweep_gradient(
+    call: Call,
+    source: Source,
+    normalizer: Normalizer,
+    gradient: Gradient,
+    factor: Tensor | None = None,
+) -> Gradients:
+    """Gradients in slabs of columns, times `factor`: each slab of the weight gradient is written
+    once."""
+    gradients = call.gradients(source, by_slab=True)
+    skipped = _live_rows(call, gradient)
+    live = None if skipped is None else skipped.index()
+    if live is not None:
+        normalizer, gradient = normalizer.rows(live), gradient.rows(live)
+    count = len(normalizer.peak)
+    for columns in _steps(source.vocabulary, call.plan.tile.columns):
+        linear = isinstance(gradients, LinearGradients)
+        slab = gradients.slab(columns) if linear else []
+        for steps in _steps(count, call.plan.tile.rows):
+            rows = steps if live is None else live[steps]
+            raw = source.raw(rows, columns)
+            raw = call.logit_gradient_(
+                raw, rows, normalizer.rows(steps), gradient.rows(steps), columns
+            )
+            gradients.add(raw, rows, columns)
+            if linear:
+                gradients.add_to_slab(slab, raw, rows)
+            del raw  # before the next one is made
+        if linear:
+            gradients.write_slab(slab, columns, factor)
+    return gradients.finish(factor)
+
+
+# ---------------------------------------------------------------------- statistics alone
+
+
+def statistics(call: Call, source: Source) -> tuple[Outcome, None]:
+    """No gradient: one sweep."""
+    stats, _ = sweep(call, source)
+    gradient = call.bound.gradient(stats, call.packed.batch, ALL, needed=False)
+    return Outcome(stats, gradient.values), None
+
+
+SCHEDULES = {
+    "one_pass": one_pass,
+    "frozen": frozen,
+    "recompute": recompute,
+    "statistics": statistics,
+}
+
+
+def _steps(total: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, total)) for start in range(0, total, step)]
+
+
+def _join(found: list[Statistics], call: Call, source: Source) -> Statistics:
+    """[T] statistics from those of consecutive chunks."""
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        empty = torch.empty(0, dtype=source.dtype, device=call.packed.batch.targets.device)
+        keys = [d.key for d in call.divergences]
+        return Statistics(
+            **{name: empty.clone() for name in call.needs},
+            divergences={key: empty.clone() for key in keys},
+        )
+    names, keys = found[0].tensors(), found[0].divergences
+    return Statistics(
+        **{name: torch.cat([getattr(s, name) for s in found]) for name in names},
+        divergences={key: torch.cat([s.divergences[key] for s in found]) for key in keys},
+    )
+
+
+def _join_normalizers(found: list[Normalizer], call: Call, source: Source) -> Normalizer:
+    if not found:
+        empty = torch.empty(0, dtype=source.dtype, device=call.packed.batch.targets.device)
+        return Normalizer(empty, empty)
+    return Normalizer(*(torch.cat(parts) for parts in zip(*found, strict=True)))

@@ -1,0 +1,207 @@
+"""Segments: which tokens belong to one sequence, and sums, means and expansion over them.
+
+T tokens, S segments. Sums run over tokens sorted by segment, between offsets, without atomics: two
+runs and two ranks give the same bits (law 7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Segments:
+    """S segments over tokens of any shape; make one with a `from_` method or `rows`.
+
+    Args:
+        ids: [..] int64, the segment of each token. A negative id is allowed at unscored positions.
+        count: S. Segments that no token belongs to are allowed; they count in reductions.
+        group: process group whose ranks each hold some of the tokens of the same S segments.
+    """
+
+    def __init__(
+        self,
+        ids: Tensor,
+        count: int,
+        group: ProcessGroup | None = None,
+        *,
+        counts: Tensor | None = None,
+    ) -> None:
+        self.ids = ids
+        self.count = count
+        self.group = group
+        # This rank's tokens per segment; given only for a vector that is sorted by segment.
+        self._counts = counts
+        self._sorted = counts is not None
+        self._lengths: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"Segments(count={self.count}, shape={tuple(self.ids.shape)})"
+
+    # ------------------------------------------------------------------ making them
+
+    @classmethod
+    def from_lengths(cls, lengths: Tensor | Sequence[int]) -> Segments:
+        """Consecutive segments of the given lengths ([S] integers) over a [sum(lengths)] vector."""
+        if not isinstance(lengths, Tensor):
+            lengths = torch.tensor(list(lengths), dtype=torch.int64)
+        _check_integer_vector("lengths", lengths)
+        if bool((lengths < 0).any()):
+            raise ValueError(f"lengths: got a negative length in {lengths.tolist()}, want all >= 0")
+        lengths = lengths.to(torch.int64)
+        ids = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+        return cls(ids, len(lengths))
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Tensor | Sequence[int]) -> Segments:
+        """Segments between cumulative lengths ([S + 1] integers, starting at 0)."""
+        if not isinstance(cu_seqlens, Tensor):
+            cu_seqlens = torch.tensor(list(cu_seqlens), dtype=torch.int64)
+        _check_integer_vector("cu_seqlens", cu_seqlens)
+        if len(cu_seqlens) == 0 or int(cu_seqlens[0]) != 0:
+            raise ValueError(f"cu_seqlens: got {cu_seqlens.tolist()}, want it to start at 0")
+        lengths = cu_seqlens.to(torch.int64).diff()
+        if bool((lengths < 0).any()):
+            raise ValueError(f"cu_seqlens: got {cu_seqlens.tolist()}, want it not to decrease")
+        return cls.from_lengths(lengths)
+
+    @classmethod
+    def from_ids(
+        cls, ids: Tensor, count: int | None = None, group: ProcessGroup | None = None
+    ) -> Segments:
+        """Segments by the id of each token, in any order; `count` defaults to the largest id + 1.
+
+        With `group`, `count` is required: the ranks of the group hold tokens of the same segments.
+        """
+        if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
+            raise TypeError(f"ids: got {_describe(ids)}, want an integer tensor")
+        if count is None:
+            if group is not None:
+                raise ValueError("count: got None with a group, want the number of segments")
+            count = int(ids.max()) + 1 if ids.numel() else 0
+        if count < 0:
+            raise ValueError(f"count: got {count}, want >= 0")
+        return cls(ids.to(torch.int64), count, group)
+
+    @classmethod
+    def rows(cls, rows: int, length: int, device: torch.device | str | None = None) -> Segments:
+        """Each row of a [rows, length] batch is one segment."""
+        ids = torch.arange(rows, device=device).unsqueeze(1).expand(rows, length)
+        return cls(ids, rows)
+
+    # ------------------------------------------------------------------ using them
+
+    @property
+    def lengths(self) -> Tensor:
+        """[S] int64, tokens in each segment (over the ranks of the group)."""
+        if self._lengths is None:
+            counts = self._local_counts
+            self._lengths = counts if self.group is None else _all_reduce(counts, self.group)
+        return self._lengths
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum of [T] `values` inside each segment, [S]; over all ranks of the group."""
+        if values.shape != self.ids.shape:
+            raise ValueError(
+                f"values: got shape {tuple(values.shape)}, want one value per token, "
+                f"{tuple(self.ids.shape)}"
+            )
+        return cast(Tensor, _Sum.apply(values, self))
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean of [T] `values` inside each segment, [S]; 0 for an empty one."""
+        return self.sum(values) / self.lengths.clamp_min(1).to(values.dtype)
+
+    def expand(self, values: Tensor) -> Tensor:
+        """Give each token the value of its segment: [S] to [T]."""
+        if values.shape != (self.count,):
+            raise ValueError(
+                f"values: got shape {tuple(values.shape)}, want one value per segment, "
+                f"({self.count},)"
+            )
+        return cast(Tensor, _Expand.apply(values, self))
+
+    def slice(self, first: int, last: int, tokens: slice) -> Segments:
+        """Segments first..last of a sorted vector, whose tokens are `tokens`."""
+        part = Segments(
+            self.ids[tokens] - first,
+            last - first,
+            self.group,
+            counts=self._local_counts[first:last],
+        )
+        part._lengths = self.lengths[first:last]
+        return part
+
+    # ------------------------------------------------------------------ how
+
+    @property
+    def _local_counts(self) -> Tensor:
+        if self._counts is None:
+            ids = self.ids.reshape(-1)
+            self._counts = ids.new_zeros(self.count).scatter_add_(0, ids, torch.ones_like(ids))
+        return self._counts
+
+    def _local_sum(self, values: Tensor) -> Tensor:
+        values = values.reshape(-1)
+        if values.numel() == 0 or self.count == 0:
+            return values.new_zeros(self.count)
+        if not self._sorted:
+            values = values[self.ids.reshape(-1).argsort(stable=True)]
+        offsets = torch.cat([self._local_counts.new_zeros(1), self._local_counts.cumsum(0)])
+        # Wide accumulation: a mean over 100k tokens keeps float32's digits.
+        total = torch.segment_reduce(
+            values.double(), "sum", offsets=offsets, initial=0, unsafe=True
+        )
+        return total.to(values.dtype)
+
+
+class _Sum(torch.autograd.Function):
+    """Segment sum; its adjoint is the expansion (the total over ranks, where there is a group)."""
+
+    @staticmethod
+    def forward(ctx, values: Tensor, segments: Segments) -> Tensor:
+        ctx.segments = segments
+        total = segments._local_sum(values)
+        return total if segments.group is None else _all_reduce(total, segments.group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        group = ctx.segments.group
+        gradient = gradient.contiguous() if group is None else _all_reduce(gradient, group)
+        return gradient[ctx.segments.ids], None
+
+
+class _Expand(torch.autograd.Function):
+    """Segment value to its tokens; its adjoint is this rank's sum: other ranks add their own."""
+
+    @staticmethod
+    def forward(ctx, values: Tensor, segments: Segments) -> Tensor:
+        ctx.segments = segments
+        return values[segments.ids]
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return ctx.segments._local_sum(gradient), None
+
+
+def _all_reduce(values: Tensor, group: ProcessGroup) -> Tensor:
+    from torch import distributed
+
+    values = values.clone()
+    distributed.all_reduce(values, group=group)
+    return values
+
+
+def _describe(value: object) -> str:
+    return f"{value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _check_integer_vector(name: str, value: Tensor) -> None:
+    if value.is_floating_point() or value.dtype == torch.bool or value.dim() != 1:
+        raise TypeError(f"{name}: got {value.dtype} of shape {tuple(value.shape)}, want [..] int64")

@@ -1,0 +1,168 @@
+"""Laws 1 and 2: what a loss may see of a softmax, and how a gradient gets back through it.
+
+T scored tokens, V vocabulary, z [T, V] logits after scale, soft cap and temperature,
+p = softmax(z).
+
+`Partials` are the softmax of a *slice* of the vocabulary in a few floats per token. They form a
+commutative monoid under `merge`, so tiles of a kernel, blocks of a sweep and ranks of a group join
+by the same rule. `Statistics` are what a term sees. `Coefficients` are all that a kernel ever
+learns of a loss:
+
+    dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+STATISTICS = ("logp", "lse", "entropy", "mean_logit", "top1")
+DIFFERENTIABLE = ("logp", "lse", "entropy", "mean_logit")
+
+# exp(FLOOR) is 0 in float32 and float64 and FLOOR is finite, so that 0 * log 0 is 0 and not NaN.
+FLOOR = -1e4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partials:
+    """A slice of the vocabulary, with e_j = exp(z_j - peak) over the slice; every field is [T].
+
+    `rest` leaves the largest term out of the sum: log(sum e) = log1p(rest) then keeps its digits
+    where one token has nearly all the mass. An empty slice is (peak = -inf, rest = -1).
+    """
+
+    peak: Tensor  # max z
+    rest: Tensor  # sum e - 1
+    target: Tensor  # z_y, or -inf where y lies in another slice
+    spread: Tensor | None = None  # sum e (z - peak), for the entropy
+    total: Tensor | None = None  # sum z, for the mean logit
+
+
+def merge(a: Partials, b: Partials) -> Partials:
+    """The partials of the union of two disjoint slices."""
+    peak = torch.maximum(a.peak, b.peak)
+    # The side that holds the peak is not shifted at all, also where both are -inf.
+    shift_a = torch.where(a.peak == peak, 0.0, a.peak - peak).clamp_min(FLOOR)
+    shift_b = torch.where(b.peak == peak, 0.0, b.peak - peak).clamp_min(FLOOR)
+    scale_a, scale_b = shift_a.exp(), shift_b.exp()
+    mass_a, mass_b = 1 + a.rest, 1 + b.rest
+    rest = torch.where(a.peak == peak, a.rest + mass_b * scale_b, b.rest + mass_a * scale_a)
+    spread = total = None
+    if a.spread is not None and b.spread is not None:
+        spread = scale_a * (a.spread + mass_a * shift_a) + scale_b * (b.spread + mass_b * shift_b)
+    if a.total is not None and b.total is not None:
+        total = a.total + b.total
+    target = torch.maximum(a.target, b.target)
+    return Partials(peak=peak, rest=rest, target=target, spread=spread, total=total)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """What a term sees of each scored token: [T] vectors, float32 (float64 for float64 inputs).
+
+    `logp` = z_y - lse, `lse` = log sum exp z, `entropy` = -sum p log p, `mean_logit` = sum z / V
+    and `top1` = 1 where no token is likelier than the target. Only those that the objective reads
+    are computed. `divergences` holds one [T] vector per teacher of a distillation term.
+    """
+
+    logp: Tensor | None = None
+    lse: Tensor | None = None
+    entropy: Tensor | None = None
+    mean_logit: Tensor | None = None
+    top1: Tensor | None = None
+    divergences: dict[object, Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(next(t for t in self.tensors().values()))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The statistics that are present, by name."""
+        named = {name: getattr(self, name) for name in STATISTICS}
+        return {name: value for name, value in named.items() if value is not None}
+
+    def map(self, function) -> Statistics:
+        """Apply `function` to every vector."""
+        found: dict[str, Any] = {name: function(t) for name, t in self.tensors().items()}
+        found["divergences"] = {key: function(t) for key, t in self.divergences.items()}
+        return Statistics(**found)
+
+
+class Normalizer(NamedTuple):
+    """log-sum-exp in two parts, [T] each: log p_j = (z_j - peak) - log_sum loses no digits to the
+    size of z, where z_j - lse would."""
+
+    peak: Tensor
+    log_sum: Tensor
+
+    def rows(self, rows: Tensor | slice) -> Normalizer:
+        """Of some of the tokens."""
+        return Normalizer(self.peak[rows], self.log_sum[rows])
+
+
+def finish(
+    partials: Partials, vocabulary: int, needs: frozenset[str]
+) -> tuple[Statistics, Normalizer]:
+    """The statistics in `needs` of the whole vocabulary, and what a gradient kernel needs of it."""
+    log_sum = partials.rest.log1p()
+    found: dict[str, Any] = {}
+    if "logp" in needs:
+        found["logp"] = (partials.target - partials.peak) - log_sum
+    if "lse" in needs:
+        found["lse"] = partials.peak + log_sum
+    if "entropy" in needs:
+        assert partials.spread is not None
+        found["entropy"] = log_sum - partials.spread / (1 + partials.rest)
+    if "mean_logit" in needs:
+        assert partials.total is not None
+        found["mean_logit"] = partials.total / vocabulary
+    if "top1" in needs:
+        found["top1"] = (partials.target >= partials.peak).to(partials.peak.dtype)
+    return Statistics(**found), Normalizer(partials.peak, log_sum)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coefficients:
+    """The pull-back of an objective, [T] each; None where no token can have one."""
+
+    target: Tensor | None = None
+    prob: Tensor | None = None
+    entropy: Tensor | None = None
+    uniform: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        named = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in named.items() if value is not None}
+
+    def map(self, function) -> Coefficients:
+        return replace(self, **{name: function(value) for name, value in self.tensors().items()})
+
+
+def pull_back(
+    gradients: dict[str, Tensor],  # d objective / d statistic, [T] each
+    stats: Statistics,
+    vocabulary: int,
+) -> Coefficients:
+    """Turn the gradient with respect to the statistics into the four coefficients of law 1.
+
+    From dlogp/dz_j = [j = y] - p_j, dlse/dz_j = p_j, dentropy/dz_j = -p_j (log p_j + entropy) and
+    dmean_logit/dz_j = 1/V.
+    """
+    g_logp, g_lse, g_entropy, g_mean = (gradients.get(name) for name in DIFFERENTIABLE)
+    parts = []
+    if g_lse is not None:
+        parts.append(g_lse)
+    if g_logp is not None:
+        parts.append(-g_logp)
+    if g_entropy is not None:
+        assert stats.entropy is not None
+        parts.append(-g_entropy * stats.entropy)
+    prob = sum(parts[1:], parts[0]) if parts else None
+    return Coefficients(
+        target=g_logp,
+        prob=prob,
+        entropy=None if g_entropy is None else -g_entropy,
+        uniform=None if g_mean is None else g_mean / vocabulary,
+    )

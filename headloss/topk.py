@@ -1,0 +1,103 @@
+"""`head_topk`: the likeliest tokens, without the logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .head import Head, check_head
+from .kernels.transform import Transform
+from .logits import LinearLogits
+from .options import Options
+from .plan import Problem, make_plan
+from .stats import Partials, finish
+
+NOTHING: frozenset[str] = frozenset()
+
+
+class HeadTopk(NamedTuple):
+    """The k likeliest tokens: ids [.., k] int64 and their log-probs [.., k], best first."""
+
+    ids: Tensor
+    logps: Tensor
+
+
+@torch.no_grad()
+def head_topk(
+    hidden: Tensor,  # [.., H]
+    head: Head,
+    k: int,
+    options: Options | None = None,
+) -> HeadTopk:
+    """Ids and log-probs of the k likeliest tokens at every position; no gradient.
+
+    Log-probs are float32 (float64 for float64 inputs). Between tokens of equal logit any may win.
+
+    Raises:
+        ValueError: k outside 1..V, hidden states that do not fit the head.
+    """
+    options = options or Options()
+    check_head(head)
+    head.validate(hidden)
+    if not isinstance(k, int) or not 1 <= k <= head.vocabulary:
+        raise ValueError(f"k: got {k!r}, want an integer in 1..{head.vocabulary}")
+    x = hidden.reshape(-1, hidden.shape[-1])
+    factors = head.factors(x)
+    source = LinearLogits(
+        [f for f, _ in factors], [w for _, w in factors], head.bias, head.vocabulary
+    )
+    temperature = head.temperature
+    if isinstance(temperature, Tensor):
+        temperature = temperature.reshape(-1).to(source.dtype)
+    transform = Transform(scale=head.logit_scale, softcap=head.softcap, temperature=temperature)
+    tokens, device = len(x), hidden.device
+    problem = Problem(
+        tokens=tokens,
+        width=x.shape[1],
+        vocabulary=head.vocabulary,
+        scope="token",
+        lengths=None,
+        hidden_gradient=False,
+        weight_gradient=False,
+        element_size=x.element_size(),
+        row_bytes=2 * source.dtype.itemsize,  # the logits, and what top-k makes of them
+        on_gpu=x.is_cuda,
+    )
+    tile = make_plan(problem, replace(options, schedule="auto"), "reference").tile
+    ids = torch.empty(tokens, k, dtype=torch.int64, device=device)
+    logps = torch.empty(tokens, k, dtype=source.dtype, device=device)
+    for start in range(0, tokens, tile.rows):
+        rows = slice(start, min(start + tile.rows, tokens))
+        ids[rows], logps[rows] = _rows(source, transform.rows(rows), rows, tile.columns, k)
+    shape = (*hidden.shape[:-1], k)
+    return HeadTopk(ids.view(shape), logps.view(shape))
+
+
+def _rows(
+    source: LinearLogits, transform: Transform, rows: slice, width: int, k: int
+) -> tuple[Tensor, Tensor]:
+    """Merge the best of each tile of columns with the best so far."""
+    acts, _ = kernels.load("reference")
+    nowhere = torch.full((rows.stop - rows.start,), -1, device=source.features[0].device)
+    partials: Partials | None = None
+    best: Tensor | None = None
+    ids = nowhere
+    for first in range(0, source.vocabulary, width):
+        raw = source.raw(rows, slice(first, first + width))
+        partials = acts.partials(raw, nowhere, 0, transform, NOTHING, onto=partials)
+        # The transform is increasing when its scale is positive, but need not be: rank z, not raw.
+        values, columns = transform(raw).topk(min(k, raw.shape[1]), dim=1)
+        columns = columns + first
+        if best is not None:
+            values, columns = torch.cat([best, values], 1), torch.cat([ids, columns], 1)
+            values, order = values.topk(min(k, values.shape[1]), dim=1)
+            columns = columns.gather(1, order)
+        best, ids = values, columns
+    assert partials is not None and best is not None
+    _, normalizer = finish(partials, source.vocabulary, NOTHING)
+    logps = (best - normalizer.peak.unsqueeze(1)) - normalizer.log_sum.unsqueeze(1)
+    return ids, logps

@@ -1,0 +1,38 @@
+"""Every test starts from one thread and one seed."""
+
+from __future__ import annotations
+
+import types
+
+import hypothesis
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+class _TorchRandom:
+    """Lets hypothesis seed torch before each example, so that a found example can be replayed."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+_torch_random = _TorchRandom()  # hypothesis holds only a weak reference
+hypothesis.register_random(_torch_random)
+
+# `--hypothesis-profile=full` chooses the other one.
+hypothesis.settings.register_profile("quick", max_examples=10, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("full", max_examples=100, deadline=None, derandomize=True)
+hypothesis.settings.load_profile("quick")
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """A function's name, so that every process that runs tests gives one test one name."""
+    return val.__name__ if isinstance(val, types.FunctionType) else None
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)

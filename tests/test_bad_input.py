@@ -1,0 +1,553 @@
+"""Bad input raises before any work, and names the argument, what it got and what it wanted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import headloss as hl
+from headloss import products
+from headloss.kernels import reference
+from headloss.logits import GivenLogits
+
+T, H, V, S = 6, 4, 9, 2
+
+
+@pytest.fixture(autouse=True)
+def no_work(monkeypatch):
+    """Fails as soon as a logit is made or read."""
+
+    def forbidden(*args, **kwargs):
+        raise AssertionError("work was done on bad input")
+
+    monkeypatch.setattr(products, "logits", forbidden)
+    monkeypatch.setattr(GivenLogits, "raw", forbidden)
+    monkeypatch.setattr(reference, "partials", forbidden)
+
+
+def hidden(*shape: int, dtype=torch.float32) -> Tensor:
+    """Poison: nothing may look at the values."""
+    return torch.full(shape or (T, H), torch.nan, dtype=dtype)
+
+
+def weight(**given) -> Tensor:
+    return torch.full((V, H), torch.nan, **given)
+
+
+def targets(*values: int) -> Tensor:
+    return torch.tensor(values or [0, 1, 2, 3, 4, 8])
+
+
+def batch(**given) -> hl.Batch:
+    fields = {
+        "segments": hl.Segments.from_lengths([4, 2]),
+        "advantages": torch.ones(S),
+        "old_logps": torch.zeros(T),
+        **given,
+    }
+    return hl.Batch(fields.pop("targets", targets()), **fields)
+
+
+def call(objective=None, x=None, head=None, data=None, **options):
+    return hl.head_loss(
+        hidden() if x is None else x,
+        hl.Head(weight()) if head is None else head,
+        batch() if data is None else data,
+        objective or hl.grpo(),
+        hl.Options(**options),
+    )
+
+
+def rejects(error, match, make) -> None:
+    with pytest.raises(error, match=match):
+        make()
+
+
+# ---------------------------------------------------------------------- hidden, head
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "make"),
+    [
+        (
+            ValueError,
+            r"hidden: got shape \(6, 5\), want \[.., 4\] for a weight of shape \(9, 4\)",
+            lambda: call(x=hidden(T, 5)),
+        ),
+        (
+            ValueError,
+            r"hidden: got shape \(5, 4\), want the targets' \(6,\) and one more",
+            lambda: call(x=hidden(5, H)),
+        ),
+        (
+            ValueError,
+            r"hidden: got shape \(2, 3, 4\), want the targets' \(6,\)",
+            lambda: call(x=hidden(2, 3, H)),
+        ),
+        (ValueError, r"hidden: got shape \(4,\)", lambda: call(x=hidden(H))),
+        (
+            ValueError,
+            "hidden: got torch.bfloat16, want the dtype of weight, torch.float32",
+            lambda: call(x=hidden(dtype=torch.bfloat16)),
+        ),
+        (TypeError, "hidden: got a torch.int64", lambda: call(x=torch.zeros(T, H).long())),
+        (TypeError, "hidden: got list", lambda: call(x=[1.0])),
+        (
+            ValueError,
+            "weight: got device meta, want that of hidden, cpu",
+            lambda: call(head=hl.Head(weight(device="meta"))),
+        ),
+        (TypeError, "head: got Tensor, want headloss.Head", lambda: call(head=weight())),
+        (
+            TypeError,
+            r"head: got Linear, want headloss.Head or Head.of\(module\)",
+            lambda: call(head=torch.nn.Linear(H, V)),
+        ),
+        (
+            ValueError,
+            r"bias: got shape \(8,\), want \(9,\)",
+            lambda: hl.Head(weight(), torch.zeros(8)),
+        ),
+        (ValueError, "temperature: got 0, want > 0", lambda: hl.Head(weight(), temperature=0)),
+        (
+            ValueError,
+            r"temperature: got shape \(5,\), want a number or one value per token, \(6,\)",
+            lambda: call(head=hl.Head(weight(), temperature=torch.ones(5))),
+        ),
+        (
+            ValueError,
+            "temperature: .*requires a gradient",
+            lambda: hl.Head(weight(), temperature=torch.ones(T, requires_grad=True)),
+        ),
+        (ValueError, "softcap: got -1, want > 0", lambda: hl.Head(weight(), softcap=-1)),
+        (
+            ValueError,
+            "vocab_size: got 10, want 1 <= vocab_size <= 9",
+            lambda: hl.Head(weight(), vocab_size=10),
+        ),
+    ],
+)
+def test_hidden_and_head(error, match, make):
+    rejects(error, match, make)
+
+
+# ---------------------------------------------------------------------- batch
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "make"),
+    [
+        (TypeError, "batch: got dict, want headloss.Batch", lambda: call(data={"targets": 1})),
+        (TypeError, "targets: got torch.float32", lambda: batch(targets=torch.zeros(T))),
+        (TypeError, "targets: got list", lambda: hl.Batch([0, 1])),
+        (ValueError, "targets: got a 0-dim tensor", lambda: hl.Batch(torch.tensor(3))),
+        (
+            TypeError,
+            "segments: got Tensor, want headloss.Segments",
+            lambda: batch(segments=targets()),
+        ),
+        (
+            ValueError,
+            r"segments: got \(5,\) tokens, want the targets' shape \(6,\)",
+            lambda: batch(segments=hl.Segments.from_lengths([5])),
+        ),
+        (
+            ValueError,
+            r"old_logps: got shape \(5,\), want \(6,\) per token$",
+            lambda: batch(old_logps=torch.zeros(5)),
+        ),
+        (  # log-probs are never per segment
+            ValueError,
+            r"old_logps: got shape \(2,\), want \(6,\) per token$",
+            lambda: batch(old_logps=torch.zeros(S)),
+        ),
+        (
+            ValueError,
+            r"advantages: got shape \(3,\), want \(6,\) per token, or \(2,\) per segment",
+            lambda: batch(advantages=torch.zeros(3)),
+        ),
+        (
+            ValueError,
+            r"mine: got shape \(2, 6\), want \(6,\) per token, or \(2,\)",
+            lambda: batch(mine=torch.zeros(2, 6)),
+        ),
+        (TypeError, "advantages: got float, want a tensor", lambda: batch(advantages=1.0)),
+        (TypeError, "totals: got tuple, want headloss.Totals", lambda: batch(totals=(6, 2))),
+        (
+            ValueError,
+            "old_logps: got device meta, want the targets' cpu",
+            lambda: batch(old_logps=torch.zeros(T, device="meta")),
+        ),
+        (TypeError, "labels: want an int64 tensor", lambda: hl.Batch.from_labels(None)),
+        (TypeError, "labels|targets: .*int64", lambda: hl.Batch.from_labels(torch.zeros(3))),
+        (
+            ValueError,
+            r"segments: got \(2,\) tokens, want the labels' shape \(3,\)",
+            lambda: hl.Batch.from_labels(
+                torch.zeros(3, dtype=torch.long), hl.Segments.from_lengths([2])
+            ),
+        ),
+    ],
+)
+def test_batch(error, match, make):
+    rejects(error, match, make)
+
+
+@pytest.mark.parametrize("wrong", [V, -1, -101, 1 << 40])
+@pytest.mark.parametrize("position", [0, 5])
+def test_a_target_outside_the_vocabulary(wrong, position):
+    values = targets()
+    values[position] = wrong
+    match = rf"targets: got {wrong} at position {position}, want -100 or 0 <= target < 9"
+    rejects(ValueError, match, lambda: call(data=batch(targets=values)))
+    rejects(
+        ValueError,
+        match,
+        lambda: hl.plan(hidden(), hl.Head(weight()), batch(targets=values), hl.grpo()),
+    )
+    rejects(ValueError, match, lambda: hl.head_stats(hidden(), hl.Head(weight()), values))
+    rejects(
+        ValueError, match, lambda: hl.logits_loss(hidden(T, V), batch(targets=values), hl.grpo())
+    )
+
+
+def test_a_target_among_the_padded_rows_of_the_weight():
+    head = hl.Head(weight(), vocab_size=7)
+    rejects(ValueError, "targets: got 8 at position 5, want .* < 7", lambda: call(head=head))
+
+
+@pytest.mark.parametrize("wrong", [-1, 2, 100])
+def test_a_segment_id_outside_its_range(wrong):
+    """At a scored position; at an unscored one it means nothing."""
+    ids = torch.tensor([0, 0, wrong, 0, 1, 1])
+    data = batch(segments=hl.Segments.from_ids(ids, count=2))
+    match = rf"segments: got {wrong} at position 2, want 0 <= id < 2 at a scored position"
+    rejects(ValueError, match, lambda: call(data=data))
+    unscored = batch(
+        segments=hl.Segments.from_ids(ids, count=2), targets=targets(0, 1, -100, 3, 4, 8)
+    )
+    assert hl.plan(hidden(), hl.Head(weight()), unscored, hl.grpo()).schedule == "statistics"
+
+
+def test_the_position_is_that_of_the_flat_batch():
+    values = torch.zeros(2, 3, dtype=torch.long)
+    values[1, 1] = 77
+    rejects(
+        ValueError,
+        "targets: got 77 at position 4",
+        lambda: call(hl.cross_entropy(), x=hidden(2, 3, H), data=hl.Batch(values)),
+    )
+
+
+@pytest.mark.parametrize("device", ["hidden", "batch"])
+def test_devices(device):
+    """A batch on one device, hidden states on another."""
+    if device == "batch":
+        data = hl.Batch(targets().to("meta"))
+        rejects(
+            ValueError,
+            "targets on meta.* hidden's device cpu",
+            lambda: call(hl.z_loss(), data=data),
+        )
+    else:
+        head = hl.Head(weight(device="meta"))
+        rejects(
+            (ValueError, TypeError), "hidden|meta", lambda: call(x=hidden().to("meta"), head=head)
+        )
+
+
+# ---------------------------------------------------------------------- terms
+
+
+@pytest.mark.parametrize("name", ["epsilon_low", "epsilon_high"])
+@pytest.mark.parametrize(
+    "factory",
+    [hl.grpo, hl.gspo, hl.gspo_token, hl.dapo, hl.bnpo, hl.ppo, hl.cispo, hl.gmpo, hl.luspo],
+)
+def test_an_epsilon_below_zero(factory, name):
+    match = rf"{factory.__name__}: {name}: got -0.1, want >= 0"
+    rejects(ValueError, match, lambda: factory(**{name: -0.1}))
+    rejects(ValueError, name, lambda: factory(**{name: float("nan")}))
+    rejects(TypeError, rf"{name}: got '0.2', want a number", lambda: factory(**{name: "0.2"}))
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "make"),
+    [
+        (
+            ValueError,
+            "cross_entropy: label_smoothing: got 2",
+            lambda: hl.cross_entropy(label_smoothing=2),
+        ),
+        (ValueError, "grpo: delta: got 0, want > 0", lambda: hl.grpo(delta=0)),
+        (ValueError, "ppo: dual_clip: got 0.5, want > 1", lambda: hl.ppo(dual_clip=0.5)),
+        (
+            ValueError,
+            "grpo: importance_sampling_level: got 'word', want one of 'token', 'sequence'",
+            lambda: hl.grpo(importance_sampling_level="word"),
+        ),
+        (ValueError, "kl: estimator: got 'k4', want one of", lambda: hl.kl(estimator="k4")),
+        (ValueError, "dpo: beta: got 0, want > 0", lambda: hl.dpo(beta=0)),
+        (ValueError, "sapo: temperature_pos: got -1", lambda: hl.sapo(temperature_pos=-1)),
+        (ValueError, "divergence: got 'kl', want one of", lambda: hl.distillation(divergence="kl")),
+        (ValueError, "beta: got 1, want", lambda: hl.distillation(divergence="js", beta=1)),
+        (ValueError, "corrected: mode: got 'clip'", lambda: hl.grpo().corrected("clip")),
+        (
+            ValueError,
+            "corrected: min: got 2.0, want <= max, 1.0",
+            lambda: hl.grpo().corrected("token_mask", min=2.0, max=1.0),
+        ),
+        (ValueError, "top_entropy: quantile: got 0", lambda: hl.grpo().top_entropy(quantile=0)),
+        (
+            ValueError,
+            "top_entropy: got quantile=None and threshold=None",
+            lambda: hl.grpo().top_entropy(),
+        ),
+        (ValueError, "length: got 0, want > 0", lambda: hl.fixed_length(0)),
+        (
+            ValueError,
+            r"dr_grpo: .*max_completion_length.*\.over",
+            lambda: call(hl.dr_grpo()),
+        ),
+        (
+            ValueError,
+            "dr_grpo: max_completion_length: got 0",
+            lambda: hl.dr_grpo(max_completion_length=0),
+        ),
+        (TypeError, "objective: got str, want terms", lambda: call("grpo")),
+        (
+            ValueError,
+            "term distillation: got no teacher in the batch, want one of teacher_logits",
+            lambda: call(hl.distillation()),
+        ),
+        (
+            ValueError,
+            "teacher_logits: got a last dimension of 8, want the student's vocabulary, 9",
+            lambda: call(hl.distillation(), data=batch(teacher_logits=torch.zeros(T, 8))),
+        ),
+        (
+            ValueError,
+            "got batch.teacher_hidden without distillation",
+            lambda: call(hl.distillation(), data=batch(teacher_hidden=torch.zeros(T, 8))),
+        ),
+    ],
+)
+def test_terms(error, match, make):
+    rejects(error, match, make)
+
+
+def test_pairs_need_an_even_number_of_segments():
+    data = batch(
+        segments=hl.Segments.from_lengths([1, 3, 2]), advantages=None, ref_logps=torch.zeros(T)
+    )
+    match = r"segments: got 3, want a multiple of 2 for 1 \* dpo"
+    rejects(ValueError, match, lambda: call(hl.dpo(), data=data))
+    rejects(
+        ValueError,
+        "segments: got 3, want a multiple of 2",
+        lambda: call(hl.z_loss() + hl.simpo(), data=data),
+    )
+
+
+# ---------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "given"),
+    [
+        (ValueError, "backend: got 'cuda', want one of", {"backend": "cuda"}),
+        (ValueError, "schedule: got 'fast', want one of", {"schedule": "fast"}),
+        (ValueError, "chunk_tokens: got 0, want a positive", {"chunk_tokens": 0}),
+        (TypeError, "chunk_tokens: got '64', want", {"chunk_tokens": "64"}),
+        (TypeError, "chunk_tokens: got True, want", {"chunk_tokens": True}),
+        (TypeError, "chunk_tokens: got 2.0, want", {"chunk_tokens": 2.0}),
+        (ValueError, "memory_budget: got -1", {"memory_budget": -1}),
+        (TypeError, "memory_budget: got '1GiB'", {"memory_budget": "1GiB"}),
+        (ValueError, "logits_dtype: got torch.int8", {"logits_dtype": torch.int8}),
+        (ValueError, "accumulate_dtype: got torch.int32", {"accumulate_dtype": torch.int32}),
+        (TypeError, "main_grad: got bool, want a tensor", {"main_grad": True}),
+        (TypeError, "chunks", {"chunks": 4}),
+    ],
+)
+def test_options(error, match, given):
+    rejects(error, match, lambda: hl.Options(**given))
+
+
+def test_options_are_by_name():
+    rejects(TypeError, "positional", lambda: hl.Options("reference"))
+    rejects(
+        TypeError,
+        "options: got dict, want headloss.Options",
+        lambda: hl.head_loss(hidden(), hl.Head(weight()), batch(), hl.grpo(), {"static": True}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        (
+            {"dtype": torch.bfloat16},
+            r"main_grad: got torch.bfloat16 \(9, 4\) .* want torch.float32",
+        ),
+        ({"device": "meta"}, "main_grad: got .* on meta, want .* on cpu"),
+    ],
+)
+def test_main_grad(given, match):
+    rejects(ValueError, match, lambda: call(main_grad=torch.zeros(V, H, **given)))
+
+
+def test_main_grad_of_another_shape():
+    match = r"main_grad: got torch.float32 \(4, 9\) .*want torch.float32 \(9, 4\)"
+    rejects(ValueError, match, lambda: call(main_grad=torch.zeros(H, V)))
+
+
+# ---------------------------------------------------------------------- what cannot be served
+
+
+def live(**given) -> Tensor:
+    return hidden().requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("match", "make"),
+    [
+        (
+            'schedule: got "one_pass", but the objective is segment-scoped and does not fit',
+            # A budget of one token's logits, and segments of four.
+            lambda: call(hl.gspo(), x=live(), schedule="one_pass", memory_budget=4 * V),
+        ),
+        (
+            'schedule: got "one_pass", but the objective is batch-scoped and does not fit',
+            lambda: call(
+                hl.grpo().top_entropy(quantile=0.5),
+                x=live(),
+                schedule="one_pass",
+                memory_budget=4 * V,
+            ),
+        ),
+        (
+            'schedule: got "frozen", but the head requires a gradient',
+            lambda: call(x=live(), head=hl.Head(weight(requires_grad=True)), schedule="frozen"),
+        ),
+        (
+            'schedule: got "frozen", but the head requires a gradient',
+            lambda: call(
+                x=live(),
+                head=hl.Head(weight(), torch.zeros(V, requires_grad=True)),
+                schedule="frozen",
+            ),
+        ),
+        (
+            'schedule: got "frozen", but the objective needs the gradient of more than logp',
+            lambda: call(hl.grpo() + hl.z_loss(), x=live(), schedule="frozen"),
+        ),
+        (
+            'schedule: got "frozen", but the logits are given',
+            lambda: hl.logits_loss(
+                hidden(T, V), batch(), hl.grpo(), options=hl.Options(schedule="frozen")
+            ),
+        ),
+        ("sequence_parallel: needs", lambda: call(sequence_parallel=True)),
+    ],
+)
+def test_an_explicit_schedule_that_cannot_serve(match, make):
+    rejects(ValueError, match, make)
+
+
+def test_an_explicit_backend_that_cannot_serve(monkeypatch):
+    triton = pytest.importorskip("triton")
+    if not triton.knobs.runtime.interpret:
+        match = 'backend: got "triton", which needs a GPU, for tensors on cpu'
+        rejects(ValueError, match, lambda: call(backend="triton"))
+    monkeypatch.setattr("headloss.kernels._has_triton", lambda: False)
+    rejects(
+        ValueError, 'backend: got "triton", but triton cannot be', lambda: call(backend="triton")
+    )
+
+
+def test_auto_serves_what_an_explicit_choice_could_not():
+    head, x = hl.Head(weight()), live()
+    options = hl.Options(memory_budget=4 * V)
+    plan = hl.plan(x, head, batch(), hl.gspo() + hl.z_loss(), options)
+    assert plan.schedule == "recompute"
+    assert "segment-scoped and does not fit" in plan.reason
+    assert hl.plan(x, head, batch(), hl.gspo(), options).schedule == "frozen"
+
+
+# ---------------------------------------------------------------------- the other verbs
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "make"),
+    [
+        (TypeError, "logits: got list", lambda: hl.logits_loss([1.0], batch(), hl.grpo())),
+        (
+            TypeError,
+            "logits: got .*int64|logits: got Tensor",
+            lambda: hl.logits_loss(torch.zeros(T, V).long(), batch(), hl.grpo()),
+        ),
+        (
+            ValueError,
+            r"logits: got shape \(5, 9\), want the targets' \(6,\)",
+            lambda: hl.logits_loss(hidden(5, V), batch(), hl.grpo()),
+        ),
+        (
+            ValueError,
+            "temperature: got 0, want > 0",
+            lambda: hl.logits_loss(hidden(T, V), batch(), hl.grpo(), temperature=0),
+        ),
+        (
+            ValueError,
+            r"temperature: got shape \(5,\)",
+            lambda: hl.logits_loss(hidden(T, V), batch(), hl.grpo(), temperature=torch.ones(5)),
+        ),
+        (
+            ValueError,
+            "temperature: .*requires a gradient",
+            lambda: hl.logits_loss(
+                hidden(T, V), batch(), hl.grpo(), temperature=torch.ones(T, requires_grad=True)
+            ),
+        ),
+        (
+            ValueError,
+            "softcap: got -1, want > 0",
+            lambda: hl.logits_loss(hidden(T, V), batch(), hl.grpo(), softcap=-1),
+        ),
+        (
+            ValueError,
+            "softcap: got 0, want > 0",
+            lambda: hl.logits_loss(hidden(T, V), batch(), hl.grpo(), softcap=0),
+        ),
+        (
+            ValueError,
+            r"targets: got shape \(5,\), want hidden's \(6,\)",
+            lambda: hl.head_stats(hidden(), hl.Head(weight()), targets(0, 1, 2, 3, 4)),
+        ),
+        (
+            TypeError,
+            "targets: got torch.float32",
+            lambda: hl.head_stats(hidden(), hl.Head(weight()), torch.zeros(T)),
+        ),
+        (TypeError, "head: got Tensor", lambda: hl.head_stats(hidden(), weight(), targets())),
+        (
+            ValueError,
+            r"hidden: got shape \(6, 5\)",
+            lambda: hl.head_stats(hidden(T, 5), hl.Head(weight()), targets()),
+        ),
+        (
+            ValueError,
+            r"k: got 0, want an integer in 1..9",
+            lambda: hl.head_topk(hidden(), hl.Head(weight()), 0),
+        ),
+        (ValueError, r"k: got 10, want", lambda: hl.head_topk(hidden(), hl.Head(weight()), 10)),
+        (
+            (ValueError, TypeError),
+            r"k: got 2.5, want",
+            lambda: hl.head_topk(hidden(), hl.Head(weight()), 2.5),
+        ),
+        (TypeError, "head: got Tensor", lambda: hl.head_topk(hidden(), weight(), 1)),
+    ],
+)
+def test_the_other_verbs(error, match, make):
+    rejects(error, match, make)

@@ -1,0 +1,255 @@
+"""`python -m headloss`: what it prints, and what it returns."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import headloss as hl
+from headloss import gate
+from headloss.__main__ import _bytes, main, objective_of
+from headloss.losses.catalogue import TERMS, table
+from headloss.testing import plain
+
+SIZES = ["--tokens", "16384", "--hidden", "4096", "--vocab", "128256"]
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    assert main(["plan", *SIZES, "--device", "cuda", "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+# ---------------------------------------------------------------------- plan
+
+
+def test_plan_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SIZES, "--objective", "gspo", "--device", "cuda"]) == 0
+    shown = capsys.readouterr().out
+    assert "16384 tokens in 8 segments of at most 2048, hidden 4096, vocabulary 128256" in shown
+    assert "gspo: segment-scoped" in shown
+    # float32 logits, their softmax and their gradient in bfloat16: T V (4 + 2 * 2) bytes.
+    assert f"{16384 * 128256 * 8 / (1 << 20):.1f} MiB  logits and their gradient" in shown
+
+
+def test_plan_keeps_to_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    for budget in ("512MiB", "2GiB"):
+        found = plan(capsys, "--objective", "gspo", "--memory-budget", budget)
+        assert 0 < found["bytes"]["logits"] <= _bytes(budget)
+        assert found["plain_bytes"] == 16384 * 128256 * 8
+        assert found["total_bytes"] == sum(found["bytes"].values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "schedule"),
+    [
+        (["--objective", "grpo"], "one_pass"),
+        (["--objective", "gspo", "--segment-length", "512"], "one_pass"),
+        (["--objective", "gspo", "--segment-length", "16384"], "recompute"),
+        (["--objective", "gspo", "--segment-length", "16384", "--frozen-head"], "frozen"),
+        # The entropy's gradient needs more than logp, so that a frozen head does not help.
+        (
+            ["--objective", "gspo+entropy", "--segment-length", "16384", "--frozen-head"],
+            "recompute",
+        ),
+        (["--objective", "cross_entropy", "--schedule", "recompute"], "recompute"),
+    ],
+)
+def test_plan_chooses(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], schedule: str
+) -> None:
+    assert plan(capsys, *arguments)["schedule"] == schedule
+
+
+def test_plan_options_reach_the_planner(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(capsys, "--chunk-tokens", "1000")["chunks"] == 17
+    half = plan(capsys, "--dtype", "bfloat16")["plain_bytes"]
+    assert plan(capsys, "--dtype", "float32")["plain_bytes"] == half * 3 // 2
+    # A teacher's logits stand beside the student's.
+    alone = plan(capsys, "--objective", "cross_entropy", "--chunk-tokens", "512")
+    taught = plan(capsys, "--objective", "cross_entropy+distillation", "--chunk-tokens", "512")
+    assert taught["bytes"]["logits"] == 2 * alone["bytes"]["logits"]
+
+
+@pytest.mark.parametrize("objective", ["gspo", "grpo+z_loss", "dpo", "cross_entropy"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_plan_is_that_of_the_engine(
+    capsys: pytest.CaptureFixture[str], objective: str, frozen: bool
+) -> None:
+    """The sizes alone give the plan that the tensors would get."""
+    sizes = ["--tokens", "96", "--hidden", "8", "--vocab", "50", "--segment-length", "16"]
+    given = ["--dtype", "float32", "--device", "cpu", "--memory-budget", "6000B", "--json"]
+    flags = ["--frozen-head"] * frozen
+    assert main(["plan", *sizes, *given, *flags, "--objective", objective]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    zeros = torch.zeros(96)
+    batch = hl.Batch(
+        zeros.long(),
+        hl.Segments.from_lengths([16] * 6),
+        advantages=zeros,
+        old_logps=zeros,
+        ref_logps=zeros,
+    )
+    found = hl.plan(
+        torch.zeros(96, 8, requires_grad=True),
+        hl.Head(torch.zeros(50, 8, requires_grad=not frozen)),
+        batch,
+        objective_of(objective),
+        hl.Options(memory_budget=6000),
+    )
+    assert (shown["schedule"], shown["bytes"]) == (found.schedule, found.bytes)
+    assert (shown["chunks"], tuple(shown["tile"])) == (len(found.chunks), found.tile)
+
+
+def test_every_term_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    for factory in TERMS:
+        assert plan(capsys, "--objective", factory.__name__)["total_bytes"] > 0
+
+
+def test_objective_of() -> None:
+    assert repr(objective_of("gspo+z_loss + kl")) == repr(hl.gspo() + hl.z_loss() + hl.kl())
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1000000", 10**6), ("512MiB", 1 << 29), ("2GiB", 1 << 31), ("0.5KiB", 512), ("7B", 7)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert _bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tokens", "0"], ("--tokens", "'0'", "positive")),
+        (["--hidden", "-3"], ("--hidden", "'-3'", "positive")),
+        (["--vocab", "1e5"], ("--vocab", "'1e5'", "positive")),
+        (["--objective", "gspo+magic"], ("--objective", "'magic'", "cross_entropy", "gspo")),
+        (["--objective", "gspo++kl"], ("--objective", "''")),
+        (["--memory-budget", "3MB"], ("--memory-budget", "'3MB'", "512MiB")),
+        (["--memory-budget", "0"], ("--memory-budget", "'0'")),
+        (["--dtype", "int8"], ("--dtype", "int8", "bfloat16")),
+        (["--schedule", "frozen"], ("schedule", "frozen", "requires a gradient")),
+        (["--schedule", "fast"], ("--schedule", "fast", "one_pass")),
+        (["--device", "abacus"], ("--device", "abacus", "cuda")),
+    ],
+)
+def test_bad_values_get_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", *SIZES, *arguments])
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert all(word in captured.err for word in words), captured.err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["frobnicate"], ["plan"], ["check", "--device", "cuda:99"]]
+)
+def test_bad_commands_get_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+# ---------------------------------------------------------------------- check
+
+
+def test_check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "QUICK", gate.QUICK[:2])
+    assert main(["check", "--quick", "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "8 of 8 cases within budget" in shown
+    assert len([line for line in shown.splitlines() if line.endswith("  ok")]) == 8
+    rows = [line.split() for line in shown.splitlines() if " V=16384 " in line]
+    peaks = {(row[0], row[-3]): float(row[-2]) for row in rows}
+    for work in ("cross_entropy", "gspo"):
+        assert peaks[work, "one_pass"] < peaks[work, "eager"] / 4
+        assert peaks[work, "recompute"] < peaks[work, "eager"] / 4
+
+
+def test_check_fails_where_an_error_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gate that cannot be red proves nothing."""
+    case = gate.Case(objective="grpo", schedule="one_pass", dtype=torch.float32)
+    monkeypatch.setattr(gate, "cases", lambda quick: [case])
+    monkeypatch.setattr(gate, "memory", lambda device: [])
+    real = gate.run
+
+    def wrong(*arguments):
+        found = real(*arguments)
+        found["weight"] = found["weight"] * (1 + 1e-4)
+        return found
+
+    monkeypatch.setattr(gate, "run", wrong)
+    assert main(["check", "--device", "cpu"]) == 1
+    assert "0 of 1 cases within budget" in capsys.readouterr().out
+
+    def broken(*arguments):
+        raise RuntimeError("no such kernel\nand a long trace")
+
+    monkeypatch.setattr(gate, "run", broken)
+    assert main(["check", "--device", "cpu"]) == 1
+    shown = capsys.readouterr().out
+    assert "grpo, one_pass, float32: RuntimeError: no such kernel" in shown
+    assert "long trace" not in shown
+
+
+@pytest.mark.parametrize("objective", sorted({c.objective for c in gate.cases()}))
+def test_every_objective_of_the_gate(objective: str) -> None:
+    schedules = {c.schedule for c in gate.cases() if c.objective == objective}
+    for schedule in schedules:
+        verdict = gate.check(gate.Case(objective=objective, schedule=schedule, dtype=torch.float32))
+        assert verdict.ok, verdict
+        quantities = {"loss", "logps", "hidden"} | ({"weight"} if schedule != "frozen" else set())
+        assert {c.quantity for c in verdict.comparisons} == quantities
+
+
+def test_judge_measures_against_float64() -> None:
+    hidden = torch.randn(12, 8, requires_grad=True)
+    head = hl.Head(torch.randn(30, 8, requires_grad=True))
+    batch = hl.Batch(torch.randint(30, (12,)))
+    oracle = plain(hidden, head, batch, hl.cross_entropy())
+    off = {"loss": oracle.loss * 1.01, "hidden": oracle.gradients["hidden"]}
+    loss, gradient = gate.judge(off, hidden, head, batch, hl.cross_entropy())
+    assert loss.error == pytest.approx(0.01) and not loss.ok
+    assert gradient.error == 0 and gradient.ok
+    assert not dataclasses.replace(gradient, error=float("nan")).ok
+    with pytest.raises(ValueError, match=r"found: got \['bias'\]"):
+        gate.judge({"bias": oracle.loss}, hidden, head, batch, hl.cross_entropy())
+
+
+def test_peak_bytes_leaves_out_what_is_returned() -> None:
+    def contestant() -> list[torch.Tensor]:
+        scratch = torch.ones(3000)
+        return [scratch[:1000] * 2]
+
+    assert gate.peak_bytes(contestant, torch.device("cpu")) == 12000
+
+
+# ---------------------------------------------------------------------- terms
+
+
+def test_terms(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["terms"]) == 0
+    assert capsys.readouterr().out.strip() == table().strip()
+
+
+def test_as_a_module() -> None:
+    command = [sys.executable, "-m", "headloss", "plan", *SIZES, "--vocab", "0"]
+    ran = subprocess.run(
+        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("headloss: argument --vocab: got '0'")

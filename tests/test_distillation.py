@@ -1,0 +1,440 @@
+"""Distillation: divergences from a teacher's logits, head or top k, against their plain formulas.
+
+T tokens, V vocabulary, K stored outcomes; q is the teacher's distribution, p the student's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import headloss as hl
+from headloss.testing import LiveTensors, error, trained_looking
+
+T, V, H = 13, 37, 6
+LENGTHS = (4, 2, 0, 7)
+KINDS = ("forward_kl", "reverse_kl", "js")
+FORMS = ("logits", "hidden", "topk")
+SCHEDULES = {
+    "one_pass": hl.Options(schedule="one_pass"),
+    "small_chunks": hl.Options(schedule="one_pass", chunk_tokens=2),
+    "recompute": hl.Options(schedule="recompute", chunk_tokens=2),
+    "recompute_rows": hl.Options(schedule="recompute", memory_budget=1),
+    "static": hl.Options(static=True),
+    "unskipped": hl.Options(skip_rows=False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A student and a teacher in float64."""
+
+    hidden: Tensor
+    head: hl.Head
+    teacher_hidden: Tensor
+    teacher: hl.Head
+    targets: Tensor
+
+    def student_logits(self) -> Tensor:
+        """[T, V] after scale and soft cap; a term's temperature stands for the head's own."""
+        return replace(self.head, temperature=1.0).logits(self.hidden)
+
+    def teacher_logits(self) -> Tensor:
+        return replace(self.teacher, temperature=1.0).logits(self.teacher_hidden)
+
+    def batch(self, **fields: Tensor) -> hl.Batch:
+        return hl.Batch(self.targets, hl.Segments.from_lengths(LENGTHS), **fields)
+
+    def given(self, form: str, temperature: float = 1.0, k: int = 5) -> dict[str, Tensor]:
+        """A teacher's inputs, in one of the three forms."""
+        if form == "logits":
+            return {"teacher_logits": self.teacher_logits()}
+        if form == "hidden":
+            return {"teacher_hidden": self.teacher_hidden}
+        logps, ids = (self.teacher_logits() / temperature).log_softmax(-1).topk(k)
+        return {"teacher_topk_ids": ids, "teacher_topk_logps": logps}
+
+    def run(
+        self, objective: hl.Term | hl.Objective, options: hl.Options | None = None, **fields: Tensor
+    ) -> tuple[hl.Output, Tensor, Tensor]:
+        """The output, and the gradients of hidden and weight."""
+        out = hl.head_loss(self.hidden, self.head, self.batch(**fields), objective, options)
+        return out, *torch.autograd.grad(out.loss, [self.hidden, self.head.weight])
+
+
+@pytest.fixture
+def setting() -> Setting:
+    hidden, weight, targets = trained_looking(T, H, V, torch.float64)
+    other = torch.randn(V, 4, dtype=torch.float64)
+    return Setting(
+        hidden=hidden.requires_grad_(),
+        head=hl.Head(weight.requires_grad_(), temperature=0.5, softcap=9.0, logit_scale=0.8),
+        teacher_hidden=torch.randn(T, 4, dtype=torch.float64),
+        teacher=hl.Head(other, temperature=3.0, softcap=7.0, logit_scale=1.5),
+        targets=targets,
+    )
+
+
+def formula(log_q: Tensor, log_p: Tensor, kind: str, beta: float) -> Tensor:
+    """[T] from [T, n] log-probs; F.kl_div(a, b) is KL(b || a)."""
+
+    def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+        return F.kl_div(log_b, log_a, reduction="none", log_target=True).sum(-1)
+
+    if kind == "forward_kl":
+        return kl(log_q, log_p)
+    if kind == "reverse_kl":
+        return kl(log_p, log_q)
+    log_m = (beta * log_q.exp() + (1 - beta) * log_p.exp()).log()
+    return beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
+
+
+def coarse(log_p: Tensor, ids: Tensor) -> Tensor:
+    """[T, K + 1]: the stored outcomes, and the rest as one more."""
+    inside = torch.zeros_like(log_p, dtype=torch.bool).scatter_(1, ids, True)
+    rest = log_p.masked_fill(inside, -math.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([log_p.gather(1, ids), rest], 1)
+
+
+def make(setting: Setting, form: str, kind: str, temperature: float = 1.0, beta: float = 0.3):
+    head = setting.teacher if form == "hidden" else None
+    return hl.distillation(divergence=kind, beta=beta, temperature=temperature, teacher_head=head)
+
+
+# ---------------------------------------------------------------------- formulas
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_divergence_is_its_formula(setting, form, kind, schedule, temperature):
+    fields = setting.given(form, temperature)
+    log_p = (setting.student_logits() / temperature).log_softmax(-1)
+    log_q = (setting.teacher_logits() / temperature).log_softmax(-1)
+    if form == "topk":
+        ids = fields["teacher_topk_ids"]
+        log_p, log_q = coarse(log_p, ids), coarse(log_q, ids)
+    values = formula(log_q, log_p, kind, beta=0.3)
+    want = torch.autograd.grad(values.mean(), [setting.hidden, setting.head.weight])
+    term = make(setting, form, kind, temperature)
+    out, *found = setting.run(term, SCHEDULES[schedule], **fields)
+    torch.testing.assert_close(out.loss, values.mean())
+    torch.testing.assert_close(out.metrics[f"distillation/{kind}"].value, values.mean())
+    torch.testing.assert_close(found, list(want))
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+def test_js_weighs_the_teacher_by_beta(setting, beta):
+    log_p = setting.student_logits().log_softmax(-1)
+    log_q = setting.teacher_logits().log_softmax(-1)
+    term = hl.distillation(divergence="js", beta=beta)
+    out, *_ = setting.run(term, **setting.given("logits"))
+    torch.testing.assert_close(out.loss, formula(log_q, log_p, "js", beta).mean())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_of_the_vocabulary_stored_equals_logits(setting, kind):
+    dense = setting.run(make(setting, "logits", kind), **setting.given("logits"))
+    stored = setting.run(make(setting, "topk", kind), **setting.given("topk", k=V))
+    torch.testing.assert_close(stored[0].loss, dense[0].loss, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(stored[1:], dense[1:], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_empty_slots_hold_nothing(setting, kind):
+    fields = setting.given("topk")
+    want = setting.run(make(setting, "topk", kind), **fields)
+    ids, logps = fields["teacher_topk_ids"], fields["teacher_topk_logps"]
+    for garbage in (0.0, math.nan, -math.inf):
+        wider = {
+            "teacher_topk_ids": torch.cat([ids[:, :2], ids.new_full((T, 1), -1), ids[:, 2:]], 1),
+            "teacher_topk_logps": torch.cat(
+                [logps[:, :2], logps.new_full((T, 1), garbage), logps[:, 2:]], 1
+            ),
+        }
+        got = setting.run(make(setting, "topk", kind), **wider)
+        torch.testing.assert_close(got[0].loss, want[0].loss)
+        torch.testing.assert_close(got[1:], want[1:])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_no_divergence_from_oneself(setting, form, kind, dtype):
+    head = replace(setting.head, weight=setting.head.weight.detach().to(dtype).requires_grad_())
+    hidden = setting.hidden.detach().to(dtype).requires_grad_()
+    student = replace(
+        setting, hidden=hidden, head=head, teacher_hidden=hidden.detach(), teacher=head
+    )
+    fields = {name: value.detach() for name, value in student.given(form).items()}
+    out, *gradients = student.run(make(student, form, kind), **fields)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    assert abs(out.loss) < tolerance
+    assert all(g.abs().max() < tolerance for g in gradients)
+
+
+# ---------------------------------------------------------------------- teachers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_teacher_head_equals_its_logits(setting, kind, schedule):
+    """With its scale and soft cap, and the term's temperature in place of its own."""
+    options = SCHEDULES[schedule]
+    made = setting.run(make(setting, "hidden", kind, 1.7), options, **setting.given("hidden"))
+    given = setting.run(make(setting, "logits", kind, 1.7), options, **setting.given("logits"))
+    torch.testing.assert_close(made[0].loss, given[0].loss)
+    torch.testing.assert_close(made[1:], given[1:])
+
+
+def test_teacher_head_may_hold_padded_rows_and_a_bias(setting):
+    rows = torch.randn(V + 3, 4, dtype=torch.float64)
+    bias = torch.randn(V + 3, dtype=torch.float64)
+    teacher = hl.Head(rows, bias, vocab_size=V)
+    term = hl.distillation(teacher_head=teacher)
+    made, *_ = setting.run(term, teacher_hidden=setting.teacher_hidden)
+    logits = setting.teacher_hidden @ rows[:V].t() + bias[:V]
+    given, *_ = setting.run(hl.distillation(), teacher_logits=logits)
+    torch.testing.assert_close(made.loss, given.loss)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_teacher_gets_no_gradient(setting, schedule):
+    weight = setting.teacher.weight.clone().requires_grad_()
+    teacher = replace(setting.teacher, weight=weight)
+    term = hl.distillation(teacher_head=teacher)
+    out = hl.head_loss(
+        setting.hidden,
+        setting.head,
+        setting.batch(teacher_hidden=setting.teacher_hidden),
+        term,
+        SCHEDULES[schedule],
+    )
+    out.loss.backward()
+    assert weight.grad is None
+    assert setting.head.weight.grad is not None
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
+def test_neither_models_logits_are_ever_whole(form, schedule):
+    """No tensor beyond a chunk of logits, for student or teacher."""
+    tokens, vocabulary, rows = 96, 512, 8
+    hidden, weight, targets = trained_looking(tokens, 4, vocabulary)
+    teacher = hl.Head(torch.randn(vocabulary, 4))
+    states = torch.randn(tokens, 4)
+    fields = (
+        {"teacher_hidden": states}
+        if form == "hidden"
+        else {"teacher_logits": teacher.logits(states)}
+    )
+    batch = hl.Batch(targets, **fields)
+    term = hl.distillation(divergence="js", teacher_head=teacher if form == "hidden" else None)
+    head = hl.Head(weight.requires_grad_())
+    options = hl.Options(schedule=schedule, chunk_tokens=rows)
+    with LiveTensors() as meter:
+        hl.head_loss(hidden.requires_grad_(), head, batch, term, options).loss.backward()
+    assert meter.largest <= rows * vocabulary
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ruled_out_tokens(setting, kind):
+    """A teacher logit of -inf: q = 0, and a log-prob of -10000 where the student disagrees."""
+    logits = setting.teacher_logits()
+    logits[:, ::3] = -math.inf
+    log_q = logits.log_softmax(-1).clamp_min(-1e4)
+    log_p = setting.student_logits().log_softmax(-1)
+    values = formula(log_q, log_p, kind, beta=0.5)
+    out, *gradients = setting.run(hl.distillation(divergence=kind), teacher_logits=logits)
+    torch.testing.assert_close(out.loss, values.mean())
+    assert all(g.isfinite().all() for g in gradients)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tail_of_a_confident_student_keeps_its_digits(kind):
+    """All but 1e-6 of the student's mass is stored; what is left has its own sum, not 1 - sum."""
+    logits = torch.randn(4, V)
+    logits[:, 0] = 18.0
+    head = hl.Head(torch.eye(V).requires_grad_())
+    teacher = torch.randn(4, V)
+    teacher[:, 0] = 3.0
+    logps, ids = teacher.log_softmax(-1).topk(4)
+    hidden = logits.requires_grad_()
+    targets = torch.zeros(4, dtype=torch.int64)
+    batch = hl.Batch(targets, teacher_topk_ids=ids, teacher_topk_logps=logps)
+    out = hl.head_loss(hidden, head, batch, hl.distillation(divergence=kind))
+    (found,) = torch.autograd.grad(out.loss, hidden)
+    exact = logits.detach().double().requires_grad_()
+    stored = logps.double()
+    rest = torch.log(-torch.expm1(stored.logsumexp(-1, keepdim=True)))
+    log_q = torch.cat([stored, rest], 1)
+    value = formula(log_q, coarse(exact.log_softmax(-1), ids), kind, beta=0.5).mean()
+    (want,) = torch.autograd.grad(value, exact)
+    assert error(out.loss, value) < 1e-5
+    assert error(found, want) < 1e-5
+
+
+# ---------------------------------------------------------------------- in company
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_mixed_with_other_terms_is_the_sum_of_them(setting, form, schedule):
+    options = SCHEDULES[schedule]
+    fields = setting.given(form, 1.3) | {
+        "advantages": torch.randn(len(LENGTHS)),
+        "old_logps": torch.full((T,), -1.0),
+    }
+    distill, policy = make(setting, form, "js", 1.3), hl.gspo()
+    bonus = hl.entropy()
+    mixed = setting.run(policy + 0.5 * distill - 0.01 * bonus, options, **fields)
+    alone = [setting.run(term, options, **fields) for term in (policy, distill, bonus)]
+    for i in range(3):
+        parts = [found[i].loss if i == 0 else found[i] for found in alone]
+        whole = mixed[i].loss if i == 0 else mixed[i]
+        torch.testing.assert_close(whole, parts[0] + 0.5 * parts[1] - 0.01 * parts[2])
+    assert set(mixed[0].terms) == {"gspo", "distillation", "entropy"}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_several_divergences_of_one_teacher(setting, schedule):
+    options, fields = SCHEDULES[schedule], setting.given("logits")
+    terms = [
+        hl.distillation(divergence=kind, temperature=t)
+        for kind, t in zip(KINDS, (1, 2, 0.7), strict=True)
+    ]
+    mixed = setting.run(sum(terms), options, **fields)
+    alone = [setting.run(term, options, **fields) for term in terms]
+    torch.testing.assert_close(mixed[0].loss, sum(found[0].loss for found in alone))
+    torch.testing.assert_close(mixed[1], sum(found[1] for found in alone))
+    torch.testing.assert_close(mixed[2], sum(found[2] for found in alone))
+    assert list(mixed[0].terms) == ["distillation", "distillation_2", "distillation_3"]
+
+
+def test_the_same_term_twice_counts_twice(setting):
+    term, fields = hl.distillation(), setting.given("logits")
+    once, twice = setting.run(term, **fields), setting.run(term + term, **fields)
+    torch.testing.assert_close(twice[0].loss, 2 * once[0].loss)
+    torch.testing.assert_close(twice[1], 2 * once[1])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_poison_in_the_teacher_of_unscored_and_left_out_tokens(setting, form, schedule):
+    """What a teacher says of a token that no term counts is never seen."""
+    kept = torch.arange(T) % 4 != 1
+    targets = setting.targets.clone()
+    targets[::5] = -100
+    setting = replace(setting, targets=targets)
+    clean = setting.given(form) | {"kept": kept}
+    out_of_play = ~kept | (targets == -100)
+    dirty = {
+        name: value.masked_fill(out_of_play.unsqueeze(1), math.nan)
+        if value.is_floating_point()
+        else value
+        for name, value in clean.items()
+    }
+    term = make(setting, form, "js").where("kept")
+    options = SCHEDULES[schedule]
+    want, got = setting.run(term, options, **clean), setting.run(term, options, **dirty)
+    assert torch.equal(got[0].loss, want[0].loss)
+    assert torch.equal(got[1], want[1]) and torch.equal(got[2], want[2])
+    assert not got[1][out_of_play].any()
+
+
+def test_reductions_apply(setting):
+    fields = setting.given("logits")
+    log_p = setting.student_logits().log_softmax(-1)
+    values = formula(setting.teacher_logits().log_softmax(-1), log_p, "forward_kl", 0.5)
+    means = [part.mean() if len(part) else part.sum() for part in values.split(LENGTHS)]
+    out, *_ = setting.run(hl.distillation().over("sequence_mean"), **fields)
+    torch.testing.assert_close(out.loss, torch.stack(means).mean())
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ((), "no teacher"),
+        (("teacher_logits", "teacher_hidden"), "teacher_hidden"),
+        (("teacher_logits", "teacher_topk_ids", "teacher_topk_logps"), "teacher_logits"),
+        (("teacher_topk_ids",), "teacher_topk_ids"),
+        (("teacher_topk_logps",), "teacher_topk_logps"),
+        (("teacher_hidden",), r"distillation\(teacher_head"),
+    ],
+)
+def test_teacher_inputs_must_be_one_form_and_whole(setting, fields, message):
+    given = setting.given("logits") | setting.given("hidden") | setting.given("topk")
+    with pytest.raises(ValueError, match=message):
+        setting.run(hl.distillation(), **{name: given[name] for name in fields})
+
+
+def test_vocabularies_must_match(setting):
+    with pytest.raises(ValueError, match=f"teacher_logits.*{V + 1}.*{V}"):
+        setting.run(hl.distillation(), teacher_logits=torch.zeros(T, V + 1, dtype=torch.float64))
+    wide = hl.Head(torch.zeros(V + 1, 4, dtype=torch.float64))
+    with pytest.raises(ValueError, match=f"teacher_head.*{V + 1}.*{V}"):
+        setting.run(hl.distillation(teacher_head=wide), teacher_hidden=setting.teacher_hidden)
+
+
+def test_teacher_hidden_must_fit_its_head(setting):
+    with pytest.raises(ValueError, match="teacher_hidden.*5.*4"):
+        setting.run(
+            hl.distillation(teacher_head=setting.teacher),
+            teacher_hidden=torch.zeros(T, 5, dtype=torch.float64),
+        )
+
+
+def test_stored_outcomes_must_match_their_ids(setting):
+    fields = setting.given("topk")
+    fields["teacher_topk_logps"] = fields["teacher_topk_logps"][:, :3]
+    with pytest.raises(ValueError, match="teacher_topk_logps"):
+        setting.run(hl.distillation(), **fields)
+
+
+def test_stored_ids_must_be_in_the_vocabulary(setting):
+    fields = setting.given("topk")
+    fields["teacher_topk_ids"][3, 2] = V
+    with pytest.raises(ValueError, match=f"teacher_topk_ids.*{V}"):
+        setting.run(hl.distillation(), **fields)
+
+
+def test_teacher_inputs_may_not_require_a_gradient(setting):
+    logits = setting.teacher_logits().requires_grad_()
+    with pytest.raises(ValueError, match="teacher_logits.*gradient"):
+        setting.run(hl.distillation(), teacher_logits=logits)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"divergence": "kl"}, "divergence: got 'kl'"),
+        ({"beta": 0.0}, "beta: got 0"),
+        ({"beta": 1.0}, "beta: got 1"),
+        ({"temperature": 0.0}, "temperature: got 0"),
+        ({"temperature": math.inf}, "temperature: got inf"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        hl.distillation(**options)
+
+
+def test_a_frozen_schedule_is_refused(setting):
+    head = replace(setting.head, weight=setting.head.weight.detach())
+    with pytest.raises(ValueError, match="schedule"):
+        hl.head_loss(
+            setting.hidden,
+            head,
+            setting.batch(**setting.given("logits")),
+            hl.distillation(),
+            hl.Options(schedule="frozen"),
+        )

@@ -1,0 +1,401 @@
+"""Where batches are empty, chunks odd, and numbers at the end of their range."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import headloss as hl
+from headloss.testing import plain, trained_looking, within_budget
+
+H, V = 6, 21
+SCHEDULES = ["one_pass", "recompute", "frozen", "static"]
+
+
+def options(schedule: str, **given) -> hl.Options:
+    if schedule == "static":
+        return hl.Options(static=True, **given)
+    return hl.Options(schedule=schedule, **given)
+
+
+def run(schedule, hidden, weight, batch, objective, **given):
+    """Loss, outputs, gradients of hidden and of weight (None for a frozen head)."""
+    hidden = hidden.detach().requires_grad_()
+    weight = weight.detach().requires_grad_(schedule != "frozen")
+    out = hl.head_loss(hidden, hl.Head(weight), batch, objective, options(schedule, **given))
+    out.loss.backward()
+    return out, hidden.grad, weight.grad
+
+
+def policy_fields(shape, dtype=torch.float32) -> dict[str, Tensor]:
+    return {
+        "advantages": torch.randn(shape, dtype=dtype),
+        "old_logps": -torch.rand(shape, dtype=dtype) - 1,
+        "ref_logps": -torch.rand(shape, dtype=dtype) - 1,
+        "sampling_logps": -torch.rand(shape, dtype=dtype) - 1,
+    }
+
+
+# Every scope; the frozen schedule serves those of logp.
+OBJECTIVES = [
+    hl.cross_entropy(),
+    hl.grpo() + hl.kl(estimator="k3"),
+    hl.gspo(),
+    hl.gmpo() + hl.vespo(),
+    hl.dpo(),
+    hl.grpo().top_entropy(quantile=0.5),
+    hl.grpo().corrected("sequence_mask"),
+]
+
+
+def zero(gradient: Tensor | None) -> bool:
+    """Zero, not missing."""
+    return gradient is not None and bool(gradient.eq(0).all())
+
+
+# ---------------------------------------------------------------------- nothing
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_an_empty_batch(schedule, objective):
+    batch = hl.Batch(
+        torch.zeros(0, dtype=torch.long), hl.Segments.from_lengths([]), **policy_fields(0)
+    )
+    out, dx, dw = run(schedule, torch.zeros(0, H), torch.randn(V, H), batch, objective)
+    assert out.loss.item() == 0 and out.logps.shape == (0,)
+    assert dx is not None and dx.shape == (0, H)
+    assert schedule == "frozen" or zero(dw)
+    assert out.metrics.compute()["tokens"] == 0
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_nothing_scored(schedule, objective):
+    """Loss 0 and zero, not missing, gradients; NaN in what is not scored changes nothing."""
+    batch = hl.Batch(torch.full((2, 5), -100), **policy_fields((2, 5)))
+    hidden = torch.full((2, 5, H), math.nan)
+    out, dx, dw = run(schedule, hidden, torch.randn(V, H), batch, objective)
+    assert out.loss.item() == 0
+    assert all(value.item() == 0 for value in out.terms.values())
+    assert zero(dx) and (schedule == "frozen" or zero(dw))
+    assert zero(out.logps) and (out.entropies is None or zero(out.entropies))
+    figures = out.metrics.compute()
+    assert figures["tokens"] == 0 and figures["segments"] == 2
+
+
+def test_nothing_scored_without_a_gradient():
+    batch = hl.Batch(torch.full((5,), -100))
+    out = hl.head_loss(torch.zeros(5, H), hl.Head(torch.zeros(V, H)), batch, hl.cross_entropy())
+    assert out.loss.item() == 0 and out.plan.schedule == "statistics"
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_empty_and_unscored_segments(schedule, objective):
+    """They count in the reduction, and nothing else changes; check against plain logits."""
+    hidden, weight, targets = trained_looking(11, H, V, torch.float64)
+    targets[4:7] = -100  # the whole of segment 3
+    targets[0] = -100
+    segments = hl.Segments.from_lengths([0, 4, 0, 3, 4, 0])
+    hidden[4:7] = math.nan
+    fields = policy_fields(11, torch.float64)
+    for value in fields.values():
+        value[4:7] = math.nan
+    batch = hl.Batch(targets, segments, **fields)
+    out, dx, dw = run(schedule, hidden, weight, batch, objective)
+    clean = hidden.nan_to_num().requires_grad_()  # plain products mix rows that they should not
+    want = plain(clean, hl.Head(weight.requires_grad_()), batch, objective)
+    torch.testing.assert_close(out.loss.detach(), want.loss)
+    assert dx is not None and dx[4:7].eq(0).all() and dx[0].eq(0).all()
+    kept = [1, 2, 3, 7, 8, 9, 10]
+    torch.testing.assert_close(dx[kept], want.gradients["hidden"][kept])
+    if dw is not None:
+        torch.testing.assert_close(dw, want.gradients["weight"])
+    torch.testing.assert_close(out.logps, want.logps)
+    assert out.logps[targets == -100].eq(0).all()
+
+
+def test_an_unscored_sequence_still_counts():
+    hidden, weight, targets = trained_looking(8, H, V, torch.float64)
+    half = hl.head_loss(
+        hidden[:4], hl.Head(weight), hl.Batch(targets[:4]), hl.cross_entropy().over("sequence_mean")
+    )
+    targets[4:] = -100
+    batch = hl.Batch(targets.view(2, 4))
+    out = hl.head_loss(
+        hidden.view(2, 4, H), hl.Head(weight), batch, hl.cross_entropy().over("sequence_mean")
+    )
+    torch.testing.assert_close(out.loss, half.loss / 2)
+
+
+def test_the_loss_of_an_empty_segment_is_zero():
+    """Ratio 1, advantage 0: not exp(0) times what the field holds."""
+    hidden, weight, targets = trained_looking(3, H, V, torch.float64)
+    fields = {"old_logps": torch.full((3,), -1.0)}
+    alone = hl.Batch(targets, hl.Segments.from_lengths([3]), advantages=torch.ones(1), **fields)
+    both = hl.Batch(
+        targets, hl.Segments.from_lengths([3, 0]), advantages=torch.tensor([1.0, 9.0]), **fields
+    )
+    for term in (hl.gspo(), hl.gmpo(), hl.luspo(), hl.sapo(importance_sampling_level="sequence")):
+        one, two = (hl.head_loss(hidden, hl.Head(weight), b, term).loss for b in (alone, both))
+        torch.testing.assert_close(two, one / 2)
+
+
+# ---------------------------------------------------------------------- small
+
+
+@pytest.mark.parametrize("objective", [o for o in OBJECTIVES if o is not OBJECTIVES[4]], ids=repr)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_token(schedule, objective):
+    hidden, weight, targets = trained_looking(1, H, V, torch.float64)
+    batch = hl.Batch(targets, **policy_fields(1, torch.float64))
+    out, dx, dw = run(schedule, hidden, weight, batch, objective)
+    want = plain(hidden.requires_grad_(), hl.Head(weight.requires_grad_()), batch, objective)
+    torch.testing.assert_close(out.loss.detach(), want.loss)
+    torch.testing.assert_close(dx, want.gradients["hidden"])
+    if dw is not None:
+        torch.testing.assert_close(dw, want.gradients["weight"])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_vocabulary_of_one(schedule):
+    """Nothing to decide: log-prob and entropy 0, no gradient."""
+    batch = hl.Batch(torch.zeros(4, dtype=torch.long))
+    objective = hl.cross_entropy() - hl.entropy() if schedule != "frozen" else hl.cross_entropy()
+    out, dx, dw = run(schedule, torch.randn(4, H), torch.randn(1, H), batch, objective)
+    assert out.loss.item() == 0
+    assert zero(dx) and (dw is None or zero(dw))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 16, 1000])
+@pytest.mark.parametrize("schedule", ["auto", "recompute", "frozen"])
+@pytest.mark.parametrize("objective", [OBJECTIVES[1], OBJECTIVES[2], OBJECTIVES[4]], ids=repr)
+def test_any_number_of_tokens_per_chunk(objective, schedule, chunk):
+    """One, fewer than a segment has, more than there are; under auto it serves every objective."""
+    hidden, weight, targets = trained_looking(17, H, V, torch.float64)
+    targets[3] = -100
+    batch = hl.Batch(
+        targets, hl.Segments.from_lengths([6, 2, 1, 8]), **policy_fields(17, torch.float64)
+    )
+    want = plain(hidden.requires_grad_(), hl.Head(weight.requires_grad_()), batch, objective)
+    out, dx, dw = run(schedule, hidden, weight, batch, objective, chunk_tokens=chunk)
+    torch.testing.assert_close(out.loss.detach(), want.loss)
+    torch.testing.assert_close(dx, want.gradients["hidden"])
+    torch.testing.assert_close(out.logps, want.logps)
+    if dw is not None:
+        torch.testing.assert_close(dw, want.gradients["weight"])
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+def test_chunks_of_a_batch_scoped_objective(chunk):
+    hidden, weight, targets = trained_looking(17, H, V, torch.float64)
+    objective = OBJECTIVES[5] - 0.1 * hl.entropy()
+    batch = hl.Batch(targets, **policy_fields(17, torch.float64))
+    want = plain(hidden.requires_grad_(), hl.Head(weight.requires_grad_()), batch, objective)
+    for budget in (None, 8 * V):
+        out, dx, dw = run(
+            "auto", hidden, weight, batch, objective, chunk_tokens=chunk, memory_budget=budget
+        )
+        torch.testing.assert_close(out.loss.detach(), want.loss)
+        torch.testing.assert_close(dx, want.gradients["hidden"])
+        torch.testing.assert_close(dw, want.gradients["weight"])
+
+
+# ---------------------------------------------------------------------- shapes and dtypes
+
+
+@pytest.mark.parametrize("shape", [(24,), (2, 12), (2, 3, 4), (1, 24, 1), (4, 2, 3, 1)])
+def test_hidden_of_any_number_of_dimensions(shape):
+    """Each row of the last dimension is a segment; outputs come back in the targets' shape."""
+    hidden, weight, targets = trained_looking(24, H, V, torch.float64)
+    targets[5] = -100
+    hidden, targets = hidden.view(*shape, H), targets.view(shape)
+    batch = hl.Batch(targets, **policy_fields(shape, torch.float64))
+    assert batch.segments.count == 24 // shape[-1]
+    objective = hl.gspo() + hl.cross_entropy()
+    out, dx, _ = run("one_pass", hidden, weight, batch, objective)
+    want = plain(hidden.requires_grad_(), hl.Head(weight.requires_grad_()), batch, objective)
+    assert out.logps.shape == out.entropies.shape == shape and dx.shape == hidden.shape
+    torch.testing.assert_close(out.logps, want.logps)
+    torch.testing.assert_close(out.entropies, want.entropies)
+    torch.testing.assert_close(dx, want.gradients["hidden"])
+
+
+def test_hidden_that_is_not_contiguous():
+    hidden, weight, targets = trained_looking(12, H, V, torch.float64)
+    strided = hidden.view(3, 4, H).transpose(0, 1)
+    wide = torch.randn(V, 2 * H, dtype=torch.float64)[:, ::2]
+    batch = hl.Batch(targets.view(3, 4).t())
+    for w in (weight, wide):
+        out, dx, dw = run("one_pass", strided, w, batch, hl.cross_entropy())
+        want = plain(
+            strided.detach().requires_grad_(),
+            hl.Head(w.detach().requires_grad_()),
+            batch,
+            hl.cross_entropy(),
+        )
+        torch.testing.assert_close(out.loss.detach(), want.loss)
+        torch.testing.assert_close(dx, want.gradients["hidden"])
+        torch.testing.assert_close(dw, want.gradients["weight"])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_int32_targets(schedule):
+    hidden, weight, targets = trained_looking(9, H, V)
+    targets[2] = -100
+    found = [
+        run(schedule, hidden, weight, hl.Batch(targets.to(dtype)), hl.cross_entropy())
+        for dtype in (torch.int64, torch.int32)
+    ]
+    assert found[0][0].loss.equal(found[1][0].loss) and found[0][1].equal(found[1][1])
+
+
+def test_fields_of_another_dtype():
+    """bf16 log-probs and integer advantages count at their own values."""
+    hidden, weight, targets = trained_looking(9, H, V)
+    fields = {"old_logps": -torch.rand(9).bfloat16(), "advantages": torch.arange(9) - 4}
+    out = run("one_pass", hidden, weight, hl.Batch(targets, **fields), hl.grpo())
+    same = {name: value.float() for name, value in fields.items()}
+    want = run("one_pass", hidden, weight, hl.Batch(targets, **same), hl.grpo())
+    assert out[0].loss.dtype == torch.float32
+    torch.testing.assert_close(out[0].loss, want[0].loss)
+    torch.testing.assert_close(out[1], want[1])
+
+
+# ---------------------------------------------------------------------- the ends of the range
+
+
+@pytest.mark.parametrize("old", [-math.inf, -1e30, -200.0])
+@pytest.mark.parametrize("objective", [hl.grpo(), hl.gspo(), hl.gspo_token(), hl.gmpo()], ids=repr)
+@pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
+def test_an_infinite_ratio_on_the_clipped_branch(schedule, objective, old):
+    """With A > 0 a large ratio is clipped: the gradient is 0, not 0 * inf."""
+    hidden, weight, targets = trained_looking(6, H, V)
+    fields = {"old_logps": torch.full((6,), old), "advantages": torch.ones(6)}
+    out, dx, dw = run(schedule, hidden, weight, hl.Batch(targets, **fields), objective)
+    assert out.loss.isfinite()
+    assert zero(dx) and zero(dw)
+
+
+@pytest.mark.parametrize(
+    "objective", [hl.grpo(), hl.gspo(), hl.cispo(), hl.sapo(), hl.vespo()], ids=repr
+)
+def test_a_ratio_of_zero(objective):
+    hidden, weight, targets = trained_looking(6, H, V)
+    fields = {"old_logps": torch.full((6,), 300.0), "advantages": torch.tensor([1.0, -1] * 3)}
+    out, dx, dw = run("one_pass", hidden, weight, hl.Batch(targets, **fields), objective)
+    assert out.loss.isfinite() and dx.isfinite().all() and dw.isfinite().all()
+
+
+@pytest.mark.parametrize("upstream", [1.0, 65536.0])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_small_weights_do_not_underflow_in_float16(schedule, upstream):
+    """Each token weighs 1/16384: probabilities times that are nothing in float16.
+
+    The upstream gradient may be a loss scale."""
+    hidden, weight, targets = trained_looking(12, 64, 301, torch.float16)
+    batch = hl.Batch(targets, totals=hl.Totals(tokens=16384, segments=1))
+    hidden.requires_grad_()
+    weight.requires_grad_(schedule != "frozen")
+    head = hl.Head(weight)
+    out = hl.head_loss(hidden, head, batch, hl.cross_entropy(), options(schedule, chunk_tokens=5))
+    (upstream * out.loss).backward()
+    exact = plain(hidden, head, batch, hl.cross_entropy(), upstream=upstream)
+    # The yardstick is the exact gradient rounded once to float16: no half of it is lost before.
+    for name, leaf in (("hidden", hidden), ("weight", weight)):
+        if not leaf.requires_grad:
+            continue
+        want = exact.gradients[name]
+        assert leaf.grad.dtype == torch.float16
+        rounded = want.half()
+        assert rounded.count_nonzero() > 0
+        assert within_budget(leaf.grad, want, rounded), name
+
+
+@pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
+def test_the_sum_over_chunks_does_not_round_to_bfloat16(schedule):
+    """64 chunks of one token: a bf16 accumulator would be several times worse than one rounding."""
+    hidden, weight, targets = trained_looking(64, 16, 40, torch.bfloat16)
+    hidden.requires_grad_(), weight.requires_grad_()
+    head, batch = hl.Head(weight), hl.Batch(targets)
+    out = hl.head_loss(hidden, head, batch, hl.cross_entropy(), options(schedule, chunk_tokens=1))
+    out.loss.backward()
+    want = plain(hidden, head, batch, hl.cross_entropy())
+    for leaf, name in ((hidden, "hidden"), (weight, "weight")):
+        exact = want.gradients[name]
+        once = (leaf.grad.double() - exact).norm() / (exact.bfloat16().double() - exact).norm()
+        assert once < 1.05
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_large_logits(schedule):
+    """Hidden states of 1e4: the softmax is one token's, and nothing overflows."""
+    hidden, weight, targets = trained_looking(8, H, V)
+    objective = hl.cross_entropy() if schedule == "frozen" else hl.cross_entropy() + hl.entropy()
+    batch = hl.Batch(targets)
+    out, dx, dw = run(schedule, hidden * 1e4, weight, batch, objective)
+    assert out.loss.isfinite() and dx.isfinite().all()
+    assert dw is None or dw.isfinite().all()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_poison_in_unscored_positions(schedule, poison):
+    hidden, weight, targets = trained_looking(14, H, V)
+    fields = policy_fields(14)
+    unscored = torch.tensor([0, 3, 4, 13])
+    targets[unscored] = -100
+    segments = hl.Segments.from_lengths([5, 9])
+    objective = hl.gspo() + hl.kl(estimator="k3") + hl.grpo().corrected("token_mask")
+    clean = run(schedule, hidden, weight, hl.Batch(targets, segments, **fields), objective)
+    hidden, fields = hidden.clone(), {n: v.clone() for n, v in fields.items()}
+    hidden[unscored] = poison
+    for value in fields.values():
+        value[unscored] = poison
+    out = run(schedule, hidden, weight, hl.Batch(targets, segments, **fields), objective)
+    assert out[0].loss.equal(clean[0].loss)
+    assert out[1].equal(clean[1]) and out[1][unscored].eq(0).all()
+    assert (out[2] is None) == (clean[2] is None)
+    assert out[2] is None or out[2].equal(clean[2])
+    assert out[0].logps.equal(clean[0].logps)
+    assert out[0].metrics.compute() == clean[0].metrics.compute()
+
+
+def test_rows_without_a_gradient_never_reach_the_products(monkeypatch):
+    """Zero advantages, in one pass and in a sweep."""
+    from headloss import products
+
+    seen: list[int] = []
+    inner = products.input_gradient
+
+    def spy(gradient, *args):
+        seen.append(len(gradient))
+        return inner(gradient, *args)
+
+    monkeypatch.setattr(products, "input_gradient", spy)
+    hidden, weight, targets = trained_looking(40, H, V)
+    advantages = torch.zeros(40)
+    advantages[[3, 17, 18, 30]] = 1.0
+    batch = hl.Batch(targets, advantages=advantages)
+    for schedule in ("one_pass", "recompute"):
+        seen.clear()
+        _, dx, _ = run(schedule, hidden, weight, batch, hl.reinforce())
+        assert sum(seen) == 4
+        assert dx.abs().sum(-1).nonzero().flatten().tolist() == [3, 17, 18, 30]
+        dense = run(schedule, hidden, weight, batch, hl.reinforce(), skip_rows=False)
+        torch.testing.assert_close(dense[1], dx)
+
+
+@pytest.mark.parametrize("schedule", ["one_pass", "recompute", "static"])
+def test_two_runs_give_the_same_bits(schedule):
+    hidden, weight, targets = trained_looking(60, H, V)
+    ids = torch.randint(5, (60,))
+    batch = hl.Batch(targets, hl.Segments.from_ids(ids, count=5), **policy_fields(60))
+    objective = hl.gspo() + hl.gmpo() - hl.entropy()
+    first, second = (run(schedule, hidden, weight, batch, objective) for _ in range(2))
+    assert first[0].loss.equal(second[0].loss)
+    assert first[1].equal(second[1]) and first[2].equal(second[2])

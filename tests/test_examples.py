@@ -1,0 +1,106 @@
+"""What users read runs: the examples, the README's code, and its generated parts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+EXPECTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
+
+
+def load(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_readme_code_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """The blocks run as one program; a comment after a print is what it prints."""
+    blocks = BLOCK.findall(README)
+    assert len(blocks) >= 5
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+        assert capsys.readouterr().out.splitlines() == EXPECTED.findall(block)
+
+
+def test_readme_plain_and_headloss_agree() -> None:
+    names: dict[str, object] = {}
+    for block in BLOCK.findall(README)[:2]:
+        exec(compile(block, "README.md", "exec"), names)
+    ours, plain = names["out"].loss, names["plain_loss"]  # type: ignore[attr-defined]
+    assert isinstance(plain, torch.Tensor)
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-7)
+
+
+def test_readme_links_lead_somewhere() -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    assert targets and all((ROOT / target).exists() for target in targets)
+
+
+@pytest.mark.parametrize("part", ["logits", "terms", "modifiers", "cpu-memory"])
+def test_readme_parts_are_current(part: str) -> None:
+    readme = load(ROOT / "docs" / "readme.py")
+    shown = re.search(rf"<!-- {part} -->\n(.*?)\n<!-- /{part} -->", README, re.DOTALL)
+    assert shown is not None
+    assert shown[1] == readme.PARTS[part](), "run `python docs/readme.py`"
+
+
+def test_readme_part_without_a_place() -> None:
+    readme = load(ROOT / "docs" / "readme.py")
+    with pytest.raises(ValueError, match="no place <!-- logits -->"):
+        readme.fill("nothing")
+
+
+def run_example(name: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    path = ROOT / "examples" / f"{name}.py"
+    assert len(path.read_text().splitlines()) < 60
+    runpy.run_path(str(path), run_name="__main__")
+    return capsys.readouterr().out.splitlines()
+
+
+def test_sft_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run_example("sft", capsys)
+    perplexities = [float(re.search(r"perplexity +([\d.]+)", line)[1]) for line in lines]  # type: ignore[index]
+    assert perplexities[0] > 500 and perplexities[-1] < 3
+    assert "of 160 tokens" in lines[-1]  # 8 rows of 24, less prompts of 4
+
+
+def test_gspo_packed_lowers_its_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run_example("gspo_packed", capsys)
+    losses = [float(line.split("loss")[1].split(",")[0]) for line in lines if "loss" in line]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    assert any(line.startswith("schedule   one_pass") for line in lines)
+
+
+def test_own_term_is_what_it_is_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    last = run_example("own_term", capsys)[-1]
+    ours, by_hand, apart = map(float, re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", last))
+    assert ours == pytest.approx(by_hand, abs=2e-5)
+    assert apart < 1e-5
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_cpu_memory_contestants(capsys: pytest.CaptureFixture[str]) -> None:
+    """On sizes of no interest: every contestant runs, and those of the same work agree."""
+    benchmark = load(ROOT / "benchmarks" / "cpu_memory.py")
+    losses: dict[str, list[float]] = {}
+    for name in benchmark.CONTESTANTS:
+        sizes = ["--tokens=64", "--hidden=16", "--vocab=200"]
+        assert benchmark.main([*sizes, "--contestant", name]) == 0
+        row = json.loads(capsys.readouterr().out)
+        assert row["returned_gradient_bytes"] == 4 * 16 * (64 + 200)
+        losses.setdefault(row["work"], []).append(row["loss"])
+    for found in losses.values():
+        assert found == pytest.approx([found[0]] * len(found), rel=1e-5)

@@ -1,0 +1,287 @@
+"""No tensor of a call holds more than the planned chunk of logits, and nothing unneeded is made.
+
+T tokens, H hidden width, V vocabulary. Every tensor that an operator creates is noted.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import headloss as hl
+from headloss import products
+from headloss.kernels import reference
+from headloss.testing import LiveTensors, trained_looking
+
+T, H, V, CHUNK = 256, 24, 512, 32
+BLOCK = 4  # rows of a block of temporaries
+FLOAT = 4
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Temporaries of the reference are blocks of constant size: make that small beside a chunk."""
+    monkeypatch.setattr(reference, "BLOCK_ELEMENTS", BLOCK * V)
+    monkeypatch.setattr(products, "BLOCK_ELEMENTS", BLOCK * V)
+
+
+def problem(dtype=torch.float32, hidden_gradient=True, weight_gradient=True):
+    hidden, weight, targets = trained_looking(T, H, V, dtype)
+    targets[::7] = -100
+    batch = hl.Batch(
+        targets,
+        hl.Segments.from_lengths([T // 32] * 32),
+        advantages=torch.randn(32),
+        old_logps=-torch.rand(T),
+        ref_logps=-torch.rand(T),
+    )
+    hidden.requires_grad_(hidden_gradient), weight.requires_grad_(weight_gradient)
+    return hidden, hl.Head(weight), batch
+
+
+def measured(hidden, head, batch, objective, options) -> tuple[LiveTensors, hl.Plan]:
+    with LiveTensors() as live:
+        out = hl.head_loss(hidden, head, batch, objective, options)
+        if out.loss.requires_grad:
+            out.loss.backward()
+    return live, out.plan
+
+
+OBJECTIVES = {
+    "token": hl.grpo() + hl.kl(estimator="k3") - 1e-3 * hl.entropy() + 1e-4 * hl.z_loss(),
+    "segment": hl.gspo() + hl.dpo() - 1e-3 * hl.entropy(),
+    "batch": hl.grpo().top_entropy(quantile=0.2) + hl.cross_entropy(label_smoothing=0.1),
+}
+
+
+# ---------------------------------------------------------------------- the largest tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "scope"),  # a batch-scoped objective in one pass is one chunk by definition
+    [
+        *((s, o) for s in ("one_pass", "recompute") for o in ("token", "segment")),
+        ("recompute", "batch"),
+    ],
+)
+def test_no_tensor_is_larger_than_a_chunk_of_logits(schedule, scope, dtype):
+    hidden, head, batch = problem(dtype)
+    options = hl.Options(schedule=schedule, chunk_tokens=CHUNK)
+    live, plan = measured(hidden, head, batch, OBJECTIVES[scope], options)
+    assert plan.schedule == schedule and plan.chunk_tokens <= CHUNK
+    assert plan.chunk_tokens <= T // 8
+    assert live.largest <= max(plan.chunk_tokens * V, V * H)  # dW
+
+
+@pytest.mark.parametrize("scope", OBJECTIVES)
+def test_auto_under_a_budget(scope):
+    hidden, head, batch = problem()
+    options = hl.Options(memory_budget=CHUNK * V * FLOAT)
+    live, plan = measured(hidden, head, batch, OBJECTIVES[scope], options)
+    assert plan.schedule == ("recompute" if scope == "batch" else "one_pass")
+    assert plan.chunk_tokens <= CHUNK
+    assert live.largest <= max(plan.chunk_tokens * V, V * H)
+
+
+def test_a_frozen_head():
+    """4NHV, and no tensor of the weight's size at all."""
+    hidden, head, batch = problem(weight_gradient=False)
+    objective = hl.gspo() + hl.kl(estimator="k3")
+    options = hl.Options(schedule="frozen", chunk_tokens=8)
+    live, plan = measured(hidden, head, batch, objective, options)
+    assert plan.schedule == "frozen"
+    assert live.largest <= max(plan.chunk_tokens * V, T * H) < V * H
+
+
+def test_statistics_alone():
+    hidden, head, batch = problem(hidden_gradient=False, weight_gradient=False)
+    for objective in OBJECTIVES.values():
+        live, plan = measured(hidden, head, batch, objective, hl.Options(chunk_tokens=8))
+        assert plan.schedule == "statistics"
+        assert live.largest <= max(plan.chunk_tokens * V, T * H) < V * H
+
+
+def test_head_stats():
+    hidden, head, batch = problem()
+    with LiveTensors() as live:
+        found = hl.head_stats(hidden, head, batch.targets)
+        (found.logp.sum() + found.entropy.square().sum() + found.lse.sum()).backward()
+    # It plans for itself: what fits its budget here is one tile, so bound it by the whole of it.
+    assert live.largest <= T * V
+    assert live.peak <= 1.5 * T * V * FLOAT
+
+
+def test_head_stats_in_tiles(monkeypatch):
+    # By default the budget is 256 MIB: make that CHUNK rows of logits.
+    monkeypatch.setattr(importlib.import_module("headloss.plan"), "MIB", CHUNK * V * FLOAT // 256)
+    hidden, head, batch = problem()
+    with LiveTensors() as live:
+        found = hl.head_stats(hidden, head, batch.targets)
+        (found.logp.sum() + found.entropy.square().sum() + found.lse.sum()).backward()
+    assert live.largest <= max(CHUNK * V, V * H)
+
+
+def test_head_topk():
+    hidden, head, _ = problem()
+    with LiveTensors() as live:
+        hl.head_topk(hidden, head, 5, hl.Options(chunk_tokens=CHUNK))
+    assert live.largest <= CHUNK * V
+    assert live.peak <= 5 * CHUNK * V * FLOAT
+
+
+def test_distillation_holds_neither_models_logits():
+    hidden, head, batch = problem()
+    teacher = hl.Head(torch.randn(V, 2 * H))
+    data = hl.Batch(batch.targets, teacher_hidden=torch.randn(T, 2 * H))
+    objective = hl.distillation(divergence="js", teacher_head=teacher) + hl.cross_entropy()
+    for schedule in ("one_pass", "recompute"):
+        options = hl.Options(schedule=schedule, chunk_tokens=CHUNK)
+        live, _ = measured(hidden, head, data, objective, options)
+        assert live.largest <= max(CHUNK * V, V * H, T * 2 * H)
+
+
+# ---------------------------------------------------------------------- the peak
+
+
+@pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
+def test_the_peak_against_plain_logits(schedule):
+    hidden, head, batch = problem()
+    options = hl.Options(schedule=schedule, chunk_tokens=CHUNK, metrics=False)
+    live, _ = measured(hidden, head, batch, hl.cross_entropy(), options)
+    leaf, weight = (t.detach().requires_grad_() for t in (hidden, head.weight))
+    with LiveTensors() as eager:
+        F.cross_entropy(leaf @ weight.T, batch.targets).backward()
+    returned = (T * H + V * H) * FLOAT
+    assert eager.peak >= 2 * T * V * FLOAT
+    assert live.peak - returned < eager.peak / 10
+
+
+@pytest.mark.parametrize("schedule", ["one_pass", "recompute", "frozen"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_peak_is_the_plans(schedule, dtype):
+    """Within a third, and what the blocks of the reference take."""
+    hidden, head, batch = problem(dtype, weight_gradient=schedule != "frozen")
+    objective = hl.grpo() + hl.kl() if schedule == "frozen" else OBJECTIVES["token"]
+    for chunk in (16, 128):
+        hidden.grad = head.weight.grad = None
+        options = hl.Options(schedule=schedule, chunk_tokens=chunk, metrics=False)
+        live, plan = measured(hidden, head, batch, objective, options)
+        returned = T * H * dtype.itemsize
+        if schedule != "frozen":
+            returned += V * H * dtype.itemsize
+        inputs = T * H * dtype.itemsize  # the gathered rows, as a seventh is not scored
+        blocks = 6 * BLOCK * V * FLOAT
+        vectors = T * 64
+        assert live.peak <= 1.3 * (plan.total_bytes + returned + inputs) + blocks + vectors
+        assert live.peak >= plan.bytes["logits"]
+
+
+def test_memory_does_not_grow_with_the_number_of_terms():
+    hidden, head, batch = problem()
+    options = hl.Options(chunk_tokens=CHUNK)
+    one, _ = measured(hidden, head, batch, hl.grpo(), options)
+    hidden.grad = head.weight.grad = None
+    many = OBJECTIVES["token"] + hl.cross_entropy() + hl.reinforce() + hl.sapo() + hl.cispo()
+    all_of_them, _ = measured(hidden, head, batch, many, options)
+    assert all_of_them.peak <= one.peak + 64 * T * FLOAT
+    assert all_of_them.largest == one.largest
+
+
+def test_nothing_is_left_behind():
+    """After the backward pass only gradients and outputs live."""
+    hidden, head, batch = problem()
+    for schedule in ("one_pass", "recompute"):
+        hidden.grad = head.weight.grad = None
+        with LiveTensors() as live:
+            out = hl.head_loss(
+                hidden, head, batch, OBJECTIVES["token"], hl.Options(schedule=schedule)
+            )
+            out.loss.backward()
+        returned = (T * H + V * H) * FLOAT
+        assert live.live <= returned + 64 * T * FLOAT
+        del out
+
+
+# ---------------------------------------------------------------------- only what is needed
+
+
+@pytest.fixture
+def products_run(monkeypatch) -> dict[str, int]:
+    """How often each of the three products ran."""
+    count = {"logits": 0, "input_gradient": 0, "add_weight_gradient_": 0}
+
+    def counted(name):
+        inner = getattr(products, name)
+
+        def spy(*args):
+            count[name] += 1
+            return inner(*args)
+
+        return spy
+
+    for name in count:
+        monkeypatch.setattr(products, name, counted(name))
+    return count
+
+
+@pytest.mark.parametrize(
+    ("hidden_gradient", "weight_gradient"),
+    [(True, True), (True, False), (False, True), (False, False)],
+)
+@pytest.mark.parametrize("schedule", ["one_pass", "recompute", "auto"])
+def test_only_what_requires_a_gradient_is_computed(
+    products_run, schedule, hidden_gradient, weight_gradient
+):
+    hidden, head, batch = problem(hidden_gradient=hidden_gradient, weight_gradient=weight_gradient)
+    options = hl.Options(schedule=schedule, chunk_tokens=CHUNK)
+    measured(hidden, head, batch, OBJECTIVES["token"], options)
+    assert bool(products_run["input_gradient"]) == hidden_gradient
+    assert bool(products_run["add_weight_gradient_"]) == weight_gradient
+    assert (hidden.grad is not None) == hidden_gradient
+    assert (head.weight.grad is not None) == weight_gradient
+
+
+def test_eval_runs_the_logits_product_alone(products_run):
+    hidden, head, batch = problem()
+    with torch.no_grad():
+        out = hl.head_loss(hidden, head, batch, OBJECTIVES["segment"])
+    assert out.plan.schedule == "statistics" and not out.loss.requires_grad
+    assert products_run["input_gradient"] == products_run["add_weight_gradient_"] == 0
+
+
+@pytest.mark.parametrize(("schedule", "sweeps"), [("one_pass", 1), ("frozen", 1), ("recompute", 2)])
+def test_the_number_of_products(products_run, schedule, sweeps):
+    """6NHV, 4NHV, 8NHV: each logit is made once, or twice in recompute."""
+    hidden, head, batch = problem(weight_gradient=schedule != "frozen")
+    options = hl.Options(schedule=schedule, chunk_tokens=T)
+    measured(hidden, head, batch, hl.grpo(), options)
+    assert products_run["logits"] == sweeps
+    assert products_run["input_gradient"] == 1
+    assert products_run["add_weight_gradient_"] == (schedule != "frozen")
+
+
+def test_metrics_take_no_further_pass(products_run):
+    hidden, head, batch = problem()
+    objective = OBJECTIVES["token"]
+    for metrics in (False, True):
+        products_run["logits"] = 0
+        options = hl.Options(chunk_tokens=CHUNK, metrics=metrics)
+        hl.head_loss(hidden, head, batch, objective, options)
+        assert products_run["logits"] == -(-int((batch.targets != -100).sum()) // CHUNK)
+
+
+def test_main_grad_needs_no_accumulator():
+    hidden, head, batch = problem(torch.bfloat16)
+    peaks, largest = [], []
+    for given in ({}, {"upstream": 1.0, "main_grad": torch.zeros(V, H)}):
+        hidden.grad = head.weight.grad = None
+        options = hl.Options(chunk_tokens=8, **given)
+        live, _ = measured(hidden, head, batch, hl.cross_entropy(), options)
+        peaks.append(live.peak)
+        largest.append(live.largest)
+    assert largest[1] < V * H == largest[0]
+    assert peaks[1] < peaks[0]

@@ -1,0 +1,288 @@
+"""The planner: which schedule, in what pieces, in how many bytes, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import headloss as hl
+from headloss.plan import GRAIN, MIB, Chunk, Plan, Problem, make_plan
+
+BASE = Problem(tokens=1000, width=64, vocabulary=5000, scope="token", lengths=[1000])
+
+
+def problem(**changes) -> Problem:
+    if "lengths" in changes:
+        changes.setdefault("tokens", sum(changes["lengths"]))
+    elif "tokens" in changes:
+        changes["lengths"] = [changes["tokens"]]
+    return dataclasses.replace(BASE, **changes)
+
+
+def planned(changes: dict | None = None, **options) -> Plan:
+    return make_plan(problem(**(changes or {})), hl.Options(**options), "reference")
+
+
+def row(tokens: int, vocabulary: int = 5000) -> int:
+    """Bytes of the logits of so many tokens."""
+    return tokens * vocabulary * 4
+
+
+# ---------------------------------------------------------------------- chunks
+
+
+lengths_of = st.lists(st.integers(0, 40), min_size=1, max_size=12)
+
+
+def check_cover(plan: Plan, lengths: list[int]) -> None:
+    """Chunks follow one another, cover all tokens, and know the segments that they lie in."""
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    assert plan.chunks[0].start == 0 and plan.chunks[-1].stop == sum(lengths)
+    for a, b in zip(plan.chunks, plan.chunks[1:], strict=False):
+        assert a.stop == b.start
+    for chunk in plan.chunks:
+        assert starts[chunk.first] <= chunk.start
+        assert chunk.stop <= starts[chunk.last]
+        assert chunk.stop - chunk.start <= plan.chunk_tokens
+
+
+@given(lengths_of, st.integers(1, 60))
+def test_token_scoped_chunks_cut_anywhere(lengths, chunk):
+    if not sum(lengths):
+        return
+    plan = planned({"lengths": lengths}, chunk_tokens=chunk)
+    assert plan.schedule == "one_pass"
+    check_cover(plan, lengths)
+    assert all(c.stop - c.start == plan.chunk_tokens for c in plan.chunks[:-1])
+
+
+@given(lengths_of, st.integers(1, 60), st.sampled_from([1, 2]))
+def test_segment_scoped_chunks_cut_between_units(lengths, chunk, unit):
+    """Every segment (or pair) lies in one chunk, which is no larger than it must be."""
+    lengths = lengths[: len(lengths) // unit * unit]
+    if not sum(lengths):
+        return
+    changes = {"lengths": lengths, "scope": "segment", "segments_per_unit": unit}
+    plan = planned(changes, chunk_tokens=chunk)
+    assert plan.schedule == "one_pass"
+    check_cover(plan, lengths)
+    assert [c.first for c in plan.chunks[1:]] == [c.last for c in plan.chunks[:-1]]
+    assert plan.chunks[0].first == 0 and plan.chunks[-1].last == len(lengths)
+    assert all(c.first % unit == 0 and c.last % unit == 0 for c in plan.chunks)
+    for c in plan.chunks:
+        units = [sum(lengths[i : i + unit]) for i in range(c.first, c.last, unit)]
+        assert c.stop - c.start == sum(units)
+        assert sum(units) <= chunk or sum(n > 0 for n in units) == 1
+
+
+def test_a_chunk_grows_to_hold_its_longest_segment_within_the_budget():
+    changes = {"lengths": [100, 700, 200], "scope": "segment"}
+    plan = planned(changes, chunk_tokens=150, memory_budget=row(700))
+    assert plan.schedule == "one_pass"
+    assert plan.chunks == (Chunk(0, 100, 0, 1), Chunk(100, 800, 1, 2), Chunk(800, 1000, 2, 3))
+    assert plan.chunk_tokens == 700
+    over = planned(changes, chunk_tokens=150, memory_budget=row(699))
+    assert over.schedule == "recompute"
+    assert "segment-scoped and does not fit" in over.reason
+
+
+def test_chunks_are_of_equal_size():
+    """1000 tokens under a budget of 600 are two chunks of about 500, not 600 and 400."""
+    plan = planned(memory_budget=row(600))
+    sizes = [c.stop - c.start for c in plan.chunks]
+    assert len(sizes) == 2 and sizes[0] % GRAIN == 0 and sizes[0] == 512
+
+
+def test_a_batch_scoped_objective_is_one_chunk_or_recompute():
+    assert planned({"scope": "batch"}).chunks == (Chunk(0, 1000, 0, 1),)
+    plan = planned({"scope": "batch"}, memory_budget=row(999))
+    assert plan.schedule == "recompute" and "batch-scoped" in plan.reason
+
+
+def test_a_group_of_ranks_cannot_finish_a_segment_alone():
+    plan = planned({"scope": "segment", "grouped": True})
+    assert plan.schedule == "recompute" and "segments run across ranks" in plan.reason
+    with pytest.raises(ValueError, match="one_pass.*segments run across ranks"):
+        planned({"scope": "segment", "grouped": True}, schedule="one_pass")
+
+
+def test_no_tokens():
+    for scope in ("token", "segment", "batch"):
+        plan = planned({"lengths": [0, 0], "scope": scope})
+        assert plan.chunks == () and plan.bytes["logits"] >= 0
+
+
+def test_static_shapes_know_no_lengths():
+    changes = {"lengths": None, "tokens": 1000}
+    plan = make_plan(
+        dataclasses.replace(BASE, **changes), hl.Options(chunk_tokens=300), "reference"
+    )
+    assert [c.start for c in plan.chunks] == [0, 300, 600, 900]
+    segments = dataclasses.replace(BASE, **changes, scope="segment")
+    assert len(make_plan(segments, hl.Options(), "reference").chunks) == 1
+    small = hl.Options(memory_budget=row(100))
+    assert make_plan(segments, small, "reference").schedule == "recompute"
+
+
+# ---------------------------------------------------------------------- the choice
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "schedule"),
+    [
+        ({}, {}, "one_pass"),
+        ({}, {"schedule": "recompute"}, "recompute"),
+        ({"weight_gradient": False, "logp_only": True}, {}, "one_pass"),
+        ({"weight_gradient": False, "logp_only": True}, {"schedule": "frozen"}, "frozen"),
+        # No dW, and segments that do not fit: 4NHV all the same.
+        (
+            {"weight_gradient": False, "logp_only": True, "scope": "segment"},
+            {"memory_budget": row(10)},
+            "frozen",
+        ),
+        (
+            {"weight_gradient": False, "logp_only": False, "scope": "segment"},
+            {"memory_budget": row(10)},
+            "recompute",
+        ),
+        ({"hidden_gradient": False, "weight_gradient": False}, {}, "statistics"),
+        ({"given": True}, {}, "recompute"),
+        ({"given": True, "inplace": True}, {}, "one_pass"),
+    ],
+)
+def test_the_choice(changes, options, schedule):
+    plan = planned(changes, **options)
+    assert plan.schedule == schedule and plan.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "schedule", "match"),
+    [
+        ({}, "frozen", "the head requires a gradient"),
+        ({"weight_gradient": False}, "frozen", "more than logp"),
+        (
+            {"weight_gradient": False, "logp_only": True, "given": True},
+            "frozen",
+            "the logits are given",
+        ),
+        ({"scope": "segment", "vocabulary": 1 << 20}, "one_pass", "segment-scoped"),
+    ],
+)
+def test_what_cannot_be_served(changes, schedule, match):
+    with pytest.raises(ValueError, match=f'schedule: got "{schedule}", but .*{match}'):
+        planned(changes, schedule=schedule)
+
+
+def test_a_budget_by_default():
+    changes = {"tokens": 100_000, "vocabulary": 128_256}
+    assert planned(changes).bytes["logits"] <= 256 * MIB
+    gpu = planned({**changes, "on_gpu": True})
+    assert 512 * MIB < gpu.bytes["logits"] <= 1024 * MIB
+
+
+# ---------------------------------------------------------------------- bytes
+
+
+@given(st.integers(1, 5000), st.sampled_from([10, 1000, 20_000]))
+def test_a_smaller_budget_never_takes_more(tokens, budget_rows):
+    changes = {"tokens": tokens}
+    for schedule in ("one_pass", "recompute"):
+        small = planned(changes, schedule=schedule, memory_budget=row(budget_rows))
+        large = planned(changes, schedule=schedule, memory_budget=row(2 * budget_rows))
+        assert small.bytes["logits"] <= large.bytes["logits"]
+        assert small.bytes["logits"] <= row(budget_rows)
+        more = planned({"tokens": tokens + 1000}, schedule=schedule, memory_budget=row(budget_rows))
+        assert small.total_bytes <= more.total_bytes + row(GRAIN)
+
+
+def test_bytes_by_part():
+    plan = planned({"tokens": 512, "element_size": 2, "weight_size": 2}, chunk_tokens=128)
+    assert plan.bytes["logits"] == row(128)
+    assert plan.bytes["weight gradient accumulator"] == 5000 * 64 * 4
+    assert plan.total_bytes == sum(plan.bytes.values())
+    recompute = planned(
+        {"tokens": 512, "element_size": 2, "weight_size": 2}, chunk_tokens=128, schedule="recompute"
+    )
+    assert "weight gradient accumulator" not in recompute.bytes
+    assert recompute.bytes["hidden gradient accumulator"] == 512 * 64 * 4
+    assert recompute.bytes["logits"] <= row(128)
+    frozen = planned(
+        {"weight_gradient": False, "logp_only": True}, chunk_tokens=128, schedule="frozen"
+    )
+    assert set(frozen.bytes) == {"logits", "statistics"}
+
+
+def test_a_float32_weight_accumulates_in_the_gradient_that_is_returned():
+    assert "weight gradient accumulator" not in planned().bytes
+
+
+@given(st.integers(1, 4000), st.integers(1, 60_000), st.integers(1, 4000))
+def test_a_tile_holds_no_more_than_a_chunk(tokens, vocabulary, chunk):
+    changes = {"tokens": tokens, "vocabulary": vocabulary}
+    plan = planned(changes, schedule="recompute", chunk_tokens=chunk)
+    rows, columns = plan.tile
+    assert 1 <= rows <= tokens and 1 <= columns <= vocabulary
+    assert rows * columns <= plan.chunk_tokens * vocabulary
+
+
+# ---------------------------------------------------------------------- showing it
+
+
+def test_str():
+    text = str(planned({"element_size": 2, "weight_size": 2}, chunk_tokens=256))
+    lines = text.splitlines()
+    assert lines[0] == "schedule   one_pass: token-scoped"
+    assert lines[1] == "backend    reference"
+    assert lines[2] == "steps      4 chunks of at most 256 tokens"
+    assert any("logits" in line and "4.9 MiB" in line for line in lines)
+    assert any(line.startswith("total") for line in lines)
+    assert any(line.startswith("plain") for line in lines)
+    sweep = str(planned(schedule="recompute"))
+    assert "tiles of" in sweep and "asked for" in sweep
+
+
+def test_plans_compare_and_are_immutable():
+    assert planned() == planned() != planned(chunk_tokens=7)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        planned().schedule = "frozen"
+
+
+# ---------------------------------------------------------------------- of a call
+
+
+def test_plan_counts_scored_tokens_alone():
+    targets = torch.randint(30, (4, 50))
+    targets[:, 20:] = -100
+    hidden = torch.zeros(4, 50, 8, requires_grad=True)
+    plan = hl.plan(hidden, hl.Head(torch.zeros(30, 8)), hl.Batch(targets), hl.cross_entropy())
+    assert plan.chunks[-1].stop == 80 and plan.chunks[-1].last == 4
+
+
+def test_plan_of_shipped_objectives():
+    """Scope and inputs of the gradient decide: a policy term alone on a frozen head is frozen."""
+    targets = torch.randint(30, (60,))
+    fields = {
+        "advantages": torch.zeros(3),
+        "old_logps": torch.zeros(60),
+        "ref_logps": torch.zeros(60),
+    }
+    batch = hl.Batch(targets, hl.Segments.from_lengths([20, 20, 20]), **fields)
+    hidden, head = torch.zeros(60, 8, requires_grad=True), hl.Head(torch.zeros(30, 8))
+    tight = hl.Options(memory_budget=10 * 30 * 4)
+    for objective, schedule in {
+        hl.grpo(): "one_pass",
+        hl.gspo(): "frozen",
+        hl.gspo() + hl.kl(estimator="k3"): "frozen",
+        hl.gspo() - hl.entropy(): "recompute",
+        hl.grpo().top_entropy(quantile=0.5): "frozen",
+    }.items():
+        assert hl.plan(hidden, head, batch, objective, tight).schedule == schedule
+    trained = hl.Head(torch.zeros(30, 8, requires_grad=True))
+    assert hl.plan(hidden, trained, batch, hl.gspo(), tight).schedule == "recompute"
+    assert hl.plan(hidden, trained, batch, hl.gspo()).schedule == "one_pass"

@@ -1,0 +1,231 @@
+"""What holds for the project as a whole: its arrows, its sizes, and what every file may hold."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "headloss"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+# Who may import whom inside headloss. A name stands for the module and all below it that has no row
+# of its own; "" is the package itself, with its public names. Imports under `if TYPE_CHECKING` are
+# free.
+PARTS = {"batch", "metrics", "reduction", "segments", "stats"}
+TERMS = {"losses.distillation", "losses.term", "objective"}
+HEAD = {"head", "logits", "options", "parallel", "plan", "products"}
+SWEEPS = {"divergence", "kernels", "schedules"}
+VERBS = {"check", "engine", "stats_op", "topk"}
+PUBLIC = {"", *PARTS, "head", "losses", "options", "plan", *VERBS}
+ALLOWED: dict[str, set[str]] = {
+    "stats": set(),
+    "segments": set(),
+    "metrics": set(),
+    "reduction": set(),
+    "options": set(),
+    "products": set(),
+    "batch": {"reduction", "segments", "stats"},
+    "losses": {"losses", "stats", "segments", "reduction", "metrics"},
+    "losses.catalogue": {"losses", *PARTS},  # traces the terms on a sample
+    "kernels": {"kernels", "stats"},
+    "plan": {"options"},
+    "parallel": {"stats", "segments"},
+    "logits": {"products"},
+    "head": {"adapters", "products"},
+    "adapters": {"head"},
+    "objective": {*PARTS, "losses.term"},
+    "divergence": {"kernels", "stats", "logits", "losses.distillation"},
+    "held": {"logits", "objective", "stats"},
+    "schedules": {*PARTS, *TERMS, *HEAD, "kernels", "divergence", "held"},
+    "autograd": {*PARTS, *HEAD, "schedules"},
+    "call": {*PARTS, *TERMS, *HEAD, *SWEEPS},
+    "engine": {*PARTS, *TERMS, *HEAD, *SWEEPS, "autograd", "call"},
+    "stats_op": {*PARTS, *TERMS, *HEAD, *SWEEPS, "autograd", "call"},
+    "topk": {*PARTS, *HEAD, "kernels"},
+    "check": {*PARTS, *TERMS},
+    "": PUBLIC,
+    "testing": {*PUBLIC, *TERMS},
+    "gate": {*PUBLIC, *TERMS, "testing"},
+    "__main__": {*PUBLIC, *TERMS, "gate", "kernels"},
+    "integrations": {*PUBLIC, "integrations"},
+    "rl": {*PUBLIC, "rl"},
+}
+BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their names begin
+
+LINES_PER_FILE = 400
+LINES_PER_FUNCTION = 70
+LINES_PER_KERNEL = 110
+
+
+def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """A kernel names each pointer and each option on a line of its own, and so does its launch."""
+    source = ast.unparse(function)
+    launches = "jit" in "".join(map(ast.unparse, function.decorator_list)) or "num_warps=" in source
+    return LINES_PER_KERNEL if launches else LINES_PER_FUNCTION
+
+
+def module_name(path: Path) -> str:
+    """`headloss/losses/term.py` -> `losses.term`, `headloss/__init__.py` -> ``."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+MODULES = {module_name(path): path for path in SOURCES}
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node that runs: the bodies of `if TYPE_CHECKING` left out."""
+    yield node
+    children = node.orelse if is_type_checking(node) else ast.iter_child_nodes(node)  # type: ignore[attr-defined]
+    for child in children:
+        yield from walk(child)
+
+
+def imports(name: str, source: str, is_package: bool) -> Iterator[str]:
+    """The modules of headloss that a module imports, at its top or inside its functions."""
+    package = ["headloss", *filter(None, name.split("."))]
+    if not is_package:
+        package.pop()
+    for node in walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            parent = ".".join([*base, *filter(None, [node.module])])
+            # `from . import stats` names a module, `from .stats import merge` what one holds.
+            found = [
+                inner if inner.removeprefix("headloss.") in MODULES else parent
+                for inner in (f"{parent}.{alias.name}" for alias in node.names)
+            ]
+        else:
+            continue
+        for module in found:
+            if module == "headloss" or module.startswith("headloss."):
+                yield module.removeprefix("headloss").removeprefix(".")
+
+
+def below(module: str, parent: str) -> bool:
+    return module == parent or (parent != "" and module.startswith(f"{parent}."))
+
+
+def backend(module: str) -> str | None:
+    head, _, rest = module.partition(".")
+    return next((b for b in BACKENDS if head == "kernels" and rest.startswith(b)), None)
+
+
+def broken_arrows(name: str, source: str, is_package: bool = False) -> list[str]:
+    row = name if name in ALLOWED else name.partition(".")[0]
+    if row not in ALLOWED:
+        return [f"headloss.{name} has no row in ALLOWED"]
+    broken = []
+    for module in imports(name, source, is_package):
+        fits = any(below(module, parent) for parent in ALLOWED[row])
+        rivals = None not in (backend(name), backend(module)) and backend(name) != backend(module)
+        if not fits or rivals:
+            broken.append(f"headloss.{name} -> headloss.{module}")
+    return broken
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_arrows(name: str) -> None:
+    path = MODULES[name]
+    broken = broken_arrows(name, path.read_text(), path.name == "__init__.py")
+    assert broken == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "broken"),
+    [
+        ("losses.policy", "from ..stats import Statistics\nfrom .term import term", []),
+        (
+            "losses.policy",
+            "from ..kernels import reference",
+            ["losses.policy -> kernels.reference"],
+        ),
+        ("losses.policy", "def f():\n    from ..engine import plan", ["losses.policy -> engine"]),
+        ("losses.term", "if TYPE_CHECKING:\n    from ..batch import PackedBatch", []),
+        ("losses.term", "from ..batch import PackedBatch", ["losses.term -> batch"]),
+        ("kernels.reference", "import headloss.losses.term", ["kernels.reference -> losses.term"]),
+        ("kernels.triton_a", "from .triton_b import f\nfrom ..stats import FLOOR", []),
+        ("kernels.triton_a", "from .reference import f", ["kernels.triton_a -> kernels.reference"]),
+        ("engine", "from .integrations import trl", ["engine -> integrations"]),
+        ("integrations.trl", "import headloss as hl\nfrom headloss.losses import gspo", []),
+        ("metrics", "import headloss", ["metrics -> "]),
+    ],
+)
+def test_arrows_are_seen(name: str, source: str, broken: list[str]) -> None:
+    found = broken_arrows(name, source)
+    assert [arrow.replace("headloss.", "") for arrow in found] == broken
+
+
+HEAVY = ("triton", "transformers", "trl", "peft", "accelerate", "datasets")
+
+
+@pytest.mark.parametrize("module", ["headloss", "headloss.kernels.reference"])
+def test_import_is_light(module: str) -> None:
+    program = f"import sys, {module}; print(*sorted({set(HEAVY)!r} & sys.modules.keys()))"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == ""
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """From its `def` to its end, the docstring not counted."""
+    first = function.body[0]
+    docstring = ast.get_docstring(function, clean=False) is not None
+    described = (first.end_lineno or 0) - first.lineno + 1 if docstring else 0
+    return (function.end_lineno or 0) - function.lineno + 1 - described
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_sizes(name: str) -> None:
+    source = MODULES[name].read_text()
+    lines = len(source.splitlines())
+    assert lines <= LINES_PER_FILE
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [n for n in ast.walk(ast.parse(source)) if isinstance(n, functions)]
+    too_long = {n.name: code_lines(n) for n in found if code_lines(n) > most_lines(n)}
+    assert too_long == {}
+
+
+def test_no_path_of_any_machine() -> None:
+    places = ["headloss", "tests", "benchmarks", "examples", "docs", ".ci"]
+    suffixes = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".json", ".csv", ".svg", ""}
+    files = [path for path in ROOT.iterdir() if path.is_file()]
+    files += [path for place in places for path in (ROOT / place).rglob("*") if path.is_file()]
+    path = re.compile(r"(?<![\w./~-])/(?:home|mnt|opt|root|tmp|Users|work)/\w")
+    found = [
+        f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
+        for file in files
+        if file.suffix in suffixes
+        for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1)
+        if path.search(line)
+    ]
+    assert not found
+
+
+def test_license_and_types() -> None:
+    assert (ROOT / "LICENSE").read_text().split()[:4] == ["Apache", "License", "Version", "2.0,"]
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_readme_lists_the_terms() -> None:
+    catalogue = importlib.import_module("headloss.losses.catalogue")
+    readme = (ROOT / "README.md").read_text()
+    shown = re.search(r"<!-- terms -->\n(.*?)<!-- /terms -->", readme, re.DOTALL)
+    assert shown is not None, "README.md: no <!-- terms --> and <!-- /terms --> around its table"
+    assert shown[1].strip() == catalogue.table().strip()

@@ -1,0 +1,217 @@
+"""The product that holds softmax terms, and what is done with them, against float64 logits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from triton_cases import (
+    DEVICE,
+    EPS,
+    NEEDS,
+    coefficients_of,
+    error,
+    in_float64,
+    oracle_gradient,
+    transforms,
+)
+
+from headloss.kernels import reference, triton_backend
+from headloss.kernels.transform import Transform
+from headloss.stats import Coefficients, Partials, finish, merge
+
+# The interpreter multiplies the bits of bf16 operands as integers: they are for the GPU.
+SIXTEEN = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+HELD_EPS = EPS[torch.bfloat16]
+
+
+def head(n: int, h: int, v: int, *, first: int = 0, dtype: torch.dtype = SIXTEEN):
+    """Hidden vectors, weights, targets (some outside of the slice), logits in float64."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, h, generator=generator).to(dtype).to(DEVICE)
+    w = (torch.randn(v, h, generator=generator) / 3).to(dtype).to(DEVICE)
+    targets = first + torch.arange(n, device=DEVICE) * 97 % v
+    x[::2] += 3 * w[targets[::2] - first]
+    targets[1] += 2 * v
+    return x, w, targets, x.double() @ w.double().t()
+
+
+def poisoned_held(n: int, v: int) -> triton_backend.Held:
+    held = triton_backend.Held.empty(n, v, DEVICE)
+    held.terms.fill_(math.nan)
+    held.reference.fill_(math.nan)
+    return held
+
+
+def exact_gradient(raw, targets, first, transform, coefficients):
+    exact = reference.partials(raw, targets, first, in_float64(transform), NEEDS)
+    normalizer = finish(exact, raw.shape[1], frozenset())[1]
+    return oracle_gradient(raw, targets, first, transform, normalizer, coefficients)
+
+
+def assert_close_statistics(found: Partials, exact: Partials, v: int, needs=NEEDS) -> None:
+    found, exact = finish(found, v, needs)[0], finish(exact, v, needs)[0]
+    for name in needs:
+        mine, oracle = getattr(found, name).double(), getattr(exact, name)
+        torch.testing.assert_close(mine, oracle, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("name", ["plain", "scaled", "capped rows"])
+@pytest.mark.parametrize("needs", [NEEDS, frozenset({"logp", "entropy"}), frozenset({"lse"})])
+def test_product_partials(name, needs):
+    """The product with statistics in its epilogue, over a slice from column 50 on."""
+    n, v, first = 5, 300, 50
+    x, w, targets, raw = head(n, 72, v, first=first)
+    transform = transforms(n)[name]
+    found = triton_backend.product_partials(x, w, targets, first, transform, needs)
+    exact = reference.partials(raw, targets, first, in_float64(transform), NEEDS)
+    assert_close_statistics(found, exact, v, needs)
+
+
+def test_product_partials_of_two_shards_merge():
+    n, v = 5, 300
+    x, w, targets, raw = head(n, 64, v)
+    targets[1] = 280
+    needs = NEEDS
+    parts = [
+        triton_backend.product_partials(x, w[c], targets, c.start, Transform(), needs)
+        for c in (slice(0, 100), slice(100, v))
+    ]
+    exact = reference.partials(raw, targets, 0, Transform(), NEEDS)
+    assert_close_statistics(merge(*parts), exact, v)
+
+
+def test_product_of_no_tokens():
+    x, w, targets, _ = head(2, 64, 40)
+    found = triton_backend.product_partials(x[:0], w, targets[:0], 0, Transform(), NEEDS)
+    assert all(value.shape == (0,) for value in vars(found).values())
+
+
+@pytest.mark.parametrize("name", ["plain", "scaled", "rows", "capped rows"])
+@pytest.mark.parametrize("which", ["tp", "tpe", "p", "tpu"])
+def test_held_gradient(which, name):
+    """Within the two roundings of a term and a gradient; likely targets to the digits of 1 - p."""
+    n, v, first = 6, 300, 20
+    x, w, targets, raw = head(n, 64, v, first=first)
+    transform, c = transforms(n)[name], coefficients_of(n, which)
+    if "t" in which:
+        c = replace(c, prob=-c.target)
+    held = poisoned_held(n, v)
+    found = triton_backend.product_partials(x, w, targets, first, transform, NEEDS, held=held)
+    assert not held.terms.isnan().any()
+    normalizer = finish(found, v, frozenset())[1]
+    given = (targets, first, transform, normalizer, c, found.target)
+    oracle = exact_gradient(raw, targets, first, transform, c)
+    if triton_backend.is_multiple(transform, c):
+        copy = triton_backend.Held(terms=held.terms.clone(), reference=held.reference)
+        multiple = triton_backend.held_multiple_(copy, *given)
+        got = copy.terms.double() * multiple.double().unsqueeze(1)
+        # Row by row: a likely target's row is small, and must be good all the same.
+        assert ((got - oracle).norm(dim=1) / oracle.norm(dim=1)).max() <= 2 * HELD_EPS
+    if transform.softcap is not None and c.uniform is not None:
+        with pytest.raises(ValueError, match="soft cap"):
+            triton_backend.held_gradient_(held, *given)
+        return
+    mask = torch.tensor([0, 1, 0, 1, 1, 1], device=DEVICE).bool()
+    rows = triton_backend.dense_rows(mask, 4)
+    got = triton_backend.held_gradient_(held, *given, rows=rows)
+    assert got.shape == (4, v) and got.data_ptr() == held.terms.data_ptr()
+    assert error(got, oracle[rows]) <= 2 * HELD_EPS
+
+
+def test_tokens_far_above_their_reference_are_done_again():
+    """Logits of -100 at targets: exp(100) overflows bf16, and another reference is taken."""
+    n, v = 4, 200
+    x, w, targets, _ = head(n, 64, v)
+    targets[1] = 40  # inside, after all
+    w[targets[:2]] = (-80 * x[:2] / x[:2].norm(dim=1, keepdim=True)).to(w.dtype)
+    raw = x.double() @ w.double().t()
+    assert (raw.max(1).values - raw.gather(1, targets[:, None])[:, 0])[:2].min() > 100
+    held = poisoned_held(n, v)
+    needs = frozenset({"logp", "lse", "entropy"})
+    found = triton_backend.product_partials(x, w, targets, 0, Transform(), needs, held=held)
+    exact = reference.partials(raw, targets, 0, Transform(), NEEDS)
+    assert_close_statistics(found, exact, v, needs)
+    normalizer = finish(found, v, frozenset())[1]
+    c = coefficients_of(n, "tp")
+    oracle = exact_gradient(raw, targets, 0, Transform(), c)
+    multiple = triton_backend.held_multiple_(
+        held, targets, 0, Transform(), normalizer, c, found.target
+    )
+    got = held.terms.double() * multiple.double().unsqueeze(1)
+    assert error(got, oracle) <= 2 * HELD_EPS
+
+
+def test_rows_without_coefficients_have_no_gradient():
+    """c = 0, and c_target alone: a multiple must not divide by the c_prob that is not there."""
+    n, v = 3, 100
+    x, w, targets, raw = head(n, 64, v)
+    held = poisoned_held(n, v)
+    found = triton_backend.product_partials(x, w, targets, 0, Transform(), NEEDS, held=held)
+    normalizer = finish(found, v, frozenset())[1]
+    c = Coefficients(
+        target=torch.tensor([0.0, 0.0, 2.0], device=DEVICE),
+        prob=torch.tensor([0.0, -1.0, 0.0], device=DEVICE),
+    )
+    multiple = triton_backend.held_multiple_(
+        held, targets, 0, Transform(), normalizer, c, found.target
+    )
+    oracle = exact_gradient(raw, targets, 0, Transform(), c)
+    got = held.terms.double() * multiple.double().unsqueeze(1)
+    assert torch.equal(got[0], torch.zeros_like(got[0]))
+    assert error(got, oracle) <= 2 * HELD_EPS
+
+
+def test_product_keeps_the_digits_of_a_nearly_certain_token():
+    x, w = (torch.zeros(k, 64, dtype=SIXTEEN, device=DEVICE) for k in (3, 600))
+    x[:, 0], w[:, 0], w[7, 0] = 20, -1, 0
+    w[500, 1], x[1, 1] = 20, 1  # an equal logit in another block
+    targets = torch.full((3,), 7, device=DEVICE)
+    needs = frozenset({"logp", "entropy"})
+    found = triton_backend.product_partials(x, w, targets, 0, Transform(), needs)
+    small = math.exp(-20)
+    expected = torch.tensor([599 * small, 1 + 598 * small, 599 * small], device=DEVICE)
+    torch.testing.assert_close(found.rest, expected, rtol=3e-6, atol=0)
+
+
+def test_product_names_what_it_cannot_take():
+    x, w = (torch.zeros(k, 65, dtype=SIXTEEN, device=DEVICE) for k in (4, 300))
+    targets = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    assert not triton_backend.can_fuse(x, w)
+    with pytest.raises(ValueError, match="16 bytes"):
+        triton_backend.product_partials(x, w, targets, 0, Transform(), NEEDS)
+
+
+def test_scaled_and_moved_rows():
+    x = torch.randn(6, 40, device=DEVICE).bfloat16()
+    scale = torch.rand(6, device=DEVICE)
+    expected = (x.float() * scale[:, None]).bfloat16()
+    close = {"rtol": HELD_EPS, "atol": 0}
+    torch.testing.assert_close(triton_backend.scaled_rows(x, scale), expected, **close)
+    rows = triton_backend.dense_rows(torch.tensor([0, 1, 0, 1, 1, 0], device=DEVICE).bool(), 3)
+    assert torch.equal(triton_backend.move_rows_(x.clone(), rows), x[rows])
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_capture_in_a_graph_and_the_same_bits_twice():
+    n, v = 200, 1000
+    x, w, targets, _ = head(n, 64, v)
+    needs = frozenset({"logp", "entropy"})
+    c = coefficients_of(n, "tp")
+
+    def run() -> tuple[torch.Tensor, ...]:
+        held = triton_backend.Held.empty(n, v, DEVICE)
+        found = triton_backend.product_partials(x, w, targets, 0, Transform(), needs, held=held)
+        stats, normalizer = finish(found, v, needs)
+        given = (targets, 0, Transform(), normalizer, c, found.target)
+        multiple = triton_backend.held_multiple_(held, *given)
+        return stats.logp, stats.entropy, held.terms, multiple
+
+    first = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    graph.replay()
+    assert all(map(torch.equal, first, captured))

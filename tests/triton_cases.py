@@ -1,0 +1,110 @@
+"""What the tests of the Triton backend share: tiles of logits, and the float64 oracle.
+
+Import this before anything of Triton: without a GPU it asks for Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+from headloss.kernels import reference  # noqa: E402
+from headloss.kernels.transform import Transform  # noqa: E402
+from headloss.stats import Coefficients, Normalizer, Partials, finish  # noqa: E402
+
+NEEDS = frozenset({"logp", "lse", "entropy", "mean_logit", "top1"})
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float32)
+OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.bfloat16)
+# The interpreter cuts float32 off to bf16 where the GPU rounds.
+EPS = {
+    torch.float32: 0.0,
+    torch.bfloat16: 2**-8 if DEVICE == "cuda" else 2**-7,
+    torch.float16: 2**-10,
+}
+
+
+def transforms(n: int) -> dict[str, Transform]:
+    rows = torch.linspace(0.5, 2.0, n, device=DEVICE)
+    return {
+        "plain": Transform(),
+        "scaled": Transform(scale=0.7, temperature=1.3),
+        "capped": Transform(scale=1.1, softcap=12.0, temperature=0.9),
+        "rows": Transform(temperature=rows),
+        "capped rows": Transform(softcap=20.0, temperature=rows),
+    }
+
+
+def in_float64(transform: Transform) -> Transform:
+    t = transform.temperature
+    t = t.double() if isinstance(t, torch.Tensor) else t
+    return Transform(scale=transform.scale, softcap=transform.softcap, temperature=t)
+
+
+def tile(n: int, v: int, dtype: torch.dtype, *, seed: int = 0, pad: int = 3) -> torch.Tensor:
+    """Logits with a likely token in some rows, in a wider buffer of NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(n, v, generator=generator) * 3
+    z[::2, v // 3] += 14
+    buffer = torch.full((n, v + pad), math.nan, dtype=dtype, device=DEVICE)
+    buffer[:, :v] = z.to(dtype)
+    return buffer[:, :v]
+
+
+def targets_of(n: int, v: int) -> torch.Tensor:
+    targets = torch.arange(n, device=DEVICE) * 31 % v
+    targets[::2] = v // 3
+    return targets
+
+
+def coefficients_of(n: int, which: str) -> Coefficients:
+    generator = torch.Generator().manual_seed(7)
+    names = {"t": "target", "p": "prob", "e": "entropy", "u": "uniform"}
+    return Coefficients(
+        **{
+            names[letter]: torch.randn(n, generator=generator).to(DEVICE)
+            / (50 if letter == "u" else 1)
+            for letter in which
+        }
+    )
+
+
+def error(found, oracle) -> float:
+    assert not found.double().isnan().any()
+    return float((found.double() - oracle).norm() / oracle.norm().clamp_min(1e-30))
+
+
+def assert_statistics(found: Partials, raw, targets, first, transform) -> Normalizer:
+    """Within 3 times the error of the reference in float32, and a relative 1e-6."""
+    v = raw.shape[1]
+    exact = reference.partials(raw.double(), targets, first, in_float64(transform), NEEDS)
+    plain = reference.partials(raw.float(), targets, first, transform, NEEDS)
+    oracle, normalizer = finish(exact, v, NEEDS)
+    torch_stats, _ = finish(plain, v, NEEDS)
+    stats, _ = finish(found, v, NEEDS)
+    for name, value in oracle.tensors().items():
+        finite = value.isfinite()
+        mine, theirs = getattr(stats, name), getattr(torch_stats, name)
+        assert torch.equal(mine[~finite].double(), value[~finite]), name
+        budget = 3 * error(theirs[finite], value[finite]) + 1e-6
+        assert error(mine[finite], value[finite]) <= budget, name
+    return normalizer
+
+
+def oracle_gradient(raw, targets, first, transform, normalizer, coefficients):
+    wide = raw.double().contiguous().clone()
+    return reference.logit_gradient_(
+        wide,
+        targets,
+        first,
+        in_float64(transform),
+        normalizer,
+        coefficients.map(lambda t: t.double()),
+    )
