@@ -328,7 +328,7 @@ def pack(
         for name in id_fields:
             field = batch.fields[name]
             assert isinstance(field, Tensor)
-            largest = field.reshape(positions, -1).amax(1)
+            largest = field.reshape(positions, field.shape[-1]).amax(1)
             checks[name] = (largest, scored & (largest >= vocabulary), f"id < {vocabulary}")
         in_order = (order == torch.arange(positions, device=order.device)).all() & scored.all()
         in_place, lengths = _read(in_order, counts[:count], checks)
