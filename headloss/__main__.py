@@ -43,7 +43,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         memory_budget=arguments.memory_budget,
     )
     device = torch.device(arguments.device or _default_device())
-    found = make_plan(problem, options, kernels.choose("auto", device))
+    backend = kernels.choose("auto", device, DTYPES[arguments.dtype])
+    found = make_plan(problem, options, backend)
     if arguments.json:
         print(json.dumps(_as_dict(found), indent=2))
         return 0
@@ -66,6 +67,9 @@ def _problem(arguments: argparse.Namespace) -> Problem:
     asked = reads(objective, sample()[1], wide, observe=False)
     teachers = {term.teacher for _, term in objective.parts if term.teacher is not None}
     full, rest = divmod(arguments.tokens, arguments.segment_length)
+    on_gpu = (arguments.device or _default_device()) == "cuda"
+    # As `kernels.can_hold_terms` would say of a head without bias or adapters.
+    terms = on_gpu and dtype == torch.bfloat16 and arguments.hidden % 8 == 0 and not teachers
     return Problem(
         tokens=arguments.tokens,
         width=arguments.hidden,
@@ -77,8 +81,9 @@ def _problem(arguments: argparse.Namespace) -> Problem:
         weight_gradient=not arguments.frozen_head,
         element_size=dtype.itemsize,
         weight_size=dtype.itemsize,
-        row_bytes=wide.itemsize * (1 + len(teachers)),
-        on_gpu=(arguments.device or _default_device()) == "cuda",
+        row_bytes=2 if terms else wide.itemsize * (1 + len(teachers)),
+        on_gpu=on_gpu,
+        terms=terms,
     )
 
 

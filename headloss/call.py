@@ -62,6 +62,12 @@ def linear_call(
         element_size=dtype.itemsize,
         weight_size=head.weight.dtype.itemsize,
         on_gpu=hidden.is_cuda,
+        terms=head.bias is None
+        and not head.lora
+        and options.logits_dtype is None
+        and kernels.can_hold_terms(
+            kernels.choose(options.backend, hidden.device, dtype), dtype, head.weight
+        ),
     )
     _check_main_grad(head.weight, options)
     transform = Transform(
@@ -118,7 +124,7 @@ def _call(
 ) -> Call:
     """Pack, bind and plan."""
     vocabulary, wide = problem.vocabulary, sum_dtype(dtype)
-    backend = kernels.choose(options.backend, device)
+    backend = kernels.choose(options.backend, device, dtype)
     temperature = transform.temperature
     if isinstance(temperature, Tensor) and temperature.dim():
         batch = _with_temperature(batch, temperature)
@@ -151,6 +157,11 @@ def _call(
         logp_only=all(r.gradients <= {"logp"} for r in asked.values()),
         row_bytes=wide.itemsize * (1 + len(teachers)),
     )
+    mean_gradient = any("mean_logit" in r.gradients for r in asked.values())
+    if teachers or (mean_gradient and transform.softcap is not None):
+        problem = replace(problem, terms=False)  # these need the logits
+    if problem.terms:
+        problem = replace(problem, row_bytes=2)
     like = torch.zeros((), dtype=wide, device=packed.batch.targets.device)
     acts = kernels.load(backend)
     return Call(
@@ -166,6 +177,7 @@ def _call(
             _divergence(teacher, packed, transform, vocabulary, acts, like) for teacher in teachers
         ),
         inplace=problem.inplace,
+        gradient_dtype=dtype if dtype.itemsize == 2 and not problem.given else None,
     )
 
 

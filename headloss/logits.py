@@ -6,8 +6,9 @@ raw logits of a tile and take its gradient back; a schedule does not know which 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,24 @@ from torch import Tensor
 from . import products
 
 Rows = slice | Tensor  # of the packed tokens
+Scaled = Callable[[Tensor, Tensor | None, torch.dtype], Tensor]  # a backend's `scaled`
 ALL = slice(None)
+
+
+class RowGradient(NamedTuple):
+    """dL/draw of some rows, as the products take it: `values`, times `multiple` if it is given."""
+
+    values: Tensor  # [K, v]
+    rows: Rows
+    multiple: Tensor | None = None  # [K]
+    scaled_rows: Callable[[Tensor, Tensor], Tensor] | None = None  # the backend's
+
+    def times(self, x: Tensor) -> Tensor:
+        """[K, H] rows times `multiple`."""
+        if self.multiple is None:
+            return x
+        assert self.scaled_rows is not None
+        return self.scaled_rows(x, self.multiple)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,33 +130,48 @@ class LinearGradients:
             if not self.weights and self.main_grad is not None and direct:
                 self.weights.append(self.main_grad)
                 continue
-            dtype = w.dtype if by_slab else self.sums
-            total = w.new_zeros(w.shape, dtype=dtype) if wanted else None
+            total = None
+            if wanted:
+                total = w.new_empty(w.shape, dtype=w.dtype if by_slab else self.sums)
+                total[source.vocabulary :] = 0
             self.weights.append(total)
+        self.fresh = True  # nothing was written yet
         self.bias = None
         if wants.bias:
             assert source.full_bias is not None
             self.bias = torch.zeros_like(source.full_bias, dtype=wide)
 
-    def add(self, gradient: Tensor, rows: Rows, columns: slice = ALL) -> None:
-        """Take dL/draw [n, v] of some rows and columns."""
-        if gradient.shape[0] == 0:
+    def add(self, gradient: RowGradient, columns: slice = ALL) -> None:
+        """Take dL/draw of some rows and columns."""
+        values, rows, multiple, _ = gradient
+        if len(values) == 0:
             return
-        for i, total in enumerate(self.features):
+        for weight, total in zip(self.source.weights, self.features, strict=True):
             if total is None:
                 continue
-            part = products.input_gradient(gradient, self.source.weights[i][columns], total.dtype)
-            if self.by_slab:
-                total[rows] += part
-            else:
-                total[rows] = part
+            if self.by_slab and isinstance(rows, slice) and multiple is None:
+                products.add_input_gradient_(total[rows], values, weight[columns])
+                continue
+            part = products.input_gradient(values, weight[columns], total.dtype)
+            _put(total, rows, gradient.times(part), add=self.by_slab)
         if not self.by_slab:
-            for features, total in zip(self.source.features, self.weights, strict=True):
-                if total is not None:
-                    rest = total[: self.source.vocabulary]
-                    products.add_weight_gradient_(rest, gradient, features[rows])
+            places = [
+                None if total is None else total[: self.source.vocabulary] for total in self.weights
+            ]
+            self._add_weights(places, gradient, self.fresh)
+            self.fresh = False
         if self.bias is not None:
-            self.bias[: self.source.vocabulary][columns] += gradient.sum(0, dtype=self.bias.dtype)
+            assert multiple is None
+            self.bias[: self.source.vocabulary][columns] += values.sum(0, dtype=self.bias.dtype)
+
+    def _add_weights(
+        self, totals: Sequence[Tensor | None], gradient: RowGradient, fresh: bool
+    ) -> None:
+        for features, total in zip(self.source.features, totals, strict=True):
+            if total is not None:
+                x = gradient.times(features[gradient.rows])
+                first = fresh and total.data_ptr() != _pointer(self.main_grad)
+                products.add_weight_gradient_(total, gradient.values, x, first)
 
     def slab(self, columns: slice) -> list[Tensor | None]:
         """Sums for the weight gradient of one slab of columns."""
@@ -149,10 +182,9 @@ class LinearGradients:
             for total in self.weights
         ]
 
-    def add_to_slab(self, slab: list[Tensor | None], gradient: Tensor, rows: Rows) -> None:
-        for features, total in zip(self.source.features, slab, strict=True):
-            if total is not None and gradient.shape[0]:
-                products.add_weight_gradient_(total, gradient, features[rows])
+    def add_to_slab(self, slab: list[Tensor | None], gradient: RowGradient) -> None:
+        if len(gradient.values):
+            self._add_weights(slab, gradient, fresh=False)
 
     def write_slab(self, slab: list[Tensor | None], columns: slice, factor: Tensor | None) -> None:
         for total, part in zip(self.weights, slab, strict=True):
@@ -160,42 +192,49 @@ class LinearGradients:
                 continue
             if factor is not None:
                 part.mul_(factor)
+            self.fresh = False
             place = total[: self.source.vocabulary][columns]
             if total is self.main_grad:
                 place.add_(part)
             else:
                 place.copy_(part)
 
-    def finish(self, factor: Tensor | None) -> list[Tensor | None]:
+    def finish(self, factor: Tensor | None, scaled: Scaled) -> list[Tensor | None]:
         """Gradients in the inputs' dtypes, times `factor`: features and weights pairwise, bias."""
         found: list[Tensor | None] = []
+        weight_factor = None if self.by_slab else factor
         for i, (features, weight) in enumerate(
             zip(self.source.features, self.source.full_weights, strict=True)
         ):
-            found.append(_scaled(self.features[i], features.dtype, factor))
-            total = self.weights[i]
-            if total is not None and i == 0 and self.main_grad is not None:
-                if total is not self.main_grad:
-                    owed = _scaled(total, self.main_grad.dtype, factor)
-                    assert owed is not None
-                    self.main_grad.add_(owed)
+            into, total = self.features[i], self.weights[i]
+            found.append(None if into is None else scaled(into, factor, features.dtype))
+            if total is not None and self.fresh and total is not self.main_grad:
+                total.zero_()
+            if total is None or total is self.main_grad:
+                found.append(None)
+            elif i == 0 and self.main_grad is not None:
+                self.main_grad.add_(scaled(total, weight_factor, self.main_grad.dtype))
                 found.append(None)
             else:
-                found.append(_scaled(total, weight.dtype, None if self.by_slab else factor))
+                found.append(scaled(total, weight_factor, weight.dtype))
         bias = self.source.full_bias
-        found.append(None if bias is None else _scaled(self.bias, bias.dtype, factor))
+        wanted = bias is not None and self.bias is not None
+        found.append(scaled(self.bias, factor, bias.dtype) if wanted else None)  # type: ignore[arg-type, union-attr]
         return found
 
 
-def _scaled(value: Tensor | None, dtype: torch.dtype, factor: Tensor | None) -> Tensor | None:
-    """value * factor, computed in float32 or wider and rounded to `dtype` once."""
-    if value is None or factor is None:
-        return None if value is None else value.to(dtype)
-    if value.dtype == dtype and dtype.itemsize >= 4:
-        return value.mul_(factor.to(dtype))
-    # A one-element vector takes part in type promotion, where a 0-dim tensor would not: float32 it
-    # is, whatever the value's own dtype.
-    return torch.mul(value, factor.reshape(1).float(), out=torch.empty_like(value, dtype=dtype))
+def _put(total: Tensor, rows: Rows, part: Tensor, add: bool) -> None:
+    """Write rows of a matrix, or add to them; an index has no row twice."""
+    if isinstance(rows, Tensor):
+        (total.index_add_ if add else total.index_copy_)(0, rows, part)
+    elif add:
+        total[rows] += part
+    else:
+        total[rows] = part
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 class GivenLogits:
@@ -242,16 +281,16 @@ class GivenGradients:
             everything = GivenLogits(self.total, unscored)
             (self.total if self.flat is None else self.flat)[everything.place(ALL)] = 0
 
-    def add(self, gradient: Tensor, rows: Rows, columns: slice = ALL) -> None:
-        """Take dL/draw [n, v] of some rows and columns."""
+    def add(self, gradient: RowGradient, columns: slice = ALL) -> None:
+        """Take dL/draw of some rows and columns."""
         target = GivenLogits(self.total, self.source.index)
-        place = (*target.place(rows), columns)
-        (self.total if self.flat is None else self.flat)[place] = gradient.to(self.total.dtype)
+        place = (*target.place(gradient.rows), columns)
+        values = gradient.values.to(self.total.dtype)
+        (self.total if self.flat is None else self.flat)[place] = values
 
-    def finish(self, factor: Tensor | None) -> list[Tensor | None]:
-        if factor is not None:
-            self.total.mul_(factor.reshape(1).float())  # one element: promotes, as in _scaled
-        return [self.total]
+    def finish(self, factor: Tensor | None, scaled: Scaled) -> list[Tensor | None]:
+        """The gradient, times `factor`."""
+        return [self.total if factor is None else scaled(self.total, factor, self.total.dtype)]
 
 
 def _flat_view(logits: Tensor) -> Tensor | None:

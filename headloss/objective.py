@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -243,22 +244,40 @@ def sample_statistics(dtype: torch.dtype, device: torch.device, teachers: list) 
     )
 
 
+_TRACES: WeakKeyDictionary[Term, dict[object, Reads]] = WeakKeyDictionary()
+
+
 def reads(
     objective: Objective, batch: PackedBatch, dtype: torch.dtype, observe: bool
 ) -> dict[str, Reads]:
-    """What each term asks for, by its key; ValueError where the batch lacks it."""
+    """What each term asks for, by its key; ValueError where the batch lacks it.
+
+    A term is tried once for each set of fields that it meets.
+    """
+    fields = {**batch.fields, **batch.wide}
+    kinds = frozenset(
+        (name, value.dtype if isinstance(value, Tensor) else None) for name, value in fields.items()
+    )
+    key = (kinds, dtype, batch.targets.device, observe)
     found = {}
     for name, _, term in objective.named():
-        sample = sample_batch(batch, term)
-        teachers = [] if term.teacher is None else [term.teacher]
-        with torch.inference_mode(False):
-            stats = sample_statistics(dtype, batch.targets.device, teachers)
-            try:
-                found[name] = trace(term, stats, sample.on(stats), observe)
-            except MissingField as error:
-                raise ValueError(f"term {name}: {error}") from None
-            except ValueError as error:
-                if str(error).startswith("sums over"):
-                    raise ValueError(f"term {name}: {error}") from None
-                raise
+        known = _TRACES.setdefault(term, {})
+        if key not in known:
+            known[key] = _try(name, term, batch, dtype, observe)
+        found[name] = known[key]
     return found
+
+
+def _try(name: str, term: Term, batch: PackedBatch, dtype: torch.dtype, observe: bool) -> Reads:
+    sample = sample_batch(batch, term)
+    teachers = [] if term.teacher is None else [term.teacher]
+    with torch.inference_mode(False):
+        stats = sample_statistics(dtype, batch.targets.device, teachers)
+        try:
+            return trace(term, stats, sample.on(stats), observe)
+        except MissingField as error:
+            raise ValueError(f"term {name}: {error}") from None
+        except ValueError as error:
+            if str(error).startswith("sums over"):
+                raise ValueError(f"term {name}: {error}") from None
+            raise

@@ -22,7 +22,7 @@ class Options:
         schedule: "auto", "one_pass" (6NHV), "recompute" (8NHV, any objective, least memory) or
             "frozen" (4NHV, a head without gradient).
         chunk_tokens: tokens per chunk; under schedule "auto" any number works with any objective.
-        memory_budget: bytes for a chunk of logits; default 256 MiB on a CPU, 1 GiB on a GPU.
+        memory_budget: bytes for a chunk of logits; default 256 MiB on a CPU, 1200 MiB on a GPU.
         logits_dtype: None keeps logits in float32 (float64 for float64 inputs); torch.bfloat16 or
             torch.float16 rounds them, for those who ask.
         accumulate_dtype: of the weight gradient over chunks.

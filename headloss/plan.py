@@ -14,6 +14,7 @@ from .options import Options
 Schedule = Literal["one_pass", "recompute", "frozen", "statistics"]
 MIB = 1 << 20
 WORKING_BLOCK = 1 << 20  # logits that a reference act works on at once
+SLAB_ELEMENTS = 96 << 20
 GRAIN = 128  # rows of a chunk and columns of a slab come in multiples of it, for the products' sake
 
 
@@ -53,6 +54,7 @@ class Problem:
     weight_gradient: bool = True
     element_size: int = 4  # of hidden and weight
     weight_size: int = 4  # of the weight's own dtype
+    terms: bool = False  # the product writes softmax terms in place of logits
     row_bytes: int = 4  # per token and vocabulary entry of a chunk, teachers included
     on_gpu: bool = False
     given: bool = False  # the logits exist already
@@ -69,8 +71,7 @@ class Plan:
         chunk_tokens: most tokens whose logits over the whole vocabulary are held at once; in a
             sweep, the same number of logits in another shape (`tile`).
         tile: rows and columns of one step of a sweep.
-        fold_columns: columns of the tiles that a chunk's softmax terms are folded from, 0 where
-            its raw logits are held.
+        terms: whether the logits product writes softmax terms in 16 bits in place of logits.
         bytes: peak working memory beyond inputs and returned gradients, by part.
         plain_bytes: what logits, their softmax and their gradient would take.
         reason: why this schedule.
@@ -80,7 +81,7 @@ class Plan:
     backend: str
     chunk_tokens: int
     tile: Tile
-    fold_columns: int
+    terms: bool
     bytes: dict[str, int]
     plain_bytes: int
     reason: str
@@ -127,7 +128,7 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         backend=backend,
         chunk_tokens=rows,
         tile=tile,
-        fold_columns=0,
+        terms=p.terms,
         bytes=_bytes(p, schedule, rows, tile, options),
         plain_bytes=p.tokens * p.vocabulary * (4 + 2 * p.element_size),
         reason=reason,
@@ -169,7 +170,7 @@ def _choose(p: Problem, options: Options, chunks: tuple[Chunk, ...] | None) -> t
 def _budget(p: Problem, options: Options) -> int:
     if options.memory_budget is not None:
         return options.memory_budget
-    return 1024 * MIB if p.on_gpu else 256 * MIB
+    return 1200 * MIB if p.on_gpu else 256 * MIB
 
 
 def _limit(p: Problem, options: Options) -> int:
@@ -246,6 +247,8 @@ def _cut(p: Problem, rows: int, limit: int) -> tuple[Chunk, ...] | None:
 def _tile(p: Problem, rows: int, explicit: bool) -> Tile:
     """A sweep's tile, of no more logits than `rows` tokens have over the whole vocabulary."""
     elements = rows * p.vocabulary
+    if p.terms and not explicit:  # more would not be faster
+        elements = min(elements, SLAB_ELEMENTS)
     least = 1 if explicit else min(p.vocabulary, 4 * GRAIN)
     tall = max(1, min(p.tokens, elements // least))
     columns = max(1, min(p.vocabulary, elements // tall))

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+aten = torch.ops.aten
 BLOCK_ELEMENTS = 1 << 22  # of a matrix, widened at a time
 
 
@@ -50,7 +51,7 @@ def logits(
     if _is_native(features, weight):
         if out is None:
             return torch.mm(features, weight.t(), out_dtype=torch.float32)
-        return torch.addmm(out, features, weight.t(), out_dtype=torch.float32, out=out)
+        return aten.addmm.dtype_out(out, features, weight.t(), torch.float32, out=out)
     wide = torch.promote_types(torch.promote_types(features.dtype, weight.dtype), torch.float32)
     wide = wide if out is None else out.dtype
     beta = 1
@@ -81,20 +82,39 @@ def input_gradient(
     return total.to(dtype)
 
 
+def add_input_gradient_(
+    total: Tensor,  # [n, H] float32 or float64, added to
+    gradient: Tensor,  # [n, v] d/dlogits
+    weight: Tensor,  # [v, H]
+) -> None:
+    """total += gradient @ weight."""
+    if gradient.is_cuda and not _is_wide(weight):
+        gradient = gradient.to(weight.dtype)
+        aten.addmm.dtype_out(total, gradient, weight, torch.float32, out=total)
+        return
+    for block in _blocks(weight):
+        total.addmm_(gradient[:, block].to(total.dtype), weight[block].to(total.dtype))
+
+
 def add_weight_gradient_(
     total: Tensor,  # [v, H], added to
     gradient: Tensor,  # [n, v]
     features: Tensor,  # [n, H]
+    fresh: bool = False,  # `total` holds nothing yet
 ) -> None:
     """total += gradient.T @ features."""
     if features.is_cuda and not _is_wide(features, gradient):
         dtype = gradient.dtype if _is_wide(features) else features.dtype
-        gradient, features = gradient.to(dtype), features.to(dtype)
-        if total.dtype == torch.float32:
-            torch.addmm(total, gradient.t(), features, out_dtype=torch.float32, out=total)
+        left, features = gradient.to(dtype).t(), features.to(dtype)
+        if total.dtype != torch.float32:
+            total.addmm_(left, features, beta=0 if fresh else 1)
+        elif fresh:
+            aten.mm.dtype_out(left, features, torch.float32, out=total)
         else:
-            total.addmm_(gradient.t(), features)
+            aten.addmm.dtype_out(total, left, features, torch.float32, out=total)
         return
+    if fresh:
+        total.zero_()
     wide = sum_dtype(features.dtype)
     features = features.to(wide)
     for block in _blocks(total, len(features)):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .batch import Packed, PackedBatch
 from .divergence import Divergence
-from .held import Live, RawChunk, TermsChunk, hold
+from .held import Live, RawChunk, TermsChunk, hold, slab_gradient
 from .kernels.transform import Transform
 from .logits import (
     ALL,
@@ -37,6 +37,7 @@ from .options import Options
 from .plan import Plan
 from .stats import Coefficients, Normalizer, Partials, Statistics, finish
 
+TERMS_ROWS = 16384  # tokens per product that writes statistics alone
 Source = LinearLogits | GivenLogits
 Gradients = list[Tensor | None]
 
@@ -75,6 +76,7 @@ class Call:
     divergences: tuple[Divergence, ...] = ()
     inplace: bool = False  # the gradient may overwrite the logits
     compute_dtype: torch.dtype | None = None  # under autocast
+    gradient_dtype: torch.dtype | None = None  # of dL/dlogits on a GPU, None: as the logits
 
     def partials(
         self, raw: Tensor, rows: Rows, columns: slice = ALL, onto: Partials | None = None
@@ -100,8 +102,10 @@ class Call:
         ]
         first = self.slices.first + (columns.start or 0)
         targets, transform = self.packed.batch.targets[rows], self.transform.rows(rows)
+        # What the products take in 16 bits need not be written in 32.
+        dtype = None if extra or not raw.is_cuda else self.gradient_dtype
         raw = self.kernels.logit_gradient_(
-            raw, targets, first, transform, normalizer, gradient.coefficients
+            raw, targets, first, transform, normalizer, gradient.coefficients, dtype
         )
         for part in extra:
             raw += part
@@ -119,10 +123,16 @@ class Call:
             direct=by_slab or (self.options.upstream is not None and self.bound.scale is None),
         )
 
+    def finish(
+        self, gradients: LinearGradients | GivenGradients, factor: Tensor | None
+    ) -> Gradients:
+        """Gradients times `factor`, in their tensors' dtypes."""
+        return gradients.finish(factor, self.kernels.scaled)
+
     def measure(self, source: Source, rows: slice) -> Chunk:
         """A chunk's logits, held for its gradient, and its statistics."""
         held = hold(self, source, rows)
-        partials = self.slices.merge(held.partials)
+        held.partials = partials = self.slices.merge(held.partials)
         stats, normalizer = finish(partials, self.vocabulary, self.needs)
         for divergence in self.divergences:
             assert isinstance(held, RawChunk)
@@ -187,18 +197,18 @@ def one_pass(call: Call, source: Source) -> tuple[Outcome, PullBack]:
         values += gradient.values
         found.append(chunk.stats)
         live = _live_rows(call, gradient)
-        gradients.add(*chunk.held.gradient(chunk.normalizer, gradient, live))
+        gradients.add(chunk.held.gradient(chunk.normalizer, gradient, live))
         del chunk  # before the next one is made
-    return Outcome(_join(found, call, source), values), lambda g, _: gradients.finish(call.owed(g))
+    return Outcome(_join(found, call, source), values), lambda g, _: call.finish(
+        gradients, call.owed(g)
+    )
 
 
 def _live_rows(call: Call, gradient: Gradient) -> Live | None:
-    """The rows that carry any gradient, or None for all of them (law 5)."""
+    """The rows that carry any gradient, where others are to be left out (law 5)."""
     if not call.options.skip_rows or call.options.static or call.wants.logits:
         return None
-    mask = gradient.live()
-    count = int(mask.sum())
-    return None if count == len(mask) else Live(mask, count)
+    return Live(gradient.live())
 
 
 # ---------------------------------------------------------------------- frozen head
@@ -214,7 +224,7 @@ def frozen(call: Call, source: Source) -> tuple[Outcome, PullBack]:
         chunk = call.measure(source, piece.rows)
         one = torch.ones_like(chunk.normalizer.peak)
         unit = Gradient(Coefficients(target=one, prob=-one), {}, one)
-        gradients.add(*chunk.held.gradient(chunk.normalizer, unit, None))
+        gradients.add(chunk.held.gradient(chunk.normalizer, unit, None))
         found.append(chunk.stats)
         del chunk
     stats = _join(found, call, source)
@@ -229,7 +239,7 @@ def frozen(call: Call, source: Source) -> tuple[Outcome, PullBack]:
         for i, total in enumerate(gradients.features):
             if total is not None:
                 gradients.features[i] = (total * row.unsqueeze(1)).to(total.dtype)
-        return gradients.finish(None)
+        return call.finish(gradients, None)
 
     return Outcome(stats, gradient.values), pull
 
@@ -260,11 +270,8 @@ def sweep(call: Call, source: Source) -> tuple[Statistics, Normalizer]:
     """Statistics of all tokens, from tiles; no logits are kept."""
     found, normalizers = [], []
     tile = call.plan.tile
-    for rows in _steps(len(call.packed), tile.rows):
-        partials = None
-        for columns in _steps(source.vocabulary, tile.columns):
-            partials = call.partials(source.raw(rows, columns), rows, columns, partials)
-        assert partials is not None
+    for rows in _steps(len(call.packed), TERMS_ROWS if call.plan.terms else tile.rows):
+        partials = _sweep_partials(call, source, rows)
         stats, normalizer = finish(call.slices.merge(partials), call.vocabulary, call.needs)
         tiles = [
             (columns, lambda columns=columns, rows=rows: source.raw(rows, columns))
@@ -279,6 +286,24 @@ def sweep(call: Call, source: Source) -> tuple[Statistics, Normalizer]:
     return stats, _join_normalizers(normalizers, call, source)
 
 
+def _sweep_partials(call: Call, source: Source, rows: slice) -> Partials:
+    if call.plan.terms:
+        assert isinstance(source, LinearLogits)
+        return call.kernels.product_partials(
+            source.features[0][rows],
+            source.weights[0],
+            call.packed.batch.targets[rows],
+            call.slices.first,
+            call.transform.rows(rows),
+            call.needs,
+        )
+    partials: Partials | None = None
+    for columns in _steps(source.vocabulary, call.plan.tile.columns):
+        partials = call.partials(source.raw(rows, columns), rows, columns, partials)
+    assert partials is not None
+    return partials
+
+
 def sweep_gradient(
     call: Call,
     source: Source,
@@ -289,8 +314,10 @@ def sweep_gradient(
     """Gradients in slabs of columns, times `factor`: each slab of the weight gradient is written
     once."""
     gradients = call.gradients(source, by_slab=True)
-    skipped = _live_rows(call, gradient)
-    live = None if skipped is None else skipped.index()
+    rows_left = _live_rows(call, gradient)
+    live = None
+    if rows_left is not None and rows_left.count < len(rows_left.mask):
+        live = rows_left.index()
     if live is not None:
         normalizer, gradient = normalizer.rows(live), gradient.rows(live)
     count = len(normalizer.peak)
@@ -299,17 +326,16 @@ def sweep_gradient(
         slab = gradients.slab(columns) if linear else []
         for steps in _steps(count, call.plan.tile.rows):
             rows = steps if live is None else live[steps]
-            raw = source.raw(rows, columns)
-            raw = call.logit_gradient_(
-                raw, rows, normalizer.rows(steps), gradient.rows(steps), columns
+            found = slab_gradient(
+                call, source, rows, columns, normalizer.rows(steps), gradient.rows(steps)
             )
-            gradients.add(raw, rows, columns)
+            gradients.add(found, columns)
             if linear:
-                gradients.add_to_slab(slab, raw, rows)
-            del raw  # before the next one is made
+                gradients.add_to_slab(slab, found)
+            del found  # before the next one is made
         if linear:
             gradients.write_slab(slab, columns, factor)
-    return gradients.finish(factor)
+    return call.finish(gradients, factor)
 
 
 # ---------------------------------------------------------------------- statistics alone

@@ -99,7 +99,7 @@ def _head_stats(
     divisor: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """logp, lse, entropy, and the normalizer's two parts; [N] each."""
-    call = _call(features, weights, temperature, targets, vocabulary, scale, softcap, divisor)
+    call = _call(features, weights, bias, temperature, targets, vocabulary, scale, softcap, divisor)
     source = _source(call, features, weights, bias)
     stats, normalizer = sweep(call, source)
     assert stats.logp is not None and stats.lse is not None and stats.entropy is not None
@@ -138,7 +138,7 @@ def _head_stats_backward(
     """The wanted gradients, in the order of `wanted`."""
     wants = Wants(features=tuple(wanted[:-1:2]), weights=tuple(wanted[1:-1:2]), bias=wanted[-1])
     call = _call(
-        features, weights, temperature, targets, vocabulary, scale, softcap, divisor, wants
+        features, weights, bias, temperature, targets, vocabulary, scale, softcap, divisor, wants
     )
     index = call.packed.index
     pick = (lambda t: t) if index is None else (lambda t: t[index])
@@ -175,6 +175,7 @@ def _(features, weights, bias, *rest):
 def _call(
     features: Sequence[Tensor],
     weights: Sequence[Tensor],
+    bias: Tensor | None,
     temperature: Tensor | None,
     targets: Tensor,
     vocabulary: int,
@@ -185,6 +186,9 @@ def _call(
 ) -> Call:
     x = features[0]
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    backend = kernels.choose("auto", x.device, x.dtype)
+    alone = len(features) == 1 and bias is None
+    terms = alone and kernels.can_hold_terms(backend, x.dtype, weights[0])
     fields: dict[str, Any] = {}
     if temperature is not None:
         fields["temperature_"] = temperature.detach()
@@ -198,11 +202,11 @@ def _call(
         lengths=packed.lengths,
         element_size=x.element_size(),
         weight_size=weights[0].element_size(),
-        row_bytes=wide.itemsize,
+        row_bytes=2 if terms else wide.itemsize,
         on_gpu=x.is_cuda,
+        terms=terms,
     )
     options = Options(schedule="recompute")
-    backend = kernels.choose("auto", x.device)
     return Call(
         packed=packed,
         bound=Bound((), vocabulary),
@@ -213,6 +217,7 @@ def _call(
         needs=NEEDS,
         wants=wants,
         vocabulary=vocabulary,
+        gradient_dtype=x.dtype if x.element_size() == 2 else None,
     )
 
 

@@ -183,7 +183,7 @@ def test_a_budget_by_default():
     changes = {"tokens": 100_000, "vocabulary": 128_256}
     assert planned(changes).bytes["logits"] <= 256 * MIB
     gpu = planned({**changes, "on_gpu": True})
-    assert 512 * MIB < gpu.bytes["logits"] <= 1024 * MIB
+    assert 512 * MIB < gpu.bytes["logits"] <= 1200 * MIB
 
 
 # ---------------------------------------------------------------------- bytes
@@ -215,7 +215,7 @@ def test_bytes_by_part():
     frozen = planned(
         {"weight_gradient": False, "logp_only": True}, chunk_tokens=128, schedule="frozen"
     )
-    assert set(frozen.bytes) == {"logits", "statistics"}
+    assert set(frozen.bytes) == {"logits", "statistics", "working blocks"}
 
 
 def test_a_float32_weight_accumulates_in_the_gradient_that_is_returned():

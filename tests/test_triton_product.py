@@ -184,12 +184,32 @@ def test_product_names_what_it_cannot_take():
         triton_backend.product_partials(x, w, targets, 0, Transform(), NEEDS)
 
 
-def test_scaled_and_moved_rows():
-    x = torch.randn(6, 40, device=DEVICE).bfloat16()
-    scale = torch.rand(6, device=DEVICE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scaled_is_rounded_once(dtype):
+    value = torch.randn(3, 1000, device=DEVICE)
+    factor = torch.tensor(2.0**-18, device=DEVICE)
+    expected = (value.double() * factor.double()).to(dtype)
+    close = {"rtol": 2**-7 if dtype == torch.bfloat16 else 2**-20, "atol": 2**-24}
+    torch.testing.assert_close(
+        triton_backend.scaled(value.clone(), factor, dtype), expected, **close
+    )
+    same = triton_backend.scaled(value.clone(), None, dtype)
+    torch.testing.assert_close(same, value.to(dtype), **close)
+    narrow = value.to(dtype, copy=True)
+    assert triton_backend.scaled(narrow, factor, dtype) is narrow
+    expected = (value.to(dtype).double() * factor.double()).to(dtype)
+    torch.testing.assert_close(narrow, expected, **close)
+
+
+def test_scaled_rows():
+    x, scale = torch.randn(6, 80, device=DEVICE)[:, ::2].bfloat16(), torch.rand(6, device=DEVICE)
     expected = (x.float() * scale[:, None]).bfloat16()
     close = {"rtol": HELD_EPS, "atol": 0}
     torch.testing.assert_close(triton_backend.scaled_rows(x, scale), expected, **close)
+
+
+def test_moved_rows():
+    x = torch.randn(6, 40, device=DEVICE).bfloat16()
     rows = triton_backend.dense_rows(torch.tensor([0, 1, 0, 1, 1, 0], device=DEVICE).bool(), 3)
     assert torch.equal(triton_backend.move_rows_(x.clone(), rows), x[rows])
 

@@ -8,6 +8,7 @@ import torch
 from head_loop import F32, PLAIN, SHAPES, add_dw, full_width, known_of, limit, mm_to, steps
 from setting import SCALE, Inputs, Record, exact, grpo, race, relative, trained_looking
 
+from headloss import products
 from headloss.kernels import triton_backend as kernels
 from headloss.kernels import triton_product
 from headloss.kernels.triton_product import Held
@@ -64,16 +65,16 @@ def one_pass(
             else:
                 g = kernels.held_gradient_(held, *given) if full else held.terms
             if wide_dx:
-                kernels.scaled_rows(torch.mm(g, i.w, out_dtype=F32), scale, out=out)
+                torch.mul(torch.mm(g, i.w, out_dtype=F32), scale[:, None], out=out)
             else:
                 torch.mm(g, i.w, out=out)
                 if scale is not None:
-                    kernels.scaled_rows(out, scale, out=out)
+                    torch.mul(out, scale[:, None], out=out)
             if keep is not None:
                 dx[r] = 0
                 dx[r].index_copy_(0, which, out)
             if dw:
-                add_dw(total, g, x if scale is None else kernels.scaled_rows(x, scale), at == 0)
+                add_dw(total, g, x if scale is None else products.scaled_rows(x, scale), at == 0)
         if cast:
             scale = torch.full((1,), 1 / SCALE, device="cuda")
             total = torch.mul(total, scale, out=torch.empty_like(i.w))

@@ -8,15 +8,18 @@ from types import ModuleType
 import torch
 
 
-def choose(backend: str, device: torch.device) -> str:
-    """The backend's name; ValueError where an explicit one cannot run on this device."""
+def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend's name; ValueError where an explicit one cannot serve this device and dtype."""
     if backend == "auto":
-        return "triton" if device.type == "cuda" and _has_triton() else "reference"
+        usable = device.type == "cuda" and dtype != torch.float64 and _has_triton()
+        return "triton" if usable else "reference"
     if backend == "triton":
         if not _has_triton():
             raise ValueError('backend: got "triton", but triton cannot be imported here')
         if device.type != "cuda" and not _interprets():
             raise ValueError(f'backend: got "triton", which needs a GPU, for tensors on {device}')
+        if dtype == torch.float64:
+            raise ValueError('backend: got "triton", which does not serve torch.float64')
     return backend
 
 
@@ -24,7 +27,22 @@ def load(backend: str) -> tuple[ModuleType, ModuleType]:
     """The acts of a backend, and its acts of full-distribution distillation."""
     from . import reference, reference_divergence
 
-    return reference, reference_divergence
+    if backend == "reference":
+        return reference, reference_divergence
+    from . import triton_backend
+
+    return triton_backend, reference_divergence
+
+
+def can_hold_terms(backend: str, dtype: torch.dtype, weight: torch.Tensor) -> bool:
+    """Whether the logits product of a bfloat16 head can write softmax terms in place of logits."""
+    if backend != "triton" or dtype != torch.bfloat16 or not weight.is_cuda:
+        return False
+    if weight.dtype != dtype:  # autocast makes a contiguous one
+        return weight.shape[1] % 8 == 0
+    from .triton_backend import can_fuse
+
+    return can_fuse(weight, weight)
 
 
 def _has_triton() -> bool:

@@ -78,8 +78,9 @@ def logit_gradient_(
     transform: Transform,
     normalizer: Normalizer,  # [n]
     coefficients: Coefficients,  # [n]
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """dL/draw of a tile, in the tile's own memory."""
+    """dL/draw of a tile, in the tile's own memory (unless it is to be of another dtype)."""
     _, v = raw.shape
     for rows in _blocks(raw):
         c = coefficients.map(lambda t, rows=rows: t[rows].unsqueeze(1))
@@ -102,4 +103,19 @@ def logit_gradient_(
             inside, column = _inside(targets[rows], first, v)
             g.scatter_add_(1, column, torch.where(inside.unsqueeze(1), c.target, 0))
         part.pull_back_(g, z)
-    return raw
+    return raw if dtype is None else raw.to(dtype)
+
+
+def scaled(value: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """value * factor [], multiplied in float32 or wider and rounded to `dtype` once; where the
+    dtypes are the same, in place."""
+    if factor is None:
+        return value.to(dtype)
+    # A one-element vector takes part in type promotion, where a 0-dim tensor would not: a 16-bit
+    # value is multiplied in float32.
+    factor = factor.reshape(1).to(torch.promote_types(value.dtype, torch.float32))
+    return torch.mul(
+        value,
+        factor,
+        out=value if value.dtype == dtype else value.new_empty(value.shape, dtype=dtype),
+    )

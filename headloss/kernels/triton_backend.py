@@ -1,10 +1,11 @@
 """The Triton backend: the two acts of reference.py, and the product that holds softmax terms, which
-only it has."""
+only it has. float64 is left to the reference."""
 
 from __future__ import annotations
 
+from .triton_cast import scaled, scaled_rows
 from .triton_gradient import dense_rows, logit_gradient_, narrowed
-from .triton_held import held_gradient_, held_multiple_, is_multiple, move_rows_, scaled_rows
+from .triton_held import held_gradient_, held_multiple_, is_multiple, move_rows_
 from .triton_partials import partials
 from .triton_product import Held, can_fuse, product_partials
 
@@ -20,5 +21,6 @@ __all__ = [
     "narrowed",
     "partials",
     "product_partials",
+    "scaled",
     "scaled_rows",
 ]

@@ -246,11 +246,14 @@ def logit_gradient_(
     transform: Transform,
     normalizer: Normalizer,  # [n]
     coefficients: Coefficients,  # [n]
+    dtype: torch.dtype | None = None,
     *,
     out: Tensor | None = None,  # [>= rows, v]; default: raw itself. narrowed(raw, dtype) works too
     rows: Tensor | None = None,  # from dense_rows
 ) -> Tensor:
-    """dL/draw of a tile, [rows, v] in out's dtype."""
+    """dL/draw of a tile, [rows, v] in out's dtype; with `dtype`, in that, in the tile's memory."""
+    if dtype is not None:
+        out = narrowed(raw, dtype)
     return launch(
         raw,
         raw if out is None else out,

@@ -119,30 +119,3 @@ def move_rows_(tile: Tensor, rows: Tensor) -> Tensor:
                 tile, tile.stride(0), rows, tile.shape[1], BLOCK=4096, num_warps=8
             )
     return tile[: len(rows)]
-
-
-@triton.jit
-def scaled_rows_kernel(x, x_stride, scale, out, out_stride, h, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    factor = tl.load(scale + row)
-    for start in range(0, h, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        value = tl.load(x + row * x_stride + at, mask=at < h, other=0.0).to(tl.float32)
-        tl.store(
-            out + row * out_stride + at, (value * factor).to(out.dtype.element_ty), mask=at < h
-        )
-
-
-def scaled_rows(
-    x: Tensor,  # [n, H]
-    scale: Tensor,  # [n] fp32
-    out: Tensor | None = None,  # [n, H] in any dtype; x itself will do
-) -> Tensor:
-    """x * scale of each row, multiplied in float32 and rounded to out's dtype."""
-    out = torch.empty_like(x) if out is None else out
-    if len(x):
-        with on_device(x):
-            scaled_rows_kernel[(len(x),)](
-                x, x.stride(0), scale, out, out.stride(0), x.shape[1], BLOCK=2048
-            )
-    return out
