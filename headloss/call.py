@@ -5,6 +5,7 @@ N positions, T of them scored, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,7 @@ from .kernels.transform import Transform
 from .logits import GivenLogits, LinearLogits
 from .losses.distillation import Teacher
 from .losses.term import Objective, Reads, Term
-from .objective import bind, reads
+from .objective import Bound, bind, check_weights, reads
 from .options import Options
 from .plan import Problem, make_plan
 from .products import sum_dtype
@@ -138,10 +139,13 @@ def _call(
         id_fields=("teacher_topk_ids",) if teachers and "teacher_topk_ids" in batch.fields else (),
     )
     asked = reads(objective, packed.batch, wide, observe=options.metrics)
-    totals = batch.totals if batch.totals is not None else Totals.of(batch)
-    bound = bind(objective, packed.batch, totals, vocabulary, wide)
-    if dtype == torch.float16 and not problem.given:
-        bound = bound.scaled()
+    check_weights(objective, packed.batch, batch.totals)
+
+    def bound() -> Bound:
+        totals = batch.totals if batch.totals is not None else Totals.of(batch)
+        found = bind(objective, packed.batch, totals, vocabulary, wide)
+        return found.scaled() if dtype == torch.float16 and not problem.given else found
+
     if isinstance(temperature, Tensor):
         rows: Any = packed.batch.fields.pop(_TEMPERATURE) if temperature.dim() else temperature
         if packed.batch.live is not None:  # a dead row's 0 would divide
@@ -166,7 +170,7 @@ def _call(
     acts = kernels.load(backend)
     return Call(
         packed=packed,
-        bound=bound,
+        bind=functools.cache(bound),
         plan=make_plan(problem, options, backend),
         options=options,
         kernels=acts[0],

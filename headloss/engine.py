@@ -20,7 +20,7 @@ from .head import Head
 from .kernels.transform import Transform
 from .logits import GivenLogits, LinearLogits, Wants
 from .losses.term import Objective, Term
-from .metrics import Mean, Metrics, Observed, Sum, fold
+from .metrics import Mean, Metrics, Observed, Sum, fold, fold_all
 from .options import Options
 from .plan import Plan
 from .schedules import Call, Outcome
@@ -202,12 +202,13 @@ def _metrics(call: Call, stats: Statistics) -> Metrics:
         if part.kept is not None:
             live = part.kept if live is None else part.kept & live
             segments = present & (batch.segments.sum(part.kept.double()) > 0)
+        seen: dict[str, Observed] = {}
         for source in (part.term, *part.term.modifiers):
-            if source.observe is None:
-                continue
-            for name, seen in source.observe(stats, batch).items():
-                per_segment = seen.per == "segment"
-                found[f"{part.name}/{name}"] = fold(
-                    seen, segments if per_segment else live, share if per_segment else 1.0
-                )
+            if source.observe is not None:
+                seen |= source.observe(stats, batch)
+        seen = {f"{part.name}/{name}": o for name, o in seen.items()}
+        per_token = {name: o for name, o in seen.items() if o.per == "token"}
+        per_segment = {name: o for name, o in seen.items() if o.per == "segment"}
+        found |= fold_all(per_token, live)
+        found |= fold_all(per_segment, segments, share)
     return found

@@ -168,14 +168,31 @@ def fold(observed: Observed, live: Tensor | None = None, share: float = 1.0) -> 
 
     `share` is this rank's part of values that several ranks report alike.
     """
-    values, kind = observed.values.double(), observed.kind
-    if issubclass(kind, Max | Min):
-        neutral = -math.inf if kind is Max else math.inf
-        kept = values if live is None else torch.where(live, values, neutral)
-        kept = torch.cat([kept, kept.new_full((1,), neutral)])
-        return Max(kept.max()) if kind is Max else Min(kept.min())
-    total = (values if live is None else torch.where(live, values, 0)).sum() * share
-    if kind is Sum:
-        return Sum(total)
-    count = total.new_full((), values.numel()) if live is None else live.sum().double()
-    return kind(total, count * share)  # type: ignore[call-arg]
+    return fold_all({"": observed}, live, share)[""]
+
+
+def fold_all(
+    observed: Mapping[str, Observed], live: Tensor | None = None, share: float = 1.0
+) -> Metrics:
+    """Fold many [N] vectors with the same live rows, in a few operations."""
+    sums = {name: o.values for name, o in observed.items() if not issubclass(o.kind, Max | Min)}
+    peaks = {
+        name: o.values if o.kind is Max else -o.values
+        for name, o in observed.items()
+        if issubclass(o.kind, Max | Min)
+    }
+    found = Metrics()
+    if sums:
+        rows = torch.stack([v.double() for v in sums.values()])
+        rows = rows if live is None else torch.where(live, rows, 0)
+        count = rows.new_full((), rows.shape[1]) if live is None else live.sum().double()
+        for name, total in zip(sums, (rows.sum(1) * share).unbind(), strict=True):
+            kind = observed[name].kind
+            found[name] = Sum(total) if kind is Sum else kind(total, count * share)  # type: ignore[call-arg]
+    if peaks:
+        rows = torch.stack([v.double() for v in peaks.values()])
+        rows = rows if live is None else torch.where(live, rows, -math.inf)
+        rows = torch.cat([rows, rows.new_full((len(peaks), 1), -math.inf)], 1)
+        for name, peak in zip(peaks, rows.amax(1).unbind(), strict=True):
+            found[name] = Max(peak) if observed[name].kind is Max else Min(-peak)
+    return found

@@ -145,21 +145,15 @@ def bind(
     vocabulary: int,
     dtype: torch.dtype,
 ) -> Bound:
-    """Fix every token's weight from global totals (law 3)."""
+    """Fix every token's weight from global totals (law 3), after `check_weights`."""
     parts = []
     for name, coefficient, term in objective.named():
-        if term.reduction is None:
-            raise ValueError(term.missing_reduction or f"term {name}: has no reduction, use .over")
+        assert term.reduction is not None
         kept, lengths = None, batch.segments.lengths
         counts = (totals.tokens, totals.segments)
         if term.kept_field is not None:
-            kept = _kept(name, term.kept_field, batch)
-            counts = totals.kept.get(term.kept_field)
-            if counts is None:
-                raise ValueError(
-                    f"totals: have no count for field {term.kept_field!r} that term {name} is "
-                    "restricted to; make them with headloss.Totals.of(batch)"
-                )
+            kept = getattr(batch, term.kept_field)
+            counts = totals.kept[term.kept_field]
             lengths = batch.segments.sum(kept.to(dtype))
         at_token = batch.segments.expand(lengths.to(dtype).clamp_min(1))
         tokens, segments = (_at_least_one(c, batch.targets.device) for c in counts)
@@ -175,13 +169,24 @@ def bind(
     return Bound(tuple(parts), vocabulary)
 
 
-def _kept(name: str, field: str, batch: PackedBatch) -> Tensor:
-    if field not in batch:
-        raise ValueError(f"term {name}: is restricted to batch.{field}, which was not given")
-    kept = getattr(batch, field)
-    if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.dim() != 1:
-        raise TypeError(f"{field}: want a boolean tensor, as term {name} is restricted to it")
-    return kept
+def check_weights(objective: Objective, batch: PackedBatch, totals: Totals | None) -> None:
+    """ValueError or TypeError where `bind` could not tell a term's weights."""
+    for name, _, term in objective.named():
+        field = term.kept_field
+        if term.reduction is None:
+            raise ValueError(term.missing_reduction or f"term {name}: has no reduction, use .over")
+        if field is None:
+            continue
+        if field not in batch:
+            raise ValueError(f"term {name}: is restricted to batch.{field}, which was not given")
+        kept = getattr(batch, field)
+        if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.dim() != 1:
+            raise TypeError(f"{field}: want a boolean tensor, as term {name} is restricted to it")
+        if totals is not None and field not in totals.kept:
+            raise ValueError(
+                f"totals: have no count for field {field!r} that term {name} is restricted to; "
+                "make them with headloss.Totals.of(batch)"
+            )
 
 
 def _at_least_one(count: float | Tensor, device: torch.device) -> Tensor:

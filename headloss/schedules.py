@@ -64,7 +64,7 @@ class Call:
     """A validated, packed and planned call: everything but the logits' values."""
 
     packed: Packed
-    bound: Bound
+    bind: Callable[[], Bound]  # the weights, made while the first product runs
     plan: Plan
     options: Options
     kernels: ModuleType  # backend: partials, logit_gradient_
@@ -77,6 +77,10 @@ class Call:
     inplace: bool = False  # the gradient may overwrite the logits
     compute_dtype: torch.dtype | None = None  # under autocast
     gradient_dtype: torch.dtype | None = None  # of dL/dlogits on a GPU, None: as the logits
+
+    @property
+    def bound(self) -> Bound:
+        return self.bind()
 
     def partials(
         self, raw: Tensor, rows: Rows, columns: slice = ALL, onto: Partials | None = None
@@ -120,7 +124,8 @@ class Call:
             self.options.accumulate_dtype,
             by_slab,
             self.options.main_grad,
-            direct=by_slab or (self.options.upstream is not None and self.bound.scale is None),
+            direct=by_slab
+            or (self.options.upstream is not None and self.gradient_dtype != torch.float16),
         )
 
     def finish(
@@ -187,21 +192,23 @@ def one_pass(call: Call, source: Source) -> tuple[Outcome, PullBack]:
     """Statistics, coefficients and gradients chunk by chunk (6NHV)."""
     gradients = call.gradients(source)
     batch, found = call.packed.batch, []
-    values = torch.zeros(len(call.bound.parts), dtype=torch.float64, device=batch.targets.device)
+    values: Tensor | float = 0.0
     for piece in call.plan.chunks:
         chunk = call.measure(source, piece.rows)
         part = batch
         if len(call.plan.chunks) > 1:
             part = batch.slice(piece.rows, piece.first, piece.last)
         gradient = call.pull_back(chunk.stats, part, piece.rows)
-        values += gradient.values
+        values = values + gradient.values
         found.append(chunk.stats)
         live = _live_rows(call, gradient)
         gradients.add(chunk.held.gradient(chunk.normalizer, gradient, live))
         del chunk  # before the next one is made
-    return Outcome(_join(found, call, source), values), lambda g, _: call.finish(
-        gradients, call.owed(g)
-    )
+    if not isinstance(values, Tensor):
+        count = len(call.bound.parts)
+        values = torch.zeros(count, dtype=torch.float64, device=batch.targets.device)
+    outcome = Outcome(_join(found, call, source), values)
+    return outcome, lambda upstream, _: call.finish(gradients, call.owed(upstream))
 
 
 def _live_rows(call: Call, gradient: Gradient) -> Live | None:

@@ -209,7 +209,7 @@ def _call(
     options = Options(schedule="recompute")
     return Call(
         packed=packed,
-        bound=Bound((), vocabulary),
+        bind=lambda: Bound((), vocabulary),
         plan=make_plan(problem, options, backend),
         options=options,
         kernels=kernels.load(backend)[0],

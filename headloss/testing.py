@@ -21,7 +21,7 @@ from .batch import Batch, PackedBatch, pack
 from .head import Head
 from .losses.distillation import Teacher
 from .losses.term import Objective, Term
-from .objective import bind
+from .objective import bind, check_weights
 from .reduction import Totals
 from .segments import Segments
 from .stats import Statistics
@@ -73,6 +73,7 @@ def plain(
         stats = _statistics(rows, packed.batch.targets)
         for teacher in {t.teacher for _, t in objective.parts if t.teacher is not None}:
             stats.divergences[teacher] = plain_divergence(capped, teacher, packed.batch)
+        check_weights(objective, packed.batch, batch.totals)
         totals = batch.totals if batch.totals is not None else Totals.of(batch)
         bound = bind(objective, packed.batch, totals, head.vocabulary, wide)
         shares = [bound._share(p, stats, packed.batch, slice(None)) for p in bound.parts]
