@@ -1,0 +1,189 @@
+"""The lists of cases: which works run in which settings, by which contestants.
+
+N tokens, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from works import Setting
+
+DEFAULTS = ("headloss",)
+BUDGETS = ("headloss, 1200 MiB", "headloss, 2200 MiB")
+RECOMPUTE = ("headloss, recompute",)
+REFERENCE = ("headloss, reference",)
+OURS = (*DEFAULTS, "headloss, no metrics", *BUDGETS, *RECOMPUTE, *REFERENCE)
+PLAIN = ("eager", "torch.compile")
+LOGPS = ("TRL", "Liger scaled CE", "Liger scaled CE, plain")
+RL = (*PLAIN, *LOGPS, "Liger GRPO")
+CE = (
+    *PLAIN,
+    "F.linear_cross_entropy",
+    *LOGPS,
+    "Liger FLCE",
+    "Liger FLCE, fp32 sums",
+    "Liger FLCE, Hopper",
+    "CCE",
+    "QuACK",
+    "QuACK, no scaled exp",
+)
+SCORES = (*PLAIN, *LOGPS, "CCE", "QuACK", "QuACK, no scaled exp")
+GIVEN = ("headloss in place", "headloss in place, declared upstream", *PLAIN, "Liger CE", "QuACK")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One race: works of one setting, by some contestants.
+
+    Attributes:
+        row: what the report calls it; cases of one row differ in shape.
+        group: "table", "shapes", "tokens" or "vocabulary", for the report's parts.
+        goal: of the design, for the report.
+    """
+
+    row: str
+    works: tuple[str, ...]
+    setting: Setting
+    contestants: tuple[str, ...]
+    group: str = "shapes"
+    goal: str = ""
+
+    @property
+    def name(self) -> str:
+        s = self.setting
+        dtype = str(s.dtype).removeprefix("torch.")
+        return f"{self.row}, N={s.tokens} H={s.width} V={s.vocabulary} {dtype}"
+
+
+WIDE = Setting(tokens=16384, width=4096, vocabulary=128256)
+NARROW = Setting(tokens=16384, width=2048, vocabulary=151936)
+RAGGED = (200, 4000)
+
+
+def table() -> Iterator[Case]:
+    """The rows of the table of goals."""
+
+    def row(row: str, works: str, setting: Setting, *contestants: str, goal: str = "") -> Case:
+        return Case(
+            row=row,
+            works=tuple(works.split("|")),
+            setting=setting,
+            contestants=contestants,
+            group="table",
+            goal=goal,
+        )
+
+    memory = "0.95 within 2200 MiB, 0.90 within 1200 MiB; recompute 0.70 within 500 MiB"
+    yield row("GRPO", "grpo", WIDE, *OURS, *RL, goal=memory)
+    yield row("GRPO", "grpo", NARROW, *OURS, *RL, goal="0.93")
+    ragged = replace(WIDE, segments=RAGGED)
+    yield row("GSPO, ragged", "gspo", ragged, *DEFAULTS, *BUDGETS, *RECOMPUTE, "TRL", goal=memory)
+    yield row("cross-entropy", "ce", WIDE, *OURS, *CE, goal="0.97, and the best peer's")
+    yield row("cross-entropy", "ce", NARROW, *OURS, *CE, goal="0.97, and the best peer's")
+    for shape in (WIDE, NARROW):
+        scores = replace(shape, trains=())
+        ours = ("head_stats", "headloss, 128 MiB")
+        goal = "1.0 of the logits product within 130 MiB"
+        yield row("log-prob and entropy, no gradient", "scores", scores, *ours, *SCORES, goal=goal)
+    frozen = replace(WIDE, trains=("hidden",))
+    yield row(
+        "GRPO, frozen head",
+        "grpo",
+        frozen,
+        *DEFAULTS,
+        "headloss, frozen",
+        *PLAIN,
+        *LOGPS,
+        goal="0.93 of logits + dX",
+    )
+    half = replace(WIDE, quiet=2)
+    yield row("GRPO, half the rows", "grpo", half, *DEFAULTS, *BUDGETS, "TRL", goal="1.3")
+    one_and_five = ("headloss, no metrics", "headloss")
+    goal = "five terms and metrics <= 1.03 x one term"
+    yield row("one term and five", "grpo|five terms", WIDE, *one_and_five, goal=goal)
+    for tokens, vocabulary in ((65536, 32768), (16384, 128256), (16384, 151936), (8192, 262144)):
+        given = Setting(
+            tokens=tokens, width=512, vocabulary=vocabulary, trains=("hidden",), given=True
+        )
+        yield row("given logits, in place", "ce", given, *GIVEN, goal="0.85 of a copy")
+
+
+SHAPES = (
+    (4096, 4096, 128256),
+    (16384, 4096, 128256),
+    (16384, 2048, 151936),
+    (16384, 3584, 152064),
+    (65536, 2048, 151936),
+    (8192, 2304, 256000),
+)
+MAIN = (*DEFAULTS, *RECOMPUTE)
+
+
+def full() -> Iterator[Case]:
+    """The sweeps over shapes, tokens and vocabularies."""
+    for tokens, width, vocabulary in SHAPES:
+        setting = Setting(tokens=tokens, width=width, vocabulary=vocabulary)
+        ragged = replace(setting, segments=RAGGED)
+        teacher = replace(setting, teacher=True)
+        for row, work, sizes, contestants in (
+            ("cross-entropy", "ce", setting, (*MAIN, *CE)),
+            ("GRPO", "grpo", setting, (*MAIN, *RL)),
+            ("GSPO, ragged", "gspo", ragged, (*MAIN, *PLAIN, *LOGPS)),
+            ("GSPO + KL + entropy + z-loss", "gspo+kl+entropy+z", ragged, (*MAIN, *PLAIN)),
+            ("distillation", "distillation", teacher, (*MAIN, *PLAIN)),
+        ):
+            yield Case(row=row, works=(work,), setting=sizes, contestants=contestants)
+    few = (*MAIN, *PLAIN, *LOGPS)
+    for tokens in (4096, 16384, 65536, 131072, 262144):
+        setting = replace(NARROW, tokens=tokens)
+        yield Case(
+            row="GRPO, tokens", works=("grpo",), setting=setting, contestants=few, group="tokens"
+        )
+    for vocabulary in (32768, 65536, 131072, 262144):
+        setting = replace(NARROW, tokens=8192, vocabulary=vocabulary)
+        yield Case(
+            row="GRPO, vocabulary",
+            works=("grpo",),
+            setting=setting,
+            contestants=few,
+            group="vocabulary",
+        )
+
+
+def quick() -> Iterator[Case]:
+    """The table's rows in a size for a CPU, in float32, and small sweeps for the plots."""
+    seen = set()
+    for case in table():
+        if case.row not in seen:
+            seen.add(case.row)
+            yield _small(case, tokens=96, vocabulary=331)
+    distillation = next(case for case in full() if case.works == ("distillation",))
+    yield _small(distillation, tokens=96, vocabulary=331)
+    for case in full():
+        if case.group == "tokens" and case.setting.tokens <= 16384:
+            yield _small(case, tokens=case.setting.tokens // 128, vocabulary=331)
+        if case.group == "vocabulary" and case.setting.vocabulary <= 65536:
+            yield _small(case, tokens=64, vocabulary=case.setting.vocabulary // 128)
+
+
+def _small(case: Case, tokens: int, vocabulary: int) -> Case:
+    segments = 16 if isinstance(case.setting.segments, int) else (3, 20)
+    return replace(
+        case,
+        setting=replace(
+            case.setting,
+            tokens=tokens,
+            width=32,
+            vocabulary=vocabulary,
+            dtype=torch.float32,
+            segments=segments,
+        ),
+    )
+
+
+def part(cases: Iterable[Case], index: int, count: int) -> list[Case]:
+    """The `index`-th of `count` parts, from 1, of about equal work."""
+    return list(cases)[index - 1 :: count]

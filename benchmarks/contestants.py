@@ -1,0 +1,419 @@
+"""Who takes part: headloss through its public surface, plain PyTorch, and the peers.
+
+T tokens, V vocabulary. A contestant makes, for a work and a setting, a function from inputs to what
+it found. What it needs is imported then, and a peer that is not installed is skipped by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from works import Inputs, Setting, Values, Work
+
+import headloss as hl
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a run returns.
+
+    Attributes:
+        values: any of "loss", "nll" (the mean of -logp), "logps" [T], "entropies" [T], and the
+            gradients "hidden" and "weight".
+        accumulator: bytes of a float32 [V, H] that dW was summed in, beside the dW returned.
+        factor: what the gradients are still to be multiplied with.
+        how: schedule and sizes, where the contestant says.
+    """
+
+    values: dict[str, Tensor]
+    accumulator: int = 0
+    factor: float = 1.0
+    how: str = ""
+
+
+Run = Callable[[Inputs], Found]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """One way to do a work.
+
+    Attributes:
+        make: a run of the work; ImportError or AttributeError where something is not installed.
+        works: those that it can do; None: all.
+        rounded: rounds logits to the inputs' dtype or leaves small gradients out, by design.
+        gpu: needs a GPU.
+    """
+
+    name: str
+    make: Callable[[Work, Setting], Run]
+    works: frozenset[str] | None = None
+    rounded: bool = False
+    gpu: bool = False
+
+
+def gradients(loss: Tensor, inputs: Inputs) -> dict[str, Tensor]:
+    """Of whatever requires one."""
+    hidden = inputs.hidden if inputs.logits is None else inputs.logits
+    leaves = {"hidden": hidden, "weight": inputs.weight}
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    if not wanted or not loss.requires_grad:
+        return {}
+    return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values())), strict=True))
+
+
+# ---------------------------------------------------------------------- headloss
+
+
+def _headloss(**options) -> Callable[[Work, Setting], Run]:
+    def make(work: Work, setting: Setting) -> Run:
+        def run(inputs: Inputs) -> Found:
+            out = hl.head_loss(
+                inputs.hidden,
+                hl.Head(inputs.weight),
+                inputs.batch(setting.teacher),
+                work.objective(inputs),
+                hl.Options(**options),
+            )
+            return _found(out, inputs)
+
+        return run
+
+    return make
+
+
+def _in_place(**options) -> Callable[[Work, Setting], Run]:
+    def make(work: Work, setting: Setting) -> Run:
+        def run(inputs: Inputs) -> Found:
+            assert inputs.logits is not None
+            out = hl.logits_loss(
+                inputs.logits,
+                hl.Batch(inputs.targets),
+                work.objective(inputs),
+                inplace=True,
+                options=hl.Options(metrics=False, **options),
+            )
+            return _found(out, inputs)
+
+        return run
+
+    return make
+
+
+def _found(out: hl.Output, inputs: Inputs) -> Found:
+    values = {"loss": out.loss.detach(), "logps": out.logps}
+    if out.entropies is not None:
+        values["entropies"] = out.entropies
+    plan = out.plan
+    size = plan.tile.rows if plan.schedule in ("recompute", "statistics") else plan.chunk_tokens
+    return Found(
+        values=values | gradients(out.loss, inputs),
+        accumulator=plan.bytes.get("weight gradient accumulator", 0),
+        how=f"{plan.schedule} of {size} tokens, {plan.backend}",
+    )
+
+
+def _head_stats(work: Work, setting: Setting) -> Run:
+    def run(inputs: Inputs) -> Found:
+        stats = hl.head_stats(inputs.hidden, hl.Head(inputs.weight), inputs.targets)
+        return Found(values={"logps": stats.logp, "entropies": stats.entropy})
+
+    return run
+
+
+# ---------------------------------------------------------------------- from log-probs or a loss
+
+
+def _by_values(
+    values_of: Callable[[Inputs], Values], work: Work, float32_sums: bool = False
+) -> Run:
+    """A contestant that gives per-token values, with the loss on top in plain PyTorch."""
+
+    def run(inputs: Inputs) -> Found:
+        values = values_of(inputs)
+        loss = work.loss(values, inputs)
+        found = {"loss": loss.detach(), "logps": values.logp.detach()}
+        if values.entropy is not None:
+            found["entropies"] = values.entropy.detach()
+        return _sums(found | gradients(loss, inputs), float32_sums)
+
+    return run
+
+
+def _by_loss(loss_of: Callable[[Inputs], Tensor], float32_sums: bool = False) -> Run:
+    """A contestant that gives the mean cross-entropy alone."""
+
+    def run(inputs: Inputs) -> Found:
+        loss = loss_of(inputs)
+        return _sums({"nll": loss.detach()} | gradients(loss, inputs), float32_sums)
+
+    return run
+
+
+def _sums(values: dict[str, Tensor], float32_sums: bool) -> Found:
+    weight = values.get("weight")
+    separate = float32_sums and weight is not None and weight.dtype != torch.float32
+    return Found(values=values, accumulator=4 * weight.numel() if separate else 0)
+
+
+# ---------------------------------------------------------------------- plain PyTorch
+
+
+def _values_of_logits(work: Work) -> Callable[..., Values]:
+    """From logits in float32 (and a teacher's), by PyTorch's own functions."""
+
+    def values(z: Tensor, targets: Tensor, teacher: Tensor | None = None) -> Values:
+        log_p = z.log_softmax(-1)
+        entropy = divergence = None
+        if "entropy" in work.reads:
+            entropy = -(log_p.exp() * log_p).sum(-1)
+        if teacher is not None:
+            log_q = teacher.log_softmax(-1)
+            divergence = (log_q.exp() * (log_q - log_p)).sum(-1)
+        lse = z.logsumexp(-1) if "lse" in work.reads else None
+        return Values(log_p.gather(1, targets.unsqueeze(1)).squeeze(1), lse, entropy, divergence)
+
+    return values
+
+
+def _eager(work: Work, setting: Setting, compiled: bool = False) -> Run:
+    values_of_logits = _values_of_logits(work)
+
+    def of_products(x, w, y, teacher_x, teacher_w):
+        teacher = None if teacher_x is None else F.linear(teacher_x, teacher_w).float()
+        return values_of_logits(F.linear(x, w).float(), y, teacher)
+
+    def cross_entropy(x, w, y):
+        return F.cross_entropy(F.linear(x, w).float(), y)
+
+    def of_given(z, y):
+        return F.cross_entropy(z.float(), y)
+
+    if compiled:
+        of_products, cross_entropy, of_given = (
+            torch.compile(f, dynamic=False) for f in (of_products, cross_entropy, of_given)
+        )
+    if setting.given:
+        return _by_loss(lambda i: of_given(i.logits, i.targets))
+    if work.name == "ce":
+        return _by_loss(lambda i: cross_entropy(i.hidden, i.weight, i.targets))
+    return _by_values(
+        lambda i: of_products(i.hidden, i.weight, i.targets, i.teacher_hidden, i.teacher_weight),
+        work,
+    )
+
+
+def _torch_chunked(work: Work, setting: Setting) -> Run:
+    chunked, options = F.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions
+    return _by_loss(lambda i: chunked(i.hidden, i.weight, i.targets, options=options()))
+
+
+# ---------------------------------------------------------------------- peers
+
+
+def _trl(work: Work, setting: Setting) -> Run:
+    import trl.trainer.utils  # noqa: F401  # its backward needs this
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+    outputs = ("entropy",) if "entropy" in work.reads else ()
+
+    def values(i: Inputs) -> Values:
+        logps, entropy, *_ = ChunkedLogProbFunction.apply(
+            i.hidden, i.weight, None, i.targets, 1.0, 8192, None, 1.0, outputs
+        )
+        return Values(logps, entropy=entropy)
+
+    return _by_values(values, work, float32_sums=True)
+
+
+def _liger_scaled(work: Work, setting: Setting, plain: bool = False) -> Run:
+    from liger_kernel.ops import fused_linear_scaled_cross_entropy as module
+
+    entropy = "entropy" in work.reads
+    if plain:
+        apply = module._FusedLinearPPOFallbackFunction.apply
+        arguments = (1.0, -100, entropy)
+    else:
+        apply = module.LigerFusedLinearScaledCrossEntropyFunction.apply
+        arguments = (1.0, -100, 1, entropy)
+        module._resolve_implementation(torch.device("cuda"))  # is its Hopper path installed?
+
+    def values(i: Inputs) -> Values:
+        found = apply(i.hidden, i.weight, i.targets, *arguments)
+        return Values(-found[0], entropy=found[1].float()) if entropy else Values(-found)
+
+    return _by_values(values, work)
+
+
+def _liger_grpo(work: Work, setting: Setting) -> Run:
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    length = setting.segments
+    if not isinstance(length, int) or setting.tokens % length:
+        raise ValueError("takes sequences of one length only")
+    loss_of = LigerFusedLinearGRPOLoss(
+        beta=0.0, compiled=True, use_ref_model=False, chunk_size=1, loss_type="grpo"
+    )
+
+    def run(i: Inputs) -> Found:
+        shape = (-1, length)
+        x, y = i.hidden.view(*shape, i.hidden.shape[1]), i.targets.view(shape)
+        mask = torch.ones_like(y)
+        old = i.old.view(shape)
+        found = loss_of(x, i.weight, y, mask, i.advantages, old_per_token_logps=old)[0]
+        return Found(values={"loss": found.detach()} | gradients(found, i))
+
+    return run
+
+
+def _liger_flce(accumulate: torch.dtype | None) -> Callable[[Work, Setting], Run]:
+    def make(work: Work, setting: Setting) -> Run:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        def loss(i: Inputs) -> Tensor:
+            found = liger_fused_linear_cross_entropy(
+                i.hidden, i.weight, i.targets, accum_dtype=accumulate
+            )
+            return found[0] if isinstance(found, tuple) else found
+
+        return _by_loss(loss, float32_sums=accumulate == torch.float32)
+
+    return make
+
+
+def _liger_flce_hopper(work: Work, setting: Setting) -> Run:
+    from liger_kernel.ops.cutedsl.ops import fused_linear_cross_entropy_sm90 as module
+
+    apply = module.LigerFusedLinearCrossEntropySM90Function.apply
+    return _by_loss(lambda i: apply(i.hidden, i.weight, i.targets))
+
+
+def _liger_ce(work: Work, setting: Setting) -> Run:
+    from liger_kernel.transformers.functional import liger_cross_entropy
+
+    def loss(i: Inputs) -> Tensor:
+        found = liger_cross_entropy(i.logits, i.targets)
+        return found[0] if isinstance(found, tuple) else found
+
+    return _by_loss(loss)
+
+
+def _cce(work: Work, setting: Setting) -> Run:
+    from cut_cross_entropy import linear_cross_entropy
+
+    if setting.trains:
+        return _by_loss(lambda i: linear_cross_entropy(i.hidden, i.weight, i.targets))
+
+    def scores(i: Inputs) -> Found:
+        nll = linear_cross_entropy(i.hidden, i.weight, i.targets, reduction="none")
+        return Found(values={"logps": -nll}, how="log-probs alone")
+
+    return scores
+
+
+def _quack(scaled: bool | None) -> Callable[[Work, Setting], Run]:
+    def make(work: Work, setting: Setting) -> Run:
+        if setting.given:
+            return _quack_given()
+        _quack_without_semantic_keys()
+        from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+        chunk = 4096 if setting.width != 4096 else 8192  # scaled exp refuses a chunk of H
+        run = _by_loss(
+            lambda i: chunked_linear_cross_entropy(
+                i.hidden, i.weight, i.targets, chunk, use_scaled_exp=scaled, tuned=False
+            ),
+            float32_sums=True,
+        )
+        if setting.trains:
+            return run
+        return lambda i: Found(values=run(i).values, how="mean loss alone")
+
+    return make
+
+
+def _quack_without_semantic_keys() -> None:
+    """Its cache keys refuse values that newer compilers hold; an opaque key serves a benchmark."""
+    from quack.gemm_runtime import identity
+
+    inner = identity.semantic_value_key
+    if getattr(inner, "opaque", False):
+        return
+
+    def key(value: Any, *rest: Any) -> Any:
+        try:
+            return inner(value, *rest)
+        except TypeError:
+            return ("opaque", type(value).__qualname__)
+
+    key.opaque = True  # type: ignore[attr-defined]
+    identity.semantic_value_key = key
+
+
+def _quack_given() -> Run:
+    from quack.cross_entropy import cross_entropy_fwd_out
+
+    def run(i: Inputs) -> Found:
+        z = i.logits.detach()  # type: ignore[union-attr]
+        loss = torch.empty(len(z), device=z.device)
+        cross_entropy_fwd_out(z, i.targets, None, loss=loss, lse=None, dx=z, weight=None)
+        return Found(values={"logps": -loss, "hidden": z}, factor=1 / len(z))
+
+    return run
+
+
+# ---------------------------------------------------------------------- the registry
+
+CE_ONLY = frozenset({"ce"})
+SCORE_WORKS = frozenset({"ce", "grpo", "gspo", "scores"})
+NLL_WORKS = frozenset({"ce", "scores"})
+
+
+def _registry() -> dict[str, Contestant]:
+    found = {}
+
+    def add(name: str, make: Callable[[Work, Setting], Run], **more) -> None:
+        found[name] = Contestant(name=name, make=make, **more)
+
+    add("headloss", _headloss())
+    add("headloss, no metrics", _headloss(metrics=False))
+    for budget in (1200, 2200):
+        add(f"headloss, {budget} MiB", _headloss(schedule="one_pass", memory_budget=budget * MIB))
+    add("headloss, 128 MiB", _headloss(memory_budget=128 * MIB))
+    add("headloss, recompute", _headloss(schedule="recompute"))
+    add("headloss, frozen", _headloss(schedule="frozen"))
+    add("headloss, reference", _headloss(backend="reference"))
+    add("head_stats", _head_stats)
+    add("headloss in place", _in_place())
+    add("headloss in place, declared upstream", _in_place(upstream=1.0))
+    add("eager", _eager, rounded=True)
+    add("torch.compile", partial(_eager, compiled=True), rounded=True, gpu=True)
+    add("F.linear_cross_entropy", _torch_chunked, works=CE_ONLY, rounded=True)
+    add("TRL", _trl, works=SCORE_WORKS, rounded=True)
+    add("Liger GRPO", _liger_grpo, works=frozenset({"grpo"}), rounded=True, gpu=True)
+    add("Liger scaled CE", _liger_scaled, works=SCORE_WORKS, rounded=True, gpu=True)
+    add(
+        "Liger scaled CE, plain",
+        partial(_liger_scaled, plain=True),
+        works=SCORE_WORKS,
+        rounded=True,
+    )
+    more = {"works": CE_ONLY, "rounded": True, "gpu": True}
+    add("Liger FLCE", _liger_flce(None), **more)
+    add("Liger FLCE, fp32 sums", _liger_flce(torch.float32), **more)
+    add("Liger FLCE, Hopper", _liger_flce_hopper, **more)
+    add("Liger CE", _liger_ce, **more)
+    add("CCE", _cce, works=NLL_WORKS, rounded=True, gpu=True)
+    add("QuACK", _quack(None), works=NLL_WORKS, rounded=True, gpu=True)
+    add("QuACK, no scaled exp", _quack(False), works=NLL_WORKS, rounded=True, gpu=True)
+    return found
+
+
+CONTESTANTS: dict[str, Contestant] = _registry()

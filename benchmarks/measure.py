@@ -1,0 +1,312 @@
+"""The limit, races on the clock, and memory.
+
+Nothing here knows a contestant by name. H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from cases import Case
+from contestants import CONTESTANTS, Contestant, Found, Run
+from oracle import EXACT, ROUNDED, Oracle, errors, make_oracle, misses
+from works import WORKS, Inputs, Setting, Work, make_inputs
+
+from headloss.testing import LiveTensors
+
+# ---------------------------------------------------------------------- the limit
+
+CHUNK = 4096
+
+
+def make_limit(setting: Setting, inputs: Inputs) -> Callable[[Inputs], Any]:
+    """The products that the work cannot do without, by the vendor's library, in the inputs' dtype.
+
+    logits, then dX and dW as far as they are wanted, in chunks of 4096 tokens, the second and third
+    from a gradient like the true one. Where the logits are given: a copy of them.
+    """
+    if setting.given:
+        copy = torch.empty_like(inputs.pristine)
+        return lambda i: copy.copy_(i.pristine)
+    rows = min(CHUNK, setting.tokens)
+    with torch.no_grad():
+        z = inputs.hidden[:rows] @ inputs.weight.t()
+        gradient = torch.empty_like(z)
+        for part in torch.arange(rows, device=z.device).split(512):
+            p = z[part].float().softmax(-1)
+            p[torch.arange(len(part), device=p.device), inputs.targets[part]] -= 1
+            gradient[part] = (p / setting.tokens).to(z.dtype)
+    del z, p
+
+    @torch.no_grad()
+    def run(i: Inputs):
+        z = i.hidden.new_empty(rows, setting.vocabulary)
+        dx = torch.empty_like(i.hidden) if "hidden" in setting.trains else None
+        dw = torch.empty_like(i.weight) if "weight" in setting.trains else None
+        for start in range(0, setting.tokens, rows):
+            x = i.hidden[start : start + rows]
+            n = len(x)
+            torch.mm(x, i.weight.t(), out=z[:n])
+            if dx is not None:
+                torch.mm(gradient[:n], i.weight, out=dx[start : start + n])
+            if dw is not None:
+                torch.mm(gradient[:n].t(), x, out=dw)
+        return dx, dw
+
+    return run
+
+
+# ---------------------------------------------------------------------- the clock
+
+
+class Stretch:
+    """Time between entering and leaving; read `ms` after a synchronisation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.events = None
+        if device.type == "cuda":
+            self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+    def __enter__(self) -> Stretch:
+        if self.events:
+            self.events[0].record()
+        self.start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stop = time.perf_counter()
+        if self.events:
+            self.events[1].record()
+
+    @property
+    def ms(self) -> float:
+        if self.events:
+            return self.events[0].elapsed_time(self.events[1])
+        return 1e3 * (self.stop - self.start)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def footprint(run: Run, inputs: Inputs, device: torch.device) -> tuple[Found, int, float]:
+    """What a run found, its peak bytes beyond the inputs, and its milliseconds."""
+    inputs.fresh()
+    synchronize(device)
+    stretch = Stretch(device)
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        with stretch:
+            found = run(inputs)
+        synchronize(device)
+        return found, torch.cuda.max_memory_allocated(device) - before, stretch.ms
+    with LiveTensors() as meter, stretch:
+        found = run(inputs)
+    return found, meter.peak, stretch.ms
+
+
+def working_bytes(found: Found, peak: int, inputs: Inputs) -> int:
+    """Peak bytes beyond inputs, returned tensors and the float32 accumulator of dW.
+
+    While the accumulator lives, the dW that is returned does not: the larger of the two is
+    counted off.
+    """
+    given = inputs.logits
+    taken = set() if given is None else {given.untyped_storage().data_ptr()}
+    returned = 0
+    for name, value in found.values.items():
+        storage = value.untyped_storage()
+        if storage.data_ptr() in taken:
+            continue
+        taken.add(storage.data_ptr())
+        kept = storage.nbytes()
+        returned += max(kept, found.accumulator) if name == "weight" else kept
+    return max(0, peak - returned)
+
+
+# ---------------------------------------------------------------------- a case
+
+SLOW, FEW = 4.0, 3  # who takes longer than SLOW limits runs FEW times
+
+
+@dataclass
+class Entry:
+    """A contestant in a race, and what came of it."""
+
+    work: Work
+    contestant: Contestant
+    run: Run | None = None
+    row: dict[str, Any] = field(default_factory=dict)
+    stretches: list[Stretch] = field(default_factory=list)
+    limits: list[Stretch] = field(default_factory=list)
+
+
+def run_case(case: Case, repeats: int, device: torch.device, keep=lambda name: True) -> list[dict]:
+    """Gate, then race: one row for each work and contestant. `keep` chooses contestants."""
+    torch.compiler.reset()
+    setting = case.setting
+    inputs = [make_inputs(setting, device, seed) for seed in (0, 100)]
+    entries = [
+        Entry(WORKS[work], CONTESTANTS[name])
+        for work in case.works
+        for name in case.contestants
+        if keep(name)
+    ]
+    with torch.set_grad_enabled(bool(setting.trains)):
+        for _, group in itertools.groupby(entries, key=lambda e: e.work.name):
+            _gate(list(group), inputs[0], setting, device)
+        limit = make_limit(setting, inputs[0])
+        for entry in entries:
+            if entry.run is not None:
+                _race(entry, limit, inputs, repeats, device)
+    measured = [s.ms for entry in entries for s in entry.limits]
+    overall = statistics.median(measured) if measured else math.nan
+    for entry in entries:
+        entry.row |= {"work": entry.work.name, "contestant": entry.contestant.name}
+        entry.row |= {"limit_ms": overall}
+        if entry.stretches:
+            base = statistics.median(s.ms for s in entry.limits)
+            entry.row |= {"limit_ms": base}
+            entry.row |= _times([s.ms for s in entry.stretches], base, setting)
+    about = {"case": case.name, "row": case.row, "group": case.group, "goal": case.goal}
+    sizes = {name: getattr(setting, name) for name in ("tokens", "width", "vocabulary")}
+    about |= sizes | {"dtype": str(setting.dtype).removeprefix("torch.")}
+    return [about | entry.row for entry in entries]
+
+
+def _times(ms: list[float], limit: float, setting: Setting) -> dict[str, Any]:
+    middle = statistics.median(ms)
+    found = {"ms": middle, "low": min(ms), "high": max(ms), "runs": len(ms)}
+    found["of_limit"] = limit / middle
+    if setting.given:
+        moved = 2 * setting.tokens * setting.vocabulary * setting.dtype.itemsize
+        return found | {"gb_per_s": moved / middle / 1e6}
+    return found | {"tflops": setting.flops / middle / 1e9}
+
+
+def _gate(entries: list[Entry], inputs: Inputs, setting: Setting, device: torch.device) -> None:
+    """Errors and memory of each contestant; those that pass keep their `run`."""
+    oracle = make_oracle(entries[0].work, inputs, setting)
+    for entry in entries:
+        contestant, work = entry.contestant, entry.work
+        reason = _unserved(contestant, work, device)
+        if reason:
+            entry.row = {"status": "skipped", "reason": reason}
+            continue
+        try:
+            run = contestant.make(work, setting)
+        except ValueError as unfit:
+            entry.row = {"status": "skipped", "reason": str(unfit)}
+            continue
+        except Exception as missing:  # a peer may fail in its own way to be imported
+            entry.row = {"status": "skipped", "reason": one_line(missing)}
+            continue
+        try:
+            _measure(entry, run, inputs, oracle, setting, device)
+        except NotImplementedError as unfit:
+            entry.row = {"status": "skipped", "reason": one_line(unfit)}
+        except Exception as failure:  # whatever a contestant does, the others go on
+            entry.row = {"status": "failed", "reason": one_line(failure)}
+        if device.type == "cuda":
+            gc.collect()
+            torch.cuda.synchronize(device)  # an error that sticks ends the program here
+            torch.cuda.empty_cache()
+
+
+def poison(device: torch.device, setting: Setting) -> None:
+    """Leave NaN in the memory that the next run is given: what it does not write shows."""
+    if device.type != "cuda":
+        return
+    torch.cuda.empty_cache()
+    outputs = setting.tokens * setting.width + 2 * setting.vocabulary * setting.width
+    elements = outputs + 4096 * setting.vocabulary
+    torch.full((elements,), torch.nan, device=device)
+
+
+def _unserved(contestant: Contestant, work: Work, device: torch.device) -> str:
+    if contestant.gpu and device.type != "cuda":
+        return "needs a GPU"
+    if contestant.works is not None and work.name not in contestant.works:
+        return f"has no {work.name}"
+    return ""
+
+
+def _measure(
+    entry: Entry,
+    run: Run,
+    inputs: Inputs,
+    oracle: Oracle,
+    setting: Setting,
+    device: torch.device,
+) -> None:
+    poison(device, setting)
+    inputs.fresh()
+    found = run(inputs)
+    tolerance = ROUNDED if entry.contestant.rounded else EXACT
+    measured = errors(found, oracle)
+    out = misses(measured, tolerance)
+    del found
+    found, peak, _ = footprint(run, inputs, device)
+    entry.row = {
+        "status": "failed" if out else "ok",
+        "reason": "; ".join(out),
+        "tolerance": tolerance.name,
+        "errors": measured,
+        "peak_bytes": peak,
+        "working_bytes": working_bytes(found, peak, inputs),
+        "accumulator_bytes": found.accumulator,
+        "how": found.how,
+    }
+    if not out:
+        entry.run = run
+
+
+def _race(
+    entry: Entry,
+    limit: Callable[[Inputs], Any],
+    inputs: list[Inputs],
+    repeats: int,
+    device: torch.device,
+) -> None:
+    """Times of one contestant and of the limit in turn.
+
+    Both meet the same clocks: a card at its power cap runs faster after a contestant that draws
+    little, so each has the limit as its only neighbour.
+    """
+    assert entry.run is not None
+    for turn in range(repeats + 1):
+        i = inputs[turn % len(inputs)]
+        entry.limits.append(_timed(limit, i, device))
+        entry.stretches.append(_timed(entry.run, i, device))
+        synchronize(device)
+        slow = entry.stretches[0].ms > SLOW * entry.limits[0].ms
+        if slow and turn == FEW:
+            break
+    del entry.stretches[0], entry.limits[0]  # a warm-up
+
+
+def _timed(function: Callable[[Inputs], Any], inputs: Inputs, device: torch.device) -> Stretch:
+    inputs.fresh()
+    with Stretch(device) as stretch:
+        function(inputs)
+    return stretch
+
+
+def one_line(error: BaseException) -> str:
+    """What went wrong, without the paths of the machine that it went wrong on."""
+    first = (str(error) or type(error).__name__).strip().splitlines()[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    without = re.sub(r"/(?:[\w.+-]+/)+", "", first)
+    return f"{type(error).__name__}: {without}"[:200]

@@ -1,0 +1,183 @@
+"""The float64 oracle, and the gate: what a contestant found beside what is true.
+
+T tokens, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from contestants import Found
+from torch import Tensor
+from works import Inputs, Setting, Values, Work
+
+# ---------------------------------------------------------------------- the oracle
+
+SAMPLES = 128  # rows of dX, and rows of dW, that are compared
+BLOCK = 1 << 28  # logits of the oracle at a time: 2 GiB of float64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Oracle:
+    """What is true, in float64; gradients of some rows of `hidden` and `weight`."""
+
+    values: dict[str, Tensor]  # loss, nll, logps, entropies
+    rows: Tensor  # of hidden
+    columns: Tensor  # of weight
+    gradients: dict[str, Tensor]
+
+
+def make_oracle(work: Work, inputs: Inputs, setting: Setting) -> Oracle:
+    """Two sweeps over blocks of float64 logits: per-token values, then gradients by autograd.
+
+    Half of the compared rows of `weight` are targets of the compared rows of `hidden`.
+    """
+    generator = torch.Generator().manual_seed(0)
+    count = min(SAMPLES, setting.tokens)
+    rows = torch.randperm(setting.tokens, generator=generator)[:count].to(inputs.targets.device)
+    anywhere = torch.randint(setting.vocabulary, (count // 2,), generator=generator)
+    columns = torch.cat([inputs.targets[rows[: count // 2]], anywhere.to(rows.device)])
+    sources = _sources(inputs)
+    blocks = torch.arange(setting.tokens, device=rows.device).split(
+        max(1, BLOCK // setting.vocabulary)
+    )
+    with torch.no_grad():
+        found = [_values(*_block(sources, b), inputs.targets[b]) for b in blocks]
+    whole = [
+        torch.cat(v).requires_grad_() if v[0] is not None else None
+        for v in zip(*found, strict=True)
+    ]
+    values = Values(*whole)
+    loss = work.loss(values, inputs)
+    leaves = [v for v in values if v is not None]
+    slopes = torch.autograd.grad(loss, leaves, allow_unused=True) if setting.trains else ()
+    oracle = Oracle(
+        values={
+            "loss": loss.detach(),
+            "nll": -values.logp.mean().detach(),
+            "logps": values.logp.detach(),
+            "entropies": values.entropy.detach(),
+        },
+        rows=rows,
+        columns=columns,
+        gradients={},
+    )
+    if setting.trains:
+        oracle.gradients.update(_sampled(inputs, sources, slopes, blocks, oracle))
+    return oracle
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """Float64 copies of the weights, made once."""
+
+    inputs: Inputs
+    weight: Tensor
+    teacher: Tensor | None
+
+
+def _sources(inputs: Inputs) -> _Sources:
+    other = inputs.teacher_weight
+    return _Sources(
+        inputs, inputs.weight.detach().double(), None if other is None else other.double()
+    )
+
+
+def _block(sources: _Sources, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Logits of some tokens, and the teacher's."""
+    inputs = sources.inputs
+    if inputs.pristine is not None:
+        return inputs.pristine[rows].double(), None
+    z = inputs.hidden.detach()[rows].double() @ sources.weight.t()
+    if sources.teacher is None:
+        return z, None
+    assert inputs.teacher_hidden is not None
+    return z, inputs.teacher_hidden[rows].double() @ sources.teacher.t()
+
+
+def _values(z: Tensor, teacher: Tensor | None, targets: Tensor) -> Values:
+    log_p = z.log_softmax(-1)
+    divergence = None
+    if teacher is not None:
+        log_q = teacher.log_softmax(-1)
+        divergence = (log_q.exp() * (log_q - log_p)).sum(-1)
+    return Values(
+        logp=log_p.gather(1, targets.unsqueeze(1)).squeeze(1),
+        lse=z.logsumexp(-1),
+        entropy=-(log_p.exp() * log_p).sum(-1),
+        divergence=divergence,
+    )
+
+
+def _sampled(
+    inputs: Inputs,
+    sources: _Sources,
+    slopes: Iterable[Tensor | None],
+    blocks: Iterable[Tensor],
+    oracle: Oracle,
+) -> dict[str, Tensor]:
+    """dX of `rows` (dlogits where these are given) and dW of `columns`."""
+    into_rows: list[Tensor] = []
+    order: list[Tensor] = []
+    into_columns = sources.weight.new_zeros(len(oracle.columns), sources.weight.shape[1])
+    for block in blocks:
+        z, teacher = _block(sources, block)
+        z.requires_grad_()
+        values = [v for v in _values(z, teacher, inputs.targets[block]) if v is not None]
+        read = [(v, s) for v, s in zip(values, slopes, strict=True) if s is not None]
+        (g,) = torch.autograd.grad(torch.stack([(v * s[block]).sum() for v, s in read]).sum(), z)
+        places = ((oracle.rows >= block[0]) & (oracle.rows <= block[-1])).nonzero().squeeze(1)
+        inside = g[oracle.rows[places] - block[0]]
+        into_rows.append(inside if inputs.pristine is not None else inside @ sources.weight)
+        order.append(places)
+        into_columns += g[:, oracle.columns].t() @ inputs.hidden.detach()[block].double()
+        del z, teacher, values, read, g
+    hidden = torch.cat(into_rows)[torch.cat(order).argsort()]
+    return {"hidden": hidden, "weight": into_columns}
+
+
+# ---------------------------------------------------------------------- the gate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """Largest errors allowed: absolute for values, relative norms for gradients."""
+
+    name: str
+    values: float
+    entropies: float
+    gradients: float
+
+    def of(self, quantity: str) -> float:
+        if quantity in ("hidden", "weight"):
+            return self.gradients
+        return self.entropies if quantity == "entropies" else self.values
+
+
+EXACT = Tolerance(name="exact", values=1e-4, entropies=1e-3, gradients=1e-2)
+ROUNDED = Tolerance(name="rounded", values=1e-1, entropies=1e-1, gradients=1e-1)
+
+
+def errors(found: Found, oracle: Oracle) -> dict[str, float]:
+    """By quantity: the largest absolute error of values, relative norms of gradients' errors."""
+    result = {}
+    for name, value in found.values.items():
+        if name in ("hidden", "weight"):
+            places = oracle.rows if name == "hidden" else oracle.columns
+            true = oracle.gradients[name]
+            off = value.detach()[places].double() * found.factor - true
+            result[name] = float(off.norm() / true.norm().clamp_min(1e-300))
+        else:
+            result[name] = float((value.double() - oracle.values[name]).abs().max())
+    return result
+
+
+def misses(measured: dict[str, float], tolerance: Tolerance) -> list[str]:
+    """What is out of tolerance; NaN always is."""
+    return [
+        f"{name} {error:.1e} > {tolerance.of(name):.0e}"
+        for name, error in measured.items()
+        if not error <= tolerance.of(name)
+    ]

@@ -1,0 +1,271 @@
+"""Results as Markdown and as plots: `python benchmarks/report.py table.json --plots FOLDER`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+Row = dict[str, Any]
+
+NOTES = """\
+*of limit*: time of the limit over time, medians of runs in turn. The limit is the vendor's products
+that the work needs (logits, dX, dW) in chunks of 4096 tokens with outputs in the inputs' dtype, or
+a copy of logits that are given; TFLOP/s count these products. *MiB*: the allocator's peak beyond
+inputs, returned tensors and a float32 accumulator of dW (*dW MiB*). *log-prob*, *loss*: largest
+absolute error against float64, over all tokens. *dX*, *dW*: norm of the error over the norm, on
+sampled rows. *gate*: `exact` allows 1e-4, 1e-3 on entropies and 1e-2 on gradients; `rounded`, for
+those who round logits or leave small gradients out by design, 1e-1."""
+
+
+# ---------------------------------------------------------------------- Markdown
+
+
+def tables(results: dict) -> str:
+    """Every case with all its contestants."""
+    parts = [_machine(results), NOTES]
+    for name, rows in _by_case(results["rows"]):
+        parts.append(f"### {name}\n\n{_about(rows[0])}\n\n{_case_table(rows)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def goals(results: dict) -> str:
+    """One line for each case of the table: headloss beside its goal and its best peer."""
+    head = ("work", "shape", "goal", "headloss, of limit", "MiB", "best peer, of limit", "limit")
+    lines = [head, ("---",) * len(head)]
+    rows = [row for row in results["rows"] if row["group"] == "table"]
+    for _, found in _by_case(rows):
+        first = found[0]
+        ours = [r for r in found if is_ours(r) and "ms" in r and "reference" not in r["contestant"]]
+        peers = [r for r in found if not is_ours(r) and "ms" in r]
+        peer = min(peers, key=lambda r: r["ms"], default=None)
+        shape = f"N={first['tokens']} H={first['width']} V={first['vocabulary']}"
+        shown = [f"{r['of_limit']:.2f} {_short(r)}" for r in ours]
+        memory = [f"{r['working_bytes'] / MIB:.0f}" for r in ours]
+        best = "-" if peer is None else f"{peer['of_limit']:.2f} {peer['contestant']}"
+        limit = f"{first['limit_ms']:.2f} ms"
+        cells = (first["row"], shape, first["goal"], "<br>".join(shown), "<br>".join(memory))
+        lines.append((*cells, best, limit))
+    return f"{_machine(results)}\n\n{_markdown(lines)}"
+
+
+def is_ours(row: Row) -> bool:
+    return row["contestant"].startswith("head")
+
+
+def _short(row: Row) -> str:
+    name = row["contestant"].removeprefix("headloss").strip(", ") or "default"
+    several = row["work"] if row["row"] == "one term and five" else ""
+    return f"({', '.join(filter(None, (name, several)))})"
+
+
+def _by_case(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
+    names = list(dict.fromkeys(row["case"] for row in rows))
+    ordered = sorted(rows, key=lambda row: names.index(row["case"]))
+    return [(name, list(found)) for name, found in groupby(ordered, key=lambda r: r["case"])]
+
+
+def _machine(results: dict) -> str:
+    run = results["runs"][-1]
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    return f"{run['machine']}; {versions}; commit {run['commit']}."
+
+
+def _about(row: Row) -> str:
+    goal = f", goal: {row['goal']}" if row["goal"] else ""
+    return f"limit {row['limit_ms']:.2f} ms{goal}"
+
+
+COLUMNS = ("contestant", "ms", "of limit", "TFLOP/s", "MiB", "dW MiB", "log-prob", "loss", "dX")
+COLUMNS = (*COLUMNS, "dW", "gate", "how")
+
+
+def _case_table(rows: list[Row]) -> str:
+    several = len({row["work"] for row in rows}) > 1
+    rate = "GB/s" if any("gb_per_s" in row for row in rows) else "TFLOP/s"
+    columns = tuple(rate if name == "TFLOP/s" else name for name in COLUMNS)
+    lines = [columns, ("---", *("---:",) * 9, "---", "---")]
+    for row in sorted(rows, key=lambda row: row.get("ms", float("inf"))):
+        name = f"{row['contestant']}: {row['work']}" if several else row["contestant"]
+        lines.append((name, *_cells(row)))
+    return _markdown(lines)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    def number(name: str, form: str, scale: float = 1) -> str:
+        return format(row[name] * scale, form) if name in row else "-"
+
+    found = row.get("errors", {})
+    wrong = {name: f"{found[name]:.0e}" if name in found else "-" for name in QUANTITIES}
+    loss = wrong["loss"] if "loss" in found else wrong["nll"]
+    gate = row["status"]
+    if gate == "ok":
+        gate = row["tolerance"]
+    elif row.get("reason"):
+        gate = f"{gate}: {row['reason']}".replace("|", "/")
+    rate = number("gb_per_s", ".0f") if "gb_per_s" in row else number("tflops", ".0f")
+    return (
+        number("ms", ".2f"),
+        number("of_limit", ".3f"),
+        rate,
+        number("working_bytes", ".0f", 1 / MIB),
+        number("accumulator_bytes", ".0f", 1 / MIB),
+        wrong["logps"],
+        loss,
+        wrong["hidden"],
+        wrong["weight"],
+        gate,
+        row.get("how", ""),
+    )
+
+
+QUANTITIES = ("logps", "loss", "nll", "hidden", "weight")
+
+
+def _markdown(lines: list[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# ---------------------------------------------------------------------- plots
+
+
+def plots(results: dict, folder: Path) -> list[Path]:
+    """PNG files for whatever the results hold: sweeps over tokens and vocabulary, one term against
+    five, and the table as bars."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    for group, axis, label in (
+        ("tokens", "tokens", "tokens N"),
+        ("vocabulary", "vocabulary", "vocabulary V"),
+    ):
+        rows = [row for row in results["rows"] if row["group"] == group]
+        if rows:
+            made.append(_sweep(rows, axis, label, folder / f"{group}.png"))
+    rows = [row for row in results["rows"] if row["row"] == "one term and five" and "ms" in row]
+    if rows:
+        made.append(_one_and_five(rows, folder / "five_terms.png"))
+    rows = [row for row in results["rows"] if row["group"] == "table" and "ms" in row]
+    if rows:
+        made.append(_bars(rows, folder / "table.png"))
+    return made
+
+
+def _sweep(rows: list[Row], axis: str, label: str, path: Path) -> Path:
+    """Time and memory of each contestant along one size; where a line ends, memory ran out."""
+    import matplotlib.pyplot as plt
+
+    figure, (time, memory) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for name in dict.fromkeys(row["contestant"] for row in rows):
+        found = [row for row in rows if row["contestant"] == name and "ms" in row]
+        found.sort(key=lambda row: row[axis])
+        if not found:
+            continue
+        sizes = [row[axis] for row in found]
+        style = _style(found[0])
+        time.plot(sizes, [row["ms"] for row in found], label=name, **style)
+        total = [(row["working_bytes"] + row["accumulator_bytes"]) / MIB for row in found]
+        memory.plot(sizes, total, **style)
+    limits = sorted({row[axis]: row["limit_ms"] for row in rows}.items())
+    time.plot(*zip(*limits, strict=True), color="black", linestyle=":", label="limit")
+    for part, title in ((time, "ms"), (memory, "MiB, with the accumulator of dW")):
+        part.set_xscale("log", base=2)
+        part.set_yscale("log")
+        part.set_xlabel(label)
+        part.set_ylabel(title)
+        part.grid(alpha=0.3)
+    time.legend(fontsize=8)
+    figure.suptitle(_title(rows[0], axis), fontsize=10)
+    return _saved(figure, path)
+
+
+def _title(row: Row, axis: str) -> str:
+    sizes = {"tokens": "N", "width": "H", "vocabulary": "V"}
+    fixed = " ".join(f"{short}={row[name]}" for name, short in sizes.items() if name != axis)
+    return f"{row['work']}, forward and backward, {fixed}, {row['dtype']}"
+
+
+def _style(row: Row) -> dict[str, Any]:
+    return {"marker": "o", "markersize": 4, "linewidth": 2.2 if is_ours(row) else 1.2}
+
+
+def _one_and_five(rows: list[Row], path: Path) -> Path:
+    import matplotlib.pyplot as plt
+
+    figure, (time, memory) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    names = [
+        f"{row['work']},\n{'no' if 'no metrics' in row['contestant'] else 'all'} metrics"
+        for row in rows
+    ]
+    time.bar(names, [row["ms"] for row in rows], color="tab:blue")
+    time.axhline(rows[0]["limit_ms"], color="black", linestyle=":")
+    time.set_ylabel("ms (dotted: limit)")
+    memory.bar(names, [row["working_bytes"] / MIB for row in rows], color="tab:orange")
+    memory.set_ylabel("MiB")
+    for part in (time, memory):
+        part.tick_params(axis="x", labelsize=7)
+    return _saved(figure, path)
+
+
+def _bars(rows: list[Row], path: Path) -> Path:
+    """Fraction of the limit of every contestant, a panel for each case."""
+    import matplotlib.pyplot as plt
+
+    cases = _by_case(rows)
+    heights = [len(found) for _, found in cases]
+    figure, panels = plt.subplots(
+        len(cases),
+        1,
+        figsize=(9, 0.26 * sum(heights) + 0.9 * len(cases)),
+        height_ratios=heights,
+        layout="constrained",
+        squeeze=False,
+        sharex=True,
+    )
+    for panel, (name, found) in zip(panels[:, 0], cases, strict=True):
+        found = sorted(found, key=lambda row: row["of_limit"])
+        names = [f"{row['contestant']} ({row['work']})" for row in found]
+        colors = ["tab:blue" if is_ours(row) else "tab:gray" for row in found]
+        bars = panel.barh(names, [row["of_limit"] for row in found], color=colors)
+        panel.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
+        panel.axvline(1, color="black", linestyle=":")
+        panel.set_title(name, fontsize=8, loc="left")
+        panel.tick_params(axis="y", labelsize=7)
+    panels[-1, 0].set_xlabel("fraction of the limit")
+    return _saved(figure, path)
+
+
+def _saved(figure, path: Path) -> Path:
+    import matplotlib.pyplot as plt
+
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Results as Markdown and as plots.")
+    parser.add_argument("results", type=Path, help="JSON that run.py wrote")
+    parser.add_argument("--goals", action="store_true", help="one line for each case")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="where to write PNG files")
+    arguments = parser.parse_args(argv)
+    results = json.loads(arguments.results.read_text())
+    print(goals(results) if arguments.goals else tables(results))
+    if arguments.plots:
+        for path in plots(results, arguments.plots):
+            print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

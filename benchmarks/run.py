@@ -1,0 +1,194 @@
+"""Speed, memory and errors of headloss, plain PyTorch and the peers, side by side.
+
+    python benchmarks/run.py --quick                      # seconds, on a CPU
+    python benchmarks/run.py --table --output table.json  # minutes, on one GPU
+    python benchmarks/run.py --full --part 1/4 --output full.json
+
+Every contestant passes a gate against float64 before it is timed. Parts append to one file: it is
+written after each case, and a case that is measured again replaces what it held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from fnmatch import fnmatch
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import cases
+import measure
+import report
+import torch
+
+PACKAGES = ("torch", "triton", "headloss", "trl", "liger-kernel", "cut-cross-entropy")
+PACKAGES = (*PACKAGES, "quack-kernels", "nvidia-cutlass-dsl")
+LISTS = {"quick": cases.quick, "table": cases.table, "full": cases.full}
+
+
+class Results:
+    """One file of results: what ran where, and a row for each case, work and contestant."""
+
+    def __init__(self, path: Path | None, run: dict) -> None:
+        self.path = path
+        self.content: dict = {"runs": [], "rows": []}
+        if path is not None and path.exists():
+            self.content = json.loads(path.read_text())
+        self.number = len(self.content["runs"])
+        self.content["runs"].append(run)
+
+    def add(self, rows: list[dict]) -> None:
+        """Take a case's rows, in place of what the file holds for the same, and write the file."""
+        new = {_key(row) for row in rows}
+        kept = [row for row in self.content["rows"] if _key(row) not in new]
+        self.content["rows"] = kept + [row | {"run": self.number} for row in rows]
+        if self.path is not None:
+            write(self.path, json.dumps(self.content, indent=1) + "\n")
+
+
+def _key(row: dict) -> tuple[str, str, str]:
+    return row["case"], row["work"], row["contestant"]
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file in one step: a reader sees the old one or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def about(device: torch.device, commit: str | None) -> dict:
+    """Machine, versions and commit."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__
+    return {
+        "machine": _machine(device),
+        "python": platform.python_version(),
+        "versions": found,
+        "commit": commit or _commit(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _machine(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    query = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
+    name = torch.cuda.get_device_name(device)
+    more = _output(query).splitlines()
+    return f"{name}, CUDA {torch.version.cuda}" + (f", driver {more[0]}" if more else "")
+
+
+def _commit() -> str:
+    root = str(Path(__file__).parents[1])
+    head = _output(["git", "-C", root, "rev-parse", "--short", "HEAD"])
+    changed = _output(["git", "-C", root, "status", "--porcelain", "--", "headloss", "benchmarks"])
+    return f"{head or 'unknown'}{'+changes' if changed else ''}"
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 where every contestant of headloss passed its gate, 1 otherwise."""
+    arguments = _parse(argv)
+    device = torch.device(arguments.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)  # what is set must have an index
+        torch.cuda.set_device(device)
+    chosen = [case for case in LISTS[arguments.list]() if _matches(case.name, arguments.only)]
+    chosen = cases.part(chosen, *arguments.part)
+    if arguments.names:
+        print("\n".join(case.name for case in chosen))
+        return 0
+    results = Results(arguments.output, about(device, arguments.commit))
+    repeats = arguments.repeats or (2 if arguments.list == "quick" else 9)
+    red = []
+    for case in chosen:
+        start = time.perf_counter()
+        print(f"{case.name} ...", end=" ", flush=True)
+        rows = measure.run_case(case, repeats, device, lambda n: _matches(n, arguments.contestants))
+        results.add(rows)
+        red += [row for row in rows if row["status"] == "failed" and report.is_ours(row)]
+        print(f"{time.perf_counter() - start:.1f} s", flush=True)
+        for row in rows:
+            print(_line(row), flush=True)
+    if arguments.markdown:
+        write(arguments.markdown, report.tables(results.content))
+    if arguments.plots:
+        report.plots(results.content, arguments.plots)
+    for row in red:
+        print(f"FAILED {row['case']}: {row['contestant']}: {row['reason']}")
+    return 1 if red else 0
+
+
+def _line(row: dict) -> str:
+    name = f"  {row['work']:18} {row['contestant']:36}"
+    if "ms" not in row:
+        return f"{name} {row['status']}: {row['reason']}"
+    errors = " ".join(f"{quantity}={error:.0e}" for quantity, error in row["errors"].items())
+    return (
+        f"{name} {row['ms']:9.2f} ms  {row['of_limit']:.3f} of limit  "
+        f"{row['working_bytes'] / report.MIB:7.0f} MiB  {errors}  {row['how']}"
+    )
+
+
+def _matches(name: str, patterns: list[str] | None) -> bool:
+    return not patterns or any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _part(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        raise argparse.ArgumentTypeError(f"got {text!r}, want I/N with 1 <= I <= N")
+    return int(index), int(count)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure headloss beside its peers.")
+    lists = parser.add_mutually_exclusive_group(required=True)
+    for name, text in (
+        ("quick", "tiny shapes, for a CPU"),
+        ("table", "the rows of the table of goals"),
+        ("full", "the sweeps over shapes, tokens and vocabularies"),
+    ):
+        lists.add_argument(f"--{name}", dest="list", action="store_const", const=name, help=text)
+    parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/N")
+    parser.add_argument("--only", nargs="+", metavar="PATTERN", help="cases, by shell patterns")
+    parser.add_argument("--contestants", nargs="+", metavar="PATTERN")
+    parser.add_argument("--repeats", type=int, help="timed runs of each contestant")
+    parser.add_argument("--output", type=Path, help="JSON to write or to append to")
+    parser.add_argument("--markdown", type=Path, help="where to write the tables")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="where to write PNG files")
+    parser.add_argument("--commit", help="of the tree, where git cannot say")
+    parser.add_argument("--names", action="store_true", help="list the cases and leave")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

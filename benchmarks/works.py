@@ -1,0 +1,243 @@
+"""Works, the settings they run in, and their inputs.
+
+T tokens, H hidden width, V vocabulary, S segments. A work is written down twice: as an objective of
+headloss, and in plain PyTorch from per-token values, for everybody else and for the oracle.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import headloss as hl
+from headloss.testing import trained_looking
+
+# ---------------------------------------------------------------------- inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Sizes and what a call has to do; `trains` names the tensors whose gradient is wanted."""
+
+    tokens: int
+    width: int
+    vocabulary: int
+    dtype: torch.dtype = torch.bfloat16
+    segments: int | tuple[int, int] = 2048  # one length, or the range of ragged ones
+    quiet: int = 0  # every so many-th segment has no advantage; 0: all have one
+    trains: tuple[str, ...] = ("hidden", "weight")
+    given: bool = False  # the logits exist already and may be overwritten
+    teacher: bool = False
+
+    @property
+    def flops(self) -> int:
+        """Of the products that the work cannot do without."""
+        return 2 * self.tokens * self.width * self.vocabulary * (1 + len(self.trains))
+
+    def lengths(self) -> list[int]:
+        """Tokens of each segment."""
+        if isinstance(self.segments, int):
+            full, rest = divmod(self.tokens, self.segments)
+            return [self.segments] * full + [rest] * (rest > 0)
+        draw, found = random.Random(0), []
+        while (left := self.tokens - sum(found)) > 0:
+            found.append(min(left, draw.randint(*self.segments)))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """One set of inputs; benchmarks rotate among several."""
+
+    hidden: Tensor  # [T, H]
+    weight: Tensor  # [V, H]
+    targets: Tensor  # [T]
+    ids: Tensor  # [T] segments
+    lengths: Tensor  # [S]
+    advantages: Tensor  # [S]
+    old: Tensor  # [T] float32
+    ref: Tensor  # [T] float32
+    teacher_hidden: Tensor | None = None
+    teacher_weight: Tensor | None = None
+    logits: Tensor | None = None  # [T, V], overwritten by each run
+    pristine: Tensor | None = None
+
+    def fresh(self) -> None:
+        """Restore what a run overwrites."""
+        if self.logits is not None:
+            with torch.no_grad():
+                self.logits.copy_(self.pristine)
+
+    def segment_mean(self, values: Tensor) -> Tensor:
+        """[S] means of [T] values."""
+        sums = values.new_zeros(len(self.lengths)).index_add(0, self.ids, values)
+        return sums / self.lengths.to(values.dtype)
+
+    def batch(self, teacher: bool = False) -> hl.Batch:
+        """What headloss is given."""
+        more = {"teacher_hidden": self.teacher_hidden} if teacher else {}
+        return hl.Batch(
+            self.targets,
+            hl.Segments.from_ids(self.ids, count=len(self.lengths)),
+            advantages=self.advantages,
+            old_logps=self.old,
+            ref_logps=self.ref,
+            **more,
+        )
+
+
+def make_inputs(setting: Setting, device: torch.device, seed: int = 0) -> Inputs:
+    """Trained-looking inputs: a mean p(target) near one half, a policy near its old one."""
+    sizes = (setting.tokens, setting.width, setting.vocabulary)
+    hidden, weight, targets = trained_looking(*sizes, setting.dtype, device, seed)
+    generator = torch.Generator(device).manual_seed(seed + 1)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    lengths = torch.tensor(setting.lengths(), device=device)
+    ids = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+    advantages = noise(len(lengths))
+    if setting.quiet:
+        advantages[setting.quiet - 1 :: setting.quiet] = 0
+    found = Inputs(
+        hidden=hidden.requires_grad_("hidden" in setting.trains and not setting.given),
+        weight=weight.requires_grad_("weight" in setting.trains),
+        targets=targets,
+        ids=ids,
+        lengths=lengths,
+        advantages=advantages,
+        old=targets.new_zeros(len(targets), dtype=torch.float32),
+        ref=targets.new_zeros(len(targets), dtype=torch.float32),
+    )
+    logps = _logps(found)
+    # Noise per token as an update makes it, and nearly none in a segment's mean, so that clipping
+    # of whole sequences, and with it the work of a call, does not hang on the seed.
+    drift = 0.1 * noise(len(targets))
+    drift = drift - found.segment_mean(drift)[ids] + 1e-4 * noise(len(lengths))[ids]
+    found = replace(found, old=logps + drift, ref=logps + 0.2 * noise(len(targets)))
+    if setting.teacher:
+        near = (hidden.detach() + 0.3 * noise(*hidden.shape)).to(setting.dtype)
+        other = weight.detach() + 0.1 * setting.width**-0.5 * noise(*weight.shape)
+        found = replace(found, teacher_hidden=near, teacher_weight=other.to(setting.dtype))
+    if setting.given:
+        with torch.no_grad():
+            pristine = hidden @ weight.t()
+        leaf = torch.empty_like(pristine).requires_grad_()
+        found = replace(found, pristine=pristine, logits=leaf)
+    return found
+
+
+@torch.no_grad()
+def _logps(inputs: Inputs) -> Tensor:
+    found = []
+    for rows in torch.arange(len(inputs.targets), device=inputs.targets.device).split(1024):
+        z = _float32_logits(inputs.hidden[rows], inputs.weight)
+        target = inputs.targets[rows].unsqueeze(1)
+        found.append(z.gather(1, target).squeeze(1) - z.logsumexp(1))
+    return torch.cat(found)
+
+
+def _float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Unrounded: a mean over few tokens would show the rounding beside what GSPO clips at."""
+    if hidden.is_cuda and hidden.dtype.itemsize == 2:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return hidden.float() @ weight.float().t()
+
+
+# ---------------------------------------------------------------------- works
+
+
+class Values(NamedTuple):
+    """[T] vectors that a loss is made of; None where a contestant does not compute them."""
+
+    logp: Tensor
+    lse: Tensor | None = None
+    entropy: Tensor | None = None
+    divergence: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A loss, for headloss and for everybody else."""
+
+    name: str
+    objective: Callable[[Inputs], hl.Term | hl.Objective]
+    loss: Callable[[Values, Inputs], Tensor]
+    reads: frozenset[str] = frozenset()  # fields of Values beyond logp
+
+
+def _surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+
+
+def _ce(values: Values, inputs: Inputs) -> Tensor:
+    return -values.logp.mean()
+
+
+def _grpo(values: Values, inputs: Inputs) -> Tensor:
+    ratio = (values.logp - inputs.old).clamp(-20, 20).exp()
+    tokens = _surrogate(ratio, inputs.advantages.to(ratio.dtype)[inputs.ids], 0.2, 0.2)
+    return inputs.segment_mean(tokens).mean()
+
+
+def _gspo(values: Values, inputs: Inputs) -> Tensor:
+    ratio = inputs.segment_mean((values.logp - inputs.old).clamp(-20, 20)).exp()
+    return _surrogate(ratio, inputs.advantages.to(ratio.dtype), 3e-4, 4e-4).mean()
+
+
+def _extras(values: Values, inputs: Inputs) -> Tensor:
+    d = (inputs.ref - values.logp).clamp(-20, 20)
+    assert values.entropy is not None and values.lse is not None
+    return (0.1 * (d.exp() - d - 1) - 0.01 * values.entropy + 1e-4 * values.lse**2).mean()
+
+
+def _extra_terms() -> hl.Objective:
+    return 0.1 * hl.kl(estimator="k3") - 0.01 * hl.entropy() + 1e-4 * hl.z_loss()
+
+
+def _teacher(inputs: Inputs) -> hl.Head:
+    assert inputs.teacher_weight is not None
+    return hl.Head(inputs.teacher_weight)
+
+
+MORE = frozenset({"lse", "entropy"})
+WORKS: dict[str, Work] = {
+    work.name: work
+    for work in (
+        Work(name="ce", objective=lambda _: hl.cross_entropy(), loss=_ce),
+        Work(name="grpo", objective=lambda _: hl.grpo(), loss=_grpo),
+        Work(name="gspo", objective=lambda _: hl.gspo(), loss=_gspo),
+        Work(
+            name="gspo+kl+entropy+z",
+            objective=lambda _: hl.gspo() + _extra_terms(),
+            loss=lambda values, inputs: _gspo(values, inputs) + _extras(values, inputs),
+            reads=MORE,
+        ),
+        Work(
+            name="five terms",
+            objective=lambda _: hl.grpo() + _extra_terms() + 0.1 * hl.cross_entropy(),
+            loss=lambda values, inputs: (
+                _grpo(values, inputs) + _extras(values, inputs) + 0.1 * _ce(values, inputs)
+            ),
+            reads=MORE,
+        ),
+        Work(
+            name="scores",  # log-probs and entropies, without a gradient
+            objective=lambda _: hl.entropy(),
+            loss=lambda values, _: values.entropy.mean(),  # type: ignore[union-attr]
+            reads=frozenset({"entropy"}),
+        ),
+        Work(
+            name="distillation",
+            objective=lambda i: hl.distillation(teacher_head=_teacher(i)),
+            loss=lambda values, _: values.divergence.mean(),  # type: ignore[union-attr]
+            reads=frozenset({"divergence"}),
+        ),
+    )
+}

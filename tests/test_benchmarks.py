@@ -1,0 +1,249 @@
+"""The benchmarks: their oracle, their gate, their files and their report, on tiny shapes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import cases
+import contestants
+import measure
+import oracle
+import report
+import run
+import works
+
+CPU = torch.device("cpu")
+TINY = works.Setting(
+    tokens=40, width=12, vocabulary=61, dtype=torch.float32, segments=(3, 9), teacher=True
+)
+
+
+def everything(work: works.Work, inputs: works.Inputs) -> dict[str, Tensor]:
+    """Values and whole gradients by autograd through float64 logits."""
+    leaves = [t.detach().double().requires_grad_() for t in (inputs.hidden, inputs.weight)]
+    z = leaves[0] @ leaves[1].T
+    assert inputs.teacher_hidden is not None and inputs.teacher_weight is not None
+    q = (inputs.teacher_hidden.double() @ inputs.teacher_weight.double().T).softmax(-1)
+    values = works.Values(
+        logp=z[torch.arange(len(z)), inputs.targets] - z.logsumexp(1),
+        lse=z.logsumexp(1),
+        entropy=torch.distributions.Categorical(logits=z).entropy(),
+        divergence=torch.nn.functional.kl_div(z.log_softmax(-1), q, reduction="none").sum(-1),
+    )
+    loss = work.loss(values, inputs)
+    hidden, weight = torch.autograd.grad(loss, leaves)
+    return {"loss": loss.detach(), "hidden": hidden, "weight": weight}
+
+
+@pytest.mark.parametrize("name", works.WORKS)
+def test_oracle_in_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oracle, "BLOCK", 7 * TINY.vocabulary)
+    inputs = works.make_inputs(TINY, CPU)
+    found = oracle.make_oracle(works.WORKS[name], inputs, TINY)
+    true = everything(works.WORKS[name], inputs)
+    torch.testing.assert_close(found.values["loss"], true["loss"], rtol=1e-12, atol=1e-12)
+    for key, places in (("hidden", found.rows), ("weight", found.columns)):
+        torch.testing.assert_close(
+            found.gradients[key], true[key][places], rtol=1e-10, atol=1e-12, check_dtype=False
+        )
+
+
+@pytest.mark.parametrize("name", works.WORKS)
+@pytest.mark.parametrize("contestant", ["headloss", "headloss, recompute", "eager"])
+def test_objective_and_plain_loss_agree(name: str, contestant: str) -> None:
+    setting = replace(TINY, teacher=name == "distillation")
+    inputs = works.make_inputs(setting, CPU)
+    made = contestants.CONTESTANTS[contestant].make(works.WORKS[name], setting)
+    true = oracle.make_oracle(works.WORKS[name], inputs, setting)
+    found = oracle.errors(made(inputs), true)
+    assert {"hidden", "weight"} <= found.keys()
+    assert max(found.values()) < 1e-4
+
+
+def test_inputs_look_trained() -> None:
+    setting = replace(TINY, tokens=1000, width=256, vocabulary=9001, segments=25, quiet=2)
+    inputs = works.make_inputs(setting, CPU)
+    true = oracle.make_oracle(works.WORKS["scores"], inputs, setting)
+    assert 0.35 < float(true.values["logps"].exp().mean()) < 0.65
+    drift = (true.values["logps"] - inputs.old).float()
+    assert float(inputs.segment_mean(drift).abs().max()) < 6e-4
+    assert 0.08 < float(drift.std()) < 0.12
+    assert int((inputs.advantages == 0).sum()) == 20
+
+
+def test_gate() -> None:
+    inputs = works.make_inputs(TINY, CPU)
+    true = oracle.make_oracle(works.WORKS["ce"], inputs, TINY)
+    good = contestants.CONTESTANTS["eager"].make(works.WORKS["ce"], TINY)(inputs)
+    assert oracle.misses(oracle.errors(good, true), oracle.EXACT) == []
+    for name, spoil in (
+        ("hidden", lambda g: g * 1.02),
+        ("weight", lambda g: g.index_fill(0, true.columns[:1], torch.nan)),
+        ("nll", lambda g: g + 2e-4),
+    ):
+        bad = replace(good, values=good.values | {name: spoil(good.values[name])})
+        (miss,) = oracle.misses(oracle.errors(bad, true), oracle.EXACT)
+        assert miss.startswith(name)
+    half = replace(good, values={"weight": good.values["weight"] / 2}, factor=2.0)
+    assert oracle.errors(half, true)["weight"] < 1e-5
+
+
+def test_failing_and_missing_contestants(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(work: works.Work, setting: works.Setting) -> contestants.Run:
+        import no_such_peer  # noqa: F401
+
+        raise AssertionError
+
+    def broken(work: works.Work, setting: works.Setting) -> contestants.Run:
+        def run(inputs: works.Inputs) -> contestants.Found:
+            raise RuntimeError("no kernel in /usr/lib/some/kernel.py\nmore")
+
+        return run
+
+    def wrong(work: works.Work, setting: works.Setting) -> contestants.Run:
+        return lambda inputs: contestants.Found(values={"loss": torch.tensor(torch.nan)})
+
+    for name, make in (("absent", absent), ("broken", broken), ("wrong", wrong)):
+        made = contestants.Contestant(name=name, make=make)
+        monkeypatch.setitem(contestants.CONTESTANTS, name, made)
+    names = ("eager", "absent", "broken", "wrong", "CCE")
+    case = cases.Case(row="r", works=("ce",), setting=TINY, contestants=names)
+    rows = {row["contestant"]: row for row in measure.run_case(case, 2, CPU)}
+    assert rows["eager"]["status"] == "ok" and rows["eager"]["runs"] == 2
+    assert rows["absent"]["status"] == "skipped" and "no_such_peer" in rows["absent"]["reason"]
+    assert rows["broken"]["reason"] == "RuntimeError: no kernel in kernel.py"
+    assert rows["wrong"]["status"] == "failed" and rows["wrong"]["reason"] == "loss nan > 1e-04"
+    assert rows["CCE"]["reason"] == "needs a GPU"
+    assert all("ms" not in rows[name] for name in names[1:])
+
+
+def test_limit_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = replace(TINY, teacher=False)
+    inputs = works.make_inputs(setting, CPU)
+    dx, dw = measure.make_limit(setting, inputs)(inputs)
+    true = everything(works.WORKS["ce"], works.make_inputs(TINY, CPU))
+    torch.testing.assert_close(dx, true["hidden"], check_dtype=False)
+    torch.testing.assert_close(dw, true["weight"], check_dtype=False)
+    # In chunks: each writes its own rows of dX, from the first chunk's gradient.
+    monkeypatch.setattr(measure, "CHUNK", 16)
+    chunked, _ = measure.make_limit(setting, inputs)(inputs)
+    torch.testing.assert_close(chunked[:16], dx[:16])
+    torch.testing.assert_close(chunked[16:32], dx[:16])
+    torch.testing.assert_close(chunked[32:], dx[:8])
+    assert setting.flops == 6 * 40 * 12 * 61
+    assert replace(setting, trains=()).flops == 2 * 40 * 12 * 61
+
+
+def test_working_bytes_count_the_larger_of_dw_and_its_accumulator() -> None:
+    setting = replace(TINY, teacher=False)
+    inputs = works.make_inputs(setting, CPU)
+    values = {"hidden": torch.empty(100), "weight": torch.empty(50), "loss": torch.empty(1)}
+    found = contestants.Found(values=values)
+    assert measure.working_bytes(found, 1000, inputs) == 1000 - 604
+    assert measure.working_bytes(replace(found, accumulator=300), 1000, inputs) == 1000 - 704
+
+
+def test_parts_cover_the_lists() -> None:
+    for whole in (list(cases.table()), list(cases.full())):
+        assert len({case.name for case in whole}) == len(whole)
+        parts = [case for index in (1, 2, 3) for case in cases.part(whole, index, 3)]
+        assert sorted(c.name for c in parts) == sorted(c.name for c in whole)
+        for case in whole:
+            assert set(case.contestants) <= contestants.CONTESTANTS.keys()
+            assert set(case.works) <= works.WORKS.keys()
+
+
+def test_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output, tables = tmp_path / "deep" / "quick.json", tmp_path / "quick.md"
+    files = ["--output", str(output), "--markdown", str(tables)]
+    few = ["--repeats", "1", "--contestants", "headloss", "head*place", "eager", "CCE"]
+    arguments = ["--quick", "--device", "cpu", *few, *files]
+    assert run.main([*arguments, "--part", "1/2"]) == 0
+    first = json.loads(output.read_text())
+    assert run.main([*arguments, "--part", "2/2", "--commit", "abc"]) == 0
+    found = json.loads(output.read_text())
+    assert [len(found["runs"]), found["runs"][1]["commit"]] == [2, "abc"]
+    assert found["runs"][0]["versions"]["torch"] == torch.__version__
+    assert found["rows"][: len(first["rows"])] == first["rows"]
+    assert {row["case"] for row in found["rows"]} == {case.name for case in cases.quick()}
+    assert all(row["status"] != "failed" for row in found["rows"])
+    # Measured again, a case's rows are replaced.
+    assert run.main([*arguments, "--only", "cross-entropy*"]) == 0
+    again = json.loads(output.read_text())
+    assert len(again["rows"]) == len(found["rows"])
+    assert {row["run"] for row in again["rows"] if row["row"] == "cross-entropy"} == {2}
+    assert list(output.parent.iterdir()) == [output]
+    text = tables.read_text()
+    for case in cases.quick():
+        assert f"### {case.name}" in text
+    assert "| CCE | - |" in text and "skipped: needs a GPU" in text
+    summary = report.goals(again)
+    assert summary.count("\n| ") == 2 + len({c.row for c in cases.table()})
+    capsys.readouterr()
+
+
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "results.json"
+    run.write(path, "old")
+
+    def fail(*_: object) -> None:
+        raise OSError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.os, "replace", fail)
+        with pytest.raises(OSError, match="full"):
+            run.write(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "-1/2"])
+def test_bad_part(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(["--quick", f"--part={text}"])
+    assert "want I/N" in capsys.readouterr().err
+
+
+def test_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [
+        {
+            "case": f"{group} {size}",
+            "row": "one term and five" if group == "table" else group,
+            "group": group,
+            "work": "grpo",
+            "contestant": name,
+            "tokens": size,
+            "width": 8,
+            "vocabulary": size,
+            "dtype": "bfloat16",
+            "goal": "",
+            "limit_ms": 1.0,
+            "ms": size / 8,
+            "of_limit": 0.9,
+            "working_bytes": size << 20,
+            "accumulator_bytes": 0,
+        }
+        for group in ("table", "tokens", "vocabulary")
+        for size in (8, 16)
+        for name in ("headloss", "eager")
+    ]
+    made = report.plots({"rows": rows}, tmp_path)
+    assert sorted(p.name for p in made) == [
+        "five_terms.png",
+        "table.png",
+        "tokens.png",
+        "vocabulary.png",
+    ]
+    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in made)
