@@ -37,7 +37,7 @@ def main(shape: str) -> None:
             i, "old", (found.logp + 0.1 * torch.randn_like(found.logp)).view(-1, 1024)
         )
     gradient = torch.randn(4096, v, device="cuda", dtype=torch.bfloat16)
-    grpo, mix = hl.grpo(), hl.gspo() + 0.1 * hl.kl() + 1e-4 * hl.z_loss()
+    grpo = hl.grpo()
     contestants = {
         "limit": limit(gradient),
         "grpo 1 GiB": call(grpo),
