@@ -1,0 +1,77 @@
+"""TRL's GRPO trainer, with every log-prob and the loss from headloss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import trl
+from torch import Tensor
+from trl.trainer import grpo_trainer
+
+from ...losses import Objective
+from ...options import Options
+from .common import record, refuse_common
+from .forward import HeadOutput, Measured, Request, installed
+from .grpo_objective import check_settings, make_batch, make_objective
+
+
+class GRPOTrainer(trl.GRPOTrainer):
+    """`trl.GRPOTrainer` with one pass from hidden states to loss and gradients.
+
+    Arguments, configuration, losses, gradients and metrics are TRL's. Beyond them:
+
+    - `importance_sampling_level="sequence_token"` (GSPO-token; advantages may be [B, C]);
+    - LoRA on the head;
+    - headloss's own metrics, as "headloss/...".
+
+    Override `objective` to add terms, and set `options` for memory and schedule.
+
+    Raises:
+        ValueError: a configuration that is not supported, by the option's name.
+    """
+
+    options: Options = Options()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with installed(grpo_trainer):
+            super().__init__(*args, **kwargs)
+        check_settings(self)
+        refuse_common(self, "trl.GRPOTrainer")
+        if self.importance_sampling_level == "sequence_token":
+            self.importance_sampling_level = "sequence"  # where TRL measures; the value is the same
+
+    def objective(self, inputs: dict[str, Any]) -> Objective:
+        """The loss on one micro-batch; override it to add to what the configuration says."""
+        return make_objective(self, inputs)
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+        request = Request(
+            batch=make_batch(self, inputs), objective=self.objective(inputs), options=self.options
+        )
+        found = self._forward(model, inputs, request)
+        loss = found.loss
+        training = self.model.training
+        if self.aux_loss_enabled:
+            steps = self.current_gradient_accumulation_steps if training else 1.0
+            loss = loss + self.router_aux_loss_coef * found.aux_loss / steps
+        # TRL's own method, on the log-probs of this pass, keeps its metrics and its entropy
+        # controller; the loss that it returns is not used.
+        with torch.no_grad():
+            super()._compute_loss(Measured(found), inputs)  # type: ignore[misc]
+        assert found.head is not None
+        into = self._metrics["train" if training else "eval"]
+        record(into, found.head.metrics, self.accelerator.num_processes)
+        return loss
+
+    def _forward(
+        self, model: torch.nn.Module, inputs: dict[str, Any], request: Request
+    ) -> HeadOutput:
+        router = {"output_router_logits": True} if self.aux_loss_enabled else {}
+        with self.accelerator.autocast():
+            return model(
+                input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1),
+                attention_mask=torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
+                headloss=request,
+                **router,
+            )
