@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from ...losses import Term, term
 from ...metrics import Metrics, Observed
@@ -54,10 +53,15 @@ def refuse_common(trainer: Any, stock: str) -> None:
     )
 
 
-def record(into: Mapping[str, list[float]], metrics: Metrics, processes: int) -> None:
+def mode(trainer: Any) -> str:
+    return "train" if trainer.model.training else "eval"
+
+
+def record(trainer: Any, metrics: Metrics) -> None:
     """Append headloss's own metrics as "headloss/..."; what was measured on nothing is left out."""
-    if processes > 1 and distributed.is_initialized():
+    if trainer.accelerator.num_processes > 1:
         metrics = metrics.all_reduce()
+    into = trainer._metrics[mode(trainer)]
     for name, value in metrics.compute().items():
         if math.isfinite(value):
             into[f"headloss/{name}"].append(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import trl
 from torch import Tensor
 from trl.trainer import dpo_trainer
 
@@ -21,7 +20,7 @@ TERMS = {"sigmoid": losses.dpo, "ipo": losses.ipo}
 NOT_MODEL_INPUTS = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
 
 
-class DPOTrainer(trl.DPOTrainer):
+class DPOTrainer(dpo_trainer.DPOTrainer):
     """`trl.DPOTrainer` with one pass from hidden states to loss and gradients.
 
     Arguments, configuration, losses, gradients and metrics are TRL's: the loss types "sigmoid" and
@@ -58,7 +57,7 @@ class DPOTrainer(trl.DPOTrainer):
         )
 
     def _compute_loss(
-        self, model: torch.nn.Module, inputs: dict[str, Any], return_outputs: bool = False
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False
     ) -> Any:
         if not self.precompute_ref_logps:
             reference = self.model if self.ref_model is None else self.ref_model
@@ -79,8 +78,7 @@ class DPOTrainer(trl.DPOTrainer):
         found.mean_logits = probe.scatter("mean_logit", batch.targets.shape)
         with torch.no_grad():
             self._measure(Measured(found), inputs)
-            into = self._metrics["train" if self.model.training else "eval"]
-            record(into, found.head.metrics, self.accelerator.num_processes)
+            record(self, found.head.metrics)
             return (loss, model(**forward)) if return_outputs else loss
 
     def _measure(self, measured: Measured, inputs: dict[str, Any]) -> None:

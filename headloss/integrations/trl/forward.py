@@ -5,7 +5,7 @@ signature of the function that TRL's trainers use for theirs, and takes its plac
 is built. From then on
 
     model(..., headloss=Request(batch, objective))   the loss, in one pass
-    model(..., labels=labels, fused_lm_head=True)    log-probs and entropies, as TRL asks for them
+    model(..., labels=labels, fused_lm_head=True)    log-probs and entropies, without gradient
     model(...)                                       the model's own forward
 
 The head is read at each call, inside the forward of whatever wraps the model, where FSDP has
@@ -21,16 +21,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
 from ...batch import IGNORE, Batch
-from ...engine import Output, head_loss
+from ...engine import Output, head_loss, logits_loss
 from ...head import Head
-from ...losses import Objective, Term
+from ...losses import Objective, Term, entropy
 from ...options import Options
-from ...stats_op import head_stats
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,9 +50,10 @@ class Request:
 
 @dataclass
 class HeadOutput(FusedCausalLMOutput):
-    """TRL's output, with what `head_loss` returned."""
+    """TRL's output, with what `head_loss` returned, and values [B, C] where there is a critic."""
 
-    head: Output | None = None
+    head: Any = None
+    values: Tensor | None = None
 
 
 def add_head(
@@ -60,6 +61,7 @@ def add_head(
     temperature: float = 1.0,
     cast_lm_head_to_fp32: bool = False,
     outputs: tuple[str, ...] = (),
+    switches: Switches | None = None,
 ) -> None:
     """Let `model`'s forward end in headloss on request; the logits are divided by `temperature`.
 
@@ -70,7 +72,7 @@ def add_head(
         raise ValueError(
             "cast_lm_head_to_fp32: is not supported; log-probs come from float32 logits already"
         )
-    Head.of_model(model)
+    paths = (switches or Switches(use_fused_loss=True)).resolve(model)
     original = model.forward
 
     @functools.wraps(type(model).forward)
@@ -79,24 +81,78 @@ def add_head(
     ):
         if headloss is None and not fused_lm_head:
             return original(*args, **kwargs, **({} if labels is None else {"labels": labels}))
-        found = self.base_model(*args, **{**_router(self, kwargs), "use_cache": False})
-        hidden = found.last_hidden_state
-        head = _whole(Head.of_model(self, temperature=temperature))
-        if headloss is None:
-            output = _statistics(hidden, head, labels)
+        kwargs = {**_router(self, kwargs), "use_cache": False}
+        path = paths.logprobs if headloss is None else paths.loss
+        if path.from_model:  # its own logits, which the head's formula may not give
+            found = original(*args, **kwargs, output_hidden_states=True)
+            hidden, logits = found.hidden_states[-1], found.logits
         else:
-            output = _loss(hidden, head, headloss)
+            found = self.base_model(*args, **kwargs)
+            hidden, logits = found.last_hidden_state, None
+        if headloss is None:
+            assert labels is not None
+            request = Request(batch=Batch(labels[:, 1:]), objective=entropy())
+        else:
+            request = headloss
+        columns = request.batch.targets.shape[1]
+        hidden = hidden[:, -columns - 1 : -1]
+        if logits is None:
+            head = _whole(Head.of_model(self, temperature=temperature))
+            output = path.of_hidden(hidden, head, request)
+        else:
+            logits = logits[:, -columns - 1 : -1]
+            output = path.of_logits(logits, temperature, request)
         output.aux_loss = _aux_loss(self, found, kwargs)
+        if hasattr(self, "value_head"):
+            output.values = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
         return output
 
     model.forward = types.MethodType(forward, model)
 
 
-def _loss(hidden: Tensor, head: Head, request: Request) -> HeadOutput:
-    columns = request.batch.targets.shape[1]
-    hidden = hidden[:, -columns - 1 : -1]
-    options = replace(request.options, metrics=True)  # TRL's metrics need the entropy
-    out = head_loss(hidden, head, request.batch, request.objective, options)
+# ---------------------------------------------------------------------- with logits or without
+
+
+@dataclass(frozen=True, kw_only=True)
+class Path:
+    """How log-probs are made of hidden states.
+
+    Attributes:
+        fused: without the logits.
+        exact: from float32 logits; else from logits in the dtype that the model computes in.
+        findable: the head can be read.
+    """
+
+    fused: bool
+    exact: bool
+    findable: bool
+
+    @property
+    def from_model(self) -> bool:
+        return not self.fused and not (self.exact and self.findable)
+
+    def of_hidden(self, hidden: Tensor, head: Head, request: Request) -> HeadOutput:
+        options = replace(request.options, metrics=True)  # TRL's metrics need the entropy
+        if not self.fused:
+            logits = replace(head, temperature=1.0).logits(hidden)
+            return self.of_logits(logits, head.temperature, request)
+        dtype = _compute_dtype(hidden)
+        if not self.exact and dtype.itemsize == 2:
+            options = replace(options, logits_dtype=dtype)
+        out = head_loss(hidden, head, request.batch, request.objective, options)
+        return _output(out, request)
+
+    def of_logits(
+        self, logits: Tensor, temperature: float | Tensor, request: Request
+    ) -> HeadOutput:
+        options = replace(request.options, metrics=True, schedule="auto")
+        out = logits_loss(
+            logits, request.batch, request.objective, temperature=temperature, options=options
+        )
+        return _output(out, request)
+
+
+def _output(out: Output, request: Request) -> HeadOutput:
     return HeadOutput(
         loss=out.loss,
         log_probs=out.logps,
@@ -106,10 +162,63 @@ def _loss(hidden: Tensor, head: Head, request: Request) -> HeadOutput:
     )
 
 
-def _statistics(hidden: Tensor, head: Head, labels: Tensor) -> HeadOutput:
-    targets = labels[:, 1:]
-    stats = head_stats(hidden[:, :-1], head, targets)
-    return HeadOutput(log_probs=stats.logp, entropy=stats.entropy, label_mask=targets != IGNORE)
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paths:
+    """The loss, and the passes without gradient: old and reference log-probs."""
+
+    loss: Path
+    logprobs: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switches:
+    """Which passes do without the logits, and how exact log-probs are.
+
+    Attributes:
+        use_fused_loss: None is on where the head can be read, off elsewhere; False materialises
+            the logits.
+        use_fused_linear_logprobs: of the old and reference passes, which have no gradient; None
+            follows `use_fused_loss`.
+        cast_logprobs_to_fp32: True takes log-probs from float32 logits, False from logits in the
+            dtype that the model computes in; None follows `use_fused_loss`.
+    """
+
+    use_fused_loss: bool | None = None
+    use_fused_linear_logprobs: bool | None = None
+    cast_logprobs_to_fp32: bool | None = None
+
+    def resolve(self, model: PreTrainedModel) -> Paths:
+        """The paths for a model.
+
+        Raises:
+            ValueError, TypeError: as `Head.of_model`, where a switch is True that needs the head.
+        """
+        try:
+            Head.of_model(model)
+            findable = True
+        except (ValueError, TypeError) as error:
+            for name in ("use_fused_loss", "use_fused_linear_logprobs"):
+                if getattr(self, name):
+                    raise type(error)(f"{name}: got True, but {error}") from None
+            findable = False
+        loss = findable if self.use_fused_loss is None else self.use_fused_loss
+        logprobs = self.use_fused_linear_logprobs
+        logprobs = loss if logprobs is None else logprobs
+        exact = loss if self.cast_logprobs_to_fp32 is None else self.cast_logprobs_to_fp32
+        if exact and not findable and model.dtype.itemsize == 2:
+            raise ValueError(
+                f"cast_logprobs_to_fp32: got True for {model.dtype} logits of a model whose head "
+                "cannot be read, want False or None"
+            )
+        return Paths(
+            loss=Path(fused=loss, exact=exact, findable=findable),
+            logprobs=Path(fused=logprobs, exact=exact, findable=findable),
+        )
 
 
 def _whole(head: Head) -> Head:
@@ -156,12 +265,13 @@ class _NoLayer:
 
 
 @contextlib.contextmanager
-def installed(module: types.ModuleType) -> Iterator[None]:
+def installed(module: types.ModuleType, switches: Switches | None = None) -> Iterator[None]:
     """Trainers of TRL's `module` are built with `add_head` for their head, and with adapters on it.
 
     TRL's own fused head would leave such adapters out, so TRL refuses them; ours does not.
     """
-    names = {"add_fused_lm_head": add_head, "BaseTunerLayer": _NoLayer}
+    head = functools.partial(add_head, switches=switches)
+    names = {"add_fused_lm_head": head, "BaseTunerLayer": _NoLayer}
     before = {name: getattr(module, name) for name in names if hasattr(module, name)}
     for name in before:
         setattr(module, name, names[name])

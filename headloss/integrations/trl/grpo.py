@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import trl
 from torch import Tensor
 from trl.trainer import grpo_trainer
 
-from ...losses import Objective
+from ...losses import Objective, Term
 from ...options import Options
-from .common import record, refuse_common
-from .forward import HeadOutput, Measured, Request, installed
-from .grpo_objective import check_settings, make_batch, make_objective
+from .common import mode, record, refuse_common
+from .forward import Measured, Request, Switches, installed
+from .grpo_objective import check_settings, make_batch, make_objective, policy_term
 
 
-class GRPOTrainer(trl.GRPOTrainer):
+class GRPOTrainer(grpo_trainer.GRPOTrainer):
     """`trl.GRPOTrainer` with one pass from hidden states to loss and gradients.
 
     Arguments, configuration, losses, gradients and metrics are TRL's. Beyond them:
@@ -32,41 +31,47 @@ class GRPOTrainer(trl.GRPOTrainer):
     """
 
     options: Options = Options()
+    switches: Switches = Switches(use_fused_loss=True)
+    kl_in_reward = False  # the reference shapes the advantages, not the loss
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with installed(grpo_trainer):
+        with installed(grpo_trainer, self.switches):
             super().__init__(*args, **kwargs)
         check_settings(self)
         refuse_common(self, "trl.GRPOTrainer")
         if self.importance_sampling_level == "sequence_token":
             self.importance_sampling_level = "sequence"  # where TRL measures; the value is the same
 
+    def policy_term(self) -> Term:
+        """The policy's term of the objective; its reduction is set by the loss type."""
+        return policy_term(self)
+
     def objective(self, inputs: dict[str, Any]) -> Objective:
         """The loss on one micro-batch; override it to add to what the configuration says."""
         return make_objective(self, inputs)
 
-    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
-        request = Request(
-            batch=make_batch(self, inputs), objective=self.objective(inputs), options=self.options
-        )
-        found = self._forward(model, inputs, request)
-        loss = found.loss
-        training = self.model.training
-        if self.aux_loss_enabled:
-            steps = self.current_gradient_accumulation_steps if training else 1.0
-            loss = loss + self.router_aux_loss_coef * found.aux_loss / steps
+    def further_loss(self, found: Any, inputs: dict[str, Any]) -> Tensor | float:
+        """What is added to the loss and is no function of log-probs; scaled for accumulation."""
+        if not self.aux_loss_enabled:
+            return 0.0
+        training = mode(self) == "train"
+        steps = self.current_gradient_accumulation_steps if training else 1.0
+        return self.router_aux_loss_coef * found.aux_loss / steps
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        found = self._forward(model, inputs)
+        loss = found.loss + self.further_loss(found, inputs)
         # TRL's own method, on the log-probs of this pass, keeps its metrics and its entropy
         # controller; the loss that it returns is not used.
         with torch.no_grad():
-            super()._compute_loss(Measured(found), inputs)  # type: ignore[misc]
-        assert found.head is not None
-        into = self._metrics["train" if training else "eval"]
-        record(into, found.head.metrics, self.accelerator.num_processes)
+            super()._compute_loss(Measured(found), inputs)
+        record(self, found.head.metrics)
         return loss
 
-    def _forward(
-        self, model: torch.nn.Module, inputs: dict[str, Any], request: Request
-    ) -> HeadOutput:
+    def _forward(self, model: Any, inputs: dict[str, Any]) -> Any:
+        request = Request(
+            batch=make_batch(self, inputs), objective=self.objective(inputs), options=self.options
+        )
         router = {"output_router_logits": True} if self.aux_loss_enabled else {}
         with self.accelerator.autocast():
             return model(

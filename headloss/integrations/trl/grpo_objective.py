@@ -75,10 +75,10 @@ def make_objective(trainer: Any, inputs: dict[str, Any]) -> Objective:
     """Policy, reference and entropy terms, each over TRL's denominator."""
     training = trainer.model.training
     accumulation = trainer.current_gradient_accumulation_steps if training else 1.0
-    reduction = _reduction(trainer, inputs, training)
+    reduction = _reduction(trainer, inputs)
     share = 1.0 if trainer.loss_type in OVER_THE_STEP else 1.0 / accumulation
-    objective = share * _modified(policy_term(trainer), trainer).over(reduction)
-    if trainer.beta != 0.0:
+    objective = share * _modified(trainer.policy_term(), trainer).over(reduction)
+    if trainer.beta != 0.0 and not trainer.kl_in_reward:
         reference = losses.kl(
             estimator="k3",
             bias_corrected=trainer.args.use_bias_correction_kl,
@@ -142,15 +142,22 @@ def _group(trainer: Any) -> Any:
     return distributed.group.WORLD if trainer.accelerator.num_processes > 1 else None
 
 
-def _reduction(trainer: Any, inputs: dict[str, Any], training: bool) -> Reduction:
+def tokens_of_the_step(trainer: Any, inputs: dict[str, Any]) -> Tensor:
+    """[]: a rank's share of the tokens of an optimizer step.
+
+    TRL's count is of all that one generation gave, over all ranks.
+    """
+    count = inputs["num_items_in_batch"].clamp(min=1) / trainer.accelerator.num_processes
+    if not trainer.model.training:
+        return count
+    steps = trainer.current_gradient_accumulation_steps
+    return count * steps / trainer.args.steps_per_generation
+
+
+def _reduction(trainer: Any, inputs: dict[str, Any]) -> Reduction:
     kind = trainer.loss_type
     if kind in OVER_THE_STEP:
-        # The count is of all that one generation gave, over all ranks: here, one step's share.
-        count = inputs["num_items_in_batch"].clamp(min=1) / trainer.accelerator.num_processes
-        if training:
-            steps = trainer.current_gradient_accumulation_steps
-            count = count * steps / trainer.args.steps_per_generation
-        return per(count)
+        return per(tokens_of_the_step(trainer, inputs))
     return {
         "grpo": sequence_mean,
         "sapo": sequence_mean,

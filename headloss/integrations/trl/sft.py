@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import trl
 from torch import Tensor
 from trl.trainer import sft_trainer
 
 from ...batch import Batch
 from ...losses import Objective, cross_entropy
 from ...options import Options
+from ...reduction import token_mean
 from .common import Probe, per, record, refuse, refuse_common
 from .forward import Measured, Request, installed
 
 
-class SFTTrainer(trl.SFTTrainer):
+class SFTTrainer(sft_trainer.SFTTrainer):
     """`trl.SFTTrainer` with one pass from hidden states to loss and gradients.
 
     Arguments, configuration, losses, gradients and metrics are TRL's: `loss_type="nll"` on all
@@ -34,11 +34,12 @@ class SFTTrainer(trl.SFTTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with installed(sft_trainer):
             super().__init__(*args, **kwargs)
+        settings: Any = self.args
         stock = "use trl.SFTTrainer"
         refuse_common(self, "trl.SFTTrainer")
         refuse(
             self,
-            loss_type=(self.args.loss_type != "nll", f'want "nll", or {stock}'),
+            loss_type=(settings.loss_type != "nll", f'want "nll", or {stock}'),
             label_smoothing_factor=(
                 self.args.label_smoothing_factor > 0,
                 "override objective to return headloss.cross_entropy(label_smoothing=...)",
@@ -52,7 +53,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     def compute_loss(
         self,
-        model: torch.nn.Module,
+        model: Any,
         inputs: dict[str, Any],
         return_outputs: bool = False,
         num_items_in_batch: int | Tensor | None = None,
@@ -76,9 +77,9 @@ class SFTTrainer(trl.SFTTrainer):
             loss = loss + self.router_aux_loss_coef * found.aux_loss / steps
         found.is_top1 = probe.scatter("top1", targets.shape)
         with torch.no_grad():  # TRL's own method keeps its metrics; its loss is not used
-            super().compute_loss(Measured(found), inputs, num_items_in_batch=num_items_in_batch)
-            into = self._metrics["train" if self.model.training else "eval"]
-            record(into, found.head.metrics, self.accelerator.num_processes)
+            measured: Any = Measured(found)
+            super().compute_loss(measured, inputs, num_items_in_batch=num_items_in_batch)
+            record(self, found.head.metrics)
             return (loss, model(**forward)) if return_outputs else loss
 
     def _over_the_step(self, objective: Objective, count: Tensor) -> Objective:
@@ -89,7 +90,7 @@ class SFTTrainer(trl.SFTTrainer):
         over = per(count / ranks)
         return Objective(
             tuple(
-                (c, term.over(over) if term.reduction.name == "token_mean" else term)
+                (c, term.over(over) if term.reduction is token_mean else term)
                 for c, term in objective.parts
             )
         )
