@@ -4,7 +4,8 @@ from headloss.integrations.trl import GRPOTrainer  # in place of `from trl impor
 """
 
 from .dpo import DPOTrainer
+from .forward import Switches
 from .grpo import GRPOTrainer
 from .sft import SFTTrainer
 
-__all__ = ["DPOTrainer", "GRPOTrainer", "SFTTrainer"]
+__all__ = ["DPOTrainer", "GRPOTrainer", "SFTTrainer", "Switches"]
