@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import trl
+from trl.trainer import grpo_config
 
 
 def _option(default, text: str):
@@ -12,7 +12,7 @@ def _option(default, text: str):
 
 
 @dataclass
-class RLConfig(trl.GRPOConfig):
+class RLConfig(grpo_config.GRPOConfig):
     """TRL's `GRPOConfig`, and which passes do without the logits."""
 
     use_fused_loss: bool | None = _option(

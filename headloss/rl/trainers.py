@@ -30,6 +30,8 @@ class _Trainer(GRPOTrainer):
     """The three switches, and rewards where advantages are made."""
 
     config: ClassVar[type[RLConfig]]
+    args: Any  # an instance of `config`
+    model: Any
 
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, **kwargs: Any):
         args = self.config() if args is None else args
@@ -78,7 +80,7 @@ class GRPO(_Trainer):
         advantages = batch["advantages"]
         if self.args.leave_one_out:
             training = self.model.training
-            group = self.num_generations if training else self.num_generations_eval
+            group: Any = self.num_generations if training else self.num_generations_eval
             counted = torch.where(self._rewards.isnan().all(1), torch.nan, 0.0)
             advantages = advantages * leave_one_out(counted, group)[self._own_rows(batch)]
         return {"advantages": advantages}
@@ -113,7 +115,7 @@ class _TokenRewards(_Trainer):
         return normalised(values, mask, self.accelerator.num_processes > 1)
 
     def _old_pass(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """Log-probs [B, C] of the policy that sampled, and the values of its critic if it has one."""
+        """Log-probs [B, C] of the policy that sampled, and values where it has a critic."""
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
         columns = batch["completion_ids"].shape[1]
