@@ -131,8 +131,8 @@ class _TokenRewards(_Trainer):
             for i, a, y in rows:
                 out = self.model(input_ids=i, attention_mask=a, labels=y, fused_lm_head=True)
                 found["old_per_token_logps"].append(out.log_probs[:, -columns:])
-                if out.values is not None:
-                    found["old_values"].append(out.values[:, -columns:])
+                if out.critic is not None:
+                    found["old_values"].append(out.critic[:, -columns:])
         return {name: torch.cat(parts) for name, parts in found.items() if parts}
 
 
@@ -204,7 +204,7 @@ class PPO(_TokenRewards):
         1/2 max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2)
         """
         mask = completion_mask(inputs).bool()
-        values, old, returns = found.values.float(), inputs["old_values"], inputs["returns"]
+        values, old, returns = found.critic.float(), inputs["old_values"], inputs["returns"]
         error = (values - returns).square()
         if (reach := self.args.value_clip) is not None:
             near = torch.minimum(torch.maximum(values, old - reach), old + reach)

@@ -50,10 +50,10 @@ class Request:
 
 @dataclass
 class HeadOutput(FusedCausalLMOutput):
-    """TRL's output, with what `head_loss` returned, and values [B, C] where there is a critic."""
+    """TRL's output, with what `head_loss` returned, and the critic's values [B, C]."""
 
     head: Any = None
-    values: Tensor | None = None
+    critic: Tensor | None = None
 
 
 def add_head(
@@ -104,7 +104,7 @@ def add_head(
             output = path.of_logits(logits, temperature, request)
         output.aux_loss = _aux_loss(self, found, kwargs)
         if hasattr(self, "value_head"):
-            output.values = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
+            output.critic = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
         return output
 
     model.forward = types.MethodType(forward, model)
