@@ -97,7 +97,8 @@ def add_head(
         columns = request.batch.targets.shape[1]
         hidden = hidden[:, -columns - 1 : -1]
         if logits is None:
-            head = _whole(Head.of_model(self, temperature=temperature))
+            head = Head.of_model(self, temperature=temperature)
+            head = _whole(head, data_parallel=_is_fsdp2(self))
             output = path.of_hidden(hidden, head, request)
         else:
             logits = logits[:, -columns - 1 : -1]
@@ -221,14 +222,26 @@ class Switches:
         )
 
 
-def _whole(head: Head) -> Head:
-    """FSDP2 and tensor parallelism shard a head into DTensors: gather it, with a gradient."""
+def _whole(head: Head, data_parallel: bool) -> Head:
+    """A head that FSDP2 shards by itself, or tensor parallelism, is of DTensors: gather them.
+
+    Each rank of a data-parallel group then has a gradient of its own, to be averaged.
+    """
 
     def gathered(tensor: Any) -> Any:
-        return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        if not hasattr(tensor, "full_tensor"):
+            return tensor
+        from torch.distributed.tensor import Partial
+
+        average = [Partial("avg")] * tensor.device_mesh.ndim if data_parallel else None
+        return tensor.full_tensor(grad_placements=average)
 
     lora = tuple(replace(x, a=gathered(x.a), b=gathered(x.b)) for x in head.lora)
     return replace(head, weight=gathered(head.weight), bias=gathered(head.bias), lora=lora)
+
+
+def _is_fsdp2(model: PreTrainedModel) -> bool:
+    return any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__)
 
 
 # ---------------------------------------------------------------------- mixtures of experts
