@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 pytest.importorskip("trl", reason="TRL is the trainer that the algorithms run on")
 import trl
 from peft import LoraConfig
+from transformers import TrainerCallback
 from trl_case import (
     ARGUMENTS,
     VOCABULARY,
@@ -219,6 +221,23 @@ def test_a_critic_learns() -> None:
     logs, parameters = train(trainer)
     assert logs[-1]["headloss/value_loss"] < 0.3 * logs[0]["headloss/value_loss"]
     assert bool(parameters["value_head.weight"].any())
+
+
+def test_a_critic_is_saved_and_resumed(tmp_path: Path) -> None:
+    options = {"output_dir": str(tmp_path), "learning_rate": 0.1}
+    trainer = make(rl.PPO, max_steps=1, save_strategy="steps", save_steps=1, **options)
+    _, parameters = train(trainer)
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            seen.append(model.value_head.weight.detach().clone())
+
+    resumed = make(rl.PPO, max_steps=2, **options)
+    resumed.add_callback(Look())
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert torch.equal(seen[0], parameters["value_head.weight"])
+    assert bool(seen[0].any())
 
 
 def test_a_critic_beside_adapters() -> None:

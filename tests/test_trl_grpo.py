@@ -32,6 +32,7 @@ import headloss as hl
 from headloss.integrations.trl import GRPOTrainer
 from headloss.testing import LiveTensors
 
+TRAINERS = (trl.GRPOTrainer, GRPOTrainer)
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
 
@@ -195,7 +196,7 @@ def test_mixture_of_experts() -> None:
 
 def test_evaluation() -> None:
     found = []
-    for kind in (trl.GRPOTrainer, GRPOTrainer):
+    for kind in TRAINERS:
         trainer = make(kind, per_device_eval_batch_size=4, loss_type="dapo")
         trainer.eval_dataset = prompts().select(range(2))
         set_seed(0)
@@ -203,6 +204,14 @@ def test_evaluation() -> None:
     want, got = found
     assert got["eval_loss"] == pytest.approx(want["eval_loss"], abs=1e-6)
     assert got["eval_entropy"] == pytest.approx(want["eval_entropy"], rel=1e-5)
+
+
+def test_autocast() -> None:
+    """In bfloat16 our log-probs come from float32 logits, so that the two agree to its digits."""
+    found = [train(make(kind, bf16=True, num_iterations=2)) for kind in TRAINERS]
+    for want, got in zip(found[0][0], found[1][0], strict=True):
+        for name in ("loss", "grad_norm", "entropy"):
+            assert got[name] == pytest.approx(want[name], rel=2e-2)
 
 
 # ---------------------------------------------------------------------- beyond TRL
@@ -293,4 +302,7 @@ def test_trl_itself_is_left_as_it_was() -> None:
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_options_of_every_loss_type(loss_type: str, option: str) -> None:
-    same(**{**OPTIONS[option], "loss_type": loss_type})
+    options = {**OPTIONS[option], "loss_type": loss_type}
+    if loss_type == "luspo":  # a sum over tokens: larger steps would make rounding grow
+        options["learning_rate"] = 0.05
+    same(**options)
