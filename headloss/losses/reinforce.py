@@ -98,7 +98,10 @@ def cispo(
 def _log_sequence_weight(stats: Statistics, batch: PackedBatch) -> Tensor:
     """log w, [S]: new policy over sampler where that is known, else over the old policy."""
     total = batch.segments.sum(log_ratio(stats, batch).detach())
-    if "sampling_logps" in batch:
+    if "importance_sampling_ratio" in batch:
+        mismatch = batch.importance_sampling_ratio.log()
+        total = total + batch.segments.sum(mismatch.clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO))
+    elif "sampling_logps" in batch:
         mismatch = (batch.old_logps - batch.sampling_logps).nan_to_num(nan=0.0)
         total = total + batch.segments.sum(mismatch.clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO))
     return total.clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
@@ -137,7 +140,8 @@ def vespo(
 
     Shen et al. 2026, arXiv:2602.10693. log w is clamped to [log 1e-8, 20]. Where the batch has
     sampling_logps, sum_t (old_t - sampling_t) is added to it, so `.corrected` would count the
-    sampler twice.
+    sampler twice; where it has importance_sampling_ratio (old over sampling, truncated or masked by
+    the caller), the sum of its log is added instead.
 
     Args:
         k_pos, lambda_pos: shape of phi where A >= 0, each > 0.

@@ -1,0 +1,11 @@
+"""Trainers of TRL 1.16 whose log-probs and losses come from headloss.
+
+from headloss.integrations.trl import GRPOTrainer  # in place of `from trl import GRPOTrainer`
+"""
+
+from .dpo import DPOTrainer
+from .forward import Switches
+from .grpo import GRPOTrainer
+from .sft import SFTTrainer
+
+__all__ = ["DPOTrainer", "GRPOTrainer", "SFTTrainer", "Switches"]

@@ -1,0 +1,100 @@
+"""What the trainers share: refusals by name, reductions by TRL's denominators, metrics."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...losses import Term, term
+from ...metrics import Metrics, Observed
+from ...reduction import Reduction
+
+
+def per(denominator: float | Tensor) -> Reduction:
+    """A sum over tokens divided by a number that TRL has counted; one below 1 acts as 1."""
+
+    def weigh(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
+        count = torch.as_tensor(denominator, device=lengths.device).to(lengths.dtype)
+        return (1 / count).expand_as(lengths)
+
+    return Reduction("per_count", weigh)
+
+
+def refuse(trainer: object, **unsupported: tuple[bool, str]) -> None:
+    """ValueError for the first option that is on, by its name; each has what to do instead."""
+    for name, (on, instead) in unsupported.items():
+        if on:
+            raise ValueError(
+                f"{name}: is not supported by headloss's {type(trainer).__name__}; {instead}"
+            )
+
+
+def refuse_common(trainer: Any, stock: str) -> None:
+    """What no trainer here supports."""
+    args, accelerator = trainer.args, trainer.accelerator
+    peft = getattr(accelerator.unwrap_model(trainer.model), "active_peft_config", None)
+    parallel = getattr(accelerator, "parallelism_config", None)
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    instead = f"use {stock}"
+    vision = bool(
+        getattr(trainer, "_is_vlm", False) or getattr(trainer, "_is_vision_dataset", False)
+    )
+    refuse(
+        trainer,
+        multimodal_inputs=(vision, instead),
+        use_liger_kernel=(bool(args.use_liger_kernel), "headloss takes the place of its loss"),
+        prompt_learning=(bool(getattr(peft, "is_prompt_learning", False)), instead),
+        deepspeed_zero3=(plugin is not None and plugin.zero_stage == 3, "use FSDP2"),
+        context_parallel=(bool(getattr(parallel, "cp_enabled", False)), instead),
+        sequence_parallel=(bool(getattr(parallel, "sp_enabled", False)), instead),
+    )
+
+
+def mode(trainer: Any) -> str:
+    return "train" if trainer.model.training else "eval"
+
+
+def record(trainer: Any, metrics: Metrics) -> None:
+    """Append headloss's own metrics as "headloss/..."; what was measured on nothing is left out."""
+    if trainer.accelerator.num_processes > 1:
+        metrics = metrics.all_reduce()
+    into = trainer._metrics[mode(trainer)]
+    for name, value in metrics.compute().items():
+        if math.isfinite(value):
+            into[f"headloss/{name}"].append(value)
+
+
+class Probe:
+    """Keeps statistics of each token that TRL's metrics need and the loss does not.
+
+    `term` is worth nothing and has no gradient: add it to an objective, and after the call
+    `scatter(name, shape)` gives the statistic in the targets' shape.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self._kept: dict[str, Tensor] = {}
+        self._index: Tensor | None = None
+
+    @property
+    def term(self) -> Term:
+        def nothing(stats, batch):
+            return torch.zeros_like(stats.logp)
+
+        return term(nothing, name="probe", observe=self._keep)()
+
+    def _keep(self, stats, batch) -> dict[str, Observed]:
+        self._kept = {name: getattr(stats, name) for name in self.names}
+        self._index = batch.index
+        return {}
+
+    def scatter(self, name: str, shape: torch.Size) -> Tensor:
+        """[..], 0 where unscored."""
+        values = self._kept[name]
+        if self._index is None:
+            return values.reshape(shape)
+        whole = values.new_zeros(math.prod(shape))
+        return whole.index_copy_(0, self._index, values).view(shape)

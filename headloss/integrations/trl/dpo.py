@@ -1,0 +1,107 @@
+"""TRL's preference trainer, with its log-probs and losses from headloss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl.trainer import dpo_trainer
+
+from ... import losses
+from ...batch import IGNORE, Batch
+from ...losses import Objective
+from ...options import Options
+from ...segments import Segments
+from .common import Probe, record, refuse, refuse_common
+from .forward import Measured, Request, installed
+
+TERMS = {"sigmoid": losses.dpo, "ipo": losses.ipo}
+NOT_MODEL_INPUTS = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
+
+
+class DPOTrainer(dpo_trainer.DPOTrainer):
+    """`trl.DPOTrainer` with one pass from hidden states to loss and gradients.
+
+    Arguments, configuration, losses, gradients and metrics are TRL's: the loss types "sigmoid" and
+    "ipo" and their weighted sums, with a reference model, an adapter, or precomputed log-probs.
+    Beyond them: LoRA on the head, and headloss's own metrics as "headloss/...".
+
+    Override `objective` to add terms, and set `options` for memory and schedule.
+
+    Raises:
+        ValueError: a configuration that is not supported, by the option's name.
+    """
+
+    options: Options = Options()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with installed(dpo_trainer):
+            super().__init__(*args, **kwargs)
+        stock = "use trl.DPOTrainer"
+        unknown = [name for name in self.loss_types if name not in TERMS]
+        refuse_common(self, "trl.DPOTrainer")
+        refuse(
+            self,
+            loss_type=(bool(unknown), f"got {unknown}, want {tuple(TERMS)}, or {stock}"),
+            f_divergence_type=(self.f_divergence_type != "reverse_kl", stock),
+            ld_alpha=(self.ld_alpha is not None, stock),
+            use_weighting=(self.use_weighting, stock),
+        )
+
+    def objective(self, inputs: dict[str, Any]) -> Objective:
+        """The loss on one micro-batch of pairs."""
+        weighted = zip(self.loss_types, self.loss_weights, strict=True)
+        return sum(  # type: ignore[return-value]
+            (weight * TERMS[name](beta=self.beta) for name, weight in weighted), Objective(())
+        )
+
+    def _compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False
+    ) -> Any:
+        if not self.precompute_ref_logps:
+            reference = self.model if self.ref_model is None else self.ref_model
+            chosen, rejected = self.compute_ref_log_probs(reference, inputs)
+            inputs = {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+        batch, probe = preference_batch(inputs), Probe("top1", "mean_logit")
+        forward = {name: x for name, x in inputs.items() if name not in NOT_MODEL_INPUTS}
+        if self.aux_loss_enabled:
+            forward["output_router_logits"] = True
+        request = Request(
+            batch=batch, objective=self.objective(inputs) + probe.term, options=self.options
+        )
+        found = model(**forward, headloss=request)
+        loss = found.loss
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * found.aux_loss
+        found.is_top1 = probe.scatter("top1", batch.targets.shape).bool()
+        found.mean_logits = probe.scatter("mean_logit", batch.targets.shape)
+        with torch.no_grad():
+            self._measure(Measured(found), inputs)
+            record(self, found.head.metrics)
+            return (loss, model(**forward)) if return_outputs else loss
+
+    def _measure(self, measured: Measured, inputs: dict[str, Any]) -> None:
+        """TRL's own method keeps its metrics, on log-probs that are there; its loss is not used."""
+        before, self.precompute_ref_logps = self.precompute_ref_logps, True
+        try:
+            super()._compute_loss(measured, inputs, False)
+        finally:
+            self.precompute_ref_logps = before
+
+
+def preference_batch(inputs: dict[str, Any]) -> Batch:
+    """Rows of chosen, then rejected answers [2 B, L], as the pairs of segments that terms read.
+
+    The log-probs of the reference are known per answer: each token gets an equal part.
+    """
+    ids, mask = inputs["input_ids"][:, 1:], inputs["completion_mask"][:, 1:]
+    pairs = torch.arange(len(ids) // 2, device=ids.device)
+    answer = torch.cat([2 * pairs, 2 * pairs + 1])
+    reference: Tensor = torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
+    share = reference / mask.sum(1).clamp(min=1)
+    return Batch(
+        ids.masked_fill(mask == 0, IGNORE),
+        Segments.from_ids(answer[:, None].expand_as(ids), len(ids)),
+        ref_logps=share[:, None].expand(ids.shape),
+    )

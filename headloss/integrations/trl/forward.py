@@ -1,0 +1,305 @@
+"""A model whose forward ends in headloss, in place of the fused head of TRL's trainers.
+
+B rows, L positions, C scored columns at the end of each row, H hidden width. `add_head` has the
+signature of the function that TRL's trainers use for theirs, and takes its place while one of them
+is built. From then on
+
+    model(..., headloss=Request(batch, objective))   the loss, in one pass
+    model(..., labels=labels, fused_lm_head=True)    log-probs and entropies, without gradient
+    model(...)                                       the model's own forward
+
+The head is read at each call, inside the forward of whatever wraps the model, where FSDP has
+gathered it and PEFT has switched its adapters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from trl.trainer.utils import FusedCausalLMOutput
+
+from ...batch import IGNORE, Batch
+from ...engine import Output, head_loss, logits_loss
+from ...head import Head
+from ...losses import Objective, Term, entropy
+from ...options import Options
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """What a forward is to compute at its last C predicting positions.
+
+    Attributes:
+        batch: targets [B, C]: column c of a row is predicted at position L - C - 1 + c.
+        objective: the loss.
+        options: of `head_loss`.
+    """
+
+    batch: Batch
+    objective: Term | Objective
+    options: Options = field(default_factory=Options)
+
+
+@dataclass
+class HeadOutput(FusedCausalLMOutput):
+    """TRL's output, with what `head_loss` returned, and the critic's values [B, C]."""
+
+    head: Any = None
+    critic: Tensor | None = None
+
+
+def add_head(
+    model: PreTrainedModel,
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+    outputs: tuple[str, ...] = (),
+    switches: Switches | None = None,
+) -> None:
+    """Let `model`'s forward end in headloss on request; the logits are divided by `temperature`.
+
+    Raises:
+        ValueError, TypeError: as `Head.of_model`, where the head cannot be read.
+    """
+    if cast_lm_head_to_fp32:
+        raise ValueError(
+            "cast_lm_head_to_fp32: is not supported; log-probs come from float32 logits already"
+        )
+    paths = (switches or Switches(use_fused_loss=True)).resolve(model)
+    original = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(
+        self, *args, headloss: Request | None = None, fused_lm_head=False, labels=None, **kwargs
+    ):
+        if headloss is None and not fused_lm_head:
+            return original(*args, **kwargs, **({} if labels is None else {"labels": labels}))
+        kwargs = {**_router(self, kwargs), "use_cache": False}
+        path = paths.logprobs if headloss is None else paths.loss
+        if path.from_model:  # its own logits, which the head's formula may not give
+            found = original(*args, **kwargs, output_hidden_states=True)
+            hidden, logits = found.hidden_states[-1], found.logits
+        else:
+            found = self.base_model(*args, **kwargs)
+            hidden, logits = found.last_hidden_state, None
+        if headloss is None:
+            assert labels is not None
+            request = Request(batch=Batch(labels[:, 1:]), objective=entropy())
+        else:
+            request = headloss
+        columns = request.batch.targets.shape[1]
+        hidden = hidden[:, -columns - 1 : -1]
+        if logits is None:
+            head = Head.of_model(self, temperature=temperature)
+            head = _whole(head, data_parallel=_is_fsdp2(self))
+            output = path.of_hidden(hidden, head, request)
+        else:
+            logits = logits[:, -columns - 1 : -1]
+            output = path.of_logits(logits, temperature, request)
+        output.aux_loss = _aux_loss(self, found, kwargs)
+        if hasattr(self, "value_head"):
+            output.critic = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
+        return output
+
+    model.forward = types.MethodType(forward, model)
+
+
+# ---------------------------------------------------------------------- with logits or without
+
+
+@dataclass(frozen=True, kw_only=True)
+class Path:
+    """How log-probs are made of hidden states.
+
+    Attributes:
+        fused: without the logits.
+        exact: from float32 logits; else from logits in the dtype that the model computes in.
+        findable: the head can be read.
+    """
+
+    fused: bool
+    exact: bool
+    findable: bool
+
+    @property
+    def from_model(self) -> bool:
+        return not self.fused and not (self.exact and self.findable)
+
+    def of_hidden(self, hidden: Tensor, head: Head, request: Request) -> HeadOutput:
+        options = replace(request.options, metrics=True)  # TRL's metrics need the entropy
+        if not self.fused:
+            logits = replace(head, temperature=1.0).logits(hidden)
+            return self.of_logits(logits, head.temperature, request)
+        dtype = _compute_dtype(hidden)
+        if not self.exact and dtype.itemsize == 2:
+            options = replace(options, logits_dtype=dtype)
+        out = head_loss(hidden, head, request.batch, request.objective, options)
+        return _output(out, request)
+
+    def of_logits(
+        self, logits: Tensor, temperature: float | Tensor, request: Request
+    ) -> HeadOutput:
+        options = replace(request.options, metrics=True, schedule="auto")
+        out = logits_loss(
+            logits, request.batch, request.objective, temperature=temperature, options=options
+        )
+        return _output(out, request)
+
+
+def _output(out: Output, request: Request) -> HeadOutput:
+    return HeadOutput(
+        loss=out.loss,
+        log_probs=out.logps,
+        entropy=out.entropies,
+        label_mask=request.batch.targets != IGNORE,
+        head=out,
+    )
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paths:
+    """The loss, and the passes without gradient: old and reference log-probs."""
+
+    loss: Path
+    logprobs: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switches:
+    """Which passes do without the logits, and how exact log-probs are.
+
+    Attributes:
+        use_fused_loss: None is on where the head can be read, off elsewhere; False materialises
+            the logits.
+        use_fused_linear_logprobs: of the old and reference passes, which have no gradient; None
+            follows `use_fused_loss`.
+        cast_logprobs_to_fp32: True takes log-probs from float32 logits, False from logits in the
+            dtype that the model computes in; None follows `use_fused_loss`.
+    """
+
+    use_fused_loss: bool | None = None
+    use_fused_linear_logprobs: bool | None = None
+    cast_logprobs_to_fp32: bool | None = None
+
+    def resolve(self, model: PreTrainedModel) -> Paths:
+        """The paths for a model.
+
+        Raises:
+            ValueError, TypeError: as `Head.of_model`, where a switch is True that needs the head.
+        """
+        try:
+            Head.of_model(model)
+            findable = True
+        except (ValueError, TypeError) as error:
+            for name in ("use_fused_loss", "use_fused_linear_logprobs"):
+                if getattr(self, name):
+                    raise type(error)(f"{name}: got True, but {error}") from None
+            findable = False
+        loss = findable if self.use_fused_loss is None else self.use_fused_loss
+        logprobs = self.use_fused_linear_logprobs
+        logprobs = loss if logprobs is None else logprobs
+        exact = loss if self.cast_logprobs_to_fp32 is None else self.cast_logprobs_to_fp32
+        if exact and not findable and model.dtype.itemsize == 2:
+            raise ValueError(
+                f"cast_logprobs_to_fp32: got True for {model.dtype} logits of a model whose head "
+                "cannot be read, want False or None"
+            )
+        return Paths(
+            loss=Path(fused=loss, exact=exact, findable=findable),
+            logprobs=Path(fused=logprobs, exact=exact, findable=findable),
+        )
+
+
+def _whole(head: Head, data_parallel: bool) -> Head:
+    """A head that FSDP2 shards by itself, or tensor parallelism, is of DTensors: gather them.
+
+    Each rank of a data-parallel group then has a gradient of its own, to be averaged.
+    """
+
+    def gathered(tensor: Any) -> Any:
+        if not hasattr(tensor, "full_tensor"):
+            return tensor
+        from torch.distributed.tensor import Partial
+
+        average = [Partial("avg")] * tensor.device_mesh.ndim if data_parallel else None
+        return tensor.full_tensor(grad_placements=average)
+
+    lora = tuple(replace(x, a=gathered(x.a), b=gathered(x.b)) for x in head.lora)
+    return replace(head, weight=gathered(head.weight), bias=gathered(head.bias), lora=lora)
+
+
+def _is_fsdp2(model: PreTrainedModel) -> bool:
+    return any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__)
+
+
+# ---------------------------------------------------------------------- mixtures of experts
+
+
+def _router(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Ask for router logits where the config does."""
+    config = model.config.get_text_config()
+    if getattr(config, "output_router_logits", False):
+        kwargs.setdefault("output_router_logits", True)
+    return kwargs
+
+
+def _aux_loss(model: PreTrainedModel, found: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """The load-balancing loss of the routers, [], where their logits were asked for."""
+    if not kwargs.get("output_router_logits"):
+        return None
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    config = model.config.get_text_config()
+    return load_balancing_loss_func(  # type: ignore[return-value]
+        found.router_logits,
+        config.num_experts,
+        config.num_experts_per_tok,
+        kwargs.get("attention_mask"),
+    )
+
+
+# ---------------------------------------------------------------------- inside TRL
+
+
+class _NoLayer:
+    """A class that nothing is an instance of."""
+
+
+@contextlib.contextmanager
+def installed(module: types.ModuleType, switches: Switches | None = None) -> Iterator[None]:
+    """Trainers of TRL's `module` are built with `add_head` for their head, and with adapters on it.
+
+    TRL's own fused head would leave such adapters out, so TRL refuses them; ours does not.
+    """
+    head = functools.partial(add_head, switches=switches)
+    names = {"add_fused_lm_head": head, "BaseTunerLayer": _NoLayer}
+    before = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    for name in before:
+        setattr(module, name, names[name])
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+class Measured:
+    """Stands for the model where TRL's loss method only measures a pass that has been made."""
+
+    def __init__(self, output: HeadOutput) -> None:
+        self.output = output
+
+    def __call__(self, *args: Any, **kwargs: Any) -> HeadOutput:
+        return self.output

@@ -1,0 +1,191 @@
+"""TRL's GRPO settings as an objective of headloss.
+
+B rows, C completion columns. The settings are read from a trainer, under the names that TRL gives
+them; the loss is what TRL's `_compute_loss` would return, less the routers' auxiliary loss.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from ... import losses
+from ...batch import CURRENT, IGNORE, Batch
+from ...losses import Objective, Term, term
+from ...losses.importance import LEVELS
+from ...losses.modifiers import top_entropy
+from ...reduction import Reduction, fixed_length, sequence_mean, sequence_sum, token_mean
+from .common import per
+
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
+OVER_THE_STEP = ("cispo", "dapo", "vespo")  # divided by the tokens of the optimizer step
+
+
+def check_settings(trainer: Any) -> None:
+    """ValueError for a setting that has no objective."""
+    for name, value, known in (
+        ("loss_type", trainer.args.loss_type, LOSS_TYPES),
+        ("importance_sampling_level", trainer.args.importance_sampling_level, tuple(LEVELS)),
+    ):
+        if value not in known:
+            raise ValueError(f"{name}: got {value!r}, want one of {known}")
+
+
+def completion_mask(inputs: dict[str, Any]) -> Tensor:
+    """[B, C]: 1 where a token was sampled and counts."""
+    mask = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
+def make_batch(trainer: Any, inputs: dict[str, Any]) -> Batch:
+    """The batch [B, C] that the objective of `make_objective` reads."""
+    advantages = inputs["advantages"]
+    if advantages.dim() == 2 and trainer.args.importance_sampling_level == "sequence":
+        raise ValueError(
+            f"advantages: got shape {tuple(advantages.shape)} with importance_sampling_level="
+            f'"sequence", want ({len(advantages)},), or the level "sequence_token"'
+        )
+    scored = completion_mask(inputs).bool()
+    fields: dict[str, Tensor] = {}
+    if trainer.beta != 0.0:
+        fields["ref_logps"] = inputs["ref_per_token_logps"]
+    if trainer.off_policy_mask_threshold is not None and "sampling_per_token_logps" in inputs:
+        fields["sampling_logps"] = inputs["sampling_per_token_logps"]
+    if _corrects(trainer):
+        ratio = inputs["importance_sampling_ratio"]
+        fields["importance_sampling_ratio"] = ratio.squeeze(1) if ratio.shape[1] == 1 else ratio
+    elif trainer.loss_type == "vespo" and "sampling_logps" in fields:
+        fields["importance_sampling_ratio"] = torch.ones_like(fields["sampling_logps"])
+    old = inputs.get("old_per_token_logps")
+    return Batch(
+        torch.where(scored, inputs["completion_ids"], IGNORE),
+        advantages=advantages,
+        old_logps=CURRENT if old is None else old,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def make_objective(trainer: Any, inputs: dict[str, Any]) -> Objective:
+    """Policy, reference and entropy terms, each over TRL's denominator."""
+    training = trainer.model.training
+    accumulation = trainer.current_gradient_accumulation_steps if training else 1.0
+    reduction = _reduction(trainer, inputs)
+    share = 1.0 if trainer.loss_type in OVER_THE_STEP else 1.0 / accumulation
+    objective = share * _modified(trainer.policy_term(), trainer).over(reduction)
+    if trainer.beta != 0.0 and not trainer.kl_in_reward:
+        reference = losses.kl(
+            estimator="k3",
+            bias_corrected=trainer.args.use_bias_correction_kl,
+            importance_sampling_level=trainer.args.importance_sampling_level,
+        )
+        objective += share * trainer.beta * reference.over(reduction)
+    coefficient = _entropy_coefficient(trainer)
+    if coefficient:
+        objective -= coefficient / accumulation * _entropy(trainer)
+    return objective
+
+
+def policy_term(trainer: Any) -> Term:
+    """The term that a TRL loss type stands for; its reduction is set by `make_objective`."""
+    args, kind = trainer.args, trainer.loss_type
+    level = args.importance_sampling_level
+    if kind in CLIPPED:
+        return getattr(losses, kind)(
+            epsilon_low=trainer.epsilon_low,
+            epsilon_high=trainer.epsilon_high,
+            delta=args.delta,
+            importance_sampling_level=level,
+        )
+    if kind == "cispo":
+        cispo = losses.cispo(importance_sampling_level=level)
+        # TRL's epsilon_high is the cap itself, and its default lies below 1.
+        cap = {"clip": (-math.inf, trainer.epsilon_high)}
+        assert cispo.observe is not None
+        return replace(
+            cispo, function=partial(cispo.function, **cap), observe=partial(cispo.observe, **cap)
+        )
+    if kind == "sapo":
+        return losses.sapo(
+            temperature_pos=args.sapo_temperature_pos,
+            temperature_neg=args.sapo_temperature_neg,
+            importance_sampling_level=level,
+        )
+    return losses.vespo(
+        k_pos=args.vespo_k_pos,
+        lambda_pos=args.vespo_lambda_pos,
+        k_neg=args.vespo_k_neg,
+        lambda_neg=args.vespo_lambda_neg,
+    )
+
+
+def _corrects(trainer: Any) -> bool:
+    return trainer.use_vllm and trainer.vllm_importance_sampling_correction
+
+
+def _modified(policy: Term, trainer: Any) -> Term:
+    if trainer.off_policy_mask_threshold is not None:
+        policy = policy.off_policy_masked(trainer.off_policy_mask_threshold)
+    if trainer.top_entropy_quantile < 1.0:
+        policy = policy.top_entropy(quantile=trainer.top_entropy_quantile, group=_group(trainer))
+    if _corrects(trainer) and trainer.loss_type != "vespo":  # which takes it into its weight
+        policy = policy.weighted("importance_sampling_ratio")
+    return policy
+
+
+def _group(trainer: Any) -> Any:
+    return distributed.group.WORLD if trainer.accelerator.num_processes > 1 else None
+
+
+def tokens_of_the_step(trainer: Any, inputs: dict[str, Any]) -> Tensor:
+    """[]: a rank's share of the tokens of an optimizer step.
+
+    TRL's count is of all that one generation gave, over all ranks.
+    """
+    count = inputs["num_items_in_batch"].clamp(min=1) / trainer.accelerator.num_processes
+    if not trainer.model.training:
+        return count
+    steps = trainer.current_gradient_accumulation_steps
+    return count * steps / trainer.args.steps_per_generation
+
+
+def _reduction(trainer: Any, inputs: dict[str, Any]) -> Reduction:
+    kind = trainer.loss_type
+    if kind in OVER_THE_STEP:
+        return per(tokens_of_the_step(trainer, inputs))
+    return {
+        "grpo": sequence_mean,
+        "sapo": sequence_mean,
+        "bnpo": token_mean,
+        "luspo": sequence_sum,
+        "dr_grpo": fixed_length(trainer.max_completion_length),
+    }[kind]
+
+
+# ---------------------------------------------------------------------- entropy
+
+
+def _entropy_coefficient(trainer: Any) -> float:
+    """As it is in force in this step: the controller moves it at the end of one."""
+    if not trainer._entropy_bonus_enabled:
+        return 0.0
+    over = trainer._last_world_entropy > getattr(trainer.args, "entropy_target", 0.0)
+    return 0.0 if trainer.use_adaptive_entropy and over else trainer.entropy_coef
+
+
+def _entropy(trainer: Any) -> Term:
+    """The mean over the tokens that the policy term acts on, in this micro-batch."""
+    if trainer.top_entropy_quantile == 1.0:
+        return losses.entropy()
+    kept = top_entropy(quantile=trainer.top_entropy_quantile, group=_group(trainer))
+
+    def entropy(stats, batch):
+        factor = kept.factor(stats, batch)
+        return stats.entropy * factor / factor.sum().clamp_min(1)
+
+    return term(entropy, scope="batch", reduction=per(1))()

@@ -1,0 +1,77 @@
+"""Advantage estimators, on padded rows of tokens.
+
+B rows, C columns; `mask` [B, C] is True at tokens that count. The others get 0, and are stepped
+over: a token's successor is the next one that counts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rewards_at_tokens(
+    scores: Tensor,  # [B]
+    mask: Tensor,  # [B, C] bool
+    kl: Tensor | None = None,  # [B, C]
+    beta: float = 0.0,
+) -> Tensor:
+    """-beta kl_t at each token, and the score at the last one: [B, C].
+
+    The reference as part of the reward: Ziegler et al. 2019, arXiv:1909.08593.
+    """
+    after = mask.flip(1).long().cumsum(1).flip(1)  # tokens from here on
+    rewards = torch.where(mask & (after == 1), scores[:, None], 0.0)
+    if kl is not None:
+        rewards = rewards - beta * torch.where(mask, kl, 0.0)
+    return rewards
+
+
+def generalised(
+    rewards: Tensor,  # [B, C]
+    values: Tensor,  # [B, C]
+    mask: Tensor,  # [B, C] bool
+    gamma: float = 1.0,
+    lam: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation; (advantages, returns), each [B, C].
+
+        A_t = sum_k (gamma lam)^k (r_(t+k) + gamma V_(t+k+1) - V_(t+k)), return_t = A_t + V_t
+
+    Schulman et al. 2016, arXiv:1506.02438. After the last token the value is 0.
+    """
+    advantages = torch.zeros_like(values)
+    ahead = following = values.new_zeros(len(values))  # A and V of the next token
+    for t in reversed(range(values.shape[1])):
+        step = rewards[:, t] + gamma * following - values[:, t] + gamma * lam * ahead
+        ahead = torch.where(mask[:, t], step, ahead)
+        following = torch.where(mask[:, t], values[:, t], following)
+        advantages[:, t] = torch.where(mask[:, t], step, 0.0)
+    return advantages, advantages + torch.where(mask, values, 0.0)
+
+
+def discounted(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
+    """sum_k gamma^k r_(t+k) at each token: [B, C]."""
+    return generalised(rewards, torch.zeros_like(rewards), mask, gamma)[0]
+
+
+def normalised(values: Tensor, mask: Tensor, distributed: bool = False) -> Tensor:
+    """Zero mean and unit standard deviation over all tokens, of all ranks if `distributed`."""
+    kept = torch.where(mask, values, 0.0).double()
+    sums = torch.stack([mask.sum().double(), kept.sum(), kept.square().sum()])
+    if distributed:
+        torch.distributed.all_reduce(sums)
+    count = sums[0].clamp(min=1)
+    mean = sums[1] / count
+    deviation = (sums[2] / count - mean.square()).clamp(min=0).sqrt()
+    return torch.where(mask, (values - mean) / (deviation + 1e-8), 0.0).to(values.dtype)
+
+
+def leave_one_out(rewards: Tensor, group: int) -> Tensor:
+    """[N] factor from "less the mean of the group" to "less the mean of the others": n / (n - 1).
+
+    n counts the rewards of a group of consecutive rows that are not NaN. Kool et al. 2019; Ahmadian
+    et al. 2024, arXiv:2402.14740.
+    """
+    counted = (~rewards.isnan()).view(-1, group).sum(1).to(rewards.dtype)
+    return (counted / (counted - 1).clamp(min=1)).repeat_interleave(group)

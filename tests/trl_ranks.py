@@ -1,0 +1,84 @@
+"""Run by each of two processes: stock TRL and headloss, step for step alike.
+
+torchrun --nproc-per-node 2 tests/trl_ranks.py
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import test_rl as algorithms
+import test_trl_grpo as grpo
+import test_trl_sft_dpo as others
+import torch
+from accelerate.state import PartialState
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from trl_case import load, saved
+
+import headloss as hl
+from headloss import rl
+from headloss.integrations.trl.forward import Request, add_head
+
+
+def same_ppo() -> list[float]:
+    options: dict[str, Any] = {"beta": 0.1, "num_iterations": 2, "per_device_train_batch_size": 2}
+    want = algorithms.losses_of(rl.PPO, use_fused_loss=False, **options)
+    got = algorithms.losses_of(rl.PPO, **options)
+    assert got == pytest.approx(want, rel=1e-4, abs=1e-5)
+    return got
+
+
+def same_sharded(head_alone: bool) -> list[float]:
+    """A model that FSDP2 shards has the mean of the ranks' gradients."""
+    plain, sharded = load(saved("llama")), load(saved("llama"))
+    rank = torch.distributed.get_rank()
+    ids = torch.randint(100, (2, 7), generator=torch.Generator().manual_seed(rank))
+    request = Request(batch=hl.Batch(ids[:, 1:]), objective=hl.cross_entropy() + hl.z_loss())
+    mesh = init_device_mesh("cpu", (2,))
+    for model in (plain, sharded):
+        add_head(model)
+    for module in [*sharded.model.layers, *([sharded.lm_head] if head_alone else []), sharded]:
+        fully_shard(module, mesh=mesh)
+    losses = [model(input_ids=ids, headloss=request).loss for model in (plain, sharded)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[1], losses[0])
+    for (name, a), b in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+        torch.distributed.all_reduce(a.grad)
+        got = b.grad.full_tensor()
+        torch.testing.assert_close(got, a.grad / 2, msg=lambda text, name=name: f"{name}: {text}")
+    return [1.0]
+
+
+CASES: dict[str, Any] = {
+    "grpo": lambda: grpo.same(
+        per_device_train_batch_size=2,
+        loss_type="dapo",
+        beta=0.1,
+        top_entropy_quantile=0.5,
+        entropy_coef=0.02,
+        gradient_accumulation_steps=2,
+        num_iterations=2,
+    ),
+    "sft": lambda: others.same_sft(gradient_accumulation_steps=2),
+    "dpo": others.same_dpo,
+    "ppo": same_ppo,
+    "fsdp2": lambda: same_sharded(head_alone=False),
+    "fsdp2_head": lambda: same_sharded(head_alone=True),
+}
+
+
+def main() -> None:
+    for name in sys.argv[1:]:
+        got = CASES[name]()
+        state = PartialState()
+        assert state.num_processes == 2
+        sys.stdout.write(f"\n{name}: {len(got)} steps alike on rank {state.process_index}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
