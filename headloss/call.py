@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,18 +15,31 @@ from torch import Tensor
 from . import kernels
 from .batch import Batch, Packed, PackedBatch, pack
 from .divergence import DenseDivergence, Divergence, TopkDivergence
-from .head import Head, check_head, check_transform
+from .head import Head, check_transform
 from .kernels.transform import Transform
 from .logits import GivenLogits, LinearLogits
 from .losses.distillation import Teacher
 from .losses.term import Objective, Reads, Term
-from .objective import bind, reads
+from .objective import Bound, bind, reads
 from .options import Options
+from .parallel import Alone
 from .plan import Problem, make_plan
 from .products import sum_dtype
 from .reduction import Totals
-from .schedules import WHOLE, Call
+from .schedules import Call
+from .shards import (
+    Place,
+    given_facts,
+    is_dtensor,
+    join,
+    linear_facts,
+    local_head,
+    over_segments,
+)
 from .stats import STATISTICS
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def linear_call(
@@ -38,37 +51,30 @@ def linear_call(
     on_meta: bool = False,  # hidden states may have no values
 ) -> Call:
     """The call that `head_loss` makes of its arguments."""
-    check_head(head)
-    if head.vocab_group is not None or head.vocab_mesh_dim is not None:
-        raise ValueError("vocab_group: is not supported yet, want None")
-    objective = _checked(objective, batch, options)
-    _check_shape("hidden", hidden, batch, on_meta)
-    compute_dtype = _autocast_dtype(hidden)
-    head.validate(hidden, compute_dtype=compute_dtype)
-    dtype = compute_dtype or hidden.dtype
-    weights = [head.weight, *(lora.b for lora in head.lora)]
-    if head.bias is not None:
-        weights.append(head.bias)
-    enabled = torch.is_grad_enabled()
-    problem = Problem(
-        tokens=0,
-        width=hidden.shape[-1],
-        vocabulary=head.vocabulary,
-        scope="token",
-        lengths=None,
-        hidden_gradient=enabled
-        and (hidden.requires_grad or any(lora.a.requires_grad for lora in head.lora)),
-        weight_gradient=enabled and any(w.requires_grad for w in weights),
-        element_size=dtype.itemsize,
-        weight_size=head.weight.dtype.itemsize,
-        on_gpu=hidden.is_cuda,
-    )
-    _check_main_grad(head.weight, options)
-    transform = Transform(
-        scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature
-    )
-    call = _call(objective, batch, options, problem, transform, dtype, hidden.device)
-    return replace(call, compute_dtype=compute_dtype)
+
+    def prepare() -> tuple[Call, Objective]:
+        checked, place = join(
+            head.vocab_group,
+            lambda: head.vocabulary,
+            lambda: _check_linear(hidden, head, batch, objective, options, on_meta),
+            lambda checked: linear_facts(hidden, head, batch, checked[0], options),
+            head.vocab_size,
+            options,
+        )
+        found, compute_dtype = checked
+        if options.sequence_parallel:
+            place.check_tokens(batch)
+        problem = _linear_problem(hidden, head, compute_dtype, place)
+        transform = Transform(
+            scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature
+        )
+        dtype = compute_dtype or hidden.dtype
+        call = _prepared(found, batch, options, problem, transform, dtype, hidden.device, place)
+        return replace(call, compute_dtype=compute_dtype), found
+
+    call, found = over_segments(batch, options, prepare)
+    dtype = call.compute_dtype or hidden.dtype
+    return _bound(call, found, batch, dtype, scaled=dtype == torch.float16)
 
 
 def given_call(
@@ -76,38 +82,79 @@ def given_call(
     batch: Batch,
     objective: Term | Objective,
     transform: Transform,
-    vocab_group,
+    vocab_group: ProcessGroup | None,
     inplace: bool,
     options: Options,
 ) -> Call:
     """The call that `logits_loss` makes of its arguments."""
-    objective = _checked(objective, batch, options)
-    _check_shape("logits", logits, batch)
-    check_transform(transform.temperature, transform.softcap, transform.scale)
-    if vocab_group is not None:
-        raise ValueError("vocab_group: is not supported yet, want None")
-    if options.schedule == "frozen":
-        raise ValueError('schedule: got "frozen", but the logits are given')
-    if inplace and logits.dtype == torch.float16:
-        inplace = False  # written in the backward pass, where the upstream gradient is known
-    wanted = logits.requires_grad and torch.is_grad_enabled()
-    problem = Problem(
+
+    def check() -> Objective:
+        found = _checked(objective, batch, options)
+        _check_shape("logits", logits, batch)
+        check_transform(transform.temperature, transform.softcap, transform.scale)
+        if options.sequence_parallel:
+            raise ValueError("sequence_parallel: got logits, want hidden states before a head")
+        if options.schedule == "frozen":
+            raise ValueError('schedule: got "frozen", but the logits are given')
+        return found
+
+    def prepare() -> tuple[Call, Objective]:
+        found, place = join(
+            vocab_group,
+            lambda: logits.shape[-1],
+            check,
+            lambda found: given_facts(logits, transform, batch, found, options, inplace),
+            None,
+            options,
+        )
+        # A gradient in float16 is written in the backward pass, where the upstream one is known.
+        over = inplace and logits.dtype != torch.float16
+        problem = Problem(
+            tokens=0,
+            width=0,
+            vocabulary=place.widest,
+            scope="token",
+            lengths=None,
+            hidden_gradient=logits.requires_grad and torch.is_grad_enabled(),
+            weight_gradient=False,
+            element_size=logits.element_size(),
+            on_gpu=logits.is_cuda,
+            given=True,
+            inplace=over,
+        )
+        call = _prepared(
+            found, batch, options, problem, transform, logits.dtype, logits.device, place
+        )
+        return call, found
+
+    call, found = over_segments(batch, options, prepare)
+    return _bound(call, found, batch, logits.dtype, scaled=False)
+
+
+def _linear_problem(
+    hidden: Tensor, head: Head, compute_dtype: torch.dtype | None, place: Place
+) -> Problem:
+    weights = [head.weight, *(lora.b for lora in head.lora)]
+    if head.bias is not None:
+        weights.append(head.bias)
+    enabled = torch.is_grad_enabled()
+    own = enabled and any(w.requires_grad for w in weights)
+    return Problem(
         tokens=0,
-        width=0,
-        vocabulary=logits.shape[-1],
+        width=hidden.shape[-1],
+        vocabulary=place.widest,
         scope="token",
         lengths=None,
-        hidden_gradient=wanted,
-        weight_gradient=False,
-        element_size=logits.element_size(),
-        on_gpu=logits.is_cuda,
-        given=True,
-        inplace=inplace,
+        hidden_gradient=enabled
+        and (hidden.requires_grad or any(lora.a.requires_grad for lora in head.lora)),
+        weight_gradient=own if place.weight_gradient is None else place.weight_gradient,
+        element_size=(compute_dtype or hidden.dtype).itemsize,
+        weight_size=head.weight.dtype.itemsize,
+        on_gpu=hidden.is_cuda,
     )
-    return _call(objective, batch, options, problem, transform, logits.dtype, logits.device)
 
 
-def _call(
+def _prepared(
     objective: Objective,
     batch: Batch,
     options: Options,
@@ -115,9 +162,10 @@ def _call(
     transform: Transform,
     dtype: torch.dtype,
     device: torch.device,
+    place: Place,
 ) -> Call:
-    """Pack, bind and plan."""
-    vocabulary, wide = problem.vocabulary, sum_dtype(dtype)
+    """Pack, trace and plan; without a collective over the segments' group."""
+    vocabulary, wide = place.vocabulary, sum_dtype(dtype)
     backend = kernels.choose(options.backend, device)
     temperature = transform.temperature
     if isinstance(temperature, Tensor) and temperature.dim():
@@ -132,10 +180,6 @@ def _call(
         id_fields=("teacher_topk_ids",) if teachers and "teacher_topk_ids" in batch.fields else (),
     )
     asked = reads(objective, packed.batch, wide, observe=options.metrics)
-    totals = batch.totals if batch.totals is not None else Totals.of(batch)
-    bound = bind(objective, packed.batch, totals, vocabulary, wide)
-    if dtype == torch.float16 and not problem.given:
-        bound = bound.scaled()
     if isinstance(temperature, Tensor):
         rows: Any = packed.batch.fields.pop(_TEMPERATURE) if temperature.dim() else temperature
         if packed.batch.live is not None:  # a dead row's 0 would divide
@@ -153,20 +197,32 @@ def _call(
     )
     like = torch.zeros((), dtype=wide, device=packed.batch.targets.device)
     acts = kernels.load(backend)
+    slices = place.slices(packed if options.sequence_parallel else None, device)
     return Call(
         packed=packed,
-        bound=bound,
+        bound=Bound((), vocabulary),
         plan=make_plan(problem, options, backend),
         options=options,
         kernels=acts[0],
         transform=transform,
         needs=_needs(asked, options),
         vocabulary=vocabulary,
+        slices=slices,
         divergences=tuple(
-            _divergence(teacher, packed, transform, vocabulary, acts, like) for teacher in teachers
+            _divergence(teacher, packed, transform, vocabulary, acts, like, slices)
+            for teacher in teachers
         ),
         inplace=problem.inplace,
     )
+
+
+def _bound(
+    call: Call, objective: Objective, batch: Batch, dtype: torch.dtype, scaled: bool
+) -> Call:
+    """Bind the objective to its totals."""
+    totals = batch.totals if batch.totals is not None else Totals.of(batch)
+    bound = bind(objective, call.packed.batch, totals, call.vocabulary, sum_dtype(dtype))
+    return replace(call, bound=bound.scaled() if scaled else bound)
 
 
 _TEMPERATURE = "_temperature"
@@ -205,8 +261,10 @@ def _divergence(
     vocabulary: int,
     acts: tuple[ModuleType, ModuleType],
     like: Tensor,
+    slices: Alone,
 ) -> Divergence:
     batch = packed.batch
+    size = slices.size or vocabulary
     form = teacher.source(batch)
     student = replace(transform, temperature=teacher.temperature)
     if form == "topk":
@@ -214,17 +272,17 @@ def _divergence(
         _wide(
             "teacher_topk_logps", batch, stored.shape[-1], "a log-prob for each of teacher_topk_ids"
         )
-        return TopkDivergence(teacher, batch, student, acts, WHOLE, like)
+        return TopkDivergence(teacher, batch, student, acts, slices, like)
     if form == "logits":
-        given = _wide("teacher_logits", batch, vocabulary, "the student's vocabulary")
+        given = _wide("teacher_logits", batch, size, "the student's vocabulary")
         source = GivenLogits(given, batch.index)
         other = Transform(temperature=teacher.temperature)
     else:
         assert teacher.head is not None
-        head = teacher.head
+        head = local_head(teacher.head)
         width = head.weight.shape[1]
         states = _wide("teacher_hidden", batch, width, "the teacher head's width")
-        if head.vocabulary != vocabulary:
+        if head.vocab_group is None and head.vocabulary != vocabulary:
             raise ValueError(
                 f"teacher_head: got a vocabulary of {head.vocabulary}, want the student's "
                 f"{vocabulary} (set vocab_size on both heads to leave padded rows out)"
@@ -232,16 +290,53 @@ def _divergence(
         with torch.no_grad():
             rows = states if batch.index is None else states[batch.index]
             factors = head.factors(rows)
-        source = LinearLogits(
-            [f for f, _ in factors], [w for _, w in factors], head.bias, vocabulary
-        )
+        # A whole head beside a student's slice: its rows of that slice.
+        first = slices.first if head.vocab_group is None else 0
+        own = slice(first, first + size)
+        bias = None if head.bias is None else head.bias[own]
+        source = LinearLogits([f for f, _ in factors], [w[own] for _, w in factors], bias, size)
         other = Transform(
             scale=head.logit_scale, softcap=head.softcap, temperature=teacher.temperature
         )
-    return DenseDivergence(teacher, source, student, other, len(packed), acts, WHOLE, like)
+    return DenseDivergence(teacher, source, student, other, len(packed), acts, slices, like)
 
 
 # ---------------------------------------------------------------------- checks
+
+
+def _check_linear(
+    hidden: Tensor,
+    head: Head,
+    batch: Batch,
+    objective: Term | Objective,
+    options: Options,
+    on_meta: bool,
+) -> tuple[Objective, torch.dtype | None]:
+    """The objective, and what autocast computes in."""
+    found = _checked(objective, batch, options)
+    grouped = head.vocab_group is not None
+    if options.sequence_parallel and not grouped:
+        raise ValueError("sequence_parallel: needs a head with a vocab_group")
+    if options.sequence_parallel and options.static:
+        raise ValueError("static: got True with sequence_parallel, whose row counts are read")
+    _check_shape("hidden", hidden, batch, on_meta, spread=options.sequence_parallel)
+    compute_dtype = _autocast_dtype(hidden)
+    head.validate(hidden, token_shape=batch.targets.shape, compute_dtype=compute_dtype)
+    _check_main_grad(head.weight, options)
+    for teacher in _teachers(found) if grouped else ():
+        other = teacher.head and local_head(teacher.head)
+        if other and other.vocab_group is not None:
+            got, want = ((h.weight.shape[0], h.vocab_size) for h in (other, head))
+            if got != want or other.vocab_group is not head.vocab_group:
+                raise ValueError(
+                    f"teacher_head: got (rows, vocab_size) {got}, want the student's {want} and "
+                    "its vocab_group, or the teacher's whole head"
+                )
+    if grouped and any(lora.dropout for lora in head.lora):
+        raise ValueError(
+            "lora.dropout: got dropout with a vocab_group, want 0: ranks would drop other features"
+        )
+    return found, compute_dtype
 
 
 def _checked(objective: Term | Objective, batch: Batch, options: Options) -> Objective:
@@ -257,19 +352,21 @@ def _checked(objective: Term | Objective, batch: Batch, options: Options) -> Obj
             f"segments: got {batch.segments.count}, want a multiple of "
             f"{objective.segments_per_unit} for {objective!r}"
         )
-    if options.sequence_parallel:
-        raise ValueError("sequence_parallel: needs a head with a vocab_group")
     if options.backend == "triton" and _teachers(objective):
         raise ValueError('backend: got "triton", which does not serve distillation yet')
     return objective
 
 
-def _check_shape(name: str, value: Tensor, batch: Batch, on_meta: bool = False) -> None:
+def _check_shape(
+    name: str, value: Tensor, batch: Batch, on_meta: bool = False, spread: bool = False
+) -> None:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         got = f"a {value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{name}: got {got}, want a floating tensor")
+    if is_dtensor(value):
+        raise TypeError(f"{name}: got a DTensor, want this rank's own tensor: {name}.to_local()")
     want = tuple(batch.targets.shape)
-    if value.dim() < 2 or tuple(value.shape[:-1]) != want:
+    if value.dim() < 2 or (tuple(value.shape[:-1]) != want and not spread):
         raise ValueError(
             f"{name}: got shape {tuple(value.shape)}, want the targets' {want} and one more "
             "dimension"

@@ -103,7 +103,7 @@ class LinearGradients:
         wide = source.dtype
         self.sums = wide if wide == torch.float64 else accumulate_dtype
         self.features = [
-            torch.zeros_like(f, dtype=wide if by_slab else f.dtype) if wanted else None
+            self._zeros(f, wide if by_slab else f.dtype) if wanted else None
             for f, wanted in zip(source.features, wants.features, strict=True)
         ]
         self.main_grad = main_grad if wants.weights[0] else None
@@ -122,6 +122,22 @@ class LinearGradients:
 
     def add(self, gradient: Tensor, rows: Rows, columns: slice = ALL) -> None:
         """Take dL/draw [n, v] of some rows and columns."""
+        self._add_to_features(gradient, rows, columns)
+        if gradient.shape[0] == 0:
+            return
+        if not self.by_slab:
+            for features, total in zip(self.source.features, self.weights, strict=True):
+                if total is not None:
+                    rest = total[: self.source.vocabulary]
+                    products.add_weight_gradient_(rest, gradient, features[rows])
+        if self.bias is not None:
+            self.bias[: self.source.vocabulary][columns] += gradient.sum(0, dtype=self.bias.dtype)
+
+    def _zeros(self, features: Tensor, dtype: torch.dtype) -> Tensor:
+        """Sums for the gradient of features."""
+        return torch.zeros_like(features, dtype=dtype)
+
+    def _add_to_features(self, gradient: Tensor, rows: Rows, columns: slice) -> None:
         if gradient.shape[0] == 0:
             return
         for i, total in enumerate(self.features):
@@ -132,13 +148,12 @@ class LinearGradients:
                 total[rows] += part
             else:
                 total[rows] = part
-        if not self.by_slab:
-            for features, total in zip(self.source.features, self.weights, strict=True):
-                if total is not None:
-                    rest = total[: self.source.vocabulary]
-                    products.add_weight_gradient_(rest, gradient, features[rows])
-        if self.bias is not None:
-            self.bias[: self.source.vocabulary][columns] += gradient.sum(0, dtype=self.bias.dtype)
+
+    def features_are_done(self) -> None:
+        """With slabs: no more will be added to the gradients of features."""
+
+    def complete(self) -> None:
+        """Wait until the gradients of features are whole."""
 
     def slab(self, columns: slice) -> list[Tensor | None]:
         """Sums for the weight gradient of one slab of columns."""

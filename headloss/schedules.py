@@ -34,28 +34,12 @@ from .logits import (
 )
 from .objective import Bound, Gradient
 from .options import Options
+from .parallel import WHOLE, Alone
 from .plan import Plan
 from .stats import Coefficients, Normalizer, Partials, Statistics, finish
 
 Source = LinearLogits | GivenLogits
 Gradients = list[Tensor | None]
-
-
-class Alone:
-    """The whole vocabulary on this rank; `parallel.Shard` is its counterpart over a group."""
-
-    first = 0  # column of the whole vocabulary at which this rank's slice starts
-
-    def merge(self, partials: Partials) -> Partials:
-        """Partials of this rank's slice to those of the whole vocabulary."""
-        return partials
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Sum over the slices of the vocabulary."""
-        return values
-
-
-WHOLE = Alone()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +94,8 @@ class Call:
     def gradients(self, source: Source, by_slab: bool = False) -> LinearGradients | GivenGradients:
         if isinstance(source, GivenLogits):
             return GivenGradients(source, self.packed.unscored, self.inplace)
-        return LinearGradients(
+        return self.slices.gradients(
+            self.plan.chunks,
             source,
             self.wants,
             self.options.accumulate_dtype,
@@ -217,6 +202,7 @@ def frozen(call: Call, source: Source) -> tuple[Outcome, PullBack]:
         gradients.add(*chunk.held.gradient(chunk.normalizer, unit, None))
         found.append(chunk.stats)
         del chunk
+    gradients.complete()
     stats = _join(found, call, source)
     gradient = call.pull_back(stats, call.packed.batch, ALL)
     slope = gradient.coefficients.target
@@ -226,6 +212,7 @@ def frozen(call: Call, source: Source) -> tuple[Outcome, PullBack]:
         row = torch.zeros_like(call.bound.parts[0].weights) if slope is None else slope
         if factor is not None:
             row = row * factor.to(row.dtype)
+        row = call.slices.own(row)
         for i, total in enumerate(gradients.features):
             if total is not None:
                 gradients.features[i] = (total * row.unsqueeze(1)).to(total.dtype)
@@ -305,6 +292,8 @@ def sweep_gradient(
             )
             gradients.add(raw, rows, columns)
             if linear:
+                if steps.stop == count and columns.stop == source.vocabulary:
+                    gradients.features_are_done()
                 gradients.add_to_slab(slab, raw, rows)
             del raw  # before the next one is made
         if linear:
