@@ -62,7 +62,7 @@ class Place(NamedTuple):
             )
 
 
-# A call with static shapes may not read the device: it knows sizes from the calls before it.
+# Nothing may be read while a CUDA graph is captured: sizes are those of the call that warmed up.
 _KNOWN: weakref.WeakKeyDictionary[Any, dict[tuple, Place]] = weakref.WeakKeyDictionary()
 
 
@@ -81,18 +81,15 @@ def join(
         columns: how many of them are here; known once `check` has run.
         describe: what must be the same; `own` holds "rows", "tokens", "weight_gradient" and
             "teacher_columns" (-1: none).
-        options: with static shapes nothing may be read: sizes are those of the first such call.
+        options: with static shapes the place is kept for a capture.
 
     Raises:
         ValueError, TypeError: on all ranks, for what is wrong on any.
     """
     if group is None:
         return check(), Place(columns())
-    static = getattr(options, "static", False)
-    if static and group in _KNOWN:
-        result, key = check(), (columns(), vocab_size)
-        if key in _KNOWN[group]:
-            return result, _KNOWN[group][key]
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return check(), _KNOWN[group][columns(), vocab_size]
     result, own = agree("vocab_group", group, check, describe)
     rows, vocabulary = own["rows"], sum(own["rows"])
     if vocab_size is not None:
@@ -108,15 +105,15 @@ def join(
             f"weight: got {rows} rows on the ranks of vocab_group, of which the first {vocabulary} "
             "are scored: want at least one on each rank"
         )
-    for rank, columns in enumerate(own["teacher_columns"]):
-        if columns not in (-1, sizes[rank]):
+    for rank, theirs in enumerate(own["teacher_columns"]):
+        if theirs not in (-1, sizes[rank]):
             raise ValueError(
-                f"teacher: got {columns} columns on rank {rank} of vocab_group, want the "
+                f"teacher: got {theirs} columns on rank {rank} of vocab_group, want the "
                 f"student's {sizes[rank]} scored rows there"
             )
     wanted = any(own["weight_gradient"])
     place = Place(vocabulary, group, sizes, tuple(own["tokens"]), wanted)
-    if static:
+    if options.static:
         _KNOWN.setdefault(group, {})[columns(), vocab_size] = place
     return result, place
 
