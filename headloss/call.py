@@ -122,13 +122,10 @@ def given_call(
             given=True,
             inplace=over,
         )
-        call = _prepared(
-            found, batch, options, problem, transform, logits.dtype, logits.device, place
-        )
-        return call, found
+        dtype, device = logits.dtype, logits.device
+        return _prepared(found, batch, options, problem, transform, dtype, device, place), found
 
-    call, found = over_segments(batch, options, prepare)
-    return _bound(call, found, batch, logits.dtype, scaled=False)
+    return _bound(*over_segments(batch, options, prepare), batch, logits.dtype, scaled=False)
 
 
 def _linear_problem(
@@ -334,7 +331,7 @@ def _check_linear(
                 )
     if grouped and any(lora.dropout for lora in head.lora):
         raise ValueError(
-            "lora.dropout: got dropout with a vocab_group, want 0: ranks would drop other features"
+            "lora.dropout: got > 0 with a vocab_group, where ranks would differ; want 0"
         )
     return found, compute_dtype
 

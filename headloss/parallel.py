@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
+from torch.nn.functional import pad
 
 from .logits import ALL, LinearGradients, Rows
 from .products import input_gradient
@@ -31,6 +32,8 @@ class Alone:
 
     first = 0  # column of the whole vocabulary at which this rank's slice starts
     size: int | None = None  # columns of this rank's slice, None: all
+    widest: int | None = None  # of all slices
+    name = ""
 
     def gradients(self, chunks: Sequence[Chunk], *args: Any, **options: Any) -> LinearGradients:
         """Where the gradient of the slice's logits goes."""
@@ -43,6 +46,10 @@ class Alone:
     def sum(self, values: Tensor) -> Tensor:
         """Sum over the slices of the vocabulary."""
         return values
+
+    def topk(self, values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The best k of each slice's best, [n, ..] to [n, k], best first."""
+        return values, ids
 
     def index(self, index: Tensor | None) -> Tensor | None:
         """Which of this rank's rows are packed, in order; None: all."""
@@ -78,7 +85,7 @@ class Shard(Alone):
         rank = distributed.get_rank(group)
         self.group, self.spread = group, spread
         self.first, self.size, self.widest = sum(sizes[:rank]), sizes[rank], max(sizes)
-        self.vocabulary = sum(sizes)
+        self.name = f"{group.group_name}:{','.join(map(str, sizes))}"
 
     def gradients(self, chunks: Sequence[Chunk], *args: Any, **options: Any) -> LinearGradients:
         return ShardedGradients(self, chunks, *args, **options)
@@ -93,6 +100,13 @@ class Shard(Alone):
 
     def sum(self, values: Tensor) -> Tensor:
         return gather(values, self.group).sum(0)
+
+    def topk(self, values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        missing = (0, k - values.shape[1])  # of a slice of fewer columns than k
+        values, ids = (pad(t, missing, value=v) for t, v in ((values, -torch.inf), (ids, -1)))
+        values, ids = (gather(t, self.group).transpose(0, 1).flatten(1) for t in (values, ids))
+        values, order = values.topk(k, dim=1)
+        return values, ids.gather(1, order)
 
     def start_sum(self, dense: Tensor, rows: slice) -> Pending:
         """Begin to sum a gradient [n, k] of the packed rows `rows` over the group."""
@@ -139,6 +153,17 @@ def gather(values: Tensor, group: ProcessGroup) -> Tensor:
     found = values.new_empty(distributed.get_world_size(group), *values.shape)
     distributed.all_gather(list(found.unbind()), values.contiguous(), group=group)
     return found
+
+
+def named(name: str) -> Alone:
+    """The slice of a `Shard.name`, which operators can carry; "" is the whole vocabulary."""
+    if not name:
+        return WHOLE
+    from torch.distributed import distributed_c10d
+
+    group, _, sizes = name.rpartition(":")
+    found = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    return Shard(found, [int(size) for size in sizes.split(",")])
 
 
 def merge_all(slices: Partials) -> Partials:

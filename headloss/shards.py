@@ -72,7 +72,7 @@ def join(
     check: Callable[[], R],
     describe: Callable[[R], Facts],
     vocab_size: int | None,
-    options: Options,
+    options: Options | None,
 ) -> tuple[R, Place]:
     """Run `check` on every rank of a vocabulary group, and find this rank's place.
 
@@ -113,9 +113,31 @@ def join(
             )
     wanted = any(own["weight_gradient"])
     place = Place(vocabulary, group, sizes, tuple(own["tokens"]), wanted)
-    if options.static:
+    if options is not None and options.static:
         _KNOWN.setdefault(group, {})[columns(), vocab_size] = place
     return result, place
+
+
+def join_positions(
+    head: Head, hidden: Tensor, check: Callable[[], None], targets: Tensor | None = None, k: int = 0
+) -> Place:
+    """`join` for the verbs on positions alone."""
+
+    def describe(_: None) -> Facts:
+        same = {**of_head(head, hidden), "hidden.shape": str(tuple(hidden.shape)), "k": k}
+        if targets is not None:
+            same["targets"] = checksum(targets)
+        own = {"rows": head.weight.shape[0], "tokens": 0, "weight_gradient": 0}
+        return Facts(same, {**own, "teacher_columns": -1})
+
+    def joined() -> Place:
+        return join(
+            head.vocab_group, lambda: head.vocabulary, check, describe, head.vocab_size, None
+        )[1]
+
+    if head.vocab_group is not None and torch.compiler.is_compiling():
+        return torch.compiler.disable(joined)()  # type: ignore[no-any-return]
+    return joined()
 
 
 def over_segments(
