@@ -106,7 +106,7 @@ def _head_stats(
     scale: float,
     softcap: float | None,
     divisor: float,
-    place: str = "",  # of a slice in the whole vocabulary, by name
+    place: str,  # of a slice in the whole vocabulary, by name
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """logp, lse, entropy, and the normalizer's two parts; [N] each."""
     numbers = (vocabulary, scale, softcap, divisor, place)
