@@ -83,8 +83,8 @@ def problem(
     )
     lengths = [SEGMENT] * (tokens // SEGMENT)
     segments = hl.Segments.from_lengths(torch.tensor(lengths, device=device))
-    logps = -torch.rand(tokens, device=device)
-    distributed.broadcast(logps, 0)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    logps = -torch.rand(tokens, generator=generator, device=device)
     return hidden.requires_grad_(), weight, random_batch(targets, segments, logps)
 
 
@@ -107,6 +107,27 @@ def timed(step: Callable[[], Any], device: torch.device, steps: int = 7) -> floa
         torch.cuda.synchronize(device)
         found.append(start.elapsed_time(stop))
     return statistics.median(found)
+
+
+def measured(step: Callable[[], Any], tokens: int, device: torch.device) -> dict[str, float]:
+    """What is reported of a step."""
+    meter = Meter()
+    with meter.counting():
+        step()
+    found = {"ms": timed(step, device), "bytes_per_token": meter.sent / tokens}
+    return {**found, "collectives": share_of_collectives(step, device)}
+
+
+def loss_step(
+    hidden: Tensor, head: hl.Head, batch: hl.Batch, term: hl.Term, options: hl.Options
+) -> Callable[[], Any]:
+    """Forward and backward."""
+
+    def step() -> None:
+        out = hl.head_loss(hidden, head, batch, term, options)
+        torch.autograd.grad(out.loss, (hidden, head.weight))
+
+    return step
 
 
 def share_of_collectives(step: Callable[[], Any], device: torch.device) -> float:
@@ -177,19 +198,11 @@ def vocabulary_parallel(group: Any, ranks: int, device: torch.device) -> list[di
         del weight
         head = hl.Head(shard, vocab_group=group if ranks > 1 else None)
         for name, make in OBJECTIVES.items():
-
-            def step(make: Any = make) -> None:
-                out = hl.head_loss(hidden, head, batch, make(), hl.Options(metrics=False))
-                torch.autograd.grad(out.loss, (hidden, shard))
-
-            meter = Meter()
-            with meter.counting():
-                step()
+            step = loss_step(hidden, head, batch, make(), hl.Options(metrics=False))
             row = {"work": "vocabulary", "ranks": ranks, "objective": name}
-            row |= {"T": tokens, "H": width, "V": vocabulary, "ms": timed(step, device)}
-            row["bytes_per_token"] = meter.sent / tokens
-            row["collectives"] = share_of_collectives(step, device)
+            row |= {"T": tokens, "H": width, "V": vocabulary, **measured(step, tokens, device)}
             rows.append(row)
+            del step
         del hidden, shard, head
         torch.cuda.empty_cache()
     return rows
@@ -206,17 +219,9 @@ def segments_parallel(group: Any, ranks: int, device: torch.device) -> list[dict
     weight.requires_grad_()
     options = hl.Options(metrics=False, schedule="recompute")  # the same on one rank
 
-    def step() -> None:
-        out = hl.head_loss(hidden, hl.Head(weight), batch, hl.gspo(), options)
-        torch.autograd.grad(out.loss, (hidden, weight))
-
-    meter = Meter()
-    with meter.counting():
-        step()
+    step = loss_step(hidden, hl.Head(weight), batch, hl.gspo(), options)
     row = {"work": "segments", "ranks": ranks, "objective": "gspo", "T": TOKENS_PER_RANK}
-    row |= {"H": WIDTH, "V": VOCABULARY, "ms": timed(step, device)}
-    row |= {"bytes_per_token": meter.sent / TOKENS_PER_RANK}
-    return [{**row, "collectives": share_of_collectives(step, device)}]
+    return [{**row, "H": WIDTH, "V": VOCABULARY, **measured(step, TOKENS_PER_RANK, device)}]
 
 
 class Tied(nn.Module):
@@ -248,8 +253,7 @@ def sharded_data(ranks: int, device: torch.device) -> list[dict[str, Any]]:
             parameter.grad = None
 
     row = {"work": "FSDP2, tied head", "ranks": ranks, "objective": "gspo", "T": TOKENS_PER_RANK}
-    row |= {"H": WIDTH, "V": VOCABULARY, "ms": timed(step, device)}
-    return [{**row, "collectives": share_of_collectives(step, device)}]
+    return [{**row, "H": WIDTH, "V": VOCABULARY, **measured(step, TOKENS_PER_RANK, device)}]
 
 
 # ---------------------------------------------------------------------- the table

@@ -71,6 +71,9 @@ def part_of(inputs: matrix.Inputs, cut: Cut, rank: int, data: Any, vocab: Any) -
     owner = torch.randint(cut.data, (total,), generator=generator)
     if cut.data > 1 and cut.seed % 2:
         owner = owner.clamp_min(1)
+    # With as many tokens as segments, a field [S] would count as one value per token.
+    while cut.data > 1 and batch.segments.count in torch.bincount(owner).tolist():
+        owner[int(torch.randint(total, (), generator=generator))] = cut.data - 1
     tokens = (owner == row).nonzero().squeeze(1)
     spread = sizes(len(tokens), cut.vocabulary, generator, 0) if cut.spread else [len(tokens)]
     at = sum(spread[:column]) if cut.spread else 0
