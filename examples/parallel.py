@@ -5,6 +5,9 @@ torchrun --nproc-per-node 4 examples/parallel.py
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,20 +35,21 @@ def main() -> None:
     distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
     world = distributed.get_world_size()
     mesh = init_device_mesh(kind, (world // 2, 2), mesh_dim_names=("data", "tp"))
-    device = torch.device(kind, distributed.get_node_local_rank(0) if kind == "cuda" else None)
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
     torch.manual_seed(0)  # every rank makes the same model
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 501, "pad_token_id": 0}
-    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    policy = Policy(LlamaForCausalLM(LlamaConfig(**sizes, **layers)).to(device))
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 501, "pad_token_id": 0}
+    layers: Any = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    policy = Policy(LlamaForCausalLM(LlamaConfig(**sizes, **layers))).to(kind)
     rows = distribute_tensor(policy.head.weight.detach(), mesh["tp"], [Shard(0)])
     policy.head.weight = nn.Parameter(rows)  # headloss finds the mesh dimension "tp"
     fully_shard(policy, mesh=mesh["data"])  # everything, over the ranks that hold other data
 
     row = mesh["data"].get_local_rank()
     torch.manual_seed(1 + row)  # the ranks of one vocabulary group hold the same batch
-    ids = torch.randint(1, 501, (2, 9 + row), device=device)
-    batch = hl.Batch.from_labels(ids, advantages=torch.tensor([1.0, -0.5], device=device))
+    ids = torch.randint(1, 501, (2, 9 + row), device=kind)
+    batch = hl.Batch.from_labels(ids, advantages=torch.tensor([1.0, -0.5], device=kind))
     batch.fields["old_logps"] = hl.CURRENT
     group = mesh["data"].get_group()
     batch.totals = hl.Totals.of(batch).all_reduce(group, gradients="mean")  # FSDP2 averages

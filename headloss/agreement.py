@@ -77,7 +77,7 @@ def agree(
     return result, own  # type: ignore[return-value]
 
 
-def check_member(name: str, group: object) -> None:
+def check_member(name: str, group: Any) -> None:
     """ValueError for a process group that this rank is not in."""
     kind = getattr(distributed, "ProcessGroup", ())
     if not isinstance(group, kind) or distributed.get_rank(group) < 0:

@@ -65,11 +65,9 @@ def linear_call(
         if options.sequence_parallel:
             place.check_tokens(batch)
         problem = _linear_problem(hidden, head, compute_dtype, place)
-        transform = Transform(
-            scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature
-        )
-        dtype = compute_dtype or hidden.dtype
-        call = _prepared(found, batch, options, problem, transform, dtype, hidden.device, place)
+        t = Transform(scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature)
+        dtype, device = compute_dtype or hidden.dtype, hidden.device
+        call = _prepared(found, batch, options, problem, t, dtype, device, place)
         return replace(call, compute_dtype=compute_dtype), found
 
     call, found = over_segments(batch, options, prepare)
