@@ -144,6 +144,43 @@ def skipped_rows() -> None:
         close(torch.autograd.grad(got.loss, p.hidden)[0], into_hidden)
 
 
+def collectives() -> None:
+    """Law 7: the same collectives of the same shapes on every rank, whatever it holds."""
+    p = Problem()
+    seen: list[tuple[str, tuple[int, ...]]] = []
+    names = ("all_gather", "all_reduce")
+    plain = {name: getattr(distributed, name) for name in names}
+
+    def noted(name: str) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            own = args[0] if name == "all_reduce" else args[1]
+            seen.append((name, tuple(own.shape)))
+            return plain[name](*args, **options)
+
+        return run
+
+    for holds in (torch.arange(T), torch.arange(0)):  # of rank 0; the others hold a third each
+        tokens = torch.arange(T)[p.rank :: p.world] if p.rank else holds
+        batch = hl.Batch(
+            p.targets[tokens],
+            hl.Segments.from_ids(p.batch.segments.ids[tokens], count=5, group=p.group),
+            advantages=p.batch.advantages,
+            old_logps=p.batch.old_logps[tokens],
+        )
+        objective = p.objective + hl.grpo().corrected("sequence_mask")
+        batch.fields["sampling_logps"] = batch.old_logps - 0.1
+        seen.clear()
+        for name in names:
+            setattr(distributed, name, noted(name))
+        hidden = p.hidden.detach()[tokens].requires_grad_()
+        hl.head_loss(hidden, hl.Head(p.weight), batch, objective).loss.backward()
+        for name in names:
+            setattr(distributed, name, plain[name])
+        found: list[Any] = [None] * p.world
+        distributed.all_gather_object(found, list(seen))
+        assert seen and all(other == seen for other in found), found
+
+
 def dtensors() -> None:
     p = Problem()
     mesh = init_device_mesh("cpu", (p.world,), mesh_dim_names=("tp",))

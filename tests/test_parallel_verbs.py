@@ -15,6 +15,7 @@ VERBS = [
     "teacher_heads",
     "top_entropy",
     "skipped_rows",
+    "collectives",
     "metrics_merge",
     "dtensors",
     "ddp",
