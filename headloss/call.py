@@ -8,26 +8,45 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import kernels
-from .batch import Batch, Packed, PackedBatch, pack
+from .batch import Batch, Packed, pack
+from .checks import (
+    check_linear,
+    check_shape,
+    checked_objective,
+    teachers_of,
+    wide_field,
+)
 from .divergence import DenseDivergence, Divergence, TopkDivergence
-from .head import Head, check_head, check_transform
+from .head import Head, check_transform
 from .kernels.transform import Transform
 from .logits import GivenLogits, LinearLogits
 from .losses.distillation import Teacher
 from .losses.term import Objective, Reads, Term
 from .objective import Bound, bind, check_weights, reads
 from .options import Options
+from .parallel import Alone
 from .plan import Problem, make_plan
 from .products import sum_dtype
 from .reduction import Totals
-from .schedules import WHOLE, Call
+from .schedules import Call
+from .shards import (
+    Place,
+    given_facts,
+    join,
+    linear_facts,
+    local_head,
+    over_segments,
+)
 from .stats import STATISTICS
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def linear_call(
@@ -39,27 +58,99 @@ def linear_call(
     on_meta: bool = False,  # hidden states may have no values
 ) -> Call:
     """The call that `head_loss` makes of its arguments."""
-    check_head(head)
-    if head.vocab_group is not None or head.vocab_mesh_dim is not None:
-        raise ValueError("vocab_group: is not supported yet, want None")
-    objective = _checked(objective, batch, options)
-    _check_shape("hidden", hidden, batch, on_meta)
-    compute_dtype = _autocast_dtype(hidden)
-    head.validate(hidden, compute_dtype=compute_dtype)
-    dtype = compute_dtype or hidden.dtype
+
+    def prepare() -> tuple[Call, Objective]:
+        checked, place = join(
+            head.vocab_group,
+            lambda: head.vocabulary,
+            lambda: check_linear(hidden, head, batch, objective, options, on_meta),
+            lambda checked: linear_facts(hidden, head, batch, checked[0], options),
+            head.vocab_size,
+            options,
+        )
+        found, compute_dtype = checked
+        if options.sequence_parallel:
+            place.check_tokens(batch)
+        problem = _linear_problem(hidden, head, compute_dtype, place, options)
+        t = Transform(scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature)
+        dtype, device = compute_dtype or hidden.dtype, hidden.device
+        call = _prepared(found, batch, options, problem, t, dtype, device, place)
+        return replace(call, compute_dtype=compute_dtype), found
+
+    call, found = over_segments(batch, options, prepare)
+    dtype = call.compute_dtype or hidden.dtype
+    return _bound(call, found, batch, dtype, scaled=dtype == torch.float16)
+
+
+def given_call(
+    logits: Tensor,
+    batch: Batch,
+    objective: Term | Objective,
+    transform: Transform,
+    vocab_group: ProcessGroup | None,
+    inplace: bool,
+    options: Options,
+) -> Call:
+    """The call that `logits_loss` makes of its arguments."""
+
+    def check() -> Objective:
+        found = checked_objective(objective, batch, options)
+        check_shape("logits", logits, batch)
+        check_transform(transform.temperature, transform.softcap, transform.scale)
+        if options.sequence_parallel:
+            raise ValueError("sequence_parallel: got logits, want hidden states before a head")
+        if options.schedule == "frozen":
+            raise ValueError('schedule: got "frozen", but the logits are given')
+        return found
+
+    def prepare() -> tuple[Call, Objective]:
+        found, place = join(
+            vocab_group,
+            lambda: logits.shape[-1],
+            check,
+            lambda found: given_facts(logits, transform, batch, found, options, inplace),
+            None,
+            options,
+        )
+        # A gradient in float16 is written in the backward pass, where the upstream one is known.
+        over = inplace and logits.dtype != torch.float16
+        problem = Problem(
+            tokens=0,
+            width=0,
+            vocabulary=place.widest,
+            scope="token",
+            lengths=None,
+            hidden_gradient=logits.requires_grad and torch.is_grad_enabled(),
+            weight_gradient=False,
+            element_size=logits.element_size(),
+            on_gpu=logits.is_cuda,
+            given=True,
+            inplace=over,
+        )
+        dtype, device = logits.dtype, logits.device
+        return _prepared(found, batch, options, problem, transform, dtype, device, place), found
+
+    return _bound(*over_segments(batch, options, prepare), batch, logits.dtype, scaled=False)
+
+
+def _linear_problem(
+    hidden: Tensor, head: Head, compute_dtype: torch.dtype | None, place: Place, options: Options
+) -> Problem:
     weights = [head.weight, *(lora.b for lora in head.lora)]
     if head.bias is not None:
         weights.append(head.bias)
     enabled = torch.is_grad_enabled()
-    problem = Problem(
+    own = enabled and any(w.requires_grad for w in weights)
+    dtype = compute_dtype or hidden.dtype
+    return Problem(
         tokens=0,
         width=hidden.shape[-1],
-        vocabulary=head.vocabulary,
+        vocabulary=place.widest,
         scope="token",
         lengths=None,
         hidden_gradient=enabled
         and (hidden.requires_grad or any(lora.a.requires_grad for lora in head.lora)),
-        weight_gradient=enabled and any(w.requires_grad for w in weights),
+        weight_gradient=own if place.weight_gradient is None else place.weight_gradient,
         element_size=dtype.itemsize,
         weight_size=head.weight.dtype.itemsize,
         on_gpu=hidden.is_cuda,
@@ -70,51 +161,9 @@ def linear_call(
             kernels.choose(options.backend, hidden.device, dtype), dtype, head.weight
         ),
     )
-    _check_main_grad(head.weight, options)
-    transform = Transform(
-        scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature
-    )
-    call = _call(objective, batch, options, problem, transform, dtype, hidden.device)
-    return replace(call, compute_dtype=compute_dtype)
 
 
-def given_call(
-    logits: Tensor,
-    batch: Batch,
-    objective: Term | Objective,
-    transform: Transform,
-    vocab_group,
-    inplace: bool,
-    options: Options,
-) -> Call:
-    """The call that `logits_loss` makes of its arguments."""
-    objective = _checked(objective, batch, options)
-    _check_shape("logits", logits, batch)
-    check_transform(transform.temperature, transform.softcap, transform.scale)
-    if vocab_group is not None:
-        raise ValueError("vocab_group: is not supported yet, want None")
-    if options.schedule == "frozen":
-        raise ValueError('schedule: got "frozen", but the logits are given')
-    if inplace and logits.dtype == torch.float16:
-        inplace = False  # written in the backward pass, where the upstream gradient is known
-    wanted = logits.requires_grad and torch.is_grad_enabled()
-    problem = Problem(
-        tokens=0,
-        width=0,
-        vocabulary=logits.shape[-1],
-        scope="token",
-        lengths=None,
-        hidden_gradient=wanted,
-        weight_gradient=False,
-        element_size=logits.element_size(),
-        on_gpu=logits.is_cuda,
-        given=True,
-        inplace=inplace,
-    )
-    return _call(objective, batch, options, problem, transform, logits.dtype, logits.device)
-
-
-def _call(
+def _prepared(
     objective: Objective,
     batch: Batch,
     options: Options,
@@ -122,14 +171,15 @@ def _call(
     transform: Transform,
     dtype: torch.dtype,
     device: torch.device,
+    place: Place,
 ) -> Call:
-    """Pack, bind and plan."""
-    vocabulary, wide = problem.vocabulary, sum_dtype(dtype)
+    """Pack, trace and plan; without a collective over the segments' group."""
+    vocabulary, wide = place.vocabulary, sum_dtype(dtype)
     backend = kernels.choose(options.backend, device, dtype)
     temperature = transform.temperature
     if isinstance(temperature, Tensor) and temperature.dim():
         batch = _with_temperature(batch, temperature)
-    teachers = _teachers(objective)
+    teachers = teachers_of(objective)
     packed = pack(
         batch,
         vocabulary,
@@ -140,12 +190,6 @@ def _call(
     )
     asked = reads(objective, packed.batch, wide, observe=options.metrics)
     check_weights(objective, packed.batch, batch.totals)
-
-    def bound() -> Bound:
-        totals = batch.totals if batch.totals is not None else Totals.of(batch)
-        found = bind(objective, packed.batch, totals, vocabulary, wide)
-        return found.scaled() if dtype == torch.float16 and not problem.given else found
-
     if isinstance(temperature, Tensor):
         rows: Any = packed.batch.fields.pop(_TEMPERATURE) if temperature.dim() else temperature
         if packed.batch.live is not None:  # a dead row's 0 would divide
@@ -168,21 +212,41 @@ def _call(
         problem = replace(problem, row_bytes=2)
     like = torch.zeros((), dtype=wide, device=packed.batch.targets.device)
     acts = kernels.load(backend)
+    slices = place.slices(packed if options.sequence_parallel else None, device)
     return Call(
         packed=packed,
-        bind=functools.cache(bound),
+        bind=lambda: Bound((), vocabulary),
         plan=make_plan(problem, options, backend),
         options=options,
         kernels=acts[0],
         transform=transform,
         needs=_needs(asked, options),
         vocabulary=vocabulary,
+        slices=slices,
         divergences=tuple(
-            _divergence(teacher, packed, transform, vocabulary, acts, like) for teacher in teachers
+            _divergence(teacher, packed, transform, vocabulary, acts, like, slices)
+            for teacher in teachers
         ),
         inplace=problem.inplace,
         gradient_dtype=dtype if dtype.itemsize == 2 and not problem.given else None,
     )
+
+
+def _bound(
+    call: Call, objective: Objective, batch: Batch, dtype: torch.dtype, scaled: bool
+) -> Call:
+    """Bind the objective to its totals: once, while the first product runs. Over segments that run
+    across ranks it is done here, since collectives may not wait for a rank's own tokens."""
+
+    @functools.cache
+    def bound() -> Bound:
+        totals = batch.totals if batch.totals is not None else Totals.of(batch)
+        found = bind(objective, call.packed.batch, totals, call.vocabulary, sum_dtype(dtype))
+        return found.scaled() if scaled else found
+
+    if batch.segments.group is not None:
+        bound()
+    return replace(call, bind=bound)
 
 
 _TEMPERATURE = "_temperature"
@@ -206,14 +270,6 @@ def _needs(asked: dict[str, Reads], options: Options) -> frozenset[str]:
     return frozenset(needs)
 
 
-def _teachers(objective: Objective) -> list[Teacher]:
-    found: dict[Teacher, None] = {}
-    for _, term in objective.parts:
-        if term.teacher is not None:
-            found[term.teacher] = None
-    return list(found)
-
-
 def _divergence(
     teacher: Teacher,
     packed: Packed,
@@ -221,26 +277,28 @@ def _divergence(
     vocabulary: int,
     acts: tuple[ModuleType, ModuleType],
     like: Tensor,
+    slices: Alone,
 ) -> Divergence:
     batch = packed.batch
+    size = slices.size or vocabulary
     form = teacher.source(batch)
     student = replace(transform, temperature=teacher.temperature)
     if form == "topk":
-        stored = _wide("teacher_topk_ids", batch, None, "one outcome or more")
-        _wide(
+        stored = wide_field("teacher_topk_ids", batch, None, "one outcome or more")
+        wide_field(
             "teacher_topk_logps", batch, stored.shape[-1], "a log-prob for each of teacher_topk_ids"
         )
-        return TopkDivergence(teacher, batch, student, acts, WHOLE, like)
+        return TopkDivergence(teacher, batch, student, acts, slices, like)
     if form == "logits":
-        given = _wide("teacher_logits", batch, vocabulary, "the student's vocabulary")
+        given = wide_field("teacher_logits", batch, size, "the student's vocabulary")
         source = GivenLogits(given, batch.index)
         other = Transform(temperature=teacher.temperature)
     else:
         assert teacher.head is not None
-        head = teacher.head
+        head = local_head(teacher.head)
         width = head.weight.shape[1]
-        states = _wide("teacher_hidden", batch, width, "the teacher head's width")
-        if head.vocabulary != vocabulary:
+        states = wide_field("teacher_hidden", batch, width, "the teacher head's width")
+        if head.vocab_group is None and head.vocabulary != vocabulary:
             raise ValueError(
                 f"teacher_head: got a vocabulary of {head.vocabulary}, want the student's "
                 f"{vocabulary} (set vocab_size on both heads to leave padded rows out)"
@@ -248,76 +306,12 @@ def _divergence(
         with torch.no_grad():
             rows = states if batch.index is None else states[batch.index]
             factors = head.factors(rows)
-        source = LinearLogits(
-            [f for f, _ in factors], [w for _, w in factors], head.bias, vocabulary
-        )
+        # A whole head beside a student's slice: its rows of that slice.
+        first = slices.first if head.vocab_group is None else 0
+        own = slice(first, first + size)
+        bias = None if head.bias is None else head.bias[own]
+        source = LinearLogits([f for f, _ in factors], [w[own] for _, w in factors], bias, size)
         other = Transform(
             scale=head.logit_scale, softcap=head.softcap, temperature=teacher.temperature
         )
-    return DenseDivergence(teacher, source, student, other, len(packed), acts, WHOLE, like)
-
-
-# ---------------------------------------------------------------------- checks
-
-
-def _checked(objective: Term | Objective, batch: Batch, options: Options) -> Objective:
-    objective = Objective.of(objective)
-    if not objective.parts:
-        raise ValueError("objective: got no terms, want at least one")
-    if not isinstance(batch, Batch):
-        raise TypeError(f"batch: got {type(batch).__name__}, want headloss.Batch")
-    if not isinstance(options, Options):
-        raise TypeError(f"options: got {type(options).__name__}, want headloss.Options")
-    if batch.segments.count % objective.segments_per_unit:
-        raise ValueError(
-            f"segments: got {batch.segments.count}, want a multiple of "
-            f"{objective.segments_per_unit} for {objective!r}"
-        )
-    if options.sequence_parallel:
-        raise ValueError("sequence_parallel: needs a head with a vocab_group")
-    if options.backend == "triton" and _teachers(objective):
-        raise ValueError('backend: got "triton", which does not serve distillation yet')
-    return objective
-
-
-def _check_shape(name: str, value: Tensor, batch: Batch, on_meta: bool = False) -> None:
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        got = f"a {value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{name}: got {got}, want a floating tensor")
-    want = tuple(batch.targets.shape)
-    if value.dim() < 2 or tuple(value.shape[:-1]) != want:
-        raise ValueError(
-            f"{name}: got shape {tuple(value.shape)}, want the targets' {want} and one more "
-            "dimension"
-        )
-    if value.device != batch.targets.device and not (on_meta and value.is_meta):
-        raise ValueError(
-            f"batch: got targets on {batch.targets.device}, want {name}'s device {value.device}"
-        )
-
-
-def _wide(name: str, batch: PackedBatch, want: int | None, what: str) -> Tensor:
-    """A [N, want] field of the batch."""
-    value = batch.wide.get(name)
-    if value is None or value.dim() != 2 or want not in (None, value.shape[-1]):
-        got = None if value is None else value.shape[-1]
-        raise ValueError(f"{name}: got a last dimension of {got}, want {what}, {want}")
-    return value
-
-
-def _check_main_grad(weight: Tensor, options: Options) -> None:
-    grad = options.main_grad
-    if grad is None:
-        return
-    if grad.shape != weight.shape or grad.dtype != torch.float32 or grad.device != weight.device:
-        raise ValueError(
-            f"main_grad: got {grad.dtype} {tuple(grad.shape)} on {grad.device}, want torch.float32 "
-            f"{tuple(weight.shape)} on {weight.device}"
-        )
-
-
-def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
-    device = hidden.device.type
-    if device == "meta" or hidden.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
+    return DenseDivergence(teacher, source, student, other, len(packed), acts, slices, like)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from .autograd import GatherRows, HeadLoss
 from .batch import Batch
 from .call import given_call, linear_call
-from .head import Head
+from .head import Head, check_head
 from .kernels.transform import Transform
 from .logits import GivenLogits, LinearLogits, Wants
 from .losses.term import Objective, Term
@@ -24,7 +24,11 @@ from .metrics import Mean, Metrics, Observed, Sum, fold, fold_all
 from .options import Options
 from .plan import Plan
 from .schedules import Call, Outcome
+from .shards import local_head
 from .stats import Statistics
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -90,13 +94,17 @@ def head_loss(
             what it wanted.
         RuntimeError: a second backward through `loss`.
     """
+    check_head(head)
+    head = local_head(head)
     call = linear_call(hidden, head, batch, objective, options or Options())
+    slices = call.slices
     x = hidden.reshape(-1, hidden.shape[-1])
     if call.compute_dtype is not None:
         x = x.to(call.compute_dtype)
-    if call.packed.index is not None:
-        x = GatherRows.apply(x, call.packed.index, call.packed.batch.live)
-    factors = head.factors(x)
+    index = slices.index(call.packed.index)
+    if index is not None:
+        x = GatherRows.apply(x, index, call.packed.batch.live)
+    factors = slices.factors(head, x)
     tensors = [tensor for pair in factors for tensor in pair] + [head.bias]
     enabled = torch.is_grad_enabled()
     wanted = [enabled and t is not None and t.requires_grad for t in tensors]
@@ -104,10 +112,10 @@ def head_loss(
 
     def open_source(tensors):
         return LinearLogits(
-            tensors[:-1:2],
+            slices.open(tensors[:-1:2]),
             tensors[1:-1:2],
             tensors[-1],
-            head.vocabulary,
+            slices.size or head.vocabulary,
             call.compute_dtype,
             call.options.logits_dtype,
         )
@@ -123,7 +131,7 @@ def logits_loss(
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    vocab_group=None,
+    vocab_group: ProcessGroup | None = None,
     inplace: bool = False,
     options: Options | None = None,
 ) -> Output:
@@ -132,6 +140,7 @@ def logits_loss(
     Args:
         logits: [.., V] raw logits, any float dtype and layout.
         temperature, softcap, logit_scale: as in `Head`: raw -> scale -> soft cap -> / temperature.
+        vocab_group: the logits are this rank's slice of the vocabulary, in rank order.
         inplace: the gradient may overwrite the logits, which hold nothing useful afterwards.
     """
     call = given_call(
@@ -155,6 +164,8 @@ def plan(
     options: Options | None = None,
 ) -> Plan:
     """What `head_loss` would run for these arguments: schedule, pieces, bytes, and why."""
+    check_head(head)
+    head = local_head(head)
     return linear_call(hidden, head, batch, objective, options or Options(), on_meta=True).plan
 
 

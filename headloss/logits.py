@@ -121,7 +121,7 @@ class LinearGradients:
         wide = source.dtype
         self.sums = wide if wide == torch.float64 else accumulate_dtype
         self.features = [
-            torch.zeros_like(f, dtype=wide if by_slab else f.dtype) if wanted else None
+            self._zeros(f, wide if by_slab else f.dtype) if wanted else None
             for f, wanted in zip(source.features, wants.features, strict=True)
         ]
         self.main_grad = main_grad if wants.weights[0] else None
@@ -143,6 +143,25 @@ class LinearGradients:
 
     def add(self, gradient: RowGradient, columns: slice = ALL) -> None:
         """Take dL/draw of some rows and columns."""
+        self._add_to_features(gradient, columns)
+        values = gradient.values
+        if len(values) == 0:
+            return
+        if not self.by_slab:
+            places = [
+                None if total is None else total[: self.source.vocabulary] for total in self.weights
+            ]
+            self._add_weights(places, gradient, self.fresh)
+            self.fresh = False
+        if self.bias is not None:
+            assert gradient.multiple is None
+            self.bias[: self.source.vocabulary][columns] += values.sum(0, dtype=self.bias.dtype)
+
+    def _zeros(self, features: Tensor, dtype: torch.dtype) -> Tensor:
+        """Sums for the gradient of features."""
+        return torch.zeros_like(features, dtype=dtype)
+
+    def _add_to_features(self, gradient: RowGradient, columns: slice) -> None:
         values, rows, multiple, _ = gradient
         if len(values) == 0:
             return
@@ -154,15 +173,12 @@ class LinearGradients:
                 continue
             part = products.input_gradient(values, weight[columns], total.dtype)
             _put(total, rows, gradient.times(part), add=self.by_slab)
-        if not self.by_slab:
-            places = [
-                None if total is None else total[: self.source.vocabulary] for total in self.weights
-            ]
-            self._add_weights(places, gradient, self.fresh)
-            self.fresh = False
-        if self.bias is not None:
-            assert multiple is None
-            self.bias[: self.source.vocabulary][columns] += values.sum(0, dtype=self.bias.dtype)
+
+    def features_are_done(self) -> None:
+        """With slabs: no more will be added to the gradients of features."""
+
+    def complete(self) -> None:
+        """Wait until the gradients of features are whole."""
 
     def _add_weights(
         self, totals: Sequence[Tensor | None], gradient: RowGradient, fresh: bool

@@ -34,29 +34,13 @@ from .logits import (
 )
 from .objective import Bound, Gradient
 from .options import Options
+from .parallel import WHOLE, Alone
 from .plan import Plan
 from .stats import Coefficients, Normalizer, Partials, Statistics, finish
 
 TERMS_ROWS = 16384  # tokens per product that writes statistics alone
 Source = LinearLogits | GivenLogits
 Gradients = list[Tensor | None]
-
-
-class Alone:
-    """The whole vocabulary on this rank; `parallel.Shard` is its counterpart over a group."""
-
-    first = 0  # column of the whole vocabulary at which this rank's slice starts
-
-    def merge(self, partials: Partials) -> Partials:
-        """Partials of this rank's slice to those of the whole vocabulary."""
-        return partials
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Sum over the slices of the vocabulary."""
-        return values
-
-
-WHOLE = Alone()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +102,8 @@ class Call:
     def gradients(self, source: Source, by_slab: bool = False) -> LinearGradients | GivenGradients:
         if isinstance(source, GivenLogits):
             return GivenGradients(source, self.packed.unscored, self.inplace)
-        return LinearGradients(
+        return self.slices.gradients(
+            self.plan.chunks,
             source,
             self.wants,
             self.options.accumulate_dtype,
@@ -234,6 +219,7 @@ def frozen(call: Call, source: Source) -> tuple[Outcome, PullBack]:
         gradients.add(chunk.held.gradient(chunk.normalizer, unit, None))
         found.append(chunk.stats)
         del chunk
+    gradients.complete()
     stats = _join(found, call, source)
     gradient = call.pull_back(stats, call.packed.batch, ALL)
     slope = gradient.coefficients.target
@@ -243,6 +229,7 @@ def frozen(call: Call, source: Source) -> tuple[Outcome, PullBack]:
         row = torch.zeros_like(call.bound.parts[0].weights) if slope is None else slope
         if factor is not None:
             row = row * factor.to(row.dtype)
+        row = call.slices.own(row)
         for i, total in enumerate(gradients.features):
             if total is not None:
                 gradients.features[i] = (total * row.unsqueeze(1)).to(total.dtype)
@@ -338,6 +325,8 @@ def sweep_gradient(
             )
             gradients.add(found, columns)
             if linear:
+                if steps.stop == count and columns.stop == source.vocabulary:
+                    gradients.features_are_done()
                 gradients.add_to_slab(slab, found)
             del found  # before the next one is made
         if linear:

@@ -19,8 +19,10 @@ from .kernels.transform import Transform
 from .logits import NO_GRADIENT, LinearLogits, Wants
 from .objective import Bound, Gradient, power_of_two
 from .options import Options
+from .parallel import named
 from .plan import Problem, make_plan
 from .schedules import Call, sweep, sweep_gradient
+from .shards import join_positions, local_head
 from .stats import Normalizer, Statistics, pull_back
 
 NEEDS = frozenset({"logp", "lse", "entropy"})
@@ -48,12 +50,18 @@ def head_stats(
         ValueError, TypeError: as `head_loss`.
     """
     check_head(head)
+    head = local_head(head)
     compute = _autocast(hidden)
-    head.validate(hidden, compute_dtype=compute)
-    if targets.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"targets: got shape {tuple(targets.shape)}, want hidden's {tuple(hidden.shape[:-1])}"
-        )
+
+    def check() -> None:
+        head.validate(hidden, compute_dtype=compute)
+        if targets.shape != hidden.shape[:-1]:
+            raise ValueError(
+                f"targets: got shape {tuple(targets.shape)}, want hidden's "
+                f"{tuple(hidden.shape[:-1])}"
+            )
+
+    place = join_positions(head, hidden, check, targets)
     x = hidden.reshape(-1, hidden.shape[-1])
     if compute is not None:
         x = x.to(compute)
@@ -69,10 +77,11 @@ def head_stats(
         head.bias,
         tensor,
         targets.reshape(-1),
-        head.vocabulary,
+        place.vocabulary,
         head.logit_scale,
         head.softcap,
         1.0 if tensor is not None else float(temperature),
+        place.slices(None, x.device).name,
     )
     return HeadStats(*(t.view(targets.shape) for t in found[:3]))
 
@@ -97,9 +106,11 @@ def _head_stats(
     scale: float,
     softcap: float | None,
     divisor: float,
+    place: str,  # of a slice in the whole vocabulary, by name
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """logp, lse, entropy, and the normalizer's two parts; [N] each."""
-    call = _call(features, weights, bias, temperature, targets, vocabulary, scale, softcap, divisor)
+    numbers = (vocabulary, scale, softcap, divisor, place)
+    call = _call(features, weights, bias, temperature, targets, *numbers)
     source = _source(call, features, weights, bias)
     stats, normalizer = sweep(call, source)
     assert stats.logp is not None and stats.lse is not None and stats.entropy is not None
@@ -113,7 +124,7 @@ def _own(value: Tensor, other: Tensor) -> Tensor:
 
 
 @_head_stats.register_fake
-def _(features, weights, bias, temperature, targets, vocabulary, scale, softcap, divisor):
+def _(features, weights, bias, temperature, targets, *numbers):
     dtype = torch.float64 if features[0].dtype == torch.float64 else torch.float32
     return tuple(targets.new_empty(targets.shape, dtype=dtype) for _ in range(5))
 
@@ -129,6 +140,7 @@ def _head_stats_backward(
     scale: float,
     softcap: float | None,
     divisor: float,
+    place: str,
     entropy: Tensor,
     peak: Tensor,
     log_sum: Tensor,
@@ -137,9 +149,8 @@ def _head_stats_backward(
 ) -> list[Tensor]:
     """The wanted gradients, in the order of `wanted`."""
     wants = Wants(features=tuple(wanted[:-1:2]), weights=tuple(wanted[1:-1:2]), bias=wanted[-1])
-    call = _call(
-        features, weights, bias, temperature, targets, vocabulary, scale, softcap, divisor, wants
-    )
+    numbers = (vocabulary, scale, softcap, divisor, place)
+    call = _call(features, weights, bias, temperature, targets, *numbers, wants)
     index = call.packed.index
     pick = (lambda t: t) if index is None else (lambda t: t[index])
     slopes: dict[str, Tensor] = {}
@@ -182,6 +193,7 @@ def _call(
     scale: float,
     softcap: float | None,
     divisor: float,
+    place: str,
     wants: Wants = NO_GRADIENT,
 ) -> Call:
     x = features[0]
@@ -194,10 +206,11 @@ def _call(
         fields["temperature_"] = temperature.detach()
     packed = pack(Batch(targets, **fields), vocabulary, wide)
     rows = packed.batch.fields.get("temperature_", divisor)
+    slices = named(place)
     problem = Problem(
         tokens=len(packed),
         width=x.shape[1],
-        vocabulary=vocabulary,
+        vocabulary=slices.widest or vocabulary,
         scope="token",
         lengths=packed.lengths,
         element_size=x.element_size(),
@@ -218,6 +231,7 @@ def _call(
         wants=wants,
         vocabulary=vocabulary,
         gradient_dtype=x.dtype if x.element_size() == 2 else None,
+        slices=slices,
     )
 
 
@@ -226,7 +240,8 @@ def _source(call: Call, features, weights, bias: Tensor | None) -> LinearLogits:
     index = call.packed.index
     picked = [f.detach() if index is None else f.detach()[index] for f in features]
     bias = None if bias is None else bias.detach()
-    return LinearLogits(picked, [w.detach() for w in weights], bias, call.vocabulary)
+    columns = call.slices.size or call.vocabulary
+    return LinearLogits(picked, [w.detach() for w in weights], bias, columns)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -260,7 +275,7 @@ def _backward(ctx, g_logp, g_lse, g_entropy, *_):
         )
     )
     gradients = [next(found) if wanted else None for wanted in ctx.wanted]
-    return gradients[:-1:2], gradients[1:-1:2], gradients[-1], None, None, None, None, None, None
+    return gradients[:-1:2], gradients[1:-1:2], gradients[-1], *[None] * 7
 
 
 _head_stats.register_autograd(_backward, setup_context=_setup_context)

@@ -13,7 +13,9 @@ from .head import Head, check_head
 from .kernels.transform import Transform
 from .logits import LinearLogits
 from .options import Options
+from .parallel import Alone
 from .plan import Problem, make_plan
+from .shards import join_positions, local_head
 from .stats import Partials, finish
 
 NOTHING: frozenset[str] = frozenset()
@@ -42,14 +44,15 @@ def head_topk(
     """
     options = options or Options()
     check_head(head)
-    head.validate(hidden)
-    if not isinstance(k, int) or not 1 <= k <= head.vocabulary:
-        raise ValueError(f"k: got {k!r}, want an integer in 1..{head.vocabulary}")
+    head = local_head(head)
+    place = join_positions(head, hidden, lambda: head.validate(hidden), k=k)
+    if not isinstance(k, int) or not 1 <= k <= place.vocabulary:
+        raise ValueError(f"k: got {k!r}, want an integer in 1..{place.vocabulary}")
+    slices = place.slices(None, hidden.device)
     x = hidden.reshape(-1, hidden.shape[-1])
     factors = head.factors(x)
-    source = LinearLogits(
-        [f for f, _ in factors], [w for _, w in factors], head.bias, head.vocabulary
-    )
+    columns = slices.size or head.vocabulary
+    source = LinearLogits([f for f, _ in factors], [w for _, w in factors], head.bias, columns)
     temperature = head.temperature
     if isinstance(temperature, Tensor):
         temperature = temperature.reshape(-1).to(source.dtype)
@@ -58,7 +61,7 @@ def head_topk(
     problem = Problem(
         tokens=tokens,
         width=x.shape[1],
-        vocabulary=head.vocabulary,
+        vocabulary=place.widest,
         scope="token",
         lengths=None,
         hidden_gradient=False,
@@ -72,13 +75,13 @@ def head_topk(
     logps = torch.empty(tokens, k, dtype=source.dtype, device=device)
     for start in range(0, tokens, tile.rows):
         rows = slice(start, min(start + tile.rows, tokens))
-        ids[rows], logps[rows] = _rows(source, transform.rows(rows), rows, tile.columns, k)
+        ids[rows], logps[rows] = _rows(source, transform.rows(rows), rows, tile.columns, k, slices)
     shape = (*hidden.shape[:-1], k)
     return HeadTopk(ids.view(shape), logps.view(shape))
 
 
 def _rows(
-    source: LinearLogits, transform: Transform, rows: slice, width: int, k: int
+    source: LinearLogits, transform: Transform, rows: slice, width: int, k: int, slices: Alone
 ) -> tuple[Tensor, Tensor]:
     """Merge the best of each tile of columns with the best so far."""
     acts, _ = kernels.load("reference")
@@ -98,6 +101,7 @@ def _rows(
             columns = columns.gather(1, order)
         best, ids = values, columns
     assert partials is not None and best is not None
-    _, normalizer = finish(partials, source.vocabulary, NOTHING)
+    _, normalizer = finish(slices.merge(partials), source.vocabulary, NOTHING)
+    best, ids = slices.topk(best, ids + slices.first, k)
     logps = (best - normalizer.peak.unsqueeze(1)) - normalizer.log_sum.unsqueeze(1)
     return ids, logps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import types
 
 import hypothesis
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():  # before anything imports Triton: its kernels then run on a CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 class _TorchRandom:

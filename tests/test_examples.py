@@ -6,6 +6,8 @@ import importlib.util
 import json
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,20 @@ def test_own_term_is_what_it_is_by_hand(capsys: pytest.CaptureFixture[str]) -> N
     ours, by_hand, apart = map(float, re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", last))
     assert ours == pytest.approx(by_hand, abs=2e-5)
     assert apart < 1e-5
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_parallel_learns(ranks: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", str(ROOT / "examples" / "parallel.py")]
+    ran = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = re.findall(r"step \d: (\d+) tokens, perplexity ([\d.]+)", ran.stdout)
+    assert [tokens for tokens, _ in found] == ["16" if ranks == 2 else "34"] * 4
+    perplexities = [float(perplexity) for _, perplexity in found]
+    assert perplexities == sorted(perplexities, reverse=True)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")

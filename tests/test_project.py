@@ -21,7 +21,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # free.
 PARTS = {"batch", "metrics", "reduction", "segments", "stats"}
 TERMS = {"losses.distillation", "losses.term", "objective"}
-HEAD = {"head", "logits", "options", "parallel", "plan", "products"}
+HEAD = {"head", "logits", "options", "parallel", "plan", "products", "shards"}
 SWEEPS = {"divergence", "kernels", "schedules"}
 VERBS = {"check", "engine", "stats_op", "topk"}
 PUBLIC = {"", *PARTS, "head", "losses", "options", "plan", *VERBS}
@@ -37,7 +37,9 @@ ALLOWED: dict[str, set[str]] = {
     "losses.catalogue": {"losses", *PARTS},  # traces the terms on a sample
     "kernels": {"kernels", "stats"},
     "plan": {"options"},
-    "parallel": {"stats", "segments"},
+    "agreement": set(),
+    "parallel": {"logits", "products", "stats"},
+    "shards": {"agreement", "parallel"},
     "logits": {"products"},
     "head": {"adapters", "products"},
     "adapters": {"head"},
@@ -46,7 +48,8 @@ ALLOWED: dict[str, set[str]] = {
     "held": {"logits", "objective", "stats"},
     "schedules": {*PARTS, *TERMS, *HEAD, "kernels", "divergence", "held"},
     "autograd": {*PARTS, *HEAD, "schedules"},
-    "call": {*PARTS, *TERMS, *HEAD, *SWEEPS},
+    "checks": {*PARTS, *TERMS, *HEAD, *SWEEPS},
+    "call": {*PARTS, *TERMS, *HEAD, *SWEEPS, "checks"},
     "engine": {*PARTS, *TERMS, *HEAD, *SWEEPS, "autograd", "call"},
     "stats_op": {*PARTS, *TERMS, *HEAD, *SWEEPS, "autograd", "call"},
     "topk": {*PARTS, *HEAD, "kernels"},

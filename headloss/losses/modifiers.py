@@ -18,7 +18,7 @@ from ..metrics import Max, Observed
 from ..stats import Statistics
 from .factory import naming, non_negative, number, one_of, positive
 from .importance import MAX_LOG_RATIO
-from .term import Per, Scope
+from .term import TRACING, Per, Scope
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -174,7 +174,7 @@ def _among_top(
     # What does not count is last in order, and left out by the number of those that do.
     counted = entropy if batch.live is None else torch.where(batch.live, entropy, math.inf)
     number_of = counted.new_full((), len(counted)) if batch.live is None else batch.live.sum()
-    if group is not None:
+    if group is not None and not TRACING.get():
         counted, number_of = _gather(counted, number_of, group)
     cut = _quantile(counted, number_of, 1 - quantile)
     return (entropy >= cut).to(entropy.dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
@@ -332,6 +333,9 @@ class _Recorder:
         return self._target.get(name, default)
 
 
+TRACING = ContextVar("tracing", default=False)  # no collective runs for the sake of a trace
+
+
 def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = True) -> Reads:
     """Run a term once on a small sample and report what it reads.
 
@@ -341,8 +345,11 @@ def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = Tru
     seen_stats: set[str] = set()
     seen_fields: set[str] = set()
     stats_, batch_ = _Recorder(stats, seen_stats), _Recorder(batch, seen_fields)
-    with torch.enable_grad():
-        values = term(stats_, batch_)  # type: ignore[arg-type]
+    token = TRACING.set(True)
+    try:
+        values = _trial(term, stats_, batch_, observe)
+    finally:
+        TRACING.reset(token)
     own = {id(leaf): name for name, leaf in stats.tensors().items()}
     own |= {id(leaf): "divergences" for leaf in stats.divergences.values()}
     leaves = list(_leaves(values))
@@ -352,14 +359,20 @@ def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = Tru
                 f"term {term.name}: a tensor of shape {tuple(leaf.shape)} that requires a gradient "
                 "is caught in its function; its gradient would be lost: detach it"
             )
-    if observe:
-        with torch.no_grad():
-            if term.observe is not None:
-                term.observe(stats_, batch_)  # type: ignore[arg-type]
-            for modifier in term.modifiers:
-                modifier.observe(stats_, batch_)  # type: ignore[arg-type]
     gradients = frozenset(own[id(leaf)] for leaf in leaves)
     return Reads(frozenset(seen_stats), frozenset(seen_fields), gradients)
+
+
+def _trial(term: Term, stats: Any, batch: Any, observe: bool) -> Tensor:
+    """A term's values, and what it observes, on a sample."""
+    with torch.enable_grad():
+        values = term(stats, batch)
+    if observe:
+        with torch.no_grad():
+            for source in (term, *term.modifiers):
+                if source.observe is not None:
+                    source.observe(stats, batch)
+    return values
 
 
 def _leaves(values: Tensor) -> Iterator[Tensor]:

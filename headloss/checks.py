@@ -1,0 +1,121 @@
+"""What a call's arguments must be; errors name the argument, what came and what was wanted."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .batch import Batch, PackedBatch
+from .head import Head
+from .losses.distillation import Teacher
+from .losses.term import Objective, Term
+from .options import Options
+from .shards import is_dtensor, local_head
+
+
+def teachers_of(objective: Objective) -> list[Teacher]:
+    found: dict[Teacher, None] = {}
+    for _, term in objective.parts:
+        if term.teacher is not None:
+            found[term.teacher] = None
+    return list(found)
+
+
+def check_linear(
+    hidden: Tensor,
+    head: Head,
+    batch: Batch,
+    objective: Term | Objective,
+    options: Options,
+    on_meta: bool,
+) -> tuple[Objective, torch.dtype | None]:
+    """The objective, and what autocast computes in."""
+    found = checked_objective(objective, batch, options)
+    grouped = head.vocab_group is not None
+    if options.sequence_parallel and not grouped:
+        raise ValueError("sequence_parallel: needs a head with a vocab_group")
+    if options.sequence_parallel and options.static:
+        raise ValueError("static: got True with sequence_parallel, whose row counts are read")
+    check_shape("hidden", hidden, batch, on_meta, spread=options.sequence_parallel)
+    compute_dtype = autocast_dtype(hidden)
+    head.validate(hidden, token_shape=batch.targets.shape, compute_dtype=compute_dtype)
+    check_main_grad(head.weight, options)
+    for teacher in teachers_of(found) if grouped else ():
+        other = teacher.head and local_head(teacher.head)
+        if other and other.vocab_group is not None:
+            got, want = ((h.weight.shape[0], h.vocab_size) for h in (other, head))
+            if got != want or other.vocab_group is not head.vocab_group:
+                raise ValueError(
+                    f"teacher_head: got (rows, vocab_size) {got}, want the student's {want} and "
+                    "its vocab_group, or the teacher's whole head"
+                )
+    if grouped and any(lora.dropout for lora in head.lora):
+        raise ValueError(
+            "lora.dropout: got > 0 with a vocab_group, where ranks would differ; want 0"
+        )
+    return found, compute_dtype
+
+
+def checked_objective(objective: Term | Objective, batch: Batch, options: Options) -> Objective:
+    objective = Objective.of(objective)
+    if not objective.parts:
+        raise ValueError("objective: got no terms, want at least one")
+    if not isinstance(batch, Batch):
+        raise TypeError(f"batch: got {type(batch).__name__}, want headloss.Batch")
+    if not isinstance(options, Options):
+        raise TypeError(f"options: got {type(options).__name__}, want headloss.Options")
+    if batch.segments.count % objective.segments_per_unit:
+        raise ValueError(
+            f"segments: got {batch.segments.count}, want a multiple of "
+            f"{objective.segments_per_unit} for {objective!r}"
+        )
+    if options.backend == "triton" and teachers_of(objective):
+        raise ValueError('backend: got "triton", which does not serve distillation yet')
+    return objective
+
+
+def check_shape(
+    name: str, value: Tensor, batch: Batch, on_meta: bool = False, spread: bool = False
+) -> None:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        got = f"a {value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name}: got {got}, want a floating tensor")
+    if is_dtensor(value):
+        raise TypeError(f"{name}: got a DTensor, want this rank's own tensor: {name}.to_local()")
+    want = tuple(batch.targets.shape)
+    if value.dim() < 2 or (tuple(value.shape[:-1]) != want and not spread):
+        raise ValueError(
+            f"{name}: got shape {tuple(value.shape)}, want the targets' {want} and one more "
+            "dimension"
+        )
+    if value.device != batch.targets.device and not (on_meta and value.is_meta):
+        raise ValueError(
+            f"batch: got targets on {batch.targets.device}, want {name}'s device {value.device}"
+        )
+
+
+def wide_field(name: str, batch: PackedBatch, want: int | None, what: str) -> Tensor:
+    """A [N, want] field of the batch."""
+    value = batch.wide.get(name)
+    if value is None or value.dim() != 2 or want not in (None, value.shape[-1]):
+        got = None if value is None else value.shape[-1]
+        raise ValueError(f"{name}: got a last dimension of {got}, want {what}, {want}")
+    return value
+
+
+def check_main_grad(weight: Tensor, options: Options) -> None:
+    grad = options.main_grad
+    if grad is None:
+        return
+    if grad.shape != weight.shape or grad.dtype != torch.float32 or grad.device != weight.device:
+        raise ValueError(
+            f"main_grad: got {grad.dtype} {tuple(grad.shape)} on {grad.device}, want torch.float32 "
+            f"{tuple(weight.shape)} on {weight.device}"
+        )
+
+
+def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
+    device = hidden.device.type
+    if device == "meta" or hidden.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)

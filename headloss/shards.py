@@ -1,0 +1,339 @@
+"""From a head that holds a slice of the vocabulary to a place in the whole of it.
+
+The ranks of a vocabulary group compare what they were given, once per call, and learn each other's
+sizes. H hidden width, V rows of the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from .agreement import Facts, agree, checksum
+from .parallel import WHOLE, Alone, Shard, Spread
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from .batch import Batch, Packed
+    from .head import Head
+    from .kernels.transform import Transform
+    from .losses.term import Objective
+    from .options import Options
+    from .schedules import Call
+
+R = TypeVar("R")
+
+
+class Place(NamedTuple):
+    """What a rank knows of the whole vocabulary and of the other ranks' slices."""
+
+    vocabulary: int  # V
+    group: ProcessGroup | None = None
+    sizes: tuple[int, ...] = ()  # scored rows of each rank; empty: no group
+    tokens: tuple[int, ...] = ()  # rows of hidden states of each rank
+    weight_gradient: bool | None = None  # whether any rank wants one
+
+    @property
+    def widest(self) -> int:
+        """The most columns that a rank holds: what all ranks plan for."""
+        return max(self.sizes, default=self.vocabulary)
+
+    def slices(self, packed: Packed | None, device: torch.device) -> Alone:
+        """This rank's slice; with `packed`, of tokens that are spread over the group."""
+        if self.group is None:
+            return WHOLE
+        spread = None
+        if packed is not None:
+            spread = Spread(self.group, packed.index, self.tokens, device)
+        return Shard(self.group, self.sizes, spread)
+
+    def check_tokens(self, batch: Batch) -> None:
+        """ValueError where the ranks' hidden states are not those of all positions."""
+        if sum(self.tokens) != batch.targets.numel():
+            raise ValueError(
+                f"hidden: got {list(self.tokens)} tokens on the ranks of vocab_group, want "
+                f"{batch.targets.numel()} in all, the targets'"
+            )
+
+
+# Nothing may be read while a CUDA graph is captured: sizes are those of the call that warmed up.
+_KNOWN: weakref.WeakKeyDictionary[Any, dict[tuple, Place]] = weakref.WeakKeyDictionary()
+
+
+def join(
+    group: ProcessGroup | None,
+    columns: Callable[[], int],
+    check: Callable[[], R],
+    describe: Callable[[R], Facts],
+    vocab_size: int | None,
+    options: Options | None,
+) -> tuple[R, Place]:
+    """Run `check` on every rank of a vocabulary group, and find this rank's place.
+
+    Args:
+        group: None: the whole vocabulary is here.
+        columns: how many of them are here; known once `check` has run.
+        describe: what must be the same; `own` holds "rows", "tokens", "weight_gradient" and
+            "teacher_columns" (-1: none).
+        options: with static shapes the place is kept for a capture.
+
+    Raises:
+        ValueError, TypeError: on all ranks, for what is wrong on any.
+    """
+    if group is None:
+        return check(), Place(columns())
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return check(), _KNOWN[group][columns(), vocab_size]
+    result, own = agree("vocab_group", group, check, describe)
+    rows, vocabulary = own["rows"], sum(own["rows"])
+    if vocab_size is not None:
+        if vocab_size > vocabulary:
+            raise ValueError(
+                f"vocab_size: got {vocab_size}, want at most {vocabulary}, the rows of all ranks"
+            )
+        vocabulary = vocab_size
+    firsts = [sum(rows[:rank]) for rank in range(len(rows))]
+    sizes = tuple(min(n, vocabulary - at) for n, at in zip(rows, firsts, strict=True))
+    if min(sizes) < 1:
+        raise ValueError(
+            f"weight: got {rows} rows on the ranks of vocab_group, of which the first {vocabulary} "
+            "are scored: want at least one on each rank"
+        )
+    for rank, theirs in enumerate(own["teacher_columns"]):
+        if theirs not in (-1, sizes[rank]):
+            raise ValueError(
+                f"teacher: got {theirs} columns on rank {rank} of vocab_group, want the "
+                f"student's {sizes[rank]} scored rows there"
+            )
+    wanted = any(own["weight_gradient"])
+    place = Place(vocabulary, group, sizes, tuple(own["tokens"]), wanted)
+    if options is not None and options.static:
+        _KNOWN.setdefault(group, {})[columns(), vocab_size] = place
+    return result, place
+
+
+def join_positions(
+    head: Head, hidden: Tensor, check: Callable[[], None], targets: Tensor | None = None, k: int = 0
+) -> Place:
+    """`join` for the verbs on positions alone."""
+
+    def describe(_: None) -> Facts:
+        same = {**of_head(head, hidden), "hidden.shape": str(tuple(hidden.shape)), "k": k}
+        if targets is not None:
+            same["targets"] = checksum(targets)
+        own = {"rows": head.weight.shape[0], "tokens": 0, "weight_gradient": 0}
+        return Facts(same, {**own, "teacher_columns": -1})
+
+    def joined() -> Place:
+        return join(
+            head.vocab_group, lambda: head.vocabulary, check, describe, head.vocab_size, None
+        )[1]
+
+    if head.vocab_group is not None and torch.compiler.is_compiling():
+        return torch.compiler.disable(joined)()  # type: ignore[no-any-return]
+    return joined()
+
+
+def over_segments(
+    batch: Batch, options: Options, prepare: Callable[[], tuple[Call, Objective]]
+) -> tuple[Call, Objective]:
+    """Prepare a call; where segments run across ranks, what is wrong on one is raised on all."""
+    group = batch.segments.group if hasattr(batch, "segments") else None
+    if group is None or getattr(options, "static", False):
+        return prepare()
+
+    def describe(prepared: tuple[Call, Objective]) -> Facts:
+        call, objective = prepared
+        # Other choices (schedule, chunks) may differ; these decide what is summed over segments.
+        same = of_objective(objective, type(options)(metrics=options.metrics))
+        count = batch.segments.count
+        gradient = call.plan.schedule != "statistics"
+        return Facts({**same, "segments.count": count, "a gradient is wanted": gradient}, {})
+
+    prepared, _ = agree("segments.group", group, prepare, describe)
+    return prepared
+
+
+# ---------------------------------------------------------------------- what must be the same
+
+
+def of_batch(batch: Batch) -> dict[str, Any]:
+    """Facts of a batch that every rank of a vocabulary group is given whole."""
+    ordered = sorted(batch.fields.items())
+    tensors = [t for _, t in ordered if isinstance(t, Tensor) and t.dim() <= batch.targets.dim()]
+    names = " ".join(f"{n}:{getattr(t, 'dtype', '')}" for n, t in ordered)
+    return {
+        "targets": checksum(batch.targets),
+        "targets.shape": str(tuple(batch.targets.shape)),
+        "segments": checksum(batch.segments.ids) + batch.segments.count,
+        "fields": names,
+        "values of fields": checksum(*tensors) if tensors else 0,
+        "totals": _of_totals(batch),
+    }
+
+
+def _of_totals(batch: Batch) -> Any:
+    if batch.totals is None:
+        return 0
+    device = batch.targets.device
+    numbers = [batch.totals.tokens, batch.totals.segments]
+    for name in sorted(batch.totals.kept):
+        numbers += batch.totals.kept[name]
+    return checksum(*(torch.as_tensor(n, dtype=torch.float64).to(device) for n in numbers))
+
+
+def of_head(head: Head, hidden: Tensor) -> dict[str, Any]:
+    """Facts of a head and of the hidden states before it."""
+    temperature = head.temperature
+    per_token = isinstance(temperature, Tensor)
+    enabled = torch.is_grad_enabled()
+    return {
+        "hidden width": hidden.shape[-1],
+        "dtype": f"{hidden.dtype} {head.weight.dtype}",
+        "hidden.requires_grad": enabled and hidden.requires_grad,
+        "vocab_size": -1 if head.vocab_size is None else head.vocab_size,
+        "logit_scale, softcap, temperature": str(
+            (head.logit_scale, head.softcap, None if per_token else temperature)
+        ),
+        "temperature": checksum(temperature) if per_token else 0,
+        "lora": str([(tuple(x.a.shape), x.scaling, x.a.requires_grad) for x in head.lora]),
+        "lora.a": checksum(*(x.a for x in head.lora)) if head.lora else 0,
+    }
+
+
+def of_objective(objective: Objective, options: Options) -> dict[str, Any]:
+    """Facts that decide which collectives an objective runs, and in which order."""
+    parts = [
+        (
+            *(c, repr(t), t.scope, t.reduction and t.reduction.name),
+            *(t.kept_field, t.weight_fields, [m.name for m in t.modifiers]),
+        )
+        for c, t in objective.parts
+    ]
+    chosen = [
+        (f.name, value)
+        for f in fields(options)
+        if not isinstance(value := getattr(options, f.name), Tensor)
+    ]
+    return {"objective": str(parts), "options": str(chosen)}
+
+
+def linear_facts(
+    hidden: Tensor, head: Head, batch: Batch, objective: Objective, options: Options
+) -> Facts:
+    enabled = torch.is_grad_enabled()
+    trained = any(t.requires_grad for name, t in head._tensors() if not name.endswith(".a"))
+    own = {
+        "rows": head.weight.shape[0],
+        "tokens": hidden.shape[:-1].numel(),
+        "weight_gradient": enabled and trained,
+        "teacher_columns": _teacher_columns(batch),
+    }
+    same = {**of_head(head, hidden), **of_batch(batch), **of_objective(objective, options)}
+    return Facts(same, own)
+
+
+def given_facts(
+    logits: Tensor,
+    transform: Transform,
+    batch: Batch,
+    objective: Objective,
+    options: Options,
+    inplace: bool,
+) -> Facts:
+    temperature = transform.temperature
+    per_token = isinstance(temperature, Tensor)
+    same = {
+        "dtype": f"{logits.dtype} {inplace}",
+        "logits.requires_grad": logits.requires_grad and torch.is_grad_enabled(),
+        "logit_scale, softcap, temperature": str(
+            (transform.scale, transform.softcap, None if per_token else temperature)
+        ),
+        "temperature": checksum(temperature) if isinstance(temperature, Tensor) else 0,
+        **of_batch(batch),
+        **of_objective(objective, options),
+    }
+    own = {
+        "rows": logits.shape[-1],
+        "tokens": logits.shape[:-1].numel(),
+        "weight_gradient": False,
+        "teacher_columns": _teacher_columns(batch),
+    }
+    return Facts(same, own)
+
+
+def _teacher_columns(batch: Batch) -> int:
+    given = batch.fields.get("teacher_logits")
+    return given.shape[-1] if isinstance(given, Tensor) else -1
+
+
+# ---------------------------------------------------------------------- DTensor
+
+
+def local_head(head: Head) -> Head:
+    """A head of DTensors as this rank's rows and their group; any other head as it is.
+
+    Raises:
+        ValueError, TypeError: placements other than rows sharded over one mesh dimension.
+    """
+    if not is_dtensor(head.weight):
+        if head.vocab_mesh_dim is not None:
+            raise ValueError(
+                f"vocab_mesh_dim: got {head.vocab_mesh_dim!r} with a plain weight, want a DTensor; "
+                "a plain slice of the vocabulary goes with vocab_group"
+            )
+        return head
+    weight: Any = head.weight
+    mesh, name = weight.device_mesh, head.vocab_mesh_dim or "tp"
+    if head.vocab_group is not None or name not in (mesh.mesh_dim_names or ()):
+        raise _placed("weight", weight)
+    dim = mesh.mesh_dim_names.index(name)
+
+    def local(what: str, value: Any, sharded: bool) -> Any:
+        if not is_dtensor(value):
+            if sharded:
+                raise TypeError(
+                    f"{what}: got a plain tensor beside a DTensor weight, want a DTensor that is "
+                    "sharded alike"
+                )
+            return value
+        for i, placement in enumerate(value.placements):
+            want = placement.is_shard(0) if sharded and i == dim else placement.is_replicate()
+            # Over a mesh dimension of one rank every placement is the same.
+            if not want and (i == dim or mesh.size(i) > 1):
+                raise _placed(what, value)
+            if i != dim and mesh.size(i) > 1:
+                raise _placed(what, value)
+        return value.to_local()
+
+    return replace(
+        head,
+        weight=local("weight", weight, True),
+        bias=None if head.bias is None else local("bias", head.bias, True),
+        lora=tuple(
+            replace(x, a=local("lora.a", x.a, False), b=local("lora.b", x.b, True))
+            for x in head.lora
+        ),
+        vocab_group=mesh.get_group(dim),
+        vocab_mesh_dim=None,
+    )
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether a tensor is spread over a device mesh."""
+    return hasattr(value, "device_mesh") and hasattr(value, "placements")
+
+
+def _placed(name: str, value: Any) -> TypeError:
+    return TypeError(
+        f"{name}: got a DTensor placed {tuple(value.placements)} on a mesh with dimensions "
+        f"{value.device_mesh.mesh_dim_names}, want a plain tensor, or rows sharded over the mesh "
+        'dimension "tp" (or vocab_mesh_dim) alone; call inside the forward of the module that '
+        "FSDP2 wraps, where the weight is whole, or pass weight.full_tensor()"
+    )

@@ -1,0 +1,241 @@
+"""Wrong set-ups that every rank must refuse: what each rank of a test world is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from parallel_cases import groups
+from torch import Tensor, distributed
+
+import headloss as hl
+
+T, H, V = 6, 4, 10
+
+
+@dataclass
+class Setup:
+    """A call that is right, for each case to spoil on one rank."""
+
+    rank: int
+    group: Any
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    advantages: Tensor
+    segments: hl.Segments
+    objective: Any
+    options: hl.Options
+    head: dict[str, Any]
+
+    @property
+    def last(self) -> bool:
+        return self.rank == distributed.get_world_size() - 1
+
+    def run(self) -> hl.Output:
+        batch = hl.Batch(
+            self.targets,
+            self.segments,
+            advantages=self.advantages,
+            old_logps=torch.full((T,), -1.0),
+        )
+        head = hl.Head(self.weight, **self.head)
+        return hl.head_loss(self.hidden, head, batch, self.objective, self.options)
+
+
+Spoil = Callable[[Setup], None]
+
+
+def setup(over: str) -> Setup:
+    world = distributed.get_world_size()
+    _, group = groups(1, world)
+    segments = hl.Segments.from_lengths([4, 2])
+    if over == "segments":
+        segments = hl.Segments.from_ids(segments.ids, count=2, group=group)
+    return Setup(
+        rank=distributed.get_rank(),
+        group=group,
+        hidden=torch.ones(T, H).requires_grad_(),
+        weight=torch.ones(V, H).requires_grad_(),
+        targets=torch.arange(T) % V,
+        advantages=torch.ones(2),
+        segments=segments,
+        objective=hl.gspo(),
+        options=hl.Options(),
+        head={"vocab_group": group} if over == "vocabulary" else {},
+    )
+
+
+def targets(s: Setup) -> None:
+    if s.last:
+        s.targets = s.targets.flip(0)
+
+
+def fields(s: Setup) -> None:
+    if s.last:
+        s.advantages = 2 * s.advantages
+
+
+def width(s: Setup) -> None:
+    if s.last:
+        s.hidden, s.weight = torch.ones(T, H + 1), torch.ones(V, H + 1)
+
+
+def dtype(s: Setup) -> None:
+    if s.last:
+        s.hidden, s.weight = s.hidden.double(), s.weight.double()
+
+
+def mismatch(s: Setup) -> None:
+    if s.last:
+        s.weight = torch.ones(V, H + 1)
+
+
+def kind(s: Setup) -> None:
+    if s.last:
+        s.objective = "gspo"
+
+
+def outside(s: Setup) -> None:
+    s.targets = s.targets.clone()
+    s.targets[2] = V * distributed.get_world_size()
+
+
+def outside_on_one(s: Setup) -> None:
+    if s.last:
+        s.targets = s.targets.clone()
+        s.targets[2] = V
+
+
+def count(s: Setup) -> None:
+    if s.last:
+        s.segments = hl.Segments.from_ids(s.segments.ids, count=3, group=s.group)
+        s.advantages = torch.ones(3)
+
+
+def objective(s: Setup) -> None:
+    if s.last:
+        s.objective = hl.gspo(epsilon_low=0.1)
+
+
+def options(s: Setup) -> None:
+    if s.last:
+        s.options = hl.Options(chunk_tokens=2)
+
+
+def gradient(s: Setup) -> None:
+    if s.last:
+        s.hidden = s.hidden.detach()
+
+
+def temperature(s: Setup) -> None:
+    s.head["temperature"] = 0.5 if s.last else 1.0
+
+
+def vocab_size(s: Setup) -> None:
+    s.head["vocab_size"] = V * distributed.get_world_size() + 1
+
+
+def nothing_scored(s: Setup) -> None:
+    s.head["vocab_size"] = V
+
+
+def stranger(s: Setup) -> None:
+    s.head["vocab_group"] = distributed.GroupMember.NON_GROUP_MEMBER
+
+
+def stranger_of_segments(s: Setup) -> None:
+    s.segments = hl.Segments.from_ids(
+        s.segments.ids, count=2, group=distributed.GroupMember.NON_GROUP_MEMBER
+    )
+
+
+def tokens(s: Setup) -> None:
+    s.options = hl.Options(sequence_parallel=True)
+
+
+def alone(s: Setup) -> None:
+    s.options, s.head = hl.Options(sequence_parallel=True), {}
+
+
+def dropout(s: Setup) -> None:
+    a, b = torch.ones(2, H), torch.ones(V, 2)
+    s.head["lora"] = (hl.Lora(a=a, b=b, scaling=1.0, dropout=0.5),)
+
+
+def bad_k(s: Setup) -> None:
+    s.run = lambda: hl.head_topk(  # type: ignore[method-assign]
+        s.hidden, hl.Head(s.weight, **s.head), 3 if s.last else 4
+    )
+
+
+def bad_logits(s: Setup) -> None:
+    batch = hl.Batch(s.targets)
+    logits = torch.ones(T, V, dtype=torch.float64 if s.last else torch.float32)
+    s.run = lambda: hl.logits_loss(  # type: ignore[method-assign]
+        logits, batch, hl.cross_entropy(), vocab_group=s.group
+    )
+
+
+CASES: dict[str, tuple[str, Spoil, str]] = {
+    "targets": ("vocabulary", targets, "targets: differs between the ranks of vocab_group"),
+    "fields": ("vocabulary", fields, "values of fields: differs"),
+    "width": ("vocabulary", width, r"hidden width: differs .*got \[4,.* 5\]"),
+    "dtype": ("vocabulary", dtype, "dtype: differs"),
+    "mismatch": ("vocabulary", mismatch, "hidden: got shape .*want .*5"),
+    "kind": ("vocabulary", kind, "objective: got str"),
+    "outside": ("vocabulary", outside, "targets: got .* at position 2, want -100 or 0 <= target"),
+    "objective": ("vocabulary", objective, "objective: differs"),
+    "options": ("vocabulary", options, "options: differs"),
+    "gradient": ("vocabulary", gradient, "hidden.requires_grad: differs"),
+    "temperature": ("vocabulary", temperature, "temperature: differs"),
+    "vocab_size": ("vocabulary", vocab_size, "vocab_size: got .* want at most"),
+    "nothing_scored": ("vocabulary", nothing_scored, "weight: got .* at least one on each rank"),
+    "stranger": ("vocabulary", stranger, "vocab_group: got .* want a process group that this rank"),
+    "tokens": ("vocabulary", tokens, "hidden: got .* tokens on the ranks .* want 6 in all"),
+    "alone": ("vocabulary", alone, "sequence_parallel: needs a head with a vocab_group"),
+    "dropout": ("vocabulary", dropout, "lora.dropout: got > 0"),
+    "k": ("vocabulary", bad_k, "k: differs"),
+    "logits": ("vocabulary", bad_logits, "dtype: differs"),
+    "target of one": ("segments", outside_on_one, "targets: got 10 at position 2"),
+    "kind of one": ("segments", kind, "objective: got str"),
+    "count": ("segments", count, r"segments.count: differs between .*got \[2,.* 3\]"),
+    "objective of segments": ("segments", objective, "objective: differs"),
+    "gradients of segments": ("segments", lambda s: s.last and freeze(s), "a gradient is wanted"),
+    "stranger of segments": ("segments", stranger_of_segments, "segments.group: got"),
+}
+
+
+def freeze(s: Setup) -> None:
+    s.hidden, s.weight = s.hidden.detach(), s.weight.detach()
+
+
+def refuse(name: str) -> tuple[str, str]:
+    """The error of a case on this rank; then a call that is right must still work."""
+    over, spoil, _ = CASES[name]
+    spoiled = setup(over)
+    spoil(spoiled)
+    found = ("", "nothing was raised")
+    try:
+        spoiled.run()
+    except (ValueError, TypeError) as error:
+        found = (type(error).__name__, str(error))
+    assert setup(over).run().loss.isfinite()
+    return found
+
+
+def crossed() -> tuple[str, str]:
+    """On a grid, an error of one vocabulary group reaches the ranks that share its segments."""
+    data, vocab = groups(2, 2)
+    s = setup("vocabulary")
+    s.head["vocab_group"] = vocab
+    s.segments = hl.Segments.from_ids(s.segments.ids, count=2, group=data)
+    if s.rank == 3:
+        s.targets = s.targets.flip(0)
+    try:
+        s.run()
+    except ValueError as error:
+        return type(error).__name__, str(error)
+    return "", "nothing was raised"

@@ -1,0 +1,332 @@
+"""The other verbs and wrappers on every rank of a test world, each against one rank; they return
+nothing, and assert on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from parallel_cases import groups, sizes
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import headloss as hl
+from headloss.testing import trained_looking
+
+T, H, V = 24, 8, 61
+LENGTHS = (7, 1, 10, 0, 6)
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+class Problem:
+    """A call in float64, whole on every rank, and this rank's rows of the vocabulary."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.world, self.rank = distributed.get_world_size(), distributed.get_rank()
+        _, self.group = groups(1, self.world)
+        hidden, weight, targets = trained_looking(T, H, V, torch.float64, seed=seed)
+        self.hidden, self.weight = hidden.requires_grad_(), weight.requires_grad_()
+        self.targets = targets.index_fill(0, torch.tensor([3, 9]), -100)
+        generator = torch.Generator().manual_seed(seed)
+        rows = sizes(V, self.world, generator, 1)
+        self.rows = slice(sum(rows[: self.rank]), sum(rows[: self.rank + 1]))
+        self.shard = weight.detach()[self.rows].clone().requires_grad_()
+        self.batch = hl.Batch(
+            self.targets,
+            hl.Segments.from_lengths(LENGTHS),
+            advantages=torch.randn(5, generator=generator, dtype=torch.float64),
+            old_logps=-torch.rand(T, generator=generator, dtype=torch.float64),
+        )
+        self.objective = hl.gspo() + 0.1 * hl.z_loss() - 0.01 * hl.entropy()
+
+    def sliced(self, **options: Any) -> hl.Head:
+        return hl.Head(self.shard, vocab_group=self.group, **options)
+
+
+def head_stats() -> None:
+    p = Problem()
+    for options in ({}, {"softcap": 20.0, "temperature": torch.linspace(0.5, 2, T).double()}):
+        want = hl.head_stats(p.hidden, hl.Head(p.weight, **options), p.targets)
+        got = hl.head_stats(p.hidden, p.sliced(**options), p.targets)
+        losses = []
+        for found in (want, got):
+            losses.append((found.logp * found.entropy + 0.1 * found.lse.square()).sum())
+        for a, b in zip(got, want, strict=True):
+            close(a.detach(), b.detach())
+        into_hidden, into_weight = torch.autograd.grad(losses[0], (p.hidden, p.weight))
+        found_hidden, found_shard = torch.autograd.grad(losses[1], (p.hidden, p.shard))
+        close(found_hidden, into_hidden)
+        close(found_shard, into_weight[p.rows])
+
+
+def head_topk() -> None:
+    p = Problem()
+    for k in (1, 7, V):
+        for options in ({}, {"logit_scale": -1.0}):
+            want = hl.head_topk(p.hidden, hl.Head(p.weight, **options), k)
+            got = hl.head_topk(p.hidden, p.sliced(**options), k)
+            assert torch.equal(got.ids, want.ids)
+            close(got.logps, want.logps)
+
+
+def logits_loss() -> None:
+    p = Problem()
+    logits = (p.hidden @ p.weight.t()).detach()
+    for inplace in (False, True):
+        whole = logits.clone().requires_grad_()
+        want = hl.logits_loss(whole, p.batch, p.objective, temperature=0.7)
+        want.loss.backward()
+        leaf = logits[:, p.rows].clone().requires_grad_()
+        inner = leaf * 1.0
+        got = hl.logits_loss(
+            inner, p.batch, p.objective, temperature=0.7, vocab_group=p.group, inplace=inplace
+        )
+        got.loss.backward()
+        close(got.loss.detach(), want.loss.detach())
+        close(leaf.grad, whole.grad[:, p.rows])  # type: ignore[arg-type, index]
+
+
+def teacher_heads() -> None:
+    """A teacher's head whole, or cut like the student's."""
+    p = Problem()
+    generator = torch.Generator().manual_seed(7)
+    other = torch.randn(V, 3, generator=generator, dtype=torch.float64)
+    states = torch.randn(T, 3, generator=generator, dtype=torch.float64)
+    batch = hl.Batch(p.targets, teacher_hidden=states)
+    whole = hl.Head(other, softcap=20.0)
+    want = hl.head_loss(p.hidden, hl.Head(p.weight), batch, hl.distillation(teacher_head=whole))
+    (into_hidden,) = torch.autograd.grad(want.loss, p.hidden)
+    cut = hl.Head(other[p.rows], softcap=20.0, vocab_group=p.group)
+    for teacher in (whole, cut):
+        got = hl.head_loss(p.hidden, p.sliced(), batch, hl.distillation(teacher_head=teacher))
+        close(got.loss.detach(), want.loss.detach())
+        close(torch.autograd.grad(got.loss, p.hidden)[0], into_hidden)
+
+
+def top_entropy() -> None:
+    """A quantile over the tokens of all ranks, some of which hold none."""
+    p = Problem()
+    tokens = (torch.arange(T) % (p.world - 1) + 1 == p.rank).nonzero().squeeze(1)
+    ids = p.batch.segments.ids[tokens]
+    batch = hl.Batch(
+        p.targets[tokens],
+        hl.Segments.from_ids(ids, count=5, group=p.group),
+        advantages=p.batch.advantages,
+        old_logps=p.batch.old_logps[tokens],
+    )
+    term = hl.dapo().top_entropy(quantile=0.4)
+    want = hl.head_loss(p.hidden, hl.Head(p.weight), p.batch, term)
+    term = hl.dapo().top_entropy(quantile=0.4, group=p.group)
+    got = hl.head_loss(p.hidden[tokens], hl.Head(p.weight), batch, term)
+    share = got.loss.detach().clone()
+    distributed.all_reduce(share)
+    close(share, want.loss.detach())
+
+
+def skipped_rows() -> None:
+    """Most rows carry nothing; ranks still send the same."""
+    p = Problem()
+    advantages = torch.zeros(T, dtype=torch.float64)
+    advantages[5] = 1.0
+    batch = hl.Batch(p.targets, advantages=advantages, old_logps=p.batch.old_logps)
+    for options in (hl.Options(chunk_tokens=4), hl.Options(schedule="recompute")):
+        want = hl.head_loss(p.hidden, hl.Head(p.weight), batch, hl.dapo(), options)
+        got = hl.head_loss(p.hidden, p.sliced(), batch, hl.dapo(), options)
+        (into_hidden,) = torch.autograd.grad(want.loss, p.hidden)
+        close(torch.autograd.grad(got.loss, p.hidden)[0], into_hidden)
+
+
+def collectives() -> None:
+    """Law 7: the same collectives of the same shapes on every rank, whatever it holds."""
+    p = Problem()
+    seen: list[tuple[str, tuple[int, ...]]] = []
+    names = ("all_gather", "all_reduce")
+    plain = {name: getattr(distributed, name) for name in names}
+
+    def noted(name: str) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            own = args[0] if name == "all_reduce" else args[1]
+            seen.append((name, tuple(own.shape)))
+            return plain[name](*args, **options)
+
+        return run
+
+    for holds in (torch.arange(T), torch.arange(0)):  # of rank 0; the others hold a third each
+        tokens = torch.arange(T)[p.rank :: p.world] if p.rank else holds
+        batch = hl.Batch(
+            p.targets[tokens],
+            hl.Segments.from_ids(p.batch.segments.ids[tokens], count=5, group=p.group),
+            advantages=p.batch.advantages,
+            old_logps=p.batch.old_logps[tokens],
+        )
+        objective = p.objective + hl.grpo().corrected("sequence_mask")
+        batch.fields["sampling_logps"] = batch.old_logps - 0.1
+        seen.clear()
+        for name in names:
+            setattr(distributed, name, noted(name))
+        hidden = p.hidden.detach()[tokens].requires_grad_()
+        hl.head_loss(hidden, hl.Head(p.weight), batch, objective).loss.backward()
+        for name in names:
+            setattr(distributed, name, plain[name])
+        found: list[Any] = [None] * p.world
+        distributed.all_gather_object(found, list(seen))
+        assert seen and all(other == seen for other in found), found
+
+
+def dtensors() -> None:
+    p = Problem()
+    mesh = init_device_mesh("cpu", (p.world,), mesh_dim_names=("tp",))
+    want = hl.head_loss(p.hidden, hl.Head(p.weight), p.batch, p.objective)
+    into_weight = torch.autograd.grad(want.loss, p.weight)[0]
+    bias = torch.zeros(V, dtype=torch.float64)
+    for tied in (False, True):
+        rows = nn.Parameter(distribute_tensor(p.weight.detach(), mesh, [Shard(0)]))
+        offset = None if tied else distribute_tensor(bias, mesh, [Shard(0)])
+        got = hl.head_loss(p.hidden, hl.Head(rows, offset), p.batch, p.objective)
+        got.loss.backward()
+        close(got.loss.detach(), want.loss.detach())
+        assert isinstance(rows.grad, DTensor)
+        close(rows.grad.full_tensor(), into_weight)
+        close(
+            hl.head_stats(p.hidden, hl.Head(rows), p.targets).logp.detach(),
+            hl.head_stats(p.hidden, hl.Head(p.weight), p.targets).logp.detach(),
+        )
+    other = init_device_mesh("cpu", (p.world,), mesh_dim_names=("vocabulary",))
+    rows = distribute_tensor(p.weight.detach(), other, [Shard(0)])
+    named = hl.Head(rows, vocab_mesh_dim="vocabulary")
+    close(hl.head_loss(p.hidden, named, p.batch, p.objective).loss.detach(), want.loss.detach())
+    wrong = {
+        "rows": (rows, 'mesh dimension "tp"'),
+        "columns": (distribute_tensor(p.weight.detach(), mesh, [Shard(1)]), "Shard"),
+        "whole": (distribute_tensor(p.weight.detach(), mesh, [Replicate()]), "full_tensor"),
+    }
+    for weight, words in wrong.values():
+        with pytest.raises(TypeError, match=f"weight: got a DTensor.*{words}"):
+            hl.head_loss(p.hidden, hl.Head(weight), p.batch, p.objective)
+
+
+# ---------------------------------------------------------------------- wrappers
+
+
+class Model(nn.Module):
+    """An embedding, a layer and a head; its forward returns the loss."""
+
+    def __init__(self, tied: bool, trained: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding = nn.Embedding(V, H, dtype=torch.float64)
+        self.layer = nn.Linear(H, H, dtype=torch.float64)
+        self.head = nn.Linear(H, V, bias=not tied, dtype=torch.float64)
+        if tied:
+            self.head.weight = self.embedding.weight
+        elif not trained:
+            self.head.requires_grad_(False)
+
+    def forward(self, ids: Tensor, batch: hl.Batch, options: hl.Options) -> Tensor:
+        hidden = torch.tanh(self.layer(self.embedding(ids)))
+        objective = hl.gspo() + 0.1 * hl.cross_entropy() - 0.01 * hl.entropy()
+        return hl.head_loss(hidden, hl.Head.of(self.head), batch, objective, options).loss
+
+
+def micro_batches(rank: int | None) -> list[tuple[Tensor, hl.Batch]]:
+    """Two micro-batches of a rank, or the one batch that all of them make."""
+    generator = torch.Generator().manual_seed(5)
+    pieces = []
+    for number in range(2 * distributed.get_world_size()):
+        shape = (2, 3 + number)  # every one of another length
+        ids = torch.randint(V, shape, generator=generator)
+        targets = torch.randint(V, shape, generator=generator)
+        targets[0, : 1 + number % 3] = -100
+        old = -4 * torch.rand(shape, generator=generator, dtype=torch.float64)
+        advantages = torch.randn(2, generator=generator, dtype=torch.float64)
+        pieces.append((ids, targets, old, advantages))
+    if rank is None:
+        width = max(ids.shape[1] for ids, *_ in pieces)
+
+        def stack(column: int, fill: float) -> Tensor:
+            return torch.cat(
+                [F.pad(p[column], (0, width - p[column].shape[1]), value=fill) for p in pieces]
+            )
+
+        batch = hl.Batch(
+            stack(1, -100), advantages=torch.cat([p[3] for p in pieces]), old_logps=stack(2, 0)
+        )
+        return [(stack(0, 0), batch)]
+    return [
+        (ids, hl.Batch(targets, advantages=advantages, old_logps=old))
+        for ids, targets, old, advantages in pieces[2 * rank : 2 * rank + 2]
+    ]
+
+
+def wrapped(kind: str, tied: bool, trained: bool, schedule: str) -> None:
+    """Averaged gradients over ranks and micro-batches are those of one rank and one batch."""
+    options = hl.Options(schedule=schedule)
+    alone = Model(tied, trained)
+    ((ids, batch),) = micro_batches(None)
+    alone(ids, batch, hl.Options(schedule="recompute")).backward()
+    model: Any = Model(tied, trained)
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+        if not tied:
+            fully_shard(model.layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    mine = micro_batches(distributed.get_rank())
+    totals = sum((hl.Totals.of(b) for _, b in mine), start=hl.Totals(0, 0))
+    totals = totals.all_reduce(gradients="mean")
+    for number, (ids, batch) in enumerate(mine):
+        last = number == len(mine) - 1
+        batch.totals = totals
+        if kind == "ddp" and not last:
+            with model.no_sync():
+                model(ids, batch, options).backward()
+            continue
+        if kind == "fsdp":
+            model.set_requires_gradient_sync(last)
+        model(ids, batch, options).backward()
+    inner = model.module if kind == "ddp" else model
+    for (name, want), got in zip(alone.named_parameters(), inner.parameters(), strict=True):
+        found = got.grad.full_tensor() if isinstance(got.grad, DTensor) else got.grad
+        assert (found is None) == (want.grad is None), name
+        if want.grad is not None:
+            close(found, want.grad)
+
+
+def ddp() -> None:
+    for tied, trained in ((True, True), (False, True), (False, False)):
+        for schedule in ("auto", "recompute"):
+            wrapped("ddp", tied, trained, schedule)
+
+
+def fsdp() -> None:
+    for tied, trained in ((True, True), (False, True), (False, False)):
+        for schedule in ("auto", "recompute"):
+            wrapped("fsdp", tied, trained, schedule)
+
+
+def metrics_merge() -> None:
+    """Every rank its own documents: metrics over the group are those of one batch."""
+    p = Problem()
+    whole = Model(tied=True)
+    ((ids, batch),) = micro_batches(None)
+    objective = hl.grpo() + hl.cross_entropy()
+
+    def measured(ids: Tensor, batch: hl.Batch) -> hl.metrics.Metrics:
+        hidden = whole.embedding(ids)
+        return hl.head_loss(hidden, hl.Head.of(whole.head), batch, objective).metrics
+
+    want = measured(ids, batch).compute()
+    first, second = (measured(*piece) for piece in micro_batches(p.rank))
+    got = first.merge(second).all_reduce(p.group).compute()
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert abs(got[name] - value) <= 1e-9 * max(1, abs(value)), (name, got[name], value)

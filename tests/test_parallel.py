@@ -1,0 +1,168 @@
+"""Shards of the vocabulary, segments across ranks and sequence parallel, against one rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import parallel_cases
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from matrix import AXES, CASES, SCHEDULES, Row, make_inputs, within
+from parallel_cases import Cut
+from worlds import World, world_of
+
+import headloss as hl
+
+CUTS = {
+    2: [Cut(vocabulary=2), Cut(data=2), Cut(vocabulary=2, spread=True)],
+    3: [Cut(data=3), Cut(vocabulary=3, spread=True)],
+    4: [Cut(data=2, vocabulary=2, spread=True), Cut(data=2, vocabulary=2)],
+}
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    with world_of(request.param) as made:
+        yield made
+
+
+def fits(row: dict[str, str], cut: Cut) -> bool:
+    """Whether a case can be cut in this way at all."""
+    case, schedule = CASES[row["case"]], row["schedule"]
+    objective = case.objective(None if case.teacher != "hidden" else hl.Head(torch.ones(2, 2)))
+    if schedule == "frozen" and not case.logp_only:
+        return False
+    if cut.spread and schedule.startswith("static"):
+        return False
+    if cut.data > 1:
+        # A user's own batch-scoped term sees its rank's tokens alone.
+        if objective.scope == "batch":
+            return False
+        if objective.scope != "token" and schedule in ("one_pass", "static"):
+            return False
+    return True
+
+
+def rows_of(cut: Cut, turn: int) -> list[tuple[Row, Cut]]:
+    """Every case once, with the other axes going round."""
+    others = [itertools.cycle(AXES[name][turn % 2 :] + AXES[name][: turn % 2]) for name in AXES]
+    found = []
+    for number, case in enumerate(CASES):
+        values = {name: next(turns) for name, turns in zip(AXES, others, strict=True)}
+        values |= {"case": case, "storage": "plain"}
+        if values["dtype"] == "float16":
+            values["dtype"] = "float32"
+        while not fits(values, cut):
+            values["schedule"] = next(others[list(AXES).index("schedule")])
+            if not CASES[case].teacher and cut.data > 1 and _is_batch_scoped(case):
+                break
+        if not fits(values, cut):
+            continue
+        found.append((tuple(values[name] for name in AXES), replace(cut, seed=number)))
+    return found
+
+
+def _is_batch_scoped(case: str) -> bool:
+    return CASES[case].objective(hl.Head(torch.ones(2, 2))).scope == "batch"
+
+
+def join(name: str, results: list[dict[str, Any]], cut: Cut, total: int, inputs: Any) -> Any:
+    """The whole of what the ranks hold parts of."""
+    grid = [results[i * cut.vocabulary : (i + 1) * cut.vocabulary] for i in range(cut.data)]
+    if name in ("logps", "entropies"):
+        full = numpy.zeros(total)
+        for row in grid:
+            full[row[0]["tokens"]] = row[0][name]
+        return full
+    if name == "gradient hidden":
+        if cut.data == 1 and not cut.spread:
+            return grid[0][0][name]
+        full = numpy.zeros((total, inputs.hidden.shape[-1]))
+        for row in grid:
+            for rank in row:
+                full[rank["positions"]] = rank[name]
+        return full.reshape(inputs.hidden.shape)
+    if name.startswith("gradient") and not name.endswith(".a"):  # rows of the vocabulary
+        return sum(numpy.concatenate([rank[name] for rank in row]) for row in grid)
+    return sum(row[0][name] for row in grid)
+
+
+def compare(row: Row, cut: Cut, results: list[dict[str, Any]]) -> None:
+    """In the budget of one rank, and the same bits on all ranks of a vocabulary group."""
+    inputs = make_inputs(row)
+    total = inputs.batch.targets.numel()
+    for i in range(cut.data):
+        line = results[i * cut.vocabulary : (i + 1) * cut.vocabulary]
+        for name, value in line[0].items():
+            shared = name in ("gradient hidden", "positions") and not cut.spread
+            shared |= name.split()[0] in ("loss", "logps", "entropies", "term", "metric", "tokens")
+            shared |= name.endswith(".a")
+            for other in line[1:] if shared else ():
+                assert numpy.array_equal(value, other[name], equal_nan=True), name
+    oracle = inputs.plain("float64")
+    exact, coarse = inputs.plain("float32"), inputs.plain("input")
+    if inputs.hidden.dtype == torch.float64:
+        exact = coarse = oracle
+
+    def whole(name: str) -> torch.Tensor:
+        return torch.as_tensor(join(name, results, cut, total, inputs))
+
+    def budget(name: str, value: torch.Tensor, want: torch.Tensor, theirs: torch.Tensor) -> None:
+        precise = inputs.hidden.dtype == torch.float64
+        value = value if precise else value.float()
+        within(name, value.reshape(want.shape), want, theirs, inputs.tightest)
+
+    budget("logps", whole("logps"), oracle.logps, exact.logps)
+    scalars = {"loss": (oracle.loss, exact.loss)}
+    scalars |= {f"term {n}": (oracle.terms[n], exact.terms[n]) for n in oracle.terms}
+    for name, (want, theirs) in scalars.items():
+        value, precise = whole(name), inputs.hidden.dtype == torch.float64
+        tolerance = inputs.tightest if precise else 1e-6
+        allowed = 3 * (theirs - want).abs() + tolerance * want.abs().clamp_min(0.5)
+        assert (value - want).abs() <= allowed, (name, value, want)
+    for name, want in oracle.gradients.items():
+        budget(f"{name}.grad", whole(f"gradient {name}"), want, coarse.gradients[name])
+    options = SCHEDULES[dict(zip(AXES, row, strict=True))["schedule"]]
+    alone, _ = inputs.run(options)
+    for name, measured in alone.metrics.items():
+        got, want = results[0][f"metric {name}"], float(measured)
+        assert numpy.isclose(got, want, rtol=2e-4, atol=2e-5, equal_nan=True), (name, got, want)
+
+
+def test_every_term(world: World) -> None:
+    """Uneven shards, segments cut anywhere, hidden states spread over the ranks: one rank's loss,
+    metrics and gradients."""
+    for turn, cut in enumerate(CUTS[world.size]):
+        rows = rows_of(cut, turn + world.size)
+        if world.size == 4:  # the larger world takes turns: a half of the cases on each grid
+            rows = rows[turn::2]
+        results = world.run(parallel_cases.run_all, rows)
+        failures = []
+        for number, (row, own) in enumerate(rows):
+            try:
+                compare(row, own, [found[number] for found in results])
+            except AssertionError as error:
+                failures.append((row, own, str(error)))
+        assert not failures, "\n".join(map(str, failures))
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_random_cuts(world: World, data: st.DataObject) -> None:
+    """Any grid, any cut of rows, tokens and segments, any schedule."""
+    cut = data.draw(st.sampled_from([*CUTS[world.size], Cut(vocabulary=world.size)]))
+    seed = data.draw(st.integers(0, 10_000))
+    cut = replace(cut, seed=seed)
+    cases = [c for c in CASES if c.startswith("mix") or c in ("dpo", "where_segment_scope")]
+    values = {name: data.draw(st.sampled_from(list(values))) for name, values in AXES.items()}
+    values |= {"case": data.draw(st.sampled_from(cases)), "storage": "plain"}
+    values["dtype"] = data.draw(st.sampled_from(["float32", "float64", "bfloat16"]))
+    assume(fits(values, cut))
+    row = tuple(values[name] for name in AXES)
+    compare(row, cut, [found[0] for found in world.run(parallel_cases.run_all, [(row, cut)])])

@@ -1,0 +1,31 @@
+"""What is wrong on one rank is raised on all of them, within a time limit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import parallel_errors
+import pytest
+from worlds import World, world_of
+
+SECONDS = 10.0
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    with world_of(request.param) as made:
+        yield made
+
+
+def test_all_ranks_refuse(world: World) -> None:
+    for name, (_, _, match) in parallel_errors.CASES.items():
+        for kind, message in world.run(parallel_errors.refuse, name, seconds=SECONDS):
+            assert kind and re.search(match, message), (name, match, message)
+
+
+def test_errors_cross_a_grid(world: World) -> None:
+    if world.size < 4:
+        pytest.skip("needs a grid")
+    found = world.run(parallel_errors.crossed, seconds=SECONDS)
+    assert all("targets: differs" in message for _, message in found), found

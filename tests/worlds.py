@@ -1,0 +1,87 @@
+"""Worlds of a few processes on gloo, started once and given functions to run on every rank."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+SECONDS = 60.0
+
+
+def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+    """Run what arrives, and send back (failed, result or traceback)."""
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world
+    )
+    while True:
+        function, args = pipe.recv()
+        if function is None:
+            break
+        try:
+            pipe.send((False, function(*args)))
+        except Exception:
+            pipe.send((True, traceback.format_exc()))
+    distributed.destroy_process_group()
+
+
+class World:
+    """Ranks that wait for work; `run` returns each rank's result, or fails within a time limit."""
+
+    def __init__(self, size: int, folder: str) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["headloss.testing", "matrix", "torch.distributed"])
+        self.size, self.pipes, self.processes = size, [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            args = (rank, size, str(Path(folder) / "store"), theirs)
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> list[Any]:
+        """`function(*args)` on every rank; arguments and results travel by pickle."""
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        found = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(seconds):
+                self.stop()
+                raise TimeoutError(f"rank {rank} of {self.size} has not answered in {seconds} s")
+            found.append(pipe.recv())
+        failures = [f"rank {rank}:\n{text}" for rank, (bad, text) in enumerate(found) if bad]
+        assert not failures, "\n".join(failures)
+        return [result for _, result in found]
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.terminate()
+
+    def close(self) -> None:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            if process.is_alive():
+                pipe.send((None, ()))
+        for process in self.processes:
+            process.join(5)
+        self.stop()
+
+
+@contextmanager
+def world_of(size: int) -> Iterator[World]:
+    """A world for as long as the context lasts."""
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(size, folder)
+        try:
+            yield world
+        finally:
+            world.close()
