@@ -282,7 +282,9 @@ def _divergence(
     batch = packed.batch
     size = slices.size or vocabulary
     form = teacher.source(batch)
-    student = replace(transform, temperature=teacher.temperature)
+    student = transform
+    if isinstance(transform.temperature, Tensor) or transform.temperature != teacher.temperature:
+        student = replace(transform, temperature=teacher.temperature)
     if form == "topk":
         stored = wide_field("teacher_topk_ids", batch, None, "one outcome or more")
         wide_field(
@@ -314,4 +316,6 @@ def _divergence(
         other = Transform(
             scale=head.logit_scale, softcap=head.softcap, temperature=teacher.temperature
         )
-    return DenseDivergence(teacher, source, student, other, len(packed), acts, slices, like)
+    return DenseDivergence(
+        teacher, source, student, other, transform, len(packed), acts, slices, like
+    )
