@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .pair import Others, Side
-from .triton_pair import against_mixture, launch, log_softmax, side
-from .triton_partials import WARPS, block_width, check_tile, on_device
+from .triton_pair import against_mixture, block_width, launch, log_softmax, side
+from .triton_partials import WARPS, check_tile, on_device
 from .triton_stored import sparse_gradient_, tail_partials
 
 __all__ = ["divergence", "divergence_gradient_", "readable", "sparse_gradient_", "tail_partials"]

@@ -21,7 +21,6 @@ from .triton_gradient import _overlap, coefficient, narrowed, softmax_terms, z_g
 from .triton_partials import (
     FLOOR,
     WARPS,
-    block_width,
     check_tile,
     multipliers,
     on_device,
@@ -29,6 +28,7 @@ from .triton_partials import (
     transformed,
 )
 
+BLOCK = 2048  # columns a program works on at once, at most: of two tiles
 NO_COEFFICIENTS = Coefficients()
 
 
@@ -203,6 +203,10 @@ class Stored(NamedTuple):
         borders = torch.arange(0, (blocks + 1) * block, block, device=columns.device)
         bounds = torch.searchsorted(places, borders.expand(len(places), -1).contiguous())
         return cls(places, order, bounds)
+
+
+def block_width(v: int) -> int:
+    return min(BLOCK, triton.next_power_of_2(max(v, 16)))
 
 
 def side(of: Side, like: Tensor) -> tuple[float, float]:

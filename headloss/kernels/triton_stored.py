@@ -14,11 +14,10 @@ from torch import Tensor
 from ..stats import Partials
 from .pair import Others, Side
 from .transform import Transform
-from .triton_pair import Stored, launch
+from .triton_pair import Stored, block_width, launch
 from .triton_partials import (
     WARPS,
     block_partials,
-    block_width,
     check_tile,
     merged,
     multipliers,
