@@ -203,7 +203,7 @@ def _prepared(
         segments_per_unit=objective.segments_per_unit,
         grouped=batch.segments.group is not None,
         logp_only=all(r.gradients <= {"logp"} for r in asked.values()),
-        row_bytes=wide.itemsize * (1 + len(teachers)),
+        row_bytes=wide.itemsize * (1 + _teacher_tiles(teachers, packed)),
     )
     mean_gradient = any("mean_logit" in r.gradients for r in asked.values())
     if teachers or (mean_gradient and transform.softcap is not None):
@@ -268,6 +268,13 @@ def _needs(asked: dict[str, Reads], options: Options) -> frozenset[str]:
     for term in asked.values():
         needs |= term.statistics & set(STATISTICS)
     return frozenset(needs)
+
+
+def _teacher_tiles(teachers: list[Teacher], packed: Packed) -> int:
+    """Tiles beside the student's: logits of each dense teacher, and parts of the gradient of all
+    divergences but the last."""
+    dense = sum(teacher.source(packed.batch) != "topk" for teacher in teachers)
+    return dense + (len(teachers) > 1)
 
 
 def _divergence(
