@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .batch import Packed, PackedBatch
 from .divergence import Divergence
 from .held import Live, RawChunk, TermsChunk, hold, slab_gradient
 from .kernels.transform import Transform
@@ -34,6 +33,7 @@ from .logits import (
 )
 from .objective import Bound, Gradient
 from .options import Options
+from .packing import Packed, PackedBatch
 from .parallel import WHOLE, Alone
 from .plan import Plan
 from .stats import Coefficients, Normalizer, Partials, Statistics, finish
