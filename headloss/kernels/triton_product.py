@@ -297,8 +297,6 @@ class _Launch:
     def far_rows(self, found: Tensor) -> None:
         x, w, held = self.x, self.w, self.held
         terms = x if held is None else held.terms
-        if held is not None:
-            terms.scatter_(1, self.own.unsqueeze(1), 1.0)
         far_row_kernel[(len(x),)](
             x,
             x.stride(0),
@@ -306,6 +304,7 @@ class _Launch:
             w.stride(0),
             terms,
             terms.stride(0),
+            self.own,
             len(w),
             x.shape[1],
             *self.scaling,
