@@ -155,6 +155,7 @@ def _linear_problem(
         element_size=dtype.itemsize,
         weight_size=head.weight.dtype.itemsize,
         on_gpu=hidden.is_cuda,
+        multiprocessors=kernels.multiprocessors(hidden.device),
         terms=head.bias is None
         and not head.lora
         and options.logits_dtype is None

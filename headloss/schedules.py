@@ -232,7 +232,7 @@ def frozen(call: Call, source: Source) -> tuple[Outcome, PullBack]:
         row = call.slices.own(row)
         for i, total in enumerate(gradients.features):
             if total is not None:
-                gradients.features[i] = (total * row.unsqueeze(1)).to(total.dtype)
+                gradients.features[i] = call.kernels.scaled_rows(total, row, out=total)
         return call.finish(gradients, None)
 
     return Outcome(stats, gradient.values), pull

@@ -21,6 +21,7 @@ from .triton_partials import (
     WARPS,
     block_width,
     check_tile,
+    log,
     multipliers,
     on_device,
     row_multiplier,
@@ -51,7 +52,7 @@ def softmax_terms(
         e = x.to(tl.float32)
         offset = shift + log_sum
         p = e * tl.exp(-offset)
-        log_p = tl.where(e > 0, tl.log(tl.where(e > 0, e, 1.0)) - offset, FLOOR)
+        log_p = tl.where(e > 0, log(e) - offset, FLOOR)
     else:
         log_p = tl.maximum((transformed(x, inner, outer, SOFTCAP) - shift) - log_sum, FLOOR)
         p = tl.exp(log_p)

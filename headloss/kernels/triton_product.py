@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..stats import Partials
 from .transform import Transform
-from .triton_partials import multipliers, on_device, transformed
+from .triton_partials import LN2, multipliers, on_device, transformed
 from .triton_rows import far_row_kernel, reference_kernel
 
 ROWS, WIDTH, DEPTH = 128, 256, 64  # a tile, and the slice of H that is in flight
@@ -31,7 +31,6 @@ GROUP = 16  # tiles of tokens that share a tile of the vocabulary while it is in
 WARPS, STAGES = 8, 4
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e30)  # exp2 of it is 0, and it may be multiplied by that
 
 
