@@ -16,7 +16,7 @@ MIB = 1 << 20
 WORKING_BLOCK = 1 << 20  # logits that a reference act works on at once
 SLAB_ELEMENTS = 96 << 20
 WAVE_TILE = (128, 256)  # rows x columns of a product that one multiprocessor computes at once
-CHUNK_WAVES = 0.2  # what a chunk costs beside its products, in waves
+CHUNK_WAVES = 0.3  # what a chunk costs beside its products, in waves
 GRAIN = 128  # rows of a chunk and columns of a slab come in multiples of it, for the products' sake
 
 
@@ -212,7 +212,7 @@ def _whole_waves(p: Problem, most: int) -> int:
         whole, rest = divmod(p.tokens, rows)
         return whole * waves(rows) + waves(rest) + CHUNK_WAVES * (whole + (rest > 0))
 
-    return min(range(most, most // 2, -GRAIN), key=cost)
+    return min(range(most, most // 2, -GRAIN), key=lambda rows: (cost(rows), rows))
 
 
 def _cut_anywhere(p: Problem, rows: int) -> tuple[Chunk, ...]:
