@@ -26,8 +26,10 @@ class HeadLoss(torch.autograd.Function):
         ctx.call, ctx.open_source, ctx.used = call, open_source, False
         keeps = call.plan.schedule == "recompute"
         ctx.save_for_backward(*(tensors if keeps else ()))
-        coefficients = [part.coefficient for part in call.bound.parts]
-        loss = (measured.values * measured.values.new_tensor(coefficients)).sum()
+        # Number by number: a tensor of the coefficients would be a copy that waits for the device.
+        loss = measured.values.new_zeros(())
+        for part, value in zip(call.bound.parts, measured.values.unbind(), strict=True):
+            loss = loss.add(value, alpha=part.coefficient)
         return loss.to(source.dtype)
 
     @staticmethod

@@ -1,13 +1,8 @@
-"""The batch as a user gives it, and as terms see it: packed to its T scored tokens (law 5).
-
-N positions, T of them scored, S segments. Packing sorts the scored tokens by segment, gathers every
-field to them and reads the device once. From there on there are no masks and no padding.
-"""
+"""The batch as a user gives it: N positions, S segments."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,19 +10,18 @@ from torch import Tensor
 
 from .reduction import Totals
 from .segments import Segments
-from .stats import Statistics
 
 IGNORE = -100  # the target of an unscored position, as in torch.nn.functional.cross_entropy
 
 
-class _Current:
+class Current:
     """`old_logps=hl.CURRENT`: the log-probs of this very call, without gradient."""
 
     def __repr__(self) -> str:
         return "headloss.CURRENT"
 
 
-CURRENT = _Current()
+CURRENT = Current()
 LOGPS = ("old_logps", "ref_logps", "sampling_logps")
 
 
@@ -56,7 +50,7 @@ class Batch:
         targets: Tensor,
         segments: Segments | None = None,
         advantages: Tensor | None = None,
-        old_logps: Tensor | _Current | None = None,
+        old_logps: Tensor | Current | None = None,
         ref_logps: Tensor | None = None,
         sampling_logps: Tensor | None = None,
         totals: Totals | None = None,
@@ -79,7 +73,7 @@ class Batch:
         if totals is not None and not isinstance(totals, Totals):
             raise TypeError(f"totals: got {type(totals).__name__}, want headloss.Totals")
         self.totals = totals
-        self.fields: dict[str, Tensor | _Current] = {}
+        self.fields: dict[str, Tensor | Current] = {}
         named = {
             "advantages": advantages,
             "old_logps": old_logps,
@@ -143,7 +137,7 @@ class Batch:
         """Whether a field has one value (or row) per position; else it has one per segment."""
         value = self.fields[name]
         rank = self.targets.dim()
-        return isinstance(value, _Current) or tuple(value.shape[:rank]) == tuple(self.targets.shape)
+        return isinstance(value, Current) or tuple(value.shape[:rank]) == tuple(self.targets.shape)
 
     def totals_of_this_batch(self) -> Totals:
         """Scored tokens and segments, and the same for each boolean field (see `Totals.of`)."""
@@ -158,7 +152,7 @@ class Batch:
         for name, value in masks.items():
             rows.append(scored & (value.reshape(-1) if self.per_token(name) else value[ids]))
         # [1 + fields, S] kept tokens per segment, joined over the ranks that share the segments.
-        counts = torch.stack([_count(ids, row, self.segments.count) for row in rows])
+        counts = torch.stack([count_kept(ids, row, self.segments.count) for row in rows])
         if self.segments.group is not None:
             from torch import distributed
 
@@ -180,220 +174,9 @@ def _default_segments(targets: Tensor) -> Segments:
     return Segments.rows(math.prod(rows), length, device=targets.device)
 
 
-def _count(ids: Tensor, kept: Tensor, count: int) -> Tensor:
+def count_kept(ids: Tensor, kept: Tensor, count: int) -> Tensor:
+    """[count] how many places of each id are kept; `kept` [n] or [1], bool or int64."""
     counts = torch.zeros(count, dtype=torch.int64, device=ids.device)
-    return counts.scatter_add_(0, ids, kept.to(torch.int64)) if ids.numel() and count else counts
-
-
-class MissingField(ValueError):
-    """A term reads a batch field that was not given."""
-
-
-class PackedBatch:
-    """What terms see: T scored tokens sorted by segment, every field a [T] (or [T, K]) tensor.
-
-    Fields are attributes; a missing one raises by name. `get(name)` returns None instead, and
-    `name in batch` asks. A per-segment field stands at each of its segment's tokens.
-    """
-
-    def __init__(
-        self,
-        targets: Tensor,  # [T] int64
-        segments: Segments,  # sorted
-        fields: dict[str, Tensor | _Current],  # [T]
-        wide: dict[str, Tensor],  # [N, ...], gathered only when read
-        index: Tensor | None,  # [T] position of each token, None: all N in order
-        stats: Statistics | None = None,
-        live: Tensor | None = None,  # [T] bool, only with static shapes
-    ) -> None:
-        self.targets = targets
-        self.segments = segments
-        self.fields = fields
-        self.wide = wide
-        self.index = index
-        self.stats = stats
-        self.live = live
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.fields or name in self.wide
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """A field, or `default` where it was not given."""
-        return getattr(self, name) if name in self else default
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "fields" not in self.__dict__:
-            raise AttributeError(name)
-        if name in self.fields:
-            value = self.fields[name]
-            if isinstance(value, _Current):
-                assert self.stats is not None and self.stats.logp is not None
-                return self.stats.logp.detach()
-            return value
-        if name in self.wide:
-            value = self.wide[name]
-            return value if self.index is None else value[self.index]
-        raise MissingField(f"reads batch.{name}, which was not given")
-
-    def on(self, stats: Statistics) -> PackedBatch:
-        """The same tokens beside their statistics (for CURRENT)."""
-        return PackedBatch(
-            self.targets, self.segments, self.fields, self.wide, self.index, stats, self.live
-        )
-
-    def slice(self, tokens: slice, first: int, last: int) -> PackedBatch:
-        """The tokens in `tokens`, which lie in segments first..last (the outer two may be cut)."""
-        return PackedBatch(
-            self.targets[tokens],
-            self.segments.slice(first, last, tokens),
-            {k: v if isinstance(v, _Current) else v[tokens] for k, v in self.fields.items()},
-            {k: v[tokens] for k, v in self.wide.items()} if self.index is None else self.wide,
-            None if self.index is None else self.index[tokens],
-            live=None if self.live is None else self.live[tokens],
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Packed:
-    """A packed batch and what the host knows of it.
-
-    `lengths` are the scored tokens of each segment, or None with static shapes.
-    """
-
-    batch: PackedBatch
-    positions: int  # N
-    shape: torch.Size  # of the targets
-    segments: int  # S
-    lengths: list[int] | None
-    unscored: Tensor | None = None  # [N - T] their positions
-
-    @property
-    def index(self) -> Tensor | None:
-        return self.batch.index
-
-    def __len__(self) -> int:
-        return len(self.batch)
-
-    def scatter(self, values: Tensor) -> Tensor:
-        """[T] back to the caller's shape, 0 at unscored positions."""
-        if self.batch.live is not None:
-            values = torch.where(self.batch.live, values, 0)
-        if self.index is None:
-            return values.reshape(self.shape)
-        return values.new_zeros(self.positions).index_copy_(0, self.index, values).view(self.shape)
-
-
-def pack(
-    batch: Batch,
-    vocabulary: int,
-    dtype: torch.dtype,
-    static: bool = False,
-    unit: int = 1,
-    id_fields: tuple[str, ...] = (),
-) -> Packed:
-    """Drop unscored positions, sort by segment, gather the fields; one read of the device.
-
-    With `static` nothing is read or dropped: unscored positions go last, into a segment of their
-    own (`unit` of them, where pairs belong together); `live` marks the others.
-
-    Args:
-        vocabulary: V; targets lie below it, and so do the values of `id_fields`.
-        dtype: of the packed float fields.
-
-    Raises:
-        ValueError: a target outside the vocabulary; at a scored position, a segment id outside its
-            range or an id field's value beyond the vocabulary.
-    """
-    targets, ids = batch.targets.reshape(-1), batch.segments.ids.reshape(-1)
-    count, positions = batch.segments.count, targets.numel()
-    scored = targets != IGNORE
-    wrong = scored & ((ids < 0) | (ids >= count))
-    key = torch.where(scored & ~wrong, ids, count)
-    order = key.argsort(stable=True)
-    counts = _count(key, torch.ones_like(scored), count + unit)
-    index: Tensor | None = order
-    lengths = unscored = None
-    if not static:
-        checks = {
-            "targets": (
-                targets,
-                scored & ((targets < 0) | (targets >= vocabulary)),
-                f"-100 or 0 <= target < {vocabulary}",
-            ),
-            "segments": (ids, wrong, f"0 <= id < {count} at a scored position"),
-        }
-        for name in id_fields:
-            field = batch.fields[name]
-            assert isinstance(field, Tensor)
-            largest = field.reshape(positions, field.shape[-1]).amax(1)
-            checks[name] = (largest, scored & (largest >= vocabulary), f"id < {vocabulary}")
-        in_order = (order == torch.arange(positions, device=order.device)).all() & scored.all()
-        in_place, lengths = _read(in_order, counts[:count], checks)
-        index = None if in_place else order[: sum(lengths)]
-        unscored = None if index is None else order[len(index) :]
-        counts = counts[:count]
-
-    ids = key if index is None else key[index]
-    live = ids < count if static else None
-    targets = targets.long() if index is None else targets.long()[index]
-    fields, wide = _gather_fields(batch, index, ids, dtype, live)
-    packed = PackedBatch(
-        targets if live is None else torch.where(live, targets, 0),
-        Segments(ids, len(counts), batch.segments.group, counts=counts),
-        fields,
-        wide,
-        index,
-        live=live,
-    )
-    return Packed(
-        batch=packed,
-        positions=positions,
-        shape=batch.targets.shape,
-        segments=count,
-        lengths=lengths,
-        unscored=unscored,
-    )
-
-
-Check = tuple[Tensor, Tensor, str]  # values [N], which are wrong [N], what was wanted
-
-
-def _read(in_order: Tensor, counts: Tensor, checks: dict[str, Check]) -> tuple[bool, list[int]]:
-    """The one read of the device: whether positions are packed already, the segments' lengths, and
-    whether a check failed."""
-    flags = torch.stack([in_order, *(wrong.any() for _, wrong, _ in checks.values())])
-    facts = torch.cat([flags.long(), counts]).tolist()
-    for (name, (values, wrong, want)), failed in zip(checks.items(), facts[1:], strict=False):
-        if failed:
-            position = int(wrong.nonzero()[0])
-            raise ValueError(
-                f"{name}: got {int(values[position])} at position {position}, want {want}"
-            )
-    return bool(facts[0]), facts[1 + len(checks) :]
-
-
-def _gather_fields(
-    batch: Batch, index: Tensor | None, ids: Tensor, dtype: torch.dtype, live: Tensor | None
-) -> tuple[dict[str, Tensor | _Current], dict[str, Tensor]]:
-    """[T] fields, and those with more dimensions as they are."""
-    fields: dict[str, Tensor | _Current] = {}
-    wide: dict[str, Tensor] = {}
-    for name, value in batch.fields.items():
-        if isinstance(value, _Current):
-            fields[name] = value
-            continue
-        if batch.per_token(name):
-            value = value.reshape(-1, *value.shape[batch.targets.dim() :])
-            if value.dim() > 1:
-                wide[name] = value
-                continue
-            value = value if index is None else value[index]
-        else:
-            value = torch.cat([value, value.new_zeros(1)])[ids]
-        if value.is_floating_point():
-            value = value.to(dtype)
-        fields[name] = value if live is None else torch.where(live, value, 0).to(value.dtype)
-    return fields, wide
+    if not ids.numel() or not count:
+        return counts
+    return counts.scatter_add_(0, ids, kept.to(torch.int64).expand_as(ids))

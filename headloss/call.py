@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .batch import Batch, Packed, pack
+from .batch import Batch
 from .checks import (
     check_linear,
     check_shape,
@@ -30,6 +30,7 @@ from .losses.distillation import Teacher
 from .losses.term import Objective, Reads, Term
 from .objective import Bound, bind, check_weights, reads
 from .options import Options
+from .packing import Packed, pack
 from .parallel import Alone
 from .plan import Problem, make_plan
 from .products import sum_dtype
@@ -154,6 +155,7 @@ def _linear_problem(
         element_size=dtype.itemsize,
         weight_size=head.weight.dtype.itemsize,
         on_gpu=hidden.is_cuda,
+        multiprocessors=kernels.multiprocessors(hidden.device),
         terms=head.bias is None
         and not head.lora
         and options.logits_dtype is None

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .batch import Batch, PackedBatch, pack
+from .batch import Batch
 from .losses.term import Reads, Term
 from .objective import reads
+from .packing import PackedBatch, pack
 from .stats import DIFFERENTIABLE, STATISTICS, Statistics
 
 LENGTHS = (5, 1, 7, 4, 3, 8)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .batch import Batch, PackedBatch
+from .batch import Batch
 from .head import Head
 from .losses.distillation import Teacher
 from .losses.term import Objective, Term
 from .options import Options
+from .packing import PackedBatch
 from .shards import is_dtensor, local_head
 
 

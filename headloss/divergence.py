@@ -21,7 +21,7 @@ from .losses.distillation import Teacher, log_tail
 from .stats import FLOOR, Normalizer, Partials, finish
 
 if TYPE_CHECKING:
-    from .batch import PackedBatch
+    from .packing import PackedBatch
     from .schedules import Alone
 
 Tiles = Sequence[tuple[slice, Callable[[], Tensor]]]  # columns, and how to make their raw logits

@@ -16,33 +16,18 @@ from .logits import ALL, LinearLogits, RowGradient, Rows
 from .objective import Gradient
 from .stats import Normalizer
 
-MOST = 15 / 16  # of the rows
+MOST = 15 / 16  # of a GPU's rows: leaving so few out costs more than it saves
 
 if TYPE_CHECKING:
     from .schedules import Call, Source
 
 
-class Live:
-    """Which rows carry a gradient; read from the device when it is first asked."""
-
-    def __init__(self, mask: Tensor) -> None:
-        self.mask = mask  # [n] bool
-        self._count: int | None = None
-
-    @property
-    def count(self) -> int:
-        if self._count is None:
-            self._count = int(self.mask.sum())
-        return self._count
-
-    def few(self) -> bool:
-        """Whether leaving the others out saves a GPU more than moving rows costs it. (A row that
-        stays has coefficients of 0 all the same.)"""
-        return self.count <= len(self.mask) * MOST
-
-    def index(self) -> Tensor:
-        """[count] their places, ascending."""
-        return self.mask.logical_not().argsort(stable=True)[: self.count]
+def rows_left(live: Tensor) -> Tensor | None:
+    """[K] the rows that carry a gradient, ascending, from [n] bool; None where the others may as
+    well stay (their coefficients are 0 all the same). Reads the device."""
+    index = live.nonzero().squeeze(1)
+    most = MOST if live.is_cuda else 1
+    return None if len(index) >= most * len(live) else index
 
 
 class RawChunk:
@@ -54,12 +39,12 @@ class RawChunk:
         self.partials = call.partials(self.raw, rows)
 
     def gradient(
-        self, normalizer: Normalizer, gradient: Gradient, live: Live | None
+        self, normalizer: Normalizer, gradient: Gradient, live: Tensor | None
     ) -> RowGradient:
         """dL/draw of the rows that carry one."""
         raw, rows = self.raw, self.rows
-        if live is not None and live.count < len(live.mask):
-            index = live.index()
+        index = None if live is None else rows_left(live)
+        if index is not None:
             raw = compact_(raw, index)
             rows = index + self.rows.start
             normalizer, gradient = normalizer.rows(index), gradient.rows(index)
@@ -67,7 +52,10 @@ class RawChunk:
 
 
 class TermsChunk:
-    """exp(z - reference) [n, v] in bfloat16, of all columns or of a slab."""
+    """exp(z - reference) [n, v] in bfloat16, of all columns or of a slab.
+
+    `place`: the rows of the source, where it does not hold all tokens.
+    """
 
     def __init__(
         self,
@@ -76,9 +64,11 @@ class TermsChunk:
         rows: Rows,
         columns: slice = ALL,
         needs: frozenset[str] | None = None,
+        place: Rows | None = None,
     ) -> None:
         self.call, self.rows = call, rows
-        x, weight = source.features[0][rows], source.weights[0][columns]
+        self.x = x = source.features[0][rows if place is None else place]
+        weight = source.weights[0][columns]
         self.held = call.kernels.Held.empty(len(x), len(weight), x.device)
         self.first = call.slices.first + (columns.start or 0)
         self.partials = call.kernels.product_partials(
@@ -92,33 +82,38 @@ class TermsChunk:
         )
 
     def gradient(
-        self, normalizer: Normalizer, gradient: Gradient, live: Live | None
+        self, normalizer: Normalizer, gradient: Gradient, live: Tensor | None
     ) -> RowGradient:
         """dL/draw of the rows that carry one.
 
-        `self.partials` are by now those of the whole vocabulary, or of the slab.
+        `self.partials` are by now those of the whole vocabulary, or of the slab. Everything but the
+        products is queued before the device is read, so that they follow at once.
         """
         acts, held, rows = self.call.kernels, self.held, self.rows
         given = self._given(normalizer, gradient)
-        as_multiple = acts.is_multiple(self.call.transform, gradient.coefficients)
-        # Before the device is read, so that it has work meanwhile.
-        multiple = acts.held_multiple_(held, *given) if as_multiple else None
-        order = None
-        if live is not None and live.few():
-            order = acts.dense_rows(live.mask, live.count)
-            assert isinstance(rows, slice)
-            rows = order + rows.start
-        if multiple is None:
-            return RowGradient(acts.held_gradient_(held, *given, rows=order), rows)
+        order = None if live is None else acts.dense_order(live, int(MOST * len(live)))
+        multiple = features = None
+        if acts.is_multiple(self.call.transform, gradient.coefficients):
+            multiple = acts.held_multiple_(held, *given)
+            if order is not None:
+                acts.move_rows_(held.terms, order)
+                multiple = multiple[order.rows]
+            if self.call.wants.weights[0]:
+                source = None if order is None else order.rows
+                features = acts.scaled_rows(self.x, multiple, source=source)
+        else:
+            acts.held_gradient_(held, *given, order=order)
+        found = RowGradient(held.terms, rows, multiple, features, acts.scaled_rows)
         if order is None:
-            return RowGradient(held.terms, rows, multiple, acts.scaled_rows)
-        moved = acts.move_rows_(held.terms, order)
-        return RowGradient(moved, rows, multiple[order], acts.scaled_rows)
+            return found
+        assert isinstance(rows, slice)
+        places = order.rows + rows.start
+        count = int(order.count)  # the read
+        return found if count == len(held.terms) else found.first(count, places)
 
-    def whole(self, normalizer: Normalizer, gradient: Gradient) -> RowGradient:
+    def whole(self, normalizer: Normalizer, gradient: Gradient) -> Tensor:
         """dL/draw itself, so that slabs add up."""
-        given = self._given(normalizer, gradient)
-        return RowGradient(self.call.kernels.held_gradient_(self.held, *given), self.rows)
+        return self.call.kernels.held_gradient_(self.held, *self._given(normalizer, gradient))
 
     def _given(self, normalizer: Normalizer, gradient: Gradient) -> tuple:
         rows, call = self.rows, self.call
@@ -144,16 +139,18 @@ def slab_gradient(
     call: Call,
     source: Source,
     rows: Rows,
+    place: Rows,
     columns: slice,
     normalizer: Normalizer,
     gradient: Gradient,
 ) -> RowGradient:
-    """dL/draw of a slab of columns."""
+    """dL/draw of a slab of columns, for the tokens `rows`, which stand at `place` in the source."""
     if call.plan.terms:
         assert isinstance(source, LinearLogits)
-        return TermsChunk(call, source, rows, columns, frozenset()).whole(normalizer, gradient)
-    raw = source.raw(rows, columns)
-    return RowGradient(call.logit_gradient_(raw, rows, normalizer, gradient, columns), rows)
+        chunk = TermsChunk(call, source, rows, columns, frozenset(), place)
+        return RowGradient(chunk.whole(normalizer, gradient), place)
+    raw = source.raw(place, columns)
+    return RowGradient(call.logit_gradient_(raw, rows, normalizer, gradient, columns), place)
 
 
 def compact_(raw: Tensor, index: Tensor) -> Tensor:

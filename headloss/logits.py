@@ -7,6 +7,7 @@ raw logits of a tile and take its gradient back; a schedule does not know which 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,14 +27,26 @@ class RowGradient(NamedTuple):
     values: Tensor  # [K, v]
     rows: Rows
     multiple: Tensor | None = None  # [K]
-    scaled_rows: Callable[[Tensor, Tensor], Tensor] | None = None  # the backend's
+    features: Tensor | None = None  # [K, H], times `multiple` already
+    scaled_rows: Callable[..., Tensor] | None = None  # the backend's
 
-    def times(self, x: Tensor) -> Tensor:
-        """[K, H] rows times `multiple`."""
+    def first(self, count: int, rows: Tensor) -> RowGradient:
+        """The first `count` of these rows, which are rows[:count] of the packed tokens."""
+        parts = (self.values, self.multiple, self.features)
+        values, multiple, features = (None if t is None else t[:count] for t in parts)
+        assert values is not None
+        return RowGradient(values, rows[:count], multiple, features, self.scaled_rows)
+
+    def put_(self, total: Tensor, part: Tensor, add: bool = False) -> None:
+        """Write [K, H] `part`, times `multiple`, to this gradient's rows of `total`, or add it."""
         if self.multiple is None:
-            return x
-        assert self.scaled_rows is not None
-        return self.scaled_rows(x, self.multiple)
+            _put(total, self.rows, part, add)
+            return
+        assert self.scaled_rows is not None and not add
+        if isinstance(self.rows, slice):
+            self.scaled_rows(part, self.multiple, out=total[self.rows])
+        else:
+            self.scaled_rows(part, self.multiple, out=total, places=self.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +101,12 @@ class LinearLogits:
         if compute_dtype is not None:
             self.weights = [w.to(compute_dtype) for w in self.weights]
         self.dtype = products.sum_dtype(self.features[0].dtype)
+
+    def rows(self, index: Tensor) -> LinearLogits:
+        """The same head on some of the tokens, gathered."""
+        found = copy(self)
+        found.features = [features[index] for features in self.features]
+        return found
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
         """[n, v] raw logits in float32 or float64, in memory of their own."""
@@ -162,17 +181,17 @@ class LinearGradients:
         return torch.zeros_like(features, dtype=dtype)
 
     def _add_to_features(self, gradient: RowGradient, columns: slice) -> None:
-        values, rows, multiple, _ = gradient
+        values, rows = gradient.values, gradient.rows
         if len(values) == 0:
             return
         for weight, total in zip(self.source.weights, self.features, strict=True):
             if total is None:
                 continue
-            if self.by_slab and isinstance(rows, slice) and multiple is None:
+            if self.by_slab and isinstance(rows, slice):
                 products.add_input_gradient_(total[rows], values, weight[columns])
                 continue
             part = products.input_gradient(values, weight[columns], total.dtype)
-            _put(total, rows, gradient.times(part), add=self.by_slab)
+            gradient.put_(total, part, add=self.by_slab)
 
     def features_are_done(self) -> None:
         """With slabs: no more will be added to the gradients of features."""
@@ -185,7 +204,8 @@ class LinearGradients:
     ) -> None:
         for features, total in zip(self.source.features, totals, strict=True):
             if total is not None:
-                x = gradient.times(features[gradient.rows])
+                x = gradient.features
+                x = features[gradient.rows] if x is None else x
                 first = fresh and total.data_ptr() != _pointer(self.main_grad)
                 products.add_weight_gradient_(total, gradient.values, x, first)
 

@@ -183,14 +183,14 @@ def fold_all(
     }
     found = Metrics()
     if sums:
-        rows = torch.stack([v.double() for v in sums.values()])
+        rows = torch.stack(list(sums.values())).double()
         rows = rows if live is None else torch.where(live, rows, 0)
         count = rows.new_full((), rows.shape[1]) if live is None else live.sum().double()
         for name, total in zip(sums, (rows.sum(1) * share).unbind(), strict=True):
             kind = observed[name].kind
             found[name] = Sum(total) if kind is Sum else kind(total, count * share)  # type: ignore[call-arg]
     if peaks:
-        rows = torch.stack([v.double() for v in peaks.values()])
+        rows = torch.stack(list(peaks.values())).double()
         rows = rows if live is None else torch.where(live, rows, -math.inf)
         rows = torch.cat([rows, rows.new_full((len(peaks), 1), -math.inf)], 1)
         for name, peak in zip(peaks, rows.amax(1).unbind(), strict=True):

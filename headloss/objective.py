@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from .batch import MissingField, PackedBatch
 from .losses.term import Objective, Reads, Term, trace
+from .packing import MissingField, PackedBatch
 from .reduction import Totals
 from .segments import Segments
 from .stats import DIFFERENTIABLE, Coefficients, Statistics, pull_back

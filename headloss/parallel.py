@@ -229,15 +229,15 @@ class ShardedGradients(LinearGradients):
         self._settle()
         rows = gradient.rows
         chunk = next(self.chunks).rows
+        places = slice(None) if isinstance(rows, slice) else rows - chunk.start
         for i, total in enumerate(self.features):
             if total is None:
                 continue
             weight = self.source.weights[i]
-            part = gradient.times(input_gradient(gradient.values, weight, self.source.dtype))
-            if not isinstance(rows, slice):
-                dense = part.new_zeros(chunk.stop - chunk.start, part.shape[1])
-                part = dense.index_copy_(0, rows - chunk.start, part)
-            self.pending.append((i, self.slices.start_sum(part, chunk)))
+            part = input_gradient(gradient.values, weight, self.source.dtype)
+            dense = part.new_zeros(chunk.stop - chunk.start, part.shape[1])
+            gradient._replace(rows=places).put_(dense, part)
+            self.pending.append((i, self.slices.start_sum(dense, chunk)))
 
     def features_are_done(self) -> None:
         """With slabs: no more is added to features; the sum over the group begins."""

@@ -15,6 +15,8 @@ Schedule = Literal["one_pass", "recompute", "frozen", "statistics"]
 MIB = 1 << 20
 WORKING_BLOCK = 1 << 20  # logits that a reference act works on at once
 SLAB_ELEMENTS = 96 << 20
+WAVE_TILE = (128, 256)  # rows x columns of a product that one multiprocessor computes at once
+CHUNK_WAVES = 0.3  # what a chunk costs beside its products, in waves
 GRAIN = 128  # rows of a chunk and columns of a slab come in multiples of it, for the products' sake
 
 
@@ -57,6 +59,7 @@ class Problem:
     terms: bool = False  # the product writes softmax terms in place of logits
     row_bytes: int = 4  # per token and vocabulary entry of a chunk, teachers included
     on_gpu: bool = False
+    multiprocessors: int = 0  # of the GPU
     given: bool = False  # the logits exist already
     inplace: bool = False  # and their gradient may overwrite them
 
@@ -184,11 +187,32 @@ def _chunk_rows(p: Problem, options: Options) -> int:
     rows = _limit(p, options)
     if rows > GRAIN:
         rows -= rows % GRAIN
-    if p.tokens > rows:  # equal chunks: the last one is as efficient as the others
-        pieces = -(-p.tokens // rows)
-        even = -(-p.tokens // pieces)
-        rows = min(rows, -(-even // GRAIN) * GRAIN) if even > GRAIN else even
+    if p.tokens > rows:
+        rows = _whole_waves(p, rows) if p.multiprocessors and p.width else _even(p, rows)
     return max(1, min(rows, p.tokens))
+
+
+def _even(p: Problem, rows: int) -> int:
+    """Equal chunks: the last one is as efficient as the others."""
+    pieces = -(-p.tokens // rows)
+    even = -(-p.tokens // pieces)
+    return min(rows, -(-even // GRAIN) * GRAIN) if even > GRAIN else even
+
+
+def _whole_waves(p: Problem, most: int) -> int:
+    """The size of chunk, up to `most`, with the least time in the hidden gradient's products, which
+    come in waves of one output tile for each multiprocessor. (The other two products have so many
+    tiles that their last wave does not count.)"""
+    across = -(-p.width // WAVE_TILE[1])
+
+    def waves(rows: int) -> int:
+        return -(-(-(-rows // WAVE_TILE[0]) * across) // p.multiprocessors)
+
+    def cost(rows: int) -> float:
+        whole, rest = divmod(p.tokens, rows)
+        return whole * waves(rows) + waves(rest) + CHUNK_WAVES * (whole + (rest > 0))
+
+    return min(range(most, most // 2, -GRAIN), key=lambda rows: (cost(rows), rows))
 
 
 def _cut_anywhere(p: Problem, rows: int) -> tuple[Chunk, ...]:

@@ -18,9 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .batch import Packed, PackedBatch
 from .divergence import Divergence
-from .held import Live, RawChunk, TermsChunk, hold, slab_gradient
+from .held import RawChunk, TermsChunk, hold, rows_left, slab_gradient
 from .kernels.pair import Others
 from .kernels.transform import Transform
 from .logits import (
@@ -35,6 +34,7 @@ from .logits import (
 )
 from .objective import Bound, Gradient
 from .options import Options
+from .packing import Packed, PackedBatch
 from .parallel import WHOLE, Alone
 from .plan import Plan
 from .stats import Coefficients, Normalizer, Partials, Statistics, finish
@@ -196,11 +196,11 @@ def one_pass(call: Call, source: Source) -> tuple[Outcome, PullBack]:
     return outcome, lambda upstream, _: call.finish(gradients, call.owed(upstream))
 
 
-def _live_rows(call: Call, gradient: Gradient) -> Live | None:
-    """The rows that carry any gradient, where others are to be left out (law 5)."""
+def _live_rows(call: Call, gradient: Gradient) -> Tensor | None:
+    """[n] bool, the rows that carry any gradient, where others are to be left out (law 5)."""
     if not call.options.skip_rows or call.options.static or call.wants.logits:
         return None
-    return Live(gradient.live())
+    return gradient.live()
 
 
 # ---------------------------------------------------------------------- frozen head
@@ -232,7 +232,7 @@ def frozen(call: Call, source: Source) -> tuple[Outcome, PullBack]:
         row = call.slices.own(row)
         for i, total in enumerate(gradients.features):
             if total is not None:
-                gradients.features[i] = (total * row.unsqueeze(1)).to(total.dtype)
+                gradients.features[i] = call.kernels.scaled_rows(total, row, out=total)
         return call.finish(gradients, None)
 
     return Outcome(stats, gradient.values), pull
@@ -306,21 +306,23 @@ def sweep_gradient(
 ) -> Gradients:
     """Gradients in slabs of columns, times `factor`: each slab of the weight gradient is written
     once."""
-    gradients = call.gradients(source, by_slab=True)
-    rows_left = _live_rows(call, gradient)
-    live = None
-    if rows_left is not None and rows_left.count < len(rows_left.mask):
-        live = rows_left.index()
+    mask = _live_rows(call, gradient)
+    live = None if mask is None else rows_left(mask)
+    kept = source
     if live is not None:
         normalizer, gradient = normalizer.rows(live), gradient.rows(live)
+        if call.slices.size is None and isinstance(source, LinearLogits):
+            kept = source.rows(live)  # once, and not for each slab
+    gradients = call.gradients(kept, by_slab=True)
     count = len(normalizer.peak)
     for columns in _steps(source.vocabulary, call.plan.tile.columns):
         linear = isinstance(gradients, LinearGradients)
         slab = gradients.slab(columns) if linear else []
         for steps in _steps(count, call.plan.tile.rows):
             rows = steps if live is None else live[steps]
+            place = rows if kept is source else steps
             found = slab_gradient(
-                call, source, rows, columns, normalizer.rows(steps), gradient.rows(steps)
+                call, kept, rows, place, columns, normalizer.rows(steps), gradient.rows(steps)
             )
             gradients.add(found, columns)
             if linear:
@@ -330,7 +332,13 @@ def sweep_gradient(
             del found  # before the next one is made
         if linear:
             gradients.write_slab(slab, columns, factor)
-    return call.finish(gradients, factor)
+    result = call.finish(gradients, factor)
+    if live is not None and kept is not source:
+        for i, features in enumerate(source.features):
+            part = result[2 * i]
+            if part is not None:
+                result[2 * i] = part.new_zeros(features.shape).index_copy_(0, live, part)
+    return result
 
 
 # ---------------------------------------------------------------------- statistics alone

@@ -20,11 +20,12 @@ from .parallel import WHOLE, Alone, Shard, Spread
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .batch import Batch, Packed
+    from .batch import Batch
     from .head import Head
     from .kernels.transform import Transform
     from .losses.term import Objective
     from .options import Options
+    from .packing import Packed
     from .schedules import Call
 
 R = TypeVar("R")

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .batch import IGNORE, Batch, pack
+from .batch import IGNORE, Batch
 from .head import Head, check_head
 from .kernels.transform import Transform
 from .logits import NO_GRADIENT, LinearLogits, Wants
 from .objective import Bound, Gradient, power_of_two
 from .options import Options
+from .packing import pack
 from .parallel import named
 from .plan import Problem, make_plan
 from .schedules import Call, sweep, sweep_gradient

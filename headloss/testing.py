@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .batch import Batch, PackedBatch, pack
+from .batch import Batch
 from .head import Head
 from .losses.distillation import Teacher
 from .losses.term import Objective, Term
 from .objective import bind, check_weights
+from .packing import PackedBatch, pack
 from .reduction import Totals
 from .segments import Segments
 from .stats import Statistics

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headloss.batch import Batch, PackedBatch, pack
+from headloss.batch import Batch
 from headloss.losses.term import Objective, Term
+from headloss.packing import PackedBatch, pack
 from headloss.segments import Segments
 from headloss.stats import Statistics
 

@@ -157,10 +157,10 @@ def test_capture_and_replay(name, options, dtype, no_synchronisation):
         found = step(given, objective, options)
     for seed in (1, 2):
         with torch.no_grad():
-            for buffer, value in zip(given.values(), inputs(seed, "cuda", dtype).values(), strict=True):
-                buffer.copy_(value)
+            for key, value in inputs(seed, "cuda", dtype).items():
+                given[key].copy_(value)
         graph.replay()
-        once = {name: value.clone() for name, value in found.items()}
+        once = {key: value.clone() for key, value in found.items()}
         want = step(given, objective, options)
         graph.replay()
         assert all(value.isfinite().all() for value in want.values())

@@ -370,13 +370,18 @@ def test_rows_without_a_gradient_never_reach_the_products(monkeypatch):
     from headloss import products
 
     seen: list[int] = []
-    inner = products.input_gradient
 
-    def spy(gradient, *args):
-        seen.append(len(gradient))
-        return inner(gradient, *args)
+    def spy_on(name):
+        inner = getattr(products, name)
 
-    monkeypatch.setattr(products, "input_gradient", spy)
+        def spy(first, *args):
+            seen.append(len(first))
+            return inner(first, *args)
+
+        monkeypatch.setattr(products, name, spy)
+
+    spy_on("input_gradient")
+    spy_on("add_input_gradient_")
     hidden, weight, targets = trained_looking(40, H, V)
     advantages = torch.zeros(40)
     advantages[[3, 17, 18, 30]] = 1.0

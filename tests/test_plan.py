@@ -35,6 +35,27 @@ def row(tokens: int, vocabulary: int = 5000) -> int:
 # ---------------------------------------------------------------------- chunks
 
 
+@pytest.mark.parametrize(
+    ("width", "vocabulary", "budget", "rows"),
+    [(4096, 128256, 1200, 4096), (4096, 128256, 2200, 8192), (2048, 151936, 2200, 6144)],
+)
+def test_chunks_fill_the_waves_of_a_gpu(width, vocabulary, budget, rows):
+    """132 multiprocessors, tiles of 128 x 256: 2 waves for 4096 x 2048, 4 for 8192 x 2048."""
+    plan = planned(
+        {
+            "tokens": 16384,
+            "width": width,
+            "vocabulary": vocabulary,
+            "row_bytes": 2,
+            "element_size": 2,
+            "on_gpu": True,
+            "multiprocessors": 132,
+        },
+        memory_budget=budget * MIB,
+    )
+    assert plan.chunk_tokens == rows
+
+
 lengths_of = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 
 

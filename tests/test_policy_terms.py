@@ -39,10 +39,11 @@ from policy_papers import (
 from torch import Tensor
 
 from headloss import losses as h
-from headloss.batch import Batch, pack
+from headloss.batch import Batch
 from headloss.losses.catalogue import TERMS
 from headloss.losses.term import Term, trace
 from headloss.metrics import Max, Mean, Min, fold
+from headloss.packing import pack
 from headloss.segments import Segments
 from headloss.stats import Statistics
 

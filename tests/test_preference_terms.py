@@ -10,9 +10,9 @@ from losses_case import Sequence, assert_same, make, reduced, value_and_gradient
 from torch import Tensor
 
 from headloss import losses as h
-from headloss.batch import PackedBatch
 from headloss.losses.term import Term, trace
 from headloss.metrics import fold
+from headloss.packing import PackedBatch
 from headloss.segments import Segments
 
 LENGTHS = (3, 1, 2, 5, 4, 2)

@@ -115,10 +115,10 @@ def test_held_gradient(which, name):
             triton_backend.held_gradient_(held, *given)
         return
     mask = torch.tensor([0, 1, 0, 1, 1, 1], device=DEVICE).bool()
-    rows = triton_backend.dense_rows(mask, 4)
-    got = triton_backend.held_gradient_(held, *given, rows=rows)
-    assert got.shape == (4, v) and got.data_ptr() == held.terms.data_ptr()
-    assert error(got, oracle[rows]) <= 2 * HELD_EPS
+    order = triton_backend.dense_order(mask, n - 1)
+    got = triton_backend.held_gradient_(held, *given, order=order)
+    assert got.data_ptr() == held.terms.data_ptr()
+    assert error(got[:4], oracle[order.rows[:4]]) <= 2 * HELD_EPS
 
 
 def test_tokens_far_above_their_reference_are_done_again():
@@ -206,12 +206,19 @@ def test_scaled_rows():
     expected = (x.float() * scale[:, None]).bfloat16()
     close = {"rtol": HELD_EPS, "atol": 0}
     torch.testing.assert_close(triton_backend.scaled_rows(x, scale), expected, **close)
+    source, places = (torch.tensor(r, device=DEVICE) for r in ([5, 0, 0], [4, 7, 1]))
+    out = torch.full((8, 45), torch.nan, device=DEVICE)[:, :40]
+    triton_backend.scaled_rows(x, scale[:3], source=source, out=out, places=places)
+    torch.testing.assert_close(out[places], x[source].float() * scale[:3, None], rtol=1e-6, atol=0)
+    assert out[[0, 2, 3, 5, 6]].isnan().all()
 
 
 def test_moved_rows():
     x = torch.randn(6, 40, device=DEVICE).bfloat16()
-    rows = triton_backend.dense_rows(torch.tensor([0, 1, 0, 1, 1, 0], device=DEVICE).bool(), 3)
-    assert torch.equal(triton_backend.move_rows_(x.clone(), rows), x[rows])
+    order = triton_backend.dense_order(torch.tensor([0, 1, 0, 1, 1, 0], device=DEVICE).bool(), 5)
+    moved = x.clone()
+    triton_backend.move_rows_(moved, order)
+    assert int(order.count) == 3 and torch.equal(moved[:3], x[order.rows[:3]])
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")

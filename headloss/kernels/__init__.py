@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from types import ModuleType
 
@@ -45,6 +46,15 @@ def can_hold_terms(backend: str, dtype: torch.dtype, weight: torch.Tensor) -> bo
     return can_fuse(weight, weight)
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 0 for any other device."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 

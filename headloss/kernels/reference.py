@@ -119,3 +119,8 @@ def scaled(value: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
         factor,
         out=value if value.dtype == dtype else value.new_empty(value.shape, dtype=dtype),
     )
+
+
+def scaled_rows(x: Tensor, scale: Tensor, *, out: Tensor) -> Tensor:
+    """x [n, H] * scale [n] of each row, multiplied in float32 or wider and rounded once."""
+    return torch.mul(x, scale.unsqueeze(1), out=out)

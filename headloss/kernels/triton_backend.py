@@ -3,16 +3,18 @@ only it has. float64 is left to the reference."""
 
 from __future__ import annotations
 
-from .triton_cast import scaled, scaled_rows
-from .triton_gradient import dense_rows, logit_gradient_, narrowed
-from .triton_held import held_gradient_, held_multiple_, is_multiple, move_rows_
+from .triton_cast import scaled
+from .triton_gradient import logit_gradient_, narrowed
+from .triton_held import held_gradient_, held_multiple_, is_multiple
+from .triton_order import Order, dense_order, move_rows_, scaled_rows
 from .triton_partials import partials
 from .triton_product import Held, can_fuse, product_partials
 
 __all__ = [
     "Held",
+    "Order",
     "can_fuse",
-    "dense_rows",
+    "dense_order",
     "held_gradient_",
     "held_multiple_",
     "is_multiple",

@@ -44,25 +44,3 @@ def scaled(
                 num_warps=8,
             )
     return out
-
-
-@triton.jit
-def rows_kernel(x, x_stride, scale, out, h, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    factor = tl.load(scale + row)
-    for start in range(0, h, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        value = tl.load(x + row * x_stride + at, mask=at < h, other=0.0).to(tl.float32) * factor
-        tl.store(out + row * h + at, value.to(out.dtype.element_ty), mask=at < h)
-
-
-def scaled_rows(
-    x: Tensor,  # [n, H], any row stride
-    scale: Tensor,  # [n] float32
-) -> Tensor:
-    """x * scale of each row, multiplied in float32 and rounded to x's dtype; a new tensor."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel():
-        with on_device(x):
-            rows_kernel[(len(x),)](x, x.stride(0), scale, out, x.shape[1], BLOCK=2048, num_warps=8)
-    return out

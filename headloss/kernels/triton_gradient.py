@@ -2,9 +2,8 @@
 
     dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform
 
-One program per row that carries gradient. `rows` names them: program i reads row rows[i] and writes
-row i, so that the products that follow see dense rows. With rows from `dense_rows` this is safe in
-the tile's own memory.
+One program per row. With an `Order` program i reads row order.rows[i] and writes row i, so that the
+products that follow see dense rows; this is safe in the tile's own memory.
 """
 
 from __future__ import annotations
@@ -16,30 +15,18 @@ from torch import Tensor
 
 from ..stats import Coefficients, Normalizer
 from .transform import Transform
+from .triton_order import Order
 from .triton_partials import (
     FLOOR,
     WARPS,
     block_width,
     check_tile,
+    log,
     multipliers,
     on_device,
     row_multiplier,
     transformed,
 )
-
-
-def dense_rows(keep: Tensor, count: int) -> Tensor:
-    """[n] bool, of which `count` are True -> [count]: which row goes to place i.
-
-    A kept row below `count` stays where it is, the others fill the gaps. No row is read after it is
-    written, in whatever order the rows are worked on.
-    """
-    stay = keep[:count]
-    movers = count + torch.argsort(keep[count:].logical_not(), stable=True)
-    if len(movers) == 0:
-        return torch.arange(count, device=keep.device)
-    gap = (stay.logical_not().cumsum(0) - 1).clamp(0, len(movers) - 1)
-    return torch.where(stay, torch.arange(count, device=keep.device), movers[gap])
 
 
 def narrowed(tile: Tensor, dtype: torch.dtype) -> Tensor:
@@ -65,7 +52,7 @@ def softmax_terms(
         e = x.to(tl.float32)
         offset = shift + log_sum
         p = e * tl.exp(-offset)
-        log_p = tl.where(e > 0, tl.log(tl.where(e > 0, e, 1.0)) - offset, FLOOR)
+        log_p = tl.where(e > 0, log(e) - offset, FLOOR)
     else:
         log_p = tl.maximum((transformed(x, inner, outer, SOFTCAP) - shift) - log_sum, FLOOR)
         p = tl.exp(log_p)
@@ -98,9 +85,10 @@ def z_gradient(
 def gradient_kernel(
     x,  # [n, v]: raw logits, or held terms
     x_stride,
-    out,  # [rows, v]
+    out,  # [n, v]
     out_stride,
-    rows,  # [rows], or unused
+    rows,  # [n], or unused, as the next
+    count,  # [1]
     targets,  # [n], as all vectors below
     first,
     v,
@@ -130,7 +118,9 @@ def gradient_kernel(
     place = tl.program_id(0).to(tl.int64)
     row = place
     if ROWS:
-        row = tl.load(rows + place).to(tl.int64)
+        if place >= tl.load(count):
+            return
+        row = tl.load(rows + place)
     x += row * x_stride
     out += place * out_stride
     outer = row_multiplier(outer, temperature, row, ROW_TEMPERATURE)
@@ -188,7 +178,7 @@ def _overlap(x: Tensor, out: Tensor) -> bool:
 def launch(
     x: Tensor,
     out: Tensor,
-    rows: Tensor | None,
+    order: Order | None,
     targets: Tensor,
     first: int,
     transform: Transform,
@@ -198,21 +188,20 @@ def launch(
 ) -> Tensor:
     check_tile("tile", x)
     check_tile("out", out)
-    count = x.shape[0] if rows is None else len(rows)
-    out = out[:count]
-    if count == 0:
+    out = out[: len(x)]
+    if len(x) == 0:
         return out
     peak, log_sum = normalizer
     inner, outer, temperature = multipliers(transform, peak)
     row_temperature = isinstance(transform.temperature, Tensor)
     scale = transform.scale if row_temperature else transform.scale / transform.temperature
     with on_device(x):
-        gradient_kernel[(count,)](
+        gradient_kernel[(len(x),)](
             x,
             x.stride(0),
             out,
             out.stride(0),
-            targets if rows is None else rows,
+            *((targets, targets) if order is None else order),
             targets,
             first,
             x.shape[1],
@@ -225,7 +214,7 @@ def launch(
             *(peak if t is None else t for t in (c.target, c.prob, c.entropy, c.uniform)),
             *((peak, peak) if held is None else held),
             BLOCK=block_width(x.shape[1]),
-            ROWS=rows is not None,
+            ROWS=order is not None,
             SOFTCAP=transform.softcap is not None,
             ROW_TEMPERATURE=row_temperature,
             TARGET=c.target is not None,
@@ -248,16 +237,16 @@ def logit_gradient_(
     coefficients: Coefficients,  # [n]
     dtype: torch.dtype | None = None,
     *,
-    out: Tensor | None = None,  # [>= rows, v]; default: raw itself. narrowed(raw, dtype) works too
-    rows: Tensor | None = None,  # from dense_rows
+    out: Tensor | None = None,  # [>= n, v]; default: raw itself. narrowed(raw, dtype) works too
+    order: Order | None = None,
 ) -> Tensor:
-    """dL/draw of a tile, [rows, v] in out's dtype; with `dtype`, in that, in the tile's memory."""
+    """dL/draw of a tile, [n, v] in out's dtype; with `dtype`, in that, in the tile's memory."""
     if dtype is not None:
         out = narrowed(raw, dtype)
     return launch(
         raw,
         raw if out is None else out,
-        rows,
+        order,
         targets,
         first,
         transform,

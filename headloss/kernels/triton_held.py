@@ -17,10 +17,12 @@ from torch import Tensor
 from ..stats import Coefficients, Normalizer
 from .transform import Transform
 from .triton_gradient import launch
-from .triton_partials import on_device
+from .triton_order import Order
+from .triton_partials import FLOOR, multipliers, on_device, tanh
 from .triton_product import Held
 
-SMALLEST = 2.0**-90  # of |c_target|, for s: what else is in the row then weighs nothing
+ROWS = 128  # of a program
+SMALLEST = tl.constexpr(2.0**-90)  # of |c_target|, for s: what else is in the row weighs nothing
 
 
 def is_multiple(transform: Transform, coefficients: Coefficients) -> bool:
@@ -31,6 +33,55 @@ def is_multiple(transform: Transform, coefficients: Coefficients) -> bool:
         and coefficients.entropy is None
         and coefficients.uniform is None
     )
+
+
+@triton.jit(do_not_specialize=["first"])
+def multiple_kernel(
+    terms,  # [n, v]
+    stride,
+    targets,  # [n], as all vectors
+    first,
+    n,
+    v,
+    scale,
+    temperature,
+    references,
+    peaks,
+    log_sums,
+    c_target,
+    c_prob,
+    target_logits,
+    multiples,
+    BLOCK: tl.constexpr,
+    TARGET: tl.constexpr,
+    ROW_TEMPERATURE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    real = row < n
+    peak = tl.load(peaks + row, mask=real, other=0.0)
+    log_sum = tl.load(log_sums + row, mask=real, other=0.0)
+    at_prob = tl.load(c_prob + row, mask=real, other=0.0)
+    reference = tl.load(references + row, mask=real, other=0.0)
+    multiple = at_prob * tl.exp((reference - peak) - log_sum)
+    log_p = tl.load(target_logits + row, mask=real, other=0.0)
+    log_p = tl.maximum((log_p - peak) - log_sum, FLOOR)
+    half = tanh(log_p * 0.5)
+    own = at_prob * (2 * half / (1 - half))  # at_prob expm1(log_p)
+    if TARGET:
+        at_target = tl.load(c_target + row, mask=real, other=0.0)
+        floor = tl.abs(at_target) * SMALLEST
+        multiple = tl.where(tl.abs(multiple) < floor, floor, multiple)
+        # c_target + c_prob p_y, to the last digit of 1 - p_y where the two cancel
+        own += at_target + at_prob
+    else:
+        own += at_prob
+    own = tl.where(multiple == 0, 0.0, own / tl.where(multiple == 0, 1.0, multiple))
+    column = tl.load(targets + row, mask=real, other=-1) - first
+    here = real & (column >= 0) & (column < v)
+    tl.store(terms + row * stride + column, own.to(terms.dtype.element_ty), mask=here)
+    if ROW_TEMPERATURE:
+        scale = scale / tl.load(temperature + row, mask=real, other=1.0)
+    tl.store(multiples + row, multiple * scale, mask=real)
 
 
 def held_multiple_(
@@ -45,24 +96,35 @@ def held_multiple_(
     """Set the terms of the targets, and return s [n] so that dL/draw = s e. See `is_multiple`."""
     if not is_multiple(transform, coefficients):
         raise ValueError("a soft cap or such coefficients need held_gradient_")
-    c_prob = coefficients.prob
-    assert c_prob is not None
-    c_target = torch.zeros_like(c_prob) if coefficients.target is None else coefficients.target
     peak, log_sum = normalizer
-    multiple = c_prob * ((held.reference - peak) - log_sum).exp()
-    floor = c_target.abs() * SMALLEST
-    multiple = torch.where(multiple.abs() < floor, floor, multiple)
-    # c_target + c_prob p_y, to the last digit of 1 - p_y where the two cancel
-    log_p = (target_logits - peak) - log_sum
-    own = (c_target + c_prob) + c_prob * torch.expm1(log_p)
-    own = torch.where(multiple == 0, 0.0, own / multiple)
-    column = targets - first
-    inside = (column >= 0) & (column < held.terms.shape[1])
-    column = torch.where(inside, column, 0).unsqueeze(1)
-    before = held.terms.gather(1, column).squeeze(1)
-    own = torch.where(inside, own.to(before.dtype), before)
-    held.terms.scatter_(1, column, own.unsqueeze(1))
-    return multiple * (transform.scale / transform.temperature)
+    c_target, c_prob = coefficients.target, coefficients.prob
+    multiples = torch.empty_like(peak)
+    _, _, temperature = multipliers(transform, peak)
+    own_temperature = isinstance(transform.temperature, Tensor)
+    n, v = held.terms.shape
+    if n:
+        with on_device(peak):
+            multiple_kernel[(triton.cdiv(n, ROWS),)](
+                held.terms,
+                held.terms.stride(0),
+                targets,
+                first,
+                n,
+                v,
+                transform.scale if own_temperature else transform.scale / transform.temperature,
+                temperature,
+                held.reference,
+                peak,
+                log_sum,
+                peak if c_target is None else c_target,
+                c_prob,
+                target_logits,
+                multiples,
+                BLOCK=ROWS,
+                TARGET=c_target is not None,
+                ROW_TEMPERATURE=own_temperature,
+            )
+    return multiples
 
 
 def held_gradient_(
@@ -74,9 +136,9 @@ def held_gradient_(
     coefficients: Coefficients,  # [n]
     target_logits: Tensor,  # [n], z_y of the merged partials
     *,
-    rows: Tensor | None = None,  # from dense_rows
+    order: Order | None = None,
 ) -> Tensor:
-    """dL/draw, [rows, v] bf16, over the held terms: for any coefficients.
+    """dL/draw, [n, v] bf16, over the held terms: for any coefficients.
 
     z is read off log p, and a term of 0 no longer tells its z: with a soft cap, a coefficient of
     the mean logit is refused.
@@ -89,7 +151,7 @@ def held_gradient_(
     return launch(
         held.terms,
         held.terms,
-        rows,
+        order,
         targets,
         first,
         transform,
@@ -97,25 +159,3 @@ def held_gradient_(
         coefficients,
         (target_logits, held.reference),
     )
-
-
-@triton.jit
-def move_rows_kernel(tile, stride, rows, v, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + place)
-    if row != place:
-        for start in range(0, v, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            inside = columns < v
-            value = tl.load(tile + row * stride + columns, mask=inside)
-            tl.store(tile + place * stride + columns, value, mask=inside)
-
-
-def move_rows_(tile: Tensor, rows: Tensor) -> Tensor:
-    """[n, v] -> [rows, v] in the front of the same memory; rows from `dense_rows`."""
-    if len(rows):
-        with on_device(tile):
-            move_rows_kernel[(len(rows),)](
-                tile, tile.stride(0), rows, tile.shape[1], BLOCK=4096, num_warps=8
-            )
-    return tile[: len(rows)]

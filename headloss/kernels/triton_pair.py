@@ -22,6 +22,7 @@ from .triton_partials import (
     FLOOR,
     WARPS,
     check_tile,
+    log,
     multipliers,
     on_device,
     row_multiplier,
@@ -57,7 +58,7 @@ def log1p(x):
     s2 = s * s
     near = 0.11111111 + s2 * (0.09090909 + s2 * 0.07692308)
     near = 1 + s2 * (0.33333333 + s2 * (0.2 + s2 * (0.14285714 + s2 * near)))
-    return tl.where(x > -0.5, 2 * s * near, tl.log(1 + x))
+    return tl.where(x > -0.5, 2 * s * near, log(1 + x))
 
 
 @triton.jit

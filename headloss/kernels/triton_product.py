@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..stats import Partials
 from .transform import Transform
-from .triton_partials import multipliers, on_device, transformed
+from .triton_partials import LN2, multipliers, on_device, transformed
 from .triton_rows import far_row_kernel, reference_kernel
 
 ROWS, WIDTH, DEPTH = 128, 256, 64  # a tile, and the slice of H that is in flight
@@ -31,7 +31,6 @@ GROUP = 16  # tiles of tokens that share a tile of the vocabulary while it is in
 WARPS, STAGES = 8, 4
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e30)  # exp2 of it is 0, and it may be multiplied by that
 
 
@@ -297,8 +296,6 @@ class _Launch:
     def far_rows(self, found: Tensor) -> None:
         x, w, held = self.x, self.w, self.held
         terms = x if held is None else held.terms
-        if held is not None:
-            terms.scatter_(1, self.own.unsqueeze(1), 1.0)
         far_row_kernel[(len(x),)](
             x,
             x.stride(0),
@@ -306,6 +303,7 @@ class _Launch:
             w.stride(0),
             terms,
             terms.stride(0),
+            self.own,
             len(w),
             x.shape[1],
             *self.scaling,

@@ -59,6 +59,7 @@ def far_row_kernel(
     w_stride,
     held,  # [n, v]
     held_stride,
+    own,  # [n], column of the reference
     v,
     h,
     inner,
@@ -74,8 +75,11 @@ def far_row_kernel(
     ENTROPY: tl.constexpr,
     HELD: tl.constexpr,
 ):
-    """Does a token again whose reference is far below its largest logit, against that one."""
+    """Sets the reference's own term, 1; does a token again whose reference is far below its largest
+    logit, against that one."""
     row = tl.program_id(0).to(tl.int64)
+    if HELD:
+        tl.store(held + row * held_stride + tl.load(own + row), tl.full((), 1.0, tl.bfloat16))
     if tl.load(rests + row) < FAR:
         return
     outer = row_multiplier(outer, temperature, row, ROW_TEMPERATURE)

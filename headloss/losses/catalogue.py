@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batch import Batch, MissingField, PackedBatch, pack
+from ..batch import Batch
+from ..packing import MissingField, PackedBatch, pack
 from ..segments import Segments
 from ..stats import STATISTICS, Statistics
 from .distillation import INPUTS as TEACHER_INPUTS

@@ -19,8 +19,8 @@ from ..stats import Statistics
 from .term import Term
 
 if TYPE_CHECKING:
-    from ..batch import PackedBatch
     from ..head import Head
+    from ..packing import PackedBatch
 
 Kind = Literal["forward_kl", "reverse_kl", "js"]
 KINDS = ("forward_kl", "reverse_kl", "js")

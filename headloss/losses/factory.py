@@ -14,6 +14,7 @@ from typing import ParamSpec
 from .term import Term
 
 P = ParamSpec("P")
+PLAIN = (int, float, str, bool, type(None))
 
 
 @contextlib.contextmanager
@@ -28,18 +29,25 @@ def naming(name: str) -> Iterator[None]:
 def factory(function: Callable[P, Term]) -> Callable[P, Term]:
     """The term that `function` makes takes its name and options from the signature; errors name it.
 
-    `function` may leave the name empty.
+    `function` may leave the name empty. The same plain options give the same term, so that what is
+    found out about it once (see `objective.reads`) holds for a loop that makes it anew each step.
     """
     signature = inspect.signature(function)
     name = function.__name__
 
-    @functools.wraps(function)
-    def make(*args: P.args, **kwargs: P.kwargs) -> Term:
+    def build(*args: P.args, **kwargs: P.kwargs) -> Term:
         bound = signature.bind(*args, **kwargs)  # a TypeError that names a wrong option
         bound.apply_defaults()
         with naming(name):
             made = function(*args, **kwargs)
         return replace(made, name=name, options=tuple(bound.arguments.items()))
+
+    remembered = functools.lru_cache(maxsize=64, typed=True)(build)
+
+    @functools.wraps(function)
+    def make(*args: P.args, **kwargs: P.kwargs) -> Term:
+        plain = all(type(option) in PLAIN for option in (*args, *kwargs.values()))
+        return (remembered if plain else build)(*args, **kwargs)
 
     return make
 

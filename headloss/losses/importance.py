@@ -21,7 +21,7 @@ from .factory import one_of
 from .term import Per, Scope
 
 if TYPE_CHECKING:
-    from ..batch import PackedBatch
+    from ..packing import PackedBatch
 
 Level = Literal["token", "sequence", "sequence_token"]
 LEVELS: dict[str, tuple[Scope, Per]] = {

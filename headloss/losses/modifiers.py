@@ -23,7 +23,7 @@ from .term import TRACING, Per, Scope
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ..batch import PackedBatch
+    from ..packing import PackedBatch
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 

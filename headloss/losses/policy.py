@@ -30,7 +30,7 @@ from .importance import (
 from .term import Term
 
 if TYPE_CHECKING:
-    from ..batch import PackedBatch
+    from ..packing import PackedBatch
 
 # ---------------------------------------------------------------------- the clipped surrogate
 

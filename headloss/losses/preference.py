@@ -22,7 +22,7 @@ from .factory import factory, non_negative, number, positive
 from .term import Term
 
 if TYPE_CHECKING:
-    from ..batch import PackedBatch
+    from ..packing import PackedBatch
 
 Score = Callable[[Statistics, "PackedBatch"], Tensor]  # [S], by how much an answer is preferred
 

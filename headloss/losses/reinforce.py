@@ -30,7 +30,7 @@ from .importance import (
 from .term import Term, term
 
 if TYPE_CHECKING:
-    from ..batch import PackedBatch
+    from ..packing import PackedBatch
 
 ESTIMATORS = ("k1", "k2", "k3")
 MIN_LOG_WEIGHT = math.log(1e-8)  # of VESPO's sequence weight

@@ -19,7 +19,7 @@ from .factory import factory, number
 from .term import Term, term
 
 if TYPE_CHECKING:
-    from ..batch import PackedBatch
+    from ..packing import PackedBatch
 
 
 def _observe(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:

@@ -23,7 +23,7 @@ from ..reduction import Reduction, as_reduction, sequence_mean, token_mean
 from ..stats import Statistics
 
 if TYPE_CHECKING:
-    from ..batch import PackedBatch
+    from ..packing import PackedBatch
     from .distillation import Teacher
     from .modifiers import Modifier
 
