@@ -8,12 +8,14 @@ become the gradient in the same memory.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .logits import ALL, LinearLogits, RowGradient, Rows
+from .logits import ALL, LinearLogits
 from .objective import Gradient
+from .rows import RowGradient, Rows
 from .stats import Normalizer
 
 MOST = 15 / 16  # of a GPU's rows: leaving so few out costs more than it saves
@@ -86,8 +88,8 @@ class TermsChunk:
     ) -> RowGradient:
         """dL/draw of the rows that carry one.
 
-        `self.partials` are by now those of the whole vocabulary, or of the slab. Everything but the
-        products is queued before the device is read, so that they follow at once.
+        `self.partials` are by now those of the whole vocabulary, or of the slab. The number of rows
+        stays on the device: all of this is queued before anything is read.
         """
         acts, held, rows = self.call.kernels, self.held, self.rows
         given = self._given(normalizer, gradient)
@@ -107,9 +109,7 @@ class TermsChunk:
         if order is None:
             return found
         assert isinstance(rows, slice)
-        places = order.rows + rows.start
-        count = int(order.count)  # the read
-        return found if count == len(held.terms) else found.first(count, places)
+        return replace(found, rows=order.rows + rows.start, count=order.count, chunk=rows)
 
     def whole(self, normalizer: Normalizer, gradient: Gradient) -> Tensor:
         """dL/draw itself, so that slabs add up."""

@@ -9,44 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import products
+from .rows import RowGradient, Rows
 
-Rows = slice | Tensor  # of the packed tokens
 Scaled = Callable[[Tensor, Tensor | None, torch.dtype], Tensor]  # a backend's `scaled`
 ALL = slice(None)
-
-
-class RowGradient(NamedTuple):
-    """dL/draw of some rows, as the products take it: `values`, times `multiple` if it is given."""
-
-    values: Tensor  # [K, v]
-    rows: Rows
-    multiple: Tensor | None = None  # [K]
-    features: Tensor | None = None  # [K, H], times `multiple` already
-    scaled_rows: Callable[..., Tensor] | None = None  # the backend's
-
-    def first(self, count: int, rows: Tensor) -> RowGradient:
-        """The first `count` of these rows, which are rows[:count] of the packed tokens."""
-        parts = (self.values, self.multiple, self.features)
-        values, multiple, features = (None if t is None else t[:count] for t in parts)
-        assert values is not None
-        return RowGradient(values, rows[:count], multiple, features, self.scaled_rows)
-
-    def put_(self, total: Tensor, part: Tensor, add: bool = False) -> None:
-        """Write [K, H] `part`, times `multiple`, to this gradient's rows of `total`, or add it."""
-        if self.multiple is None:
-            _put(total, self.rows, part, add)
-            return
-        assert self.scaled_rows is not None and not add
-        if isinstance(self.rows, slice):
-            self.scaled_rows(part, self.multiple, out=total[self.rows])
-        else:
-            self.scaled_rows(part, self.multiple, out=total, places=self.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +95,8 @@ class LinearGradients:
 
     With `by_slab` the gradient arrives in slabs of columns over all tokens: hidden gradients are
     summed, each weight slab is written once. Otherwise it arrives in rows over all columns: hidden
-    gradients are final, weight gradients are summed.
+    gradients are final, weight gradients are summed. Work on the first `ahead` rows is queued before
+    it is read how many carry a gradient.
     """
 
     def __init__(
@@ -135,8 +107,9 @@ class LinearGradients:
         by_slab: bool = False,
         main_grad: Tensor | None = None,
         direct: bool = False,
+        ahead: int = 0,
     ) -> None:
-        self.source, self.wants, self.by_slab = source, wants, by_slab
+        self.source, self.wants, self.by_slab, self.ahead = source, wants, by_slab, ahead
         wide = source.dtype
         self.sums = wide if wide == torch.float64 else accumulate_dtype
         self.features = [
@@ -162,7 +135,9 @@ class LinearGradients:
 
     def add(self, gradient: RowGradient, columns: slice = ALL) -> None:
         """Take dL/draw of some rows and columns."""
-        self._add_to_features(gradient, columns)
+        done = self._ahead(gradient, columns)
+        gradient = gradient.settled()
+        self._add_to_features(gradient.part(done, None) if done else gradient, columns)
         values = gradient.values
         if len(values) == 0:
             return
@@ -179,6 +154,14 @@ class LinearGradients:
     def _zeros(self, features: Tensor, dtype: torch.dtype) -> Tensor:
         """Sums for the gradient of features."""
         return torch.zeros_like(features, dtype=dtype)
+
+    def _ahead(self, gradient: RowGradient, columns: slice) -> int:
+        """Queue the product of the first rows before the read of how many there are, so that the
+        device has work meanwhile; how many rows that were."""
+        if gradient.count is None or gradient.multiple is None:
+            return 0
+        self._add_to_features(gradient.part(0, self.ahead), columns)
+        return self.ahead
 
     def _add_to_features(self, gradient: RowGradient, columns: slice) -> None:
         values, rows = gradient.values, gradient.rows
@@ -257,16 +240,6 @@ class LinearGradients:
         wanted = bias is not None and self.bias is not None
         found.append(scaled(self.bias, factor, bias.dtype) if wanted else None)  # type: ignore[arg-type, union-attr]
         return found
-
-
-def _put(total: Tensor, rows: Rows, part: Tensor, add: bool) -> None:
-    """Write rows of a matrix, or add to them; an index has no row twice."""
-    if isinstance(rows, Tensor):
-        (total.index_add_ if add else total.index_copy_)(0, rows, part)
-    elif add:
-        total[rows] += part
-    else:
-        total[rows] = part
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

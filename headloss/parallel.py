@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, distributed
 from torch.nn.functional import pad
 
-from .logits import LinearGradients, RowGradient, Rows, Scaled
+from .logits import LinearGradients, Scaled
 from .products import input_gradient
+from .rows import RowGradient, Rows
 from .stats import Partials
 
 if TYPE_CHECKING:
@@ -223,6 +224,9 @@ class ShardedGradients(LinearGradients):
         own = features.own if isinstance(features, SpreadRows) and not self.by_slab else features
         return own.new_zeros(own.shape, dtype=dtype)
 
+    def _ahead(self, gradient: RowGradient, columns: slice) -> int:
+        return 0  # a chunk's rows are sent at once
+
     def _add_to_features(self, gradient: RowGradient, columns: slice) -> None:
         if self.by_slab:
             return super()._add_to_features(gradient, columns)
@@ -236,7 +240,7 @@ class ShardedGradients(LinearGradients):
             weight = self.source.weights[i]
             part = input_gradient(gradient.values, weight, self.source.dtype)
             dense = part.new_zeros(chunk.stop - chunk.start, part.shape[1])
-            gradient._replace(rows=places).put_(dense, part)
+            replace(gradient, rows=places).put_(dense, part)
             self.pending.append((i, self.slices.start_sum(dense, chunk)))
 
     def features_are_done(self) -> None:

@@ -29,7 +29,6 @@ from .logits import (
     GivenLogits,
     LinearGradients,
     LinearLogits,
-    Rows,
     Wants,
 )
 from .objective import Bound, Gradient
@@ -37,6 +36,7 @@ from .options import Options
 from .packing import Packed, PackedBatch
 from .parallel import WHOLE, Alone
 from .plan import Plan
+from .rows import Rows
 from .stats import Coefficients, Normalizer, Partials, Statistics, finish
 
 TERMS_ROWS = 16384  # tokens per product that writes statistics alone
@@ -111,6 +111,7 @@ class Call:
             self.options.main_grad,
             direct=by_slab
             or (self.options.upstream is not None and self.gradient_dtype != torch.float16),
+            ahead=self.plan.wave_rows,
         )
 
     def finish(
@@ -333,11 +334,12 @@ def sweep_gradient(
         if linear:
             gradients.write_slab(slab, columns, factor)
     result = call.finish(gradients, factor)
-    if live is not None and kept is not source:
-        for i, features in enumerate(source.features):
+    if isinstance(kept, LinearLogits) and live is not None and kept is not source:
+        for i in range(len(kept.features)):
             part = result[2 * i]
             if part is not None:
-                result[2 * i] = part.new_zeros(features.shape).index_copy_(0, live, part)
+                full = part.new_zeros(len(call.packed), part.shape[1])
+                result[2 * i] = full.index_copy_(0, live, part)
     return result
 
 

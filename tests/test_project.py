@@ -21,7 +21,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # free.
 PARTS = {"batch", "metrics", "packing", "reduction", "segments", "stats"}
 TERMS = {"losses.distillation", "losses.term", "objective"}
-HEAD = {"head", "logits", "options", "parallel", "plan", "products", "shards"}
+HEAD = {"head", "logits", "options", "parallel", "plan", "products", "rows", "shards"}
 SWEEPS = {"divergence", "kernels", "schedules"}
 VERBS = {"check", "engine", "stats_op", "topk"}
 PUBLIC = {"", *PARTS, "head", "losses", "options", "plan", *VERBS}
@@ -39,14 +39,15 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {"kernels", "stats"},
     "plan": {"options"},
     "agreement": set(),
-    "parallel": {"logits", "products", "stats"},
+    "parallel": {"logits", "products", "rows", "stats"},
     "shards": {"agreement", "parallel"},
-    "logits": {"products"},
+    "rows": set(),
+    "logits": {"products", "rows"},
     "head": {"adapters", "products"},
     "adapters": {"head"},
     "objective": {*PARTS, "losses.term"},
     "divergence": {"kernels", "stats", "logits", "held", "losses.distillation"},
-    "held": {"logits", "objective", "stats"},
+    "held": {"logits", "objective", "rows", "stats"},
     "schedules": {*PARTS, *TERMS, *HEAD, "kernels", "divergence", "held"},
     "autograd": {*PARTS, *HEAD, "schedules"},
     "checks": {*PARTS, *TERMS, *HEAD, *SWEEPS},

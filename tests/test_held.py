@@ -1,0 +1,90 @@
+"""Whole calls whose logits product writes softmax terms; without a GPU, in the interpreter.
+
+T tokens, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_cases import DEVICE, EPS  # first: it asks for the interpreter
+
+import headloss as hl
+from headloss import kernels
+from headloss.testing import error, plain, trained_looking, within_budget
+
+T, H, V = 40, 64, 300
+LENGTHS = (9, 0, 14, 17)
+
+
+@pytest.fixture(autouse=True)
+def terms(monkeypatch):
+    monkeypatch.setattr(kernels, "can_hold_terms", lambda backend, *_: backend == "triton")
+    monkeypatch.setattr(kernels, "multiprocessors", lambda _: 1)  # a wave of 128 rows
+
+
+def setting(quiet: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor, hl.Batch]:
+    hidden, weight, targets = trained_looking(T, H, V, torch.bfloat16, DEVICE)
+    generator = torch.Generator().manual_seed(3)
+    advantages = torch.randn(T, generator=generator).to(DEVICE)
+    advantages[list(quiet)] = 0
+    with torch.no_grad():
+        logps = hl.head_stats(hidden, hl.Head(weight), targets).logp.float()
+    batch = hl.Batch(
+        targets,
+        hl.Segments.from_lengths(torch.tensor(LENGTHS, device=DEVICE)),
+        advantages=advantages,
+        old_logps=logps + 0.05 * torch.randn(T, generator=generator).to(DEVICE),
+    )
+    return hidden, weight, batch
+
+
+OBJECTIVES = {
+    "multiples": lambda: hl.grpo() + 1e-3 * hl.z_loss(),
+    "coefficients": lambda: hl.gspo() - 0.01 * hl.entropy(),
+}
+SCHEDULES = {
+    "one pass": {"schedule": "one_pass"},
+    "chunks": {"schedule": "one_pass", "memory_budget": 24 * V * 2},
+    "dense": {"schedule": "one_pass", "skip_rows": False},
+    "static": {"static": True},
+    "recompute": {"schedule": "recompute"},
+}
+QUIET = {"none": (), "few": (5,), "most": tuple(i for i in range(T) if i % 4), "all": range(T)}
+
+
+def check(hidden, weight, batch, objective, **options) -> hl.Plan:
+    """Within the budget, where gradients may have what the interpreter's rounding adds."""
+    head = hl.Head(weight)
+    oracle, exact, coarse = (
+        plain(hidden, head, batch, objective, mode) for mode in ("float64", "float32", "input")
+    )
+    out = hl.head_loss(hidden, head, batch, objective, hl.Options(backend="triton", **options))
+    assert out.plan.terms
+    out.loss.backward()
+    assert within_budget(out.logps, oracle.logps, exact.logps)
+    assert error(out.loss, oracle.loss) <= 1e-5 or not oracle.loss
+    for name, leaf in (("hidden", hidden), ("weight", weight)):
+        if leaf.requires_grad:
+            want, other = oracle.gradients[name], coarse.gradients[name]
+            budget = 3 * error(other, want) + 4 * EPS[torch.bfloat16]
+            assert error(leaf.grad, want) <= (budget if want.norm() else 0)
+    return out.plan
+
+
+CASES = [(objective, "one pass", quiet) for objective in OBJECTIVES for quiet in QUIET]
+CASES += [("multiples", schedule, "most") for schedule in SCHEDULES]
+CASES += [("coefficients", "recompute", "most"), ("coefficients", "static", "few")]
+
+
+@pytest.mark.parametrize(("objective", "schedule", "quiet"), sorted(set(CASES)))
+def test_against_the_oracle(objective, schedule, quiet):
+    hidden, weight, batch = setting(QUIET[quiet])
+    given = (hidden.requires_grad_(), weight.requires_grad_(), batch)
+    check(*given, OBJECTIVES[objective](), **SCHEDULES[schedule])
+
+
+def test_frozen():
+    hidden, weight, batch = setting()
+    plan = check(hidden.requires_grad_(), weight, batch, hl.gspo(), schedule="frozen")
+    assert plan.schedule == "frozen"
