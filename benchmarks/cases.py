@@ -133,7 +133,7 @@ def full() -> Iterator[Case]:
             ("GRPO", "grpo", setting, (*MAIN, *RL)),
             ("GSPO, ragged", "gspo", ragged, (*MAIN, *PLAIN, *LOGPS)),
             ("GSPO + KL + entropy + z-loss", "gspo+kl+entropy+z", ragged, (*MAIN, *PLAIN)),
-            ("distillation", "distillation", teacher, (*MAIN, *PLAIN)),
+            ("distillation", "distillation", teacher, (*MAIN, *BUDGETS, *PLAIN, "Liger JSD")),
         ):
             yield Case(row=row, works=(work,), setting=sizes, contestants=contestants)
     few = (*MAIN, *PLAIN, *LOGPS)

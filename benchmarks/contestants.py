@@ -296,6 +296,18 @@ def _liger_flce_hopper(work: Work, setting: Setting) -> Run:
     return _by_loss(lambda i: apply(i.hidden, i.weight, i.targets))
 
 
+def _liger_jsd(work: Work, setting: Setting) -> Run:
+    from liger_kernel.transformers import LigerFusedLinearJSD
+
+    loss_of = LigerFusedLinearJSD(jsd_beta=0.0)  # KL(teacher || student)
+
+    def run(i: Inputs) -> Found:
+        found = loss_of(i.hidden, i.weight, i.teacher_hidden, i.teacher_weight, None)
+        return Found(values={"loss": found.detach()} | gradients(found, i))
+
+    return run
+
+
 def _liger_ce(work: Work, setting: Setting) -> Run:
     from liger_kernel.transformers.functional import liger_cross_entropy
 
@@ -406,6 +418,7 @@ def _registry() -> dict[str, Contestant]:
         works=SCORE_WORKS,
         rounded=True,
     )
+    add("Liger JSD", _liger_jsd, works=frozenset({"distillation"}), rounded=True, gpu=True)
     more = {"works": CE_ONLY, "rounded": True, "gpu": True}
     add("Liger FLCE", _liger_flce(None), **more)
     add("Liger FLCE, fp32 sums", _liger_flce(torch.float32), **more)

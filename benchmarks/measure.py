@@ -31,8 +31,8 @@ CHUNK = 4096
 def make_limit(setting: Setting, inputs: Inputs) -> Callable[[Inputs], Any]:
     """The products that the work cannot do without, by the vendor's library, in the inputs' dtype.
 
-    logits, then dX and dW as far as they are wanted, in chunks of 4096 tokens, the second and third
-    from a gradient like the true one. Where the logits are given: a copy of them.
+    logits (a teacher's too), then dX and dW as far as they are wanted, in chunks of 4096 tokens,
+    these two from a gradient like the true one. Where the logits are given: a copy of them.
     """
     if setting.given:
         copy = torch.empty_like(inputs.pristine)
@@ -56,6 +56,8 @@ def make_limit(setting: Setting, inputs: Inputs) -> Callable[[Inputs], Any]:
             x = i.hidden[start : start + rows]
             n = len(x)
             torch.mm(x, i.weight.t(), out=z[:n])
+            if setting.teacher:
+                torch.mm(i.teacher_hidden[start : start + n], i.teacher_weight.t(), out=z[:n])
             if dx is not None:
                 torch.mm(gradient[:n], i.weight, out=dx[start : start + n])
             if dw is not None:

@@ -15,12 +15,12 @@ Row = dict[str, Any]
 
 NOTES = """\
 *of limit*: time of the limit over time, medians of runs in turn. The limit is the vendor's products
-that the work needs (logits, dX, dW) in chunks of 4096 tokens with outputs in the inputs' dtype, or
-a copy of logits that are given; TFLOP/s count these products. *MiB*: the allocator's peak beyond
-inputs, returned tensors and a float32 accumulator of dW (*dW MiB*). *log-prob*, *loss*: largest
-absolute error against float64, over all tokens. *dX*, *dW*: norm of the error over the norm, on
-sampled rows. *gate*: `exact` allows 1e-4, 1e-3 on entropies and 1e-2 on gradients; `rounded`, for
-those who round logits or leave small gradients out by design, 1e-1."""
+that the work needs (logits, a teacher's, dX, dW) in chunks of 4096 tokens with outputs in the
+inputs' dtype, or a copy of logits that are given; TFLOP/s count these products. *MiB*: the
+allocator's peak beyond inputs, returned tensors and a float32 accumulator of dW (*dW MiB*).
+*log-prob*, *loss*: largest absolute error against float64, over all tokens. *dX*, *dW*: norm of the
+error over the norm, on sampled rows. *gate*: `exact` allows 1e-4, 1e-3 on entropies and 1e-2 on
+gradients; `rounded`, for those who round logits or leave small gradients out by design, 1e-1."""
 
 
 # ---------------------------------------------------------------------- Markdown

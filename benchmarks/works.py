@@ -37,7 +37,8 @@ class Setting:
     @property
     def flops(self) -> int:
         """Of the products that the work cannot do without."""
-        return 2 * self.tokens * self.width * self.vocabulary * (1 + len(self.trains))
+        products = 1 + len(self.trains) + self.teacher
+        return 2 * self.tokens * self.width * self.vocabulary * products
 
     def lengths(self) -> list[int]:
         """Tokens of each segment."""

@@ -205,7 +205,7 @@ def _prepared(
         segments_per_unit=objective.segments_per_unit,
         grouped=batch.segments.group is not None,
         logp_only=all(r.gradients <= {"logp"} for r in asked.values()),
-        row_bytes=wide.itemsize * (1 + len(teachers)),
+        row_bytes=wide.itemsize * (1 + _teacher_tiles(teachers, packed)),
     )
     mean_gradient = any("mean_logit" in r.gradients for r in asked.values())
     if teachers or (mean_gradient and transform.softcap is not None):
@@ -272,6 +272,13 @@ def _needs(asked: dict[str, Reads], options: Options) -> frozenset[str]:
     return frozenset(needs)
 
 
+def _teacher_tiles(teachers: list[Teacher], packed: Packed) -> int:
+    """Tiles beside the student's: logits of each dense teacher, and parts of the gradient of all
+    divergences but the last."""
+    dense = sum(teacher.source(packed.batch) != "topk" for teacher in teachers)
+    return dense + (len(teachers) > 1)
+
+
 def _divergence(
     teacher: Teacher,
     packed: Packed,
@@ -284,7 +291,9 @@ def _divergence(
     batch = packed.batch
     size = slices.size or vocabulary
     form = teacher.source(batch)
-    student = replace(transform, temperature=teacher.temperature)
+    student = transform
+    if isinstance(transform.temperature, Tensor) or transform.temperature != teacher.temperature:
+        student = replace(transform, temperature=teacher.temperature)
     if form == "topk":
         stored = wide_field("teacher_topk_ids", batch, None, "one outcome or more")
         wide_field(
@@ -316,4 +325,6 @@ def _divergence(
         other = Transform(
             scale=head.logit_scale, softcap=head.softcap, temperature=teacher.temperature
         )
-    return DenseDivergence(teacher, source, student, other, len(packed), acts, slices, like)
+    return DenseDivergence(
+        teacher, source, student, other, transform, len(packed), acts, slices, like
+    )

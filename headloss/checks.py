@@ -70,8 +70,6 @@ def checked_objective(objective: Term | Objective, batch: Batch, options: Option
             f"segments: got {batch.segments.count}, want a multiple of "
             f"{objective.segments_per_unit} for {objective!r}"
         )
-    if options.backend == "triton" and teachers_of(objective):
-        raise ValueError('backend: got "triton", which does not serve distillation yet')
     return objective
 
 

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from .held import compact_
+from .kernels.pair import Others, Side, phi
+from .kernels.transform import Transform
 from .logits import GivenLogits, LinearLogits, Rows
 from .losses.distillation import Teacher, log_tail
 from .stats import FLOOR, Normalizer, Partials, finish
@@ -30,17 +33,37 @@ class Divergence(Protocol):
 
     key: Teacher
 
-    def measure(self, rows: slice, tiles: Tiles, vocabulary: int) -> Tensor:
-        """[n] divergences of some tokens, from the student's tiles over the whole vocabulary."""
+    def measure(
+        self, rows: slice, tiles: Tiles, normalizer: Normalizer, hold: bool = False
+    ) -> Tensor:
+        """[n] divergences of some tokens, from the student's tiles over the whole vocabulary.
+
+        `normalizer` is that of the student at its head's own temperature. With `hold`, the next
+        gradient will be that of the same tokens.
+        """
         ...
 
-    def gradient(self, raw: Tensor, rows: Rows, columns: slice, weight: Tensor) -> Tensor:
-        """weight * d divergence / d raw of a tile, [n, v]."""
+    def gradient(
+        self,
+        raw: Tensor,
+        rows: Rows,
+        columns: slice,
+        weight: Tensor,
+        extra: Tensor | None = None,
+        others: Others | None = None,
+    ) -> Tensor:
+        """weight * d divergence / d raw of a tile, plus `extra`, [n, v]; with `others`, the
+        gradient of the whole objective, in raw's memory."""
         ...
 
 
 def _normalizer(
-    kernels: ModuleType, tiles: Tiles, transform, n: int, device: torch.device, slices: Alone
+    kernels: ModuleType,
+    tiles: Tiles,
+    transform: Transform,
+    n: int,
+    device: torch.device,
+    slices: Alone,
 ) -> Normalizer:
     """log-sum-exp over tiles."""
     nowhere = torch.full((n,), -1, device=device)
@@ -75,8 +98,9 @@ class DenseDivergence:
         self,
         key: Teacher,
         source: LinearLogits | GivenLogits,
-        student_transform,
-        teacher_transform,
+        student_transform: Transform,
+        teacher_transform: Transform,
+        head_transform: Transform,
         tokens: int,
         kernels: tuple[ModuleType, ModuleType],
         slices: Alone,
@@ -84,29 +108,39 @@ class DenseDivergence:
     ) -> None:
         self.key, self.source, self.slices = key, source, slices
         self.transforms = (student_transform, teacher_transform)
+        self.at_heads_own = student_transform is head_transform
         self.kernels, self.acts = kernels
         names = ["p_peak", "p_log_sum", "q_peak", "q_log_sum", "pivot"]
         self.memory = _Memory(tokens, names, like)
+        self.dtype = like.dtype
+        self.held: tuple[int, Tensor] | None = None  # first token and logits, until the gradient
 
-    def measure(self, rows: slice, tiles: Tiles, vocabulary: int) -> Tensor:
+    def measure(
+        self, rows: slice, tiles: Tiles, normalizer: Normalizer, hold: bool = False
+    ) -> Tensor:
+        self.held = None
         n, device = rows.stop - rows.start, self.memory["pivot"].device
         teacher_tiles: Tiles = [
-            (columns, lambda columns=columns: self.source.raw(rows, columns))
-            for columns, _ in tiles
+            (columns, lambda columns=columns: self._teacher(rows, columns)) for columns, _ in tiles
         ]
         if len(teacher_tiles) == 1:  # a whole chunk: its teacher logits are made once
-            raw = teacher_tiles[0][1]()
-            teacher_tiles = [(teacher_tiles[0][0], lambda: raw)]
-        p, q = (
-            _normalizer(self.kernels, t, transform, n, device, self.slices)
-            for t, transform in zip((tiles, teacher_tiles), self.transforms, strict=True)
-        )
-        sides = [self.acts.Side(*pair) for pair in zip(self.transforms, (p, q), strict=True)]
-        total = torch.zeros_like(torch.stack([p.peak, p.peak]))
+            columns, make = teacher_tiles[0]
+            raw = make()
+            teacher_tiles = [(columns, lambda: raw)]
+            if hold and isinstance(self.source, LinearLogits):
+                self.held = (rows.start, raw)
+        student, teacher = self.transforms
+        p = normalizer
+        if not self.at_heads_own:
+            p = _normalizer(self.kernels, tiles, student, n, device, self.slices)
+        q = _normalizer(self.kernels, teacher_tiles, teacher, n, device, self.slices)
+        sides = (Side(student, p), Side(teacher, q))
+        total: Tensor | None = None
         for (_, make), (_, make_teacher) in zip(tiles, teacher_tiles, strict=True):
-            total += torch.stack(
-                self.acts.divergence(make(), make_teacher(), *sides, self.key.kind, self.key.beta)
+            total = self.acts.divergence(
+                make(), make_teacher(), *sides, self.key.kind, self.key.beta, total
             )
+        assert total is not None
         value, pivot = self.slices.sum(total)
         self.memory.write(
             rows,
@@ -118,20 +152,44 @@ class DenseDivergence:
         )
         return value
 
-    def gradient(self, raw: Tensor, rows: Rows, columns: slice, weight: Tensor) -> Tensor:
+    def _teacher(self, rows: Rows, columns: slice) -> Tensor:
+        """[n, v] raw logits, to be read."""
+        if isinstance(self.source, GivenLogits):
+            return self.acts.readable(self.source.view(rows, columns), self.dtype)
+        return self.source.raw(rows, columns)
+
+    def _teacher_again(self, rows: Rows, columns: slice) -> Tensor:
+        """The same, where they may be those of the last measurement."""
+        held, self.held = self.held, None
+        if held is None:
+            return self._teacher(rows, columns)
+        first, raw = held
+        return raw if isinstance(rows, slice) else compact_(raw, rows - first)
+
+    def gradient(
+        self,
+        raw: Tensor,
+        rows: Rows,
+        columns: slice,
+        weight: Tensor,
+        extra: Tensor | None = None,
+        others: Others | None = None,
+    ) -> Tensor:
         student, teacher = (
-            self.acts.Side(transform, self.memory.normalizer(side, rows))
+            Side(transform, self.memory.normalizer(side, rows))
             for side, transform in zip("pq", self.transforms, strict=True)
         )
         return self.acts.divergence_gradient_(
             raw,
-            self.source.raw(rows, columns),
+            self._teacher_again(rows, columns),
             student,
             teacher,
             self.key.kind,
             self.key.beta,
             self.memory["pivot"][rows],
             weight,
+            extra,
+            others,
         )
 
 
@@ -142,7 +200,7 @@ class TopkDivergence:
         self,
         key: Teacher,
         batch: PackedBatch,
-        student_transform,
+        student_transform: Transform,
         kernels: tuple[ModuleType, ModuleType],
         slices: Alone,
         like: Tensor,
@@ -159,7 +217,9 @@ class TopkDivergence:
         index = self.batch.index
         return self.batch.wide[name][rows if index is None else index[rows]]
 
-    def measure(self, rows: slice, tiles: Tiles, vocabulary: int) -> Tensor:
+    def measure(
+        self, rows: slice, tiles: Tiles, normalizer: Normalizer, hold: bool = False
+    ) -> Tensor:
         ids = self._teacher("teacher_topk_ids", rows).long()
         log_q = self._teacher("teacher_topk_logps", rows).to(self.dtype)
         z = torch.zeros_like(log_q)
@@ -195,7 +255,7 @@ class TopkDivergence:
             outcomes = torch.cat([z.masked_fill(empty, -math.inf), lse.unsqueeze(1)], 1)
             log_p = outcomes.log_softmax(1).clamp_min(FLOOR)
             log_p = torch.cat([log_p[:, :-1], log_p[:, -1:].clamp_min(least)], 1)
-            value, _ = self.acts.phi(log_q, log_p, self.key.kind, self.key.beta)
+            value, _ = phi(log_q, log_p, self.key.kind, self.key.beta)
             slopes = torch.autograd.grad(value.sum(), (z, lse))
         return value.detach().to(self.dtype), tuple(slope.to(self.dtype) for slope in slopes)
 
@@ -203,13 +263,23 @@ class TopkDivergence:
         """Vocabulary ids as columns of a tile; those of empty slots stay outside of it."""
         return torch.where(ids < 0, -1, ids - (self.slices.first + (columns.start or 0)))
 
-    def gradient(self, raw: Tensor, rows: Rows, columns: slice, weight: Tensor) -> Tensor:
+    def gradient(
+        self,
+        raw: Tensor,
+        rows: Rows,
+        columns: slice,
+        weight: Tensor,
+        extra: Tensor | None = None,
+        others: Others | None = None,
+    ) -> Tensor:
         ids = self._teacher("teacher_topk_ids", rows).long()
-        return self.acts.sparse_gradient(
+        return self.acts.sparse_gradient_(
             raw,
             self._columns(ids, columns),
-            self.acts.Side(self.transform, self.memory.normalizer("tail", rows)),
-            self.slope_stored[rows] * weight.unsqueeze(1),
-            self.memory["slope_tail"][rows] * weight,
-            weight != 0,
+            Side(self.transform, self.memory.normalizer("tail", rows)),
+            self.slope_stored[rows],
+            self.memory["slope_tail"][rows],
+            weight,
+            extra,
+            others,
         )

@@ -273,10 +273,14 @@ class GivenLogits:
             return (positions,)
         return torch.unravel_index(positions, self.logits.shape[:-1])
 
+    def view(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
+        """[n, v] logits as they are, in their own memory where rows are consecutive."""
+        tensor = self.logits if self.flat is None else self.flat
+        return tensor[(*self.place(rows), columns)]
+
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
         """[n, v] logits in float32 or float64, in memory of their own."""
-        tensor = self.logits if self.flat is None else self.flat
-        return tensor[(*self.place(rows), columns)].to(self.dtype, copy=True)
+        return self.view(rows, columns).to(self.dtype, copy=True)
 
 
 class GivenGradients:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .divergence import Divergence
 from .held import RawChunk, TermsChunk, hold, rows_left, slab_gradient
+from .kernels.pair import Others
 from .kernels.transform import Transform
 from .logits import (
     ALL,
@@ -83,21 +84,20 @@ class Call:
         columns: slice = ALL,
     ) -> Tensor:
         """dL/draw of a tile of rows (an index of T) from gradients of those same rows."""
-        extra = [
-            divergence.gradient(raw, rows, columns, gradient.divergences[divergence.key])
-            for divergence in self.divergences
-            if divergence.key in gradient.divergences
-        ]
         first = self.slices.first + (columns.start or 0)
         targets, transform = self.packed.batch.targets[rows], self.transform.rows(rows)
         # What the products take in 16 bits need not be written in 32.
-        dtype = None if extra or not raw.is_cuda else self.gradient_dtype
-        raw = self.kernels.logit_gradient_(
-            raw, targets, first, transform, normalizer, gradient.coefficients, dtype
-        )
-        for part in extra:
-            raw += part
-        return raw
+        dtype = self.gradient_dtype if raw.is_cuda else None
+        others = Others(targets, first, transform, normalizer, gradient.coefficients, dtype)
+        *most, last = [None, *(d for d in self.divergences if d.key in gradient.divergences)]
+        if last is None:
+            return self.kernels.logit_gradient_(raw, *others)
+        extra = None  # all but the last find the student's logits intact
+        for divergence in most[1:]:
+            weight = gradient.divergences[divergence.key]
+            extra = divergence.gradient(raw, rows, columns, weight, extra)
+        weight = gradient.divergences[last.key]
+        return last.gradient(raw, rows, columns, weight, extra, others)
 
     def gradients(self, source: Source, by_slab: bool = False) -> LinearGradients | GivenGradients:
         if isinstance(source, GivenLogits):
@@ -128,7 +128,7 @@ class Call:
         for divergence in self.divergences:
             assert isinstance(held, RawChunk)
             tiles = [(ALL, partial(getattr, held, "raw"))]
-            found = divergence.measure(rows, tiles, source.vocabulary)
+            found = divergence.measure(rows, tiles, normalizer, hold=True)
             stats.divergences[divergence.key] = found
         return Chunk(held, stats, normalizer)
 
@@ -273,8 +273,7 @@ def sweep(call: Call, source: Source) -> tuple[Statistics, Normalizer]:
             for columns in _steps(source.vocabulary, tile.columns)
         ]
         for divergence in call.divergences:
-            found_divergence = divergence.measure(rows, tiles, source.vocabulary)
-            stats.divergences[divergence.key] = found_divergence
+            stats.divergences[divergence.key] = divergence.measure(rows, tiles, normalizer)
         found.append(stats)
         normalizers.append(normalizer)
     stats = _join(found, call, source)

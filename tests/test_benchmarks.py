@@ -139,7 +139,7 @@ def test_limit_products(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(chunked[:16], dx[:16])
     torch.testing.assert_close(chunked[16:32], dx[:16])
     torch.testing.assert_close(chunked[32:], dx[:8])
-    assert setting.flops == 6 * 40 * 12 * 61
+    assert setting.flops == 6 * 40 * 12 * 61 and TINY.flops == 8 * 40 * 12 * 61
     assert replace(setting, trains=()).flops == 2 * 40 * 12 * 61
 
 

@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "head": {"adapters", "products"},
     "adapters": {"head"},
     "objective": {*PARTS, "losses.term"},
-    "divergence": {"kernels", "stats", "logits", "losses.distillation"},
+    "divergence": {"kernels", "stats", "logits", "held", "losses.distillation"},
     "held": {"logits", "objective", "rows", "stats"},
     "schedules": {*PARTS, *TERMS, *HEAD, "kernels", "divergence", "held"},
     "autograd": {*PARTS, *HEAD, "schedules"},

@@ -26,13 +26,13 @@ def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
 
 def load(backend: str) -> tuple[ModuleType, ModuleType]:
     """The acts of a backend, and its acts of full-distribution distillation."""
-    from . import reference, reference_divergence
-
     if backend == "reference":
-        return reference, reference_divergence
-    from . import triton_backend
+        from . import reference, reference_divergence
 
-    return triton_backend, reference_divergence
+        return reference, reference_divergence
+    from . import triton_backend, triton_divergence
+
+    return triton_backend, triton_divergence
 
 
 def can_hold_terms(backend: str, dtype: torch.dtype, weight: torch.Tensor) -> bool:

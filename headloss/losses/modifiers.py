@@ -194,7 +194,8 @@ def _quantile(
     # A rank that is a whole number but for the rounding of q is that number.
     rank = (q * last).round(decimals=9)
     low = rank.floor()
-    below, above = ordered[low.long()], ordered[torch.minimum(low + 1, last).long()]
+    # (A 0-dim index would be read.)
+    below, above = ordered[torch.stack([low, torch.minimum(low + 1, last)]).long()].unbind()
     return torch.where(above > below, torch.lerp(below, above, (rank - low).to(below.dtype)), below)
 
 

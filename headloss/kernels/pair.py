@@ -1,0 +1,81 @@
+"""What the acts of full-distribution distillation take, in every backend.
+
+n tokens, v columns. q is the teacher's distribution, p the student's, both at the term's
+temperature; a divergence is a plain sum over the vocabulary of phi(log q, log p), so tiles, sweeps
+and ranks add up.
+
+    forward_kl   sum q (log q - log p)               d/dz_j = p_j - q_j
+    reverse_kl   sum p (log p - log q)               d/dz_j = p_j (log p_j/q_j - pivot)
+    js           b KL(q || m) + (1-b) KL(p || m),    d/dz_j = (1-b) p_j (log p_j/m_j - pivot)
+                 m = b q + (1-b) p
+
+with pivot = KL(p || q) for reverse_kl and KL(p || m) for js (Lin 1991; Agarwal et al. 2024,
+arXiv:2306.13649).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..stats import Coefficients, Normalizer
+from .transform import Transform
+
+
+class Side(NamedTuple):
+    """One side's logits: how raw ones become z, and the normalizer of its softmax [n]."""
+
+    transform: Transform  # its temperature is a number
+    normalizer: Normalizer
+
+    def rows(self, rows: slice) -> Side:
+        """Of some of the tokens."""
+        return Side(self.transform.rows(rows), self.normalizer.rows(rows))
+
+
+class Others(NamedTuple):
+    """The rest of the objective on the student's tile: what `logit_gradient_` takes after it.
+
+    The transform differs from that of the student's side in its temperature alone.
+    """
+
+    targets: Tensor  # [n]
+    first: int
+    transform: Transform
+    normalizer: Normalizer  # [n]
+    coefficients: Coefficients  # [n]
+    dtype: torch.dtype | None = None
+
+    def rows(self, rows: slice) -> Others:
+        """Of some of the tokens, in the tile's own dtype."""
+        return Others(
+            self.targets[rows],
+            self.first,
+            self.transform.rows(rows),
+            self.normalizer.rows(rows),
+            self.coefficients.map(lambda t: t[rows]),
+        )
+
+
+def against_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
+    """log p/m, without cancellation where p is near q: exact zeros where they agree."""
+    d = log_p - log_q
+    near = torch.where(d > 0, -d, d).expm1_()  # abs has slope 0 at 0
+    return torch.where(d > 0, -(beta * near).log1p_(), d - ((1 - beta) * near).log1p_())
+
+
+def phi(log_q: Tensor, log_p: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
+    """Sums over the last dimension: the divergence, and the pivot of its gradient."""
+    q, p = log_q.exp(), log_p.exp()
+    if kind == "forward_kl":
+        value = (q * (log_q - log_p)).sum(-1)
+        return value, torch.zeros_like(value)
+    if kind == "reverse_kl":
+        value = (p * (log_p - log_q)).sum(-1)
+        return value, value
+    p_to_m = against_mixture(log_q, log_p, beta)
+    q_to_m = p_to_m - (log_p - log_q)
+    pivot = (p * p_to_m).sum(-1)
+    return beta * (q * q_to_m).sum(-1) + (1 - beta) * pivot, pivot

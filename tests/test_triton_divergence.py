@@ -1,0 +1,474 @@
+"""Distillation in Triton against the reference in float64; on a CPU in Triton's interpreter.
+
+n tokens, v columns of a tile, V vocabulary, K stored outcomes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from triton_cases import DEVICE, EPS, coefficients_of, error, in_float64, targets_of, tile
+
+import headloss as hl
+from headloss import products
+from headloss.kernels import reference, reference_divergence, triton_divergence
+from headloss.kernels.pair import Others, Side
+from headloss.kernels.transform import Transform
+from headloss.stats import Coefficients, Normalizer, finish
+from headloss.testing import trained_looking, within_budget
+
+KINDS = ("forward_kl", "reverse_kl", "js")
+BETA = 0.3
+PAIRS = {
+    "plain": (Transform(), Transform()),
+    "temperature": (Transform(temperature=2.5), Transform(scale=0.6, temperature=2.5)),
+    "capped": (
+        Transform(scale=1.1, softcap=12.0, temperature=0.9),
+        Transform(softcap=20.0, temperature=0.9),
+    ),
+    "student capped": (Transform(softcap=9.0), Transform()),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Every row is several blocks, the last of them ragged."""
+    monkeypatch.setattr("headloss.kernels.triton_pair.BLOCK", 64)
+    monkeypatch.setattr("headloss.kernels.triton_partials.BLOCK", 64)
+
+
+def narrow(normalizer: Normalizer) -> Normalizer:
+    return Normalizer(*(t.float() for t in normalizer))
+
+
+def wide(normalizer: Normalizer) -> Normalizer:
+    return Normalizer(*(t.double() for t in normalizer))
+
+
+def normalizer_of(raw, transform) -> Normalizer:
+    """Of a whole row, rounded to float32."""
+    nowhere = torch.full((len(raw),), -1, device=DEVICE)
+    exact = reference.partials(raw.double(), nowhere, 0, in_float64(transform), frozenset())
+    return narrow(finish(exact, 1, frozenset())[1])
+
+
+def sides(raw, raw_teacher, transforms) -> tuple[Side, Side]:
+    pair = zip((raw, raw_teacher), transforms, strict=True)
+    return tuple(Side(t, normalizer_of(tile, t)) for tile, t in pair)  # type: ignore[return-value]
+
+
+def in_double(side: Side) -> Side:
+    return Side(side.transform, wide(side.normalizer))
+
+
+def pair_of(n, v, dtype, teacher_dtype=None):
+    """Tiles in wider buffers of NaN; the teacher is near the student in some rows only."""
+    raw = tile(n, v, dtype)
+    raw_teacher = tile(n, v, teacher_dtype or dtype, seed=1, pad=7)
+    raw_teacher[1::2] = (raw[1::2].float() + 0.05 * raw_teacher[1::2].float()).to(raw_teacher.dtype)
+    return raw, raw_teacher
+
+
+# ---------------------------------------------------------------------- act one
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(
+    ("n", "v", "dtype", "teacher_dtype"),
+    [
+        (5, 97, torch.float32, torch.float32),
+        (1, 1030, torch.float32, torch.bfloat16),
+        (3, 130, torch.bfloat16, torch.float16),
+    ],
+)
+def test_divergence(n, v, dtype, teacher_dtype, name, kind):
+    raw, raw_teacher = pair_of(n, v, dtype, teacher_dtype)
+    p, q = sides(raw, raw_teacher, PAIRS[name])
+    found = triton_divergence.divergence(raw, raw_teacher, p, q, kind, BETA)
+    exact = reference_divergence.divergence(
+        raw.double(), raw_teacher.double(), in_double(p), in_double(q), kind, BETA
+    )
+    plain = reference_divergence.divergence(raw.float(), raw_teacher.float(), p, q, kind, BETA)
+    for i in range(2 if kind != "forward_kl" else 1):
+        assert within_budget(found[i], exact[i], plain[i]), (i, error(found[i], exact[i]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_divergence_onto_earlier_tiles(kind):
+    n, v, width = 2, 200, 75
+    raw, raw_teacher = pair_of(n, v, torch.float32)
+    p, q = sides(raw, raw_teacher, PAIRS["capped"])
+    whole = triton_divergence.divergence(raw, raw_teacher, p, q, kind, BETA)
+    running = None
+    for start in range(0, v, width):
+        part = slice(start, start + width)
+        running = triton_divergence.divergence(
+            raw[:, part], raw_teacher[:, part], p, q, kind, BETA, running
+        )
+    torch.testing.assert_close(running, whole, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_divergence_from_oneself(kind):
+    raw = tile(3, 97, torch.float32)
+    p, q = sides(raw, raw, PAIRS["plain"])
+    found = triton_divergence.divergence(raw, raw, p, q, kind, BETA)
+    assert not found.any()
+    weight = torch.ones(3, device=DEVICE)
+    gradient = triton_divergence.divergence_gradient_(raw, raw, p, q, kind, BETA, found[1], weight)
+    assert not gradient.any()
+
+
+def test_a_small_mixture_divergence_keeps_its_digits():
+    """JS of distributions that differ by 1e-4: 1e-9 in value, from terms of 1e-4."""
+    raw = tile(4, 97, torch.float32)
+    raw_teacher = raw + 1e-4 * torch.randn(4, 97).to(DEVICE)
+    p, q = sides(raw, raw_teacher, PAIRS["plain"])
+    arguments = ("js", 0.5)
+    found = triton_divergence.divergence(raw, raw_teacher, p, q, *arguments)[0]
+    plain = reference_divergence.divergence(raw, raw_teacher, p, q, *arguments)[0]
+    pair = (raw.double(), raw_teacher.double(), in_double(p), in_double(q))
+    exact = reference_divergence.divergence(*pair, *arguments)[0]
+    assert (found - exact).abs().max() <= 3 * (plain - exact).abs().max() + 1e-11
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ruled_out_tokens(kind):
+    """Teacher logits of -inf, a whole block of them too, and one of the student's."""
+    raw, raw_teacher = pair_of(3, 200, torch.float32)
+    raw_teacher[:, ::3] = -math.inf
+    raw_teacher[:, 64:128] = -math.inf
+    raw[1, 5] = -math.inf
+    p, q = sides(raw, raw_teacher, PAIRS["plain"])
+    found = triton_divergence.divergence(raw, raw_teacher, p, q, kind, BETA)
+    pair = (raw.double(), raw_teacher.double(), in_double(p), in_double(q))
+    exact = reference_divergence.divergence(*pair, kind, BETA)
+    assert error(found, exact) <= 1e-6
+    weight = torch.ones(3, device=DEVICE)
+    gradient = triton_divergence.divergence_gradient_(
+        raw, raw_teacher, p, q, kind, BETA, found[1], weight
+    )
+    oracle = reference_divergence.divergence_gradient_(
+        *pair, kind, BETA, found[1].double(), weight.double()
+    )
+    assert error(gradient, oracle) <= 3e-6
+
+
+# ---------------------------------------------------------------------- act two
+
+
+def others_of(n, v, which, transform, dtype=None) -> Others:
+    """A tile that starts at column 40 of the vocabulary, at the head's own temperature."""
+    own = Transform(
+        scale=transform.scale,
+        softcap=transform.softcap,
+        temperature=torch.linspace(0.5, 2, n, device=DEVICE) if "e" in which else 1.3,
+    )
+    normalizer = normalizer_of(tile(n, v, torch.float32), own)
+    targets = targets_of(n, v) + 40
+    return Others(targets, 40, own, normalizer, coefficients_of(n, which), dtype)
+
+
+def others_in_double(others: Others) -> Others:
+    return others._replace(
+        transform=in_float64(others.transform),
+        normalizer=wide(others.normalizer),
+        coefficients=others.coefficients.map(lambda t: t.double()),
+        dtype=None,
+    )
+
+
+def references(raw, raw_teacher, p, q, kind, pivot, weight, extra=None, others=None):
+    """The gradient by the reference in float64 and in float32."""
+    copy = None if extra is None else extra.clone()
+    plain = reference_divergence.divergence_gradient_(
+        raw.float().clone(),
+        raw_teacher.float(),
+        p,
+        q,
+        kind,
+        BETA,
+        pivot,
+        weight,
+        copy,
+        None if others is None else others._replace(dtype=None),
+    )
+    exact = reference_divergence.divergence_gradient_(
+        raw.double().clone(),
+        raw_teacher.double(),
+        in_double(p),
+        in_double(q),
+        kind,
+        BETA,
+        pivot.double(),
+        weight.double(),
+        None if extra is None else extra.double().clone(),
+        None if others is None else others_in_double(others),
+    )
+    return exact, plain
+
+
+def assert_gradient(found, references, dtype):
+    exact, plain = references
+    assert error(found, exact) <= EPS[dtype] + 3 * error(plain, exact) + 1e-6
+
+
+@pytest.mark.parametrize("which", [None, "", "tp", "tpeu"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["temperature", "capped"])
+def test_gradient(name, kind, which):
+    """Alone in memory of its own; with the rest of the objective over the student's tile."""
+    n, v = 3, 97
+    weight = torch.tensor([0.3, 0.0, -2.0], device=DEVICE)
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    for dtype in dtypes if which == "tpeu" else dtypes[:1]:
+        raw, raw_teacher = pair_of(n, v, dtype, torch.bfloat16)
+        p, q = sides(raw, raw_teacher, PAIRS[name])
+        pivot = triton_divergence.divergence(raw, raw_teacher, p, q, kind, BETA)[1]
+        others = None if which is None else others_of(n, v, which, p.transform)
+        both = references(raw, raw_teacher, p, q, kind, pivot, weight, None, others)
+        before, teacher_before = raw.clone(), raw_teacher.clone()
+        found = triton_divergence.divergence_gradient_(
+            raw, raw_teacher, p, q, kind, BETA, pivot, weight, None, others
+        )
+        in_place = found.data_ptr() == raw.data_ptr()
+        assert in_place == (others is not None) and (in_place or torch.equal(raw, before))
+        assert torch.equal(raw_teacher, teacher_before)
+        assert raw._base[:, v:].isnan().all()  # the buffer beside the tile
+        assert_gradient(found, both, dtype if in_place else torch.float32)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradient_narrows_in_place_onto_another_part(out_dtype):
+    n, v = 3, 130
+    raw, raw_teacher = pair_of(n, v, torch.float32)
+    p, q = sides(raw, raw_teacher, PAIRS["capped"])
+    weight, extra = torch.randn(n, device=DEVICE), torch.randn(n, v, device=DEVICE)
+    pivot = triton_divergence.divergence(raw, raw_teacher, p, q, "js", BETA)[1]
+    others = others_of(n, v, "tpe", p.transform, out_dtype)
+    both = references(raw, raw_teacher, p, q, "js", pivot, weight, extra, others)
+    alone = references(raw, raw_teacher, p, q, "js", pivot, weight, extra)
+    arguments = (raw_teacher, p, q, "js", BETA, pivot, weight, extra)
+    onto = triton_divergence.divergence_gradient_(raw, *arguments[:-1], extra.clone())
+    assert_gradient(onto, alone, torch.float32)
+    found = triton_divergence.divergence_gradient_(raw, *arguments, others)
+    assert found.dtype == out_dtype and found.data_ptr() == raw.data_ptr()
+    assert_gradient(found, both, out_dtype)
+
+
+def test_poison_where_the_weight_is_zero():
+    raw, raw_teacher = pair_of(3, 97, torch.float32)
+    raw_teacher[1] = math.nan
+    p, q = sides(raw, raw_teacher, PAIRS["plain"])
+    pivot = torch.tensor([0.1, math.nan, 0.2], device=DEVICE)
+    weight = torch.tensor([1.0, 0.0, 1.0], device=DEVICE)
+    for kind in KINDS:
+        found = triton_divergence.divergence_gradient_(
+            raw, raw_teacher, p, q, kind, BETA, pivot, weight
+        )
+        assert found.isfinite().all() and not found[1].any() and found[0].any()
+
+
+def test_nothing_at_all():
+    raw, raw_teacher = tile(0, 97, torch.float32), tile(0, 97, torch.float32)
+    nothing = torch.zeros(0, device=DEVICE)
+    side = Side(Transform(), Normalizer(nothing, nothing))
+    found = triton_divergence.divergence(raw, raw_teacher, side, side, "js", BETA)
+    assert found.shape == (2, 0)
+    others = Others(nothing.long(), 0, Transform(), side.normalizer, Coefficients())
+    found = triton_divergence.divergence_gradient_(
+        raw, raw_teacher, side, side, "js", BETA, nothing, nothing, None, others
+    )
+    assert found.shape == (0, 97)
+
+
+# ---------------------------------------------------------------------- stored outcomes
+
+
+def columns_of(n: int, v: int) -> torch.Tensor:
+    """[n, 6] distinct columns in no order; some lie outside of a tile of v."""
+    inside = torch.stack([torch.randperm(v)[:4] for _ in range(n)])
+    outside = torch.tensor([[-1, v + 3]]).expand(n, -1)
+    return torch.cat([inside[:, :2], outside, inside[:, 2:]], 1).to(DEVICE)
+
+
+@pytest.mark.parametrize("name", ["temperature", "capped"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tail_partials(name, dtype):
+    n, v, transform = 4, 230, PAIRS[name][0]
+    raw, columns = tile(n, v, dtype), columns_of(n, v)
+    columns[0, 0] = v // 3  # the peak itself
+    running = None
+    for start in (0, 100, 200):
+        running = triton_divergence.tail_partials(
+            raw[:, start : start + 100], columns - start, transform, running
+        )
+    exact = reference_divergence.tail_partials(raw.double(), columns, transform)
+    for name in ("peak", "rest"):
+        assert error(getattr(running, name), getattr(exact, name)) <= 2e-6, name
+    assert (running.target == -math.inf).all()
+
+
+def test_a_tile_with_nothing_but_stored_outcomes():
+    raw = tile(2, 3, torch.float32)
+    columns = torch.tensor([[2, 0, 1], [1, 2, 0]], device=DEVICE)
+    found = triton_divergence.tail_partials(raw, columns, Transform())
+    assert (found.peak == -math.inf).all() and (found.rest == -1).all()
+
+
+@pytest.mark.parametrize("which", [None, "", "tpeu"])
+@pytest.mark.parametrize("name", ["temperature", "capped"])
+def test_sparse_gradient(name, which):
+    n, v, transform = 4, 230, PAIRS[name][0]
+    raw, columns = tile(n, v, torch.float32), columns_of(n, v)
+    slopes, slope_tail = torch.randn(n, 6, device=DEVICE), torch.randn(n, device=DEVICE)
+    slopes[2], slope_tail[2] = math.nan, math.nan
+    weight = torch.tensor([0.3, -2.0, 0.0, 1.0], device=DEVICE)
+    exact = reference_divergence.tail_partials(raw.double(), columns, transform)
+    tail = Side(transform, narrow(finish(exact, 1, frozenset())[1]))
+    extra = torch.randn(n, v, device=DEVICE)
+    others = None if which is None else others_of(n, v, which, transform)
+    oracle = reference_divergence.sparse_gradient_(
+        raw.double().clone(),
+        columns,
+        in_double(tail),
+        slopes.double(),
+        slope_tail.double(),
+        weight.double(),
+        extra.double(),
+        None if others is None else others_in_double(others),
+    )
+    found = triton_divergence.sparse_gradient_(
+        raw, columns, tail, slopes, slope_tail, weight, extra, others
+    )
+    assert error(found, oracle) <= 3e-6
+
+
+# ---------------------------------------------------------------------- end to end
+
+T, V, H = 6, 97, 6
+FORMS = ("logits", "hidden", "topk")
+OPTIONS = {
+    "one_pass": {"chunk_tokens": 3},
+    "recompute": {"schedule": "recompute", "memory_budget": 1},
+    "static": {"static": True},
+}
+
+
+def run(form, kind, backend, dtype, options, temperature=1.0, mixed=True):
+    """The loss and the gradients of hidden and weight; values are those of `torch.float32`."""
+    hidden, weight, targets = trained_looking(T, H, V)
+    targets[4] = -100
+    states, other = torch.randn(T, 5), torch.randn(V, 5) * 1.5
+    hidden, weight, states, other = (t.to(DEVICE, dtype) for t in (hidden, weight, states, other))
+    logits = (states.float() @ other.float().t()).to(torch.bfloat16).to(dtype)
+    logits[:, 3] = -math.inf
+    fields = {"teacher_hidden": states} if form == "hidden" else {"teacher_logits": logits}
+    if form == "topk":
+        logps, ids = (logits.float() / temperature).log_softmax(-1).topk(5)
+        fields = {"teacher_topk_ids": ids, "teacher_topk_logps": logps.to(dtype)}
+    objective = hl.distillation(
+        divergence=kind,
+        beta=BETA,
+        temperature=temperature,
+        teacher_head=hl.Head(other, softcap=8.0) if form == "hidden" else None,
+    )
+    if mixed:
+        objective = 0.5 * objective + hl.cross_entropy() - 0.1 * hl.entropy()
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    head = hl.Head(weight, softcap=15.0, temperature=1.0)
+    batch = hl.Batch(targets.to(DEVICE), **fields)
+    out = hl.head_loss(hidden, head, batch, objective, hl.Options(backend=backend, **options))
+    return out.loss.detach(), *torch.autograd.grad(out.loss, leaves)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("schedule", OPTIONS)
+def test_head_loss(schedule, form, kind):
+    temperature = 1.0 if kind == "forward_kl" else 1.7
+    rest = (OPTIONS[schedule], temperature, kind != "js")
+    torch.manual_seed(1)
+    found = run(form, kind, "triton", torch.float32, *rest)
+    torch.manual_seed(1)
+    plain = run(form, kind, "reference", torch.float32, *rest)
+    torch.manual_seed(1)
+    exact = run(form, kind, "reference", torch.float64, *rest)
+    for mine, theirs, oracle in zip(found, plain, exact, strict=True):
+        assert within_budget(mine, oracle, theirs)
+
+
+def test_several_teachers_and_skipped_rows():
+    """Three divergences of two temperatures, and tokens that only some of them count."""
+    found = {}
+    for backend in ("triton", "reference"):
+        hidden, weight, targets = (t.to(DEVICE) for t in trained_looking(T, H, V))
+        generator = torch.Generator().manual_seed(3)
+        logits = torch.randn(T, V, generator=generator).to(DEVICE)
+        batch = hl.Batch(targets, teacher_logits=logits, kept=torch.arange(T, device=DEVICE) > 1)
+        terms = [
+            hl.distillation(divergence=kind, temperature=t).where("kept")
+            for kind, t in zip(KINDS, (1, 2, 0.7), strict=True)
+        ]
+        leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+        out = hl.head_loss(hidden, hl.Head(weight), batch, sum(terms), hl.Options(backend=backend))
+        found[backend] = (out.loss.detach(), *torch.autograd.grad(out.loss, leaves))
+    for mine, theirs in zip(*found.values(), strict=True):
+        assert error(mine, theirs.double()) <= 2e-6
+
+
+def test_a_chunks_teacher_logits_are_made_once(monkeypatch):
+    """Also where some rows carry no gradient."""
+    hidden, weight, targets = (t.to(DEVICE) for t in trained_looking(T, H, V))
+    made = []
+    product = products.logits
+
+    def counted(features, weight, out=None):
+        made.append(len(features))
+        return product(features, weight, out)
+
+    monkeypatch.setattr(products, "logits", counted)
+    batch = hl.Batch(
+        targets,
+        teacher_hidden=torch.randn(T, 4).to(DEVICE),
+        kept=torch.arange(T, device=DEVICE) % 2 > 0,
+    )
+    term = hl.distillation(teacher_head=hl.Head(torch.randn(V, 4).to(DEVICE))).where("kept")
+    options = hl.Options(backend="triton", chunk_tokens=2)
+    hl.head_loss(hidden.requires_grad_(), hl.Head(weight), batch, term, options).loss.backward()
+    assert made == [2] * 6  # student and teacher, three chunks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_given_teacher_logits_are_read_where_they_are(dtype, monkeypatch):
+    seen = []
+    acts = ("divergence", "divergence_gradient_")
+    for act in (getattr(triton_divergence, name) for name in acts):
+
+        def noted(raw, raw_teacher, *rest, act=act):
+            seen.append(raw_teacher)
+            return act(raw, raw_teacher, *rest)
+
+        monkeypatch.setattr(triton_divergence, act.__name__, noted)
+    hidden, weight, targets = (t.to(DEVICE) for t in trained_looking(T, H, V))
+    logits = torch.randn(T, V).to(DEVICE, dtype)
+    batch, options = hl.Batch(targets, teacher_logits=logits), hl.Options(backend="triton")
+    hidden.requires_grad_()
+    hl.head_loss(hidden, hl.Head(weight), batch, hl.distillation(), options).loss.backward()
+    assert [t.data_ptr() for t in seen] == [logits.data_ptr()] * 2
+    assert all(t.dtype == dtype for t in seen)
+
+
+def test_readable():
+    """Transposed tiles and float64 ones are copied, others are not."""
+    plain = torch.randn(5, 7, device=DEVICE)
+    assert (
+        triton_divergence.readable(plain[:, 1:], torch.float32).data_ptr()
+        == plain[0, 1:].data_ptr()
+    )
+    transposed = triton_divergence.readable(plain.t(), torch.float32)
+    assert transposed.stride(1) == 1 and torch.equal(transposed, plain.t())
+    assert triton_divergence.readable(plain.double(), torch.float32).dtype == torch.float32
