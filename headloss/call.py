@@ -28,7 +28,7 @@ from .kernels.transform import Transform
 from .logits import GivenLogits, LinearLogits
 from .losses.distillation import Teacher
 from .losses.term import Objective, Reads, Term
-from .objective import Bound, bind, check_weights, reads
+from .objective import Bound, bind, check_weights, reads, slopes_are_constant
 from .options import Options
 from .parallel import Alone
 from .plan import Problem, make_plan
@@ -38,6 +38,7 @@ from .schedules import Call
 from .shards import (
     Place,
     given_facts,
+    has_unit_stride,
     join,
     linear_facts,
     local_head,
@@ -126,11 +127,18 @@ def given_call(
             on_gpu=logits.is_cuda,
             given=True,
             inplace=over,
+            rows=_in_rows(logits, found, options),
         )
         dtype, device = logits.dtype, logits.device
         return _prepared(found, batch, options, problem, transform, dtype, device, place), found
 
     return _bound(*over_segments(batch, options, prepare), batch, logits.dtype, scaled=False)
+
+
+def _in_rows(logits: Tensor, objective: Objective, options: Options) -> bool:
+    """Whether a kernel serves the logits where they lie: with unit stride along the vocabulary."""
+    backend = kernels.choose(options.backend, logits.device, logits.dtype)
+    return backend == "triton" and has_unit_stride(logits) and not teachers_of(objective)
 
 
 def _linear_problem(
@@ -229,6 +237,11 @@ def _prepared(
         ),
         inplace=problem.inplace,
         gradient_dtype=dtype if dtype.itemsize == 2 and not problem.given else None,
+        known_slopes=lambda: (
+            place.group is None
+            and batch.segments.group is None
+            and slopes_are_constant(objective, packed.batch, wide)
+        ),
     )
 
 

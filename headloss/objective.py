@@ -17,6 +17,7 @@ from .batch import MissingField, PackedBatch
 from .losses.term import Objective, Reads, Term, trace
 from .reduction import Totals
 from .segments import Segments
+from .slopes import constant
 from .stats import DIFFERENTIABLE, Coefficients, Statistics, pull_back
 
 
@@ -250,6 +251,7 @@ def sample_statistics(dtype: torch.dtype, device: torch.device, teachers: list) 
 
 
 _TRACES: WeakKeyDictionary[Term, dict[object, Reads]] = WeakKeyDictionary()
+_CONSTANT: WeakKeyDictionary[Term, dict[object, bool]] = WeakKeyDictionary()
 
 
 def reads(
@@ -259,11 +261,7 @@ def reads(
 
     A term is tried once for each set of fields that it meets.
     """
-    fields = {**batch.fields, **batch.wide}
-    kinds = frozenset(
-        (name, value.dtype if isinstance(value, Tensor) else None) for name, value in fields.items()
-    )
-    key = (kinds, dtype, batch.targets.device, observe)
+    key = (_kinds(batch, dtype), observe)
     found = {}
     for name, _, term in objective.named():
         known = _TRACES.setdefault(term, {})
@@ -271,6 +269,30 @@ def reads(
             known[key] = _try(name, term, batch, dtype, observe)
         found[name] = known[key]
     return found
+
+
+def slopes_are_constant(objective: Objective, batch: PackedBatch, dtype: torch.dtype) -> bool:
+    """Whether the objective's gradient is known before the statistics are (`slopes`)."""
+    key = _kinds(batch, dtype)
+    for _, _, term in objective.named():
+        known = _CONSTANT.setdefault(term, {})
+        if key not in known:
+            sample = sample_batch(batch, term)
+            with torch.inference_mode(False):
+                stats = sample_statistics(dtype, batch.targets.device, [])
+                known[key] = term.teacher is None and constant(term, stats, sample)
+        if not known[key]:
+            return False
+    return True
+
+
+def _kinds(batch: PackedBatch, dtype: torch.dtype) -> object:
+    """What decides which way a term goes: the fields that there are."""
+    fields = {**batch.fields, **batch.wide}
+    kinds = frozenset(
+        (name, value.dtype if isinstance(value, Tensor) else None) for name, value in fields.items()
+    )
+    return kinds, dtype, batch.targets.device
 
 
 def _try(name: str, term: Term, batch: PackedBatch, dtype: torch.dtype, observe: bool) -> Reads:

@@ -1,9 +1,10 @@
-"""The Triton backend: the two acts of reference.py, and the product that holds softmax terms, which
-only it has. float64 is left to the reference."""
+"""The Triton backend: the two acts of reference.py, both of them on given logits in one launch, and
+the product that holds softmax terms; the last two only it has. float64 is left to the reference."""
 
 from __future__ import annotations
 
 from .triton_cast import scaled, scaled_rows
+from .triton_given import Rows, given_rows, scale_rows_
 from .triton_gradient import dense_rows, logit_gradient_, narrowed
 from .triton_held import held_gradient_, held_multiple_, is_multiple, move_rows_
 from .triton_partials import partials
@@ -11,8 +12,10 @@ from .triton_product import Held, can_fuse, product_partials
 
 __all__ = [
     "Held",
+    "Rows",
     "can_fuse",
     "dense_rows",
+    "given_rows",
     "held_gradient_",
     "held_multiple_",
     "is_multiple",
@@ -21,6 +24,7 @@ __all__ = [
     "narrowed",
     "partials",
     "product_partials",
+    "scale_rows_",
     "scaled",
     "scaled_rows",
 ]

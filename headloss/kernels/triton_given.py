@@ -1,0 +1,477 @@
+"""Both acts in Triton on logits that exist already, where they lie and in their own dtype.
+
+T rows of the packed batch, v columns of the vocabulary starting at `first`, z = transform(raw). Row t
+begins `offsets[t]` elements behind the first logit, so that padded, shifted and packed layouts need
+no copy; rows that are not named are never read.
+
+A program walks along a row once for its statistics and, where the coefficients are there, a second
+time for its gradient. In one launch the second walk starts with the columns that were read last:
+together the rows at work fit into the L2 cache, and DRAM sees one read and one write.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..stats import Coefficients, Normalizer, Partials
+from .transform import Transform
+from .triton_partials import FLOOR, check_tile, multipliers, on_device, row_multiplier, tanh
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no difference of peaks is NaN
+
+
+class Shape(NamedTuple):
+    """How a launch is cut: the numbers to tune on a device (benchmarks/given_rows.py)."""
+
+    warps: int  # of a program
+    stages: int  # loads in flight of the first walk, in steps; 1: as the hardware sees fit
+    kept: bool  # ask the L2 to keep what the second walk reads
+    resident: int  # bytes of rows at work at once in one launch of both walks
+
+
+# By columns: the first row that is wide enough.
+SHAPES = {
+    98304: Shape(warps=16, stages=1, kept=True, resident=36 << 20),
+    16384: Shape(warps=8, stages=1, kept=True, resident=36 << 20),
+    0: Shape(warps=4, stages=1, kept=True, resident=36 << 20),
+}
+VECTOR = 16  # bytes that a thread loads at once
+PROGRAMS = 8  # of a multiprocessor, at most, where programs walk along several rows
+
+
+# ---------------------------------------------------------------------- the two walks
+
+
+@triton.jit
+def logits_of(raw, inside, inner, outer, SOFTCAP: tl.constexpr, SCALED: tl.constexpr):
+    """z, and -inf outside of the row (where `raw` is that already)."""
+    z = raw.to(tl.float32)
+    if SOFTCAP:
+        z = tanh(z * inner)
+    if SOFTCAP or SCALED:
+        z = tl.where(inside, z * outer, float("-inf"))
+    return z
+
+
+@triton.jit
+def add_term(z, peak, rest, spread, ENTROPY: tl.constexpr):
+    """Add e = exp(z - peak) to `rest`, and e (z - peak) to `spread`. A NaN stays one."""
+    shift = z - peak
+    if ENTROPY:
+        shift = tl.maximum(shift, FLOOR, propagate_nan=tl.PropagateNan.ALL)
+    e = tl.exp2(shift * LOG2E)
+    rest += e
+    if ENTROPY:
+        spread += e * shift
+    return rest, spread
+
+
+@triton.jit
+def smaller(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def join_lanes(peak, rest, spread, ENTROPY: tl.constexpr):
+    """(peak, rest, spread) of a row from those of its lanes."""
+    top = tl.max(peak, 0)
+    shift = tl.maximum(peak - top, FLOOR)
+    scale = tl.exp2(shift * LOG2E)
+    # The largest term is left out, once: its equals in other lanes, if any, count one each.
+    at_top = peak == top
+    others = tl.sum(rest * scale + tl.where(at_top, 0.0, scale), 0)
+    row_rest = others + (tl.sum(at_top.to(tl.float32), 0) - 1)
+    row_spread = 0.0
+    if ENTROPY:
+        row_spread = tl.sum(scale * (spread + (rest + 1) * shift), 0)
+    empty = top == LOWEST
+    row_rest = tl.where(empty, -1.0, row_rest)
+    return tl.where(empty, float("-inf"), top), row_rest, row_spread
+
+
+@triton.jit
+def row_partials(
+    x,
+    length,
+    inner,
+    outer,
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    KEPT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    MEAN: tl.constexpr,
+):
+    """Partial statistics of a row. Each of WIDTH lanes has its own until the end of the row, so
+    that nothing is exchanged along the way.
+
+    A lane keeps its largest logit apart: of two values the larger goes on, the smaller is summed.
+    """
+    peak = tl.full((WIDTH,), LOWEST, tl.float32)
+    rest = tl.zeros((WIDTH,), tl.float32)
+    spread = tl.zeros((WIDTH,), tl.float32)
+    total = tl.zeros((WIDTH,), tl.float32)
+    hint: tl.constexpr = "evict_last" if KEPT else ""
+    for start in tl.range(0, length, 4 * WIDTH, num_stages=STAGES):
+        at = start + tl.arange(0, WIDTH)
+        in_a, in_b = at < length, at + WIDTH < length
+        in_c, in_d = at + 2 * WIDTH < length, at + 3 * WIDTH < length
+        none = float("-inf")
+        a = tl.load(x + at, mask=in_a, other=none, eviction_policy=hint)
+        b = tl.load(x + at + WIDTH, mask=in_b, other=none, eviction_policy=hint)
+        c = tl.load(x + at + 2 * WIDTH, mask=in_c, other=none, eviction_policy=hint)
+        d = tl.load(x + at + 3 * WIDTH, mask=in_d, other=none, eviction_policy=hint)
+        a = logits_of(a, in_a, inner, outer, SOFTCAP, SCALED)
+        b = logits_of(b, in_b, inner, outer, SOFTCAP, SCALED)
+        c = logits_of(c, in_c, inner, outer, SOFTCAP, SCALED)
+        d = logits_of(d, in_d, inner, outer, SOFTCAP, SCALED)
+        if MEAN:
+            total += tl.where(in_a, a, 0.0) + tl.where(in_b, b, 0.0)
+            total += tl.where(in_c, c, 0.0) + tl.where(in_d, d, 0.0)
+        ab, cd = tl.maximum(a, b), tl.maximum(c, d)
+        four = tl.maximum(ab, cd)
+        new = tl.maximum(peak, four)
+        shift = tl.maximum(peak - new, FLOOR)
+        scale = tl.exp2(shift * LOG2E)
+        if ENTROPY:
+            spread = (spread + rest * shift) * scale
+        rest *= scale
+        rest, spread = add_term(smaller(a, b), new, rest, spread, ENTROPY)
+        rest, spread = add_term(smaller(c, d), new, rest, spread, ENTROPY)
+        rest, spread = add_term(smaller(ab, cd), new, rest, spread, ENTROPY)
+        rest, spread = add_term(smaller(peak, four), new, rest, spread, ENTROPY)
+        peak = new
+    row_peak, row_rest, row_spread = join_lanes(peak, rest, spread, ENTROPY)
+    return row_peak, row_rest, row_spread, tl.sum(total, 0)
+
+
+@triton.jit
+def logit_gradient(
+    raw,
+    inside,
+    inner,
+    outer,
+    peak,
+    log_sum,
+    at_prob,  # the three: times dz/draw without the soft cap
+    at_entropy,
+    at_uniform,
+    SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    UNIFORM: tl.constexpr,
+):
+    """dL/draw of some logits of a row, but for the target's own term; and d(soft cap)."""
+    z = logits_of(raw, inside, inner, outer, SOFTCAP, SCALED)
+    if ENTROPY:
+        log_p = tl.maximum((z - peak) - log_sum, FLOOR, propagate_nan=tl.PropagateNan.ALL)
+        g = tl.exp2(log_p * LOG2E) * (at_prob + at_entropy * log_p)
+    else:
+        g = tl.exp2((z - peak) * LOG2E - log_sum * LOG2E) * at_prob
+    if UNIFORM:
+        g += at_uniform
+    bend = 1.0
+    if SOFTCAP:
+        capped = tanh(raw.to(tl.float32) * inner)
+        bend = 1 - capped * capped
+        g *= bend
+    return g, bend
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x): the rounding of 1 + x is divided out."""
+    u = 1 + x
+    return tl.where(u == 1, x, tl.log(u) * (x / tl.where(u == 1, 1.0, u - 1)))
+
+
+@triton.jit
+def coefficient(pointer, row, PRESENT: tl.constexpr):
+    value = 0.0
+    if PRESENT:
+        value = tl.load(pointer + row).to(tl.float32)
+    return value
+
+
+# ---------------------------------------------------------------------- the kernel
+
+
+@triton.jit(do_not_specialize=["first", "count"])
+def given_kernel(
+    raw,
+    out,
+    offsets,  # [T] of rows in `raw`
+    out_offsets,  # [T] of rows in `out`
+    live,  # [T] bool: other rows are not read, and their gradient is 0
+    targets,  # [T]
+    first,
+    count,  # T
+    v,
+    inner,
+    outer,
+    scale,
+    temperature,  # [T], as all below
+    peaks,
+    rests,
+    target_logits,
+    spreads,
+    totals,
+    log_sums,  # in place of rests, without STATISTICS
+    c_target,
+    c_prob,  # with STATISTICS: at an entropy of 0
+    c_entropy,
+    c_uniform,
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    KEPT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    LIVE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    ROW_TEMPERATURE: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    MEAN: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    TARGET: tl.constexpr,
+    PROB: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    UNIFORM: tl.constexpr,
+):
+    for row in range(tl.program_id(0), count, tl.num_programs(0)):
+        x = raw + tl.multiple_of(tl.load(offsets + row), ALIGNED)
+        times = row_multiplier(outer, temperature, row, ROW_TEMPERATURE)
+        length = v
+        if LIVE:
+            length = tl.where(tl.load(live + row), v, 0)
+        column = tl.load(targets + row) - first
+        mine = (column >= 0) & (column < length)
+        target = tl.load(x + column, mask=mine, other=float("-inf"))
+
+        if STATISTICS:
+            peak, rest, spread, total = row_partials(
+                x, length, inner, times, WIDTH, STAGES, KEPT, SOFTCAP, SCALED, SPREAD, MEAN
+            )
+            target_logit = logits_of(target, mine, inner, times, SOFTCAP, SCALED)
+            if LIVE:  # numbers that no objective stumbles over
+                peak = tl.where(length > 0, peak, 0.0)
+                rest = tl.where(length > 0, rest, 0.0)
+                target_logit = tl.where(length > 0, target_logit, 0.0)
+            tl.store(peaks + row, peak)
+            tl.store(rests + row, rest)
+            tl.store(target_logits + row, target_logit)
+            if SPREAD:
+                tl.store(spreads + row, spread)
+            if MEAN:
+                tl.store(totals + row, total)
+            log_sum = log1p(rest)
+        else:
+            peak = tl.load(peaks + row)
+            log_sum = tl.load(log_sums + row)
+
+        if GRADIENT:
+            at_prob = coefficient(c_prob, row, PROB)
+            at_entropy = coefficient(c_entropy, row, ENTROPY)
+            if STATISTICS and ENTROPY:
+                at_prob += at_entropy * (log_sum - spread / (1 + rest))
+            factor = row_multiplier(scale, temperature, row, ROW_TEMPERATURE)
+            at_prob *= factor
+            at_entropy *= factor
+            at_uniform = coefficient(c_uniform, row, UNIFORM) * factor
+            y = out + tl.multiple_of(tl.load(out_offsets + row), ALIGNED)
+            again: tl.constexpr = "evict_first" if KEPT else ""
+            steps = tl.cdiv(v, 4 * WIDTH)
+            for step in range(0, steps):
+                at = (steps - 1 - step) * (4 * WIDTH) + tl.arange(0, 4 * WIDTH)
+                inside = at < length
+                value = tl.load(x + at, mask=inside, other=float("-inf"), eviction_policy=again)
+                g, _ = logit_gradient(
+                    value,
+                    inside,
+                    inner,
+                    times,
+                    peak,
+                    log_sum,
+                    at_prob,
+                    at_entropy,
+                    at_uniform,
+                    SOFTCAP,
+                    SCALED,
+                    ENTROPY,
+                    UNIFORM,
+                )
+                g = g.to(y.dtype.element_ty)
+                tl.store(y + at, g, mask=at < v, eviction_policy=again)
+            if TARGET:
+                g, bend = logit_gradient(
+                    target,
+                    mine,
+                    inner,
+                    times,
+                    peak,
+                    log_sum,
+                    at_prob,
+                    at_entropy,
+                    at_uniform,
+                    SOFTCAP,
+                    SCALED,
+                    ENTROPY,
+                    UNIFORM,
+                )
+                g += tl.load(c_target + row).to(tl.float32) * factor * bend
+                tl.debug_barrier()  # another thread wrote this element without its own term
+                tl.store(y + column, g.to(y.dtype.element_ty), mask=mine)
+
+
+class Rows(NamedTuple):
+    """The packed tokens' rows in a tensor of any layout with unit stride along the vocabulary."""
+
+    tensor: Tensor  # [.., V]
+    offsets: Tensor  # [T] int64, elements from the first
+    aligned: bool  # every offset is a multiple of 16
+
+
+def given_rows(
+    logits: Rows,
+    out: Rows | None,  # of the logits' dtype; may be the logits. None: no gradient
+    live: Tensor | None,  # [T] bool
+    targets: Tensor,  # [T]
+    first: int,
+    transform: Transform,
+    needs: frozenset[str] | None,  # statistics; None: not taken, `normalizer` has them
+    coefficients: Coefficients | None,  # [T]; with `needs`: at an entropy of 0
+    normalizer: Normalizer | None = None,  # [T]
+    shape: Shape | None = None,
+) -> Partials | None:
+    """Partial statistics of each row, its gradient, or both in one launch, in that order."""
+    x = logits.tensor
+    v, count = x.shape[-1], len(targets)
+    partials = None if needs is None else _empty_partials(x, count, needs)
+    if count == 0:
+        return partials
+    some = partials if partials is not None else normalizer
+    assert some is not None
+    peak = some.peak
+    inner, outer, temperature = multipliers(transform, peak)
+    by_row = isinstance(transform.temperature, Tensor)
+    both = partials is not None and out is not None
+    shape = shape or next(s for width, s in SHAPES.items() if v >= width)
+    c = coefficients or Coefficients()
+    with on_device(x):
+        given_kernel[(_programs(x, count, shape) if both else count,)](
+            x,
+            x if out is None else out.tensor,
+            logits.offsets,
+            logits.offsets if out is None else out.offsets,
+            targets if live is None else live,
+            targets,
+            first,
+            count,
+            v,
+            inner,
+            outer,
+            transform.scale if by_row else transform.scale / transform.temperature,
+            temperature,
+            peak,
+            *_partial_vectors(partials, peak),
+            peak if normalizer is None else normalizer.log_sum,
+            *(peak if t is None else t for t in (c.target, c.prob, c.entropy, c.uniform)),
+            WIDTH=lane_count(v, x.element_size(), shape.warps),
+            STAGES=shape.stages,
+            KEPT=both and shape.kept,
+            ALIGNED=16 if logits.aligned and (out is None or out.aligned) else 1,
+            LIVE=live is not None,
+            SOFTCAP=transform.softcap is not None,
+            SCALED=by_row or outer != 1,
+            ROW_TEMPERATURE=by_row,
+            STATISTICS=partials is not None,
+            SPREAD=partials is not None and partials.spread is not None,
+            MEAN=partials is not None and partials.total is not None,
+            GRADIENT=out is not None,
+            TARGET=c.target is not None,
+            PROB=c.prob is not None,
+            ENTROPY=c.entropy is not None,
+            UNIFORM=c.uniform is not None,
+            num_warps=shape.warps,
+        )
+    return partials
+
+
+def check_rows(name: str, tensor: Tensor) -> None:
+    """TypeError or ValueError for what the kernel cannot serve."""
+    check_tile(name, tensor.reshape(-1, tensor.shape[-1])[:0] if tensor.numel() else tensor)
+
+
+def _empty_partials(x: Tensor, count: int, needs: frozenset[str]) -> Partials:
+    names = ["peak", "rest", "target"]
+    names += ["spread"] * ("entropy" in needs) + ["total"] * ("mean_logit" in needs)
+    found = x.new_empty(len(names), count, dtype=torch.float32)
+    return Partials(**dict(zip(names, found, strict=True)))
+
+
+def _partial_vectors(partials: Partials | None, unused: Tensor) -> list[Tensor]:
+    if partials is None:
+        return [unused] * 4
+    found = (partials.rest, partials.target, partials.spread, partials.total)
+    return [unused if t is None else t for t in found]
+
+
+def lane_count(v: int, element_size: int, warps: int) -> int:
+    """Lanes of a program: one load of VECTOR bytes per thread, less where a row is short."""
+    return min(32 * warps * VECTOR // element_size, max(16, triton.next_power_of_2(v) // 4))
+
+
+def _programs(x: Tensor, count: int, shape: Shape) -> int:
+    """As many programs as have their rows in the L2 together, and the same on all processors."""
+    processors = _processors(x.device)
+    each = shape.resident // (processors * x.shape[-1] * x.element_size())
+    return min(count, processors * max(1, min(PROGRAMS, each)))
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2  # of the interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# ---------------------------------------------------------------------- the upstream gradient
+
+
+@triton.jit(do_not_specialize=["count"])
+def scale_kernel(x, offsets, factor, count, v, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    times = tl.load(factor)
+    if times != 1:
+        for row in range(tl.program_id(0), count, tl.num_programs(0)):
+            y = x + tl.multiple_of(tl.load(offsets + row), ALIGNED)
+            for start in range(0, v, BLOCK):
+                at = start + tl.arange(0, BLOCK)
+                value = tl.load(y + at, mask=at < v, other=0.0).to(tl.float32) * times
+                tl.store(y + at, value.to(x.dtype.element_ty), mask=at < v)
+
+
+def scale_rows_(rows: Rows, factor: Tensor) -> None:
+    """rows *= factor [], in float32 and rounded once; where it is 1, which the device alone knows,
+    nothing is read."""
+    x, count = rows.tensor, len(rows.offsets)
+    if count == 0:
+        return
+    with on_device(x):
+        scale_kernel[(min(count, PROGRAMS * _processors(x.device)),)](
+            x,
+            rows.offsets,
+            factor.float(),
+            count,
+            x.shape[-1],
+            ALIGNED=16 if rows.aligned else 1,
+            BLOCK=min(4096, triton.next_power_of_2(x.shape[-1])),
+            num_warps=8,
+        )
