@@ -28,7 +28,7 @@ from .kernels.transform import Transform
 from .logits import GivenLogits, LinearLogits
 from .losses.distillation import Teacher
 from .losses.term import Objective, Reads, Term
-from .objective import Bound, bind, check_weights, reads, slopes_are_constant
+from .objective import Bound, bind, check_weights, is_known, reads
 from .options import Options
 from .parallel import Alone
 from .plan import Problem, make_plan
@@ -240,7 +240,7 @@ def _prepared(
         known_slopes=lambda: (
             place.group is None
             and batch.segments.group is None
-            and slopes_are_constant(objective, packed.batch, wide)
+            and is_known(objective, packed.batch, wide)
         ),
     )
 

@@ -39,6 +39,7 @@ class Walk:
         self,
         out=None,
         gradient: Gradient | None = None,  # with statistics: at an entropy of 0
+        slopes: Tensor | None = None,  # [P, 5, T] in closed form
         normalizer: Normalizer | None = None,  # in place of statistics
     ) -> Partials | None:
         call, batch = self.call, self.call.packed.batch
@@ -51,6 +52,7 @@ class Walk:
             call.transform,
             call.needs if normalizer is None else None,
             None if gradient is None else gradient.coefficients,
+            slopes,
             normalizer,
         )
 
@@ -65,16 +67,16 @@ def one_pass(call: Call, source: GivenLogits) -> tuple[Outcome, PullBack]:
     """Statistics and the gradient for an upstream gradient of 1."""
     walk, batch = Walk(call, source), call.packed.batch
     if call.known_slopes():
-        zero = torch.zeros(len(batch), dtype=source.dtype, device=batch.targets.device)
-        gradient = call.pull_back(Statistics(**dict.fromkeys(call.needs, zero)), batch, ALL)
+        declared = call.options.upstream
+        known = call.bound.beforehand(batch, call.needs, 1.0 if declared is None else declared)
         out = walk.destination()
-        stats, _ = walk.finish(walk.run(out, gradient))
+        stats, _ = walk.finish(walk.run(out, *known))
         values = call.bound.gradient(stats, batch, ALL, needed=False).values
     else:
         stats, normalizer = walk.finish(walk.run())
         gradient = call.pull_back(stats, batch, ALL)
         values, out = gradient.values, walk.destination()
-        walk.run(out, gradient, normalizer)
+        walk.run(out, gradient, normalizer=normalizer)
 
     def pull(upstream: Tensor, _) -> Gradients:
         factor = call.owed(upstream)
@@ -96,7 +98,7 @@ def recompute(call: Call, source: GivenLogits) -> tuple[Outcome, PullBack]:
         owed = gradient if factor is None else gradient.map(lambda t: t * factor.to(t.dtype))
         again = Walk(call, saved)
         out = again.destination()
-        again.run(out, owed, normalizer)
+        again.run(out, owed, normalizer=normalizer)
         return [out.tensor]
 
     return Outcome(stats, gradient.values), pull

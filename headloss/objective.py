@@ -18,7 +18,7 @@ from .losses.term import Objective, Reads, Term, trace
 from .reduction import Totals
 from .segments import Segments
 from .slopes import constant
-from .stats import DIFFERENTIABLE, Coefficients, Statistics, pull_back
+from .stats import DIFFERENTIABLE, Coefficients, Slope, Statistics, pull_back
 
 
 class Part(NamedTuple):
@@ -90,6 +90,34 @@ class Bound:
         divergences = {key: found.pop(key) for key in leaves.divergences if key in found}
         coefficients = pull_back(found, stats, self.vocabulary)  # type: ignore[arg-type]
         return Gradient(coefficients, divergences, values)
+
+    def beforehand(
+        self, batch: PackedBatch, needs: frozenset[str], factor: float = 1.0
+    ) -> tuple[Gradient, Tensor | None]:
+        """What `gradient` is going to be, times `factor`: coefficients at an entropy of 0, and
+        slopes [P, 5, T] in closed form. Every term must be one that `is_known`."""
+        closed = [part for part in self.parts if has_slopes(part.term)]
+        others = tuple(part for part in self.parts if not has_slopes(part.term))
+        dtype = self.parts[0].weights.dtype
+        zero = torch.zeros(len(batch), dtype=dtype, device=batch.targets.device)
+        stats = Statistics(**dict.fromkeys(needs, zero))
+        found = replace(self, parts=others).gradient(stats, batch, slice(None))
+        slopes = [
+            torch.stack([torch.as_tensor(x, dtype=dtype, device=zero.device) + zero for x in slope])
+            for part in closed
+            for slope in self._slopes(part, batch, factor)
+        ]
+        return found.map(lambda t: t * factor), torch.stack(slopes) if slopes else None
+
+    def _slopes(self, part: Part, batch: PackedBatch, factor: float) -> list[Slope]:
+        view = batch if part.kept is None else _without_poison(batch, part.kept)
+        assert part.term.slopes is not None
+        times = part.coefficient * factor * part.weights
+        if batch.live is not None:
+            times = torch.where(batch.live, times, 0)
+        for field in part.term.weight_fields:
+            times = times * getattr(view, field)
+        return [slope._replace(rate=slope.rate * times) for slope in part.term.slopes(view)]
 
     def scaled(self) -> Bound:
         """The same, with coefficients near 1 whatever the weights are: what is a few bits above
@@ -271,19 +299,27 @@ def reads(
     return found
 
 
-def slopes_are_constant(objective: Objective, batch: PackedBatch, dtype: torch.dtype) -> bool:
-    """Whether the objective's gradient is known before the statistics are (`slopes`)."""
-    key = _kinds(batch, dtype)
-    for _, _, term in objective.named():
-        known = _CONSTANT.setdefault(term, {})
-        if key not in known:
-            sample = sample_batch(batch, term)
-            with torch.inference_mode(False):
-                stats = sample_statistics(dtype, batch.targets.device, [])
-                known[key] = term.teacher is None and constant(term, stats, sample)
-        if not known[key]:
-            return False
-    return True
+def is_known(objective: Objective, batch: PackedBatch, dtype: torch.dtype) -> bool:
+    """Whether the objective's gradient can be had before the statistics (`Bound.beforehand`)."""
+    return all(
+        has_slopes(term) or _is_constant(term, batch, dtype) for _, _, term in objective.named()
+    )
+
+
+def has_slopes(term: Term) -> bool:
+    """Whether a term's own closed form holds: a modifier may depend on statistics."""
+    return term.slopes is not None and not term.modifiers
+
+
+def _is_constant(term: Term, batch: PackedBatch, dtype: torch.dtype) -> bool:
+    """Tried once for each set of fields."""
+    known, key = _CONSTANT.setdefault(term, {}), _kinds(batch, dtype)
+    if key not in known:
+        sample = sample_batch(batch, term)
+        with torch.inference_mode(False):
+            stats = sample_statistics(dtype, batch.targets.device, [])
+            known[key] = term.teacher is None and constant(term, stats, sample)
+    return known[key]
 
 
 def _kinds(batch: PackedBatch, dtype: torch.dtype) -> object:

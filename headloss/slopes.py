@@ -1,10 +1,9 @@
 """Whether the gradient of a term is known before the statistics are.
 
-The slope of cross-entropy or of an entropy bonus is the same whatever the statistics hold; that of a
-clipped surrogate is not. A kernel can finish a row in one launch only with slopes of the first kind.
-They are told apart by following what the statistics touch through the term and its gradient: every
-result of an operation that reads them is marked, comparisons and detached values included. What
-cannot be followed counts as marked.
+The slope of cross-entropy or of an entropy bonus is the same whatever the statistics hold; that of
+a clipped surrogate is not. They are told apart by following what the statistics touch through the
+term and its gradient: every result of an operation that reads them is marked, comparisons and
+detached values included. What cannot be followed counts as marked.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Both acts in Triton on logits that exist already, where they lie and in their own dtype.
 
-T rows of the packed batch, v columns of the vocabulary starting at `first`, z = transform(raw). Row t
-begins `offsets[t]` elements behind the first logit, so that padded, shifted and packed layouts need
-no copy; rows that are not named are never read.
+T rows of the packed batch, v columns of the vocabulary starting at `first`, z = transform(raw). Row
+t begins `offsets[t]` elements behind the first logit, so that padded, shifted and packed layouts
+need no copy; rows that are not named are never read.
 
 A program walks along a row once for its statistics and, where the coefficients are there, a second
 time for its gradient. In one launch the second walk starts with the columns that were read last:
@@ -21,10 +21,15 @@ from torch import Tensor
 
 from ..stats import Coefficients, Normalizer, Partials
 from .transform import Transform
-from .triton_partials import FLOOR, check_tile, multipliers, on_device, row_multiplier, tanh
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no difference of peaks is NaN
+from .triton_partials import multipliers, on_device, row_multiplier
+from .triton_walk import (
+    closed_slope,
+    coefficient,
+    log1p,
+    logit_gradient,
+    logits_of,
+    row_partials,
+)
 
 
 class Shape(NamedTuple):
@@ -44,161 +49,6 @@ SHAPES = {
 }
 VECTOR = 16  # bytes that a thread loads at once
 PROGRAMS = 8  # of a multiprocessor, at most, where programs walk along several rows
-
-
-# ---------------------------------------------------------------------- the two walks
-
-
-@triton.jit
-def logits_of(raw, inside, inner, outer, SOFTCAP: tl.constexpr, SCALED: tl.constexpr):
-    """z, and -inf outside of the row (where `raw` is that already)."""
-    z = raw.to(tl.float32)
-    if SOFTCAP:
-        z = tanh(z * inner)
-    if SOFTCAP or SCALED:
-        z = tl.where(inside, z * outer, float("-inf"))
-    return z
-
-
-@triton.jit
-def add_term(z, peak, rest, spread, ENTROPY: tl.constexpr):
-    """Add e = exp(z - peak) to `rest`, and e (z - peak) to `spread`. A NaN stays one."""
-    shift = z - peak
-    if ENTROPY:
-        shift = tl.maximum(shift, FLOOR, propagate_nan=tl.PropagateNan.ALL)
-    e = tl.exp2(shift * LOG2E)
-    rest += e
-    if ENTROPY:
-        spread += e * shift
-    return rest, spread
-
-
-@triton.jit
-def smaller(a, b):
-    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def join_lanes(peak, rest, spread, ENTROPY: tl.constexpr):
-    """(peak, rest, spread) of a row from those of its lanes."""
-    top = tl.max(peak, 0)
-    shift = tl.maximum(peak - top, FLOOR)
-    scale = tl.exp2(shift * LOG2E)
-    # The largest term is left out, once: its equals in other lanes, if any, count one each.
-    at_top = peak == top
-    others = tl.sum(rest * scale + tl.where(at_top, 0.0, scale), 0)
-    row_rest = others + (tl.sum(at_top.to(tl.float32), 0) - 1)
-    row_spread = 0.0
-    if ENTROPY:
-        row_spread = tl.sum(scale * (spread + (rest + 1) * shift), 0)
-    empty = top == LOWEST
-    row_rest = tl.where(empty, -1.0, row_rest)
-    return tl.where(empty, float("-inf"), top), row_rest, row_spread
-
-
-@triton.jit
-def row_partials(
-    x,
-    length,
-    inner,
-    outer,
-    WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    KEPT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SCALED: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    MEAN: tl.constexpr,
-):
-    """Partial statistics of a row. Each of WIDTH lanes has its own until the end of the row, so
-    that nothing is exchanged along the way.
-
-    A lane keeps its largest logit apart: of two values the larger goes on, the smaller is summed.
-    """
-    peak = tl.full((WIDTH,), LOWEST, tl.float32)
-    rest = tl.zeros((WIDTH,), tl.float32)
-    spread = tl.zeros((WIDTH,), tl.float32)
-    total = tl.zeros((WIDTH,), tl.float32)
-    hint: tl.constexpr = "evict_last" if KEPT else ""
-    for start in tl.range(0, length, 4 * WIDTH, num_stages=STAGES):
-        at = start + tl.arange(0, WIDTH)
-        in_a, in_b = at < length, at + WIDTH < length
-        in_c, in_d = at + 2 * WIDTH < length, at + 3 * WIDTH < length
-        none = float("-inf")
-        a = tl.load(x + at, mask=in_a, other=none, eviction_policy=hint)
-        b = tl.load(x + at + WIDTH, mask=in_b, other=none, eviction_policy=hint)
-        c = tl.load(x + at + 2 * WIDTH, mask=in_c, other=none, eviction_policy=hint)
-        d = tl.load(x + at + 3 * WIDTH, mask=in_d, other=none, eviction_policy=hint)
-        a = logits_of(a, in_a, inner, outer, SOFTCAP, SCALED)
-        b = logits_of(b, in_b, inner, outer, SOFTCAP, SCALED)
-        c = logits_of(c, in_c, inner, outer, SOFTCAP, SCALED)
-        d = logits_of(d, in_d, inner, outer, SOFTCAP, SCALED)
-        if MEAN:
-            total += tl.where(in_a, a, 0.0) + tl.where(in_b, b, 0.0)
-            total += tl.where(in_c, c, 0.0) + tl.where(in_d, d, 0.0)
-        ab, cd = tl.maximum(a, b), tl.maximum(c, d)
-        four = tl.maximum(ab, cd)
-        new = tl.maximum(peak, four)
-        shift = tl.maximum(peak - new, FLOOR)
-        scale = tl.exp2(shift * LOG2E)
-        if ENTROPY:
-            spread = (spread + rest * shift) * scale
-        rest *= scale
-        rest, spread = add_term(smaller(a, b), new, rest, spread, ENTROPY)
-        rest, spread = add_term(smaller(c, d), new, rest, spread, ENTROPY)
-        rest, spread = add_term(smaller(ab, cd), new, rest, spread, ENTROPY)
-        rest, spread = add_term(smaller(peak, four), new, rest, spread, ENTROPY)
-        peak = new
-    row_peak, row_rest, row_spread = join_lanes(peak, rest, spread, ENTROPY)
-    return row_peak, row_rest, row_spread, tl.sum(total, 0)
-
-
-@triton.jit
-def logit_gradient(
-    raw,
-    inside,
-    inner,
-    outer,
-    peak,
-    log_sum,
-    at_prob,  # the three: times dz/draw without the soft cap
-    at_entropy,
-    at_uniform,
-    SOFTCAP: tl.constexpr,
-    SCALED: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    UNIFORM: tl.constexpr,
-):
-    """dL/draw of some logits of a row, but for the target's own term; and d(soft cap)."""
-    z = logits_of(raw, inside, inner, outer, SOFTCAP, SCALED)
-    if ENTROPY:
-        log_p = tl.maximum((z - peak) - log_sum, FLOOR, propagate_nan=tl.PropagateNan.ALL)
-        g = tl.exp2(log_p * LOG2E) * (at_prob + at_entropy * log_p)
-    else:
-        g = tl.exp2((z - peak) * LOG2E - log_sum * LOG2E) * at_prob
-    if UNIFORM:
-        g += at_uniform
-    bend = 1.0
-    if SOFTCAP:
-        capped = tanh(raw.to(tl.float32) * inner)
-        bend = 1 - capped * capped
-        g *= bend
-    return g, bend
-
-
-@triton.jit
-def log1p(x):
-    """log(1 + x): the rounding of 1 + x is divided out."""
-    u = 1 + x
-    return tl.where(u == 1, x, tl.log(u) * (x / tl.where(u == 1, 1.0, u - 1)))
-
-
-@triton.jit
-def coefficient(pointer, row, PRESENT: tl.constexpr):
-    value = 0.0
-    if PRESENT:
-        value = tl.load(pointer + row).to(tl.float32)
-    return value
 
 
 # ---------------------------------------------------------------------- the kernel
@@ -229,6 +79,7 @@ def given_kernel(
     c_prob,  # with STATISTICS: at an entropy of 0
     c_entropy,
     c_uniform,
+    slopes,  # [SLOPES, 5, T]
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
     KEPT: tl.constexpr,
@@ -245,6 +96,7 @@ def given_kernel(
     PROB: tl.constexpr,
     ENTROPY: tl.constexpr,
     UNIFORM: tl.constexpr,
+    SLOPES: tl.constexpr,
 ):
     for row in range(tl.program_id(0), count, tl.num_programs(0)):
         x = raw + tl.multiple_of(tl.load(offsets + row), ALIGNED)
@@ -282,6 +134,12 @@ def given_kernel(
             at_entropy = coefficient(c_entropy, row, ENTROPY)
             if STATISTICS and ENTROPY:
                 at_prob += at_entropy * (log_sum - spread / (1 + rest))
+            at_target = coefficient(c_target, row, TARGET)
+            if SLOPES > 0:
+                logp = (target_logit - peak) - log_sum
+                slope = closed_slope(slopes, row, count, logp, SLOPES)
+                at_prob -= slope
+                at_target += slope
             factor = row_multiplier(scale, temperature, row, ROW_TEMPERATURE)
             at_prob *= factor
             at_entropy *= factor
@@ -310,7 +168,7 @@ def given_kernel(
                 )
                 g = g.to(y.dtype.element_ty)
                 tl.store(y + at, g, mask=at < v, eviction_policy=again)
-            if TARGET:
+            if TARGET or SLOPES > 0:
                 g, bend = logit_gradient(
                     target,
                     mine,
@@ -326,7 +184,7 @@ def given_kernel(
                     ENTROPY,
                     UNIFORM,
                 )
-                g += tl.load(c_target + row).to(tl.float32) * factor * bend
+                g += at_target * factor * bend
                 tl.debug_barrier()  # another thread wrote this element without its own term
                 tl.store(y + column, g.to(y.dtype.element_ty), mask=mine)
 
@@ -348,6 +206,7 @@ def given_rows(
     transform: Transform,
     needs: frozenset[str] | None,  # statistics; None: not taken, `normalizer` has them
     coefficients: Coefficients | None,  # [T]; with `needs`: at an entropy of 0
+    slopes: Tensor | None = None,  # [P, 5, T], with `needs`: more of dL/dlogp, see stats.Slope
     normalizer: Normalizer | None = None,  # [T]
     shape: Shape | None = None,
 ) -> Partials | None:
@@ -384,6 +243,7 @@ def given_rows(
             *_partial_vectors(partials, peak),
             peak if normalizer is None else normalizer.log_sum,
             *(peak if t is None else t for t in (c.target, c.prob, c.entropy, c.uniform)),
+            peak if slopes is None else slopes,
             WIDTH=lane_count(v, x.element_size(), shape.warps),
             STAGES=shape.stages,
             KEPT=both and shape.kept,
@@ -400,14 +260,10 @@ def given_rows(
             PROB=c.prob is not None,
             ENTROPY=c.entropy is not None,
             UNIFORM=c.uniform is not None,
+            SLOPES=0 if slopes is None else len(slopes),
             num_warps=shape.warps,
         )
     return partials
-
-
-def check_rows(name: str, tensor: Tensor) -> None:
-    """TypeError or ValueError for what the kernel cannot serve."""
-    check_tile(name, tensor.reshape(-1, tensor.shape[-1])[:0] if tensor.numel() else tensor)
 
 
 def _empty_partials(x: Tensor, count: int, needs: frozenset[str]) -> Partials:
