@@ -8,7 +8,7 @@ detached values included. What cannot be followed counts as marked.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,17 +37,21 @@ SHAPE_ONLY = frozenset(
 
 
 class _Follow(TorchDispatchMode):
-    """Marks memory that depends on the values of `sources`; `clean` is known not to.
+    """Marks memory that depends on the values of `sources`.
 
-    `lost`: a value has left for Python, or came from where it could not be followed.
+    `lost`: a value has left for Python.
     """
 
-    def __init__(self, sources: list[Tensor], clean: list[Tensor]) -> None:
+    def __init__(self, sources: list[Any]) -> None:
         super().__init__()
-        self.kept = [*sources, *clean]  # so that no memory is given away twice
-        self.marked = {_memory(t) for t in sources}
-        self.seen = {_memory(t) for t in self.kept}
+        self.kept = [t for t in sources if isinstance(t, Tensor)]  # no memory is given away twice
+        self.marked = {_memory(t) for t in self.kept}
+        self.seen = set(self.marked)
         self.lost = False
+
+    def know(self, clean: list[Tensor]) -> None:
+        """Tensors that do not depend on the sources; what was never seen counts as marked."""
+        self.seen |= {_memory(t) for t in clean}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
@@ -72,46 +76,62 @@ def _memory(tensor: Tensor) -> Any:
     return tensor.untyped_storage()._cdata
 
 
-def constant(term: Term, stats: Statistics, batch: PackedBatch) -> bool:
-    """Whether the term's gradient with respect to the statistics is the same at all statistics.
+class Known(NamedTuple):
+    """That a term's gradient does not depend on the statistics.
+
+    Attributes:
+        everywhere: the gradient with respect to each statistic, where it does not depend on the
+            batch either; None where it does.
+    """
+
+    everywhere: dict[str, float] | None
+
+
+def known(term: Term, stats: Statistics, batch: PackedBatch) -> Known | None:
+    """What is known of a term's gradient with respect to the statistics before they are.
 
     Args:
         stats, batch: a sample; statistics are leaves that require a gradient.
+
+    Returns:
+        None where the gradient depends on them, or may.
     """
+    elsewhere = stats.map(lambda t: (1.5 * t.detach() - 0.3).requires_grad_(t.requires_grad))
     try:
-        first, second = (_gradient(term, s, batch) for s in (stats, _elsewhere(stats)))
-    except (RuntimeError, TypeError):  # what cannot be followed, such as a function under vmap
-        return False
-    if first is None or second is None:
-        return False
+        first, from_batch = _gradient(term, stats, batch)
+        second, _ = _gradient(term, elsewhere, batch)
+    except (RuntimeError, TypeError):  # what cannot be followed
+        return None
     # The second point is for what leaves no trace, `tolist` for one.
-    return all(
-        (a is None) == (b is None) and (a is None or (b is not None and torch.equal(a, b)))
-        for a, b in zip(first, second, strict=True)
-    )
-
-
-def _elsewhere(stats: Statistics) -> Statistics:
-    return stats.map(lambda t: (1.5 * t.detach() - 0.3).requires_grad_(t.requires_grad))
+    if first is None or second is None or first.keys() != second.keys():
+        return None
+    if not all(torch.equal(first[name], second[name]) for name in first):
+        return None
+    # Beyond token scope, a number of tokens or segments may have come in as a Python number.
+    if term.scope != "token" or from_batch or any((g != g[0]).any() for g in first.values()):
+        return Known(None)
+    return Known({name: float(g[0]) for name, g in first.items()})
 
 
 def _gradient(
     term: Term, stats: Statistics, batch: PackedBatch
-) -> tuple[Tensor | None, ...] | None:
-    """d term / d statistic for each that has one; None where it hangs on the statistics."""
-    leaves = [t for name, t in stats.tensors().items() if name in DIFFERENTIABLE]
+) -> tuple[dict[str, Tensor] | None, bool]:
+    """d term / d statistic, None where it hangs on the statistics; whether it does on the batch."""
+    leaves = {name: t for name, t in stats.tensors().items() if name in DIFFERENTIABLE}
     batch = batch.on(stats)
-    clean = [batch.targets, *batch.fields.values(), *batch.wide.values()]
-    clean += vars(batch.segments).values()
-    follow = _Follow(list(stats.tensors().values()), [t for t in clean if isinstance(t, Tensor)])
+    fields = [batch.targets, *batch.fields.values(), *batch.wide.values()]
+    fields += vars(batch.segments).values()
+    followed = _Follow(list(stats.tensors().values())), _Follow(fields)
+    for mode, other in (followed, followed[::-1]):
+        mode.know(other.kept)
     token = TRACING.set(True)
     try:
-        with torch.enable_grad(), follow:
+        with torch.enable_grad(), followed[0], followed[1]:
             values = term(stats, batch)
             one = torch.ones(values.shape, dtype=values.dtype, device=values.device)
-            found = torch.autograd.grad(values, leaves, one, allow_unused=True)
+            gradients = torch.autograd.grad(values, list(leaves.values()), one, allow_unused=True)
     finally:
         TRACING.reset(token)
-    if follow.lost or any(g is not None and follow.depends(g) for g in found):
-        return None
-    return found
+    found = {n: g for n, g in zip(leaves, gradients, strict=True) if g is not None}
+    depends = [mode.lost or any(map(mode.depends, found.values())) for mode in followed]
+    return (None if depends[0] else found), depends[1]

@@ -4,9 +4,9 @@
     python benchmarks/prototypes/given_rows.py --quick         # small, in Triton's interpreter
     python benchmarks/prototypes/given_rows.py --calls         # whole calls alone
 
-For each vocabulary: the bandwidth of a copy; the kernel in every shape of a launch, best first, with
-the share of the copy's bandwidth (bytes of one read and one write over its time); the two-launch
-path; and whole calls of `logits_loss`, forward and backward, with the time that the host needs.
+For each vocabulary: the bandwidth of a copy; the kernel in every shape of a launch, best first,
+with the share of the copy's bandwidth (bytes of one read and one write over its time); the
+two-launch path; and whole calls of `logits_loss`, forward and backward, with the host's time.
 Errors are relative norms over a few rows, against float64.
 """
 

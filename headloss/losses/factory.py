@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from numbers import Real
@@ -14,6 +15,7 @@ from typing import ParamSpec
 from .term import Term
 
 P = ParamSpec("P")
+PLAIN = (str, int, float, type(None))
 
 
 @contextlib.contextmanager
@@ -31,15 +33,25 @@ def factory(function: Callable[P, Term]) -> Callable[P, Term]:
     `function` may leave the name empty.
     """
     signature = inspect.signature(function)
-    name = function.__name__
+    name, names = function.__name__, tuple(signature.parameters)
+
+    def new(bound: inspect.BoundArguments) -> Term:
+        with naming(name):
+            made = function(*bound.args, **bound.kwargs)
+        return replace(made, name=name, options=tuple(bound.arguments.items()))
+
+    @functools.lru_cache(maxsize=64, typed=True)
+    def known(*options: object) -> Term:
+        arguments = OrderedDict(zip(names, options, strict=True))
+        return new(inspect.BoundArguments(signature, arguments))
 
     @functools.wraps(function)
     def make(*args: P.args, **kwargs: P.kwargs) -> Term:
         bound = signature.bind(*args, **kwargs)  # a TypeError that names a wrong option
         bound.apply_defaults()
-        with naming(name):
-            made = function(*args, **kwargs)
-        return replace(made, name=name, options=tuple(bound.arguments.items()))
+        # One term for equal options: what was found out about it is found out once.
+        plain = all(isinstance(x, PLAIN) for x in bound.arguments.values())
+        return known(*bound.arguments.values()) if plain else new(bound)
 
     return make
 
