@@ -237,11 +237,6 @@ def _prepared(
         ),
         inplace=problem.inplace,
         gradient_dtype=dtype if dtype.itemsize == 2 and not problem.given else None,
-        known_slopes=lambda: (
-            place.group is None
-            and batch.segments.group is None
-            and is_known(objective, packed.batch, wide)
-        ),
     )
 
 
@@ -259,7 +254,12 @@ def _bound(
 
     if batch.segments.group is not None:
         bound()
-    return replace(call, bind=bound)
+
+    def known() -> bool:
+        alone = batch.segments.group is None and type(call.slices) is Alone
+        return alone and is_known(objective, call.packed.batch, sum_dtype(dtype))
+
+    return replace(call, bind=bound, known_slopes=known)
 
 
 _TEMPERATURE = "_temperature"

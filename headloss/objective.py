@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -107,7 +107,8 @@ class Bound:
         slopes: list[Tensor] = []
         others: list[Part] = []
         zero = torch.zeros(len(batch), dtype=dtype, device=device)
-        stats = Statistics(**dict.fromkeys(needs, zero))
+        zeros: dict[str, Any] = dict.fromkeys(needs, zero)
+        stats = Statistics(**zeros)
         found: dict[object, Tensor] = {}
         for part in self.parts:
             what = None if has_slopes(part.term) else _known(part.term, batch, dtype)

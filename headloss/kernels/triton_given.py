@@ -29,6 +29,7 @@ from .triton_walk import (
     logit_gradient,
     logits_of,
     row_partials,
+    write_gradient,
 )
 
 
@@ -130,6 +131,7 @@ def given_kernel(
             log_sum = tl.load(log_sums + row)
 
         if GRADIENT:
+            tl.debug_barrier()  # in place: every thread has read before any of them writes
             at_prob = coefficient(c_prob, row, PROB)
             at_entropy = coefficient(c_entropy, row, ENTROPY)
             if STATISTICS and ENTROPY:
@@ -145,44 +147,13 @@ def given_kernel(
             at_entropy *= factor
             at_uniform = coefficient(c_uniform, row, UNIFORM) * factor
             y = out + tl.multiple_of(tl.load(out_offsets + row), ALIGNED)
-            again: tl.constexpr = "evict_first" if KEPT else ""
-            steps = tl.cdiv(v, 4 * WIDTH)
-            for step in range(0, steps):
-                at = (steps - 1 - step) * (4 * WIDTH) + tl.arange(0, 4 * WIDTH)
-                inside = at < length
-                value = tl.load(x + at, mask=inside, other=float("-inf"), eviction_policy=again)
-                g, _ = logit_gradient(
-                    value,
-                    inside,
-                    inner,
-                    times,
-                    peak,
-                    log_sum,
-                    at_prob,
-                    at_entropy,
-                    at_uniform,
-                    SOFTCAP,
-                    SCALED,
-                    ENTROPY,
-                    UNIFORM,
-                )
-                g = g.to(y.dtype.element_ty)
-                tl.store(y + at, g, mask=at < v, eviction_policy=again)
+            z_of, normalizer, c = (inner, times), (peak, log_sum), (at_prob, at_entropy, at_uniform)
+            write_gradient(
+                x, y, v, length, z_of, normalizer, c, WIDTH, KEPT, SOFTCAP, SCALED, ENTROPY, UNIFORM
+            )
             if TARGET or SLOPES > 0:
                 g, bend = logit_gradient(
-                    target,
-                    mine,
-                    inner,
-                    times,
-                    peak,
-                    log_sum,
-                    at_prob,
-                    at_entropy,
-                    at_uniform,
-                    SOFTCAP,
-                    SCALED,
-                    ENTROPY,
-                    UNIFORM,
+                    target, mine, z_of, normalizer, c, SOFTCAP, SCALED, ENTROPY, UNIFORM
                 )
                 g += at_target * factor * bend
                 tl.debug_barrier()  # another thread wrote this element without its own term
@@ -286,10 +257,13 @@ def lane_count(v: int, element_size: int, warps: int) -> int:
 
 
 def _programs(x: Tensor, count: int, shape: Shape) -> int:
-    """As many programs as have their rows in the L2 together, and the same on all processors."""
+    """As many programs as have their rows in the L2 together, alike on all processors if they are
+    that many."""
     processors = _processors(x.device)
-    each = shape.resident // (processors * x.shape[-1] * x.element_size())
-    return min(count, processors * max(1, min(PROGRAMS, each)))
+    found = max(1, shape.resident // (x.shape[-1] * x.element_size()))
+    if found > processors:
+        found = processors * min(PROGRAMS, found // processors)
+    return min(count, found)
 
 
 @functools.cache

@@ -123,19 +123,18 @@ def row_partials(
 def logit_gradient(
     raw,
     inside,
-    inner,
-    outer,
-    peak,
-    log_sum,
-    at_prob,  # the three: times dz/draw without the soft cap
-    at_entropy,
-    at_uniform,
+    z_of,  # (inner, outer), see `logits_of`
+    normalizer,  # (peak, log_sum)
+    c,  # (c_prob, c_entropy, c_uniform), times dz/draw without the soft cap
     SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr,
     ENTROPY: tl.constexpr,
     UNIFORM: tl.constexpr,
 ):
     """dL/draw of some logits of a row, but for the target's own term; and d(soft cap)."""
+    inner, outer = z_of
+    peak, log_sum = normalizer
+    at_prob, at_entropy, at_uniform = c
     z = logits_of(raw, inside, inner, outer, SOFTCAP, SCALED)
     if ENTROPY:
         log_p = tl.maximum((z - peak) - log_sum, FLOOR, propagate_nan=tl.PropagateNan.ALL)
@@ -150,6 +149,33 @@ def logit_gradient(
         bend = 1 - capped * capped
         g *= bend
     return g, bend
+
+
+@triton.jit
+def write_gradient(
+    x,
+    y,
+    v,
+    length,  # v, or 0: nothing is read
+    z_of,
+    normalizer,
+    c,
+    WIDTH: tl.constexpr,
+    KEPT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    UNIFORM: tl.constexpr,
+):
+    """The gradient of a row but for the target's own term, last columns first."""
+    hint: tl.constexpr = "evict_first" if KEPT else ""
+    steps = tl.cdiv(v, 4 * WIDTH)
+    for step in range(0, steps):
+        at = (steps - 1 - step) * (4 * WIDTH) + tl.arange(0, 4 * WIDTH)
+        inside = at < length
+        value = tl.load(x + at, mask=inside, other=float("-inf"), eviction_policy=hint)
+        g, _ = logit_gradient(value, inside, z_of, normalizer, c, SOFTCAP, SCALED, ENTROPY, UNIFORM)
+        tl.store(y + at, g.to(y.dtype.element_ty), mask=at < v, eviction_policy=hint)
 
 
 @triton.jit
