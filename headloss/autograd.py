@@ -28,8 +28,9 @@ class HeadLoss(torch.autograd.Function):
         ctx.call, ctx.open_source, ctx.used = call, open_source, False
         keeps = call.plan.schedule == "recompute"
         ctx.save_for_backward(*(tensors if keeps else ()))
-        coefficients = [part.coefficient for part in call.bound.parts]
-        loss = (measured.values * measured.values.new_tensor(coefficients)).sum()
+        loss = measured.values.new_zeros(())
+        for part, value in zip(call.bound.parts, measured.values.unbind(), strict=True):
+            loss = loss + part.coefficient * value  # a tensor of coefficients would be a copy
         return loss.to(source.dtype)
 
     @staticmethod

@@ -114,8 +114,9 @@ class Bound:
             what = None if has_slopes(part.term) else _known(part.term, batch, dtype)
             if what is None:
                 for slope in self._slopes(part, batch, factor):
-                    rows = [torch.as_tensor(x, dtype=dtype, device=device) for x in slope]
-                    slopes.append(torch.stack([row.expand_as(zero) for row in rows]))
+                    # Numbers are filled in, not copied: a copy would wait for the device.
+                    rows = [x if isinstance(x, Tensor) else zero + x for x in slope]
+                    slopes.append(torch.stack([row.to(dtype) for row in rows]))
             elif what.everywhere is None:
                 others.append(part)
             else:
