@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import given
 from .schedules import SCHEDULES, Call, Outcome
 
 
@@ -21,7 +22,8 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, open_source, outcome: list[Outcome], *tensors: Tensor | None):
         source = open_source(tensors)
-        measured, ctx.pull = SCHEDULES[call.plan.schedule](call, source)
+        schedules = given.SCHEDULES if call.plan.rows else SCHEDULES
+        measured, ctx.pull = schedules[call.plan.schedule](call, source)
         outcome.append(measured)
         ctx.call, ctx.open_source, ctx.used = call, open_source, False
         keeps = call.plan.schedule == "recompute"

@@ -28,7 +28,7 @@ from .kernels.transform import Transform
 from .logits import GivenLogits, LinearLogits
 from .losses.distillation import Teacher
 from .losses.term import Objective, Reads, Term
-from .objective import Bound, bind, check_weights, reads
+from .objective import Bound, bind, check_weights, is_known, reads
 from .options import Options
 from .packing import Packed, pack
 from .parallel import Alone
@@ -39,6 +39,7 @@ from .schedules import Call
 from .shards import (
     Place,
     given_facts,
+    has_unit_stride,
     join,
     linear_facts,
     local_head,
@@ -127,11 +128,18 @@ def given_call(
             on_gpu=logits.is_cuda,
             given=True,
             inplace=over,
+            rows=_in_rows(logits, found, options),
         )
         dtype, device = logits.dtype, logits.device
         return _prepared(found, batch, options, problem, transform, dtype, device, place), found
 
     return _bound(*over_segments(batch, options, prepare), batch, logits.dtype, scaled=False)
+
+
+def _in_rows(logits: Tensor, objective: Objective, options: Options) -> bool:
+    """Whether a kernel serves the logits where they lie: with unit stride along the vocabulary."""
+    backend = kernels.choose(options.backend, logits.device, logits.dtype)
+    return backend == "triton" and has_unit_stride(logits) and not teachers_of(objective)
 
 
 def _linear_problem(
@@ -248,7 +256,12 @@ def _bound(
 
     if batch.segments.group is not None:
         bound()
-    return replace(call, bind=bound)
+
+    def known() -> bool:
+        alone = batch.segments.group is None and type(call.slices) is Alone
+        return alone and is_known(objective, call.packed.batch, sum_dtype(dtype))
+
+    return replace(call, bind=bound, known_slopes=known)
 
 
 _TEMPERATURE = "_temperature"

@@ -95,8 +95,8 @@ class LinearGradients:
 
     With `by_slab` the gradient arrives in slabs of columns over all tokens: hidden gradients are
     summed, each weight slab is written once. Otherwise it arrives in rows over all columns: hidden
-    gradients are final, weight gradients are summed. Work on the first `ahead` rows is queued before
-    it is read how many carry a gradient.
+    gradients are final, weight gradients are summed. The product of the first `ahead` rows is
+    queued before it is read how many rows carry a gradient.
     """
 
     def __init__(
@@ -278,6 +278,19 @@ class GivenLogits:
         tensor = self.logits if self.flat is None else self.flat
         return tensor[(*self.place(rows), columns)]
 
+    def offsets(self, of: Tensor) -> tuple[Tensor, bool]:
+        """[T] elements from the first to the row of each packed token in a tensor of the logits'
+        shape, and whether all are multiples of 16."""
+        sizes, strides = of.shape[:-1], of.stride()[:-1]
+        positions = self.index
+        if positions is None:
+            positions = torch.arange(sizes.numel(), device=of.device)
+        found: Tensor | int = 0
+        for size, stride in zip(reversed(sizes[1:]), reversed(strides[1:]), strict=True):
+            found = found + positions % size * stride
+            positions = positions.div(size, rounding_mode="floor")
+        return found + positions * strides[0], all(s % 16 == 0 for s in strides)
+
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
         """[n, v] logits in float32 or float64, in memory of their own."""
         return self.view(rows, columns).to(self.dtype, copy=True)
@@ -288,9 +301,9 @@ class GivenGradients:
 
     def __init__(self, source: GivenLogits, unscored: Tensor | None, inplace: bool) -> None:
         self.source = source
-        self.total = source.logits if inplace else torch.zeros_like(source.logits)
+        self.total = source.logits if inplace else torch.empty_like(source.logits)
         self.flat = _flat_view(self.total)
-        if inplace and unscored is not None:
+        if unscored is not None:
             everything = GivenLogits(self.total, unscored)
             (self.total if self.flat is None else self.flat)[everything.place(ALL)] = 0
 

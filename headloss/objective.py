@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +17,8 @@ from .losses.term import Objective, Reads, Term, trace
 from .packing import MissingField, PackedBatch
 from .reduction import Totals
 from .segments import Segments
-from .stats import DIFFERENTIABLE, Coefficients, Statistics, pull_back
+from .slopes import Known, known
+from .stats import DIFFERENTIABLE, Coefficients, Slope, Statistics, pull_back
 
 
 class Part(NamedTuple):
@@ -67,6 +68,15 @@ class Bound:
         self, stats: Statistics, batch: PackedBatch, rows: slice, needed: bool = True
     ) -> Gradient:
         """Evaluate every term on the tokens `rows` and pull the sum back to coefficients."""
+        found, values = self._differentiated(stats, batch, rows, needed)
+        divergences = {key: found.pop(key) for key in stats.divergences if key in found}
+        coefficients = pull_back(found, stats, self.vocabulary)  # type: ignore[arg-type]
+        return Gradient(coefficients, divergences, values)
+
+    def _differentiated(
+        self, stats: Statistics, batch: PackedBatch, rows: slice, needed: bool = True
+    ) -> tuple[dict[object, Tensor], Tensor]:
+        """The gradient with respect to each statistic [n], and the terms' values [K]."""
         leaves = stats.map(lambda t: t.detach())
         inputs: dict[object, Tensor] = {}
         if needed:
@@ -86,9 +96,49 @@ class Bound:
             found = {n: torch.where(batch.live, g, 0) for n, g in found.items()}
         if self.scale is not None:
             found = {name: g * self.scale for name, g in found.items()}
-        divergences = {key: found.pop(key) for key in leaves.divergences if key in found}
+        return found, values
+
+    def beforehand(
+        self, batch: PackedBatch, needs: frozenset[str], factor: float = 1.0
+    ) -> tuple[Gradient, Tensor | None]:
+        """What `gradient` is going to be, times `factor`: coefficients at an entropy of 0, and
+        slopes [P, 5, T] in closed form. Every term must be one that `is_known`."""
+        dtype, device = self.parts[0].weights.dtype, batch.targets.device
+        slopes: list[Tensor] = []
+        others: list[Part] = []
+        zero = torch.zeros(len(batch), dtype=dtype, device=device)
+        zeros: dict[str, Any] = dict.fromkeys(needs, zero)
+        stats = Statistics(**zeros)
+        found: dict[object, Tensor] = {}
+        for part in self.parts:
+            what = None if has_slopes(part.term) else _known(part.term, batch, dtype)
+            if what is None:
+                for slope in self._slopes(part, batch, factor):
+                    # Numbers are filled in, not copied: a copy would wait for the device.
+                    rows = [x if isinstance(x, Tensor) else zero + x for x in slope]
+                    slopes.append(torch.stack([row.to(dtype) for row in rows]))
+            elif what.everywhere is None:
+                others.append(part)
+            else:
+                for name, slope in what.everywhere.items():
+                    share = _live(part.weights, batch) * (part.coefficient * slope)
+                    found[name] = found[name] + share if name in found else share
+        if others:
+            rest, _ = replace(self, parts=tuple(others))._differentiated(stats, batch, slice(None))
+            found = {n: sum(d[n] for d in (found, rest) if n in d) for n in found.keys() | rest}  # type: ignore[misc]
         coefficients = pull_back(found, stats, self.vocabulary)  # type: ignore[arg-type]
-        return Gradient(coefficients, divergences, values)
+        if factor != 1:
+            coefficients = coefficients.map(lambda t: t * factor)
+        known = Gradient(coefficients, {}, zero.new_zeros(0))
+        return known, torch.stack(slopes) if slopes else None
+
+    def _slopes(self, part: Part, batch: PackedBatch, factor: float) -> list[Slope]:
+        view = batch if part.kept is None else _without_poison(batch, part.kept)
+        assert part.term.slopes is not None
+        times = part.coefficient * factor * _live(part.weights, batch)
+        for field in part.term.weight_fields:
+            times = times * getattr(view, field)
+        return [slope._replace(rate=slope.rate * times) for slope in part.term.slopes(view)]
 
     def scaled(self) -> Bound:
         """The same, with coefficients near 1 whatever the weights are: what is a few bits above
@@ -122,6 +172,10 @@ def _differentiate(total: Tensor, inputs: dict[object, Tensor]) -> dict[object, 
     gradients = torch.autograd.grad(total, list(inputs.values()), allow_unused=True)
     pairs = zip(inputs, gradients, strict=True)
     return {name: gradient for name, gradient in pairs if gradient is not None}
+
+
+def _live(values: Tensor, batch: PackedBatch) -> Tensor:
+    return values if batch.live is None else torch.where(batch.live, values, 0)
 
 
 def _without_poison(batch: PackedBatch, kept: Tensor) -> PackedBatch:
@@ -250,6 +304,7 @@ def sample_statistics(dtype: torch.dtype, device: torch.device, teachers: list) 
 
 
 _TRACES: WeakKeyDictionary[Term, dict[object, Reads]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Term, dict[object, Known | None]] = WeakKeyDictionary()
 
 
 def reads(
@@ -259,11 +314,7 @@ def reads(
 
     A term is tried once for each set of fields that it meets.
     """
-    fields = {**batch.fields, **batch.wide}
-    kinds = frozenset(
-        (name, value.dtype if isinstance(value, Tensor) else None) for name, value in fields.items()
-    )
-    key = (kinds, dtype, batch.targets.device, observe)
+    key = (_kinds(batch, dtype), observe)
     found = {}
     for name, _, term in objective.named():
         known = _TRACES.setdefault(term, {})
@@ -271,6 +322,41 @@ def reads(
             known[key] = _try(name, term, batch, dtype, observe)
         found[name] = known[key]
     return found
+
+
+def is_known(objective: Objective, batch: PackedBatch, dtype: torch.dtype) -> bool:
+    """Whether the objective's gradient can be had before the statistics (`Bound.beforehand`)."""
+    return all(
+        has_slopes(term) or _known(term, batch, dtype) is not None
+        for _, _, term in objective.named()
+    )
+
+
+def has_slopes(term: Term) -> bool:
+    """Whether a term's own closed form holds: a modifier may depend on statistics."""
+    return term.slopes is not None and not term.modifiers
+
+
+def _known(term: Term, batch: PackedBatch, dtype: torch.dtype) -> Known | None:
+    """Tried once for each set of fields."""
+    tried, key = _KNOWN.setdefault(term, {}), _kinds(batch, dtype)
+    if key not in tried:
+        tried[key] = None
+        if term.teacher is None:
+            sample = sample_batch(batch, term)
+            with torch.inference_mode(False):
+                stats = sample_statistics(dtype, batch.targets.device, [])
+                tried[key] = known(term, stats, sample)
+    return tried[key]
+
+
+def _kinds(batch: PackedBatch, dtype: torch.dtype) -> object:
+    """What decides which way a term goes: the fields that there are."""
+    fields = {**batch.fields, **batch.wide}
+    kinds = frozenset(
+        (name, value.dtype if isinstance(value, Tensor) else None) for name, value in fields.items()
+    )
+    return kinds, dtype, batch.targets.device
 
 
 def _try(name: str, term: Term, batch: PackedBatch, dtype: torch.dtype, observe: bool) -> Reads:

@@ -62,6 +62,7 @@ class Problem:
     multiprocessors: int = 0  # of the GPU
     given: bool = False  # the logits exist already
     inplace: bool = False  # and their gradient may overwrite them
+    rows: bool = False  # and a kernel works on them where they lie
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,7 @@ class Plan:
             sweep, the same number of logits in another shape (`tile`).
         tile: rows and columns of one step of a sweep.
         terms: whether the logits product writes softmax terms in 16 bits in place of logits.
+        rows: whether kernels read given logits, and write their gradient, where they lie.
         bytes: peak working memory beyond inputs and returned gradients, by part.
         plain_bytes: what logits, their softmax and their gradient would take.
         reason: why this schedule.
@@ -85,6 +87,7 @@ class Plan:
     chunk_tokens: int
     tile: Tile
     terms: bool
+    rows: bool
     bytes: dict[str, int]
     plain_bytes: int
     reason: str
@@ -97,7 +100,9 @@ class Plan:
 
     def __str__(self) -> str:
         steps = (
-            f"{len(self.chunks)} chunks of at most {self.chunk_tokens} tokens"
+            f"{self.chunk_tokens} rows of the given logits, where they lie"
+            if self.rows
+            else f"{len(self.chunks)} chunks of at most {self.chunk_tokens} tokens"
             if self.schedule in ("one_pass", "frozen")
             else f"tiles of {self.tile.rows} tokens x {self.tile.columns} columns"
         )
@@ -116,7 +121,7 @@ class Plan:
 def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     """Choose a schedule; ValueError where an explicit one cannot serve the call."""
     p = problem
-    rows = _chunk_rows(p, options)
+    rows = max(1, p.tokens) if p.rows else _chunk_rows(p, options)
     wants_gradient = p.hidden_gradient or p.weight_gradient
     chunks = _cut(p, rows, _limit(p, options))
     schedule, reason = _choose(p, options, chunks)
@@ -133,6 +138,7 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         chunk_tokens=rows,
         tile=tile,
         terms=p.terms,
+        rows=p.rows,
         bytes=_bytes(p, schedule, rows, tile, options),
         plain_bytes=p.tokens * p.vocabulary * (4 + 2 * p.element_size),
         reason=reason,
@@ -164,6 +170,8 @@ def _choose(p: Problem, options: Options, chunks: tuple[Chunk, ...] | None) -> t
         return options.schedule, "asked for"
     if p.given and not p.inplace:
         return "recompute", "the gradient of given logits is written in the backward pass"
+    if p.rows:
+        return "one_pass", "the gradient takes the logits' place"
     if one_pass_error is None:
         why = "token-scoped" if p.scope == "token" else f"chunk borders fall on {p.scope} borders"
         return "one_pass", why
@@ -249,6 +257,8 @@ def _cut(p: Problem, rows: int, limit: int) -> tuple[Chunk, ...] | None:
     """Chunks that respect the objective's scope, or None where there are none."""
     if p.tokens == 0 and not p.grouped:
         return ()
+    if p.rows:  # nothing is held
+        return (Chunk(0, p.tokens, 0, len(p.lengths or ())),)
     if p.scope == "token":
         return _cut_anywhere(p, rows)
     if p.grouped:
@@ -286,6 +296,8 @@ def _tile(p: Problem, rows: int, explicit: bool) -> Tile:
 def _bytes(
     p: Problem, schedule: Schedule, rows: int, tile: Tile, options: Options
 ) -> dict[str, int]:
+    if p.rows:
+        return {"statistics": p.tokens * 64}
     sweeps = schedule in ("recompute", "statistics")
     elements = tile.rows * tile.columns if sweeps else rows * p.vocabulary
     found = {"logits": elements * p.row_bytes, "statistics": p.tokens * 64}

@@ -62,6 +62,7 @@ class Call:
     inplace: bool = False  # the gradient may overwrite the logits
     compute_dtype: torch.dtype | None = None  # under autocast
     gradient_dtype: torch.dtype | None = None  # of dL/dlogits on a GPU, None: as the logits
+    known_slopes: Callable[[], bool] = lambda: False  # before the statistics are (plan.rows)
 
     @property
     def bound(self) -> Bound:

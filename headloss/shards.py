@@ -252,6 +252,7 @@ def given_facts(
     per_token = isinstance(temperature, Tensor)
     same = {
         "dtype": f"{logits.dtype} {inplace}",
+        "logits, contiguous along the vocabulary": has_unit_stride(logits),
         "logits.requires_grad": logits.requires_grad and torch.is_grad_enabled(),
         "logit_scale, softcap, temperature": str(
             (transform.scale, transform.softcap, None if per_token else temperature)
@@ -267,6 +268,11 @@ def given_facts(
         "teacher_columns": _teacher_columns(batch),
     }
     return Facts(same, own)
+
+
+def has_unit_stride(logits: Tensor) -> bool:
+    """Whether each row of the logits lies in one piece."""
+    return logits.stride(-1) == 1 or logits.shape[-1] <= 1
 
 
 def _teacher_columns(batch: Batch) -> int:

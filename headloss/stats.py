@@ -13,6 +13,7 @@ learns of a loss:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -166,3 +167,18 @@ def pull_back(
         entropy=None if g_entropy is None else -g_entropy,
         uniform=None if g_mean is None else g_mean / vocabulary,
     )
+
+
+class Slope(NamedTuple):
+    """A part of d term / d logp in closed form, so that a kernel can find it once it has logp:
+
+        rate * exp(sign * (logp - anchor))   where low <= logp <= high, else 0
+
+    [T] vectors or numbers.
+    """
+
+    rate: Tensor
+    anchor: Tensor | float = 0.0
+    low: Tensor | float = -math.inf
+    high: Tensor | float = math.inf
+    sign: float = 1.0  # 0: a constant

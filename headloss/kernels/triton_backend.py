@@ -1,9 +1,10 @@
-"""The Triton backend: the two acts of reference.py, and the product that holds softmax terms, which
-only it has. float64 is left to the reference."""
+"""The Triton backend: the two acts of reference.py, both of them on given logits in one launch, and
+the product that holds softmax terms; the last two only it has. float64 is left to the reference."""
 
 from __future__ import annotations
 
 from .triton_cast import scaled
+from .triton_given import Rows, given_rows, scale_rows_
 from .triton_gradient import logit_gradient_, narrowed
 from .triton_held import held_gradient_, held_multiple_, is_multiple
 from .triton_order import Order, dense_order, move_rows_, scaled_rows
@@ -13,8 +14,10 @@ from .triton_product import Held, can_fuse, product_partials
 __all__ = [
     "Held",
     "Order",
+    "Rows",
     "can_fuse",
     "dense_order",
+    "given_rows",
     "held_gradient_",
     "held_multiple_",
     "is_multiple",
@@ -23,6 +26,7 @@ __all__ = [
     "narrowed",
     "partials",
     "product_partials",
+    "scale_rows_",
     "scaled",
     "scaled_rows",
 ]

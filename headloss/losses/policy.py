@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ..metrics import Observed
 from ..reduction import Reduction, fixed_length, sequence_mean, sequence_sum, token_mean
-from ..stats import Statistics
+from ..stats import Slope, Statistics
 from .factory import factory, non_negative, number, positive
 from .importance import (
+    MAX_LOG_RATIO,
     Level,
     advantages_at,
     clip_figures,
@@ -54,6 +55,35 @@ def _clipped_surrogate(
     return -surrogate
 
 
+def _clipped_slopes(
+    batch: PackedBatch,
+    *,
+    clip: tuple[float, float],
+    delta: float | None,
+    dual_clip: float | None,
+) -> tuple[Slope, ...]:
+    """At token level: -A r between the bounds on the side where the advantage pushes, else 0."""
+    low, high = clip
+    rising, falling = min(high, delta or math.inf), max(high, delta or math.inf)
+    advantages, old = batch.advantages, batch.old_logps
+    most = _log(min(falling, dual_clip or math.inf))
+    gains = advantages > 0
+    return (
+        Slope(
+            -advantages,
+            anchor=old,
+            low=old + torch.where(gains, -MAX_LOG_RATIO, _log(low)),
+            high=old + torch.where(gains, _log(rising), most),
+        ),
+    )
+
+
+def _log(ratio: float) -> float:
+    """log(ratio) within the clamp of the log-ratio."""
+    bounds = math.exp(-MAX_LOG_RATIO), math.exp(MAX_LOG_RATIO)
+    return math.log(min(max(ratio, bounds[0]), bounds[1]))
+
+
 def _clipped(
     reduction: Reduction | None,
     epsilon_low: float,
@@ -81,6 +111,9 @@ def _clipped(
         reduction=reduction,
         missing_reduction=missing_reduction,
         observe=functools.partial(observe, level=level, clip=clip),
+        slopes=functools.partial(_clipped_slopes, clip=clip, delta=delta, dual_clip=dual_clip)
+        if level == "token"
+        else None,
     )
 
 

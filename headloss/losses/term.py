@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..metrics import Observed
 from ..reduction import Reduction, as_reduction, sequence_mean, token_mean
-from ..stats import Statistics
+from ..stats import Slope, Statistics
 
 if TYPE_CHECKING:
     from ..packing import PackedBatch
@@ -88,6 +88,8 @@ class Term(_Arithmetic):
         kept_field: boolean batch field that restricts it.
         segments_per_unit: consecutive segments that belong together (2 for pairs).
         teacher: the full-distribution teacher whose divergence it reads.
+        slopes: batch to the gradient of `function` with respect to logp, where that has a closed
+            form and there is no other; None: by autograd alone.
     """
 
     name: str
@@ -103,6 +105,7 @@ class Term(_Arithmetic):
     kept_field: str | None = None
     segments_per_unit: int = 1
     teacher: Teacher | None = None
+    slopes: Callable[[PackedBatch], tuple[Slope, ...]] | None = None
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options)

@@ -1,0 +1,240 @@
+"""Given logits, loss and gradient in place, against a copy of them.
+
+    python benchmarks/given.py                 # on one GPU, about five minutes
+    python benchmarks/given.py --quick         # small, in Triton's interpreter
+    python benchmarks/given.py --calls         # whole calls alone
+
+For each vocabulary: the bandwidth of a copy; the kernel in every shape of a launch, best first,
+with the share of the copy's bandwidth (bytes of one read and one write over its time); the
+two-launch path; and whole calls of `logits_loss`, forward and backward, with the host's time.
+Errors are relative norms over a few rows, against float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import headloss as hl
+from headloss.kernels import triton_given
+from headloss.kernels.transform import Transform
+from headloss.kernels.triton_given import Rows, Shape, given_rows
+from headloss.stats import Coefficients, finish
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NEEDS = frozenset({"logp"})
+SWEEP = [
+    Shape(warps, stages, kept, resident << 20)
+    for warps, stages, kept, resident in itertools.product(
+        (4, 8, 16, 32), (1, 2, 3), (True, False), (18, 26, 36, 48, 72, 144)
+    )
+]
+
+
+class Problem:
+    """Logits with a mean p(target) near one half, a pristine copy, and what a call needs."""
+
+    def __init__(self, n: int, v: int) -> None:
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        self.n, self.v = n, v
+        self.pristine = torch.empty(n, v, dtype=torch.bfloat16, device=DEVICE)
+        for rows in self.pristine.split(1024):
+            rows.copy_(torch.randn(rows.shape, generator=generator, device=DEVICE))
+        self.targets = torch.randint(v, (n,), generator=generator, device=DEVICE)
+        boost = torch.log(torch.tensor(v * 1.65, device=DEVICE)).bfloat16()
+        self.pristine[torch.arange(n, device=DEVICE), self.targets] = boost
+        self.work = torch.empty_like(self.pristine)
+        offsets = torch.arange(n, device=DEVICE) * v
+        self.rows = Rows(self.work, offsets, v % 16 == 0)
+        weight = torch.full((n,), -1 / n, device=DEVICE)
+        self.ce = Coefficients(target=weight, prob=-weight)
+
+    def restore(self) -> None:
+        self.work.copy_(self.pristine)
+
+    @property
+    def moved(self) -> int:
+        return 2 * self.pristine.numel() * 2
+
+
+def milliseconds(run: Callable[[], object], before: Callable[[], object], repeats: int) -> float:
+    """Median time of a run; `before` each one is not counted."""
+    found = []
+    for turn in range(repeats + 1):
+        before()
+        if DEVICE == "cuda":
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            stop.record()
+            torch.cuda.synchronize()
+            found.append(start.elapsed_time(stop))
+        else:
+            begin = time.perf_counter()
+            run()
+            found.append(1e3 * (time.perf_counter() - begin))
+        if turn == 0:
+            found.clear()
+    return statistics.median(found)
+
+
+def line(name: str, ms: float, copy_ms: float, p: Problem, note: str = "") -> None:
+    print(f"  {name:44} {ms:8.3f} ms  {p.moved / ms / 1e9:6.2f} TB/s  {copy_ms / ms:.3f}  {note}")
+    sys.stdout.flush()
+
+
+# ---------------------------------------------------------------------- kernels
+
+
+def one_launch(p: Problem, shape: Shape | None = None):
+    return given_rows(
+        p.rows, p.rows, None, p.targets, 0, Transform(), NEEDS, p.ce, None, None, shape
+    )
+
+
+def two_launches(p: Problem) -> None:
+    partials = given_rows(p.rows, None, None, p.targets, 0, Transform(), NEEDS, None)
+    normalizer = finish(partials, p.v, NEEDS)[1]
+    given_rows(p.rows, p.rows, None, p.targets, 0, Transform(), None, p.ce, None, normalizer)
+
+
+def errors(p: Problem, gradient: torch.Tensor, logps: torch.Tensor, scale: float) -> str:
+    """Of the cross-entropy, on a few rows."""
+    rows = torch.arange(0, p.n, max(1, p.n // 16), device=DEVICE)
+    log_p = p.pristine[rows].double().log_softmax(1)
+    target = p.targets[rows].unsqueeze(1)
+    want = log_p.exp().scatter_add_(1, target, torch.full_like(target, -1, dtype=torch.float64))
+    got = gradient[rows].double() / scale
+    off = (got - want).norm() / want.norm()
+    logp = (logps[rows].double() - log_p.gather(1, target).squeeze(1)).abs().max()
+    return f"gradient off by {off:.1e}, log-prob by {logp:.1e}"
+
+
+def kernels(p: Problem, copy_ms: float, repeats: int, sweep: list[Shape]) -> None:
+    p.restore()
+    partials = one_launch(p)
+    logps = finish(partials, p.v, NEEDS)[0].logp
+    note = errors(p, p.work, logps, 1 / p.n)
+    line(
+        "one launch, as it is",
+        milliseconds(lambda: one_launch(p), p.restore, repeats),
+        copy_ms,
+        p,
+        note,
+    )
+    line("two launches", milliseconds(lambda: two_launches(p), p.restore, repeats), copy_ms, p)
+    found = []
+    for shape in sweep:
+        try:
+            ms = milliseconds(lambda s=shape: one_launch(p, s), p.restore, repeats)
+        except Exception as error:  # too much shared memory, for one
+            print(f"  {shape}: {str(error).splitlines()[0][:80]}")
+            continue
+        found.append((ms, shape))
+    found.sort(key=lambda pair: pair[0])
+    best = found[:8]
+    for name in Shape._fields:  # and the best of each value
+        for value in sorted({getattr(shape, name) for _, shape in found}):
+            top = next(pair for pair in found if getattr(pair[1], name) == value)
+            best += [top] if top not in best else []
+    for ms, (warps, stages, kept, resident) in best:
+        name = f"warps {warps:2} stages {stages} kept {kept!s:5} resident {resident >> 20} MiB"
+        line(name, ms, copy_ms, p)
+
+
+# ---------------------------------------------------------------------- whole calls
+
+
+def calls(p: Problem, copy_ms: float, repeats: int) -> None:
+    p.restore()
+    leaf = p.work.requires_grad_()
+    with torch.no_grad():
+        old = torch.empty(p.n, device=DEVICE)
+        for rows in torch.arange(p.n, device=DEVICE).split(512):
+            log_p = p.pristine[rows].float().log_softmax(1)
+            old[rows] = log_p.gather(1, p.targets[rows].unsqueeze(1)).squeeze(1)
+        old += 0.1 * torch.randn_like(old)
+    advantages = torch.randn(p.n, device=DEVICE)
+    grpo = hl.Batch(p.targets, advantages=advantages, old_logps=old)
+    plain = hl.Batch(p.targets)
+    options = {"backend": "triton"}
+    cases = {
+        "cross-entropy": (plain, hl.cross_entropy, {"metrics": False}),
+        "cross-entropy, upstream declared": (
+            plain,
+            hl.cross_entropy,
+            {"metrics": False, "upstream": 1.0},
+        ),
+        "cross-entropy, static": (plain, hl.cross_entropy, {"metrics": False, "static": True}),
+        "cross-entropy, metrics": (plain, hl.cross_entropy, {}),
+        "grpo": (grpo, hl.grpo, {"metrics": False}),
+        "grpo, metrics": (grpo, hl.grpo, {}),
+        "gspo (two launches)": (grpo, hl.gspo, {"metrics": False}),
+        "cross-entropy + z-loss (two launches)": (
+            plain,
+            lambda: hl.cross_entropy() + 1e-4 * hl.z_loss(),
+            {"metrics": False},
+        ),
+    }
+    for name, (batch, objective, more) in cases.items():
+        host: list[float] = []
+
+        def run(batch=batch, objective=objective, more=more, host=host):
+            begin = time.perf_counter()
+            out = hl.logits_loss(
+                leaf, batch, objective(), inplace=True, options=hl.Options(**options, **more)
+            )
+            (gradient,) = torch.autograd.grad(out.loss, leaf)
+            host.append(1e3 * (time.perf_counter() - begin))
+            return out, gradient
+
+        def before():
+            with torch.no_grad():
+                p.restore()
+
+        before()
+        out, gradient = run()
+        assert gradient.data_ptr() == leaf.data_ptr()
+        note = errors(p, gradient, out.logps, 1 / p.n) if name.startswith("cross-entropy,") else ""
+        host.clear()
+        ms = milliseconds(run, before, repeats)
+        line(name, ms, copy_ms, p, f"host {statistics.median(host):.2f} ms  {note}")
+    p.work = leaf.detach()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Given logits against a copy of them.")
+    parser.add_argument("--quick", action="store_true", help="small, on a CPU")
+    parser.add_argument("--calls", action="store_true", help="whole calls alone")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[32768, 128256, 151936, 262144])
+    arguments = parser.parse_args()
+    sizes = [(16384 if v > 40000 else 65536, v) for v in arguments.sizes]
+    sweep, repeats = SWEEP, arguments.repeats
+    if arguments.quick:
+        sizes, sweep, repeats = [(6, 1000), (5, 4128)], [Shape(1, 1, True, 1 << 20)], 1
+    if DEVICE == "cuda":
+        print(torch.cuda.get_device_name(), torch.__version__, triton_given.triton.__version__)
+    for n, v in sizes:
+        p = Problem(n, v)
+        copy_ms = milliseconds(p.restore, lambda: None, repeats)
+        print(f"N={n} V={v}")
+        line("copy", copy_ms, copy_ms, p)
+        if not arguments.calls:
+            kernels(p, copy_ms, repeats, sweep)
+        calls(p, copy_ms, repeats)
+        del p
+
+
+if __name__ == "__main__":
+    main()

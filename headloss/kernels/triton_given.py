@@ -1,0 +1,307 @@
+"""Both acts in Triton on logits that exist already, where they lie and in their own dtype.
+
+T rows of the packed batch, v columns of the vocabulary starting at `first`, z = transform(raw). Row
+t begins `offsets[t]` elements behind the first logit, so that padded, shifted and packed layouts
+need no copy; rows that are not named are never read.
+
+A program walks along a row once for its statistics and, where the coefficients are there, a second
+time for its gradient. In one launch the second walk starts with the columns that were read last:
+together the rows at work fit into the L2 cache, and DRAM sees one read and one write.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..stats import Coefficients, Normalizer, Partials
+from .transform import Transform
+from .triton_partials import multipliers, on_device, row_multiplier
+from .triton_walk import (
+    closed_slope,
+    coefficient,
+    log1p,
+    logit_gradient,
+    logits_of,
+    row_partials,
+    write_gradient,
+)
+
+
+class Shape(NamedTuple):
+    """How a launch is cut: the numbers to tune on a device (benchmarks/given_rows.py)."""
+
+    warps: int  # of a program
+    stages: int  # loads in flight of the first walk, in steps; 1: as the hardware sees fit
+    kept: bool  # ask the L2 to keep what the second walk reads
+    resident: int  # bytes of rows at work at once in one launch of both walks
+
+
+# By columns: the first row that is wide enough.
+SHAPES = {
+    98304: Shape(warps=16, stages=1, kept=True, resident=36 << 20),
+    16384: Shape(warps=8, stages=1, kept=True, resident=36 << 20),
+    0: Shape(warps=4, stages=1, kept=True, resident=36 << 20),
+}
+VECTOR = 16  # bytes that a thread loads at once
+PROGRAMS = 8  # of a multiprocessor, at most, where programs walk along several rows
+
+
+# ---------------------------------------------------------------------- the kernel
+
+
+@triton.jit(do_not_specialize=["first", "count"])
+def given_kernel(
+    raw,
+    out,
+    offsets,  # [T] of rows in `raw`
+    out_offsets,  # [T] of rows in `out`
+    live,  # [T] bool: other rows are not read, and their gradient is 0
+    targets,  # [T]
+    first,
+    count,  # T
+    v,
+    inner,
+    outer,
+    scale,
+    temperature,  # [T], as all below
+    peaks,
+    rests,
+    target_logits,
+    spreads,
+    totals,
+    log_sums,  # in place of rests, without STATISTICS
+    c_target,
+    c_prob,  # with STATISTICS: at an entropy of 0
+    c_entropy,
+    c_uniform,
+    slopes,  # [SLOPES, 5, T]
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    KEPT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    LIVE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    ROW_TEMPERATURE: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    MEAN: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    TARGET: tl.constexpr,
+    PROB: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    SLOPES: tl.constexpr,
+):
+    for row in range(tl.program_id(0), count, tl.num_programs(0)):
+        x = raw + tl.multiple_of(tl.load(offsets + row), ALIGNED)
+        times = row_multiplier(outer, temperature, row, ROW_TEMPERATURE)
+        length = v
+        if LIVE:
+            length = tl.where(tl.load(live + row), v, 0)
+        column = tl.load(targets + row) - first
+        mine = (column >= 0) & (column < length)
+        target = tl.load(x + column, mask=mine, other=float("-inf"))
+
+        if STATISTICS:
+            peak, rest, spread, total = row_partials(
+                x, length, inner, times, WIDTH, STAGES, KEPT, SOFTCAP, SCALED, SPREAD, MEAN
+            )
+            target_logit = logits_of(target, mine, inner, times, SOFTCAP, SCALED)
+            if LIVE:  # numbers that no objective stumbles over
+                peak = tl.where(length > 0, peak, 0.0)
+                rest = tl.where(length > 0, rest, 0.0)
+                target_logit = tl.where(length > 0, target_logit, 0.0)
+            tl.store(peaks + row, peak)
+            tl.store(rests + row, rest)
+            tl.store(target_logits + row, target_logit)
+            if SPREAD:
+                tl.store(spreads + row, spread)
+            if MEAN:
+                tl.store(totals + row, total)
+            log_sum = log1p(rest)
+        else:
+            peak = tl.load(peaks + row)
+            log_sum = tl.load(log_sums + row)
+
+        if GRADIENT:
+            tl.debug_barrier()  # in place: every thread has read before any of them writes
+            at_prob = coefficient(c_prob, row, PROB)
+            at_entropy = coefficient(c_entropy, row, ENTROPY)
+            if STATISTICS and ENTROPY:
+                at_prob += at_entropy * (log_sum - spread / (1 + rest))
+            at_target = coefficient(c_target, row, TARGET)
+            if SLOPES > 0:
+                logp = (target_logit - peak) - log_sum
+                slope = closed_slope(slopes, row, count, logp, SLOPES)
+                at_prob -= slope
+                at_target += slope
+            factor = row_multiplier(scale, temperature, row, ROW_TEMPERATURE)
+            at_prob *= factor
+            at_entropy *= factor
+            at_uniform = coefficient(c_uniform, row, UNIFORM) * factor
+            y = out + tl.multiple_of(tl.load(out_offsets + row), ALIGNED)
+            z_of, normalizer, c = (inner, times), (peak, log_sum), (at_prob, at_entropy, at_uniform)
+            write_gradient(
+                x, y, v, length, z_of, normalizer, c, WIDTH, KEPT, SOFTCAP, SCALED, ENTROPY, UNIFORM
+            )
+            if TARGET or SLOPES > 0:
+                g, bend = logit_gradient(
+                    target, mine, z_of, normalizer, c, SOFTCAP, SCALED, ENTROPY, UNIFORM
+                )
+                g += at_target * factor * bend
+                tl.debug_barrier()  # another thread wrote this element without its own term
+                tl.store(y + column, g.to(y.dtype.element_ty), mask=mine)
+
+
+class Rows(NamedTuple):
+    """The packed tokens' rows in a tensor of any layout with unit stride along the vocabulary."""
+
+    tensor: Tensor  # [.., V]
+    offsets: Tensor  # [T] int64, elements from the first
+    aligned: bool  # every offset is a multiple of 16
+
+
+def given_rows(
+    logits: Rows,
+    out: Rows | None,  # of the logits' dtype; may be the logits. None: no gradient
+    live: Tensor | None,  # [T] bool
+    targets: Tensor,  # [T]
+    first: int,
+    transform: Transform,
+    needs: frozenset[str] | None,  # statistics; None: not taken, `normalizer` has them
+    coefficients: Coefficients | None,  # [T]; with `needs`: at an entropy of 0
+    slopes: Tensor | None = None,  # [P, 5, T], with `needs`: more of dL/dlogp, see stats.Slope
+    normalizer: Normalizer | None = None,  # [T]
+    shape: Shape | None = None,
+) -> Partials | None:
+    """Partial statistics of each row, its gradient, or both in one launch, in that order."""
+    x = logits.tensor
+    v, count = x.shape[-1], len(targets)
+    partials = None if needs is None else _empty_partials(x, count, needs)
+    if count == 0:
+        return partials
+    some = partials if partials is not None else normalizer
+    assert some is not None
+    peak = some.peak
+    inner, outer, temperature = multipliers(transform, peak)
+    by_row = isinstance(transform.temperature, Tensor)
+    both = partials is not None and out is not None
+    shape = shape or next(s for width, s in SHAPES.items() if v >= width)
+    c = coefficients or Coefficients()
+    with on_device(x):
+        given_kernel[(_programs(x, count, shape) if both else count,)](
+            x,
+            x if out is None else out.tensor,
+            logits.offsets,
+            logits.offsets if out is None else out.offsets,
+            targets if live is None else live,
+            targets,
+            first,
+            count,
+            v,
+            inner,
+            outer,
+            transform.scale if by_row else transform.scale / transform.temperature,
+            temperature,
+            peak,
+            *_partial_vectors(partials, peak),
+            peak if normalizer is None else normalizer.log_sum,
+            *(peak if t is None else t for t in (c.target, c.prob, c.entropy, c.uniform)),
+            peak if slopes is None else slopes,
+            WIDTH=lane_count(v, x.element_size(), shape.warps),
+            STAGES=shape.stages,
+            KEPT=both and shape.kept,
+            ALIGNED=16 if logits.aligned and (out is None or out.aligned) else 1,
+            LIVE=live is not None,
+            SOFTCAP=transform.softcap is not None,
+            SCALED=by_row or outer != 1,
+            ROW_TEMPERATURE=by_row,
+            STATISTICS=partials is not None,
+            SPREAD=partials is not None and partials.spread is not None,
+            MEAN=partials is not None and partials.total is not None,
+            GRADIENT=out is not None,
+            TARGET=c.target is not None,
+            PROB=c.prob is not None,
+            ENTROPY=c.entropy is not None,
+            UNIFORM=c.uniform is not None,
+            SLOPES=0 if slopes is None else len(slopes),
+            num_warps=shape.warps,
+        )
+    return partials
+
+
+def _empty_partials(x: Tensor, count: int, needs: frozenset[str]) -> Partials:
+    names = ["peak", "rest", "target"]
+    names += ["spread"] * ("entropy" in needs) + ["total"] * ("mean_logit" in needs)
+    found = x.new_empty(len(names), count, dtype=torch.float32)
+    return Partials(**dict(zip(names, found, strict=True)))
+
+
+def _partial_vectors(partials: Partials | None, unused: Tensor) -> list[Tensor]:
+    if partials is None:
+        return [unused] * 4
+    found = (partials.rest, partials.target, partials.spread, partials.total)
+    return [unused if t is None else t for t in found]
+
+
+def lane_count(v: int, element_size: int, warps: int) -> int:
+    """Lanes of a program: one load of VECTOR bytes per thread, less where a row is short."""
+    return min(32 * warps * VECTOR // element_size, max(16, triton.next_power_of_2(v) // 4))
+
+
+def _programs(x: Tensor, count: int, shape: Shape) -> int:
+    """As many programs as have their rows in the L2 together, alike on all processors if they are
+    that many."""
+    processors = _processors(x.device)
+    found = max(1, shape.resident // (x.shape[-1] * x.element_size()))
+    if found > processors:
+        found = processors * min(PROGRAMS, found // processors)
+    return min(count, found)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2  # of the interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# ---------------------------------------------------------------------- the upstream gradient
+
+
+@triton.jit(do_not_specialize=["count"])
+def scale_kernel(x, offsets, factor, count, v, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    times = tl.load(factor)
+    if times != 1:
+        for row in range(tl.program_id(0), count, tl.num_programs(0)):
+            y = x + tl.multiple_of(tl.load(offsets + row), ALIGNED)
+            for start in range(0, v, BLOCK):
+                at = start + tl.arange(0, BLOCK)
+                value = tl.load(y + at, mask=at < v, other=0.0).to(tl.float32) * times
+                tl.store(y + at, value.to(x.dtype.element_ty), mask=at < v)
+
+
+def scale_rows_(rows: Rows, factor: Tensor) -> None:
+    """rows *= factor [], in float32 and rounded once; where it is 1, which the device alone knows,
+    nothing is read."""
+    x, count = rows.tensor, len(rows.offsets)
+    if count == 0:
+        return
+    with on_device(x):
+        scale_kernel[(min(count, PROGRAMS * _processors(x.device)),)](
+            x,
+            rows.offsets,
+            factor.float(),
+            count,
+            x.shape[-1],
+            ALIGNED=16 if rows.aligned else 1,
+            BLOCK=min(4096, triton.next_power_of_2(x.shape[-1])),
+            num_warps=8,
+        )

@@ -1,0 +1,531 @@
+"""Given logits where they lie: the kernel, slopes known beforehand, and whole calls."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from triton_cases import (
+    DEVICE,
+    EPS,
+    NEEDS,
+    assert_statistics,
+    coefficients_of,
+    error,
+    in_float64,
+    oracle_gradient,
+    targets_of,
+    tile,
+    transforms,
+)
+
+import headloss as hl
+from headloss.kernels import reference
+from headloss.kernels.transform import Transform
+from headloss.kernels.triton_given import Rows, Shape, given_rows, scale_rows_
+from headloss.losses.term import Objective
+from headloss.objective import bind, is_known, sample_batch, sample_statistics
+from headloss.packing import pack
+from headloss.reduction import Totals
+from headloss.slopes import known
+from headloss.stats import Coefficients, Normalizer, Statistics, finish
+from headloss.testing import plain
+
+SMALL = Shape(warps=1, stages=1, kept=True, resident=1 << 20)
+
+
+def rows_of(tensor: torch.Tensor, order: torch.Tensor | None = None) -> Rows:
+    positions = torch.arange(len(tensor), device=DEVICE) if order is None else order
+    return Rows(tensor, positions * tensor.stride(0), False)
+
+
+def exactly(raw, targets, first, transform) -> tuple[Statistics, Normalizer]:
+    v = raw.shape[1]
+    exact = reference.partials(raw.double(), targets, first, in_float64(transform), NEEDS)
+    return finish(exact, v, NEEDS)
+
+
+# ---------------------------------------------------------------------- the kernel
+
+
+SHAPES = [(5, 97, torch.float32), (3, 1000, torch.bfloat16), (4, 1040, torch.float16)]
+
+
+@pytest.mark.parametrize("name", transforms(1))
+@pytest.mark.parametrize(("n", "v", "dtype"), SHAPES)
+def test_both_walks_in_one_launch(n, v, dtype, name):
+    """In place: statistics, and a gradient whose entropy part the kernel completes."""
+    raw, targets, transform = tile(n, v, dtype), targets_of(n, v), transforms(n)[name]
+    raw[1, 3] = -math.inf
+    stats, normalizer = exactly(raw, targets, 0, transform)
+    c = coefficients_of(n, "tpeu")
+    whole = Coefficients(
+        target=c.target,
+        prob=c.prob + c.entropy * stats.entropy,
+        entropy=c.entropy,
+        uniform=c.uniform,
+    )
+    oracle = oracle_gradient(raw, targets, 0, transform, normalizer, whole)
+    rows, before = rows_of(raw), raw.clone()
+    found = given_rows(rows, rows, None, targets, 0, transform, NEEDS, c, shape=SMALL)
+    assert_statistics(found, before, targets, 0, transform)
+    assert error(raw, oracle) <= EPS[dtype] + 3e-6
+
+
+@pytest.mark.parametrize("which", ["tp", "t", "p", "tpe", "tpu"])
+def test_two_launches(which):
+    """A slice of the vocabulary that starts at column 40, rows in another order, other memory."""
+    n, v, first, transform = 4, 97, 40, transforms(4)["capped rows"]
+    targets = torch.tensor([41, 3, 136, 40 + v], device=DEVICE)
+    order, c = torch.tensor([2, 0, 5, 3], device=DEVICE), coefficients_of(n, which)
+    for dtype in (torch.float32, torch.bfloat16):
+        raw = tile(6, v, dtype)
+        named = raw[order]
+        raw[[1, 4]] = math.nan  # never read
+        out = torch.full((6, v + 5), math.nan, dtype=dtype, device=DEVICE)
+        found = given_rows(
+            rows_of(raw, order), None, None, targets, first, transform, NEEDS, None, shape=SMALL
+        )
+        assert_statistics(found, named, targets, first, transform)
+        normalizer = finish(found, v, NEEDS)[1]
+        to = rows_of(out[:, :v], order)
+        args = (None, targets, first, transform, None, c, None, normalizer, SMALL)
+        given_rows(rows_of(raw, order), to, *args)
+        oracle = oracle_gradient(
+            named, targets, first, transform, Normalizer(*(t.double() for t in normalizer)), c
+        )
+        assert error(out[order, :v], oracle) <= EPS[dtype] + 3e-6
+        assert out[[1, 4]].isnan().all() and out[:, v:].isnan().all()
+
+
+def test_dead_rows_are_not_read_and_get_zeros():
+    raw, targets = tile(3, 97, torch.float32), targets_of(3, 97)
+    want = raw.clone()
+    raw[1] = math.nan
+    live = torch.tensor([True, False, True], device=DEVICE)
+    c = coefficients_of(3, "tp").map(lambda t: t * live)
+    rows = rows_of(raw)
+    found = given_rows(rows, rows, live, targets, 0, Transform(), NEEDS, c, shape=SMALL)
+    assert not raw[1].any() and raw[0].any() and raw[2].any()
+    stats, _ = finish(found, 97, NEEDS)
+    assert stats.logp[1] == 0 and stats.entropy[1] == 0
+    oracle, _ = exactly(want, targets, 0, Transform())
+    torch.testing.assert_close(stats.logp[live].double(), oracle.logp[live], rtol=2e-6, atol=1e-6)
+
+
+def test_rest_keeps_its_digits():
+    """A nearly certain token, equal largest logits, and a row whose mass is in its last column."""
+    raw = torch.full((3, 500), -20.0, device=DEVICE)
+    raw[0, 7] = 0.0
+    raw[1, 7] = raw[1, 499] = raw[1, 71] = 0.0
+    raw[2] = -math.inf
+    raw[2, 499] = 80.0
+    targets = torch.full((3,), 7, device=DEVICE)
+    args = (None, None, targets, 0, Transform(), NEEDS, None)
+    found = given_rows(rows_of(raw), *args, shape=SMALL)
+    e = math.exp(-20)
+    expected = torch.tensor([499 * e, 2 + 497 * e, 0.0], device=DEVICE)
+    torch.testing.assert_close(found.rest, expected, rtol=2e-6, atol=0)
+    assert found.peak.tolist() == [0, 0, 80] and found.target.tolist() == [0, 0, -math.inf]
+
+
+def test_a_slice_of_minus_infinity_is_empty_and_nan_shows():
+    raw = torch.randn(3, 200, device=DEVICE)
+    raw[0] = -math.inf
+    raw[1, 150] = math.nan
+    targets = torch.tensor([1, 2, 3], device=DEVICE)
+    for needs in (NEEDS, frozenset({"logp"})):
+        found = given_rows(
+            rows_of(raw), None, None, targets, 0, Transform(), needs, None, shape=SMALL
+        )
+        assert found.peak[0] == -math.inf and found.rest[0] == -1
+        assert found.rest.isnan().tolist() == [False, True, False]
+
+
+def test_a_factor_of_one_leaves_rows_alone():
+    value = torch.randn(4, 70, device=DEVICE).bfloat16()
+    want = (value.float() * 3).bfloat16()
+    order = torch.tensor([0, 2, 3], device=DEVICE)
+    before = value.clone()
+    scale_rows_(rows_of(value, order), torch.tensor(1.0, device=DEVICE))
+    assert value.equal(before)
+    scale_rows_(rows_of(value, order), torch.tensor(3.0, device=DEVICE))
+    assert error(value[order], want[order].double()) <= EPS[torch.bfloat16]
+    assert value[1].equal(before[1])
+
+
+# ---------------------------------------------------------------------- slopes
+
+
+T = 400
+
+
+def packed(dtype=torch.float64):
+    old = -3 * torch.rand(T, dtype=dtype)
+    batch = hl.Batch(
+        torch.randint(10, (T,)),
+        hl.Segments.from_lengths([100, 150, 50, 100]),
+        advantages=torch.randn(T, dtype=dtype),
+        old_logps=old,
+        ref_logps=old + 0.1,
+        sampling_logps=old - 0.1,
+        w=torch.rand(T, dtype=dtype),
+        keep=torch.rand(T) > 0.3,
+    )
+    return batch, pack(batch, 10, dtype).batch
+
+
+@hl.term
+def clamped(stats, batch):
+    return stats.logp.clamp(-2, 2)
+
+
+@hl.term
+def stopped(stats, batch):
+    return stats.logp.exp().detach() * stats.logp
+
+
+@hl.term
+def branched(stats, batch):
+    return torch.where(stats.logp > -3, stats.logp, 2 * stats.logp)
+
+
+@hl.term
+def through_python(stats, batch):
+    return stats.logp * float(stats.lse[0].detach())
+
+
+@hl.term
+def without_a_trace(stats, batch):
+    return stats.logp * sum(stats.lse.tolist())
+
+
+@hl.term
+def through_numpy(stats, batch):
+    return stats.logp * torch.from_numpy(stats.lse.detach().numpy() * 1)
+
+
+@hl.term(scope="batch", reduction="token_mean")
+def counted(stats, batch):
+    return stats.logp / len(batch)
+
+
+EVERYWHERE = [
+    (hl.cross_entropy(), {"logp": -1}),
+    (
+        hl.cross_entropy(label_smoothing=0.1),
+        {"logp": -0.9, "lse": 0.1, "mean_logit": -0.1},
+    ),
+    (hl.entropy(), {"entropy": 1}),
+    (hl.kl(), {"logp": 1}),
+]
+BY_BATCH = [
+    hl.reinforce(),
+    hl.reinforce().corrected("token_truncate"),
+    hl.cross_entropy().weighted("w"),
+    counted(),
+]
+BY_STATISTICS = [
+    hl.z_loss(),
+    hl.grpo(),
+    hl.gspo(),
+    hl.cispo(),
+    hl.sapo(),
+    hl.unlikelihood(),
+    hl.kl(estimator="k2"),
+    hl.kl(estimator="k3"),
+    hl.reinforce().top_entropy(threshold=0.5),
+    clamped(),
+    stopped(),
+    branched(),
+    through_python(),
+    without_a_trace(),
+    through_numpy(),
+]
+
+
+def found_out(term: hl.Term):
+    sample = sample_batch(packed()[1], term)
+    return known(term, sample_statistics(torch.float64, torch.device("cpu"), []), sample)
+
+
+@pytest.mark.parametrize(("term", "slopes"), EVERYWHERE, ids=repr)
+def test_slopes_that_are_the_same_everywhere(term, slopes):
+    found = found_out(term)
+    assert found is not None and found.everywhere == pytest.approx(slopes)
+
+
+@pytest.mark.parametrize("term", BY_BATCH, ids=repr)
+def test_slopes_that_depend_on_the_batch(term):
+    assert found_out(term) == (None,)
+
+
+@pytest.mark.parametrize("term", BY_STATISTICS, ids=repr)
+def test_slopes_that_depend_on_statistics(term):
+    """Also by a comparison, a detached value, or a way that leaves PyTorch."""
+    assert found_out(term) is None
+
+
+CLIPPED = [
+    hl.grpo(),
+    hl.grpo(epsilon_low=0.0, epsilon_high=0.0),
+    hl.grpo(epsilon_low=1.5),
+    hl.grpo(delta=1.5),
+    hl.grpo(delta=1.1),
+    hl.grpo(delta=0.7),
+    hl.dapo(),
+    hl.ppo(dual_clip=3.0),
+    hl.ppo(dual_clip=1.1),
+    hl.bnpo().weighted("w").where("keep"),
+    hl.grpo() + 0.3 * hl.dapo() - 0.1 * hl.entropy() + hl.reinforce(),
+    hl.cross_entropy(label_smoothing=0.1).where("keep") + hl.cross_entropy().weighted("w"),
+]
+
+
+@pytest.mark.parametrize("objective", CLIPPED, ids=repr)
+def test_what_is_known_beforehand_is_the_gradient(objective):
+    """Ratios on both sides of every bound, at 1, and beyond the clamp."""
+    batch, inside = packed()
+    objective = Objective.of(objective)
+    assert is_known(objective, inside, torch.float64)
+    logp = batch.old_logps + 0.6 * torch.randn(T, dtype=torch.float64)
+    logp[:20] = batch.old_logps[:20]
+    logp[20:30] += 30
+    logp[30:40] -= 30
+    stats = Statistics(
+        logp=logp,
+        lse=torch.rand_like(logp),
+        entropy=torch.rand_like(logp),
+        mean_logit=torch.rand_like(logp),
+    )
+    bound = bind(objective, inside, Totals.of(batch), 10, torch.float64)
+    want = bound.gradient(stats, inside, slice(None)).coefficients
+    (c, _, _), slopes = bound.beforehand(inside, frozenset(stats.tensors()), factor=2.0)
+    slope = torch.zeros_like(logp)
+    for rate, anchor, low, high, sign in () if slopes is None else slopes:
+        slope += torch.where(
+            (logp >= low) & (logp <= high), rate * (sign * (logp - anchor)).exp(), 0
+        )
+    zero = torch.zeros_like(logp)
+    entropy = zero if c.entropy is None else c.entropy
+    found = {
+        "target": slope + (zero if c.target is None else c.target),
+        "prob": (zero if c.prob is None else c.prob) + entropy * stats.entropy - slope,
+        "entropy": entropy,
+        "uniform": zero if c.uniform is None else c.uniform,
+    }
+    for name, value in found.items():
+        other = getattr(want, name)
+        other = zero if other is None else 2 * other
+        torch.testing.assert_close(value, other, rtol=1e-12, atol=1e-15)
+
+
+# ---------------------------------------------------------------------- whole calls
+
+
+V = 97
+OBJECTIVES = [
+    hl.cross_entropy(),
+    hl.cross_entropy(label_smoothing=0.1) - 0.1 * hl.entropy() + 0.5 * hl.dapo().where("keep"),
+    hl.gspo() + 1e-3 * hl.z_loss(),
+]
+
+
+def problem(dtype, layout=lambda t: t):
+    """[3, 7] positions, two of them unscored and poisoned; logits as `layout` cuts them."""
+    torch.manual_seed(1)
+    whole = 2 * torch.randn(3, 8, V)
+    whole[..., 5] += 4
+    leaf = whole.to(dtype).to(DEVICE).requires_grad_()
+    targets = torch.randint(V, (3, 7))
+    targets[:, ::2] = 5
+    clean = layout(leaf).detach()
+    logps = clean.cpu().float().log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    old = logps + 0.3 * torch.randn(3, 7)
+    targets[1, 2:4] = -100
+    batch = hl.Batch(
+        targets.to(DEVICE),
+        advantages=torch.randn(3, device=DEVICE),
+        old_logps=old.to(DEVICE),
+        keep=(torch.rand(3, 7) > 0.2).to(DEVICE),
+    )
+    return leaf, clean, batch
+
+
+def by_autograd(clean, batch, objective, dtype):
+    z = clean.detach().to(dtype).requires_grad_()
+    head = hl.Head(torch.eye(V, dtype=dtype, device=DEVICE))
+    found = plain(z, head, batch, objective, mode="input")
+    return found.loss, found.gradients["hidden"]
+
+
+LAYOUTS = {
+    "shifted": lambda t: t[:, :-1],
+    "packed": lambda t: t[:, 1:].contiguous(),
+    "batch second": lambda t: t.transpose(0, 1).contiguous()[1:].transpose(0, 1),
+}
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("shift", range(3))
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
+def test_logits_loss(objective, inplace, shift):
+    """Against float64, with poison at unscored positions and an upstream gradient of 2: every
+    objective in every dtype and in every layout."""
+    turn = shift + OBJECTIVES.index(objective)
+    layout, dtype = list(LAYOUTS)[turn % 3], DTYPES[shift]
+    leaf, clean, batch = problem(dtype, LAYOUTS[layout])
+    (loss, exact), (_, rough) = (
+        by_autograd(clean, batch, objective, d) for d in (torch.float64, torch.float32)
+    )
+    unscored = batch.targets == -100
+    work = LAYOUTS[layout](leaf * 1)
+    work.data[unscored] = math.nan
+    seen = []
+    work.register_hook(lambda g: seen.append(g.data_ptr()))
+    out = hl.logits_loss(
+        work, batch, objective, inplace=inplace, options=hl.Options(backend="triton")
+    )
+    assert out.plan.rows and out.plan.backend == "triton"
+    over = inplace and dtype != torch.float16
+    assert out.plan.schedule == ("one_pass" if over else "recompute")
+    torch.testing.assert_close(out.loss.detach().double(), loss, rtol=2e-6, atol=1e-7)
+    (2 * out.loss).backward()
+    gradient = LAYOUTS[layout](leaf.grad)
+    assert not gradient[unscored].any()
+    assert (seen == [work.data_ptr()]) == over
+    budget = 3 * error(2 * rough.to(dtype), 2 * exact) + EPS[dtype] + 1e-6
+    assert error(gradient, 2 * exact) <= budget
+
+
+@pytest.mark.parametrize("options", [{}, {"upstream": 1.0}, {"static": True}], ids=str)
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
+def test_triton_is_reference(objective, options):
+    """Loss, statistics and metrics; declared upstream gradients and static shapes."""
+    found = []
+    for backend in ("reference", "triton"):
+        leaf, _, batch = problem(torch.float32, LAYOUTS["packed"])
+        work = LAYOUTS["packed"](leaf * 1)
+        if backend == "triton":
+            work.data[batch.targets == -100] = math.nan
+        elif options.get("static"):
+            work.data[batch.targets == -100] = 0
+        chosen = hl.Options(backend=backend, **options)
+        out = hl.logits_loss(work, batch, objective, inplace=True, options=chosen)
+        found.append((out, torch.autograd.grad(out.loss, work)[0]))
+    (want, want_gradient), (got, gradient) = found
+    assert not want.plan.rows and got.plan.rows
+    torch.testing.assert_close(got.loss, want.loss)
+    torch.testing.assert_close(gradient, want_gradient, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(got.logps, want.logps)
+    torch.testing.assert_close(got.entropies, want.entropies)
+    assert got.metrics.compute() == pytest.approx(want.metrics.compute(), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_few_tokens_of_a_wide_vocabulary(tokens, inplace):
+    v = 128257
+    z = torch.randn(2, v, device=DEVICE)
+    targets = torch.full((2,), -100, device=DEVICE)
+    targets[:tokens] = v - 1
+    work = (z.clone().requires_grad_() * 1).bfloat16()
+    options = hl.Options(backend="triton", metrics=False)
+    out = hl.logits_loss(
+        work, hl.Batch(targets), hl.cross_entropy(), inplace=inplace, options=options
+    )
+    (gradient,) = torch.autograd.grad(out.loss, work)
+    log_p = z.bfloat16().double().log_softmax(1)
+    want = torch.zeros_like(log_p)
+    for row in range(tokens):
+        want[row] = log_p[row].exp()
+        want[row, -1] -= 1
+        assert abs(out.logps[row].double() - log_p[row, -1]) < 2e-6
+    assert error(gradient, want) <= EPS[torch.bfloat16] + 1e-6
+
+
+def test_without_a_gradient_logits_are_only_read():
+    _, clean, batch = problem(torch.bfloat16, LAYOUTS["packed"])
+    work = clean.clone()
+    options = hl.Options(backend="triton")
+    out = hl.logits_loss(work, batch, OBJECTIVES[0], inplace=True, options=options)
+    assert out.plan.schedule == "statistics" and work.equal(clean)
+    want = by_autograd(clean, batch, OBJECTIVES[0], torch.float64)[0]
+    torch.testing.assert_close(out.loss.double(), want, rtol=2e-6, atol=1e-7)
+
+
+def test_two_runs_give_the_same_bits():
+    found = []
+    for _ in range(2):
+        leaf, _, batch = problem(torch.bfloat16, LAYOUTS["shifted"])
+        work = LAYOUTS["shifted"](leaf * 1)
+        options = hl.Options(backend="triton")
+        out = hl.logits_loss(work, batch, OBJECTIVES[1], inplace=True, options=options)
+        found.append((out.loss, torch.autograd.grad(out.loss, leaf)[0]))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+def test_who_needs_overwritten_logits_is_told():
+    leaf, _, batch = problem(torch.float32, LAYOUTS["packed"])
+    work = LAYOUTS["packed"](leaf).tanh()  # saves its output
+    options = hl.Options(backend="triton")
+    out = hl.logits_loss(work, batch, OBJECTIVES[0], inplace=True, options=options)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.loss.backward()
+
+
+def test_logits_without_unit_stride_take_the_other_path():
+    leaf, _, batch = problem(torch.float32, LAYOUTS["packed"])
+    work = (leaf[:, 1:] * 1).transpose(1, 2).contiguous().transpose(1, 2)
+    options = hl.Options(backend="triton")
+    out = hl.logits_loss(work, batch, OBJECTIVES[0], inplace=True, options=options)
+    assert not out.plan.rows and "rows of the given logits" not in str(out.plan)
+    other = hl.logits_loss((leaf[:, 1:] * 1), batch, OBJECTIVES[0], options=options)
+    assert "rows of the given logits, where they lie" in str(other.plan)
+    torch.testing.assert_close(out.loss, other.loss)
+
+
+# ---------------------------------------------------------------------- on a GPU alone
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs 12 GiB on a GPU")
+def test_offsets_beyond_two_to_the_31():
+    n, v = 9000, 262144
+    raw = torch.randn(n, v, device=DEVICE, dtype=torch.bfloat16)
+    last = slice(n - 3, n)
+    before, targets = raw[last].clone(), torch.randint(v, (n,), device=DEVICE)
+    rows = Rows(raw, torch.arange(n, device=DEVICE) * v, True)
+    weight = torch.ones(n, device=DEVICE)
+    c = Coefficients(target=-weight, prob=weight)
+    given_rows(rows, rows, None, targets, 0, Transform(), frozenset({"logp"}), c)
+    want = before.double().softmax(1)
+    want[torch.arange(3, device=DEVICE), targets[last]] -= 1
+    assert error(raw[last], want) <= 2**-8
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_static_calls_can_be_captured():
+    leaf, _, batch = problem(torch.bfloat16, LAYOUTS["packed"])
+    options = hl.Options(backend="triton", static=True, metrics=False, upstream=1.0)
+
+    def run(z):
+        out = hl.logits_loss(z, batch, OBJECTIVES[1], inplace=True, options=options)
+        return out.loss, torch.autograd.grad(out.loss, z)[0]
+
+    pristine = LAYOUTS["packed"](leaf).detach()
+    work = pristine.clone().requires_grad_()
+    for _ in range(3):
+        work.data.copy_(pristine)
+        want = [t.clone() for t in run(work)]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(work)
+    for _ in range(2):
+        work.data.copy_(pristine)
+        graph.replay()
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
