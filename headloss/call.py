@@ -162,6 +162,7 @@ def _linear_problem(
         weight_gradient=own if place.weight_gradient is None else place.weight_gradient,
         element_size=dtype.itemsize,
         weight_size=head.weight.dtype.itemsize,
+        rescaled=dtype == torch.float16,
         on_gpu=hidden.is_cuda,
         multiprocessors=kernels.multiprocessors(hidden.device),
         terms=head.bias is None

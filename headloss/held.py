@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .logits import ALL, LinearLogits
+from .logits import LinearLogits
 from .objective import Gradient
 from .rows import RowGradient, Rows
 from .stats import Normalizer
@@ -54,32 +54,20 @@ class RawChunk:
 
 
 class TermsChunk:
-    """exp(z - reference) [n, v] in bfloat16, of all columns or of a slab.
+    """exp(z - reference) [n, V] in bfloat16."""
 
-    `place`: the rows of the source, where it does not hold all tokens.
-    """
-
-    def __init__(
-        self,
-        call: Call,
-        source: LinearLogits,
-        rows: Rows,
-        columns: slice = ALL,
-        needs: frozenset[str] | None = None,
-        place: Rows | None = None,
-    ) -> None:
+    def __init__(self, call: Call, source: LinearLogits, rows: slice) -> None:
         self.call, self.rows = call, rows
-        self.x = x = source.features[0][rows if place is None else place]
-        weight = source.weights[0][columns]
+        self.x = x = source.features[0][rows]
+        weight = source.weights[0]
         self.held = call.kernels.Held.empty(len(x), len(weight), x.device)
-        self.first = call.slices.first + (columns.start or 0)
         self.partials = call.kernels.product_partials(
             x,
             weight,
             call.packed.batch.targets[rows],
-            self.first,
+            call.slices.first,
             call.transform.rows(rows),
-            call.needs if needs is None else needs,
+            call.needs,
             held=self.held,
         )
 
@@ -88,11 +76,18 @@ class TermsChunk:
     ) -> RowGradient:
         """dL/draw of the rows that carry one.
 
-        `self.partials` are by now those of the whole vocabulary, or of the slab. The number of rows
-        stays on the device: all of this is queued before anything is read.
+        `self.partials` are by now those of the whole vocabulary. The number of rows stays on the
+        device: all of this is queued before anything is read.
         """
         acts, held, rows = self.call.kernels, self.held, self.rows
-        given = self._given(normalizer, gradient)
+        given = (
+            self.call.packed.batch.targets[rows],
+            self.call.slices.first,
+            self.call.transform.rows(rows),
+            normalizer,
+            gradient.coefficients,
+            self.partials.target,
+        )
         order = None if live is None else acts.dense_order(live, int(MOST * len(live)))
         multiple = features = None
         if acts.is_multiple(self.call.transform, gradient.coefficients):
@@ -108,23 +103,7 @@ class TermsChunk:
         found = RowGradient(held.terms, rows, multiple, features, acts.scaled_rows)
         if order is None:
             return found
-        assert isinstance(rows, slice)
         return replace(found, rows=order.rows + rows.start, count=order.count, chunk=rows)
-
-    def whole(self, normalizer: Normalizer, gradient: Gradient) -> Tensor:
-        """dL/draw itself, so that slabs add up."""
-        return self.call.kernels.held_gradient_(self.held, *self._given(normalizer, gradient))
-
-    def _given(self, normalizer: Normalizer, gradient: Gradient) -> tuple:
-        rows, call = self.rows, self.call
-        return (
-            call.packed.batch.targets[rows],
-            self.first,
-            call.transform.rows(rows),
-            normalizer,
-            gradient.coefficients,
-            self.partials.target,
-        )
 
 
 def hold(call: Call, source: Source, rows: slice) -> RawChunk | TermsChunk:
@@ -143,12 +122,22 @@ def slab_gradient(
     columns: slice,
     normalizer: Normalizer,
     gradient: Gradient,
+    logps: Tensor,
 ) -> RowGradient:
     """dL/draw of a slab of columns, for the tokens `rows`, which stand at `place` in the source."""
     if call.plan.terms:
         assert isinstance(source, LinearLogits)
-        chunk = TermsChunk(call, source, rows, columns, frozenset(), place)
-        return RowGradient(chunk.whole(normalizer, gradient), place)
+        found = call.kernels.product_gradient(
+            source.features[0][place],
+            source.weights[0][columns],
+            call.packed.batch.targets[rows],
+            call.slices.first + columns.start,
+            call.transform.rows(rows),
+            normalizer,
+            gradient.coefficients,
+            logps,
+        )
+        return RowGradient(found, place)
     raw = source.raw(place, columns)
     return RowGradient(call.logit_gradient_(raw, rows, normalizer, gradient, columns), place)
 

@@ -145,7 +145,7 @@ class LinearGradients:
             places = [
                 None if total is None else total[: self.source.vocabulary] for total in self.weights
             ]
-            self._add_weights(places, gradient, self.fresh)
+            self.add_weights(places, gradient, self.fresh)
             self.fresh = False
         if self.bias is not None:
             assert gradient.multiple is None
@@ -182,7 +182,7 @@ class LinearGradients:
     def complete(self) -> None:
         """Wait until the gradients of features are whole."""
 
-    def _add_weights(
+    def add_weights(
         self, totals: Sequence[Tensor | None], gradient: RowGradient, fresh: bool
     ) -> None:
         for features, total in zip(self.source.features, totals, strict=True):
@@ -192,31 +192,9 @@ class LinearGradients:
                 first = fresh and total.data_ptr() != _pointer(self.main_grad)
                 products.add_weight_gradient_(total, gradient.values, x, first)
 
-    def slab(self, columns: slice) -> list[Tensor | None]:
-        """Sums for the weight gradient of one slab of columns."""
-        return [
-            None
-            if total is None
-            else torch.zeros_like(total[: self.source.vocabulary][columns], dtype=self.sums)
-            for total in self.weights
-        ]
-
-    def add_to_slab(self, slab: list[Tensor | None], gradient: RowGradient) -> None:
-        if len(gradient.values):
-            self._add_weights(slab, gradient, fresh=False)
-
-    def write_slab(self, slab: list[Tensor | None], columns: slice, factor: Tensor | None) -> None:
-        for total, part in zip(self.weights, slab, strict=True):
-            if total is None or part is None:
-                continue
-            if factor is not None:
-                part.mul_(factor)
-            self.fresh = False
-            place = total[: self.source.vocabulary][columns]
-            if total is self.main_grad:
-                place.add_(part)
-            else:
-                place.copy_(part)
+    def slab(self, columns: slice, at_once: bool) -> Slab:
+        """Sums for the weight gradient of one slab of columns; see `Slab`."""
+        return Slab(self, columns, at_once and self.main_grad is None)
 
     def finish(self, factor: Tensor | None, scaled: Scaled) -> list[Tensor | None]:
         """Gradients in the inputs' dtypes, times `factor`: features and weights pairwise, bias."""
@@ -240,6 +218,47 @@ class LinearGradients:
         wanted = bias is not None and self.bias is not None
         found.append(scaled(self.bias, factor, bias.dtype) if wanted else None)  # type: ignore[arg-type, union-attr]
         return found
+
+
+class Slab:
+    """The weight gradient of a slab of columns: summed apart, and rounded when it is written; or,
+    where all its tokens come `at_once`, a product straight into its place."""
+
+    def __init__(self, gradients: LinearGradients, columns: slice, at_once: bool) -> None:
+        self.gradients, self.at_once = gradients, at_once
+        vocabulary = gradients.source.vocabulary
+        self.places = [
+            None if total is None else total[:vocabulary][columns] for total in gradients.weights
+        ]
+        self.sums = self.places
+        if not at_once:
+            self.sums = [
+                None if place is None else torch.zeros_like(place, dtype=gradients.sums)
+                for place in self.places
+            ]
+        self.empty = at_once
+
+    def add(self, gradient: RowGradient) -> None:
+        if len(gradient.values):
+            self.gradients.add_weights(self.sums, gradient, fresh=self.empty)
+            self.empty = False
+
+    def write(self, factor: Tensor | None) -> None:
+        """Put the sums, times `factor`, into their place."""
+        self.gradients.fresh = False
+        for place, total in zip(self.places, self.sums, strict=True):
+            if place is None or total is None:
+                continue
+            if self.at_once:
+                if self.empty:
+                    place.zero_()
+                continue
+            if factor is not None:
+                total.mul_(factor)
+            if self.gradients.main_grad is not None and place is self.places[0]:
+                place.add_(total)
+            else:
+                place.copy_(total)
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

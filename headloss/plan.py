@@ -14,7 +14,8 @@ from .options import Options
 Schedule = Literal["one_pass", "recompute", "frozen", "statistics"]
 MIB = 1 << 20
 WORKING_BLOCK = 1 << 20  # logits that a reference act works on at once
-SLAB_ELEMENTS = 96 << 20
+SWEEP_BYTES = 480 << 20  # of a sweep that writes terms or gradients in 16 bits
+SLAB_ELEMENTS = (48 << 20, 192 << 20)  # of its slabs, least and most
 WAVE_TILE = (128, 256)  # rows x columns of a product that one multiprocessor computes at once
 CHUNK_WAVES = 0.3  # what a chunk costs beside its products, in waves
 GRAIN = 128  # rows of a chunk and columns of a slab come in multiples of it, for the products' sake
@@ -57,6 +58,7 @@ class Problem:
     element_size: int = 4  # of hidden and weight
     weight_size: int = 4  # of the weight's own dtype
     terms: bool = False  # the product writes softmax terms in place of logits
+    rescaled: bool = False  # gradients are scaled against underflow, and back in float32
     row_bytes: int = 4  # per token and vocabulary entry of a chunk, teachers included
     on_gpu: bool = False
     multiprocessors: int = 0  # of the GPU
@@ -283,8 +285,10 @@ def _cut(p: Problem, rows: int, limit: int) -> tuple[Chunk, ...] | None:
 def _tile(p: Problem, rows: int, explicit: bool) -> Tile:
     """A sweep's tile, of no more logits than `rows` tokens have over the whole vocabulary."""
     elements = rows * p.vocabulary
-    if p.terms and not explicit:  # more would not be faster
-        elements = min(elements, SLAB_ELEMENTS)
+    if p.terms and not explicit:
+        least, most = SLAB_ELEMENTS
+        room = (SWEEP_BYTES - p.tokens * p.width * 4) // p.row_bytes  # beside the sums of dX
+        elements = min(elements, max(least, min(most, room)))
     least = 1 if explicit else min(p.vocabulary, 4 * GRAIN)
     tall = max(1, min(p.tokens, elements // least))
     columns = max(1, min(p.vocabulary, elements // tall))
@@ -311,7 +315,7 @@ def _bytes(
         if accumulate != p.weight_size:
             found["weight gradient accumulator"] = p.vocabulary * p.width * accumulate
     if schedule == "recompute" and not p.given:
-        if p.weight_gradient:
+        if p.weight_gradient and (tile.rows < p.tokens or p.rescaled):
             found["weight gradient slab"] = tile.columns * p.width * accumulate
         if p.hidden_gradient and p.element_size < 4:
             found["hidden gradient accumulator"] = p.tokens * p.width * 4

@@ -255,9 +255,9 @@ def recompute(call: Call, source: Source) -> tuple[Outcome, PullBack]:
         assert source is not None
         factor = call.owed(upstream)
         if factor is None or call.bound.scale is not None:
-            return sweep_gradient(call, source, normalizer, gradient, factor)
+            return sweep_gradient(call, source, stats, normalizer, gradient, factor)
         owed = gradient.map(lambda t: t * factor.to(t.dtype))
-        return sweep_gradient(call, source, normalizer, owed)
+        return sweep_gradient(call, source, stats, normalizer, owed)
 
     return Outcome(stats, gradient.values), pull
 
@@ -302,38 +302,42 @@ def _sweep_partials(call: Call, source: Source, rows: slice) -> Partials:
 def sweep_gradient(
     call: Call,
     source: Source,
+    stats: Statistics,
     normalizer: Normalizer,
     gradient: Gradient,
     factor: Tensor | None = None,
 ) -> Gradients:
     """Gradients in slabs of columns, times `factor`: each slab of the weight gradient is written
     once."""
+    logps = stats.logp
+    assert logps is not None
     mask = _live_rows(call, gradient)
     live = None if mask is None else rows_left(mask)
     kept = source
     if live is not None:
-        normalizer, gradient = normalizer.rows(live), gradient.rows(live)
+        normalizer, gradient, logps = normalizer.rows(live), gradient.rows(live), logps[live]
         if call.slices.size is None and isinstance(source, LinearLogits):
             kept = source.rows(live)  # once, and not for each slab
     gradients = call.gradients(kept, by_slab=True)
-    count = len(normalizer.peak)
+    count = len(logps)
+    at_once = count <= call.plan.tile.rows and factor is None
     for columns in _steps(source.vocabulary, call.plan.tile.columns):
-        linear = isinstance(gradients, LinearGradients)
-        slab = gradients.slab(columns) if linear else []
+        slab = None
+        if isinstance(gradients, LinearGradients):
+            slab = gradients.slab(columns, at_once)
         for steps in _steps(count, call.plan.tile.rows):
             rows = steps if live is None else live[steps]
             place = rows if kept is source else steps
-            found = slab_gradient(
-                call, kept, rows, place, columns, normalizer.rows(steps), gradient.rows(steps)
-            )
+            of_steps = (normalizer.rows(steps), gradient.rows(steps), logps[steps])
+            found = slab_gradient(call, kept, rows, place, columns, *of_steps)
             gradients.add(found, columns)
-            if linear:
+            if slab is not None:
                 if steps.stop == count and columns.stop == source.vocabulary:
-                    gradients.features_are_done()
-                gradients.add_to_slab(slab, found)
+                    slab.gradients.features_are_done()
+                slab.add(found)
             del found  # before the next one is made
-        if linear:
-            gradients.write_slab(slab, columns, factor)
+        if slab is not None:
+            slab.write(factor)
     result = call.finish(gradients, factor)
     if isinstance(kept, LinearLogits) and live is not None and kept is not source:
         for i in range(len(kept.features)):

@@ -142,9 +142,7 @@ def _head_stats_backward(
     softcap: float | None,
     divisor: float,
     place: str,
-    entropy: Tensor,
-    peak: Tensor,
-    log_sum: Tensor,
+    measured: Sequence[Tensor],  # logp, entropy, and the normalizer's two parts
     upstream: Sequence[Tensor],  # of logp, lse, entropy
     wanted: Sequence[bool],  # features and weights pairwise, bias
 ) -> list[Tensor]:
@@ -157,7 +155,9 @@ def _head_stats_backward(
     slopes: dict[str, Tensor] = {}
     for name, slope in zip(("logp", "lse", "entropy"), upstream, strict=True):
         slopes[name] = pick(slope)
-    coefficients = pull_back(slopes, Statistics(entropy=pick(entropy)), vocabulary)
+    logp, entropy, *normalizer = map(pick, measured)
+    stats = Statistics(logp=logp, entropy=entropy)
+    coefficients = pull_back(slopes, stats, vocabulary)
     factor = None
     if features[0].dtype == torch.float16:
         near_one = power_of_two([c.abs().max() for c in coefficients.tensors().values() if len(c)])
@@ -165,8 +165,9 @@ def _head_stats_backward(
     gradients = sweep_gradient(
         call,
         _source(call, features, weights, bias),
-        Normalizer(pick(peak), pick(log_sum)),
-        Gradient(coefficients, {}, peak),
+        stats,
+        Normalizer(*normalizer),
+        Gradient(coefficients, {}, logp),
         factor,
     )
     if index is not None:
@@ -248,9 +249,10 @@ def _source(call: Call, features, weights, bias: Tensor | None) -> LinearLogits:
 def _setup_context(ctx, inputs, output) -> None:
     features, weights, bias, temperature, targets, *numbers = inputs
     ctx.pairs, ctx.numbers = len(features), numbers
-    _, _, entropy, peak, log_sum = output
+    logp, _, entropy, peak, log_sum = output
     ctx.mark_non_differentiable(peak, log_sum)
-    ctx.save_for_backward(*features, *weights, bias, temperature, targets, entropy, peak, log_sum)
+    measured = (logp, entropy, peak, log_sum)
+    ctx.save_for_backward(*features, *weights, bias, temperature, targets, *measured)
     tensors = [t for pair in zip(features, weights, strict=True) for t in pair] + [bias]
     ctx.wanted = [t is not None and t.requires_grad for t in tensors]
 
@@ -259,7 +261,7 @@ def _backward(ctx, g_logp, g_lse, g_entropy, *_):
     n = ctx.pairs
     saved = ctx.saved_tensors
     features, weights = list(saved[:n]), list(saved[n : 2 * n])
-    bias, temperature, targets, entropy, peak, log_sum = saved[2 * n :]
+    bias, temperature, targets, *measured = saved[2 * n :]
     found = iter(
         _head_stats_backward(
             features,
@@ -268,9 +270,7 @@ def _backward(ctx, g_logp, g_lse, g_entropy, *_):
             temperature,
             targets,
             *ctx.numbers,
-            entropy,
-            peak,
-            log_sum,
+            measured,
             [g_logp, g_lse, g_entropy],
             ctx.wanted,
         )

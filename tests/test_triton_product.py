@@ -20,7 +20,7 @@ from triton_cases import (
 
 from headloss.kernels import reference, triton_backend
 from headloss.kernels.transform import Transform
-from headloss.stats import Coefficients, Partials, finish, merge
+from headloss.stats import Coefficients, Normalizer, Partials, finish, merge
 
 # The interpreter multiplies the bits of bf16 operands as integers: they are for the GPU.
 SIXTEEN = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -119,6 +119,28 @@ def test_held_gradient(which, name):
     got = triton_backend.held_gradient_(held, *given, order=order)
     assert got.data_ptr() == held.terms.data_ptr()
     assert error(got[:4], oracle[order.rows[:4]]) <= 2 * HELD_EPS
+
+
+@pytest.mark.parametrize("name", ["plain", "scaled", "rows", "capped rows"])
+@pytest.mark.parametrize("which", ["tp", "tpe", "p", "t", "tpu", "tpeu"])
+def test_product_gradient(which, name):
+    """The gradient straight out of the product, rounded once, over a slice of the vocabulary."""
+    n, v, first = 6, 300, 20
+    x, w, targets, raw = head(n, 64, v, first=first)
+    transform, c = transforms(n)[name], coefficients_of(n, which)
+    if which.startswith("tp"):
+        c = replace(c, prob=-c.target)
+    exact = reference.partials(raw, targets, first, in_float64(transform), NEEDS)
+    stats, normalizer = finish(exact, v, frozenset({"logp"}))
+    oracle = oracle_gradient(raw, targets, first, transform, normalizer, c)
+    single = Normalizer(*(t.float() for t in normalizer))
+    got = triton_backend.product_gradient(
+        x, w, targets, first, transform, single, c, stats.logp.float()
+    )
+    assert got.shape == (n, v) and got.dtype == x.dtype
+    # Row by row: a likely target's row is small. (What float16 cannot hold is 6e-8 at most.)
+    off = (got.double() - oracle).norm(dim=1) - 6e-8 * v**0.5 * (x.dtype == torch.float16)
+    assert (off / oracle.norm(dim=1).clamp_min(1e-30)).max() <= EPS[x.dtype] + 1e-4
 
 
 def test_tokens_far_above_their_reference_are_done_again():

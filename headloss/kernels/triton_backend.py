@@ -10,6 +10,7 @@ from .triton_held import held_gradient_, held_multiple_, is_multiple
 from .triton_order import Order, dense_order, move_rows_, scaled_rows
 from .triton_partials import partials
 from .triton_product import Held, can_fuse, product_partials
+from .triton_slab import product_gradient
 
 __all__ = [
     "Held",
@@ -25,6 +26,7 @@ __all__ = [
     "move_rows_",
     "narrowed",
     "partials",
+    "product_gradient",
     "product_partials",
     "scale_rows_",
     "scaled",

@@ -42,9 +42,11 @@ class Held:
     reference: Tensor  # [n] fp32
 
     @classmethod
-    def empty(cls, n: int, v: int, device: torch.device | str) -> Held:
+    def empty(
+        cls, n: int, v: int, device: torch.device | str, dtype: torch.dtype = torch.bfloat16
+    ) -> Held:
         padded = 8 * triton.cdiv(v, 8)  # rows of whole 16 bytes
-        terms = torch.empty(n, padded, dtype=torch.bfloat16, device=device)[:, :v]
+        terms = torch.empty(n, padded, dtype=dtype, device=device)[:, :v]
         return cls(terms=terms, reference=torch.empty(n, device=device))
 
     def rows(self, rows: slice) -> Held:
@@ -157,6 +159,22 @@ def can_fuse(x: Tensor, w: Tensor) -> bool:
     )
 
 
+def check_operands(x: Tensor, w: Tensor) -> None:
+    """ValueError where `can_fuse` does not hold."""
+    if not can_fuse(x, w):
+        raise ValueError(
+            f"x {tuple(x.shape)} {x.dtype} and w {tuple(w.shape)} {w.dtype} need 16-bit elements, "
+            "rows of whole 16 bytes and a GPU with a tensor memory accelerator"
+        )
+
+
+def programs_on(device: torch.device) -> int:
+    """One for each multiprocessor; a few in the interpreter."""
+    if device.type != "cuda":
+        return 8
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _rereferenced(partials: Partials, peak: Tensor) -> Partials:
     """The same sums against the largest logit; untouched where that is the reference itself."""
     peak = torch.maximum(peak, partials.peak)
@@ -187,11 +205,7 @@ def product_partials(
     Raises:
         ValueError: the operands do not suit the hardware (`can_fuse`).
     """
-    if not can_fuse(x, w):
-        raise ValueError(
-            f"x {tuple(x.shape)} {x.dtype} and w {tuple(w.shape)} {w.dtype} need 16-bit elements, "
-            "rows of whole 16 bytes and a GPU with a tensor memory accelerator"
-        )
+    check_operands(x, w)
     n, v = len(x), len(w)
     entropy, mean, peak = (name in needs for name in ("entropy", "mean_logit", "top1"))
     reference = x.new_empty(n, dtype=torch.float32) if held is None else held.reference
@@ -261,9 +275,7 @@ class _Launch:
     def product(self, parts: Tensor, peaks: Tensor, mean: bool, peak: bool) -> None:
         x, w, held = self.x, self.w, self.held
         out, out_tile = (x, DEPTH) if held is None else (held.terms, WIDTH // 2)
-        programs = 8
-        if x.is_cuda:
-            programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+        programs = programs_on(x.device)
         product_kernel[(programs,)](
             TensorDescriptor.from_tensor(x, [ROWS, DEPTH]),
             TensorDescriptor.from_tensor(w, [WIDTH, DEPTH]),
