@@ -76,7 +76,8 @@ class Bench:
         self.weights = [p for p in self.model.parameters() if p.requires_grad]
         size = sum(p.numel() for p in self.model.parameters())
         trained = sum(p.numel() for p in self.weights)
-        self.say(f"{size / 1e6:.1f}M parameters, {trained / 1e6:.1f}M of them trained")
+        held = torch.cuda.memory_allocated(device) / GIB if device.type == "cuda" else 0.0
+        self.say(f"{size / 1e6:.0f}M parameters, {trained / 1e6:.1f}M trained, {held:.2f} GiB")
 
     def say(self, text: str) -> None:
         print(f"{time.perf_counter() - self.began:6.1f} s  {self.name}: {text}", flush=True)
@@ -317,7 +318,7 @@ def table(results: dict) -> str:
 def _longest(row: dict[str, Any]) -> str:
     good, bad = row["longest"], row["too_long"]
     if bad is None:
-        return f"{good} or more"
+        return f"{good} or more" if good else "not known"
     return f"{good}" if bad - good <= row["unit"] else f"{good} to {bad}"
 
 
