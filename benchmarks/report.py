@@ -28,7 +28,7 @@ gradients; `rounded`, for those who round logits or leave small gradients out by
 
 def tables(results: dict) -> str:
     """Every case with all its contestants."""
-    parts = [_machine(results), NOTES]
+    parts = [machine(results), NOTES]
     for name, rows in _by_case(results["rows"]):
         parts.append(f"### {name}\n\n{_about(rows[0])}\n\n{_case_table(rows)}")
     return "\n\n".join(parts) + "\n"
@@ -51,7 +51,7 @@ def goals(results: dict) -> str:
         limit = f"{first['limit_ms']:.2f} ms"
         cells = (first["row"], shape, first["goal"], "<br>".join(shown), "<br>".join(memory))
         lines.append((*cells, best, limit))
-    return f"{_machine(results)}\n\n{_markdown(lines)}"
+    return f"{machine(results)}\n\n{markdown(lines)}"
 
 
 def is_ours(row: Row) -> bool:
@@ -70,7 +70,7 @@ def _by_case(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
     return [(name, list(found)) for name, found in groupby(ordered, key=lambda r: r["case"])]
 
 
-def _machine(results: dict) -> str:
+def machine(results: dict) -> str:
     run = results["runs"][-1]
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     return f"{run['machine']}; {versions}; commit {run['commit']}."
@@ -93,7 +93,7 @@ def _case_table(rows: list[Row]) -> str:
     for row in sorted(rows, key=lambda row: row.get("ms", float("inf"))):
         name = f"{row['contestant']}: {row['work']}" if several else row["contestant"]
         lines.append((name, *_cells(row)))
-    return _markdown(lines)
+    return markdown(lines)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 QUANTITIES = ("logps", "loss", "nll", "hidden", "weight")
 
 
-def _markdown(lines: list[tuple[str, ...]]) -> str:
+def markdown(lines: list[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -69,10 +69,10 @@ def write(path: Path, text: str) -> None:
         raise
 
 
-def about(device: torch.device, commit: str | None) -> dict:
+def about(device: torch.device, commit: str | None, packages: tuple[str, ...] = PACKAGES) -> dict:
     """Machine, versions and commit."""
     found = {}
-    for name in PACKAGES:
+    for name in packages:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

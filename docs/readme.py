@@ -19,6 +19,7 @@ from headloss.plan import MIB, Problem, make_plan
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 MEMORY = ROOT / "benchmarks" / "results" / "cpu_memory.json"
+STEPS = ROOT / "benchmarks" / "results" / "steps.md"
 
 GIB = 1 << 30
 SHAPES = ((8192, 2304, 256000), (16384, 2048, 151936), (16384, 4096, 128256), (65536, 4096, 128256))
@@ -76,6 +77,11 @@ def cpu_memory() -> str:
     return f"{sizes}; {found['machine']}, torch {found['torch']}:\n\n{_markdown(rows)}"
 
 
+def steps() -> str:
+    """The table of benchmarks/steps.py."""
+    return STEPS.read_text().strip() if STEPS.exists() else "Not measured yet."
+
+
 def _markdown(rows: list[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -84,6 +90,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "logits": logits,
     "terms": table,
     "modifiers": modifier_table,
+    "steps": steps,
     "cpu-memory": cpu_memory,
 }
 

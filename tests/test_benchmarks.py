@@ -19,6 +19,8 @@ import measure
 import oracle
 import report
 import run
+import step_cases
+import steps
 import works
 
 CPU = torch.device("cpu")
@@ -247,3 +249,58 @@ def test_plots(tmp_path: Path) -> None:
         "vocabulary.png",
     ]
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in made)
+
+
+# ---------------------------------------------------------------------- training steps
+
+
+@pytest.mark.parametrize("guess", [-3, 1, 2, 5, 9, 40])
+@pytest.mark.parametrize("true", range(10))
+def test_longest_by_doubling_and_bisecting(true: int, guess: int) -> None:
+    tried: list[int] = []
+
+    def fits(units: int) -> bool:
+        tried.append(units)
+        return units <= true
+
+    assert steps.longest(fits, guess, 9) == (true, true + 1)
+    assert len(set(tried)) == len(tried) <= 7 and all(1 <= units <= 9 for units in tried)
+    assert steps.longest(fits, guess, 9, late=lambda: True) == (0, 10)
+
+
+def test_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Contestants agree, and what is timed, weighed and fitted is written down."""
+    pytest.importorskip("trl", reason="TRL is the trainer whose step is measured")
+    output, markdown = tmp_path / "steps.json", tmp_path / "steps.md"
+    arguments = ["--quick", "--device", "cpu", "--output", str(output), "--markdown", str(markdown)]
+    names = ["--contestants", "plain logits", "*headloss"]
+    assert steps.main([*arguments, "--only", "*all weights", *names]) == 0
+    assert steps.main([*arguments, "--only", "Llama*", "--patience", "0", *names[::2]]) == 0
+    found = json.loads(output.read_text())
+    assert found["runs"][0]["versions"].keys() >= {"torch", "trl", "transformers", "peft"}
+    rows = {(row["case"], row["contestant"]): row for row in found["rows"]}
+    assert len(rows) == 3
+    for row in rows.values():
+        assert row["loss_error"] < 1e-6 and row["gradient_error"] < 1e-5
+        assert row["runs"] == steps.TIMED and row["low"] <= row["ms"] <= row["high"]
+        assert row["peak_bytes"] > 0 and row["longest"] % row["unit"] == 0
+    peaks = {name: row["peak_bytes"] for (_, name), row in rows.items()}
+    assert peaks["TRL with headloss"] < peaks["plain logits"]
+    assert markdown.read_text().count("| TRL with headloss |") == 2
+    capsys.readouterr()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+def test_contestants_that_disagree_are_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("trl", reason="TRL is the trainer whose step is measured")
+
+    def off(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return step_cases.measure_in_torch(0.9 * logits, targets)
+
+    monkeypatch.setitem(step_cases.CONTESTANTS, "off", step_cases.on_logits(off))
+    setting = step_cases.QUICK["Qwen2.5-0.5B, LoRA"]
+    bench = steps.Bench("off", setting, CPU, str(tmp_path), patience=0.0)
+    (row,) = steps.run_setting(bench, ["off"])
+    assert row["status"] == "failed" and "loss" in row["reason"] and "ms" not in row
