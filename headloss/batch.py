@@ -7,14 +7,14 @@ field to them and reads the device once. From there on there are no masks and no
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .reduction import Totals
-from .segments import Segments
+from .reduction import Totals, count_totals
+from .segments import Segments, count_in
 from .stats import Statistics
 
 IGNORE = -100  # the target of an unscored position, as in torch.nn.functional.cross_entropy
@@ -39,7 +39,8 @@ class Batch:
             scored.
         segments: which positions form one sequence. Default: each row of a [B, T] batch is one, a
             [T] vector is one.
-        advantages: [..] per token or [S] per segment (where both fit, the targets' shape wins).
+        advantages: [..] per token or [S] per segment (where both fit, the targets' shape wins; with
+            segments that run across ranks, where it fits on all of them).
         old_logps, ref_logps, sampling_logps: [..] log-probs of the targets under the policy that
             the ratio starts from, the reference, and the sampler. `old_logps=hl.CURRENT` stands
             for this call's own, detached.
@@ -141,33 +142,24 @@ class Batch:
 
     def per_token(self, name: str) -> bool:
         """Whether a field has one value (or row) per position; else it has one per segment."""
+        return self._fits(name)[0]
+
+    def _fits(self, name: str) -> tuple[bool, bool]:
+        """Whether a field's shape is one of values per position, and one of values per segment."""
         value = self.fields[name]
-        rank = self.targets.dim()
-        return isinstance(value, _Current) or tuple(value.shape[:rank]) == tuple(self.targets.shape)
+        if isinstance(value, _Current):
+            return True, False
+        as_segment = name not in LOGPS and value.shape == (self.segments.count,)
+        return value.shape[: self.targets.dim()] == self.targets.shape, as_segment
 
     def totals_of_this_batch(self) -> Totals:
         """Scored tokens and segments, and the same for each boolean field (see `Totals.of`)."""
-        scored = self.targets.reshape(-1) != IGNORE
-        ids = self.segments.ids.reshape(-1).clamp(0, max(self.segments.count - 1, 0))
-        masks = {
-            name: value
-            for name, value in self.fields.items()
-            if isinstance(value, Tensor) and value.dtype == torch.bool
-        }
-        rows = [scored]
-        for name, value in masks.items():
-            rows.append(scored & (value.reshape(-1) if self.per_token(name) else value[ids]))
-        # [1 + fields, S] kept tokens per segment, joined over the ranks that share the segments.
-        counts = torch.stack([_count(ids, row, self.segments.count) for row in rows])
-        if self.segments.group is not None:
-            from torch import distributed
-
-            distributed.all_reduce(counts, group=self.segments.group)
-        kept = {}
-        for row, (name, value) in zip(counts[1:], masks.items(), strict=True):
-            segments = (row > 0).sum() if self.per_token(name) else value.sum()
-            kept[name] = (row.sum(), segments)
-        return Totals(counts[0].sum(), self.segments.count, kept)
+        masks = {}
+        for name, value in self.fields.items():
+            if isinstance(value, Tensor) and value.dtype == torch.bool:
+                as_token, as_segment = self._fits(name)
+                masks[name] = (value if as_token else None, value if as_segment else None)
+        return count_totals(self.targets.reshape(-1) != IGNORE, self.segments, masks)
 
 
 RESERVED = frozenset(
@@ -178,11 +170,6 @@ RESERVED = frozenset(
 def _default_segments(targets: Tensor) -> Segments:
     *rows, length = targets.shape
     return Segments.rows(math.prod(rows), length, device=targets.device)
-
-
-def _count(ids: Tensor, kept: Tensor, count: int) -> Tensor:
-    counts = torch.zeros(count, dtype=torch.int64, device=ids.device)
-    return counts.scatter_add_(0, ids, kept.to(torch.int64)) if ids.numel() and count else counts
 
 
 class MissingField(ValueError):
@@ -260,7 +247,8 @@ class PackedBatch:
 class Packed:
     """A packed batch and what the host knows of it.
 
-    `lengths` are the scored tokens of each segment, or None with static shapes.
+    `lengths` are the scored tokens of each segment, or None with static shapes. `doubtful` holds
+    the per-segment form of fields that may mean either, as segments run across ranks.
     """
 
     batch: PackedBatch
@@ -269,6 +257,7 @@ class Packed:
     segments: int  # S
     lengths: list[int] | None
     unscored: Tensor | None = None  # [N - T] their positions
+    doubtful: dict[str, Tensor] = field(default_factory=dict)  # [T]
 
     @property
     def index(self) -> Tensor | None:
@@ -276,6 +265,12 @@ class Packed:
 
     def __len__(self) -> int:
         return len(self.batch)
+
+    def with_fields(self, fields: dict[str, Tensor | _Current]) -> Packed:
+        """With other [T] fields, of which none is doubtful."""
+        b = self.batch
+        batch = PackedBatch(b.targets, b.segments, fields, b.wide, b.index, live=b.live)
+        return replace(self, batch=batch, doubtful={})
 
     def scatter(self, values: Tensor) -> Tensor:
         """[T] back to the caller's shape, 0 at unscored positions."""
@@ -313,7 +308,7 @@ def pack(
     wrong = scored & ((ids < 0) | (ids >= count))
     key = torch.where(scored & ~wrong, ids, count)
     order = key.argsort(stable=True)
-    counts = _count(key, torch.ones_like(scored), count + unit)
+    counts = count_in(key, torch.ones_like(scored), count + unit)
     index: Tensor | None = order
     lengths = unscored = None
     if not static:
@@ -339,7 +334,7 @@ def pack(
     ids = key if index is None else key[index]
     live = ids < count if static else None
     targets = targets.long() if index is None else targets.long()[index]
-    fields, wide = _gather_fields(batch, index, ids, dtype, live)
+    fields, wide, doubtful = _gather_fields(batch, index, ids, dtype, live)
     packed = PackedBatch(
         targets if live is None else torch.where(live, targets, 0),
         Segments(ids, len(counts), batch.segments.group, counts=counts),
@@ -355,6 +350,7 @@ def pack(
         segments=count,
         lengths=lengths,
         unscored=unscored,
+        doubtful=doubtful,
     )
 
 
@@ -377,23 +373,28 @@ def _read(in_order: Tensor, counts: Tensor, checks: dict[str, Check]) -> tuple[b
 
 def _gather_fields(
     batch: Batch, index: Tensor | None, ids: Tensor, dtype: torch.dtype, live: Tensor | None
-) -> tuple[dict[str, Tensor | _Current], dict[str, Tensor]]:
-    """[T] fields, and those with more dimensions as they are."""
+) -> tuple[dict[str, Tensor | _Current], dict[str, Tensor], dict[str, Tensor]]:
+    """[T] fields, those with more dimensions as they are, and the other form of doubtful ones."""
     fields: dict[str, Tensor | _Current] = {}
-    wide: dict[str, Tensor] = {}
+    wide, doubtful = {}, {}
+
+    def finished(value: Tensor) -> Tensor:
+        if value.is_floating_point():
+            value = value.to(dtype)
+        return value if live is None else torch.where(live, value, 0).to(value.dtype)
+
     for name, value in batch.fields.items():
         if isinstance(value, _Current):
             fields[name] = value
             continue
-        if batch.per_token(name):
-            value = value.reshape(-1, *value.shape[batch.targets.dim() :])
-            if value.dim() > 1:
-                wide[name] = value
+        as_token, as_segment = batch._fits(name)
+        if as_token:
+            rows = value.reshape(-1, *value.shape[batch.targets.dim() :])
+            if rows.dim() > 1:
+                wide[name] = rows
                 continue
-            value = value if index is None else value[index]
-        else:
-            value = torch.cat([value, value.new_zeros(1)])[ids]
-        if value.is_floating_point():
-            value = value.to(dtype)
-        fields[name] = value if live is None else torch.where(live, value, 0).to(value.dtype)
-    return fields, wide
+            fields[name] = finished(rows if index is None else rows[index])
+        if as_segment and (not as_token or batch.segments.group is not None):
+            found = finished(torch.cat([value, value.new_zeros(1)])[ids])
+            (doubtful if as_token else fields)[name] = found
+    return fields, wide, doubtful

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .across import over_segments
 from .batch import Batch, Packed, pack
 from .checks import (
     check_linear,
@@ -41,7 +42,6 @@ from .shards import (
     join,
     linear_facts,
     local_head,
-    over_segments,
 )
 from .stats import STATISTICS
 

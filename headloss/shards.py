@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from .kernels.transform import Transform
     from .losses.term import Objective
     from .options import Options
-    from .schedules import Call
 
 R = TypeVar("R")
 
@@ -138,26 +137,6 @@ def join_positions(
     if head.vocab_group is not None and torch.compiler.is_compiling():
         return torch.compiler.disable(joined)()  # type: ignore[no-any-return]
     return joined()
-
-
-def over_segments(
-    batch: Batch, options: Options, prepare: Callable[[], tuple[Call, Objective]]
-) -> tuple[Call, Objective]:
-    """Prepare a call; where segments run across ranks, what is wrong on one is raised on all."""
-    group = batch.segments.group if hasattr(batch, "segments") else None
-    if group is None or getattr(options, "static", False):
-        return prepare()
-
-    def describe(prepared: tuple[Call, Objective]) -> Facts:
-        call, objective = prepared
-        # Other choices (schedule, chunks) may differ; these decide what is summed over segments.
-        same = of_objective(objective, type(options)(metrics=options.metrics))
-        count = batch.segments.count
-        gradient = call.plan.schedule != "statistics"
-        return Facts({**same, "segments.count": count, "a gradient is wanted": gradient}, {})
-
-    prepared, _ = agree("segments.group", group, prepare, describe)
-    return prepared
 
 
 # ---------------------------------------------------------------------- what must be the same

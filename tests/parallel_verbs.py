@@ -131,6 +131,41 @@ def top_entropy() -> None:
     close(share, want.loss.detach())
 
 
+def doubtful_fields() -> None:
+    """A field [S] where one rank has S tokens; and one per token, where others have none."""
+    p = Problem()
+    last = p.world - 1
+    owner = torch.arange(T) % last
+    owner[torch.tensor([2, 5, 8, 17, 20])] = last  # 5 tokens, as there are segments
+    tokens = (owner == p.rank).nonzero().squeeze(1)
+    kept = torch.tensor([True, False, True, True, True])
+    per_segment = {"advantages": p.batch.advantages, "kept": kept}
+    per_token = {
+        "old_logps": p.batch.old_logps,
+        "factor": torch.linspace(0, 1, T).double(),
+        "odd": torch.arange(T) % 2 > 0,
+    }
+    objective = hl.gspo(epsilon_low=0.5, epsilon_high=0.5).where("kept") + hl.dapo().where("odd")
+    objective = objective + 0.3 * hl.grpo().weighted("factor")
+    whole = hl.Batch(p.targets, p.batch.segments, **per_segment, **per_token)
+    want = hl.head_loss(p.hidden, hl.Head(p.weight), whole, objective)
+    (into_hidden,) = torch.autograd.grad(want.loss, p.hidden)
+    segments = hl.Segments.from_ids(p.batch.segments.ids[tokens], count=5, group=p.group)
+    cut = {name: value[tokens] for name, value in per_token.items()}
+    batch = hl.Batch(p.targets[tokens], segments, **per_segment, **cut)
+    for static in (False, True):
+        hidden = p.hidden.detach()[tokens].requires_grad_()
+        options = hl.Options(static=static)
+        got = hl.head_loss(hidden, hl.Head(p.weight), batch, objective, options)
+        share = got.loss.detach().clone()
+        distributed.all_reduce(share)
+        close(share, want.loss.detach())
+        close(torch.autograd.grad(got.loss, hidden)[0], into_hidden[tokens])
+    totals = hl.Totals.of(batch)
+    for name, (count, held) in hl.Totals.of(whole).kept.items():
+        assert [int(n) for n in totals.kept[name]] == [int(count), int(held)], name
+
+
 def skipped_rows() -> None:
     """Most rows carry nothing; ranks still send the same."""
     p = Problem()

@@ -14,6 +14,7 @@ VERBS = [
     "logits_loss",
     "teacher_heads",
     "top_entropy",
+    "doubtful_fields",
     "skipped_rows",
     "collectives",
     "metrics_merge",
