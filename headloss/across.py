@@ -49,8 +49,8 @@ def over_segments(
         same |= {"fields": " ".join(sorted(batch.fields))}
         return Facts(same, _fits(batch))
 
-    (call, objective), own = agree("segments.group", group, prepare, describe)
-    return replace(call, packed=_agreed(call.packed, batch, own)), objective
+    (call, objective), agreed = agree("segments.group", group, prepare, describe)
+    return replace(call, packed=_agreed(call.packed, batch, agreed.own)), objective
 
 
 def _fits(batch: Batch) -> dict[str, int]:

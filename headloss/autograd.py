@@ -26,8 +26,8 @@ class HeadLoss(torch.autograd.Function):
         ctx.call, ctx.open_source, ctx.used = call, open_source, False
         keeps = call.plan.schedule == "recompute"
         ctx.save_for_backward(*(tensors if keeps else ()))
-        coefficients = [part.coefficient for part in call.bound.parts]
-        loss = (measured.values * measured.values.new_tensor(coefficients)).sum()
+        shares = zip(call.bound.parts, measured.values.unbind(), strict=True)
+        loss = torch.stack([part.coefficient * value for part, value in shares]).sum()
         return loss.to(source.dtype)
 
     @staticmethod

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from .reduction import Totals, count_totals
-from .segments import Segments, count_in
+from .segments import Segments
 from .stats import Statistics
+from .survey import Survey
 
 IGNORE = -100  # the target of an unscored position, as in torch.nn.functional.cross_entropy
 
@@ -281,6 +282,18 @@ class Packed:
         return values.new_zeros(self.positions).index_copy_(0, self.index, values).view(self.shape)
 
 
+def survey(
+    batch: Batch, static: bool = False, unit: int = 1, id_fields: tuple[str, ...] = ()
+) -> Survey:
+    """What `pack` has to know of a batch; its facts may be read along with others."""
+    targets, wide = batch.targets.reshape(-1), {}
+    for name in id_fields:
+        field = batch.fields[name]
+        assert isinstance(field, Tensor)
+        wide[name] = field.reshape(len(targets), field.shape[-1])
+    return Survey.of(targets, targets != IGNORE, batch.segments, unit, static, wide)
+
+
 def pack(
     batch: Batch,
     vocabulary: int,
@@ -288,6 +301,7 @@ def pack(
     static: bool = False,
     unit: int = 1,
     id_fields: tuple[str, ...] = (),
+    known: Survey | None = None,
 ) -> Packed:
     """Drop unscored positions, sort by segment, gather the fields; one read of the device.
 
@@ -297,36 +311,19 @@ def pack(
     Args:
         vocabulary: V; targets lie below it, and so do the values of `id_fields`.
         dtype: of the packed float fields.
+        known: `survey` of the batch, with the same arguments.
 
     Raises:
         ValueError: a target outside the vocabulary; at a scored position, a segment id outside its
             range or an id field's value beyond the vocabulary.
     """
-    targets, ids = batch.targets.reshape(-1), batch.segments.ids.reshape(-1)
-    count, positions = batch.segments.count, targets.numel()
-    scored = targets != IGNORE
-    wrong = scored & ((ids < 0) | (ids >= count))
-    key = torch.where(scored & ~wrong, ids, count)
-    order = key.argsort(stable=True)
-    counts = count_in(key, torch.ones_like(scored), count + unit)
+    found = survey(batch, static, unit, id_fields) if known is None else known
+    targets, count, positions = batch.targets.reshape(-1), batch.segments.count, len(found.key)
+    key, order, counts = found.key, found.order, found.counts
     index: Tensor | None = order
     lengths = unscored = None
     if not static:
-        checks = {
-            "targets": (
-                targets,
-                scored & ((targets < 0) | (targets >= vocabulary)),
-                f"-100 or 0 <= target < {vocabulary}",
-            ),
-            "segments": (ids, wrong, f"0 <= id < {count} at a scored position"),
-        }
-        for name in id_fields:
-            field = batch.fields[name]
-            assert isinstance(field, Tensor)
-            largest = field.reshape(positions, field.shape[-1]).amax(1)
-            checks[name] = (largest, scored & (largest >= vocabulary), f"id < {vocabulary}")
-        in_order = (order == torch.arange(positions, device=order.device)).all() & scored.all()
-        in_place, lengths = _read(in_order, counts[:count], checks)
+        in_place, lengths = found.check(vocabulary)
         index = None if in_place else order[: sum(lengths)]
         unscored = None if index is None else order[len(index) :]
         counts = counts[:count]
@@ -352,23 +349,6 @@ def pack(
         unscored=unscored,
         doubtful=doubtful,
     )
-
-
-Check = tuple[Tensor, Tensor, str]  # values [N], which are wrong [N], what was wanted
-
-
-def _read(in_order: Tensor, counts: Tensor, checks: dict[str, Check]) -> tuple[bool, list[int]]:
-    """The one read of the device: whether positions are packed already, the segments' lengths, and
-    whether a check failed."""
-    flags = torch.stack([in_order, *(wrong.any() for _, wrong, _ in checks.values())])
-    facts = torch.cat([flags.long(), counts]).tolist()
-    for (name, (values, wrong, want)), failed in zip(checks.items(), facts[1:], strict=False):
-        if failed:
-            position = int(wrong.nonzero()[0])
-            raise ValueError(
-                f"{name}: got {int(values[position])} at position {position}, want {want}"
-            )
-    return bool(facts[0]), facts[1 + len(checks) :]
 
 
 def _gather_fields(

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from . import kernels
 from .across import over_segments
-from .batch import Batch, Packed, pack
+from .agreement import Facts
+from .batch import Batch, Packed, pack, survey
 from .checks import (
     check_linear,
     check_shape,
@@ -44,6 +45,7 @@ from .shards import (
     local_head,
 )
 from .stats import STATISTICS
+from .survey import Survey
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,22 +61,26 @@ def linear_call(
 ) -> Call:
     """The call that `head_loss` makes of its arguments."""
 
+    def check() -> tuple[Objective, torch.dtype | None, Survey]:
+        found, dtype = check_linear(hidden, head, batch, objective, options, on_meta)
+        return found, dtype, _survey(found, batch, options)
+
+    def describe(checked: tuple[Objective, torch.dtype | None, Survey]) -> Facts:
+        facts = linear_facts(hidden, head, batch, checked[0], options)
+        return facts._replace(read=checked[2].facts)
+
     def prepare() -> tuple[Call, Objective]:
-        checked, place = join(
-            head.vocab_group,
-            lambda: head.vocabulary,
-            lambda: check_linear(hidden, head, batch, objective, options, on_meta),
-            lambda checked: linear_facts(hidden, head, batch, checked[0], options),
-            head.vocab_size,
-            options,
+        checked, place, read = join(
+            head.vocab_group, lambda: head.vocabulary, check, describe, head.vocab_size, options
         )
-        found, compute_dtype = checked
+        found, compute_dtype, known = checked
+        known.read = read
         if options.sequence_parallel:
             place.check_tokens(batch)
         problem = _linear_problem(hidden, head, compute_dtype, place, options)
         t = Transform(scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature)
         dtype, device = compute_dtype or hidden.dtype, hidden.device
-        call = _prepared(found, batch, options, problem, t, dtype, device, place)
+        call = _prepared(found, batch, options, problem, t, dtype, device, place, known)
         return replace(call, compute_dtype=compute_dtype), found
 
     call, found = over_segments(batch, options, prepare)
@@ -93,7 +99,7 @@ def given_call(
 ) -> Call:
     """The call that `logits_loss` makes of its arguments."""
 
-    def check() -> Objective:
+    def check() -> tuple[Objective, Survey]:
         found = checked_objective(objective, batch, options)
         check_shape("logits", logits, batch)
         check_transform(transform.temperature, transform.softcap, transform.scale)
@@ -101,17 +107,18 @@ def given_call(
             raise ValueError("sequence_parallel: got logits, want hidden states before a head")
         if options.schedule == "frozen":
             raise ValueError('schedule: got "frozen", but the logits are given')
-        return found
+        return found, _survey(found, batch, options)
+
+    def describe(checked: tuple[Objective, Survey]) -> Facts:
+        facts = given_facts(logits, transform, batch, checked[0], options, inplace)
+        return facts._replace(read=checked[1].facts)
 
     def prepare() -> tuple[Call, Objective]:
-        found, place = join(
-            vocab_group,
-            lambda: logits.shape[-1],
-            check,
-            lambda found: given_facts(logits, transform, batch, found, options, inplace),
-            None,
-            options,
+        checked, place, read = join(
+            vocab_group, lambda: logits.shape[-1], check, describe, None, options
         )
+        found, known = checked
+        known.read = read
         # A gradient in float16 is written in the backward pass, where the upstream one is known.
         over = inplace and logits.dtype != torch.float16
         problem = Problem(
@@ -128,9 +135,15 @@ def given_call(
             inplace=over,
         )
         dtype, device = logits.dtype, logits.device
-        return _prepared(found, batch, options, problem, transform, dtype, device, place), found
+        call = _prepared(found, batch, options, problem, transform, dtype, device, place, known)
+        return call, found
 
     return _bound(*over_segments(batch, options, prepare), batch, logits.dtype, scaled=False)
+
+
+def _survey(objective: Objective, batch: Batch, options: Options) -> Survey:
+    ids = {"teacher_topk_ids"} & batch.fields.keys() if teachers_of(objective) else ()
+    return survey(batch, options.static, objective.segments_per_unit, tuple(ids))
 
 
 def _linear_problem(
@@ -172,6 +185,7 @@ def _prepared(
     dtype: torch.dtype,
     device: torch.device,
     place: Place,
+    known: Survey,
 ) -> Call:
     """Pack, trace and plan; without a collective over the segments' group."""
     vocabulary, wide = place.vocabulary, sum_dtype(dtype)
@@ -186,7 +200,7 @@ def _prepared(
         wide,
         options.static,
         objective.segments_per_unit,
-        id_fields=("teacher_topk_ids",) if teachers and "teacher_topk_ids" in batch.fields else (),
+        known=known,
     )
     asked = reads(objective, packed.batch, wide, observe=options.metrics)
     check_weights(objective, packed.batch, batch.totals)

@@ -151,8 +151,15 @@ class SumGradient(torch.autograd.Function):
 def gather(values: Tensor, group: ProcessGroup) -> Tensor:
     """[W, ..] of every rank's [..], in rank order."""
     found = values.new_empty(distributed.get_world_size(group), *values.shape)
-    distributed.all_gather(list(found.unbind()), values.contiguous(), group=group)
+    flat = values.contiguous().view(-1)  # gloo wants shapes as if one after another
+    _gather_flat(found.view(-1), flat, group)
     return found
+
+
+def _gather_flat(found: Tensor, own: Tensor, group: ProcessGroup) -> None:
+    """`all_gather_into_tensor`, under the name that this torch does not call deprecated."""
+    names = ("all_gather_single", "all_gather_into_tensor")
+    next(getattr(distributed, n) for n in names if hasattr(distributed, n))(found, own, group=group)
 
 
 def named(name: str) -> Alone:

@@ -72,8 +72,9 @@ def join(
     describe: Callable[[R], Facts],
     vocab_size: int | None,
     options: Options | None,
-) -> tuple[R, Place]:
-    """Run `check` on every rank of a vocabulary group, and find this rank's place.
+) -> tuple[R, Place, list[int] | None]:
+    """Run `check` on every rank of a vocabulary group, and find this rank's place; and the numbers
+    that the facts wanted read, None where nothing was exchanged.
 
     Args:
         group: None: the whole vocabulary is here.
@@ -86,10 +87,10 @@ def join(
         ValueError, TypeError: on all ranks, for what is wrong on any.
     """
     if group is None:
-        return check(), Place(columns())
+        return check(), Place(columns()), None
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return check(), _KNOWN[group][columns(), vocab_size]
-    result, own = agree("vocab_group", group, check, describe)
+        return check(), _KNOWN[group][columns(), vocab_size], None
+    result, (own, read) = agree("vocab_group", group, check, describe)
     rows, vocabulary = own["rows"], sum(own["rows"])
     if vocab_size is not None:
         if vocab_size > vocabulary:
@@ -114,7 +115,7 @@ def join(
     place = Place(vocabulary, group, sizes, tuple(own["tokens"]), wanted)
     if options is not None and options.static:
         _KNOWN.setdefault(group, {})[columns(), vocab_size] = place
-    return result, place
+    return result, place, read
 
 
 def join_positions(
@@ -146,25 +147,27 @@ def of_batch(batch: Batch) -> dict[str, Any]:
     """Facts of a batch that every rank of a vocabulary group is given whole."""
     ordered = sorted(batch.fields.items())
     tensors = [t for _, t in ordered if isinstance(t, Tensor) and t.dim() <= batch.targets.dim()]
-    names = " ".join(f"{n}:{getattr(t, 'dtype', '')}" for n, t in ordered)
+    totals: list[Any] = []
+    if batch.totals is not None:
+        totals = [batch.totals.tokens, batch.totals.segments]
+        for _, pair in sorted(batch.totals.kept.items()):
+            totals += pair
+    on_device = [t.to(batch.targets.device) for t in totals if isinstance(t, Tensor)]
     return {
         "targets": checksum(batch.targets),
-        "targets.shape": str(tuple(batch.targets.shape)),
-        "segments": checksum(batch.segments.ids) + batch.segments.count,
-        "fields": names,
+        "targets.shape": f"{tuple(batch.targets.shape)} {tuple(batch.segments.ids.shape)}",
+        "segments.count": batch.segments.count,
+        "segments": checksum(batch.segments.ids),
+        "fields": " ".join(f"{n}:{_kind(t, batch.targets.dim())}" for n, t in ordered),
         "values of fields": checksum(*tensors) if tensors else 0,
-        "totals": _of_totals(batch),
+        "totals": str([None if isinstance(t, Tensor) else float(t) for t in totals]),
+        "values of totals": checksum(*on_device) if on_device else 0,
     }
 
 
-def _of_totals(batch: Batch) -> Any:
-    if batch.totals is None:
-        return 0
-    device = batch.targets.device
-    numbers = [batch.totals.tokens, batch.totals.segments]
-    for name in sorted(batch.totals.kept):
-        numbers += batch.totals.kept[name]
-    return checksum(*(torch.as_tensor(n, dtype=torch.float64).to(device) for n in numbers))
+def _kind(value: Any, rank: int) -> str:
+    """A field's dtype and shape; a sharded teacher's last dimension is each rank's own."""
+    return f"{value.dtype}{tuple(value.shape[:rank])}" if isinstance(value, Tensor) else ""
 
 
 def of_head(head: Head, hidden: Tensor) -> dict[str, Any]:

@@ -16,10 +16,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import headloss as hl
+from headloss.agreement import Facts, agree
 from headloss.testing import trained_looking
 
 T, H, V = 24, 8, 61
 LENGTHS = (7, 1, 10, 0, 6)
+GATHERS = ("all_gather_single", "all_gather_into_tensor")
 
 
 def close(got: Tensor, want: Tensor) -> None:
@@ -183,7 +185,7 @@ def collectives() -> None:
     """Law 7: the same collectives of the same shapes on every rank, whatever it holds."""
     p = Problem()
     seen: list[tuple[str, tuple[int, ...]]] = []
-    names = ("all_gather", "all_reduce")
+    names = [next(n for n in GATHERS if hasattr(distributed, n)), "all_reduce"]
     plain = {name: getattr(distributed, name) for name in names}
 
     def noted(name: str) -> Any:
@@ -214,6 +216,46 @@ def collectives() -> None:
         found: list[Any] = [None] * p.world
         distributed.all_gather_object(found, list(seen))
         assert seen and all(other == seen for other in found), found
+
+
+def any_error() -> None:
+    """Whatever a rank raises, the others do not wait for it."""
+    p = Problem()
+
+    def act() -> float:
+        return 1 / (p.rank + 1 - p.world)
+
+    with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
+        agree("a group", p.group, act, lambda _: Facts({"a": 1}, {}))
+
+
+def reads() -> None:
+    """A call on vocabulary shards reads the device once, and once more a chunk to skip rows."""
+    p = Problem()
+    seen: list[str] = []
+    names = ("tolist", "item", "cpu", "__int__", "__float__", "__bool__", "__index__", "nonzero")
+    plain = {name: getattr(Tensor, name) for name in names}
+
+    def noted(name: str) -> Any:
+        def run(tensor: Tensor, *args: Any, **options: Any) -> Any:
+            seen.append(name)
+            return plain[name](tensor, *args, **options)
+
+        return run
+
+    for skip, want in ((False, 1), (True, 3)):
+        options = hl.Options(metrics=False, skip_rows=skip, chunk_tokens=12)
+        objective = hl.dapo() + 0.1 * hl.z_loss()
+        hl.head_loss(p.hidden, p.sliced(), p.batch, objective, options)  # terms are traced once
+        seen.clear()
+        for name in names:
+            setattr(Tensor, name, noted(name))
+        try:
+            hl.head_loss(p.hidden, p.sliced(), p.batch, objective, options).loss.backward()
+        finally:
+            for name in names:
+                setattr(Tensor, name, plain[name])
+        assert len(seen) == want, seen
 
 
 def dtensors() -> None:

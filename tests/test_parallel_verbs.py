@@ -17,6 +17,8 @@ VERBS = [
     "doubtful_fields",
     "skipped_rows",
     "collectives",
+    "reads",
+    "any_error",
     "metrics_merge",
     "dtensors",
     "ddp",
