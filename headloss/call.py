@@ -216,6 +216,8 @@ def _prepared(
         lengths=packed.lengths,
         segments_per_unit=objective.segments_per_unit,
         grouped=batch.segments.group is not None,
+        spread=options.sequence_parallel,
+        sharded=place.group is not None,
         logp_only=all(r.gradients <= {"logp"} for r in asked.values()),
         row_bytes=wide.itemsize * (1 + len(teachers)),
     )

@@ -242,29 +242,30 @@ def frozen(call: Call, source: Source) -> tuple[Outcome, PullBack]:
 
 
 def recompute(call: Call, source: Source) -> tuple[Outcome, PullBack]:
-    """A sweep for the statistics, the coefficients, a sweep for the gradients (8NHV).
-
-    The second sweep runs in the backward pass, with the upstream gradient in its coefficients.
-    """
+    """A sweep for the statistics, the coefficients, a sweep for the gradients (8NHV), which runs in
+    the backward pass, with the upstream gradient in its coefficients."""
     stats, normalizer = sweep(call, source)
     gradient = call.pull_back(stats, call.packed.batch, ALL)
+
+    # Of tokens that are spread over ranks, a chunk at a time is here.
+    again = chunk_gradient if call.slices.is_spread else sweep_gradient
 
     def pull(upstream: Tensor, source: Source | None) -> Gradients:
         assert source is not None
         factor = call.owed(upstream)
         if factor is None or call.bound.scale is not None:
-            return sweep_gradient(call, source, normalizer, gradient, factor)
+            return again(call, source, normalizer, gradient, factor)
         owed = gradient.map(lambda t: t * factor.to(t.dtype))
-        return sweep_gradient(call, source, normalizer, owed)
+        return again(call, source, normalizer, owed)
 
     return Outcome(stats, gradient.values), pull
 
 
 def sweep(call: Call, source: Source) -> tuple[Statistics, Normalizer]:
     """Statistics of all tokens, from tiles; no logits are kept."""
-    found, normalizers = [], []
-    tile = call.plan.tile
-    for rows in _steps(len(call.packed), TERMS_ROWS if call.plan.terms else tile.rows):
+    found, normalizers, tile = [], [], call.plan.tile
+    step = TERMS_ROWS if call.plan.terms and not call.slices.is_spread else tile.rows
+    for rows in _steps(len(call.packed), step):
         partials = _sweep_partials(call, source, rows)
         stats, normalizer = finish(call.slices.merge(partials), call.vocabulary, call.needs)
         tiles = [
@@ -331,6 +332,24 @@ def sweep_gradient(
             del found  # before the next one is made
         if linear:
             gradients.write_slab(slab, columns, factor)
+    return call.finish(gradients, factor)
+
+
+def chunk_gradient(
+    call: Call,
+    source: Source,
+    _: Normalizer,  # of logits that another product made: where p is near 1, 1 - p needs its own
+    gradient: Gradient,
+    factor: Tensor | None = None,
+) -> Gradients:
+    """Gradients in chunks of tokens, times `factor`: the logits of each are made once more."""
+    gradients = call.gradients(source)
+    for rows in (piece.rows for piece in call.plan.chunks):
+        held, part = hold(call, source, rows), gradient.rows(rows)
+        held.partials = call.slices.merge(held.partials)
+        normalizer = finish(held.partials, call.vocabulary, call.needs)[1]
+        gradients.add(held.gradient(normalizer, part, _live_rows(call, part)))
+        del held  # before the next one is made
     return call.finish(gradients, factor)
 
 

@@ -178,6 +178,7 @@ def of_head(head: Head, hidden: Tensor) -> dict[str, Any]:
     return {
         "hidden width": hidden.shape[-1],
         "dtype": f"{hidden.dtype} {head.weight.dtype}",
+        "layout of weight": _suits(head.weight),
         "hidden.requires_grad": enabled and hidden.requires_grad,
         "vocab_size": -1 if head.vocab_size is None else head.vocab_size,
         "logit_scale, softcap, temperature": str(
@@ -187,6 +188,14 @@ def of_head(head: Head, hidden: Tensor) -> dict[str, Any]:
         "lora": str([(tuple(x.a.shape), x.scaling, x.a.requires_grad) for x in head.lora]),
         "lora.a": checksum(*(x.a for x in head.lora)) if head.lora else 0,
     }
+
+
+def _suits(weight: Tensor) -> bool:
+    """What a GPU's product asks of memory: ranks that differ would plan differently."""
+    if not weight.is_cuda:
+        return True
+    rows = weight.stride(1) == 1 and weight.stride(0) * weight.element_size() % 16 == 0
+    return rows and weight.data_ptr() % 16 == 0
 
 
 def of_objective(objective: Objective, options: Options) -> dict[str, Any]:

@@ -181,6 +181,32 @@ def skipped_rows() -> None:
         close(torch.autograd.grad(got.loss, p.hidden)[0], into_hidden)
 
 
+def one_chunk_at_a_time() -> None:
+    """Under sequence parallelism no rank ever holds more hidden states than a chunk's."""
+    p = Problem()
+    mine = slice(*[0, 3, 20, T][p.rank : p.rank + 2])
+    want = hl.head_loss(p.hidden, hl.Head(p.weight), p.batch, p.objective)
+    into_hidden, into_weight = torch.autograd.grad(want.loss, (p.hidden, p.weight))
+    plain, gathered = distributed.all_to_all_single, []
+
+    def noted(found: Tensor, own: Tensor, received: Any, *args: Any, **options: Any) -> Any:
+        gathered.append(sum(received) if not options.get("async_op") else 0)
+        return plain(found, own, received, *args, **options)
+
+    options = hl.Options(schedule="recompute", chunk_tokens=6, sequence_parallel=True)
+    hidden = p.hidden.detach()[mine].requires_grad_()
+    distributed.all_to_all_single = noted
+    try:
+        got = hl.head_loss(hidden, p.sliced(), p.batch, p.objective, options)
+        found = torch.autograd.grad(got.loss, (hidden, p.shard))
+    finally:
+        distributed.all_to_all_single = plain
+    close(got.loss.detach(), want.loss.detach())
+    close(found[0], into_hidden[mine])
+    close(found[1], into_weight[p.rows])
+    assert 0 < max(gathered) <= 6, gathered
+
+
 def collectives() -> None:
     """Law 7: the same collectives of the same shapes on every rank, whatever it holds."""
     p = Problem()

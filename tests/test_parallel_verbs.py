@@ -17,6 +17,7 @@ VERBS = [
     "doubtful_fields",
     "skipped_rows",
     "collectives",
+    "one_chunk_at_a_time",
     "reads",
     "any_error",
     "metrics_merge",
