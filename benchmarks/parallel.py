@@ -15,9 +15,10 @@ vocabulary.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,9 +176,9 @@ def sharded_data(clock: Clock, sizes: Sizes) -> list[Row]:
         return [row | clock.everywhere(step_of(model), shape[0])]
 
 
-def measure(ranks: Ranks, sizes: Sizes, kinds: list[str], repeats: int) -> list[Row]:
-    """All rows, until the time is up."""
-    clock, rows = Clock(ranks=ranks, repeats=repeats), []
+def measure(ranks: Ranks, sizes: Sizes, kinds: list[str], repeats: int) -> Iterator[list[Row]]:
+    """The rows of one work after another, until the time is up."""
+    clock = Clock(ranks=ranks, repeats=repeats)
     works: list[Callable[[], list[Row]]] = []
     if "vocabulary" in kinds:
         works += [lambda s=shape: vocabulary_parallel(clock, sizes, s) for shape in sizes.shapes]
@@ -187,10 +188,9 @@ def measure(ranks: Ranks, sizes: Sizes, kinds: list[str], repeats: int) -> list[
         if ranks.is_late():
             ranks.say("the time is up: the rest is left out")
             break
-        rows += work()
+        yield work()
         if ranks.on_gpu:
             torch.cuda.empty_cache()
-    return rows
 
 
 # ---------------------------------------------------------------------- results
@@ -280,16 +280,18 @@ def main(arguments: list[str] | None = None) -> int:
         sizes = Sizes(**{**vars(sizes), "shapes": tuple(chosen.shapes)})
     checks = {} if chosen.no_check else check(ranks)
     bad = [name for name, found in checks.items() if not found["ok"]]
-    rows = []
-    if not bad and not chosen.check:
-        rows = measure(ranks, sizes, chosen.only, chosen.repeats)
+    machine = torch.cuda.get_device_name() if ranks.on_gpu else "CPU"
+    found = {"machine": f"{machine}, torch {torch.__version__}", "checks": checks, "rows": []}
+    results = {str(ranks.size): found}
+    works = [] if bad or chosen.check else measure(ranks, sizes, chosen.only, chosen.repeats)
+    for rows in itertools.chain([[]], works):  # written as it grows
+        found["rows"] += rows
+        if ranks.rank == 0 and chosen.out:
+            save(results, chosen.out)
     if ranks.rank == 0:
-        machine = torch.cuda.get_device_name() if ranks.on_gpu else "CPU"
-        facts = {"machine": f"{machine}, torch {torch.__version__}", "checks": checks, "rows": rows}
-        results = {str(ranks.size): facts}
-        print(table(save(results, chosen.out) if chosen.out else results), flush=True)
+        print(table(results), flush=True)
     ranks.close()
-    return len(bad)
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

@@ -296,7 +296,14 @@ def check(ranks: Ranks) -> dict[str, Found]:
 
     def note(name: str, act: Callable[[], Found]) -> None:
         with ranks.step(f"check {name}"):
-            one = act()
+            try:
+                one = act()
+            except Exception as caught:  # the others must not wait for this rank
+                one = {
+                    "ok": False,
+                    "error": f"rank {ranks.rank}: {type(caught).__name__}: {caught}",
+                }
+                print(one["error"], flush=True)
             one["ok"] = ranks.most(not one["ok"]) == 0
         if not one["ok"]:
             ranks.say(f"check {name} FAILED: {one}")
