@@ -1,322 +1,298 @@
 """Scaling over the GPUs of one host: vocabulary shards, segments across ranks, FSDP2.
 
-    torchrun --standalone --nproc-per-node 8 benchmarks/parallel.py --out benchmarks/results
+    torchrun --nproc-per-node 2 benchmarks/parallel.py --out benchmarks/results/parallel.json
+    python benchmarks/parallel.py --merge OTHER.json --out benchmarks/results/parallel.json
 
-Short checks against one rank come first; no time is reported where one of them fails. Rank 0 writes
-parallel-<ranks>.json and prints it as a table. T tokens, H hidden width, V vocabulary.
+Checks against a float64 oracle come first (`--check`: these alone); no time is taken where one of
+them fails. Times are the slowest rank's. One rank's time, to compare with, is measured in the same
+run on rank 0's GPU while the others rest. Rank 0 merges what it finds into a file, by the number of
+ranks, and a Markdown table beside it. `--quick` runs it all on the CPU, on sizes of no interest.
+
+T tokens (of each rank, but for vocabulary shards, where all have the same), H hidden width, V
+vocabulary.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import os
-import statistics
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast needs a fabric manager
-
 import torch
-from torch import Tensor, distributed, nn
+from parallel_checks import Tied, check
+from ranks import Ranks, counted, middle, shares
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from works import WORKS, Inputs, Setting, make_inputs
 
 import headloss as hl
-from headloss.testing import error, random_batch, trained_looking
 
-SHAPES = [(16384, 4096, 128256), (16384, 8192, 152064)]
-OBJECTIVES: dict[str, Callable[[], hl.Term]] = {"grpo": hl.grpo, "gspo": hl.gspo}
-SEGMENT = 1024  # tokens of a sequence
-TOKENS_PER_RANK, WIDTH, VOCABULARY = 32768, 4096, 128256  # sequence data parallel, FSDP2
+OBJECTIVES = ("grpo", "gspo")
+KINDS = ("vocabulary", "segments", "fsdp")
 
 
-@dataclass
-class Meter:
-    """Bytes that this rank sends in collectives, by ring algorithms."""
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is measured; the defaults are those of the table."""
 
-    sent: float = 0.0
-    saved: dict[str, Any] = field(default_factory=dict)
+    shapes: tuple[tuple[int, int, int], ...] = ((16384, 4096, 128256), (16384, 8192, 152064))
+    segment: int = 1024  # tokens of a sequence
+    per_rank: tuple[int, int, int] = (32768, 2048, 151936)  # segments across ranks, FSDP2
+    dtype: torch.dtype = torch.bfloat16
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        def size(tensor: Tensor) -> int:
-            return tensor.numel() * tensor.element_size()
-
-        def others(group: Any) -> float:
-            return distributed.get_world_size(group) - 1
-
-        counts: dict[str, Callable[..., float]] = {
-            "all_gather": lambda found, own, group=None, **_: others(group) * size(own),
-            "all_reduce": lambda own, group=None, **_: (
-                2 * others(group) / (others(group) + 1) * size(own)
-            ),
-            "all_to_all_single": lambda found, own, *_, group=None, **__: (
-                others(group) / (others(group) + 1) * size(own)
-            ),
-        }
-        for name, count in counts.items():
-            self.saved[name] = run = getattr(distributed, name)
-
-            def counted(*args: Any, run: Any = run, count: Any = count, **options: Any) -> Any:
-                self.sent += count(*args, **options)
-                return run(*args, **options)
-
-            setattr(distributed, name, counted)
-        try:
-            yield
-        finally:
-            for name, run in self.saved.items():
-                setattr(distributed, name, run)
+    def inputs(self, shape: tuple[int, int, int], ranks: Ranks) -> Inputs:
+        """The same on every rank."""
+        tokens, width, vocabulary = shape
+        setting = Setting(
+            tokens=tokens,
+            width=width,
+            vocabulary=vocabulary,
+            dtype=self.dtype,
+            segments=self.segment,
+        )
+        found = make_inputs(setting, ranks.device)
+        ranks.share(found.hidden, found.targets, found.advantages, found.old, found.ref)
+        return found
 
 
-def problem(
-    tokens: int, width: int, vocabulary: int, device: torch.device, seed: int = 0
-) -> tuple[Tensor, Tensor, hl.Batch]:
-    """bf16 inputs that look trained, the same on every rank."""
-    hidden, weight, targets = trained_looking(
-        tokens, width, vocabulary, torch.bfloat16, device, seed=seed
-    )
-    lengths = [SEGMENT] * (tokens // SEGMENT)
-    segments = hl.Segments.from_lengths(torch.tensor(lengths, device=device))
-    generator = torch.Generator(device=device).manual_seed(seed)
-    logps = -torch.rand(tokens, generator=generator, device=device)
-    return hidden.requires_grad_(), weight, random_batch(targets, segments, logps)
-
-
-def rows_of(weight: Tensor, ranks: int, rank: int) -> Tensor:
-    """A slice of the vocabulary, of almost equal sizes, that requires a gradient."""
-    return weight.tensor_split(ranks)[rank].detach().clone().requires_grad_()
-
-
-def timed(step: Callable[[], Any], device: torch.device, steps: int = 7) -> float:
-    """Median milliseconds of a step."""
-    for _ in range(3):
-        step()
-    found = []
-    for _ in range(steps):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(device)
-        start.record()
-        step()
-        stop.record()
-        torch.cuda.synchronize(device)
-        found.append(start.elapsed_time(stop))
-    return statistics.median(found)
-
-
-def measured(step: Callable[[], Any], tokens: int, device: torch.device) -> dict[str, float]:
-    """What is reported of a step."""
-    meter = Meter()
-    with meter.counting():
-        step()
-    found = {"ms": timed(step, device), "bytes_per_token": meter.sent / tokens}
-    return {**found, "collectives": share_of_collectives(step, device)}
-
-
-def loss_step(
-    hidden: Tensor, head: hl.Head, batch: hl.Batch, term: hl.Term, options: hl.Options
-) -> Callable[[], Any]:
-    """Forward and backward."""
-
-    def step() -> None:
-        out = hl.head_loss(hidden, head, batch, term, options)
-        torch.autograd.grad(out.loss, (hidden, head.weight))
-
-    return step
-
-
-def share_of_collectives(step: Callable[[], Any], device: torch.device) -> float:
-    """Kernel time of NCCL over the time of all kernels; what overlaps counts in both."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize(device)
-    events = [e for e in profiler.key_averages() if e.self_device_time_total > 0]
-    total = sum(e.self_device_time_total for e in events)
-    return sum(e.self_device_time_total for e in events if "nccl" in e.key.lower()) / total
-
-
-# ---------------------------------------------------------------------- checks
-
-
-def check(group: Any, ranks: int, device: torch.device) -> dict[str, float]:
-    """The largest relative differences from one rank, over placements; AssertionError if large."""
-    rank, found = distributed.get_rank(group), {}
-    hidden, weight, batch = problem(4096, 512, 8200, device)
-    for name, make in (("grpo", hl.grpo), ("gspo", hl.gspo), ("mix", lambda: _mix())):
-        for schedule in ("auto", "recompute"):
-            options = hl.Options(schedule=schedule, chunk_tokens=1024 if name == "grpo" else None)
-            alone = weight.detach().clone().requires_grad_()
-            want = hl.head_loss(hidden, hl.Head(alone), batch, make(), options)
-            into_hidden, into_weight = torch.autograd.grad(want.loss, (hidden, alone))
-            for spread in (False, True):
-                shard = rows_of(weight, ranks, rank)
-                own = hidden.detach().tensor_split(ranks)[rank] if spread else hidden.detach()
-                own = own.clone().requires_grad_()
-                opts = hl.Options(
-                    schedule=schedule,
-                    chunk_tokens=options.chunk_tokens,
-                    sequence_parallel=spread,
-                )
-                head = hl.Head(shard, vocab_group=group)
-                got = hl.head_loss(own, head, batch, make(), opts)
-                dx, dw = torch.autograd.grad(got.loss, (own, shard))
-                target = into_hidden.tensor_split(ranks)[rank] if spread else into_hidden
-                key = f"{name} {schedule}{' spread' if spread else ''}"
-                found[key] = max(
-                    error(got.loss, want.loss),
-                    error(dx, target),
-                    error(dw, into_weight.tensor_split(ranks)[rank]),
-                )
-                bits = got.loss.detach().view(torch.int32)
-                low, high = bits.clone(), bits.clone()
-                distributed.all_reduce(low, distributed.ReduceOp.MIN, group=group)
-                distributed.all_reduce(high, distributed.ReduceOp.MAX, group=group)
-                assert bool(low == high), f"{key}: ranks hold different bits"
-    assert max(found.values()) < 1e-2, found
-    return found
-
-
-def _mix() -> hl.Objective:
-    return hl.gspo() + 1e-3 * hl.z_loss() - 1e-2 * hl.entropy()
+QUICK = Sizes(shapes=((64, 16, 96),), segment=16, per_rank=(48, 16, 96), dtype=torch.float32)
 
 
 # ---------------------------------------------------------------------- what is measured
 
 
-def vocabulary_parallel(group: Any, ranks: int, device: torch.device) -> list[dict[str, Any]]:
-    rank, rows = distributed.get_rank(group), []
-    for tokens, width, vocabulary in SHAPES:
-        hidden, weight, batch = problem(tokens, width, vocabulary, device)
-        shard = rows_of(weight, ranks, rank)
-        del weight
-        head = hl.Head(shard, vocab_group=group if ranks > 1 else None)
-        for name, make in OBJECTIVES.items():
-            step = loss_step(hidden, head, batch, make(), hl.Options(metrics=False))
-            row = {"work": "vocabulary", "ranks": ranks, "objective": name}
-            row |= {"T": tokens, "H": width, "V": vocabulary, **measured(step, tokens, device)}
-            rows.append(row)
-            del step
-        del hidden, shard, head
-        torch.cuda.empty_cache()
-    return rows
+Row = dict[str, Any]
+Step = Callable[[], Any]
 
 
-def segments_parallel(group: Any, ranks: int, device: torch.device) -> list[dict[str, Any]]:
-    """GSPO at a fixed number of tokens a rank: every segment has tokens on every rank."""
-    hidden, weight, batch = problem(TOKENS_PER_RANK, WIDTH, VOCABULARY, device)
-    if ranks > 1:
-        ids, count = batch.segments.ids, batch.segments.count
-        fields = {n: t for n, t in batch.fields.items() if isinstance(t, Tensor)}
-        segments = hl.Segments.from_ids(ids, count=count, group=group)
-        batch = hl.Batch(batch.targets, segments, **fields)  # type: ignore[arg-type]
-    weight.requires_grad_()
-    options = hl.Options(metrics=False, schedule="recompute")  # the same on one rank
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """How steps are measured."""
 
-    step = loss_step(hidden, hl.Head(weight), batch, hl.gspo(), options)
-    row = {"work": "segments", "ranks": ranks, "objective": "gspo", "T": TOKENS_PER_RANK}
-    return [{**row, "H": WIDTH, "V": VOCABULARY, **measured(step, TOKENS_PER_RANK, device)}]
+    ranks: Ranks
+    repeats: int
 
+    def here(self, step: Step) -> dict[str, float]:
+        """A step without collectives, on rank 0 while the others rest."""
+        found = middle(self.ranks.milliseconds(step, self.repeats)) if self.ranks.rank == 0 else {}
+        self.ranks.wait()
+        return found
 
-class Tied(nn.Module):
-    """A tied head under FSDP2."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        options: Any = {"dtype": torch.bfloat16, "device": device}
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH, **options)
-        self.layer = nn.Linear(WIDTH, WIDTH, **options)
-
-    def forward(self, batch: hl.Batch) -> Tensor:
-        hidden = self.layer(self.embedding(batch.targets))
-        head = hl.Head.of(self.embedding)
-        return hl.head_loss(hidden, head, batch, hl.gspo(), hl.Options(metrics=False)).loss
+    def everywhere(self, step: Step, tokens: int) -> Row:
+        """A step of all ranks: time, calls and bytes of collectives, and what they take."""
+        ranks = self.ranks
+        with counted() as sent:
+            step()
+        ranks.wait()
+        times = [ranks.most(ms) for ms in ranks.milliseconds(step, self.repeats)]
+        found: Row = {**middle(times), "collectives_per_call": sent["calls"]}
+        found["bytes_per_token"] = sent["bytes"] / tokens
+        if ranks.on_gpu:
+            found["share"] = shares(step, ranks.device)
+        ranks.wait()
+        return found
 
 
-def sharded_data(ranks: int, device: torch.device) -> list[dict[str, Any]]:
-    _, _, batch = problem(TOKENS_PER_RANK, 8, VOCABULARY, device)
-    model: Any = Tied(device)
-    mesh = init_device_mesh("cuda", (ranks,))
-    fully_shard(model, mesh=mesh)
-    batch.totals = hl.Totals.of(batch).all_reduce(mesh.get_group(), gradients="mean")
+def loss_step(
+    hidden: Tensor, head: hl.Head, batch: hl.Batch, objective: Any, options: hl.Options
+) -> Step:
+    """Forward and backward."""
 
     def step() -> None:
-        model(batch).backward()
-        for parameter in model.parameters():
-            assert isinstance(parameter.grad, DTensor)
-            parameter.grad = None
+        out = hl.head_loss(hidden, head, batch, objective, options)
+        torch.autograd.grad(out.loss, (hidden, head.weight))
 
-    row = {"work": "FSDP2, tied head", "ranks": ranks, "objective": "gspo", "T": TOKENS_PER_RANK}
-    return [{**row, "H": WIDTH, "V": VOCABULARY, **measured(step, TOKENS_PER_RANK, device)}]
+    return step
 
 
-# ---------------------------------------------------------------------- the table
-
-
-def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Time on one rank over time here, over what it would be at best."""
-    keys = ("work", "objective", "T", "H", "V")
-    alone = {tuple(r[k] for k in keys): r["ms"] for r in rows if r["ranks"] == 1}
-    for row in rows:
-        base = alone.get(tuple(row[k] for k in keys))
-        if base is not None:
-            ideal = base / row["ranks"] if row["work"] == "vocabulary" else base
-            row["efficiency"] = ideal / row["ms"]
+def vocabulary_parallel(clock: Clock, sizes: Sizes, shape: tuple[int, int, int]) -> list[Row]:
+    ranks, rows = clock.ranks, []
+    with ranks.step(f"inputs {shape}"):
+        inputs = sizes.inputs(shape, ranks)
+        shard = inputs.weight.detach().tensor_split(ranks.size)[ranks.rank]
+        shard = shard.clone().requires_grad_()
+        batch, options = inputs.batch(), hl.Options(metrics=False)
+    for name in OBJECTIVES:
+        objective = WORKS[name].objective(inputs)
+        row = {"work": "vocabulary", "objective": name} | dict(zip("THV", shape, strict=True))
+        step = loss_step(inputs.hidden, hl.Head(inputs.weight), batch, objective, options)
+        with ranks.step(f"vocabulary {shape} {name}, one rank"):
+            row["alone"] = clock.here(step)
+        head = hl.Head(shard, vocab_group=ranks.group)
+        step = loss_step(inputs.hidden, head, batch, objective, options)
+        with ranks.step(f"vocabulary {shape} {name}, {ranks.size} ranks"):
+            rows.append(row | clock.everywhere(step, shape[0]))
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    columns = ["work", "objective", "T", "H", "V", "ranks", "ms", "efficiency"]
-    columns += ["bytes_per_token", "collectives"]
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    for row in sorted(rows, key=lambda r: [str(r[c]) for c in columns[:5]] + [r["ranks"]]):
-        cells = [row.get(c, "") for c in columns]
-        shown = [f"{c:.3g}" if isinstance(c, float) else str(c) for c in cells]
-        lines.append("| " + " | ".join(shown) + " |")
-    return "\n".join(lines)
+def segments_parallel(clock: Clock, sizes: Sizes) -> list[Row]:
+    """GSPO at a fixed number of tokens a rank: every segment has tokens on every rank."""
+    ranks, shape = clock.ranks, sizes.per_rank
+    with ranks.step(f"inputs {shape}"):
+        inputs = sizes.inputs(shape, ranks)
+        batch, objective = inputs.batch(), WORKS["gspo"].objective(inputs)
+        spread = hl.Segments.from_ids(inputs.ids, count=len(inputs.lengths), group=ranks.group)
+        over = hl.Batch(batch.targets, spread, **batch.fields)  # type: ignore[arg-type]
+    options = hl.Options(metrics=False, schedule="recompute")  # the same on one rank
+    head = hl.Head(inputs.weight)
+    row = {"work": "segments", "objective": "gspo"} | dict(zip("THV", shape, strict=True))
+    with ranks.step(f"segments {shape} gspo, one rank"):
+        row["alone"] = clock.here(loss_step(inputs.hidden, head, batch, objective, options))
+    step = loss_step(inputs.hidden, head, over, objective, options)
+    with ranks.step(f"segments {shape} gspo, {ranks.size} ranks"):
+        return [row | clock.everywhere(step, shape[0])]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder for parallel-<ranks>.json")
-    parser.add_argument("--check", action="store_true", help="only the checks")
-    arguments = parser.parse_args()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    distributed.init_process_group("nccl", device_id=device)
-    world, rank = distributed.get_world_size(), distributed.get_rank()
-    checks = check(distributed.group.WORLD, world, device)
-    rows: list[dict[str, Any]] = []
-    counts = [] if arguments.check else [n for n in (1, 2, 4, 8) if n <= world]
-    for ranks in counts:
-        # As many groups as there is room for, all at work: one runs no faster for the others' rest.
-        lines = [list(range(i, i + ranks)) for i in range(0, world - ranks + 1, ranks)]
-        made = [(line, distributed.new_group(line)) for line in lines]
-        mine = next((group for line, group in made if rank in line), None)
-        for work in (vocabulary_parallel, segments_parallel):
-            if mine is not None:
-                rows += work(mine, ranks, device)
+def sharded_data(clock: Clock, sizes: Sizes) -> list[Row]:
+    """FSDP2 with a trainable tied head, against the same model on one rank."""
+    ranks, shape = clock.ranks, sizes.per_rank
+    with ranks.step(f"inputs {shape}"):
+        inputs = sizes.inputs(shape, ranks)
+        batch, objective = inputs.batch(), WORKS["gspo"].objective(inputs)
+        batch.fields["old_logps"] = hl.CURRENT  # of this model's own hidden states
+        alone, model = Tied(inputs.weight), Tied(inputs.weight)
+        mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+        fully_shard(model, mesh=mesh)
+
+    def step_of(model: Any) -> Step:
+        def step() -> None:
+            model(batch, objective, hl.Options(metrics=False)).backward()
+            for parameter in model.parameters():
+                parameter.grad = None
+
+        return step
+
+    row = {"work": "fsdp", "objective": "gspo"} | dict(zip("THV", shape, strict=True))
+    with ranks.step(f"fsdp {shape} gspo, one rank"):
+        row["alone"] = clock.here(step_of(alone))
+    batch.totals = hl.Totals.of(batch).all_reduce(mesh.get_group(), gradients="mean")
+    with ranks.step(f"fsdp {shape} gspo, {ranks.size} ranks"):
+        return [row | clock.everywhere(step_of(model), shape[0])]
+
+
+def measure(ranks: Ranks, sizes: Sizes, kinds: list[str], repeats: int) -> Iterator[list[Row]]:
+    """The rows of one work after another, until the time is up."""
+    clock = Clock(ranks=ranks, repeats=repeats)
+    works: list[Callable[[], list[Row]]] = []
+    if "vocabulary" in kinds:
+        works += [lambda s=shape: vocabulary_parallel(clock, sizes, s) for shape in sizes.shapes]
+    works += [lambda: segments_parallel(clock, sizes)] * ("segments" in kinds)
+    works += [lambda: sharded_data(clock, sizes)] * ("fsdp" in kinds)
+    for work in works:
+        if ranks.is_late():
+            ranks.say("the time is up: the rest is left out")
+            break
+        yield work()
+        if ranks.on_gpu:
             torch.cuda.empty_cache()
-            distributed.barrier()
-    if not arguments.check:
-        rows += sharded_data(world, device)
-    if rank == 0:
-        rows = with_efficiency(rows)
-        facts = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__}
-        record = {**facts, "ranks": world, "checks": checks, "rows": rows}
-        if arguments.out is not None:
-            path = arguments.out / f"parallel-{world}.json"
-            path.write_text(json.dumps(record, indent=1) + "\n")
-        print(json.dumps(checks, indent=1))
-        print(table(rows))
-    distributed.destroy_process_group()
+
+
+# ---------------------------------------------------------------------- results
+
+
+def efficiency(row: Row, ranks: int) -> float:
+    """The best possible time over the time: a slice of the vocabulary is a share of the work; other
+    ranks bring work of their own."""
+    ideal = row["alone"]["ms"] / (ranks if row["work"] == "vocabulary" else 1)
+    return ideal / row["ms"]
+
+
+def merged(results: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """By number of ranks, then by row; the newer of two wins."""
+    found = dict(results)
+    for ranks, new in other.items():
+        old = found.get(ranks, {"rows": [], "checks": {}})
+        rows = {tuple(r[k] for k in KEYS): r for r in [*old["rows"], *new["rows"]]}
+        checks = {**old["checks"], **new["checks"]}
+        found[ranks] = {**old, **new, "checks": checks, "rows": [rows[k] for k in sorted(rows)]}
+    return {ranks: found[ranks] for ranks in sorted(found, key=int)}
+
+
+KEYS = ("work", "objective", "T", "H", "V")
+HEAD = (*KEYS, "ranks", "one rank, ms", "ms", "efficiency", "kB sent per token")
+HEAD = (*HEAD, "collectives", "in collectives", "exposed", "idle")
+
+
+def table(results: dict[str, Any]) -> str:
+    """Results as Markdown."""
+    rows = [(row, int(n)) for n, found in results.items() for row in found["rows"]]
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
+    for row, ranks in sorted(rows, key=lambda r: ([r[0][k] for k in KEYS], r[1])):
+        share = row.get("share", {})
+        cells = [str(row[k]) for k in KEYS] + [str(ranks)]
+        cells += [f"{row['alone']['ms']:.2f}", f"{row['ms']:.2f}", f"{efficiency(row, ranks):.3f}"]
+        sent = (row["bytes_per_token"] / 1e3, row["collectives_per_call"])
+        cells += ["", ""] if row["work"] == "fsdp" else [f"{sent[0]:.2f}", f"{sent[1]:.0f}"]
+        cells += [f"{share[k]:.1%}" if share else "" for k in ("collectives", "exposed", "idle")]
+        lines.append("| " + " | ".join(cells) + " |")
+    for ranks, found in results.items():
+        bad = [name for name, one in found["checks"].items() if not one["ok"]]
+        said = f"failed: {', '.join(bad)}" if bad else "all within the error budget"
+        lines.append(f"\n{ranks} ranks, {found['machine']}: {len(found['checks'])} checks, {said}.")
+    return "\n".join(lines) + "\n"
+
+
+def save(results: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Merge into a file, and write its table beside it."""
+    old = json.loads(path.read_text()) if path.exists() else {}
+    results = merged(old, results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    path.with_suffix(".md").write_text(table(results))
+    return results
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    try:
+        tokens, width, vocabulary = map(int, text.split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, want TOKENSxWIDTHxVOCABULARY") from None
+    return tokens, width, vocabulary
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="file to merge results into")
+    parser.add_argument("--merge", type=Path, nargs="+", help="add these files; measure nothing")
+    parser.add_argument("--check", action="store_true", help="checks alone")
+    parser.add_argument("--no-check", action="store_true", help="times alone")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--shapes", nargs="+", type=_shape, help="16384x4096x128256 ...")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--limit", type=float, default=75.0, help="seconds; no work begins later")
+    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU")
+    chosen = parser.parse_args(arguments)
+    if chosen.merge:
+        results: dict[str, Any] = {}
+        for path in chosen.merge:
+            results = merged(results, json.loads(path.read_text()))
+        print(table(save(results, chosen.out) if chosen.out else results))
+        return 0
+    ranks = Ranks(chosen.quick, chosen.limit)
+    sizes = QUICK if chosen.quick else Sizes()
+    if chosen.shapes:
+        sizes = Sizes(**{**vars(sizes), "shapes": tuple(chosen.shapes)})
+    checks = {} if chosen.no_check else check(ranks)
+    bad = [name for name, found in checks.items() if not found["ok"]]
+    machine = torch.cuda.get_device_name() if ranks.on_gpu else "CPU"
+    found = {"machine": f"{machine}, torch {torch.__version__}", "checks": checks, "rows": []}
+    results = {str(ranks.size): found}
+    works = [] if bad or chosen.check else measure(ranks, sizes, chosen.only, chosen.repeats)
+    for rows in itertools.chain([[]], works):  # written as it grows
+        found["rows"] += rows
+        if ranks.rank == 0 and chosen.out:
+            save(results, chosen.out)
+    if ranks.rank == 0:
+        print(table(results), flush=True)
+    ranks.close()
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -32,11 +32,11 @@ class Policy(nn.Module):
 
 def main() -> None:
     kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
     world = distributed.get_world_size()
     mesh = init_device_mesh(kind, (world // 2, 2), mesh_dim_names=("data", "tp"))
-    if kind == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
     torch.manual_seed(0)  # every rank makes the same model
     sizes: Any = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 501, "pad_token_id": 0}

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, distributed
 
+from .parallel import gather
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 R = TypeVar("R")
 FACTS = 24  # of a record, at most
 TEXT = 64  # int64 words of an error message
-ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError)
+ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)  # the last: any other
 
 
 class Facts(NamedTuple):
@@ -28,10 +30,20 @@ class Facts(NamedTuple):
     Attributes:
         same: numbers, flags, names and checksums that must be equal on all ranks.
         own: numbers that may differ; every rank gets those of all.
+        read: [..] int64 that this rank alone wants to know: the device is read for it and for the
+            records at once.
     """
 
     same: Mapping[str, Any]
     own: Mapping[str, int]
+    read: Tensor | None = None
+
+
+class Agreed(NamedTuple):
+    """What the ranks found: each one's `own` facts, and the numbers that this one wanted read."""
+
+    own: dict[str, list[int]]
+    read: list[int]
 
 
 def agree(
@@ -39,12 +51,13 @@ def agree(
     group: ProcessGroup | None,
     act: Callable[[], R],
     describe: Callable[[R], Facts],
-) -> tuple[R, dict[str, list[int]]]:
-    """Run `act` on every rank of a group; its result, and each rank's `own` facts.
+) -> tuple[R, Agreed]:
+    """Run `act` on every rank of a group; its result, and what the exchange brought.
 
     Raises:
-        ValueError, TypeError: what `act` raised on any of the ranks; a fact that is not the same
-            on all of them; a rank outside of the group.
+        ValueError, TypeError: what `act` raised on any of the ranks (another exception: as a
+            RuntimeError on the others); a fact that is not the same on all of them; a rank outside
+            of the group.
     """
     check_member(name, group)
     assert group is not None
@@ -52,9 +65,9 @@ def agree(
     try:
         result = act()
         facts = describe(result)
-    except ERRORS as caught:
+    except Exception as caught:  # whatever it is: the others must not wait for this rank
         error = caught
-    records = _exchange(group, facts, error)
+    records, read = _exchange(group, facts, error)
     me = distributed.get_rank(group)
     if error is not None:
         raise error
@@ -74,7 +87,7 @@ def agree(
                 f"rank {me}, do not agree"
             )
     own = {fact: [r[2 + names.index(fact)] for r in records] for fact in facts.own}
-    return result, own  # type: ignore[return-value]
+    return result, Agreed(own, read)  # type: ignore[return-value]
 
 
 def check_member(name: str, group: Any) -> None:
@@ -89,15 +102,16 @@ def check_member(name: str, group: Any) -> None:
 
 def checksum(*tensors: Tensor) -> Tensor:
     """[] int64 of the bits of tensors, in their order and places."""
-    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device if tensors else None)
-    for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        if flat.is_floating_point():
-            flat = flat.view(INTEGERS[flat.element_size()])
-        place = torch.arange(flat.numel(), device=flat.device)
-        # Odd factors: each bit of each element shows. Sums of integers wrap and do not round.
-        total = total * 31 + (flat.long() * (2 * place + 1)).sum() + flat.numel()
-    return total
+    if not tensors:
+        return torch.zeros((), dtype=torch.int64)
+    flat = torch.cat([_bits(tensor.detach().reshape(-1)) for tensor in tensors])
+    # Odd factors: each bit of each element shows. Sums of integers wrap and do not round.
+    odd = torch.arange(1, 2 * flat.numel() + 1, 2, device=flat.device)
+    return odd.mul_(flat).sum()
+
+
+def _bits(flat: Tensor) -> Tensor:
+    return flat.view(INTEGERS[flat.element_size()]) if flat.is_floating_point() else flat
 
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -109,27 +123,41 @@ def _number(value: Any) -> int:
     return int(value)
 
 
-def _exchange(group: ProcessGroup, facts: Facts, error: Exception | None) -> list[list[int]]:
-    """Every rank's record: [error's kind, checksum of the facts' names, facts, message]."""
-    device = _device(group)
-    code = 0
+def _exchange(
+    group: ProcessGroup, facts: Facts, error: Exception | None
+) -> tuple[list[list[int]], list[int]]:
+    """Every rank's record: [error's kind, checksum of the facts' names, facts, message]; and the
+    numbers that this rank wanted read."""
+    device, code = _device(group), 0
     if error is not None:
-        code = next(i for i, kind in enumerate(ERRORS, 1) if isinstance(error, kind))
+        kinds = (i for i, kind in enumerate(ERRORS, 1) if isinstance(error, kind))
+        code = next(kinds, len(ERRORS))
     named = {**facts.same, **facts.own}
     if len(named) > FACTS:
         raise AssertionError(f"facts: got {len(named)}, want at most {FACTS}")
-    head = [code, zlib.crc32(" ".join(named).encode())]
+    names = " ".join(f"{name} {isinstance(value, Tensor)}" for name, value in named.items())
+    head = [code, zlib.crc32(names.encode())]
     head += [0 if isinstance(value, Tensor) else _number(value) for value in named.values()]
     head += [0] * (2 + FACTS - len(head))
     text = str(error or "").encode()[: 8 * TEXT].ljust(8 * TEXT, b"\0")
     words = [int.from_bytes(text[i : i + 8], "big", signed=True) for i in range(0, len(text), 8)]
-    record = torch.tensor([*head, *words], dtype=torch.int64).to(device)
-    for place, value in enumerate(named.values(), 2):
-        if isinstance(value, Tensor):
-            record[place] = value.to(device)
-    found = record.new_empty(distributed.get_world_size(group), len(record))
-    distributed.all_gather(list(found.unbind()), record, group=group)
-    return found.tolist()
+    # Pinned, so that the host need not wait for the device before it may go on.
+    known = torch.tensor([*head, *words], dtype=torch.int64, pin_memory=device.type == "cuda")
+    sums = [value.to(device) for value in named.values() if isinstance(value, Tensor)]
+    rest = torch.zeros(FACTS - len(sums), dtype=torch.int64, device=device)
+    record = torch.cat([known.to(device, non_blocking=True), *(x.view(1) for x in sums), rest])
+    found = gather(record, group)
+    wanted = record[:0] if facts.read is None else facts.read.to(device)
+    numbers = torch.cat([found.view(-1), wanted]).tolist()
+    size, places = (
+        len(record),
+        [i for i, v in enumerate(named.values(), 2) if isinstance(v, Tensor)],
+    )
+    records = [numbers[i * size : (i + 1) * size] for i in range(len(found))]
+    for one in records:
+        for at, place in enumerate(places, size - FACTS):
+            one[place] = one[at]
+    return [one[: size - FACTS] for one in records], numbers[len(found) * size :]
 
 
 def _text(record: list[int]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .reduction import Totals
+from .reduction import Totals, count_totals
 from .segments import Segments
 
 IGNORE = -100  # the target of an unscored position, as in torch.nn.functional.cross_entropy
@@ -33,7 +33,8 @@ class Batch:
             scored.
         segments: which positions form one sequence. Default: each row of a [B, T] batch is one, a
             [T] vector is one.
-        advantages: [..] per token or [S] per segment (where both fit, the targets' shape wins).
+        advantages: [..] per token or [S] per segment (where both fit, the targets' shape wins; with
+            segments that run across ranks, where it fits on all of them).
         old_logps, ref_logps, sampling_logps: [..] log-probs of the targets under the policy that
             the ratio starts from, the reference, and the sampler. `old_logps=hl.CURRENT` stands
             for this call's own, detached.
@@ -135,33 +136,24 @@ class Batch:
 
     def per_token(self, name: str) -> bool:
         """Whether a field has one value (or row) per position; else it has one per segment."""
+        return self._fits(name)[0]
+
+    def _fits(self, name: str) -> tuple[bool, bool]:
+        """Whether a field's shape is one of values per position, and one of values per segment."""
         value = self.fields[name]
-        rank = self.targets.dim()
-        return isinstance(value, Current) or tuple(value.shape[:rank]) == tuple(self.targets.shape)
+        if isinstance(value, Current):
+            return True, False
+        as_segment = name not in LOGPS and value.shape == (self.segments.count,)
+        return value.shape[: self.targets.dim()] == self.targets.shape, as_segment
 
     def totals_of_this_batch(self) -> Totals:
         """Scored tokens and segments, and the same for each boolean field (see `Totals.of`)."""
-        scored = self.targets.reshape(-1) != IGNORE
-        ids = self.segments.ids.reshape(-1).clamp(0, max(self.segments.count - 1, 0))
-        masks = {
-            name: value
-            for name, value in self.fields.items()
-            if isinstance(value, Tensor) and value.dtype == torch.bool
-        }
-        rows = [scored]
-        for name, value in masks.items():
-            rows.append(scored & (value.reshape(-1) if self.per_token(name) else value[ids]))
-        # [1 + fields, S] kept tokens per segment, joined over the ranks that share the segments.
-        counts = torch.stack([count_kept(ids, row, self.segments.count) for row in rows])
-        if self.segments.group is not None:
-            from torch import distributed
-
-            distributed.all_reduce(counts, group=self.segments.group)
-        kept = {}
-        for row, (name, value) in zip(counts[1:], masks.items(), strict=True):
-            segments = (row > 0).sum() if self.per_token(name) else value.sum()
-            kept[name] = (row.sum(), segments)
-        return Totals(counts[0].sum(), self.segments.count, kept)
+        masks = {}
+        for name, value in self.fields.items():
+            if isinstance(value, Tensor) and value.dtype == torch.bool:
+                as_token, as_segment = self._fits(name)
+                masks[name] = (value if as_token else None, value if as_segment else None)
+        return count_totals(self.targets.reshape(-1) != IGNORE, self.segments, masks)
 
 
 RESERVED = frozenset(
@@ -172,11 +164,3 @@ RESERVED = frozenset(
 def _default_segments(targets: Tensor) -> Segments:
     *rows, length = targets.shape
     return Segments.rows(math.prod(rows), length, device=targets.device)
-
-
-def count_kept(ids: Tensor, kept: Tensor, count: int) -> Tensor:
-    """[count] how many places of each id are kept; `kept` [n] or [1], bool or int64."""
-    counts = torch.zeros(count, dtype=torch.int64, device=ids.device)
-    if not ids.numel() or not count:
-        return counts
-    return counts.scatter_add_(0, ids, kept.to(torch.int64).expand_as(ids))

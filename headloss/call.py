@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .across import over_segments
+from .agreement import Facts
 from .batch import Batch
 from .checks import (
     check_linear,
@@ -30,7 +32,7 @@ from .losses.distillation import Teacher
 from .losses.term import Objective, Reads, Term
 from .objective import Bound, bind, check_weights, is_known, reads
 from .options import Options
-from .packing import Packed, pack
+from .packing import Packed, pack, survey
 from .parallel import Alone
 from .plan import Problem, make_plan
 from .products import sum_dtype
@@ -43,9 +45,9 @@ from .shards import (
     join,
     linear_facts,
     local_head,
-    over_segments,
 )
 from .stats import STATISTICS
+from .survey import Survey
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,22 +63,26 @@ def linear_call(
 ) -> Call:
     """The call that `head_loss` makes of its arguments."""
 
+    def check() -> tuple[Objective, torch.dtype | None, Survey]:
+        found, dtype = check_linear(hidden, head, batch, objective, options, on_meta)
+        return found, dtype, _survey(found, batch, options)
+
+    def describe(checked: tuple[Objective, torch.dtype | None, Survey]) -> Facts:
+        facts = linear_facts(hidden, head, batch, checked[0], options)
+        return facts._replace(read=checked[2].facts)
+
     def prepare() -> tuple[Call, Objective]:
-        checked, place = join(
-            head.vocab_group,
-            lambda: head.vocabulary,
-            lambda: check_linear(hidden, head, batch, objective, options, on_meta),
-            lambda checked: linear_facts(hidden, head, batch, checked[0], options),
-            head.vocab_size,
-            options,
+        checked, place, read = join(
+            head.vocab_group, lambda: head.vocabulary, check, describe, head.vocab_size, options
         )
-        found, compute_dtype = checked
+        found, compute_dtype, known = checked
+        known.read = read
         if options.sequence_parallel:
             place.check_tokens(batch)
         problem = _linear_problem(hidden, head, compute_dtype, place, options)
         t = Transform(scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature)
         dtype, device = compute_dtype or hidden.dtype, hidden.device
-        call = _prepared(found, batch, options, problem, t, dtype, device, place)
+        call = _prepared(found, batch, options, problem, t, dtype, device, place, known)
         return replace(call, compute_dtype=compute_dtype), found
 
     call, found = over_segments(batch, options, prepare)
@@ -95,7 +101,7 @@ def given_call(
 ) -> Call:
     """The call that `logits_loss` makes of its arguments."""
 
-    def check() -> Objective:
+    def check() -> tuple[Objective, Survey]:
         found = checked_objective(objective, batch, options)
         check_shape("logits", logits, batch)
         check_transform(transform.temperature, transform.softcap, transform.scale)
@@ -103,17 +109,18 @@ def given_call(
             raise ValueError("sequence_parallel: got logits, want hidden states before a head")
         if options.schedule == "frozen":
             raise ValueError('schedule: got "frozen", but the logits are given')
-        return found
+        return found, _survey(found, batch, options)
+
+    def describe(checked: tuple[Objective, Survey]) -> Facts:
+        facts = given_facts(logits, transform, batch, checked[0], options, inplace)
+        return facts._replace(read=checked[1].facts)
 
     def prepare() -> tuple[Call, Objective]:
-        found, place = join(
-            vocab_group,
-            lambda: logits.shape[-1],
-            check,
-            lambda found: given_facts(logits, transform, batch, found, options, inplace),
-            None,
-            options,
+        checked, place, read = join(
+            vocab_group, lambda: logits.shape[-1], check, describe, None, options
         )
+        found, known = checked
+        known.read = read
         # A gradient in float16 is written in the backward pass, where the upstream one is known.
         over = inplace and logits.dtype != torch.float16
         problem = Problem(
@@ -131,7 +138,8 @@ def given_call(
             rows=_in_rows(logits, found, options),
         )
         dtype, device = logits.dtype, logits.device
-        return _prepared(found, batch, options, problem, transform, dtype, device, place), found
+        call = _prepared(found, batch, options, problem, transform, dtype, device, place, known)
+        return call, found
 
     return _bound(*over_segments(batch, options, prepare), batch, logits.dtype, scaled=False)
 
@@ -140,6 +148,11 @@ def _in_rows(logits: Tensor, objective: Objective, options: Options) -> bool:
     """Whether a kernel serves the logits where they lie: with unit stride along the vocabulary."""
     backend = kernels.choose(options.backend, logits.device, logits.dtype)
     return backend == "triton" and has_unit_stride(logits) and not teachers_of(objective)
+
+
+def _survey(objective: Objective, batch: Batch, options: Options) -> Survey:
+    ids = {"teacher_topk_ids"} & batch.fields.keys() if teachers_of(objective) else ()
+    return survey(batch, options.static, objective.segments_per_unit, tuple(ids))
 
 
 def _linear_problem(
@@ -183,6 +196,7 @@ def _prepared(
     dtype: torch.dtype,
     device: torch.device,
     place: Place,
+    known: Survey,
 ) -> Call:
     """Pack, trace and plan; without a collective over the segments' group."""
     vocabulary, wide = place.vocabulary, sum_dtype(dtype)
@@ -197,7 +211,7 @@ def _prepared(
         wide,
         options.static,
         objective.segments_per_unit,
-        id_fields=("teacher_topk_ids",) if teachers and "teacher_topk_ids" in batch.fields else (),
+        known=known,
     )
     asked = reads(objective, packed.batch, wide, observe=options.metrics)
     check_weights(objective, packed.batch, batch.totals)
@@ -213,6 +227,8 @@ def _prepared(
         lengths=packed.lengths,
         segments_per_unit=objective.segments_per_unit,
         grouped=batch.segments.group is not None,
+        spread=options.sequence_parallel,
+        sharded=place.group is not None,
         logp_only=all(r.gradients <= {"logp"} for r in asked.values()),
         row_bytes=wide.itemsize * (1 + _teacher_tiles(teachers, packed)),
     )

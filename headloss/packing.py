@@ -6,15 +6,16 @@ field to them and reads the device once. From there on there are no masks and no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .batch import IGNORE, Batch, Current, count_kept
+from .batch import IGNORE, Batch, Current
 from .segments import Segments
 from .stats import Statistics
+from .survey import Survey
 
 
 class MissingField(ValueError):
@@ -92,7 +93,8 @@ class PackedBatch:
 class Packed:
     """A packed batch and what the host knows of it.
 
-    `lengths` are the scored tokens of each segment, or None with static shapes.
+    `lengths` are the scored tokens of each segment, or None with static shapes. `doubtful` holds
+    the per-segment form of fields that may mean either, as segments run across ranks.
     """
 
     batch: PackedBatch
@@ -101,6 +103,7 @@ class Packed:
     segments: int  # S
     lengths: list[int] | None
     unscored: Tensor | None = None  # [N - T] their positions
+    doubtful: dict[str, Tensor] = field(default_factory=dict)  # [T]
 
     @property
     def index(self) -> Tensor | None:
@@ -108,6 +111,12 @@ class Packed:
 
     def __len__(self) -> int:
         return len(self.batch)
+
+    def with_fields(self, fields: dict[str, Tensor | Current]) -> Packed:
+        """With other [T] fields, of which none is doubtful."""
+        b = self.batch
+        batch = PackedBatch(b.targets, b.segments, fields, b.wide, b.index, live=b.live)
+        return replace(self, batch=batch, doubtful={})
 
     def scatter(self, values: Tensor) -> Tensor:
         """[T] back to the caller's shape, 0 at unscored positions."""
@@ -118,6 +127,18 @@ class Packed:
         return values.new_zeros(self.positions).index_copy_(0, self.index, values).view(self.shape)
 
 
+def survey(
+    batch: Batch, static: bool = False, unit: int = 1, id_fields: tuple[str, ...] = ()
+) -> Survey:
+    """What `pack` has to know of a batch; its facts may be read along with others."""
+    targets, wide = batch.targets.reshape(-1), {}
+    for name in id_fields:
+        field = batch.fields[name]
+        assert isinstance(field, Tensor)
+        wide[name] = field.reshape(len(targets), field.shape[-1])
+    return Survey.of(targets, targets == IGNORE, batch.segments, unit, static, wide)
+
+
 def pack(
     batch: Batch,
     vocabulary: int,
@@ -125,6 +146,7 @@ def pack(
     static: bool = False,
     unit: int = 1,
     id_fields: tuple[str, ...] = (),
+    known: Survey | None = None,
 ) -> Packed:
     """Drop unscored positions, sort by segment, gather the fields; one read of the device.
 
@@ -134,17 +156,19 @@ def pack(
     Args:
         vocabulary: V; targets lie below it, and so do the values of `id_fields`.
         dtype: of the packed float fields.
+        known: `survey` of the batch, with the same arguments.
 
     Raises:
         ValueError: a target outside the vocabulary; at a scored position, a segment id outside its
             range or an id field's value beyond the vocabulary.
     """
-    order = _static_order(batch, unit) if static else _order(batch, vocabulary, id_fields)
+    known = survey(batch, static, unit, id_fields) if known is None else known
+    order = known.order(vocabulary)
     index, ids = order.index, order.ids
     live = ids < batch.segments.count if static else None
     targets = batch.targets.reshape(-1).long()
     targets = targets if index is None else targets[index]
-    fields, wide = _gather_fields(batch, index, ids, dtype, live)
+    fields, wide, doubtful = _gather_fields(batch, index, ids, dtype, live)
     packed = PackedBatch(
         targets if live is None else targets.masked_fill(~live, 0),
         Segments(ids, len(order.counts), batch.segments.group, counts=order.counts),
@@ -160,97 +184,34 @@ def pack(
         segments=batch.segments.count,
         lengths=order.lengths,
         unscored=order.unscored,
+        doubtful=doubtful,
     )
-
-
-class _Order(NamedTuple):
-    """Which position each packed token comes from."""
-
-    index: Tensor | None  # [T], None: all N in order
-    ids: Tensor  # [T] segments, ascending
-    counts: Tensor  # [S] tokens of each
-    lengths: list[int] | None = None
-    unscored: Tensor | None = None  # [N - T]
-
-
-def _static_order(batch: Batch, unit: int) -> _Order:
-    """All positions, the scored ones first; nothing is read or checked."""
-    targets, ids = batch.targets.reshape(-1), batch.segments.ids.reshape(-1)
-    count = batch.segments.count
-    ids = ids.masked_fill((targets == IGNORE) | (ids < 0) | (ids >= count), count)
-    index = ids.argsort(stable=True)
-    return _Order(index, ids[index], count_kept(ids, ids.new_ones(1), count + unit))
-
-
-def _order(batch: Batch, vocabulary: int, id_fields: tuple[str, ...]) -> _Order:
-    """The scored positions by segment; with the one read of the device, and every check of values.
-
-    Few launches come before the read, since nothing else of the call can run until it is there.
-    """
-    targets, ids = batch.targets.reshape(-1), batch.segments.ids.reshape(-1)
-    count, positions = batch.segments.count, targets.numel()
-    if positions == 0:
-        return _Order(None, ids, ids.new_zeros(count), [0] * count)
-    unscored = targets == IGNORE
-    # Bin 0 takes ids below 0, 1 to S the segments', S + 1 those beyond; the last is not scored.
-    bins = ids.clamp(-1, count).add_(1).masked_fill_(unscored, count + 2)
-    counts = count_kept(bins, ids.new_ones(1), count + 3)
-    sorted_already = (bins[1:] >= bins[:-1]).all().long()
-    facts = [sorted_already, *targets.masked_fill(unscored, 0).aminmax()]
-    for name in id_fields:
-        facts.append(_id_field(batch, name).masked_fill(unscored, 0).amax())
-    read = torch.cat([torch.stack(facts), counts]).tolist()
-    (in_order, lowest, highest, *largest), sizes = read[: len(facts)], read[len(facts) :]
-    below, *lengths, beyond, out = sizes
-    if lowest < 0 or highest >= vocabulary:
-        wrong = (targets < 0) | (targets >= vocabulary)
-        _refuse("targets", targets, wrong & ~unscored, f"-100 or 0 <= target < {vocabulary}")
-    if below or beyond:
-        wrong = (ids < 0) | (ids >= count)
-        _refuse("segments", ids, wrong & ~unscored, f"0 <= id < {count} at a scored position")
-    for name, value in zip(id_fields, largest, strict=True):
-        if value >= vocabulary:
-            values = _id_field(batch, name)
-            _refuse(name, values, (values >= vocabulary) & ~unscored, f"id < {vocabulary}")
-    counts = counts[1:-2]
-    if in_order and not out:
-        return _Order(None, ids, counts, lengths)
-    order = bins.argsort(stable=True)
-    index = order[: positions - out]
-    return _Order(index, ids[index], counts, lengths, order[positions - out :])
-
-
-def _id_field(batch: Batch, name: str) -> Tensor:
-    """[N] the largest id at each position of a field [.., K]."""
-    field = batch.fields[name]
-    assert isinstance(field, Tensor)
-    return field.reshape(-1, field.shape[-1]).amax(1)
-
-
-def _refuse(name: str, values: Tensor, wrong: Tensor, want: str) -> None:
-    position = int(wrong.nonzero()[0])
-    raise ValueError(f"{name}: got {int(values[position])} at position {position}, want {want}")
 
 
 def _gather_fields(
     batch: Batch, index: Tensor | None, ids: Tensor, dtype: torch.dtype, live: Tensor | None
-) -> tuple[dict[str, Tensor | Current], dict[str, Tensor]]:
-    """[T] fields, and those with more dimensions as they are."""
+) -> tuple[dict[str, Tensor | Current], dict[str, Tensor], dict[str, Tensor]]:
+    """[T] fields, those with more dimensions as they are, and the other form of doubtful ones."""
     fields: dict[str, Tensor | Current] = {}
-    wide: dict[str, Tensor] = {}
+    wide, doubtful = {}, {}
+
+    def finished(value: Tensor) -> Tensor:
+        if value.is_floating_point():
+            value = value.to(dtype)
+        return value if live is None else value.masked_fill(~live, 0)
+
     for name, value in batch.fields.items():
         if isinstance(value, Current):
             fields[name] = value
             continue
-        if batch.per_token(name):
-            value = value.reshape(-1, *value.shape[batch.targets.dim() :])
-            if value.dim() > 1:
-                wide[name] = value
+        as_token, as_segment = batch._fits(name)
+        if as_token:
+            rows = value.reshape(-1, *value.shape[batch.targets.dim() :])
+            if rows.dim() > 1:
+                wide[name] = rows
                 continue
-            value = value if index is None else value[index]
-        else:
-            value = torch.cat([value, value.new_zeros(1)])[ids]
-        if value.is_floating_point():
-            value = value.to(dtype)
-        fields[name] = value if live is None else value.masked_fill(~live, 0)
-    return fields, wide
+            fields[name] = finished(rows if index is None else rows[index])
+        if as_segment and (not as_token or batch.segments.group is not None):
+            found = finished(torch.cat([value, value.new_zeros(1)])[ids])
+            (doubtful if as_token else fields)[name] = found
+    return fields, wide, doubtful

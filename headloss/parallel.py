@@ -35,6 +35,7 @@ class Alone:
     size: int | None = None  # columns of this rank's slice, None: all
     widest: int | None = None  # of all slices
     name = ""
+    is_spread = False  # whether hidden states of the packed tokens are on several ranks
 
     def gradients(self, chunks: Sequence[Chunk], *args: Any, **options: Any) -> LinearGradients:
         """Where the gradient of the slice's logits goes."""
@@ -84,7 +85,7 @@ class Shard(Alone):
         self, group: ProcessGroup, sizes: Sequence[int], spread: Spread | None = None
     ) -> None:
         rank = distributed.get_rank(group)
-        self.group, self.spread = group, spread
+        self.group, self.spread, self.is_spread = group, spread, spread is not None
         self.first, self.size, self.widest = sum(sizes[:rank]), sizes[rank], max(sizes)
         self.name = f"{group.group_name}:{','.join(map(str, sizes))}"
 
@@ -152,8 +153,15 @@ class SumGradient(torch.autograd.Function):
 def gather(values: Tensor, group: ProcessGroup) -> Tensor:
     """[W, ..] of every rank's [..], in rank order."""
     found = values.new_empty(distributed.get_world_size(group), *values.shape)
-    distributed.all_gather(list(found.unbind()), values.contiguous(), group=group)
+    flat = values.contiguous().view(-1)  # gloo wants shapes as if one after another
+    _gather_flat(found.view(-1), flat, group)
     return found
+
+
+def _gather_flat(found: Tensor, own: Tensor, group: ProcessGroup) -> None:
+    """`all_gather_into_tensor`, under the name that this torch does not call deprecated."""
+    names = ("all_gather_single", "all_gather_into_tensor")
+    next(getattr(distributed, n) for n in names if hasattr(distributed, n))(found, own, group=group)
 
 
 def named(name: str) -> Alone:
@@ -215,13 +223,9 @@ class ShardedGradients(LinearGradients):
         self.pending: list[tuple[int, Pending]] = []
         self.summed = False  # with slabs: their sums are under way, or complete
         super().__init__(*args, **options)
-        if self.by_slab:
-            for features in self.source.features:
-                if isinstance(features, SpreadRows):
-                    features.hold()
 
     def _zeros(self, features: Any, dtype: torch.dtype) -> Tensor:
-        own = features.own if isinstance(features, SpreadRows) and not self.by_slab else features
+        own = features.own if isinstance(features, SpreadRows) else features
         return own.new_zeros(own.shape, dtype=dtype)
 
     def _ahead(self, gradient: RowGradient, columns: slice) -> int:
@@ -263,7 +267,7 @@ class ShardedGradients(LinearGradients):
             if self.by_slab:
                 self.features[i] = value
             else:
-                total[sum_.rows] = value.to(total.dtype)
+                total[sum_.rows].copy_(value)
         self.pending = []
 
     def finish(self, factor: Tensor | None, scaled: Scaled) -> list[Tensor | None]:
@@ -295,6 +299,7 @@ class Spread:
         positions = torch.arange(int(ends[-1])) if index is None else index.cpu()
         self.offset = int(ends[rank]) - sizes[rank]
         self.owners = torch.bucketize(positions, ends, right=True)  # [T] on the host
+        self.on_device = self.owners.to(device)
         mine = self.owners == rank
         self.before = torch.cat([torch.zeros(1, dtype=torch.int64), mine.cumsum(0)])
         self.mine = mine.nonzero().squeeze(1).to(device)
@@ -315,7 +320,7 @@ class Spread:
         counts = torch.bincount(owners, minlength=self.world).tolist()
         if bool((owners.diff() >= 0).all()):
             return counts, None
-        return counts, owners.argsort(stable=True)
+        return counts, self.on_device[rows].argsort(stable=True)
 
     def gather(self, own: Tensor, rows: slice) -> Tensor:
         """[n, k] of a chunk, from the [.., k] rows that each rank owns."""
@@ -328,7 +333,7 @@ class Spread:
         )
         if order is None:
             return found
-        return torch.empty_like(found).index_copy_(0, order.to(found.device), found)
+        return torch.empty_like(found).index_copy_(0, order, found)
 
     def start_sum(self, dense: Tensor, rows: slice) -> Pending:
         """Begin to sum [n, k] over the ranks and to give each row to its owner."""
@@ -336,7 +341,7 @@ class Spread:
         own = self.own_rows(rows)
         count = own.stop - own.start
         if order is not None:
-            dense = dense[order.to(dense.device)]
+            dense = dense[order]
         found = dense.new_empty(self.world * count, dense.shape[1])
         work = distributed.all_to_all_single(
             found,
@@ -376,10 +381,6 @@ class SpreadRows:
 
     def new_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self.own.new_zeros(shape, dtype=dtype)
-
-    def hold(self) -> None:
-        """Gather all rows, once."""
-        self[:]
 
     def __getitem__(self, rows: Rows) -> Tensor:
         if isinstance(rows, Tensor):

@@ -52,6 +52,8 @@ class Problem:
     lengths: list[int] | None  # scored tokens per segment; None with static shapes
     segments_per_unit: int = 1
     grouped: bool = False  # segments run across ranks
+    spread: bool = False  # tokens do, chunk by chunk gathered
+    sharded: bool = False  # hidden gradients are summed over ranks
     logp_only: bool = False  # the gradient needs nothing but d/dlogp
     hidden_gradient: bool = True
     weight_gradient: bool = True
@@ -129,11 +131,13 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     schedule, reason = _choose(p, options, chunks)
     if not wants_gradient:
         schedule, reason = "statistics", "nothing requires a gradient"
-    if schedule == "frozen" or chunks is None:
+    if schedule == "frozen" or chunks is None or (schedule == "recompute" and p.spread):
         chunks = _cut_anywhere(p, rows)
     if schedule == "one_pass":
         rows = max((c.stop - c.start for c in chunks), default=rows)
     tile = _tile(p, rows, explicit=options.chunk_tokens is not None)
+    if p.spread:  # no more tokens than a chunk's are gathered at once
+        tile = Tile(rows, p.vocabulary)
     return Plan(
         schedule=schedule,
         backend=backend,
@@ -310,11 +314,16 @@ def _bytes(
         if p.element_size < 4 and not p.given:
             found["working blocks"] += 4 * min(4 * WORKING_BLOCK, p.vocabulary * p.width)
     accumulate = 8 if p.element_size == 8 else options.accumulate_dtype.itemsize
-    if schedule == "one_pass" and p.weight_gradient and not p.given:
+    by_chunk = schedule == "one_pass" or (schedule == "recompute" and p.spread)
+    if p.sharded and p.hidden_gradient and schedule != "statistics" and not p.given:
+        found["hidden gradient on its way"] = rows * p.width * max(4, p.element_size)
+    if p.spread:
+        found["gathered hidden states"] = rows * p.width * p.element_size
+    if by_chunk and p.weight_gradient and not p.given:
         # An accumulator of the weight's own dtype is the returned gradient itself.
         if accumulate != p.weight_size:
             found["weight gradient accumulator"] = p.vocabulary * p.width * accumulate
-    if schedule == "recompute" and not p.given:
+    if schedule == "recompute" and not by_chunk and not p.given:
         if p.weight_gradient and (tile.rows < p.tokens or p.rescaled):
             found["weight gradient slab"] = tile.columns * p.width * accumulate
         if p.hidden_gradient and p.element_size < 4:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from .segments import Segments, count_in
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -88,6 +90,41 @@ class Totals:
         tokens, segments, *rest = packed.unbind()
         kept = {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(sorted(self.kept))}
         return replace(self, tokens=tokens, segments=segments, kept=kept)
+
+
+Mask = tuple[Tensor | None, Tensor | None]  # per token [..], per segment [S]: what its shape fits
+
+
+def count_totals(scored: Tensor, segments: Segments, masks: dict[str, Mask]) -> Totals:
+    """Totals of scored tokens ([N] bool), and of those that each mask keeps.
+
+    A mask is per token where its shape is that on all ranks of the segments' group, else per
+    segment.
+    """
+    ids = segments.ids.reshape(-1).clamp(0, max(segments.count - 1, 0))
+    rows, against = [scored], []
+    for by_token, by_segment in masks.values():
+        nothing = torch.zeros_like(scored)
+        rows.append(nothing if by_token is None else scored & by_token.reshape(-1))
+        rows.append(nothing if by_segment is None else scored & by_segment[ids])
+        against.append(ids.new_full((1,), by_token is None))
+    # [1 + 2 masks, S] kept tokens per segment, joined over the ranks that share the segments.
+    counts = torch.stack([count_in(ids, row, segments.count) for row in rows])
+    if segments.group is not None:
+        from torch import distributed
+
+        joined = torch.cat([counts.reshape(-1), *against])
+        distributed.all_reduce(joined, group=segments.group)
+        counts, votes = joined.split([counts.numel(), len(masks)])
+        counts, against = counts.view(len(rows), segments.count), list(votes)
+    kept = {}
+    for i, (name, (_, by_segment)) in enumerate(masks.items()):
+        of_tokens, of_segments = counts[1 + 2 * i], counts[2 + 2 * i]
+        whole = of_segments.sum() if by_segment is None else by_segment.sum()
+        pairs = ((of_tokens.sum(), of_segments.sum()), ((of_tokens > 0).sum(), whole))
+        tokens, held = (torch.where(against[i].view(()) == 0, a, b) for a, b in pairs)
+        kept[name] = (tokens, held)
+    return Totals(counts[0].sum(), segments.count, kept)
 
 
 Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .divergence import Divergence
-from .held import RawChunk, TermsChunk, hold, rows_left, slab_gradient
+from .held import RawChunk, TermsChunk, hold
 from .kernels.pair import Others
 from .kernels.transform import Transform
 from .logits import (
@@ -39,7 +39,6 @@ from .plan import Plan
 from .rows import Rows
 from .stats import Coefficients, Normalizer, Partials, Statistics, finish
 
-TERMS_ROWS = 16384  # tokens per product that writes statistics alone
 Source = LinearLogits | GivenLogits
 Gradients = list[Tensor | None]
 
@@ -188,17 +187,17 @@ def one_pass(call: Call, source: Source) -> tuple[Outcome, PullBack]:
         gradient = call.pull_back(chunk.stats, part, piece.rows)
         values = values + gradient.values
         found.append(chunk.stats)
-        live = _live_rows(call, gradient)
+        live = live_rows(call, gradient)
         gradients.add(chunk.held.gradient(chunk.normalizer, gradient, live))
         del chunk  # before the next one is made
     if not isinstance(values, Tensor):
         count = len(call.bound.parts)
         values = torch.zeros(count, dtype=torch.float64, device=batch.targets.device)
-    outcome = Outcome(_join(found, call, source), values)
+    outcome = Outcome(join(found, call, source), values)
     return outcome, lambda upstream, _: call.finish(gradients, call.owed(upstream))
 
 
-def _live_rows(call: Call, gradient: Gradient) -> Tensor | None:
+def live_rows(call: Call, gradient: Gradient) -> Tensor | None:
     """[n] bool, the rows that carry any gradient, where others are to be left out (law 5)."""
     if not call.options.skip_rows or call.options.static or call.wants.logits:
         return None
@@ -222,7 +221,7 @@ def frozen(call: Call, source: Source) -> tuple[Outcome, PullBack]:
         found.append(chunk.stats)
         del chunk
     gradients.complete()
-    stats = _join(found, call, source)
+    stats = join(found, call, source)
     gradient = call.pull_back(stats, call.packed.batch, ALL)
     slope = gradient.coefficients.target
 
@@ -240,137 +239,7 @@ def frozen(call: Call, source: Source) -> tuple[Outcome, PullBack]:
     return Outcome(stats, gradient.values), pull
 
 
-# ---------------------------------------------------------------------- recompute
-
-
-def recompute(call: Call, source: Source) -> tuple[Outcome, PullBack]:
-    """A sweep for the statistics, the coefficients, a sweep for the gradients (8NHV).
-
-    The second sweep runs in the backward pass, with the upstream gradient in its coefficients.
-    """
-    stats, normalizer = sweep(call, source)
-    gradient = call.pull_back(stats, call.packed.batch, ALL)
-
-    def pull(upstream: Tensor, source: Source | None) -> Gradients:
-        assert source is not None
-        factor = call.owed(upstream)
-        if factor is None or call.bound.scale is not None:
-            return sweep_gradient(call, source, stats, normalizer, gradient, factor)
-        owed = gradient.map(lambda t: t * factor.to(t.dtype))
-        return sweep_gradient(call, source, stats, normalizer, owed)
-
-    return Outcome(stats, gradient.values), pull
-
-
-def sweep(call: Call, source: Source) -> tuple[Statistics, Normalizer]:
-    """Statistics of all tokens, from tiles; no logits are kept."""
-    found, normalizers = [], []
-    tile = call.plan.tile
-    for rows in _steps(len(call.packed), TERMS_ROWS if call.plan.terms else tile.rows):
-        partials = _sweep_partials(call, source, rows)
-        stats, normalizer = finish(call.slices.merge(partials), call.vocabulary, call.needs)
-        tiles = [
-            (columns, lambda columns=columns, rows=rows: source.raw(rows, columns))
-            for columns in _steps(source.vocabulary, tile.columns)
-        ]
-        for divergence in call.divergences:
-            stats.divergences[divergence.key] = divergence.measure(rows, tiles, normalizer)
-        found.append(stats)
-        normalizers.append(normalizer)
-    stats = _join(found, call, source)
-    return stats, _join_normalizers(normalizers, call, source)
-
-
-def _sweep_partials(call: Call, source: Source, rows: slice) -> Partials:
-    if call.plan.terms:
-        assert isinstance(source, LinearLogits)
-        return call.kernels.product_partials(
-            source.features[0][rows],
-            source.weights[0],
-            call.packed.batch.targets[rows],
-            call.slices.first,
-            call.transform.rows(rows),
-            call.needs,
-        )
-    partials: Partials | None = None
-    for columns in _steps(source.vocabulary, call.plan.tile.columns):
-        partials = call.partials(source.raw(rows, columns), rows, columns, partials)
-    assert partials is not None
-    return partials
-
-
-def sweep_gradient(
-    call: Call,
-    source: Source,
-    stats: Statistics,
-    normalizer: Normalizer,
-    gradient: Gradient,
-    factor: Tensor | None = None,
-) -> Gradients:
-    """Gradients in slabs of columns, times `factor`: each slab of the weight gradient is written
-    once."""
-    logps = stats.logp
-    assert logps is not None
-    mask = _live_rows(call, gradient)
-    live = None if mask is None else rows_left(mask)
-    kept = source
-    if live is not None:
-        normalizer, gradient, logps = normalizer.rows(live), gradient.rows(live), logps[live]
-        if call.slices.size is None and isinstance(source, LinearLogits):
-            kept = source.rows(live)  # once, and not for each slab
-    gradients = call.gradients(kept, by_slab=True)
-    count = len(logps)
-    at_once = count <= call.plan.tile.rows and factor is None
-    for columns in _steps(source.vocabulary, call.plan.tile.columns):
-        slab = None
-        if isinstance(gradients, LinearGradients):
-            slab = gradients.slab(columns, at_once)
-        for steps in _steps(count, call.plan.tile.rows):
-            rows = steps if live is None else live[steps]
-            place = rows if kept is source else steps
-            of_steps = (normalizer.rows(steps), gradient.rows(steps), logps[steps])
-            found = slab_gradient(call, kept, rows, place, columns, *of_steps)
-            gradients.add(found, columns)
-            if slab is not None:
-                if steps.stop == count and columns.stop == source.vocabulary:
-                    slab.gradients.features_are_done()
-                slab.add(found)
-            del found  # before the next one is made
-        if slab is not None:
-            slab.write(factor)
-    result = call.finish(gradients, factor)
-    if isinstance(kept, LinearLogits) and live is not None and kept is not source:
-        for i in range(len(kept.features)):
-            part = result[2 * i]
-            if part is not None:
-                full = part.new_zeros(len(call.packed), part.shape[1])
-                result[2 * i] = full.index_copy_(0, live, part)
-    return result
-
-
-# ---------------------------------------------------------------------- statistics alone
-
-
-def statistics(call: Call, source: Source) -> tuple[Outcome, None]:
-    """No gradient: one sweep."""
-    stats, _ = sweep(call, source)
-    gradient = call.bound.gradient(stats, call.packed.batch, ALL, needed=False)
-    return Outcome(stats, gradient.values), None
-
-
-SCHEDULES = {
-    "one_pass": one_pass,
-    "frozen": frozen,
-    "recompute": recompute,
-    "statistics": statistics,
-}
-
-
-def _steps(total: int, step: int) -> list[slice]:
-    return [slice(start, min(start + step, total)) for start in range(0, total, step)]
-
-
-def _join(found: list[Statistics], call: Call, source: Source) -> Statistics:
+def join(found: list[Statistics], call: Call, source: Source) -> Statistics:
     """[T] statistics from those of consecutive chunks."""
     if len(found) == 1:
         return found[0]
@@ -386,10 +255,3 @@ def _join(found: list[Statistics], call: Call, source: Source) -> Statistics:
         **{name: torch.cat([getattr(s, name) for s in found]) for name in names},
         divergences={key: torch.cat([s.divergences[key] for s in found]) for key in keys},
     )
-
-
-def _join_normalizers(found: list[Normalizer], call: Call, source: Source) -> Normalizer:
-    if not found:
-        empty = torch.empty(0, dtype=source.dtype, device=call.packed.batch.targets.device)
-        return Normalizer(empty, empty)
-    return Normalizer(*(torch.cat(parts) for parts in zip(*found, strict=True)))

@@ -148,17 +148,16 @@ class Segments:
         return self._counts
 
     def _local_sum(self, values: Tensor) -> Tensor:
+        """[S] float64 sums of this rank's tokens."""
         values = values.reshape(-1)
         if values.numel() == 0 or self.count == 0:
-            return values.new_zeros(self.count)
+            return values.new_zeros(self.count, dtype=torch.float64)
         if not self._sorted:
             values = values[self.ids.reshape(-1).argsort(stable=True)]
         offsets = torch.cat([self._local_counts.new_zeros(1), self._local_counts.cumsum(0)])
-        # Wide accumulation: a mean over 100k tokens keeps float32's digits.
-        total = torch.segment_reduce(
-            values.double(), "sum", offsets=offsets, initial=0, unsafe=True
-        )
-        return total.to(values.dtype)
+        # Wide accumulation: a mean over 100k tokens keeps float32's digits, and so does a segment
+        # whose parts on several ranks cancel.
+        return torch.segment_reduce(values.double(), "sum", offsets=offsets, initial=0, unsafe=True)
 
 
 class _Sum(torch.autograd.Function):
@@ -168,12 +167,15 @@ class _Sum(torch.autograd.Function):
     def forward(ctx, values: Tensor, segments: Segments) -> Tensor:
         ctx.segments = segments
         total = segments._local_sum(values)
-        return total if segments.group is None else _all_reduce(total, segments.group)
+        if segments.group is not None:
+            total = _all_reduce(total, segments.group)
+        return total.to(values.dtype)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
         group = ctx.segments.group
-        gradient = gradient.contiguous() if group is None else _all_reduce(gradient, group)
+        if group is not None:
+            gradient = _all_reduce(gradient.double(), group).to(gradient.dtype)
         return gradient[ctx.segments.ids], None
 
 
@@ -187,7 +189,15 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        return ctx.segments._local_sum(gradient), None
+        return ctx.segments._local_sum(gradient).to(gradient.dtype), None
+
+
+def count_in(ids: Tensor, kept: Tensor, count: int) -> Tensor:
+    """[count] int64, how many tokens of each id are kept; `kept` is [n], or [1] for all."""
+    counts = torch.zeros(count, dtype=torch.int64, device=ids.device)
+    if not ids.numel() or not count:
+        return counts
+    return counts.scatter_add_(0, ids, kept.to(torch.int64).expand_as(ids))
 
 
 def _all_reduce(values: Tensor, group: ProcessGroup) -> Tensor:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .losses.term import Objective
     from .options import Options
     from .packing import Packed
-    from .schedules import Call
 
 R = TypeVar("R")
 
@@ -74,8 +73,9 @@ def join(
     describe: Callable[[R], Facts],
     vocab_size: int | None,
     options: Options | None,
-) -> tuple[R, Place]:
-    """Run `check` on every rank of a vocabulary group, and find this rank's place.
+) -> tuple[R, Place, list[int] | None]:
+    """Run `check` on every rank of a vocabulary group, and find this rank's place; and the numbers
+    that the facts wanted read, None where nothing was exchanged.
 
     Args:
         group: None: the whole vocabulary is here.
@@ -88,10 +88,10 @@ def join(
         ValueError, TypeError: on all ranks, for what is wrong on any.
     """
     if group is None:
-        return check(), Place(columns())
+        return check(), Place(columns()), None
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return check(), _KNOWN[group][columns(), vocab_size]
-    result, own = agree("vocab_group", group, check, describe)
+        return check(), _KNOWN[group][columns(), vocab_size], None
+    result, (own, read) = agree("vocab_group", group, check, describe)
     rows, vocabulary = own["rows"], sum(own["rows"])
     if vocab_size is not None:
         if vocab_size > vocabulary:
@@ -116,7 +116,7 @@ def join(
     place = Place(vocabulary, group, sizes, tuple(own["tokens"]), wanted)
     if options is not None and options.static:
         _KNOWN.setdefault(group, {})[columns(), vocab_size] = place
-    return result, place
+    return result, place, read
 
 
 def join_positions(
@@ -141,26 +141,6 @@ def join_positions(
     return joined()
 
 
-def over_segments(
-    batch: Batch, options: Options, prepare: Callable[[], tuple[Call, Objective]]
-) -> tuple[Call, Objective]:
-    """Prepare a call; where segments run across ranks, what is wrong on one is raised on all."""
-    group = batch.segments.group if hasattr(batch, "segments") else None
-    if group is None or getattr(options, "static", False):
-        return prepare()
-
-    def describe(prepared: tuple[Call, Objective]) -> Facts:
-        call, objective = prepared
-        # Other choices (schedule, chunks) may differ; these decide what is summed over segments.
-        same = of_objective(objective, type(options)(metrics=options.metrics))
-        count = batch.segments.count
-        gradient = call.plan.schedule != "statistics"
-        return Facts({**same, "segments.count": count, "a gradient is wanted": gradient}, {})
-
-    prepared, _ = agree("segments.group", group, prepare, describe)
-    return prepared
-
-
 # ---------------------------------------------------------------------- what must be the same
 
 
@@ -168,25 +148,27 @@ def of_batch(batch: Batch) -> dict[str, Any]:
     """Facts of a batch that every rank of a vocabulary group is given whole."""
     ordered = sorted(batch.fields.items())
     tensors = [t for _, t in ordered if isinstance(t, Tensor) and t.dim() <= batch.targets.dim()]
-    names = " ".join(f"{n}:{getattr(t, 'dtype', '')}" for n, t in ordered)
+    totals: list[Any] = []
+    if batch.totals is not None:
+        totals = [batch.totals.tokens, batch.totals.segments]
+        for _, pair in sorted(batch.totals.kept.items()):
+            totals += pair
+    on_device = [t.to(batch.targets.device) for t in totals if isinstance(t, Tensor)]
     return {
         "targets": checksum(batch.targets),
-        "targets.shape": str(tuple(batch.targets.shape)),
-        "segments": checksum(batch.segments.ids) + batch.segments.count,
-        "fields": names,
+        "targets.shape": f"{tuple(batch.targets.shape)} {tuple(batch.segments.ids.shape)}",
+        "segments.count": batch.segments.count,
+        "segments": checksum(batch.segments.ids),
+        "fields": " ".join(f"{n}:{_kind(t, batch.targets.dim())}" for n, t in ordered),
         "values of fields": checksum(*tensors) if tensors else 0,
-        "totals": _of_totals(batch),
+        "totals": str([None if isinstance(t, Tensor) else float(t) for t in totals]),
+        "values of totals": checksum(*on_device) if on_device else 0,
     }
 
 
-def _of_totals(batch: Batch) -> Any:
-    if batch.totals is None:
-        return 0
-    device = batch.targets.device
-    numbers = [batch.totals.tokens, batch.totals.segments]
-    for name in sorted(batch.totals.kept):
-        numbers += batch.totals.kept[name]
-    return checksum(*(torch.as_tensor(n, dtype=torch.float64).to(device) for n in numbers))
+def _kind(value: Any, rank: int) -> str:
+    """A field's dtype and shape; a sharded teacher's last dimension is each rank's own."""
+    return f"{value.dtype}{tuple(value.shape[:rank])}" if isinstance(value, Tensor) else ""
 
 
 def of_head(head: Head, hidden: Tensor) -> dict[str, Any]:
@@ -197,6 +179,7 @@ def of_head(head: Head, hidden: Tensor) -> dict[str, Any]:
     return {
         "hidden width": hidden.shape[-1],
         "dtype": f"{hidden.dtype} {head.weight.dtype}",
+        "layout of weight": _suits(head.weight),
         "hidden.requires_grad": enabled and hidden.requires_grad,
         "vocab_size": -1 if head.vocab_size is None else head.vocab_size,
         "logit_scale, softcap, temperature": str(
@@ -206,6 +189,14 @@ def of_head(head: Head, hidden: Tensor) -> dict[str, Any]:
         "lora": str([(tuple(x.a.shape), x.scaling, x.a.requires_grad) for x in head.lora]),
         "lora.a": checksum(*(x.a for x in head.lora)) if head.lora else 0,
     }
+
+
+def _suits(weight: Tensor) -> bool:
+    """What a GPU's product asks of memory: ranks that differ would plan differently."""
+    if not weight.is_cuda:
+        return True
+    rows = weight.stride(1) == 1 and weight.stride(0) * weight.element_size() % 16 == 0
+    return rows and weight.data_ptr() % 16 == 0
 
 
 def of_objective(objective: Objective, options: Options) -> dict[str, Any]:

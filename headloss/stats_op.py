@@ -22,9 +22,10 @@ from .options import Options
 from .packing import pack
 from .parallel import named
 from .plan import Problem, make_plan
-from .schedules import Call, sweep, sweep_gradient
+from .schedules import Call
 from .shards import join_positions, local_head
 from .stats import Normalizer, Statistics, pull_back
+from .sweeps import sweep, sweep_gradient
 
 NEEDS = frozenset({"logp", "lse", "entropy"})
 

@@ -71,9 +71,10 @@ def part_of(inputs: matrix.Inputs, cut: Cut, rank: int, data: Any, vocab: Any) -
     owner = torch.randint(cut.data, (total,), generator=generator)
     if cut.data > 1 and cut.seed % 2:
         owner = owner.clamp_min(1)
-    # With as many tokens as segments, a field [S] would count as one value per token.
-    while cut.data > 1 and batch.segments.count in torch.bincount(owner).tolist():
-        owner[int(torch.randint(total, (), generator=generator))] = cut.data - 1
+    count = batch.segments.count
+    if cut.data > 1 and inputs.hidden.dtype == torch.float64 and count <= total // 2:
+        # Rank 0 has as many tokens as there are segments: a field [S] looks like one per token.
+        owner.clamp_min_(1)[torch.randperm(total, generator=generator)[:count]] = 0
     tokens = (owner == row).nonzero().squeeze(1)
     spread = sizes(len(tokens), cut.vocabulary, generator, 0) if cut.spread else [len(tokens)]
     at = sum(spread[:column]) if cut.spread else 0

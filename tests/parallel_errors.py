@@ -115,6 +115,10 @@ def count(s: Setup) -> None:
         s.advantages = torch.ones(3)
 
 
+def kinds_of_a_field(s: Setup) -> None:
+    s.advantages = torch.ones(T if s.last else 2)
+
+
 def objective(s: Setup) -> None:
     if s.last:
         s.objective = hl.gspo(epsilon_low=0.1)
@@ -202,6 +206,7 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "target of one": ("segments", outside_on_one, "targets: got 10 at position 2"),
     "kind of one": ("segments", kind, "objective: got str"),
     "count": ("segments", count, r"segments.count: differs between .*got \[2,.* 3\]"),
+    "kinds of a field": ("segments", kinds_of_a_field, "advantages: is per token on some ranks"),
     "objective of segments": ("segments", objective, "objective: differs"),
     "gradients of segments": ("segments", lambda s: s.last and freeze(s), "a gradient is wanted"),
     "stranger of segments": ("segments", stranger_of_segments, "segments.group: got"),

@@ -16,10 +16,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import headloss as hl
+from headloss.agreement import Facts, agree
 from headloss.testing import trained_looking
 
 T, H, V = 24, 8, 61
 LENGTHS = (7, 1, 10, 0, 6)
+GATHERS = ("all_gather_single", "all_gather_into_tensor")
 
 
 def close(got: Tensor, want: Tensor) -> None:
@@ -131,6 +133,41 @@ def top_entropy() -> None:
     close(share, want.loss.detach())
 
 
+def doubtful_fields() -> None:
+    """A field [S] where one rank has S tokens; and one per token, where others have none."""
+    p = Problem()
+    last = p.world - 1
+    owner = torch.arange(T) % last
+    owner[torch.tensor([2, 5, 8, 17, 20])] = last  # 5 tokens, as there are segments
+    tokens = (owner == p.rank).nonzero().squeeze(1)
+    kept = torch.tensor([True, False, True, True, True])
+    per_segment = {"advantages": p.batch.advantages, "kept": kept}
+    per_token = {
+        "old_logps": p.batch.old_logps,
+        "factor": torch.linspace(0, 1, T).double(),
+        "odd": torch.arange(T) % 2 > 0,
+    }
+    objective = hl.gspo(epsilon_low=0.5, epsilon_high=0.5).where("kept") + hl.dapo().where("odd")
+    objective = objective + 0.3 * hl.grpo().weighted("factor")
+    whole = hl.Batch(p.targets, p.batch.segments, **per_segment, **per_token)
+    want = hl.head_loss(p.hidden, hl.Head(p.weight), whole, objective)
+    (into_hidden,) = torch.autograd.grad(want.loss, p.hidden)
+    segments = hl.Segments.from_ids(p.batch.segments.ids[tokens], count=5, group=p.group)
+    cut = {name: value[tokens] for name, value in per_token.items()}
+    batch = hl.Batch(p.targets[tokens], segments, **per_segment, **cut)
+    for static in (False, True):
+        hidden = p.hidden.detach()[tokens].requires_grad_()
+        options = hl.Options(static=static)
+        got = hl.head_loss(hidden, hl.Head(p.weight), batch, objective, options)
+        share = got.loss.detach().clone()
+        distributed.all_reduce(share)
+        close(share, want.loss.detach())
+        close(torch.autograd.grad(got.loss, hidden)[0], into_hidden[tokens])
+    totals = hl.Totals.of(batch)
+    for name, (count, held) in hl.Totals.of(whole).kept.items():
+        assert [int(n) for n in totals.kept[name]] == [int(count), int(held)], name
+
+
 def skipped_rows() -> None:
     """Most rows carry nothing; ranks still send the same."""
     p = Problem()
@@ -144,11 +181,37 @@ def skipped_rows() -> None:
         close(torch.autograd.grad(got.loss, p.hidden)[0], into_hidden)
 
 
+def one_chunk_at_a_time() -> None:
+    """Under sequence parallelism no rank ever holds more hidden states than a chunk's."""
+    p = Problem()
+    mine = slice(*[0, 3, 20, T][p.rank : p.rank + 2])
+    want = hl.head_loss(p.hidden, hl.Head(p.weight), p.batch, p.objective)
+    into_hidden, into_weight = torch.autograd.grad(want.loss, (p.hidden, p.weight))
+    plain, gathered = distributed.all_to_all_single, []
+
+    def noted(found: Tensor, own: Tensor, received: Any, *args: Any, **options: Any) -> Any:
+        gathered.append(sum(received) if not options.get("async_op") else 0)
+        return plain(found, own, received, *args, **options)
+
+    options = hl.Options(schedule="recompute", chunk_tokens=6, sequence_parallel=True)
+    hidden = p.hidden.detach()[mine].requires_grad_()
+    distributed.all_to_all_single = noted
+    try:
+        got = hl.head_loss(hidden, p.sliced(), p.batch, p.objective, options)
+        found = torch.autograd.grad(got.loss, (hidden, p.shard))
+    finally:
+        distributed.all_to_all_single = plain
+    close(got.loss.detach(), want.loss.detach())
+    close(found[0], into_hidden[mine])
+    close(found[1], into_weight[p.rows])
+    assert 0 < max(gathered) <= 6, gathered
+
+
 def collectives() -> None:
     """Law 7: the same collectives of the same shapes on every rank, whatever it holds."""
     p = Problem()
     seen: list[tuple[str, tuple[int, ...]]] = []
-    names = ("all_gather", "all_reduce")
+    names = [next(n for n in GATHERS if hasattr(distributed, n)), "all_reduce"]
     plain = {name: getattr(distributed, name) for name in names}
 
     def noted(name: str) -> Any:
@@ -179,6 +242,46 @@ def collectives() -> None:
         found: list[Any] = [None] * p.world
         distributed.all_gather_object(found, list(seen))
         assert seen and all(other == seen for other in found), found
+
+
+def any_error() -> None:
+    """Whatever a rank raises, the others do not wait for it."""
+    p = Problem()
+
+    def act() -> float:
+        return 1 / (p.rank + 1 - p.world)
+
+    with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
+        agree("a group", p.group, act, lambda _: Facts({"a": 1}, {}))
+
+
+def reads() -> None:
+    """A call on vocabulary shards reads the device once, and once more a chunk to skip rows."""
+    p = Problem()
+    seen: list[str] = []
+    names = ("tolist", "item", "cpu", "__int__", "__float__", "__bool__", "__index__", "nonzero")
+    plain = {name: getattr(Tensor, name) for name in names}
+
+    def noted(name: str) -> Any:
+        def run(tensor: Tensor, *args: Any, **options: Any) -> Any:
+            seen.append(name)
+            return plain[name](tensor, *args, **options)
+
+        return run
+
+    for skip, want in ((False, 1), (True, 3)):
+        options = hl.Options(metrics=False, skip_rows=skip, chunk_tokens=12)
+        objective = hl.dapo() + 0.1 * hl.z_loss()
+        hl.head_loss(p.hidden, p.sliced(), p.batch, objective, options)  # terms are traced once
+        seen.clear()
+        for name in names:
+            setattr(Tensor, name, noted(name))
+        try:
+            hl.head_loss(p.hidden, p.sliced(), p.batch, objective, options).loss.backward()
+        finally:
+            for name in names:
+                setattr(Tensor, name, plain[name])
+        assert len(seen) == want, seen
 
 
 def dtensors() -> None:

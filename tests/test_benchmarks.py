@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,8 @@ import cases
 import contestants
 import measure
 import oracle
+import parallel
+import ranks
 import report
 import run
 import step_cases
@@ -191,6 +195,31 @@ def test_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary = report.goals(again)
     assert summary.count("\n| ") == 2 + len({c.row for c in cases.table()})
     capsys.readouterr()
+
+
+def test_parallel(tmp_path: Path) -> None:
+    """Checks and rows of a small world, merged into a file and a table."""
+    script, path = Path(run.__file__).with_name("parallel.py"), tmp_path / "parallel.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", str(script), "--quick", "--repeats=1", f"--out={path}"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert re.search(r"\[ +[\d.]+ s\] vocabulary \(64, 16, 96\) gspo, 2 ranks \.\.\.", ran.stdout)
+    found = json.loads(path.read_text())
+    assert list(found) == ["2"] and all(one["ok"] for one in found["2"]["checks"].values())
+    assert len(found["2"]["checks"]) >= 20
+    works = [(row["work"], row["objective"]) for row in found["2"]["rows"]]
+    assert sorted(works) == works and len(works) == 4
+    text = path.with_suffix(".md").read_text()
+    assert "2 ranks, CPU" in text and "all within the error budget" in text
+    both = parallel.merged(found, {"4": found["2"], "2": {"rows": [], "checks": {}}})
+    assert list(both) == ["2", "4"] and both["2"]["rows"] == found["2"]["rows"]
+    assert parallel.table(both).count("\n| vocabulary |") == 4
+
+
+def test_spans() -> None:
+    assert ranks.covered([(3, 4), (0, 2), (1, 2.5), (3, 3.5)]) == 3.5
+    assert ranks.covered([]) == 0
 
 
 def test_a_failed_write_leaves_the_old_file(

@@ -22,25 +22,27 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 PARTS = {"batch", "metrics", "packing", "reduction", "segments", "stats"}
 TERMS = {"losses.distillation", "losses.term", "objective"}
 HEAD = {"head", "logits", "options", "parallel", "plan", "products", "rows", "shards"}
-SWEEPS = {"divergence", "kernels", "schedules"}
+SWEEPS = {"divergence", "kernels", "schedules", "sweeps"}
 VERBS = {"check", "engine", "stats_op", "topk"}
 PUBLIC = {"", *PARTS, "head", "losses", "options", "plan", *VERBS}
 ALLOWED: dict[str, set[str]] = {
     "stats": set(),
     "segments": set(),
     "metrics": set(),
-    "reduction": set(),
+    "reduction": {"segments"},
     "options": set(),
     "products": set(),
+    "survey": {"segments"},
     "batch": {"reduction", "segments"},
-    "packing": {"batch", "segments", "stats"},
+    "packing": {"batch", "segments", "stats", "survey"},
     "losses": {"losses", "stats", "segments", "reduction", "metrics"},
     "losses.catalogue": {"losses", *PARTS},  # traces the terms on a sample
     "kernels": {"kernels", "stats"},
     "plan": {"options"},
-    "agreement": set(),
+    "agreement": {"parallel"},
     "parallel": {"logits", "products", "rows", "stats"},
     "shards": {"agreement", "parallel"},
+    "across": {"agreement", "shards"},
     "rows": set(),
     "logits": {"products", "rows"},
     "head": {"adapters", "products"},
@@ -50,10 +52,11 @@ ALLOWED: dict[str, set[str]] = {
     "divergence": {"kernels", "stats", "logits", "held", "losses.distillation"},
     "held": {"logits", "objective", "rows", "stats"},
     "schedules": {*PARTS, *TERMS, *HEAD, "kernels", "divergence", "held"},
+    "sweeps": {"held", "logits", "objective", "schedules", "stats"},
     "given": {"logits", "objective", "schedules", "stats"},
-    "autograd": {*PARTS, *HEAD, "given", "schedules"},
+    "autograd": {*PARTS, *HEAD, "given", "schedules", "sweeps"},
     "checks": {*PARTS, *TERMS, *HEAD, *SWEEPS},
-    "call": {*PARTS, *TERMS, *HEAD, *SWEEPS, "checks"},
+    "call": {*PARTS, *TERMS, *HEAD, *SWEEPS, "checks", "across", "agreement", "survey"},
     "engine": {*PARTS, *TERMS, *HEAD, *SWEEPS, "autograd", "call"},
     "stats_op": {*PARTS, *TERMS, *HEAD, *SWEEPS, "autograd", "call"},
     "topk": {*PARTS, *HEAD, "kernels"},

@@ -1,0 +1,198 @@
+"""One rank among several: steps that say when they begin and end, clocks, counted bytes.
+
+A step that hangs names itself: its first line is printed before it begins, every rank's stack is
+shown after `HANG` seconds, and a collective that nobody joins fails after `TIMEOUT`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast needs a fabric manager
+HANG, TIMEOUT = 45, 60  # seconds
+
+
+class Ranks:
+    """This process among all of them, on NCCL with a GPU each, or on gloo without.
+
+    Args:
+        quick: on the CPU, whatever the machine has.
+        limit: seconds from here after which no further work is begun.
+    """
+
+    def __init__(self, quick: bool = False, limit: float = 75.0) -> None:
+        self.began, self.limit = time.perf_counter(), limit
+        self.device, backend = torch.device("cpu"), "gloo"
+        options: dict[str, Any] = {"timeout": datetime.timedelta(seconds=TIMEOUT)}
+        self.rank = int(os.environ["RANK"])
+        with self.step("join the process group"):
+            if not quick:
+                self.device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "nccl"
+                torch.cuda.set_device(self.device)
+                options["device_id"] = self.device  # communicators are made here, not at first use
+            distributed.init_process_group(backend, **options)
+            self.size, self.group = distributed.get_world_size(), distributed.group.WORLD
+            self.wait()
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def say(self, text: str) -> None:
+        """Print from rank 0."""
+        if self.rank == 0:
+            print(f"[{time.perf_counter() - self.began:6.1f} s] {text}", flush=True)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """A named piece of work: a line before it, a line after it, stacks if it hangs."""
+        self.say(f"{name} ...")
+        start = time.perf_counter()
+        faulthandler.dump_traceback_later(HANG, exit=False, file=sys.__stderr__)
+        try:
+            yield
+            self.settle()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        self.say(f"{name}: {time.perf_counter() - start:.1f} s")
+
+    def settle(self) -> None:
+        """Wait for this rank's device."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def wait(self) -> None:
+        """Wait for all ranks."""
+        distributed.all_reduce(torch.zeros(1, device=self.device))
+        self.settle()
+
+    def most(self, value: float) -> float:
+        """The largest of all ranks' numbers, known to all."""
+        found = torch.tensor([value], dtype=torch.float64, device=self.device)
+        distributed.all_reduce(found, distributed.ReduceOp.MAX)
+        return float(found)
+
+    def is_late(self) -> bool:
+        """Whether the time is up; the same answer on all ranks."""
+        return self.most(time.perf_counter() - self.began) > self.limit
+
+    def share(self, *tensors: Tensor) -> None:
+        """Give all ranks rank 0's values: sums by atomics differ in their last bits."""
+        for tensor in tensors:
+            distributed.broadcast(tensor.detach(), 0)
+
+    def milliseconds(self, step: Callable[[], Any], repeats: int, warm: int = 3) -> list[float]:
+        """Of each repetition, on this rank."""
+        found = []
+        for turn in range(warm + repeats):
+            self.settle()
+            start = time.perf_counter()
+            if self.on_gpu:
+                events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+                events[0].record()
+                step()
+                events[1].record()
+                self.settle()
+                spent = events[0].elapsed_time(events[1])
+            else:
+                step()
+                spent = 1e3 * (time.perf_counter() - start)
+            if turn >= warm:
+                found.append(spent)
+        return found
+
+    def close(self) -> None:
+        distributed.destroy_process_group()
+
+
+def middle(times: list[float]) -> dict[str, float]:
+    """The median and the spread of some milliseconds."""
+    return {"ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
+
+
+# ---------------------------------------------------------------------- collectives
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _others(group: Any) -> float:
+    return distributed.get_world_size(group) - 1
+
+
+def _share(group: Any) -> float:
+    return _others(group) / (_others(group) + 1)
+
+
+SENT: dict[str, Callable[..., float]] = {
+    "all_gather_into_tensor": lambda found, own, group=None, **_: _others(group) * _size(own),
+    "all_gather_single": lambda found, own, group=None, **_: _others(group) * _size(own),
+    "all_reduce": lambda own, *_, group=None, **__: 2 * _share(group) * _size(own),
+    "reduce_scatter_tensor": lambda found, own, *_, group=None, **__: _share(group) * _size(own),
+    "all_to_all_single": lambda found, own, *_, group=None, **__: _share(group) * _size(own),
+}
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, float]]:
+    """Calls and bytes that this rank sends in collectives, by ring algorithms."""
+    found = {"calls": 0.0, "bytes": 0.0}
+    plain = {name: getattr(distributed, name) for name in SENT if hasattr(distributed, name)}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            found["calls"] += 1
+            found["bytes"] += SENT[name](*args, **options)
+            return plain[name](*args, **options)
+
+        return run
+
+    for name in plain:
+        setattr(distributed, name, counting(name))
+    try:
+        yield found
+    finally:
+        for name, run in plain.items():
+            setattr(distributed, name, run)
+
+
+def shares(step: Callable[[], Any], device: torch.device) -> dict[str, float]:
+    """Of the time from a step's first kernel to its last: in which a collective runs
+    ("collectives"), nothing but a collective ("exposed"), nothing at all ("idle")."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize(device)
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            span = (event.time_range.start, event.time_range.end)
+            spans["nccl" in event.name.lower()].append(span)
+    sent, busy = covered(spans[True]), covered(spans[False])
+    every = spans[True] + spans[False]
+    total = max(end for _, end in every) - min(start for start, _ in every)
+    both = covered(every)
+    found = {"collectives": sent, "exposed": both - busy, "idle": total - both}
+    return {name: value / total for name, value in found.items()}
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """The length of the union of some intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

@@ -1,0 +1,95 @@
+"""Segments that run across ranks: the ranks compare their calls, and what a field means is settled.
+
+A field is per token where its shape is the targets' on all ranks, else per segment: the tokens of
+one rank may happen to number S.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed
+
+from .agreement import Facts, agree
+from .shards import of_objective
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from .batch import Batch
+    from .losses.term import Objective
+    from .options import Options
+    from .packing import Packed
+    from .schedules import Call
+
+FIELDS = 62  # bits of a fact
+
+
+def over_segments(
+    batch: Batch, options: Options, prepare: Callable[[], tuple[Call, Objective]]
+) -> tuple[Call, Objective]:
+    """Prepare a call; where segments run across ranks, what is wrong on one is raised on all."""
+    group = batch.segments.group if hasattr(batch, "segments") else None
+    if group is None:
+        return prepare()
+    if getattr(options, "static", False):
+        call, objective = prepare()
+        return replace(call, packed=_voted(call.packed, batch, group)), objective
+
+    def describe(prepared: tuple[Call, Objective]) -> Facts:
+        call, objective = prepared
+        # Other choices (schedule, chunks) may differ; these decide what is summed over segments.
+        same = of_objective(objective, type(options)(metrics=options.metrics))
+        gradient = call.plan.schedule != "statistics"
+        same |= {"segments.count": batch.segments.count, "a gradient is wanted": gradient}
+        same |= {"fields": " ".join(sorted(batch.fields))}
+        return Facts(same, _fits(batch))
+
+    (call, objective), agreed = agree("segments.group", group, prepare, describe)
+    return replace(call, packed=_agreed(call.packed, batch, agreed.own)), objective
+
+
+def _fits(batch: Batch) -> dict[str, int]:
+    """Which fields, by name in order, have the shape of values per token, and per segment."""
+    fits = [batch._fits(name) for name in sorted(batch.fields)]
+    if len(fits) > FIELDS:
+        raise ValueError(f"fields: got {len(fits)}, want at most {FIELDS} across ranks")
+    kinds = zip(("per token", "per segment"), zip(*fits, strict=True), strict=False)
+    found = {"per token": 0, "per segment": 0}
+    return found | {kind: sum(fit << i for i, fit in enumerate(all_)) for kind, all_ in kinds}
+
+
+def _agreed(packed: Packed, batch: Batch, own: dict[str, list[int]]) -> Packed:
+    """Fields in the form that all ranks can give them; ValueError, on all, where there is none."""
+    masks = {kind: functools.reduce(operator.and_, found) for kind, found in own.items()}
+    fields = dict(packed.batch.fields)
+    for i, name in enumerate(sorted(batch.fields)):
+        if masks["per token"] >> i & 1:
+            continue
+        if not masks["per segment"] >> i & 1:
+            raise ValueError(
+                f"{name}: is per token on some ranks of segments.group and per segment on others, "
+                "want the same on all"
+            )
+        fields[name] = packed.doubtful.get(name, fields[name])
+    return packed.with_fields(fields)
+
+
+def _voted(packed: Packed, batch: Batch, group: ProcessGroup) -> Packed:
+    """The same for static shapes, where nothing may be read."""
+    names = sorted(batch.fields)
+    if not names:
+        return packed
+    one = torch.ones((), dtype=torch.int64, device=batch.targets.device)
+    against = torch.stack([one * (not batch._fits(name)[0]) for name in names])
+    distributed.all_reduce(against, group=group)
+    fields = dict(packed.batch.fields)
+    for name, votes in zip(names, against.unbind(), strict=True):
+        if name in packed.doubtful:
+            fields[name] = torch.where(votes == 0, fields[name], packed.doubtful[name])  # type: ignore[arg-type]
+    return packed.with_fields(fields)
