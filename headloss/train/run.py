@@ -17,8 +17,6 @@ from . import RecipeError, callbacks, evaluate, files, model, plots, report, tas
 from .recipe import Recipe
 from .recipe import write as recipe_text
 
-LONGEST = 64  # tokens of a held-out completion, where the trainer does not say
-
 MAY_CHANGE = {  # between a run and its continuation
     "resume",
     "trainer.max_steps",
@@ -158,7 +156,7 @@ def _held_out(
         return None
     if keep and path.is_file():
         return json.loads(path.read_text())
-    length = getattr(trainer.args, "max_completion_length", None) or LONGEST
+    length = getattr(trainer.args, "max_completion_length", None) or work.longest(tokenizer)
     found = evaluate.held_out(trainer, tokenizer, work, length)
     if trainer.accelerator.is_main_process:
         files.write_json(path, found)

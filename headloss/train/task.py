@@ -47,6 +47,11 @@ class Task:
             [{"prompt": row["prompt"], "completion": self._turn(row)} for row in self.train]
         )
 
+    def longest(self, tokenizer: Any) -> int:
+        """Tokens of a held-out answer with its end, at most."""
+        texts = [self.completion(row) for row in self.held_out]
+        return max(map(len, tokenizer(texts)["input_ids"])) + 1
+
     def _turn(self, row: Row) -> Any:
         text = self.completion(row)
         if isinstance(row["prompt"], str):
