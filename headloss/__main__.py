@@ -196,11 +196,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.recipe is None:
         raise train.RecipeError("train: want a recipe, see headloss train --list")
     result = train.run(train.recipe(arguments.recipe, arguments.overrides))
-    if not result.finished:
-        print(f"stopped after {result.steps} steps; the same with resume=true continues")
-        return 130
-    print(f"{len(result.plots)} plots, metrics, the model and {result.report}")
-    return 0
+    return 0 if result.finished else 130
 
 
 # ---------------------------------------------------------------------- arguments

@@ -13,8 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .recipe import Recipe
-    from .run import Result
+    from .job import Result
+    from .schema import Recipe
 
 __all__ = ["Recipe", "RecipeError", "Result", "recipe", "recipes", "run"]
 
@@ -25,7 +25,7 @@ class RecipeError(Exception):
 
 def recipes() -> dict[str, str]:
     """The recipes that the package ships: what each is for, by name."""
-    return _module("recipe").shipped()
+    return _module("schema").shipped()
 
 
 def recipe(name: str, overrides: list[str] | None = None) -> Recipe:
@@ -34,7 +34,7 @@ def recipe(name: str, overrides: list[str] | None = None) -> Recipe:
     Raises:
         RecipeError: no such recipe, a wrong key or a value of the wrong type.
     """
-    return _module("recipe").read(name, overrides or [])
+    return _module("schema").read(name, overrides or [])
 
 
 def run(recipe: Recipe) -> Result:
@@ -44,7 +44,7 @@ def run(recipe: Recipe) -> Result:
         RecipeError: what the recipe asks for does not exist or does not fit together. Raised before
             the first step.
     """
-    return _module("run").run(recipe)
+    return _module("job").run(recipe)
 
 
 def _module(name: str) -> Any:
@@ -60,7 +60,7 @@ def _module(name: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    homes = {"Recipe": "recipe", "Result": "run"}
+    homes = {"Recipe": "schema", "Result": "job"}
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(_module(homes[name]), name)

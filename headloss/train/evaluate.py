@@ -55,7 +55,9 @@ def generate(model: Any, tokenizer: Any, rows: list[Row], longest: int) -> list[
     """Greedy completions, in the form of the prompts."""
     chat = is_conversational(rows[0])
     texts = [
-        apply_chat_template({"prompt": row["prompt"]}, tokenizer)["prompt"] if chat else row["prompt"]
+        apply_chat_template({"prompt": row["prompt"]}, tokenizer)["prompt"]
+        if chat
+        else row["prompt"]
         for row in rows
     ]
     inputs = tokenizer(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -18,7 +22,7 @@ from transformers import (
 )
 
 from . import RecipeError
-from .recipe import Recipe, check_fields
+from .schema import Recipe, check_fields
 
 PAD, END = "<pad>", "<end>"
 
@@ -30,7 +34,7 @@ def load(recipe: Recipe) -> tuple[Any, Any]:
         RecipeError: where there is no such model.
     """
     if recipe.model == "tiny":
-        return tiny(recipe), byte_tokenizer(recipe.tiny.max_position_embeddings)
+        return _saved(tiny(recipe)), byte_tokenizer(recipe.tiny.max_position_embeddings)
     if recipe.model.startswith((".", "/", "~", "runs/")) and not Path(recipe.model).is_dir():
         raise RecipeError(f"model: there is no folder {recipe.model}{_advice(recipe.model)}")
     dtype: Any = recipe.dtype if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
@@ -64,6 +68,16 @@ def tiny(recipe: Recipe) -> LlamaForCausalLM:
     )
     set_seed(recipe.seed)
     return LlamaForCausalLM(config)
+
+
+def _saved(model: Any) -> Any:
+    """With a copy on disk until the process ends: TRL reads its reference model from there."""
+    folder = tempfile.mkdtemp(prefix="headloss-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    model.config.save_pretrained(folder)  # save_pretrained of the model itself: on one rank alone
+    save_model(model, f"{folder}/model.safetensors", metadata={"format": "pt"})
+    model.config._name_or_path = model.name_or_path = folder
+    return model
 
 
 def byte_tokenizer(longest: int = 512) -> PreTrainedTokenizerFast:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .callbacks import SHOWN
-from .recipe import Recipe
-from .recipe import write as recipe_text
+from .schema import Recipe
+from .schema import write as recipe_text
 
 if TYPE_CHECKING:
-    from .run import Result
+    from .job import Result
 
 LEGEND = "Greedy decoding; none of these problems is among those trained on."
 
@@ -20,6 +20,12 @@ def score(found: dict[str, Any]) -> str:
         f"{found['accuracy']:.1%} of {found['problems']} problems solved, "
         f"mean score {found['score']:.3f} (greedy decoding)"
     )
+
+
+def ending(result: Result) -> str:
+    if result.finished:
+        return f"{len(result.plots)} plots, metrics, the model and {result.report}"
+    return f"stopped after {result.steps} steps; the same with resume=true continues"
 
 
 def of_run(recipe: Recipe, result: Result, parameters: int) -> str:

@@ -9,17 +9,17 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
 from . import RecipeError
-from .recipe import Recipe, unknown
+from .schema import Recipe, unknown
 
 Row = dict[str, Any]
-REACH = 50  # how many problems are looked at, at most, for each that is wanted
+REPEATS = 1000  # problems in a row that were seen before: there are no others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +95,12 @@ def _distinct(rows: Iterator[Row]) -> Iterator[Row]:
     seen, repeated = set(), 0
     for row in rows:
         key = json.dumps(row["question"])
-        if key in seen:
-            repeated += 1
-            if repeated > REACH * (len(seen) + 1):
-                return
-            continue
-        seen.add(key)
-        yield row
+        repeated = repeated + 1 if key in seen else 0
+        if repeated > REPEATS:
+            return
+        if not repeated:
+            seen.add(key)
+            yield row
 
 
 def _prompt(question: Any, recipe: Recipe, chat: bool) -> Any:
@@ -127,8 +126,7 @@ def _generated(name: str, recipe: Recipe) -> tuple[Iterator[Row], Callable[[str,
     if name not in DATASETS:
         raise RecipeError(unknown(f"task: reasoning_gym:{name}", name, DATASETS))
     try:
-        size = REACH * (recipe.train_problems + recipe.held_out)
-        options = {**recipe.task_options, "seed": recipe.seed, "size": size}
+        options = {**recipe.task_options, "seed": recipe.seed, "size": 1 << 40}
         dataset: Any = reasoning_gym.create_dataset(name, **options)
         dataset[0]
     except (AssertionError, TypeError, ValueError) as error:
@@ -136,7 +134,7 @@ def _generated(name: str, recipe: Recipe) -> tuple[Iterator[Row], Callable[[str,
         raise RecipeError(f"task_options: {name}: {why}") from None
 
     def rows() -> Iterator[Row]:
-        for i in range(size):
+        for i in count():
             entry = dataset[i]
             yield {
                 "question": entry["question"],

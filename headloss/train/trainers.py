@@ -17,7 +17,7 @@ from ..integrations.trl.common import per
 from ..integrations.trl.grpo_objective import tokens_of_the_step
 from ..losses import Objective
 from . import RecipeError, files, model
-from .recipe import Recipe, check_fields
+from .schema import Recipe, check_fields
 from .task import Task
 
 CONFIGS: dict[str, type] = {
@@ -38,6 +38,9 @@ class _Run:
     state: Any
     accelerator: Any
     _partial = False
+
+    def count_on(self, log: list[dict[str, Any]]) -> None:
+        """Go on from what the log of a checkpoint says."""
 
     def _terms(self, inputs: dict[str, Any]) -> Objective | None:
         parts = [weight * getattr(losses, name)() for name, weight in self.terms.items()]
@@ -80,6 +83,7 @@ class _Run:
         if self.args.should_save:
             shutil.rmtree(folder / name, ignore_errors=True)
             (folder / files.PARTIAL / name).rename(folder / name)
+            files.remove(folder / files.PARTIAL)
             rotate_checkpoints(str(folder), self.args.save_total_limit)
         self.accelerator.wait_for_everyone()
 
@@ -88,6 +92,11 @@ class _Run:
 
 
 class _Supervised(_Run, SFTTrainer):
+    def count_on(self, log: list[dict[str, Any]]) -> None:
+        """Tokens are counted from there, which TRL leaves out of a checkpoint."""
+        seen = [entry["num_tokens"] for entry in log if "num_tokens" in entry]
+        self._total_train_tokens = seen[-1] if seen else 0
+
     def objective(self, inputs: dict[str, Any]) -> Objective:
         further = self._terms(inputs)
         objective = super().objective(inputs)
@@ -147,7 +156,6 @@ def settings(recipe: Recipe) -> Any:
         "report_to": "none",
         "save_strategy": "steps",
         "save_total_limit": 2,
-        "gradient_checkpointing": False,
         "disable_tqdm": True,
         **recipe.trainer,
         "seed": recipe.seed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import transformers
 import yaml
 
 from . import RecipeError, callbacks, evaluate, files, model, plots, report, task, trainers
-from .recipe import Recipe
-from .recipe import write as recipe_text
+from .schema import Recipe
+from .schema import write as recipe_text
 
 MAY_CHANGE = {  # between a run and its continuation
     "resume",
@@ -79,7 +80,12 @@ def run(recipe: Recipe) -> Result:
         files.write(output / "recipe.yaml", recipe_text(recipe))
         files.remove(output / "checkpoints" / files.PARTIAL)
 
-    before = _held_out(trainer, tokenizer, work, output / "before.json", keep=checkpoint is not None)
+    before = _held_out(
+        trainer, tokenizer, work, output / "before.json", keep=checkpoint is not None
+    )
+    if checkpoint is not None:
+        state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
+        trainer.count_on(state["log_history"])
     measure, interrupt = _watch(trainer, recipe, output)
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -102,11 +108,13 @@ def run(recipe: Recipe) -> Result:
     if main:
         size = sum(p.numel() for p in trainer.model.parameters())
         files.write(result.report, report.of_run(recipe, result, size))
+        print(report.ending(result), flush=True)
     return result
 
 
 def quiet() -> None:
     """One progress bar is enough."""
+    warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated", FutureWarning)
     datasets.disable_progress_bars()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -43,7 +43,7 @@ class Recipe:
         dtype: of the weights, "float32", "bfloat16", "float16" or "auto" (as saved).
         lora: fields of PEFT's `LoraConfig`; None trains all weights.
         task: "reasoning_gym:NAME", or a JSONL file with a "prompt" and an "answer" on each line.
-        task_options: of the reasoning_gym generator.
+        task_options: of the reasoning_gym generator; an override of the task drops those of a file.
         reward: "module:function", with the arguments of TRL's reward functions; None is the
             generator's own scorer, or 1 where a completion is the line's answer.
         prompt: what becomes of a question.
@@ -96,11 +96,10 @@ def read(name: str, overrides: Iterable[str]) -> Recipe:
         if "=" not in override:
             raise RecipeError(f"{override}: want key=value")
     try:
-        given = OmegaConf.load(_path(name))
-        merged = OmegaConf.merge(
-            OmegaConf.structured(Recipe), given, OmegaConf.from_dotlist(list(overrides))
-        )
-        found = OmegaConf.to_object(merged)
+        given, changes = OmegaConf.load(_path(name)), OmegaConf.from_dotlist(list(overrides))
+        if "task" in changes:  # the options were another task's
+            given.pop("task_options", None)
+        found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), given, changes))
     except OmegaConfBaseException as error:
         raise RecipeError(_one_line(error)) from None
     except yaml.YAMLError as error:
