@@ -158,7 +158,7 @@ def test_resumes_to_the_same_numbers(name: str, overrides: list[str], tmp_path: 
 
 
 def test_interrupt(tmp_path: Path, capsys: Any) -> None:
-    """Ctrl-C in the first of two steps that share a generation: both, a checkpoint, the same end."""
+    """Ctrl-C in the first of two steps of a generation: both, a checkpoint, the same end."""
     path = tmp_path / "task.jsonl"
     lines = [json.dumps({"prompt": f"{i}", "answer": i}) for i in range(30)]
     path.write_text("\n".join(lines))
@@ -225,15 +225,14 @@ def test_two_ranks(tmp_path: Path) -> None:
     # accelerate's own `--cpu` starts ranks with mpirun alone; its launcher for GPUs needs none.
     launch = ["--multi_gpu", "--num_processes=2", f"--main_process_port={free_port()}"]
     asked = {name: [*SMALL, *(RL if name != "sft" else []), *more] for name, more in cases.items()}
+    arguments = [str(script), str(tmp_path / "two"), json.dumps(asked)]
     ran = subprocess.run(
         [
             sys.executable,
             "-m",
             "accelerate.commands.launch",
             *launch,
-            str(script),
-            str(tmp_path / "two"),
-            json.dumps(asked),
+            *arguments,
         ],
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": paths},
         capture_output=True,

@@ -15,7 +15,7 @@ PARTIAL = ".partial"  # how the name of what is not finished begins
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to, a file or a folder; it takes the place of `path` at the end."""
+    """A path beside `path` for a file or a folder; at the end it takes the place of `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{PARTIAL}-{path.name}")
     remove(partial)

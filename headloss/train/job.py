@@ -134,7 +134,8 @@ def _checkpoint(recipe: Recipe, output: Path) -> str | None:
     if not recipe.resume:
         if found or (output / "model").exists():
             raise RecipeError(
-                f"output: {output} holds a run; resume=true continues it, output= takes another folder"
+                f"output: {output} holds a run; resume=true continues it, output= takes another "
+                "folder"
             )
         return None
     if not found:

@@ -96,7 +96,8 @@ def read(name: str, overrides: Iterable[str]) -> Recipe:
         if "=" not in override:
             raise RecipeError(f"{override}: want key=value")
     try:
-        given, changes = OmegaConf.load(_path(name)), OmegaConf.from_dotlist(list(overrides))
+        given: Any = OmegaConf.load(_path(name))
+        changes = OmegaConf.from_dotlist(list(overrides))
         if "task" in changes:  # the options were another task's
             given.pop("task_options", None)
         found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), given, changes))
@@ -178,7 +179,7 @@ OURS = {  # fields of a trainer's configuration that a recipe has keys of its ow
 
 
 def check_fields(given: dict[str, Any], kind: type, at: str) -> None:
-    """RecipeError for a key that `kind` does not have, or a value of a type that it does not take."""
+    """RecipeError for a key that `kind` does not have, or a value of another type."""
     hints = typing.get_type_hints(kind)
     known = {f.name for f in dataclasses.fields(kind) if f.init}
     for name, value in given.items():

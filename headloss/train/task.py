@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from datasets import Dataset
 
@@ -211,9 +211,9 @@ def _function(name: str) -> Callable[..., list[float]]:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        found = getattr(importlib.import_module(module), function)
+        found: Any = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise RecipeError(f"reward: {name}: {error}") from None
-    if not callable(found):
-        raise RecipeError(f"reward: {name} is no function")
-    return found
+    if callable(found):
+        return cast(Callable[..., list[float]], found)
+    raise RecipeError(f"reward: {name} is no function")

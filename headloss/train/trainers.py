@@ -1,4 +1,4 @@
-"""The trainer of an algorithm: extra terms, whole checkpoints, and an order that resumes exactly."""
+"""The trainer of an algorithm: further terms, whole checkpoints, exact resumption."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import trl
 from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from trl.trainer import sft_config
+from trl.trainer.utils import RepeatSampler
 
 from .. import losses, rl
 from ..integrations.trl import SFTTrainer
@@ -21,7 +22,7 @@ from .schema import Recipe, check_fields
 from .task import Task
 
 CONFIGS: dict[str, type] = {
-    "sft": trl.SFTConfig,
+    "sft": sft_config.SFTConfig,
     "grpo": rl.GRPOConfig,
     "gspo": rl.GSPOConfig,
     "cispo": rl.CISPOConfig,
@@ -46,9 +47,9 @@ class _Run:
         parts = [weight * getattr(losses, name)() for name, weight in self.terms.items()]
         return sum(parts[1:], Objective.of(parts[0])) if parts else None
 
-    # TRL's state between two generations is not part of a checkpoint.
     @property
     def can_resume_here(self) -> bool:
+        """TRL's state between two generations is not part of a checkpoint."""
         generations = getattr(self.args, "steps_per_generation", None)
         if generations is None:
             return True
@@ -56,14 +57,14 @@ class _Run:
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         """The order of an epoch depends on the seed and the epoch, not on the epochs before."""
-        sampler = super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
-        if isinstance(sampler, trl.trainer.utils.RepeatSampler) and sampler.shuffle:
+        sampler: Any = super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
+        if isinstance(sampler, RepeatSampler) and sampler.shuffle:
             seed = self.args.seed
 
             def set_epoch(epoch: int) -> None:
                 sampler.generator.manual_seed(seed + epoch)
 
-            sampler.set_epoch = set_epoch
+            setattr(sampler, "set_epoch", set_epoch)  # noqa: B010
         return sampler
 
     def _get_output_dir(self, *args: Any, **kwargs: Any) -> str:
@@ -176,6 +177,6 @@ def _check_saving(trainer: Any) -> None:
     if args.save_steps * args.gradient_accumulation_steps % micro:
         steps = micro // args.gradient_accumulation_steps
         raise RecipeError(
-            f"trainer.save_steps: got {args.save_steps}, want a multiple of {steps}: one generation "
-            f"serves {steps} steps, and a run resumes exactly only between generations"
+            f"trainer.save_steps: got {args.save_steps}, want a multiple of {steps}: one "
+            f"generation serves {steps} steps, and a run resumes exactly only between generations"
         )
