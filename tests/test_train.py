@@ -49,6 +49,7 @@ def error_of(capsys: Any, *arguments: str) -> str:
         (["sft", "algorithm=dqn"], "algorithm: got 'dqn', want one of sft, grpo"),
         (["sft", "dtype=int8"], "dtype: got 'int8', want one of float32"),
         (["sft", "terms.kl=1"], "terms.kl: want z_loss or entropy"),
+        (["sft", "prompt='{words}'"], "prompt: {words} is none of "),
         (["sft", "prompt=hello"], "prompt: got 'hello', want a text with {question} in it"),
         (["sft", "trainer.lerning_rate=1"], "trainer.lerning_rate: no such key, did you mean lear"),
         (["sft", "trainer.num_generations=4"], "trainer.num_generations: no such key"),
@@ -165,7 +166,7 @@ def test_generated_task() -> None:
     recipe = train.recipe("sft", ["train_problems=20", "held_out=5", "answer_tag=answer"])
     task = load_task(recipe, chat=True)
     row = task.train[0]
-    assert row["prompt"][0]["role"] == "user" and row["prompt"][0]["content"].endswith("\n")
+    assert row["prompt"][0]["role"] == "user" and row["prompt"][0]["content"].endswith(" -> ")
     columns = {"answer": [row["answer"]] * 3, "entry": [row["entry"]] * 3}
     texts = [task.completion(row), row["answer"], f"so <answer>{row['answer'][0]}</answer>"]
     turns = [[{"role": "assistant", "content": text}] for text in texts]

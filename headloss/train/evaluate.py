@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from trl.data_utils import apply_chat_template, is_conversational
 
 from .task import Row, Task
@@ -16,43 +17,61 @@ SOLVED = 0.999  # a score of 1, less rounding
 
 
 def held_out(trainer: Any, tokenizer: Any, task: Task, longest: int) -> dict[str, Any]:
-    """Greedy completions of at most `longest` tokens, scored as in training.
+    """Completions of at most `longest` tokens, greedy and sampled, scored as in training.
 
     Ranks take every n-th problem and share their scores.
 
     Returns:
-        "accuracy", the share of scores of 1; "score", their mean; "problems"; "samples", some
-        prompts with completion, answer and score.
+        "accuracy", the share of scores of 1 of greedy completions; "score", their mean;
+        "sampled_accuracy", the same of one completion each, sampled at the temperature of
+        training; "problems"; "samples", some prompts with greedy completion, answer and score.
     """
     accelerator = trainer.accelerator
     rank, ranks = accelerator.process_index, accelerator.num_processes
     per_rank = -(-len(task.held_out) // ranks)  # as many calls on each, for sharded weights
-    places = [(i * ranks + rank) % len(task.held_out) for i in range(per_rank)]
-    scores, samples = [], []
+    rows = [task.held_out[(i * ranks + rank) % len(task.held_out)] for i in range(per_rank)]
+
+    def of_all(scores: list[float]) -> Tensor:
+        mine = torch.tensor(scores, dtype=torch.float32, device=accelerator.device)
+        return accelerator.gather(mine).view(ranks, -1).T.flatten()[: len(task.held_out)].double()
+
     with _inference(trainer) as model:
-        for start in range(0, per_rank, ROWS):
-            rows = [task.held_out[i] for i in places[start : start + ROWS]]
-            completions = generate(model, tokenizer, rows, longest)
-            columns = {name: [row.get(name) for row in rows] for name in rows[0]}
-            prompts = columns.pop("prompt")
-            got = task.reward(prompts=prompts, completions=completions, **columns)
-            scores += [0.0 if score is None else float(score) for score in got]
-            samples += [
-                {"prompt": p, "completion": c, "answer": row["answer"], "score": s}
-                for p, c, row, s in zip(prompts, completions, rows, got, strict=True)
-            ]
-    mine = torch.tensor(scores, dtype=torch.float64, device=accelerator.device).to(torch.float32)
-    every = accelerator.gather(mine).view(ranks, -1).T.flatten()[: len(task.held_out)]
+        completions, scores = _scored(model, tokenizer, task, rows, longest)
+        temperature = getattr(trainer.args, "temperature", 1.0)
+        torch.manual_seed(trainer.args.seed + rank)
+        _, sampled = _scored(model, tokenizer, task, rows, longest, temperature)
+    greedy = of_all(scores)
     return {
-        "accuracy": float((every >= SOLVED).double().mean()),
-        "score": float(every.double().mean()),
-        "problems": len(every),
-        "samples": samples[:8],
+        "accuracy": float((greedy >= SOLVED).double().mean()),
+        "score": float(greedy.mean()),
+        "sampled_accuracy": float((of_all(sampled) >= SOLVED).double().mean()),
+        "problems": len(greedy),
+        "samples": [
+            {"prompt": row["prompt"], "completion": c, "answer": row["answer"], "score": s}
+            for row, c, s in zip(rows[:8], completions, scores, strict=False)
+        ],
     }
 
 
-def generate(model: Any, tokenizer: Any, rows: list[Row], longest: int) -> list[Any]:
-    """Greedy completions, in the form of the prompts."""
+def _scored(
+    model: Any, tokenizer: Any, task: Task, rows: list[Row], longest: int, temperature: float = 0.0
+) -> tuple[list[Any], list[float]]:
+    """(completions, scores) of all rows."""
+    completions, scores = [], []
+    for start in range(0, len(rows), ROWS):
+        part = rows[start : start + ROWS]
+        found = generate(model, tokenizer, part, longest, temperature)
+        columns = {name: [row.get(name) for row in part] for name in part[0]}
+        got = task.reward(prompts=columns.pop("prompt"), completions=found, **columns)
+        completions += found
+        scores += [0.0 if score is None else float(score) for score in got]
+    return completions, scores
+
+
+def generate(
+    model: Any, tokenizer: Any, rows: list[Row], longest: int, temperature: float = 0.0
+) -> list[Any]:
+    """Completions in the form of the prompts; greedy ones at temperature 0."""
     chat = is_conversational(rows[0])
     texts = [
         apply_chat_template({"prompt": row["prompt"]}, tokenizer)["prompt"]
@@ -66,8 +85,8 @@ def generate(model: Any, tokenizer: Any, rows: list[Row], longest: int) -> list[
     ids = model.generate(
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
-        do_sample=False,
-        temperature=None,
+        do_sample=temperature > 0,
+        temperature=temperature or None,
         top_p=None,
         top_k=None,
         max_new_tokens=longest,
@@ -83,8 +102,13 @@ def _inference(trainer: Any) -> Iterator[Any]:
     training, cache = model.training, model.config.use_cache
     model.eval()
     model.config.use_cache = True
+    cuda = [trainer.accelerator.device] if trainer.accelerator.device.type == "cuda" else []
     try:
-        with torch.no_grad(), trainer.accelerator.autocast():
+        with (
+            torch.random.fork_rng(cuda),
+            torch.no_grad(),
+            trainer.accelerator.autocast(),
+        ):
             yield model
     finally:
         model.train(training)

@@ -11,14 +11,14 @@ from .schema import write as recipe_text
 if TYPE_CHECKING:
     from .job import Result
 
-LEGEND = "Greedy decoding; none of these problems is among those trained on."
+LEGEND = "None of these problems is among those trained on."
 
 
 def score(found: dict[str, Any]) -> str:
     """One line about `evaluate.held_out`."""
     return (
-        f"{found['accuracy']:.1%} of {found['problems']} problems solved, "
-        f"mean score {found['score']:.3f} (greedy decoding)"
+        f"{found['accuracy']:.1%} of {found['problems']} problems solved by greedy decoding, "
+        f"{found['sampled_accuracy']:.1%} by sampling"
     )
 
 
@@ -45,11 +45,11 @@ def of_run(recipe: Recipe, result: Result, parameters: int) -> str:
 
 
 def _accuracy(result: Result) -> str:
-    rows = [["", "solved", "mean score", "problems"]]
+    rows = [["", "problems", "solved, greedy", "solved, sampled", "mean score, greedy"]]
     for name in ("before", "after"):
         if (found := getattr(result, name)) is not None:
-            shown = (f"{found['accuracy']:.1%}", f"{found['score']:.3f}", str(found["problems"]))
-            rows.append([name, *shown])
+            shares = (f"{found[key]:.1%}" for key in ("accuracy", "sampled_accuracy"))
+            rows.append([name, str(found["problems"]), *shares, f"{found['score']:.3f}"])
     return table(rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterable
@@ -46,7 +47,8 @@ class Recipe:
         task_options: of the reasoning_gym generator; an override of the task drops those of a file.
         reward: "module:function", with the arguments of TRL's reward functions; None is the
             generator's own scorer, or 1 where a completion is the line's answer.
-        prompt: what becomes of a question.
+        prompt: the text of a prompt, of {question}, and of other fields of a line or of the
+            generator's metadata.
         system: a system message, of conversations.
         chat: whether prompts are conversations; None is where the tokenizer has a template.
         answer_tag: the answer stands between <tag> and </tag>; None takes the whole completion.
@@ -160,7 +162,7 @@ def _check(recipe: Recipe) -> None:
     for term in recipe.terms:
         if term not in ("z_loss", "entropy"):
             raise RecipeError(f"terms.{term}: want z_loss or entropy")
-    if "{question}" not in recipe.prompt:
+    if not re.search(r"{\w+}", recipe.prompt):
         raise RecipeError(f"prompt: got {recipe.prompt!r}, want a text with {{question}} in it")
     if recipe.system is not None and recipe.chat is False:
         raise RecipeError("system: is a message of a conversation, which chat=false rules out")

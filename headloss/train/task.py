@@ -81,7 +81,9 @@ def load(recipe: Recipe, chat: bool) -> Task:
             "out and some to train on"
         )
     for row in (*held_out, *train):
-        row["prompt"] = _prompt(row.pop("question"), recipe, chat)
+        row["prompt"] = _prompt(row, recipe, chat)
+        for name in ("question", *row.pop("fields", ())):
+            del row[name]
     return Task(
         train=train,
         held_out=held_out,
@@ -103,10 +105,16 @@ def _distinct(rows: Iterator[Row]) -> Iterator[Row]:
             yield row
 
 
-def _prompt(question: Any, recipe: Recipe, chat: bool) -> Any:
-    if not isinstance(question, str):  # a conversation already
-        return question
-    text = recipe.prompt.replace("{question}", question)
+def _prompt(row: Row, recipe: Recipe, chat: bool) -> Any:
+    if not isinstance(row["question"], str):  # a conversation already
+        return row["question"]
+
+    def value(match: re.Match[str]) -> str:
+        if match[1] not in row:
+            raise RecipeError(f"prompt: {match[0]} is none of {', '.join(row)}")
+        return str(row[match[1]])
+
+    text = re.sub(r"{(\w+)}", value, recipe.prompt)
     if not chat:
         return text
     system = [] if recipe.system is None else [{"role": "system", "content": recipe.system}]
@@ -136,11 +144,13 @@ def _generated(name: str, recipe: Recipe) -> tuple[Iterator[Row], Callable[[str,
     def rows() -> Iterator[Row]:
         for i in count():
             entry = dataset[i]
-            yield {
+            fields = {k: v for k, v in entry["metadata"].items() if isinstance(v, str | int)}
+            own = {
                 "question": entry["question"],
                 "answer": entry["answer"],
                 "entry": json.dumps(entry, default=str),
             }
+            yield {**fields, **own, "fields": list(fields.keys() - own.keys())}
 
     def score(answer: str, row: Row) -> float:
         return float(dataset.score_answer(answer=answer, entry=json.loads(row["entry"])))
