@@ -62,6 +62,7 @@ def tiny(recipe: Recipe) -> LlamaForCausalLM:
         **dataclasses.asdict(recipe.tiny),
         vocab_size=len(byte_tokenizer()),
         tie_word_embeddings=True,
+        architectures=["LlamaForCausalLM"],
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
