@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from trl.data_utils import apply_chat_template, is_conversational
 
-from .task import Row, Task
+from .task import SOLVED, Row, Task
 
 ROWS = 128  # that are generated at once
-SOLVED = 0.999  # a score of 1, less rounding
 
 
 def held_out(trainer: Any, tokenizer: Any, task: Task, longest: int) -> dict[str, Any]:

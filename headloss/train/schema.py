@@ -46,7 +46,8 @@ class Recipe:
         task: "reasoning_gym:NAME", or a JSONL file with a "prompt" and an "answer" on each line.
         task_options: of the reasoning_gym generator; an override of the task drops those of a file.
         reward: "module:function", with the arguments of TRL's reward functions; None is the
-            generator's own scorer, or 1 where a completion is the line's answer.
+            generator's own scorer, or 1 where a completion is the line's answer; "solved" gives
+            that scorer's partial credit no reward.
         prompt: the text of a prompt, of {question}, and of other fields of a line or of the
             generator's metadata.
         system: a system message, of conversations.

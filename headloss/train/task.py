@@ -87,7 +87,7 @@ def load(recipe: Recipe, chat: bool) -> Task:
     return Task(
         train=train,
         held_out=held_out,
-        reward=_reward(score, tag) if recipe.reward is None else _function(recipe.reward),
+        reward=_reward_of(recipe, score),
         completion=lambda row: f"<{tag}>{row['answer']}</{tag}>" if tag else row["answer"],
     )
 
@@ -185,6 +185,17 @@ def _from_file(path: Path, seed: int) -> Iterator[Row]:
 
 def _exact(answer: str, row: Row) -> float:
     return float(answer == row["answer"].strip())
+
+
+SOLVED = 0.999  # a score of 1, less rounding
+
+
+def _reward_of(recipe: Recipe, score: Callable[[str, Row], float]) -> Callable[..., list[float]]:
+    if recipe.reward is None:
+        return _reward(score, recipe.answer_tag)
+    if recipe.reward == "solved":
+        return _reward(lambda *given: float(score(*given) >= SOLVED), recipe.answer_tag)
+    return _function(recipe.reward)
 
 
 def _reward(score: Callable[[str, Row], float], tag: str | None) -> Callable[..., list[float]]:
