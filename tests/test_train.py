@@ -163,7 +163,7 @@ def test_held_out_is_not_trained_on() -> None:
 
 
 def test_generated_task() -> None:
-    recipe = train.recipe("sft", ["train_problems=20", "held_out=5", "answer_tag=answer"])
+    recipe = train.recipe("sft", ["train_problems=20", "held_out=5", "answer_tag=answer", "reward=null"])
     task = load_task(recipe, chat=True)
     row = task.train[0]
     assert row["prompt"][0]["role"] == "user" and row["prompt"][0]["content"].endswith(" -> ")
@@ -172,6 +172,9 @@ def test_generated_task() -> None:
     turns = [[{"role": "assistant", "content": text}] for text in texts]
     got = task.reward(completions=turns, prompts=[], **columns)
     assert got == pytest.approx([1.0, 0.0, 1 / len(row["answer"])])
+    recipe.reward = "solved"
+    solved = load_task(recipe, chat=True).reward(completions=turns, prompts=[], **columns)
+    assert solved == [1.0, 0.0, 0.0]
     shown = task.demonstrations()[0]
     assert shown["completion"] == [{"role": "assistant", "content": texts[0]}]
 

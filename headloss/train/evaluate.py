@@ -86,8 +86,8 @@ def generate(
         attention_mask=inputs["attention_mask"],
         do_sample=temperature > 0,
         temperature=temperature or None,
-        top_p=None,
-        top_k=None,
+        top_p=1.0 if temperature > 0 else None,
+        top_k=0 if temperature > 0 else None,
         max_new_tokens=longest,
         pad_token_id=tokenizer.pad_token_id,
     )
