@@ -163,7 +163,9 @@ def test_held_out_is_not_trained_on() -> None:
 
 
 def test_generated_task() -> None:
-    recipe = train.recipe("sft", ["train_problems=20", "held_out=5", "answer_tag=answer", "reward=null"])
+    recipe = train.recipe(
+        "sft", ["train_problems=20", "held_out=5", "answer_tag=answer", "reward=null"]
+    )
     task = load_task(recipe, chat=True)
     row = task.train[0]
     assert row["prompt"][0]["role"] == "user" and row["prompt"][0]["content"].endswith(" -> ")
