@@ -1,4 +1,4 @@
-"""The command line: `python -m headloss plan | check | terms`."""
+"""The command line: `python -m headloss plan | check | terms | train`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import torch
 
-from . import gate, kernels
+from . import gate, kernels, train
 from .losses.catalogue import TERMS, sample, table
 from .losses.term import Objective
 from .objective import reads
@@ -23,12 +23,15 @@ UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 where all is well, 1 where the gate is red, 2 for bad arguments."""
+    """Run a command; 0 where all is well, 1 where the gate is red, 2 for bad arguments.
+
+    Training that Ctrl-C has stopped gives 130.
+    """
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
         return arguments.command(arguments)
-    except (ValueError, TypeError) as error:
+    except arguments.errors as error:
         parser.error(str(error))
 
 
@@ -183,6 +186,19 @@ def _terms(arguments: argparse.Namespace) -> int:
     return 0
 
 
+# ---------------------------------------------------------------------- train
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    if arguments.list:
+        _print_table([list(pair) for pair in train.recipes().items()])
+        return 0
+    if arguments.recipe is None:
+        raise train.RecipeError("train: want a recipe, see headloss train --list")
+    result = train.run(train.recipe(arguments.recipe, arguments.overrides))
+    return 0 if result.finished else 130
+
+
 # ---------------------------------------------------------------------- arguments
 
 
@@ -195,12 +211,12 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="headloss", description="Losses at the head of a language model.")
-    commands = parser.add_subparsers(required=True, metavar="plan | check | terms")
+    commands = parser.add_subparsers(required=True, metavar="plan | check | terms | train")
 
     plan = commands.add_parser(
         "plan", help="what would run for a call of this size, in how many bytes"
     )
-    plan.set_defaults(command=_plan)
+    plan.set_defaults(command=_plan, errors=(ValueError, TypeError))
     for name, help_text in (
         ("tokens", "scored tokens, T"),
         ("hidden", "hidden width, H"),
@@ -224,12 +240,18 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser(
         "check", help="errors against float64 and peak memory, on this machine"
     )
-    check.set_defaults(command=_check)
+    check.set_defaults(command=_check, errors=(ValueError, TypeError))
     check.add_argument("--device", type=_device, help="e.g. cuda:1; default: cuda if there is one")
     check.add_argument("--quick", action="store_true", help="a third of the cases")
 
     terms = commands.add_parser("terms", help="the table of terms, in Markdown")
-    terms.set_defaults(command=_terms)
+    terms.set_defaults(command=_terms, errors=())
+
+    training = commands.add_parser("train", help="train a model by a recipe")
+    training.set_defaults(command=_train, errors=train.RecipeError)
+    training.add_argument("recipe", nargs="?", metavar="RECIPE", help="a YAML file, or a name")
+    training.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. model=gpt2")
+    training.add_argument("--list", action="store_true", help="the recipes there are")
     return parser
 
 

@@ -1,0 +1,79 @@
+"""SFT of a small model, then GSPO on from there, on held-out problems: `python examples/demo.py`.
+
+Two runs of shipped recipes, from Python: what `headloss train sft` and `headloss train gspo` do.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import headloss as hl
+from headloss import train
+from headloss.plan import MIB, Problem, make_plan
+from headloss.train import Result
+from headloss.train.report import score, table
+
+QWEN = {"width": 1024, "vocabulary": 151936}  # of Qwen3-0.6B
+
+
+def main(output: Path = Path("runs/demo"), overrides: tuple[str, ...] = ()) -> int:
+    begun = time.perf_counter()
+    shutil.rmtree(output, ignore_errors=True)
+    recipes, results = {}, {}
+    for name, model in (("sft", "tiny"), ("gspo", str(output / "sft" / "model"))):
+        print(f"\n{name}: {train.recipes()[name]}", flush=True)
+        settings = [f"model={model}", f"output={output / name}", *overrides]
+        recipes[name] = train.recipe(name, settings)
+        results[name] = train.run(recipes[name])
+        if not results[name].finished:
+            return 130
+    minutes = (time.perf_counter() - begun) / 60
+    lines = [accuracies(results), plots(results), logits(recipes["gspo"], results["gspo"])]
+    report = output / "report.md"
+    report.write_text(f"# Demo, {minutes:.1f} minutes\n\n" + "\n\n".join(lines) + "\n")
+    print("\n" + "\n\n".join(lines))
+    print(f"\n{minutes:.1f} minutes; {report}, {results['sft'].report}, {results['gspo'].report}")
+    return 0
+
+
+def accuracies(results: dict[str, Result]) -> str:
+    sft, gspo = results["sft"], results["gspo"]
+    found = {"before": sft.before, "after SFT": sft.after, "after GSPO": gspo.after}
+    rows = [["model", "held-out problems"], *([k, score(v)] for k, v in found.items() if v)]
+    return table(rows)
+
+
+def plots(results: dict[str, Result]) -> str:
+    return "\n".join(f"- {path}" for result in results.values() for path in result.plots)
+
+
+def logits(recipe: train.Recipe, result: Result) -> str:
+    """Planned bytes of one loss call of the last run, plain and not, and at a vocabulary in use."""
+    tokens = int(sum(line["headloss/tokens"] for line in result.metrics) / len(result.metrics))
+    rows = int(result.metrics[0]["headloss/segments"])
+    own = {"width": recipe.tiny.hidden_size, "vocabulary": 258}
+    lines = ["Loss and gradients of one step, planned (not measured), in float32:"]
+    for what, sizes in (("this model", own), ("as wide as Qwen3-0.6B", QWEN)):
+        lengths = [tokens // rows + (i < tokens % rows) for i in range(rows)]
+        problem = Problem(
+            tokens=tokens,
+            **sizes,
+            scope="segment",
+            lengths=lengths,
+            element_size=4,
+            weight_size=4,
+            on_gpu=False,
+        )
+        plan = make_plan(problem, hl.Options(), "reference")
+        lines.append(
+            f"- {what}, {tokens} tokens x {sizes['vocabulary']}: plain logits would have taken "
+            f"{plan.plain_bytes / MIB:.1f} MiB, headloss {plan.total_bytes / MIB:.1f} MiB"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(overrides=tuple(sys.argv[1:])))

@@ -1,0 +1,66 @@
+"""Train from a recipe: `headloss train gspo model=Qwen/Qwen3-0.6B`.
+
+from headloss import train
+result = train.run(train.recipe("gspo", ["model=Qwen/Qwen3-0.6B"]))
+
+The trainers, data handling, generation and distribution are those of `headloss.rl`, TRL and
+accelerate. Nothing of them is imported before a run starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .job import Result
+    from .schema import Recipe
+
+__all__ = ["Recipe", "RecipeError", "Result", "recipe", "recipes", "run"]
+
+
+class RecipeError(Exception):
+    """What is wrong with a recipe, in one line that begins with the key."""
+
+
+def recipes() -> dict[str, str]:
+    """The recipes that the package ships: what each is for, by name."""
+    return _module("schema").shipped()
+
+
+def recipe(name: str, overrides: list[str] | None = None) -> Recipe:
+    """The recipe of that name, or in that file, with "key=value" overrides.
+
+    Raises:
+        RecipeError: no such recipe, a wrong key or a value of the wrong type.
+    """
+    return _module("schema").read(name, overrides or [])
+
+
+def run(recipe: Recipe) -> Result:
+    """Train, and write metrics, plots, checkpoints, the model and a report under `recipe.output`.
+
+    Raises:
+        RecipeError: what the recipe asks for does not exist or does not fit together. Raised before
+            the first step.
+    """
+    return _module("job").run(recipe)
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(f".{name}", __name__)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing == "headloss":
+            raise
+        raise RecipeError(
+            f"headloss train needs {missing}: pip install 'headloss[train]'"
+        ) from None
+
+
+def __getattr__(name: str) -> Any:
+    homes = {"Recipe": "schema", "Result": "job"}
+    if name not in homes:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_module(homes[name]), name)

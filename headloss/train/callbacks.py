@@ -1,0 +1,155 @@
+"""What happens beside the steps: metrics.jsonl, a progress bar, and Ctrl-C."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import TrainerCallback
+
+from . import files
+
+MIB = 1 << 20
+SHOWN = {  # the figures that matter, and what TRL calls them
+    "loss": "loss",
+    "reward": "reward",
+    "entropy": "entropy",
+    "clip_ratio/region_mean": "clipped",
+    "kl": "kl",
+    "mean_token_accuracy": "tokens right",
+    "step_time": "s/step",
+}
+
+
+class Measure(TrainerCallback):
+    """Writes each entry of the log, with step time and peak memory, to metrics.jsonl."""
+
+    def __init__(self, lines: files.Lines) -> None:
+        self.lines = lines
+        self.entries: list[dict[str, Any]] = []
+        self._times: list[float] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What came after the checkpoint that a run resumes from will be made anew."""
+        entries = self.lines.read()
+        self.entries = [entry for entry in entries if entry["step"] <= state.global_step]
+        if state.is_world_process_zero:
+            self.lines.keep(self.entries)
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._begun = time.perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._times.append(time.perf_counter() - self._begun)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" not in logs or not self._times:
+            return
+        entry = {"step": state.global_step, **logs}
+        entry["step_time"] = sum(self._times) / len(self._times)
+        entry["peak_memory_mib"] = peak_memory() / MIB
+        self._times = []
+        self.entries.append(entry)
+        if state.is_world_process_zero:
+            self.lines.add(entry)
+
+
+def peak_memory() -> int:
+    """In bytes: of the GPU's tensors, or of this process where there is no GPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class Bar(TrainerCallback):
+    """A bar with the last figures on a terminal; elsewhere some twenty lines."""
+
+    def __init__(self, name: str, measure: Measure) -> None:
+        self.name, self.measure = name, measure
+        self.console = Console(soft_wrap=True, highlight=False)
+        self._shown = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._shown = state.global_step
+        columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
+        self.bar = Progress(
+            TextColumn(self.name), *columns, TextColumn("{task.fields[figures]}"),
+            console=self.console,
+            disable=not (state.is_world_process_zero and self.console.is_terminal),
+        )  # fmt: skip
+        self.task = self.bar.add_task(
+            "", total=state.max_steps, completed=state.global_step, figures=""
+        )
+        self.bar.start()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Called after `Measure.on_log`."""
+        if "loss" not in logs or not state.is_world_process_zero:
+            return
+        line = figures(self.measure.entries[-1])
+        self.bar.update(self.task, completed=state.global_step, figures=line)
+        last = state.global_step >= state.max_steps
+        if not self.console.is_terminal and (
+            last or state.global_step - self._shown >= state.max_steps / 20
+        ):
+            self._shown = state.global_step
+            print(f"{self.name} {state.global_step}/{state.max_steps}  {line}", flush=True)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.bar.stop()
+
+
+def figures(entry: dict[str, Any]) -> str:
+    return "  ".join(f"{SHOWN[k]} {entry[k]:.3g}" for k in SHOWN if k in entry)
+
+
+class Interrupt(TrainerCallback):
+    """Ctrl-C: a checkpoint at the next step that a run can resume from, then the end.
+
+    A second Ctrl-C stops at once.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.asked = self.stopped = False
+        self._before: Any = None
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._ask)
+
+    def _ask(self, *args: Any) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        print("\nstopping after this step; once more stops at once", file=sys.stderr, flush=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._asked_on_any() and self.trainer.can_resume_here:
+            control.should_save = control.should_log = control.should_training_stop = True
+            self.stopped = state.global_step < state.max_steps
+
+    def _asked_on_any(self) -> bool:
+        accelerator = self.trainer.accelerator
+        if accelerator.num_processes == 1:
+            return self.asked
+        asked = torch.tensor([float(self.asked)], device=accelerator.device)
+        return bool(accelerator.reduce(asked, "sum").item() > 0)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._before = None

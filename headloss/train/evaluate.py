@@ -1,0 +1,114 @@
+"""How many of the problems that were kept aside a model solves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl.data_utils import apply_chat_template, is_conversational
+
+from .task import SOLVED, Row, Task
+
+ROWS = 128  # that are generated at once
+
+
+def held_out(trainer: Any, tokenizer: Any, task: Task, longest: int) -> dict[str, Any]:
+    """Completions of at most `longest` tokens, greedy and sampled, scored as in training.
+
+    Ranks take every n-th problem and share their scores.
+
+    Returns:
+        "accuracy", the share of scores of 1 of greedy completions; "score", their mean;
+        "sampled_accuracy", the same of one completion each, sampled at the temperature of
+        training; "problems"; "samples", some prompts with greedy completion, answer and score.
+    """
+    accelerator = trainer.accelerator
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    per_rank = -(-len(task.held_out) // ranks)  # as many calls on each, for sharded weights
+    rows = [task.held_out[(i * ranks + rank) % len(task.held_out)] for i in range(per_rank)]
+
+    def of_all(scores: list[float]) -> Tensor:
+        mine = torch.tensor(scores, dtype=torch.float32, device=accelerator.device)
+        return accelerator.gather(mine).view(ranks, -1).T.flatten()[: len(task.held_out)].double()
+
+    with _inference(trainer) as model:
+        completions, scores = _scored(model, tokenizer, task, rows, longest)
+        temperature = getattr(trainer.args, "temperature", 1.0)
+        torch.manual_seed(trainer.args.seed + rank)
+        _, sampled = _scored(model, tokenizer, task, rows, longest, temperature)
+    greedy = of_all(scores)
+    return {
+        "accuracy": float((greedy >= SOLVED).double().mean()),
+        "score": float(greedy.mean()),
+        "sampled_accuracy": float((of_all(sampled) >= SOLVED).double().mean()),
+        "problems": len(greedy),
+        "samples": [
+            {"prompt": row["prompt"], "completion": c, "answer": row["answer"], "score": s}
+            for row, c, s in zip(rows[:8], completions, scores, strict=False)
+        ],
+    }
+
+
+def _scored(
+    model: Any, tokenizer: Any, task: Task, rows: list[Row], longest: int, temperature: float = 0.0
+) -> tuple[list[Any], list[float]]:
+    """(completions, scores) of all rows."""
+    completions, scores = [], []
+    for start in range(0, len(rows), ROWS):
+        part = rows[start : start + ROWS]
+        found = generate(model, tokenizer, part, longest, temperature)
+        columns = {name: [row.get(name) for row in part] for name in part[0]}
+        got = task.reward(prompts=columns.pop("prompt"), completions=found, **columns)
+        completions += found
+        scores += [0.0 if score is None else float(score) for score in got]
+    return completions, scores
+
+
+def generate(
+    model: Any, tokenizer: Any, rows: list[Row], longest: int, temperature: float = 0.0
+) -> list[Any]:
+    """Completions in the form of the prompts; greedy ones at temperature 0."""
+    chat = is_conversational(rows[0])
+    texts = [
+        apply_chat_template({"prompt": row["prompt"]}, tokenizer)["prompt"]
+        if chat
+        else row["prompt"]
+        for row in rows
+    ]
+    inputs = tokenizer(
+        texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=not chat
+    ).to(model.device)
+    ids = model.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        do_sample=temperature > 0,
+        temperature=temperature or None,
+        top_p=1.0 if temperature > 0 else None,
+        top_k=0 if temperature > 0 else None,
+        max_new_tokens=longest,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    found = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [[{"role": "assistant", "content": text}] for text in found] if chat else found
+
+
+@contextlib.contextmanager
+def _inference(trainer: Any) -> Iterator[Any]:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    training, cache = model.training, model.config.use_cache
+    model.eval()
+    model.config.use_cache = True
+    cuda = [trainer.accelerator.device] if trainer.accelerator.device.type == "cuda" else []
+    try:
+        with (
+            torch.random.fork_rng(cuda),
+            torch.no_grad(),
+            trainer.accelerator.autocast(),
+        ):
+            yield model
+    finally:
+        model.train(training)
+        model.config.use_cache = cache

@@ -1,0 +1,107 @@
+"""The model and tokenizer of a recipe."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
+
+from . import RecipeError
+from .schema import Recipe, check_fields
+
+PAD, END = "<pad>", "<end>"
+
+
+def load(recipe: Recipe) -> tuple[Any, Any]:
+    """(model, tokenizer).
+
+    Raises:
+        RecipeError: where there is no such model.
+    """
+    if recipe.model == "tiny":
+        return _saved(tiny(recipe)), byte_tokenizer(recipe.tiny.max_position_embeddings)
+    if recipe.model.startswith((".", "/", "~", "runs/")) and not Path(recipe.model).is_dir():
+        raise RecipeError(f"model: there is no folder {recipe.model}{_advice(recipe.model)}")
+    dtype: Any = recipe.dtype if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+        model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        why = " ".join(str(error).split())
+        raise RecipeError(f"model: cannot load {recipe.model}: {why}") from None
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer
+
+
+def _advice(name: str) -> str:
+    path = Path(name)
+    if path.parts[:1] != ("runs",) or path.name != "model":
+        return ""
+    return f"; `headloss train {path.parent.name}` makes it, model= takes another one"
+
+
+def tiny(recipe: Recipe) -> LlamaForCausalLM:
+    """A small Llama over bytes, random by the recipe's seed."""
+    config = LlamaConfig(
+        **dataclasses.asdict(recipe.tiny),
+        vocab_size=len(byte_tokenizer()),
+        tie_word_embeddings=True,
+        architectures=["LlamaForCausalLM"],
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    set_seed(recipe.seed)
+    return LlamaForCausalLM(config)
+
+
+def _saved(model: Any) -> Any:
+    """With a copy on disk until the process ends: TRL reads its reference model from there."""
+    folder = tempfile.mkdtemp(prefix="headloss-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    model.config.save_pretrained(folder)  # save_pretrained of the model itself: on one rank alone
+    save_model(model, f"{folder}/model.safetensors", metadata={"format": "pt"})
+    model.config._name_or_path = model.name_or_path = folder
+    return model
+
+
+def byte_tokenizer(longest: int = 512) -> PreTrainedTokenizerFast:
+    """A token for each of the 256 bytes, padding and end."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([PAD, END, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        model_max_length=longest,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def adapter(recipe: Recipe) -> Any:
+    """PEFT's configuration of the recipe's adapter, or None."""
+    if recipe.lora is None:
+        return None
+    from peft import LoraConfig
+
+    check_fields(recipe.lora, LoraConfig, at="lora")
+    return LoraConfig(**{"task_type": "CAUSAL_LM", **recipe.lora})

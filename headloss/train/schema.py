@@ -1,0 +1,205 @@
+"""A recipe: its keys and their types, read from YAML and "key=value" overrides."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from . import RecipeError
+
+SHIPPED = Path(__file__).with_name("recipes")
+ALGORITHMS = ("sft", "grpo", "gspo", "cispo", "ppo", "reinforce")
+
+
+@dataclass
+class Tiny:
+    """The size of the Llama that `model: tiny` builds."""
+
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_hidden_layers: int = 3
+    num_attention_heads: int = 4
+    max_position_embeddings: int = 512
+
+
+@dataclass
+class Recipe:
+    """What a run is made of; `trainer` holds the fields of the algorithm's TRL configuration.
+
+    Attributes:
+        algorithm: one of `ALGORITHMS`.
+        model: "tiny", a local folder or a Hugging Face id.
+        tiny: the size of "tiny", which is built on the spot with a byte-level tokenizer.
+        dtype: of the weights, "float32", "bfloat16", "float16" or "auto" (as saved).
+        lora: fields of PEFT's `LoraConfig`; None trains all weights.
+        task: "reasoning_gym:NAME", or a JSONL file with a "prompt" and an "answer" on each line.
+        task_options: of the reasoning_gym generator; an override of the task drops those of a file.
+        reward: "module:function", with the arguments of TRL's reward functions; None is the
+            generator's own scorer, or 1 where a completion is the line's answer; "solved" gives
+            that scorer's partial credit no reward.
+        prompt: the text of a prompt, of {question}, and of other fields of a line or of the
+            generator's metadata.
+        system: a system message, of conversations.
+        chat: whether prompts are conversations; None is where the tokenizer has a template.
+        answer_tag: the answer stands between <tag> and </tag>; None takes the whole completion.
+        train_problems: how many problems to train on; those of a file at most.
+        held_out: how many more to keep aside: none of their prompts is trained on.
+        terms: "z_loss" and "entropy" to add to the objective, with their weights.
+        seed: of the weights of "tiny", the problems, their order and the sampling.
+        output: the folder that all is written to.
+        resume: continue from the last checkpoint in `output`.
+        trainer: fields of TRL's `SFTConfig`, or of a configuration of `headloss.rl`.
+    """
+
+    algorithm: str = "???"
+    model: str = "tiny"
+    tiny: Tiny = field(default_factory=Tiny)
+    dtype: str = "float32"
+    lora: dict[str, Any] | None = None
+    task: str = "???"
+    task_options: dict[str, Any] = field(default_factory=dict)
+    reward: str | None = None
+    prompt: str = "{question}"
+    system: str | None = None
+    chat: bool | None = None
+    answer_tag: str | None = None
+    train_problems: int = 4096
+    held_out: int = 256
+    terms: dict[str, float] = field(default_factory=dict)
+    seed: int = 0
+    output: str = "runs/${algorithm}"
+    resume: bool = False
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def shipped() -> dict[str, str]:
+    """The first comment of each shipped recipe, by its name."""
+    found = {}
+    for path in sorted(SHIPPED.glob("*.yaml")):
+        found[path.stem] = path.read_text().partition("\n")[0].removeprefix("# ")
+    return found
+
+
+def read(name: str, overrides: Iterable[str]) -> Recipe:
+    for override in overrides:
+        if "=" not in override:
+            raise RecipeError(f"{override}: want key=value")
+    try:
+        given: Any = OmegaConf.load(_path(name))
+        changes = OmegaConf.from_dotlist(list(overrides))
+        if "task" in changes:  # the options were another task's
+            given.pop("task_options", None)
+        found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), given, changes))
+    except OmegaConfBaseException as error:
+        raise RecipeError(_one_line(error)) from None
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{name}: is not YAML: {' '.join(str(error).split())}") from None
+    assert isinstance(found, Recipe)
+    _check(found)
+    return found
+
+
+def write(recipe: Recipe) -> str:
+    """The recipe as YAML, with every key."""
+    return yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False)
+
+
+def _path(name: str) -> Path:
+    path, own = Path(name), SHIPPED / f"{name}.yaml"
+    if path.is_file():
+        return path
+    if "/" not in name and own.is_file():
+        return own
+    raise RecipeError(
+        f"recipe: got {name!r}, which is neither a file nor one of {', '.join(shipped())}"
+    )
+
+
+def _one_line(error: OmegaConfBaseException) -> str:
+    """OmegaConf's message, or ours where a key does not exist."""
+    key = error.full_key or "recipe"
+    kind, last = error.object_type, str(error.key)
+    text = str(error.msg or error).partition("\n")[0]
+    if type(error).__name__ == "ConfigKeyError" and dataclasses.is_dataclass(kind):
+        return unknown(key, last, [f.name for f in dataclasses.fields(kind)])
+    if type(error).__name__ == "MissingMandatoryValue":
+        return f"{key}: is missing"
+    return f"{key}: {text}"
+
+
+def unknown(key: str, name: str, known: Iterable[str]) -> str:
+    """One line about a key that does not exist, with the nearest that does."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"{key}: no such key" + (f", did you mean {near[0]}?" if near else "")
+
+
+# ---------------------------------------------------------------------- checking
+
+
+def _check(recipe: Recipe) -> None:
+    """RecipeError for what can be known before anything is imported or read."""
+    for name in ("train_problems", "held_out"):
+        if (count := getattr(recipe, name)) < (name == "train_problems"):
+            raise RecipeError(f"{name}: got {count}, want a positive number")
+    if recipe.algorithm not in ALGORITHMS:
+        wanted = ", ".join(ALGORITHMS)
+        raise RecipeError(f"algorithm: got {recipe.algorithm!r}, want one of {wanted}")
+    if recipe.dtype not in (dtypes := ("float32", "bfloat16", "float16", "auto")):
+        raise RecipeError(f"dtype: got {recipe.dtype!r}, want one of {', '.join(dtypes)}")
+    for term in recipe.terms:
+        if term not in ("z_loss", "entropy"):
+            raise RecipeError(f"terms.{term}: want z_loss or entropy")
+    if not re.search(r"{\w+}", recipe.prompt):
+        raise RecipeError(f"prompt: got {recipe.prompt!r}, want a text with {{question}} in it")
+    if recipe.system is not None and recipe.chat is False:
+        raise RecipeError("system: is a message of a conversation, which chat=false rules out")
+    if recipe.task_options and not recipe.task.startswith("reasoning_gym:"):
+        raise RecipeError("task_options: are of a reasoning_gym generator, not of a file")
+
+
+OURS = {  # fields of a trainer's configuration that a recipe has keys of its own for
+    "output_dir": "output",
+    "seed": "seed",
+    "data_seed": "seed",
+    "resume_from_checkpoint": "resume",
+    "model_init_kwargs": "dtype",
+    "reward_weights": "reward",
+}
+
+
+def check_fields(given: dict[str, Any], kind: type, at: str) -> None:
+    """RecipeError for a key that `kind` does not have, or a value of another type."""
+    hints = typing.get_type_hints(kind)
+    known = {f.name for f in dataclasses.fields(kind) if f.init}
+    for name, value in given.items():
+        if at == "trainer" and name in OURS:
+            raise RecipeError(f"{at}.{name}: is set by the recipe's key {OURS[name]}")
+        if name not in known:
+            raise RecipeError(unknown(f"{at}.{name}", name, known - OURS.keys()))
+        wanted = _kinds(hints[name])
+        if wanted and type(value) not in wanted:
+            names = " or ".join(sorted(k.__name__.replace("NoneType", "null") for k in wanted))
+            raise RecipeError(f"{at}.{name}: got {value!r}, want {names}")
+
+
+def _kinds(hint: Any) -> set[type]:
+    """The plain types that a hint allows; empty where it allows others."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    found = set(typing.get_args(hint)) if union else {hint}
+    if not found <= {int, float, str, bool, type(None)}:
+        return set()
+    return found | {int} if float in found else found
