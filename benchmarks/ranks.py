@@ -136,13 +136,22 @@ def _share(group: Any) -> float:
     return _others(group) / (_others(group) + 1)
 
 
-SENT: dict[str, Callable[..., float]] = {
-    "all_gather_into_tensor": lambda found, own, group=None, **_: _others(group) * _size(own),
-    "all_gather_single": lambda found, own, group=None, **_: _others(group) * _size(own),
-    "all_reduce": lambda own, *_, group=None, **__: 2 * _share(group) * _size(own),
-    "reduce_scatter_tensor": lambda found, own, *_, group=None, **__: _share(group) * _size(own),
-    "all_to_all_single": lambda found, own, *_, group=None, **__: _share(group) * _size(own),
+# Where a collective takes what a rank gives, and how often this is sent, by a ring.
+SENT: dict[str, tuple[int, Callable[[Any], float]]] = {
+    "all_gather_into_tensor": (1, _others),
+    "all_gather_single": (1, _others),
+    "all_reduce": (0, lambda group: 2 * _share(group)),
+    "reduce_scatter_tensor": (1, _share),
+    "all_to_all_single": (1, _share),
 }
+
+
+def sent_bytes(name: str, args: tuple, options: dict[str, Any]) -> float:
+    """Of one call of a collective."""
+    place, times = SENT[name]
+    named = (options[key] for key in ("input", "input_tensor", "tensor") if key in options)
+    own = next(named) if len(args) <= place else args[place]
+    return times(options.get("group")) * _size(own)
 
 
 @contextmanager
@@ -154,7 +163,7 @@ def counted() -> Iterator[dict[str, float]]:
     def counting(name: str) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
             found["calls"] += 1
-            found["bytes"] += SENT[name](*args, **options)
+            found["bytes"] += sent_bytes(name, args, options)
             return plain[name](*args, **options)
 
         return run
