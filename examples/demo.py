@@ -60,7 +60,8 @@ def logits(recipe: train.Recipe, result: Result) -> str:
         lengths = [tokens // rows + (i < tokens % rows) for i in range(rows)]
         problem = Problem(
             tokens=tokens,
-            **sizes,
+            width=sizes["width"],
+            vocabulary=sizes["vocabulary"],
             scope="segment",
             lengths=lengths,
             element_size=4,

@@ -44,8 +44,9 @@ RL = [
 TIMES = ("step_time", "peak_memory_mib", "train_runtime")
 
 
-def varied(completions: list[str], **columns: Any) -> list[float]:
-    return [sum(text.encode()) % 11 / 10 for text in completions]
+def varied(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    pairs = zip(prompts, completions, strict=True)
+    return [sum((prompt + text).encode()) % 11 / 10 for prompt, text in pairs]
 
 
 def run(name: str, output: Path, *overrides: str) -> int:
@@ -105,12 +106,12 @@ def test_terms_join_the_objective(tmp_path: Path) -> None:
 CALLS: list[int] = []
 
 
-def pressing(completions: list[str], **columns: Any) -> list[float]:
-    """A reward during whose third call, which is for the second generation, Ctrl-C is pressed."""
+def pressing(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """A reward in whose fourth call Ctrl-C is pressed: two are held-out, then two generations."""
     CALLS.append(len(completions))
-    if len(CALLS) == 3:
+    if len(CALLS) == 4:
         os.kill(os.getpid(), signal.SIGINT)
-    return varied(completions)
+    return varied(prompts, completions)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ def test_interrupt(tmp_path: Path, capsys: Any) -> None:
     path.write_text("\n".join(lines))
     reward = f"reward={__name__}:pressing"
     options = [f"task={path}", "trainer.num_iterations=2", "trainer.max_steps=6", reward]
-    CALLS[:] = [0] * 3  # it was pressed before
+    CALLS[:] = [0] * 4  # it was pressed before
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     before = signal.getsignal(signal.SIGINT)
     assert run("grpo", whole, *options) == 0

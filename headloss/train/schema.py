@@ -44,12 +44,12 @@ class Recipe:
         dtype: of the weights, "float32", "bfloat16", "float16" or "auto" (as saved).
         lora: fields of PEFT's `LoraConfig`; None trains all weights.
         task: "reasoning_gym:NAME", or a JSONL file with a "prompt" and an "answer" on each line.
-        task_options: of the reasoning_gym generator; an override of the task drops those of a file.
+        task_options: of the reasoning_gym generator; an override of the task drops them.
         reward: "module:function", with the arguments of TRL's reward functions; None is the
             generator's own scorer, or 1 where a completion is the line's answer; "solved" gives
             that scorer's partial credit no reward.
         prompt: the text of a prompt, of {question}, and of other fields of a line or of the
-            generator's metadata.
+            generator's metadata; an override of the task drops it.
         system: a system message, of conversations.
         chat: whether prompts are conversations; None is where the tokenizer has a template.
         answer_tag: the answer stands between <tag> and </tag>; None takes the whole completion.
@@ -101,8 +101,9 @@ def read(name: str, overrides: Iterable[str]) -> Recipe:
     try:
         given: Any = OmegaConf.load(_path(name))
         changes = OmegaConf.from_dotlist(list(overrides))
-        if "task" in changes:  # the options were another task's
-            given.pop("task_options", None)
+        if "task" in changes:  # these were another task's
+            for key in ("task_options", "prompt"):
+                given.pop(key, None)
         found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), given, changes))
     except OmegaConfBaseException as error:
         raise RecipeError(_one_line(error)) from None
