@@ -2,7 +2,7 @@
 
     python benchmarks/given.py                 # on one GPU, about five minutes
     python benchmarks/given.py --quick         # small, in Triton's interpreter
-    python benchmarks/given.py --calls         # whole calls alone
+    python benchmarks/given.py --calls         # whole calls alone, or --kernels
 
 For each vocabulary: the bandwidth of a copy; the kernel in every shape of a launch, best first,
 with the share of the copy's bandwidth (bytes of one read and one write over its time); the
@@ -33,12 +33,19 @@ from headloss.stats import Coefficients, finish
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEEDS = frozenset({"logp"})
-SWEEP = [
-    Shape(warps, stages, kept, resident << 20)
-    for warps, stages, kept, resident in itertools.product(
-        (4, 8, 16, 32), (1, 2, 3), (True, False), (18, 26, 36, 48, 72, 144)
-    )
-]
+
+
+def sweep_of(v: int) -> list[Shape]:
+    """Launch shapes that might serve rows of v columns."""
+    found = []
+    for warps, parts, held, turns in itertools.product(
+        (4, 8, 16), (2, 4, 8), (4096, 8192, 16384, 32768), (8,)
+    ):
+        size, lanes = triton_given.triton.cdiv(v, parts), 32 * warps
+        if held >= 2 * size or held < size / 4 or not 16 <= held / lanes <= 64:
+            continue
+        found.append(Shape(warps=warps, parts=parts, held=held, turns=turns))
+    return found + [Shape(warps=8), Shape(warps=16), Shape(warps=32, resident=48 << 20)]
 
 
 class Problem:
@@ -121,6 +128,7 @@ def errors(p: Problem, gradient: torch.Tensor, logps: torch.Tensor, scale: float
 
 
 def kernels(p: Problem, copy_ms: float, repeats: int, sweep: list[Shape]) -> None:
+    """Every shape of a launch, best first."""
     p.restore()
     partials = one_launch(p)
     logps = finish(partials, p.v, NEEDS)[0].logp
@@ -142,14 +150,9 @@ def kernels(p: Problem, copy_ms: float, repeats: int, sweep: list[Shape]) -> Non
             continue
         found.append((ms, shape))
     found.sort(key=lambda pair: pair[0])
-    best = found[:8]
-    for name in Shape._fields:  # and the best of each value
-        for value in sorted({getattr(shape, name) for _, shape in found}):
-            top = next(pair for pair in found if getattr(pair[1], name) == value)
-            best += [top] if top not in best else []
-    for ms, (warps, stages, kept, resident) in best:
-        name = f"warps {warps:2} stages {stages} kept {kept!s:5} resident {resident >> 20} MiB"
-        line(name, ms, copy_ms, p)
+    for ms, shape in found:
+        name = " ".join(f"{k} {v}" for k, v in shape._asdict().items() if k != "resident")
+        line(f"{name} {shape.resident >> 20} MiB", ms, copy_ms, p)
 
 
 # ---------------------------------------------------------------------- whole calls
@@ -216,13 +219,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Given logits against a copy of them.")
     parser.add_argument("--quick", action="store_true", help="small, on a CPU")
     parser.add_argument("--calls", action="store_true", help="whole calls alone")
+    parser.add_argument("--kernels", action="store_true", help="kernels alone")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--sizes", type=int, nargs="+", default=[32768, 128256, 151936, 262144])
     arguments = parser.parse_args()
     sizes = [(16384 if v > 40000 else 65536, v) for v in arguments.sizes]
-    sweep, repeats = SWEEP, arguments.repeats
+    repeats = arguments.repeats
     if arguments.quick:
-        sizes, sweep, repeats = [(6, 1000), (5, 4128)], [Shape(1, 1, True, 1 << 20)], 1
+        sizes, repeats = [(6, 1000), (5, 4128)], 1
     if DEVICE == "cuda":
         print(torch.cuda.get_device_name(), torch.__version__, triton_given.triton.__version__)
     for n, v in sizes:
@@ -231,8 +235,10 @@ def main() -> None:
         print(f"N={n} V={v}")
         line("copy", copy_ms, copy_ms, p)
         if not arguments.calls:
+            sweep = [Shape(warps=1, parts=2, held=256)] if arguments.quick else sweep_of(v)
             kernels(p, copy_ms, repeats, sweep)
-        calls(p, copy_ms, repeats)
+        if not arguments.kernels:
+            calls(p, copy_ms, repeats)
         del p
 
 

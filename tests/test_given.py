@@ -32,7 +32,8 @@ from headloss.slopes import known
 from headloss.stats import Coefficients, Normalizer, Statistics, finish
 from headloss.testing import plain
 
-SMALL = Shape(warps=1, stages=1, kept=True, resident=1 << 20)
+SMALL = Shape(warps=1)
+SPLIT = [SMALL, Shape(warps=1, held=64), Shape(warps=1, parts=4), Shape(warps=1, parts=2, held=64)]
 
 
 def rows_of(tensor: torch.Tensor, order: torch.Tensor | None = None) -> Rows:
@@ -52,10 +53,12 @@ def exactly(raw, targets, first, transform) -> tuple[Statistics, Normalizer]:
 SHAPES = [(5, 97, torch.float32), (3, 1000, torch.bfloat16), (4, 1040, torch.float16)]
 
 
+@pytest.mark.parametrize("shape", SPLIT, ids=str)
 @pytest.mark.parametrize("name", transforms(1))
 @pytest.mark.parametrize(("n", "v", "dtype"), SHAPES)
-def test_both_walks_in_one_launch(n, v, dtype, name):
-    """In place: statistics, and a gradient whose entropy part the kernel completes."""
+def test_both_walks_in_one_launch(n, v, dtype, name, shape):
+    """In place: statistics, and a gradient whose entropy part the kernel completes; rows whole or
+    in parts, with columns that stay in registers or without."""
     raw, targets, transform = tile(n, v, dtype), targets_of(n, v), transforms(n)[name]
     raw[1, 3] = -math.inf
     stats, normalizer = exactly(raw, targets, 0, transform)
@@ -68,7 +71,7 @@ def test_both_walks_in_one_launch(n, v, dtype, name):
     )
     oracle = oracle_gradient(raw, targets, 0, transform, normalizer, whole)
     rows, before = rows_of(raw), raw.clone()
-    found = given_rows(rows, rows, None, targets, 0, transform, NEEDS, c, shape=SMALL)
+    found = given_rows(rows, rows, None, targets, 0, transform, NEEDS, c, shape=shape)
     assert_statistics(found, before, targets, 0, transform)
     assert error(raw, oracle) <= EPS[dtype] + 3e-6
 

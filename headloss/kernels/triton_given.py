@@ -5,8 +5,10 @@ t begins `offsets[t]` elements behind the first logit, so that padded, shifted a
 need no copy; rows that are not named are never read.
 
 A program walks along a row once for its statistics and, where the coefficients are there, a second
-time for its gradient. In one launch the second walk starts with the columns that were read last:
-together the rows at work fit into the L2 cache, and DRAM sees one read and one write.
+time for its gradient. In one launch DRAM sees one read and one write: the first `held` columns stay
+in registers between the walks, and the second walk starts with the columns that were read last, so
+that the rest of the rows at work comes from the L2 cache. A wide row is cut into parts, one for
+each block of a cluster; they meet once, between the walks, and exchange their partial statistics.
 """
 
 from __future__ import annotations
@@ -21,34 +23,40 @@ from torch import Tensor
 
 from ..stats import Coefficients, Normalizer, Partials
 from .transform import Transform
-from .triton_partials import multipliers, on_device, row_multiplier
+from .triton_cluster import letter, of_part, open_mail, post
+from .triton_partials import INTERPRETED, merged, multipliers, on_device, row_multiplier
 from .triton_walk import (
     closed_slope,
     coefficient,
+    lane_partials,
     log1p,
     logit_gradient,
     logits_of,
-    row_partials,
+    LOWEST,
+    tile_partials,
     write_gradient,
 )
 
 
 class Shape(NamedTuple):
-    """How a launch is cut: the numbers to tune on a device (benchmarks/given_rows.py)."""
+    """How a launch is cut: the numbers to tune on a device (benchmarks/given.py)."""
 
-    warps: int  # of a program
-    stages: int  # loads in flight of the first walk, in steps; 1: as the hardware sees fit
-    kept: bool  # ask the L2 to keep what the second walk reads
-    resident: int  # bytes of rows at work at once in one launch of both walks
+    warps: int  # of a block
+    resident: int = 36 << 20  # bytes of rows at work at once, of whole rows
+    parts: int = 1  # blocks of a cluster, which share a row
+    held: int = 0  # columns of each part that stay in registers
+    turns: int = 8  # rows of a cluster, one after another
 
 
 # By columns: the first row that is wide enough.
 SHAPES = {
-    98304: Shape(warps=16, stages=1, kept=True, resident=36 << 20),
-    16384: Shape(warps=8, stages=1, kept=True, resident=36 << 20),
-    0: Shape(warps=4, stages=1, kept=True, resident=36 << 20),
+    98304: Shape(warps=16, parts=8, held=16384),
+    16384: Shape(warps=8),
+    0: Shape(warps=4),
 }
+APART = Shape(warps=16)  # of one walk alone
 VECTOR = 16  # bytes that a thread loads at once
+ALIGNMENT = 64  # columns that parts begin at multiples of
 PROGRAMS = 8  # of a multiprocessor, at most, where programs walk along several rows
 
 
@@ -81,8 +89,11 @@ def given_kernel(
     c_entropy,
     c_uniform,
     slopes,  # [SLOPES, 5, T]
+    size,  # columns of a part
+    PARTS: tl.constexpr,
+    HELD: tl.constexpr,
+    WALKED: tl.constexpr,  # columns beyond those held
     WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
     KEPT: tl.constexpr,
     ALIGNED: tl.constexpr,
     LIVE: tl.constexpr,
@@ -99,44 +110,63 @@ def given_kernel(
     UNIFORM: tl.constexpr,
     SLOPES: tl.constexpr,
 ):
+    part = tl.arange(0, PARTS)
+    mail = open_mail() if PARTS > 1 else 0
+    turn = 0
+    begin = (part * size)[:, None]
+    own = tl.arange(0, HELD)[None, :] if HELD else None
     for row in range(tl.program_id(0), count, tl.num_programs(0)):
         x = raw + tl.multiple_of(tl.load(offsets + row), ALIGNED)
-        times = row_multiplier(outer, temperature, row, ROW_TEMPERATURE)
+        z_of = inner, row_multiplier(outer, temperature, row, ROW_TEMPERATURE)
         length = v
         if LIVE:
             length = tl.where(tl.load(live + row), v, 0)
+        if HELD:
+            at = begin + own
+            inside = (own < size) & (at < length)
+            held = tl.load(x + at, mask=inside, other=float("-inf"), eviction_policy="evict_first")
         column = tl.load(targets + row) - first
         mine = (column >= 0) & (column < length)
         target = tl.load(x + column, mask=mine, other=float("-inf"))
 
         if STATISTICS:
-            peak, rest, spread, total = row_partials(
-                x, length, inner, times, WIDTH, STAGES, KEPT, SOFTCAP, SCALED, SPREAD, MEAN
-            )
-            target_logit = logits_of(target, mine, inner, times, SOFTCAP, SCALED)
+            if HELD:
+                z = logits_of(held, inside, z_of[0], z_of[1], SOFTCAP, SCALED)
+                partials = tile_partials(z, inside, SPREAD, MEAN)
+            if WALKED:
+                walked = lane_partials(
+                    x, begin, size, length, z_of, HELD, WIDTH, KEPT, SOFTCAP, SCALED, SPREAD, MEAN
+                )
+                partials = joined(partials, walked) if HELD else walked
+            if PARTS > 1:
+                partials = met(partials, mail, turn, PARTS)
+                turn += 1
+            peak, rest, spread, total = partials
+            target_logit = logits_of(target, mine, z_of[0], z_of[1], SOFTCAP, SCALED)
             if LIVE:  # numbers that no objective stumbles over
                 peak = tl.where(length > 0, peak, 0.0)
                 rest = tl.where(length > 0, rest, 0.0)
                 target_logit = tl.where(length > 0, target_logit, 0.0)
-            tl.store(peaks + row, peak)
-            tl.store(rests + row, rest)
+            to = row + part * 0
+            tl.store(peaks + to, peak, mask=part == 0)
+            tl.store(rests + to, rest, mask=part == 0)
             tl.store(target_logits + row, target_logit)
             if SPREAD:
-                tl.store(spreads + row, spread)
+                tl.store(spreads + to, spread, mask=part == 0)
             if MEAN:
-                tl.store(totals + row, total)
+                tl.store(totals + to, total, mask=part == 0)
             log_sum = log1p(rest)
         else:
-            peak = tl.load(peaks + row)
-            log_sum = tl.load(log_sums + row)
+            peak = tl.load(peaks + row + part * 0)
+            log_sum = tl.load(log_sums + row + part * 0)
 
         if GRADIENT:
             tl.debug_barrier()  # in place: every thread has read before any of them writes
-            at_prob = coefficient(c_prob, row, PROB)
+            at_prob = coefficient(c_prob, row, PROB) + tl.zeros_like(peak)
             at_entropy = coefficient(c_entropy, row, ENTROPY)
             if STATISTICS and ENTROPY:
                 at_prob += at_entropy * (log_sum - spread / (1 + rest))
-            at_target = coefficient(c_target, row, TARGET)
+            at_target = coefficient(c_target, row, TARGET) + tl.zeros_like(peak)
             if SLOPES > 0:
                 logp = (target_logit - peak) - log_sum
                 slope = closed_slope(slopes, row, count, logp, SLOPES)
@@ -147,17 +177,52 @@ def given_kernel(
             at_entropy *= factor
             at_uniform = coefficient(c_uniform, row, UNIFORM) * factor
             y = out + tl.multiple_of(tl.load(out_offsets + row), ALIGNED)
-            z_of, normalizer, c = (inner, times), (peak, log_sum), (at_prob, at_entropy, at_uniform)
-            write_gradient(
-                x, y, v, length, z_of, normalizer, c, WIDTH, KEPT, SOFTCAP, SCALED, ENTROPY, UNIFORM
-            )
+            normalizer = peak[:, None], log_sum[:, None]
+            c = at_prob[:, None], at_entropy, at_uniform
+            if WALKED:
+                write_gradient(
+                    x, y, begin, size, v, length, z_of, normalizer, c,
+                    HELD, WIDTH, KEPT, SOFTCAP, SCALED, ENTROPY, UNIFORM,
+                )  # fmt: skip
+            if HELD:
+                g, _ = logit_gradient(
+                    held, inside, z_of, normalizer, c, SOFTCAP, SCALED, ENTROPY, UNIFORM
+                )
+                there = (own < size) & (at < v)
+                g = g.to(y.dtype.element_ty)
+                tl.store(y + at, g, mask=there, eviction_policy="evict_first")
             if TARGET or SLOPES > 0:
+                c = at_prob, at_entropy, at_uniform
                 g, bend = logit_gradient(
-                    target, mine, z_of, normalizer, c, SOFTCAP, SCALED, ENTROPY, UNIFORM
+                    target, mine, z_of, (peak, log_sum), c, SOFTCAP, SCALED, ENTROPY, UNIFORM
                 )
                 g += at_target * factor * bend
                 tl.debug_barrier()  # another thread wrote this element without its own term
-                tl.store(y + column, g.to(y.dtype.element_ty), mask=mine)
+                whose = tl.where(mine, column // size, -1)
+                tl.store(y + column + part * 0, g.to(y.dtype.element_ty), mask=part == whose)
+
+
+@triton.jit
+def joined(a, b):
+    """Partial statistics of two pieces."""
+    peak, rest, spread = merged(a[0], a[1], a[2], b[0], b[1], b[2])
+    return peak, rest, spread, a[3] + b[3]
+
+
+@triton.jit
+def met(partials, mail, turn, PARTS: tl.constexpr):
+    """Partial statistics of the row, on each of its parts, joined in the same order."""
+    peak, rest, spread, total = partials
+    own = tl.maximum(peak, LOWEST), rest, spread, total  # that no difference of peaks is NaN
+    if INTERPRETED:
+        found = of_part(own, 0, PARTS)
+    else:
+        box = post(mail, turn, own)
+        found = letter(box, 0)
+    for i in tl.static_range(1, PARTS):
+        found = joined(found, of_part(own, i, PARTS) if INTERPRETED else letter(box, i))
+    peak, rest, spread, total = found
+    return tl.where(peak == LOWEST, float("-inf"), peak), rest, spread, total
 
 
 class Rows(NamedTuple):
@@ -193,7 +258,10 @@ def given_rows(
     inner, outer, temperature = multipliers(transform, peak)
     by_row = isinstance(transform.temperature, Tensor)
     both = partials is not None and out is not None
-    shape = shape or next(s for width, s in SHAPES.items() if v >= width)
+    if shape is None:
+        shape = next(s for width, s in SHAPES.items() if v >= width) if both else APART
+    parts, held = (shape.parts, shape.held) if both else (1, 0)
+    size = triton.cdiv(triton.cdiv(v, parts), ALIGNMENT) * ALIGNMENT
     c = coefficients or Coefficients()
     with on_device(x):
         given_kernel[(_programs(x, count, shape) if both else count,)](
@@ -215,9 +283,12 @@ def given_rows(
             peak if normalizer is None else normalizer.log_sum,
             *(peak if t is None else t for t in (c.target, c.prob, c.entropy, c.uniform)),
             peak if slopes is None else slopes,
-            WIDTH=lane_count(v, x.element_size(), shape.warps),
-            STAGES=shape.stages,
-            KEPT=both and shape.kept,
+            size,
+            PARTS=parts,
+            HELD=held,
+            WALKED=size > held,
+            WIDTH=lane_count(size - held, x.element_size(), shape.warps),
+            KEPT=both,
             ALIGNED=16 if logits.aligned and (out is None or out.aligned) else 1,
             LIVE=live is not None,
             SOFTCAP=transform.softcap is not None,
@@ -233,6 +304,7 @@ def given_rows(
             UNIFORM=c.uniform is not None,
             SLOPES=0 if slopes is None else len(slopes),
             num_warps=shape.warps,
+            num_ctas=parts,
         )
     return partials
 
@@ -253,12 +325,14 @@ def _partial_vectors(partials: Partials | None, unused: Tensor) -> list[Tensor]:
 
 def lane_count(v: int, element_size: int, warps: int) -> int:
     """Lanes of a program: one load of VECTOR bytes per thread, less where a row is short."""
-    return min(32 * warps * VECTOR // element_size, max(16, triton.next_power_of_2(v) // 4))
+    return min(32 * warps * VECTOR // element_size, max(16, triton.next_power_of_2(max(v, 1)) // 4))
 
 
 def _programs(x: Tensor, count: int, shape: Shape) -> int:
     """As many programs as have their rows in the L2 together, alike on all processors if they are
-    that many."""
+    that many. Of clusters not all fit on a device at once: each has a few rows."""
+    if shape.parts > 1:
+        return triton.cdiv(count, shape.turns)
     processors = _processors(x.device)
     found = max(1, shape.resident // (x.shape[-1] * x.element_size()))
     if found > processors:
