@@ -219,11 +219,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Given logits against a copy of them.")
     parser.add_argument("--quick", action="store_true", help="small, on a CPU")
     parser.add_argument("--calls", action="store_true", help="whole calls alone")
+    parser.add_argument("--logits", type=int, default=1 << 33, help="how many, in all")
     parser.add_argument("--kernels", action="store_true", help="kernels alone")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--sizes", type=int, nargs="+", default=[32768, 128256, 151936, 262144])
     arguments = parser.parse_args()
-    sizes = [(16384 if v > 40000 else 65536, v) for v in arguments.sizes]
+    sizes = [(arguments.logits // v // 512 * 512 or 64, v) for v in arguments.sizes]
     repeats = arguments.repeats
     if arguments.quick:
         sizes, repeats = [(6, 1000), (5, 4128)], 1

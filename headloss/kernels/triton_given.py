@@ -26,13 +26,13 @@ from .transform import Transform
 from .triton_cluster import letter, of_part, open_mail, post
 from .triton_partials import INTERPRETED, merged, multipliers, on_device, row_multiplier
 from .triton_walk import (
+    LOWEST,
     closed_slope,
     coefficient,
     lane_partials,
     log1p,
     logit_gradient,
     logits_of,
-    LOWEST,
     tile_partials,
     write_gradient,
 )
