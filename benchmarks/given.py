@@ -37,15 +37,16 @@ NEEDS = frozenset({"logp"})
 
 def sweep_of(v: int) -> list[Shape]:
     """Launch shapes that might serve rows of v columns."""
+    if v < 65536:
+        return [Shape(warps=8, parts=p, turns=t, held=h) for p in (1, 2) for t in (0, 16) for h in (0, 2048, 4096)]
     found = []
-    for warps, parts, held, turns in itertools.product(
-        (4, 8, 16), (2, 4, 8), (4096, 8192, 16384, 32768), (8,)
-    ):
-        size, lanes = triton_given.triton.cdiv(v, parts), 32 * warps
-        if held >= 2 * size or held < size / 4 or not 16 <= held / lanes <= 64:
-            continue
+    for warps, parts, held, turns in itertools.product((8, 16), (2, 4, 8), (0, 4096), (0, 16)):
         found.append(Shape(warps=warps, parts=parts, held=held, turns=turns))
-    return found + [Shape(warps=8), Shape(warps=16), Shape(warps=32, resident=48 << 20)]
+    for parts, turns, resident in itertools.product((4, 8), (0,), (18, 26, 48)):
+        found.append(Shape(warps=8, parts=parts, turns=turns, resident=resident << 20))
+    found += [Shape(warps=8, parts=8, held=2048, turns=t) for t in (0, 4)]
+    found += [Shape(warps=4, parts=8, held=0, turns=t) for t in (0, 4)]
+    return [*found, Shape(warps=32, resident=48 << 20)]
 
 
 class Problem:

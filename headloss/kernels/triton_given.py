@@ -45,7 +45,7 @@ class Shape(NamedTuple):
     resident: int = 36 << 20  # bytes of rows at work at once, of whole rows
     parts: int = 1  # blocks of a cluster, which share a row
     held: int = 0  # columns of each part that stay in registers
-    turns: int = 8  # rows of a cluster, one after another
+    turns: int = 0  # rows of a cluster, one after another
 
 
 # By columns: the first row that is wide enough.
@@ -331,12 +331,13 @@ def lane_count(v: int, element_size: int, warps: int) -> int:
 def _programs(x: Tensor, count: int, shape: Shape) -> int:
     """As many programs as have their rows in the L2 together, alike on all processors if they are
     that many. Of clusters not all fit on a device at once: each has a few rows."""
-    if shape.parts > 1:
+    if shape.turns:
         return triton.cdiv(count, shape.turns)
     processors = _processors(x.device)
-    found = max(1, shape.resident // (x.shape[-1] * x.element_size()))
+    found = max(1, shape.resident * shape.parts // (x.shape[-1] * x.element_size()))
     if found > processors:
         found = processors * min(PROGRAMS, found // processors)
+    found = max(1, found // shape.parts)
     return min(count, found)
 
 
