@@ -37,16 +37,14 @@ NEEDS = frozenset({"logp"})
 
 def sweep_of(v: int) -> list[Shape]:
     """Launch shapes that might serve rows of v columns."""
-    if v < 65536:
-        return [Shape(warps=8, parts=p, turns=t, held=h) for p in (1, 2) for t in (0, 16) for h in (0, 2048, 4096)]
     found = []
-    for warps, parts, held, turns in itertools.product((8, 16), (2, 4, 8), (0, 4096), (0, 16)):
-        found.append(Shape(warps=warps, parts=parts, held=held, turns=turns))
-    for parts, turns, resident in itertools.product((4, 8), (0,), (18, 26, 48)):
-        found.append(Shape(warps=8, parts=parts, turns=turns, resident=resident << 20))
-    found += [Shape(warps=8, parts=8, held=2048, turns=t) for t in (0, 4)]
-    found += [Shape(warps=4, parts=8, held=0, turns=t) for t in (0, 4)]
-    return [*found, Shape(warps=32, resident=48 << 20)]
+    for warps, parts, turns, registers in itertools.product(
+        (4, 8, 16), (1, 2, 4, 8), (4, 16), (None, 40, 48)
+    ):
+        lanes = triton_given.triton.cdiv(v, parts) / warps
+        if 2000 <= lanes <= 8200:
+            found.append(Shape(warps, parts, turns, registers))
+    return found
 
 
 class Problem:
@@ -152,8 +150,7 @@ def kernels(p: Problem, copy_ms: float, repeats: int, sweep: list[Shape]) -> Non
         found.append((ms, shape))
     found.sort(key=lambda pair: pair[0])
     for ms, shape in found:
-        name = " ".join(f"{k} {v}" for k, v in shape._asdict().items() if k != "resident")
-        line(f"{name} {shape.resident >> 20} MiB", ms, copy_ms, p)
+        line(" ".join(f"{k} {v}" for k, v in shape._asdict().items()), ms, copy_ms, p)
 
 
 # ---------------------------------------------------------------------- whole calls
@@ -237,7 +234,7 @@ def main() -> None:
         print(f"N={n} V={v}")
         line("copy", copy_ms, copy_ms, p)
         if not arguments.calls:
-            sweep = [Shape(warps=1, parts=2, held=256)] if arguments.quick else sweep_of(v)
+            sweep = [Shape(warps=1, parts=2)] if arguments.quick else sweep_of(v)
             kernels(p, copy_ms, repeats, sweep)
         if not arguments.kernels:
             calls(p, copy_ms, repeats)

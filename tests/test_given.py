@@ -33,7 +33,7 @@ from headloss.stats import Coefficients, Normalizer, Statistics, finish
 from headloss.testing import plain
 
 SMALL = Shape(warps=1)
-SPLIT = [SMALL, Shape(warps=1, held=64), Shape(warps=1, parts=4), Shape(warps=1, parts=2, held=64)]
+SPLIT = [SMALL, Shape(warps=1, parts=4, turns=2)]
 
 
 def rows_of(tensor: torch.Tensor, order: torch.Tensor | None = None) -> Rows:
@@ -58,7 +58,7 @@ SHAPES = [(5, 97, torch.float32), (3, 1000, torch.bfloat16), (4, 1040, torch.flo
 @pytest.mark.parametrize(("n", "v", "dtype"), SHAPES)
 def test_both_walks_in_one_launch(n, v, dtype, name, shape):
     """In place: statistics, and a gradient whose entropy part the kernel completes; rows whole or
-    in parts, with columns that stay in registers or without."""
+    in parts."""
     raw, targets, transform = tile(n, v, dtype), targets_of(n, v), transforms(n)[name]
     raw[1, 3] = -math.inf
     stats, normalizer = exactly(raw, targets, 0, transform)

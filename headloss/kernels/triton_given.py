@@ -5,10 +5,10 @@ t begins `offsets[t]` elements behind the first logit, so that padded, shifted a
 need no copy; rows that are not named are never read.
 
 A program walks along a row once for its statistics and, where the coefficients are there, a second
-time for its gradient. In one launch DRAM sees one read and one write: the first `held` columns stay
-in registers between the walks, and the second walk starts with the columns that were read last, so
-that the rest of the rows at work comes from the L2 cache. A wide row is cut into parts, one for
-each block of a cluster; they meet once, between the walks, and exchange their partial statistics.
+time for its gradient. In one launch the second walk starts with the columns that were read last:
+together the rows at work fit into the L2 cache, and DRAM sees one read and one write. A wide row is
+cut into parts, one for each block of a cluster, so that a multiprocessor works on several rows and
+one's memory traffic covers another's waits; the blocks meet once, between the walks.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from .triton_walk import (
     LOWEST,
     closed_slope,
     coefficient,
-    lane_partials,
+    part_partials,
     log1p,
     logit_gradient,
     logits_of,
-    tile_partials,
     write_gradient,
 )
 
@@ -42,22 +41,23 @@ class Shape(NamedTuple):
     """How a launch is cut: the numbers to tune on a device (benchmarks/given.py)."""
 
     warps: int  # of a block
-    resident: int = 36 << 20  # bytes of rows at work at once, of whole rows
     parts: int = 1  # blocks of a cluster, which share a row
-    held: int = 0  # columns of each part that stay in registers
-    turns: int = 0  # rows of a cluster, one after another
+    turns: int = 16  # rows of a cluster, one after another
+    registers: int | None = None  # of a thread, at most
 
 
 # By columns: the first row that is wide enough.
 SHAPES = {
-    98304: Shape(warps=16, parts=8, held=16384),
+    196608: Shape(warps=8, parts=8),
+    98304: Shape(warps=8, parts=4),
+    49152: Shape(warps=8, parts=2),
     16384: Shape(warps=8),
     0: Shape(warps=4),
 }
-APART = Shape(warps=16)  # of one walk alone
+APART = Shape(warps=16, turns=1)  # of one walk alone
 VECTOR = 16  # bytes that a thread loads at once
 ALIGNMENT = 64  # columns that parts begin at multiples of
-PROGRAMS = 8  # of a multiprocessor, at most, where programs walk along several rows
+PROGRAMS = 8  # of a multiprocessor, where rows are scaled
 
 
 # ---------------------------------------------------------------------- the kernel
@@ -91,8 +91,6 @@ def given_kernel(
     slopes,  # [SLOPES, 5, T]
     size,  # columns of a part
     PARTS: tl.constexpr,
-    HELD: tl.constexpr,
-    WALKED: tl.constexpr,  # columns beyond those held
     WIDTH: tl.constexpr,
     KEPT: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -114,30 +112,20 @@ def given_kernel(
     mail = open_mail() if PARTS > 1 else 0
     turn = 0
     begin = (part * size)[:, None]
-    own = tl.arange(0, HELD)[None, :] if HELD else None
     for row in range(tl.program_id(0), count, tl.num_programs(0)):
         x = raw + tl.multiple_of(tl.load(offsets + row), ALIGNED)
         z_of = inner, row_multiplier(outer, temperature, row, ROW_TEMPERATURE)
         length = v
         if LIVE:
             length = tl.where(tl.load(live + row), v, 0)
-        if HELD:
-            at = begin + own
-            inside = (own < size) & (at < length)
-            held = tl.load(x + at, mask=inside, other=float("-inf"), eviction_policy="evict_first")
         column = tl.load(targets + row) - first
         mine = (column >= 0) & (column < length)
         target = tl.load(x + column, mask=mine, other=float("-inf"))
 
         if STATISTICS:
-            if HELD:
-                z = logits_of(held, inside, z_of[0], z_of[1], SOFTCAP, SCALED)
-                partials = tile_partials(z, inside, SPREAD, MEAN)
-            if WALKED:
-                walked = lane_partials(
-                    x, begin, size, length, z_of, HELD, WIDTH, KEPT, SOFTCAP, SCALED, SPREAD, MEAN
-                )
-                partials = joined(partials, walked) if HELD else walked
+            partials = part_partials(
+                x, begin, size, length, z_of, WIDTH, KEPT, SOFTCAP, SCALED, SPREAD, MEAN
+            )
             if PARTS > 1:
                 partials = met(partials, mail, turn, PARTS)
                 turn += 1
@@ -179,18 +167,10 @@ def given_kernel(
             y = out + tl.multiple_of(tl.load(out_offsets + row), ALIGNED)
             normalizer = peak[:, None], log_sum[:, None]
             c = at_prob[:, None], at_entropy, at_uniform
-            if WALKED:
-                write_gradient(
-                    x, y, begin, size, v, length, z_of, normalizer, c,
-                    HELD, WIDTH, KEPT, SOFTCAP, SCALED, ENTROPY, UNIFORM,
-                )  # fmt: skip
-            if HELD:
-                g, _ = logit_gradient(
-                    held, inside, z_of, normalizer, c, SOFTCAP, SCALED, ENTROPY, UNIFORM
-                )
-                there = (own < size) & (at < v)
-                g = g.to(y.dtype.element_ty)
-                tl.store(y + at, g, mask=there, eviction_policy="evict_first")
+            write_gradient(
+                x, y, begin, size, v, length, z_of, normalizer, c,
+                WIDTH, KEPT, SOFTCAP, SCALED, ENTROPY, UNIFORM,
+            )  # fmt: skip
             if TARGET or SLOPES > 0:
                 c = at_prob, at_entropy, at_uniform
                 g, bend = logit_gradient(
@@ -260,11 +240,11 @@ def given_rows(
     both = partials is not None and out is not None
     if shape is None:
         shape = next(s for width, s in SHAPES.items() if v >= width) if both else APART
-    parts, held = (shape.parts, shape.held) if both else (1, 0)
+    parts = shape.parts if both else 1
     size = triton.cdiv(triton.cdiv(v, parts), ALIGNMENT) * ALIGNMENT
     c = coefficients or Coefficients()
     with on_device(x):
-        given_kernel[(_programs(x, count, shape) if both else count,)](
+        given_kernel[(triton.cdiv(count, shape.turns),)](
             x,
             x if out is None else out.tensor,
             logits.offsets,
@@ -285,9 +265,7 @@ def given_rows(
             peak if slopes is None else slopes,
             size,
             PARTS=parts,
-            HELD=held,
-            WALKED=size > held,
-            WIDTH=lane_count(size - held, x.element_size(), shape.warps),
+            WIDTH=lane_count(size, x.element_size(), shape.warps),
             KEPT=both,
             ALIGNED=16 if logits.aligned and (out is None or out.aligned) else 1,
             LIVE=live is not None,
@@ -305,6 +283,7 @@ def given_rows(
             SLOPES=0 if slopes is None else len(slopes),
             num_warps=shape.warps,
             num_ctas=parts,
+            maxnreg=shape.registers,
         )
     return partials
 
@@ -325,20 +304,7 @@ def _partial_vectors(partials: Partials | None, unused: Tensor) -> list[Tensor]:
 
 def lane_count(v: int, element_size: int, warps: int) -> int:
     """Lanes of a program: one load of VECTOR bytes per thread, less where a row is short."""
-    return min(32 * warps * VECTOR // element_size, max(16, triton.next_power_of_2(max(v, 1)) // 4))
-
-
-def _programs(x: Tensor, count: int, shape: Shape) -> int:
-    """As many programs as have their rows in the L2 together, alike on all processors if they are
-    that many. Of clusters not all fit on a device at once: each has a few rows."""
-    if shape.turns:
-        return triton.cdiv(count, shape.turns)
-    processors = _processors(x.device)
-    found = max(1, shape.resident * shape.parts // (x.shape[-1] * x.element_size()))
-    if found > processors:
-        found = processors * min(PROGRAMS, found // processors)
-    found = max(1, found // shape.parts)
-    return min(count, found)
+    return min(32 * warps * VECTOR // element_size, max(16, triton.next_power_of_2(v) // 4))
 
 
 @functools.cache

@@ -63,13 +63,12 @@ def join_lanes(peak, rest, spread, ENTROPY: tl.constexpr):
 
 
 @triton.jit
-def lane_partials(
+def part_partials(
     x,
     begin,  # [P, 1] first column of each part
     size,  # of a part
     length,  # of the row
     z_of,  # (inner, outer), see `logits_of`
-    FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
     KEPT: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -77,7 +76,7 @@ def lane_partials(
     ENTROPY: tl.constexpr,
     MEAN: tl.constexpr,
 ):
-    """Partial statistics [P] of each part's columns from FIRST on. Each of WIDTH lanes has its own
+    """Partial statistics [P] of each part's columns. Each of WIDTH lanes has its own
     until the end, so that nothing is exchanged along the way.
 
     A lane keeps its largest logit apart: of two values the larger goes on, the smaller is summed.
@@ -88,7 +87,7 @@ def lane_partials(
     peak, rest, spread, total = nothing + LOWEST, nothing, nothing, nothing
     hint: tl.constexpr = "evict_last" if KEPT else ""
     none = float("-inf")
-    for start in tl.range(FIRST, size, 4 * WIDTH, num_stages=1):
+    for start in tl.range(0, size, 4 * WIDTH, num_stages=1):
         a_at, b_at = start + lanes, start + WIDTH + lanes
         c_at, d_at = start + 2 * WIDTH + lanes, start + 3 * WIDTH + lanes
         in_a = (a_at < size) & (begin + a_at < length)
@@ -121,28 +120,6 @@ def lane_partials(
         peak = new
     part_peak, part_rest, part_spread = join_lanes(peak, rest, spread, ENTROPY)
     return part_peak, part_rest, part_spread, tl.sum(total, 1)
-
-
-@triton.jit
-def tile_partials(z, inside, ENTROPY: tl.constexpr, MEAN: tl.constexpr):
-    """Partial statistics [P] of a tile [P, n] that is there as a whole."""
-    peak = tl.max(z, 1)
-    top = z == peak[:, None]
-    shift = z - tl.maximum(peak, LOWEST)[:, None]
-    if ENTROPY:
-        shift = tl.maximum(shift, FLOOR, propagate_nan=tl.PropagateNan.ALL)
-    e = tl.exp2(shift * LOG2E)
-    rest = tl.sum(tl.where(top, 0.0, e), 1)
-    tops = tl.floor(tl.sum(e, 1) - rest + 0.5)  # each is 1 exactly; all but one count
-    rest += tops - 1
-    rest = tl.where(peak == float("-inf"), -1.0, rest)
-    spread = tl.zeros_like(peak)
-    total = tl.zeros_like(peak)
-    if ENTROPY:
-        spread = tl.sum(e * shift, 1)
-    if MEAN:
-        total = tl.sum(tl.where(inside, z, 0.0), 1)
-    return peak, rest, spread, total
 
 
 @triton.jit
@@ -188,7 +165,6 @@ def write_gradient(
     z_of,
     normalizer,  # [P, 1] each
     c,
-    FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
     KEPT: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -196,12 +172,11 @@ def write_gradient(
     ENTROPY: tl.constexpr,
     UNIFORM: tl.constexpr,
 ):
-    """The gradient of each part's columns from FIRST on but for the target's own term, last
-    columns first."""
+    """The gradient of each part's columns but for the target's own term, last columns first."""
     hint: tl.constexpr = "evict_first" if KEPT else ""
-    steps = tl.cdiv(size - FIRST, 4 * WIDTH)
+    steps = tl.cdiv(size, 4 * WIDTH)
     for step in range(0, steps):
-        own = FIRST + (steps - 1 - step) * (4 * WIDTH) + tl.arange(0, 4 * WIDTH)[None, :]
+        own = (steps - 1 - step) * (4 * WIDTH) + tl.arange(0, 4 * WIDTH)[None, :]
         at = begin + own
         inside = (own < size) & (at < length)
         value = tl.load(x + at, mask=inside, other=float("-inf"), eviction_policy=hint)
