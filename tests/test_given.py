@@ -532,3 +532,39 @@ def test_static_calls_can_be_captured():
         work.data.copy_(pristine)
         graph.replay()
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs clusters of a GPU")
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_parts_of_a_row_meet_in_a_cluster(parts):
+    """More rows than fit at once, some dead, columns that leave the last part short; the same bits
+    twice, and when replayed from a CUDA graph."""
+    n, v = 3000, 20011
+    raw, targets = tile(n, v, torch.bfloat16), targets_of(n, v)
+    live = torch.arange(n, device=DEVICE) % 7 != 3
+    c = coefficients_of(n, "tpeu").map(lambda t: t * live)
+    shape, work = Shape(warps=8, parts=parts, turns=5), raw.clone()
+    rows = rows_of(work)
+
+    def run():
+        work.copy_(raw)
+        return given_rows(
+            rows, rows, live, targets, 0, Transform(softcap=9.0), NEEDS, c, shape=shape
+        )
+
+    found = run()
+    some = torch.arange(0, n, 50, device=DEVICE)[live[::50]]
+    part = {name: getattr(found, name)[some] for name in vars(found)}
+    named, of_some, gradient = raw[some], targets[some], work.clone()
+    assert_statistics(type(found)(**part), named, of_some, 0, Transform(softcap=9.0))
+    assert not gradient[~live].any()
+    again = run()
+    assert all(torch.equal(getattr(again, name), getattr(found, name)) for name in vars(found))
+    assert torch.equal(work, gradient)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = run()
+    for _ in range(2):
+        graph.replay()
+        assert all(torch.equal(getattr(again, name), getattr(found, name)) for name in vars(found))
+        assert torch.equal(work, gradient)

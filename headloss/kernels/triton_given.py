@@ -29,10 +29,10 @@ from .triton_walk import (
     LOWEST,
     closed_slope,
     coefficient,
-    part_partials,
     log1p,
     logit_gradient,
     logits_of,
+    part_partials,
     write_gradient,
 )
 
