@@ -33,6 +33,7 @@ from .triton_walk import (
     logit_gradient,
     logits_of,
     part_partials,
+    slope_parts,
     write_gradient,
 )
 
@@ -48,10 +49,10 @@ class Shape(NamedTuple):
 
 # By columns: the first row that is wide enough.
 SHAPES = {
-    196608: Shape(warps=8, parts=8),
-    98304: Shape(warps=8, parts=4),
-    49152: Shape(warps=8, parts=2),
-    16384: Shape(warps=8),
+    196608: Shape(warps=8, parts=8, registers=64),
+    98304: Shape(warps=8, parts=4, registers=64),
+    49152: Shape(warps=8, parts=2, registers=64),
+    16384: Shape(warps=8, registers=64),
     0: Shape(warps=4),
 }
 APART = Shape(warps=16, turns=1)  # of one walk alone
@@ -63,7 +64,7 @@ PROGRAMS = 8  # of a multiprocessor, where rows are scaled
 # ---------------------------------------------------------------------- the kernel
 
 
-@triton.jit(do_not_specialize=["first", "count"])
+@triton.jit(do_not_specialize=["first", "count", "turns"])
 def given_kernel(
     raw,
     out,
@@ -89,6 +90,7 @@ def given_kernel(
     c_entropy,
     c_uniform,
     slopes,  # [SLOPES, 5, T]
+    turns,  # rows of a program
     size,  # columns of a part
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -112,15 +114,23 @@ def given_kernel(
     mail = open_mail() if PARTS > 1 else 0
     turn = 0
     begin = (part * size)[:, None]
-    for row in range(tl.program_id(0), count, tl.num_programs(0)):
+    start = tl.program_id(0) * turns
+    for row in range(start, tl.minimum(start + turns, count)):
         x = raw + tl.multiple_of(tl.load(offsets + row), ALIGNED)
         z_of = inner, row_multiplier(outer, temperature, row, ROW_TEMPERATURE)
         length = v
         if LIVE:
-            length = tl.where(tl.load(live + row), v, 0)
+            length = v * tl.load(live + row).to(tl.int32)  # a multiple of what v is one of
         column = tl.load(targets + row) - first
         mine = (column >= 0) & (column < length)
         target = tl.load(x + column, mask=mine, other=float("-inf"))
+        if GRADIENT:  # loaded here, so that they are there when they are needed
+            y = out + tl.multiple_of(tl.load(out_offsets + row), ALIGNED)
+            at_target = coefficient(c_target, row, TARGET)
+            at_prob = coefficient(c_prob, row, PROB)
+            at_entropy = coefficient(c_entropy, row, ENTROPY)
+            at_uniform = coefficient(c_uniform, row, UNIFORM)
+            closed = slope_parts(slopes, row, count, SLOPES)
 
         if STATISTICS:
             partials = part_partials(
@@ -150,21 +160,19 @@ def given_kernel(
 
         if GRADIENT:
             tl.debug_barrier()  # in place: every thread has read before any of them writes
-            at_prob = coefficient(c_prob, row, PROB) + tl.zeros_like(peak)
-            at_entropy = coefficient(c_entropy, row, ENTROPY)
+            at_prob += tl.zeros_like(peak)
             if STATISTICS and ENTROPY:
                 at_prob += at_entropy * (log_sum - spread / (1 + rest))
-            at_target = coefficient(c_target, row, TARGET) + tl.zeros_like(peak)
+            at_target += tl.zeros_like(peak)
             if SLOPES > 0:
                 logp = (target_logit - peak) - log_sum
-                slope = closed_slope(slopes, row, count, logp, SLOPES)
+                slope = closed_slope(closed, logp, SLOPES)
                 at_prob -= slope
                 at_target += slope
             factor = row_multiplier(scale, temperature, row, ROW_TEMPERATURE)
             at_prob *= factor
             at_entropy *= factor
-            at_uniform = coefficient(c_uniform, row, UNIFORM) * factor
-            y = out + tl.multiple_of(tl.load(out_offsets + row), ALIGNED)
+            at_uniform *= factor
             normalizer = peak[:, None], log_sum[:, None]
             c = at_prob[:, None], at_entropy, at_uniform
             write_gradient(
@@ -263,6 +271,7 @@ def given_rows(
             peak if normalizer is None else normalizer.log_sum,
             *(peak if t is None else t for t in (c.target, c.prob, c.entropy, c.uniform)),
             peak if slopes is None else slopes,
+            shape.turns,
             size,
             PARTS=parts,
             WIDTH=lane_count(size, x.element_size(), shape.warps),

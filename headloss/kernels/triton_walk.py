@@ -201,16 +201,24 @@ def coefficient(pointer, row, PRESENT: tl.constexpr):
 
 
 @triton.jit
-def closed_slope(slopes, row, count, logp, SLOPES: tl.constexpr):
-    """dL/dlogp of a token from `stats.Slope` parts."""
-    found = 0.0
+def slope_parts(slopes, row, count, SLOPES: tl.constexpr):
+    """A token's `stats.Slope` parts, (rate, anchor, low, high, sign) each."""
+    found = ()
     for i in tl.static_range(SLOPES):
         part = slopes + i * 5 * count.to(tl.int64) + row
-        rate = tl.load(part)
-        anchor = tl.load(part + count)
-        low = tl.load(part + 2 * count)
-        high = tl.load(part + 3 * count)
-        sign = tl.load(part + 4 * count)
+        rate, anchor = tl.load(part), tl.load(part + count)
+        low, high = tl.load(part + 2 * count), tl.load(part + 3 * count)
+        found = found + (rate, anchor, low, high, tl.load(part + 4 * count))  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def closed_slope(parts, logp, SLOPES: tl.constexpr):
+    """dL/dlogp of a token from its `slope_parts`."""
+    found = 0.0
+    for i in tl.static_range(SLOPES):
+        rate, anchor = parts[5 * i], parts[5 * i + 1]
+        low, high, sign = parts[5 * i + 2], parts[5 * i + 3], parts[5 * i + 4]
         value = rate * tl.exp(sign * (logp - anchor))
         found += tl.where((logp >= low) & (logp <= high), value, 0.0)
     return found
