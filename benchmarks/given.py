@@ -2,7 +2,7 @@
 
     python benchmarks/given.py                 # on one GPU, about five minutes
     python benchmarks/given.py --quick         # small, in Triton's interpreter
-    python benchmarks/given.py --calls         # whole calls alone
+    python benchmarks/given.py --calls         # whole calls alone, or --kernels
 
 For each vocabulary: the bandwidth of a copy; the kernel in every shape of a launch, best first,
 with the share of the copy's bandwidth (bytes of one read and one write over its time); the
@@ -25,6 +25,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from contestants import captured
+
 import headloss as hl
 from headloss.kernels import triton_given
 from headloss.kernels.transform import Transform
@@ -33,12 +35,16 @@ from headloss.stats import Coefficients, finish
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEEDS = frozenset({"logp"})
-SWEEP = [
-    Shape(warps, stages, kept, resident << 20)
-    for warps, stages, kept, resident in itertools.product(
-        (4, 8, 16, 32), (1, 2, 3), (True, False), (18, 26, 36, 48, 72, 144)
-    )
-]
+
+
+def sweep_of(v: int) -> list[Shape]:
+    """Launch shapes that might serve rows of v columns."""
+    found = []
+    for warps, parts, turns in itertools.product((4, 8, 16), (1, 2, 4, 8), (8, 16, 32)):
+        lanes = triton_given.triton.cdiv(v, parts) / warps
+        if 2000 <= lanes <= 8200:
+            found.append(Shape(warps, parts, turns, 64 if warps >= 8 else 48))
+    return found
 
 
 class Problem:
@@ -121,6 +127,7 @@ def errors(p: Problem, gradient: torch.Tensor, logps: torch.Tensor, scale: float
 
 
 def kernels(p: Problem, copy_ms: float, repeats: int, sweep: list[Shape]) -> None:
+    """Every shape of a launch, best first."""
     p.restore()
     partials = one_launch(p)
     logps = finish(partials, p.v, NEEDS)[0].logp
@@ -142,14 +149,8 @@ def kernels(p: Problem, copy_ms: float, repeats: int, sweep: list[Shape]) -> Non
             continue
         found.append((ms, shape))
     found.sort(key=lambda pair: pair[0])
-    best = found[:8]
-    for name in Shape._fields:  # and the best of each value
-        for value in sorted({getattr(shape, name) for _, shape in found}):
-            top = next(pair for pair in found if getattr(pair[1], name) == value)
-            best += [top] if top not in best else []
-    for ms, (warps, stages, kept, resident) in best:
-        name = f"warps {warps:2} stages {stages} kept {kept!s:5} resident {resident >> 20} MiB"
-        line(name, ms, copy_ms, p)
+    for ms, shape in found:
+        line(" ".join(f"{k} {v}" for k, v in shape._asdict().items()), ms, copy_ms, p)
 
 
 # ---------------------------------------------------------------------- whole calls
@@ -176,6 +177,7 @@ def calls(p: Problem, copy_ms: float, repeats: int) -> None:
             {"metrics": False, "upstream": 1.0},
         ),
         "cross-entropy, static": (plain, hl.cross_entropy, {"metrics": False, "static": True}),
+        "cross-entropy, captured": (plain, hl.cross_entropy, {"metrics": False, "static": True}),
         "cross-entropy, metrics": (plain, hl.cross_entropy, {}),
         "grpo": (grpo, hl.grpo, {"metrics": False}),
         "grpo, metrics": (grpo, hl.grpo, {}),
@@ -187,6 +189,8 @@ def calls(p: Problem, copy_ms: float, repeats: int) -> None:
         ),
     }
     for name, (batch, objective, more) in cases.items():
+        if name == "cross-entropy, captured" and DEVICE == "cpu":
+            continue
         host: list[float] = []
 
         def run(batch=batch, objective=objective, more=more, host=host):
@@ -202,6 +206,15 @@ def calls(p: Problem, copy_ms: float, repeats: int) -> None:
             with torch.no_grad():
                 p.restore()
 
+        if name == "cross-entropy, captured":
+            graph, (out, gradient) = captured(run)
+
+            def run(graph=graph, out=out, gradient=gradient, host=host):
+                begin = time.perf_counter()
+                graph.replay()
+                host.append(1e3 * (time.perf_counter() - begin))
+                return out, gradient
+
         before()
         out, gradient = run()
         assert gradient.data_ptr() == leaf.data_ptr()
@@ -216,13 +229,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Given logits against a copy of them.")
     parser.add_argument("--quick", action="store_true", help="small, on a CPU")
     parser.add_argument("--calls", action="store_true", help="whole calls alone")
+    parser.add_argument("--logits", type=int, default=1 << 33, help="how many, in all")
+    parser.add_argument("--kernels", action="store_true", help="kernels alone")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--sizes", type=int, nargs="+", default=[32768, 128256, 151936, 262144])
     arguments = parser.parse_args()
-    sizes = [(16384 if v > 40000 else 65536, v) for v in arguments.sizes]
-    sweep, repeats = SWEEP, arguments.repeats
+    sizes = [(arguments.logits // v // 512 * 512 or 64, v) for v in arguments.sizes]
+    repeats = arguments.repeats
     if arguments.quick:
-        sizes, sweep, repeats = [(6, 1000), (5, 4128)], [Shape(1, 1, True, 1 << 20)], 1
+        sizes, repeats = [(6, 1000), (5, 4128)], 1
     if DEVICE == "cuda":
         print(torch.cuda.get_device_name(), torch.__version__, triton_given.triton.__version__)
     for n, v in sizes:
@@ -231,8 +246,10 @@ def main() -> None:
         print(f"N={n} V={v}")
         line("copy", copy_ms, copy_ms, p)
         if not arguments.calls:
+            sweep = [Shape(warps=1, parts=2)] if arguments.quick else sweep_of(v)
             kernels(p, copy_ms, repeats, sweep)
-        calls(p, copy_ms, repeats)
+        if not arguments.kernels:
+            calls(p, copy_ms, repeats)
         del p
 
 

@@ -267,7 +267,7 @@ def _bound(
 
     @functools.cache
     def bound() -> Bound:
-        totals = batch.totals if batch.totals is not None else Totals.of(batch)
+        totals = batch.totals or call.packed.totals(batch) or Totals.of(batch)
         found = bind(objective, call.packed.batch, totals, call.vocabulary, sum_dtype(dtype))
         return found.scaled() if scaled else found
 

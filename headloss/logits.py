@@ -300,15 +300,20 @@ class GivenLogits:
     def offsets(self, of: Tensor) -> tuple[Tensor, bool]:
         """[T] elements from the first to the row of each packed token in a tensor of the logits'
         shape, and whether all are multiples of 16."""
-        sizes, strides = of.shape[:-1], of.stride()[:-1]
-        positions = self.index
+        flat = _flat_view(of)
+        tensor = of if flat is None else flat
+        sizes, strides = tensor.shape[:-1], tensor.stride()[:-1]
+        aligned = all(s % 16 == 0 for s in strides)
+        first, positions = strides[0], self.index
+        if positions is None and flat is not None and first > 0:  # one launch
+            return torch.arange(0, sizes[0] * first, first, device=of.device), aligned
         if positions is None:
             positions = torch.arange(sizes.numel(), device=of.device)
-        found: Tensor | int = 0
+        inner = []
         for size, stride in zip(reversed(sizes[1:]), reversed(strides[1:]), strict=True):
-            found = found + positions % size * stride
+            inner.append(positions % size * stride)
             positions = positions.div(size, rounding_mode="floor")
-        return found + positions * strides[0], all(s % 16 == 0 for s in strides)
+        return sum(inner, positions * first), aligned
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
         """[n, v] logits in float32 or float64, in memory of their own."""

@@ -201,26 +201,43 @@ def bind(
 ) -> Bound:
     """Fix every token's weight from global totals (law 3), after `check_weights`."""
     parts = []
+    counted: dict[str | None, _Counted] = {}
     for name, coefficient, term in objective.named():
         assert term.reduction is not None
-        kept, lengths = None, batch.segments.lengths
-        counts = (totals.tokens, totals.segments)
-        if term.kept_field is not None:
-            kept = getattr(batch, term.kept_field)
-            counts = totals.kept[term.kept_field]
-            lengths = batch.segments.sum(kept.to(dtype))
-        at_token = batch.segments.expand(lengths.to(dtype).clamp_min(1))
-        tokens, segments = (_at_least_one(c, batch.targets.device) for c in counts)
-        weights = term.reduction.weigh(at_token, tokens, segments).to(dtype)
-        if weights.shape != at_token.shape:
+        field = term.kept_field
+        if field not in counted:
+            counted[field] = _count(batch, totals, field, dtype)
+        kept, lengths, tokens, segments = counted[field]
+        weights = term.reduction.weigh(lengths, tokens, segments).to(dtype)
+        if weights.shape != lengths.shape:
             raise ValueError(
                 f"reduction {term.reduction.name}: returned shape {tuple(weights.shape)}, want one "
-                f"weight per token, {tuple(at_token.shape)}"
+                f"weight per token, {tuple(lengths.shape)}"
             )
         if kept is not None:
             weights = torch.where(kept, weights, 0)
         parts.append(Part(name, coefficient, term, weights, kept))
     return Bound(tuple(parts), vocabulary)
+
+
+class _Counted(NamedTuple):
+    """What a reduction sees of all tokens, or of those that a field keeps."""
+
+    kept: Tensor | None  # [T] bool
+    lengths: Tensor  # [T] of each token's segment
+    tokens: Tensor  # [] float64
+    segments: Tensor  # [] float64
+
+
+def _count(batch: PackedBatch, totals: Totals, field: str | None, dtype: torch.dtype) -> _Counted:
+    kept, lengths = None, batch.segments.lengths
+    counts = (totals.tokens, totals.segments)
+    if field is not None:
+        kept = getattr(batch, field)
+        counts = totals.kept[field]
+        lengths = batch.segments.sum(kept.to(dtype))
+    at_token = batch.segments.expand(lengths.to(dtype).clamp_min(1))
+    return _Counted(kept, at_token, *(_at_least_one(c, batch.targets.device) for c in counts))
 
 
 def check_weights(objective: Objective, batch: PackedBatch, totals: Totals | None) -> None:
@@ -248,7 +265,7 @@ def _at_least_one(count: float | Tensor, device: torch.device) -> Tensor:
     if not isinstance(count, Tensor):
         return torch.full((), float(count) or 1.0, dtype=torch.float64, device=device)
     count = count.to(device, torch.float64)
-    return torch.where(count == 0, 1.0, count)
+    return count.masked_fill(count == 0, 1.0)
 
 
 # ---------------------------------------------------------------------- what terms read

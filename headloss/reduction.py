@@ -139,15 +139,15 @@ class Reduction:
 
 
 def _token_mean(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
-    return (1 / tokens).expand_as(lengths)
+    return tokens.reciprocal().expand_as(lengths)
 
 
 def _sequence_mean(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
-    return 1 / (lengths * segments)
+    return (lengths * segments).reciprocal()
 
 
 def _sequence_sum(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
-    return (1 / segments).expand_as(lengths)
+    return segments.reciprocal().expand_as(lengths)
 
 
 token_mean = Reduction("token_mean", _token_mean)

@@ -32,7 +32,8 @@ from headloss.slopes import known
 from headloss.stats import Coefficients, Normalizer, Statistics, finish
 from headloss.testing import plain
 
-SMALL = Shape(warps=1, stages=1, kept=True, resident=1 << 20)
+SMALL = Shape(warps=1)
+SPLIT = [SMALL, Shape(warps=1, parts=4, turns=2)]
 
 
 def rows_of(tensor: torch.Tensor, order: torch.Tensor | None = None) -> Rows:
@@ -52,10 +53,12 @@ def exactly(raw, targets, first, transform) -> tuple[Statistics, Normalizer]:
 SHAPES = [(5, 97, torch.float32), (3, 1000, torch.bfloat16), (4, 1040, torch.float16)]
 
 
+@pytest.mark.parametrize("shape", SPLIT, ids=str)
 @pytest.mark.parametrize("name", transforms(1))
 @pytest.mark.parametrize(("n", "v", "dtype"), SHAPES)
-def test_both_walks_in_one_launch(n, v, dtype, name):
-    """In place: statistics, and a gradient whose entropy part the kernel completes."""
+def test_both_walks_in_one_launch(n, v, dtype, name, shape):
+    """In place: statistics, and a gradient whose entropy part the kernel completes; rows whole or
+    in parts."""
     raw, targets, transform = tile(n, v, dtype), targets_of(n, v), transforms(n)[name]
     raw[1, 3] = -math.inf
     stats, normalizer = exactly(raw, targets, 0, transform)
@@ -68,7 +71,7 @@ def test_both_walks_in_one_launch(n, v, dtype, name):
     )
     oracle = oracle_gradient(raw, targets, 0, transform, normalizer, whole)
     rows, before = rows_of(raw), raw.clone()
-    found = given_rows(rows, rows, None, targets, 0, transform, NEEDS, c, shape=SMALL)
+    found = given_rows(rows, rows, None, targets, 0, transform, NEEDS, c, shape=shape)
     assert_statistics(found, before, targets, 0, transform)
     assert error(raw, oracle) <= EPS[dtype] + 3e-6
 
@@ -529,3 +532,39 @@ def test_static_calls_can_be_captured():
         work.data.copy_(pristine)
         graph.replay()
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs clusters of a GPU")
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_parts_of_a_row_meet_in_a_cluster(parts):
+    """More rows than fit at once, some dead, columns that leave the last part short; the same bits
+    twice, and when replayed from a CUDA graph."""
+    n, v = 3000, 20011
+    raw, targets = tile(n, v, torch.bfloat16), targets_of(n, v)
+    live = torch.arange(n, device=DEVICE) % 7 != 3
+    c = coefficients_of(n, "tpeu").map(lambda t: t * live)
+    shape, work = Shape(warps=8, parts=parts, turns=5), raw.clone()
+    rows = rows_of(work)
+
+    def run():
+        work.copy_(raw)
+        return given_rows(
+            rows, rows, live, targets, 0, Transform(softcap=9.0), NEEDS, c, shape=shape
+        )
+
+    found = run()
+    some = torch.arange(0, n, 50, device=DEVICE)[live[::50]]
+    part = {name: getattr(found, name)[some] for name in vars(found)}
+    named, of_some, gradient = raw[some], targets[some], work.clone()
+    assert_statistics(type(found)(**part), named, of_some, 0, Transform(softcap=9.0))
+    assert not gradient[~live].any()
+    again = run()
+    assert all(torch.equal(getattr(again, name), getattr(found, name)) for name in vars(found))
+    assert torch.equal(work, gradient)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = run()
+    for _ in range(2):
+        graph.replay()
+        assert all(torch.equal(getattr(again, name), getattr(found, name)) for name in vars(found))
+        assert torch.equal(work, gradient)

@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "products": set(),
     "survey": {"segments"},
     "batch": {"reduction", "segments"},
-    "packing": {"batch", "segments", "stats", "survey"},
+    "packing": {"batch", "reduction", "segments", "stats", "survey"},
     "losses": {"losses", "stats", "segments", "reduction", "metrics"},
     "losses.catalogue": {"losses", *PARTS},  # traces the terms on a sample
     "kernels": {"kernels", "stats"},
@@ -73,7 +73,7 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
-LINES_PER_KERNEL = 110
+LINES_PER_KERNEL = 125
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

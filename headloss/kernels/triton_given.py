@@ -6,7 +6,9 @@ need no copy; rows that are not named are never read.
 
 A program walks along a row once for its statistics and, where the coefficients are there, a second
 time for its gradient. In one launch the second walk starts with the columns that were read last:
-together the rows at work fit into the L2 cache, and DRAM sees one read and one write.
+together the rows at work fit into the L2 cache, and DRAM sees one read and one write. A wide row is
+cut into parts, one for each block of a cluster, so that a multiprocessor works on several rows and
+one's memory traffic covers another's waits; the blocks meet once, between the walks.
 """
 
 from __future__ import annotations
@@ -21,41 +23,48 @@ from torch import Tensor
 
 from ..stats import Coefficients, Normalizer, Partials
 from .transform import Transform
-from .triton_partials import multipliers, on_device, row_multiplier
+from .triton_cluster import letter, of_part, open_mail, post
+from .triton_partials import INTERPRETED, merged, multipliers, on_device, row_multiplier
 from .triton_walk import (
+    LOWEST,
     closed_slope,
     coefficient,
     log1p,
     logit_gradient,
     logits_of,
-    row_partials,
+    part_partials,
+    slope_parts,
     write_gradient,
 )
 
 
 class Shape(NamedTuple):
-    """How a launch is cut: the numbers to tune on a device (benchmarks/given_rows.py)."""
+    """How a launch is cut: the numbers to tune on a device (benchmarks/given.py)."""
 
-    warps: int  # of a program
-    stages: int  # loads in flight of the first walk, in steps; 1: as the hardware sees fit
-    kept: bool  # ask the L2 to keep what the second walk reads
-    resident: int  # bytes of rows at work at once in one launch of both walks
+    warps: int  # of a block
+    parts: int = 1  # blocks of a cluster, which share a row
+    turns: int = 16  # rows of a cluster, one after another
+    registers: int | None = None  # of a thread, at most
 
 
 # By columns: the first row that is wide enough.
 SHAPES = {
-    98304: Shape(warps=16, stages=1, kept=True, resident=36 << 20),
-    16384: Shape(warps=8, stages=1, kept=True, resident=36 << 20),
-    0: Shape(warps=4, stages=1, kept=True, resident=36 << 20),
+    196608: Shape(warps=8, parts=8, registers=64),
+    98304: Shape(warps=8, parts=4, registers=64),
+    49152: Shape(warps=8, parts=2, registers=64),
+    16384: Shape(warps=8, registers=64),
+    0: Shape(warps=4),
 }
+APART = Shape(warps=16, turns=1)  # of one walk alone
 VECTOR = 16  # bytes that a thread loads at once
-PROGRAMS = 8  # of a multiprocessor, at most, where programs walk along several rows
+ALIGNMENT = 64  # columns that parts begin at multiples of
+PROGRAMS = 8  # of a multiprocessor, where rows are scaled
 
 
 # ---------------------------------------------------------------------- the kernel
 
 
-@triton.jit(do_not_specialize=["first", "count"])
+@triton.jit(do_not_specialize=["first", "count", "turns"])
 def given_kernel(
     raw,
     out,
@@ -81,8 +90,10 @@ def given_kernel(
     c_entropy,
     c_uniform,
     slopes,  # [SLOPES, 5, T]
+    turns,  # rows of a program
+    size,  # columns of a part
+    PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
     KEPT: tl.constexpr,
     ALIGNED: tl.constexpr,
     LIVE: tl.constexpr,
@@ -99,65 +110,107 @@ def given_kernel(
     UNIFORM: tl.constexpr,
     SLOPES: tl.constexpr,
 ):
-    for row in range(tl.program_id(0), count, tl.num_programs(0)):
+    part = tl.arange(0, PARTS)
+    mail = open_mail() if PARTS > 1 else 0
+    turn = 0
+    begin = (part * size)[:, None]
+    start = tl.program_id(0) * turns
+    for row in range(start, tl.minimum(start + turns, count)):
         x = raw + tl.multiple_of(tl.load(offsets + row), ALIGNED)
-        times = row_multiplier(outer, temperature, row, ROW_TEMPERATURE)
+        z_of = inner, row_multiplier(outer, temperature, row, ROW_TEMPERATURE)
         length = v
         if LIVE:
-            length = tl.where(tl.load(live + row), v, 0)
+            length = v * tl.load(live + row).to(tl.int32)  # a multiple of what v is one of
         column = tl.load(targets + row) - first
         mine = (column >= 0) & (column < length)
         target = tl.load(x + column, mask=mine, other=float("-inf"))
+        if GRADIENT:  # loaded here, so that they are there when they are needed
+            y = out + tl.multiple_of(tl.load(out_offsets + row), ALIGNED)
+            at_target = coefficient(c_target, row, TARGET)
+            at_prob = coefficient(c_prob, row, PROB)
+            at_entropy = coefficient(c_entropy, row, ENTROPY)
+            at_uniform = coefficient(c_uniform, row, UNIFORM)
+            closed = slope_parts(slopes, row, count, SLOPES)
 
         if STATISTICS:
-            peak, rest, spread, total = row_partials(
-                x, length, inner, times, WIDTH, STAGES, KEPT, SOFTCAP, SCALED, SPREAD, MEAN
+            partials = part_partials(
+                x, begin, size, length, z_of, WIDTH, KEPT, SOFTCAP, SCALED, SPREAD, MEAN
             )
-            target_logit = logits_of(target, mine, inner, times, SOFTCAP, SCALED)
+            if PARTS > 1:
+                partials = met(partials, mail, turn, PARTS)
+                turn += 1
+            peak, rest, spread, total = partials
+            target_logit = logits_of(target, mine, z_of[0], z_of[1], SOFTCAP, SCALED)
             if LIVE:  # numbers that no objective stumbles over
                 peak = tl.where(length > 0, peak, 0.0)
                 rest = tl.where(length > 0, rest, 0.0)
                 target_logit = tl.where(length > 0, target_logit, 0.0)
-            tl.store(peaks + row, peak)
-            tl.store(rests + row, rest)
+            to = row + part * 0
+            tl.store(peaks + to, peak, mask=part == 0)
+            tl.store(rests + to, rest, mask=part == 0)
             tl.store(target_logits + row, target_logit)
             if SPREAD:
-                tl.store(spreads + row, spread)
+                tl.store(spreads + to, spread, mask=part == 0)
             if MEAN:
-                tl.store(totals + row, total)
+                tl.store(totals + to, total, mask=part == 0)
             log_sum = log1p(rest)
         else:
-            peak = tl.load(peaks + row)
-            log_sum = tl.load(log_sums + row)
+            peak = tl.load(peaks + row + part * 0)
+            log_sum = tl.load(log_sums + row + part * 0)
 
         if GRADIENT:
             tl.debug_barrier()  # in place: every thread has read before any of them writes
-            at_prob = coefficient(c_prob, row, PROB)
-            at_entropy = coefficient(c_entropy, row, ENTROPY)
+            at_prob += tl.zeros_like(peak)
             if STATISTICS and ENTROPY:
                 at_prob += at_entropy * (log_sum - spread / (1 + rest))
-            at_target = coefficient(c_target, row, TARGET)
+            at_target += tl.zeros_like(peak)
             if SLOPES > 0:
                 logp = (target_logit - peak) - log_sum
-                slope = closed_slope(slopes, row, count, logp, SLOPES)
+                slope = closed_slope(closed, logp, SLOPES)
                 at_prob -= slope
                 at_target += slope
             factor = row_multiplier(scale, temperature, row, ROW_TEMPERATURE)
             at_prob *= factor
             at_entropy *= factor
-            at_uniform = coefficient(c_uniform, row, UNIFORM) * factor
-            y = out + tl.multiple_of(tl.load(out_offsets + row), ALIGNED)
-            z_of, normalizer, c = (inner, times), (peak, log_sum), (at_prob, at_entropy, at_uniform)
+            at_uniform *= factor
+            normalizer = peak[:, None], log_sum[:, None]
+            c = at_prob[:, None], at_entropy, at_uniform
             write_gradient(
-                x, y, v, length, z_of, normalizer, c, WIDTH, KEPT, SOFTCAP, SCALED, ENTROPY, UNIFORM
-            )
+                x, y, begin, size, v, length, z_of, normalizer, c,
+                WIDTH, KEPT, SOFTCAP, SCALED, ENTROPY, UNIFORM,
+            )  # fmt: skip
             if TARGET or SLOPES > 0:
+                c = at_prob, at_entropy, at_uniform
                 g, bend = logit_gradient(
-                    target, mine, z_of, normalizer, c, SOFTCAP, SCALED, ENTROPY, UNIFORM
+                    target, mine, z_of, (peak, log_sum), c, SOFTCAP, SCALED, ENTROPY, UNIFORM
                 )
                 g += at_target * factor * bend
                 tl.debug_barrier()  # another thread wrote this element without its own term
-                tl.store(y + column, g.to(y.dtype.element_ty), mask=mine)
+                whose = tl.where(mine, column // size, -1)
+                tl.store(y + column + part * 0, g.to(y.dtype.element_ty), mask=part == whose)
+
+
+@triton.jit
+def joined(a, b):
+    """Partial statistics of two pieces."""
+    peak, rest, spread = merged(a[0], a[1], a[2], b[0], b[1], b[2])
+    return peak, rest, spread, a[3] + b[3]
+
+
+@triton.jit
+def met(partials, mail, turn, PARTS: tl.constexpr):
+    """Partial statistics of the row, on each of its parts, joined in the same order."""
+    peak, rest, spread, total = partials
+    own = tl.maximum(peak, LOWEST), rest, spread, total  # that no difference of peaks is NaN
+    if INTERPRETED:
+        found = of_part(own, 0, PARTS)
+    else:
+        box = post(mail, turn, own)
+        found = letter(box, 0)
+    for i in tl.static_range(1, PARTS):
+        found = joined(found, of_part(own, i, PARTS) if INTERPRETED else letter(box, i))
+    peak, rest, spread, total = found
+    return tl.where(peak == LOWEST, float("-inf"), peak), rest, spread, total
 
 
 class Rows(NamedTuple):
@@ -193,10 +246,13 @@ def given_rows(
     inner, outer, temperature = multipliers(transform, peak)
     by_row = isinstance(transform.temperature, Tensor)
     both = partials is not None and out is not None
-    shape = shape or next(s for width, s in SHAPES.items() if v >= width)
+    if shape is None:
+        shape = next(s for width, s in SHAPES.items() if v >= width) if both else APART
+    parts = shape.parts if both else 1
+    size = triton.cdiv(triton.cdiv(v, parts), ALIGNMENT) * ALIGNMENT
     c = coefficients or Coefficients()
     with on_device(x):
-        given_kernel[(_programs(x, count, shape) if both else count,)](
+        given_kernel[(triton.cdiv(count, shape.turns),)](
             x,
             x if out is None else out.tensor,
             logits.offsets,
@@ -215,9 +271,11 @@ def given_rows(
             peak if normalizer is None else normalizer.log_sum,
             *(peak if t is None else t for t in (c.target, c.prob, c.entropy, c.uniform)),
             peak if slopes is None else slopes,
-            WIDTH=lane_count(v, x.element_size(), shape.warps),
-            STAGES=shape.stages,
-            KEPT=both and shape.kept,
+            shape.turns,
+            size,
+            PARTS=parts,
+            WIDTH=lane_count(size, x.element_size(), shape.warps),
+            KEPT=both,
             ALIGNED=16 if logits.aligned and (out is None or out.aligned) else 1,
             LIVE=live is not None,
             SOFTCAP=transform.softcap is not None,
@@ -233,6 +291,8 @@ def given_rows(
             UNIFORM=c.uniform is not None,
             SLOPES=0 if slopes is None else len(slopes),
             num_warps=shape.warps,
+            num_ctas=parts,
+            maxnreg=shape.registers,
         )
     return partials
 
@@ -254,16 +314,6 @@ def _partial_vectors(partials: Partials | None, unused: Tensor) -> list[Tensor]:
 def lane_count(v: int, element_size: int, warps: int) -> int:
     """Lanes of a program: one load of VECTOR bytes per thread, less where a row is short."""
     return min(32 * warps * VECTOR // element_size, max(16, triton.next_power_of_2(v) // 4))
-
-
-def _programs(x: Tensor, count: int, shape: Shape) -> int:
-    """As many programs as have their rows in the L2 together, alike on all processors if they are
-    that many."""
-    processors = _processors(x.device)
-    found = max(1, shape.resident // (x.shape[-1] * x.element_size()))
-    if found > processors:
-        found = processors * min(PROGRAMS, found // processors)
-    return min(count, found)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """The two walks along a row of logits in Triton, and what stands between them.
 
-z = transform(raw). The first walk gives the partial statistics of the row, the second its gradient;
-`triton_given.py` puts them together.
+z = transform(raw), P parts of a row, side by side. The first walk gives the partial statistics of
+the row, the second its gradient; `triton_given.py` puts them together.
 """
 
 from __future__ import annotations
@@ -46,55 +46,58 @@ def smaller(a, b):
 
 @triton.jit
 def join_lanes(peak, rest, spread, ENTROPY: tl.constexpr):
-    """(peak, rest, spread) of a row from those of its lanes."""
-    top = tl.max(peak, 0)
-    shift = tl.maximum(peak - top, FLOOR)
+    """(peak, rest, spread) [P] of the parts from those of their lanes [P, n]."""
+    top = tl.max(peak, 1)
+    shift = tl.maximum(peak - top[:, None], FLOOR)
     scale = tl.exp2(shift * LOG2E)
     # The largest term is left out, once: its equals in other lanes, if any, count one each.
-    at_top = peak == top
-    others = tl.sum(rest * scale + tl.where(at_top, 0.0, scale), 0)
-    row_rest = others + (tl.sum(at_top.to(tl.float32), 0) - 1)
-    row_spread = 0.0
+    at_top = peak == top[:, None]
+    others = tl.sum(rest * scale + tl.where(at_top, 0.0, scale), 1)
+    all_rest = others + (tl.sum(at_top.to(tl.float32), 1) - 1)
+    all_spread = tl.zeros_like(top)
     if ENTROPY:
-        row_spread = tl.sum(scale * (spread + (rest + 1) * shift), 0)
+        all_spread = tl.sum(scale * (spread + (rest + 1) * shift), 1)
     empty = top == LOWEST
-    row_rest = tl.where(empty, -1.0, row_rest)
-    return tl.where(empty, float("-inf"), top), row_rest, row_spread
+    all_rest = tl.where(empty, -1.0, all_rest)
+    return tl.where(empty, float("-inf"), top), all_rest, all_spread
 
 
 @triton.jit
-def row_partials(
+def part_partials(
     x,
-    length,
-    inner,
-    outer,
+    begin,  # [P, 1] first column of each part
+    size,  # of a part
+    length,  # of the row
+    z_of,  # (inner, outer), see `logits_of`
     WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
     KEPT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr,
     ENTROPY: tl.constexpr,
     MEAN: tl.constexpr,
 ):
-    """Partial statistics of a row. Each of WIDTH lanes has its own until the end of the row, so
-    that nothing is exchanged along the way.
+    """Partial statistics [P] of each part's columns. Each of WIDTH lanes has its own
+    until the end, so that nothing is exchanged along the way.
 
     A lane keeps its largest logit apart: of two values the larger goes on, the smaller is summed.
     """
-    peak = tl.full((WIDTH,), LOWEST, tl.float32)
-    rest = tl.zeros((WIDTH,), tl.float32)
-    spread = tl.zeros((WIDTH,), tl.float32)
-    total = tl.zeros((WIDTH,), tl.float32)
+    inner, outer = z_of
+    lanes = tl.arange(0, WIDTH)[None, :]
+    nothing = tl.zeros_like(begin).to(tl.float32) + tl.zeros_like(lanes).to(tl.float32)
+    peak, rest, spread, total = nothing + LOWEST, nothing, nothing, nothing
     hint: tl.constexpr = "evict_last" if KEPT else ""
-    for start in tl.range(0, length, 4 * WIDTH, num_stages=STAGES):
-        at = start + tl.arange(0, WIDTH)
-        in_a, in_b = at < length, at + WIDTH < length
-        in_c, in_d = at + 2 * WIDTH < length, at + 3 * WIDTH < length
-        none = float("-inf")
-        a = tl.load(x + at, mask=in_a, other=none, eviction_policy=hint)
-        b = tl.load(x + at + WIDTH, mask=in_b, other=none, eviction_policy=hint)
-        c = tl.load(x + at + 2 * WIDTH, mask=in_c, other=none, eviction_policy=hint)
-        d = tl.load(x + at + 3 * WIDTH, mask=in_d, other=none, eviction_policy=hint)
+    none = float("-inf")
+    for start in tl.range(0, size, 4 * WIDTH, num_stages=1):
+        a_at, b_at = start + lanes, start + WIDTH + lanes
+        c_at, d_at = start + 2 * WIDTH + lanes, start + 3 * WIDTH + lanes
+        in_a = (a_at < size) & (begin + a_at < length)
+        in_b = (b_at < size) & (begin + b_at < length)
+        in_c = (c_at < size) & (begin + c_at < length)
+        in_d = (d_at < size) & (begin + d_at < length)
+        a = tl.load(x + begin + a_at, mask=in_a, other=none, eviction_policy=hint)
+        b = tl.load(x + begin + b_at, mask=in_b, other=none, eviction_policy=hint)
+        c = tl.load(x + begin + c_at, mask=in_c, other=none, eviction_policy=hint)
+        d = tl.load(x + begin + d_at, mask=in_d, other=none, eviction_policy=hint)
         a = logits_of(a, in_a, inner, outer, SOFTCAP, SCALED)
         b = logits_of(b, in_b, inner, outer, SOFTCAP, SCALED)
         c = logits_of(c, in_c, inner, outer, SOFTCAP, SCALED)
@@ -115,8 +118,8 @@ def row_partials(
         rest, spread = add_term(smaller(ab, cd), new, rest, spread, ENTROPY)
         rest, spread = add_term(smaller(peak, four), new, rest, spread, ENTROPY)
         peak = new
-    row_peak, row_rest, row_spread = join_lanes(peak, rest, spread, ENTROPY)
-    return row_peak, row_rest, row_spread, tl.sum(total, 0)
+    part_peak, part_rest, part_spread = join_lanes(peak, rest, spread, ENTROPY)
+    return part_peak, part_rest, part_spread, tl.sum(total, 1)
 
 
 @triton.jit
@@ -155,10 +158,12 @@ def logit_gradient(
 def write_gradient(
     x,
     y,
+    begin,  # [P, 1] first column of each part
+    size,  # of a part
     v,
     length,  # v, or 0: nothing is read
     z_of,
-    normalizer,
+    normalizer,  # [P, 1] each
     c,
     WIDTH: tl.constexpr,
     KEPT: tl.constexpr,
@@ -167,15 +172,17 @@ def write_gradient(
     ENTROPY: tl.constexpr,
     UNIFORM: tl.constexpr,
 ):
-    """The gradient of a row but for the target's own term, last columns first."""
+    """The gradient of each part's columns but for the target's own term, last columns first."""
     hint: tl.constexpr = "evict_first" if KEPT else ""
-    steps = tl.cdiv(v, 4 * WIDTH)
+    steps = tl.cdiv(size, 4 * WIDTH)
     for step in range(0, steps):
-        at = (steps - 1 - step) * (4 * WIDTH) + tl.arange(0, 4 * WIDTH)
-        inside = at < length
+        own = (steps - 1 - step) * (4 * WIDTH) + tl.arange(0, 4 * WIDTH)[None, :]
+        at = begin + own
+        inside = (own < size) & (at < length)
         value = tl.load(x + at, mask=inside, other=float("-inf"), eviction_policy=hint)
         g, _ = logit_gradient(value, inside, z_of, normalizer, c, SOFTCAP, SCALED, ENTROPY, UNIFORM)
-        tl.store(y + at, g.to(y.dtype.element_ty), mask=at < v, eviction_policy=hint)
+        there = (own < size) & (at < v)
+        tl.store(y + at, g.to(y.dtype.element_ty), mask=there, eviction_policy=hint)
 
 
 @triton.jit
@@ -194,16 +201,24 @@ def coefficient(pointer, row, PRESENT: tl.constexpr):
 
 
 @triton.jit
-def closed_slope(slopes, row, count, logp, SLOPES: tl.constexpr):
-    """dL/dlogp of a token from `stats.Slope` parts."""
-    found = 0.0
+def slope_parts(slopes, row, count, SLOPES: tl.constexpr):
+    """A token's `stats.Slope` parts, (rate, anchor, low, high, sign) each."""
+    found = ()
     for i in tl.static_range(SLOPES):
         part = slopes + i * 5 * count.to(tl.int64) + row
-        rate = tl.load(part)
-        anchor = tl.load(part + count)
-        low = tl.load(part + 2 * count)
-        high = tl.load(part + 3 * count)
-        sign = tl.load(part + 4 * count)
+        rate, anchor = tl.load(part), tl.load(part + count)
+        low, high = tl.load(part + 2 * count), tl.load(part + 3 * count)
+        found = found + (rate, anchor, low, high, tl.load(part + 4 * count))  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def closed_slope(parts, logp, SLOPES: tl.constexpr):
+    """dL/dlogp of a token from its `slope_parts`."""
+    found = 0.0
+    for i in tl.static_range(SLOPES):
+        rate, anchor = parts[5 * i], parts[5 * i + 1]
+        low, high, sign = parts[5 * i + 2], parts[5 * i + 3], parts[5 * i + 4]
         value = rate * tl.exp(sign * (logp - anchor))
         found += tl.where((logp >= low) & (logp <= high), value, 0.0)
     return found

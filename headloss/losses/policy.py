@@ -72,8 +72,8 @@ def _clipped_slopes(
         Slope(
             -advantages,
             anchor=old,
-            low=old + torch.where(gains, -MAX_LOG_RATIO, _log(low)),
-            high=old + torch.where(gains, _log(rising), most),
+            low=torch.where(gains, old - MAX_LOG_RATIO, old + _log(low)),
+            high=torch.where(gains, old + _log(rising), old + most),
         ),
     )
 
