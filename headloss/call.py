@@ -267,7 +267,7 @@ def _bound(
 
     @functools.cache
     def bound() -> Bound:
-        totals = batch.totals or call.packed.totals(batch) or Totals.of(batch)
+        totals = batch.totals or _counted(batch, call.packed) or Totals.of(batch)
         found = bind(objective, call.packed.batch, totals, call.vocabulary, sum_dtype(dtype))
         return found.scaled() if scaled else found
 
@@ -279,6 +279,14 @@ def _bound(
         return alone and is_known(objective, call.packed.batch, sum_dtype(dtype))
 
     return replace(call, bind=bound, known_slopes=known)
+
+
+def _counted(batch: Batch, packed: Packed) -> Totals | None:
+    """The totals of the batch where packing has read them, else None."""
+    masks = any(isinstance(f, Tensor) and f.dtype == torch.bool for f in batch.fields.values())
+    if packed.lengths is None or masks or batch.segments.group is not None:
+        return None
+    return Totals(sum(packed.lengths), packed.segments)
 
 
 _TEMPERATURE = "_temperature"

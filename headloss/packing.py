@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .batch import IGNORE, Batch, Current
-from .reduction import Totals
 from .segments import Segments
 from .stats import Statistics
 from .survey import Survey
@@ -118,13 +117,6 @@ class Packed:
         b = self.batch
         batch = PackedBatch(b.targets, b.segments, fields, b.wide, b.index, live=b.live)
         return replace(self, batch=batch, doubtful={})
-
-    def totals(self, given: Batch) -> Totals | None:
-        """The totals of the `given` batch where the host knows them already, else None."""
-        masks = any(isinstance(f, Tensor) and f.dtype == torch.bool for f in given.fields.values())
-        if self.lengths is None or masks or given.segments.group is not None:
-            return None
-        return Totals(sum(self.lengths), self.segments)
 
     def scatter(self, values: Tensor) -> Tensor:
         """[T] back to the caller's shape, 0 at unscored positions."""

@@ -517,7 +517,8 @@ def test_static_calls_can_be_captured():
 
     def run(z):
         out = hl.logits_loss(z, batch, OBJECTIVES[1], inplace=True, options=options)
-        return out.loss, torch.autograd.grad(out.loss, z)[0]
+        # Detached: what keeps a graph alive ties its leaves to the stream that it was made on.
+        return out.loss.detach(), torch.autograd.grad(out.loss, z)[0]
 
     pristine = LAYOUTS["packed"](leaf).detach()
     work = pristine.clone().requires_grad_()

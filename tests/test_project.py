@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "products": set(),
     "survey": {"segments"},
     "batch": {"reduction", "segments"},
-    "packing": {"batch", "reduction", "segments", "stats", "survey"},
+    "packing": {"batch", "segments", "stats", "survey"},
     "losses": {"losses", "stats", "segments", "reduction", "metrics"},
     "losses.catalogue": {"losses", *PARTS},  # traces the terms on a sample
     "kernels": {"kernels", "stats"},

@@ -50,7 +50,8 @@ class Shape(NamedTuple):
 # By columns: the first row that is wide enough.
 SHAPES = {
     196608: Shape(warps=8, parts=8, registers=64),
-    98304: Shape(warps=8, parts=4, registers=64),
+    140000: Shape(warps=8, parts=4, registers=64),
+    98304: Shape(warps=16, parts=2, registers=64),
     49152: Shape(warps=8, parts=2, registers=64),
     16384: Shape(warps=8, registers=64),
     0: Shape(warps=4),
@@ -64,7 +65,7 @@ PROGRAMS = 8  # of a multiprocessor, where rows are scaled
 # ---------------------------------------------------------------------- the kernel
 
 
-@triton.jit(do_not_specialize=["first", "count", "turns"])
+@triton.jit(do_not_specialize=["first", "count"])
 def given_kernel(
     raw,
     out,
@@ -90,7 +91,6 @@ def given_kernel(
     c_entropy,
     c_uniform,
     slopes,  # [SLOPES, 5, T]
-    turns,  # rows of a program
     size,  # columns of a part
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -114,8 +114,8 @@ def given_kernel(
     mail = open_mail() if PARTS > 1 else 0
     turn = 0
     begin = (part * size)[:, None]
-    start = tl.program_id(0) * turns
-    for row in range(start, tl.minimum(start + turns, count)):
+    # Programs at work at once have rows close to one another.
+    for row in range(tl.program_id(0), count, tl.num_programs(0)):
         x = raw + tl.multiple_of(tl.load(offsets + row), ALIGNED)
         z_of = inner, row_multiplier(outer, temperature, row, ROW_TEMPERATURE)
         length = v
@@ -271,7 +271,6 @@ def given_rows(
             peak if normalizer is None else normalizer.log_sum,
             *(peak if t is None else t for t in (c.target, c.prob, c.entropy, c.uniform)),
             peak if slopes is None else slopes,
-            shape.turns,
             size,
             PARTS=parts,
             WIDTH=lane_count(size, x.element_size(), shape.warps),
