@@ -136,23 +136,20 @@ def given_kernel(
             partials = part_partials(
                 x, begin, size, length, z_of, WIDTH, KEPT, SOFTCAP, SCALED, SPREAD, MEAN
             )
+            target_logit = logits_of(target, mine, z_of[0], z_of[1], SOFTCAP, SCALED)
+            if LIVE:  # numbers that no objective stumbles over, here and below
+                target_logit = tl.where(length > 0, target_logit, 0.0)
+            tl.store(target_logits + row, target_logit)
             if PARTS > 1:
+                tl.debug_barrier()  # every thread has the target, which another part overwrites
                 partials = met(partials, mail, turn, PARTS)
                 turn += 1
             peak, rest, spread, total = partials
-            target_logit = logits_of(target, mine, z_of[0], z_of[1], SOFTCAP, SCALED)
-            if LIVE:  # numbers that no objective stumbles over
+            if LIVE:
                 peak = tl.where(length > 0, peak, 0.0)
                 rest = tl.where(length > 0, rest, 0.0)
-                target_logit = tl.where(length > 0, target_logit, 0.0)
-            to = row + part * 0
-            tl.store(peaks + to, peak, mask=part == 0)
-            tl.store(rests + to, rest, mask=part == 0)
-            tl.store(target_logits + row, target_logit)
-            if SPREAD:
-                tl.store(spreads + to, spread, mask=part == 0)
-            if MEAN:
-                tl.store(totals + to, total, mask=part == 0)
+            to = peaks, rests, spreads, totals
+            store_partials(to, (peak, rest, spread, total), row, part, SPREAD, MEAN)
             log_sum = log1p(rest)
         else:
             peak = tl.load(peaks + row + part * 0)
@@ -170,17 +167,16 @@ def given_kernel(
                 at_prob -= slope
                 at_target += slope
             factor = row_multiplier(scale, temperature, row, ROW_TEMPERATURE)
-            at_prob *= factor
             at_entropy *= factor
             at_uniform *= factor
+            c = at_prob * factor, at_entropy, at_uniform
             normalizer = peak[:, None], log_sum[:, None]
-            c = at_prob[:, None], at_entropy, at_uniform
             write_gradient(
-                x, y, begin, size, v, length, z_of, normalizer, c,
+                x, y, begin, size, v, length, z_of,
+                normalizer, (c[0][:, None], at_entropy, at_uniform),
                 WIDTH, KEPT, SOFTCAP, SCALED, ENTROPY, UNIFORM,
             )  # fmt: skip
             if TARGET or SLOPES > 0:
-                c = at_prob, at_entropy, at_uniform
                 g, bend = logit_gradient(
                     target, mine, z_of, (peak, log_sum), c, SOFTCAP, SCALED, ENTROPY, UNIFORM
                 )
@@ -188,6 +184,18 @@ def given_kernel(
                 tl.debug_barrier()  # another thread wrote this element without its own term
                 whose = tl.where(mine, column // size, -1)
                 tl.store(y + column + part * 0, g.to(y.dtype.element_ty), mask=part == whose)
+
+
+@triton.jit
+def store_partials(to, partials, row, part, SPREAD: tl.constexpr, MEAN: tl.constexpr):
+    """The row's, which all parts know, by the first of them."""
+    at, first = row + part * 0, part == 0
+    tl.store(to[0] + at, partials[0], mask=first)
+    tl.store(to[1] + at, partials[1], mask=first)
+    if SPREAD:
+        tl.store(to[2] + at, partials[2], mask=first)
+    if MEAN:
+        tl.store(to[3] + at, partials[3], mask=first)
 
 
 @triton.jit
