@@ -114,7 +114,7 @@ def run(recipe: Recipe) -> Result:
 
 def quiet() -> None:
     """One progress bar is enough."""
-    warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated", FutureWarning)
+    warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing` is deprecated", FutureWarning)
     datasets.disable_progress_bars()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
