@@ -94,7 +94,6 @@ def given_kernel(
     size,  # columns of a part
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
-    KEPT: tl.constexpr,
     ALIGNED: tl.constexpr,
     LIVE: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -134,22 +133,20 @@ def given_kernel(
 
         if STATISTICS:
             partials = part_partials(
-                x, begin, size, length, z_of, WIDTH, KEPT, SOFTCAP, SCALED, SPREAD, MEAN
+                x, begin, size, length, z_of, WIDTH, GRADIENT, SOFTCAP, SCALED, SPREAD, MEAN
             )
             target_logit = logits_of(target, mine, z_of[0], z_of[1], SOFTCAP, SCALED)
-            if LIVE:  # numbers that no objective stumbles over, here and below
+            if LIVE:
                 target_logit = tl.where(length > 0, target_logit, 0.0)
             tl.store(target_logits + row, target_logit)
             if PARTS > 1:
                 tl.debug_barrier()  # every thread has the target, which another part overwrites
                 partials = met(partials, mail, turn, PARTS)
                 turn += 1
-            peak, rest, spread, total = partials
             if LIVE:
-                peak = tl.where(length > 0, peak, 0.0)
-                rest = tl.where(length > 0, rest, 0.0)
-            to = peaks, rests, spreads, totals
-            store_partials(to, (peak, rest, spread, total), row, part, SPREAD, MEAN)
+                partials = settled(partials, length)
+            peak, rest, spread, _ = partials
+            store_partials((peaks, rests, spreads, totals), partials, row, part, SPREAD, MEAN)
             log_sum = log1p(rest)
         else:
             peak = tl.load(peaks + row + part * 0)
@@ -160,30 +157,32 @@ def given_kernel(
             at_prob += tl.zeros_like(peak)
             if STATISTICS and ENTROPY:
                 at_prob += at_entropy * (log_sum - spread / (1 + rest))
-            at_target += tl.zeros_like(peak)
             if SLOPES > 0:
-                logp = (target_logit - peak) - log_sum
-                slope = closed_slope(closed, logp, SLOPES)
+                slope = closed_slope(closed, (target_logit - peak) - log_sum, SLOPES)
                 at_prob -= slope
                 at_target += slope
             factor = row_multiplier(scale, temperature, row, ROW_TEMPERATURE)
             at_entropy *= factor
             at_uniform *= factor
             c = at_prob * factor, at_entropy, at_uniform
-            normalizer = peak[:, None], log_sum[:, None]
             write_gradient(
-                x, y, begin, size, v, length, z_of,
-                normalizer, (c[0][:, None], at_entropy, at_uniform),
-                WIDTH, KEPT, SOFTCAP, SCALED, ENTROPY, UNIFORM,
+                x, y, begin, size, v, length, z_of, (peak, log_sum), c,
+                WIDTH, STATISTICS, SOFTCAP, SCALED, ENTROPY, UNIFORM,
             )  # fmt: skip
             if TARGET or SLOPES > 0:
+                tl.debug_barrier()  # another thread wrote this element without its own term
                 g, bend = logit_gradient(
                     target, mine, z_of, (peak, log_sum), c, SOFTCAP, SCALED, ENTROPY, UNIFORM
                 )
-                g += at_target * factor * bend
-                tl.debug_barrier()  # another thread wrote this element without its own term
-                whose = tl.where(mine, column // size, -1)
-                tl.store(y + column + part * 0, g.to(y.dtype.element_ty), mask=part == whose)
+                g = (g + at_target * factor * bend).to(y.dtype.element_ty)
+                tl.store(y + column + part * 0, g, mask=part == tl.where(mine, column // size, -1))
+
+
+@triton.jit
+def settled(partials, length):
+    """Numbers that no objective stumbles over where nothing was read."""
+    peak, rest, spread, total = partials
+    return tl.where(length > 0, peak, 0.0), tl.where(length > 0, rest, 0.0), spread, total
 
 
 @triton.jit
@@ -282,7 +281,6 @@ def given_rows(
             size,
             PARTS=parts,
             WIDTH=lane_count(size, x.element_size(), shape.warps),
-            KEPT=both,
             ALIGNED=16 if logits.aligned and (out is None or out.aligned) else 1,
             LIVE=live is not None,
             SOFTCAP=transform.softcap is not None,

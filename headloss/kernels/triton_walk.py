@@ -163,8 +163,8 @@ def write_gradient(
     v,
     length,  # v, or 0: nothing is read
     z_of,
-    normalizer,  # [P, 1] each
-    c,
+    normalizer,  # [P] each
+    c,  # c_prob [P]
     WIDTH: tl.constexpr,
     KEPT: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -174,6 +174,8 @@ def write_gradient(
 ):
     """The gradient of each part's columns but for the target's own term, last columns first."""
     hint: tl.constexpr = "evict_first" if KEPT else ""
+    normalizer = normalizer[0][:, None], normalizer[1][:, None]
+    c = c[0][:, None], c[1], c[2]
     steps = tl.cdiv(size, 4 * WIDTH)
     for step in range(0, steps):
         own = (steps - 1 - step) * (4 * WIDTH) + tl.arange(0, 4 * WIDTH)[None, :]
