@@ -18,8 +18,8 @@ from headloss.plan import MIB, Problem, make_plan
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-MEMORY = ROOT / "benchmarks" / "results" / "cpu_memory.json"
-STEPS = ROOT / "benchmarks" / "results" / "steps.md"
+RESULTS = ROOT / "benchmarks" / "results"
+MEMORY = RESULTS / "cpu_memory.json"
 
 GIB = 1 << 30
 SHAPES = ((8192, 2304, 256000), (16384, 2048, 151936), (16384, 4096, 128256), (65536, 4096, 128256))
@@ -59,6 +59,9 @@ def _plan(tokens: int, width: int, vocabulary: int, schedule: str):
         element_size=2,
         weight_size=2,
         on_gpu=True,
+        multiprocessors=132,  # a Hopper GPU, whose product writes softmax terms in 16 bits
+        terms=True,
+        row_bytes=2,
     )
     return make_plan(problem, Options(schedule=schedule), "triton")
 
@@ -77,9 +80,22 @@ def cpu_memory() -> str:
     return f"{sizes}; {found['machine']}, torch {found['torch']}:\n\n{_markdown(rows)}"
 
 
+def speed() -> str:
+    """The rows of the table of goals, from `benchmarks/run.py --table`."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from report import goals
+
+    return goals(json.loads((RESULTS / "table.json").read_text()))
+
+
 def steps() -> str:
     """The table of benchmarks/steps.py."""
-    return STEPS.read_text().strip() if STEPS.exists() else "Not measured yet."
+    return (RESULTS / "steps.md").read_text().strip()
+
+
+def scaling() -> str:
+    """The table of benchmarks/parallel.py."""
+    return (RESULTS / "parallel.md").read_text().strip()
 
 
 def _markdown(rows: list[tuple[str, ...]]) -> str:
@@ -91,6 +107,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "terms": table,
     "modifiers": modifier_table,
     "steps": steps,
+    "speed": speed,
+    "scaling": scaling,
     "cpu-memory": cpu_memory,
 }
 
