@@ -8,7 +8,6 @@ become the gradient in the same memory.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -76,8 +75,8 @@ class TermsChunk:
     ) -> RowGradient:
         """dL/draw of the rows that carry one.
 
-        `self.partials` are by now those of the whole vocabulary. The number of rows stays on the
-        device: all of this is queued before anything is read.
+        `self.partials` are by now those of the whole vocabulary. Everything but the products is
+        queued before the device is read, so that they follow at once.
         """
         acts, held, rows = self.call.kernels, self.held, self.rows
         given = (
@@ -103,7 +102,9 @@ class TermsChunk:
         found = RowGradient(held.terms, rows, multiple, features, acts.scaled_rows)
         if order is None:
             return found
-        return replace(found, rows=order.rows + rows.start, count=order.count, chunk=rows)
+        places = order.rows + rows.start
+        count = int(order.count)  # the read
+        return found if count == len(held.terms) else found.first(count, places)
 
 
 def hold(call: Call, source: Source, rows: slice) -> RawChunk | TermsChunk:

@@ -95,8 +95,7 @@ class LinearGradients:
 
     With `by_slab` the gradient arrives in slabs of columns over all tokens: hidden gradients are
     summed, each weight slab is written once. Otherwise it arrives in rows over all columns: hidden
-    gradients are final, weight gradients are summed. The product of the first `ahead` rows is
-    queued before it is read how many rows carry a gradient.
+    gradients are final, weight gradients are summed.
     """
 
     def __init__(
@@ -107,9 +106,8 @@ class LinearGradients:
         by_slab: bool = False,
         main_grad: Tensor | None = None,
         direct: bool = False,
-        ahead: int = 0,
     ) -> None:
-        self.source, self.wants, self.by_slab, self.ahead = source, wants, by_slab, ahead
+        self.source, self.wants, self.by_slab = source, wants, by_slab
         wide = source.dtype
         self.sums = wide if wide == torch.float64 else accumulate_dtype
         self.features = [
@@ -135,9 +133,7 @@ class LinearGradients:
 
     def add(self, gradient: RowGradient, columns: slice = ALL) -> None:
         """Take dL/draw of some rows and columns."""
-        done = self._ahead(gradient, columns)
-        gradient = gradient.settled()
-        self._add_to_features(gradient.part(done, None) if done else gradient, columns)
+        self._add_to_features(gradient, columns)
         values = gradient.values
         if len(values) == 0:
             return
@@ -154,14 +150,6 @@ class LinearGradients:
     def _zeros(self, features: Tensor, dtype: torch.dtype) -> Tensor:
         """Sums for the gradient of features."""
         return torch.zeros_like(features, dtype=dtype)
-
-    def _ahead(self, gradient: RowGradient, columns: slice) -> int:
-        """Queue the product of the first rows before the read of how many there are, so that the
-        device has work meanwhile; how many rows that were."""
-        if gradient.count is None or gradient.multiple is None:
-            return 0
-        self._add_to_features(gradient.part(0, self.ahead), columns)
-        return self.ahead
 
     def _add_to_features(self, gradient: RowGradient, columns: slice) -> None:
         values, rows = gradient.values, gradient.rows

@@ -228,9 +228,6 @@ class ShardedGradients(LinearGradients):
         own = features.own if isinstance(features, SpreadRows) else features
         return own.new_zeros(own.shape, dtype=dtype)
 
-    def _ahead(self, gradient: RowGradient, columns: slice) -> int:
-        return 0  # a chunk's rows are sent at once
-
     def _add_to_features(self, gradient: RowGradient, columns: slice) -> None:
         if self.by_slab:
             return super()._add_to_features(gradient, columns)
@@ -244,7 +241,7 @@ class ShardedGradients(LinearGradients):
             weight = self.source.weights[i]
             part = input_gradient(gradient.values, weight, self.source.dtype)
             dense = part.new_zeros(chunk.stop - chunk.start, part.shape[1])
-            replace(gradient, rows=places).put_(dense, part)
+            gradient._replace(rows=places).put_(dense, part)
             self.pending.append((i, self.slices.start_sum(dense, chunk)))
 
     def features_are_done(self) -> None:

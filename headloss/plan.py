@@ -96,7 +96,6 @@ class Plan:
     plain_bytes: int
     reason: str
     chunks: tuple[Chunk, ...] = field(repr=False)
-    wave_rows: int = field(default=0, repr=False)  # tokens of a whole wave of dX's product
 
     @property
     def total_bytes(self) -> int:
@@ -149,7 +148,6 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         plain_bytes=p.tokens * p.vocabulary * (4 + 2 * p.element_size),
         reason=reason,
         chunks=chunks,
-        wave_rows=p.multiprocessors // max(1, -(-p.width // WAVE_TILE[1])) * WAVE_TILE[0],
     )
 
 

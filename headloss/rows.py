@@ -6,24 +6,18 @@ K of a chunk's n tokens, v columns, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor
 
 Rows = slice | Tensor  # of the packed tokens
 
 
-@dataclass(frozen=True)
-class RowGradient:
+class RowGradient(NamedTuple):
     """dL/draw of some rows, as the products take it: `values`, times `multiple` if it is given.
 
-    Attributes:
-        count: [1] on the device: how many of the rows carry a gradient; these come first. None once
-            it was read (`settled`), or where all do.
-        chunk: all of the rows, should `count` be all of them.
-        features: the rows of hidden states, times `multiple` already.
-        scaled_rows: the backend's.
+    `features` are the rows of hidden states, times `multiple` already; `scaled_rows` is the
+    backend's.
     """
 
     values: Tensor  # [K, v]
@@ -31,30 +25,13 @@ class RowGradient:
     multiple: Tensor | None = None  # [K]
     features: Tensor | None = None  # [K, H]
     scaled_rows: Callable[..., Tensor] | None = None
-    count: Tensor | None = None
-    chunk: slice | None = None
 
-    def part(self, start: int, stop: int | None) -> RowGradient:
-        """Some of the rows."""
-        cut = slice(*slice(start, stop).indices(len(self.values)))
-        rows: Any = self.rows
-        if isinstance(rows, slice):
-            rows = slice(rows.start + cut.start, rows.start + cut.stop)
-        else:
-            rows = rows[cut]
-        multiple, features = (None if t is None else t[cut] for t in (self.multiple, self.features))
-        return replace(
-            self, values=self.values[cut], rows=rows, multiple=multiple, features=features
+    def first(self, count: int, rows: Tensor) -> RowGradient:
+        """The first `count` of these rows, which are rows[:count] of the packed tokens."""
+        multiple, features = (
+            None if t is None else t[:count] for t in (self.multiple, self.features)
         )
-
-    def settled(self) -> RowGradient:
-        """The rows that carry a gradient: reads the device."""
-        if self.count is None:
-            return self
-        count = int(self.count)
-        if count == len(self.values) and self.chunk is not None:
-            return replace(self, rows=self.chunk, count=None)
-        return replace(self.part(0, count), count=None)
+        return RowGradient(self.values[:count], rows[:count], multiple, features, self.scaled_rows)
 
     def put_(self, total: Tensor, part: Tensor, add: bool = False) -> None:
         """Write [K, H] `part`, times `multiple`, to this gradient's rows of `total`, or add it."""
@@ -65,7 +42,7 @@ class RowGradient:
         if isinstance(self.rows, slice):
             self.scaled_rows(part, self.multiple, out=total[self.rows])
         else:
-            self.scaled_rows(part, self.multiple, out=total, places=self.rows, count=self.count)
+            self.scaled_rows(part, self.multiple, out=total, places=self.rows)
 
 
 def _put(total: Tensor, rows: Rows, part: Tensor, add: bool) -> None:

@@ -111,7 +111,6 @@ class Call:
             self.options.main_grad,
             direct=by_slab
             or (self.options.upstream is not None and self.gradient_dtype != torch.float16),
-            ahead=self.plan.wave_rows,
         )
 
     def finish(

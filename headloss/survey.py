@@ -40,7 +40,6 @@ class Survey:
             None: none are read.
     """
 
-    targets: Tensor  # [N]
     unscored: Tensor  # [N] bool
     ids: Tensor  # [N] int64
     count: int  # S
@@ -74,7 +73,6 @@ class Survey:
         elif not static:
             facts = torch.cat([counts.new_zeros(2 + len(values)), counts])
         return cls(
-            targets=targets,
             unscored=unscored,
             ids=ids,
             count=count,

@@ -22,7 +22,6 @@ LENGTHS = (9, 0, 14, 17)
 @pytest.fixture(autouse=True)
 def terms(monkeypatch):
     monkeypatch.setattr(kernels, "can_hold_terms", lambda backend, *_: backend == "triton")
-    monkeypatch.setattr(kernels, "multiprocessors", lambda _: 1)  # a wave of 128 rows
 
 
 def setting(quiet: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor, hl.Batch]:

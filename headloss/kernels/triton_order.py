@@ -109,17 +109,12 @@ def rows_kernel(
     out,
     out_stride,
     places,
-    count,
     h,
     SOURCE: tl.constexpr,
     PLACES: tl.constexpr,
-    COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    if COUNT:
-        if row >= tl.load(count):
-            return
     factor = tl.load(scale + row)
     read, write = row, row
     if SOURCE:
@@ -139,7 +134,6 @@ def scaled_rows(
     source: Tensor | None = None,  # [n] rows of x, default: the first n
     out: Tensor | None = None,  # [.., H], any row stride; default: new, of x's dtype
     places: Tensor | None = None,  # [n] rows of out, no row twice; default: the first n
-    count: Tensor | None = None,  # [1] how many of the n; default: all
 ) -> Tensor:
     """out[places] = x[source] * scale of each row, multiplied in float32 and rounded once."""
     n, h = len(scale), x.shape[1]
@@ -154,11 +148,9 @@ def scaled_rows(
                 out,
                 out.stride(0),
                 scale if places is None else places,
-                scale if count is None else count,
                 h,
                 SOURCE=source is not None,
                 PLACES=places is not None,
-                COUNT=count is not None,
                 BLOCK=2048,
                 num_warps=8,
             )
