@@ -354,7 +354,7 @@ def _divergence(
             )
         with torch.no_grad():
             rows = states if batch.index is None else states[batch.index]
-            factors = head.factors(rows)
+            factors = head.factors(rows, slices.dropout)
         # A whole head beside a student's slice: its rows of that slice.
         first = slices.first if head.vocab_group is None else 0
         own = slice(first, first + size)

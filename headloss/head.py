@@ -12,6 +12,7 @@ are, in this order,
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,9 @@ from .products import WideLinear
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+Dropout = Callable[[Tensor, float], Tensor]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -60,10 +64,10 @@ class Lora:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"lora.dropout: got {self.dropout}, want 0 <= dropout < 1")
 
-    def features(self, hidden: Tensor) -> Tensor:
+    def features(self, hidden: Tensor, dropout: Dropout = F.dropout) -> Tensor:
         """[T, H] to [T, r]: scaling * dropout(hidden) @ a.T, in float32 or float64."""
         if self.dropout:
-            hidden = F.dropout(hidden, self.dropout)
+            hidden = dropout(hidden, self.dropout)
         return self.scaling * WideLinear.apply(hidden, self.a)
 
 
@@ -146,13 +150,13 @@ class Head:
         """How many rows of the weight are scored."""
         return self.weight.shape[0] if self.vocab_size is None else self.vocab_size
 
-    def factors(self, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def factors(self, hidden: Tensor, dropout: Dropout = F.dropout) -> list[tuple[Tensor, Tensor]]:
         """(features [T, k], rows [V, k]) pairs whose products sum to the raw logits, less the bias.
 
         The first pair is the weight's own, then one per adapter, in that adapter's dtype. Features
         carry autograd to `hidden` and to each `a`. Rows are not cut to `vocab_size`.
         """
-        return [(hidden, self.weight), *((lora.features(hidden), lora.b) for lora in self.lora)]
+        return [(hidden, self.weight), *((x.features(hidden, dropout), x.b) for x in self.lora)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[.., H] to [.., vocabulary] in float32 (float64 for float64 hidden states).

@@ -1,4 +1,4 @@
-"""The same call on many ranks: slices of the vocabulary, and tokens that are spread over them.
+"""The same call on many ranks, each with a slice of the vocabulary.
 
 T scored tokens, n of a chunk, H hidden width, W ranks of a group. A schedule asks its slices of the
 vocabulary to merge statistics and to sum hidden gradients. `Alone` is the whole vocabulary on one
@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed
-from torch.nn.functional import pad
+from torch.nn.functional import dropout, pad
 
 from .logits import LinearGradients, Scaled
 from .products import input_gradient
-from .rows import RowGradient, Rows
+from .rows import RowGradient
+from .spread import Pending, Spread, SpreadRows
 from .stats import Partials
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
     from .head import Head
     from .plan import Chunk
+
+
+GIVE_WAY = 20_000  # clocks, about 11 microseconds, in which a collective gets to its place on a GPU
 
 
 class Alone:
@@ -68,6 +72,10 @@ class Alone:
     def factors(self, head: Head, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
         """`head.factors` of packed hidden states; gradients of adapters come out complete."""
         return head.factors(hidden)
+
+    def dropout(self, hidden: Tensor, p: float) -> Tensor:
+        """Of hidden states that every rank has."""
+        return dropout(hidden, p)
 
 
 WHOLE = Alone()
@@ -113,9 +121,14 @@ class Shard(Alone):
     def start_sum(self, dense: Tensor, rows: slice) -> Pending:
         """Begin to sum a gradient [n, k] of the packed rows `rows` over the group."""
         if self.spread is not None:
-            return self.spread.start_sum(dense, rows)
-        work = distributed.all_reduce(dense, group=self.group, async_op=True)
-        return Pending(work, dense, rows)
+            found = self.spread.start_sum(dense, rows)
+        else:
+            work = distributed.all_reduce(dense, group=self.group, async_op=True)
+            found = Pending(work, dense, rows)
+        if dense.is_cuda:
+            # A product that followed at once would take every multiprocessor until it ends.
+            torch.cuda._sleep(GIVE_WAY)  # type: ignore[no-untyped-call]
+        return found
 
     def index(self, index: Tensor | None) -> Tensor | None:
         return index if self.spread is None else self.spread.index(index)
@@ -129,10 +142,18 @@ class Shard(Alone):
         return [SpreadRows(f, self.spread) for f in features]
 
     def factors(self, head: Head, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
-        if self.spread is not None and head.lora:  # each rank sees its own tokens alone
+        if self.spread is None:
+            return head.factors(hidden, self.dropout)
+        if head.lora:  # each rank sees its own tokens alone
             lora = (replace(x, a=SumGradient.apply(x.a, self.group)) for x in head.lora)
             head = replace(head, lora=tuple(lora))
         return head.factors(hidden)
+
+    def dropout(self, hidden: Tensor, p: float) -> Tensor:
+        """The first rank's, on all."""
+        kept = dropout(torch.ones_like(hidden), p) != 0
+        distributed.broadcast(kept, group=self.group, group_src=0)
+        return hidden * kept / (1 - p)
 
 
 class SumGradient(torch.autograd.Function):
@@ -195,22 +216,6 @@ def merge_all(slices: Partials) -> Partials:
 # ---------------------------------------------------------------------- gradients of features
 
 
-class Pending(NamedTuple):
-    """A sum over the group that is under way."""
-
-    work: Any
-    buffer: Tensor
-    rows: slice  # where it goes
-    count: int = 1  # terms, one after another, that are still to be added
-
-    def wait(self) -> Tensor:
-        """[n, k], complete."""
-        self.work.wait()
-        if self.count == 1:
-            return self.buffer
-        return self.buffer.view(self.count, -1, self.buffer.shape[-1]).sum(0)
-
-
 class ShardedGradients(LinearGradients):
     """Gradients of a slice's logits: those of features are summed over the group in float32.
 
@@ -226,23 +231,20 @@ class ShardedGradients(LinearGradients):
 
     def _zeros(self, features: Any, dtype: torch.dtype) -> Tensor:
         own = features.own if isinstance(features, SpreadRows) else features
-        return own.new_zeros(own.shape, dtype=dtype)
+        # Sums of chunks leave no row out.
+        return (own.new_zeros if self.by_slab else own.new_empty)(own.shape, dtype=dtype)
 
     def _add_to_features(self, gradient: RowGradient, columns: slice) -> None:
         if self.by_slab:
             return super()._add_to_features(gradient, columns)
         self._settle()
-        rows = gradient.rows
         chunk = next(self.chunks).rows
-        places = slice(None) if isinstance(rows, slice) else rows - chunk.start
         for i, total in enumerate(self.features):
             if total is None:
                 continue
             weight = self.source.weights[i]
             part = input_gradient(gradient.values, weight, self.source.dtype)
-            dense = part.new_zeros(chunk.stop - chunk.start, part.shape[1])
-            gradient._replace(rows=places).put_(dense, part)
-            self.pending.append((i, self.slices.start_sum(dense, chunk)))
+            self.pending.append((i, self.slices.start_sum(gradient.whole(part, chunk), chunk)))
 
     def features_are_done(self) -> None:
         """With slabs: no more is added to features; the sum over the group begins."""
@@ -261,7 +263,7 @@ class ShardedGradients(LinearGradients):
         for i, sum_ in self.pending:
             value, total = sum_.wait(), self.features[i]
             assert total is not None
-            if self.by_slab:
+            if len(value) == len(total):  # all of them: not rounded before they are scaled
                 self.features[i] = value
             else:
                 total[sum_.rows].copy_(value)
@@ -270,123 +272,3 @@ class ShardedGradients(LinearGradients):
     def finish(self, factor: Tensor | None, scaled: Scaled) -> list[Tensor | None]:
         self.complete()
         return super().finish(factor, scaled)
-
-
-# ---------------------------------------------------------------------- tokens spread over ranks
-
-
-class Spread:
-    """Which rank of a group was given the hidden states of each packed token.
-
-    Args:
-        index: [T] position of each packed token, None: all N in order.
-        sizes: positions of each rank, in rank order.
-    """
-
-    def __init__(
-        self,
-        group: ProcessGroup,
-        index: Tensor | None,
-        sizes: Sequence[int],
-        device: torch.device,
-    ) -> None:
-        self.group, self.world = group, len(sizes)
-        rank = distributed.get_rank(group)
-        ends = torch.tensor(sizes).cumsum(0)
-        positions = torch.arange(int(ends[-1])) if index is None else index.cpu()
-        self.offset = int(ends[rank]) - sizes[rank]
-        self.owners = torch.bucketize(positions, ends, right=True)  # [T] on the host
-        self.on_device = self.owners.to(device)
-        mine = self.owners == rank
-        self.before = torch.cat([torch.zeros(1, dtype=torch.int64), mine.cumsum(0)])
-        self.mine = mine.nonzero().squeeze(1).to(device)
-
-    def __len__(self) -> int:
-        return len(self.owners)
-
-    def index(self, index: Tensor | None) -> Tensor | None:
-        return None if index is None else index[self.mine] - self.offset
-
-    def own_rows(self, rows: slice) -> slice:
-        """This rank's rows of a chunk, among all of its own."""
-        return slice(int(self.before[rows.start]), int(self.before[rows.stop]))
-
-    def _chunk(self, rows: slice) -> tuple[list[int], Tensor | None]:
-        """How many rows of a chunk each rank owns; the rows by owner, None: they are already."""
-        owners = self.owners[rows]
-        counts = torch.bincount(owners, minlength=self.world).tolist()
-        if bool((owners.diff() >= 0).all()):
-            return counts, None
-        return counts, self.on_device[rows].argsort(stable=True)
-
-    def gather(self, own: Tensor, rows: slice) -> Tensor:
-        """[n, k] of a chunk, from the [.., k] rows that each rank owns."""
-        counts, order = self._chunk(rows)
-        part = own[self.own_rows(rows)]
-        found = own.new_empty(sum(counts), own.shape[1])
-        sent = part.repeat(self.world, 1)
-        distributed.all_to_all_single(
-            found, sent, counts, [len(part)] * self.world, group=self.group
-        )
-        if order is None:
-            return found
-        return torch.empty_like(found).index_copy_(0, order, found)
-
-    def start_sum(self, dense: Tensor, rows: slice) -> Pending:
-        """Begin to sum [n, k] over the ranks and to give each row to its owner."""
-        counts, order = self._chunk(rows)
-        own = self.own_rows(rows)
-        count = own.stop - own.start
-        if order is not None:
-            dense = dense[order]
-        found = dense.new_empty(self.world * count, dense.shape[1])
-        work = distributed.all_to_all_single(
-            found,
-            dense.contiguous(),
-            [count] * self.world,
-            counts,
-            group=self.group,
-            async_op=True,
-        )
-        return Pending(_Keeping(work, dense), found, own, self.world)
-
-
-class _Keeping:
-    """Work, and what it sends until it is done."""
-
-    def __init__(self, work: Any, sent: Tensor) -> None:
-        self.work, self.sent = work, sent
-
-    def wait(self) -> None:
-        self.work.wait()
-
-
-class SpreadRows:
-    """[T, k] features of which this rank holds its own rows; a chunk is gathered when it is read.
-
-    Rows of the chunk that was read last are at hand; any other slice is a collective.
-    """
-
-    def __init__(self, own: Tensor, spread: Spread) -> None:
-        self.own, self.spread = own, spread
-        self.dtype, self.device, self.shape = own.dtype, own.device, (len(spread), own.shape[1])
-        self._rows: slice | None = None
-        self._held = own[:0]
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def new_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self.own.new_zeros(shape, dtype=dtype)
-
-    def __getitem__(self, rows: Rows) -> Tensor:
-        if isinstance(rows, Tensor):
-            assert self._rows is not None
-            return self._held[rows - self._rows.start]
-        start, stop, _ = rows.indices(len(self))
-        held = self._rows
-        if held is None or start < held.start or stop > held.stop:
-            held = self._rows = slice(start, stop)
-            self._held = self.own[:0]  # before the next one is made
-            self._held = self.spread.gather(self.own, held)
-        return self._held[start - held.start : stop - held.start]

@@ -33,6 +33,17 @@ class RowGradient(NamedTuple):
         )
         return RowGradient(self.values[:count], rows[:count], multiple, features, self.scaled_rows)
 
+    def whole(self, part: Tensor, chunk: slice) -> Tensor:
+        """[n, H] of all rows of a chunk from [K, H] `part`, times `multiple`; 0 where there is no
+        gradient. `part` may be overwritten."""
+        if isinstance(self.rows, slice):
+            if self.multiple is not None:
+                self._replace(rows=slice(None)).put_(part, part)
+            return part
+        total = part.new_zeros(chunk.stop - chunk.start, part.shape[1])
+        self._replace(rows=self.rows - chunk.start).put_(total, part)
+        return total
+
     def put_(self, total: Tensor, part: Tensor, add: bool = False) -> None:
         """Write [K, H] `part`, times `multiple`, to this gradient's rows of `total`, or add it."""
         if self.multiple is None:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .agreement import Facts, agree, checksum
-from .parallel import WHOLE, Alone, Shard, Spread
+from .parallel import WHOLE, Alone, Shard
+from .spread import Spread
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -186,7 +187,9 @@ def of_head(head: Head, hidden: Tensor) -> dict[str, Any]:
             (head.logit_scale, head.softcap, None if per_token else temperature)
         ),
         "temperature": checksum(temperature) if per_token else 0,
-        "lora": str([(tuple(x.a.shape), x.scaling, x.a.requires_grad) for x in head.lora]),
+        "lora": str(
+            [(tuple(x.a.shape), x.scaling, x.dropout, x.a.requires_grad) for x in head.lora]
+        ),
         "lora.a": checksum(*(x.a for x in head.lora)) if head.lora else 0,
     }
 

@@ -69,7 +69,8 @@ def head_stats(
         x = x.to(compute)
     if head.lora:  # poison in unscored rows must not reach the adapters' weights
         x = torch.where((targets.reshape(-1) != IGNORE).unsqueeze(1), x, 0)
-    pairs = head.factors(x)
+    slices = place.slices(None, x.device)
+    pairs = slices.factors(head, x)
     temperature = head.temperature
     tensor = temperature.reshape(-1) if isinstance(temperature, Tensor) else None
     weights = [w if compute is None else w.to(compute) for _, w in pairs]
@@ -83,7 +84,7 @@ def head_stats(
         head.logit_scale,
         head.softcap,
         1.0 if tensor is not None else float(temperature),
-        place.slices(None, x.device).name,
+        slices.name,
     )
     return HeadStats(*(t.view(targets.shape) for t in found[:3]))
 

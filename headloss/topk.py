@@ -50,7 +50,7 @@ def head_topk(
         raise ValueError(f"k: got {k!r}, want an integer in 1..{place.vocabulary}")
     slices = place.slices(None, hidden.device)
     x = hidden.reshape(-1, hidden.shape[-1])
-    factors = head.factors(x)
+    factors = slices.factors(head, x)
     columns = slices.size or head.vocabulary
     source = LinearLogits([f for f, _ in factors], [w for _, w in factors], head.bias, columns)
     temperature = head.temperature

@@ -164,11 +164,6 @@ def alone(s: Setup) -> None:
     s.options, s.head = hl.Options(sequence_parallel=True), {}
 
 
-def dropout(s: Setup) -> None:
-    a, b = torch.ones(2, H), torch.ones(V, 2)
-    s.head["lora"] = (hl.Lora(a=a, b=b, scaling=1.0, dropout=0.5),)
-
-
 def bad_k(s: Setup) -> None:
     s.run = lambda: hl.head_topk(  # type: ignore[method-assign]
         s.hidden, hl.Head(s.weight, **s.head), 3 if s.last else 4
@@ -200,7 +195,6 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "stranger": ("vocabulary", stranger, "vocab_group: got .* want a process group that this rank"),
     "tokens": ("vocabulary", tokens, "hidden: got .* tokens on the ranks .* want 6 in all"),
     "alone": ("vocabulary", alone, "sequence_parallel: needs a head with a vocab_group"),
-    "dropout": ("vocabulary", dropout, "lora.dropout: got > 0"),
     "k": ("vocabulary", bad_k, "k: differs"),
     "logits": ("vocabulary", bad_logits, "dtype: differs"),
     "target of one": ("segments", outside_on_one, "targets: got 10 at position 2"),

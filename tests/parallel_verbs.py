@@ -96,6 +96,42 @@ def logits_loss() -> None:
         close(leaf.grad, whole.grad[:, p.rows])  # type: ignore[arg-type, index]
 
 
+def lora_dropout() -> None:
+    """Ranks whose generators differ drop what the first one does; gradients are whole."""
+    p, r = Problem(), 3
+    generator = torch.Generator().manual_seed(5)
+    a = torch.randn(r, H, generator=generator, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(V, r, generator=generator, dtype=torch.float64, requires_grad=True)
+    shard = b.detach()[p.rows].clone().requires_grad_()
+
+    def adapted(b: Tensor) -> dict[str, Any]:
+        return {"lora": (hl.Lora(a=a, b=b, scaling=0.5, dropout=0.4),)}
+
+    whole, cut = hl.Head(p.weight, **adapted(b)), p.sliced(**adapted(shard))
+
+    def loss(head: hl.Head, seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return hl.head_loss(p.hidden, head, p.batch, p.objective).loss
+
+    def stats(head: hl.Head, seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        found = hl.head_stats(p.hidden, head, p.targets)
+        return (found.logp * found.entropy).sum()
+
+    for verb in (loss, stats):
+        want, got = verb(whole, 9), verb(cut, 9 + p.rank)
+        close(got.detach(), want.detach())
+        into_hidden, into_a, into_b = torch.autograd.grad(want, (p.hidden, a, b))
+        found_hidden, found_a, found_b = torch.autograd.grad(got, (p.hidden, a, shard))
+        close(found_hidden, into_hidden)
+        close(found_a, into_a)
+        close(found_b, into_b[p.rows])
+    torch.manual_seed(9)
+    want = hl.head_topk(p.hidden, whole, 4)
+    torch.manual_seed(9 + p.rank)
+    assert torch.equal(hl.head_topk(p.hidden, cut, 4).ids, want.ids)
+
+
 def teacher_heads() -> None:
     """A teacher's head whole, or cut like the student's."""
     p = Problem()

@@ -12,6 +12,7 @@ VERBS = [
     "head_stats",
     "head_topk",
     "logits_loss",
+    "lora_dropout",
     "teacher_heads",
     "top_entropy",
     "doubtful_fields",

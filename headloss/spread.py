@@ -1,0 +1,151 @@
+"""Tokens that are spread over the ranks of a vocabulary group (sequence parallelism).
+
+T scored tokens, n of a chunk, W ranks. Each rank holds the hidden states of its own positions; a
+chunk is gathered when it is read, and its gradients go back to the ranks that own the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed
+
+from .rows import Rows
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Pending(NamedTuple):
+    """A sum over the group that is under way."""
+
+    work: Any
+    buffer: Tensor
+    rows: slice  # where it goes
+    count: int = 1  # terms, one after another, that are still to be added
+
+    def wait(self) -> Tensor:
+        """[n, k], complete."""
+        self.work.wait()
+        if self.count == 1:
+            return self.buffer
+        return self.buffer.view(self.count, -1, self.buffer.shape[-1]).sum(0)
+
+
+class Spread:
+    """Which rank of a group was given the hidden states of each packed token.
+
+    Args:
+        index: [T] position of each packed token, None: all N in order.
+        sizes: positions of each rank, in rank order.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        index: Tensor | None,
+        sizes: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self.group, self.world = group, len(sizes)
+        rank = distributed.get_rank(group)
+        ends = torch.tensor(sizes).cumsum(0)
+        positions = torch.arange(int(ends[-1])) if index is None else index.cpu()
+        self.offset = int(ends[rank]) - sizes[rank]
+        self.owners = torch.bucketize(positions, ends, right=True)  # [T] on the host
+        self.on_device = self.owners.to(device)
+        mine = self.owners == rank
+        self.before = torch.cat([torch.zeros(1, dtype=torch.int64), mine.cumsum(0)])
+        self.mine = mine.nonzero().squeeze(1).to(device)
+
+    def __len__(self) -> int:
+        return len(self.owners)
+
+    def index(self, index: Tensor | None) -> Tensor | None:
+        return None if index is None else index[self.mine] - self.offset
+
+    def own_rows(self, rows: slice) -> slice:
+        """This rank's rows of a chunk, among all of its own."""
+        return slice(int(self.before[rows.start]), int(self.before[rows.stop]))
+
+    def _chunk(self, rows: slice) -> tuple[list[int], Tensor | None]:
+        """How many rows of a chunk each rank owns; the rows by owner, None: they are already."""
+        owners = self.owners[rows]
+        counts = torch.bincount(owners, minlength=self.world).tolist()
+        if bool((owners.diff() >= 0).all()):
+            return counts, None
+        return counts, self.on_device[rows].argsort(stable=True)
+
+    def gather(self, own: Tensor, rows: slice) -> Tensor:
+        """[n, k] of a chunk, from the [.., k] rows that each rank owns."""
+        counts, order = self._chunk(rows)
+        part = own[self.own_rows(rows)]
+        found = own.new_empty(sum(counts), own.shape[1])
+        sent = part.repeat(self.world, 1)
+        distributed.all_to_all_single(
+            found, sent, counts, [len(part)] * self.world, group=self.group
+        )
+        if order is None:
+            return found
+        return torch.empty_like(found).index_copy_(0, order, found)
+
+    def start_sum(self, dense: Tensor, rows: slice) -> Pending:
+        """Begin to sum [n, k] over the ranks and to give each row to its owner."""
+        counts, order = self._chunk(rows)
+        own = self.own_rows(rows)
+        count = own.stop - own.start
+        if order is not None:
+            dense = dense[order]
+        found = dense.new_empty(self.world * count, dense.shape[1])
+        work = distributed.all_to_all_single(
+            found,
+            dense.contiguous(),
+            [count] * self.world,
+            counts,
+            group=self.group,
+            async_op=True,
+        )
+        return Pending(_Keeping(work, dense), found, own, self.world)
+
+
+class _Keeping:
+    """Work, and what it sends until it is done."""
+
+    def __init__(self, work: Any, sent: Tensor) -> None:
+        self.work, self.sent = work, sent
+
+    def wait(self) -> None:
+        self.work.wait()
+
+
+class SpreadRows:
+    """[T, k] features of which this rank holds its own rows; a chunk is gathered when it is read.
+
+    Rows of the chunk that was read last are at hand; any other slice is a collective.
+    """
+
+    def __init__(self, own: Tensor, spread: Spread) -> None:
+        self.own, self.spread = own, spread
+        self.dtype, self.device, self.shape = own.dtype, own.device, (len(spread), own.shape[1])
+        self._rows: slice | None = None
+        self._held = own[:0]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def new_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.own.new_zeros(shape, dtype=dtype)
+
+    def __getitem__(self, rows: Rows) -> Tensor:
+        if isinstance(rows, Tensor):
+            assert self._rows is not None
+            return self._held[rows - self._rows.start]
+        start, stop, _ = rows.indices(len(self))
+        held = self._rows
+        if held is None or start < held.start or stop > held.stop:
+            held = self._rows = slice(start, stop)
+            self._held = self.own[:0]  # before the next one is made
+            self._held = self.spread.gather(self.own, held)
+        return self._held[start - held.start : stop - held.start]
