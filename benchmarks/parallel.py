@@ -8,6 +8,9 @@ them fails. Times are the slowest rank's. One rank's time, to compare with, is m
 run on rank 0's GPU while the others rest. Rank 0 merges what it finds into a file, by the number of
 ranks, and a Markdown table beside it. `--quick` runs it all on the CPU, on sizes of no interest.
 
+"slice of 8" is vocabulary parallelism with as many rows on each rank as it would have among 8, and
+no more than these in all: what a rank of 8 computes, beside the collectives of fewer.
+
 T tokens (of each rank, but for vocabulary shards, where all have the same), H hidden width, V
 vocabulary.
 """
@@ -34,7 +37,8 @@ from works import WORKS, Inputs, Setting, make_inputs
 import headloss as hl
 
 OBJECTIVES = ("grpo", "gspo")
-KINDS = ("vocabulary", "segments", "fsdp")
+KINDS = ("vocabulary", "slice of 8", "segments", "fsdp")
+SLICES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +98,7 @@ class Clock:
         found: Row = {**middle(times), "collectives_per_call": sent["calls"]}
         found["bytes_per_token"] = sent["bytes"] / tokens
         if ranks.on_gpu:
-            found["share"] = shares(step, ranks.device)
+            found["share"] = shares(step, ranks)
         ranks.wait()
         return found
 
@@ -111,23 +115,28 @@ def loss_step(
     return step
 
 
-def vocabulary_parallel(clock: Clock, sizes: Sizes, shape: tuple[int, int, int]) -> list[Row]:
+def vocabulary_parallel(
+    clock: Clock, sizes: Sizes, shape: tuple[int, int, int], work: str = "vocabulary"
+) -> list[Row]:
     ranks, rows = clock.ranks, []
+    tokens, width, vocabulary = shape
     with ranks.step(f"inputs {shape}"):
-        inputs = sizes.inputs(shape, ranks)
-        shard = inputs.weight.detach().tensor_split(ranks.size)[ranks.rank]
+        inputs = cut = sizes.inputs(shape, ranks)
+        if work == "slice of 8":
+            cut = sizes.inputs((tokens, width, vocabulary // SLICES * ranks.size), ranks)
+        shard = cut.weight.detach().tensor_split(ranks.size)[ranks.rank]
         shard = shard.clone().requires_grad_()
-        batch, options = inputs.batch(), hl.Options(metrics=False)
+        options = hl.Options(metrics=False)
     for name in OBJECTIVES:
         objective = WORKS[name].objective(inputs)
-        row = {"work": "vocabulary", "objective": name} | dict(zip("THV", shape, strict=True))
-        step = loss_step(inputs.hidden, hl.Head(inputs.weight), batch, objective, options)
-        with ranks.step(f"vocabulary {shape} {name}, one rank"):
+        row = {"work": work, "objective": name} | dict(zip("THV", shape, strict=True))
+        step = loss_step(inputs.hidden, hl.Head(inputs.weight), inputs.batch(), objective, options)
+        with ranks.step(f"{work} {shape} {name}, one rank"):
             row["alone"] = clock.here(step)
         head = hl.Head(shard, vocab_group=ranks.group)
-        step = loss_step(inputs.hidden, head, batch, objective, options)
-        with ranks.step(f"vocabulary {shape} {name}, {ranks.size} ranks"):
-            rows.append(row | clock.everywhere(step, shape[0]))
+        step = loss_step(cut.hidden, head, cut.batch(), objective, options)
+        with ranks.step(f"{work} {shape} {name}, {ranks.size} ranks"):
+            rows.append(row | clock.everywhere(step, tokens))
     return rows
 
 
@@ -180,8 +189,9 @@ def measure(ranks: Ranks, sizes: Sizes, kinds: list[str], repeats: int) -> Itera
     """The rows of one work after another, until the time is up."""
     clock = Clock(ranks=ranks, repeats=repeats)
     works: list[Callable[[], list[Row]]] = []
-    if "vocabulary" in kinds:
-        works += [lambda s=shape: vocabulary_parallel(clock, sizes, s) for shape in sizes.shapes]
+    for kind in [k for k in KINDS[:2] if k in kinds]:
+        for shape in sizes.shapes:
+            works.append(lambda s=shape, k=kind: vocabulary_parallel(clock, sizes, s, k))
     works += [lambda: segments_parallel(clock, sizes)] * ("segments" in kinds)
     works += [lambda: sharded_data(clock, sizes)] * ("fsdp" in kinds)
     for work in works:
@@ -199,8 +209,8 @@ def measure(ranks: Ranks, sizes: Sizes, kinds: list[str], repeats: int) -> Itera
 def efficiency(row: Row, ranks: int) -> float:
     """The best possible time over the time: a slice of the vocabulary is a share of the work; other
     ranks bring work of their own."""
-    ideal = row["alone"]["ms"] / (ranks if row["work"] == "vocabulary" else 1)
-    return ideal / row["ms"]
+    shares = {"vocabulary": ranks, "slice of 8": SLICES}
+    return row["alone"]["ms"] / shares.get(row["work"], 1) / row["ms"]
 
 
 def merged(results: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -177,23 +177,32 @@ def counted() -> Iterator[dict[str, float]]:
             setattr(distributed, name, run)
 
 
-def shares(step: Callable[[], Any], device: torch.device) -> dict[str, float]:
+def shares(step: Callable[[], Any], ranks: Ranks, turns: int = 3) -> dict[str, float]:
     """Of the time from a step's first kernel to its last: in which a collective runs
-    ("collectives"), nothing but a collective ("exposed"), nothing at all ("idle")."""
+    ("collectives"), nothing but a collective ("exposed"), nothing at all ("idle"); the median of
+    some steps."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize(device)
-    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            span = (event.time_range.start, event.time_range.end)
-            spans["nccl" in event.name.lower()].append(span)
-    sent, busy = covered(spans[True]), covered(spans[False])
-    every = spans[True] + spans[False]
-    total = max(end for _, end in every) - min(start for start, _ in every)
-    both = covered(every)
+    found = []
+    for _ in range(turns):
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            ranks.wait()  # a profiler takes its time to begin, on each rank another
+            step()
+            ranks.settle()
+        spans = [
+            (event.time_range.start, event.time_range.end, "nccl" in event.name.lower())
+            for event in profiler.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+        ]
+        waited = min(end for _, end, sends in spans if sends)
+        found.append(_shares([span for span in spans if span[0] > waited]))
+    return {name: statistics.median(one[name] for one in found) for name in found[0]}
+
+
+def _shares(spans: list[tuple[float, float, bool]]) -> dict[str, float]:
+    total = max(end for _, end, _ in spans) - min(start for start, *_ in spans)
+    sent, busy = (covered([s[:2] for s in spans if s[2] == sends]) for sends in (True, False))
+    both = covered([s[:2] for s in spans])
     found = {"collectives": sent, "exposed": both - busy, "idle": total - both}
     return {name: value / total for name, value in found.items()}
 
