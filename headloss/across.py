@@ -91,5 +91,6 @@ def _voted(packed: Packed, batch: Batch, group: ProcessGroup) -> Packed:
     fields = dict(packed.batch.fields)
     for name, votes in zip(names, against.unbind(), strict=True):
         if name in packed.doubtful:
-            fields[name] = torch.where(votes == 0, fields[name], packed.doubtful[name])  # type: ignore[arg-type]
+            either = packed.batch.get(name), packed.doubtful[name]()
+            fields[name] = torch.where(votes == 0, *either)
     return packed.with_fields(fields)

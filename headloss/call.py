@@ -216,7 +216,8 @@ def _prepared(
     asked = reads(objective, packed.batch, wide, observe=options.metrics)
     check_weights(objective, packed.batch, batch.totals)
     if isinstance(temperature, Tensor):
-        rows: Any = packed.batch.fields.pop(_TEMPERATURE) if temperature.dim() else temperature
+        rows = packed.batch.get(_TEMPERATURE, temperature)
+        packed.batch.fields.pop(_TEMPERATURE, None)
         if packed.batch.live is not None:  # a dead row's 0 would divide
             rows = torch.where(packed.batch.live, rows, 1)
         transform = replace(transform, temperature=rows.to(wide).expand(len(packed)))

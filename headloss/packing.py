@@ -6,6 +6,7 @@ field to them and reads the device once. From there on there are no masks and no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +23,31 @@ class MissingField(ValueError):
     """A term reads a batch field that was not given."""
 
 
+class Later:
+    """A [T] field that is made when it is first read: a call's first product waits for none."""
+
+    def __init__(self, dtype: torch.dtype, make: Callable[[], Tensor]) -> None:
+        self.dtype = dtype
+        self._make: Callable[[], Tensor] | None = make
+        self._made: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self._make is not None:
+            self._made, self._make = self._make(), None
+        assert self._made is not None
+        return self._made
+
+
+Field = Tensor | Current | Later
+
+
+def mapped(value: Field, function: Callable[[Tensor], Tensor]) -> Field:
+    """A field with `function`, which keeps its dtype, on its values."""
+    if isinstance(value, Later):
+        return Later(value.dtype, lambda: function(value()))
+    return function(value) if isinstance(value, Tensor) else value
+
+
 class PackedBatch:
     """What terms see: T scored tokens sorted by segment, every field a [T] (or [T, K]) tensor.
 
@@ -33,7 +59,7 @@ class PackedBatch:
         self,
         targets: Tensor,  # [T] int64
         segments: Segments,  # sorted
-        fields: dict[str, Tensor | Current],  # [T]
+        fields: dict[str, Field],  # [T]
         wide: dict[str, Tensor],  # [N, ...], gathered only when read
         index: Tensor | None,  # [T] position of each token, None: all N in order
         stats: Statistics | None = None,
@@ -65,7 +91,7 @@ class PackedBatch:
             if isinstance(value, Current):
                 assert self.stats is not None and self.stats.logp is not None
                 return self.stats.logp.detach()
-            return value
+            return value() if isinstance(value, Later) else value
         if name in self.wide:
             value = self.wide[name]
             return value if self.index is None else value[self.index]
@@ -82,7 +108,7 @@ class PackedBatch:
         return PackedBatch(
             self.targets[tokens],
             self.segments.slice(first, last, tokens),
-            {k: v if isinstance(v, Current) else v[tokens] for k, v in self.fields.items()},
+            {k: mapped(v, lambda t: t[tokens]) for k, v in self.fields.items()},
             {k: v[tokens] for k, v in self.wide.items()} if self.index is None else self.wide,
             None if self.index is None else self.index[tokens],
             live=None if self.live is None else self.live[tokens],
@@ -103,7 +129,7 @@ class Packed:
     segments: int  # S
     lengths: list[int] | None
     unscored: Tensor | None = None  # [N - T] their positions
-    doubtful: dict[str, Tensor] = field(default_factory=dict)  # [T]
+    doubtful: dict[str, Later] = field(default_factory=dict)  # [T]
 
     @property
     def index(self) -> Tensor | None:
@@ -112,7 +138,7 @@ class Packed:
     def __len__(self) -> int:
         return len(self.batch)
 
-    def with_fields(self, fields: dict[str, Tensor | Current]) -> Packed:
+    def with_fields(self, fields: dict[str, Field]) -> Packed:
         """With other [T] fields, of which none is doubtful."""
         b = self.batch
         batch = PackedBatch(b.targets, b.segments, fields, b.wide, b.index, live=b.live)
@@ -148,7 +174,7 @@ def pack(
     id_fields: tuple[str, ...] = (),
     known: Survey | None = None,
 ) -> Packed:
-    """Drop unscored positions, sort by segment, gather the fields; one read of the device.
+    """Drop unscored positions, sort by segment; one read of the device.
 
     With `static` nothing is read or dropped: unscored positions go last, into a segment of their
     own (`unit` of them, where pairs belong together); `live` marks the others.
@@ -168,7 +194,7 @@ def pack(
     live = ids < batch.segments.count if static else None
     targets = batch.targets.reshape(-1).long()
     targets = targets if index is None else targets[index]
-    fields, wide, doubtful = _gather_fields(batch, index, ids, dtype, live)
+    fields, wide, doubtful = _fields(batch, index, ids, dtype, live)
     packed = PackedBatch(
         targets if live is None else targets.masked_fill(~live, 0),
         Segments(ids, len(order.counts), batch.segments.group, counts=order.counts),
@@ -188,17 +214,21 @@ def pack(
     )
 
 
-def _gather_fields(
+def _fields(
     batch: Batch, index: Tensor | None, ids: Tensor, dtype: torch.dtype, live: Tensor | None
-) -> tuple[dict[str, Tensor | Current], dict[str, Tensor], dict[str, Tensor]]:
+) -> tuple[dict[str, Field], dict[str, Tensor], dict[str, Later]]:
     """[T] fields, those with more dimensions as they are, and the other form of doubtful ones."""
-    fields: dict[str, Tensor | Current] = {}
+    fields: dict[str, Field] = {}
     wide, doubtful = {}, {}
 
-    def finished(value: Tensor) -> Tensor:
-        if value.is_floating_point():
-            value = value.to(dtype)
-        return value if live is None else value.masked_fill(~live, 0)
+    def later(value: Tensor, rows: Tensor | None) -> Later:
+        kind = dtype if value.is_floating_point() else value.dtype
+
+        def make() -> Tensor:
+            found = (value if rows is None else value[rows]).to(kind)
+            return found if live is None else found.masked_fill(~live, 0)
+
+        return Later(kind, make)
 
     for name, value in batch.fields.items():
         if isinstance(value, Current):
@@ -210,8 +240,9 @@ def _gather_fields(
             if rows.dim() > 1:
                 wide[name] = rows
                 continue
-            fields[name] = finished(rows if index is None else rows[index])
+            fields[name] = later(rows, index)
         if as_segment and (not as_token or batch.segments.group is not None):
-            found = finished(torch.cat([value, value.new_zeros(1)])[ids])
-            (doubtful if as_token else fields)[name] = found
+            if live is not None:  # of the segments that are not scored
+                value = torch.cat([value, value.new_zeros(1)])
+            (doubtful if as_token else fields)[name] = later(value, ids)
     return fields, wide, doubtful

@@ -209,7 +209,7 @@ def _call(
     if temperature is not None:
         fields["temperature_"] = temperature.detach()
     packed = pack(Batch(targets, **fields), vocabulary, wide)
-    rows = packed.batch.fields.get("temperature_", divisor)
+    rows = packed.batch.get("temperature_", divisor)
     slices = named(place)
     problem = Problem(
         tokens=len(packed),
