@@ -48,7 +48,7 @@ class Call:
     """A validated, packed and planned call: everything but the logits' values."""
 
     packed: Packed
-    bind: Callable[[], Bound]  # the weights, made while the first product runs
+    bind: Callable[[Packed], Bound]  # the weights, made while the first product runs
     plan: Plan
     options: Options
     kernels: ModuleType  # backend: partials, logit_gradient_
@@ -65,7 +65,7 @@ class Call:
 
     @property
     def bound(self) -> Bound:
-        return self.bind()
+        return self.bind(self.packed)
 
     def partials(
         self, raw: Tensor, rows: Rows, columns: slice = ALL, onto: Partials | None = None

@@ -226,7 +226,7 @@ def _call(
     options = Options(schedule="recompute")
     return Call(
         packed=packed,
-        bind=lambda: Bound((), vocabulary),
+        bind=lambda _: Bound((), vocabulary),
         plan=make_plan(problem, options, backend),
         options=options,
         kernels=kernels.load(backend)[0],
