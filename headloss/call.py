@@ -32,7 +32,7 @@ from .losses.distillation import Teacher
 from .losses.term import Objective, Reads, Term
 from .objective import Bound, bind, check_weights, is_known, reads
 from .options import Options
-from .packing import Packed, pack, survey
+from .packing import Packed, PackedBatch, Packing, survey
 from .parallel import Alone
 from .plan import Problem, make_plan
 from .products import sum_dtype
@@ -47,7 +47,6 @@ from .shards import (
     local_head,
 )
 from .stats import STATISTICS
-from .survey import Survey
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -58,15 +57,15 @@ class Ready:
     """A checked call: all of it that waits for no value of the device and for no other rank.
 
     Attributes:
-        batch: with the temperatures of tokens among its fields.
+        needs: statistics.
         problem: as far as it is known.
         dtype: that products run in.
     """
 
     objective: Objective
-    batch: Batch
+    packing: Packing
+    needs: frozenset[str]
     options: Options
-    known: Survey
     problem: Problem
     transform: Transform
     backend: str
@@ -74,11 +73,6 @@ class Ready:
     device: torch.device
     wants: Wants
     compute_dtype: torch.dtype | None = None
-
-    @property
-    def wide(self) -> torch.dtype:
-        """Of sums, statistics and the batch's own vectors."""
-        return sum_dtype(self.dtype)
 
 
 def linear_call(
@@ -93,34 +87,23 @@ def linear_call(
 
     def check() -> Ready:
         found, compute_dtype = check_linear(hidden, head, batch, objective, options, on_meta)
-        known = _survey(found, batch, options)  # a GPU is at it while the host goes on
         dtype = compute_dtype or hidden.dtype
         backend = kernels.choose(options.backend, hidden.device, dtype)
         wants = _wants(hidden, head)
         t = Transform(scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature)
-        return Ready(
-            objective=found,
-            batch=_with_temperature(batch, t),
-            options=options,
-            known=known,
-            problem=_linear_problem(hidden, head, dtype, backend, wants, options),
-            transform=t,
-            backend=backend,
-            dtype=dtype,
-            device=hidden.device,
-            wants=wants,
-            compute_dtype=compute_dtype,
-        )
+        problem = _linear_problem(hidden, head, dtype, backend, wants, options)
+        ready = _ready(found, batch, options, problem, t, backend, dtype, wants)
+        return ready if compute_dtype is None else replace(ready, compute_dtype=compute_dtype)
 
     def describe(ready: Ready) -> Facts:
         facts = linear_facts(hidden, head, batch, ready.objective, options)
-        return facts._replace(read=ready.known.facts)
+        return facts._replace(read=ready.packing.known.facts)
 
     def prepare() -> tuple[Call, Objective]:
         ready, place, read = join(
             head.vocab_group, lambda: head.vocabulary, check, describe, head.vocab_size, options
         )
-        ready.known.read = read
+        ready.packing.known.read = read
         if options.sequence_parallel:
             place.check_tokens(batch)
         return _prepared(ready, place), ready.objective
@@ -147,7 +130,6 @@ def given_call(
             raise ValueError("sequence_parallel: got logits, want hidden states before a head")
         if options.schedule == "frozen":
             raise ValueError('schedule: got "frozen", but the logits are given')
-        known = _survey(found, batch, options)
         backend = kernels.choose(options.backend, logits.device, logits.dtype)
         wants = Wants(logits=logits.requires_grad and torch.is_grad_enabled())
         problem = Problem(
@@ -161,36 +143,20 @@ def given_call(
             # A kernel serves the logits where they lie: with unit stride along the vocabulary.
             rows=backend == "triton" and has_unit_stride(logits) and not teachers_of(found),
         )
-        return Ready(
-            objective=found,
-            batch=_with_temperature(batch, transform),
-            options=options,
-            known=known,
-            problem=problem,
-            transform=transform,
-            backend=backend,
-            dtype=logits.dtype,
-            device=logits.device,
-            wants=wants,
-        )
+        return _ready(found, batch, options, problem, transform, backend, logits.dtype, wants)
 
     def describe(ready: Ready) -> Facts:
         facts = given_facts(logits, transform, batch, ready.objective, options, inplace)
-        return facts._replace(read=ready.known.facts)
+        return facts._replace(read=ready.packing.known.facts)
 
     def prepare() -> tuple[Call, Objective]:
         ready, place, read = join(
             vocab_group, lambda: logits.shape[-1], check, describe, None, options
         )
-        ready.known.read = read
+        ready.packing.known.read = read
         return _prepared(ready, place), ready.objective
 
     return over_segments(batch, options, prepare)
-
-
-def _survey(objective: Objective, batch: Batch, options: Options) -> Survey:
-    ids = {"teacher_topk_ids"} & batch.fields.keys() if teachers_of(objective) else ()
-    return survey(batch, options.static, objective.segments_per_unit, tuple(ids))
 
 
 def _wants(hidden: Tensor, head: Head) -> Wants:
@@ -224,34 +190,62 @@ def _linear_problem(
     )
 
 
-def _prepared(ready: Ready, place: Place) -> Call:
-    """Pack, trace and plan; without a collective over the segments' group."""
-    objective, batch, options = ready.objective, ready.batch, ready.options
-    unit, vocabulary, wide = objective.segments_per_unit, place.vocabulary, ready.wide
-    teachers = teachers_of(objective)
-    packed = pack(batch, vocabulary, wide, options.static, unit, known=ready.known)
-    asked = reads(objective, packed.batch, wide, observe=options.metrics)
-    check_weights(objective, packed.batch, batch.totals)
-    transform = _packed_transform(ready.transform, packed, wide)
+def _ready(
+    objective: Objective,
+    batch: Batch,
+    options: Options,
+    problem: Problem,
+    transform: Transform,
+    backend: str,
+    dtype: torch.dtype,
+    wants: Wants,
+) -> Ready:
+    """Survey the batch, trace the objective's terms, and say what follows for the plan."""
+    wide, teachers = sum_dtype(dtype), teachers_of(objective)
+    ids = tuple({"teacher_topk_ids"} & batch.fields.keys()) if teachers else ()
+    known = survey(batch, options.static, objective.segments_per_unit, ids)
+    packing = Packing(_with_temperature(batch, transform), wide, known)
+    asked = reads(objective, packing.draft, wide, observe=options.metrics)
+    check_weights(objective, packing.draft, batch.totals)
     mean_gradient = any("mean_logit" in r.gradients for r in asked.values())
     needs_logits = bool(teachers) or (mean_gradient and transform.softcap is not None)
-    terms, weight_gradient = ready.problem.terms and not needs_logits, place.weight_gradient
+    terms = problem.terms and not needs_logits
+    problem = replace(
+        problem,
+        scope=objective.scope,
+        segments_per_unit=objective.segments_per_unit,
+        grouped=batch.segments.group is not None,
+        spread=options.sequence_parallel,
+        logp_only=all(r.gradients <= {"logp"} for r in asked.values()),
+        terms=terms,
+        row_bytes=2 if terms else wide.itemsize * (1 + _teacher_tiles(teachers, packing.draft)),
+    )
+    return Ready(
+        objective=objective,
+        packing=packing,
+        needs=_needs(asked, options),
+        options=options,
+        problem=problem,
+        transform=transform,
+        backend=backend,
+        dtype=dtype,
+        device=batch.targets.device,
+        wants=wants,
+    )
+
+
+def _prepared(ready: Ready, place: Place) -> Call:
+    """Pack and plan; without a collective over the segments' group."""
+    objective, options, vocabulary = ready.objective, ready.options, place.vocabulary
+    packed = ready.packing.packed(vocabulary)
+    transform = _packed_transform(ready.transform, packed, ready.packing.dtype)
     problem = replace(
         ready.problem,
         tokens=len(packed),
         vocabulary=place.widest,
-        scope=objective.scope,
         lengths=packed.lengths,
-        segments_per_unit=unit,
-        grouped=batch.segments.group is not None,
-        spread=options.sequence_parallel,
         sharded=place.group is not None,
-        logp_only=all(r.gradients <= {"logp"} for r in asked.values()),
-        weight_gradient=(
-            ready.problem.weight_gradient if weight_gradient is None else weight_gradient
-        ),
-        terms=terms,
-        row_bytes=2 if terms else wide.itemsize * (1 + _teacher_tiles(teachers, packed)),
+        weight_gradient=ready.problem.weight_gradient or bool(place.weight_gradient),
     )
     acts = kernels.load(ready.backend)
     slices = place.slices(packed if options.sequence_parallel else None, ready.device)
@@ -262,19 +256,21 @@ def _prepared(ready: Ready, place: Place) -> Call:
         options=options,
         kernels=acts[0],
         transform=transform,
-        needs=_needs(asked, options),
+        needs=ready.needs,
         vocabulary=vocabulary,
         wants=ready.wants,
         slices=slices,
         divergences=tuple(
-            _divergence(teacher, packed, transform, vocabulary, acts, wide, slices)
-            for teacher in teachers
+            _divergence(teacher, packed, transform, vocabulary, acts, ready.packing.dtype, slices)
+            for teacher in teachers_of(objective)
         ),
         inplace=problem.inplace,
         compute_dtype=ready.compute_dtype,
         gradient_dtype=ready.dtype if ready.dtype.itemsize == 2 and not problem.given else None,
         known_slopes=lambda: (
-            not problem.grouped and not problem.sharded and is_known(objective, packed.batch, wide)
+            not problem.grouped
+            and not problem.sharded
+            and is_known(objective, packed.batch, ready.packing.dtype)
         ),
     )
 
@@ -296,9 +292,9 @@ def _binder(ready: Ready, vocabulary: int) -> Callable[[Packed], Bound]:
 
     def bind_once(packed: Packed) -> Bound:
         if not made:
-            batch, objective = ready.batch, ready.objective
+            batch = ready.packing.batch
             totals = batch.totals or _counted(batch, packed) or Totals.of(batch)
-            found = bind(objective, packed.batch, totals, vocabulary, ready.wide)
+            found = bind(ready.objective, packed.batch, totals, vocabulary, ready.packing.dtype)
             scaled = ready.problem.rescaled
             made.append(found.scaled() if scaled else found)
         return made[0]
@@ -338,10 +334,10 @@ def _needs(asked: dict[str, Reads], options: Options) -> frozenset[str]:
     return frozenset(needs)
 
 
-def _teacher_tiles(teachers: list[Teacher], packed: Packed) -> int:
+def _teacher_tiles(teachers: list[Teacher], batch: PackedBatch) -> int:
     """Tiles beside the student's: logits of each dense teacher, and parts of the gradient of all
     divergences but the last."""
-    dense = sum(teacher.source(packed.batch) != "topk" for teacher in teachers)
+    dense = sum(teacher.source(batch) != "topk" for teacher in teachers)
     return dense + (len(teachers) > 1)
 
 

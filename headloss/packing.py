@@ -16,7 +16,7 @@ from torch import Tensor
 from .batch import IGNORE, Batch, Current
 from .segments import Segments
 from .stats import Statistics
-from .survey import Survey
+from .survey import Order, Survey
 
 
 class MissingField(ValueError):
@@ -156,7 +156,13 @@ class Packed:
 def survey(
     batch: Batch, static: bool = False, unit: int = 1, id_fields: tuple[str, ...] = ()
 ) -> Survey:
-    """What `pack` has to know of a batch; its facts may be read along with others."""
+    """What packing has to know of a batch; its facts may be read along with others.
+
+    Args:
+        static: nothing is to be read.
+        unit: how many segments belong together.
+        id_fields: fields [.., K] whose values lie below the size of the vocabulary.
+    """
     targets, wide = batch.targets.reshape(-1), {}
     for name in id_fields:
         field = batch.fields[name]
@@ -165,84 +171,83 @@ def survey(
     return Survey.of(targets, targets == IGNORE, batch.segments, unit, static, wide)
 
 
-def pack(
-    batch: Batch,
-    vocabulary: int,
-    dtype: torch.dtype,
-    static: bool = False,
-    unit: int = 1,
-    id_fields: tuple[str, ...] = (),
-    known: Survey | None = None,
-) -> Packed:
-    """Drop unscored positions, sort by segment; one read of the device.
+class Packing:
+    """A batch on its way to its packed form: all that needs no value of the device.
 
-    With `static` nothing is read or dropped: unscored positions go last, into a segment of their
-    own (`unit` of them, where pairs belong together); `live` marks the others.
-
-    Args:
-        vocabulary: V; targets lie below it, and so do the values of `id_fields`.
-        dtype: of the packed float fields.
-        known: `survey` of the batch, with the same arguments.
-
-    Raises:
-        ValueError: a target outside the vocabulary; at a scored position, a segment id outside its
-            range or an id field's value beyond the vocabulary.
+    Attributes:
+        draft: its fields by name and kind; they have values once it is packed.
     """
-    known = survey(batch, static, unit, id_fields) if known is None else known
-    order = known.order(vocabulary)
-    index, ids = order.index, order.ids
-    live = ids < batch.segments.count if static else None
-    targets = batch.targets.reshape(-1).long()
-    targets = targets if index is None else targets[index]
-    fields, wide, doubtful = _fields(batch, index, ids, dtype, live)
-    packed = PackedBatch(
-        targets if live is None else targets.masked_fill(~live, 0),
-        Segments(ids, len(order.counts), batch.segments.group, counts=order.counts),
-        fields,
-        wide,
-        index,
-        live=live,
-    )
-    return Packed(
-        batch=packed,
-        positions=batch.targets.numel(),
-        shape=batch.targets.shape,
-        segments=batch.segments.count,
-        lengths=order.lengths,
-        unscored=order.unscored,
-        doubtful=doubtful,
-    )
 
+    def __init__(self, batch: Batch, dtype: torch.dtype, known: Survey) -> None:
+        self.batch, self.dtype, self.known = batch, dtype, known
+        self.order: Order | None = None
+        fields: dict[str, Field] = {}
+        wide: dict[str, Tensor] = {}
+        self.doubtful: dict[str, Later] = {}  # the other form of fields that may mean either
+        for name, value in batch.fields.items():
+            if isinstance(value, Current):
+                fields[name] = value
+                continue
+            as_token, as_segment = batch._fits(name)
+            if as_token and value.dim() > batch.targets.dim():
+                wide[name] = value.reshape(-1, *value.shape[batch.targets.dim() :])
+                continue
+            if as_token:
+                fields[name] = self._later(value, per_segment=False)
+            if as_segment and (not as_token or batch.segments.group is not None):
+                found = self._later(value, per_segment=True)
+                (self.doubtful if as_token else fields)[name] = found
+        self.draft = PackedBatch(batch.targets, batch.segments, fields, wide, None)
 
-def _fields(
-    batch: Batch, index: Tensor | None, ids: Tensor, dtype: torch.dtype, live: Tensor | None
-) -> tuple[dict[str, Field], dict[str, Tensor], dict[str, Later]]:
-    """[T] fields, those with more dimensions as they are, and the other form of doubtful ones."""
-    fields: dict[str, Field] = {}
-    wide, doubtful = {}, {}
-
-    def later(value: Tensor, rows: Tensor | None) -> Later:
-        kind = dtype if value.is_floating_point() else value.dtype
+    def _later(self, value: Tensor, per_segment: bool) -> Later:
+        dtype = self.dtype if value.is_floating_point() else value.dtype
 
         def make() -> Tensor:
-            found = (value if rows is None else value[rows]).to(kind)
+            assert self.order is not None
+            found, live = value.reshape(-1), self.order.live
+            rows = self.order.ids if per_segment else self.order.index
+            if per_segment and live is not None:  # of the segments that are not scored
+                found = torch.cat([found, found.new_zeros(1)])
+            found = (found if rows is None else found[rows]).to(dtype)
             return found if live is None else found.masked_fill(~live, 0)
 
-        return Later(kind, make)
+        return Later(dtype, make)
 
-    for name, value in batch.fields.items():
-        if isinstance(value, Current):
-            fields[name] = value
-            continue
-        as_token, as_segment = batch._fits(name)
-        if as_token:
-            rows = value.reshape(-1, *value.shape[batch.targets.dim() :])
-            if rows.dim() > 1:
-                wide[name] = rows
-                continue
-            fields[name] = later(rows, index)
-        if as_segment and (not as_token or batch.segments.group is not None):
-            if live is not None:  # of the segments that are not scored
-                value = torch.cat([value, value.new_zeros(1)])
-            (doubtful if as_token else fields)[name] = later(value, ids)
-    return fields, wide, doubtful
+    def packed(self, vocabulary: int) -> Packed:
+        """Drop unscored positions, sort by segment; one read of the device.
+
+        With static shapes nothing is read or dropped: unscored positions go last, into segments of
+        their own; `live` marks the others.
+
+        Args:
+            vocabulary: V; targets lie below it, and so do the values of id fields.
+
+        Raises:
+            ValueError: a target outside the vocabulary; at a scored position, a segment id outside
+                its range or an id field's value beyond the vocabulary.
+        """
+        self.order = order = self.known.order(vocabulary)
+        batch, targets = self.batch, self.batch.targets.reshape(-1).long()
+        targets = targets if order.index is None else targets[order.index]
+        packed = PackedBatch(
+            targets if order.live is None else targets.masked_fill(~order.live, 0),
+            Segments(order.ids, len(order.counts), batch.segments.group, counts=order.counts),
+            self.draft.fields,
+            self.draft.wide,
+            order.index,
+            live=order.live,
+        )
+        return Packed(
+            batch=packed,
+            positions=batch.targets.numel(),
+            shape=batch.targets.shape,
+            segments=batch.segments.count,
+            lengths=order.lengths,
+            unscored=order.unscored,
+            doubtful=self.doubtful,
+        )
+
+
+def pack(batch: Batch, vocabulary: int, dtype: torch.dtype, unit: int = 1) -> Packed:
+    """A batch in its packed form, with float fields in `dtype`; see `Packing.packed`."""
+    return Packing(batch, dtype, survey(batch, unit=unit)).packed(vocabulary)

@@ -22,6 +22,7 @@ class Order(NamedTuple):
     counts: Tensor  # [S] tokens of each
     lengths: list[int] | None = None
     unscored: Tensor | None = None  # [N - T]
+    live: Tensor | None = None  # [T] bool, with static shapes: which are scored
 
 
 @dataclass(kw_only=True)
@@ -115,7 +116,8 @@ class Survey:
         ids = (self.bins - 1).masked_fill_(bad, self.count)
         index = ids.argsort(stable=True)
         counts = _count(ids, self.count + self.unit)
-        return Order(index, ids[index], counts)
+        ids = ids[index]
+        return Order(index, ids, counts, live=ids < self.count)
 
     def _refuse(self, name: str, value: Tensor, bad: Tensor, want: str) -> None:
         position = int((bad & ~self.unscored).nonzero()[0])
