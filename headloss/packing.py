@@ -228,7 +228,7 @@ class Packing:
         """
         self.order = order = self.known.order(vocabulary)
         batch, targets = self.batch, self.batch.targets.reshape(-1).long()
-        targets = targets if order.index is None else targets[order.index]
+        targets = targets if order.index is None else targets.index_select(0, order.index)
         packed = PackedBatch(
             targets if order.live is None else targets.masked_fill(~order.live, 0),
             Segments(order.ids, len(order.counts), batch.segments.group, counts=order.counts),

@@ -106,17 +106,16 @@ class Survey:
         counts = self.facts[3 + len(self.values) : -2]
         if not (descents or out) or not len(self.ids):
             return Order(None, self.ids, counts, lengths)
-        order = self.bins.argsort(stable=True)
+        bins, order = self.bins.sort(stable=True)
         index, unscored = order.split([len(order) - out, out])
-        return Order(index, self.ids[index], counts, lengths, unscored)
+        return Order(index, bins[: len(index)] - 1, counts, lengths, unscored)
 
     def _static_order(self) -> Order:
         """Bad ids count as not scored; these go last, into `unit` segments of their own."""
         bad = (self.bins == 0) | (self.bins > self.count)
         ids = (self.bins - 1).masked_fill_(bad, self.count)
-        index = ids.argsort(stable=True)
+        ids, index = ids.sort(stable=True)
         counts = _count(ids, self.count + self.unit)
-        ids = ids[index]
         return Order(index, ids, counts, live=ids < self.count)
 
     def _refuse(self, name: str, value: Tensor, bad: Tensor, want: str) -> None:
