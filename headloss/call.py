@@ -73,7 +73,12 @@ def linear_call(
 
     def prepare() -> tuple[Call, Objective]:
         checked, place, read = join(
-            head.vocab_group, lambda: head.vocabulary, check, describe, head.vocab_size, options
+            head.vocab_group,
+            lambda: (head.vocabulary, hidden.shape[:-1].numel()),
+            check,
+            describe,
+            head.vocab_size,
+            options,
         )
         found, compute_dtype, known = checked
         known.read = read
@@ -117,7 +122,7 @@ def given_call(
 
     def prepare() -> tuple[Call, Objective]:
         checked, place, read = join(
-            vocab_group, lambda: logits.shape[-1], check, describe, None, options
+            vocab_group, lambda: (logits.shape[-1], 0), check, describe, None, options
         )
         found, known = checked
         known.read = read
@@ -227,7 +232,8 @@ def _prepared(
         lengths=packed.lengths,
         segments_per_unit=objective.segments_per_unit,
         grouped=batch.segments.group is not None,
-        spread=options.sequence_parallel,
+        spread=options.sequence_parallel and not options.static,
+        gathered=options.sequence_parallel and options.static,
         sharded=place.group is not None,
         logp_only=all(r.gradients <= {"logp"} for r in asked.values()),
         row_bytes=wide.itemsize * (1 + _teacher_tiles(teachers, packed)),
