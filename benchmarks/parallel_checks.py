@@ -208,10 +208,11 @@ def read_once(p: Problem, group: Any) -> Found:
     return {"ok": len(places) <= 1, "reads": places}
 
 
-def captured(p: Problem, group: Any) -> Found:
+def captured(p: Problem, group: Any, spread: bool) -> Found:
     """A static call on vocabulary shards, forward and backward, replayed on other values."""
-    part = p.part(Grid(name="", vocabulary=p.ranks.size), (None, group))
-    objective, options = hl.gspo(), hl.Options(static=True, metrics=False)
+    part = p.part(Grid(name="", vocabulary=p.ranks.size, spread=spread), (None, group))
+    objective = hl.gspo()
+    options = hl.Options(static=True, metrics=False, sequence_parallel=spread)
 
     def step() -> list[Tensor]:
         out = hl.head_loss(part.hidden, part.head, part.batch, objective, options)
@@ -323,5 +324,6 @@ def check(ranks: Ranks) -> dict[str, Found]:
     note("FSDP2, tied head", lambda: wrapped(p, ranks.group))
     if ranks.on_gpu:
         note("one read of the device", lambda: read_once(p, ranks.group))
-        note("CUDA graph", lambda: captured(p, ranks.group))
+        note("CUDA graph", lambda: captured(p, ranks.group, spread=False))
+        note("CUDA graph, spread", lambda: captured(p, ranks.group, spread=True))
     return found

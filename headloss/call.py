@@ -101,7 +101,12 @@ def linear_call(
 
     def prepare() -> tuple[Call, Objective]:
         ready, place, read = join(
-            head.vocab_group, lambda: head.vocabulary, check, describe, head.vocab_size, options
+            head.vocab_group,
+            lambda: (head.vocabulary, hidden.shape[:-1].numel()),
+            check,
+            describe,
+            head.vocab_size,
+            options,
         )
         ready.packing.known.read = read
         if options.sequence_parallel:
@@ -151,7 +156,7 @@ def given_call(
 
     def prepare() -> tuple[Call, Objective]:
         ready, place, read = join(
-            vocab_group, lambda: logits.shape[-1], check, describe, None, options
+            vocab_group, lambda: (logits.shape[-1], 0), check, describe, None, options
         )
         ready.packing.known.read = read
         return _prepared(ready, place), ready.objective
@@ -215,7 +220,8 @@ def _ready(
         scope=objective.scope,
         segments_per_unit=objective.segments_per_unit,
         grouped=batch.segments.group is not None,
-        spread=options.sequence_parallel,
+        spread=options.sequence_parallel and not options.static,
+        gathered=options.sequence_parallel and options.static,
         logp_only=all(r.gradients <= {"logp"} for r in asked.values()),
         terms=terms,
         row_bytes=2 if terms else wide.itemsize * (1 + _teacher_tiles(teachers, packing.draft)),

@@ -35,8 +35,6 @@ def check_linear(
     grouped = head.vocab_group is not None
     if options.sequence_parallel and not grouped:
         raise ValueError("sequence_parallel: needs a head with a vocab_group")
-    if options.sequence_parallel and options.static:
-        raise ValueError("static: got True with sequence_parallel, whose row counts are read")
     check_shape("hidden", hidden, batch, on_meta, spread=options.sequence_parallel)
     compute_dtype = autocast_dtype(hidden)
     head.validate(hidden, token_shape=batch.targets.shape, compute_dtype=compute_dtype)

@@ -101,6 +101,7 @@ def head_loss(
     x = hidden.reshape(-1, hidden.shape[-1])
     if call.compute_dtype is not None:
         x = x.to(call.compute_dtype)
+    x = slices.given(x)
     index = slices.index(call.packed.index)
     if index is not None:
         x = GatherRows.apply(x, index, call.packed.batch.live)

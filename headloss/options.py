@@ -30,7 +30,9 @@ class Options:
             hidden rows count as zeros. Can be captured in a CUDA graph.
         skip_rows: leave rows without gradient out of the two backward products (one read of the
             device per chunk).
-        sequence_parallel: `hidden` is this rank's slice of the tokens; needs a vocab group.
+        sequence_parallel: `hidden` is this rank's slice of the tokens; needs a vocab group. They
+            are gathered a chunk at a time; with `static`, whose order of tokens is known to the
+            device alone, all at once.
         metrics: measure; False leaves `out.metrics` empty and computes only what the loss needs.
         upstream: the gradient that `out.loss` will receive, declared in advance: gradients are
             final in the forward pass, and `main_grad` is written there.

@@ -64,6 +64,10 @@ class Alone:
         """Of [T] values, those whose hidden states this rank was given."""
         return values
 
+    def given(self, hidden: Tensor) -> Tensor:
+        """Hidden states as the call takes them: this rank's, or at once those of all ranks."""
+        return hidden
+
     def open(self, features: Sequence[Tensor]) -> Sequence[Any]:
         """Packed features that can be indexed by rows of all T tokens."""
         return features
@@ -86,13 +90,19 @@ class Shard(Alone):
     Args:
         sizes: scored columns of each rank.
         spread: where the hidden states of the packed tokens are; None: all of them here.
+        tokens: rows of hidden states of each rank, to be gathered at once; empty: not to be.
     """
 
     def __init__(
-        self, group: ProcessGroup, sizes: Sequence[int], spread: Spread | None = None
+        self,
+        group: ProcessGroup,
+        sizes: Sequence[int],
+        spread: Spread | None = None,
+        tokens: Sequence[int] = (),
     ) -> None:
         rank = distributed.get_rank(group)
         self.group, self.spread, self.is_spread = group, spread, spread is not None
+        self.tokens = tokens
         self.first, self.size, self.widest = sum(sizes[:rank]), sizes[rank], max(sizes)
         self.name = f"{group.group_name}:{','.join(map(str, sizes))}"
 
@@ -135,6 +145,9 @@ class Shard(Alone):
     def own(self, values: Tensor) -> Tensor:
         return values if self.spread is None else values[self.spread.mine]
 
+    def given(self, hidden: Tensor) -> Tensor:
+        return GatherTokens.apply(hidden, self.group, self.tokens) if self.tokens else hidden
+
     def open(self, features: Sequence[Tensor]) -> Sequence[Any]:
         if self.spread is None:
             return features
@@ -168,6 +181,22 @@ class SumGradient(torch.autograd.Function):
         gradient = gradient.contiguous().clone()
         distributed.all_reduce(gradient, group=ctx.group)
         return gradient, None
+
+
+class GatherTokens(torch.autograd.Function):
+    """[N, H] of all ranks' [.., H], in rank order; each takes its own rows of the gradient, which
+    is the same on all."""
+
+    @staticmethod
+    def forward(ctx, own: Tensor, group: ProcessGroup, sizes: Sequence[int]) -> Tensor:
+        start = sum(sizes[: distributed.get_rank(group)])
+        ctx.rows = slice(start, start + len(own))
+        found = gather(pad(own, (0, 0, 0, max(sizes) - len(own))), group)
+        return torch.cat([rows[:size] for rows, size in zip(found, sizes, strict=True)])
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+        return gradient[ctx.rows], None, None
 
 
 def gather(values: Tensor, group: ProcessGroup) -> Tensor:

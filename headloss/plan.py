@@ -53,6 +53,7 @@ class Problem:
     segments_per_unit: int = 1
     grouped: bool = False  # segments run across ranks
     spread: bool = False  # tokens do, chunk by chunk gathered
+    gathered: bool = False  # or at once
     sharded: bool = False  # hidden gradients are summed over ranks
     logp_only: bool = False  # the gradient needs nothing but d/dlogp
     hidden_gradient: bool = True
@@ -315,8 +316,9 @@ def _bytes(
     by_chunk = schedule == "one_pass" or (schedule == "recompute" and p.spread)
     if p.sharded and p.hidden_gradient and schedule != "statistics" and not p.given:
         found["hidden gradient on its way"] = rows * p.width * max(4, p.element_size)
-    if p.spread:
-        found["gathered hidden states"] = rows * p.width * p.element_size
+    if p.spread or p.gathered:
+        tokens = p.tokens if p.gathered else rows
+        found["gathered hidden states"] = tokens * p.width * p.element_size
     if by_chunk and p.weight_gradient and not p.given:
         # An accumulator of the weight's own dtype is the returned gradient itself.
         if accumulate != p.weight_size:

@@ -46,13 +46,15 @@ class Place(NamedTuple):
         return max(self.sizes, default=self.vocabulary)
 
     def slices(self, packed: Packed | None, device: torch.device) -> Alone:
-        """This rank's slice; with `packed`, of tokens that are spread over the group."""
+        """This rank's slice; with `packed`, of tokens that are spread over the group. With static
+        shapes the order of tokens is not known here: their hidden states are gathered at once."""
         if self.group is None:
             return WHOLE
-        spread = None
-        if packed is not None:
-            spread = Spread(self.group, packed.index, self.tokens, device)
-        return Shard(self.group, self.sizes, spread)
+        if packed is None:
+            return Shard(self.group, self.sizes)
+        if packed.batch.live is not None:
+            return Shard(self.group, self.sizes, tokens=self.tokens)
+        return Shard(self.group, self.sizes, Spread(self.group, packed.index, self.tokens, device))
 
     def check_tokens(self, batch: Batch) -> None:
         """ValueError where the ranks' hidden states are not those of all positions."""
@@ -69,7 +71,7 @@ _KNOWN: weakref.WeakKeyDictionary[Any, dict[tuple, Place]] = weakref.WeakKeyDict
 
 def join(
     group: ProcessGroup | None,
-    columns: Callable[[], int],
+    here: Callable[[], tuple[int, int]],
     check: Callable[[], R],
     describe: Callable[[R], Facts],
     vocab_size: int | None,
@@ -80,7 +82,7 @@ def join(
 
     Args:
         group: None: the whole vocabulary is here.
-        columns: how many of them are here; known once `check` has run.
+        here: columns of the vocabulary and rows of hidden states; known once `check` has run.
         describe: what must be the same; `own` holds "rows", "tokens", "weight_gradient" and
             "teacher_columns" (-1: none).
         options: with static shapes the place is kept for a capture.
@@ -89,9 +91,9 @@ def join(
         ValueError, TypeError: on all ranks, for what is wrong on any.
     """
     if group is None:
-        return check(), Place(columns()), None
+        return check(), Place(here()[0]), None
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return check(), _KNOWN[group][columns(), vocab_size], None
+        return check(), _KNOWN[group][*here(), vocab_size], None
     result, (own, read) = agree("vocab_group", group, check, describe)
     rows, vocabulary = own["rows"], sum(own["rows"])
     if vocab_size is not None:
@@ -116,7 +118,7 @@ def join(
     wanted = any(own["weight_gradient"])
     place = Place(vocabulary, group, sizes, tuple(own["tokens"]), wanted)
     if options is not None and options.static:
-        _KNOWN.setdefault(group, {})[columns(), vocab_size] = place
+        _KNOWN.setdefault(group, {})[*here(), vocab_size] = place
     return result, place, read
 
 
@@ -134,7 +136,7 @@ def join_positions(
 
     def joined() -> Place:
         return join(
-            head.vocab_group, lambda: head.vocabulary, check, describe, head.vocab_size, None
+            head.vocab_group, lambda: (head.vocabulary, 0), check, describe, head.vocab_size, None
         )[1]
 
     if head.vocab_group is not None and torch.compiler.is_compiling():

@@ -243,6 +243,24 @@ def one_chunk_at_a_time() -> None:
     assert 0 < max(gathered) <= 6, gathered
 
 
+def static_spread() -> None:
+    """With static shapes hidden states are gathered at once, also of ranks that have none."""
+    p = Problem()
+    mine = slice(*[0, 0, 20, T][p.rank : p.rank + 2])
+    want = hl.head_loss(p.hidden, hl.Head(p.weight), p.batch, p.objective)
+    into_hidden, into_weight = torch.autograd.grad(want.loss, (p.hidden, p.weight))
+    options = hl.Options(static=True, sequence_parallel=True)
+    hidden = p.hidden.detach()[mine].requires_grad_()
+    plan = hl.plan(hidden, p.sliced(), p.batch, p.objective, options)
+    assert plan.bytes["gathered hidden states"] == T * H * 8
+    got = hl.head_loss(hidden, p.sliced(), p.batch, p.objective, options)
+    found = torch.autograd.grad(got.loss, (hidden, p.shard))
+    close(got.loss.detach(), want.loss.detach())
+    close(got.logps, want.logps)
+    close(found[0], into_hidden[mine])
+    close(found[1], into_weight[p.rows])
+
+
 def collectives() -> None:
     """Law 7: the same collectives of the same shapes on every rank, whatever it holds."""
     p = Problem()

@@ -210,7 +210,7 @@ def test_parallel(tmp_path: Path) -> None:
     assert list(found) == ["2"] and all(one["ok"] for one in found["2"]["checks"].values())
     assert len(found["2"]["checks"]) >= 20
     works = [(row["work"], row["objective"]) for row in found["2"]["rows"]]
-    assert sorted(works) == works and len(works) == 4
+    assert sorted(works) == works and len(works) == 6
     text = path.with_suffix(".md").read_text()
     assert "2 ranks, CPU" in text and "all within the error budget" in text
     both = parallel.merged(found, {"4": found["2"], "2": {"rows": [], "checks": {}}})

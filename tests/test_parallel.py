@@ -38,8 +38,6 @@ def fits(row: dict[str, str], cut: Cut) -> bool:
     objective = case.objective(None if case.teacher != "hidden" else hl.Head(torch.ones(2, 2)))
     if schedule == "frozen" and not case.logp_only:
         return False
-    if cut.spread and schedule.startswith("static"):
-        return False
     if cut.data > 1:
         # A user's own batch-scoped term sees its rank's tokens alone.
         if objective.scope == "batch":

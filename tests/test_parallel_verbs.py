@@ -19,6 +19,7 @@ VERBS = [
     "skipped_rows",
     "collectives",
     "one_chunk_at_a_time",
+    "static_spread",
     "reads",
     "any_error",
     "metrics_merge",

@@ -79,7 +79,10 @@ def far_row_kernel(
     logit, against that one."""
     row = tl.program_id(0).to(tl.int64)
     if HELD:
-        tl.store(held + row * held_stride + tl.load(own + row), tl.full((), 1.0, tl.bfloat16))
+        tl.store(
+            held + row * held_stride + tl.load(own + row),
+            tl.full((), 1.0, tl.float32).to(tl.bfloat16),
+        )
     if tl.load(rests + row) < FAR:
         return
     outer = row_multiplier(outer, temperature, row, ROW_TEMPERATURE)
