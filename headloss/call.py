@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,36 +16,21 @@ from . import kernels
 from .across import over_segments
 from .agreement import Facts
 from .batch import Batch
-from .checks import (
-    check_linear,
-    check_shape,
-    checked_objective,
-    teachers_of,
-    wide_field,
-)
-from .divergence import DenseDivergence, Divergence, TopkDivergence
+from .checks import check_linear, check_shape, checked_objective, teachers_of
 from .head import Head, check_transform
 from .kernels.transform import Transform
-from .logits import GivenLogits, LinearLogits, Wants
-from .losses.distillation import Teacher
+from .logits import Wants
 from .losses.term import Objective, Reads, Term
 from .objective import Bound, bind, check_weights, is_known, reads
 from .options import Options
-from .packing import Packed, PackedBatch, Packing, survey
-from .parallel import Alone
+from .packing import Packed, Packing, survey
 from .plan import Problem, make_plan
 from .products import sum_dtype
 from .reduction import Totals
 from .schedules import Call
-from .shards import (
-    Place,
-    given_facts,
-    has_unit_stride,
-    join,
-    linear_facts,
-    local_head,
-)
+from .shards import Place, given_facts, has_unit_stride, join, linear_facts
 from .stats import STATISTICS
+from .teachers import divergence_of, teacher_tiles
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -224,7 +208,7 @@ def _ready(
         gathered=options.sequence_parallel and options.static,
         logp_only=all(r.gradients <= {"logp"} for r in asked.values()),
         terms=terms,
-        row_bytes=2 if terms else wide.itemsize * (1 + _teacher_tiles(teachers, packing.draft)),
+        row_bytes=2 if terms else wide.itemsize * (1 + teacher_tiles(teachers, packing.draft)),
     )
     return Ready(
         objective=objective,
@@ -267,7 +251,7 @@ def _prepared(ready: Ready, place: Place) -> Call:
         wants=ready.wants,
         slices=slices,
         divergences=tuple(
-            _divergence(teacher, packed, transform, vocabulary, acts, ready.packing.dtype, slices)
+            divergence_of(teacher, packed, transform, vocabulary, acts, ready.packing.dtype, slices)
             for teacher in teachers_of(objective)
         ),
         inplace=problem.inplace,
@@ -338,62 +322,3 @@ def _needs(asked: dict[str, Reads], options: Options) -> frozenset[str]:
     for term in asked.values():
         needs |= term.statistics & set(STATISTICS)
     return frozenset(needs)
-
-
-def _teacher_tiles(teachers: list[Teacher], batch: PackedBatch) -> int:
-    """Tiles beside the student's: logits of each dense teacher, and parts of the gradient of all
-    divergences but the last."""
-    dense = sum(teacher.source(batch) != "topk" for teacher in teachers)
-    return dense + (len(teachers) > 1)
-
-
-def _divergence(
-    teacher: Teacher,
-    packed: Packed,
-    transform: Transform,
-    vocabulary: int,
-    acts: tuple[ModuleType, ModuleType],
-    wide: torch.dtype,
-    slices: Alone,
-) -> Divergence:
-    batch = packed.batch
-    like = torch.zeros((), dtype=wide, device=batch.targets.device)
-    size = slices.size or vocabulary
-    form = teacher.source(batch)
-    student = transform
-    if isinstance(transform.temperature, Tensor) or transform.temperature != teacher.temperature:
-        student = replace(transform, temperature=teacher.temperature)
-    if form == "topk":
-        stored = wide_field("teacher_topk_ids", batch, None, "one outcome or more")
-        wide_field(
-            "teacher_topk_logps", batch, stored.shape[-1], "a log-prob for each of teacher_topk_ids"
-        )
-        return TopkDivergence(teacher, batch, student, acts, slices, like)
-    if form == "logits":
-        given = wide_field("teacher_logits", batch, size, "the student's vocabulary")
-        source = GivenLogits(given, batch.index)
-        other = Transform(temperature=teacher.temperature)
-    else:
-        assert teacher.head is not None
-        head = local_head(teacher.head)
-        width = head.weight.shape[1]
-        states = wide_field("teacher_hidden", batch, width, "the teacher head's width")
-        if head.vocab_group is None and head.vocabulary != vocabulary:
-            raise ValueError(
-                f"teacher_head: got a vocabulary of {head.vocabulary}, want the student's "
-                f"{vocabulary} (set vocab_size on both heads to leave padded rows out)"
-            )
-        with torch.no_grad():
-            rows = states if batch.index is None else states[batch.index]
-            factors = head.factors(rows, slices.dropout)
-        # A whole head beside a student's slice: its rows of that slice.
-        first = slices.first if head.vocab_group is None else 0
-        own = slice(first, first + size)
-        bias = None if head.bias is None else head.bias[own]
-        source = LinearLogits([f for f, _ in factors], [w[own] for _, w in factors], bias, size)
-        other = Transform(
-            scale=head.logit_scale, softcap=head.softcap, temperature=teacher.temperature
-        )
-    return DenseDivergence(
-        teacher, source, student, other, transform, len(packed), acts, slices, like
-    )
