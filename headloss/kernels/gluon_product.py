@@ -97,44 +97,53 @@ def halves(z):
 
 @gluon.jit
 def multiply(
-    ring,
-    out,  # [4, 64, 64] in shared memory
-    given,  # the kernel's, from `held` on
+    given,  # as the kernel has it
     WHO: gl.constexpr,
     PROGRAMS: gl.constexpr,
     ROW_TEMPERATURE: gl.constexpr,
     ENTROPY: gl.constexpr,
+    MEAN: gl.constexpr,
+    PEAK: gl.constexpr,
     HELD: gl.constexpr,
 ):
     """Four warps: the upper or lower half of the program's tiles, and their epilogues."""
-    held, own, references, n, v, h, outer, temperature, rests, spreads = given
-    layout: gl.constexpr = accumulator_layout(PART)
+    ring, out, held, vectors, n, v, h, outer = given
+    own, references, temperature, rests, spreads, totals, peaks = vectors
+    layout: gl.constexpr = accumulator_layout(WIDTH)
+    narrow: gl.constexpr = gl.SliceLayout(1, accumulator_layout(PART))
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     tiles_m, blocks = gl.cdiv(n, ROWS), gl.cdiv(v, WIDTH)
     stage, phase = 0, 0
     for tile in range(gl.program_id(0), tiles_m * blocks, PROGRAMS):
         m, block = place_of(tile, tiles_m, blocks, GROUP)
-        z, stage, phase = multiplied(ring, stage, phase, h, WHO)
-
         first = m * ROWS + WHO * HALF
-        rows = first + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+        rows = first + gl.arange(0, HALF, narrow)
         inside = rows < n
-        factor = gl.zeros_like(rows, dtype=gl.float32) + outer * LOG2E
+        place = block.to(gl.int64) * n + rows
+        factor = gl.zeros_like(rows, dtype=gl.float32) + outer
         if ROW_TEMPERATURE:
             factor = factor / gl.load(temperature + rows, mask=inside, other=1.0)
-        shift = gl.load(references + rows, mask=inside, other=0.0) * LOG2E
+        reference = gl.load(references + rows, mask=inside, other=0.0)
         column = gl.load(own + rows, mask=inside, other=-1).to(gl.int32) - block * WIDTH
-        here = gl.max(((column >= 0) & (column < WIDTH)).to(gl.int32), 0) > 0
-        width = v - block * WIDTH
+        z, stage, phase = multiplied(ring, stage, phase, h, WHO)
 
+        if MEAN:  # columns beyond the last were read as 0
+            total = gl.convert_layout(gl.sum(z, 1), narrow, assert_trivial=True)
+            gl.store(totals + place, total * factor, mask=inside)
+        if gl.max(((column >= 0) & (column < WIDTH)).to(gl.int32), 0) > 0:
+            of_z = gl.convert_layout(column, gl.SliceLayout(1, layout), assert_trivial=True)
+            z = gl.where(columns[None, :] == of_z[:, None], LOWEST, z)
+        if (block + 1) * WIDTH > v:
+            z = gl.where((columns < v - block * WIDTH)[None, :], z, LOWEST)
+        if PEAK:
+            peak = gl.convert_layout(gl.max(z, 1), narrow, assert_trivial=True)
+            gl.store(peaks + place, peak * factor, mask=inside)
+
+        scale, shift = (factor * LOG2E)[:, None], (reference * LOG2E)[:, None]
         left, right = halves(z)
         parts = halves(left) + halves(right)
         for i in gl.static_range(4):
-            below = parts[i] * factor[:, None] - shift[:, None]
-            columns = i * PART + gl.arange(0, PART, gl.SliceLayout(0, layout))
-            if here:
-                below = gl.where(columns[None, :] == column[:, None], LOWEST, below)
-            if width < WIDTH:
-                below = gl.where((columns < width)[None, :], below, LOWEST)
+            below = parts[i] * scale - shift
             e = gl.exp2(below)
             if i == 0:
                 mass, spread = e, e * below
@@ -146,7 +155,6 @@ def multiply(
                 buffer.store(e.to(held.dtype))
                 fence_async_shared()
                 tma.async_copy_shared_to_global(held, [first, block * WIDTH + i * PART], buffer)
-        place = block.to(gl.int64) * n + rows
         gl.store(rests + place, gl.sum(mass, 1), mask=inside)
         if ENTROPY:
             gl.store(spreads + place, gl.sum(spread, 1) * LN2, mask=inside)
@@ -166,11 +174,15 @@ def overlapping_product_kernel(
     h,
     outer,
     temperature,  # [n]
-    rests,  # [blocks, n], as the one below
+    rests,  # [blocks, n], as the three below
     spreads,
+    totals,
+    peaks,
     PROGRAMS: gl.constexpr,
     ROW_TEMPERATURE: gl.constexpr,
     ENTROPY: gl.constexpr,
+    MEAN: gl.constexpr,
+    PEAK: gl.constexpr,
     HELD: gl.constexpr,
 ):
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -186,11 +198,12 @@ def overlapping_product_kernel(
         mbarrier.init(empty.index(i), count=2)  # the groups
     fence_async_shared()
     ring = (xs, ws, full, empty)
-    given = (held, own, references, n, v, h, outer, temperature, rests, spreads)
+    vectors = (own, references, temperature, rests, spreads, totals, peaks)
+    given = (ring, out, held, vectors, n, v, h, outer)
     gl.warp_specialize(
         [
-            (multiply, (ring, out, given, 0, PROGRAMS, ROW_TEMPERATURE, ENTROPY, HELD)),
-            (multiply, (ring, out, given, 1, PROGRAMS, ROW_TEMPERATURE, ENTROPY, HELD)),
+            (multiply, (given, 0, PROGRAMS, ROW_TEMPERATURE, ENTROPY, MEAN, PEAK, HELD)),
+            (multiply, (given, 1, PROGRAMS, ROW_TEMPERATURE, ENTROPY, MEAN, PEAK, HELD)),
             (load, (x, w, ring, n, v, h, PROGRAMS)),
         ],
         [4, 1],
@@ -203,38 +216,32 @@ def descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(t, [rows, columns], layout)
 
 
-def launch(
-    x: Tensor,  # [n, H]
-    w: Tensor,  # [v, H]
-    terms: Tensor | None,  # [n, v]
-    own: Tensor,  # [n], as the one below
-    reference: Tensor,
-    scaling: tuple[float, float, Tensor],
-    rests: Tensor,  # [blocks, n]
-    spreads: Tensor | None,
-    *,
-    row_temperature: bool,
-) -> None:
-    """What product_kernel writes without a soft cap, mean or peak."""
-    _, outer, temperature = scaling
+def launch(of: plain.Launch, parts: Tensor, peaks: Tensor, mean: bool, peak: bool) -> None:
+    """What product_kernel writes to them: without a soft cap, for a scale > 0."""
+    x, w, terms = of.x, of.w, of.x if of.held is None else of.held.terms
+    _, outer, temperature = of.scaling
     programs = plain.programs_on(x.device)
     overlapping_product_kernel[(programs,)](
         descriptor(x, plain.ROWS, plain.DEPTH),
         descriptor(w, plain.WIDTH, plain.DEPTH),
-        descriptor(x if terms is None else terms, plain.ROWS // 2, plain.WIDTH // 4),
-        own,
-        reference,
+        descriptor(terms, plain.ROWS // 2, plain.WIDTH // 4),
+        of.own,
+        of.reference,
         len(x),
         len(w),
         x.shape[1],
         outer,
         temperature,
-        rests,
-        rests if spreads is None else spreads,
+        parts[0],
+        parts[int(of.entropy)],
+        parts[-1],
+        peaks,
         PROGRAMS=programs,
-        ROW_TEMPERATURE=row_temperature,
-        ENTROPY=spreads is not None,
-        HELD=terms is not None,
+        ROW_TEMPERATURE=of.flags["ROW_TEMPERATURE"],
+        ENTROPY=of.entropy,
+        MEAN=mean,
+        PEAK=peak,
+        HELD=of.held is not None,
         num_warps=4,
         maxnreg=AT_START,
     )

@@ -179,7 +179,7 @@ def programs_on(device: torch.device) -> int:
 
 
 def overlaps(device: torch.device) -> bool:
-    """Whether gluon_product.py runs here, for products without a soft cap, mean or peak."""
+    """Whether gluon_product.py runs here, for products without a soft cap, of a scale > 0."""
     if device.type != "cuda" or triton.knobs.runtime.interpret:
         return False
     hopper = torch.cuda.get_device_capability(device) == (9, 0)
@@ -225,7 +225,7 @@ def product_partials(
     parts = x.new_empty(1 + entropy + mean, blocks, n, dtype=torch.float32)
     peaks = x.new_empty(blocks, n, dtype=torch.float32) if peak else parts[0]
     if n:
-        launch = _Launch(x, w, held, transform, reference, own, entropy)
+        launch = Launch(x, w, held, transform, reference, own, entropy)
         with on_device(x):
             launch.references(targets, first, target)
             launch.product(parts, peaks, mean, peak)
@@ -243,7 +243,7 @@ def product_partials(
     return _rereferenced(result, peaks.max(0).values) if peak else result
 
 
-class _Launch:
+class Launch:
     """The three kernels over one pair of operands."""
 
     def __init__(
@@ -285,8 +285,10 @@ class _Launch:
 
     def product(self, parts: Tensor, peaks: Tensor, mean: bool, peak: bool) -> None:
         x, w, held = self.x, self.w, self.held
-        if not (mean or peak or self.flags["SOFTCAP"]) and overlaps(x.device):
-            self._overlapping_product(parts)
+        if self.scaling[1] > 0 and not self.flags["SOFTCAP"] and overlaps(x.device):
+            from . import gluon_product  # Gluon is not in every Triton
+
+            gluon_product.launch(self, parts, peaks, mean, peak)
             return
         out, out_tile = (x, DEPTH) if held is None else (held.terms, WIDTH // 2)
         programs = programs_on(x.device)
@@ -317,21 +319,6 @@ class _Launch:
             num_warps=WARPS,
             num_stages=STAGES,
             **self.flags,
-        )
-
-    def _overlapping_product(self, parts: Tensor) -> None:
-        from . import gluon_product  # Gluon is not in every Triton
-
-        gluon_product.launch(
-            self.x,
-            self.w,
-            None if self.held is None else self.held.terms,
-            self.own,
-            self.reference,
-            self.scaling,
-            parts[0],
-            parts[1] if self.entropy else None,
-            row_temperature=self.flags["ROW_TEMPERATURE"],
         )
 
     def far_rows(self, found: Tensor) -> None:
