@@ -5,8 +5,7 @@ same slices of w, and each multiplies half of the rows. Only the ring ties them 
 group is in its epilogue the other multiplies what the ring still holds, so that the tensor cores do
 not wait.
 
-Triton's own kernel, whose warps do all steps together, has every option. This one serves the calls
-that `triton_product.overlaps` names.
+Triton's own kernel, whose warps do all steps together, runs everywhere and has the soft cap.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ HALF = gl.constexpr(plain.ROWS // 2)  # rows of one group
 PART = gl.constexpr(plain.WIDTH // 4)  # columns whose terms leave together
 BUFFERS = gl.constexpr(2)  # of each group, for parts on their way out
 LOG2E, LOWEST = plain.LOG2E, plain.LOWEST
-# Registers of a thread. 3 x 128 threads start with all that there are; 128 are an accumulator's.
+# Registers of a thread: 3 x 128 threads start with all that there are, 128 hold z of a group.
 AT_START, MULTIPLYING, LOADING = 168, gl.constexpr(240), gl.constexpr(24)
 
 place_of = gluon.jit(plain.place_of.fn)
@@ -217,7 +216,7 @@ def descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def launch(of: plain.Launch, parts: Tensor, peaks: Tensor, mean: bool, peak: bool) -> None:
-    """What product_kernel writes to them: without a soft cap, for a scale > 0."""
+    """What product_kernel writes to them, without a soft cap and for a scale > 0."""
     x, w, terms = of.x, of.w, of.x if of.held is None else of.held.terms
     _, outer, temperature = of.scaling
     programs = plain.programs_on(x.device)

@@ -32,6 +32,7 @@ ROWS, WIDTH, DEPTH = 128, 256, 64  # a tile, and the slice of H that is in fligh
 GROUP = 16  # tiles of tokens that share a tile of the vocabulary while it is in the L2
 WARPS, STAGES = 8, 4
 GLUON = "3.6."  # the Triton that gluon_product.py is written for: Gluon changes with each
+LEAST_SCALE = 1e-9  # of gluon_product.py, which masks before it scales
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # exp2 of it is 0, and it may be multiplied by that
@@ -179,7 +180,7 @@ def programs_on(device: torch.device) -> int:
 
 
 def overlaps(device: torch.device) -> bool:
-    """Whether gluon_product.py runs here, for products without a soft cap, of a scale > 0."""
+    """Whether gluon_product.py runs here, for products without a soft cap."""
     if device.type != "cuda" or triton.knobs.runtime.interpret:
         return False
     hopper = torch.cuda.get_device_capability(device) == (9, 0)
@@ -285,7 +286,7 @@ class Launch:
 
     def product(self, parts: Tensor, peaks: Tensor, mean: bool, peak: bool) -> None:
         x, w, held = self.x, self.w, self.held
-        if self.scaling[1] > 0 and not self.flags["SOFTCAP"] and overlaps(x.device):
+        if self.scaling[1] > LEAST_SCALE and not self.flags["SOFTCAP"] and overlaps(x.device):
             from . import gluon_product  # Gluon is not in every Triton
 
             gluon_product.launch(self, parts, peaks, mean, peak)
