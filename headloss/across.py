@@ -32,14 +32,12 @@ FIELDS = 62  # bits of a fact
 
 def over_segments(
     batch: Batch, options: Options, prepare: Callable[[], tuple[Call, Objective]]
-) -> tuple[Call, Objective]:
-    """Prepare a call; where segments run across ranks, what is wrong on one is raised on all."""
+) -> Call:
+    """Prepare a call; where segments run across ranks, what is wrong on one is raised on all, and
+    the objective is bound at once: collectives may not wait for a rank's own tokens."""
     group = batch.segments.group if hasattr(batch, "segments") else None
     if group is None:
-        return prepare()
-    if getattr(options, "static", False):
-        call, objective = prepare()
-        return replace(call, packed=_voted(call.packed, batch, group)), objective
+        return prepare()[0]
 
     def describe(prepared: tuple[Call, Objective]) -> Facts:
         call, objective = prepared
@@ -50,8 +48,14 @@ def over_segments(
         same |= {"fields": " ".join(sorted(batch.fields))}
         return Facts(same, _fits(batch))
 
-    (call, objective), agreed = agree("segments.group", group, prepare, describe)
-    return replace(call, packed=_agreed(call.packed, batch, agreed.own)), objective
+    if getattr(options, "static", False):
+        call, _ = prepare()
+        packed = _voted(call.packed, batch, group)
+    else:
+        (call, _), agreed = agree("segments.group", group, prepare, describe)
+        packed = _agreed(call.packed, batch, agreed.own)
+    call.bind(packed)
+    return replace(call, packed=packed)
 
 
 def _fits(batch: Batch) -> dict[str, int]:
@@ -91,5 +95,6 @@ def _voted(packed: Packed, batch: Batch, group: ProcessGroup) -> Packed:
     fields = dict(packed.batch.fields)
     for name, votes in zip(names, against.unbind(), strict=True):
         if name in packed.doubtful:
-            fields[name] = torch.where(votes == 0, fields[name], packed.doubtful[name])  # type: ignore[arg-type]
+            either = packed.batch.get(name), packed.doubtful[name]()
+            fields[name] = torch.where(votes == 0, *either)
     return packed.with_fields(fields)

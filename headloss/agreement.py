@@ -7,7 +7,7 @@ that an error on one rank is raised on all of them, and no collective is left ha
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -28,7 +28,8 @@ class Facts(NamedTuple):
     """What a rank says of its call.
 
     Attributes:
-        same: numbers, flags, names and checksums that must be equal on all ranks.
+        same: numbers, flags and names that must be equal on all ranks, and lists of tensors that
+            must hold the same bits.
         own: numbers that may differ; every rank gets those of all.
         read: [..] int64 that this rank alone wants to know: the device is read for it and for the
             records at once.
@@ -75,19 +76,23 @@ def agree(
         if record[0]:
             kind = ERRORS[record[0] - 1]
             raise kind(f"{_text(record)} (on rank {rank} of {name})")
-    names = [*facts.same, *facts.own]
-    for place, fact in enumerate(("call", *names), 1):
-        found = [record[place] for record in records]
-        if fact not in facts.own and len(set(found)) > 1:
-            shown = facts.same.get(fact, 0)
-            values = "" if isinstance(shown, Tensor | str) else f": got {found}"
-            raise ValueError(
-                f"{fact}: differs between the ranks of {name}{values}, want the same on all; "
-                f"rank {next(r for r, x in enumerate(found) if x != found[me])} and this one, "
-                f"rank {me}, do not agree"
-            )
-    own = {fact: [r[2 + names.index(fact)] for r in records] for fact in facts.own}
+    end = 2 + len(facts.same)
+    if any(record[:end] != records[me][:end] for record in records):
+        raise _difference(name, me, facts, records)
+    own = {fact: [r[at] for r in records] for at, fact in enumerate(facts.own, end)}
     return result, Agreed(own, read)  # type: ignore[return-value]
+
+
+def _difference(name: str, me: int, facts: Facts, records: list[list[int]]) -> ValueError:
+    """What the first fact says that is not the same on all ranks."""
+    said = zip(("call", *facts.same), list(zip(*records, strict=True))[1:], strict=False)
+    fact, found = next((fact, found) for fact, found in said if len(set(found)) > 1)
+    values = "" if isinstance(facts.same.get(fact, 0), list | str) else f": got {list(found)}"
+    return ValueError(
+        f"{fact}: differs between the ranks of {name}{values}, want the same on all; rank "
+        f"{next(r for r, x in enumerate(found) if x != found[me])} and this one, rank {me}, do "
+        "not agree"
+    )
 
 
 def check_member(name: str, group: Any) -> None:
@@ -100,21 +105,25 @@ def check_member(name: str, group: Any) -> None:
         )
 
 
-def checksum(*tensors: Tensor) -> Tensor:
-    """[] int64 of the bits of tensors, in their order and places."""
-    if not tensors:
-        return torch.zeros((), dtype=torch.int64)
-    flat = torch.cat([_bits(tensor.detach().reshape(-1)) for tensor in tensors])
+def checksums(*groups: Sequence[Tensor]) -> list[Tensor]:
+    """[1] int64 each, of the bits of some tensors, in their order and places."""
+    if not groups:
+        return []
+    words = [[_words(tensor) for tensor in group] for group in groups]
+    flat = torch.cat([word for group in words for word in group])
     # Odd factors: each bit of each element shows. Sums of integers wrap and do not round.
     odd = torch.arange(1, 2 * flat.numel() + 1, 2, device=flat.device)
-    return odd.mul_(flat).sum()
+    parts = odd.mul_(flat).split([sum(word.numel() for word in group) for group in words])
+    return [part.sum(0, keepdim=True) for part in parts]
 
 
-def _bits(flat: Tensor) -> Tensor:
-    return flat.view(INTEGERS[flat.element_size()]) if flat.is_floating_point() else flat
+def _words(tensor: Tensor) -> Tensor:
+    """The bits of a tensor, [..] int32."""
+    flat = tensor.detach().reshape(-1).contiguous()
+    return flat.view(NARROW.get(flat.element_size(), torch.int32)).to(torch.int32)
 
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+NARROW = {1: torch.uint8, 2: torch.int16}
 
 
 def _number(value: Any) -> int:
@@ -135,29 +144,33 @@ def _exchange(
     named = {**facts.same, **facts.own}
     if len(named) > FACTS:
         raise AssertionError(f"facts: got {len(named)}, want at most {FACTS}")
-    names = " ".join(f"{name} {isinstance(value, Tensor)}" for name, value in named.items())
-    head = [code, zlib.crc32(names.encode())]
-    head += [0 if isinstance(value, Tensor) else _number(value) for value in named.values()]
-    head += [0] * (2 + FACTS - len(head))
-    text = str(error or "").encode()[: 8 * TEXT].ljust(8 * TEXT, b"\0")
-    words = [int.from_bytes(text[i : i + 8], "big", signed=True) for i in range(0, len(text), 8)]
+    listed = {at: v for at, v in enumerate(named.values(), 2) if isinstance(v, list) and v}
+    head = [code, zlib.crc32(f"{' '.join(named)} {list(listed)}".encode())]
+    head += [0 if isinstance(value, list) else _number(value) for value in named.values()]
+    words = [0] * TEXT if error is None else _words_of(str(error))
+    size = 2 + FACTS + TEXT
     # Pinned, so that the host need not wait for the device before it may go on.
-    known = torch.tensor([*head, *words], dtype=torch.int64, pin_memory=device.type == "cuda")
-    sums = [value.to(device) for value in named.values() if isinstance(value, Tensor)]
-    rest = torch.zeros(FACTS - len(sums), dtype=torch.int64, device=device)
-    record = torch.cat([known.to(device, non_blocking=True), *(x.view(1) for x in sums), rest])
+    known = torch.tensor(
+        [*head, *[0] * (2 + FACTS - len(head)), *words, *[0] * (FACTS - len(listed))],
+        dtype=torch.int64,
+        pin_memory=device.type == "cuda",
+    ).to(device, non_blocking=True)
+    sums = [found.to(device) for found in checksums(*listed.values())]
+    record = torch.cat([known, *sums])
     found = gather(record, group)
-    wanted = record[:0] if facts.read is None else facts.read.to(device)
-    numbers = torch.cat([found.view(-1), wanted]).tolist()
-    size, places = (
-        len(record),
-        [i for i, v in enumerate(named.values(), 2) if isinstance(v, Tensor)],
-    )
-    records = [numbers[i * size : (i + 1) * size] for i in range(len(found))]
+    wanted = [] if facts.read is None else [facts.read.to(device)]
+    numbers = torch.cat([found.view(-1), *wanted]).tolist()
+    records = [numbers[i * len(record) :][: len(record)] for i in range(len(found))]
     for one in records:
-        for at, place in enumerate(places, size - FACTS):
+        for at, place in enumerate(listed, len(record) - len(listed)):
             one[place] = one[at]
-    return [one[: size - FACTS] for one in records], numbers[len(found) * size :]
+    return [one[:size] for one in records], numbers[found.numel() :]
+
+
+def _words_of(text: str) -> list[int]:
+    """[TEXT] numbers that hold a message, or its beginning."""
+    found = text.encode()[: 8 * TEXT].ljust(8 * TEXT, b"\0")
+    return [int.from_bytes(found[i : i + 8], "big", signed=True) for i in range(0, len(found), 8)]
 
 
 def _text(record: list[int]) -> str:

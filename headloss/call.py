@@ -5,9 +5,8 @@ N positions, T of them scored, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
-from types import ModuleType
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,40 +16,47 @@ from . import kernels
 from .across import over_segments
 from .agreement import Facts
 from .batch import Batch
-from .checks import (
-    check_linear,
-    check_shape,
-    checked_objective,
-    teachers_of,
-    wide_field,
-)
-from .divergence import DenseDivergence, Divergence, TopkDivergence
+from .checks import check_linear, check_shape, checked_objective, teachers_of
 from .head import Head, check_transform
 from .kernels.transform import Transform
-from .logits import GivenLogits, LinearLogits
-from .losses.distillation import Teacher
+from .logits import Wants
 from .losses.term import Objective, Reads, Term
 from .objective import Bound, bind, check_weights, is_known, reads
 from .options import Options
-from .packing import Packed, pack, survey
-from .parallel import Alone
+from .packing import Packed, Packing, survey
 from .plan import Problem, make_plan
 from .products import sum_dtype
 from .reduction import Totals
 from .schedules import Call
-from .shards import (
-    Place,
-    given_facts,
-    has_unit_stride,
-    join,
-    linear_facts,
-    local_head,
-)
+from .shards import Place, given_facts, has_unit_stride, join, linear_facts
 from .stats import STATISTICS
-from .survey import Survey
+from .teachers import divergence_of, teacher_tiles
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A checked call: all of it that waits for no value of the device and for no other rank.
+
+    Attributes:
+        needs: statistics.
+        problem: as far as it is known.
+        dtype: that products run in.
+    """
+
+    objective: Objective
+    packing: Packing
+    needs: frozenset[str]
+    options: Options
+    problem: Problem
+    transform: Transform
+    backend: str
+    dtype: torch.dtype
+    device: torch.device
+    wants: Wants
+    compute_dtype: torch.dtype | None = None
 
 
 def linear_call(
@@ -63,16 +69,22 @@ def linear_call(
 ) -> Call:
     """The call that `head_loss` makes of its arguments."""
 
-    def check() -> tuple[Objective, torch.dtype | None, Survey]:
-        found, dtype = check_linear(hidden, head, batch, objective, options, on_meta)
-        return found, dtype, _survey(found, batch, options)
+    def check() -> Ready:
+        found, compute_dtype = check_linear(hidden, head, batch, objective, options, on_meta)
+        dtype = compute_dtype or hidden.dtype
+        backend = kernels.choose(options.backend, hidden.device, dtype)
+        wants = _wants(hidden, head)
+        t = Transform(scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature)
+        problem = _linear_problem(hidden, head, dtype, backend, wants, options)
+        ready = _ready(found, batch, options, problem, t, backend, dtype, wants)
+        return ready if compute_dtype is None else replace(ready, compute_dtype=compute_dtype)
 
-    def describe(checked: tuple[Objective, torch.dtype | None, Survey]) -> Facts:
-        facts = linear_facts(hidden, head, batch, checked[0], options)
-        return facts._replace(read=checked[2].facts)
+    def describe(ready: Ready) -> Facts:
+        facts = linear_facts(hidden, head, batch, ready.objective, options)
+        return facts._replace(read=ready.packing.known.facts)
 
     def prepare() -> tuple[Call, Objective]:
-        checked, place, read = join(
+        ready, place, read = join(
             head.vocab_group,
             lambda: (head.vocabulary, hidden.shape[:-1].numel()),
             check,
@@ -80,19 +92,12 @@ def linear_call(
             head.vocab_size,
             options,
         )
-        found, compute_dtype, known = checked
-        known.read = read
+        ready.packing.known.read = read
         if options.sequence_parallel:
             place.check_tokens(batch)
-        problem = _linear_problem(hidden, head, compute_dtype, place, options)
-        t = Transform(scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature)
-        dtype, device = compute_dtype or hidden.dtype, hidden.device
-        call = _prepared(found, batch, options, problem, t, dtype, device, place, known)
-        return replace(call, compute_dtype=compute_dtype), found
+        return _prepared(ready, place), ready.objective
 
-    call, found = over_segments(batch, options, prepare)
-    dtype = call.compute_dtype or hidden.dtype
-    return _bound(call, found, batch, dtype, scaled=dtype == torch.float16)
+    return over_segments(batch, options, prepare)
 
 
 def given_call(
@@ -106,7 +111,7 @@ def given_call(
 ) -> Call:
     """The call that `logits_loss` makes of its arguments."""
 
-    def check() -> tuple[Objective, Survey]:
+    def check() -> Ready:
         found = checked_objective(objective, batch, options)
         check_shape("logits", logits, batch)
         check_transform(transform.temperature, transform.softcap, transform.scale)
@@ -114,70 +119,54 @@ def given_call(
             raise ValueError("sequence_parallel: got logits, want hidden states before a head")
         if options.schedule == "frozen":
             raise ValueError('schedule: got "frozen", but the logits are given')
-        return found, _survey(found, batch, options)
-
-    def describe(checked: tuple[Objective, Survey]) -> Facts:
-        facts = given_facts(logits, transform, batch, checked[0], options, inplace)
-        return facts._replace(read=checked[1].facts)
-
-    def prepare() -> tuple[Call, Objective]:
-        checked, place, read = join(
-            vocab_group, lambda: (logits.shape[-1], 0), check, describe, None, options
-        )
-        found, known = checked
-        known.read = read
-        # A gradient in float16 is written in the backward pass, where the upstream one is known.
-        over = inplace and logits.dtype != torch.float16
+        backend = kernels.choose(options.backend, logits.device, logits.dtype)
+        wants = Wants(logits=logits.requires_grad and torch.is_grad_enabled())
         problem = Problem(
-            tokens=0,
-            width=0,
-            vocabulary=place.widest,
-            scope="token",
-            lengths=None,
-            hidden_gradient=logits.requires_grad and torch.is_grad_enabled(),
+            hidden_gradient=wants.logits,
             weight_gradient=False,
             element_size=logits.element_size(),
             on_gpu=logits.is_cuda,
             given=True,
-            inplace=over,
-            rows=_in_rows(logits, found, options),
+            # In float16 it is written in the backward pass, where the upstream gradient is known.
+            inplace=inplace and logits.dtype != torch.float16,
+            # A kernel serves the logits where they lie: with unit stride along the vocabulary.
+            rows=backend == "triton" and has_unit_stride(logits) and not teachers_of(found),
         )
-        dtype, device = logits.dtype, logits.device
-        call = _prepared(found, batch, options, problem, transform, dtype, device, place, known)
-        return call, found
+        return _ready(found, batch, options, problem, transform, backend, logits.dtype, wants)
 
-    return _bound(*over_segments(batch, options, prepare), batch, logits.dtype, scaled=False)
+    def describe(ready: Ready) -> Facts:
+        facts = given_facts(logits, transform, batch, ready.objective, options, inplace)
+        return facts._replace(read=ready.packing.known.facts)
+
+    def prepare() -> tuple[Call, Objective]:
+        ready, place, read = join(
+            vocab_group, lambda: (logits.shape[-1], 0), check, describe, None, options
+        )
+        ready.packing.known.read = read
+        return _prepared(ready, place), ready.objective
+
+    return over_segments(batch, options, prepare)
 
 
-def _in_rows(logits: Tensor, objective: Objective, options: Options) -> bool:
-    """Whether a kernel serves the logits where they lie: with unit stride along the vocabulary."""
-    backend = kernels.choose(options.backend, logits.device, logits.dtype)
-    return backend == "triton" and has_unit_stride(logits) and not teachers_of(objective)
-
-
-def _survey(objective: Objective, batch: Batch, options: Options) -> Survey:
-    ids = {"teacher_topk_ids"} & batch.fields.keys() if teachers_of(objective) else ()
-    return survey(batch, options.static, objective.segments_per_unit, tuple(ids))
+def _wants(hidden: Tensor, head: Head) -> Wants:
+    enabled = torch.is_grad_enabled()
+    into, bias = enabled and hidden.requires_grad, head.bias
+    return Wants(
+        features=(into, *(into or (enabled and lora.a.requires_grad) for lora in head.lora)),
+        weights=tuple(
+            enabled and w.requires_grad for w in (head.weight, *(x.b for x in head.lora))
+        ),
+        bias=enabled and bias is not None and bias.requires_grad,
+    )
 
 
 def _linear_problem(
-    hidden: Tensor, head: Head, compute_dtype: torch.dtype | None, place: Place, options: Options
+    hidden: Tensor, head: Head, dtype: torch.dtype, backend: str, wants: Wants, options: Options
 ) -> Problem:
-    weights = [head.weight, *(lora.b for lora in head.lora)]
-    if head.bias is not None:
-        weights.append(head.bias)
-    enabled = torch.is_grad_enabled()
-    own = enabled and any(w.requires_grad for w in weights)
-    dtype = compute_dtype or hidden.dtype
     return Problem(
-        tokens=0,
         width=hidden.shape[-1],
-        vocabulary=place.widest,
-        scope="token",
-        lengths=None,
-        hidden_gradient=enabled
-        and (hidden.requires_grad or any(lora.a.requires_grad for lora in head.lora)),
-        weight_gradient=own if place.weight_gradient is None else place.weight_gradient,
+        hidden_gradient=any(wants.features),
+        weight_gradient=wants.any_weight,
         element_size=dtype.itemsize,
         weight_size=head.weight.dtype.itemsize,
         rescaled=dtype == torch.float16,
@@ -186,105 +175,121 @@ def _linear_problem(
         terms=head.bias is None
         and not head.lora
         and options.logits_dtype is None
-        and kernels.can_hold_terms(
-            kernels.choose(options.backend, hidden.device, dtype), dtype, head.weight
-        ),
+        and kernels.can_hold_terms(backend, dtype, head.weight),
     )
 
 
-def _prepared(
+def _ready(
     objective: Objective,
     batch: Batch,
     options: Options,
     problem: Problem,
     transform: Transform,
+    backend: str,
     dtype: torch.dtype,
-    device: torch.device,
-    place: Place,
-    known: Survey,
-) -> Call:
-    """Pack, trace and plan; without a collective over the segments' group."""
-    vocabulary, wide = place.vocabulary, sum_dtype(dtype)
-    backend = kernels.choose(options.backend, device, dtype)
-    temperature = transform.temperature
-    if isinstance(temperature, Tensor) and temperature.dim():
-        batch = _with_temperature(batch, temperature)
-    teachers = teachers_of(objective)
-    packed = pack(
-        batch,
-        vocabulary,
-        wide,
-        options.static,
-        objective.segments_per_unit,
-        known=known,
-    )
-    asked = reads(objective, packed.batch, wide, observe=options.metrics)
-    check_weights(objective, packed.batch, batch.totals)
-    if isinstance(temperature, Tensor):
-        rows: Any = packed.batch.fields.pop(_TEMPERATURE) if temperature.dim() else temperature
-        if packed.batch.live is not None:  # a dead row's 0 would divide
-            rows = torch.where(packed.batch.live, rows, 1)
-        transform = replace(transform, temperature=rows.to(wide).expand(len(packed)))
+    wants: Wants,
+) -> Ready:
+    """Survey the batch, trace the objective's terms, and say what follows for the plan."""
+    wide, teachers = sum_dtype(dtype), teachers_of(objective)
+    ids = tuple({"teacher_topk_ids"} & batch.fields.keys()) if teachers else ()
+    known = survey(batch, options.static, objective.segments_per_unit, ids)
+    packing = Packing(_with_temperature(batch, transform), wide, known)
+    asked = reads(objective, packing.draft, wide, observe=options.metrics)
+    check_weights(objective, packing.draft, batch.totals)
+    mean_gradient = any("mean_logit" in r.gradients for r in asked.values())
+    needs_logits = bool(teachers) or (mean_gradient and transform.softcap is not None)
+    terms = problem.terms and not needs_logits
     problem = replace(
         problem,
-        tokens=len(packed),
         scope=objective.scope,
-        lengths=packed.lengths,
         segments_per_unit=objective.segments_per_unit,
         grouped=batch.segments.group is not None,
         spread=options.sequence_parallel and not options.static,
         gathered=options.sequence_parallel and options.static,
-        sharded=place.group is not None,
         logp_only=all(r.gradients <= {"logp"} for r in asked.values()),
-        row_bytes=wide.itemsize * (1 + _teacher_tiles(teachers, packed)),
+        terms=terms,
+        row_bytes=2 if terms else wide.itemsize * (1 + teacher_tiles(teachers, packing.draft)),
     )
-    mean_gradient = any("mean_logit" in r.gradients for r in asked.values())
-    if teachers or (mean_gradient and transform.softcap is not None):
-        problem = replace(problem, terms=False)  # these need the logits
-    if problem.terms:
-        problem = replace(problem, row_bytes=2)
-    like = torch.zeros((), dtype=wide, device=packed.batch.targets.device)
-    acts = kernels.load(backend)
-    slices = place.slices(packed if options.sequence_parallel else None, device)
+    return Ready(
+        objective=objective,
+        packing=packing,
+        needs=_needs(asked, options),
+        options=options,
+        problem=problem,
+        transform=transform,
+        backend=backend,
+        dtype=dtype,
+        device=batch.targets.device,
+        wants=wants,
+    )
+
+
+def _prepared(ready: Ready, place: Place) -> Call:
+    """Pack and plan; without a collective over the segments' group."""
+    objective, options, vocabulary = ready.objective, ready.options, place.vocabulary
+    packed = ready.packing.packed(vocabulary)
+    transform = _packed_transform(ready.transform, packed, ready.packing.dtype)
+    problem = replace(
+        ready.problem,
+        tokens=len(packed),
+        vocabulary=place.widest,
+        lengths=packed.lengths,
+        sharded=place.group is not None,
+        weight_gradient=ready.problem.weight_gradient or bool(place.weight_gradient),
+    )
+    acts = kernels.load(ready.backend)
+    slices = place.slices(packed if options.sequence_parallel else None, ready.device)
     return Call(
         packed=packed,
-        bind=lambda: Bound((), vocabulary),
-        plan=make_plan(problem, options, backend),
+        bind=_binder(ready, vocabulary),
+        plan=make_plan(problem, options, ready.backend),
         options=options,
         kernels=acts[0],
         transform=transform,
-        needs=_needs(asked, options),
+        needs=ready.needs,
         vocabulary=vocabulary,
+        wants=ready.wants,
         slices=slices,
         divergences=tuple(
-            _divergence(teacher, packed, transform, vocabulary, acts, like, slices)
-            for teacher in teachers
+            divergence_of(teacher, packed, transform, vocabulary, acts, ready.packing.dtype, slices)
+            for teacher in teachers_of(objective)
         ),
         inplace=problem.inplace,
-        gradient_dtype=dtype if dtype.itemsize == 2 and not problem.given else None,
+        compute_dtype=ready.compute_dtype,
+        gradient_dtype=ready.dtype if ready.dtype.itemsize == 2 and not problem.given else None,
+        known_slopes=lambda: (
+            not problem.grouped
+            and not problem.sharded
+            and is_known(objective, packed.batch, ready.packing.dtype)
+        ),
     )
 
 
-def _bound(
-    call: Call, objective: Objective, batch: Batch, dtype: torch.dtype, scaled: bool
-) -> Call:
-    """Bind the objective to its totals: once, while the first product runs. Over segments that run
-    across ranks it is done here, since collectives may not wait for a rank's own tokens."""
+def _packed_transform(transform: Transform, packed: Packed, wide: torch.dtype) -> Transform:
+    """With the temperatures of packed tokens, where they have their own."""
+    rows: Any = packed.batch.get(_TEMPERATURE, transform.temperature)
+    packed.batch.fields.pop(_TEMPERATURE, None)
+    if not isinstance(rows, Tensor):
+        return transform
+    if packed.batch.live is not None:  # a dead row's 0 would divide
+        rows = torch.where(packed.batch.live, rows, 1)
+    return replace(transform, temperature=rows.to(wide).expand(len(packed)))
 
-    @functools.cache
-    def bound() -> Bound:
-        totals = batch.totals or _counted(batch, call.packed) or Totals.of(batch)
-        found = bind(objective, call.packed.batch, totals, call.vocabulary, sum_dtype(dtype))
-        return found.scaled() if scaled else found
 
-    if batch.segments.group is not None:
-        bound()
+def _binder(ready: Ready, vocabulary: int) -> Callable[[Packed], Bound]:
+    """Binds the objective to its totals: once, while the first product runs."""
+    made: list[Bound] = []
 
-    def known() -> bool:
-        alone = batch.segments.group is None and type(call.slices) is Alone
-        return alone and is_known(objective, call.packed.batch, sum_dtype(dtype))
+    def bind_once(packed: Packed) -> Bound:
+        if not made:
+            batch = ready.packing.batch
+            totals = batch.totals or _counted(batch, packed) or Totals.of(batch)
+            found = bind(ready.objective, packed.batch, totals, vocabulary, ready.packing.dtype)
+            scaled = ready.problem.rescaled
+            made.append(found.scaled() if scaled else found)
+        return made[0]
 
-    return replace(call, bind=bound, known_slopes=known)
+    return bind_once
 
 
 def _counted(batch: Batch, packed: Packed) -> Totals | None:
@@ -298,8 +303,11 @@ def _counted(batch: Batch, packed: Packed) -> Totals | None:
 _TEMPERATURE = "_temperature"
 
 
-def _with_temperature(batch: Batch, temperature: Tensor) -> Batch:
-    """A per-token temperature travels through packing as one more field."""
+def _with_temperature(batch: Batch, transform: Transform) -> Batch:
+    """Temperatures of tokens travel through packing as one more field."""
+    temperature = transform.temperature
+    if not isinstance(temperature, Tensor) or not temperature.dim():
+        return batch
     if temperature.shape != batch.targets.shape:
         raise ValueError(
             f"temperature: got shape {tuple(temperature.shape)}, want a number or one value per "
@@ -314,61 +322,3 @@ def _needs(asked: dict[str, Reads], options: Options) -> frozenset[str]:
     for term in asked.values():
         needs |= term.statistics & set(STATISTICS)
     return frozenset(needs)
-
-
-def _teacher_tiles(teachers: list[Teacher], packed: Packed) -> int:
-    """Tiles beside the student's: logits of each dense teacher, and parts of the gradient of all
-    divergences but the last."""
-    dense = sum(teacher.source(packed.batch) != "topk" for teacher in teachers)
-    return dense + (len(teachers) > 1)
-
-
-def _divergence(
-    teacher: Teacher,
-    packed: Packed,
-    transform: Transform,
-    vocabulary: int,
-    acts: tuple[ModuleType, ModuleType],
-    like: Tensor,
-    slices: Alone,
-) -> Divergence:
-    batch = packed.batch
-    size = slices.size or vocabulary
-    form = teacher.source(batch)
-    student = transform
-    if isinstance(transform.temperature, Tensor) or transform.temperature != teacher.temperature:
-        student = replace(transform, temperature=teacher.temperature)
-    if form == "topk":
-        stored = wide_field("teacher_topk_ids", batch, None, "one outcome or more")
-        wide_field(
-            "teacher_topk_logps", batch, stored.shape[-1], "a log-prob for each of teacher_topk_ids"
-        )
-        return TopkDivergence(teacher, batch, student, acts, slices, like)
-    if form == "logits":
-        given = wide_field("teacher_logits", batch, size, "the student's vocabulary")
-        source = GivenLogits(given, batch.index)
-        other = Transform(temperature=teacher.temperature)
-    else:
-        assert teacher.head is not None
-        head = local_head(teacher.head)
-        width = head.weight.shape[1]
-        states = wide_field("teacher_hidden", batch, width, "the teacher head's width")
-        if head.vocab_group is None and head.vocabulary != vocabulary:
-            raise ValueError(
-                f"teacher_head: got a vocabulary of {head.vocabulary}, want the student's "
-                f"{vocabulary} (set vocab_size on both heads to leave padded rows out)"
-            )
-        with torch.no_grad():
-            rows = states if batch.index is None else states[batch.index]
-            factors = head.factors(rows, slices.dropout)
-        # A whole head beside a student's slice: its rows of that slice.
-        first = slices.first if head.vocab_group is None else 0
-        own = slice(first, first + size)
-        bias = None if head.bias is None else head.bias[own]
-        source = LinearLogits([f for f, _ in factors], [w[own] for _, w in factors], bias, size)
-        other = Transform(
-            scale=head.logit_scale, softcap=head.softcap, temperature=teacher.temperature
-        )
-    return DenseDivergence(
-        teacher, source, student, other, transform, len(packed), acts, slices, like
-    )

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .batch import Batch
+from .batch import Batch, Current
 from .losses.term import Reads, Term
 from .objective import reads
-from .packing import PackedBatch, pack
+from .packing import PackedBatch, mapped, pack
 from .stats import DIFFERENTIABLE, STATISTICS, Statistics
 
 LENGTHS = (5, 1, 7, 4, 3, 8)
@@ -161,20 +161,20 @@ def _permute(term: Term, batch: PackedBatch) -> tuple[Tensor, PackedBatch]:
     order = torch.cat([rows[i] for i in segments])
     lengths = torch.tensor([LENGTHS[i] for i in segments])
     ids = torch.arange(len(LENGTHS)).repeat_interleave(lengths)
-    fields = {k: v[order] if isinstance(v, Tensor) else v for k, v in batch.fields.items()}
+    fields = {k: mapped(v, lambda t: t[order]) for k, v in batch.fields.items()}
     return order, PackedBatch(
         batch.targets[order], Segments(ids, len(LENGTHS), counts=lengths), fields, {}, None
     )
 
 
 def _check_purity(term: Term, stats: Statistics, batch: PackedBatch, whole: Tensor) -> None:
-    before = {n: t.clone() for n, t in batch.fields.items() if isinstance(t, Tensor)}
+    fields = [name for name, value in batch.fields.items() if not isinstance(value, Current)]
+    before = {name: getattr(batch, name).clone() for name in fields}
     copies = stats.map(torch.clone)
     if not torch.equal(_evaluate(term, stats, batch), whole):
         raise ValueError(f"term {term.name}: gives two values for one input; it must be pure")
     for name, value in [*before.items(), *copies.tensors().items()]:
-        now = getattr(stats, name) if name in copies.tensors() else batch.fields[name]
-        if not torch.equal(now, value):  # type: ignore[arg-type]
+        if not torch.equal(getattr(stats if name in copies.tensors() else batch, name), value):
             raise ValueError(f"term {term.name}: changes {name} in place; it must be pure")
 
 

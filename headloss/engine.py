@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from .batch import Batch
 from .call import given_call, linear_call
 from .head import Head, check_head
 from .kernels.transform import Transform
-from .logits import GivenLogits, LinearLogits, Wants
+from .logits import GivenLogits, LinearLogits
 from .losses.term import Objective, Term
 from .metrics import Mean, Metrics, Observed, Sum, fold, fold_all
 from .options import Options
@@ -107,9 +107,6 @@ def head_loss(
         x = GatherRows.apply(x, index, call.packed.batch.live)
     factors = slices.factors(head, x)
     tensors = [tensor for pair in factors for tensor in pair] + [head.bias]
-    enabled = torch.is_grad_enabled()
-    wanted = [enabled and t is not None and t.requires_grad for t in tensors]
-    wants = Wants(features=tuple(wanted[:-1:2]), weights=tuple(wanted[1:-1:2]), bias=wanted[-1])
 
     def open_source(tensors):
         return LinearLogits(
@@ -121,7 +118,7 @@ def head_loss(
             call.options.logits_dtype,
         )
 
-    return _run(replace(call, wants=wants), open_source, tensors)
+    return _run(call, open_source, tensors)
 
 
 @_eagerly
@@ -153,7 +150,6 @@ def logits_loss(
         inplace,
         options or Options(),
     )
-    call = replace(call, wants=Wants(logits=logits.requires_grad and torch.is_grad_enabled()))
     return _run(call, lambda tensors: GivenLogits(tensors[0], call.packed.index), [logits])
 
 

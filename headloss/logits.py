@@ -6,7 +6,7 @@ raw logits of a tile and take its gradient back; a schedule does not know which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -94,12 +94,13 @@ class LinearGradients:
     """Gradients of a `LinearLogits`: summed in float32, and scaled once at the end.
 
     With `by_slab` the gradient arrives in slabs of columns over all tokens: hidden gradients are
-    summed, each weight slab is written once. Otherwise it arrives in rows over all columns: hidden
-    gradients are final, weight gradients are summed.
+    summed, each weight slab is written once. Otherwise it arrives in rows over all columns, one of
+    `chunks` after another: hidden gradients are final, weight gradients are summed.
     """
 
     def __init__(
         self,
+        chunks: Iterable[slice],
         source: LinearLogits,
         wants: Wants,
         accumulate_dtype: torch.dtype,
@@ -107,11 +108,12 @@ class LinearGradients:
         main_grad: Tensor | None = None,
         direct: bool = False,
     ) -> None:
+        self.chunks = iter(chunks)
         self.source, self.wants, self.by_slab = source, wants, by_slab
         wide = source.dtype
         self.sums = wide if wide == torch.float64 else accumulate_dtype
         self.features = [
-            self._zeros(f, wide if by_slab else f.dtype) if wanted else None
+            self._room(f, wide if by_slab else f.dtype) if wanted else None
             for f, wanted in zip(source.features, wants.features, strict=True)
         ]
         self.main_grad = main_grad if wants.weights[0] else None
@@ -123,7 +125,8 @@ class LinearGradients:
             total = None
             if wanted:
                 total = w.new_empty(w.shape, dtype=w.dtype if by_slab else self.sums)
-                total[source.vocabulary :] = 0
+                if source.vocabulary < len(w):
+                    total[source.vocabulary :] = 0
             self.weights.append(total)
         self.fresh = True  # nothing was written yet
         self.bias = None
@@ -147,12 +150,16 @@ class LinearGradients:
             assert gradient.multiple is None
             self.bias[: self.source.vocabulary][columns] += values.sum(0, dtype=self.bias.dtype)
 
-    def _zeros(self, features: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sums for the gradient of features."""
-        return torch.zeros_like(features, dtype=dtype)
+    def _room(self, features: Tensor, dtype: torch.dtype) -> Tensor:
+        """For the gradient of features: sums of slabs begin at 0, chunks write every row."""
+        return (torch.zeros_like if self.by_slab else torch.empty_like)(features, dtype=dtype)
 
     def _add_to_features(self, gradient: RowGradient, columns: slice) -> None:
         values, rows = gradient.values, gradient.rows
+        chunk = None if self.by_slab else next(self.chunks)
+        for total in self.features:
+            if total is not None and chunk is not None and isinstance(rows, Tensor):
+                total[chunk] = 0  # of rows that carry no gradient
         if len(values) == 0:
             return
         for weight, total in zip(self.source.weights, self.features, strict=True):

@@ -13,8 +13,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from .batch import Current
 from .losses.term import Objective, Reads, Term, trace
-from .packing import MissingField, PackedBatch
+from .packing import Field, MissingField, PackedBatch, mapped
 from .reduction import Totals
 from .segments import Segments
 from .slopes import Known, known
@@ -181,12 +182,12 @@ def _live(values: Tensor, batch: PackedBatch) -> Tensor:
 def _without_poison(batch: PackedBatch, kept: Tensor) -> PackedBatch:
     """The fields of tokens that a term leaves out may hold anything: non-finite values become 0."""
 
-    def clean(value):
-        if not isinstance(value, Tensor) or not value.is_floating_point():
+    def clean(value: Tensor) -> Tensor:
+        if not value.is_floating_point():
             return value
         return torch.where(kept | value.isfinite(), value, 0)
 
-    fields = {name: clean(value) for name, value in batch.fields.items()}
+    fields = {name: mapped(value, clean) for name, value in batch.fields.items()}
     return PackedBatch(
         batch.targets, batch.segments, fields, batch.wide, batch.index, live=batch.live
     )
@@ -250,8 +251,7 @@ def check_weights(objective: Objective, batch: PackedBatch, totals: Totals | Non
             continue
         if field not in batch:
             raise ValueError(f"term {name}: is restricted to batch.{field}, which was not given")
-        kept = getattr(batch, field)
-        if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.dim() != 1:
+        if getattr(batch.fields.get(field), "dtype", None) != torch.bool:
             raise TypeError(f"{field}: want a boolean tensor, as term {name} is restricted to it")
         if totals is not None and field not in totals.kept:
             raise ValueError(
@@ -287,13 +287,11 @@ def sample_batch(batch: PackedBatch, term: Term) -> PackedBatch:
     device = batch.targets.device
     ids = torch.arange(_SAMPLE, device=device)
     kind = _NoSums if term.scope == "token" else Segments
-    fields = {}
+    fields: dict[str, Field] = {}
     for name, value in batch.fields.items():
-        fields[name] = (
-            torch.full((_SAMPLE,), -0.5, device=device).to(value.dtype)
-            if isinstance(value, Tensor)
-            else value
-        )
+        fields[name] = value
+        if not isinstance(value, Current):
+            fields[name] = torch.full((_SAMPLE,), -0.5, device=device).to(value.dtype)
     wide = {name: value.new_zeros(_SAMPLE, *value.shape[1:]) for name, value in batch.wide.items()}
     return PackedBatch(
         torch.zeros_like(ids),
@@ -371,7 +369,8 @@ def _kinds(batch: PackedBatch, dtype: torch.dtype) -> object:
     """What decides which way a term goes: the fields that there are."""
     fields = {**batch.fields, **batch.wide}
     kinds = frozenset(
-        (name, value.dtype if isinstance(value, Tensor) else None) for name, value in fields.items()
+        (name, None if isinstance(value, Current) else value.dtype)
+        for name, value in fields.items()
     )
     return kinds, dtype, batch.targets.device
 

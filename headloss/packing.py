@@ -6,6 +6,7 @@ field to them and reads the device once. From there on there are no masks and no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,11 +16,36 @@ from torch import Tensor
 from .batch import IGNORE, Batch, Current
 from .segments import Segments
 from .stats import Statistics
-from .survey import Survey
+from .survey import Order, Survey
 
 
 class MissingField(ValueError):
     """A term reads a batch field that was not given."""
+
+
+class Later:
+    """A [T] field that is made when it is first read: a call's first product waits for none."""
+
+    def __init__(self, dtype: torch.dtype, make: Callable[[], Tensor]) -> None:
+        self.dtype = dtype
+        self._make: Callable[[], Tensor] | None = make
+        self._made: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self._make is not None:
+            self._made, self._make = self._make(), None
+        assert self._made is not None
+        return self._made
+
+
+Field = Tensor | Current | Later
+
+
+def mapped(value: Field, function: Callable[[Tensor], Tensor]) -> Field:
+    """A field with `function`, which keeps its dtype, on its values."""
+    if isinstance(value, Later):
+        return Later(value.dtype, lambda: function(value()))
+    return function(value) if isinstance(value, Tensor) else value
 
 
 class PackedBatch:
@@ -33,7 +59,7 @@ class PackedBatch:
         self,
         targets: Tensor,  # [T] int64
         segments: Segments,  # sorted
-        fields: dict[str, Tensor | Current],  # [T]
+        fields: dict[str, Field],  # [T]
         wide: dict[str, Tensor],  # [N, ...], gathered only when read
         index: Tensor | None,  # [T] position of each token, None: all N in order
         stats: Statistics | None = None,
@@ -65,7 +91,7 @@ class PackedBatch:
             if isinstance(value, Current):
                 assert self.stats is not None and self.stats.logp is not None
                 return self.stats.logp.detach()
-            return value
+            return value() if isinstance(value, Later) else value
         if name in self.wide:
             value = self.wide[name]
             return value if self.index is None else value[self.index]
@@ -82,7 +108,7 @@ class PackedBatch:
         return PackedBatch(
             self.targets[tokens],
             self.segments.slice(first, last, tokens),
-            {k: v if isinstance(v, Current) else v[tokens] for k, v in self.fields.items()},
+            {k: mapped(v, lambda t: t[tokens]) for k, v in self.fields.items()},
             {k: v[tokens] for k, v in self.wide.items()} if self.index is None else self.wide,
             None if self.index is None else self.index[tokens],
             live=None if self.live is None else self.live[tokens],
@@ -103,7 +129,7 @@ class Packed:
     segments: int  # S
     lengths: list[int] | None
     unscored: Tensor | None = None  # [N - T] their positions
-    doubtful: dict[str, Tensor] = field(default_factory=dict)  # [T]
+    doubtful: dict[str, Later] = field(default_factory=dict)  # [T]
 
     @property
     def index(self) -> Tensor | None:
@@ -112,7 +138,7 @@ class Packed:
     def __len__(self) -> int:
         return len(self.batch)
 
-    def with_fields(self, fields: dict[str, Tensor | Current]) -> Packed:
+    def with_fields(self, fields: dict[str, Field]) -> Packed:
         """With other [T] fields, of which none is doubtful."""
         b = self.batch
         batch = PackedBatch(b.targets, b.segments, fields, b.wide, b.index, live=b.live)
@@ -130,7 +156,13 @@ class Packed:
 def survey(
     batch: Batch, static: bool = False, unit: int = 1, id_fields: tuple[str, ...] = ()
 ) -> Survey:
-    """What `pack` has to know of a batch; its facts may be read along with others."""
+    """What packing has to know of a batch; its facts may be read along with others.
+
+    Args:
+        static: nothing is to be read.
+        unit: how many segments belong together.
+        id_fields: fields [.., K] whose values lie below the size of the vocabulary.
+    """
     targets, wide = batch.targets.reshape(-1), {}
     for name in id_fields:
         field = batch.fields[name]
@@ -139,79 +171,83 @@ def survey(
     return Survey.of(targets, targets == IGNORE, batch.segments, unit, static, wide)
 
 
-def pack(
-    batch: Batch,
-    vocabulary: int,
-    dtype: torch.dtype,
-    static: bool = False,
-    unit: int = 1,
-    id_fields: tuple[str, ...] = (),
-    known: Survey | None = None,
-) -> Packed:
-    """Drop unscored positions, sort by segment, gather the fields; one read of the device.
+class Packing:
+    """A batch on its way to its packed form: all that needs no value of the device.
 
-    With `static` nothing is read or dropped: unscored positions go last, into a segment of their
-    own (`unit` of them, where pairs belong together); `live` marks the others.
-
-    Args:
-        vocabulary: V; targets lie below it, and so do the values of `id_fields`.
-        dtype: of the packed float fields.
-        known: `survey` of the batch, with the same arguments.
-
-    Raises:
-        ValueError: a target outside the vocabulary; at a scored position, a segment id outside its
-            range or an id field's value beyond the vocabulary.
+    Attributes:
+        draft: its fields by name and kind; they have values once it is packed.
     """
-    known = survey(batch, static, unit, id_fields) if known is None else known
-    order = known.order(vocabulary)
-    index, ids = order.index, order.ids
-    live = ids < batch.segments.count if static else None
-    targets = batch.targets.reshape(-1).long()
-    targets = targets if index is None else targets[index]
-    fields, wide, doubtful = _gather_fields(batch, index, ids, dtype, live)
-    packed = PackedBatch(
-        targets if live is None else targets.masked_fill(~live, 0),
-        Segments(ids, len(order.counts), batch.segments.group, counts=order.counts),
-        fields,
-        wide,
-        index,
-        live=live,
-    )
-    return Packed(
-        batch=packed,
-        positions=batch.targets.numel(),
-        shape=batch.targets.shape,
-        segments=batch.segments.count,
-        lengths=order.lengths,
-        unscored=order.unscored,
-        doubtful=doubtful,
-    )
 
-
-def _gather_fields(
-    batch: Batch, index: Tensor | None, ids: Tensor, dtype: torch.dtype, live: Tensor | None
-) -> tuple[dict[str, Tensor | Current], dict[str, Tensor], dict[str, Tensor]]:
-    """[T] fields, those with more dimensions as they are, and the other form of doubtful ones."""
-    fields: dict[str, Tensor | Current] = {}
-    wide, doubtful = {}, {}
-
-    def finished(value: Tensor) -> Tensor:
-        if value.is_floating_point():
-            value = value.to(dtype)
-        return value if live is None else value.masked_fill(~live, 0)
-
-    for name, value in batch.fields.items():
-        if isinstance(value, Current):
-            fields[name] = value
-            continue
-        as_token, as_segment = batch._fits(name)
-        if as_token:
-            rows = value.reshape(-1, *value.shape[batch.targets.dim() :])
-            if rows.dim() > 1:
-                wide[name] = rows
+    def __init__(self, batch: Batch, dtype: torch.dtype, known: Survey) -> None:
+        self.batch, self.dtype, self.known = batch, dtype, known
+        self.order: Order | None = None
+        fields: dict[str, Field] = {}
+        wide: dict[str, Tensor] = {}
+        self.doubtful: dict[str, Later] = {}  # the other form of fields that may mean either
+        for name, value in batch.fields.items():
+            if isinstance(value, Current):
+                fields[name] = value
                 continue
-            fields[name] = finished(rows if index is None else rows[index])
-        if as_segment and (not as_token or batch.segments.group is not None):
-            found = finished(torch.cat([value, value.new_zeros(1)])[ids])
-            (doubtful if as_token else fields)[name] = found
-    return fields, wide, doubtful
+            as_token, as_segment = batch._fits(name)
+            if as_token and value.dim() > batch.targets.dim():
+                wide[name] = value.reshape(-1, *value.shape[batch.targets.dim() :])
+                continue
+            if as_token:
+                fields[name] = self._later(value, per_segment=False)
+            if as_segment and (not as_token or batch.segments.group is not None):
+                found = self._later(value, per_segment=True)
+                (self.doubtful if as_token else fields)[name] = found
+        self.draft = PackedBatch(batch.targets, batch.segments, fields, wide, None)
+
+    def _later(self, value: Tensor, per_segment: bool) -> Later:
+        dtype = self.dtype if value.is_floating_point() else value.dtype
+
+        def make() -> Tensor:
+            assert self.order is not None
+            found, live = value.reshape(-1), self.order.live
+            rows = self.order.ids if per_segment else self.order.index
+            if per_segment and live is not None:  # of the segments that are not scored
+                found = torch.cat([found, found.new_zeros(1)])
+            found = (found if rows is None else found[rows]).to(dtype)
+            return found if live is None else found.masked_fill(~live, 0)
+
+        return Later(dtype, make)
+
+    def packed(self, vocabulary: int) -> Packed:
+        """Drop unscored positions, sort by segment; one read of the device.
+
+        With static shapes nothing is read or dropped: unscored positions go last, into segments of
+        their own; `live` marks the others.
+
+        Args:
+            vocabulary: V; targets lie below it, and so do the values of id fields.
+
+        Raises:
+            ValueError: a target outside the vocabulary; at a scored position, a segment id outside
+                its range or an id field's value beyond the vocabulary.
+        """
+        self.order = order = self.known.order(vocabulary)
+        batch, targets = self.batch, self.batch.targets.reshape(-1).long()
+        targets = targets if order.index is None else targets.index_select(0, order.index)
+        packed = PackedBatch(
+            targets if order.live is None else targets.masked_fill(~order.live, 0),
+            Segments(order.ids, len(order.counts), batch.segments.group, counts=order.counts),
+            self.draft.fields,
+            self.draft.wide,
+            order.index,
+            live=order.live,
+        )
+        return Packed(
+            batch=packed,
+            positions=batch.targets.numel(),
+            shape=batch.targets.shape,
+            segments=batch.segments.count,
+            lengths=order.lengths,
+            unscored=order.unscored,
+            doubtful=self.doubtful,
+        )
+
+
+def pack(batch: Batch, vocabulary: int, dtype: torch.dtype, unit: int = 1) -> Packed:
+    """A batch in its packed form, with float fields in `dtype`; see `Packing.packed`."""
+    return Packing(batch, dtype, survey(batch, unit=unit)).packed(vocabulary)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from .head import Head
-    from .plan import Chunk
 
 
 GIVE_WAY = 20_000  # clocks, about 11 microseconds, in which a collective gets to its place on a GPU
@@ -41,7 +40,7 @@ class Alone:
     name = ""
     is_spread = False  # whether hidden states of the packed tokens are on several ranks
 
-    def gradients(self, chunks: Sequence[Chunk], *args: Any, **options: Any) -> LinearGradients:
+    def gradients(self, *args: Any, **options: Any) -> LinearGradients:
         """Where the gradient of the slice's logits goes."""
         return LinearGradients(*args, **options)
 
@@ -107,8 +106,8 @@ class Shard(Alone):
         self.first, self.size, self.widest = sum(sizes[:rank]), sizes[rank], max(sizes)
         self.name = f"{group.group_name}:{','.join(map(str, sizes))}"
 
-    def gradients(self, chunks: Sequence[Chunk], *args: Any, **options: Any) -> LinearGradients:
-        return ShardedGradients(self, chunks, *args, **options)
+    def gradients(self, *args: Any, **options: Any) -> LinearGradients:
+        return ShardedGradients(self, *args, **options)
 
     def merge(self, partials: Partials) -> Partials:
         """One packed all-gather; the same operations in rank order give all ranks the same bits."""
@@ -252,22 +251,20 @@ class ShardedGradients(LinearGradients):
     begins. Rows are sent whether or not they carry a gradient: skipping is local.
     """
 
-    def __init__(self, slices: Shard, chunks: Sequence[Chunk], *args: Any, **options: Any) -> None:
-        self.slices, self.chunks = slices, iter(chunks)
+    def __init__(self, slices: Shard, *args: Any, **options: Any) -> None:
+        self.slices = slices
         self.pending: list[tuple[int, Pending]] = []
         self.summed = False  # with slabs: their sums are under way, or complete
         super().__init__(*args, **options)
 
-    def _zeros(self, features: Any, dtype: torch.dtype) -> Tensor:
-        own = features.own if isinstance(features, SpreadRows) else features
-        # Sums of chunks leave no row out.
-        return (own.new_zeros if self.by_slab else own.new_empty)(own.shape, dtype=dtype)
+    def _room(self, features: Any, dtype: torch.dtype) -> Tensor:
+        return super()._room(features.own if isinstance(features, SpreadRows) else features, dtype)
 
     def _add_to_features(self, gradient: RowGradient, columns: slice) -> None:
         if self.by_slab:
             return super()._add_to_features(gradient, columns)
         self._settle()
-        chunk = next(self.chunks).rows
+        chunk = next(self.chunks)
         for i, total in enumerate(self.features):
             if total is None:
                 continue

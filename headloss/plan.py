@@ -45,11 +45,11 @@ class Tile(NamedTuple):
 class Problem:
     """What the planner knows of a call."""
 
-    tokens: int  # T
-    width: int  # H
-    vocabulary: int  # V
-    scope: str
-    lengths: list[int] | None  # scored tokens per segment; None with static shapes
+    tokens: int = 0  # T
+    width: int = 0  # H
+    vocabulary: int = 0  # V
+    scope: str = "token"
+    lengths: list[int] | None = None  # scored tokens per segment; None with static shapes
     segments_per_unit: int = 1
     grouped: bool = False  # segments run across ranks
     spread: bool = False  # tokens do, chunk by chunk gathered

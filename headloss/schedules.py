@@ -48,7 +48,7 @@ class Call:
     """A validated, packed and planned call: everything but the logits' values."""
 
     packed: Packed
-    bind: Callable[[], Bound]  # the weights, made while the first product runs
+    bind: Callable[[Packed], Bound]  # the weights, made while the first product runs
     plan: Plan
     options: Options
     kernels: ModuleType  # backend: partials, logit_gradient_
@@ -65,7 +65,7 @@ class Call:
 
     @property
     def bound(self) -> Bound:
-        return self.bind()
+        return self.bind(self.packed)
 
     def partials(
         self, raw: Tensor, rows: Rows, columns: slice = ALL, onto: Partials | None = None
@@ -103,7 +103,7 @@ class Call:
         if isinstance(source, GivenLogits):
             return GivenGradients(source, self.packed.unscored, self.inplace)
         return self.slices.gradients(
-            self.plan.chunks,
+            (piece.rows for piece in self.plan.chunks),
             source,
             self.wants,
             self.options.accumulate_dtype,
@@ -175,11 +175,12 @@ PullBack = Callable[[Tensor, Source | None], Gradients]
 
 def one_pass(call: Call, source: Source) -> tuple[Outcome, PullBack]:
     """Statistics, coefficients and gradients chunk by chunk (6NHV)."""
-    gradients = call.gradients(source)
+    gradients = None  # their memory is had while the first product runs
     batch, found = call.packed.batch, []
     values: Tensor | float = 0.0
     for piece in call.plan.chunks:
         chunk = call.measure(source, piece.rows)
+        gradients = gradients or call.gradients(source)
         part = batch
         if len(call.plan.chunks) > 1:
             part = batch.slice(piece.rows, piece.first, piece.last)
@@ -193,6 +194,7 @@ def one_pass(call: Call, source: Source) -> tuple[Outcome, PullBack]:
         count = len(call.bound.parts)
         values = torch.zeros(count, dtype=torch.float64, device=batch.targets.device)
     outcome = Outcome(join(found, call, source), values)
+    gradients = gradients or call.gradients(source)
     return outcome, lambda upstream, _: call.finish(gradients, call.owed(upstream))
 
 

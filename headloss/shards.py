@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .agreement import Facts, agree, checksum
+from .agreement import Facts, agree
 from .parallel import WHOLE, Alone, Shard
 from .spread import Spread
 
@@ -92,7 +92,7 @@ def join(
     """
     if group is None:
         return check(), Place(here()[0]), None
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return check(), _KNOWN[group][*here(), vocab_size], None
     result, (own, read) = agree("vocab_group", group, check, describe)
     rows, vocabulary = own["rows"], sum(own["rows"])
@@ -130,7 +130,7 @@ def join_positions(
     def describe(_: None) -> Facts:
         same = {**of_head(head, hidden), "hidden.shape": str(tuple(hidden.shape)), "k": k}
         if targets is not None:
-            same["targets"] = checksum(targets)
+            same["targets"] = [targets]
         own = {"rows": head.weight.shape[0], "tokens": 0, "weight_gradient": 0}
         return Facts(same, {**own, "teacher_columns": -1})
 
@@ -158,14 +158,14 @@ def of_batch(batch: Batch) -> dict[str, Any]:
             totals += pair
     on_device = [t.to(batch.targets.device) for t in totals if isinstance(t, Tensor)]
     return {
-        "targets": checksum(batch.targets),
+        "targets": [batch.targets],
         "targets.shape": f"{tuple(batch.targets.shape)} {tuple(batch.segments.ids.shape)}",
         "segments.count": batch.segments.count,
-        "segments": checksum(batch.segments.ids),
+        "segments": [batch.segments.ids],
         "fields": " ".join(f"{n}:{_kind(t, batch.targets.dim())}" for n, t in ordered),
-        "values of fields": checksum(*tensors) if tensors else 0,
+        "values of fields": tensors,
         "totals": str([None if isinstance(t, Tensor) else float(t) for t in totals]),
-        "values of totals": checksum(*on_device) if on_device else 0,
+        "values of totals": on_device,
     }
 
 
@@ -188,11 +188,11 @@ def of_head(head: Head, hidden: Tensor) -> dict[str, Any]:
         "logit_scale, softcap, temperature": str(
             (head.logit_scale, head.softcap, None if per_token else temperature)
         ),
-        "temperature": checksum(temperature) if per_token else 0,
+        "temperature": [temperature] if per_token else [],
         "lora": str(
             [(tuple(x.a.shape), x.scaling, x.dropout, x.a.requires_grad) for x in head.lora]
         ),
-        "lora.a": checksum(*(x.a for x in head.lora)) if head.lora else 0,
+        "lora.a": [x.a for x in head.lora],
     }
 
 
@@ -253,7 +253,7 @@ def given_facts(
         "logit_scale, softcap, temperature": str(
             (transform.scale, transform.softcap, None if per_token else temperature)
         ),
-        "temperature": checksum(temperature) if isinstance(temperature, Tensor) else 0,
+        "temperature": [temperature] if per_token else [],
         **of_batch(batch),
         **of_objective(objective, options),
     }

@@ -209,7 +209,7 @@ def _call(
     if temperature is not None:
         fields["temperature_"] = temperature.detach()
     packed = pack(Batch(targets, **fields), vocabulary, wide)
-    rows = packed.batch.fields.get("temperature_", divisor)
+    rows = packed.batch.get("temperature_", divisor)
     slices = named(place)
     problem = Problem(
         tokens=len(packed),
@@ -226,7 +226,7 @@ def _call(
     options = Options(schedule="recompute")
     return Call(
         packed=packed,
-        bind=lambda: Bound((), vocabulary),
+        bind=lambda _: Bound((), vocabulary),
         plan=make_plan(problem, options, backend),
         options=options,
         kernels=kernels.load(backend)[0],

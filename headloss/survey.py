@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .segments import Segments, count_in
+from .segments import Segments
 
 
 class Order(NamedTuple):
@@ -22,6 +22,7 @@ class Order(NamedTuple):
     counts: Tensor  # [S] tokens of each
     lengths: list[int] | None = None
     unscored: Tensor | None = None  # [N - T]
+    live: Tensor | None = None  # [T] bool, with static shapes: which are scored
 
 
 @dataclass(kw_only=True)
@@ -35,9 +36,9 @@ class Survey:
             last, S + 2, takes what is not scored.
         values: [N] int64 each, what must lie within 0..V - 1 at scored positions, by name. (Ids
             below 0 are empty places; targets below 0 are not.)
-        facts: [2 + values + S + 3] int64: whether scored positions are sorted and stand before the
-            others; the smallest target and the largest of each of `values`; positions in each bin.
-            None: none are read.
+        facts: [2 + values + S + 3] int64: how often a bin is followed by a lower one (0: scored
+            positions are sorted and stand before the others); the smallest target and the largest
+            of each of `values`; positions in each bin. None: none are read.
     """
 
     unscored: Tensor  # [N] bool
@@ -45,7 +46,6 @@ class Survey:
     count: int  # S
     unit: int
     bins: Tensor
-    counts: Tensor  # [S + 3]
     values: dict[str, Tensor]
     facts: Tensor | None
     read: list[int] | None = None
@@ -63,22 +63,21 @@ class Survey:
         """Look at a batch; nothing is read yet, and with `static` nothing will be."""
         ids, count = segments.ids.reshape(-1), segments.count
         bins = ids.clamp(-1, count).add_(1).masked_fill_(unscored, count + 2)
-        counts = count_in(bins, unscored.new_ones(1), count + 3)
         values = {"targets": targets} | {name: v.amax(1) for name, v in id_fields.items()}
         facts = None
         if not static and len(targets):
-            held = [value.masked_fill(unscored, 0) for value in values.values()]
-            found = [(bins[1:] >= bins[:-1]).all(), held[0].amin(), *(h.amax() for h in held)]
-            facts = torch.cat([torch.stack([f.long() for f in found]), counts])
+            first, *others = (v.masked_fill(unscored, 0) for v in values.values())
+            descents = (bins[1:] < bins[:-1]).sum()
+            found = [descents, *first.aminmax(), *(other.amax() for other in others)]
+            facts = torch.cat([*(f.view(1) for f in found), _count(bins, count + 3)])
         elif not static:
-            facts = torch.cat([counts.new_zeros(2 + len(values)), counts])
+            facts = bins.new_zeros(2 + len(values) + count + 3)
         return cls(
             unscored=unscored,
             ids=ids,
             count=count,
             unit=unit,
             bins=bins,
-            counts=counts,
             values=values,
             facts=facts,
         )
@@ -92,7 +91,7 @@ class Survey:
         if self.facts is None:
             return self._static_order()
         read = self.facts.tolist() if self.read is None else self.read
-        (in_order, lowest), read = read[:2], read[2:]
+        (descents, lowest), read = read[:2], read[2:]
         largest, (below, *lengths, beyond, out) = read[: len(self.values)], read[len(self.values) :]
         for (name, value), most in zip(self.values.items(), largest, strict=True):
             if name == "targets" and (lowest < 0 or most >= vocabulary):
@@ -104,22 +103,27 @@ class Survey:
             bad = (self.ids < 0) | (self.ids >= self.count)
             want = f"0 <= id < {self.count} at a scored position"
             self._refuse("segments", self.ids, bad, want)
-        counts = self.counts[1:-2]
-        if (in_order and not out) or not len(self.ids):
+        counts = self.facts[3 + len(self.values) : -2]
+        if not (descents or out) or not len(self.ids):
             return Order(None, self.ids, counts, lengths)
-        order = self.bins.argsort(stable=True)
+        bins, order = self.bins.sort(stable=True)
         index, unscored = order.split([len(order) - out, out])
-        return Order(index, self.ids[index], counts, lengths, unscored)
+        return Order(index, bins[: len(index)] - 1, counts, lengths, unscored)
 
     def _static_order(self) -> Order:
         """Bad ids count as not scored; these go last, into `unit` segments of their own."""
         bad = (self.bins == 0) | (self.bins > self.count)
         ids = (self.bins - 1).masked_fill_(bad, self.count)
-        index = ids.argsort(stable=True)
-        counts = count_in(ids, bad.new_ones(1), self.count + self.unit)
-        return Order(index, ids[index], counts)
+        ids, index = ids.sort(stable=True)
+        counts = _count(ids, self.count + self.unit)
+        return Order(index, ids, counts, live=ids < self.count)
 
     def _refuse(self, name: str, value: Tensor, bad: Tensor, want: str) -> None:
         position = int((bad & ~self.unscored).nonzero()[0])
         got = int(value[position])
         raise ValueError(f"{name}: got {got} at position {position}, want {want}")
+
+
+def _count(ids: Tensor, count: int) -> Tensor:
+    """[count] int64, how often each id occurs."""
+    return ids.new_zeros(count).scatter_(0, ids, 1, reduce="add")

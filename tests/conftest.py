@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import types
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -39,3 +40,11 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh_memory_is_nan() -> Iterator[None]:
+    """What a new tensor holds before it is written."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

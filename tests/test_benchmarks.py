@@ -23,6 +23,7 @@ import parallel
 import ranks
 import report
 import run
+import start
 import step_cases
 import steps
 import works
@@ -215,6 +216,18 @@ def test_parallel(tmp_path: Path) -> None:
     both = parallel.merged(found, {"4": found["2"], "2": {"rows": [], "checks": {}}})
     assert list(both) == ["2", "4"] and both["2"]["rows"] == found["2"]["rows"]
     assert parallel.table(both).count("\n| vocabulary |") == 4
+
+
+def test_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Few operations come before the read of the device, and none but the product after it."""
+    monkeypatch.setattr(start, "CALLS", 2)
+    start.main(tiny=True)
+    table = capsys.readouterr().out.splitlines()[1:]
+    found = {line[:34].strip(): [int(n) for n in line[34:].split()] for line in table}
+    assert len(found) == 6
+    for work in ("ce", "grpo"):
+        assert found[work][3] <= 11 and found[work][4] == 1
+        assert found[f"{work}, static"][1] == 0
 
 
 def test_spans() -> None:

@@ -365,6 +365,19 @@ def test_poison_in_unscored_positions(schedule, poison):
     assert out[0].metrics.compute() == clean[0].metrics.compute()
 
 
+@pytest.mark.parametrize("rows", [[], [0, 5, 6], list(range(12))])
+def test_rows_without_a_gradient_whatever_memory_holds(fresh_memory_is_nan, rows):
+    """Their gradient is exactly 0, also where memory is not filled beforehand."""
+    hidden, weight, targets = trained_looking(12, H, V)
+    advantages = torch.randn(12)
+    advantages[rows] = 0
+    batch = hl.Batch(targets, advantages=advantages, old_logps=-torch.rand(12) - 1)
+    want = run("one_pass", hidden, weight, batch, hl.grpo(), skip_rows=False, chunk_tokens=5)
+    got = run("one_pass", hidden, weight, batch, hl.grpo(), chunk_tokens=5)
+    assert got[1][rows].eq(0).all() and got[1].isfinite().all()
+    torch.testing.assert_close(got[1:], want[1:])
+
+
 def test_rows_without_a_gradient_never_reach_the_products(monkeypatch):
     """Zero advantages, in one pass and in a sweep."""
     from headloss import products

@@ -89,3 +89,12 @@ def test_frozen():
     hidden, weight, batch = setting()
     plan = check(hidden.requires_grad_(), weight, batch, hl.gspo(), schedule="frozen")
     assert plan.schedule == "frozen"
+
+
+@pytest.mark.parametrize("schedule", ["one pass", "chunks"])
+@pytest.mark.parametrize("quiet", QUIET)
+def test_rows_left_out_whatever_memory_holds(fresh_memory_is_nan, schedule, quiet):
+    hidden, weight, batch = setting(QUIET[quiet])
+    given = (hidden.requires_grad_(), weight.requires_grad_(), batch)
+    check(*given, hl.grpo(), **SCHEDULES[schedule])
+    assert hidden.grad is not None and hidden.grad[list(QUIET[quiet])].eq(0).all()

@@ -15,6 +15,7 @@ suits that is not far below the largest logit. Tokens for which it is are done a
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -155,12 +156,17 @@ def product_kernel(
 def can_fuse(x: Tensor, w: Tensor) -> bool:
     """Whether the operands suit the tensor memory accelerator: 16 bits wide, rows of whole 16
     bytes, and a GPU that has one (the interpreter has)."""
-    if x.is_cuda and torch.cuda.get_device_capability(x.device)[0] < 9:
+    if x.is_cuda and not _has_accelerator(x.device):
         return False
     return x.dtype in (torch.bfloat16, torch.float16) and all(
         t.dtype == x.dtype and t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0
         for t in (x, w)
     )
+
+
+@functools.cache
+def _has_accelerator(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def check_operands(x: Tensor, w: Tensor) -> None:
@@ -172,6 +178,7 @@ def check_operands(x: Tensor, w: Tensor) -> None:
         )
 
 
+@functools.cache
 def programs_on(device: torch.device) -> int:
     """One for each multiprocessor; a few in the interpreter."""
     if device.type != "cuda":
@@ -222,18 +229,18 @@ def product_partials(
     entropy, mean, peak = (name in needs for name in ("entropy", "mean_logit", "top1"))
     reference = x.new_empty(n, dtype=torch.float32) if held is None else held.reference
     target, own = torch.empty_like(reference), torch.empty_like(targets)
-    blocks = triton.cdiv(v, WIDTH)
-    parts = x.new_empty(1 + entropy + mean, blocks, n, dtype=torch.float32)
-    peaks = x.new_empty(blocks, n, dtype=torch.float32) if peak else parts[0]
-    if n:
-        launch = Launch(x, w, held, transform, reference, own, entropy)
-        with on_device(x):
+    launch = Launch(x, w, held, transform, reference, own, entropy)
+    with on_device(x):
+        if n:
             launch.references(targets, first, target)
+        blocks = triton.cdiv(v, WIDTH)
+        parts = x.new_empty(1 + entropy + mean, blocks, n, dtype=torch.float32)
+        peaks = x.new_empty(blocks, n, dtype=torch.float32) if peak else parts[0]
+        if n:
             launch.product(parts, peaks, mean, peak)
-            found = parts.sum(1)
-            launch.far_rows(found)
-    else:
         found = parts.sum(1)
+        if n:
+            launch.far_rows(found)
     result = Partials(
         peak=reference,
         rest=found[0],

@@ -1,0 +1,168 @@
+"""The start of a call: what the host does before the first large product is launched.
+
+    python3 benchmarks/start.py
+    torchrun --nproc-per-node 2 benchmarks/start.py
+
+Medians over many calls, each cut off where its first product is launched and begun on an idle GPU,
+in microseconds of the host: from the call to its read of the device, the wait there, and from there
+to the product; and the operations on tensors (views left out) before and after the read. Under
+`torchrun` the head is a slice of the vocabulary, rank 0 reports. `--tiny` takes a size for a CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import distributed
+from torch.utils._python_dispatch import TorchDispatchMode
+from works import WORKS, Setting, make_inputs
+
+import headloss as hl
+from headloss import products
+from headloss.kernels import triton_product
+
+SIZES = Setting(tokens=16384, width=4096, vocabulary=32768)
+TINY = Setting(tokens=64, width=16, vocabulary=96, dtype=torch.float32, segments=16)
+CALLS = 200
+ROW = "{:34s} {:>10} {:>8} {:>12} {:>10} {:>10}"
+
+
+class Started(Exception):
+    """The first product of a call was launched."""
+
+
+class Marks(TorchDispatchMode):
+    """When a call's first read began and ended and its product was launched; operations so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+        self.operations: list[int] = []
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        aliases = [r.alias_info for r in func._schema.returns]
+        view = any(alias is not None and not alias.is_write for alias in aliases)
+        self.count += not view and "empty" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+    def mark(self) -> None:
+        self.times.append(time.perf_counter())
+        self.operations.append(self.count)
+
+
+@contextmanager
+def watched(marks: Marks):
+    """Put the marks at reads and at the product, which ends the call."""
+    plain, read = products.logits, torch.Tensor.tolist
+    product = triton_product._Launch.product
+
+    def reading(tensor):
+        first = len(marks.times) < 2
+        if first:
+            marks.mark()
+        found = read(tensor)
+        if first:
+            marks.mark()
+        return found
+
+    def launched(launch):
+        def run(*args, **kwargs):
+            launch(*args, **kwargs)
+            marks.mark()
+            raise Started
+
+        return run
+
+    torch.Tensor.tolist = reading
+    products.logits, triton_product._Launch.product = launched(plain), launched(product)
+    try:
+        yield
+    finally:
+        torch.Tensor.tolist = read
+        products.logits, triton_product._Launch.product = plain, product
+
+
+def one(call, counted: bool, sync) -> Marks:
+    """One call, up to its product."""
+    marks = Marks()
+    sync()
+    with watched(marks):
+        begin = time.perf_counter()
+        try:
+            if counted:
+                with marks:
+                    call()
+            else:
+                call()
+        except Started:
+            pass
+    sync()
+    if len(marks.times) == 1:  # nothing was read
+        marks.times, marks.operations = marks.times * 3, [0, *marks.operations * 2]
+        marks.times[:2] = [begin, begin]
+    marks.times = [begin, *marks.times]
+    return marks
+
+
+def row(name: str, call, sync) -> str:
+    """A line of the table."""
+    for _ in range(5):
+        one(call, False, sync)
+    parts: list[list[float]] = [[], [], []]
+    for _ in range(CALLS):
+        times = one(call, False, sync).times
+        for part, a, b in zip(parts, times, times[1:], strict=False):
+            part.append(1e6 * (b - a))
+    before, _, after = one(call, True, sync).operations
+    figures = [f"{statistics.median(part):.0f}" for part in parts]
+    return ROW.format(name, *figures, before, after - before)
+
+
+def main(tiny: bool) -> None:
+    on_gpu = torch.cuda.is_available() and not tiny
+    rank, group = int(os.environ.get("RANK", 0)), None
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        distributed.init_process_group("nccl" if on_gpu else "gloo")
+        group = distributed.group.WORLD
+    setting = SIZES if on_gpu else TINY
+    inputs = make_inputs(setting, device)
+    padded = replace(inputs, targets=inputs.targets.clone())
+    padded.targets[::7] = -100
+    weight = inputs.weight
+    if group is not None:
+        size = distributed.get_world_size(group)
+        weight = weight.detach().tensor_split(size)[rank].clone().requires_grad_()
+    if rank == 0:
+        print(ROW.format("", "to read", "read", "to product", "ops", "ops after"))
+    for work in ("ce", "grpo"):
+        objective = WORKS[work].objective(inputs)
+        for name, given, options in (
+            ("", inputs, hl.Options()),
+            (", some unscored", padded, hl.Options()),
+            (", static", inputs, hl.Options(static=True)),
+        ):
+            batch = hl.Batch(given.targets) if work == "ce" else given.batch()
+
+            def call(given=given, batch=batch, objective=objective, options=options) -> None:
+                head = hl.Head(weight, vocab_group=group)
+                hl.head_loss(given.hidden, head, batch, objective, options)
+
+            line = row(work + name, call, torch.cuda.synchronize if on_gpu else lambda: None)
+            if rank == 0:
+                print(line, flush=True)
+    if group is not None:
+        distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main("--tiny" in sys.argv)
