@@ -7,6 +7,8 @@ logit of one column per token (its target, where that lies in this slice): e = e
 No maximum has to be found first, and the reference's own term, 1, is left out of the sums, which
 keeps the digits of a likely target's log-prob.
 
+Where gluon_product.py can do it (`overlaps`), the epilogue runs under the next tile's product.
+
 With `held` the terms are kept in bf16, which has the exponents of float32, so that any reference
 suits that is not far below the largest logit. Tokens for which it is are done again, one by one.
 """
@@ -30,6 +32,8 @@ from .triton_rows import far_row_kernel, reference_kernel
 ROWS, WIDTH, DEPTH = 128, 256, 64  # a tile, and the slice of H that is in flight
 GROUP = 16  # tiles of tokens that share a tile of the vocabulary while it is in the L2
 WARPS, STAGES = 8, 4
+GLUON = "3.6."  # the Triton that gluon_product.py is written for: Gluon changes with each
+LEAST_SCALE = 1e-9  # of gluon_product.py, which masks before it scales
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # exp2 of it is 0, and it may be multiplied by that
@@ -182,6 +186,14 @@ def programs_on(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def overlaps(device: torch.device) -> bool:
+    """Whether gluon_product.py runs here, for products without a soft cap."""
+    if device.type != "cuda" or triton.knobs.runtime.interpret:
+        return False
+    hopper = torch.cuda.get_device_capability(device) == (9, 0)
+    return hopper and triton.__version__.startswith(GLUON)
+
+
 def _rereferenced(partials: Partials, peak: Tensor) -> Partials:
     """The same sums against the largest logit; untouched where that is the reference itself."""
     peak = torch.maximum(peak, partials.peak)
@@ -217,7 +229,7 @@ def product_partials(
     entropy, mean, peak = (name in needs for name in ("entropy", "mean_logit", "top1"))
     reference = x.new_empty(n, dtype=torch.float32) if held is None else held.reference
     target, own = torch.empty_like(reference), torch.empty_like(targets)
-    launch = _Launch(x, w, held, transform, reference, own, entropy)
+    launch = Launch(x, w, held, transform, reference, own, entropy)
     with on_device(x):
         if n:
             launch.references(targets, first, target)
@@ -239,7 +251,7 @@ def product_partials(
     return _rereferenced(result, peaks.max(0).values) if peak else result
 
 
-class _Launch:
+class Launch:
     """The three kernels over one pair of operands."""
 
     def __init__(
@@ -281,6 +293,11 @@ class _Launch:
 
     def product(self, parts: Tensor, peaks: Tensor, mean: bool, peak: bool) -> None:
         x, w, held = self.x, self.w, self.held
+        if self.scaling[1] > LEAST_SCALE and not self.flags["SOFTCAP"] and overlaps(x.device):
+            from . import gluon_product  # Gluon is not in every Triton
+
+            gluon_product.launch(self, parts, peaks, mean, peak)
+            return
         out, out_tile = (x, DEPTH) if held is None else (held.terms, WIDTH // 2)
         programs = programs_on(x.device)
         product_kernel[(programs,)](

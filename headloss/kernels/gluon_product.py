@@ -1,0 +1,246 @@
+"""The product of triton_product.py for Hopper, in Gluon, with an epilogue that overlaps.
+
+One warp brings slices of x and w into a ring in shared memory. Two groups of four warps read the
+same slices of w, and each multiplies half of the rows. Only the ring ties them together: while one
+group is in its epilogue the other multiplies what the ring still holds, so that the tensor cores do
+not wait.
+
+Triton's own kernel, whose warps do all steps together, runs everywhere and has the soft cap.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from . import triton_product as plain
+from .triton_partials import LN2
+
+ROWS, WIDTH, DEPTH = gl.constexpr(plain.ROWS), gl.constexpr(plain.WIDTH), gl.constexpr(plain.DEPTH)
+STAGES, GROUP = gl.constexpr(plain.STAGES), gl.constexpr(plain.GROUP)
+HALF = gl.constexpr(plain.ROWS // 2)  # rows of one group
+PART = gl.constexpr(plain.WIDTH // 4)  # columns whose terms leave together
+BUFFERS = gl.constexpr(2)  # of each group, for parts on their way out
+LOG2E, LOWEST = plain.LOG2E, plain.LOWEST
+# Registers of a thread: 3 x 128 threads start with all that there are, 128 hold z of a group.
+AT_START, MULTIPLYING, LOADING = 168, gl.constexpr(240), gl.constexpr(24)
+
+place_of = gluon.jit(plain.place_of.fn)
+
+
+@gluon.constexpr_function
+def accumulator_layout(width):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+
+
+@gluon.jit
+def following(stage, phase):
+    """Where the ring goes on; the phase of its barriers flips with each turn."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def load(x, w, ring, n, v, h, PROGRAMS: gl.constexpr):
+    """One warp: the slices of all tiles of this program."""
+    xs, ws, full, empty = ring
+    tiles_m, blocks = gl.cdiv(n, ROWS), gl.cdiv(v, WIDTH)
+    stage, phase = 0, 1
+    for tile in range(gl.program_id(0), tiles_m * blocks, PROGRAMS):
+        m, block = place_of(tile, tiles_m, blocks, GROUP)
+        for k in range(0, h, DEPTH):
+            ready = full.index(stage)
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(ready, x.block_type.nbytes + w.block_type.nbytes)
+            tma.async_copy_global_to_shared(x, [m * ROWS, k], ready, xs.index(stage))
+            tma.async_copy_global_to_shared(w, [block * WIDTH, k], ready, ws.index(stage))
+            stage, phase = following(stage, phase)
+
+
+@gluon.jit
+def multiplied(ring, stage, phase, h, WHO: gl.constexpr):
+    """x @ w.T of half a tile [64, 256]. A slice is given back when the next one is under way."""
+    xs, ws, full, empty = ring
+    z = gl.zeros((HALF, WIDTH), gl.float32, accumulator_layout(WIDTH))
+    for k in range(0, h, DEPTH):
+        mbarrier.wait(full.index(stage), phase)
+        a = xs.index(stage).slice(WHO * HALF, HALF)
+        b = ws.index(stage).permute((1, 0))
+        z = warpgroup_mma(a, b, z, use_acc=k > 0, is_async=True)
+        z = warpgroup_mma_wait(1, deps=(z,))
+        mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), pred=k > 0)
+        stage, phase = following(stage, phase)
+    z = warpgroup_mma_wait(0, deps=(z,))
+    mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES))
+    return z, stage, phase
+
+
+@gluon.jit
+def halves(z):
+    """Left and right: the registers of a thread, split in two."""
+    width: gl.constexpr = z.shape[1] // 2
+    layout: gl.constexpr = accumulator_layout(width)
+    left, right = gl.split(gl.permute(gl.reshape(z, (HALF, 2, width)), (0, 2, 1)))
+    left = gl.convert_layout(left, layout, assert_trivial=True)
+    return left, gl.convert_layout(right, layout, assert_trivial=True)
+
+
+@gluon.jit
+def multiply(
+    given,  # as the kernel has it
+    WHO: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+    ROW_TEMPERATURE: gl.constexpr,
+    ENTROPY: gl.constexpr,
+    MEAN: gl.constexpr,
+    PEAK: gl.constexpr,
+    HELD: gl.constexpr,
+):
+    """Four warps: the upper or lower half of the program's tiles, and their epilogues."""
+    ring, out, held, vectors, n, v, h, outer = given
+    own, references, temperature, rests, spreads, totals, peaks = vectors
+    layout: gl.constexpr = accumulator_layout(WIDTH)
+    narrow: gl.constexpr = gl.SliceLayout(1, accumulator_layout(PART))
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    tiles_m, blocks = gl.cdiv(n, ROWS), gl.cdiv(v, WIDTH)
+    stage, phase = 0, 0
+    for tile in range(gl.program_id(0), tiles_m * blocks, PROGRAMS):
+        m, block = place_of(tile, tiles_m, blocks, GROUP)
+        first = m * ROWS + WHO * HALF
+        rows = first + gl.arange(0, HALF, narrow)
+        inside = rows < n
+        place = block.to(gl.int64) * n + rows
+        factor = gl.zeros_like(rows, dtype=gl.float32) + outer
+        if ROW_TEMPERATURE:
+            factor = factor / gl.load(temperature + rows, mask=inside, other=1.0)
+        reference = gl.load(references + rows, mask=inside, other=0.0)
+        column = gl.load(own + rows, mask=inside, other=-1).to(gl.int32) - block * WIDTH
+        z, stage, phase = multiplied(ring, stage, phase, h, WHO)
+
+        if MEAN:  # columns beyond the last were read as 0
+            total = gl.convert_layout(gl.sum(z, 1), narrow, assert_trivial=True)
+            gl.store(totals + place, total * factor, mask=inside)
+        if gl.max(((column >= 0) & (column < WIDTH)).to(gl.int32), 0) > 0:
+            of_z = gl.convert_layout(column, gl.SliceLayout(1, layout), assert_trivial=True)
+            z = gl.where(columns[None, :] == of_z[:, None], LOWEST, z)
+        if (block + 1) * WIDTH > v:
+            z = gl.where((columns < v - block * WIDTH)[None, :], z, LOWEST)
+        if PEAK:
+            peak = gl.convert_layout(gl.max(z, 1), narrow, assert_trivial=True)
+            gl.store(peaks + place, peak * factor, mask=inside)
+
+        scale, shift = (factor * LOG2E)[:, None], (reference * LOG2E)[:, None]
+        left, right = halves(z)
+        parts = halves(left) + halves(right)
+        for i in gl.static_range(4):
+            below = parts[i] * scale - shift
+            e = gl.exp2(below)
+            if i == 0:
+                mass, spread = e, e * below
+            else:
+                mass, spread = mass + e, spread + e * below
+            if HELD:
+                buffer = out.index(WHO * BUFFERS + i % BUFFERS)
+                tma.store_wait(BUFFERS - 1)
+                buffer.store(e.to(held.dtype))
+                fence_async_shared()
+                tma.async_copy_shared_to_global(held, [first, block * WIDTH + i * PART], buffer)
+        gl.store(rests + place, gl.sum(mass, 1), mask=inside)
+        if ENTROPY:
+            gl.store(spreads + place, gl.sum(spread, 1) * LN2, mask=inside)
+    if HELD:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def overlapping_product_kernel(
+    x,  # descriptor [n, H]
+    w,  # descriptor [v, H]
+    held,  # descriptor [n, v]
+    own,  # [n], column of the reference
+    references,  # [n]
+    n,
+    v,
+    h,
+    outer,
+    temperature,  # [n]
+    rests,  # [blocks, n], as the three below
+    spreads,
+    totals,
+    peaks,
+    PROGRAMS: gl.constexpr,
+    ROW_TEMPERATURE: gl.constexpr,
+    ENTROPY: gl.constexpr,
+    MEAN: gl.constexpr,
+    PEAK: gl.constexpr,
+    HELD: gl.constexpr,
+):
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    xs = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, DEPTH], x.layout)
+    ws = gl.allocate_shared_memory(w.dtype, [STAGES, WIDTH, DEPTH], w.layout)
+    out = xs
+    if HELD:
+        out = gl.allocate_shared_memory(held.dtype, [2 * BUFFERS, HALF, PART], held.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)  # the groups
+    fence_async_shared()
+    ring = (xs, ws, full, empty)
+    vectors = (own, references, temperature, rests, spreads, totals, peaks)
+    given = (ring, out, held, vectors, n, v, h, outer)
+    gl.warp_specialize(
+        [
+            (multiply, (given, 0, PROGRAMS, ROW_TEMPERATURE, ENTROPY, MEAN, PEAK, HELD)),
+            (multiply, (given, 1, PROGRAMS, ROW_TEMPERATURE, ENTROPY, MEAN, PEAK, HELD)),
+            (load, (x, w, ring, n, v, h, PROGRAMS)),
+        ],
+        [4, 1],
+        [MULTIPLYING, LOADING],
+    )
+
+
+def descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
+    return TensorDescriptor.from_tensor(t, [rows, columns], layout)
+
+
+def launch(of: plain.Launch, parts: Tensor, peaks: Tensor, mean: bool, peak: bool) -> None:
+    """What product_kernel writes to them, without a soft cap and for a scale > 0."""
+    x, w, terms = of.x, of.w, of.x if of.held is None else of.held.terms
+    _, outer, temperature = of.scaling
+    programs = plain.programs_on(x.device)
+    overlapping_product_kernel[(programs,)](
+        descriptor(x, plain.ROWS, plain.DEPTH),
+        descriptor(w, plain.WIDTH, plain.DEPTH),
+        descriptor(terms, plain.ROWS // 2, plain.WIDTH // 4),
+        of.own,
+        of.reference,
+        len(x),
+        len(w),
+        x.shape[1],
+        outer,
+        temperature,
+        parts[0],
+        parts[int(of.entropy)],
+        parts[-1],
+        peaks,
+        PROGRAMS=programs,
+        ROW_TEMPERATURE=of.flags["ROW_TEMPERATURE"],
+        ENTROPY=of.entropy,
+        MEAN=mean,
+        PEAK=peak,
+        HELD=of.held is not None,
+        num_warps=4,
+        maxnreg=AT_START,
+    )

@@ -1,0 +1,103 @@
+"""The product whose epilogue overlaps, against the kernel that it stands in for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import triton
+from triton_cases import DEVICE, transforms
+
+from headloss.kernels import triton_backend, triton_product
+from headloss.kernels.transform import Transform
+
+HERE = torch.device(DEVICE)
+needs_hopper = pytest.mark.skipif(
+    not triton_product.overlaps(HERE), reason="needs a Hopper GPU and the Triton that has its Gluon"
+)
+
+
+def products(monkeypatch, given, needs, *, hold: bool):
+    """Partials and terms of the overlapping kernel, then of the plain one."""
+    x, w = given[:2]
+    for overlaps in (True, False):
+        monkeypatch.setattr(triton_product, "overlaps", lambda device, to=overlaps: to)
+        held = triton_backend.Held.empty(len(x), len(w), DEVICE) if hold else None
+        if held is not None:
+            held.terms.fill_(math.nan)
+        yield triton_backend.product_partials(*given, needs, held=held), held
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    ("transform", "needs", "hold"),
+    [
+        ("plain", "logp|entropy", True),
+        ("scaled", "logp", True),
+        ("rows", "logp|entropy", False),
+        ("plain", "logp", False),
+        ("scaled", "logp|entropy|mean_logit|top1", True),
+    ],
+)
+@pytest.mark.parametrize(
+    ("n", "h", "v", "dtype"),
+    [
+        (5, 72, 300, torch.bfloat16),  # less than a tile, and no whole slices
+        (300, 512, 1000, torch.float16),
+        (2500, 1024, 20000, torch.bfloat16),  # programs with a dozen tiles
+    ],
+)
+def test_the_same_partials_and_terms(monkeypatch, n, h, v, dtype, transform, needs, hold):
+    needs = frozenset(needs.split("|"))
+    first = 20
+    x = torch.randn(n, h, device=DEVICE).to(dtype)
+    w = (torch.randn(v, h, device=DEVICE) / math.sqrt(h)).to(dtype)
+    targets = first + torch.randint(v, (n,), device=DEVICE)
+    targets[1] += 2 * v
+    given = (x, w, targets, first, transforms(n)[transform])
+    (found, terms), (expected, others) = products(monkeypatch, given, needs, hold=hold)
+    assert torch.equal(found.peak, expected.peak) and torch.equal(found.target, expected.target)
+    torch.testing.assert_close(found.rest, expected.rest, rtol=1e-5, atol=0)
+    for name, atol in (("spread", 1e-3), ("total", 1e-2)):
+        mine, other = getattr(found, name), getattr(expected, name)
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=atol)
+    if hold:  # exponents may round to the other side
+        torch.testing.assert_close(terms.terms, others.terms, rtol=2**-7, atol=0)
+        if transform == "plain":
+            assert (terms.terms != others.terms).float().mean() < 1e-3
+
+
+@needs_hopper
+def test_a_soft_cap_and_a_scale_below_zero_are_for_the_plain_kernel(monkeypatch):
+    from headloss.kernels import gluon_product
+
+    x, w = (torch.randn(k, 64, device=DEVICE).bfloat16() for k in (8, 300))
+    targets = torch.zeros(8, dtype=torch.int64, device=DEVICE)
+    called = []
+    launch = gluon_product.launch
+    monkeypatch.setattr(gluon_product, "launch", lambda *a: called.append(a) or launch(*a))
+    for transform in (Transform(softcap=20.0), Transform(scale=-1.0)):
+        triton_backend.product_partials(x, w, targets, 0, transform, frozenset({"logp"}))
+        assert not called
+    triton_backend.product_partials(x, w, targets, 0, Transform(), frozenset({"logp"}))
+    assert len(called) == 1
+
+
+def test_everywhere_else_the_plain_kernel_serves(monkeypatch):
+    assert not triton_product.overlaps(torch.device("cpu"))
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    for capability, served in {(9, 0): True, (8, 0): False, (10, 0): False}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        assert triton_product.overlaps(gpu) is served
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    for version, served in {"3.6.1+git": True, "3.5.1": False, "3.60.0": False}.items():
+        monkeypatch.setattr(triton, "__version__", version)
+        assert triton_product.overlaps(gpu) is served
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    assert not triton_product.overlaps(gpu)
