@@ -22,7 +22,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ import headloss as hl
 OBJECTIVES = ("grpo", "gspo")
 KINDS = ("vocabulary", "slice of 8", "segments", "fsdp")
 SLICES = 8
+IN_A_ROW = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +82,24 @@ class Clock:
 
     ranks: Ranks
     repeats: int
+    alone: dict[tuple, dict[str, float]] = field(default_factory=dict)
 
-    def here(self, step: Step) -> dict[str, float]:
-        """A step without collectives, on rank 0 while the others rest."""
-        found = middle(self.ranks.milliseconds(step, self.repeats)) if self.ranks.rank == 0 else {}
-        self.ranks.wait()
-        return found
+    def here(self, step: Step, *names: Any) -> dict[str, float]:
+        """A step without collectives, on rank 0 while the others rest; once for its names."""
+        if names not in self.alone:
+            with self.ranks.step(f"one rank, {' '.join(map(str, names))}"):
+                found = self._times(step, lambda ms: ms) if self.ranks.rank == 0 else {}
+                self.ranks.wait()
+            self.alone[names] = found
+        return self.alone[names]
+
+    def _times(self, step: Step, of_all: Callable[[float], float]) -> dict[str, float]:
+        """A step after a rest, and among others that follow on each other, as in training, where
+        the host prepares a step while the device is busy with what comes before."""
+        apart = self.ranks.milliseconds(step, self.repeats)
+        in_a_row = self.ranks.milliseconds(step, 3, warm=1, in_a_row=IN_A_ROW)
+        found = middle([of_all(ms) for ms in apart])
+        return {**found, "ms_in_a_row": middle([of_all(ms) for ms in in_a_row])["ms"]}
 
     def everywhere(self, step: Step, tokens: int) -> Row:
         """A step of all ranks: time, calls and bytes of collectives, and what they take."""
@@ -94,8 +107,7 @@ class Clock:
         with counted() as sent:
             step()
         ranks.wait()
-        times = [ranks.most(ms) for ms in ranks.milliseconds(step, self.repeats)]
-        found: Row = {**middle(times), "collectives_per_call": sent["calls"]}
+        found: Row = {**self._times(step, ranks.most), "collectives_per_call": sent["calls"]}
         found["bytes_per_token"] = sent["bytes"] / tokens
         if ranks.on_gpu:
             found["share"] = shares(step, ranks)
@@ -131,8 +143,7 @@ def vocabulary_parallel(
         objective = WORKS[name].objective(inputs)
         row = {"work": work, "objective": name} | dict(zip("THV", shape, strict=True))
         step = loss_step(inputs.hidden, hl.Head(inputs.weight), inputs.batch(), objective, options)
-        with ranks.step(f"{work} {shape} {name}, one rank"):
-            row["alone"] = clock.here(step)
+        row["alone"] = clock.here(step, shape, name)
         head = hl.Head(shard, vocab_group=ranks.group)
         step = loss_step(cut.hidden, head, cut.batch(), objective, options)
         with ranks.step(f"{work} {shape} {name}, {ranks.size} ranks"):
@@ -151,8 +162,8 @@ def segments_parallel(clock: Clock, sizes: Sizes) -> list[Row]:
     options = hl.Options(metrics=False, schedule="recompute")  # the same on one rank
     head = hl.Head(inputs.weight)
     row = {"work": "segments", "objective": "gspo"} | dict(zip("THV", shape, strict=True))
-    with ranks.step(f"segments {shape} gspo, one rank"):
-        row["alone"] = clock.here(loss_step(inputs.hidden, head, batch, objective, options))
+    step = loss_step(inputs.hidden, head, batch, objective, options)
+    row["alone"] = clock.here(step, "segments", shape, "gspo")
     step = loss_step(inputs.hidden, head, over, objective, options)
     with ranks.step(f"segments {shape} gspo, {ranks.size} ranks"):
         return [row | clock.everywhere(step, shape[0])]
@@ -178,8 +189,7 @@ def sharded_data(clock: Clock, sizes: Sizes) -> list[Row]:
         return step
 
     row = {"work": "fsdp", "objective": "gspo"} | dict(zip("THV", shape, strict=True))
-    with ranks.step(f"fsdp {shape} gspo, one rank"):
-        row["alone"] = clock.here(step_of(alone))
+    row["alone"] = clock.here(step_of(alone), "fsdp", shape, "gspo")
     batch.totals = hl.Totals.of(batch).all_reduce(mesh.get_group(), gradients="mean")
     with ranks.step(f"fsdp {shape} gspo, {ranks.size} ranks"):
         return [row | clock.everywhere(step_of(model), shape[0])]
@@ -206,11 +216,11 @@ def measure(ranks: Ranks, sizes: Sizes, kinds: list[str], repeats: int) -> Itera
 # ---------------------------------------------------------------------- results
 
 
-def efficiency(row: Row, ranks: int) -> float:
+def efficiency(row: Row, ranks: int, key: str = "ms") -> float:
     """The best possible time over the time: a slice of the vocabulary is a share of the work; other
     ranks bring work of their own."""
     shares = {"vocabulary": ranks, "slice of 8": SLICES}
-    return row["alone"]["ms"] / shares.get(row["work"], 1) / row["ms"]
+    return row["alone"][key] / shares.get(row["work"], 1) / row[key]
 
 
 def merged(results: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -225,8 +235,8 @@ def merged(results: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 KEYS = ("work", "objective", "T", "H", "V")
-HEAD = (*KEYS, "ranks", "one rank, ms", "ms", "efficiency", "kB sent per token")
-HEAD = (*HEAD, "collectives", "in collectives", "exposed", "idle")
+HEAD = (*KEYS, "ranks", "one rank, ms", "ms", "efficiency", "in a row, ms", "efficiency in a row")
+HEAD = (*HEAD, "kB sent per token", "collectives", "in collectives", "exposed", "idle")
 
 
 def table(results: dict[str, Any]) -> str:
@@ -236,7 +246,9 @@ def table(results: dict[str, Any]) -> str:
     for row, ranks in sorted(rows, key=lambda r: ([r[0][k] for k in KEYS], r[1])):
         share = row.get("share", {})
         cells = [str(row[k]) for k in KEYS] + [str(ranks)]
-        cells += [f"{row['alone']['ms']:.2f}", f"{row['ms']:.2f}", f"{efficiency(row, ranks):.3f}"]
+        cells += [f"{row['alone']['ms']:.2f}"]
+        for key in ("ms", "ms_in_a_row"):
+            cells += [f"{row[key]:.2f}", f"{efficiency(row, ranks, key):.3f}"]
         sent = (row["bytes_per_token"] / 1e3, row["collectives_per_call"])
         cells += ["", ""] if row["work"] == "fsdp" else [f"{sent[0]:.2f}", f"{sent[1]:.0f}"]
         cells += [f"{share[k]:.1%}" if share else "" for k in ("collectives", "exposed", "idle")]

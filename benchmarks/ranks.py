@@ -92,8 +92,11 @@ class Ranks:
         for tensor in tensors:
             distributed.broadcast(tensor.detach(), 0)
 
-    def milliseconds(self, step: Callable[[], Any], repeats: int, warm: int = 3) -> list[float]:
-        """Of each repetition, on this rank."""
+    def milliseconds(
+        self, step: Callable[[], Any], repeats: int, warm: int = 3, in_a_row: int = 1
+    ) -> list[float]:
+        """Of a step in each repetition, on this rank: after the device has come to rest, or of
+        several that follow on each other."""
         found = []
         for turn in range(warm + repeats):
             self.settle()
@@ -101,15 +104,17 @@ class Ranks:
             if self.on_gpu:
                 events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
                 events[0].record()
-                step()
+                for _ in range(in_a_row):
+                    step()
                 events[1].record()
                 self.settle()
                 spent = events[0].elapsed_time(events[1])
             else:
-                step()
+                for _ in range(in_a_row):
+                    step()
                 spent = 1e3 * (time.perf_counter() - start)
             if turn >= warm:
-                found.append(spent)
+                found.append(spent / in_a_row)
         return found
 
     def close(self) -> None:
