@@ -236,7 +236,7 @@ def merged(results: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 KEYS = ("work", "objective", "T", "H", "V")
 HEAD = (*KEYS, "ranks", "one rank, ms", "ms", "efficiency", "in a row, ms", "efficiency in a row")
-HEAD = (*HEAD, "kB sent per token", "collectives", "in collectives", "exposed", "idle")
+HEAD = (*HEAD, "kB sent per token", "collectives", "in collectives", "exposed", "idle", "commit")
 
 
 def table(results: dict[str, Any]) -> str:
@@ -248,10 +248,14 @@ def table(results: dict[str, Any]) -> str:
         cells = [str(row[k]) for k in KEYS] + [str(ranks)]
         cells += [f"{row['alone']['ms']:.2f}"]
         for key in ("ms", "ms_in_a_row"):
-            cells += [f"{row[key]:.2f}", f"{efficiency(row, ranks, key):.3f}"]
+            known = key in row
+            cells += (
+                [f"{row[key]:.2f}", f"{efficiency(row, ranks, key):.3f}"] if known else ["", ""]
+            )
         sent = (row["bytes_per_token"] / 1e3, row["collectives_per_call"])
         cells += ["", ""] if row["work"] == "fsdp" else [f"{sent[0]:.2f}", f"{sent[1]:.0f}"]
         cells += [f"{share[k]:.1%}" if share else "" for k in ("collectives", "exposed", "idle")]
+        cells.append(row.get("commit", ""))
         lines.append("| " + " | ".join(cells) + " |")
     for ranks, found in results.items():
         bad = [name for name, one in found["checks"].items() if not one["ok"]]
@@ -287,6 +291,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--shapes", nargs="+", type=_shape, help="16384x4096x128256 ...")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--commit", default="", help="of the tree")
     parser.add_argument("--limit", type=float, default=75.0, help="seconds; no work begins later")
     parser.add_argument("--quick", action="store_true", help="tiny, on the CPU")
     chosen = parser.parse_args(arguments)
@@ -307,7 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
     results = {str(ranks.size): found}
     works = [] if bad or chosen.check else measure(ranks, sizes, chosen.only, chosen.repeats)
     for rows in itertools.chain([[]], works):  # written as it grows
-        found["rows"] += rows
+        found["rows"] += [row | {"commit": chosen.commit} for row in rows]
         if ranks.rank == 0 and chosen.out:
             save(results, chosen.out)
     if ranks.rank == 0:

@@ -28,19 +28,22 @@ gradients; `rounded`, for those who round logits or leave small gradients out by
 
 def tables(results: dict) -> str:
     """Every case with all its contestants."""
-    parts = [machine(results), NOTES]
+    parts, marks = [machine(results), NOTES], _marks(results)
     for name, rows in _by_case(results["rows"]):
-        parts.append(f"### {name}\n\n{_about(rows[0])}\n\n{_case_table(rows)}")
+        about = _about(max(rows, key=lambda row: row["run"]))
+        parts.append(f"### {name}\n\n{about}\n\n{_case_table(rows, marks)}")
     return "\n\n".join(parts) + "\n"
 
 
 def goals(results: dict) -> str:
-    """One line for each case of the table: headloss beside its goal and its best peer."""
+    """One line for each case of the table: headloss beside its goal and its best peer, one run."""
     head = ("work", "shape", "goal", "headloss, of limit", "MiB", "best peer, of limit", "limit")
     lines = [head, ("---",) * len(head)]
     rows = [row for row in results["rows"] if row["group"] == "table"]
     for _, found in _by_case(rows):
-        first = found[0]
+        newest = max(row["run"] for row in found)
+        found = [row for row in found if row["run"] == newest]
+        first, mark = found[0], _marks(results)[newest]
         ours = [r for r in found if is_ours(r) and "ms" in r and "reference" not in r["contestant"]]
         peers = [r for r in found if not is_ours(r) and "ms" in r]
         peer = min(peers, key=lambda r: r["ms"], default=None)
@@ -49,7 +52,7 @@ def goals(results: dict) -> str:
         memory = [f"{r['working_bytes'] / MIB:.0f}" for r in ours]
         best = "-" if peer is None else f"{peer['of_limit']:.2f} {peer['contestant']}"
         limit = f"{first['limit_ms']:.2f} ms"
-        cells = (first["row"], shape, first["goal"], "<br>".join(shown), "<br>".join(memory))
+        cells = (first["row"] + mark, shape, first["goal"], "<br>".join(shown), "<br>".join(memory))
         lines.append((*cells, best, limit))
     return f"{machine(results)}\n\n{markdown(lines)}"
 
@@ -71,9 +74,23 @@ def _by_case(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def machine(results: dict) -> str:
-    run = results["runs"][-1]
+    """What ran where: the last run, and those of other commits that rows are left of."""
+    runs, marks = results["runs"], _marks(results)
+    lines = [_run(runs[-1])]
+    for number in sorted({row["run"] for row in results["rows"] if marks[row["run"]]}):
+        lines.append(f"Rows marked{marks[number]} are of an earlier run: {_run(runs[number])}")
+    return "\n\n".join(dict.fromkeys(lines))
+
+
+def _run(run: dict) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     return f"{run['machine']}; {versions}; commit {run['commit']}."
+
+
+def _marks(results: dict) -> list[str]:
+    """For the rows of each run: nothing, or the commit where it is not the last run's."""
+    commits = [run["commit"] for run in results["runs"]]
+    return ["" if commit == commits[-1] else f" [{commit}]" for commit in commits]
 
 
 def _about(row: Row) -> str:
@@ -85,14 +102,14 @@ COLUMNS = ("contestant", "ms", "of limit", "TFLOP/s", "MiB", "dW MiB", "log-prob
 COLUMNS = (*COLUMNS, "dW", "gate", "how")
 
 
-def _case_table(rows: list[Row]) -> str:
+def _case_table(rows: list[Row], marks: list[str]) -> str:
     several = len({row["work"] for row in rows}) > 1
     rate = "GB/s" if any("gb_per_s" in row for row in rows) else "TFLOP/s"
     columns = tuple(rate if name == "TFLOP/s" else name for name in COLUMNS)
     lines = [columns, ("---", *("---:",) * 9, "---", "---")]
     for row in sorted(rows, key=lambda row: row.get("ms", float("inf"))):
         name = f"{row['contestant']}: {row['work']}" if several else row["contestant"]
-        lines.append((name, *_cells(row)))
+        lines.append((name + marks[row["run"]], *_cells(row)))
     return markdown(lines)
 
 
