@@ -248,10 +248,8 @@ def table(results: dict[str, Any]) -> str:
         cells = [str(row[k]) for k in KEYS] + [str(ranks)]
         cells += [f"{row['alone']['ms']:.2f}"]
         for key in ("ms", "ms_in_a_row"):
-            known = key in row
-            cells += (
-                [f"{row[key]:.2f}", f"{efficiency(row, ranks, key):.3f}"] if known else ["", ""]
-            )
+            found = [f"{row[key]:.2f}", f"{efficiency(row, ranks, key):.3f}"] if key in row else []
+            cells += found or ["", ""]
         sent = (row["bytes_per_token"] / 1e3, row["collectives_per_call"])
         cells += ["", ""] if row["work"] == "fsdp" else [f"{sent[0]:.2f}", f"{sent[1]:.0f}"]
         cells += [f"{share[k]:.1%}" if share else "" for k in ("collectives", "exposed", "idle")]
