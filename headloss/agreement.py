@@ -62,14 +62,16 @@ def agree(
     """
     check_member(name, group)
     assert group is not None
+    device, me = _device(group), distributed.get_rank(group)
     result, facts, error = None, Facts({}, {}), None
     try:
         result = act()
         facts = describe(result)
+        record = _record(facts, None, device)
     except Exception as caught:  # whatever it is: the others must not wait for this rank
-        error = caught
-    records, read = _exchange(group, facts, error)
-    me = distributed.get_rank(group)
+        facts, error = Facts({}, {}), caught
+        record = _record(facts, error, device)
+    records, read = _exchange(group, record, facts)
     if error is not None:
         raise error
     for rank, record in enumerate(records):
@@ -111,9 +113,11 @@ def checksums(*groups: Sequence[Tensor]) -> list[Tensor]:
         return []
     words = [[_words(tensor) for tensor in group] for group in groups]
     flat = torch.cat([word for group in words for word in group])
-    # Odd factors: each bit of each element shows. Sums of integers wrap and do not round.
-    odd = torch.arange(1, 2 * flat.numel() + 1, 2, device=flat.device)
-    parts = odd.mul_(flat).split([sum(word.numel() for word in group) for group in words])
+    # Sums of integers wrap and do not round. The factors follow no line: values that change places
+    # would give the same sum along one.
+    factors = torch.arange(1, flat.numel() + 1, device=flat.device).mul_(MIX)
+    factors.bitwise_xor_(factors >> 29)
+    parts = factors.mul_(flat).split([sum(word.numel() for word in group) for group in words])
     return [part.sum(0, keepdim=True) for part in parts]
 
 
@@ -124,6 +128,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 NARROW = {1: torch.uint8, 2: torch.int16}
+MIX = -7046029254386353131  # 2^64 over the golden ratio: Knuth's multiplicative hashing
 
 
 def _number(value: Any) -> int:
@@ -132,39 +137,48 @@ def _number(value: Any) -> int:
     return int(value)
 
 
-def _exchange(
-    group: ProcessGroup, facts: Facts, error: Exception | None
-) -> tuple[list[list[int]], list[int]]:
-    """Every rank's record: [error's kind, checksum of the facts' names, facts, message]; and the
-    numbers that this rank wanted read."""
-    device, code = _device(group), 0
+def _record(facts: Facts, error: Exception | None, device: torch.device) -> Tensor:
+    """[2 + FACTS + TEXT + FACTS]: the error's kind, a checksum of the facts' names, the facts, the
+    message, and last the checksums of tensors, in the order of their facts."""
+    code = 0
     if error is not None:
         kinds = (i for i, kind in enumerate(ERRORS, 1) if isinstance(error, kind))
         code = next(kinds, len(ERRORS))
-    named = {**facts.same, **facts.own}
+    named, sums = {**facts.same, **facts.own}, _summed(facts)
     if len(named) > FACTS:
         raise AssertionError(f"facts: got {len(named)}, want at most {FACTS}")
-    listed = {at: v for at, v in enumerate(named.values(), 2) if isinstance(v, list) and v}
-    head = [code, zlib.crc32(f"{' '.join(named)} {list(listed)}".encode())]
+    head = [code, zlib.crc32(f"{' '.join(named)} {list(sums)}".encode())]
     head += [0 if isinstance(value, list) else _number(value) for value in named.values()]
     words = [0] * TEXT if error is None else _words_of(str(error))
-    size = 2 + FACTS + TEXT
     # Pinned, so that the host need not wait for the device before it may go on.
     known = torch.tensor(
-        [*head, *[0] * (2 + FACTS - len(head)), *words, *[0] * (FACTS - len(listed))],
+        [*head, *[0] * (2 + FACTS - len(head)), *words, *[0] * (FACTS - len(sums))],
         dtype=torch.int64,
         pin_memory=device.type == "cuda",
     ).to(device, non_blocking=True)
-    sums = [found.to(device) for found in checksums(*listed.values())]
-    record = torch.cat([known, *sums])
+    return torch.cat([known, *(found.to(device) for found in checksums(*sums.values()))])
+
+
+def _summed(facts: Facts) -> dict[int, Sequence[Tensor]]:
+    """The facts that are tensors, by their places in a record."""
+    values = (*facts.same.values(), *facts.own.values())
+    return {at: v for at, v in enumerate(values, 2) if isinstance(v, list) and v}
+
+
+def _exchange(
+    group: ProcessGroup, record: Tensor, facts: Facts
+) -> tuple[list[list[int]], list[int]]:
+    """Every rank's record, each checksum in its fact's place; and the numbers that this rank wanted
+    read."""
     found = gather(record, group)
-    wanted = [] if facts.read is None else [facts.read.to(device)]
+    wanted = [] if facts.read is None else [facts.read.to(record.device)]
     numbers = torch.cat([found.view(-1), *wanted]).tolist()
     records = [numbers[i * len(record) :][: len(record)] for i in range(len(found))]
+    places = list(_summed(facts))
     for one in records:
-        for at, place in enumerate(listed, len(record) - len(listed)):
+        for at, place in enumerate(places, len(record) - len(places)):
             one[place] = one[at]
-    return [one[:size] for one in records], numbers[found.numel() :]
+    return [one[: 2 + FACTS + TEXT] for one in records], numbers[found.numel() :]
 
 
 def _words_of(text: str) -> list[int]:

@@ -34,8 +34,12 @@ class HeadLoss(torch.autograd.Function):
         measured, ctx.pull = schedules[call.plan.schedule](call, source)
         outcome.append(measured)
         ctx.call, ctx.open_source, ctx.used = call, open_source, False
-        keeps = call.plan.schedule == "recompute"
-        ctx.save_for_backward(*(tensors if keeps else ()))
+        ctx.count, aside = 0, []
+        if call.plan.schedule == "recompute":  # autograd sees to it that none of these has changed
+            given_too = (call.packed.batch.targets, call.transform.temperature)
+            aside = [*tensors, *(t for t in given_too if isinstance(t, Tensor))]
+            ctx.count = len(tensors)
+        ctx.save_for_backward(*aside)
         # Number by number: a tensor of the coefficients would be a copy that waits for the device.
         loss = measured.values.new_zeros(())
         for part, value in zip(call.bound.parts, measured.values.unbind(), strict=True):
@@ -50,7 +54,7 @@ class HeadLoss(torch.autograd.Function):
                 "per call, call head_loss again"
             )
         ctx.used = True
-        saved = ctx.saved_tensors  # read once: checkpointing recomputes them
+        saved = ctx.saved_tensors[: ctx.count]  # read once: checkpointing recomputes them
         source = ctx.open_source(saved) if saved else None
         pull, ctx.pull = ctx.pull, None
         with torch.autocast(upstream.device.type, enabled=False):

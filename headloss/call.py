@@ -16,7 +16,13 @@ from . import kernels
 from .across import over_segments
 from .agreement import Facts
 from .batch import Batch
-from .checks import check_linear, check_shape, checked_objective, teachers_of
+from .checks import (
+    check_linear,
+    check_shape,
+    check_topk_ids,
+    checked_objective,
+    teachers_of,
+)
 from .head import Head, check_transform
 from .kernels.transform import Transform
 from .logits import Wants
@@ -192,6 +198,8 @@ def _ready(
     """Survey the batch, trace the objective's terms, and say what follows for the plan."""
     wide, teachers = sum_dtype(dtype), teachers_of(objective)
     ids = tuple({"teacher_topk_ids"} & batch.fields.keys()) if teachers else ()
+    if ids:
+        check_topk_ids(batch)
     known = survey(batch, options.static, objective.segments_per_unit, ids)
     packing = Packing(_with_temperature(batch, transform), wide, known)
     asked = reads(objective, packing.draft, wide, observe=options.metrics)

@@ -87,6 +87,19 @@ def check_shape(
         )
 
 
+def check_topk_ids(batch: Batch) -> None:
+    """ValueError or TypeError where a teacher's stored outcomes are not [.., K] integers."""
+    ids, shape = batch.fields.get("teacher_topk_ids"), tuple(batch.targets.shape)
+    if not isinstance(ids, Tensor):
+        return
+    if tuple(ids.shape[:-1]) != shape or ids.dim() == 0 or ids.shape[-1] < 1:
+        raise ValueError(
+            f"teacher_topk_ids: got shape {tuple(ids.shape)}, want {(*shape, 'K')} with K >= 1"
+        )
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"teacher_topk_ids: got {ids.dtype}, want integers")
+
+
 def wide_field(name: str, batch: PackedBatch, want: int | None, what: str) -> Tensor:
     """A [N, want] field of the batch."""
     value = batch.wide.get(name)

@@ -105,6 +105,8 @@ def head_loss(
     index = slices.index(call.packed.index)
     if index is not None:
         x = GatherRows.apply(x, index, call.packed.batch.live)
+    if call.plan.terms and not call.kernels.can_fuse(x, x):  # a layout that its product cannot read
+        x = x.clone(memory_format=torch.contiguous_format)
     factors = slices.factors(head, x)
     tensors = [tensor for pair in factors for tensor in pair] + [head.bias]
 

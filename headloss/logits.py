@@ -152,7 +152,8 @@ class LinearGradients:
 
     def _room(self, features: Tensor, dtype: torch.dtype) -> Tensor:
         """For the gradient of features: sums of slabs begin at 0, chunks write every row."""
-        return (torch.zeros_like if self.by_slab else torch.empty_like)(features, dtype=dtype)
+        made = features.new_zeros if self.by_slab else features.new_empty
+        return made(features.shape, dtype=dtype)  # in rows, whatever the layout of features
 
     def _add_to_features(self, gradient: RowGradient, columns: slice) -> None:
         values, rows = gradient.values, gradient.rows

@@ -163,7 +163,7 @@ class Shard(Alone):
 
     def dropout(self, hidden: Tensor, p: float) -> Tensor:
         """The first rank's, on all."""
-        kept = dropout(torch.ones_like(hidden), p) != 0
+        kept = dropout(hidden.new_ones(hidden.shape), p) != 0
         distributed.broadcast(kept, group=self.group, group_src=0)
         return hidden * kept / (1 - p)
 
@@ -196,7 +196,7 @@ class GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[override]
-        return gradient[ctx.rows], None, None
+        return gradient[ctx.rows].clone(), None, None  # a view would keep the others' rows alive
 
 
 def gather(values: Tensor, group: ProcessGroup) -> Tensor:

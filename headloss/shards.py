@@ -210,6 +210,7 @@ def of_objective(objective: Objective, options: Options) -> dict[str, Any]:
         (
             *(c, repr(t), t.scope, t.reduction and t.reduction.name),
             *(t.kept_field, t.weight_fields, [m.name for m in t.modifiers]),
+            t.teacher and t.teacher.head and [x.dropout for x in t.teacher.head.lora],
         )
         for c, t in objective.parts
     ]

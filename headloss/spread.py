@@ -135,9 +135,6 @@ class SpreadRows:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def new_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self.own.new_zeros(shape, dtype=dtype)
-
     def __getitem__(self, rows: Rows) -> Tensor:
         if isinstance(rows, Tensor):
             assert self._rows is not None

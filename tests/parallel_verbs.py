@@ -3,6 +3,7 @@ nothing, and assert on every rank."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import headloss as hl
 from headloss.agreement import Facts, agree
+from headloss.agreement import checksums as sums
 from headloss.testing import trained_looking
 
 T, H, V = 24, 8, 61
@@ -108,21 +110,22 @@ def lora_dropout() -> None:
         return {"lora": (hl.Lora(a=a, b=b, scaling=0.5, dropout=0.4),)}
 
     whole, cut = hl.Head(p.weight, **adapted(b)), p.sliced(**adapted(shard))
+    mine = p.hidden if p.rank else p.hidden.detach().t().contiguous().t().requires_grad_()
 
-    def loss(head: hl.Head, seed: int) -> Tensor:
+    def loss(hidden: Tensor, head: hl.Head, seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return hl.head_loss(p.hidden, head, p.batch, p.objective).loss
+        return hl.head_loss(hidden, head, p.batch, p.objective).loss
 
-    def stats(head: hl.Head, seed: int) -> Tensor:
+    def stats(hidden: Tensor, head: hl.Head, seed: int) -> Tensor:
         torch.manual_seed(seed)
-        found = hl.head_stats(p.hidden, head, p.targets)
+        found = hl.head_stats(hidden, head, p.targets)
         return (found.logp * found.entropy).sum()
 
     for verb in (loss, stats):
-        want, got = verb(whole, 9), verb(cut, 9 + p.rank)
+        want, got = verb(p.hidden, whole, 9), verb(mine, cut, 9 + p.rank)
         close(got.detach(), want.detach())
         into_hidden, into_a, into_b = torch.autograd.grad(want, (p.hidden, a, b))
-        found_hidden, found_a, found_b = torch.autograd.grad(got, (p.hidden, a, shard))
+        found_hidden, found_a, found_b = torch.autograd.grad(got, (mine, a, shard))
         close(found_hidden, into_hidden)
         close(found_a, into_a)
         close(found_b, into_b[p.rows])
@@ -130,6 +133,17 @@ def lora_dropout() -> None:
     want = hl.head_topk(p.hidden, whole, 4)
     torch.manual_seed(9 + p.rank)
     assert torch.equal(hl.head_topk(p.hidden, cut, 4).ids, want.ids)
+
+
+def teacher_dropout() -> None:
+    """Adapters of a teacher that drop on one rank alone are refused on all."""
+    p = Problem()
+    a, b = torch.ones(2, H, dtype=torch.float64), torch.ones(V, 2, dtype=torch.float64)
+    lora = (hl.Lora(a=a, b=b, scaling=1.0, dropout=0.0 if p.rank else 0.5),)
+    teacher = hl.Head(torch.ones(V, H, dtype=torch.float64), lora=lora)
+    batch = hl.Batch(p.targets, teacher_hidden=p.hidden.detach())
+    with pytest.raises(ValueError, match="objective: differs between the ranks"):
+        hl.head_loss(p.hidden, p.sliced(), batch, hl.distillation(teacher_head=teacher))
 
 
 def teacher_heads() -> None:
@@ -307,6 +321,43 @@ def any_error() -> None:
 
     with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
         agree("a group", p.group, act, lambda _: Facts({"a": 1}, {}))
+    # What cannot be put into a record is an error like any other.
+    values = torch.eye(3).to_sparse() if p.rank == 0 else torch.eye(3)
+    for fact in ([values], None if p.rank == 0 else 1):
+        with pytest.raises((TypeError, RuntimeError)):
+            agree("a group", p.group, lambda: 0, lambda _, fact=fact: Facts({"a": fact}, {}))
+
+
+def checksums() -> None:
+    """Values that change places, as rewards of right and wrong or masks do, show."""
+    p = Problem()
+    pairs = ([1.0, -1.0, -1.0, 1.0], [-1.0, 1.0, 1.0, -1.0])
+    mine = torch.tensor(pairs[min(p.rank, 1)])
+    with pytest.raises(ValueError, match="a: differs between the ranks"):
+        agree("a group", p.group, lambda: 0, lambda _: Facts({"a": [mine]}, {}))
+    seen = {int(sums([torch.tensor(bits)])[0]) for bits in itertools.product((0, 1), repeat=10)}
+    assert len(seen) == 1024
+
+
+def layouts() -> None:
+    """Hidden states in rows on one rank and in columns on another."""
+    p = Problem()
+    want = hl.head_loss(p.hidden, hl.Head(p.weight), p.batch, p.objective)
+    into_hidden, into_weight = torch.autograd.grad(want.loss, (p.hidden, p.weight))
+    batch = hl.Batch(p.targets.clamp_min(0), p.batch.segments, **p.batch.fields)  # type: ignore[arg-type]
+    for given in (p.batch, batch):  # some rows are dropped, or none
+        if given is batch:
+            want = hl.head_loss(p.hidden, hl.Head(p.weight), given, p.objective)
+            into_hidden, into_weight = torch.autograd.grad(want.loss, (p.hidden, p.weight))
+        for schedule in ("one_pass", "recompute"):
+            hidden = p.hidden.detach()
+            hidden = hidden.t().contiguous().t() if p.rank == 0 else hidden.clone()
+            hidden.requires_grad_()
+            options = hl.Options(schedule=schedule)
+            got = hl.head_loss(hidden, p.sliced(), given, p.objective, options)
+            found = torch.autograd.grad(got.loss, (hidden, p.shard))
+            close(found[0], into_hidden)
+            close(found[1], into_weight[p.rows])
 
 
 def reads() -> None:

@@ -407,6 +407,22 @@ def test_stored_ids_must_be_in_the_vocabulary(setting):
         setting.run(hl.distillation(), **fields)
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        (lambda ids: ids[:, 0], ValueError, r"teacher_topk_ids: got shape .* want .*'K'"),
+        (lambda ids: ids[:, :0], ValueError, r"teacher_topk_ids: got shape .*K >= 1"),
+        (lambda ids: ids[..., None], ValueError, r"teacher_topk_ids: got shape"),
+        (lambda ids: ids.float(), TypeError, r"teacher_topk_ids: got torch.float32, want integers"),
+    ],
+)
+def test_stored_ids_must_be_integers_in_rows(setting, change, error, match):
+    fields = setting.given("topk")
+    fields["teacher_topk_ids"] = change(fields["teacher_topk_ids"])
+    with pytest.raises(error, match=match):
+        setting.run(hl.distillation(), **fields)
+
+
 def test_teacher_inputs_may_not_require_a_gradient(setting):
     logits = setting.teacher_logits().requires_grad_()
     with pytest.raises(ValueError, match="teacher_logits.*gradient"):

@@ -417,3 +417,21 @@ def test_two_runs_give_the_same_bits(schedule):
     first, second = (run(schedule, hidden, weight, batch, objective) for _ in range(2))
     assert first[0].loss.equal(second[0].loss)
     assert first[1].equal(second[1]) and first[2].equal(second[2])
+
+
+@pytest.mark.parametrize("changed", ["targets", "temperature"])
+def test_what_a_later_sweep_reads_may_not_change(changed):
+    """As with PyTorch's own losses; schedules that are done in the forward pass do not mind."""
+    hidden, weight, targets = trained_looking(8, H, V, torch.float32)
+    given = {"targets": targets.clone(), "temperature": torch.linspace(0.5, 2, 8)}
+    for schedule in ("one_pass", "recompute"):
+        leaf = hidden.detach().requires_grad_()
+        head = hl.Head(weight.detach().requires_grad_(), temperature=given["temperature"])
+        batch = hl.Batch(given["targets"])
+        out = hl.head_loss(leaf, head, batch, hl.cross_entropy(), options(schedule))
+        given[changed].add_(1).remainder_(V)
+        if schedule == "one_pass":
+            out.loss.backward()
+            continue
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.loss.backward()

@@ -98,3 +98,13 @@ def test_rows_left_out_whatever_memory_holds(fresh_memory_is_nan, schedule, quie
     given = (hidden.requires_grad_(), weight.requires_grad_(), batch)
     check(*given, hl.grpo(), **SCHEDULES[schedule])
     assert hidden.grad is not None and hidden.grad[list(QUIET[quiet])].eq(0).all()
+
+
+@pytest.mark.parametrize("schedule", ["one_pass", "recompute", "frozen"])
+def test_hidden_states_in_columns(schedule):
+    """The products read rows of whole 16 bytes; other layouts are copied."""
+    hidden, weight, batch = setting()
+    hidden = hidden.t().contiguous().t()
+    if schedule != "frozen":
+        weight.requires_grad_()
+    check(hidden.requires_grad_(), weight, batch, hl.grpo(), schedule=schedule)

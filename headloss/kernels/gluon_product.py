@@ -30,7 +30,9 @@ STAGES, GROUP = gl.constexpr(plain.STAGES), gl.constexpr(plain.GROUP)
 HALF = gl.constexpr(plain.ROWS // 2)  # rows of one group
 PART = gl.constexpr(plain.WIDTH // 4)  # columns whose terms leave together
 BUFFERS = gl.constexpr(2)  # of each group, for parts on their way out
-LOG2E, LOWEST = plain.LOG2E, plain.LOWEST
+LOG2E = plain.LOG2E
+# Of what is left out, before it is scaled: far below every logit, and finite under any scale.
+LOWEST = gl.constexpr(-1e20)
 # Registers of a thread: 3 x 128 threads start with all that there are, 128 hold z of a group.
 AT_START, MULTIPLYING, LOADING = 168, gl.constexpr(240), gl.constexpr(24)
 
