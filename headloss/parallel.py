@@ -258,7 +258,10 @@ class ShardedGradients(LinearGradients):
         super().__init__(*args, **options)
 
     def _room(self, features: Any, dtype: torch.dtype) -> Tensor:
-        return super()._room(features.own if isinstance(features, SpreadRows) else features, dtype)
+        own = _own(features)
+        if self.by_slab:
+            return super()._room(own, dtype)
+        return own.new_empty(0, own.shape[1], dtype=dtype)  # until a sum of some rows arrives
 
     def _add_to_features(self, gradient: RowGradient, columns: slice) -> None:
         if self.by_slab:
@@ -287,14 +290,21 @@ class ShardedGradients(LinearGradients):
 
     def _settle(self) -> None:
         for i, sum_ in self.pending:
-            value, total = sum_.wait(), self.features[i]
+            value, total, own = sum_.wait(), self.features[i], _own(self.source.features[i])
             assert total is not None
-            if len(value) == len(total):  # all of them: not rounded before they are scaled
+            if len(value) == len(own):  # all of them: not rounded before they are scaled
                 self.features[i] = value
-            else:
-                total[sum_.rows].copy_(value)
+                continue
+            if len(total) < len(own):
+                total = self.features[i] = own.new_empty(own.shape, dtype=total.dtype)
+            total[sum_.rows].copy_(value)
         self.pending = []
 
     def finish(self, factor: Tensor | None, scaled: Scaled) -> list[Tensor | None]:
         self.complete()
         return super().finish(factor, scaled)
+
+
+def _own(features: Any) -> Tensor:
+    """This rank's rows of features."""
+    return features.own if isinstance(features, SpreadRows) else features
