@@ -109,7 +109,7 @@ def count_totals(scored: Tensor, segments: Segments, masks: dict[str, Mask]) -> 
         rows.append(nothing if by_segment is None else scored & by_segment[ids])
         against.append(ids.new_full((1,), by_token is None))
     # [1 + 2 masks, S] kept tokens per segment, joined over the ranks that share the segments.
-    counts = torch.stack([count_in(ids, row, segments.count) for row in rows])
+    counts = torch.stack([count_in(ids, segments.count, row) for row in rows])
     if segments.group is not None:
         from torch import distributed
 

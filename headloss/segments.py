@@ -192,12 +192,14 @@ class _Expand(torch.autograd.Function):
         return ctx.segments._local_sum(gradient).to(gradient.dtype), None
 
 
-def count_in(ids: Tensor, kept: Tensor, count: int) -> Tensor:
-    """[count] int64, how many tokens of each id are kept; `kept` is [n], or [1] for all."""
-    counts = torch.zeros(count, dtype=torch.int64, device=ids.device)
-    if not ids.numel() or not count:
+def count_in(ids: Tensor, count: int, kept: Tensor | None = None) -> Tensor:
+    """[count] int64, how often each id occurs, or is kept ([n] bool)."""
+    counts = ids.new_zeros(count)
+    if not count:  # no token of any is scored
         return counts
-    return counts.scatter_add_(0, ids, kept.to(torch.int64).expand_as(ids))
+    if kept is None:
+        return counts.scatter_(0, ids, 1, reduce="add")
+    return counts.scatter_add_(0, ids, kept.to(counts.dtype))
 
 
 def _all_reduce(values: Tensor, group: ProcessGroup) -> Tensor:

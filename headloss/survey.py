@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .segments import Segments
+from .segments import Segments, count_in
 
 
 class Order(NamedTuple):
@@ -69,7 +69,7 @@ class Survey:
             first, *others = (v.masked_fill(unscored, 0) for v in values.values())
             descents = (bins[1:] < bins[:-1]).sum()
             found = [descents, *first.aminmax(), *(other.amax() for other in others)]
-            facts = torch.cat([*(f.view(1) for f in found), _count(bins, count + 3)])
+            facts = torch.cat([*(f.view(1) for f in found), count_in(bins, count + 3)])
         elif not static:
             facts = bins.new_zeros(2 + len(values) + count + 3)
         return cls(
@@ -114,7 +114,7 @@ class Survey:
         """Bad ids count as not scored; these go last, into `unit` segments of their own."""
         bad = (self.bins == 0) | (self.bins > self.count)
         ids = (self.bins - 1).masked_fill_(bad, self.count)
-        index, counts = _argsort(ids, self.count), _count(ids, self.count + self.unit)
+        index, counts = _argsort(ids, self.count), count_in(ids, self.count + self.unit)
         ids = ids[index]
         return Order(index, ids, counts, live=ids < self.count)
 
@@ -122,11 +122,6 @@ class Survey:
         position = int((bad & ~self.unscored).nonzero()[0])
         got = int(value[position])
         raise ValueError(f"{name}: got {got} at position {position}, want {want}")
-
-
-def _count(ids: Tensor, count: int) -> Tensor:
-    """[count] int64, how often each id occurs."""
-    return ids.new_zeros(count).scatter_(0, ids, 1, reduce="add")
 
 
 def _argsort(bins: Tensor, count: int) -> Tensor:
