@@ -74,12 +74,12 @@ def agree(
     records, read = _exchange(group, record, facts)
     if error is not None:
         raise error
-    for rank, record in enumerate(records):
-        if record[0]:
-            kind = ERRORS[record[0] - 1]
-            raise kind(f"{_text(record)} (on rank {rank} of {name})")
+    for rank, said in enumerate(records):
+        if said[0]:
+            kind = ERRORS[said[0] - 1]
+            raise kind(f"{_text(said)} (on rank {rank} of {name})")
     end = 2 + len(facts.same)
-    if any(record[:end] != records[me][:end] for record in records):
+    if any(said[:end] != records[me][:end] for said in records):
         raise _difference(name, me, facts, records)
     own = {fact: [r[at] for r in records] for at, fact in enumerate(facts.own, end)}
     return result, Agreed(own, read)  # type: ignore[return-value]

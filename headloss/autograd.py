@@ -33,7 +33,7 @@ class HeadLoss(torch.autograd.Function):
         schedules = given.SCHEDULES if call.plan.rows else SCHEDULES
         measured, ctx.pull = schedules[call.plan.schedule](call, source)
         outcome.append(measured)
-        ctx.call, ctx.open_source, ctx.used = call, open_source, False
+        ctx.open_source, ctx.used = open_source, False
         ctx.count, aside = 0, []
         if call.plan.schedule == "recompute":  # autograd sees to it that none of these has changed
             given_too = (call.packed.batch.targets, call.transform.temperature)

@@ -83,7 +83,7 @@ def linear_call(
         t = Transform(scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature)
         problem = _linear_problem(hidden, head, dtype, backend, wants, options)
         ready = _ready(found, batch, options, problem, t, backend, dtype, wants)
-        return ready if compute_dtype is None else replace(ready, compute_dtype=compute_dtype)
+        return replace(ready, compute_dtype=compute_dtype)
 
     def describe(ready: Ready) -> Facts:
         facts = linear_facts(hidden, head, batch, ready.objective, options)

@@ -128,7 +128,7 @@ class SpreadRows:
 
     def __init__(self, own: Tensor, spread: Spread) -> None:
         self.own, self.spread = own, spread
-        self.dtype, self.device, self.shape = own.dtype, own.device, (len(spread), own.shape[1])
+        self.dtype, self.shape = own.dtype, (len(spread), own.shape[1])
         self._rows: slice | None = None
         self._held = own[:0]
 

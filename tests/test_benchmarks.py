@@ -213,6 +213,10 @@ def test_parallel(tmp_path: Path) -> None:
     assert sorted(works) == works and len(works) == 6
     text = path.with_suffix(".md").read_text()
     assert "2 ranks, CPU" in text and "all within the error budget" in text
+    one = {"work": "slice of 8", "alone": {"ms": 80.0, "ms_in_a_row": 72.0}}
+    one |= {"ms": 12.5, "ms_in_a_row": 10.0}
+    assert parallel.efficiency(one, 4) == 0.8
+    assert parallel.efficiency(one, 4, "ms_in_a_row") == 0.9
     both = parallel.merged(found, {"4": found["2"], "2": {"rows": [], "checks": {}}})
     assert list(both) == ["2", "4"] and both["2"]["rows"] == found["2"]["rows"]
     assert parallel.table(both).count("\n| vocabulary |") == 4
@@ -230,7 +234,34 @@ def test_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         assert found[f"{work}, static"][1] == 0
 
 
+def test_rows_of_an_earlier_commit_are_marked() -> None:
+    """They stay in the tables under its name; a goal is compared within one run."""
+
+    def row(case: str, contestant: str, number: int, share: float) -> dict:
+        found = {"case": case, "row": case, "group": "table", "goal": "", "contestant": contestant}
+        found |= {"tokens": 8, "width": 4, "vocabulary": 9, "work": "ce", "run": number, "ms": 1.0}
+        found |= {"of_limit": share, "limit_ms": 2.0 + number, "working_bytes": 0}
+        return found | {"status": "ok", "tolerance": "exact"}
+
+    runs = [
+        {"machine": "M", "versions": {"torch": "2"}, "commit": commit} for commit in ("old", "new")
+    ]
+    rows = [row("a", "headloss", 1, 0.9), row("a", "QuACK", 0, 0.8), row("a", "TRL", 1, 0.5)]
+    rows.append(row("b", "headloss", 0, 0.7))
+    results = {"runs": runs, "rows": rows}
+    text = report.tables(results)
+    assert text.startswith("M; torch 2; commit new.\n\nRows marked [old] are of an earlier run: M;")
+    assert "| QuACK [old] |" in text and "| TRL |" in text and "limit 3.00 ms" in text
+    a, b = report.goals(results).splitlines()[-2:]
+    assert a.startswith("| a |") and "0.50 TRL" in a and "QuACK" not in a
+    assert b.startswith("| b [old] |") and "0.70" in b
+    assert "Rows marked" not in report.tables({"runs": runs, "rows": rows[:1] + rows[2:3]})
+
+
 def test_spans() -> None:
+    spans = [(0.0, 2.0, False), (1.0, 4.0, True), (6.0, 10.0, False)]
+    want = {"collectives": 0.3, "exposed": 0.2, "idle": 0.2}
+    assert ranks._shares(spans) == pytest.approx(want)
     assert ranks.covered([(3, 4), (0, 2), (1, 2.5), (3, 3.5)]) == 3.5
     assert ranks.covered([]) == 0
 

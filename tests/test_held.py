@@ -11,6 +11,8 @@ from triton_cases import DEVICE, EPS  # first: it asks for the interpreter
 
 import headloss as hl
 from headloss import kernels
+from headloss.kernels import triton_order
+from headloss.rows import RowGradient
 from headloss.testing import error, plain, trained_looking, within_budget
 
 T, H, V = 40, 64, 300
@@ -108,3 +110,18 @@ def test_hidden_states_in_columns(schedule):
     if schedule != "frozen":
         weight.requires_grad_()
     check(hidden.requires_grad_(), weight, batch, hl.grpo(), schedule=schedule)
+
+
+@pytest.mark.parametrize("rows", [slice(20, 25), torch.tensor([24, 20, 23])])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_all_rows_of_a_chunk_from_those_with_a_gradient(rows, scaled):
+    """What is summed over shards of the vocabulary: each row in its place, and times its own."""
+    chunk = slice(20, 25)
+    places = torch.arange(20, 25) if isinstance(rows, slice) else rows
+    part = torch.randn(len(places), 7, device=DEVICE)
+    multiple = torch.randn(len(places), device=DEVICE) if scaled else None
+    want = torch.zeros(5, 7, device=DEVICE)
+    want[places - 20] = part if multiple is None else part * multiple[:, None]
+    rows = rows if isinstance(rows, slice) else rows.to(DEVICE)
+    gradient = RowGradient(part, rows, multiple, None, triton_order.scaled_rows)
+    torch.testing.assert_close(gradient.whole(part, chunk), want)

@@ -24,8 +24,7 @@ def test_all_ranks_refuse(world: World) -> None:
             assert kind and re.search(match, message), (name, match, message)
 
 
+@pytest.mark.parametrize("world", [4], indirect=True)
 def test_errors_cross_a_grid(world: World) -> None:
-    if world.size < 4:
-        pytest.skip("needs a grid")
     found = world.run(parallel_errors.crossed, seconds=SECONDS)
     assert all("targets: differs" in message for _, message in found), found
