@@ -75,6 +75,11 @@ class Lora:
 class Head:
     """What turns hidden states into logits; made by hand, or read by `Head.of` and `Head.of_model`.
 
+    FSDP2 holds parameters as DTensors and has them whole inside the forward of the module that it
+    wraps: make the head and call there. Elsewhere gather them with `full_tensor(grad_placements=
+    [Partial("avg")] * device_mesh.ndim)`. The backward of a plain `full_tensor()` takes all ranks'
+    gradients to be the same: where their data differ it drops those of the other ranks.
+
     Attributes:
         weight: [V, H], of a floating dtype.
         bias: [V], or None.
@@ -196,7 +201,8 @@ class Head:
         Raises:
             TypeError, ValueError: naming the argument, what it got and what it wanted.
         """
-        _check_plain(self.weight)
+        for name, value in self._tensors():
+            _check_plain(name, value)
         if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
             raise TypeError(f"hidden: got {_describe(hidden)}, want a floating tensor [.., H]")
         width = self.weight.shape[1]
@@ -331,10 +337,19 @@ def _check_lora(adapters: object, weight: Tensor) -> None:
             )
 
 
-def _check_plain(weight: Tensor) -> None:
-    if type(weight).__name__ == "DTensor":
+# What to do with a head of DTensors. The backward of a plain `full_tensor()` takes every rank's
+# gradient to be the same, and so keeps of each shard's gradient its own rank's part alone.
+GATHER = (
+    "call inside the forward of the module that FSDP2 wraps, where the weight is whole, or gather "
+    'it with full_tensor(grad_placements=[Partial("avg")] * device_mesh.ndim), whose backward '
+    "averages the ranks' gradients as FSDP2 does; that of a plain full_tensor() drops those of "
+    "the other ranks"
+)
+
+
+def _check_plain(name: str, value: Tensor) -> None:
+    if type(value).__name__ == "DTensor":
         raise TypeError(
-            f"weight: got a DTensor placed {getattr(weight, 'placements', ())}, want a plain "
-            "tensor; call inside the forward of the module that FSDP2 wraps, where the weight is "
-            "whole, or pass weight.full_tensor(), or this rank's rows with vocab_group"
+            f"{name}: got a DTensor placed {getattr(value, 'placements', ())}, want a plain "
+            f"tensor; {GATHER}; or pass this rank's rows with vocab_group"
         )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .agreement import Facts, agree
+from .head import GATHER
 from .parallel import WHOLE, Alone, Shard
 from .spread import Spread
 
@@ -338,6 +339,5 @@ def _placed(name: str, value: Any) -> TypeError:
     return TypeError(
         f"{name}: got a DTensor placed {tuple(value.placements)} on a mesh with dimensions "
         f"{value.device_mesh.mesh_dim_names}, want a plain tensor, or rows sharded over the mesh "
-        'dimension "tp" (or vocab_mesh_dim) alone; call inside the forward of the module that '
-        "FSDP2 wraps, where the weight is whole, or pass weight.full_tensor()"
+        f'dimension "tp" (or vocab_mesh_dim) alone; {GATHER}'
     )

@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "agreement": {"parallel"},
     "spread": {"rows"},
     "parallel": {"logits", "products", "rows", "spread", "stats"},
-    "shards": {"agreement", "parallel", "spread"},
+    "shards": {"agreement", "head", "parallel", "spread"},
     "across": {"agreement", "shards"},
     "rows": set(),
     "logits": {"products", "rows"},

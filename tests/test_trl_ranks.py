@@ -23,7 +23,7 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-CASES = ("grpo", "sft", "dpo", "ppo", "fsdp2", "fsdp2_head")
+CASES = ("grpo", "sft", "dpo", "ppo", "fsdp2", "fsdp2_head", "fsdp2_lone_head")
 
 
 def test_two_ranks() -> None:

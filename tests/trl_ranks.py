@@ -53,6 +53,22 @@ def same_sharded(head_alone: bool) -> list[float]:
     return [1.0]
 
 
+def same_lone_head() -> list[float]:
+    """Where FSDP2 wraps the head and not the model, the head too has the mean of the gradients."""
+    plain, sharded = load(saved("llama")), load(saved("llama"))
+    rank = torch.distributed.get_rank()
+    ids = torch.randint(100, (2, 7), generator=torch.Generator().manual_seed(rank))
+    request = Request(batch=hl.Batch(ids[:, 1:]), objective=hl.cross_entropy())
+    fully_shard(sharded.lm_head, mesh=init_device_mesh("cpu", (2,)))
+    for model in (plain, sharded):
+        add_head(model)
+        model(input_ids=ids, headloss=request).loss.backward()
+    want = plain.lm_head.weight.grad
+    torch.distributed.all_reduce(want)
+    torch.testing.assert_close(sharded.lm_head.weight.grad.full_tensor(), want / 2)
+    return [1.0]
+
+
 CASES: dict[str, Any] = {
     "grpo": lambda: grpo.same(
         per_device_train_batch_size=2,
@@ -68,6 +84,7 @@ CASES: dict[str, Any] = {
     "ppo": same_ppo,
     "fsdp2": lambda: same_sharded(head_alone=False),
     "fsdp2_head": lambda: same_sharded(head_alone=True),
+    "fsdp2_lone_head": same_lone_head,
 }
 
 

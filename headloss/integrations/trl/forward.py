@@ -98,7 +98,7 @@ def add_head(
         hidden = hidden[:, -columns - 1 : -1]
         if logits is None:
             head = Head.of_model(self, temperature=temperature)
-            head = _whole(head, data_parallel=_is_fsdp2(self))
+            head = _whole(head)
             output = path.of_hidden(hidden, head, request)
         else:
             logits = logits[:, -columns - 1 : -1]
@@ -222,10 +222,11 @@ class Switches:
         )
 
 
-def _whole(head: Head, data_parallel: bool) -> Head:
+def _whole(head: Head) -> Head:
     """A head that FSDP2 shards by itself, or tensor parallelism, is of DTensors: gather them.
 
-    Each rank of a data-parallel group then has a gradient of its own, to be averaged.
+    Each rank of a data-parallel group then has a gradient of its own, to be averaged; under tensor
+    parallelism all have the same, which is their average.
     """
 
     def gathered(tensor: Any) -> Any:
@@ -233,15 +234,10 @@ def _whole(head: Head, data_parallel: bool) -> Head:
             return tensor
         from torch.distributed.tensor import Partial
 
-        average = [Partial("avg")] * tensor.device_mesh.ndim if data_parallel else None
-        return tensor.full_tensor(grad_placements=average)
+        return tensor.full_tensor(grad_placements=[Partial("avg")] * tensor.device_mesh.ndim)
 
     lora = tuple(replace(x, a=gathered(x.a), b=gathered(x.b)) for x in head.lora)
     return replace(head, weight=gathered(head.weight), bias=gathered(head.bias), lora=lora)
-
-
-def _is_fsdp2(model: PreTrainedModel) -> bool:
-    return any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__)
 
 
 # ---------------------------------------------------------------------- mixtures of experts
