@@ -28,9 +28,10 @@ if not torch.cuda.is_available():
 from contestants import captured
 
 import headloss as hl
-from headloss.kernels import triton_given
+from headloss.kernels.interface import Rows, Walk
 from headloss.kernels.transform import Transform
-from headloss.kernels.triton_given import Rows, Shape, given_rows
+from headloss.kernels.triton import given as triton_given
+from headloss.kernels.triton.given import Shape, given_rows
 from headloss.stats import Coefficients, finish
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -103,15 +104,15 @@ def line(name: str, ms: float, copy_ms: float, p: Problem, note: str = "") -> No
 
 
 def one_launch(p: Problem, shape: Shape | None = None):
-    return given_rows(
-        p.rows, p.rows, None, p.targets, 0, Transform(), NEEDS, p.ce, None, None, shape
-    )
+    walk = Walk(p.rows, p.rows, None, p.targets, 0, Transform(), NEEDS, p.ce)
+    return given_rows(walk, shape=shape)
 
 
 def two_launches(p: Problem) -> None:
-    partials = given_rows(p.rows, None, None, p.targets, 0, Transform(), NEEDS, None)
+    partials = given_rows(Walk(p.rows, None, None, p.targets, 0, Transform(), NEEDS))
     normalizer = finish(partials, p.v, NEEDS)[1]
-    given_rows(p.rows, p.rows, None, p.targets, 0, Transform(), None, p.ce, None, normalizer)
+    given = (None, p.ce, None, normalizer)
+    given_rows(Walk(p.rows, p.rows, None, p.targets, 0, Transform(), *given))
 
 
 def errors(p: Problem, gradient: torch.Tensor, logps: torch.Tensor, scale: float) -> str:

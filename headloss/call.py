@@ -252,7 +252,7 @@ def _prepared(ready: Ready, place: Place) -> Call:
         bind=_binder(ready, vocabulary),
         plan=make_plan(problem, options, ready.backend),
         options=options,
-        kernels=acts[0],
+        kernels=acts,
         transform=transform,
         needs=ready.needs,
         vocabulary=vocabulary,

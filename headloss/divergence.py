@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from .held import compact_
-from .kernels.pair import Others, Side, phi
+from .kernels.interface import Backward, Forward, Kernels
+from .kernels.pair import Outcomes, Pair, Side, phi
 from .kernels.transform import Transform
 from .logits import GivenLogits, LinearLogits, Rows
 from .losses.distillation import Teacher, log_tail
@@ -50,7 +50,7 @@ class Divergence(Protocol):
         columns: slice,
         weight: Tensor,
         extra: Tensor | None = None,
-        others: Others | None = None,
+        others: Backward | None = None,
     ) -> Tensor:
         """weight * d divergence / d raw of a tile, plus `extra`, [n, v]; with `others`, the
         gradient of the whole objective, in raw's memory."""
@@ -58,7 +58,7 @@ class Divergence(Protocol):
 
 
 def _normalizer(
-    kernels: ModuleType,
+    kernels: Kernels,
     tiles: Tiles,
     transform: Transform,
     n: int,
@@ -67,9 +67,10 @@ def _normalizer(
 ) -> Normalizer:
     """log-sum-exp over tiles."""
     nowhere = torch.full((n,), -1, device=device)
+    forward = Forward(nowhere, 0, transform, NOTHING)
     partials: Partials | None = None
     for _, make in tiles:
-        partials = kernels.partials(make(), nowhere, 0, transform, NOTHING, onto=partials)
+        partials = kernels.partials(make(), forward, partials)
     assert partials is not None
     return finish(slices.merge(partials), 1, NOTHING)[1]
 
@@ -102,14 +103,14 @@ class DenseDivergence:
         teacher_transform: Transform,
         head_transform: Transform,
         tokens: int,
-        kernels: tuple[ModuleType, ModuleType],
+        kernels: Kernels,
         slices: Alone,
         like: Tensor,
     ) -> None:
         self.key, self.source, self.slices = key, source, slices
         self.transforms = (student_transform, teacher_transform)
         self.at_heads_own = student_transform is head_transform
-        self.kernels, self.acts = kernels
+        self.kernels = kernels
         names = ["p_peak", "p_log_sum", "q_peak", "q_log_sum", "pivot"]
         self.memory = _Memory(tokens, names, like)
         self.dtype = like.dtype
@@ -134,12 +135,10 @@ class DenseDivergence:
         if not self.at_heads_own:
             p = _normalizer(self.kernels, tiles, student, n, device, self.slices)
         q = _normalizer(self.kernels, teacher_tiles, teacher, n, device, self.slices)
-        sides = (Side(student, p), Side(teacher, q))
+        pair = Pair(Side(student, p), Side(teacher, q), self.key.kind, self.key.beta)
         total: Tensor | None = None
         for (_, make), (_, make_teacher) in zip(tiles, teacher_tiles, strict=True):
-            total = self.acts.divergence(
-                make(), make_teacher(), *sides, self.key.kind, self.key.beta, total
-            )
+            total = self.kernels.divergence(make(), make_teacher(), pair, total)
         assert total is not None
         value, pivot = self.slices.sum(total)
         self.memory.write(
@@ -155,7 +154,7 @@ class DenseDivergence:
     def _teacher(self, rows: Rows, columns: slice) -> Tensor:
         """[n, v] raw logits, to be read."""
         if isinstance(self.source, GivenLogits):
-            return self.acts.readable(self.source.view(rows, columns), self.dtype)
+            return self.kernels.readable(self.source.view(rows, columns), self.dtype)
         return self.source.raw(rows, columns)
 
     def _teacher_again(self, rows: Rows, columns: slice) -> Tensor:
@@ -173,19 +172,16 @@ class DenseDivergence:
         columns: slice,
         weight: Tensor,
         extra: Tensor | None = None,
-        others: Others | None = None,
+        others: Backward | None = None,
     ) -> Tensor:
         student, teacher = (
             Side(transform, self.memory.normalizer(side, rows))
             for side, transform in zip("pq", self.transforms, strict=True)
         )
-        return self.acts.divergence_gradient_(
+        return self.kernels.divergence_gradient_(
             raw,
             self._teacher_again(rows, columns),
-            student,
-            teacher,
-            self.key.kind,
-            self.key.beta,
+            Pair(student, teacher, self.key.kind, self.key.beta),
             self.memory["pivot"][rows],
             weight,
             extra,
@@ -201,13 +197,13 @@ class TopkDivergence:
         key: Teacher,
         batch: PackedBatch,
         student_transform: Transform,
-        kernels: tuple[ModuleType, ModuleType],
+        kernels: Kernels,
         slices: Alone,
         like: Tensor,
     ) -> None:
         self.key, self.batch, self.slices = key, batch, slices
         self.transform = student_transform
-        self.kernels, self.acts = kernels
+        self.kernels = kernels
         self.dtype = like.dtype
         tokens, width = len(batch), batch.wide["teacher_topk_ids"].shape[-1]
         self.memory = _Memory(tokens, ["tail_peak", "tail_log_sum", "slope_tail"], like)
@@ -229,7 +225,7 @@ class TopkDivergence:
             inside = (column >= 0) & (column < raw.shape[1])
             picked = raw.gather(1, torch.where(inside, column, 0))
             z += torch.where(inside, self.transform.rows(rows)(picked), 0)
-            tail = self.acts.tail_partials(raw, column, self.transform.rows(rows), onto=tail)
+            tail = self.kernels.tail_partials(raw, column, self.transform.rows(rows), onto=tail)
         z = self.slices.sum(z)
         assert tail is not None
         _, rest = finish(self.slices.merge(tail), 1, NOTHING)
@@ -270,15 +266,17 @@ class TopkDivergence:
         columns: slice,
         weight: Tensor,
         extra: Tensor | None = None,
-        others: Others | None = None,
+        others: Backward | None = None,
     ) -> Tensor:
         ids = self._teacher("teacher_topk_ids", rows).long()
-        return self.acts.sparse_gradient_(
+        return self.kernels.sparse_gradient_(
             raw,
-            self._columns(ids, columns),
-            Side(self.transform, self.memory.normalizer("tail", rows)),
-            self.slope_stored[rows],
-            self.memory["slope_tail"][rows],
+            Outcomes(
+                self._columns(ids, columns),
+                Side(self.transform, self.memory.normalizer("tail", rows)),
+                self.slope_stored[rows],
+                self.memory["slope_tail"][rows],
+            ),
             weight,
             extra,
             others,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .kernels import interface as kernels
 from .logits import ALL, GivenGradients, GivenLogits
 from .objective import Gradient
 from .schedules import Call, Gradients, Outcome, PullBack
@@ -24,7 +25,7 @@ class Walk:
         self.logits = self._rows(source.logits)
 
     def _rows(self, tensor: Tensor):
-        return self.call.kernels.Rows(tensor.detach(), *self.source.offsets(tensor))
+        return kernels.Rows(tensor.detach(), *self.source.offsets(tensor))
 
     def destination(self):
         """Where the gradient goes, with zeros where nothing is scored."""
@@ -44,16 +45,18 @@ class Walk:
     ) -> Partials | None:
         call, batch = self.call, self.call.packed.batch
         return call.kernels.given_rows(
-            self.logits,
-            out,
-            batch.live,
-            batch.targets,
-            call.slices.first,
-            call.transform,
-            call.needs if normalizer is None else None,
-            None if gradient is None else gradient.coefficients,
-            slopes,
-            normalizer,
+            kernels.Walk(
+                self.logits,
+                out,
+                batch.live,
+                batch.targets,
+                call.slices.first,
+                call.transform,
+                call.needs if normalizer is None else None,
+                None if gradient is None else gradient.coefficients,
+                slopes,
+                normalizer,
+            )
         )
 
     def finish(self, partials: Partials | None) -> tuple[Statistics, Normalizer]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from .kernels.interface import Held, is_multiple
 from .logits import LinearLogits
 from .objective import Gradient
 from .rows import RowGradient, Rows
@@ -59,16 +60,8 @@ class TermsChunk:
         self.call, self.rows = call, rows
         self.x = x = source.features[0][rows]
         weight = source.weights[0]
-        self.held = call.kernels.Held.empty(len(x), len(weight), x.device)
-        self.partials = call.kernels.product_partials(
-            x,
-            weight,
-            call.packed.batch.targets[rows],
-            call.slices.first,
-            call.transform.rows(rows),
-            call.needs,
-            held=self.held,
-        )
+        self.held = Held.empty(x, len(weight))
+        self.partials = call.kernels.product_partials(x, weight, call.forward(rows), self.held)
 
     def gradient(
         self, normalizer: Normalizer, gradient: Gradient, live: Tensor | None
@@ -79,17 +72,10 @@ class TermsChunk:
         queued before the device is read, so that they follow at once.
         """
         acts, held, rows = self.call.kernels, self.held, self.rows
-        given = (
-            self.call.packed.batch.targets[rows],
-            self.call.slices.first,
-            self.call.transform.rows(rows),
-            normalizer,
-            gradient.coefficients,
-            self.partials.target,
-        )
+        given = (self.call.backward(rows, normalizer, gradient), self.partials.target)
         order = None if live is None else acts.dense_order(live, int(MOST * len(live)))
         multiple = features = None
-        if acts.is_multiple(self.call.transform, gradient.coefficients):
+        if is_multiple(self.call.transform, gradient.coefficients):
             multiple = acts.held_multiple_(held, *given)
             if order is not None:
                 acts.move_rows_(held.terms, order)
@@ -131,11 +117,7 @@ def slab_gradient(
         found = call.kernels.product_gradient(
             source.features[0][place],
             source.weights[0][columns],
-            call.packed.batch.targets[rows],
-            call.slices.first + columns.start,
-            call.transform.rows(rows),
-            normalizer,
-            gradient.coefficients,
+            call.backward(rows, normalizer, gradient, columns),
             logps,
         )
         return RowGradient(found, place)

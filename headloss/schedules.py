@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from .divergence import Divergence
 from .held import RawChunk, TermsChunk, hold
-from .kernels.pair import Others
+from .kernels.interface import Backward, Forward, Kernels
 from .kernels.transform import Transform
 from .logits import (
     ALL,
@@ -51,7 +50,7 @@ class Call:
     bind: Callable[[Packed], Bound]  # the weights, made while the first product runs
     plan: Plan
     options: Options
-    kernels: ModuleType  # backend: partials, logit_gradient_
+    kernels: Kernels
     transform: Transform  # temperature [T] or a number
     needs: frozenset[str]
     vocabulary: int  # of the whole model
@@ -71,9 +70,22 @@ class Call:
         self, raw: Tensor, rows: Rows, columns: slice = ALL, onto: Partials | None = None
     ) -> Partials:
         """Partial statistics of a tile and of those before it."""
+        return self.kernels.partials(raw, self.forward(rows, columns), onto=onto)
+
+    def forward(self, rows: Rows, columns: slice = ALL) -> Forward:
+        """What act one takes beside the logits of a tile."""
+        first = self.slices.first + (columns.start or 0)
+        return Forward(
+            self.packed.batch.targets[rows], first, self.transform.rows(rows), self.needs
+        )
+
+    def backward(
+        self, rows: Rows, normalizer: Normalizer, gradient: Gradient, columns: slice = ALL
+    ) -> Backward:
+        """What act two takes beside the logits of a tile."""
         first = self.slices.first + (columns.start or 0)
         targets, transform = self.packed.batch.targets[rows], self.transform.rows(rows)
-        return self.kernels.partials(raw, targets, first, transform, self.needs, onto=onto)
+        return Backward(targets, first, transform, normalizer, gradient.coefficients)
 
     def logit_gradient_(
         self,
@@ -84,14 +96,12 @@ class Call:
         columns: slice = ALL,
     ) -> Tensor:
         """dL/draw of a tile of rows (an index of T) from gradients of those same rows."""
-        first = self.slices.first + (columns.start or 0)
-        targets, transform = self.packed.batch.targets[rows], self.transform.rows(rows)
-        # What the products take in 16 bits need not be written in 32.
-        dtype = self.gradient_dtype if raw.is_cuda else None
-        others = Others(targets, first, transform, normalizer, gradient.coefficients, dtype)
+        others = self.backward(rows, normalizer, gradient, columns)
+        if raw.is_cuda:  # what the products take in 16 bits need not be written in 32
+            others = others._replace(dtype=self.gradient_dtype)
         *most, last = [None, *(d for d in self.divergences if d.key in gradient.divergences)]
         if last is None:
-            return self.kernels.logit_gradient_(raw, *others)
+            return self.kernels.logit_gradient_(raw, others)
         extra = None  # all but the last find the student's logits intact
         for divergence in most[1:]:
             weight = gradient.divergences[divergence.key]

@@ -229,7 +229,7 @@ def _call(
         bind=lambda _: Bound((), vocabulary),
         plan=make_plan(problem, options, backend),
         options=options,
-        kernels=kernels.load(backend)[0],
+        kernels=kernels.load(backend),
         transform=Transform(scale=scale, softcap=softcap, temperature=rows),  # type: ignore[arg-type]
         needs=NEEDS,
         wants=wants,

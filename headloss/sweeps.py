@@ -58,14 +58,8 @@ def sweep(call: Call, source: Source) -> tuple[Statistics, Normalizer]:
 def _sweep_partials(call: Call, source: Source, rows: slice) -> Partials:
     if call.plan.terms:
         assert isinstance(source, LinearLogits)
-        return call.kernels.product_partials(
-            source.features[0][rows],
-            source.weights[0],
-            call.packed.batch.targets[rows],
-            call.slices.first,
-            call.transform.rows(rows),
-            call.needs,
-        )
+        x = source.features[0][rows]
+        return call.kernels.product_partials(x, source.weights[0], call.forward(rows))
     partials: Partials | None = None
     for columns in _steps(source.vocabulary, call.plan.tile.columns):
         partials = call.partials(source.raw(rows, columns), rows, columns, partials)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from .checks import wide_field
 from .divergence import DenseDivergence, Divergence, TopkDivergence
+from .kernels.interface import Kernels
 from .kernels.transform import Transform
 from .logits import GivenLogits, LinearLogits
 from .losses.distillation import Teacher
@@ -30,7 +30,7 @@ def divergence_of(
     packed: Packed,
     transform: Transform,
     vocabulary: int,
-    acts: tuple[ModuleType, ModuleType],
+    acts: Kernels,
     wide: torch.dtype,
     slices: Alone,
 ) -> Divergence:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import kernels
 from .head import Head, check_head
+from .kernels.interface import Forward
 from .kernels.transform import Transform
 from .logits import LinearLogits
 from .options import Options
@@ -84,14 +85,14 @@ def _rows(
     source: LinearLogits, transform: Transform, rows: slice, width: int, k: int, slices: Alone
 ) -> tuple[Tensor, Tensor]:
     """Merge the best of each tile of columns with the best so far."""
-    acts, _ = kernels.load("reference")
+    acts = kernels.load("reference")
     nowhere = torch.full((rows.stop - rows.start,), -1, device=source.features[0].device)
     partials: Partials | None = None
     best: Tensor | None = None
     ids = nowhere
     for first in range(0, source.vocabulary, width):
         raw = source.raw(rows, slice(first, first + width))
-        partials = acts.partials(raw, nowhere, 0, transform, NOTHING, onto=partials)
+        partials = acts.partials(raw, Forward(nowhere, 0, transform, NOTHING), partials)
         # The transform is increasing when its scale is positive, but need not be: rank z, not raw.
         values, columns = transform(raw).topk(min(k, raw.shape[1]), dim=1)
         columns = columns + first

@@ -8,10 +8,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss import products
-from headloss.kernels import (
-    reference,
-    reference_divergence,  # noqa: F401  # before the fixture, whose stand-ins it would keep
-)
+from headloss.kernels import reference  # before the fixture, whose stand-ins it would keep
 from headloss.logits import GivenLogits
 
 T, H, V, S = 6, 4, 9, 2

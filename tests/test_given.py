@@ -22,8 +22,9 @@ from triton_cases import (
 
 import headloss as hl
 from headloss.kernels import reference
+from headloss.kernels.interface import Forward, Rows, Walk
 from headloss.kernels.transform import Transform
-from headloss.kernels.triton_given import Rows, Shape, given_rows, scale_rows_
+from headloss.kernels.triton.given import Shape, given_rows, scale_rows_
 from headloss.losses.term import Objective
 from headloss.objective import bind, is_known, sample_batch, sample_statistics
 from headloss.packing import pack
@@ -43,7 +44,7 @@ def rows_of(tensor: torch.Tensor, order: torch.Tensor | None = None) -> Rows:
 
 def exactly(raw, targets, first, transform) -> tuple[Statistics, Normalizer]:
     v = raw.shape[1]
-    exact = reference.partials(raw.double(), targets, first, in_float64(transform), NEEDS)
+    exact = reference.partials(raw.double(), Forward(targets, first, in_float64(transform), NEEDS))
     return finish(exact, v, NEEDS)
 
 
@@ -71,7 +72,9 @@ def test_both_walks_in_one_launch(n, v, dtype, name, shape):
     )
     oracle = oracle_gradient(raw, targets, 0, transform, normalizer, whole)
     rows, before = rows_of(raw), raw.clone()
-    found = given_rows(rows, rows, None, targets, 0, transform, NEEDS, c, shape=shape)
+    found = given_rows(
+        Walk(rows, rows, None, targets, 0, transform, NEEDS, c), shape=shape
+    )
     assert_statistics(found, before, targets, 0, transform)
     assert error(raw, oracle) <= EPS[dtype] + 3e-6
 
@@ -87,14 +90,13 @@ def test_two_launches(which):
         named = raw[order]
         raw[[1, 4]] = math.nan  # never read
         out = torch.full((6, v + 5), math.nan, dtype=dtype, device=DEVICE)
-        found = given_rows(
-            rows_of(raw, order), None, None, targets, first, transform, NEEDS, None, shape=SMALL
-        )
+        walk = Walk(rows_of(raw, order), None, None, targets, first, transform, NEEDS)
+        found = given_rows(walk, shape=SMALL)
         assert_statistics(found, named, targets, first, transform)
         normalizer = finish(found, v, NEEDS)[1]
         to = rows_of(out[:, :v], order)
-        args = (None, targets, first, transform, None, c, None, normalizer, SMALL)
-        given_rows(rows_of(raw, order), to, *args)
+        args = (None, targets, first, transform, None, c, None, normalizer)
+        given_rows(Walk(rows_of(raw, order), to, *args), shape=SMALL)
         oracle = oracle_gradient(
             named, targets, first, transform, Normalizer(*(t.double() for t in normalizer)), c
         )
@@ -109,7 +111,7 @@ def test_dead_rows_are_not_read_and_get_zeros():
     live = torch.tensor([True, False, True], device=DEVICE)
     c = coefficients_of(3, "tp").map(lambda t: t * live)
     rows = rows_of(raw)
-    found = given_rows(rows, rows, live, targets, 0, Transform(), NEEDS, c, shape=SMALL)
+    found = given_rows(Walk(rows, rows, live, targets, 0, Transform(), NEEDS, c), shape=SMALL)
     assert not raw[1].any() and raw[0].any() and raw[2].any()
     stats, _ = finish(found, 97, NEEDS)
     assert stats.logp[1] == 0 and stats.entropy[1] == 0
@@ -126,7 +128,7 @@ def test_rest_keeps_its_digits():
     raw[2, 499] = 80.0
     targets = torch.full((3,), 7, device=DEVICE)
     args = (None, None, targets, 0, Transform(), NEEDS, None)
-    found = given_rows(rows_of(raw), *args, shape=SMALL)
+    found = given_rows(Walk(rows_of(raw), *args), shape=SMALL)
     e = math.exp(-20)
     expected = torch.tensor([499 * e, 2 + 497 * e, 0.0], device=DEVICE)
     torch.testing.assert_close(found.rest, expected, rtol=2e-6, atol=0)
@@ -139,9 +141,8 @@ def test_a_slice_of_minus_infinity_is_empty_and_nan_shows():
     raw[1, 150] = math.nan
     targets = torch.tensor([1, 2, 3], device=DEVICE)
     for needs in (NEEDS, frozenset({"logp"})):
-        found = given_rows(
-            rows_of(raw), None, None, targets, 0, Transform(), needs, None, shape=SMALL
-        )
+        walk = Walk(rows_of(raw), None, None, targets, 0, Transform(), needs)
+        found = given_rows(walk, shape=SMALL)
         assert found.peak[0] == -math.inf and found.rest[0] == -1
         assert found.rest.isnan().tolist() == [False, True, False]
 
@@ -504,7 +505,7 @@ def test_offsets_beyond_two_to_the_31():
     rows = Rows(raw, torch.arange(n, device=DEVICE) * v, True)
     weight = torch.ones(n, device=DEVICE)
     c = Coefficients(target=-weight, prob=weight)
-    given_rows(rows, rows, None, targets, 0, Transform(), frozenset({"logp"}), c)
+    given_rows(Walk(rows, rows, None, targets, 0, Transform(), frozenset({"logp"}), c))
     want = before.double().softmax(1)
     want[torch.arange(3, device=DEVICE), targets[last]] -= 1
     assert error(raw[last], want) <= 2**-8
@@ -549,9 +550,8 @@ def test_parts_of_a_row_meet_in_a_cluster(parts):
 
     def run():
         work.copy_(raw)
-        return given_rows(
-            rows, rows, live, targets, 0, Transform(softcap=9.0), NEEDS, c, shape=shape
-        )
+        walk = Walk(rows, rows, live, targets, 0, Transform(softcap=9.0), NEEDS, c)
+        return given_rows(walk, shape=shape)
 
     found = run()
     some = torch.arange(0, n, 50, device=DEVICE)[live[::50]]

@@ -9,8 +9,10 @@ import torch
 import triton
 from triton_cases import DEVICE, transforms
 
-from headloss.kernels import triton_backend, triton_product
+from headloss.kernels import triton as triton_backend
+from headloss.kernels.interface import Forward, Held
 from headloss.kernels.transform import Transform
+from headloss.kernels.triton import product as triton_product
 
 HERE = torch.device(DEVICE)
 needs_hopper = pytest.mark.skipif(
@@ -23,10 +25,10 @@ def products(monkeypatch, given, needs, *, hold: bool):
     x, w = given[:2]
     for overlaps in (True, False):
         monkeypatch.setattr(triton_product, "overlaps", lambda device, to=overlaps: to)
-        held = triton_backend.Held.empty(len(x), len(w), DEVICE) if hold else None
+        held = Held.empty(x, len(w)) if hold else None
         if held is not None:
             held.terms.fill_(math.nan)
-        yield triton_backend.product_partials(*given, needs, held=held), held
+        yield triton_backend.product_partials(*given[:2], Forward(*given[2:], needs), held), held
 
 
 @needs_hopper
@@ -72,7 +74,7 @@ def test_the_same_partials_and_terms(monkeypatch, n, h, v, dtype, transform, nee
 
 @needs_hopper
 def test_a_soft_cap_and_a_scale_below_zero_are_for_the_plain_kernel(monkeypatch):
-    from headloss.kernels import gluon_product
+    from headloss.kernels.triton import gluon as gluon_product
 
     x, w = (torch.randn(k, 64, device=DEVICE).bfloat16() for k in (8, 300))
     targets = torch.zeros(8, dtype=torch.int64, device=DEVICE)
@@ -80,9 +82,9 @@ def test_a_soft_cap_and_a_scale_below_zero_are_for_the_plain_kernel(monkeypatch)
     launch = gluon_product.launch
     monkeypatch.setattr(gluon_product, "launch", lambda *a: called.append(a) or launch(*a))
     for transform in (Transform(softcap=20.0), Transform(scale=-1.0)):
-        triton_backend.product_partials(x, w, targets, 0, transform, frozenset({"logp"}))
+        triton_backend.product_partials(x, w, Forward(targets, 0, transform, frozenset({"logp"})))
         assert not called
-    triton_backend.product_partials(x, w, targets, 0, Transform(), frozenset({"logp"}))
+    triton_backend.product_partials(x, w, Forward(targets, 0, Transform(), frozenset({"logp"})))
     assert len(called) == 1
 
 

@@ -11,7 +11,7 @@ from triton_cases import DEVICE, EPS  # first: it asks for the interpreter
 
 import headloss as hl
 from headloss import kernels
-from headloss.kernels import triton_order
+from headloss.kernels.triton import order as triton_order
 from headloss.rows import RowGradient
 from headloss.testing import error, plain, trained_looking, within_budget
 

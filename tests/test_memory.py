@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import headloss as hl
 from headloss import products
-from headloss.kernels import reference
+from headloss.kernels.reference import tile as reference
 from headloss.testing import LiveTensors, trained_looking
 
 T, H, V, CHUNK = 256, 24, 512, 32

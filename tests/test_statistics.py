@@ -15,7 +15,9 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.kernels import reference
-from headloss.kernels.reference import Transform, logit_gradient_, partials
+from headloss.kernels.interface import Backward, Forward
+from headloss.kernels.reference import tile
+from headloss.kernels.transform import Transform
 from headloss.stats import (
     DIFFERENTIABLE,
     STATISTICS,
@@ -31,6 +33,15 @@ from headloss.stats import (
 ALL = frozenset(STATISTICS)
 PLAIN = Transform()
 FIELDS = ("peak", "rest", "target", "spread", "total")
+act_one = tile.partials
+
+
+def partials(raw: Tensor, *forward) -> Partials:
+    return act_one(raw, Forward(*forward))
+
+
+def logit_gradient_(raw: Tensor, *backward) -> Tensor:
+    return tile.logit_gradient_(raw, Backward(*backward))
 
 
 def oracle(z: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -168,7 +179,7 @@ def test_statistics_against_float64(transform, dtype, tolerance):
 def test_a_row_does_not_depend_on_the_blocks_of_the_reference(monkeypatch):
     raw, targets = torch.randn(13, 50), torch.randint(50, (13,))
     whole = partials(raw, targets, 0, PLAIN, ALL)
-    monkeypatch.setattr(reference, "BLOCK_ELEMENTS", 150)
+    monkeypatch.setattr(tile, "BLOCK_ELEMENTS", 150)
     assert_same(partials(raw, targets, 0, PLAIN, ALL), whole, 0)
 
 
@@ -380,7 +391,7 @@ def test_a_call_computes_only_what_its_objective_reads(
     seen: list[Partials] = []
 
     def spy(*args, onto=None):
-        seen.append(partials(*args))
+        seen.append(act_one(*args))
         return seen[-1]
 
     monkeypatch.setattr(reference, "partials", spy)

@@ -23,7 +23,9 @@ from triton_cases import (
     transforms,
 )
 
-from headloss.kernels import reference, triton_backend
+from headloss.kernels import reference
+from headloss.kernels import triton as triton_backend
+from headloss.kernels.interface import Backward, Forward
 from headloss.kernels.transform import Transform
 from headloss.stats import Coefficients, Normalizer, Partials, finish
 
@@ -34,15 +36,15 @@ from headloss.stats import Coefficients, Normalizer, Partials, finish
     [(5, 97, torch.float32), (3, 1000, torch.bfloat16), (4, 1000, torch.float16)],
 )
 def test_partials(n, v, dtype, name, monkeypatch):
-    monkeypatch.setattr("headloss.kernels.triton_partials.BLOCK", 256)
+    monkeypatch.setattr("headloss.kernels.triton.statistics.BLOCK", 256)
     raw, targets, transform = tile(n, v, dtype), targets_of(n, v), transforms(n)[name]
-    found = triton_backend.partials(raw, targets, 0, transform, NEEDS)
+    found = triton_backend.partials(raw, Forward(targets, 0, transform, NEEDS))
     assert_statistics(found, raw, targets, 0, transform)
 
 
 def test_partials_writes_only_what_is_needed():
     raw, targets = tile(3, 97, torch.float32), targets_of(3, 97)
-    found = triton_backend.partials(raw, targets, 0, Transform(), frozenset({"logp"}))
+    found = triton_backend.partials(raw, Forward(targets, 0, Transform(), frozenset({"logp"})))
     assert found.spread is None and found.total is None
 
 
@@ -55,7 +57,7 @@ def test_partials_onto_earlier_tiles():
     for start in range(0, v, tile_width):
         columns = slice(start, min(v, start + tile_width))
         running = triton_backend.partials(
-            raw[:, columns], targets, columns.start, transform, NEEDS, onto=running
+            raw[:, columns], Forward(targets, columns.start, transform, NEEDS), onto=running
         )
     assert_statistics(running, raw, targets, 0, transform)
 
@@ -70,9 +72,9 @@ def test_partials_into_poisoned_memory_with_minus_infinity():
     running = None
     for columns in (slice(0, 64), slice(64, 130)):
         running = triton_backend.partials(
-            raw[:, columns], targets, columns.start, Transform(), NEEDS, onto=running
+            raw[:, columns], Forward(targets, columns.start, Transform(), NEEDS), onto=running
         )
-    exact = reference.partials(raw.double(), targets, 0, Transform(), NEEDS)
+    exact = reference.partials(raw.double(), Forward(targets, 0, Transform(), NEEDS))
     needs = frozenset({"logp", "lse", "entropy"})
     stats, oracle = finish(running, v, needs)[0], finish(exact, v, needs)[0]
     for name in needs:
@@ -87,7 +89,7 @@ def test_rest_keeps_its_digits():
     raw[0, 7] = 0.0
     raw[1, 7] = raw[1, 499] = 0.0
     targets = torch.full((2,), 7, device=DEVICE)
-    found = triton_backend.partials(raw, targets, 0, Transform(), frozenset({"logp"}))
+    found = triton_backend.partials(raw, Forward(targets, 0, Transform(), frozenset({"logp"})))
     expected = torch.tensor([499 * math.exp(-20), 1 + 498 * math.exp(-20)], device=DEVICE)
     torch.testing.assert_close(found.rest, expected, rtol=2e-6, atol=0)
 
@@ -99,19 +101,21 @@ GRADIENTS = ["tp", "p", "t", "tpe", "tpu", "tpeu"]
 @pytest.mark.parametrize("which", GRADIENTS)
 def test_gradient(which, name, monkeypatch):
     """A tile that starts at column 40 of the vocabulary, in other memory, for every dtype."""
-    monkeypatch.setattr("headloss.kernels.triton_partials.BLOCK", 64)
+    monkeypatch.setattr("headloss.kernels.triton.statistics.BLOCK", 64)
     n, v, first = 4, 97, 40
     transform, c = transforms(n)[name], coefficients_of(n, which)
     targets = torch.tensor([41, 3, 136, 40 + v], device=DEVICE)
     for dtype, out_dtype in zip(DTYPES, OUT_DTYPES, strict=True):
         raw = tile(n, v, dtype)
-        exact = reference.partials(raw.double(), targets, first, in_float64(transform), NEEDS)
+        exact = reference.partials(
+            raw.double(), Forward(targets, first, in_float64(transform), NEEDS)
+        )
         normalizer = finish(exact, v, frozenset())[1]
         normalizer = Normalizer(normalizer.peak.float(), normalizer.log_sum.float())
         oracle = oracle_gradient(raw, targets, first, transform, normalizer, c)
         out = torch.full((n, v + 5), math.nan, dtype=out_dtype, device=DEVICE)
         found = triton_backend.logit_gradient_(
-            raw, targets, first, transform, normalizer, c, out=out[:, :v]
+            raw, Backward(targets, first, transform, normalizer, c), out=out[:, :v]
         )
         assert found.shape == (n, v) and out[:, v:].isnan().all()
         # Normalizers are fp32, so log p is good to a few 1e-7 times its size.
@@ -130,11 +134,11 @@ def test_gradient(which, name, monkeypatch):
 @pytest.mark.parametrize("keep", ["11111", "10110", "00011", "00000"])
 def test_gradient_in_place_and_dense(dtype, out_dtype, keep, monkeypatch):
     """Over the raw memory, also narrower than it, and only the rows that carry gradient."""
-    monkeypatch.setattr("headloss.kernels.triton_partials.BLOCK", 128)
+    monkeypatch.setattr("headloss.kernels.triton.statistics.BLOCK", 128)
     n, v = 5, 600
     raw, targets, c = tile(n, v, dtype, pad=4), targets_of(n, v), coefficients_of(n, "tpe")
     transform = transforms(n)["capped rows"]
-    exact = reference.partials(raw.double(), targets, 0, in_float64(transform), NEEDS)
+    exact = reference.partials(raw.double(), Forward(targets, 0, in_float64(transform), NEEDS))
     normalizer = Normalizer(*(t.float() for t in finish(exact, v, frozenset())[1]))
     oracle = oracle_gradient(raw, targets, 0, transform, normalizer, c)
     mask = torch.tensor([k == "1" for k in keep], device=DEVICE)
@@ -144,7 +148,7 @@ def test_gradient_in_place_and_dense(dtype, out_dtype, keep, monkeypatch):
     assert sorted(rows.tolist()) == mask.nonzero().flatten().tolist()
     out = triton_backend.narrowed(raw, out_dtype)
     found = triton_backend.logit_gradient_(
-        raw, targets, 0, transform, normalizer, c, out=out, order=order
+        raw, Backward(targets, 0, transform, normalizer, c), out=out, order=order
     )
     assert found.data_ptr() == raw.data_ptr()
     if count:
@@ -155,16 +159,12 @@ def test_power_of_two_scaling_is_exact():
     """Coefficients scaled by 2^k scale a bf16 gradient by exactly that."""
     raw, targets, c = tile(3, 97, torch.float32), targets_of(3, 97), coefficients_of(3, "tpe")
     normalizer = finish(
-        triton_backend.partials(raw, targets, 0, Transform(), NEEDS), 97, frozenset()
+        triton_backend.partials(raw, Forward(targets, 0, Transform(), NEEDS)), 97, frozenset()
     )[1]
     small, large = (
         triton_backend.logit_gradient_(
             raw,
-            targets,
-            0,
-            Transform(),
-            normalizer,
-            c.map(lambda t, k=k: t * 2.0**k),
+            Backward(targets, 0, Transform(), normalizer, c.map(lambda t, k=k: t * 2.0**k)),
             out=torch.empty_like(raw, dtype=torch.bfloat16),
         )
         for k in (0, 10)
@@ -174,7 +174,7 @@ def test_power_of_two_scaling_is_exact():
 
 @pytest.mark.parametrize("block", [4, 2048])
 def test_dense_order_reads_no_row_after_it_is_written(block, monkeypatch):
-    monkeypatch.setattr("headloss.kernels.triton_order.BLOCK", block)
+    monkeypatch.setattr("headloss.kernels.triton.order.BLOCK", block)
     for pattern in itertools.product((False, True), repeat=6):
         kept = [i for i, k in enumerate(pattern) if k]
         rows, count = triton_backend.dense_order(torch.tensor(pattern, device=DEVICE), 4)
@@ -191,17 +191,20 @@ def test_bad_tiles_are_named():
     targets = torch.zeros(4, dtype=torch.int64, device=DEVICE)
     with pytest.raises(TypeError, match="float64"):
         triton_backend.partials(
-            torch.zeros(4, 8, dtype=torch.float64, device=DEVICE), targets, 0, Transform(), NEEDS
+            torch.zeros(4, 8, dtype=torch.float64, device=DEVICE),
+            Forward(targets, 0, Transform(), NEEDS),
         )
     with pytest.raises(ValueError, match="unit stride"):
         triton_backend.partials(
-            torch.zeros(8, 4, device=DEVICE).t(), targets, 0, Transform(), NEEDS
+            torch.zeros(8, 4, device=DEVICE).t(), Forward(targets, 0, Transform(), NEEDS)
         )
     raw = torch.zeros(4, 16, device=DEVICE)
     normalizer = Normalizer(torch.zeros(4, device=DEVICE), torch.zeros(4, device=DEVICE))
     with pytest.raises(ValueError, match="separate memory"):
         triton_backend.logit_gradient_(
-            raw[:, 8:], targets, 0, Transform(), normalizer, Coefficients(), out=raw[:, :8]
+            raw[:, 8:],
+            Backward(targets, 0, Transform(), normalizer, Coefficients()),
+            out=raw[:, :8],
         )
 
 
@@ -210,14 +213,14 @@ def test_offsets_beyond_two_to_the_31():
     n, v = 9000, 262144
     raw = torch.randn(n, v, device=DEVICE, dtype=torch.bfloat16)
     targets = torch.randint(v, (n,), device=DEVICE)
-    found = triton_backend.partials(raw, targets, 0, Transform(), NEEDS)
+    found = triton_backend.partials(raw, Forward(targets, 0, Transform(), NEEDS))
     last = slice(n - 5, n)
     part = Partials(**{k: getattr(found, k)[last] for k in vars(found)})
     assert_statistics(part, raw[last], targets[last], 0, Transform())
     oracle_raw = raw[last].clone()
     c = coefficients_of(n, "tpe")
     _, normalizer = finish(found, v, NEEDS)
-    triton_backend.logit_gradient_(raw, targets, 0, Transform(), normalizer, c)
+    triton_backend.logit_gradient_(raw, Backward(targets, 0, Transform(), normalizer, c))
     oracle = oracle_gradient(
         oracle_raw,
         targets[last],

@@ -13,8 +13,11 @@ from triton_cases import DEVICE, EPS, coefficients_of, error, in_float64, target
 
 import headloss as hl
 from headloss import products
-from headloss.kernels import reference, reference_divergence, triton_divergence
-from headloss.kernels.pair import Others, Side
+from headloss.kernels import reference
+from headloss.kernels import reference as reference_divergence
+from headloss.kernels import triton as triton_divergence
+from headloss.kernels.interface import Backward, Forward
+from headloss.kernels.pair import Outcomes, Pair, Side
 from headloss.kernels.transform import Transform
 from headloss.stats import Coefficients, Normalizer, finish
 from headloss.testing import trained_looking, within_budget
@@ -35,8 +38,8 @@ PAIRS = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Every row is several blocks, the last of them ragged."""
-    monkeypatch.setattr("headloss.kernels.triton_pair.BLOCK", 64)
-    monkeypatch.setattr("headloss.kernels.triton_partials.BLOCK", 64)
+    monkeypatch.setattr("headloss.kernels.triton.pair.BLOCK", 64)
+    monkeypatch.setattr("headloss.kernels.triton.statistics.BLOCK", 64)
 
 
 def narrow(normalizer: Normalizer) -> Normalizer:
@@ -50,7 +53,9 @@ def wide(normalizer: Normalizer) -> Normalizer:
 def normalizer_of(raw, transform) -> Normalizer:
     """Of a whole row, rounded to float32."""
     nowhere = torch.full((len(raw),), -1, device=DEVICE)
-    exact = reference.partials(raw.double(), nowhere, 0, in_float64(transform), frozenset())
+    exact = reference.partials(
+        raw.double(), Forward(nowhere, 0, in_float64(transform), frozenset())
+    )
     return narrow(finish(exact, 1, frozenset())[1])
 
 
@@ -87,11 +92,13 @@ def pair_of(n, v, dtype, teacher_dtype=None):
 def test_divergence(n, v, dtype, teacher_dtype, name, kind):
     raw, raw_teacher = pair_of(n, v, dtype, teacher_dtype)
     p, q = sides(raw, raw_teacher, PAIRS[name])
-    found = triton_divergence.divergence(raw, raw_teacher, p, q, kind, BETA)
+    found = triton_divergence.divergence(raw, raw_teacher, Pair(p, q, kind, BETA))
     exact = reference_divergence.divergence(
-        raw.double(), raw_teacher.double(), in_double(p), in_double(q), kind, BETA
+        raw.double(), raw_teacher.double(), Pair(in_double(p), in_double(q), kind, BETA)
     )
-    plain = reference_divergence.divergence(raw.float(), raw_teacher.float(), p, q, kind, BETA)
+    plain = reference_divergence.divergence(
+        raw.float(), raw_teacher.float(), Pair(p, q, kind, BETA)
+    )
     for i in range(2 if kind != "forward_kl" else 1):
         assert within_budget(found[i], exact[i], plain[i]), (i, error(found[i], exact[i]))
 
@@ -101,12 +108,12 @@ def test_divergence_onto_earlier_tiles(kind):
     n, v, width = 2, 200, 75
     raw, raw_teacher = pair_of(n, v, torch.float32)
     p, q = sides(raw, raw_teacher, PAIRS["capped"])
-    whole = triton_divergence.divergence(raw, raw_teacher, p, q, kind, BETA)
+    whole = triton_divergence.divergence(raw, raw_teacher, Pair(p, q, kind, BETA))
     running = None
     for start in range(0, v, width):
         part = slice(start, start + width)
         running = triton_divergence.divergence(
-            raw[:, part], raw_teacher[:, part], p, q, kind, BETA, running
+            raw[:, part], raw_teacher[:, part], Pair(p, q, kind, BETA), running
         )
     torch.testing.assert_close(running, whole, rtol=2e-6, atol=1e-7)
 
@@ -115,10 +122,12 @@ def test_divergence_onto_earlier_tiles(kind):
 def test_no_divergence_from_oneself(kind):
     raw = tile(3, 97, torch.float32)
     p, q = sides(raw, raw, PAIRS["plain"])
-    found = triton_divergence.divergence(raw, raw, p, q, kind, BETA)
+    found = triton_divergence.divergence(raw, raw, Pair(p, q, kind, BETA))
     assert not found.any()
     weight = torch.ones(3, device=DEVICE)
-    gradient = triton_divergence.divergence_gradient_(raw, raw, p, q, kind, BETA, found[1], weight)
+    gradient = triton_divergence.divergence_gradient_(
+        raw, raw, Pair(p, q, kind, BETA), found[1], weight
+    )
     assert not gradient.any()
 
 
@@ -128,10 +137,10 @@ def test_a_small_mixture_divergence_keeps_its_digits():
     raw_teacher = raw + 1e-4 * torch.randn(4, 97).to(DEVICE)
     p, q = sides(raw, raw_teacher, PAIRS["plain"])
     arguments = ("js", 0.5)
-    found = triton_divergence.divergence(raw, raw_teacher, p, q, *arguments)[0]
-    plain = reference_divergence.divergence(raw, raw_teacher, p, q, *arguments)[0]
-    pair = (raw.double(), raw_teacher.double(), in_double(p), in_double(q))
-    exact = reference_divergence.divergence(*pair, *arguments)[0]
+    found = triton_divergence.divergence(raw, raw_teacher, Pair(p, q, *arguments))[0]
+    plain = reference_divergence.divergence(raw, raw_teacher, Pair(p, q, *arguments))[0]
+    pair = (raw.double(), raw_teacher.double(), Pair(in_double(p), in_double(q), *arguments))
+    exact = reference_divergence.divergence(*pair)[0]
     assert (found - exact).abs().max() <= 3 * (plain - exact).abs().max() + 1e-11
 
 
@@ -143,16 +152,16 @@ def test_ruled_out_tokens(kind):
     raw_teacher[:, 64:128] = -math.inf
     raw[1, 5] = -math.inf
     p, q = sides(raw, raw_teacher, PAIRS["plain"])
-    found = triton_divergence.divergence(raw, raw_teacher, p, q, kind, BETA)
-    pair = (raw.double(), raw_teacher.double(), in_double(p), in_double(q))
-    exact = reference_divergence.divergence(*pair, kind, BETA)
+    found = triton_divergence.divergence(raw, raw_teacher, Pair(p, q, kind, BETA))
+    pair = (raw.double(), raw_teacher.double(), Pair(in_double(p), in_double(q), kind, BETA))
+    exact = reference_divergence.divergence(*pair)
     assert error(found, exact) <= 1e-6
     weight = torch.ones(3, device=DEVICE)
     gradient = triton_divergence.divergence_gradient_(
-        raw, raw_teacher, p, q, kind, BETA, found[1], weight
+        raw, raw_teacher, Pair(p, q, kind, BETA), found[1], weight
     )
     oracle = reference_divergence.divergence_gradient_(
-        *pair, kind, BETA, found[1].double(), weight.double()
+        *pair, found[1].double(), weight.double()
     )
     assert error(gradient, oracle) <= 3e-6
 
@@ -160,7 +169,7 @@ def test_ruled_out_tokens(kind):
 # ---------------------------------------------------------------------- act two
 
 
-def others_of(n, v, which, transform, dtype=None) -> Others:
+def others_of(n, v, which, transform, dtype=None) -> Backward:
     """A tile that starts at column 40 of the vocabulary, at the head's own temperature."""
     own = Transform(
         scale=transform.scale,
@@ -169,10 +178,10 @@ def others_of(n, v, which, transform, dtype=None) -> Others:
     )
     normalizer = normalizer_of(tile(n, v, torch.float32), own)
     targets = targets_of(n, v) + 40
-    return Others(targets, 40, own, normalizer, coefficients_of(n, which), dtype)
+    return Backward(targets, 40, own, normalizer, coefficients_of(n, which), dtype)
 
 
-def others_in_double(others: Others) -> Others:
+def others_in_double(others: Backward) -> Backward:
     return others._replace(
         transform=in_float64(others.transform),
         normalizer=wide(others.normalizer),
@@ -187,10 +196,7 @@ def references(raw, raw_teacher, p, q, kind, pivot, weight, extra=None, others=N
     plain = reference_divergence.divergence_gradient_(
         raw.float().clone(),
         raw_teacher.float(),
-        p,
-        q,
-        kind,
-        BETA,
+        Pair(p, q, kind, BETA),
         pivot,
         weight,
         copy,
@@ -199,10 +205,7 @@ def references(raw, raw_teacher, p, q, kind, pivot, weight, extra=None, others=N
     exact = reference_divergence.divergence_gradient_(
         raw.double().clone(),
         raw_teacher.double(),
-        in_double(p),
-        in_double(q),
-        kind,
-        BETA,
+        Pair(in_double(p), in_double(q), kind, BETA),
         pivot.double(),
         weight.double(),
         None if extra is None else extra.double().clone(),
@@ -227,12 +230,12 @@ def test_gradient(name, kind, which):
     for dtype in dtypes if which == "tpeu" else dtypes[:1]:
         raw, raw_teacher = pair_of(n, v, dtype, torch.bfloat16)
         p, q = sides(raw, raw_teacher, PAIRS[name])
-        pivot = triton_divergence.divergence(raw, raw_teacher, p, q, kind, BETA)[1]
+        pivot = triton_divergence.divergence(raw, raw_teacher, Pair(p, q, kind, BETA))[1]
         others = None if which is None else others_of(n, v, which, p.transform)
         both = references(raw, raw_teacher, p, q, kind, pivot, weight, None, others)
         before, teacher_before = raw.clone(), raw_teacher.clone()
         found = triton_divergence.divergence_gradient_(
-            raw, raw_teacher, p, q, kind, BETA, pivot, weight, None, others
+            raw, raw_teacher, Pair(p, q, kind, BETA), pivot, weight, None, others
         )
         in_place = found.data_ptr() == raw.data_ptr()
         assert in_place == (others is not None) and (in_place or torch.equal(raw, before))
@@ -247,11 +250,11 @@ def test_gradient_narrows_in_place_onto_another_part(out_dtype):
     raw, raw_teacher = pair_of(n, v, torch.float32)
     p, q = sides(raw, raw_teacher, PAIRS["capped"])
     weight, extra = torch.randn(n, device=DEVICE), torch.randn(n, v, device=DEVICE)
-    pivot = triton_divergence.divergence(raw, raw_teacher, p, q, "js", BETA)[1]
+    pivot = triton_divergence.divergence(raw, raw_teacher, Pair(p, q, "js", BETA))[1]
     others = others_of(n, v, "tpe", p.transform, out_dtype)
     both = references(raw, raw_teacher, p, q, "js", pivot, weight, extra, others)
     alone = references(raw, raw_teacher, p, q, "js", pivot, weight, extra)
-    arguments = (raw_teacher, p, q, "js", BETA, pivot, weight, extra)
+    arguments = (raw_teacher, Pair(p, q, "js", BETA), pivot, weight, extra)
     onto = triton_divergence.divergence_gradient_(raw, *arguments[:-1], extra.clone())
     assert_gradient(onto, alone, torch.float32)
     found = triton_divergence.divergence_gradient_(raw, *arguments, others)
@@ -267,7 +270,7 @@ def test_poison_where_the_weight_is_zero():
     weight = torch.tensor([1.0, 0.0, 1.0], device=DEVICE)
     for kind in KINDS:
         found = triton_divergence.divergence_gradient_(
-            raw, raw_teacher, p, q, kind, BETA, pivot, weight
+            raw, raw_teacher, Pair(p, q, kind, BETA), pivot, weight
         )
         assert found.isfinite().all() and not found[1].any() and found[0].any()
 
@@ -276,11 +279,11 @@ def test_nothing_at_all():
     raw, raw_teacher = tile(0, 97, torch.float32), tile(0, 97, torch.float32)
     nothing = torch.zeros(0, device=DEVICE)
     side = Side(Transform(), Normalizer(nothing, nothing))
-    found = triton_divergence.divergence(raw, raw_teacher, side, side, "js", BETA)
+    found = triton_divergence.divergence(raw, raw_teacher, Pair(side, side, "js", BETA))
     assert found.shape == (2, 0)
-    others = Others(nothing.long(), 0, Transform(), side.normalizer, Coefficients())
+    others = Backward(nothing.long(), 0, Transform(), side.normalizer, Coefficients())
     found = triton_divergence.divergence_gradient_(
-        raw, raw_teacher, side, side, "js", BETA, nothing, nothing, None, others
+        raw, raw_teacher, Pair(side, side, "js", BETA), nothing, nothing, None, others
     )
     assert found.shape == (0, 97)
 
@@ -333,16 +336,13 @@ def test_sparse_gradient(name, which):
     others = None if which is None else others_of(n, v, which, transform)
     oracle = reference_divergence.sparse_gradient_(
         raw.double().clone(),
-        columns,
-        in_double(tail),
-        slopes.double(),
-        slope_tail.double(),
+        Outcomes(columns, in_double(tail), slopes.double(), slope_tail.double()),
         weight.double(),
         extra.double(),
         None if others is None else others_in_double(others),
     )
     found = triton_divergence.sparse_gradient_(
-        raw, columns, tail, slopes, slope_tail, weight, extra, others
+        raw, Outcomes(columns, tail, slopes, slope_tail), weight, extra, others
     )
     assert error(found, oracle) <= 3e-6
 

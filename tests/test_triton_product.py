@@ -18,7 +18,9 @@ from triton_cases import (
     transforms,
 )
 
-from headloss.kernels import reference, triton_backend
+from headloss.kernels import reference
+from headloss.kernels import triton as triton_backend
+from headloss.kernels.interface import Backward, Forward, Held
 from headloss.kernels.transform import Transform
 from headloss.stats import Coefficients, Normalizer, Partials, finish, merge
 
@@ -38,15 +40,15 @@ def head(n: int, h: int, v: int, *, first: int = 0, dtype: torch.dtype = SIXTEEN
     return x, w, targets, x.double() @ w.double().t()
 
 
-def poisoned_held(n: int, v: int) -> triton_backend.Held:
-    held = triton_backend.Held.empty(n, v, DEVICE)
+def poisoned_held(n: int, v: int) -> Held:
+    held = Held.empty(torch.empty(n, 1, dtype=SIXTEEN, device=DEVICE), v)
     held.terms.fill_(math.nan)
     held.reference.fill_(math.nan)
     return held
 
 
 def exact_gradient(raw, targets, first, transform, coefficients):
-    exact = reference.partials(raw, targets, first, in_float64(transform), NEEDS)
+    exact = reference.partials(raw, Forward(targets, first, in_float64(transform), NEEDS))
     normalizer = finish(exact, raw.shape[1], frozenset())[1]
     return oracle_gradient(raw, targets, first, transform, normalizer, coefficients)
 
@@ -65,8 +67,8 @@ def test_product_partials(name, needs):
     n, v, first = 5, 300, 50
     x, w, targets, raw = head(n, 72, v, first=first)
     transform = transforms(n)[name]
-    found = triton_backend.product_partials(x, w, targets, first, transform, needs)
-    exact = reference.partials(raw, targets, first, in_float64(transform), NEEDS)
+    found = triton_backend.product_partials(x, w, Forward(targets, first, transform, needs))
+    exact = reference.partials(raw, Forward(targets, first, in_float64(transform), NEEDS))
     assert_close_statistics(found, exact, v, needs)
 
 
@@ -76,16 +78,16 @@ def test_product_partials_of_two_shards_merge():
     targets[1] = 280
     needs = NEEDS
     parts = [
-        triton_backend.product_partials(x, w[c], targets, c.start, Transform(), needs)
+        triton_backend.product_partials(x, w[c], Forward(targets, c.start, Transform(), needs))
         for c in (slice(0, 100), slice(100, v))
     ]
-    exact = reference.partials(raw, targets, 0, Transform(), NEEDS)
+    exact = reference.partials(raw, Forward(targets, 0, Transform(), NEEDS))
     assert_close_statistics(merge(*parts), exact, v)
 
 
 def test_product_of_no_tokens():
     x, w, targets, _ = head(2, 64, 40)
-    found = triton_backend.product_partials(x[:0], w, targets[:0], 0, Transform(), NEEDS)
+    found = triton_backend.product_partials(x[:0], w, Forward(targets[:0], 0, Transform(), NEEDS))
     assert all(value.shape == (0,) for value in vars(found).values())
 
 
@@ -99,13 +101,15 @@ def test_held_gradient(which, name):
     if "t" in which:
         c = replace(c, prob=-c.target)
     held = poisoned_held(n, v)
-    found = triton_backend.product_partials(x, w, targets, first, transform, NEEDS, held=held)
+    found = triton_backend.product_partials(
+        x, w, Forward(targets, first, transform, NEEDS), held=held
+    )
     assert not held.terms.isnan().any()
     normalizer = finish(found, v, frozenset())[1]
-    given = (targets, first, transform, normalizer, c, found.target)
+    given = (Backward(targets, first, transform, normalizer, c), found.target)
     oracle = exact_gradient(raw, targets, first, transform, c)
     if triton_backend.is_multiple(transform, c):
-        copy = triton_backend.Held(terms=held.terms.clone(), reference=held.reference)
+        copy = Held(terms=held.terms.clone(), reference=held.reference)
         multiple = triton_backend.held_multiple_(copy, *given)
         got = copy.terms.double() * multiple.double().unsqueeze(1)
         # Row by row: a likely target's row is small, and must be good all the same.
@@ -130,12 +134,12 @@ def test_product_gradient(which, name):
     transform, c = transforms(n)[name], coefficients_of(n, which)
     if which.startswith("tp"):
         c = replace(c, prob=-c.target)
-    exact = reference.partials(raw, targets, first, in_float64(transform), NEEDS)
+    exact = reference.partials(raw, Forward(targets, first, in_float64(transform), NEEDS))
     stats, normalizer = finish(exact, v, frozenset({"logp"}))
     oracle = oracle_gradient(raw, targets, first, transform, normalizer, c)
     single = Normalizer(*(t.float() for t in normalizer))
     got = triton_backend.product_gradient(
-        x, w, targets, first, transform, single, c, stats.logp.float()
+        x, w, Backward(targets, first, transform, single, c), stats.logp.float()
     )
     assert got.shape == (n, v) and got.dtype == x.dtype
     # Row by row: a likely target's row is small. (What float16 cannot hold is 6e-8 at most.)
@@ -153,14 +157,16 @@ def test_tokens_far_above_their_reference_are_done_again():
     assert (raw.max(1).values - raw.gather(1, targets[:, None])[:, 0])[:2].min() > 100
     held = poisoned_held(n, v)
     needs = frozenset({"logp", "lse", "entropy"})
-    found = triton_backend.product_partials(x, w, targets, 0, Transform(), needs, held=held)
-    exact = reference.partials(raw, targets, 0, Transform(), NEEDS)
+    found = triton_backend.product_partials(
+        x, w, Forward(targets, 0, Transform(), needs), held=held
+    )
+    exact = reference.partials(raw, Forward(targets, 0, Transform(), NEEDS))
     assert_close_statistics(found, exact, v, needs)
     normalizer = finish(found, v, frozenset())[1]
     c = coefficients_of(n, "tp")
     oracle = exact_gradient(raw, targets, 0, Transform(), c)
     multiple = triton_backend.held_multiple_(
-        held, targets, 0, Transform(), normalizer, c, found.target
+        held, Backward(targets, 0, Transform(), normalizer, c), found.target
     )
     got = held.terms.double() * multiple.double().unsqueeze(1)
     assert error(got, oracle) <= 2 * HELD_EPS
@@ -171,14 +177,16 @@ def test_rows_without_coefficients_have_no_gradient():
     n, v = 3, 100
     x, w, targets, raw = head(n, 64, v)
     held = poisoned_held(n, v)
-    found = triton_backend.product_partials(x, w, targets, 0, Transform(), NEEDS, held=held)
+    found = triton_backend.product_partials(
+        x, w, Forward(targets, 0, Transform(), NEEDS), held=held
+    )
     normalizer = finish(found, v, frozenset())[1]
     c = Coefficients(
         target=torch.tensor([0.0, 0.0, 2.0], device=DEVICE),
         prob=torch.tensor([0.0, -1.0, 0.0], device=DEVICE),
     )
     multiple = triton_backend.held_multiple_(
-        held, targets, 0, Transform(), normalizer, c, found.target
+        held, Backward(targets, 0, Transform(), normalizer, c), found.target
     )
     oracle = exact_gradient(raw, targets, 0, Transform(), c)
     got = held.terms.double() * multiple.double().unsqueeze(1)
@@ -192,7 +200,7 @@ def test_product_keeps_the_digits_of_a_nearly_certain_token():
     w[500, 1], x[1, 1] = 20, 1  # an equal logit in another block
     targets = torch.full((3,), 7, device=DEVICE)
     needs = frozenset({"logp", "entropy"})
-    found = triton_backend.product_partials(x, w, targets, 0, Transform(), needs)
+    found = triton_backend.product_partials(x, w, Forward(targets, 0, Transform(), needs))
     small = math.exp(-20)
     expected = torch.tensor([599 * small, 1 + 598 * small, 599 * small], device=DEVICE)
     torch.testing.assert_close(found.rest, expected, rtol=3e-6, atol=0)
@@ -203,7 +211,7 @@ def test_product_names_what_it_cannot_take():
     targets = torch.zeros(4, dtype=torch.int64, device=DEVICE)
     assert not triton_backend.can_fuse(x, w)
     with pytest.raises(ValueError, match="16 bytes"):
-        triton_backend.product_partials(x, w, targets, 0, Transform(), NEEDS)
+        triton_backend.product_partials(x, w, Forward(targets, 0, Transform(), NEEDS))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -251,10 +259,12 @@ def test_capture_in_a_graph_and_the_same_bits_twice():
     c = coefficients_of(n, "tp")
 
     def run() -> tuple[torch.Tensor, ...]:
-        held = triton_backend.Held.empty(n, v, DEVICE)
-        found = triton_backend.product_partials(x, w, targets, 0, Transform(), needs, held=held)
+        held = Held.empty(torch.empty(n, 1, dtype=SIXTEEN, device=DEVICE), v)
+        found = triton_backend.product_partials(
+            x, w, Forward(targets, 0, Transform(), needs), held=held
+        )
         stats, normalizer = finish(found, v, needs)
-        given = (targets, 0, Transform(), normalizer, c, found.target)
+        given = (Backward(targets, 0, Transform(), normalizer, c), found.target)
         multiple = triton_backend.held_multiple_(held, *given)
         return stats.logp, stats.entropy, held.terms, multiple
 

@@ -17,6 +17,7 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 from headloss.kernels import reference  # noqa: E402
+from headloss.kernels.interface import Backward, Forward  # noqa: E402
 from headloss.kernels.transform import Transform  # noqa: E402
 from headloss.stats import Coefficients, Normalizer, Partials, finish  # noqa: E402
 
@@ -84,8 +85,8 @@ def error(found, oracle) -> float:
 def assert_statistics(found: Partials, raw, targets, first, transform) -> Normalizer:
     """Within 3 times the error of the reference in float32, and a relative 1e-6."""
     v = raw.shape[1]
-    exact = reference.partials(raw.double(), targets, first, in_float64(transform), NEEDS)
-    plain = reference.partials(raw.float(), targets, first, transform, NEEDS)
+    exact = reference.partials(raw.double(), Forward(targets, first, in_float64(transform), NEEDS))
+    plain = reference.partials(raw.float(), Forward(targets, first, transform, NEEDS))
     oracle, normalizer = finish(exact, v, NEEDS)
     torch_stats, _ = finish(plain, v, NEEDS)
     stats, _ = finish(found, v, NEEDS)
@@ -102,9 +103,11 @@ def oracle_gradient(raw, targets, first, transform, normalizer, coefficients):
     wide = raw.double().contiguous().clone()
     return reference.logit_gradient_(
         wide,
-        targets,
-        first,
-        in_float64(transform),
-        normalizer,
-        coefficients.map(lambda t: t.double()),
+        Backward(
+            targets,
+            first,
+            in_float64(transform),
+            normalizer,
+            coefficients.map(lambda t: t.double()),
+        ),
     )

@@ -1,12 +1,13 @@
-"""Backends: the acts over a tile of logits. Each is a module; none imports another."""
+"""Backends: each is a package that has the acts of `interface.Kernels`; none imports another."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from types import ModuleType
 
 import torch
+
+from .interface import Kernels
 
 
 def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -24,15 +25,15 @@ def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     return backend
 
 
-def load(backend: str) -> tuple[ModuleType, ModuleType]:
-    """The acts of a backend, and its acts of full-distribution distillation."""
+def load(backend: str) -> Kernels:
+    """The acts of a backend."""
     if backend == "reference":
-        from . import reference, reference_divergence
+        from . import reference
 
-        return reference, reference_divergence
-    from . import triton_backend, triton_divergence
+        return reference
+    from . import triton
 
-    return triton_backend, triton_divergence
+    return triton
 
 
 def can_hold_terms(backend: str, dtype: torch.dtype, weight: torch.Tensor) -> bool:
@@ -41,7 +42,7 @@ def can_hold_terms(backend: str, dtype: torch.dtype, weight: torch.Tensor) -> bo
         return False
     if weight.dtype != dtype:  # autocast makes a contiguous one
         return weight.shape[1] % 8 == 0
-    from .triton_backend import can_fuse
+    from .triton import can_fuse
 
     return can_fuse(weight, weight)
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..stats import Coefficients, Normalizer
+from ..stats import Normalizer
 from .transform import Transform
 
 
@@ -35,28 +35,22 @@ class Side(NamedTuple):
         return Side(self.transform.rows(rows), self.normalizer.rows(rows))
 
 
-class Others(NamedTuple):
-    """The rest of the objective on the student's tile: what `logit_gradient_` takes after it.
+class Pair(NamedTuple):
+    """A student's logits beside a teacher's. The transforms' temperature is the term's."""
 
-    The transform differs from that of the student's side in its temperature alone.
-    """
+    student: Side
+    teacher: Side
+    kind: str
+    beta: float
 
-    targets: Tensor  # [n]
-    first: int
-    transform: Transform
-    normalizer: Normalizer  # [n]
-    coefficients: Coefficients  # [n]
-    dtype: torch.dtype | None = None
 
-    def rows(self, rows: slice) -> Others:
-        """Of some of the tokens, in the tile's own dtype."""
-        return Others(
-            self.targets[rows],
-            self.first,
-            self.transform.rows(rows),
-            self.normalizer.rows(rows),
-            self.coefficients.map(lambda t: t[rows]),
-        )
+class Outcomes(NamedTuple):
+    """Stored outcomes of a top-k teacher, and the slopes of a function of them."""
+
+    columns: Tensor  # [n, K] of the tile; any value outside [0, v) is not in it
+    tail: Side  # the softmax over all tokens but the stored ones
+    slope_stored: Tensor  # [n, K] d/dz of the stored ones
+    slope_tail: Tensor  # [n] d/d log-sum-exp of the others
 
 
 def against_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:

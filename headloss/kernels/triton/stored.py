@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..stats import Partials
-from .pair import Others, Side
-from .transform import Transform
-from .triton_pair import Stored, block_width, launch
-from .triton_partials import (
+from ...stats import Partials
+from ..interface import Backward
+from ..pair import Outcomes
+from ..transform import Transform
+from .pair import Stored, block_width, launch
+from .statistics import (
     WARPS,
     block_partials,
     check_tile,
@@ -106,16 +107,12 @@ def tail_partials(
 
 def sparse_gradient_(
     raw: Tensor,  # [n, v]
-    columns: Tensor,  # [n, K] columns of this tile, any value outside [0, v) is not in it
-    tail: Side,  # the softmax over all tokens but the stored ones
-    slope_stored: Tensor,  # [n, K] d/dz of the stored ones
-    slope_tail: Tensor,  # [n] d/d log-sum-exp of the others
+    outcomes: Outcomes,
     weight: Tensor,  # [n] of both; where it is 0 they may hold anything
     extra: Tensor | None = None,  # [n, v] float32, another part of d/draw
-    others: Others | None = None,
+    others: Backward | None = None,
 ) -> Tensor:
-    """d/draw of a function of (z of the stored tokens, lse of the rest), plus `extra`, [n, v]; with
-    `others`, the gradient of the whole objective, in raw's memory."""
+    columns, tail, slope_stored, slope_tail = outcomes
     stored = Stored.of(columns, raw.shape[1], block_width(raw.shape[1]))
     slopes = slope_stored.gather(1, stored.order)
     return launch(

@@ -1,7 +1,7 @@
 """The two walks along a row of logits in Triton, and what stands between them.
 
 z = transform(raw), P parts of a row, side by side. The first walk gives the partial statistics of
-the row, the second its gradient; `triton_given.py` puts them together.
+the row, the second its gradient; `given.py` puts them together.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_partials import FLOOR, tanh
+from .statistics import FLOOR, tanh
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no difference of peaks is NaN

@@ -1,4 +1,4 @@
-"""The acts of full-distribution distillation over a tile, in plain PyTorch; see `pair.py`.
+"""The acts of full-distribution distillation over a tile, in plain PyTorch; see `kernels.pair`.
 
 n tokens, v columns, K stored outcomes of a top-k teacher.
 """
@@ -10,40 +10,34 @@ import math
 import torch
 from torch import Tensor
 
-from ..stats import FLOOR, Partials, merge
-from .pair import Others, Side, against_mixture, phi
-from .reference import _blocks, logit_gradient_, partials
-from .transform import Transform
+from ...stats import FLOOR, Partials, merge
+from ..interface import Backward, Forward
+from ..pair import Outcomes, Pair, Side, against_mixture, phi
+from ..transform import Transform
+from .tile import blocks, logit_gradient_, partials, wide
 
 IDENTITY = Transform()
 NOTHING: frozenset[str] = frozenset()
 
 
 def readable(tile: Tensor, dtype: torch.dtype) -> Tensor:
-    """A teacher's tile in a form that these acts read, with the tile's memory where it serves."""
     return tile.to(dtype)
 
 
 def _log_p(side: Side, raw: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
     """z and log softmax(z) of some rows."""
     part = side.rows(rows)
-    z = part.transform(raw[rows])
+    z = part.transform(raw[rows].to(wide(raw.dtype)))
     log_p = z - part.normalizer.peak.unsqueeze(1)
     return z, log_p.sub_(part.normalizer.log_sum.unsqueeze(1)).clamp_min_(FLOOR)
 
 
 def divergence(
-    raw: Tensor,  # [n, v]
-    raw_teacher: Tensor,  # [n, v]
-    student: Side,
-    teacher: Side,
-    kind: str,
-    beta: float,
-    onto: Tensor | None = None,  # [2, n], updated in place
-) -> Tensor:
-    """[2, n]: a tile's share of the divergence and of its pivot; with `onto`, and those before."""
-    out = raw.new_zeros(2, raw.shape[0]) if onto is None else onto
-    for rows in _blocks(raw):
+    raw: Tensor, raw_teacher: Tensor, pair: Pair, onto: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    student, teacher, kind, beta = pair
+    out = raw.new_zeros(2, raw.shape[0], dtype=wide(raw.dtype)) if onto is None else onto
+    for rows in blocks(raw):
         _, log_q = _log_p(teacher, raw_teacher, rows)
         _, log_p = _log_p(student, raw, rows)
         value, pivot = phi(log_q, log_p, kind, beta)
@@ -53,21 +47,17 @@ def divergence(
 
 
 def divergence_gradient_(
-    raw: Tensor,  # [n, v]
-    raw_teacher: Tensor,  # [n, v]
-    student: Side,
-    teacher: Side,
-    kind: str,
-    beta: float,
-    pivot: Tensor,  # [n]
-    weight: Tensor,  # [n]
-    extra: Tensor | None = None,  # [n, v] another part of d/draw
-    others: Others | None = None,
+    raw: Tensor,
+    raw_teacher: Tensor,
+    pair: Pair,
+    pivot: Tensor,
+    weight: Tensor,
+    extra: Tensor | None = None,
+    others: Backward | None = None,
 ) -> Tensor:
-    """weight * d divergence / d raw + extra [n, v], in the memory of `extra` if it is given; with
-    `others`, the gradient of the whole objective, in raw's memory."""
+    student, teacher, kind, beta = pair
     out = _place(raw, extra, others)
-    for rows in _blocks(raw):
+    for rows in blocks(raw):
         _, log_q = _log_p(teacher, raw_teacher, rows)
         z, log_p = _log_p(student, raw, rows)
         p = log_p.exp()
@@ -87,39 +77,36 @@ def divergence_gradient_(
     return _narrow(out, others)
 
 
-def _place(raw: Tensor, extra: Tensor | None, others: Others | None) -> Tensor:
+def _place(raw: Tensor, extra: Tensor | None, others: Backward | None) -> Tensor:
     if others is not None:
         return raw
-    return torch.empty_like(raw) if extra is None else extra
+    return torch.empty_like(raw, dtype=wide(raw.dtype)) if extra is None else extra
 
 
 def _put(
-    out: Tensor, raw: Tensor, rows: slice, g: Tensor, extra: Tensor | None, others: Others | None
+    out: Tensor, raw: Tensor, rows: slice, g: Tensor, extra: Tensor | None, others: Backward | None
 ) -> None:
     """Write g with the other parts of the gradient of some rows; g is overwritten."""
     if extra is not None:
         g += extra[rows]
     if others is not None:
-        g += logit_gradient_(raw[rows], *others.rows(rows))
-    out[rows] = g
+        g += logit_gradient_(raw[rows].to(g.dtype), others.rows(rows))
+    out[rows] = g.to(out.dtype)
 
 
-def _narrow(out: Tensor, others: Others | None) -> Tensor:
+def _narrow(out: Tensor, others: Backward | None) -> Tensor:
     return out if others is None or others.dtype is None else out.to(others.dtype)
 
 
 def tail_partials(
-    raw: Tensor,  # [n, v]
-    columns: Tensor,  # [n, K] columns of this tile, any value outside [0, v) is not in it
-    transform: Transform,
-    onto: Partials | None = None,
+    raw: Tensor, columns: Tensor, transform: Transform, onto: Partials | None = None
 ) -> Partials:
-    """Partials of all tokens but the stored ones: the rest keeps digits that 1 - sum would lose."""
     found = []
-    for rows in _blocks(raw):
-        z = _with_stored(transform.rows(rows)(raw[rows]), columns[rows], -math.inf)
+    for rows in list(blocks(raw)) or [slice(0)]:
+        z = transform.rows(rows)(raw[rows].to(wide(raw.dtype)))
+        z = _with_stored(z, columns[rows], -math.inf)
         nowhere = columns.new_full((len(z),), -1)
-        found.append(partials(z, nowhere, 0, IDENTITY, NOTHING))
+        found.append(partials(z, Forward(nowhere, 0, IDENTITY, NOTHING)))
     joined = Partials(
         **{
             name: torch.cat([getattr(part, name) for part in found])
@@ -130,19 +117,15 @@ def tail_partials(
 
 
 def sparse_gradient_(
-    raw: Tensor,  # [n, v]
-    columns: Tensor,  # [n, K] columns of this tile, any value outside [0, v) is not in it
-    tail: Side,  # the softmax over all tokens but the stored ones
-    slope_stored: Tensor,  # [n, K] d/dz of the stored ones
-    slope_tail: Tensor,  # [n] d/d log-sum-exp of the others
-    weight: Tensor,  # [n] of both; where it is 0 they may hold anything
-    extra: Tensor | None = None,  # as in `divergence_gradient_`
-    others: Others | None = None,
+    raw: Tensor,
+    outcomes: Outcomes,
+    weight: Tensor,
+    extra: Tensor | None = None,
+    others: Backward | None = None,
 ) -> Tensor:
-    """d/draw of a function of (z of the stored tokens, lse of the rest); see
-    `divergence_gradient_` for where it is written."""
+    columns, tail, slope_stored, slope_tail = outcomes
     out = _place(raw, extra, others)
-    for rows in _blocks(raw):
+    for rows in blocks(raw):
         z, log_p = _log_p(tail, raw, rows)
         g = log_p.clamp_max_(0).exp_().mul_(slope_tail[rows].unsqueeze(1))
         g = _with_stored(g, columns[rows], slope_stored[rows])

@@ -1,4 +1,4 @@
-"""The product of triton_product.py for Hopper, in Gluon, with an epilogue that overlaps.
+"""The product of product.py for Hopper, in Gluon, with an epilogue that overlaps.
 
 One warp brings slices of x and w into a ring in shared memory. Two groups of four warps read the
 same slices of w, and each multiplies half of the rows. Only the ring ties them together: while one
@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import triton_product as plain
-from .triton_partials import LN2
+from . import product as plain
+from .statistics import LN2
 
 ROWS, WIDTH, DEPTH = gl.constexpr(plain.ROWS), gl.constexpr(plain.WIDTH), gl.constexpr(plain.DEPTH)
 STAGES, GROUP = gl.constexpr(plain.STAGES), gl.constexpr(plain.GROUP)

@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .pair import Others, Side
-from .triton_pair import against_mixture, block_width, launch, log_softmax, side
-from .triton_partials import WARPS, check_tile, on_device
-from .triton_stored import sparse_gradient_, tail_partials
+from ..interface import Backward
+from ..pair import Pair
+from .pair import against_mixture, block_width, launch, log_softmax, side
+from .statistics import WARPS, check_tile, on_device
+from .stored import sparse_gradient_, tail_partials
 
 __all__ = ["divergence", "divergence_gradient_", "readable", "sparse_gradient_", "tail_partials"]
 
@@ -92,13 +93,10 @@ def readable(tile: Tensor, dtype: torch.dtype) -> Tensor:
 def divergence(
     raw: Tensor,  # [n, v], fp32, bf16 or fp16; any row stride
     raw_teacher: Tensor,  # [n, v], likewise
-    student: Side,
-    teacher: Side,
-    kind: str,
-    beta: float,
+    pair: Pair,
     onto: Tensor | None = None,  # [2, n] float32, updated in place
 ) -> Tensor:
-    """[2, n]: a tile's share of the divergence and of its pivot; with `onto`, and those before."""
+    student, teacher, kind, beta = pair
     check_tile("raw", raw)
     check_tile("raw_teacher", raw_teacher)
     n, v = raw.shape
@@ -132,16 +130,12 @@ def divergence(
 def divergence_gradient_(
     raw: Tensor,  # [n, v], fp32, bf16 or fp16; any row stride
     raw_teacher: Tensor,  # [n, v], likewise
-    student: Side,
-    teacher: Side,
-    kind: str,
-    beta: float,
+    pair: Pair,
     pivot: Tensor,  # [n]
     weight: Tensor,  # [n]
     extra: Tensor | None = None,  # [n, v] float32, another part of d/draw
-    others: Others | None = None,
+    others: Backward | None = None,
 ) -> Tensor:
-    """weight * d divergence / d raw + extra [n, v], in the memory of `extra` if it is given; with
-    `others`, the gradient of the whole objective, in raw's memory."""
+    student, teacher, kind, beta = pair
     check_tile("raw_teacher", raw_teacher)
     return launch(raw, raw_teacher, student, teacher, kind, beta, pivot, weight, extra, others)

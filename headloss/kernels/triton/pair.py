@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..stats import Coefficients
-from .pair import Others, Side
-from .transform import Transform
-from .triton_gradient import _overlap, coefficient, narrowed, softmax_terms, z_gradient
-from .triton_partials import (
+from ...stats import Coefficients
+from ..interface import Backward
+from ..pair import Side
+from ..transform import Transform
+from .gradient import _overlap, coefficient, narrowed, softmax_terms, z_gradient
+from .statistics import (
     FLOOR,
     WARPS,
     check_tile,
@@ -227,7 +228,7 @@ def launch(
     pivot: Tensor,
     weight: Tensor,
     extra: Tensor | None,
-    others: Others | None,
+    others: Backward | None,
     stored: tuple[Stored, Tensor] | None = None,  # and their slopes [n, K], in the same order
 ) -> Tensor:
     """The gradient in raw's memory where it is whole, else in that of `extra` or of its own."""
@@ -240,7 +241,7 @@ def launch(
     if n == 0:
         return out
     # Without them, any tensor stands in for what the kernel does not read.
-    rest = others or Others(pivot, 0, Transform(), p.normalizer, NO_COEFFICIENTS)
+    rest = others or Backward(pivot, 0, Transform(), p.normalizer, NO_COEFFICIENTS)
     c = rest.coefficients
     inner, p_outer = side(p, pivot)
     q_inner, q_outer = side(q, pivot)

@@ -7,7 +7,7 @@ logit of one column per token (its target, where that lies in this slice): e = e
 No maximum has to be found first, and the reference's own term, 1, is left out of the sums, which
 keeps the digits of a likely target's log-prob.
 
-Where gluon_product.py can do it (`overlaps`), the epilogue runs under the next tile's product.
+Where gluon.py can do it (`overlaps`), the epilogue runs under the next tile's product.
 
 With `held` the terms are kept in bf16, which has the exponents of float32, so that any reference
 suits that is not far below the largest logit. Tokens for which it is are done again, one by one.
@@ -16,7 +16,6 @@ suits that is not far below the largest logit. Tokens for which it is are done a
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -24,38 +23,20 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..stats import Partials
-from .transform import Transform
-from .triton_partials import LN2, multipliers, on_device, transformed
-from .triton_rows import far_row_kernel, reference_kernel
+from ...stats import Partials
+from ..interface import Forward, Held
+from ..transform import Transform
+from .statistics import LN2, multipliers, on_device, transformed
+from .tokens import far_row_kernel, reference_kernel
 
 ROWS, WIDTH, DEPTH = 128, 256, 64  # a tile, and the slice of H that is in flight
 GROUP = 16  # tiles of tokens that share a tile of the vocabulary while it is in the L2
 WARPS, STAGES = 8, 4
-GLUON = "3.6."  # the Triton that gluon_product.py is written for: Gluon changes with each
-LEAST_SCALE = 1e-9  # of gluon_product.py, which masks before it scales
+GLUON = "3.6."  # the Triton that gluon.py is written for: Gluon changes with each
+LEAST_SCALE = 1e-9  # of gluon.py, which masks before it scales
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # exp2 of it is 0, and it may be multiplied by that
-
-
-@dataclass(frozen=True, kw_only=True)
-class Held:
-    """The softmax terms of some tokens, e = exp(z - reference)."""
-
-    terms: Tensor  # [n, v] bf16
-    reference: Tensor  # [n] fp32
-
-    @classmethod
-    def empty(
-        cls, n: int, v: int, device: torch.device | str, dtype: torch.dtype = torch.bfloat16
-    ) -> Held:
-        padded = 8 * triton.cdiv(v, 8)  # rows of whole 16 bytes
-        terms = torch.empty(n, padded, dtype=dtype, device=device)[:, :v]
-        return cls(terms=terms, reference=torch.empty(n, device=device))
-
-    def rows(self, rows: slice) -> Held:
-        return Held(terms=self.terms[rows], reference=self.reference[rows])
 
 
 @triton.jit
@@ -187,7 +168,7 @@ def programs_on(device: torch.device) -> int:
 
 
 def overlaps(device: torch.device) -> bool:
-    """Whether gluon_product.py runs here, for products without a soft cap."""
+    """Whether gluon.py runs here, for products without a soft cap."""
     if device.type != "cuda" or triton.knobs.runtime.interpret:
         return False
     hopper = torch.cuda.get_device_capability(device) == (9, 0)
@@ -209,11 +190,7 @@ def _rereferenced(partials: Partials, peak: Tensor) -> Partials:
 def product_partials(
     x: Tensor,  # [n, H], bf16 or fp16
     w: Tensor,  # [v, H]
-    targets: Tensor,  # [n]
-    first: int,
-    transform: Transform,
-    needs: frozenset[str],
-    *,
+    forward: Forward,
     held: Held | None = None,  # [n, v], filled
 ) -> Partials:
     """Partial statistics of x @ w.T, in float32 from the float32 accumulator.
@@ -226,6 +203,7 @@ def product_partials(
     """
     check_operands(x, w)
     n, v = len(x), len(w)
+    targets, first, transform, needs = forward
     entropy, mean, peak = (name in needs for name in ("entropy", "mean_logit", "top1"))
     reference = x.new_empty(n, dtype=torch.float32) if held is None else held.reference
     target, own = torch.empty_like(reference), torch.empty_like(targets)
@@ -294,9 +272,9 @@ class Launch:
     def product(self, parts: Tensor, peaks: Tensor, mean: bool, peak: bool) -> None:
         x, w, held = self.x, self.w, self.held
         if self.scaling[1] > LEAST_SCALE and not self.flags["SOFTCAP"] and overlaps(x.device):
-            from . import gluon_product  # Gluon is not in every Triton
+            from . import gluon  # Gluon is not in every Triton
 
-            gluon_product.launch(self, parts, peaks, mean, peak)
+            gluon.launch(self, parts, peaks, mean, peak)
             return
         out, out_tile = (x, DEPTH) if held is None else (held.terms, WIDTH // 2)
         programs = programs_on(x.device)

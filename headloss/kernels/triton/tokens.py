@@ -1,4 +1,4 @@
-"""What triton_product.py does one token at a time: the reference of each, and those it is far from.
+"""What product.py does one token at a time: the reference of each, and those it is far from.
 
 n tokens, v columns of the vocabulary starting at `first`, H hidden width, z = transform(x @ w.T).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_partials import FLOOR, block_partials, merged, row_multiplier, transformed
+from .statistics import FLOOR, block_partials, merged, row_multiplier, transformed
 
 FAR = tl.constexpr(2.0**80)  # sum of terms beyond which the reference is too far below
 

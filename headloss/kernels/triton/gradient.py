@@ -13,10 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..stats import Coefficients, Normalizer
-from .transform import Transform
-from .triton_order import Order
-from .triton_partials import (
+from ..interface import Backward, Order
+from .statistics import (
     FLOOR,
     WARPS,
     block_width,
@@ -179,11 +177,7 @@ def launch(
     x: Tensor,
     out: Tensor,
     order: Order | None,
-    targets: Tensor,
-    first: int,
-    transform: Transform,
-    normalizer: Normalizer,
-    c: Coefficients,
+    backward: Backward,
     held: tuple[Tensor, Tensor] | None = None,  # target logits and references
 ) -> Tensor:
     check_tile("tile", x)
@@ -191,7 +185,7 @@ def launch(
     out = out[: len(x)]
     if len(x) == 0:
         return out
-    peak, log_sum = normalizer
+    targets, first, transform, (peak, log_sum), c, _ = backward
     inner, outer, temperature = multipliers(transform, peak)
     row_temperature = isinstance(transform.temperature, Tensor)
     scale = transform.scale if row_temperature else transform.scale / transform.temperature
@@ -230,26 +224,11 @@ def launch(
 
 def logit_gradient_(
     raw: Tensor,  # [n, v], fp32, bf16 or fp16; any row stride
-    targets: Tensor,  # [n]
-    first: int,
-    transform: Transform,
-    normalizer: Normalizer,  # [n]
-    coefficients: Coefficients,  # [n]
-    dtype: torch.dtype | None = None,
+    backward: Backward,
     *,
     out: Tensor | None = None,  # [>= n, v]; default: raw itself. narrowed(raw, dtype) works too
     order: Order | None = None,
 ) -> Tensor:
-    """dL/draw of a tile, [n, v] in out's dtype; with `dtype`, in that, in the tile's memory."""
-    if dtype is not None:
-        out = narrowed(raw, dtype)
-    return launch(
-        raw,
-        raw if out is None else out,
-        order,
-        targets,
-        first,
-        transform,
-        normalizer,
-        coefficients,
-    )
+    if backward.dtype is not None:
+        out = narrowed(raw, backward.dtype)
+    return launch(raw, raw if out is None else out, order, backward)

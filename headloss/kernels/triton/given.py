@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..stats import Coefficients, Normalizer, Partials
-from .transform import Transform
-from .triton_cluster import letter, of_part, open_mail, post
-from .triton_partials import INTERPRETED, merged, multipliers, on_device, row_multiplier
-from .triton_walk import (
+from ...stats import Coefficients, Partials
+from ..interface import Rows, Walk
+from .cluster import letter, of_part, open_mail, post
+from .statistics import INTERPRETED, merged, multipliers, on_device, row_multiplier
+from .walk import (
     LOWEST,
     closed_slope,
     coefficient,
@@ -220,28 +220,8 @@ def met(partials, mail, turn, PARTS: tl.constexpr):
     return tl.where(peak == LOWEST, float("-inf"), peak), rest, spread, total
 
 
-class Rows(NamedTuple):
-    """The packed tokens' rows in a tensor of any layout with unit stride along the vocabulary."""
-
-    tensor: Tensor  # [.., V]
-    offsets: Tensor  # [T] int64, elements from the first
-    aligned: bool  # every offset is a multiple of 16
-
-
-def given_rows(
-    logits: Rows,
-    out: Rows | None,  # of the logits' dtype; may be the logits. None: no gradient
-    live: Tensor | None,  # [T] bool
-    targets: Tensor,  # [T]
-    first: int,
-    transform: Transform,
-    needs: frozenset[str] | None,  # statistics; None: not taken, `normalizer` has them
-    coefficients: Coefficients | None,  # [T]; with `needs`: at an entropy of 0
-    slopes: Tensor | None = None,  # [P, 5, T], with `needs`: more of dL/dlogp, see stats.Slope
-    normalizer: Normalizer | None = None,  # [T]
-    shape: Shape | None = None,
-) -> Partials | None:
-    """Partial statistics of each row, its gradient, or both in one launch, in that order."""
+def given_rows(walk: Walk, *, shape: Shape | None = None) -> Partials | None:
+    logits, out, live, targets, first, transform, needs, coefficients, slopes, normalizer = walk
     x = logits.tensor
     v, count = x.shape[-1], len(targets)
     partials = None if needs is None else _empty_partials(x, count, needs)

@@ -13,11 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..stats import Coefficients, Normalizer
-from .transform import Transform
-from .triton_gradient import coefficient
-from .triton_partials import FLOOR, multipliers, on_device, transformed
-from .triton_product import (
+from ..interface import Backward, Held
+from .gradient import coefficient
+from .product import (
     DEPTH,
     GROUP,
     LOG2E,
@@ -25,11 +23,11 @@ from .triton_product import (
     STAGES,
     WARPS,
     WIDTH,
-    Held,
     check_operands,
     place_of,
     programs_on,
 )
+from .statistics import FLOOR, multipliers, on_device, transformed
 
 
 @triton.jit
@@ -168,11 +166,7 @@ def target_kernel(
 def product_gradient(
     x: Tensor,  # [n, H], bf16
     w: Tensor,  # [v, H]
-    targets: Tensor,  # [n]
-    first: int,
-    transform: Transform,
-    normalizer: Normalizer,  # [n], of the whole vocabulary
-    coefficients: Coefficients,  # [n]
+    backward: Backward,
     logps: Tensor,  # [n], of the targets
 ) -> Tensor:
     """dL/draw of raw = x @ w.T, [n, v] in x's dtype.
@@ -182,14 +176,13 @@ def product_gradient(
     """
     check_operands(x, w)
     n, v = len(x), len(w)
-    out = Held.empty(n, v, x.device, x.dtype).terms
+    targets, first, transform, (peak, log_sum), c, _ = backward
+    out = Held.empty(x, v, x.dtype).terms
     if n == 0:
         return out
-    peak, log_sum = normalizer
     inner, outer, temperature = multipliers(transform, peak)
     by_row = isinstance(transform.temperature, Tensor)
     scale = transform.scale if by_row else transform.scale / transform.temperature
-    c = coefficients
     vectors = (temperature, peak, log_sum)
     softmax = [peak if t is None else t for t in (c.prob, c.entropy, c.uniform)]
     flags = {

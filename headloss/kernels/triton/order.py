@@ -6,23 +6,15 @@ n rows, of which `count` are kept.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_partials import on_device
+from ..interface import Order
+from .statistics import on_device
 
 BLOCK = 2048  # rows that are ranked at once
-
-
-class Order(NamedTuple):
-    """The row that goes to each place. Places from `count` on hold nothing of interest."""
-
-    rows: Tensor  # [n] int64
-    count: Tensor  # [1] int64
 
 
 @triton.jit

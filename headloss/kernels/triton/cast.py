@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_partials import on_device
+from .statistics import on_device
 
 BLOCK = 4096
 

@@ -14,25 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..stats import Coefficients, Normalizer
-from .transform import Transform
-from .triton_gradient import launch
-from .triton_order import Order
-from .triton_partials import FLOOR, multipliers, on_device, tanh
-from .triton_product import Held
+from ..interface import Backward, Held, Order, is_multiple
+from .gradient import launch
+from .statistics import FLOOR, multipliers, on_device, tanh
 
 ROWS = 128  # of a program
 SMALLEST = tl.constexpr(2.0**-90)  # of |c_target|, for s: what else is in the row weighs nothing
-
-
-def is_multiple(transform: Transform, coefficients: Coefficients) -> bool:
-    """Whether the gradient of a token is a multiple of its terms, the target's apart."""
-    return (
-        transform.softcap is None
-        and coefficients.prob is not None
-        and coefficients.entropy is None
-        and coefficients.uniform is None
-    )
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -86,14 +73,10 @@ def multiple_kernel(
 
 def held_multiple_(
     held: Held,
-    targets: Tensor,  # [n]
-    first: int,
-    transform: Transform,
-    normalizer: Normalizer,  # [n]
-    coefficients: Coefficients,  # [n]
+    backward: Backward,
     target_logits: Tensor,  # [n], z_y of the merged partials
 ) -> Tensor:
-    """Set the terms of the targets, and return s [n] so that dL/draw = s e. See `is_multiple`."""
+    targets, first, transform, normalizer, coefficients, _ = backward
     if not is_multiple(transform, coefficients):
         raise ValueError("a soft cap or such coefficients need held_gradient_")
     peak, log_sum = normalizer
@@ -129,21 +112,12 @@ def held_multiple_(
 
 def held_gradient_(
     held: Held,
-    targets: Tensor,  # [n]
-    first: int,
-    transform: Transform,
-    normalizer: Normalizer,  # [n]
-    coefficients: Coefficients,  # [n]
+    backward: Backward,
     target_logits: Tensor,  # [n], z_y of the merged partials
     *,
     order: Order | None = None,
 ) -> Tensor:
-    """dL/draw, [n, v] bf16, over the held terms: for any coefficients.
-
-    z is read off log p, and a term of 0 no longer tells its z: with a soft cap, a coefficient of
-    the mean logit is refused.
-    """
-    if transform.softcap is not None and coefficients.uniform is not None:
+    if backward.transform.softcap is not None and backward.coefficients.uniform is not None:
         raise ValueError(
             "held softmax terms cannot give the gradient of the mean logit under a soft cap; "
             "keep the logits (logit_gradient_)"
@@ -152,10 +126,6 @@ def held_gradient_(
         held.terms,
         held.terms,
         order,
-        targets,
-        first,
-        transform,
-        normalizer,
-        coefficients,
+        backward,
         (target_logits, held.reference),
     )

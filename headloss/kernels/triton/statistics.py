@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..stats import FLOOR as _FLOOR
-from ..stats import Partials
-from .transform import Transform
+from ...stats import FLOOR as _FLOOR
+from ...stats import Partials
+from ..interface import Forward
+from ..transform import Transform
 
 FLOOR = tl.constexpr(_FLOOR)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -188,17 +189,9 @@ def block_width(v: int) -> int:
     return min(BLOCK, triton.next_power_of_2(max(v, 16)))
 
 
-def partials(
-    raw: Tensor,  # [n, v], fp32, bf16 or fp16; any row stride
-    targets: Tensor,  # [n]
-    first: int,
-    transform: Transform,
-    needs: frozenset[str],
-    *,
-    onto: Partials | None = None,  # contiguous fp32 [n] vectors, updated in place
-) -> Partials:
-    """Partial statistics of a tile, in float32; with `onto`, of the tile and all before it."""
+def partials(raw: Tensor, forward: Forward, onto: Partials | None = None) -> Partials:
     check_tile("raw", raw)
+    targets, first, transform, needs = forward
     n, v = raw.shape
     entropy, mean = "entropy" in needs, "mean_logit" in needs
     if onto is None:

@@ -1,0 +1,278 @@
+"""What a backend does: the acts, and the records that they take.
+
+n tokens, v columns of the vocabulary starting at `first`, H hidden width, K stored outcomes.
+`raw` [n, v] are logits as a product left them, z = transform(raw), p = softmax(z) over the whole
+vocabulary. Act one takes partial statistics of a tile, act two its gradient:
+
+    dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform
+
+Tiles and matrices may have any row stride and have unit stride along the row; memory beside their
+columns is never touched. Vectors are contiguous, and float32 (float64 beside float64 tiles) where
+nothing else is said. n may be 0. What an act does not say that it writes is only read, and what it
+returns may be read when the device gets there: no act waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..stats import Coefficients, Normalizer, Partials
+from .pair import Outcomes, Pair
+from .transform import Transform
+
+
+class Forward(NamedTuple):
+    """What act one takes beside the logits."""
+
+    targets: Tensor  # [n] int64: columns of the whole vocabulary, some outside of this tile
+    first: int
+    transform: Transform  # with a temperature [n] or a number
+    needs: frozenset[str]  # statistics
+
+
+class Backward(NamedTuple):
+    """What act two takes beside the logits."""
+
+    targets: Tensor  # [n] int64
+    first: int
+    transform: Transform
+    normalizer: Normalizer  # [n], of the whole vocabulary
+    coefficients: Coefficients  # [n]
+    dtype: torch.dtype | None = None  # of the gradient, at most as wide as the tile's, its default
+
+    def rows(self, rows: slice | Tensor) -> Backward:
+        """Of some of the tokens, in the tile's own dtype."""
+        return Backward(
+            self.targets[rows],
+            self.first,
+            self.transform.rows(rows),
+            self.normalizer.rows(rows),
+            self.coefficients.map(lambda t: t[rows]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """The softmax terms of some tokens, e = exp(z - reference)."""
+
+    terms: Tensor  # [n, v] bfloat16; float32 and float64 beside hidden states of those
+    reference: Tensor  # [n]
+
+    @classmethod
+    def empty(cls, x: Tensor, v: int, dtype: torch.dtype | None = None) -> Held:
+        """Room for the terms of x [n, H]; rows are whole 16 bytes."""
+        wide = x.dtype if x.element_size() > 2 else torch.float32
+        if dtype is None:
+            dtype = wide if x.element_size() > 2 else torch.bfloat16
+        padded = 8 * -(-v // 8)
+        terms = x.new_empty(len(x), padded, dtype=dtype)[:, :v]
+        return cls(terms=terms, reference=x.new_empty(len(x), dtype=wide))
+
+
+class Order(NamedTuple):
+    """The row that goes to each place. Places from `count` on hold nothing of interest."""
+
+    rows: Tensor  # [n] int64
+    count: Tensor  # [1] int64
+
+
+class Rows(NamedTuple):
+    """The packed tokens' rows in a tensor of any layout with unit stride along the vocabulary."""
+
+    tensor: Tensor  # [.., V]
+    offsets: Tensor  # [n] int64, elements from the first
+    aligned: bool  # every offset is a multiple of 16
+
+
+class Walk(NamedTuple):
+    """One pass over rows of logits that exist already: statistics, a gradient, or both."""
+
+    logits: Rows
+    out: Rows | None  # of the logits' dtype; may be the logits. None: no gradient
+    live: Tensor | None  # [n] bool: other rows are not read, and their gradient is 0
+    targets: Tensor  # [n] int64
+    first: int
+    transform: Transform
+    needs: frozenset[str] | None  # statistics; None: not taken, `normalizer` has them
+    coefficients: Coefficients | None = None  # [n]; with `needs`: at an entropy of 0
+    slopes: Tensor | None = None  # [P, 5, n], with `needs`: more of dL/dlogp, see stats.Slope
+    normalizer: Normalizer | None = None  # [n]
+
+
+def is_multiple(transform: Transform, coefficients: Coefficients) -> bool:
+    """Whether the gradient of a token is a multiple of its terms, the target's apart."""
+    return (
+        transform.softcap is None
+        and coefficients.prob is not None
+        and coefficients.entropy is None
+        and coefficients.uniform is None
+    )
+
+
+class Kernels(Protocol):
+    """A backend. Each module that `kernels.load` returns is one."""
+
+    # ------------------------------------------------------------------ a tile of logits
+
+    def partials(self, raw: Tensor, forward: Forward, onto: Partials | None = None) -> Partials:
+        """Act one. raw [n, v] float32, bfloat16, float16 (or float64) -> [n] vectors.
+
+        Only what `needs` asks for is taken. With `onto`, the partials of the tile and of those
+        that gave `onto`, whose vectors may be overwritten and returned.
+        """
+        ...
+
+    def logit_gradient_(
+        self, raw: Tensor, backward: Backward, *, out: Tensor | None = None,
+        order: Order | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Act two: dL/draw [n, v], over `raw`, or with `dtype` in the front of each of its rows.
+
+        With `out` [>= n, v], which is other memory or the front of each row of raw, it is written
+        there in out's dtype. With `order`, row i of it is that of raw's row order.rows[i], and rows
+        from `count` on hold anything.
+        """
+        ...
+
+    # ------------------------------------------------------------------ products that end in an act
+
+    def can_fuse(self, x: Tensor, w: Tensor) -> bool:
+        """Whether `product_partials` and `product_gradient` take these operands."""
+        ...
+
+    def product_partials(
+        self, x: Tensor, w: Tensor, forward: Forward, held: Held | None = None
+    ) -> Partials:
+        """Act one of raw = x [n, H] @ w.T [H, v], both 16 bits wide, from the float32 sums.
+
+        `held` [n, v] is filled. `peak` is what rest and spread are taken against, the reference of
+        the terms: any logit that is not far below the largest; the largest itself for `top1`.
+        `merge` and `finish` of `stats` take any.
+
+        Raises:
+            ValueError: `can_fuse` does not hold.
+        """
+        ...
+
+    def product_gradient(self, x: Tensor, w: Tensor, backward: Backward, logps: Tensor) -> Tensor:
+        """Act two of raw = x [n, H] @ w.T [H, v]: [n, v] in x's dtype, in new memory.
+
+        `logps` [n] are those of the targets: their own elements keep the digits of 1 - p.
+
+        Raises:
+            ValueError: `can_fuse` does not hold.
+        """
+        ...
+
+    # ------------------------------------------------------------------ held softmax terms
+
+    def held_gradient_(
+        self, held: Held, backward: Backward, target_logits: Tensor, *, order: Order | None = None
+    ) -> Tensor:
+        """Act two from terms, over them: [n, v] in their dtype, for any coefficients.
+
+        `target_logits` [n] is z_y. `order` as in `logit_gradient_`.
+
+        Raises:
+            ValueError: a soft cap with a coefficient of the mean logit, since z is read off log p
+                and a term of 0 no longer tells it.
+        """
+        ...
+
+    def held_multiple_(self, held: Held, backward: Backward, target_logits: Tensor) -> Tensor:
+        """s [n] such that dL/draw = s e, where `is_multiple`; the terms of targets are set to suit.
+
+        Raises:
+            ValueError: it is no multiple.
+        """
+        ...
+
+    # ------------------------------------------------------------------ rows
+
+    def dense_order(self, keep: Tensor, most: int) -> Order:
+        """Which row goes to which place, so that those of keep [n] bool come first.
+
+        A kept row below their number stays where it is, the others fill the gaps: no row is read
+        after it is written, in whatever order the rows are worked on. Where more than `most` are
+        kept, moving is not worth it: all stay, and all count.
+        """
+        ...
+
+    def move_rows_(self, tile: Tensor, order: Order) -> None:
+        """Put the first `count` rows of [n, v] in order, in the same memory."""
+        ...
+
+    def scaled_rows(
+        self, x: Tensor, scale: Tensor, *, source: Tensor | None = None,
+        out: Tensor | None = None, places: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """out[places] = x[source] * scale of each row, in float32 or wider and rounded once.
+
+        x and out [.., H], scale [n] float32; `source` and `places` [n] int64 are the first n rows
+        where they are not given, no place twice; `out` is new and of x's dtype, or may be x.
+        """
+        ...
+
+    def scaled(self, value: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """value * factor [], in float32 or wider and rounded to `dtype` once; where the dtypes are
+        the same, in place. `value` is contiguous, of any shape."""
+        ...
+
+    # ------------------------------------------------------------------ logits where they lie
+
+    def given_rows(self, walk: Walk) -> Partials | None:
+        """Statistics of each row, then its gradient into `out`; either may be left out.
+
+        Statistics of rows that are not live are 0. In one call the coefficients are completed by
+        the entropy's own part and by `slopes`, once the statistics are there.
+        """
+        ...
+
+    def scale_rows_(self, rows: Rows, factor: Tensor) -> None:
+        """rows *= factor [], in float32 or wider and rounded once; left alone where it is 1."""
+        ...
+
+    # ------------------------------------------------------------------ pairs of tiles: see `pair`
+
+    def readable(self, tile: Tensor, dtype: torch.dtype) -> Tensor:
+        """A teacher's tile [n, v] in a form that the acts below read: itself where it serves, else
+        a copy in `dtype`."""
+        ...
+
+    def divergence(
+        self, raw: Tensor, raw_teacher: Tensor, pair: Pair, onto: Tensor | None = None
+    ) -> Tensor:
+        """[2, n]: a tile's share of the divergence and of its pivot. With `onto` [2, n], the shares
+        are added to it, in place."""
+        ...
+
+    def divergence_gradient_(
+        self, raw: Tensor, raw_teacher: Tensor, pair: Pair, pivot: Tensor, weight: Tensor,
+        extra: Tensor | None = None, others: Backward | None = None,
+    ) -> Tensor:  # fmt: skip
+        """weight [n] * d divergence / d raw + extra [n, v].
+
+        In new memory of float32 (or float64), or over `extra`; with `others`, the rest of the
+        objective on the student's tile, the whole gradient over raw as in `logit_gradient_`. Where
+        the weight is 0 the teacher's row and the pivot may hold anything.
+        """
+        ...
+
+    def tail_partials(
+        self, raw: Tensor, columns: Tensor, transform: Transform, onto: Partials | None = None
+    ) -> Partials:
+        """Peak and rest over all columns but columns [n, K] int64, of which some may lie outside of
+        the tile: digits that 1 - sum would lose. `onto` as in `partials`."""
+        ...
+
+    def sparse_gradient_(
+        self, raw: Tensor, outcomes: Outcomes, weight: Tensor, extra: Tensor | None = None,
+        others: Backward | None = None,
+    ) -> Tensor:  # fmt: skip
+        """weight [n] * d/draw of a function of the stored tokens' z and the others' log-sum-exp,
+        plus `extra`; written as by `divergence_gradient_`."""
+        ...

@@ -1,0 +1,53 @@
+"""The reference backend: every act in plain PyTorch, on any device and in any dtype.
+
+Each act is the plain twin of the kernels' act of the same name, which the tests hold to it.
+"""
+
+from __future__ import annotations
+
+from ..interface import is_multiple
+from .fused import (
+    can_fuse,
+    held_gradient_,
+    held_multiple_,
+    product_gradient,
+    product_partials,
+)
+from .pair import (
+    divergence,
+    divergence_gradient_,
+    readable,
+    sparse_gradient_,
+    tail_partials,
+)
+from .rows import (
+    dense_order,
+    given_rows,
+    move_rows_,
+    scale_rows_,
+    scaled,
+    scaled_rows,
+)
+from .tile import logit_gradient_, partials
+
+__all__ = [
+    "can_fuse",
+    "dense_order",
+    "divergence",
+    "divergence_gradient_",
+    "given_rows",
+    "held_gradient_",
+    "held_multiple_",
+    "is_multiple",
+    "logit_gradient_",
+    "move_rows_",
+    "partials",
+    "product_gradient",
+    "product_partials",
+    "readable",
+    "scale_rows_",
+    "scaled",
+    "scaled_rows",
+    "sparse_gradient_",
+    "tail_partials",
+]

@@ -1,0 +1,105 @@
+"""Products that end in an act, and acts on held softmax terms, in plain PyTorch.
+
+n tokens, v columns, H hidden width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...stats import FLOOR, Partials
+from ..interface import Backward, Forward, Held, Order, is_multiple
+from .tile import blocks, in_columns, inside, logit_gradient_, partials, wide, z_gradient
+
+SMALLEST = 2.0**-90  # of |c_target|, for a multiple: what else is in the row weighs nothing
+
+
+def can_fuse(x: Tensor, w: Tensor) -> bool:
+    return True
+
+
+def _product(x: Tensor, w: Tensor) -> Tensor:
+    return x.to(wide(x.dtype)) @ w.to(wide(x.dtype)).t()
+
+
+def product_partials(
+    x: Tensor, w: Tensor, forward: Forward, held: Held | None = None
+) -> Partials:  # fmt: skip
+    raw = _product(x, w)
+    found = partials(raw, forward)
+    if held is not None:
+        held.reference.copy_(found.peak)
+        for rows in blocks(raw):
+            z = forward.transform.rows(rows)(raw[rows])
+            held.terms[rows] = z.sub_(found.peak[rows].unsqueeze(1)).exp_().to(held.terms.dtype)
+    return found
+
+
+def product_gradient(x: Tensor, w: Tensor, backward: Backward, logps: Tensor) -> Tensor:
+    g = logit_gradient_(_product(x, w), backward._replace(dtype=None))
+    peak, log_sum = backward.normalizer
+    log_p = logps.clamp_min(FLOOR)
+    z = log_p + peak + log_sum
+    c = in_columns(backward.coefficients)
+    own = z_gradient(log_p.unsqueeze(1), c, torch.empty_like(z.unsqueeze(1)))
+    if c.target is not None:
+        own += c.target
+    own = backward.transform.pull_back_(own, z.unsqueeze(1))
+    here, column = inside(backward.targets, backward.first, len(w))
+    g.scatter_(1, column, torch.where(here.unsqueeze(1), own, g.gather(1, column)))
+    return g.to(x.dtype)
+
+
+def held_gradient_(
+    held: Held, backward: Backward, target_logits: Tensor, *, order: Order | None = None
+) -> Tensor:
+    check_held(backward)
+    terms = held.terms
+    for rows in blocks(terms):
+        picked = rows if order is None else order.rows[rows]
+        own = backward.rows(picked)
+        (peak, log_sum), c = own.normalizer, in_columns(own.coefficients)
+        e = terms[picked].to(peak.dtype)
+        log_p = e.log().sub_(((peak - held.reference[picked]) + log_sum).unsqueeze(1))
+        log_p.masked_fill_(e <= 0, FLOOR)
+        # 1 - p of a likely target must not be left to the 16 bits of a held term.
+        here, column = inside(own.targets, own.first, terms.shape[1])
+        target = ((target_logits[picked] - peak) - log_sum).clamp_min_(FLOOR).unsqueeze(1)
+        here = here.unsqueeze(1)
+        log_p.scatter_(1, column, torch.where(here, target, log_p.gather(1, column)))
+        z = log_p + (peak + log_sum).unsqueeze(1)
+        g = z_gradient(log_p, c, e)
+        if c.target is not None:
+            g.scatter_add_(1, column, torch.where(here, c.target, 0))
+        terms[rows] = own.transform.pull_back_(g, z).to(terms.dtype)
+    return terms
+
+
+def check_held(backward: Backward) -> None:
+    """ValueError where held terms cannot give the gradient."""
+    if backward.transform.softcap is not None and backward.coefficients.uniform is not None:
+        raise ValueError(
+            "held softmax terms cannot give the gradient of the mean logit under a soft cap; "
+            "keep the logits (logit_gradient_)"
+        )
+
+
+def held_multiple_(held: Held, backward: Backward, target_logits: Tensor) -> Tensor:
+    transform, (peak, log_sum), c = backward.transform, backward.normalizer, backward.coefficients
+    if not is_multiple(transform, c):
+        raise ValueError("a soft cap or such coefficients need held_gradient_")
+    assert c.prob is not None
+    multiple = c.prob * ((held.reference - peak) - log_sum).exp()
+    # c_target + c_prob p_y, to the last digit of 1 - p_y where the two cancel.
+    own = c.prob * ((target_logits - peak) - log_sum).clamp_min(FLOOR).expm1()
+    own += c.prob if c.target is None else c.target + c.prob
+    if c.target is not None:
+        floor = c.target.abs() * SMALLEST
+        multiple = torch.where(multiple.abs() < floor, floor, multiple)
+    own = torch.where(multiple == 0, 0, own / torch.where(multiple == 0, 1, multiple))
+    here, column = inside(backward.targets, backward.first, held.terms.shape[1])
+    before = held.terms.gather(1, column)
+    own = own.to(before.dtype).unsqueeze(1)
+    held.terms.scatter_(1, column, torch.where(here.unsqueeze(1), own, before))
+    return transform.pull_back_(multiple.unsqueeze(1), multiple.unsqueeze(1)).squeeze(1)

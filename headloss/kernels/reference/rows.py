@@ -1,0 +1,118 @@
+"""Rows that are moved, scaled, or walked along where they lie, in plain PyTorch.
+
+n rows, v columns of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...stats import Coefficients, Partials, finish
+from ..interface import Backward, Forward, Order, Rows, Walk
+from .tile import logit_gradient_, partials, wide
+
+
+def dense_order(keep: Tensor, most: int) -> Order:
+    n, kept = len(keep), keep.sum()
+    place = torch.arange(n, device=keep.device)
+    some = kept <= most
+    gaps = torch.where(some & ~keep & (place < kept), place, n).sort().values
+    movers = torch.where(some & keep & (place >= kept), place, n).sort().values
+    rows = torch.arange(n + 1, device=keep.device).scatter_(0, gaps, movers)[:n]
+    return Order(rows, torch.where(some, kept, n).reshape(1))
+
+
+def move_rows_(tile: Tensor, order: Order) -> None:
+    tile.copy_(tile[order.rows])
+
+
+def scaled(value: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if factor is None:
+        return value.to(dtype)
+    # A one-element vector takes part in type promotion, where a 0-dim tensor would not: a 16-bit
+    # value is multiplied in float32.
+    factor = factor.reshape(1).to(wide(value.dtype))
+    return torch.mul(
+        value,
+        factor,
+        out=value if value.dtype == dtype else value.new_empty(value.shape, dtype=dtype),
+    )
+
+
+def scaled_rows(
+    x: Tensor,
+    scale: Tensor,
+    *,
+    source: Tensor | None = None,
+    out: Tensor | None = None,
+    places: Tensor | None = None,
+) -> Tensor:
+    n = len(scale)
+    value = x[:n] if source is None else x[source]
+    out = x.new_empty(n, x.shape[1]) if out is None else out
+    if places is None:
+        torch.mul(value, scale.unsqueeze(1), out=out[:n])
+    else:
+        out[places] = (value * scale.unsqueeze(1)).to(out.dtype)
+    return out
+
+
+def _places(rows: Rows, picked: Tensor | slice = slice(None)) -> tuple[Tensor, Tensor]:
+    """The whole tensor as a vector, and where in it the elements of some rows are."""
+    x = rows.tensor
+    extent = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    columns = torch.arange(x.shape[-1], device=x.device)
+    return x.as_strided((extent,), (1,)), rows.offsets[picked].unsqueeze(1) + columns
+
+
+def given_rows(walk: Walk) -> Partials | None:
+    n, v = len(walk.targets), walk.logits.tensor.shape[-1]
+    every = torch.arange(n, device=walk.targets.device)
+    live = every if walk.live is None else every[walk.live]
+    memory, places = _places(walk.logits, live) if n else (walk.logits.tensor, every)
+    raw = memory[places].reshape(len(live), v)
+    raw = raw.to(wide(raw.dtype))
+    targets, transform = walk.targets[live], walk.transform.rows(live)
+    c = (walk.coefficients or Coefficients()).map(lambda t: t[live])
+    normalizer = None if walk.normalizer is None else walk.normalizer.rows(live)
+    found = None
+    if walk.needs is not None:
+        here = partials(raw, Forward(targets, walk.first, transform, walk.needs))
+        normalizer = finish(here, v, frozenset())[1]
+        if walk.out is not None:
+            c = _completed(c, here, None if walk.slopes is None else walk.slopes[:, :, live])
+        named = {name: t for name, t in vars(here).items() if t is not None}
+        found = Partials(**{k: t.new_zeros(n).index_copy_(0, live, t) for k, t in named.items()})
+    if walk.out is not None and n:
+        assert normalizer is not None
+        backward = Backward(targets, walk.first, transform, normalizer, c)
+        memory, places = _places(walk.out)
+        memory[places] = 0
+        memory[places[live]] = logit_gradient_(raw, backward).to(memory.dtype)
+    return found
+
+
+def _completed(c: Coefficients, found: Partials, slopes: Tensor | None) -> Coefficients:
+    """With the entropy's own part and the slopes in closed form."""
+    log_sum = found.rest.log1p()
+    target, prob = c.target, torch.zeros_like(log_sum) if c.prob is None else c.prob
+    if c.entropy is not None:
+        assert found.spread is not None
+        prob = prob + c.entropy * (log_sum - found.spread / (1 + found.rest))
+    if slopes is not None:
+        logp = (found.target - found.peak) - log_sum
+        slope = torch.zeros_like(logp)
+        for rate, anchor, low, high, sign in slopes:
+            value = rate * (sign * (logp - anchor)).exp()
+            slope += torch.where((logp >= low) & (logp <= high), value, 0)
+        prob = prob - slope
+        target = slope if target is None else target + slope
+    return Coefficients(target=target, prob=prob, entropy=c.entropy, uniform=c.uniform)
+
+
+def scale_rows_(rows: Rows, factor: Tensor) -> None:
+    if len(rows.offsets):
+        memory, places = _places(rows)
+        x = memory[places]
+        memory[places] = (x.to(wide(x.dtype)) * factor.to(wide(x.dtype))).to(x.dtype)

@@ -1,0 +1,112 @@
+"""The two acts over a tile of logits, in plain PyTorch: the oracle of every kernel.
+
+`raw` [n, v] holds logits in float32 or float64, or in 16 bits, which are widened. A target is a
+column of the whole vocabulary; it counts where it falls into the tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...stats import FLOOR, Coefficients, Partials, merge
+from ..interface import Backward, Forward, Order
+
+BLOCK_ELEMENTS = 1 << 20  # working memory of one step, so that temporaries stay small
+
+
+def blocks(tile: Tensor) -> Iterator[slice]:
+    rows = max(1, BLOCK_ELEMENTS // max(1, tile.shape[1]))
+    for start in range(0, tile.shape[0], rows):
+        yield slice(start, start + rows)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What a tile of this dtype is worked on in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def inside(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
+    """Which targets fall into the tile, and the column of each (0 where it does not)."""
+    column = targets - first
+    found = (column >= 0) & (column < width)
+    return found, torch.where(found, column, 0).unsqueeze(1)
+
+
+def partials(raw: Tensor, forward: Forward, onto: Partials | None = None) -> Partials:
+    n, v = raw.shape
+    targets, first, transform, needs = forward
+    found = [raw.new_empty(n, dtype=wide(raw.dtype)) for _ in range(5)]
+    peak, rest, target, spread, total = found
+    for rows in blocks(raw):
+        z = transform.rows(rows)(raw[rows].to(peak.dtype))
+        here, column = inside(targets[rows], first, v)
+        target[rows] = torch.where(here, z.gather(1, column).squeeze(1), -math.inf)
+        top, likeliest = z.max(1)
+        peak[rows] = top
+        if "mean_logit" in needs:
+            total[rows] = z.sum(1)
+        # Where the whole tile is -inf there is no mass, and no largest term to leave out.
+        empty = top == -math.inf
+        shifted = z.sub_(torch.where(empty, 0, top).unsqueeze(1)).clamp_min_(FLOOR)
+        e = shifted.exp().scatter_(1, likeliest.unsqueeze(1), 0.0)
+        rest[rows] = e.sum(1) - empty.to(e.dtype)
+        if "entropy" in needs:
+            spread[rows] = e.mul_(shifted).sum(1)
+    found_here = Partials(
+        peak=peak,
+        rest=rest,
+        target=target,
+        spread=spread if "entropy" in needs else None,
+        total=total if "mean_logit" in needs else None,
+    )
+    return found_here if onto is None else merge(onto, found_here)
+
+
+def z_gradient(log_p: Tensor, c: Coefficients, out: Tensor) -> Tensor:
+    """p (c_prob + c_entropy log p) + c_uniform [n, v], into `out`: act two but for the targets.
+
+    Coefficients are [n, 1]; log_p is overwritten.
+    """
+    g = torch.exp(log_p, out=out)
+    if c.entropy is not None:
+        assert c.prob is not None
+        g.mul_(log_p.mul_(c.entropy).add_(c.prob))
+    elif c.prob is not None:
+        g.mul_(c.prob)
+    else:
+        g.zero_()
+    if c.uniform is not None:
+        g.add_(c.uniform)
+    return g
+
+
+def in_columns(c: Coefficients) -> Coefficients:
+    return c.map(lambda t: t.unsqueeze(1))
+
+
+def logit_gradient_(
+    raw: Tensor, backward: Backward, *, out: Tensor | None = None, order: Order | None = None
+) -> Tensor:
+    n, v = raw.shape
+    out = raw if out is None else out[:n]
+    for rows in blocks(raw):
+        picked = rows if order is None else order.rows[rows]
+        own = backward.rows(picked)
+        c = in_columns(own.coefficients)
+        # A transform gives new memory, so that raw's may be written from here on.
+        z = own.transform(raw[picked].to(wide(raw.dtype)))
+        log_p = z - own.normalizer.peak.unsqueeze(1)
+        log_p.sub_(own.normalizer.log_sum.unsqueeze(1)).clamp_min_(FLOOR)
+        here = out[rows]
+        g = z_gradient(log_p, c, here if here.dtype == z.dtype else torch.empty_like(z))
+        if c.target is not None:
+            found, column = inside(own.targets, own.first, v)
+            g.scatter_add_(1, column, torch.where(found.unsqueeze(1), c.target, 0))
+        own.transform.pull_back_(g, z)
+        if g.dtype != here.dtype:
+            here.copy_(g)
+    return out if backward.dtype is None else out.to(backward.dtype)

@@ -1,0 +1,41 @@
+"""The Triton backend: every act as kernels, on a GPU or in Triton's interpreter.
+
+float64 is left to the reference, which has the plain twin of each act.
+"""
+
+from __future__ import annotations
+
+from ..interface import is_multiple
+from .cast import scaled
+from .dense import divergence, divergence_gradient_, readable
+from .given import given_rows, scale_rows_
+from .gradient import logit_gradient_, narrowed
+from .held import held_gradient_, held_multiple_
+from .order import dense_order, move_rows_, scaled_rows
+from .product import can_fuse, product_partials
+from .slab import product_gradient
+from .statistics import partials
+from .stored import sparse_gradient_, tail_partials
+
+__all__ = [
+    "can_fuse",
+    "dense_order",
+    "divergence",
+    "divergence_gradient_",
+    "given_rows",
+    "held_gradient_",
+    "held_multiple_",
+    "is_multiple",
+    "logit_gradient_",
+    "move_rows_",
+    "narrowed",
+    "partials",
+    "product_gradient",
+    "product_partials",
+    "readable",
+    "scale_rows_",
+    "scaled",
+    "scaled_rows",
+    "sparse_gradient_",
+    "tail_partials",
+]
