@@ -84,6 +84,7 @@ def _problem(arguments: argparse.Namespace) -> Problem:
         weight_gradient=not arguments.frozen_head,
         element_size=dtype.itemsize,
         weight_size=dtype.itemsize,
+        rescaled=dtype == torch.float16,
         row_bytes=2 if terms else wide.itemsize * (1 + len(teachers)),
         on_gpu=on_gpu,
         terms=terms,

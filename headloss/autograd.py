@@ -20,6 +20,16 @@ SCHEDULES = {
 }
 
 
+def refuse_second_derivatives(of: str) -> None:
+    """RuntimeError in a backward pass whose result is to be differentiated: it has no graph, so
+    that a penalty on the gradient would be dropped without a word."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"headloss: got a backward pass through {of} with create_graph=True, but its second "
+            "derivatives are not there; compute them from the logits, head.logits(hidden)"
+        )
+
+
 class HeadLoss(torch.autograd.Function):
     """The scalar loss; its backward is the schedule's pull-back, once.
 
@@ -48,6 +58,7 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream: Tensor):  # type: ignore[override]
+        refuse_second_derivatives("out.loss")
         if ctx.used:
             raise RuntimeError(
                 "headloss: backward through out.loss a second time; its gradient is given once "

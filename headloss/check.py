@@ -11,7 +11,7 @@ from torch import Tensor
 from .batch import Batch, Current
 from .losses.term import Reads, Term
 from .objective import reads
-from .packing import PackedBatch, mapped, pack
+from .packing import PackedBatch, mapped, outside_inference, pack
 from .stats import DIFFERENTIABLE, STATISTICS, Statistics
 
 LENGTHS = (5, 1, 7, 4, 3, 8)
@@ -35,6 +35,7 @@ class TermReport:
     cuts: tuple[str, ...]
 
 
+@torch.inference_mode(False)
 def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     """Try a term on a random batch of 28 tokens in 6 segments, in float64.
 
@@ -84,7 +85,10 @@ def _batch(term: Term, given: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
 
     tokens = sum(LENGTHS)
     generator = torch.Generator().manual_seed(0)
-    fields = dict(given)
+    fields = {
+        name: outside_inference(value) if isinstance(value, Tensor) else value
+        for name, value in given.items()
+    }
     if term.kept_field is not None:
         fields.setdefault(term.kept_field, torch.rand(tokens, generator=generator) > 0.3)
     for _ in range(64):  # one more field per round, as the term asks for them

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .batch import Batch
-from .head import Head
+from .head import Head, autocast_dtype
 from .losses.distillation import Teacher
 from .losses.term import Objective, Term
 from .options import Options
@@ -118,10 +118,3 @@ def check_main_grad(weight: Tensor, options: Options) -> None:
             f"main_grad: got {grad.dtype} {tuple(grad.shape)} on {grad.device}, want torch.float32 "
             f"{tuple(weight.shape)} on {weight.device}"
         )
-
-
-def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
-    device = hidden.device.type
-    if device == "meta" or hidden.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)

@@ -243,10 +243,12 @@ class TopkDivergence:
         rest [n]. Either side's rest has at least a rounding error's worth of mass."""
         least = math.log(torch.finfo(self.dtype).eps)
         # K + 1 numbers a token: float64 costs nothing, and slopes that cancel keep their digits.
-        z, lse, log_q = z.double(), lse.double(), log_q.double()
-        log_q = log_q.masked_fill(empty, FLOOR).clamp_min(FLOOR)
-        log_q = torch.cat([log_q, log_tail(log_q).clamp_min(least)], 1)
-        with torch.enable_grad():
+        # (Nothing made in inference mode could be saved for the slopes.)
+        with torch.inference_mode(False), torch.enable_grad():
+            z, lse, log_q = (t.to(torch.float64, copy=True) for t in (z, lse, log_q))
+            empty = empty.clone()
+            log_q = log_q.masked_fill(empty, FLOOR).clamp_min(FLOOR)
+            log_q = torch.cat([log_q, log_tail(log_q).clamp_min(least)], 1)
             z, lse = z.requires_grad_(), lse.requires_grad_()
             outcomes = torch.cat([z.masked_fill(empty, -math.inf), lse.unsqueeze(1)], 1)
             log_p = outcomes.log_softmax(1).clamp_min(FLOOR)

@@ -249,6 +249,16 @@ class Head:
             raise ValueError(f"vocab_size: got {size}, want 1 <= vocab_size <= {rows}, the rows")
 
 
+def autocast_dtype(hidden: object) -> torch.dtype | None:
+    """What autocast computes in, None where it is off or leaves the tensor's dtype alone."""
+    if not isinstance(hidden, Tensor) or hidden.dtype == torch.float64:
+        return None
+    device = hidden.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
 def check_head(head: object) -> None:
     """TypeError for anything but a `Head`."""
     if not isinstance(head, Head):

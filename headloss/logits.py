@@ -317,10 +317,19 @@ class GivenLogits:
 
 
 class GivenGradients:
-    """The gradient of `GivenLogits`, in a tensor of its own or in the logits' memory."""
+    """The gradient of `GivenLogits`, in a tensor of its own or in the logits' memory.
 
-    def __init__(self, source: GivenLogits, unscored: Tensor | None, inplace: bool) -> None:
-        self.source = source
+    `live` [T] bool marks the scored tokens where static shapes keep the others, which get 0.
+    """
+
+    def __init__(
+        self,
+        source: GivenLogits,
+        unscored: Tensor | None,
+        inplace: bool,
+        live: Tensor | None = None,
+    ) -> None:
+        self.source, self.live = source, live
         self.total = source.logits if inplace else torch.empty_like(source.logits)
         self.flat = _flat_view(self.total)
         if unscored is not None:
@@ -332,6 +341,8 @@ class GivenGradients:
         target = GivenLogits(self.total, self.source.index)
         place = (*target.place(gradient.rows), columns)
         values = gradient.values.to(self.total.dtype)
+        if self.live is not None:
+            values = values.masked_fill(~self.live[gradient.rows].unsqueeze(1), 0)
         (self.total if self.flat is None else self.flat)[place] = values
 
     def finish(self, factor: Tensor | None, scaled: Scaled) -> list[Tensor | None]:

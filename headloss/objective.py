@@ -327,9 +327,10 @@ def reads(
 ) -> dict[str, Reads]:
     """What each term asks for, by its key; ValueError where the batch lacks it.
 
-    A term is tried once for each set of fields that it meets.
+    A term is tried once for each set of fields that it meets; in inference mode, where nothing has
+    a gradient and nothing could be saved for one, apart.
     """
-    key = (_kinds(batch, dtype), observe)
+    key = (_kinds(batch, dtype), observe, torch.is_inference_mode_enabled())
     found = {}
     for name, _, term in objective.named():
         known = _TRACES.setdefault(term, {})
@@ -358,8 +359,8 @@ def _known(term: Term, batch: PackedBatch, dtype: torch.dtype) -> Known | None:
     if key not in tried:
         tried[key] = None
         if term.teacher is None:
-            sample = sample_batch(batch, term)
             with torch.inference_mode(False):
+                sample = sample_batch(batch, term)
                 stats = sample_statistics(dtype, batch.targets.device, [])
                 tried[key] = known(term, stats, sample)
     return tried[key]
@@ -376,15 +377,14 @@ def _kinds(batch: PackedBatch, dtype: torch.dtype) -> object:
 
 
 def _try(name: str, term: Term, batch: PackedBatch, dtype: torch.dtype, observe: bool) -> Reads:
-    sample = sample_batch(batch, term)
     teachers = [] if term.teacher is None else [term.teacher]
-    with torch.inference_mode(False):
-        stats = sample_statistics(dtype, batch.targets.device, teachers)
-        try:
-            return trace(term, stats, sample.on(stats), observe)
-        except MissingField as error:
+    sample = sample_batch(batch, term)
+    stats = sample_statistics(dtype, batch.targets.device, teachers)
+    try:
+        return trace(term, stats, sample.on(stats), observe)
+    except MissingField as error:
+        raise ValueError(f"term {name}: {error}") from None
+    except ValueError as error:
+        if str(error).startswith("sums over"):
             raise ValueError(f"term {name}: {error}") from None
-        except ValueError as error:
-            if str(error).startswith("sums over"):
-                raise ValueError(f"term {name}: {error}") from None
-            raise
+        raise

@@ -48,6 +48,14 @@ def mapped(value: Field, function: Callable[[Tensor], Tensor]) -> Field:
     return function(value) if isinstance(value, Tensor) else value
 
 
+def outside_inference(value: Tensor) -> Tensor:
+    """A tensor that may be saved for a backward pass, where one is wanted: a rollout's are made in
+    inference mode."""
+    if torch.is_inference_mode_enabled() or not value.is_inference():
+        return value
+    return value.clone()
+
+
 class PackedBatch:
     """What terms see: T scored tokens sorted by segment, every field a [T] (or [T, K]) tensor.
 
@@ -208,7 +216,7 @@ class Packing:
             rows = self.order.ids if per_segment else self.order.index
             if per_segment and live is not None:  # of the segments that are not scored
                 found = torch.cat([found, found.new_zeros(1)])
-            found = (found if rows is None else found[rows]).to(dtype)
+            found = outside_inference((found if rows is None else found[rows]).to(dtype))
             return found if live is None else found.masked_fill(~live, 0)
 
         return Later(dtype, make)
@@ -229,6 +237,7 @@ class Packing:
         self.order = order = self.known.order(vocabulary)
         batch, targets = self.batch, self.batch.targets.reshape(-1).long()
         targets = targets if order.index is None else targets.index_select(0, order.index)
+        targets = outside_inference(targets)
         packed = PackedBatch(
             targets if order.live is None else targets.masked_fill(~order.live, 0),
             Segments(order.ids, len(order.counts), batch.segments.group, counts=order.counts),

@@ -111,7 +111,8 @@ class Call:
 
     def gradients(self, source: Source, by_slab: bool = False) -> LinearGradients | GivenGradients:
         if isinstance(source, GivenLogits):
-            return GivenGradients(source, self.packed.unscored, self.inplace)
+            live = self.packed.batch.live
+            return GivenGradients(source, self.packed.unscored, self.inplace, live)
         return self.slices.gradients(
             (piece.rows for piece in self.plan.chunks),
             source,

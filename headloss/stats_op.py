@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .autograd import refuse_second_derivatives
 from .batch import IGNORE, Batch
-from .head import Head, check_head
+from .head import Head, autocast_dtype, check_head
 from .kernels.transform import Transform
 from .logits import NO_GRADIENT, LinearLogits, Wants
 from .objective import Bound, Gradient, power_of_two
@@ -53,7 +54,7 @@ def head_stats(
     """
     check_head(head)
     head = local_head(head)
-    compute = _autocast(hidden)
+    compute = autocast_dtype(hidden)
 
     def check() -> None:
         head.validate(hidden, compute_dtype=compute)
@@ -87,15 +88,6 @@ def head_stats(
         slices.name,
     )
     return HeadStats(*(t.view(targets.shape) for t in found[:3]))
-
-
-def _autocast(hidden: Tensor) -> torch.dtype | None:
-    if not isinstance(hidden, Tensor):
-        return None
-    device = hidden.device.type
-    if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
 
 
 @torch.library.custom_op("headloss::head_stats", mutates_args=())
@@ -260,6 +252,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, g_logp, g_lse, g_entropy, *_):
+    refuse_second_derivatives("head_stats")
     n = ctx.pairs
     saved = ctx.saved_tensors
     features, weights = list(saved[:n]), list(saved[n : 2 * n])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -9,14 +10,14 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .head import Head, check_head
+from .head import Head, autocast_dtype, check_head
 from .kernels.interface import Forward
 from .kernels.transform import Transform
 from .logits import LinearLogits
 from .options import Options
 from .parallel import Alone
 from .plan import Problem, make_plan
-from .shards import join_positions, local_head
+from .shards import Place, join_positions, local_head
 from .stats import Partials, finish
 
 NOTHING: frozenset[str] = frozenset()
@@ -46,14 +47,25 @@ def head_topk(
     options = options or Options()
     check_head(head)
     head = local_head(head)
-    place = join_positions(head, hidden, lambda: head.validate(hidden), k=k)
-    if not isinstance(k, int) or not 1 <= k <= place.vocabulary:
+    compute = autocast_dtype(hidden)
+    check = functools.partial(head.validate, hidden, compute_dtype=compute)
+    place = join_positions(head, hidden, check, k=k)
+    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= place.vocabulary:
         raise ValueError(f"k: got {k!r}, want an integer in 1..{place.vocabulary}")
+    with torch.autocast(hidden.device.type, enabled=False):  # its products would be rounded
+        return _topk(hidden, head, k, options, place, compute)
+
+
+def _topk(
+    hidden: Tensor, head: Head, k: int, options: Options, place: Place, compute: torch.dtype | None
+) -> HeadTopk:
     slices = place.slices(None, hidden.device)
     x = hidden.reshape(-1, hidden.shape[-1])
+    x = x if compute is None else x.to(compute)
     factors = slices.factors(head, x)
     columns = slices.size or head.vocabulary
-    source = LinearLogits([f for f, _ in factors], [w for _, w in factors], head.bias, columns)
+    features, weights = [f for f, _ in factors], [w for _, w in factors]
+    source = LinearLogits(features, weights, head.bias, columns, compute)
     temperature = head.temperature
     if isinstance(temperature, Tensor):
         temperature = temperature.reshape(-1).to(source.dtype)

@@ -254,6 +254,18 @@ def test_top_entropy(loss_type: str, quantile: float) -> None:
     assert_same(ours(term, step), want, tolerance(loss_type))
 
 
+@pytest.mark.parametrize("by", [-40.0, 40.0])
+@pytest.mark.parametrize("loss_type", [x for x in LOSS_TYPES if x != "vespo"])
+def test_one_token_far_from_the_old_policy(loss_type: str, by: float) -> None:
+    """Its log-ratio enters the mean of its sequence whole, on both sides."""
+    level = "sequence"
+    step = inputs(seed=11)
+    step["old_per_token_logps"] = step["old_per_token_logps"].clone()
+    step["old_per_token_logps"][0, 0] -= by
+    want, _ = theirs(step, importance_sampling_level=level, **their_options(loss_type))
+    assert_same(ours(our_term(loss_type, level), step), want, tolerance(loss_type))
+
+
 def sampler_ratio(step: dict[str, Tensor], mode: str) -> Tensor:
     """The ratio that a TRL step comes with ([B, T] or [B, 1])."""
     difference = step["old_per_token_logps"] - step["sampling_per_token_logps"]

@@ -1,18 +1,20 @@
 """The ratio of new to old policy, at three levels, and what policy terms report of it.
 
-T scored tokens, S segments; d_t = logp_t - old_t clamped to [-20, 20]; sg stops the gradient.
+T scored tokens, S segments; d_t = logp_t - old_t; sg stops the gradient.
 
     token           r_t = exp(d_t)                           [T]
     sequence        s_i = exp(mean_t d_t)                    [S], advantages averaged likewise
     sequence_token  s_it = sg(s_i) exp(logp_t - sg(logp_t))  [T], the value of s_i at each token
 
-An empty segment has ratio 1 and advantage 0.
+What is exponentiated, d_t or its mean, is clamped to [-20, 20], so that a ratio and with it every
+gradient is finite; what is averaged is not. An empty segment has ratio 1 and advantage 0.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import Tensor
 
 from ..metrics import Max, Min, Observed
@@ -42,20 +44,27 @@ def scope_and_per(level: str) -> tuple[Scope, Per]:
 
 
 def log_ratio(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """d_t, [T]. The clamp keeps a ratio, and with it every gradient, finite."""
+    """d_t, [T]."""
     assert stats.logp is not None
-    return (stats.logp - batch.old_logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return stats.logp - batch.old_logps
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp of a log-ratio clamped to [-20, 20], beyond which it has no gradient."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def importance_ratio(stats: Statistics, batch: PackedBatch, level: str) -> Tensor:
     """Ratio of new to old policy, [T], or [S] at sequence level."""
     d = log_ratio(stats, batch)
     if level == "token":
-        return d.exp()
-    ratio = batch.segments.mean(d).exp()
+        return bounded_exp(d)
+    ratio = bounded_exp(batch.segments.mean(d))
     if level == "sequence":
         return ratio
-    return batch.segments.expand(ratio.detach()) * (d - d.detach()).exp()
+    assert stats.logp is not None
+    logp = stats.logp.clamp_min(torch.finfo(stats.logp.dtype).min)  # -inf - -inf would be NaN
+    return batch.segments.expand(ratio.detach()) * (logp - logp.detach()).exp()
 
 
 def advantages_at(batch: PackedBatch, level: str) -> Tensor:
@@ -88,6 +97,7 @@ def ratio_figures(
 ) -> dict[str, Observed]:
     """The same, and how far the policy has moved; `ratio` is [T] or [S]."""
     d = log_ratio(stats, batch)
+    exponent = d.clamp(max=MAX_LOG_RATIO)
     return {
         **advantage_figures(stats, batch),
         "old_logps": Observed(batch.old_logps),
@@ -96,7 +106,7 @@ def ratio_figures(
         "ratio_max": Observed(ratio, Max, per=per),
         "ratio_squared": Observed(ratio.square(), per=per),
         "kl_old_k1": Observed(-d),
-        "kl_old_k3": Observed(d.expm1() - d),
+        "kl_old_k3": Observed(exponent.expm1() - exponent),
     }
 
 

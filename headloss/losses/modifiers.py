@@ -91,8 +91,8 @@ def corrected(
         w = sg(exp(old - sampling)), of the token or summed over the sequence; clamped to [min, max], or 0 outside
 
     Truncation: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl. Masks: Ling Team 2025
-    (IcePop), arXiv:2510.18855. The log of w is clamped to [-20, 20]; where a sampling log-prob is
-    NaN, the token's w is 1.
+    (IcePop), arXiv:2510.18855. The log of w, of the token or the sum, is clamped to [-20, 20];
+    where a sampling log-prob is NaN, the token's w is 1.
 
     Args:
         mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".

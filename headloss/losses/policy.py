@@ -21,6 +21,7 @@ from .importance import (
     MAX_LOG_RATIO,
     Level,
     advantages_at,
+    bounded_exp,
     clip_figures,
     importance_ratio,
     log_ratio,
@@ -130,7 +131,7 @@ def grpo(
         -min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)
 
     Shao et al. 2024, arXiv:2402.03300. `delta`: Prime Intellect 2025 (INTELLECT-2),
-    arXiv:2505.07291.
+    arXiv:2505.07291. The log of r, at any level, is clamped to [-20, 20].
 
     Args:
         epsilon_low, epsilon_high: how far the ratio may move from 1, each >= 0.
@@ -150,6 +151,7 @@ def gspo(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Term:
         -min(s_i A_i, clip(s_i, 1 - epsilon_low, 1 + epsilon_high) A_i), s_i = exp(mean_t d_t)
 
     Zheng et al. 2025, arXiv:2507.18071. Advantages per token are averaged over the sequence.
+    mean_t d_t is clamped to [-20, 20].
 
     Args:
         epsilon_low, epsilon_high: how far the ratio may move from 1, each >= 0.
@@ -165,7 +167,7 @@ def gspo_token(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Term
 
         -min(s_it A_t, clip(s_it, 1 - epsilon_low, 1 + epsilon_high) A_t), s_it = sg(s_i) exp(logp_t - sg(logp_t))
 
-    Zheng et al. 2025, arXiv:2507.18071, section 4.3.
+    Zheng et al. 2025, arXiv:2507.18071, section 4.3. mean_t d_t is clamped to [-20, 20].
 
     Args:
         epsilon_low, epsilon_high: how far the ratio may move from 1, each >= 0.
@@ -187,7 +189,7 @@ def dapo(
 
         -min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)
 
-    Yu et al. 2025, arXiv:2503.14476.
+    Yu et al. 2025, arXiv:2503.14476. The log of r, at any level, is clamped to [-20, 20].
 
     Args: as `grpo`.
 
@@ -210,7 +212,7 @@ def bnpo(
         -min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)
 
     Named after beta normalization policy optimization (Xiao et al. 2025, arXiv:2506.02864), whose
-    normalization of rewards happens where advantages are made.
+    normalization is that of rewards. The log of r, at any level, is clamped to [-20, 20].
 
     Args: as `grpo`.
 
@@ -233,7 +235,7 @@ def dr_grpo(
 
         -min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)
 
-    Liu et al. 2025, arXiv:2503.20783.
+    Liu et al. 2025, arXiv:2503.20783. The log of r, at any level, is clamped to [-20, 20].
 
     Args:
         max_completion_length: the constant; without it `.over(...)` must name a reduction.
@@ -266,7 +268,7 @@ def luspo(
 
         -|o_i| min(min(s_i, delta) A_i, clip(s_i, 1 - epsilon_low, 1 + epsilon_high) A_i)
 
-    Liu et al. 2026, arXiv:2602.05261. The length |o_i| is the reduction's: a sum over tokens.
+    Liu et al. 2026, arXiv:2602.05261. |o_i| is the reduction's. log s_i is clamped to [-20, 20].
 
     Args: as `grpo`.
 
@@ -285,6 +287,7 @@ def ppo(
         -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A); where A < 0: -max(min(..), dual_clip A)
 
     Schulman et al. 2017, arXiv:1707.06347. Dual clip: Ye et al. 2020, arXiv:1912.09729.
+    The log of r is clamped to [-20, 20].
 
     Args:
         epsilon_low, epsilon_high: how far the ratio may move from 1, each >= 0.
@@ -308,7 +311,7 @@ def _geometric_mean(
     d = log_ratio(stats, batch)
     rising = _gmpo_advantages(batch) > 0
     clipped = torch.where(rising, d.clamp(max=epsilon_high), d.clamp(min=-epsilon_low))
-    return -batch.segments.mean(clipped).exp() * batch.segments.mean(batch.advantages)
+    return -bounded_exp(batch.segments.mean(clipped)) * batch.segments.mean(batch.advantages)
 
 
 def _observe_gmpo(
@@ -326,6 +329,7 @@ def gmpo(*, epsilon_low: float = 0.4, epsilon_high: float = 0.4) -> Term:
         -exp(mean_t clip(d_t)) A_i, clip(d) = min(d, epsilon_high) where A_i > 0, else max(d, -epsilon_low)
 
     Zhao et al. 2025, arXiv:2507.20673. Ratio and clip figures are per token.
+    mean_t clip(d_t) is clamped to [-20, 20].
 
     Args:
         epsilon_low, epsilon_high: bounds of a token's log-ratio, each >= 0.
@@ -334,11 +338,10 @@ def gmpo(*, epsilon_low: float = 0.4, epsilon_high: float = 0.4) -> Term:
     """  # noqa: E501 (an equation is one line)
     non_negative(epsilon_low=epsilon_low, epsilon_high=epsilon_high)
     clip = (math.exp(-epsilon_low), math.exp(epsilon_high))
+    ends = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high}
     return Term(
         name="",
-        function=functools.partial(
-            _geometric_mean, epsilon_low=epsilon_low, epsilon_high=epsilon_high
-        ),
+        function=functools.partial(_geometric_mean, **ends),
         scope="segment",
         per="segment",
         reduction=sequence_mean,
@@ -371,7 +374,7 @@ def sapo(
 
         -(4 / tau) sigmoid(tau (r - 1)) A, tau = temperature_pos where A > 0, else temperature_neg
 
-    Gao et al. 2025, arXiv:2511.20347.
+    Gao et al. 2025, arXiv:2511.20347. The log of r, at any level, is clamped to [-20, 20].
 
     Args:
         temperature_pos, temperature_neg: how sharply the gate closes, each > 0.

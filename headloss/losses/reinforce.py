@@ -1,7 +1,7 @@
 """Log-probs weighted by advantages, with a weight that carries no gradient; and KL terms.
 
-T scored tokens, A advantages, d_t = logp_t - old_t clamped to [-20, 20]; sg stops the gradient.
-Every term is [T].
+T scored tokens, A advantages, d_t = logp_t - old_t; sg stops the gradient. What is exponentiated is
+clamped to [-20, 20], and nothing before. Every term is [T].
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def cispo(
         -sg(clip(r, 1 - epsilon_low, 1 + epsilon_high)) A log p_y
 
     MiniMax 2025 (MiniMax-M1), arXiv:2506.13585. Some libraries call the cap itself, 1 +
-    epsilon_high, by the name of epsilon_high.
+    epsilon_high, by the name of epsilon_high. The log of r, at any level, is clamped to [-20, 20].
 
     Args:
         epsilon_high: the cap's distance from 1, >= 0.
@@ -97,14 +97,12 @@ def cispo(
 
 def _log_sequence_weight(stats: Statistics, batch: PackedBatch) -> Tensor:
     """log w, [S]: new policy over sampler where that is known, else over the old policy."""
-    total = batch.segments.sum(log_ratio(stats, batch).detach())
+    change = log_ratio(stats, batch).detach()
     if "importance_sampling_ratio" in batch:
-        mismatch = batch.importance_sampling_ratio.log()
-        total = total + batch.segments.sum(mismatch.clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO))
+        change = change + batch.importance_sampling_ratio.log().clamp_min(MIN_LOG_WEIGHT)
     elif "sampling_logps" in batch:
-        mismatch = (batch.old_logps - batch.sampling_logps).nan_to_num(nan=0.0)
-        total = total + batch.segments.sum(mismatch.clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO))
-    return total.clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
+        change = change + (batch.old_logps - batch.sampling_logps).nan_to_num(nan=0.0)
+    return batch.segments.sum(change).clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
 
 
 def _gamma_weighted(
@@ -138,10 +136,11 @@ def vespo(
 
         -sg(phi(w_i)) A log p_y, phi(w) = exp(lambda + k log w - lambda w), log w_i = sum_t d_t
 
-    Shen et al. 2026, arXiv:2602.10693. log w is clamped to [log 1e-8, 20]. Where the batch has
-    sampling_logps, sum_t (old_t - sampling_t) is added to it, so `.corrected` would count the
-    sampler twice; where it has importance_sampling_ratio (old over sampling, truncated or masked by
-    the caller), the sum of its log is added instead.
+    Shen et al. 2026, arXiv:2602.10693. log w is clamped to [log 1e-8, 20]. Before that, where the
+    batch has sampling_logps, sum_t (old_t - sampling_t) is added to it, so `.corrected` would count
+    the sampler twice; where it has importance_sampling_ratio (old over sampling, truncated or
+    masked by the caller), the sum of its log is added instead, a ratio below 1e-8, such as a
+    masked 0, as 1e-8.
 
     Args:
         k_pos, lambda_pos: shape of phi where A >= 0, each > 0.
@@ -192,7 +191,8 @@ def kl(
         k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1, d = ref - logp; times r when bias_corrected
 
     Schulman 2020, http://joschu.net/blog/kl-approx.html. `bias_corrected`: DeepSeek-AI 2025
-    (DeepSeek-V3.2), arXiv:2512.02556; the gradient flows through both factors.
+    (DeepSeek-V3.2), arXiv:2512.02556; the gradient flows through both factors. The log of r, at any
+    level, is clamped to [-20, 20], d is not.
 
     Args:
         estimator: "k1", "k2" or "k3". As a loss of its own, k1 pulls nowhere on average unless it
