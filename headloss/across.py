@@ -16,6 +16,7 @@ import torch
 from torch import distributed
 
 from .agreement import Facts, agree
+from .collectives import together
 from .shards import of_objective
 
 if TYPE_CHECKING:
@@ -91,7 +92,9 @@ def _voted(packed: Packed, batch: Batch, group: ProcessGroup) -> Packed:
         return packed
     one = torch.ones((), dtype=torch.int64, device=batch.targets.device)
     against = torch.stack([one * (not batch._fits(name)[0]) for name in names])
-    distributed.all_reduce(against, group=group)
+    together(
+        "what fields are", group, lambda: distributed.all_reduce(against, group=group)
+    )
     fields = dict(packed.batch.fields)
     for name, votes in zip(names, against.unbind(), strict=True):
         if name in packed.doubtful:

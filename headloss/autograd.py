@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import given
+from .collectives import attended
 from .schedules import Call, Outcome, frozen, one_pass
 from .sweeps import recompute, statistics
 
@@ -43,7 +44,7 @@ class HeadLoss(torch.autograd.Function):
         schedules = given.SCHEDULES if call.plan.rows else SCHEDULES
         measured, ctx.pull = schedules[call.plan.schedule](call, source)
         outcome.append(measured)
-        ctx.open_source, ctx.used = open_source, False
+        ctx.open_source, ctx.used, ctx.groups = open_source, False, call.groups
         ctx.count, aside = 0, []
         if call.plan.schedule == "recompute":  # autograd sees to it that none of these has changed
             given_too = (call.packed.batch.targets, call.transform.temperature)
@@ -68,7 +69,7 @@ class HeadLoss(torch.autograd.Function):
         saved = ctx.saved_tensors[: ctx.count]  # read once: checkpointing recomputes them
         source = ctx.open_source(saved) if saved else None
         pull, ctx.pull = ctx.pull, None
-        with torch.autocast(upstream.device.type, enabled=False):
+        with torch.autocast(upstream.device.type, enabled=False), attended(*ctx.groups):
             gradients = pull(upstream, source)
         return None, None, None, *gradients
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from .autograd import GatherRows, HeadLoss
 from .batch import Batch
 from .call import given_call, linear_call
+from .collectives import attended
 from .head import Head, check_head
 from .kernels.transform import Transform
 from .logits import GivenLogits, LinearLogits
@@ -92,7 +93,10 @@ def head_loss(
     Raises:
         ValueError, TypeError: for bad input, before any work, naming the argument, what it got and
             what it wanted.
-        RuntimeError: a second backward through `loss`.
+        RuntimeError: a second backward through `loss`; a rank of a process group that failed in the
+            middle of a call, on the others: within the group's timeout they are told that the group
+            cannot be used any more. Nor can it after an exception that one rank alone caught: such
+            an exception carries a note that says so.
     """
     check_head(head)
     head = local_head(head)
@@ -174,7 +178,7 @@ def plan(
 def _run(call: Call, open_source, tensors: list[Tensor | None]) -> Output:
     outcome: list[Outcome] = []
     device = call.packed.batch.targets.device.type
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(device, enabled=False), attended(*call.groups):
         loss = HeadLoss.apply(call, open_source, outcome, *tensors)
         (measured,) = outcome
         with torch.no_grad():

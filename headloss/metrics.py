@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+
+from .collectives import together
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -128,7 +131,8 @@ class Metrics(dict[str, Measurement]):
         ):
             if values:
                 packed = torch.stack([v.double() for v in values])
-                distributed.all_reduce(packed, op=operation, group=group)
+                add = functools.partial(distributed.all_reduce, packed, operation, group)
+                together("Metrics.all_reduce", group, add)
                 values[:] = packed.unbind()
         joined = Metrics()
         for name in names:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, distributed
 from torch.nn.functional import dropout, pad
 
+from .collectives import together
 from .logits import LinearGradients, Scaled
 from .products import input_gradient
 from .rows import RowGradient
@@ -34,6 +35,7 @@ GIVE_WAY = 20_000  # clocks, about 11 microseconds, in which a collective gets t
 class Alone:
     """The whole vocabulary on this rank."""
 
+    group: ProcessGroup | None = None
     first = 0  # column of the whole vocabulary at which this rank's slice starts
     size: int | None = None  # columns of this rank's slice, None: all
     widest: int | None = None  # of all slices
@@ -101,7 +103,8 @@ class Shard(Alone):
         tokens: Sequence[int] = (),
     ) -> None:
         rank = distributed.get_rank(group)
-        self.group, self.spread, self.is_spread = group, spread, spread is not None
+        self.group: ProcessGroup = group
+        self.spread, self.is_spread = spread, spread is not None
         self.tokens = tokens
         self.first, self.size, self.widest = sum(sizes[:rank]), sizes[rank], max(sizes)
         self.name = f"{group.group_name}:{','.join(map(str, sizes))}"
@@ -132,8 +135,12 @@ class Shard(Alone):
         if self.spread is not None:
             found = self.spread.start_sum(dense, rows)
         else:
-            work = distributed.all_reduce(dense, group=self.group, async_op=True)
-            found = Pending(work, dense, rows)
+            work = together(
+                "a sum of hidden gradients",
+                self.group,
+                lambda: distributed.all_reduce(dense, group=self.group, async_op=True),
+            )
+            found = Pending(self.group, work, dense, rows)
         if dense.is_cuda:
             # A product that followed at once would take every multiprocessor until it ends.
             torch.cuda._sleep(GIVE_WAY)  # type: ignore[no-untyped-call]
@@ -164,7 +171,11 @@ class Shard(Alone):
     def dropout(self, hidden: Tensor, p: float) -> Tensor:
         """The first rank's, on all."""
         kept = dropout(hidden.new_ones(hidden.shape), p) != 0
-        distributed.broadcast(kept, group=self.group, group_src=0)
+        together(
+            "an adapter's dropout",
+            self.group,
+            lambda: distributed.broadcast(kept, group=self.group, group_src=0),
+        )
         return hidden * kept / (1 - p)
 
 
@@ -179,7 +190,11 @@ class SumGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[override]
         gradient = gradient.contiguous().clone()
-        distributed.all_reduce(gradient, group=ctx.group)
+        together(
+            "a sum of an adapter's gradients",
+            ctx.group,
+            lambda: distributed.all_reduce(gradient, group=ctx.group),
+        )
         return gradient, None
 
 
@@ -210,7 +225,8 @@ def gather(values: Tensor, group: ProcessGroup) -> Tensor:
 def _gather_flat(found: Tensor, own: Tensor, group: ProcessGroup) -> None:
     """`all_gather_into_tensor`, under the name that this torch does not call deprecated."""
     names = ("all_gather_single", "all_gather_into_tensor")
-    next(getattr(distributed, n) for n in names if hasattr(distributed, n))(found, own, group=group)
+    run = next(getattr(distributed, n) for n in names if hasattr(distributed, n))
+    together("an exchange with the ranks of a group", group, lambda: run(found, own, group=group))
 
 
 def named(name: str) -> Alone:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from .collectives import together
 from .segments import Segments, count_in
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Totals:
         packed = torch.stack(
             [torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers]
         )
-        distributed.all_reduce(packed, group=group)
+        together("Totals.all_reduce", group, lambda: distributed.all_reduce(packed, group=group))
         if gradients == "mean":
             packed = packed / distributed.get_world_size(group)
         tokens, segments, *rest = packed.unbind()
@@ -114,7 +115,11 @@ def count_totals(scored: Tensor, segments: Segments, masks: dict[str, Mask]) -> 
         from torch import distributed
 
         joined = torch.cat([counts.reshape(-1), *against])
-        distributed.all_reduce(joined, group=segments.group)
+        together(
+            "the count of tokens in segments",
+            segments.group,
+            lambda: distributed.all_reduce(joined, group=segments.group),
+        )
         counts, votes = joined.split([counts.numel(), len(masks)])
         counts, against = counts.view(len(rows), segments.count), list(votes)
     kept = {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ from .parallel import WHOLE, Alone
 from .plan import Plan
 from .rows import Rows
 from .stats import Coefficients, Normalizer, Partials, Statistics, finish
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Source = LinearLogits | GivenLogits
 Gradients = list[Tensor | None]
@@ -65,6 +68,11 @@ class Call:
     @property
     def bound(self) -> Bound:
         return self.bind(self.packed)
+
+    @property
+    def groups(self) -> tuple[ProcessGroup | None, ...]:
+        """Of the vocabulary's slices, and of segments that run across ranks."""
+        return self.slices.group, self.packed.batch.segments.group
 
     def partials(
         self, raw: Tensor, rows: Rows, columns: slice = ALL, onto: Partials | None = None

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from .collectives import together
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -206,7 +208,11 @@ def _all_reduce(values: Tensor, group: ProcessGroup) -> Tensor:
     from torch import distributed
 
     values = values.clone()
-    distributed.all_reduce(values, group=group)
+    together(
+        "a sum over segments that run across ranks",
+        group,
+        lambda: distributed.all_reduce(values, group=group),
+    )
     return values
 
 

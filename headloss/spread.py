@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
+from .collectives import together
 from .rows import Rows
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 class Pending(NamedTuple):
     """A sum over the group that is under way."""
 
+    group: ProcessGroup
     work: Any
     buffer: Tensor
     rows: slice  # where it goes
@@ -28,7 +30,7 @@ class Pending(NamedTuple):
 
     def wait(self) -> Tensor:
         """[n, k], complete."""
-        self.work.wait()
+        together("a sum of hidden gradients", self.group, self.work.wait)
         if self.count == 1:
             return self.buffer
         return self.buffer.view(self.count, -1, self.buffer.shape[-1]).sum(0)
@@ -84,8 +86,12 @@ class Spread:
         part = own[self.own_rows(rows)]
         found = own.new_empty(sum(counts), own.shape[1])
         sent = part.repeat(self.world, 1)
-        distributed.all_to_all_single(
-            found, sent, counts, [len(part)] * self.world, group=self.group
+        together(
+            "an exchange of hidden states",
+            self.group,
+            lambda: distributed.all_to_all_single(
+                found, sent, counts, [len(part)] * self.world, group=self.group
+            ),
         )
         if order is None:
             return found
@@ -99,15 +105,19 @@ class Spread:
         if order is not None:
             dense = dense[order]
         found = dense.new_empty(self.world * count, dense.shape[1])
-        work = distributed.all_to_all_single(
-            found,
-            dense.contiguous(),
-            [count] * self.world,
-            counts,
-            group=self.group,
-            async_op=True,
+        work = together(
+            "a sum of hidden gradients",
+            self.group,
+            lambda: distributed.all_to_all_single(
+                found,
+                dense.contiguous(),
+                [count] * self.world,
+                counts,
+                group=self.group,
+                async_op=True,
+            ),
         )
-        return Pending(_Keeping(work, dense), found, own, self.world)
+        return Pending(self.group, _Keeping(work, dense), found, own, self.world)
 
 
 class _Keeping:

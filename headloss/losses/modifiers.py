@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..collectives import together
 from ..metrics import Max, Observed
 from ..stats import Statistics
 from .factory import naming, non_negative, number, one_of, positive
@@ -205,12 +206,14 @@ def _gather(values: Tensor, count: Tensor, group: ProcessGroup) -> tuple[Tensor,
 
     own = torch.stack([count.long(), torch.full_like(count, len(values)).long()])
     sizes = own.new_empty(distributed.get_world_size(group), 2)
-    distributed.all_gather(list(sizes.unbind()), own, group=group)
+    what = "the entropies of all ranks"
+    together(what, group, lambda: distributed.all_gather(list(sizes.unbind()), own, group=group))
     longest = int(sizes[:, 1].max())
     padded = values.new_full((longest,), math.inf)
     padded[: len(values)] = values
     gathered = values.new_empty(len(sizes), longest)
-    distributed.all_gather(list(gathered.unbind()), padded, group=group)
+    parts = list(gathered.unbind())
+    together(what, group, lambda: distributed.all_gather(parts, padded, group=group))
     return gathered.flatten(), sizes[:, 0].sum()
 
 

@@ -1,0 +1,61 @@
+"""What is said where the ranks of a process group do not keep together.
+
+A collective ends with an error, after the group's timeout at the latest, where another rank never
+comes to it: it was killed, or something raised there. Whatever exception ends a call on one rank
+alone, its group cannot be used any more: the others are inside a collective that this rank never
+came to, and its next one would meet the wrong one of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+R = TypeVar("R")
+UNUSABLE = "the group cannot be used any more: end the processes of all ranks and start them again"
+
+
+class RankError(RuntimeError):
+    """A collective that not all ranks took part in."""
+
+
+def together(what: str, group: ProcessGroup | None, run: Callable[[], R]) -> R:
+    """The result of `run`, which is a collective or waits for one; None: of the default group.
+
+    Raises:
+        RankError: the backend gave it up.
+    """
+    try:
+        return run()
+    except RuntimeError as error:
+        from torch import distributed
+
+        if not distributed.is_initialized():
+            raise
+        me, ranks = distributed.get_rank(group), distributed.get_process_group_ranks(group)
+        raise RankError(
+            f"{what}: rank {me} waited in vain for the other ranks of its group (global ranks "
+            f"{ranks}): one was killed, raised, or made another call, as its own log will say; "
+            f"{UNUSABLE}. The backend says: {error}"
+        ) from error
+
+
+@contextmanager
+def attended(*groups: ProcessGroup | None) -> Iterator[None]:
+    """An exception of this rank inside a call gets a note of what it means for the others."""
+    try:
+        yield
+    except RankError:
+        raise
+    except Exception as error:
+        if any(group is not None for group in groups):
+            error.add_note(
+                "headloss: this was raised between the collectives of a call. Unless every rank "
+                "raised it at the same point, the others wait for this one until their group's "
+                f"timeout, and {UNUSABLE}"
+            )
+        raise
