@@ -285,14 +285,14 @@ def _liger_scaled(work: Work, setting: Setting, plain: bool = False) -> Run:
     return _by_values(values, work)
 
 
-def _liger_grpo(work: Work, setting: Setting) -> Run:
+def _liger_grpo(work: Work, setting: Setting, **level: Any) -> Run:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     length = setting.segments
     if not isinstance(length, int) or setting.tokens % length:
         raise ValueError("takes sequences of one length only")
     loss_of = LigerFusedLinearGRPOLoss(
-        beta=0.0, compiled=True, use_ref_model=False, chunk_size=1, loss_type="grpo"
+        beta=0.0, compiled=True, use_ref_model=False, chunk_size=1, loss_type="grpo", **level
     )
 
     def run(i: Inputs) -> Found:
@@ -444,6 +444,14 @@ def _registry() -> dict[str, Contestant]:
     add("F.linear_cross_entropy", _torch_chunked, works=CE_ONLY, rounded=True)
     add("TRL", _trl, works=SCORE_WORKS, rounded=True)
     add("Liger GRPO", _liger_grpo, works=frozenset({"grpo"}), rounded=True, gpu=True)
+    sequence = {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
+    add(
+        "Liger GSPO",
+        partial(_liger_grpo, **sequence),
+        works=frozenset({"gspo"}),
+        rounded=True,
+        gpu=True,
+    )
     add("Liger scaled CE", _liger_scaled, works=SCORE_WORKS, rounded=True, gpu=True)
     add(
         "Liger scaled CE, plain",

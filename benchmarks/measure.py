@@ -202,7 +202,7 @@ def _gate(entries: list[Entry], inputs: Inputs, setting: Setting, device: torch.
     oracle = make_oracle(entries[0].work, inputs, setting)
     for entry in entries:
         contestant, work = entry.contestant, entry.work
-        reason = _unserved(contestant, work, device)
+        reason = unserved(contestant, work, device)
         if reason:
             entry.row = {"status": "skipped", "reason": reason}
             continue
@@ -236,7 +236,7 @@ def poison(device: torch.device, setting: Setting) -> None:
     torch.full((elements,), torch.nan, device=device)
 
 
-def _unserved(contestant: Contestant, work: Work, device: torch.device) -> str:
+def unserved(contestant: Contestant, work: Work, device: torch.device) -> str:
     if contestant.gpu and device.type != "cuda":
         return "needs a GPU"
     if contestant.works is not None and work.name not in contestant.works:

@@ -28,7 +28,7 @@ gradients; `rounded`, for those who round logits or leave small gradients out by
 
 def tables(results: dict) -> str:
     """Every case with all its contestants."""
-    parts, marks = [machine(results), NOTES], _marks(results)
+    parts, marks = [machine(results), NOTES], marks_of(results)
     for name, rows in _by_case(results["rows"]):
         about = _about(max(rows, key=lambda row: row["run"]))
         parts.append(f"### {name}\n\n{about}\n\n{_case_table(rows, marks)}")
@@ -43,7 +43,7 @@ def goals(results: dict) -> str:
     for _, found in _by_case(rows):
         newest = max(row["run"] for row in found)
         found = [row for row in found if row["run"] == newest]
-        first, mark = found[0], _marks(results)[newest]
+        first, mark = found[0], marks_of(results)[newest]
         ours = [r for r in found if is_ours(r) and "ms" in r and "reference" not in r["contestant"]]
         peers = [r for r in found if not is_ours(r) and "ms" in r]
         peer = min(peers, key=lambda r: r["ms"], default=None)
@@ -75,7 +75,7 @@ def _by_case(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
 
 def machine(results: dict) -> str:
     """What ran where: the last run, and those of other commits that rows are left of."""
-    runs, marks = results["runs"], _marks(results)
+    runs, marks = results["runs"], marks_of(results)
     lines = [_run(runs[-1])]
     for number in sorted({row["run"] for row in results["rows"] if marks[row["run"]]}):
         lines.append(f"Rows marked{marks[number]} are of an earlier run: {_run(runs[number])}")
@@ -87,7 +87,7 @@ def _run(run: dict) -> str:
     return f"{run['machine']}; {versions}; commit {run['commit']}."
 
 
-def _marks(results: dict) -> list[str]:
+def marks_of(results: dict) -> list[str]:
     """For the rows of each run: nothing, or the commit where it is not the last run's."""
     commits = [run["commit"] for run in results["runs"]]
     return ["" if commit == commits[-1] else f" [{commit}]" for commit in commits]

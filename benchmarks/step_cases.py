@@ -183,7 +183,8 @@ def on_logits(measure: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Cal
 
 
 def measure_in_torch(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    log_p = logits.log_softmax(-1, dtype=torch.float32)  # [B, C, V]
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    log_p = logits.log_softmax(-1, dtype=dtype)  # [B, C, V]
     with torch.no_grad():  # row by row: no further [B, C, V]
         entropy = torch.stack([-(row.exp() * row).sum(-1) for row in log_p])
     return log_p.gather(-1, targets[..., None]).squeeze(-1), entropy
@@ -195,8 +196,34 @@ def measure_in_trl(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return selective_log_softmax_and_entropy(logits, targets, entropy_requires_grad=False)
 
 
-# The first is the one that the others are held against.
+def _exact() -> type:
+    """TRL's loss on log-probs of a float64 head, on the hidden states of the model itself."""
+
+    class Exact(_trl()):
+        def _get_per_token_logps_and_entropies(
+            self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+        ):
+            with self.accelerator.autocast():
+                found = model(
+                    input_ids=input_ids,
+                    attention_mask=attention_mask,
+                    logits_to_keep=1,
+                    output_hidden_states=True,
+                    use_cache=False,
+                )
+            hidden = found.hidden_states[-1][:, -logits_to_keep - 1 : -1]
+            with torch.autocast(hidden.device.type, enabled=False):
+                weight = model.get_output_embeddings().weight.double()
+                logits = hidden.double() @ weight.t()
+            return (*measure_in_torch(logits, input_ids[:, -logits_to_keep:]), None)
+
+    return Exact
+
+
+# What the others are held against; it is not timed.
+TRUTH = "float64 head"
 CONTESTANTS: dict[str, Callable[[], type]] = {
+    TRUTH: _exact,
     "plain logits": on_logits(measure_in_torch),
     "plain logits, TRL's kernel": on_logits(measure_in_trl),
     "TRL": _trl,

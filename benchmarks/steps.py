@@ -3,12 +3,13 @@
     python benchmarks/steps.py --output benchmarks/results/steps.json \\
         --markdown benchmarks/results/steps.md         # minutes, on one GPU
     python benchmarks/steps.py --quick --device cpu    # seconds, tiny shapes
+    python benchmarks/steps.py --gate --output ...     # the gradients alone, against a float64 head
 
 Models have the shapes of Qwen2.5-0.5B and Llama-3-8B and random weights. A step is forward and
 backward through TRL's `_compute_loss` and an AdamW step, in bfloat16 with gradient checkpointing as
 TRL trains, on completions of full length; nothing is generated. All contestants share one model and
-must agree on the loss and the gradient before anything is timed. B completions, P tokens of a
-prompt, C of a completion.
+must agree with a float64 head on the loss and the gradient before anything is timed. B completions,
+P tokens of a prompt, C of a completion.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from step_cases import (
     GIB,
     QUICK,
     SETTINGS,
+    TRUTH,
     Setting,
     make_batch,
     make_model,
@@ -49,9 +51,11 @@ WARM, TIMED = 2, 5  # steps
 NOTES = """\
 One step: forward, backward, AdamW; median of 5 after 2. *peak*: the allocator's, weights
 and optimizer included. *longest*: completion length, in steps of 1024, whose forward and backward
-fit when PyTorch may hold no more than the budget. *loss*, *gradient*: difference from the first row
-on one batch (of the norm; of the gradient, as norm over norm).
+fit when PyTorch may hold no more than the budget. *loss*, *gradient*: difference from a float64
+head on the same backbone, on one batch of 256-token completions (of the gradient, norm over norm).
+Random weights have small logits; what larger ones do is in gradient_truth.md.
 
+- *float64 head*: the hidden states of the model, and everything after them in float64.
 - *plain logits*: `log_softmax` in float32 of the model's logits at the completion's positions.
 - *plain logits, TRL's kernel*: `selective_log_softmax_and_entropy` of the same logits, in Triton.
 - *TRL*: the stock `GRPOTrainer`, whose head is chunked and computes its logits again in backward.
@@ -100,12 +104,12 @@ class Bench:
     # ------------------------------------------------------------------ the gate
 
     def gate(self, chosen: list[str]) -> dict[str, dict[str, Any]]:
-        """Loss and gradient of each on one batch, against the first contestant's.
+        """Loss and gradient of each on one batch, against those of a float64 head.
 
-        Old log-probs are the first's, moved a little: some tokens are clipped.
+        Old log-probs are that head's, moved a little: some tokens are clipped.
         """
         batch = make_batch(self.setting, self.setting.gate, self.device)
-        first = next(iter(CONTESTANTS))
+        first = TRUTH
         found: dict[str, dict[str, Any]] = {}
         want: list[Tensor] = []
         for name in dict.fromkeys((first, *chosen)):
@@ -275,19 +279,23 @@ def limited(device: torch.device, budget: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def run_setting(bench: Bench, chosen: list[str]) -> Iterator[dict[str, Any]]:
-    """The rows of a model, each as soon as it is known."""
+def run_setting(
+    bench: Bench, chosen: list[str], gate_alone: bool = False
+) -> Iterator[dict[str, Any]]:
+    """The rows of a model, each as soon as it is known: the gate's, and the step's behind it."""
     setting = bench.setting
     gate = bench.gate(chosen)
     sizes = {"completions": setting.completions, "prompt": setting.prompt}
     for name in chosen:
-        row = {"case": bench.name, "work": "grpo step", "contestant": name, **sizes}
-        row |= {"completion": setting.completion, **gate[name]}
-        if row["status"] == "ok":
-            try:
-                row |= bench.measure(name)
-            except (RuntimeError, torch.OutOfMemoryError) as error:
-                row |= {"status": "failed", "reason": one_line(error)}
+        row = {"case": bench.name, "work": "gate", "contestant": name, **sizes}
+        yield row | {"completion": setting.gate, **gate[name]}
+        if gate[name]["status"] != "ok" or gate_alone or name == TRUTH:
+            continue
+        row |= {"work": "grpo step", "completion": setting.completion, "status": "ok", "reason": ""}
+        try:
+            row |= bench.measure(name)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            row |= {"status": "failed", "reason": one_line(error)}
         bench.clear()
         yield row
 
@@ -299,20 +307,30 @@ def table(results: dict) -> str:
     """Every model and contestant as Markdown."""
     head = ("model", "contestant", "B x (P + C)", "ms", "peak GiB", "longest C", "of GiB")
     lines = [(*head, "loss", "gradient"), ("---", "---", *("---:",) * 7)]
-    for row in results["rows"]:
-        shape = f"{row['completions']} x ({row['prompt']} + {row['completion']})"
-        cells = (row["case"], row["contestant"], shape)
-        if row["status"] != "ok":
-            lines.append((*cells, row["reason"], *("",) * 5))
-            continue
-        sizes = (
-            f"{row['peak_bytes'] / GIB:.1f}",
-            _longest(row),
-            f"{row['budget_bytes'] / GIB:.0f}",
-        )
-        errors = (f"{row['loss_error']:.0e}", f"{row['gradient_error']:.0e}")
-        lines.append((*cells, f"{row['ms']:.0f}", *sizes, *errors))
+    found = {(row["case"], row["contestant"], row["work"]): row for row in results["rows"]}
+    marks = report.marks_of(results)
+    for case in dict.fromkeys(row["case"] for row in results["rows"]):
+        for name in CONTESTANTS:
+            gate, step = (found.get((case, name, work)) for work in ("gate", "grpo step"))
+            if gate is None and step is None:
+                continue
+            errors = ("-", "-")
+            if gate is not None and gate["status"] == "ok":
+                errors = (f"{gate['loss_error']:.0e}", f"{100 * gate['gradient_error']:.2g} %")
+            mark = marks[(step or gate)["run"]]
+            lines.append((case, name + mark, *_measured(step or gate), *errors))
     return f"{report.machine(results)}\n\n{report.markdown(lines)}\n\n{NOTES}\n"
+
+
+def _measured(row: dict[str, Any]) -> tuple[str, ...]:
+    """Shape, time and memory of a step; of the gate's row what it holds of them."""
+    if row["status"] != "ok":
+        return ("-", row["reason"], "", "", "")
+    if "ms" not in row:
+        return ("-",) * 5
+    shape = f"{row['completions']} x ({row['prompt']} + {row['completion']})"
+    sizes = (f"{row['peak_bytes'] / GIB:.1f}", _longest(row), f"{row['budget_bytes'] / GIB:.0f}")
+    return (shape, f"{row['ms']:.0f}", *sizes)
 
 
 def _longest(row: dict[str, Any]) -> str:
@@ -340,9 +358,8 @@ def main(argv: list[str] | None = None) -> int:
             if arguments.budget is not None:
                 setting = replace(setting, budget=int(arguments.budget * GIB))
             bench = Bench(name, setting, device, folder, arguments.patience)
-            for row in run_setting(
-                bench, [c for c in CONTESTANTS if _matches(c, arguments.contestants)]
-            ):
+            names = [c for c in CONTESTANTS if _matches(c, arguments.contestants)]
+            for row in run_setting(bench, names, arguments.gate):
                 results.add([row])
                 red += [row] if row["status"] != "ok" else []
             bench.close()
@@ -365,6 +382,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny shapes, for a CPU")
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="models, by shell patterns")
     parser.add_argument("--contestants", nargs="+", metavar="PATTERN")
+    parser.add_argument("--gate", action="store_true", help="loss and gradient alone, no times")
     parser.add_argument("--budget", type=float, metavar="GIB", help="that the longest must fit in")
     parser.add_argument(
         "--patience", type=float, default=15.0, help="seconds after which a search tries no more"

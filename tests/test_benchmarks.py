@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import cases
 import contestants
+import gradient_truth
 import measure
 import oracle
 import parallel
@@ -351,15 +352,29 @@ def test_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert steps.main([*arguments, "--only", "Llama*", "--patience", "0", *names[::2]]) == 0
     found = json.loads(output.read_text())
     assert found["runs"][0]["versions"].keys() >= {"torch", "trl", "transformers", "peft"}
-    rows = {(row["case"], row["contestant"]): row for row in found["rows"]}
-    assert len(rows) == 3
+    gates, rows = (
+        {(r["case"], r["contestant"]): r for r in found["rows"] if r["work"] == work}
+        for work in ("gate", "grpo step")
+    )
+    assert len(rows) == 3 and gates.keys() == rows.keys()
+    for row in gates.values():  # against a float64 head
+        assert row["loss_error"] < 1e-6 and 0 < row["gradient_error"] < 1e-5
     for row in rows.values():
-        assert row["loss_error"] < 1e-6 and row["gradient_error"] < 1e-5
         assert row["runs"] == steps.TIMED and row["low"] <= row["ms"] <= row["high"]
         assert row["peak_bytes"] > 0 and row["longest"] % row["unit"] == 0
     peaks = {name: row["peak_bytes"] for (_, name), row in rows.items()}
     assert peaks["TRL with headloss"] < peaks["plain logits"]
     assert markdown.read_text().count("| TRL with headloss |") == 2
+    # The gate alone: times stay those of the earlier run, and its row stands without any.
+    more = ["--contestants", "float64 head", "plain logits", "--only", "*all weights"]
+    assert steps.main([*arguments, "--gate", "--commit", "new", *more]) == 0
+    again = json.loads(output.read_text())["rows"]
+    assert [r for r in again if r["work"] == "grpo step"] == list(rows.values())
+    lines = [line for line in markdown.read_text().splitlines() if "all weights" in line]
+    exact, plain, ours = (line.strip("| ").split(" | ") for line in lines)
+    assert exact == ["Qwen2.5-0.5B, all weights", "float64 head", *"-----", "0e+00", "0 %"]
+    assert plain[1].startswith("plain logits [") and plain[-1].endswith(" %")
+    assert ours[1].startswith("TRL with headloss [")
     capsys.readouterr()
 
 
@@ -377,3 +392,53 @@ def test_contestants_that_disagree_are_not_timed(
     bench = steps.Bench("off", setting, CPU, str(tmp_path), patience=0.0)
     (row,) = steps.run_setting(bench, ["off"])
     assert row["status"] == "failed" and "loss" in row["reason"] and "ms" not in row
+
+
+# ---------------------------------------------------------------------- the true gradient
+
+
+def test_gradients_against_float64(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nearer to the truth than plain bf16 logits at every size and loss; its table and plot."""
+    pytest.importorskip("transformers", reason="the backbone is one of its models")
+    output, tables = tmp_path / "truth.json", tmp_path / "truth.md"
+    arguments = ["--quick", "--device", "cpu", "--output", str(output), "--markdown", str(tables)]
+    names = ["--contestants", "eager", "headloss", "QuACK", "--plot", str(tmp_path / "truth.png")]
+    assert gradient_truth.main([*arguments, *names]) == 0
+    found = json.loads(output.read_text())
+    rows = {(r["work"], r["size"], r["contestant"]): r for r in found["rows"]}
+    sizes = gradient_truth.QUICK.logits
+    assert len(rows) == len(sizes) * (3 + 2 * 4)
+    for (work, size, name), row in rows.items():
+        assert row["largest"] == pytest.approx(size, rel=0.02)
+        if name == "QuACK":
+            assert (row["status"], row["reason"]) == ("skipped", "needs a GPU")
+        if name != "headloss":
+            continue
+        plain = rows[work, size, "eager"]
+        assert row["error"] < 5e-3 and row["error"] < plain["error"] / 3, (work, size, row, plain)
+        assert row["logp_error"] < 1e-4
+        if work != "ce":
+            assert plain["logp_error"] > 1e-3
+            assert row["wrong_side"] == 0 and row["clipped"] > 0.01
+    large = rows["grpo", sizes[-1], "eager"]  # what the clip makes of rounded logits
+    assert large["wrong_side"] > 0 and large["error"] > 0.02
+    text = tables.read_text()
+    assert text.count("| plain bf16 logits |") == 5 and text.count("### GSPO") == 2
+    assert "| QuACK | skipped: needs a GPU |" in text
+    assert (tmp_path / "truth.png").read_bytes()[:4] == b"\x89PNG"
+    capsys.readouterr()
+
+
+def test_the_truth_is_autograd_in_float64() -> None:
+    shape = gradient_truth.Shape(sizes=gradient_truth.QUICK.sizes, sequences=4, length=8, logits=())
+    bench = gradient_truth.Bench(shape, CPU)
+    inputs, _ = bench.inputs(20.0)
+    for name in ("ce", "grpo", "gspo"):
+        sample = gradient_truth.take(bench, name, inputs)
+        x, w = (t.detach().double().requires_grad_() for t in (inputs.hidden, inputs.weight))
+        logp = (x @ w.t()).log_softmax(-1).gather(1, inputs.targets[:, None]).squeeze(1)
+        loss = works.WORKS[name].loss(works.Values(logp), sample.inputs)
+        into_x, into_w = torch.autograd.grad(loss, (x, w))
+        torch.testing.assert_close(sample.truth.hidden, into_x)
+        torch.testing.assert_close(sample.truth.weight, into_w)
+        torch.testing.assert_close(sample.truth.logp, logp.detach())
