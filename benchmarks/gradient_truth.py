@@ -374,7 +374,8 @@ TITLES = {
 NOTES = """\
 Error of the whole model's gradient: norm of the difference over the norm of what a float64 head on
 the same bfloat16 backbone gives. *wrong side*: tokens (of GSPO: sequences) whose gradient the clip
-stops and should not, or the other way round, at each contestant's own log-probs."""
+stops and should not, or the other way round, at each contestant's own log-probs. One of 32
+sequences is 3.1 %, and some 10 % of the gradient."""
 
 
 def shown(name: str) -> str:
@@ -422,23 +423,33 @@ def _by_work(results: dict) -> Iterator[tuple[str, list[dict]]]:
             yield work, rows
 
 
+def _errors(results: dict, work: str, size: float) -> dict[str, float]:
+    rows = (r for r in results["rows"] if (r["work"], r["size"]) == (work, size))
+    return {r["contestant"]: r["error"] for r in rows if r["status"] == "ok"}
+
+
 def claim(results: dict) -> str:
-    """What is said of GRPO at two sizes."""
+    """The first thing to be said of it."""
+    small, large = (_errors(results, "grpo", size) for size in (27, 40))
+    return (
+        "**The gradient is that of the loss.** Logits rounded to bfloat16 put tokens on the wrong\n"
+        "side of GRPO's clip. At a largest logit of 27 the whole model's gradient is off by "
+        f"{percent(small[PLAIN])}\nfrom plain logits, {percent(small['TRL'])} with TRL's head and "
+        f"{percent(small['headloss'])} with headloss; at 40, {percent(large[PLAIN])}, "
+        f"{percent(large['TRL'])}\nand {percent(large['headloss'])} "
+        "([measured](#the-gradient-that-you-get))."
+    )
 
-    def error(size: float, name: str) -> str:
-        (row,) = (
-            r
-            for r in results["rows"]
-            if (r["work"], r["contestant"], r["size"]) == ("grpo", name, size)
-        )
-        return percent(row["error"])
 
-    lines = []
-    for size in (27, 40):
-        plain, trl, ours = (error(size, name) for name in (PLAIN, "TRL", "headloss"))
-        what = f"plain logits {plain}, TRL {trl}, headloss {ours}"
-        lines.append(f"at a largest logit of {size}, {what}")
-    return "; ".join(lines)
+def summary(results: dict) -> str:
+    """A line for each contestant and loss, all given the same old log-probs."""
+    kept = {"runs": results["runs"], "rows": [r for r in results["rows"] if r["work"] in CHOSEN]}
+    sizes = sorted({row["size"] for row in kept["rows"]})
+    lines = [("loss", "contestant", *(f"{s:g}" for s in sizes)), ("---", "---")]
+    lines[1] = ("---", "---", *("---:",) * len(sizes))
+    for work, rows in _by_work(kept):
+        lines += [(TITLES[work], *line) for line in _lines(rows, sizes, "error", "")]
+    return f"{report.machine(kept)}\n\n{report.markdown(lines)}"
 
 
 def plot(results: dict, path: Path) -> Path:

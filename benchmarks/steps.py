@@ -53,7 +53,7 @@ One step: forward, backward, AdamW; median of 5 after 2. *peak*: the allocator's
 and optimizer included. *longest*: completion length, in steps of 1024, whose forward and backward
 fit when PyTorch may hold no more than the budget. *loss*, *gradient*: difference from a float64
 head on the same backbone, on one batch of 256-token completions (of the gradient, norm over norm).
-Random weights have small logits; what larger ones do is in gradient_truth.md.
+Random weights have small logits; larger ones are in gradient_truth.md.
 
 - *float64 head*: the hidden states of the model, and everything after them in float64.
 - *plain logits*: `log_softmax` in float32 of the model's logits at the completion's positions.

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 MEMORY = RESULTS / "cpu_memory.json"
+TRUTH = RESULTS / "gradient_truth.json"
 
 GIB = 1 << 30
 SHAPES = ((8192, 2304, 256000), (16384, 2048, 151936), (16384, 4096, 128256), (65536, 4096, 128256))
@@ -88,6 +89,22 @@ def speed() -> str:
     return goals(json.loads((RESULTS / "table.json").read_text()))
 
 
+def claim() -> str:
+    """What benchmarks/gradient_truth.py found, in a sentence."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from gradient_truth import claim
+
+    return claim(json.loads(TRUTH.read_text()))
+
+
+def truth() -> str:
+    """The error of each contestant's gradient, GRPO."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from gradient_truth import summary
+
+    return summary(json.loads(TRUTH.read_text()))
+
+
 def steps() -> str:
     """The table of benchmarks/steps.py."""
     return (RESULTS / "steps.md").read_text().strip()
@@ -104,6 +121,8 @@ def _markdown(rows: list[tuple[str, ...]]) -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "logits": logits,
+    "claim": claim,
+    "truth": truth,
     "terms": table,
     "modifiers": modifier_table,
     "steps": steps,

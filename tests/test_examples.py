@@ -51,7 +51,10 @@ def test_readme_links_lead_somewhere() -> None:
     assert targets and all((ROOT / target).exists() for target in targets)
 
 
-@pytest.mark.parametrize("part", ["logits", "terms", "modifiers", "steps", "cpu-memory"])
+PARTS = ["logits", "terms", "modifiers", "steps", "cpu-memory", "claim", "truth"]
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_readme_parts_are_current(part: str) -> None:
     readme = load(ROOT / "docs" / "readme.py")
     shown = re.search(rf"<!-- {part} -->\n(.*?)\n<!-- /{part} -->", README, re.DOTALL)
