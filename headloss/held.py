@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .kernels.interface import Held, is_multiple
+from .kernels.interface import Held, Measured, is_multiple
 from .logits import LinearLogits
 from .objective import Gradient
 from .rows import RowGradient, Rows
@@ -40,6 +40,11 @@ class RawChunk:
         self.raw = source.raw(rows)
         self.partials = call.partials(self.raw, rows)
 
+    def measured(self) -> Measured:
+        """Statistics over the whole vocabulary."""
+        call = self.call
+        return call.slices.measured(call.kernels, self.partials, call.needs, call.vocabulary)
+
     def gradient(
         self, normalizer: Normalizer, gradient: Gradient, live: Tensor | None
     ) -> RowGradient:
@@ -61,18 +66,22 @@ class TermsChunk:
         self.x = x = source.features[0][rows]
         weight = source.weights[0]
         self.held = Held.empty(x, len(weight))
-        self.partials = call.kernels.product_partials(x, weight, call.forward(rows), self.held)
+        self.found = terms_statistics(call, x, weight, rows, self.held)
+
+    def measured(self) -> Measured:
+        """Statistics over the whole vocabulary."""
+        return self.found
 
     def gradient(
         self, normalizer: Normalizer, gradient: Gradient, live: Tensor | None
     ) -> RowGradient:
         """dL/draw of the rows that carry one.
 
-        `self.partials` are by now those of the whole vocabulary. Everything but the products is
-        queued before the device is read, so that they follow at once.
+        Everything but the products is queued before the device is read, so that they follow at
+        once.
         """
         acts, held, rows = self.call.kernels, self.held, self.rows
-        given = (self.call.backward(rows, normalizer, gradient), self.partials.target)
+        given = (self.call.backward(rows, normalizer, gradient), self.found.target)
         order = None if live is None else acts.dense_order(live, int(MOST * len(live)))
         multiple = features = None
         if is_multiple(self.call.transform, gradient.coefficients):
@@ -91,6 +100,17 @@ class TermsChunk:
         places = order.rows + rows.start
         count = int(order.count)  # the read
         return found if count == len(held.terms) else found.first(count, places)
+
+
+def terms_statistics(
+    call: Call, x: Tensor, weight: Tensor, rows: slice, held: Held | None = None
+) -> Measured:
+    """Statistics over the whole vocabulary from a product that writes no logits."""
+    forward = call.forward(rows)
+    if call.slices.size is None:
+        return call.kernels.product_statistics(x, weight, forward, call.vocabulary, held)
+    partials = call.kernels.product_partials(x, weight, forward, held)
+    return call.slices.measured(call.kernels, partials, call.needs, call.vocabulary)
 
 
 def hold(call: Call, source: Source, rows: slice) -> RawChunk | TermsChunk:

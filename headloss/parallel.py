@@ -17,11 +17,12 @@ from torch import Tensor, distributed
 from torch.nn.functional import dropout, pad
 
 from .collectives import together
+from .kernels.interface import Kernels, Measured
 from .logits import LinearGradients, Scaled
 from .products import input_gradient
 from .rows import RowGradient
 from .spread import Pending, Spread, SpreadRows
-from .stats import Partials
+from .stats import Partials, finish, merge_all
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,6 +50,12 @@ class Alone:
     def merge(self, partials: Partials) -> Partials:
         """Partials of this rank's slice to those of the whole vocabulary."""
         return partials
+
+    def measured(
+        self, kernels: Kernels, partials: Partials, needs: frozenset[str], vocabulary: int
+    ) -> Measured:
+        """The statistics that follow from partials of this rank's slice."""
+        return Measured(*finish(partials, vocabulary, needs), partials.target)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over the slices of the vocabulary."""
@@ -119,6 +126,12 @@ class Shard(Alone):
         gathered = gather(torch.stack(list(named.values())), self.group)
         slices = zip(named, gathered.unbind(1), strict=True)
         return merge_all(Partials(**dict(slices)))
+
+    def measured(
+        self, kernels: Kernels, partials: Partials, needs: frozenset[str], vocabulary: int
+    ) -> Measured:
+        found = [t for f in fields(partials) if (t := getattr(partials, f.name)) is not None]
+        return kernels.finish(gather(torch.stack(found), self.group), needs, vocabulary)
 
     def sum(self, values: Tensor) -> Tensor:
         return gather(values, self.group).sum(0)
@@ -238,23 +251,6 @@ def named(name: str) -> Alone:
     group, _, sizes = name.rpartition(":")
     found = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     return Shard(found, [int(size) for size in sizes.split(",")])
-
-
-def merge_all(slices: Partials) -> Partials:
-    """`stats.merge` of the slices [W, n] of W ranks, in a few operations for any W."""
-    peak, holder = slices.peak.max(0)
-    shift = torch.where(slices.peak == peak, 0.0, slices.peak - peak).clamp_min_(-1e4)
-    scale = shift.exp()
-    mass = 1 + slices.rest
-    # The largest term stays out of one slice's sum alone, also where several slices hold its equal.
-    rest = (mass * scale).scatter(0, holder.unsqueeze(0), slices.rest.gather(0, holder[None]))
-    spread = total = None
-    if slices.spread is not None:
-        spread = (scale * (slices.spread + mass * shift)).sum(0)
-    if slices.total is not None:
-        total = slices.total.sum(0)
-    target = slices.target.amax(0)
-    return Partials(peak=peak, rest=rest.sum(0), target=target, spread=spread, total=total)
 
 
 # ---------------------------------------------------------------------- gradients of features

@@ -36,7 +36,7 @@ from .packing import Packed, PackedBatch
 from .parallel import WHOLE, Alone
 from .plan import Plan
 from .rows import Rows
-from .stats import Coefficients, Normalizer, Partials, Statistics, finish
+from .stats import Coefficients, Normalizer, Partials, Statistics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -141,8 +141,7 @@ class Call:
     def measure(self, source: Source, rows: slice) -> Chunk:
         """A chunk's logits, held for its gradient, and its statistics."""
         held = hold(self, source, rows)
-        held.partials = partials = self.slices.merge(held.partials)
-        stats, normalizer = finish(partials, self.vocabulary, self.needs)
+        stats, normalizer, _ = held.measured()
         for divergence in self.divergences:
             assert isinstance(held, RawChunk)
             tiles = [(ALL, partial(getattr, held, "raw"))]

@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .held import hold, rows_left, slab_gradient
+from .held import hold, rows_left, slab_gradient, terms_statistics
+from .kernels.interface import Measured
 from .logits import ALL, LinearGradients, LinearLogits
 from .objective import Gradient
 from .schedules import Call, Gradients, Outcome, PullBack, Source, join, live_rows
-from .stats import Normalizer, Partials, Statistics, finish
+from .stats import Normalizer, Partials, Statistics
 
 TERMS_ROWS = 16384  # tokens per product that writes statistics alone
 
@@ -41,8 +42,7 @@ def sweep(call: Call, source: Source) -> tuple[Statistics, Normalizer]:
     found, normalizers, tile = [], [], call.plan.tile
     step = TERMS_ROWS if call.plan.terms and not call.slices.is_spread else tile.rows
     for rows in _steps(len(call.packed), step):
-        partials = _sweep_partials(call, source, rows)
-        stats, normalizer = finish(call.slices.merge(partials), call.vocabulary, call.needs)
+        stats, normalizer, _ = _sweep_statistics(call, source, rows)
         tiles = [
             (columns, lambda columns=columns, rows=rows: source.raw(rows, columns))
             for columns in _steps(source.vocabulary, tile.columns)
@@ -55,16 +55,15 @@ def sweep(call: Call, source: Source) -> tuple[Statistics, Normalizer]:
     return stats, _join_normalizers(normalizers, call, source)
 
 
-def _sweep_partials(call: Call, source: Source, rows: slice) -> Partials:
+def _sweep_statistics(call: Call, source: Source, rows: slice) -> Measured:
     if call.plan.terms:
         assert isinstance(source, LinearLogits)
-        x = source.features[0][rows]
-        return call.kernels.product_partials(x, source.weights[0], call.forward(rows))
+        return terms_statistics(call, source.features[0][rows], source.weights[0], rows)
     partials: Partials | None = None
     for columns in _steps(source.vocabulary, call.plan.tile.columns):
         partials = call.partials(source.raw(rows, columns), rows, columns, partials)
     assert partials is not None
-    return partials
+    return call.slices.measured(call.kernels, partials, call.needs, call.vocabulary)
 
 
 def sweep_gradient(
@@ -128,8 +127,7 @@ def chunk_gradient(
     gradients = call.gradients(source)
     for rows in (piece.rows for piece in call.plan.chunks):
         held, part = hold(call, source, rows), gradient.rows(rows)
-        held.partials = call.slices.merge(held.partials)
-        normalizer = finish(held.partials, call.vocabulary, call.needs)[1]
+        normalizer = held.measured().normalizer
         gradients.add(held.gradient(normalizer, part, live_rows(call, part)))
         del held  # before the next one is made
     return call.finish(gradients, factor)

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..stats import Coefficients, Normalizer, Partials
+from ..stats import Coefficients, Normalizer, Partials, Statistics
 from .pair import Outcomes, Pair
 from .transform import Transform
 
@@ -71,6 +71,14 @@ class Held:
         padded = 8 * -(-v // 8)
         terms = x.new_empty(len(x), padded, dtype=dtype)[:, :v]
         return cls(terms=terms, reference=x.new_empty(len(x), dtype=wide))
+
+
+class Measured(NamedTuple):
+    """What the softmax over the whole vocabulary says of some tokens."""
+
+    stats: Statistics  # [n] each
+    normalizer: Normalizer  # [n]
+    target: Tensor  # [n] z_y
 
 
 class Order(NamedTuple):
@@ -155,6 +163,24 @@ class Kernels(Protocol):
 
         Raises:
             ValueError: `can_fuse` does not hold.
+        """
+        ...
+
+    def product_statistics(
+        self, x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: Held | None = None
+    ) -> Measured:
+        """`product_partials` of the whole vocabulary, and `stats.finish` of them.
+
+        Raises:
+            ValueError: `can_fuse` does not hold.
+        """
+        ...
+
+    def finish(self, slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
+        """Statistics from the partials of W slices of a vocabulary, in the order of the slices.
+
+        slices [W, 3 + .., n], contiguous: peak, rest and target, then spread where the entropy is
+        needed and total where the mean logit is, `vocabulary` being the size of the whole.
         """
         ...
 

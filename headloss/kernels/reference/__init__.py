@@ -8,10 +8,12 @@ from __future__ import annotations
 from ..interface import is_multiple
 from .fused import (
     can_fuse,
+    finish,
     held_gradient_,
     held_multiple_,
     product_gradient,
     product_partials,
+    product_statistics,
 )
 from .pair import (
     divergence,
@@ -35,6 +37,7 @@ __all__ = [
     "dense_order",
     "divergence",
     "divergence_gradient_",
+    "finish",
     "given_rows",
     "held_gradient_",
     "held_multiple_",
@@ -44,6 +47,7 @@ __all__ = [
     "partials",
     "product_gradient",
     "product_partials",
+    "product_statistics",
     "readable",
     "scale_rows_",
     "scaled",

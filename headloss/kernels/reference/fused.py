@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...stats import FLOOR, Partials
-from ..interface import Backward, Forward, Held, Order, is_multiple
+from ... import stats
+from ...stats import FLOOR, Partials, merge_all
+from ..interface import Backward, Forward, Held, Measured, Order, is_multiple
 from .tile import blocks, in_columns, inside, logit_gradient_, partials, wide, z_gradient
 
 SMALLEST = 2.0**-90  # of |c_target|, for a multiple: what else is in the row weighs nothing
@@ -34,6 +35,24 @@ def product_partials(
             z = forward.transform.rows(rows)(raw[rows])
             held.terms[rows] = z.sub_(found.peak[rows].unsqueeze(1)).exp_().to(held.terms.dtype)
     return found
+
+
+def product_statistics(
+    x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: Held | None = None
+) -> Measured:
+    found = product_partials(x, w, forward, held)
+    return Measured(*stats.finish(found, vocabulary, forward.needs), found.target)
+
+
+def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
+    names = ["peak", "rest", "target"]
+    names += [
+        name
+        for name, need in (("spread", "entropy"), ("total", "mean_logit"))
+        if need in needs
+    ]
+    found = merge_all(Partials(**dict(zip(names, slices.unbind(1), strict=True))))
+    return Measured(*stats.finish(found, vocabulary, needs), found.target)
 
 
 def product_gradient(x: Tensor, w: Tensor, backward: Backward, logps: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ from .dense import divergence, divergence_gradient_, readable
 from .given import given_rows, scale_rows_
 from .gradient import logit_gradient_, narrowed
 from .held import held_gradient_, held_multiple_
+from .merge import finish
 from .order import dense_order, move_rows_, scaled_rows
-from .product import can_fuse, product_partials
+from .product import can_fuse, product_partials, product_statistics
 from .slab import product_gradient
 from .statistics import partials
 from .stored import sparse_gradient_, tail_partials
@@ -22,6 +23,7 @@ __all__ = [
     "dense_order",
     "divergence",
     "divergence_gradient_",
+    "finish",
     "given_rows",
     "held_gradient_",
     "held_multiple_",
@@ -32,6 +34,7 @@ __all__ = [
     "partials",
     "product_gradient",
     "product_partials",
+    "product_statistics",
     "readable",
     "scale_rows_",
     "scaled",

@@ -20,9 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import product as plain
+from .launch import Launcher, Tile
 from .statistics import LN2
 
 ROWS, WIDTH, DEPTH = gl.constexpr(plain.ROWS), gl.constexpr(plain.WIDTH), gl.constexpr(plain.DEPTH)
@@ -175,10 +175,9 @@ def overlapping_product_kernel(
     h,
     outer,
     temperature,  # [n]
-    rests,  # [blocks, n], as the three below
-    spreads,
-    totals,
-    peaks,
+    parts,  # [1 + ENTROPY + MEAN, blocks, n]: rests, spreads, totals
+    stride,  # blocks * n
+    peaks,  # [blocks, n]
     PROGRAMS: gl.constexpr,
     ROW_TEMPERATURE: gl.constexpr,
     ENTROPY: gl.constexpr,
@@ -199,6 +198,10 @@ def overlapping_product_kernel(
         mbarrier.init(empty.index(i), count=2)  # the groups
     fence_async_shared()
     ring = (xs, ws, full, empty)
+    rests, spreads = parts, parts + stride
+    totals = spreads
+    if ENTROPY:
+        totals = spreads + stride
     vectors = (own, references, temperature, rests, spreads, totals, peaks)
     given = (ring, out, held, vectors, n, v, h, outer)
     gl.warp_specialize(
@@ -212,37 +215,27 @@ def overlapping_product_kernel(
     )
 
 
-def descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
-    return TensorDescriptor.from_tensor(t, [rows, columns], layout)
+LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
+TILES = {
+    "x": Tile((plain.ROWS, plain.DEPTH), LAYOUT),
+    "w": Tile((plain.WIDTH, plain.DEPTH), LAYOUT),
+    "held": Tile((plain.ROWS // 2, plain.WIDTH // 4), LAYOUT),
+}
+launch_product = Launcher(
+    overlapping_product_kernel, tiles=TILES, num_warps=4, maxnreg=AT_START
+)  # fmt: skip
 
 
-def launch(of: plain.Launch, parts: Tensor, peaks: Tensor, mean: bool, peak: bool) -> None:
+def launch(of: plain.Launch, parts: Tensor, peaks: Tensor) -> None:
     """What product_kernel writes to them, without a soft cap and for a scale > 0."""
     x, w, terms = of.x, of.w, of.x if of.held is None else of.held.terms
     _, outer, temperature = of.scaling
     programs = plain.programs_on(x.device)
-    overlapping_product_kernel[(programs,)](
-        descriptor(x, plain.ROWS, plain.DEPTH),
-        descriptor(w, plain.WIDTH, plain.DEPTH),
-        descriptor(terms, plain.ROWS // 2, plain.WIDTH // 4),
-        of.own,
-        of.reference,
-        len(x),
-        len(w),
-        x.shape[1],
-        outer,
-        temperature,
-        parts[0],
-        parts[int(of.entropy)],
-        parts[-1],
-        peaks,
+    launch_product(
+        programs,
+        *(x, w, terms, of.own, of.reference, len(x), len(w), x.shape[1], outer, temperature),
+        *(parts, parts.stride(0), peaks),
         PROGRAMS=programs,
         ROW_TEMPERATURE=of.flags["ROW_TEMPERATURE"],
-        ENTROPY=of.entropy,
-        MEAN=mean,
-        PEAK=peak,
-        HELD=of.held is not None,
-        num_warps=4,
-        maxnreg=AT_START,
+        **of.asked,
     )

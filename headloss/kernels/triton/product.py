@@ -21,13 +21,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...stats import Partials
-from ..interface import Forward, Held
-from ..transform import Transform
-from .statistics import LN2, multipliers, on_device, transformed
-from .tokens import far_row_kernel, reference_kernel
+from ..interface import Forward, Held, Measured
+from .launch import Launcher, Tile
+from .merge import BLOCKS, HALVES, flags, launch_finish, measured, room, unpacked
+from .merge import ROWS as FINISHED
+from .statistics import LN2, multipliers, transformed
+from .tokens import launch_reference
 
 ROWS, WIDTH, DEPTH = 128, 256, 64  # a tile, and the slice of H that is in flight
 GROUP = 16  # tiles of tokens that share a tile of the vocabulary while it is in the L2
@@ -72,10 +73,9 @@ def product_kernel(
     inner,
     outer,
     temperature,  # [n]
-    rests,  # [blocks, n], as the three below
-    spreads,
-    totals,
-    peaks,
+    parts,  # [1 + ENTROPY + MEAN, blocks, n]: rests, spreads, totals
+    stride,  # blocks * n
+    peaks,  # [blocks, n]
     PROGRAMS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -91,6 +91,10 @@ def product_kernel(
 ):
     tiles_m = tl.cdiv(n, BM)
     blocks = tl.cdiv(v, BN)
+    rests, spreads = parts, parts + stride
+    totals = spreads
+    if ENTROPY:
+        totals = spreads + stride
     for tile in tl.range(tl.program_id(0), tiles_m * blocks, PROGRAMS):
         m, block = place_of(tile, tiles_m, blocks, GROUP)
         z = tl.zeros((BM, BN), tl.float32)
@@ -134,6 +138,13 @@ def product_kernel(
             tl.store(spreads + place, spread * LN2, mask=inside)
 
 
+READ = {"x": Tile((ROWS, DEPTH)), "w": Tile((WIDTH, DEPTH))}
+WRITE = {"held": Tile((ROWS, WIDTH // 2))}
+options = {"num_warps": WARPS, "num_stages": STAGES}
+launch_product = Launcher(product_kernel, tiles=READ | {"held": READ["x"]}, **options)
+launch_held = Launcher(product_kernel, tiles=READ | WRITE, **options)
+
+
 def can_fuse(x: Tensor, w: Tensor) -> bool:
     """Whether the operands suit the tensor memory accelerator: 16 bits wide, rows of whole 16
     bytes, and a GPU that has one (the interpreter has)."""
@@ -175,58 +186,45 @@ def overlaps(device: torch.device) -> bool:
     return hopper and triton.__version__.startswith(GLUON)
 
 
-def _rereferenced(partials: Partials, peak: Tensor) -> Partials:
-    """The same sums against the largest logit; untouched where that is the reference itself."""
-    peak = torch.maximum(peak, partials.peak)
-    shift = partials.peak - peak
-    scale, mass = shift.exp(), 1 + partials.rest
-    rest = torch.where(shift == 0, partials.rest, mass * scale - 1)
-    spread = None if partials.spread is None else scale * (partials.spread + mass * shift)
-    return Partials(
-        peak=peak, rest=rest, target=partials.target, spread=spread, total=partials.total
-    )
-
-
 def product_partials(
     x: Tensor,  # [n, H], bf16 or fp16
     w: Tensor,  # [v, H]
     forward: Forward,
     held: Held | None = None,  # [n, v], filled
 ) -> Partials:
-    """Partial statistics of x @ w.T, in float32 from the float32 accumulator.
+    return unpacked(_product_act(x, w, forward, None, held), forward.needs)
 
-    `peak` is the reference that rest and spread are taken against: the largest logit where `top1`
-    is needed, else the target's, or one near enough. `stats.merge` and `stats.finish` take any.
 
-    Raises:
-        ValueError: the operands do not suit the hardware (`can_fuse`).
-    """
+def product_statistics(
+    x: Tensor,
+    w: Tensor,
+    forward: Forward,
+    vocabulary: int,
+    held: Held | None = None,
+) -> Measured:
+    return measured(_product_act(x, w, forward, vocabulary, held), forward.needs)
+
+
+def _product_act(
+    x: Tensor, w: Tensor, forward: Forward, vocabulary: int | None, held: Held | None
+) -> Tensor:
+    """The rows of `measured`; those of `unpacked` without the size of the vocabulary."""
     check_operands(x, w)
-    n, v = len(x), len(w)
-    targets, first, transform, needs = forward
+    n, needs = len(x), forward.needs
     entropy, mean, peak = (name in needs for name in ("entropy", "mean_logit", "top1"))
-    reference = x.new_empty(n, dtype=torch.float32) if held is None else held.reference
-    target, own = torch.empty_like(reference), torch.empty_like(targets)
-    launch = Launch(x, w, held, transform, reference, own, entropy)
-    with on_device(x):
-        if n:
-            launch.references(targets, first, target)
-        blocks = triton.cdiv(v, WIDTH)
+    if vocabulary is None:
+        out = x.new_empty(3 + entropy + mean, n, dtype=torch.float32)
+    else:
+        out = room(x, n, needs)
+    if n:
+        launch = Launch(x, w, held, forward)
+        launch.references()
+        blocks = triton.cdiv(len(w), WIDTH)
         parts = x.new_empty(1 + entropy + mean, blocks, n, dtype=torch.float32)
-        peaks = x.new_empty(blocks, n, dtype=torch.float32) if peak else parts[0]
-        if n:
-            launch.product(parts, peaks, mean, peak)
-        found = parts.sum(1)
-        if n:
-            launch.far_rows(found)
-    result = Partials(
-        peak=reference,
-        rest=found[0],
-        target=target,
-        spread=found[1] if entropy else None,
-        total=found[-1] if mean else None,
-    )
-    return _rereferenced(result, peaks.max(0).values) if peak else result
+        peaks = x.new_empty(blocks, n, dtype=torch.float32) if peak else parts
+        launch.product(parts, peaks)
+        launch.finish(parts, peaks, vocabulary, out)
+    return out
 
 
 class Launch:
@@ -237,96 +235,72 @@ class Launch:
         x: Tensor,  # [n, H]
         w: Tensor,  # [v, H]
         held: Held | None,
-        transform: Transform,
-        reference: Tensor,  # [n]
-        own: Tensor,  # [n], the column of each reference
-        entropy: bool,
+        forward: Forward,
     ) -> None:
-        self.x, self.w, self.held, self.entropy = x, w, held, entropy
-        self.reference, self.own = reference, own
-        self.scaling = multipliers(transform, reference)
+        self.x, self.w, self.held, self.forward = x, w, held, forward
+        n = len(x)
+        vectors = x.new_empty(2, n, dtype=torch.float32)
+        self.target = vectors[0]  # z_y
+        self.reference = vectors[1] if held is None else held.reference
+        self.own = torch.empty_like(forward.targets)  # the column of each reference
+        transform = forward.transform
+        self.scaling = multipliers(transform, self.reference)
         self.flags = {
             "SOFTCAP": transform.softcap is not None,
             "ROW_TEMPERATURE": isinstance(transform.temperature, Tensor),
         }
+        found = flags(forward.needs)
+        self.asked = {name: found[name] for name in ("ENTROPY", "MEAN")}
+        self.asked |= {"PEAK": found["TOP1"], "HELD": held is not None}
 
-    def references(self, targets: Tensor, first: int, target_logits: Tensor) -> None:
+    def references(self) -> None:
         x, w = self.x, self.w
-        reference_kernel[(len(x),)](
-            x,
-            x.stride(0),
-            w,
-            w.stride(0),
-            targets,
-            first,
-            len(w),
-            x.shape[1],
-            *self.scaling,
-            self.own,
-            self.reference,
-            target_logits,
+        launch_reference(
+            len(x),
+            *(x, x.stride(0), w, w.stride(0), self.forward.targets, self.forward.first),
+            *(len(w), x.shape[1], *self.scaling, self.own, self.reference, self.target),
             BLOCK=1024,
             **self.flags,
         )
 
-    def product(self, parts: Tensor, peaks: Tensor, mean: bool, peak: bool) -> None:
+    def product(self, parts: Tensor, peaks: Tensor) -> None:
         x, w, held = self.x, self.w, self.held
         if self.scaling[1] > LEAST_SCALE and not self.flags["SOFTCAP"] and overlaps(x.device):
             from . import gluon  # Gluon is not in every Triton
 
-            gluon.launch(self, parts, peaks, mean, peak)
+            gluon.launch(self, parts, peaks)
             return
-        out, out_tile = (x, DEPTH) if held is None else (held.terms, WIDTH // 2)
         programs = programs_on(x.device)
-        product_kernel[(programs,)](
-            TensorDescriptor.from_tensor(x, [ROWS, DEPTH]),
-            TensorDescriptor.from_tensor(w, [WIDTH, DEPTH]),
-            TensorDescriptor.from_tensor(out, [ROWS, out_tile]),
-            self.own,
-            self.reference,
-            len(x),
-            len(w),
-            x.shape[1],
-            *self.scaling,
-            parts[0],
-            parts[int(self.entropy)],
-            parts[-1],
-            peaks,
+        launch = launch_product if held is None else launch_held
+        launch(
+            programs,
+            *(x, w, x if held is None else held.terms, self.own, self.reference),
+            *(len(x), len(w), x.shape[1], *self.scaling, parts, parts.stride(0), peaks),
             PROGRAMS=programs,
             BM=ROWS,
             BN=WIDTH,
             BK=DEPTH,
             GROUP=GROUP,
             SCALED=any(self.flags.values()) or self.scaling[1] != 1.0,
-            ENTROPY=self.entropy,
-            MEAN=mean,
-            PEAK=peak,
-            HELD=held is not None,
-            num_warps=WARPS,
-            num_stages=STAGES,
+            **self.asked,
             **self.flags,
         )
 
-    def far_rows(self, found: Tensor) -> None:
-        x, w, held = self.x, self.w, self.held
-        terms = x if held is None else held.terms
-        far_row_kernel[(len(x),)](
-            x,
-            x.stride(0),
-            w,
-            w.stride(0),
-            terms,
-            terms.stride(0),
-            self.own,
-            len(w),
-            x.shape[1],
-            *self.scaling,
-            self.reference,
-            found[0],
-            found[int(self.entropy)],
-            BLOCK=64,
+    def finish(self, parts: Tensor, peaks: Tensor, vocabulary: int | None, out: Tensor) -> None:
+        x, w, (_, blocks, n) = self.x, self.w, parts.shape
+        terms = x if self.held is None else self.held.terms
+        launch_finish(
+            triton.cdiv(n, FINISHED),
+            *(x, x.stride(0), w, w.stride(0), terms, terms.stride(0), self.own, len(w)),
+            *(x.shape[1], *self.scaling, self.reference, self.target),
+            *(parts, peaks, parts.stride(0), blocks, n, float(vocabulary or 1), out),
+            ROWS=FINISHED,
+            BLOCKS=BLOCKS,
+            HALVES=HALVES,
+            COLUMNS=64,
             DEPTH=128,
-            ENTROPY=self.entropy,
-            HELD=held is not None,
+            HELD=self.held is not None,
+            PARTIALS=vocabulary is None,
+            **flags(self.forward.needs),
             **self.flags,
         )

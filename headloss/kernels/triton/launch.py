@@ -1,0 +1,283 @@
+"""Launching a compiled kernel without what Triton does anew in each call.
+
+`kernel[grid](...)` binds its arguments by name, describes each and looks up the compiled kernel by
+a string made of them all, which takes a host 20 to 30 microseconds, and 80 with three descriptors.
+A `Launcher` keeps what Triton answered under a key that is at least as fine as Triton's own, and
+calls the compiled kernel's launcher in C at once. The C launchers of two versions of Triton are
+known here (`VERSIONS`); with another one, in the interpreter and while somebody has hooks on
+launches, every launch goes through `kernel[grid](...)`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+INT32, INT64 = 1 << 31, 1 << 63
+MOST_MAPS = 256  # of one kernel that are kept: addresses repeat from step to step
+
+Values = Sequence[Any]
+Send = Callable[[int, int, Values], object]  # (programs, stream, arguments)
+Describe = Callable[..., tuple[tuple[Any, ...], list[Any]]]
+
+
+class Tile(NamedTuple):
+    """How a kernel cuts a matrix [n, v] that it reads or writes through the tensor memory
+    accelerator."""
+
+    block: tuple[int, int]
+    layout: Any = None  # in shared memory, for Gluon
+
+    def descriptor(self, tensor: Tensor) -> Any:
+        """What Triton takes."""
+        if self.layout is None:
+            return TensorDescriptor.from_tensor(tensor, list(self.block))
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as OfGluon
+
+        return OfGluon.from_tensor(tensor, list(self.block), self.layout)
+
+
+class Launcher:
+    """A kernel under fixed options (num_warps, ..), launched over one row of programs.
+
+    launcher(programs, *arguments, **constants) is kernel[(programs,)](*arguments, **constants): the
+    arguments in the kernel's order, of which each is always a tensor or always a number, then the
+    constexprs by name and always in the same order. The first argument is a tensor; the launch is
+    on its device and that device's current stream. Tensors are not checked to be on a GPU.
+
+    Args:
+        tiles: which arguments are given as tensors and reach the kernel as descriptors.
+    """
+
+    def __init__(self, kernel: Any, *, tiles: dict[str, Tile] | None = None, **options: Any):
+        self.kernel, self.options = kernel, options
+        given = tiles or {}
+        self.tiles = {i: given[name] for i, name in enumerate(kernel.arg_names) if name in given}
+        self.direct = isinstance(kernel, JITFunction) and version() in VERSIONS
+        self.describe: Describe | None = None
+        self.known: dict[tuple[Any, ...], Known | None] = {}
+        _launchers.append(self)
+
+    def __call__(self, programs: int, *arguments: Any, **constants: Any) -> None:
+        device = arguments[0].get_device()
+        if device >= 0 and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self._launch(device, programs, arguments, constants)
+        else:
+            self._launch(device, programs, arguments, constants)
+
+    def _launch(
+        self, device: int, programs: int, arguments: Values, constants: dict[str, Any]
+    ) -> None:
+        if not self.direct or device < 0 or self.kernel.pre_run_hooks or _is_watched():
+            self._slowly(programs, arguments, constants)
+            return
+        describe = self.describe
+        if describe is None:
+            describe = self.describe = describer(arguments, tuple(self.tiles))
+        key, values = describe(device, constants, *arguments)
+        known = self.known.get(key, self)
+        if known is self:
+            compiled = self._slowly(programs, arguments, constants)
+            self.known[key] = VERSIONS[version()](compiled, len(arguments), self.tiles)
+        elif known is None:
+            self._slowly(programs, arguments, constants)
+        else:
+            assert isinstance(known, Known)
+            if self.tiles:
+                values = known.with_maps(values, self.tiles)
+            known.send(programs, _stream(device), values)
+
+    def _slowly(self, programs: int, arguments: Values, constants: dict[str, Any]) -> Any:
+        given = list(arguments)
+        for i, tile in self.tiles.items():
+            given[i] = tile.descriptor(given[i])
+        return self.kernel[(programs,)](*given, **constants, **self.options)
+
+
+def describer(arguments: Values, tiles: Sequence[int]) -> Describe:
+    """A function of (device, constants, *arguments) that finds all that Triton may compile another
+    kernel for, and what the C launcher takes (tiles are left as they are).
+
+    Of a pointer, its dtype and its address modulo 16 count; of a number see `kind`. A loop over the
+    arguments would take three times as long as a function that is written for them.
+    """
+    names = [f"a{i}" for i in range(len(arguments))]
+    tensors = [n for n, a in zip(names, arguments, strict=True) if isinstance(a, Tensor)]
+    cut = {names[i] for i in tiles}
+    pointers = [n for n in tensors if n not in cut]
+    values = [f"p{n}" if n in pointers else n for n in names]
+    lows = "".join(f"p{n} & 15, " for n in pointers)
+    key = ["device", *(f"{n}.dtype" for n in tensors), f"low and ({lows})"]
+    key += [f"kind({n})" for n in names if n not in tensors]
+    lines = [
+        f"def describe(device, constants, {', '.join(names)}):",
+        *(f"    p{n} = {n}.data_ptr()" for n in pointers),
+        f"    low = ({' | '.join(f'p{n}' for n in pointers) or 0}) & 15",
+        f"    return ({', '.join(key)}, *constants.values()), [{', '.join(values)}]",
+    ]
+    found: dict[str, Any] = {"kind": kind}
+    exec("\n".join(lines), found)
+    return found["describe"]
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def kind(number: float | None) -> Any:
+    """What Triton distinguishes of an argument that is no tensor.
+
+    An integer of 1 is a constant; of another it counts whether 16 divides it and whether it fits
+    into 32 bits.
+    """
+    if type(number) is int:
+        narrow = -INT32 <= number < INT32
+        return 1 if number == 1 else (narrow, number < INT64, number % 16 == 0)
+    if number is None or type(number) in (float, bool):
+        return type(number)
+    raise TypeError(f"a kernel takes tensors, int, float, bool and None, got {number!r}")
+
+
+class Layout(NamedTuple):
+    """How a compiled kernel has a tile in shared memory."""
+
+    swizzle: int
+    element_size: int
+    element_type: int
+    block: list[int]
+
+
+class Known:
+    """A compiled kernel, ready to be sent."""
+
+    def __init__(self, send: Send, layouts: list[Layout], compiled: object) -> None:
+        self.send, self.layouts = send, layouts
+        self.compiled = compiled  # it is unloaded when nobody holds it
+        self.maps: dict[tuple[Any, ...], list[Any]] = {}
+
+    def with_maps(self, values: Values, tiles: dict[int, Tile]) -> Values:
+        """Arguments with each tile as the C launcher takes it: its map, its shape and strides."""
+        found, done = [], 0
+        for at, i in enumerate(tiles):
+            tensor = values[i]
+            key = (at, tensor.data_ptr(), tensor.shape, tensor.stride())
+            made = self.maps.get(key)
+            if made is None:
+                tiles[i].descriptor(tensor)  # it checks
+                if len(self.maps) >= MOST_MAPS:
+                    self.maps.clear()
+                made = self.maps[key] = [_tensor_map(self.layouts[at], *key[1:])]
+                made += (*tensor.shape, *tensor.stride())
+            found += values[done:i]
+            found += made
+            done = i + 1
+        return [*found, *values[done:]]
+
+
+def _tensor_map(layout: Layout, pointer: int, shape: Values, strides: Values) -> Any:
+    """The 128 bytes by which the hardware knows a matrix."""
+    utils = triton.runtime.driver.active.utils
+    fill = utils.fill_tma_descriptor if version() == "3.6" else utils.fill_tma_descriptor_tiled
+    return fill(pointer, *layout, list(shape), list(strides), 0)
+
+
+_launchers: list[Launcher] = []
+
+
+def clear() -> None:
+    """Forget every compiled kernel and every map."""
+    for launcher in _launchers:
+        launcher.known.clear()
+    kind.cache_clear()
+
+
+@functools.cache
+def version() -> str:
+    """Triton's, to two numbers."""
+    return ".".join(triton.__version__.split(".")[:2])
+
+
+def _stream(device: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def _is_watched() -> bool:
+    """Whether somebody, a profiler say, has a hook on launches."""
+    runtime = triton.knobs.runtime  # type: ignore[attr-defined]
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    watches = enter is not None and getattr(enter, "calls", True)
+    return bool(watches or (leave is not None and getattr(leave, "calls", True)))
+
+
+# ---------------------------------------------------------------------- versions of Triton
+
+Sender = Callable[[Any, tuple[None, ...]], Send | None]
+
+
+def _known(sender: Sender, compiled: Any, count: int, tiles: dict[int, Tile]) -> Known | None:
+    """A compiled kernel of `count` arguments, or None where only Triton can send it."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST, CudaLauncher
+
+    run = getattr(compiled, "run", None)
+    if type(run) is not CudaLauncher or run.global_scratch_size or run.profile_scratch_size:
+        return None
+    given = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    if len(given) != len(tiles):  # it makes no use of the accelerator
+        return None
+    if any(not m or m["fp4_padded"] or m.get("is_im2col") for m in given):
+        return None
+    kinds = [TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]] for m in given]
+    layouts = [
+        Layout(m["swizzle"], m["elem_size"], kind, list(m["block_size"]))
+        for m, kind in zip(given, kinds, strict=True)
+    ]
+    constants = len(compiled.src.fn.arg_names) - count  # the C launcher skips them
+    send = sender(compiled, (None,) * constants)
+    return None if send is None else Known(send, layouts, compiled)
+
+
+def _sender_3_6(compiled: Any, constants: tuple[None, ...]) -> Send | None:
+    """A launcher of its own for each signature; one for descriptors is behind a Python function."""
+    run = compiled.run
+    launch, cooperative, dependent = run.launch, run.launch_cooperative_grid, run.launch_pdl
+    if inspect.isfunction(launch):
+        launch = inspect.getclosurevars(launch).nonlocals.get("launcher")
+    if not inspect.isbuiltin(launch):
+        return None
+    scratch, seen, hooks = (None, None), (None,), (None, None)
+    fixed = (compiled.function, cooperative, dependent, *scratch, compiled.packed_metadata)
+    fixed += (*seen, *hooks)
+
+    def send(programs: int, stream: int, values: Values) -> object:
+        return launch(programs, 1, 1, stream, *fixed, *values, *constants)
+
+    return send
+
+
+def _sender_3_9(compiled: Any, constants: tuple[None, ...]) -> Send | None:
+    """One launcher for all kernels, which is told each one's signature."""
+    run = compiled.run
+    if run.gsan_enabled:
+        return None
+    launch = triton.runtime.driver.active.utils.launch
+    scratch, seen, hooks = (None, None), (None,), (None, None)
+    fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+    fixed += (compiled.packed_metadata, *seen, *hooks, *scratch)
+    fixed += (run.arg_annotations, run.kernel_signature)
+
+    def send(programs: int, stream: int, values: Values) -> object:
+        return launch(programs, 1, 1, stream, *fixed, (*values, *constants))
+
+    return send
+
+
+VERSIONS: dict[str, Callable[[Any, int, dict[int, Tile]], Known | None]] = {
+    "3.6": functools.partial(_known, _sender_3_6),
+    "3.9": functools.partial(_known, _sender_3_9),
+}

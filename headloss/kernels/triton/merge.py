@@ -1,0 +1,325 @@
+"""From what a product wrote block by block, or from the partials of several ranks, to statistics.
+
+n tokens, v columns of this slice of the vocabulary, H hidden width, W ranks. One launch sums the
+blocks, does tokens again whose reference is far below their largest logit, sets the references' own
+held terms, and applies the formulas of `stats.finish`.
+
+A token's numbers depend neither on n nor on its place: a reduction in Triton takes its order from
+the layout, and that from what divides the addresses, so sums are folded in halves here.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...stats import STATISTICS, Normalizer, Partials, Statistics
+from ..interface import Measured
+from .launch import Launcher
+from .statistics import FLOOR, LN2, block_partials, merged, row_multiplier, transformed
+
+FAR = tl.constexpr(2.0**80)  # sum of terms beyond which the reference is too far below
+LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E_LOW = tl.constexpr(1.925963033500e-08)  # what float32 leaves of it
+
+ROWS, BLOCKS, HALVES = 16, 64, 6  # tokens of a program, blocks that it adds at once: 2 ** HALVES
+COLUMNS, DEPTH = 64, 128  # of a tile of logits that are made again
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x), to the last digits of x where it is small."""
+    u = 1 + x
+    near = tl.log(u) * (x / tl.where(u == 1, 1.0, u - 1))
+    return tl.where(u == 1, x, tl.where(x < 1, near, tl.log(u)))
+
+
+@triton.jit
+def exp(x):
+    """exp with all digits of float32: the GPU's own loses some where x is large."""
+    high = x * LOG2E
+    low = tl.fma(x, tl.zeros_like(x) + LOG2E, -high) + x * LOG2E_LOW
+    return tl.exp2(high) * (1 + low * LN2)
+
+
+@triton.jit
+def folded(tile, ROWS: tl.constexpr, HALVES: tl.constexpr):
+    """[ROWS] sums of a tile [2 ** HALVES, ROWS], the same tree whatever the layout."""
+    for i in tl.static_range(HALVES):
+        tile = tl.sum(tl.reshape(tile, (2, 1 << (HALVES - 1 - i), ROWS)), 0)
+    return tl.reshape(tile, (ROWS,))
+
+
+@triton.jit
+def far_row(
+    x, w, w_stride, held, v, h, inner, outer,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr,
+    HELD: tl.constexpr,
+):  # fmt: skip
+    """Peak, rest and spread of one token against its largest logit; its terms are held."""
+    peak = tl.full((), float("-inf"), tl.float32)
+    rest = tl.full((), -1.0, tl.float32)
+    spread = tl.full((), 0.0, tl.float32)
+    for sweep in range(1 + HELD):
+        for start in range(0, v, COLUMNS):
+            columns = start + tl.arange(0, COLUMNS)
+            inside = columns < v
+            z = tl.zeros((COLUMNS,), tl.float32)
+            for k in range(0, h, DEPTH):
+                at = k + tl.arange(0, DEPTH)
+                a = tl.load(x + at, mask=at < h, other=0.0).to(tl.float32)
+                b = tl.load(
+                    w + columns.to(tl.int64)[:, None] * w_stride + at[None, :],
+                    mask=inside[:, None] & (at < h)[None, :],
+                    other=0.0,
+                )
+                z += tl.sum(b.to(tl.float32) * a[None, :], 1)
+            z = tl.where(inside, transformed(z, inner, outer, SOFTCAP), float("-inf"))
+            if sweep == 0:
+                block_peak, block_rest, block_spread = block_partials(z, inside, ENTROPY)
+                peak, rest, spread = merged(
+                    peak, rest, spread, block_peak, block_rest, block_spread
+                )
+            else:
+                e = tl.exp(tl.maximum(z - peak, FLOOR))
+                tl.store(held + columns, e.to(tl.bfloat16), mask=inside)
+    return peak, rest, spread
+
+
+@triton.jit
+def write_statistics(
+    out, n, rows, inside, peak, rest, spread, total, target, vocabulary,
+    LOGP: tl.constexpr, LSE: tl.constexpr, ENTROPY: tl.constexpr, MEAN: tl.constexpr,
+    TOP1: tl.constexpr,
+):  # fmt: skip
+    """`stats.finish`, to rows of out: the normalizer, z_y and the statistics in their order."""
+    log_sum = log1p(rest)
+    tl.store(out + rows, peak, mask=inside)
+    tl.store(out + n + rows, log_sum, mask=inside)
+    tl.store(out + 2 * n + rows, target, mask=inside)
+    out += 3 * n
+    if LOGP:
+        tl.store(out + rows, (target - peak) - log_sum, mask=inside)
+        out += n
+    if LSE:
+        tl.store(out + rows, peak + log_sum, mask=inside)
+        out += n
+    if ENTROPY:
+        tl.store(out + rows, log_sum - spread / (1 + rest), mask=inside)
+        out += n
+    if MEAN:
+        tl.store(out + rows, total / vocabulary, mask=inside)
+        out += n
+    if TOP1:
+        tl.store(out + rows, (target >= peak).to(tl.float32), mask=inside)
+
+
+@triton.jit
+def finish_kernel(
+    x,  # [n, H]
+    x_stride,
+    w,  # [v, H]
+    w_stride,
+    held,  # [n, v]
+    held_stride,
+    own,  # [n], column of the reference
+    v,
+    h,
+    inner,
+    outer,
+    temperature,  # [n]
+    references,  # [n]
+    target_logits,  # [n]
+    parts,  # [1 + ENTROPY + MEAN, blocks, n]: rests, spreads, totals
+    peaks,  # [blocks, n]
+    stride,  # from one of the parts to the next: blocks * n
+    blocks,
+    n,
+    vocabulary,  # columns of the whole
+    out,  # [.., n]
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    HALVES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROW_TEMPERATURE: tl.constexpr,
+    HELD: tl.constexpr,
+    PARTIALS: tl.constexpr,  # stop there: out is peak, rest, target, spread, total
+    LOGP: tl.constexpr,
+    LSE: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    MEAN: tl.constexpr,
+    TOP1: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = rows < n
+    spreads = parts + stride
+    totals = spreads + stride if ENTROPY else spreads
+    rest_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
+    spread_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
+    total_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
+    peak_tile = tl.full((BLOCKS, ROWS), float("-inf"), tl.float32)
+    for start in range(0, blocks, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)
+        place = block.to(tl.int64)[:, None] * n + rows[None, :]
+        here = (block < blocks)[:, None] & inside[None, :]
+        rest_tile += tl.load(parts + place, mask=here, other=0.0)
+        if ENTROPY:
+            spread_tile += tl.load(spreads + place, mask=here, other=0.0)
+        if MEAN:
+            total_tile += tl.load(totals + place, mask=here, other=0.0)
+        if TOP1:
+            found = tl.load(peaks + place, mask=here, other=float("-inf"))
+            peak_tile = tl.maximum(peak_tile, found)
+    rest = folded(rest_tile, ROWS, HALVES)
+    spread = folded(spread_tile, ROWS, HALVES)
+    total = folded(total_tile, ROWS, HALVES)
+    reference = tl.load(references + rows, mask=inside, other=0.0)
+    target = tl.load(target_logits + rows, mask=inside, other=0.0)
+
+    far = inside & ((rest < FAR) == 0)
+    if HELD:
+        column = tl.load(own + rows, mask=inside, other=0)
+        one = tl.full((ROWS,), 1.0, tl.float32).to(tl.bfloat16)
+        tl.store(held + rows * held_stride + column, one, mask=inside & (far == 0))
+    if tl.max(far.to(tl.int32), 0) > 0:
+        for i in range(ROWS):
+            this = far & (tl.arange(0, ROWS) == i)
+            if tl.max(this.to(tl.int32), 0) > 0:
+                row = tl.program_id(0).to(tl.int64) * ROWS + i
+                factor = row_multiplier(outer, temperature, row, ROW_TEMPERATURE)
+                found_peak, found_rest, found_spread = far_row(
+                    x + row * x_stride, w, w_stride, held + row * held_stride, v, h, inner,
+                    factor, COLUMNS, DEPTH, SOFTCAP, ENTROPY, HELD,
+                )  # fmt: skip
+                reference = tl.where(this, found_peak, reference)
+                rest = tl.where(this, found_rest, rest)
+                spread = tl.where(this, found_spread, spread)
+        tl.store(references + rows, reference, mask=far)
+
+    peak = reference
+    if TOP1:  # the same sums against the largest logit; untouched where the reference is it
+        peak = tl.maximum(tl.max(peak_tile, 0), reference)
+        shift = reference - peak
+        scale, mass = exp(shift), 1 + rest
+        rest = tl.where(shift == 0, rest, mass * scale - 1)
+        spread = scale * (spread + mass * shift)
+    if PARTIALS:
+        tl.store(out + rows, peak, mask=inside)
+        tl.store(out + n + rows, rest, mask=inside)
+        tl.store(out + 2 * n + rows, target, mask=inside)
+        if ENTROPY:
+            tl.store(out + 3 * n + rows, spread, mask=inside)
+        if MEAN:
+            tl.store(out + (3 + ENTROPY) * n + rows, total, mask=inside)
+    else:
+        write_statistics(
+            out, n, rows, inside, peak, rest, spread, total, target, vocabulary,
+            LOGP, LSE, ENTROPY, MEAN, TOP1,
+        )  # fmt: skip
+
+
+@triton.jit
+def merge_kernel(
+    slices,  # [W, fields, n]: peak, rest, target, spread, total
+    rank_stride,
+    ranks,
+    n,
+    vocabulary,
+    out,  # [.., n]
+    ROWS: tl.constexpr,
+    LOGP: tl.constexpr,
+    LSE: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    MEAN: tl.constexpr,
+    TOP1: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = rows < n
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    of_rank = slices + rows
+    for _ in range(ranks):
+        peak = tl.maximum(peak, tl.load(of_rank, mask=inside, other=0.0))
+        of_rank += rank_stride
+    rest = tl.zeros((ROWS,), tl.float32)
+    spread = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    target = tl.full((ROWS,), float("-inf"), tl.float32)
+    taken = rows < 0
+    of_rank = slices + rows
+    for _ in range(ranks):
+        own_peak = tl.load(of_rank, mask=inside, other=0.0)
+        own_rest = tl.load(of_rank + n, mask=inside, other=0.0)
+        target = tl.maximum(target, tl.load(of_rank + 2 * n, mask=inside, other=0.0))
+        top = own_peak == peak
+        shift = tl.maximum(tl.where(top, 0.0, own_peak - peak), FLOOR)
+        scale, mass = exp(shift), 1 + own_rest
+        # The largest term stays out of one slice's sum alone, also where several hold its equal.
+        rest += tl.where(top & (taken == 0), own_rest, mass * scale)
+        taken = taken | top
+        if ENTROPY:
+            found = tl.load(of_rank + 3 * n, mask=inside, other=0.0)
+            spread += scale * (found + mass * shift)
+        if MEAN:
+            total += tl.load(of_rank + (3 + ENTROPY) * n, mask=inside, other=0.0)
+        of_rank += rank_stride
+    write_statistics(
+        out, n, rows, inside, peak, rest, spread, total, target, vocabulary,
+        LOGP, LSE, ENTROPY, MEAN, TOP1,
+    )  # fmt: skip
+
+
+launch_finish = Launcher(finish_kernel, num_warps=4)
+launch_merge = Launcher(merge_kernel, num_warps=4)
+
+
+def flags(needs: frozenset[str]) -> dict[str, bool]:
+    """Which statistics, by the names that kernels have for them."""
+    return {
+        "LOGP": "logp" in needs,
+        "LSE": "lse" in needs,
+        "ENTROPY": "entropy" in needs,
+        "MEAN": "mean_logit" in needs,
+        "TOP1": "top1" in needs,
+    }
+
+
+def room(like: Tensor, n: int, needs: frozenset[str]) -> Tensor:
+    """[3 + statistics, n] float32, see `measured`."""
+    return like.new_empty(3 + sum(name in needs for name in STATISTICS), n, dtype=torch.float32)
+
+
+def measured(out: Tensor, needs: frozenset[str]) -> Measured:
+    """The rows that `write_statistics` wrote, by name."""
+    peak, log_sum, target, *found = out.unbind(0)
+    names = (name for name in STATISTICS if name in needs)
+    stats = Statistics(**dict(zip(names, found, strict=True)))
+    return Measured(stats, Normalizer(peak, log_sum), target)
+
+
+def unpacked(fields: Tensor, needs: frozenset[str]) -> Partials:
+    """[fields, n] by name: peak, rest, target, then spread and total where they are needed."""
+    peak, rest, target, *others = fields.unbind(0)
+    return Partials(
+        peak=peak,
+        rest=rest,
+        target=target,
+        spread=others[0] if "entropy" in needs else None,
+        total=others[-1] if "mean_logit" in needs else None,
+    )
+
+
+def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
+    ranks, _, n = slices.shape
+    out = room(slices, n, needs)
+    if n:
+        launch_merge(
+            triton.cdiv(n, 128),
+            *(slices, slices.stride(0), ranks, n, float(vocabulary), out),
+            ROWS=128,
+            **flags(needs),
+        )
+    return measured(out, needs)
