@@ -25,7 +25,7 @@ UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 where all is well, 1 where the gate is red, 2 for bad arguments.
 
-    Training that Ctrl-C has stopped gives 130.
+    Training that Ctrl-C or SIGTERM has stopped gives 130; 1 where NaN has.
     """
     parser = _parser()
     arguments = parser.parse_args(argv)
@@ -196,7 +196,14 @@ def _train(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.recipe is None:
         raise train.RecipeError("train: want a recipe, see headloss train --list")
-    result = train.run(train.recipe(arguments.recipe, arguments.overrides))
+    try:
+        result = train.run(train.recipe(arguments.recipe, arguments.overrides))
+    except train.RunError as error:
+        print(f"headloss: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("headloss: stopped at once; what was saved before stays", file=sys.stderr)
+        return 130
     return 0 if result.finished else 130
 
 
@@ -207,7 +214,7 @@ class _Parser(argparse.ArgumentParser):
     """Bad arguments get one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"headloss: {message}\n")
+        self.exit(2, f"headloss: {' '.join(message.splitlines())}\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,11 +16,15 @@ if TYPE_CHECKING:
     from .job import Result
     from .schema import Recipe
 
-__all__ = ["Recipe", "RecipeError", "Result", "recipe", "recipes", "run"]
+__all__ = ["Recipe", "RecipeError", "Result", "RunError", "recipe", "recipes", "run"]
 
 
 class RecipeError(Exception):
     """What is wrong with a recipe, in one line that begins with the key."""
+
+
+class RunError(Exception):
+    """What has ended a run that had begun, in one line: the step, and what was not finite there."""
 
 
 def recipes() -> dict[str, str]:
@@ -43,6 +47,8 @@ def run(recipe: Recipe) -> Result:
     Raises:
         RecipeError: what the recipe asks for does not exist or does not fit together. Raised before
             the first step.
+        RunError: a loss, a gradient or a weight is NaN or infinite. The checkpoints from before it
+            stay.
     """
     return _module("job").run(recipe)
 

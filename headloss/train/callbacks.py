@@ -1,4 +1,4 @@
-"""What happens beside the steps: metrics.jsonl, a progress bar, and Ctrl-C."""
+"""What happens beside the steps: metrics.jsonl, a progress bar, Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
-from . import files
+from . import files, folder
 
 MIB = 1 << 20
 SHOWN = {  # the figures that matter, and what TRL calls them
@@ -37,11 +38,14 @@ class Measure(TrainerCallback):
         self._times: list[float] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What came after the checkpoint that a run resumes from will be made anew."""
-        entries = self.lines.read()
-        self.entries = [entry for entry in entries if entry["step"] <= state.global_step]
-        if state.is_world_process_zero:
-            self.lines.keep(self.entries)
+        """The lines are those of the checkpoint that a run resumes from."""
+        self.entries = [_line(logged) for logged in state.log_history if "loss" in logged]
+        if not state.is_world_process_zero:
+            return
+        damaged = self.lines.keep(self.entries)
+        if damaged is not None and state.global_step:
+            what = f"{self.lines.path}, line {damaged}"
+            folder.warn(f"{what}: is missing or damaged, and is taken from the checkpoint")
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self._begun = time.perf_counter()
@@ -54,13 +58,19 @@ class Measure(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" not in logs or not self._times:
             return
-        entry = {"step": state.global_step, **logs}
-        entry["step_time"] = sum(self._times) / len(self._times)
-        entry["peak_memory_mib"] = peak_memory() / MIB
+        logged = state.log_history[-1]  # which goes into the next checkpoint
+        logged["step_time"] = sum(self._times) / len(self._times)
+        logged["peak_memory_mib"] = peak_memory() / MIB
         self._times = []
+        entry = _line(logged)
         self.entries.append(entry)
         if state.is_world_process_zero:
             self.lines.add(entry)
+
+
+def _line(logged: dict[str, Any]) -> dict[str, Any]:
+    """An entry of the trainer's log as one of metrics.jsonl."""
+    return {"step": logged["step"], **{name: files.finite(v) for name, v in logged.items()}}
 
 
 def peak_memory() -> int:
@@ -78,6 +88,7 @@ class Bar(TrainerCallback):
         self.name, self.measure = name, measure
         self.console = Console(soft_wrap=True, highlight=False)
         self._shown = 0
+        self.bar: Progress | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._shown = state.global_step
@@ -94,7 +105,7 @@ class Bar(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Called after `Measure.on_log`."""
-        if "loss" not in logs or not state.is_world_process_zero:
+        if "loss" not in logs or not state.is_world_process_zero or self.bar is None:
             return
         line = figures(self.measure.entries[-1])
         self.bar.update(self.task, completed=state.global_step, figures=line)
@@ -106,38 +117,65 @@ class Bar(TrainerCallback):
             print(f"{self.name} {state.global_step}/{state.max_steps}  {line}", flush=True)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        self.bar.stop()
+        self.close()
+
+    def close(self) -> None:
+        """Gives the terminal back."""
+        if self.bar is not None:
+            self.bar.stop()
 
 
 def figures(entry: dict[str, Any]) -> str:
-    return "  ".join(f"{SHOWN[k]} {entry[k]:.3g}" for k in SHOWN if k in entry)
+    return "  ".join(f"{SHOWN[k]} {entry[k]:.3g}" for k in SHOWN if entry.get(k) is not None)
 
 
 class Interrupt(TrainerCallback):
-    """Ctrl-C: a checkpoint at the next step that a run can resume from, then the end.
+    """Ctrl-C or SIGTERM, as long as it is entered.
 
-    A second Ctrl-C stops at once.
+    In training: a checkpoint at the next step that a run can resume from, then the end; a second
+    signal stops at once. Elsewhere the first one does: KeyboardInterrupt.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    ONE_PRESS = 1.0  # seconds: a launcher sends on what its ranks were sent, too
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
         self.asked = self.stopped = False
-        self._before: Any = None
+        self._training = False
+        self._last = -self.ONE_PRESS
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._ask) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._ask)
+        self._training = True
 
-    def _ask(self, *args: Any) -> None:
-        if self.asked:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self._training = False
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if now - self._last < self.ONE_PRESS:
+            return
+        self._last = now
+        if self.asked or not self._training:
             raise KeyboardInterrupt
         self.asked = True
         print("\nstopping after this step; once more stops at once", file=sys.stderr, flush=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._asked_on_any() and self.trainer.can_resume_here:
+        last = state.global_step >= state.max_steps
+        if self._asked_on_any() and (last or self.trainer.can_resume_here):
             control.should_save = control.should_log = control.should_training_stop = True
-            self.stopped = state.global_step < state.max_steps
+            self.stopped = True
 
     def _asked_on_any(self) -> bool:
         accelerator = self.trainer.accelerator
@@ -145,11 +183,3 @@ class Interrupt(TrainerCallback):
             return self.asked
         asked = torch.tensor([float(self.asked)], device=accelerator.device)
         return bool(accelerator.reduce(asked, "sum").item() > 0)
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        self.restore()
-
-    def restore(self) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            self._before = None

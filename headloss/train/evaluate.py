@@ -60,10 +60,8 @@ def _scored(
     for start in range(0, len(rows), ROWS):
         part = rows[start : start + ROWS]
         found = generate(model, tokenizer, part, longest, temperature)
-        columns = {name: [row.get(name) for row in part] for name in part[0]}
-        got = task.reward(prompts=columns.pop("prompt"), completions=found, **columns)
         completions += found
-        scores += [0.0 if score is None else float(score) for score in got]
+        scores += [0.0 if score is None else score for score in task.scores(part, found)]
     return completions, scores
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,20 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def digest(path: Path) -> str | None:
+    """Of a file's bytes, which are on the disk afterwards; None where there is no file."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def finite(value: Any) -> Any:
+    """The value; None in place of NaN and infinity, which JSON does not have."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class Lines:
     """A JSONL file: a line is added in one write, and a line that was cut off is passed over."""
 
@@ -51,16 +68,33 @@ class Lines:
         self.path = path
 
     def read(self) -> list[dict[str, Any]]:
-        found = []
+        """An empty dictionary in place of a line that is no JSON object."""
+        found: list[dict[str, Any]] = []
         if self.path.is_file():
-            for line in self.path.read_text().splitlines():
-                with contextlib.suppress(json.JSONDecodeError):
-                    found.append(json.loads(line))
+            for line in self.path.read_bytes().split(b"\n")[:-1]:
+                value: Any = None
+                with contextlib.suppress(ValueError, RecursionError):
+                    value = json.loads(line)
+                found.append(value if isinstance(value, dict) else {})
         return found
 
     def add(self, line: dict[str, Any]) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(self._text(line))
 
-    def keep(self, lines: list[dict[str, Any]]) -> None:
-        write(self.path, "".join(json.dumps(line) + "\n" for line in lines))
+    def keep(self, lines: list[dict[str, Any]]) -> int | None:
+        """Leave these lines; the number of the first line that was damaged or missing."""
+        damaged, kept = None, []
+        pairs = zip_longest(self.read(), lines)
+        for number, (old, want) in enumerate(pairs, 1):
+            same = bool(old) and (want is None or want.items() <= old.items())
+            if not same and damaged is None:
+                damaged = number
+            if want is not None:
+                kept.append(old if same else want)
+        write(self.path, "".join(map(self._text, kept)))
+        return damaged
+
+    @staticmethod
+    def _text(line: dict[str, Any]) -> str:
+        return json.dumps(line, allow_nan=False) + "\n"

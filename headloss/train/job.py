@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
 import time
 import warnings
@@ -12,19 +12,10 @@ from typing import Any
 
 import datasets
 import transformers
-import yaml
+from accelerate.utils import broadcast_object_list
 
-from . import RecipeError, callbacks, evaluate, files, model, plots, report, task, trainers
+from . import RecipeError, callbacks, evaluate, files, folder, model, plots, report, task, trainers
 from .schema import Recipe
-from .schema import write as recipe_text
-
-MAY_CHANGE = {  # between a run and its continuation
-    "resume",
-    "trainer.max_steps",
-    "trainer.num_train_epochs",
-    "trainer.save_steps",
-    "trainer.save_total_limit",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +24,8 @@ class Result:
 
     Attributes:
         output: the folder.
-        finished: False where Ctrl-C ended it; a checkpoint is there.
+        finished: False where Ctrl-C or SIGTERM ended it; there is a checkpoint of its last step,
+            unless that came before the first step, in an evaluation, or twice.
         steps: optimizer steps in all.
         before, after: of the problems kept aside, "accuracy", "score", "problems", "samples";
             None without such problems, and `after` where the run has not finished.
@@ -64,45 +56,79 @@ def run(recipe: Recipe) -> Result:
     """See `headloss.train.run`."""
     begun = time.perf_counter()
     quiet()
-    output = Path(recipe.output)
-    checkpoint = _checkpoint(recipe, output)
-    transformers.set_seed(recipe.seed)
-    language_model, tokenizer = model.load(recipe)
-    chat = tokenizer.chat_template is not None if recipe.chat is None else recipe.chat
-    if chat and tokenizer.chat_template is None:
-        raise RecipeError(f"chat: got true, but {recipe.model} has no chat template")
-    if recipe.system is not None and not chat:
-        raise RecipeError(f"system: {recipe.model} has no chat template")
-    work = task.load(recipe, chat)
-    trainer = trainers.build(recipe, work, language_model, tokenizer)
-    main = trainer.accelerator.is_main_process
-    if main:
-        files.write(output / "recipe.yaml", recipe_text(recipe))
-        files.remove(output / "checkpoints" / files.PARTIAL)
+    folder.check(recipe)
+    with callbacks.Interrupt() as interrupt, contextlib.ExitStack() as held:
+        transformers.set_seed(recipe.seed)
+        language_model, tokenizer = model.load(recipe)
+        chat = tokenizer.chat_template is not None if recipe.chat is None else recipe.chat
+        if chat and tokenizer.chat_template is None:
+            raise RecipeError(f"chat: got true, but {recipe.model} has no chat template")
+        if recipe.system is not None and not chat:
+            raise RecipeError(f"system: {recipe.model} has no chat template")
+        work = task.load(recipe, chat)
+        with folder.without_trace(Path(recipe.output)):
+            trainer = trainers.build(recipe, work, language_model, tokenizer)
+            if recipe.algorithm != "sft" and not work.held_out:
+                work.rehearse()  # else the first evaluation does
+        checkpoint = _claim(trainer, recipe, held)
+        measure, bar = _watch(trainer, recipe, interrupt)
+        before = after = None
+        try:
+            before = _held_out(trainer, tokenizer, work, recipe, "before", checkpoint)
+            _train(trainer, checkpoint)
+            stopped = interrupt.stopped
+            if not stopped:
+                trainer.check_weights()
+                _save_model(trainer, tokenizer, Path(recipe.output) / "model")
+                after = _held_out(trainer, tokenizer, work, recipe, "after")
+        except KeyboardInterrupt:
+            stopped = True
+        finally:
+            bar.close()
+        return _ending(recipe, trainer, measure.entries, not stopped, before, after, begun)
 
-    before = _held_out(
-        trainer, tokenizer, work, output / "before.json", keep=checkpoint is not None
-    )
+
+def _claim(trainer: Any, recipe: Recipe, held: contextlib.ExitStack) -> str | None:
+    """The checkpoint to go on from. The folder is locked while `held` is open; on all ranks."""
+    found: list[Any] = [None, None]
+    if trainer.accelerator.is_main_process:
+        try:
+            held.enter_context(folder.locked(Path(recipe.output)))
+            found[0] = folder.claim(recipe)
+        except RecipeError as error:
+            found[1] = str(error)
+    broadcast_object_list(found)
+    checkpoint, error = found
+    if error is not None:
+        raise RecipeError(error)
+    return checkpoint
+
+
+def _train(trainer: Any, checkpoint: str | None) -> None:
     if checkpoint is not None:
         state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
         trainer.count_on(state["log_history"])
-    measure, interrupt = _watch(trainer, recipe, output)
-    try:
-        trainer.train(resume_from_checkpoint=checkpoint)
-    finally:
-        interrupt.restore()
-    after = None
-    if not interrupt.stopped:
-        after = _held_out(trainer, tokenizer, work, output / "after.json", keep=False)
-        _save_model(trainer, tokenizer, output / "model")
+    trainer.train(resume_from_checkpoint=checkpoint)
+
+
+def _ending(
+    recipe: Recipe,
+    trainer: Any,
+    entries: list[dict[str, Any]],
+    finished: bool,
+    before: dict[str, Any] | None,
+    after: dict[str, Any] | None,
+    begun: float,
+) -> Result:
+    output, main = Path(recipe.output), trainer.accelerator.is_main_process
     result = Result(
         output=output,
-        finished=not interrupt.stopped,
+        finished=finished,
         steps=trainer.state.global_step,
         before=before,
         after=after,
-        metrics=measure.entries,
-        plots=plots.draw(measure.entries, output / "plots") if main else [],
+        metrics=entries,
+        plots=plots.draw(entries, output / "plots") if main else [],
         seconds=time.perf_counter() - begun,
     )
     if main:
@@ -120,67 +146,48 @@ def quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-# ---------------------------------------------------------------------- folders
-
-
-def _checkpoint(recipe: Recipe, output: Path) -> str | None:
-    """The last checkpoint, where the recipe resumes.
-
-    Raises:
-        RecipeError: nothing to resume, another recipe, or a folder that is taken.
-    """
-    folder, first = output / "checkpoints", output / "recipe.yaml"
-    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    if not recipe.resume:
-        if found or (output / "model").exists():
-            raise RecipeError(
-                f"output: {output} holds a run; resume=true continues it, output= takes another "
-                "folder"
-            )
-        return None
-    if not found:
-        raise RecipeError(f"resume: there is no checkpoint in {folder}")
-    old, new = _flat(yaml.safe_load(first.read_text())), _flat(dataclasses.asdict(recipe))
-    for key in sorted((old.keys() | new.keys()) - MAY_CHANGE):
-        if old.get(key) != new.get(key):
-            raise RecipeError(
-                f"resume: {output} was begun with {key}={old.get(key)}, now it is {new.get(key)}"
-            )
-    return str(found[-1])
-
-
-def _flat(mapping: dict[str, Any], at: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in mapping.items():
-        inner = isinstance(value, dict)
-        found |= _flat(value, f"{at}{key}.") if inner else {f"{at}{key}": value}
-    return found
+# ---------------------------------------------------------------------- around the training
 
 
 def _held_out(
-    trainer: Any, tokenizer: Any, work: task.Task, path: Path, keep: bool
+    trainer: Any,
+    tokenizer: Any,
+    work: task.Task,
+    recipe: Recipe,
+    name: str,
+    checkpoint: str | None = None,
 ) -> dict[str, Any] | None:
-    """Measured and written to `path`, or read from there if `keep`."""
+    """Measured and written to a file of that name, or read from there if the checkpoint knows it.
+
+    Raises:
+        RunError: it fails, and the model's weights are not finite.
+    """
     if not work.held_out:
         return None
-    if keep and path.is_file():
+    path = Path(recipe.output) / f"{name}.json"
+    if folder.kept_before(checkpoint, path.parent):
         return json.loads(path.read_text())
     length = getattr(trainer.args, "max_completion_length", None) or work.longest(tokenizer)
-    found = evaluate.held_out(trainer, tokenizer, work, length)
+    try:
+        found = evaluate.held_out(trainer, tokenizer, work, length)
+    except RuntimeError:
+        trainer.check_weights()
+        raise
     if trainer.accelerator.is_main_process:
         files.write_json(path, found)
-        print(f"held-out {path.stem}: {report.score(found)}", flush=True)
+        print(f"held-out {name}: {report.score(found)}", flush=True)
     return found
 
 
 def _watch(
-    trainer: Any, recipe: Recipe, output: Path
-) -> tuple[callbacks.Measure, callbacks.Interrupt]:
-    measure = callbacks.Measure(files.Lines(output / "metrics.jsonl"))
-    interrupt = callbacks.Interrupt(trainer)
-    for callback in (measure, callbacks.Bar(recipe.algorithm, measure), interrupt):
+    trainer: Any, recipe: Recipe, interrupt: callbacks.Interrupt
+) -> tuple[callbacks.Measure, callbacks.Bar]:
+    measure = callbacks.Measure(files.Lines(Path(recipe.output) / "metrics.jsonl"))
+    bar = callbacks.Bar(recipe.algorithm, measure)
+    interrupt.trainer = trainer
+    for callback in (measure, bar, interrupt):
         trainer.add_callback(callback)
-    return measure, interrupt
+    return measure, bar
 
 
 def _save_model(trainer: Any, tokenizer: Any, path: Path) -> None:

@@ -104,4 +104,7 @@ def adapter(recipe: Recipe) -> Any:
     from peft import LoraConfig
 
     check_fields(recipe.lora, LoraConfig, at="lora")
-    return LoraConfig(**{"task_type": "CAUSAL_LM", **recipe.lora})
+    try:
+        return LoraConfig(**{"task_type": "CAUSAL_LM", **recipe.lora})
+    except (ValueError, TypeError) as error:
+        raise RecipeError(f"lora: {' '.join(str(error).split())}") from None

@@ -31,7 +31,8 @@ def draw(entries: Entries, folder: Path) -> list[Path]:
         key = next(filter(None, (_match(entries, key) for key in keys)), None)
         if key is None:
             continue
-        points = [(entry["step"], entry[key]) for entry in entries if key in entry]
+        measured = [entry for entry in entries if entry.get(key) is not None]
+        points = [(entry["step"], entry[key]) for entry in measured]
         path = folder / f"{name}.png"
         with files.replacing(path) as partial:
             _draw(points, label, partial)
@@ -40,7 +41,8 @@ def draw(entries: Entries, folder: Path) -> list[Path]:
 
 
 def _match(entries: Entries, key: str) -> str | None:
-    names = dict.fromkeys(name for entry in entries for name in entry)
+    """The first name that has a value somewhere."""
+    names = dict.fromkeys(k for entry in entries for k, value in entry.items() if value is not None)
     if not key.startswith("*"):
         return key if key in names else None
     return next((name for name in names if name.endswith(key[1:])), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .callbacks import SHOWN
+from .folder import checkpoints
 from .schema import Recipe
 from .schema import write as recipe_text
 
@@ -25,6 +26,9 @@ def score(found: dict[str, Any]) -> str:
 def ending(result: Result) -> str:
     if result.finished:
         return f"{len(result.plots)} plots, metrics, the model and {result.report}"
+    kept = checkpoints(result.output)
+    if not kept:
+        return f"stopped after {result.steps} steps, without a checkpoint; the same begins anew"
     return f"stopped after {result.steps} steps; the same with resume=true continues"
 
 
@@ -67,7 +71,7 @@ def _metrics(entries: list[dict[str, Any]]) -> str:
     rows = [["", "first tenth", "last tenth"]]
     tenth = -(-len(entries) // 10)
     for key, name in {**SHOWN, "peak_memory_mib": "peak memory, MiB"}.items():
-        values = [entry[key] for entry in entries if key in entry]
+        values = [entry[key] for entry in entries if entry.get(key) is not None]
         if values:
             ends = (values[:tenth], values[-tenth:])
             rows.append([name, *(f"{sum(part) / len(part):.4g}" for part in ends)])

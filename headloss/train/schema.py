@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import types
 import typing
@@ -59,6 +60,7 @@ class Recipe:
         seed: of the weights of "tiny", the problems, their order and the sampling.
         output: the folder that all is written to.
         resume: continue from the last checkpoint in `output`.
+        overwrite: replace what is in `output` under the names that a run writes.
         trainer: fields of TRL's `SFTConfig`, or of a configuration of `headloss.rl`.
     """
 
@@ -80,6 +82,7 @@ class Recipe:
     seed: int = 0
     output: str = "runs/${algorithm}"
     resume: bool = False
+    overwrite: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
 
 
@@ -100,6 +103,8 @@ def read(name: str, overrides: Iterable[str]) -> Recipe:
             raise RecipeError(f"{override}: want key=value")
     try:
         given: Any = OmegaConf.load(_path(name))
+        if not OmegaConf.is_dict(given):
+            raise RecipeError(f"{name}: got a list, want key: value")
         changes = OmegaConf.from_dotlist(list(overrides))
         if "task" in changes:  # these were another task's
             for key in ("task_options", "prompt"):
@@ -109,6 +114,8 @@ def read(name: str, overrides: Iterable[str]) -> Recipe:
         raise RecipeError(_one_line(error)) from None
     except yaml.YAMLError as error:
         raise RecipeError(f"{name}: is not YAML: {' '.join(str(error).split())}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{name}: cannot be read as UTF-8: {error}") from None
     assert isinstance(found, Recipe)
     _check(found)
     return found
@@ -161,15 +168,37 @@ def _check(recipe: Recipe) -> None:
         raise RecipeError(f"algorithm: got {recipe.algorithm!r}, want one of {wanted}")
     if recipe.dtype not in (dtypes := ("float32", "bfloat16", "float16", "auto")):
         raise RecipeError(f"dtype: got {recipe.dtype!r}, want one of {', '.join(dtypes)}")
-    for term in recipe.terms:
+    if not 0 <= recipe.seed < 1 << 32:
+        raise RecipeError(f"seed: got {recipe.seed}, want 0 to 2**32 - 1")
+    for term, weight in recipe.terms.items():
         if term not in ("z_loss", "entropy"):
             raise RecipeError(f"terms.{term}: want z_loss or entropy")
+        if not math.isfinite(weight):
+            raise RecipeError(f"terms.{term}: got {weight}, want a finite number")
     if not re.search(r"{\w+}", recipe.prompt):
         raise RecipeError(f"prompt: got {recipe.prompt!r}, want a text with {{question}} in it")
     if recipe.system is not None and recipe.chat is False:
         raise RecipeError("system: is a message of a conversation, which chat=false rules out")
     if recipe.task_options and not recipe.task.startswith("reasoning_gym:"):
         raise RecipeError("task_options: are of a reasoning_gym generator, not of a file")
+    if recipe.answer_tag is not None and not re.fullmatch(r"[\w.:-]+", recipe.answer_tag):
+        raise RecipeError(f"answer_tag: got {recipe.answer_tag!r}, want a name such as answer")
+    if not recipe.output:
+        raise RecipeError("output: got '', want a folder")
+    if recipe.model == "tiny":
+        _check_tiny(recipe.tiny)
+
+
+def _check_tiny(tiny: Tiny) -> None:
+    for name, size in dataclasses.asdict(tiny).items():
+        if size < 1:
+            raise RecipeError(f"tiny.{name}: got {size}, want a positive number")
+    unit = 2 * tiny.num_attention_heads
+    if tiny.hidden_size % unit:
+        raise RecipeError(
+            f"tiny.hidden_size: got {tiny.hidden_size}, want a multiple of {unit}: "
+            f"{tiny.num_attention_heads} attention heads of an even width"
+        )
 
 
 OURS = {  # fields of a trainer's configuration that a recipe has keys of its own for
@@ -179,6 +208,44 @@ OURS = {  # fields of a trainer's configuration that a recipe has keys of its ow
     "resume_from_checkpoint": "resume",
     "model_init_kwargs": "dtype",
     "reward_weights": "reward",
+}
+
+# Where the values of numbers among a trainer's fields lie; NaN lies nowhere.
+INTERVALS = {
+    **dict.fromkeys(
+        (
+            "per_device_train_batch_size", "per_device_eval_batch_size", "num_generations",
+            "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
+            "num_iterations", "max_length", "max_completion_length", "pad_to_multiple_of",
+        ),
+        "[1, inf)",
+    ),
+    **dict.fromkeys(
+        (
+            "learning_rate", "weight_decay", "adam_epsilon", "warmup_steps", "beta", "epsilon",
+            "value_coef", "value_clip", "top_k", "save_total_limit", "neftune_noise_alpha",
+            "dataloader_num_workers",
+        ),
+        "[0, inf)",
+    ),
+    **dict.fromkeys(
+        (
+            "temperature", "repetition_penalty", "delta", "save_steps", "logging_steps",
+            "num_train_epochs",
+        ),
+        "(0, inf)",
+    ),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), "[0, 1)"),
+    **dict.fromkeys(("gamma", "lam", "min_p", "lora_dropout"), "[0, 1]"),
+    **dict.fromkeys(("top_p", "top_entropy_quantile"), "(0, 1]"),
+    **dict.fromkeys(("max_grad_norm", "epsilon_high"), "[0, inf]"),
+    "dual_clip": "(1, inf)",
+    "max_steps": "[-1, inf)",
+}  # fmt: skip
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "scale_rewards": ("group", "batch", "none", True, False),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "train_sampling_strategy": ("random", "sequential", "group_by_length", "batch_seqlen"),
 }
 
 
@@ -195,6 +262,20 @@ def check_fields(given: dict[str, Any], kind: type, at: str) -> None:
         if wanted and type(value) not in wanted:
             names = " or ".join(sorted(k.__name__.replace("NoneType", "null") for k in wanted))
             raise RecipeError(f"{at}.{name}: got {value!r}, want {names}")
+        interval = INTERVALS.get(name)
+        if interval and isinstance(value, int | float) and not _lies_in(value, interval):
+            raise RecipeError(f"{at}.{name}: got {value!r}, want a number in {interval}")
+        if name in CHOICES and value not in CHOICES[name]:
+            names = ", ".join(map(str, CHOICES[name]))
+            raise RecipeError(f"{at}.{name}: got {value!r}, want one of {names}")
+        if isinstance(value, float) and math.isnan(value):
+            raise RecipeError(f"{at}.{name}: got nan, want a number")
+
+
+def _lies_in(value: float, interval: str) -> bool:
+    low, high = map(float, interval[1:-1].split(","))
+    above = value >= low if interval[0] == "[" else value > low
+    return above and (value <= high if interval[-1] == "]" else value < high)
 
 
 def _kinds(hint: Any) -> set[type]:

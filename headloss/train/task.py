@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
+import inspect
 import json
+import math
 import random
 import re
 import sys
@@ -14,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from datasets import Dataset
+from pyarrow.lib import ArrowException
 
 from . import RecipeError
 from .schema import Recipe, unknown
@@ -29,6 +34,7 @@ class Task:
     Attributes:
         train, held_out: rows; no prompt is in both, nor twice in one of them.
         reward: with the arguments of a reward function of TRL; a score per completion.
+        name: of the reward, in messages.
         completion: the text that a row's answer is as a completion.
     """
 
@@ -36,16 +42,62 @@ class Task:
     held_out: list[Row]
     reward: Callable[..., list[float]]
     completion: Callable[[Row], str]
+    name: str = "reward"
 
     def prompts(self) -> Dataset:
         """For the trainers of `headloss.rl`."""
-        return Dataset.from_list(self.train)
+        return _dataset(self.train)
 
     def demonstrations(self) -> Dataset:
         """For the supervised trainer."""
-        return Dataset.from_list(
+        return _dataset(
             [{"prompt": row["prompt"], "completion": self._turn(row)} for row in self.train]
         )
+
+    @functools.cached_property
+    def scored(self) -> Callable[..., list[float | None]]:
+        """The reward, with what it returns checked; None is no score, as in TRL.
+
+        Raises:
+            RecipeError: it gives no number for a completion, or not one for each.
+        """
+
+        @functools.wraps(self.reward)
+        def scored(completions: list[Any], **given: Any) -> list[float | None]:
+            got = self.reward(completions=completions, **given)
+            try:
+                scores = [None if score is None else float(score) for score in got]
+            except (TypeError, ValueError):
+                raise RecipeError(
+                    f"reward: {self.name} gave {_short(got)}, want a list of numbers"
+                ) from None
+            if len(scores) != len(completions):
+                raise RecipeError(
+                    f"reward: {self.name} gave {len(scores)} scores for {len(completions)} "
+                    "completions, want one for each"
+                )
+            for i, score in enumerate(scores):
+                if score is not None and not math.isfinite(score):
+                    raise RecipeError(
+                        f"reward: {self.name} gave {score} for completion {i + 1} of "
+                        f"{len(scores)}, want a finite number"
+                    )
+            return scores
+
+        return scored
+
+    def scores(self, rows: list[Row], completions: list[Any]) -> list[float | None]:
+        """Of a completion for each row, outside of a trainer."""
+        columns = {name: [row.get(name) for row in rows] for name in rows[0]}
+        found = self.scored(prompts=columns.pop("prompt"), completions=completions, **columns)
+        if all(score is None for score in found):
+            raise RecipeError(f"reward: {self.name} gave None for all of {len(found)} completions")
+        return found
+
+    def rehearse(self) -> None:
+        """RecipeError for what can be known of the reward from a few right answers."""
+        rows = self.train[:8]
+        self.scores(rows, [self._turn(row) for row in rows])
 
     def longest(self, tokenizer: Any) -> int:
         """Tokens of a held-out answer with its end, at most."""
@@ -89,7 +141,15 @@ def load(recipe: Recipe, chat: bool) -> Task:
         held_out=held_out,
         reward=_reward_of(recipe, score),
         completion=lambda row: f"<{tag}>{row['answer']}</{tag}>" if tag else row["answer"],
+        name=recipe.reward or "the task's scorer",
     )
+
+
+def _dataset(rows: list[Row]) -> Dataset:
+    try:
+        return Dataset.from_list(rows)
+    except (ArrowException, OverflowError) as error:
+        raise RecipeError(f"task: rows of several kinds: {' '.join(str(error).split())}") from None
 
 
 def _distinct(rows: Iterator[Row]) -> Iterator[Row]:
@@ -164,20 +224,47 @@ def _from_file(path: Path, seed: int) -> Iterator[Row]:
             f"task: got {str(path)!r}, which is no file; want reasoning_gym:NAME or a JSONL file"
         )
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            row["question"] = row.pop("prompt")
-            row["answer"] = str(row["answer"])
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+            rows.append(_row(json.loads(line.decode())))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise RecipeError(
-                f'task: {path}, line {number}: want {{"prompt": ..., "answer": ...}}'
+                f'task: {path}, line {number}: want {{"prompt": ..., "answer": ...}} in UTF-8'
             ) from None
-        rows.append(row)
+        except RecipeError as error:
+            raise RecipeError(f"task: {path}, line {number}: {error}") from None
     random.Random(seed).shuffle(rows)
     return iter(rows)
+
+
+RESERVED = {  # what a scorer is given beside a line's own fields, and what TRL takes for images
+    "question", "fields", "prompts", "completion", "completions", "completion_ids",
+    "trainer_state", "log_extra", "log_metric", "environment", "environments", "image", "images",
+}  # fmt: skip
+
+
+def _row(row: Row) -> Row:
+    question, answer = row["prompt"], row["answer"]
+    turns = isinstance(question, list) and question and all(_is_turn(turn) for turn in question)
+    if not (turns or (isinstance(question, str) and question)):
+        raise RecipeError(f"prompt: got {_short(question)}, want a text, or a list of messages")
+    if answer is None:
+        raise RecipeError("answer: got null, want a text or a number")
+    if taken := sorted(RESERVED & row.keys()):
+        raise RecipeError(f"{taken[0]}: is a name that headloss or TRL uses itself")
+    rest = {name: value for name, value in row.items() if name != "prompt"}
+    return {**rest, "question": question, "answer": str(answer)}
+
+
+def _is_turn(turn: Any) -> bool:
+    return isinstance(turn, dict) and {"role", "content"} <= turn.keys()
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 # ---------------------------------------------------------------------- scores
@@ -220,7 +307,8 @@ def answer_in(completion: str, tag: str | None) -> str:
     """What stands between the last <tag> and </tag>; without a tag, all of it."""
     if tag is None:
         return completion.strip()
-    found = re.findall(rf"<{tag}>(.*?)</{tag}>", completion, re.DOTALL)
+    name = re.escape(tag)
+    found = re.findall(rf"<{name}>(.*?)</{name}>", completion, re.DOTALL)
     return found[-1].strip() if found else ""
 
 
@@ -230,11 +318,20 @@ def _function(name: str) -> Callable[..., list[float]]:
     if not module or not function:
         raise RecipeError(f"reward: got {name!r}, want module:function")
     if "" not in sys.path:
-        sys.path.insert(0, "")
+        sys.path.append("")  # the last place: a file here takes no other module's place
     try:
         found: Any = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise RecipeError(f"reward: {name}: {error}") from None
-    if callable(found):
-        return cast(Callable[..., list[float]], found)
-    raise RecipeError(f"reward: {name} is no function")
+    except Exception as error:  # of the module's own, while it is imported
+        raise RecipeError(f"reward: {name}: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise RecipeError(f"reward: {name} is no function")
+    with contextlib.suppress(ValueError):  # a callable without a signature
+        try:
+            inspect.signature(found).bind(prompts=[], completions=[], completion_ids=[], answer=[])
+        except TypeError as error:
+            raise RecipeError(
+                f"reward: {name}: {error}; want (prompts, completions, **columns)"
+            ) from None
+    return cast(Callable[..., list[float]], found)

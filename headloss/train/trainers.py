@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers import PrinterCallback, ProgressCallback, get_scheduler
+from transformers.integrations.integration_utils import get_available_reporting_integrations
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer import sft_config
 from trl.trainer.utils import RepeatSampler
 
@@ -17,7 +21,7 @@ from ..integrations.trl import SFTTrainer
 from ..integrations.trl.common import per
 from ..integrations.trl.grpo_objective import tokens_of_the_step
 from ..losses import Objective
-from . import RecipeError, files, model
+from . import RecipeError, RunError, files, folder, model
 from .schema import Recipe, check_fields
 from .task import Task
 
@@ -39,6 +43,7 @@ class _Run:
     state: Any
     accelerator: Any
     _partial = False
+    _loss: Any = 0.0  # the sum over the micro-batches of a step
 
     def count_on(self, log: list[dict[str, Any]]) -> None:
         """Go on from what the log of a checkpoint says."""
@@ -67,13 +72,63 @@ class _Run:
             setattr(sampler, "set_epoch", set_epoch)  # noqa: B010
         return sampler
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """No step beyond the last one: transformers looks only after a step."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True  # type: ignore[attr-defined]
+            return
+        super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        self._loss = self._loss + loss
+        return loss
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """The last that is called before the weights change."""
+        norm = super()._get_grad_norm(*args, **kwargs)  # type: ignore[misc]
+        measured = {"loss": self._loss, "grad_norm": norm}
+        scaler = self.accelerator.scaler
+        if scaler is not None and scaler.get_scale() > 1:
+            del measured["grad_norm"]  # such a step is left out, and the next one's scale is less
+        self._loss = 0.0
+        self._stop_unless_finite(measured, self.state.global_step + 1)
+        return norm
+
+    def check_weights(self) -> None:
+        """RunError for a weight that is trained and not finite; all ranks take part."""
+        found = {}
+        for name, weight in self.model.named_parameters():  # type: ignore[attr-defined]
+            if weight.requires_grad and weight.numel():
+                mine = weight.detach()
+                mine = mine.to_local() if hasattr(mine, "to_local") else mine
+                found[f"the weight {name}"] = torch.linalg.vector_norm(mine, math.inf)
+        self._stop_unless_finite(found, self.state.global_step)
+
+    def _stop_unless_finite(self, measured: dict[str, Any], step: int) -> None:
+        device = self.accelerator.device
+        values = [torch.as_tensor(v, device=device).detach().float() for v in measured.values()]
+        bad = torch.stack([value.max() for value in values]).isfinite().logical_not().float()
+        if self.accelerator.num_processes > 1:
+            bad = self.accelerator.reduce(bad, "sum")
+        bad = bad.tolist()
+        if not any(bad):
+            return
+        first = next(i for i, what in enumerate(bad) if what)
+        value = float(values[first])
+        what = "not finite on another rank" if math.isfinite(value) else value
+        kept = folder.checkpoints(Path(self.args.output_dir).parent)
+        last = f"the last checkpoint is {kept[-1]}" if kept else "there is no checkpoint before it"
+        raise RunError(f"step {step}: {list(measured)[first]} is {what}; {last}")
+
     def _get_output_dir(self, *args: Any, **kwargs: Any) -> str:
         folder = super()._get_output_dir(*args, **kwargs)  # type: ignore[misc]
         return str(Path(folder) / files.PARTIAL) if self._partial else folder
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Under another name until all ranks have written their part."""
-        folder = Path(self.args.output_dir)
+        self.check_weights()
+        checkpoints = Path(self.args.output_dir)
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         self._partial = True
         try:
@@ -82,10 +137,14 @@ class _Run:
             self._partial = False
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            shutil.rmtree(folder / name, ignore_errors=True)
-            (folder / files.PARTIAL / name).rename(folder / name)
-            files.remove(folder / files.PARTIAL)
-            rotate_checkpoints(str(folder), self.args.save_total_limit)
+            partial = checkpoints / files.PARTIAL
+            folder.seal(partial / name, checkpoints.parent)
+            shutil.rmtree(checkpoints / name, ignore_errors=True)
+            (partial / name).rename(checkpoints / name)
+            files.remove(partial)
+            kept = self.args.save_total_limit or 0
+            for old in folder.checkpoints(checkpoints.parent)[:-kept] if kept > 0 else []:
+                files.remove(old)
         self.accelerator.wait_for_everyone()
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -131,16 +190,58 @@ def build(recipe: Recipe, task: Task, language_model: Any, tokenizer: Any) -> An
     else:
         algorithm = getattr(rl, recipe.algorithm.upper())
         kind = type(algorithm.__name__, (_Policy, algorithm), {})
-        data = {"train_dataset": task.prompts(), "reward_funcs": task.reward}
-    try:
+        data = {"train_dataset": task.prompts(), "reward_funcs": task.scored}
+    with _configuring():
         trainer = kind(**arguments, **data)
-    except (ValueError, TypeError, ImportError, NotImplementedError) as error:
-        raise RecipeError(f"trainer: {' '.join(str(error).split())}") from None
     trainer.terms = recipe.terms
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     _check_saving(trainer)
+    _rehearse(trainer)
     return trainer
+
+
+@contextlib.contextmanager
+def _configuring() -> Iterator[None]:
+    """What TRL and transformers say of a configuration, by errors of all kinds, in a line."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError | ImportError) else f"{type(error).__name__}: "
+        raise RecipeError(f"trainer: {kind}{' '.join(str(error).split())}") from error
+
+
+def _rehearse(trainer: Any) -> None:
+    """RecipeError for what would otherwise come up in the first step, after an evaluation."""
+    args = trainer.args
+    if not len(trainer.train_dataset):
+        raise RecipeError(
+            f"trainer.max_length: got {args.max_length}, which leaves no token of any answer"
+        )
+    with _configuring(), torch.random.fork_rng([]):
+        loader = trainer.get_train_dataloader()
+        if not len(loader):
+            rows = len(trainer.train_dataset)
+            raise RecipeError(f"train_problems: {rows} problems fill no batch of the trainer")
+        steps = trainer.set_initial_training_values(args, loader)[-1]
+        if not isinstance(trainer, _Supervised):
+            trainer.policy_term()
+        if args.eval_on_start:
+            raise ValueError("eval_on_start: there is no eval_dataset; see held_out")
+        of: Any = trainer.model
+        kind, options = trainer.get_optimizer_cls_and_kwargs(args, of)
+        if options.keys() & {"params", "model", "optimizer_dict"}:  # made of the model itself
+            return
+        optimizer = kind([torch.nn.Parameter(torch.zeros(1, device=args.device))], **options)
+        get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=optimizer,
+            num_warmup_steps=args.get_warmup_steps(steps),
+            num_training_steps=steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        )
 
 
 def settings(recipe: Recipe) -> Any:
@@ -162,10 +263,14 @@ def settings(recipe: Recipe) -> Any:
         "seed": recipe.seed,
         "output_dir": str(Path(recipe.output) / "checkpoints"),
     }
-    try:
-        return kind(**given)
-    except (ValueError, TypeError, ImportError) as error:
-        raise RecipeError(f"trainer: {' '.join(str(error).split())}") from None
+    with _configuring():
+        found: Any = kind(**given)
+    there = get_available_reporting_integrations()
+    for name in found.report_to:
+        if name not in there:
+            wanted = ", ".join(["none", *there])
+            raise RecipeError(f"trainer.report_to: got {name!r}, want what is installed: {wanted}")
+    return found
 
 
 def _check_saving(trainer: Any) -> None:
