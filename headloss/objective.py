@@ -134,7 +134,7 @@ class Bound:
         return known, torch.stack(slopes) if slopes else None
 
     def _slopes(self, part: Part, batch: PackedBatch, factor: float) -> list[Slope]:
-        view = batch if part.kept is None else _without_poison(batch, part.kept)
+        view = batch if part.kept is None else without_poison(batch, part.kept)
         assert part.term.slopes is not None
         times = part.coefficient * factor * _live(part.weights, batch)
         for field in part.term.weight_fields:
@@ -151,7 +151,7 @@ class Bound:
 
     def _share(self, part: Part, stats: Statistics, batch: PackedBatch, rows: slice) -> Tensor:
         kept = None if part.kept is None else part.kept[rows]
-        view = batch if kept is None else _without_poison(batch, kept)
+        view = batch if kept is None else without_poison(batch, kept)
         losses = part.term(stats, view.on(stats))
         if kept is not None:
             losses = torch.where(kept, losses, 0)
@@ -179,7 +179,7 @@ def _live(values: Tensor, batch: PackedBatch) -> Tensor:
     return values if batch.live is None else torch.where(batch.live, values, 0)
 
 
-def _without_poison(batch: PackedBatch, kept: Tensor) -> PackedBatch:
+def without_poison(batch: PackedBatch, kept: Tensor) -> PackedBatch:
     """The fields of tokens that a term leaves out may hold anything: non-finite values become 0."""
 
     def clean(value: Tensor) -> Tensor:

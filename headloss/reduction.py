@@ -142,6 +142,12 @@ class Reduction:
     name: str
     weigh: Weigh = field(repr=False)
 
+    @property
+    def key(self) -> Weigh | None:
+        """What decides the weights; None where they may depend on more than the arguments."""
+        known = isinstance(self.weigh, _FixedLength) or self.weigh in OWN
+        return self.weigh if known else None
+
 
 def _token_mean(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
     return tokens.reciprocal().expand_as(lengths)
@@ -155,6 +161,7 @@ def _sequence_sum(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
     return segments.reciprocal().expand_as(lengths)
 
 
+OWN: tuple[Weigh, ...] = (_token_mean, _sequence_mean, _sequence_sum)
 token_mean = Reduction("token_mean", _token_mean)
 sequence_mean = Reduction("sequence_mean", _sequence_mean)
 sequence_sum = Reduction("sequence_sum", _sequence_sum)

@@ -129,6 +129,16 @@ class Segments:
             )
         return cast(Tensor, _Expand.apply(values, self))
 
+    def split_pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """[S] to the values of segments 2k and of segments 2k + 1, [S // 2] each."""
+        pairs = len(values) // 2  # with static shapes one more segment may follow
+        return values[: 2 * pairs : 2], values[1 : 2 * pairs : 2]
+
+    def join_pairs(self, first: Tensor, second: Tensor) -> Tensor:
+        """The inverse of `split_pairs`; 0 at a segment without a partner."""
+        both = torch.stack([first, second], 1).flatten()
+        return torch.cat([both, both.new_zeros(self.count - len(both))])
+
     def slice(self, first: int, last: int, tokens: slice) -> Segments:
         """Segments first..last of a sorted vector, whose tokens are `tokens`."""
         part = Segments(

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..metrics import Observed
 from ..reduction import token_mean
 from ..stats import Statistics
+from .origin import Origin
 from .term import Term
 
 if TYPE_CHECKING:
@@ -93,13 +94,15 @@ def distillation(
         raise ValueError(f"distillation: temperature: got {temperature}, want > 0")
     teacher = Teacher(kind=divergence, beta=beta, temperature=temperature, head=teacher_head)
     options = {"divergence": divergence, "beta": beta, "temperature": temperature}
+    function, observe = partial(_divergence, teacher=teacher), partial(_observe, teacher=teacher)
     return Term(
         name="distillation",
-        function=partial(_divergence, teacher=teacher),
+        function=function,
         reduction=token_mean,
         options=tuple(options.items()),
-        observe=partial(_observe, teacher=teacher),
+        observe=observe,
         teacher=teacher,
+        origin=Origin((distillation, divergence), function, observe),
     )
 
 

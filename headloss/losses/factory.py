@@ -11,6 +11,7 @@ from dataclasses import replace
 from numbers import Real
 from typing import ParamSpec
 
+from .origin import Origin
 from .term import Term
 
 P = ParamSpec("P")
@@ -40,7 +41,9 @@ def factory(function: Callable[P, Term]) -> Callable[P, Term]:
         bound.apply_defaults()
         with naming(name):
             made = function(*args, **kwargs)
-        return replace(made, name=name, options=tuple(bound.arguments.items()))
+        options = tuple(bound.arguments.items())
+        origin = Origin((function, options), made.function, made.observe)
+        return replace(made, name=name, options=options, origin=origin)
 
     remembered = functools.lru_cache(maxsize=64, typed=True)(build)
 

@@ -35,12 +35,14 @@ def _nothing(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Modifier:
-    """`factor`: (stats, batch) to [T] without gradient; `observe`: what it reports."""
+    """`factor`: (stats, batch) to [T] without gradient; `observe`: what it reports; `key`: what
+    decides both, None where they may depend on more than their arguments."""
 
     name: str
     factor: Callable[[Statistics, PackedBatch], Tensor]
     scope: Scope
     observe: Callable[[Statistics, PackedBatch], dict[str, Observed]] = _nothing
+    key: tuple[object, ...] | None = None
 
 
 # ---------------------------------------------------------------------- sampler and trainer
@@ -122,6 +124,7 @@ def corrected(
         factor=correction.factor,
         scope="segment" if correction.sequence else "token",
         observe=correction.observe,
+        key=("corrected", correction),
     )
 
 
@@ -155,6 +158,7 @@ def off_policy_masked(threshold: float) -> Modifier:
         name="off_policy_masked",
         factor=functools.partial(_on_policy, threshold=threshold),
         scope="segment",
+        key=("off_policy_masked", threshold),
     )
 
 
@@ -247,4 +251,5 @@ def top_entropy(
         assert threshold is not None
         non_negative(threshold=threshold)
         above = functools.partial(_above, threshold=threshold)
-        return Modifier(name="top_entropy", factor=above, scope="token")
+        key = ("top_entropy", threshold)
+        return Modifier(name="top_entropy", factor=above, scope="token", key=key)

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -34,14 +33,7 @@ def _split(values: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:  # [P],
             f"segments: got {len(values)}, want an even number of them: 2k is chosen, "
             "2k + 1 rejected"
         )
-    pairs = len(values) // 2  # with static shapes, unscored tokens have a segment after the last
-    return values[: 2 * pairs : 2], values[1 : 2 * pairs : 2]
-
-
-def _join(chosen: Tensor, rejected: Tensor, batch: PackedBatch) -> Tensor:  # [S]
-    """The inverse of `_split`."""
-    both = torch.stack([chosen, rejected], 1).flatten()
-    return torch.cat([both, both.new_zeros(batch.segments.count - len(both))])
+    return batch.segments.split_pairs(values)
 
 
 def _pair_loss(
@@ -61,7 +53,7 @@ def _pair_loss(
     here = (batch.segments.lengths > 0).to(value.dtype)
     of_chosen, of_rejected = _split(here, batch)
     share = value * 2 / (of_chosen + of_rejected).clamp_min(1)
-    return _join(share, share, batch) * here
+    return batch.segments.join_pairs(share, share) * here
 
 
 def _observe(
@@ -74,9 +66,8 @@ def _observe(
         "margin": chosen - rejected,
         "accuracy": (chosen > rejected).to(chosen.dtype),
     }
-    return {
-        name: Observed(_join(value, value, batch), per="segment") for name, value in found.items()
-    }
+    join = batch.segments.join_pairs
+    return {name: Observed(join(value, value), per="segment") for name, value in found.items()}
 
 
 def _preference(

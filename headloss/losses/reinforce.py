@@ -36,6 +36,7 @@ ESTIMATORS = ("k1", "k2", "k3")
 MIN_LOG_WEIGHT = math.log(1e-8)  # of VESPO's sequence weight
 
 
+@factory
 @term(observe=advantage_figures)
 def reinforce(stats: Statistics, batch: PackedBatch) -> Tensor:
     """REINFORCE: the policy gradient itself, for data of the current policy.

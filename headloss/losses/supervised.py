@@ -59,6 +59,7 @@ def cross_entropy(*, label_smoothing: float = 0.0) -> Term:
     )
 
 
+@factory
 @term
 def z_loss(stats: Statistics, batch: PackedBatch) -> Tensor:
     """Square of the log-normalizer, which keeps logits from drifting.
@@ -73,6 +74,7 @@ def z_loss(stats: Statistics, batch: PackedBatch) -> Tensor:
     return stats.lse.square()
 
 
+@factory
 @term
 def entropy(stats: Statistics, batch: PackedBatch) -> Tensor:
     """Entropy of the prediction, exact over the whole vocabulary; subtract it for a bonus.
@@ -87,6 +89,7 @@ def entropy(stats: Statistics, batch: PackedBatch) -> Tensor:
     return stats.entropy
 
 
+@factory
 @term(observe=_observe)
 def unlikelihood(stats: Statistics, batch: PackedBatch) -> Tensor:
     """Pushes the target's probability down: targets are tokens that should not be said.

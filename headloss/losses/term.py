@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..packing import PackedBatch
     from .distillation import Teacher
     from .modifiers import Modifier
+    from .origin import Origin
 
 Scope = Literal["token", "segment", "batch"]
 Per = Literal["token", "segment"]
@@ -90,6 +91,7 @@ class Term(_Arithmetic):
         teacher: the full-distribution teacher whose divergence it reads.
         slopes: batch to the gradient of `function` with respect to logp, where that has a closed
             form and there is no other; None: by autograd alone.
+        origin: what the library made it of; None for a user's own.
     """
 
     name: str
@@ -106,6 +108,7 @@ class Term(_Arithmetic):
     segments_per_unit: int = 1
     teacher: Teacher | None = None
     slopes: Callable[[PackedBatch], tuple[Slope, ...]] | None = None
+    origin: Origin | None = None
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options)

@@ -1,0 +1,146 @@
+"""Launching a tape: its instructions for inputs of some layout, with little work of the host."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.compiler import CompiledKernel
+
+from ..opcodes import DTYPES, INPUTS, MEASUREMENTS, NUMBERS, WIDTH, Op, Way
+from .instructions import fold_kernel, tape_kernel
+
+if TYPE_CHECKING:
+    from ...tape import Launch, Row, Tape
+
+BLOCK = 1024  # tokens at once
+FOLD = 256  # programs whose shares are added at once
+PROGRAMS = 2048  # at most, where a program takes whole segments
+_SCALAR = int(Way.SCALAR)
+
+
+class Linked(NamedTuple):
+    """A tape's instructions for inputs of some layout, on one device."""
+
+    code: Tensor  # int32, which the addresses point into
+    address: int
+    kinds: int  # address of what each measurement is
+
+
+Layout = tuple[tuple[int, int] | None, ...]  # way and dtype; None: a number that is an argument
+
+
+def linked(tape: Tape, layout: Layout, device: torch.device) -> Linked:
+    """The phases' heads, the instructions, and the kinds of measurements as one vector."""
+    heads: list[list[int]] = []
+    rows: list[list[int]] = []
+    begin = len(tape.phases)
+    for phase, instructions in enumerate(tape.phases):
+        heads.append([int(Op.PHASE), phase % 2, begin, begin := begin + len(instructions), 0, 0])
+        rows += [_encoded(row, len(tape.inputs), layout) for row in instructions]
+    kinds = [int(kind) for kind in tape.kinds] + [0] * (MEASUREMENTS - len(tape.kinds))
+    table = [number for row in (*heads, *rows, kinds) for number in row]
+    code = torch.tensor(table, dtype=torch.int32).to(device)
+    return Linked(code, code.data_ptr(), code.data_ptr() + 4 * WIDTH * begin)
+
+
+def _encoded(row: Row, inputs: int, layout: Layout) -> list[int]:
+    op, out, operands, _ = row
+    if op in (Op.LOAD, Op.NUMBER):
+        (at,) = operands
+        at = at if op is Op.LOAD else inputs + at  # type: ignore[operator]
+        found = layout[at]  # type: ignore[index]
+        if found is None:  # numbers have slots of their own
+            return [int(Op.NUMBER), out, at - inputs, 0, 0, 0]  # type: ignore[operator]
+        slot = sum(form is not None for form in layout[:at])  # type: ignore[misc]
+        return [int(Op.LOAD), out, slot, *found, 0]
+    constant = next((o for o in operands if not isinstance(o, int)), (0.0,))[0]
+    bits = struct.unpack("<i", struct.pack("<f", constant))[0]
+    places = [o if isinstance(o, int) else -1 for o in operands]
+    return [int(op), out, *places, *[-1] * (3 - len(places)), bits]
+
+
+def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor]:
+    """As `tape.run_plain`, for registers in float32: two launches, or one for few tokens."""
+    tokens, (rows, first_segment, last), inputs, numbers = launch
+    layout: list[tuple[int, int] | None] = []
+    addresses: list[int] = []
+    for values, way in inputs:
+        layout.append((way, DTYPES[values.dtype]))
+        addresses.append(values.data_ptr())
+    floats: list[float] = []
+    for number in numbers:
+        tensor = isinstance(number, Tensor)
+        layout.append((_SCALAR, DTYPES[number.dtype]) if tensor else None)
+        floats.append(0.0 if tensor else float(number))
+        if tensor:
+            addresses.append(number.data_ptr())
+    device = tokens.ids.device
+    key = device, tuple(layout)
+    program = tape.linked.get(key)
+    if program is None:
+        program = tape.linked[key] = linked(tape, key[1], device)
+    n, size = rows.stop - rows.start, last - first_segment
+    by_segment = len(tape.phases) > 1
+    per, count = 1, max(1, -(-n // BLOCK))
+    if by_segment:
+        unit = tape.segments_per_unit
+        per = unit * -(-size // (unit * PROGRAMS)) or unit
+        count = max(1, -(-size // per))
+    over_tokens, over_segments = tape.registers
+    scratch = torch.empty(over_tokens * n + over_segments * size + 1, device=device)
+    measurements = len(tape.kinds)
+    results = torch.empty(measurements, dtype=torch.float64, device=device)
+    shares = results if count == 1 else results.new_empty(measurements * count)
+    code, live, index = program.address, tokens.live, tokens.index
+    addresses += [code] * (INPUTS - len(addresses))
+    addresses += [code if t is None else t.data_ptr() for t in (index, tokens.ids, live)]
+    addresses.append(tokens.counts.data_ptr())
+    if not (n and size):  # a null pointer would have another type
+        addresses = [address or code for address in addresses]
+    arguments = (
+        code, len(tape.phases), program.kinds, *addresses[INPUTS:],
+        scratch.data_ptr(), shares.data_ptr(),
+        int(live is not None), n, rows.start, size, first_segment, tokens.segments,
+        over_tokens, measurements, per,
+        *addresses[:INPUTS],
+        *floats, *[0.0] * (NUMBERS - len(floats)),
+        by_segment, BLOCK,
+    )  # fmt: skip
+    launched(tape_kernel, count, arguments, device, 8)
+    if count > 1:
+        results_at = results.data_ptr()
+        folding = (program.kinds, shares.data_ptr(), results_at, count, FOLD)
+        launched(fold_kernel, measurements, folding, device, 4)
+    vectors = [scratch[k * n : (k + 1) * n] for k in range(len(tape.vectors))]
+    return vectors, results
+
+
+_COMPILED: dict[object, Any] = {}
+
+
+def on_device(device: torch.device) -> AbstractContextManager:
+    """Triton launches on the current device."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def launched(
+    kernel: Any, programs: int, arguments: tuple, device: torch.device, warps: int
+) -> None:
+    """Launch a kernel whose arguments are numbers, its last two constants. It is compiled for these
+    alone: Triton's own way to a compiled kernel looks at every argument anew."""
+    key = kernel, device, arguments[-2:]
+    compiled = _COMPILED.get(key)
+    with on_device(device):
+        if compiled is not None:
+            compiled[programs, 1, 1](*arguments)
+            return
+        compiled = kernel[(programs,)](*arguments, num_warps=warps, num_stages=1)
+        if isinstance(compiled, CompiledKernel):  # not in the interpreter
+            _COMPILED[key] = compiled

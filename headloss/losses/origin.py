@@ -1,0 +1,27 @@
+"""Which terms may be written down once, and what makes two of them compute the same."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .term import Function, Observer, Term
+
+
+class Origin(NamedTuple):
+    """What a term of the library was made of. Its functions depend on their arguments and on `key`
+    alone, so that what they compute may be recorded (`taping`); a user's own may do anything."""
+
+    key: tuple[Any, ...]
+    function: Function
+    observe: Observer | None
+
+
+def key_of(term: Term) -> tuple[Any, ...] | None:
+    """What decides all that a term computes; None where that cannot be said."""
+    made, over = term.origin, term.reduction
+    if made is None or made.function is not term.function or made.observe is not term.observe:
+        return None
+    modifiers = tuple(modifier.key for modifier in term.modifiers)
+    if over is None or over.key is None or None in modifiers:
+        return None
+    return term.name, made.key, over.key, modifiers, term.weight_fields, term.kept_field

@@ -1,0 +1,394 @@
+"""Operations on vectors of tokens and segments, written down below autograd.
+
+T tokens, S segments, P = S / 2 pairs. What runs on a small sample under a `Recorder` becomes a list
+of nodes that holds for any T and S: sums over segments, expansion, lengths and pairs are nodes of
+their own (`RecordedSegments`), sizes and the values of the sample leave no trace. What cannot be
+written down raises `Unrecorded`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .kernels.opcodes import ELEMENTWISE, Op
+from .segments import Segments
+
+TOKENS, SEGMENTS = 0, 1
+
+
+class Unrecorded(Exception):
+    """An operation that a tape has no instruction for."""
+
+
+class Constant(NamedTuple):
+    value: float
+
+
+Operand = int | Constant  # the number of a node, or a constant
+
+
+class Node(NamedTuple):
+    """A vector over `kind`: over tokens or over segments. Pairs stand at both of their segments."""
+
+    op: Op
+    operands: tuple[Any, ...]
+    kind: int
+
+
+class Recorder(TorchDispatchMode):
+    """Writes nodes down. A tensor is known by its memory, so that a view is what it views."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.largest = Constant(torch.finfo(dtype).max)
+        self.nodes: list[Node] = []
+        self._numbers: dict[Node, int] = {}
+        self._of: dict[Any, Operand] = {}
+        self._kept: list[Tensor] = []  # no memory is given away twice
+        self._paused = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would import its compiler in order to stay out of it; no recording is compiled."""
+        return False
+
+    # ------------------------------------------------------------------ tensors and nodes
+
+    def know(self, tensor: Tensor, operand: Operand) -> Tensor:
+        """From here on `tensor` stands for `operand`."""
+        self._kept.append(tensor)
+        self._of[tensor.untyped_storage()._cdata] = operand
+        return tensor
+
+    def of(self, value: Any) -> Operand:
+        if isinstance(value, int | float):
+            return Constant(float(value))
+        if not isinstance(value, Tensor):
+            raise Unrecorded(f"an argument {value!r}")
+        found = self._of.get(value.untyped_storage()._cdata)
+        if found is None:
+            raise Unrecorded("a tensor from outside")
+        return found
+
+    def load(self, source: tuple[str, Any], kind: int = TOKENS) -> int:
+        return self._node(Node(Op.LOAD, (source,), kind))
+
+    def number(self, source: tuple[str, Any]) -> int:
+        return self._node(Node(Op.NUMBER, (source,), TOKENS))
+
+    def __call__(self, op: Op, *operands: Operand) -> Operand:
+        """The node of an instruction, or the operand or constant that it comes to."""
+        kinds = {self.nodes[o].kind for o in operands if isinstance(o, int)}
+        if op in ELEMENTWISE:
+            simple = _simplified(op, operands)
+            if simple is not None:
+                return simple
+        if len(kinds) != 1:
+            raise Unrecorded(f"{op.name} of tokens and segments")
+        kind = {Op.EXPAND: TOKENS, Op.TOTAL: SEGMENTS}.get(op, kinds.pop())
+        return self._node(Node(op, operands, kind))
+
+    def measure(self, op: Op, kind: int, *operands: Operand) -> int:
+        """A measurement: of values, a factor, and a mask."""
+        return self._node(Node(op, operands, kind))
+
+    def _node(self, node: Node) -> int:
+        constants = {o for o in node.operands if isinstance(o, Constant)}
+        for extra in sorted(constants)[1:]:  # an instruction has room for one
+            register = self.register(extra, node.kind)
+            operands = tuple(register if o == extra else o for o in node.operands)
+            node = node._replace(operands=operands)
+        if node not in self._numbers:
+            self._numbers[node] = len(self.nodes)
+            self.nodes.append(node)
+        return self._numbers[node]
+
+    # ------------------------------------------------------------------ between tokens and segments
+
+    def expand(self, operand: Operand) -> Operand:
+        """A segment's value at its tokens. What needs no sum is made of inputs at each token."""
+        if isinstance(operand, Constant):
+            return operand
+        if not self._without_sums(operand):
+            return self(Op.EXPAND, operand)
+        op, operands, _ = self.nodes[operand]
+        return self.load(*operands) if op is Op.LOAD else self(op, *map(self.expand, operands))
+
+    def _without_sums(self, operand: Operand) -> bool:
+        if isinstance(operand, Constant):
+            return True
+        op, operands, _ = self.nodes[operand]
+        return op is Op.LOAD or (op in ELEMENTWISE and all(map(self._without_sums, operands)))
+
+    def total(self, operand: Operand) -> Operand:
+        """Sums over segments; of a boolean field they are an input, so that tokens may be cut."""
+        if isinstance(operand, int):
+            op, operands, _ = self.nodes[operand]
+            if op is Op.LOAD and operands[0][0] == "mask":
+                return self.load(("kept", operands[0][1]), SEGMENTS)
+        return self(Op.TOTAL, self.register(operand))
+
+    def register(self, operand: Operand, kind: int = TOKENS) -> int:
+        """A constant as a vector."""
+        if isinstance(operand, int):
+            return operand
+        return self._node(Node(Op.MIN, (operand, operand), kind))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs here leaves no trace."""
+        self._paused, before = True, self._paused
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    # ------------------------------------------------------------------ operations of torch
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if self._paused:
+            return found
+        name = func.overloadpacket.__name__
+        inplace = name.endswith("_") and not name.endswith("__")
+        name = name.rstrip("_") if inplace else name
+        if name in SAME:
+            source, target = args[0], kwargs.get("dtype")
+            if target is not None and source.is_floating_point() > target.is_floating_point:
+                raise Unrecorded("rounding to integers")
+            self.know(found, self.of(source))
+        elif name in FILLED:
+            value = FILLED[name](args)
+            if not isinstance(value, int | float):
+                raise Unrecorded(name)
+            self.know(found, Constant(float(value)))
+        elif name in OPERATIONS:
+            values = [a if a is None else self.of(a) for a in args]
+            made = OPERATIONS[name](self, *values, **{k: self.of(v) for k, v in kwargs.items()})
+            outs = found if isinstance(found, tuple) else (found,)
+            for out in outs:
+                self.know(out, made)
+        else:
+            raise Unrecorded(str(func))
+        return found
+
+
+def _simplified(op: Op, operands: tuple[Operand, ...]) -> Operand | None:
+    """The result where it needs no instruction."""
+    if all(isinstance(o, Constant) for o in operands):
+        values = [torch.tensor(o.value, dtype=torch.float64) for o in operands]  # type: ignore[union-attr]
+        return Constant(float(COMPUTE[op](*values)))
+    neutral = {Op.MUL: 1.0, Op.DIV: 1.0, Op.ADD: 0.0, Op.SUB: 0.0}.get(op)
+    if neutral is not None and operands[1] == Constant(neutral):
+        return operands[0]
+    if op in (Op.MUL, Op.ADD) and operands[0] == Constant(neutral):  # type: ignore[arg-type]
+        return operands[1]
+    if op is Op.WHERE and isinstance(operands[0], Constant):
+        return operands[1] if operands[0].value else operands[2]
+    return None
+
+
+# What each elementwise instruction computes; comparisons give 0 or 1.
+COMPUTE: dict[Op, Callable[..., Tensor]] = {
+    Op.ADD: torch.add,
+    Op.SUB: torch.sub,
+    Op.MUL: torch.mul,
+    Op.DIV: torch.div,
+    Op.MIN: torch.minimum,
+    Op.MAX: torch.maximum,
+    Op.GT: lambda a, b: (a > b).to(a.dtype),
+    Op.GE: lambda a, b: (a >= b).to(a.dtype),
+    Op.EQ: lambda a, b: (a == b).to(a.dtype),
+    Op.WHERE: lambda c, a, b: torch.where(c != 0, a, b),
+    Op.EXP: torch.exp,
+    Op.LOG: torch.log,
+    Op.EXPM1: torch.expm1,
+    Op.LOG1P: torch.log1p,
+    Op.SIGMOID: torch.sigmoid,
+}
+
+# ---------------------------------------------------------------------- aten, in instructions
+
+ZERO, ONE, MINUS = Constant(0.0), Constant(1.0), Constant(-1.0)
+SAME = frozenset(
+    ["detach", "alias", "view", "_unsafe_view", "expand", "clone", "_to_copy", "lift_fresh"]
+)
+FILLED: dict[str, Callable[[tuple], Any]] = {
+    "ones_like": lambda args: 1,
+    "zeros_like": lambda args: 0,
+    "new_zeros": lambda args: 0,
+    "new_ones": lambda args: 1,
+    "zeros": lambda args: 0,
+    "ones": lambda args: 1,
+    "full_like": lambda args: args[1],
+    "new_full": lambda args: args[2],
+    "full": lambda args: args[1],
+    "scalar_tensor": lambda args: args[0],
+}
+
+
+def _sum(op: Op) -> Callable[..., Operand]:
+    return lambda e, a, b, alpha=ONE: e(op, a, e(Op.MUL, b, alpha))
+
+
+def _plain(op: Op) -> Callable[..., Operand]:
+    return lambda e, *operands: e(op, *operands)
+
+
+def _turned(op: Op) -> Callable[..., Operand]:
+    return lambda e, a, b: e(op, b, a)
+
+
+def _clamp(e, x, min=None, max=None):
+    x = x if min is None else e(Op.MAX, x, min)
+    return x if max is None else e(Op.MIN, x, max)
+
+
+def _power(e, x, exponent):
+    if exponent == Constant(1.0):
+        return x
+    if exponent != Constant(2.0):
+        raise Unrecorded("a power other than 1 or 2")
+    return e(Op.MUL, x, x)
+
+
+def _nan_to_num(e, x, nan=None, posinf=None, neginf=None):
+    if posinf is not None or neginf is not None:
+        raise Unrecorded("nan_to_num with infinities")
+    kept = _clamp(e, x, Constant(-e.largest.value), e.largest)
+    return e(Op.WHERE, e(Op.EQ, x, x), kept, ZERO if nan is None else nan)
+
+
+def _abs(e, x):
+    return e(Op.MAX, x, e(Op.MUL, x, MINUS))
+
+
+def _log_sigmoid(e, x):
+    decay = e(Op.EXP, e(Op.MUL, _abs(e, x), MINUS))
+    return e(Op.SUB, e(Op.MIN, x, ZERO), e(Op.LOG1P, decay))
+
+
+def _not(e, x):
+    return e(Op.EQ, x, ZERO)
+
+
+def _sigmoid_backward(e, g, y):
+    return e(Op.MUL, e(Op.MUL, g, e(Op.SUB, ONE, y)), y)
+
+
+def _log_sigmoid_backward(e, g, x, buffer):
+    return e(Op.MUL, g, e(Op.SIGMOID, e(Op.MUL, x, MINUS)))
+
+
+OPERATIONS: dict[str, Callable[..., Operand]] = {
+    "add": _sum(Op.ADD),
+    "sub": _sum(Op.SUB),
+    "rsub": lambda e, a, b, alpha=ONE: e(Op.SUB, b, e(Op.MUL, a, alpha)),
+    "mul": _plain(Op.MUL),
+    "div": _plain(Op.DIV),
+    "neg": lambda e, x: e(Op.MUL, x, MINUS),
+    "reciprocal": lambda e, x: e(Op.DIV, ONE, x),
+    "pow": _power,
+    "abs": _abs,
+    "exp": _plain(Op.EXP),
+    "log": _plain(Op.LOG),
+    "expm1": _plain(Op.EXPM1),
+    "log1p": _plain(Op.LOG1P),
+    "sigmoid": _plain(Op.SIGMOID),
+    "sigmoid_backward": _sigmoid_backward,
+    "log_sigmoid_forward": _log_sigmoid,
+    "log_sigmoid_backward": _log_sigmoid_backward,
+    "minimum": _plain(Op.MIN),
+    "maximum": _plain(Op.MAX),
+    "clamp": _clamp,
+    "clamp_min": _plain(Op.MAX),
+    "clamp_max": _plain(Op.MIN),
+    "nan_to_num": _nan_to_num,
+    "gt": _plain(Op.GT),
+    "ge": _plain(Op.GE),
+    "lt": _turned(Op.GT),
+    "le": _turned(Op.GE),
+    "eq": _plain(Op.EQ),
+    "ne": lambda e, a, b: _not(e, e(Op.EQ, a, b)),
+    "where": _plain(Op.WHERE),
+    "masked_fill": lambda e, x, mask, value: e(Op.WHERE, mask, value, x),
+    **dict.fromkeys(("bitwise_and", "logical_and", "__and__"), _plain(Op.MIN)),
+    **dict.fromkeys(("bitwise_or", "logical_or", "__or__"), _plain(Op.MAX)),
+    **dict.fromkeys(("bitwise_not", "logical_not"), _not),
+}
+
+
+# ---------------------------------------------------------------------- segments
+
+
+class RecordedSegments(Segments):
+    """Segments of a sample whose sums, expansions and pairs are written down."""
+
+    def __init__(self, recorder: Recorder, lengths: Tensor) -> None:
+        ids = torch.arange(len(lengths)).repeat_interleave(lengths)
+        super().__init__(ids, len(lengths), counts=lengths)
+        self.recorder = recorder
+        self._lengths = recorder.know(lengths.clone(), recorder.load(("lengths", None), SEGMENTS))
+
+    def sum(self, values: Tensor) -> Tensor:
+        return _Linear.apply(self, "sum", values)  # type: ignore[return-value]
+
+    def expand(self, values: Tensor) -> Tensor:
+        return _Linear.apply(self, "expand", values)  # type: ignore[return-value]
+
+    def split_pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        return _Linear.apply(self, "split_pairs", values)  # type: ignore[return-value]
+
+    def join_pairs(self, first: Tensor, second: Tensor) -> Tensor:
+        return _Linear.apply(self, "join_pairs", first, second)  # type: ignore[return-value]
+
+
+_ADJOINT = {
+    "sum": "expand",
+    "expand": "sum",
+    "split_pairs": "join_pairs",
+    "join_pairs": "split_pairs",
+}
+
+
+class _Linear(torch.autograd.Function):
+    """One of the four linear maps of segments, and its adjoint, which is another of them."""
+
+    @staticmethod
+    def forward(ctx, segments: RecordedSegments, name: str, *values: Tensor):
+        ctx.segments, ctx.name = segments, name
+        return _run(segments, name, *values)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):
+        found = _run(ctx.segments, _ADJOINT[ctx.name], *gradients)
+        return None, None, *(found if isinstance(found, tuple) else (found,))
+
+
+def _run(segments: RecordedSegments, name: str, *values: Tensor) -> Any:
+    """A map on the sample's values and on the nodes they stand for."""
+    recorder = segments.recorder
+    with recorder.paused(), torch.no_grad():
+        plain = Segments(segments.ids, segments.count, counts=segments._counts)
+        found: Any = getattr(plain, name)(*values)
+        found = tuple(f.clone() for f in found) if isinstance(found, tuple) else found.clone()
+    operands = [recorder.of(v) for v in values]
+    if name == "sum":
+        recorder.know(found, recorder.total(*operands))
+    elif name == "expand":
+        recorder.know(found, recorder.expand(*operands))
+    else:
+        operands = [recorder.register(o, SEGMENTS) for o in operands]
+        if name == "join_pairs":
+            recorder.know(found, recorder(Op.PAIR, *operands))
+        else:
+            for out, op in zip(found, (Op.FIRST, Op.SECOND), strict=True):
+                recorder.know(out, recorder(op, *operands))
+    return found
