@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,8 @@ from .recording import COMPUTE, SEGMENTS, TOKENS, Constant
 from .reduction import Number, Totals
 from .segments import Segments
 from .stats import Coefficients, Statistics
+
+LAUNCH, SEGMENT = int(Way.LAUNCH), int(Way.SEGMENT)
 
 Source = tuple[str, Any]  # ("field", "advantages"), ("tokens", None)...
 
@@ -51,7 +53,7 @@ class Column(NamedTuple):
     """A field of the batch, and how the value of a token is found in it."""
 
     values: Tensor  # [T], [N] or [S], contiguous
-    way: Way
+    way: int  # a Way: an IntEnum is slow to hash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +84,10 @@ class Tokens:
             if isinstance(value, Tensor) and name in p.fields:
                 way = Way.TOKEN if p.index is None else Way.INDEX
                 way = way if batch.per_token(name) else Way.SEGMENT
-                fields[name] = Column(value.reshape(-1), way)
-        counts = p.segments._local_counts
+                fields[name] = Column(value.reshape(-1).contiguous(), int(way))
         return cls(
-            ids=p.segments.ids,
-            counts=counts,
+            ids=p.segments.ids.contiguous(),
+            counts=p.segments._local_counts.contiguous(),
             segments=packed.segments,
             index=p.index,
             live=p.live,
@@ -214,6 +215,7 @@ class Tape:
 Runner = Callable[[Tape, Launch], tuple[Sequence[Tensor], Tensor]]
 
 
+@cache
 def _runner(backend: str) -> Runner:
     if backend == "reference":
         return run_plain
@@ -225,14 +227,14 @@ def _runner(backend: str) -> Runner:
 def _column(source: Source, stats: Statistics, tokens: Tokens) -> Column:
     kind, name = source
     if kind == "statistic":
-        return Column(getattr(stats, name), Way.LAUNCH)
-    if kind == "divergence":
-        return Column(list(stats.divergences.values())[name], Way.LAUNCH)
+        return Column(getattr(stats, name).contiguous(), LAUNCH)
+    if kind == "field" or kind == "mask":
+        return tokens.fields[name]
     if kind == "lengths":
-        return Column(tokens.counts, Way.SEGMENT)
+        return Column(tokens.counts, SEGMENT)
     if kind == "kept":
-        return Column(tokens.kept(name), Way.SEGMENT)
-    return tokens.fields[name]
+        return Column(tokens.kept(name), SEGMENT)
+    return Column(list(stats.divergences.values())[name].contiguous(), LAUNCH)
 
 
 def _number(
@@ -309,13 +311,13 @@ def read(
     values, way = column
     if of_segments:
         return values[rows].to(dtype)
-    if way is Way.LAUNCH:
+    if way == LAUNCH:
         return values.to(dtype)
     live = tokens.live[rows] if tokens.live is not None else None
-    if way is Way.TOKEN:
+    if way == Way.TOKEN:
         found = values[rows]
     else:
-        index = tokens.ids if way is Way.SEGMENT else tokens.index
+        index = tokens.ids if way == SEGMENT else tokens.index
         assert index is not None
         at = index[rows]
         found = values[at if live is None else at.masked_fill(~live, 0)] if len(values) else values

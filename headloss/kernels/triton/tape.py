@@ -31,7 +31,7 @@ class Linked(NamedTuple):
     kinds: int  # address of what each measurement is
 
 
-Layout = tuple[tuple[int, int] | None, ...]  # way and dtype; None: a number that is an argument
+Layout = tuple[tuple[int, torch.dtype] | None, ...]  # way and dtype; None: a number, an argument
 
 
 def linked(tape: Tape, layout: Layout, device: torch.device) -> Linked:
@@ -57,7 +57,7 @@ def _encoded(row: Row, inputs: int, layout: Layout) -> list[int]:
         if found is None:  # numbers have slots of their own
             return [int(Op.NUMBER), out, at - inputs, 0, 0, 0]  # type: ignore[operator]
         slot = sum(form is not None for form in layout[:at])  # type: ignore[misc]
-        return [int(Op.LOAD), out, slot, *found, 0]
+        return [int(Op.LOAD), out, slot, found[0], DTYPES[found[1]], 0]
     constant = next((o for o in operands if not isinstance(o, int)), (0.0,))[0]
     bits = struct.unpack("<i", struct.pack("<f", constant))[0]
     places = [o if isinstance(o, int) else -1 for o in operands]
@@ -67,23 +67,22 @@ def _encoded(row: Row, inputs: int, layout: Layout) -> list[int]:
 def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor]:
     """As `tape.run_plain`, for registers in float32: two launches, or one for few tokens."""
     tokens, (rows, first_segment, last), inputs, numbers = launch
-    layout: list[tuple[int, int] | None] = []
-    addresses: list[int] = []
-    for values, way in inputs:
-        layout.append((way, DTYPES[values.dtype]))
-        addresses.append(values.data_ptr())
+    layout: list[Any] = [(way, values.dtype) for values, way in inputs]
+    addresses = [values.data_ptr() for values, _ in inputs]
     floats: list[float] = []
     for number in numbers:
-        tensor = isinstance(number, Tensor)
-        layout.append((_SCALAR, DTYPES[number.dtype]) if tensor else None)
-        floats.append(0.0 if tensor else float(number))
-        if tensor:
+        if isinstance(number, Tensor):
+            layout.append((_SCALAR, number.dtype))
             addresses.append(number.data_ptr())
+            floats.append(0.0)
+        else:
+            layout.append(None)
+            floats.append(float(number))
     device = tokens.ids.device
-    key = device, tuple(layout)
+    key = device, *layout
     program = tape.linked.get(key)
     if program is None:
-        program = tape.linked[key] = linked(tape, key[1], device)
+        program = tape.linked[key] = linked(tape, tuple(layout), device)
     n, size = rows.stop - rows.start, last - first_segment
     by_segment = len(tape.phases) > 1
     per, count = 1, max(1, -(-n // BLOCK))
