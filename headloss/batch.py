@@ -23,6 +23,7 @@ class Current:
 
 CURRENT = Current()
 LOGPS = ("old_logps", "ref_logps", "sampling_logps")
+REAL = ("advantages", *LOGPS)
 
 
 class Batch:
@@ -39,11 +40,13 @@ class Batch:
             the ratio starts from, the reference, and the sampler. `old_logps=hl.CURRENT` stands
             for this call's own, detached.
         totals: global denominators; default: this batch (over `segments.group`).
-        **fields: any further [..], [.., K] or [S] tensors, by name, for terms.
+        **fields: any further [..], [.., K] or [S] tensors, by name, for terms; not a name that a
+            batch or what terms see of it has itself, nor one that begins with an underscore.
 
     Raises:
-        TypeError: a field that is not a tensor, targets that are not integers.
-        ValueError: a shape that fits neither, a field that requires a gradient.
+        TypeError: a field that is not a tensor, targets that are not integers, advantages or
+            log-probs that are complex or boolean.
+        ValueError: a shape that fits neither, a field that requires a gradient, a reserved name.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class Batch:
         raise AttributeError(f"batch has no field {name!r}; it has {sorted(fields)}")
 
     def _check_field(self, name: str, value: object) -> None:
-        if name in RESERVED:
+        if name in RESERVED or name.startswith("_"):
             raise ValueError(f"{name}: is a name of the batch itself, choose another")
         if value is CURRENT:
             if name != "old_logps":
@@ -122,6 +125,8 @@ class Batch:
             return
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: got {type(value).__name__}, want a tensor")
+        if name in REAL and (value.is_complex() or value.dtype == torch.bool):
+            raise TypeError(f"{name}: got {value.dtype}, want a floating tensor")
         if value.requires_grad:
             raise ValueError(f"{name}: requires a gradient, which would be lost: detach it")
         if value.device != self.targets.device:
@@ -156,9 +161,10 @@ class Batch:
         return count_totals(self.targets.reshape(-1) != IGNORE, self.segments, masks)
 
 
-RESERVED = frozenset(
-    ["targets", "segments", "totals", "fields", "get", "slice", "per_token", "from_labels", "live"]
-)
+# Attributes of a batch and of what terms see of it: a field of that name would be shadowed.
+OF_TERMS = ("wide", "index", "stats", "live", "get", "on", "slice")
+OF_BATCH = ("targets", "segments", "totals", "fields", "per_token", "from_labels")
+RESERVED = frozenset([*OF_TERMS, *OF_BATCH, "totals_of_this_batch"])
 
 
 def _default_segments(targets: Tensor) -> Segments:

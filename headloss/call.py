@@ -6,6 +6,7 @@ N positions, T of them scored, H hidden width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,13 @@ from .across import over_segments
 from .agreement import Facts
 from .batch import Batch
 from .checks import (
+    check_dead_rows,
     check_linear,
     check_shape,
     check_topk_ids,
     checked_objective,
     teachers_of,
+    warn_of_misspelt_fields,
 )
 from .head import Head, check_transform
 from .kernels.transform import Transform
@@ -121,6 +124,8 @@ def given_call(
         found = checked_objective(objective, batch, options)
         check_shape("logits", logits, batch)
         check_transform(transform.temperature, transform.softcap, transform.scale)
+        if options.main_grad is not None:
+            raise ValueError("main_grad: got a tensor, but given logits have no weight")
         if options.sequence_parallel:
             raise ValueError("sequence_parallel: got logits, want hidden states before a head")
         if options.schedule == "frozen":
@@ -200,10 +205,14 @@ def _ready(
     ids = tuple({"teacher_topk_ids"} & batch.fields.keys()) if teachers else ()
     if ids:
         check_topk_ids(batch)
-    known = survey(batch, options.static, objective.segments_per_unit, ids)
-    packing = Packing(_with_temperature(batch, transform), wide, known)
+    heated, temperature = _with_temperature(batch, transform), transform.temperature
+    known = survey(batch, options.static, objective.segments_per_unit, ids, temperature)
+    packing = Packing(heated, wide, known)
     asked = reads(objective, packing.draft, wide, observe=options.metrics)
     check_weights(objective, packing.draft, batch.totals)
+    if options.static:
+        check_dead_rows(objective, packing.draft, wide)
+    warn_of_misspelt_fields(batch, objective, asked)
     mean_gradient = any("mean_logit" in r.gradients for r in asked.values())
     needs_logits = bool(teachers) or (mean_gradient and transform.softcap is not None)
     terms = problem.terms and not needs_logits
@@ -321,8 +330,9 @@ def _with_temperature(batch: Batch, transform: Transform) -> Batch:
             f"temperature: got shape {tuple(temperature.shape)}, want a number or one value per "
             f"token, {tuple(batch.targets.shape)}"
         )
-    fields = {**batch.fields, _TEMPERATURE: temperature}
-    return Batch(batch.targets, batch.segments, totals=batch.totals, **fields)  # type: ignore[arg-type]
+    found = copy(batch)
+    found.fields = {**batch.fields, _TEMPERATURE: temperature}  # a name that no user can give
+    return found
 
 
 def _needs(asked: dict[str, Reads], options: Options) -> frozenset[str]:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
+import warnings
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import Tensor
 
-from .batch import Batch
+from .batch import LOGPS, Batch
 from .head import Head, autocast_dtype
-from .losses.distillation import Teacher
-from .losses.term import Objective, Term
+from .losses.distillation import INPUTS, Teacher
+from .losses.term import Objective, Reads, Term
+from .objective import reads
 from .options import Options
 from .packing import PackedBatch
 from .shards import is_dtensor, local_head
+from .stats import Statistics
 
 
 def teachers_of(objective: Objective) -> list[Teacher]:
@@ -118,3 +125,61 @@ def check_main_grad(weight: Tensor, options: Options) -> None:
             f"main_grad: got {grad.dtype} {tuple(grad.shape)} on {grad.device}, want torch.float32 "
             f"{tuple(weight.shape)} on {weight.device}"
         )
+    if torch.is_grad_enabled() and not weight.requires_grad:
+        raise ValueError("main_grad: got a tensor, but the weight requires no gradient; want None")
+
+
+# ---------------------------------------------------------------------- fields and terms
+
+TEACHERS = tuple(name for names in INPUTS.values() for name in names)
+FIELDS = ("advantages", *LOGPS, "importance_sampling_ratio", *TEACHERS)
+
+
+def warn_of_misspelt_fields(batch: Batch, objective: Objective, asked: dict[str, Reads]) -> None:
+    """UserWarning for a field that no term reads and whose name is close to one that exists."""
+    read = {name for term in asked.values() for name in term.fields}
+    read |= {term.kept_field for _, term in objective.parts if term.kept_field is not None}
+    absent = {name.lower(): name for name in {*FIELDS, *read} if name not in batch.fields}
+    for name in batch.fields.keys() - read - set(FIELDS):
+        close = difflib.get_close_matches(name.lower(), absent, n=1, cutoff=0.8)
+        if close:
+            warnings.warn(
+                f"{name}: is a field of the batch that no term reads; is it meant to be "
+                f"{absent[close[0]]}?",
+                stacklevel=2,
+            )
+
+
+_HEEDS_DEAD_ROWS: WeakKeyDictionary[Term, bool] = WeakKeyDictionary()
+
+
+def check_dead_rows(objective: Objective, batch: PackedBatch, dtype: torch.dtype) -> None:
+    """ValueError for a batch-scoped term that would take rows that are not scored for tokens: with
+    static shapes they are among the others, and only `batch.live` tells them apart."""
+    for name, _, term in objective.named():
+        if term.scope != "batch":
+            continue
+        if term not in _HEEDS_DEAD_ROWS:
+            _HEEDS_DEAD_ROWS[term] = _heeds_dead_rows(term, batch, dtype)
+        if not _HEEDS_DEAD_ROWS[term]:
+            raise ValueError(
+                f"static: got True with term {name}, whose scope is batch, want False: with static "
+                "shapes it would see unscored rows (batch.live, which it does not read, marks the "
+                "others)"
+            )
+
+
+def _heeds_dead_rows(term: Term, batch: PackedBatch, dtype: torch.dtype) -> bool:
+    """Whether all of a term that needs the whole batch, its modifiers apart, reads batch.live."""
+    parts = [replace(term, modifiers=())] if (term.own_scope or term.scope) == "batch" else []
+    for modifier in term.modifiers:
+        if modifier.scope == "batch":
+            alone = {"function": _logp, "per": "token", "weight_fields": (), "observe": None}
+            parts.append(replace(term, modifiers=(modifier,), **alone))
+    found = [reads(Objective.of(part), batch, dtype, observe=False) for part in parts]
+    return all("live" in asked.fields for part in found for asked in part.values())
+
+
+def _logp(stats: Statistics, batch: PackedBatch) -> Tensor:
+    assert stats.logp is not None
+    return stats.logp

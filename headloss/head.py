@@ -83,7 +83,8 @@ class Head:
     Attributes:
         weight: [V, H], of a floating dtype.
         bias: [V], or None.
-        temperature: a number, or a tensor with one value per token, in the shape of the targets.
+        temperature: a number, or a tensor with one value per token, in the shape of the targets;
+            finite and > 0 at scored positions.
         softcap: z = softcap * tanh(z / softcap), or None.
         logit_scale: the raw logits are multiplied by it.
         vocab_size: the first `vocab_size` rows are scored; the others are padding.
@@ -212,9 +213,11 @@ class Head:
                 f"shape {tuple(self.weight.shape)}"
             )
         if compute_dtype is None and hidden.dtype != self.weight.dtype:
+            # Autocast leaves hidden states in float64 alone.
+            way_out = "" if hidden.dtype == torch.float64 else " or run under torch.autocast"
             raise ValueError(
                 f"hidden: got {hidden.dtype}, want the dtype of weight, {self.weight.dtype}; cast "
-                "one of them or run under torch.autocast"
+                f"one of them{way_out}"
             )
         for name, value in self._tensors():
             if value.device != hidden.device:

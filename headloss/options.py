@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -22,12 +24,14 @@ class Options:
         schedule: "auto", "one_pass" (6NHV), "recompute" (8NHV, any objective, least memory) or
             "frozen" (4NHV, a head without gradient).
         chunk_tokens: tokens per chunk; under schedule "auto" any number works with any objective.
-        memory_budget: bytes for a chunk of logits; default 256 MiB on a CPU, 1200 MiB on a GPU.
+        memory_budget: bytes for a chunk of logits; default 256 MiB on a CPU, 1200 MiB on a GPU. One
+            below the logits of one token is warned of.
         logits_dtype: None keeps logits in float32 (float64 for float64 inputs); torch.bfloat16 or
             torch.float16 rounds them, for those who ask.
         accumulate_dtype: of the weight gradient over chunks.
         static: static shapes: no read of the device, no row skipping, no value checks; unscored
-            hidden rows count as zeros. Can be captured in a CUDA graph.
+            hidden rows count as zeros. A batch-scoped term sees them unless it heeds `batch.live`,
+            [T] bool, and is refused if it does not. Can be captured in a CUDA graph.
         skip_rows: leave rows without gradient out of the two backward products (one read of the
             device per chunk).
         sequence_parallel: `hidden` is this rank's slice of the tokens; needs a vocab group. They
@@ -37,7 +41,7 @@ class Options:
         upstream: the gradient that `out.loss` will receive, declared in advance: gradients are
             final in the forward pass, and `main_grad` is written there.
         main_grad: float32 [V, H] tensor that the weight gradient is added to, in place of
-            returning it.
+            returning it; for a weight that requires a gradient.
     """
 
     backend: str = "auto"
@@ -75,5 +79,10 @@ class Options:
                 f"accumulate_dtype: got {self.accumulate_dtype}, want torch.float32, "
                 "torch.bfloat16 or torch.float16"
             )
+        if self.upstream is not None:
+            if isinstance(self.upstream, bool) or not isinstance(self.upstream, Real):
+                raise TypeError(f"upstream: got {self.upstream!r}, want a number or None")
+            if not math.isfinite(self.upstream):
+                raise ValueError(f"upstream: got {self.upstream!r}, want a finite number or None")
         if self.main_grad is not None and not isinstance(self.main_grad, Tensor):
             raise TypeError(f"main_grad: got {type(self.main_grad).__name__}, want a tensor")

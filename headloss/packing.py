@@ -162,7 +162,11 @@ class Packed:
 
 
 def survey(
-    batch: Batch, static: bool = False, unit: int = 1, id_fields: tuple[str, ...] = ()
+    batch: Batch,
+    static: bool = False,
+    unit: int = 1,
+    id_fields: tuple[str, ...] = (),
+    temperature: float | Tensor = 1.0,
 ) -> Survey:
     """What packing has to know of a batch; its facts may be read along with others.
 
@@ -170,13 +174,17 @@ def survey(
         static: nothing is to be read.
         unit: how many segments belong together.
         id_fields: fields [.., K] whose values lie below the size of the vocabulary.
+        temperature: a number, which is right, or one value per token.
     """
     targets, wide = batch.targets.reshape(-1), {}
     for name in id_fields:
         field = batch.fields[name]
         assert isinstance(field, Tensor)
         wide[name] = field.reshape(len(targets), field.shape[-1])
-    return Survey.of(targets, targets == IGNORE, batch.segments, unit, static, wide)
+    heat = None
+    if isinstance(temperature, Tensor):
+        heat = temperature.detach().expand(batch.targets.shape).reshape(-1)
+    return Survey.of(targets, targets == IGNORE, batch.segments, unit, static, wide, heat)
 
 
 class Packing:
@@ -257,6 +265,13 @@ class Packing:
         )
 
 
-def pack(batch: Batch, vocabulary: int, dtype: torch.dtype, unit: int = 1) -> Packed:
+def pack(
+    batch: Batch,
+    vocabulary: int,
+    dtype: torch.dtype,
+    unit: int = 1,
+    temperature: float | Tensor = 1.0,
+) -> Packed:
     """A batch in its packed form, with float fields in `dtype`; see `Packing.packed`."""
-    return Packing(batch, dtype, survey(batch, unit=unit)).packed(vocabulary)
+    known = survey(batch, unit=unit, temperature=temperature)
+    return Packing(batch, dtype, known).packed(vocabulary)

@@ -5,6 +5,7 @@ T scored tokens, H hidden width, V vocabulary, S segments.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -187,6 +188,13 @@ def _choose(p: Problem, options: Options, chunks: tuple[Chunk, ...] | None) -> t
 
 def _budget(p: Problem, options: Options) -> int:
     if options.memory_budget is not None:
+        least = p.vocabulary * p.row_bytes
+        if options.memory_budget < least and p.tokens and not p.rows:
+            warnings.warn(
+                f"memory_budget: got {options.memory_budget} bytes, want at least {least}, the "
+                "logits of one token, which are taken instead",
+                stacklevel=2,
+            )
         return options.memory_budget
     return 1200 * MIB if p.on_gpu else 256 * MIB
 

@@ -6,8 +6,10 @@ give the same loss and gradient however they are cut up: padded, packed, accumul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -28,8 +30,9 @@ Number = float | Tensor
 class Totals:
     """Global denominators: scored tokens and segments, over micro-batches and ranks.
 
-    `tokens` and `segments` are numbers or 0-dim tensors. `kept` holds the same pair for each
-    boolean field of the batch, for terms that are restricted with `.where(field)`.
+    `tokens` and `segments` are finite numbers >= 0, or 0-dim tensors (a GPU is not read for their
+    values). `kept` holds the same pair for each boolean field of the batch, for terms that are
+    restricted with `.where(field)`.
 
     >>> first, second = Totals(300, 4), Totals(212, 4)
     >>> first + second
@@ -39,6 +42,13 @@ class Totals:
     tokens: Number
     segments: Number
     kept: dict[str, tuple[Number, Number]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_total("tokens", self.tokens)
+        _check_total("segments", self.segments)
+        for name, pair in self.kept.items():
+            for count in pair:
+                _check_total(f"kept[{name!r}]", count)
 
     @classmethod
     def of(cls, batch: Batch) -> Totals:
@@ -91,6 +101,20 @@ class Totals:
         tokens, segments, *rest = packed.unbind()
         kept = {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(sorted(self.kept))}
         return replace(self, tokens=tokens, segments=segments, kept=kept)
+
+
+def _check_total(name: str, value: object) -> None:
+    if isinstance(value, Tensor):
+        if value.dim() or value.is_complex() or value.dtype == torch.bool:
+            got = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+            raise TypeError(f"{name}: got {got}, want a number or a 0-dim tensor")
+        if value.device.type != "cpu" or torch.compiler.is_compiling():
+            return
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: got {value!r}, want a number or a 0-dim tensor")
+    if not (math.isfinite(value) and float(value) >= 0):
+        raise ValueError(f"{name}: got {value!r}, want a finite number >= 0")
 
 
 Mask = tuple[Tensor | None, Tensor | None]  # per token [..], per segment [S]: what its shape fits
@@ -177,7 +201,9 @@ class _FixedLength:
 
 def fixed_length(length: float) -> Reduction:
     """Sum over tokens divided by (segments * length), as in Dr. GRPO (Liu et al. 2025)."""
-    if not length > 0:
+    if isinstance(length, bool) or not isinstance(length, Real):
+        raise TypeError(f"length: got {length!r}, want a number > 0")
+    if not (math.isfinite(length) and length > 0):
         raise ValueError(f"length: got {length}, want > 0")
     return Reduction(f"fixed_length({length})", _FixedLength(length))
 

@@ -6,6 +6,7 @@ runs and two ranks give the same bits (law 7).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -52,7 +53,7 @@ class Segments:
     def from_lengths(cls, lengths: Tensor | Sequence[int]) -> Segments:
         """Consecutive segments of the given lengths ([S] integers) over a [sum(lengths)] vector."""
         if not isinstance(lengths, Tensor):
-            lengths = torch.tensor(list(lengths), dtype=torch.int64)
+            lengths = _integers("lengths", lengths)
         _check_integer_vector("lengths", lengths)
         if bool((lengths < 0).any()):
             raise ValueError(f"lengths: got a negative length in {lengths.tolist()}, want all >= 0")
@@ -64,7 +65,7 @@ class Segments:
     def from_cu_seqlens(cls, cu_seqlens: Tensor | Sequence[int]) -> Segments:
         """Segments between cumulative lengths ([S + 1] integers, starting at 0)."""
         if not isinstance(cu_seqlens, Tensor):
-            cu_seqlens = torch.tensor(list(cu_seqlens), dtype=torch.int64)
+            cu_seqlens = _integers("cu_seqlens", cu_seqlens)
         _check_integer_vector("cu_seqlens", cu_seqlens)
         if len(cu_seqlens) == 0 or int(cu_seqlens[0]) != 0:
             raise ValueError(f"cu_seqlens: got {cu_seqlens.tolist()}, want it to start at 0")
@@ -87,13 +88,13 @@ class Segments:
             if group is not None:
                 raise ValueError("count: got None with a group, want the number of segments")
             count = int(ids.max()) + 1 if ids.numel() else 0
-        if count < 0:
-            raise ValueError(f"count: got {count}, want >= 0")
+        count = _integer("count", count, 0)
         return cls(ids.to(torch.int64), count, group)
 
     @classmethod
     def rows(cls, rows: int, length: int, device: torch.device | str | None = None) -> Segments:
         """Each row of a [rows, length] batch is one segment."""
+        rows, length = _integer("rows", rows, 0), _integer("length", length, 0)
         ids = torch.arange(rows, device=device).unsqueeze(1).expand(rows, length)
         return cls(ids, rows)
 
@@ -228,6 +229,22 @@ def _all_reduce(values: Tensor, group: ProcessGroup) -> Tensor:
 
 def _describe(value: object) -> str:
     return f"{value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _integer(name: str, value: object, least: int | None = None) -> int:
+    try:
+        found = operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        found = None
+    if found is None or isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}, want integers")
+    if least is not None and found < least:
+        raise ValueError(f"{name}: got {found}, want >= {least}")
+    return found
+
+
+def _integers(name: str, values: Sequence[int]) -> Tensor:
+    return torch.tensor([_integer(name, value) for value in values], dtype=torch.int64)
 
 
 def _check_integer_vector(name: str, value: Tensor) -> None:

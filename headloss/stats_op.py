@@ -200,7 +200,8 @@ def _call(
     fields: dict[str, Any] = {}
     if temperature is not None:
         fields["temperature_"] = temperature.detach()
-    packed = pack(Batch(targets, **fields), vocabulary, wide)
+    divisors = divisor if temperature is None else temperature
+    packed = pack(Batch(targets, **fields), vocabulary, wide, temperature=divisors)
     rows = packed.batch.get("temperature_", divisor)
     slices = named(place)
     problem = Problem(

@@ -35,7 +35,8 @@ class Survey:
         bins: [N] int64. Bin 0 takes ids below 0, 1 to S the segments', S + 1 those beyond; the
             last, S + 2, takes what is not scored.
         values: [N] int64 each, what must lie within 0..V - 1 at scored positions, by name. (Ids
-            below 0 are empty places; targets below 0 are not.)
+            below 0 are empty places; targets below 0 are not.) Of a temperature: 1 where it is not
+            a finite number > 0, 0 elsewhere.
         facts: [2 + values + S + 3] int64: how often a bin is followed by a lower one (0: scored
             positions are sorted and stand before the others); the smallest target and the largest
             of each of `values`; positions in each bin. None: none are read.
@@ -48,6 +49,7 @@ class Survey:
     bins: Tensor
     values: dict[str, Tensor]
     facts: Tensor | None
+    temperature: Tensor | None = None  # [N]
     read: list[int] | None = None
 
     @classmethod
@@ -59,11 +61,14 @@ class Survey:
         unit: int,
         static: bool,
         id_fields: dict[str, Tensor],  # each [N, K]
+        temperature: Tensor | None = None,  # [N]
     ) -> Survey:
         """Look at a batch; nothing is read yet, and with `static` nothing will be."""
         ids, count = segments.ids.reshape(-1), segments.count
         bins = ids.clamp(-1, count).add_(1).masked_fill_(unscored, count + 2)
         values = {"targets": targets} | {name: v.amax(1) for name, v in id_fields.items()}
+        if temperature is not None:
+            values["temperature"] = (~((temperature > 0) & temperature.isfinite())).long()
         facts = None
         if not static and len(targets):
             first, *others = (v.masked_fill(unscored, 0) for v in values.values())
@@ -80,13 +85,14 @@ class Survey:
             bins=bins,
             values=values,
             facts=facts,
+            temperature=temperature,
         )
 
     def order(self, vocabulary: int) -> Order:
         """The scored positions by segment; with static shapes all, the scored ones first.
 
         Raises:
-            ValueError: a bad target, id or value of an id field at a scored position.
+            ValueError: a bad target, id, temperature or value of an id field at a scored position.
         """
         if self.facts is None:
             return self._static_order()
@@ -97,6 +103,10 @@ class Survey:
             if name == "targets" and (lowest < 0 or most >= vocabulary):
                 bad = (value < 0) | (value >= vocabulary)
                 self._refuse(name, value, bad, f"-100 or 0 <= target < {vocabulary}")
+            elif name == "temperature":
+                if most:
+                    assert self.temperature is not None
+                    self._refuse(name, self.temperature, value > 0, "a finite number > 0")
             elif most >= vocabulary:
                 self._refuse(name, value, value >= vocabulary, f"id < {vocabulary}")
         if below or beyond:
@@ -120,7 +130,7 @@ class Survey:
 
     def _refuse(self, name: str, value: Tensor, bad: Tensor, want: str) -> None:
         position = int((bad & ~self.unscored).nonzero()[0])
-        got = int(value[position])
+        got = value[position].item()
         raise ValueError(f"{name}: got {got} at position {position}, want {want}")
 
 

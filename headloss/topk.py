@@ -42,7 +42,8 @@ def head_topk(
     Log-probs are float32 (float64 for float64 inputs). Between tokens of equal logit any may win.
 
     Raises:
-        ValueError: k outside 1..V, hidden states that do not fit the head.
+        ValueError: k outside 1..V, hidden states that do not fit the head, a temperature that is
+            not a finite number > 0 (of a tensor: not with static shapes).
     """
     options = options or Options()
     check_head(head)
@@ -52,6 +53,12 @@ def head_topk(
     place = join_positions(head, hidden, check, k=k)
     if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= place.vocabulary:
         raise ValueError(f"k: got {k!r}, want an integer in 1..{place.vocabulary}")
+    temperature = head.temperature
+    if isinstance(temperature, Tensor) and not options.static:
+        bad = ~((temperature > 0) & temperature.isfinite())
+        if bad.any():
+            got = temperature[bad][0].item()
+            raise ValueError(f"temperature: got {got}, want a finite number > 0 at every position")
     with torch.autocast(hidden.device.type, enabled=False):  # its products would be rounded
         return _topk(hidden, head, k, options, place, compute)
 

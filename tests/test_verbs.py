@@ -534,12 +534,13 @@ def test_main_grad_is_written_when_it_should_be(schedule):
 
 @pytest.mark.parametrize("upstream", [None, 1.0])
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "frozen"])
-def test_main_grad_of_a_frozen_weight_stays(schedule, upstream):
+def test_main_grad_of_a_frozen_weight_is_refused(schedule, upstream):
     hidden, weight, batch = problem(torch.float32)
     hidden.requires_grad_()
     total = torch.zeros(V, H)
     options = hl.Options(schedule=schedule, main_grad=total, upstream=upstream)
-    hl.head_loss(hidden, hl.Head(weight), batch, hl.reinforce(), options).loss.backward()
+    with pytest.raises(ValueError, match="main_grad: got a tensor, but the weight requires no"):
+        hl.head_loss(hidden, hl.Head(weight), batch, hl.reinforce(), options)
     assert not total.any()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -92,6 +93,7 @@ class Term(_Arithmetic):
         slopes: batch to the gradient of `function` with respect to logp, where that has a closed
             form and there is no other; None: by autograd alone.
         origin: what the library made it of; None for a user's own.
+        own_scope: the scope without modifiers, where there are any.
     """
 
     name: str
@@ -109,6 +111,7 @@ class Term(_Arithmetic):
     teacher: Teacher | None = None
     slopes: Callable[[PackedBatch], tuple[Slope, ...]] | None = None
     origin: Origin | None = None
+    own_scope: Scope | None = None
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options)
@@ -143,14 +146,10 @@ class Term(_Arithmetic):
             self,
             modifiers=(*self.modifiers, modifier),
             scope=wider(self.scope, modifier.scope),
+            own_scope=self.own_scope or self.scope,
         )
 
-    def corrected(
-        self,
-        mode: str,
-        min: float | None = None,
-        max: float | None = 3.0,
-    ) -> Term:
+    def corrected(self, mode: str, min: float | None = None, max: float | None = 3.0) -> Term:
         """Correct for the mismatch of sampler and trainer; see `modifiers.corrected`."""
         from .modifiers import corrected
 
@@ -208,6 +207,11 @@ class Objective(_Arithmetic):
     """A weighted sum of terms: `hl.gspo() + 1e-4 * hl.z_loss() - 1e-3 * hl.entropy()`."""
 
     parts: tuple[tuple[float, Term], ...]
+
+    def __post_init__(self) -> None:
+        for coefficient, term in self.parts:
+            if not math.isfinite(coefficient):
+                raise ValueError(f"{coefficient!r} * {term!r}: want a finite coefficient")
 
     @classmethod
     def of(cls, value: Term | Objective) -> Objective:
