@@ -30,9 +30,9 @@ Number = float | Tensor
 class Totals:
     """Global denominators: scored tokens and segments, over micro-batches and ranks.
 
-    `tokens` and `segments` are finite numbers >= 0, or 0-dim tensors (a GPU is not read for their
-    values). `kept` holds the same pair for each boolean field of the batch, for terms that are
-    restricted with `.where(field)`.
+    `tokens` and `segments` are finite numbers >= 0, or 0-dim tensors, whose values are not read.
+    `kept` holds the same pair for each boolean field of the batch, for terms that are restricted
+    with `.where(field)`.
 
     >>> first, second = Totals(300, 4), Totals(212, 4)
     >>> first + second
@@ -108,9 +108,7 @@ def _check_total(name: str, value: object) -> None:
         if value.dim() or value.is_complex() or value.dtype == torch.bool:
             got = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
             raise TypeError(f"{name}: got {got}, want a number or a 0-dim tensor")
-        if value.device.type != "cpu" or torch.compiler.is_compiling():
-            return
-        value = value.item()
+        return
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: got {value!r}, want a number or a 0-dim tensor")
     if not (math.isfinite(value) and float(value) >= 0):
