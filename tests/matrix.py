@@ -87,9 +87,11 @@ POLICY = {
     "grpo": _policy(hl.grpo),
     "grpo_delta": _policy(lambda: hl.grpo(delta=1.5)),
     "grpo_sequence": _policy(lambda: hl.grpo(importance_sampling_level="sequence")),
-    "grpo_sequence_token": _policy(lambda: hl.grpo(importance_sampling_level="sequence_token")),
+    "grpo_sequence_token": _policy(
+        lambda: hl.grpo(importance_sampling_level="sequence_token"), bounded=False
+    ),
     "gspo": _policy(hl.gspo),
-    "gspo_token": _policy(hl.gspo_token),
+    "gspo_token": _policy(hl.gspo_token, bounded=False),
     "dapo": _policy(hl.dapo),
     "bnpo": _policy(hl.bnpo),
     "dr_grpo": _policy(lambda: hl.dr_grpo(max_completion_length=16)),
@@ -111,6 +113,7 @@ POLICY = {
     "kl_corrected": _policy(lambda: hl.kl(estimator="k3", bias_corrected=True), bounded=False),
     "kl_corrected_sequence": _policy(
         lambda: hl.kl(estimator="k2", bias_corrected=True, importance_sampling_level="sequence"),
+        bounded=False,
     ),
     "current": _policy(hl.grpo, current=True),
 }
