@@ -142,12 +142,9 @@ class Term(_Arithmetic):
 
     def modified(self, modifier: Modifier) -> Term:
         """Multiply each token's loss by a factor that carries no gradient."""
-        return replace(
-            self,
-            modifiers=(*self.modifiers, modifier),
-            scope=wider(self.scope, modifier.scope),
-            own_scope=self.own_scope or self.scope,
-        )
+        own, scope = self.own_scope or self.scope, wider(self.scope, modifier.scope)
+        modifiers = (*self.modifiers, modifier)
+        return replace(self, modifiers=modifiers, scope=scope, own_scope=own)
 
     def corrected(self, mode: str, min: float | None = None, max: float | None = 3.0) -> Term:
         """Correct for the mismatch of sampler and trainer; see `modifiers.corrected`."""
