@@ -85,13 +85,8 @@ class TermsChunk:
         order = None if live is None else acts.dense_order(live, int(MOST * len(live)))
         multiple = features = None
         if is_multiple(self.call.transform, gradient.coefficients):
-            multiple = acts.held_multiple_(held, *given)
-            if order is not None:
-                acts.move_rows_(held.terms, order)
-                multiple = multiple[order.rows]
-            if self.call.wants.weights[0]:
-                source = None if order is None else order.rows
-                features = acts.scaled_rows(self.x, multiple, source=source)
+            x = self.x if self.call.wants.weights[0] else None
+            multiple, features = acts.held_multiple_(held, *given, x=x, order=order)
         else:
             acts.held_gradient_(held, *given, order=order)
         found = RowGradient(held.terms, rows, multiple, features, acts.scaled_rows)

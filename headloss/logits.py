@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from . import products
+from .kernels.interface import Scaling
 from .rows import RowGradient, Rows
 
-Scaled = Callable[[Tensor, Tensor | None, torch.dtype], Tensor]  # a backend's `scaled`
+Scaled = Callable[[Sequence[Scaling], Tensor | None], list[Tensor]]  # a backend's `scaled`
 ALL = slice(None)
 
 
@@ -194,26 +195,28 @@ class LinearGradients:
 
     def finish(self, factor: Tensor | None, scaled: Scaled) -> list[Tensor | None]:
         """Gradients in the inputs' dtypes, times `factor`: features and weights pairwise, bias."""
-        found: list[Tensor | None] = []
-        weight_factor = None if self.by_slab else factor
+        sums: list[Scaling | None] = []
+        by_factor = not self.by_slab  # a slab's weight gradient has it already
         for i, (features, weight) in enumerate(
             zip(self.source.features, self.source.full_weights, strict=True)
         ):
             into, total = self.features[i], self.weights[i]
-            found.append(None if into is None else scaled(into, factor, features.dtype))
+            sums.append(None if into is None else Scaling(into, features.dtype))
             if total is not None and self.fresh and total is not self.main_grad:
                 total.zero_()
             if total is None or total is self.main_grad:
-                found.append(None)
+                sums.append(None)
             elif i == 0 and self.main_grad is not None:
-                self.main_grad.add_(scaled(total, weight_factor, self.main_grad.dtype))
-                found.append(None)
+                own = Scaling(total, self.main_grad.dtype, by_factor)
+                self.main_grad.add_(scaled([own], factor)[0])
+                sums.append(None)
             else:
-                found.append(scaled(total, weight_factor, weight.dtype))
+                sums.append(Scaling(total, weight.dtype, by_factor))
         bias = self.source.full_bias
         wanted = bias is not None and self.bias is not None
-        found.append(scaled(self.bias, factor, bias.dtype) if wanted else None)  # type: ignore[arg-type, union-attr]
-        return found
+        sums.append(Scaling(self.bias, bias.dtype) if wanted else None)  # type: ignore[arg-type, union-attr]
+        made = iter(scaled([s for s in sums if s is not None], factor))
+        return [None if s is None else next(made) for s in sums]
 
 
 class Slab:
@@ -347,7 +350,7 @@ class GivenGradients:
 
     def finish(self, factor: Tensor | None, scaled: Scaled) -> list[Tensor | None]:
         """The gradient, times `factor`."""
-        return [self.total if factor is None else scaled(self.total, factor, self.total.dtype)]
+        return list(scaled([Scaling(self.total, self.total.dtype)], factor))
 
 
 def _flat_view(logits: Tensor) -> Tensor | None:

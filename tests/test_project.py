@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "shards": {"agreement", "head", "parallel", "spread"},
     "across": {"agreement", "collectives", "shards"},
     "rows": set(),
-    "logits": {"products", "rows"},
+    "logits": {"kernels", "products", "rows"},
     "head": {"adapters", "products"},
     "adapters": {"head"},
     "slopes": {"packing", "losses.term", "stats"},

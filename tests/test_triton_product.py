@@ -20,7 +20,7 @@ from triton_cases import (
 
 from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
-from headloss.kernels.interface import Backward, Forward, Held
+from headloss.kernels.interface import Backward, Forward, Held, Scaling
 from headloss.kernels.transform import Transform
 from headloss.stats import Coefficients, Normalizer, Partials, finish, merge
 
@@ -110,7 +110,7 @@ def test_held_gradient(which, name):
     oracle = exact_gradient(raw, targets, first, transform, c)
     if triton_backend.is_multiple(transform, c):
         copy = Held(terms=held.terms.clone(), reference=held.reference)
-        multiple = triton_backend.held_multiple_(copy, *given)
+        multiple, _ = triton_backend.held_multiple_(copy, *given)
         got = copy.terms.double() * multiple.double().unsqueeze(1)
         # Row by row: a likely target's row is small, and must be good all the same.
         assert ((got - oracle).norm(dim=1) / oracle.norm(dim=1)).max() <= 2 * HELD_EPS
@@ -165,7 +165,7 @@ def test_tokens_far_above_their_reference_are_done_again():
     normalizer = finish(found, v, frozenset())[1]
     c = coefficients_of(n, "tp")
     oracle = exact_gradient(raw, targets, 0, Transform(), c)
-    multiple = triton_backend.held_multiple_(
+    multiple, _ = triton_backend.held_multiple_(
         held, Backward(targets, 0, Transform(), normalizer, c), found.target
     )
     got = held.terms.double() * multiple.double().unsqueeze(1)
@@ -185,7 +185,7 @@ def test_rows_without_coefficients_have_no_gradient():
         target=torch.tensor([0.0, 0.0, 2.0], device=DEVICE),
         prob=torch.tensor([0.0, -1.0, 0.0], device=DEVICE),
     )
-    multiple = triton_backend.held_multiple_(
+    multiple, _ = triton_backend.held_multiple_(
         held, Backward(targets, 0, Transform(), normalizer, c), found.target
     )
     oracle = exact_gradient(raw, targets, 0, Transform(), c)
@@ -214,21 +214,65 @@ def test_product_names_what_it_cannot_take():
         triton_backend.product_partials(x, w, Forward(targets, 0, Transform(), NEEDS))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_scaled_is_rounded_once(dtype):
-    value = torch.randn(3, 1000, device=DEVICE)
-    factor = torch.tensor(2.0**-18, device=DEVICE)
-    expected = (value.double() * factor.double()).to(dtype)
-    close = {"rtol": 2**-7 if dtype == torch.bfloat16 else 2**-20, "atol": 2**-24}
-    torch.testing.assert_close(
-        triton_backend.scaled(value.clone(), factor, dtype), expected, **close
+@pytest.mark.parametrize("case", ["none", "few", "all", "no order"])
+def test_a_multiple_moved_and_with_its_features_in_one_launch(case, fresh_memory_is_nan):
+    """To the bit what three launches give."""
+    n, v, first = 9, 300, 20
+    x, w, targets, _ = head(n, 72, v, first=first)
+    transform, c = transforms(n)["rows"], coefficients_of(n, "tp")
+    held = poisoned_held(n, v)
+    found = triton_backend.product_partials(
+        x, w, Forward(targets, first, transform, NEEDS), held=held
     )
-    same = triton_backend.scaled(value.clone(), None, dtype)
-    torch.testing.assert_close(same, value.to(dtype), **close)
-    narrow = value.to(dtype, copy=True)
-    assert triton_backend.scaled(narrow, factor, dtype) is narrow
-    expected = (value.to(dtype).double() * factor.double()).to(dtype)
-    torch.testing.assert_close(narrow, expected, **close)
+    normalizer = finish(found, v, frozenset())[1]
+    given = (Backward(targets, first, transform, normalizer, c), found.target)
+    kept = {"none": [], "few": [0, 3, 7, 8], "all": range(n), "no order": ()}[case]
+    mask = torch.zeros(n, dtype=torch.bool, device=DEVICE)
+    mask[list(kept)] = True
+    order = None if case == "no order" else triton_backend.dense_order(mask, n)
+    one, other = (Held(terms=held.terms.clone(), reference=held.reference) for _ in range(2))
+    multiple, features = triton_backend.held_multiple_(one, *given, x=x, order=order)
+    expected, nothing = triton_backend.held_multiple_(other, *given)
+    assert nothing is None and features is not None
+    rows, count = torch.arange(n, device=DEVICE), n
+    if order is not None:
+        triton_backend.move_rows_(other.terms, order)
+        rows, count = order.rows, int(order.count)
+        assert count == len(kept)
+    scaled = triton_backend.scaled_rows(x, expected[rows], source=rows)
+    assert torch.equal(one.terms[:count], other.terms[:count])
+    assert torch.equal(multiple[:count], expected[rows][:count])
+    assert torch.equal(features[:count], scaled[:count])
+
+
+def test_multiples_of_no_tokens():
+    held = poisoned_held(0, 40)
+    none = held.reference
+    normalizer, c = Normalizer(none, none), Coefficients(prob=none)
+    backward = Backward(none.long(), 0, Transform(), normalizer, c)
+    multiple, features = triton_backend.held_multiple_(held, backward, none, x=none[:, None])
+    assert multiple.shape == (0,) and features is not None and features.shape == (0, 1)
+
+
+@pytest.mark.parametrize("backend", [triton_backend, reference])
+@pytest.mark.parametrize("number", [None, 1.0, 2.0**-18])
+def test_gradients_are_scaled_and_rounded_once(backend, number, fresh_memory_is_nan):
+    """Four in one act, more than a launch takes: widened sums, rounded ones, one of no elements."""
+    factor = None if number is None else torch.tensor(number, device=DEVICE)
+    values = [torch.randn(shape, device=DEVICE) for shape in ((3, 3000), (40,), (5000,), (0, 7))]
+    values.append(values[1].bfloat16())
+    dtypes = (torch.bfloat16, torch.float32, torch.float16, torch.bfloat16, torch.bfloat16)
+    multiplied = (True, True, False, True, True)
+    before = [value.clone() for value in values]
+    given = [Scaling(*a) for a in zip(values, dtypes, multiplied, strict=True)]
+    found = backend.scaled(given, factor)
+    for one, (value, dtype, with_factor), own in zip(found, given, before, strict=True):
+        assert one.dtype == dtype and (value.dtype != dtype or one is value)
+        exact = own.double() * (number or 1.0 if with_factor else 1.0)
+        close = {"rtol": 2**-7 if dtype == torch.bfloat16 else 2**-10, "atol": 2**-24}
+        close = close if dtype != torch.float32 else {"rtol": 1e-7, "atol": 0}
+        torch.testing.assert_close(one.double(), exact, **close)
+    assert backend.scaled([], factor) == []
 
 
 def test_scaled_rows():
@@ -265,7 +309,7 @@ def test_capture_in_a_graph_and_the_same_bits_twice():
         )
         stats, normalizer = finish(found, v, needs)
         given = (Backward(targets, 0, Transform(), normalizer, c), found.target)
-        multiple = triton_backend.held_multiple_(held, *given)
+        multiple, _ = triton_backend.held_multiple_(held, *given)
         return stats.logp, stats.entropy, held.terms, multiple
 
     first = run()

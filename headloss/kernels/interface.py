@@ -14,6 +14,7 @@ returns may be read when the device gets there: no act waits for the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -86,6 +87,14 @@ class Order(NamedTuple):
 
     rows: Tensor  # [n] int64
     count: Tensor  # [1] int64
+
+
+class Scaling(NamedTuple):
+    """A sum that becomes a gradient."""
+
+    value: Tensor  # contiguous, of any shape
+    dtype: torch.dtype  # of the gradient
+    multiplied: bool = True
 
 
 class Rows(NamedTuple):
@@ -209,8 +218,14 @@ class Kernels(Protocol):
         """
         ...
 
-    def held_multiple_(self, held: Held, backward: Backward, target_logits: Tensor) -> Tensor:
+    def held_multiple_(
+        self, held: Held, backward: Backward, target_logits: Tensor, *,
+        x: Tensor | None = None, order: Order | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """s [n] such that dL/draw = s e, where `is_multiple`; the terms of targets are set to suit.
+
+        The second is s * x of x [n, H], in float32 or wider and rounded once. With `order`, row i
+        of terms, s and s * x is that of row order.rows[i], and rows from `count` on hold anything.
 
         Raises:
             ValueError: it is no multiple.
@@ -243,9 +258,9 @@ class Kernels(Protocol):
         """
         ...
 
-    def scaled(self, value: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """value * factor [], in float32 or wider and rounded to `dtype` once; where the dtypes are
-        the same, in place. `value` is contiguous, of any shape."""
+    def scaled(self, values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
+        """Each value times `factor` [], or as it is, in float32 or wider and rounded to its dtype
+        once; where the dtypes are the same, in place."""
         ...
 
     # ------------------------------------------------------------------ logits where they lie

@@ -11,6 +11,7 @@ from torch import Tensor
 from ... import stats
 from ...stats import FLOOR, Partials, merge_all
 from ..interface import Backward, Forward, Held, Measured, Order, is_multiple
+from .rows import move_rows_, scaled_rows
 from .tile import blocks, in_columns, inside, logit_gradient_, partials, wide, z_gradient
 
 SMALLEST = 2.0**-90  # of |c_target|, for a multiple: what else is in the row weighs nothing
@@ -104,7 +105,14 @@ def check_held(backward: Backward) -> None:
         )
 
 
-def held_multiple_(held: Held, backward: Backward, target_logits: Tensor) -> Tensor:
+def held_multiple_(
+    held: Held,
+    backward: Backward,
+    target_logits: Tensor,
+    *,
+    x: Tensor | None = None,
+    order: Order | None = None,
+) -> tuple[Tensor, Tensor | None]:
     transform, (peak, log_sum), c = backward.transform, backward.normalizer, backward.coefficients
     if not is_multiple(transform, c):
         raise ValueError("a soft cap or such coefficients need held_gradient_")
@@ -121,4 +129,9 @@ def held_multiple_(held: Held, backward: Backward, target_logits: Tensor) -> Ten
     before = held.terms.gather(1, column)
     own = own.to(before.dtype).unsqueeze(1)
     held.terms.scatter_(1, column, torch.where(here.unsqueeze(1), own, before))
-    return transform.pull_back_(multiple.unsqueeze(1), multiple.unsqueeze(1)).squeeze(1)
+    multiple = transform.pull_back_(multiple.unsqueeze(1), multiple.unsqueeze(1)).squeeze(1)
+    if order is not None:
+        move_rows_(held.terms, order)
+        multiple = multiple[order.rows]
+        x = None if x is None else x[order.rows]
+    return multiple, None if x is None else scaled_rows(x, multiple)

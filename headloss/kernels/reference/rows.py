@@ -5,11 +5,13 @@ n rows, v columns of the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ...stats import Coefficients, Partials, finish
-from ..interface import Backward, Forward, Order, Rows, Walk
+from ..interface import Backward, Forward, Order, Rows, Scaling, Walk
 from .tile import logit_gradient_, partials, wide
 
 
@@ -27,7 +29,11 @@ def move_rows_(tile: Tensor, order: Order) -> None:
     tile.copy_(tile[order.rows])
 
 
-def scaled(value: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+def scaled(values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
+    return [_scaled(v, factor if multiplied else None, d) for v, d, multiplied in values]
+
+
+def _scaled(value: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
     if factor is None:
         return value.to(dtype)
     # A one-element vector takes part in type promotion, where a 0-dim tensor would not: a 16-bit

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..interface import Order
-from .statistics import on_device
+from .launch import Launcher
 
 BLOCK = 2048  # rows that are ranked at once
 
@@ -46,6 +46,9 @@ def order_kernel(keep, rows, gaps, count, n, most, BLOCK: tl.constexpr):
         found += tl.sum(mover.to(tl.int32), 0)
 
 
+launch_order = Launcher(order_kernel, num_warps=8)
+
+
 def dense_order(
     keep: Tensor,  # [n] bool
     most: int,
@@ -60,8 +63,7 @@ def dense_order(
     rows = torch.empty(n, dtype=torch.int64, device=keep.device)
     gaps = torch.empty(n, dtype=torch.int32, device=keep.device)
     count = torch.empty(1, dtype=torch.int64, device=keep.device)
-    with on_device(keep):
-        order_kernel[(1,)](keep, rows, gaps, count, n, most, BLOCK=BLOCK, num_warps=8)
+    launch_order(1, keep, rows, gaps, count, n, most, BLOCK=BLOCK)
     return Order(rows, count)
 
 
@@ -77,19 +79,14 @@ def move_rows_kernel(tile, stride, rows, count, v, BLOCK: tl.constexpr):
             tl.store(tile + place * stride + columns, value, mask=inside)
 
 
+launch_move = Launcher(move_rows_kernel, num_warps=8)
+
+
 def move_rows_(tile: Tensor, order: Order) -> None:
     """Put the rows of [n, v] in order, in the same memory."""
     if len(tile):
-        with on_device(tile):
-            move_rows_kernel[(len(tile),)](
-                tile,
-                tile.stride(0),
-                order.rows,
-                order.count,
-                tile.shape[1],
-                BLOCK=4096,
-                num_warps=8,
-            )
+        n, v = tile.shape
+        launch_move(n, tile, tile.stride(0), order.rows, order.count, v, BLOCK=4096)
 
 
 @triton.jit
@@ -119,6 +116,9 @@ def rows_kernel(
         tl.store(out + write * out_stride + at, value.to(out.dtype.element_ty), mask=at < h)
 
 
+launch_rows = Launcher(rows_kernel, num_warps=8)
+
+
 def scaled_rows(
     x: Tensor,  # [.., H], any row stride
     scale: Tensor,  # [n] float32
@@ -131,19 +131,12 @@ def scaled_rows(
     n, h = len(scale), x.shape[1]
     out = x.new_empty(n, h) if out is None else out
     if n and h:
-        with on_device(x):
-            rows_kernel[(n,)](
-                x,
-                x.stride(0),
-                scale,
-                scale if source is None else source,
-                out,
-                out.stride(0),
-                scale if places is None else places,
-                h,
-                SOURCE=source is not None,
-                PLACES=places is not None,
-                BLOCK=2048,
-                num_warps=8,
-            )
+        launch_rows(
+            n,
+            *(x, x.stride(0), scale, scale if source is None else source),
+            *(out, out.stride(0), scale if places is None else places, h),
+            SOURCE=source is not None,
+            PLACES=places is not None,
+            BLOCK=2048,
+        )
     return out
