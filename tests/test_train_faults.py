@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -72,12 +73,8 @@ def refused(capsys: Any, *overrides: str, name: str = "sft") -> str:
 def whole(tmp_path_factory: Any) -> Path:
     """A run that has finished: its folder's parent."""
     folder = tmp_path_factory.mktemp("whole")
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
+    with contextlib.chdir(folder):
         assert train("sft") == 0
-    finally:
-        os.chdir(before)
     return folder
 
 
@@ -440,10 +437,10 @@ def killed_at(operation: int) -> None:
 @pytest.fixture(scope="module")
 def operations(tmp_path_factory: Any, whole: Path) -> int:
     """How often a run opens, renames or removes something in its folder."""
-    os.chdir(tmp_path_factory.mktemp("count"))
-    Path("count").touch()
-    assert in_a_child(lambda: (killed_at(0), train("sft"))[1]) == 0
-    return Path("count").stat().st_size
+    with contextlib.chdir(tmp_path_factory.mktemp("count")):
+        Path("count").touch()
+        assert in_a_child(lambda: (killed_at(0), train("sft"))[1]) == 0
+        return Path("count").stat().st_size
 
 
 KILLS = [*range(2), *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 60))]
