@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -182,7 +183,12 @@ def seal(checkpoint: Path, output: Path) -> None:
     paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
     found = {str(path.relative_to(checkpoint)): files.digest(path) for path in paths}
     sums = {"files": found, BEFORE: files.digest(output / BEFORE)}
-    files.write_json(checkpoint / CHECKSUMS, sums)
+    files.write_json(checkpoint / CHECKSUMS, {**sums, "own": _own(sums)})
+
+
+def _own(sums: dict[str, Any]) -> str:
+    """The checksum of the checksums."""
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
 
 def checkpoint(recipe: Recipe, whole: bool) -> str:
@@ -219,10 +225,10 @@ def _damage(path: Path, whole: bool) -> str | None:
     """How a message about it goes on, None where it is intact."""
     try:
         noted = json.loads((path / CHECKSUMS).read_text())
+        if noted.pop("own") != _own(noted):
+            raise ValueError
         sums = noted["files"]
         known = {*sums, *(p.name for p in path.iterdir())}
-        if BEFORE not in noted or not all(type(text) is str for text in sums.values()):
-            raise ValueError
     except FileNotFoundError:
         return f"/{CHECKSUMS} is missing" if any(path.iterdir()) else " is empty"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
