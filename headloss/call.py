@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import kernels, taped
 from .across import over_segments
 from .agreement import Facts
 from .batch import Batch
@@ -39,6 +39,7 @@ from .reduction import Totals
 from .schedules import Call
 from .shards import Place, given_facts, has_unit_stride, join, linear_facts
 from .stats import STATISTICS
+from .taped import Taped
 from .teachers import divergence_of, teacher_tiles
 
 if TYPE_CHECKING:
@@ -293,17 +294,35 @@ def _packed_transform(transform: Transform, packed: Packed, wide: torch.dtype) -
     return replace(transform, temperature=rows.to(wide).expand(len(packed)))
 
 
-def _binder(ready: Ready, vocabulary: int) -> Callable[[Packed], Bound]:
+def _binder(ready: Ready, vocabulary: int) -> Callable[[Packed], Bound | Taped]:
     """Binds the objective to its totals: once, while the first product runs."""
-    made: list[Bound] = []
+    made: list[Bound | Taped] = []
+    objective, dtype, rescaled = ready.objective, ready.packing.dtype, ready.problem.rescaled
 
-    def bind_once(packed: Packed) -> Bound:
-        if not made:
-            batch = ready.packing.batch
-            totals = batch.totals or _counted(batch, packed) or Totals.of(batch)
-            found = bind(ready.objective, packed.batch, totals, vocabulary, ready.packing.dtype)
-            scaled = ready.problem.rescaled
-            made.append(found.scaled() if scaled else found)
+    def bind_once(packed: Packed) -> Bound | Taped:
+        if made:
+            return made[0]
+        batch = ready.packing.batch
+        totals = batch.totals or _counted(batch, packed) or Totals.of(batch)
+
+        def by_autograd() -> Bound:
+            found = bind(objective, packed.batch, totals, vocabulary, dtype)
+            return found.scaled() if rescaled else found
+
+        found = None
+        if taped.serves(ready.backend, dtype, ready.device):
+            found = taped.taped(
+                objective,
+                batch,
+                packed,
+                totals,
+                vocabulary,
+                ready.needs,
+                observe=ready.options.metrics,
+                by_autograd=by_autograd,
+                rescaled=rescaled,
+            )
+        made.append(found or by_autograd())
         return made[0]
 
     return bind_once

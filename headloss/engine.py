@@ -185,7 +185,7 @@ def _run(call: Call, open_source, tensors: list[Tensor | None]) -> Output:
             metrics = _metrics(call, measured.stats) if call.options.metrics else Metrics()
     stats, packed = measured.stats, call.packed
     assert stats.logp is not None
-    names = [part.name for part in call.bound.parts]
+    names = [name for name, _ in call.bound.named]
     values = measured.values.to(loss.dtype).unbind()
     return Output(
         loss=loss,
@@ -199,6 +199,9 @@ def _run(call: Call, open_source, tensors: list[Tensor | None]) -> Output:
 
 def _metrics(call: Call, stats: Statistics) -> Metrics:
     """Fold what every term observes, on [T] vectors."""
+    measured = call.bound.metrics(stats)
+    if measured is not None:
+        return measured
     packed = call.packed
     batch = packed.batch.on(stats)
     group = batch.segments.group

@@ -77,7 +77,7 @@ def one_pass(call: Call, source: GivenLogits) -> tuple[Outcome, PullBack]:
         values = call.bound.gradient(stats, batch, ALL, needed=False).values
     else:
         stats, normalizer = walk.finish(walk.run())
-        gradient = call.pull_back(stats, batch, ALL)
+        gradient = call.pull_back(stats)
         values, out = gradient.values, walk.destination()
         walk.run(out, gradient, normalizer=normalizer)
 
@@ -94,7 +94,7 @@ def recompute(call: Call, source: GivenLogits) -> tuple[Outcome, PullBack]:
     """Statistics; the gradient in the backward pass, with the upstream gradient in it."""
     walk = Walk(call, source)
     stats, normalizer = walk.finish(walk.run())
-    gradient = call.pull_back(stats, call.packed.batch, ALL)
+    gradient = call.pull_back(stats)
 
     def pull(upstream: Tensor, saved) -> Gradients:
         factor = call.owed(upstream)

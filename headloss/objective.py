@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from .batch import Current
 from .losses.term import Objective, Reads, Term, trace
-from .packing import Field, MissingField, PackedBatch, mapped
+from .metrics import Metrics
+from .packing import MissingField, PackedBatch, mapped
 from .reduction import Totals
-from .segments import Segments
+from .sample import sample_batch, sample_statistics
 from .slopes import Known, known
 from .stats import DIFFERENTIABLE, Coefficients, Slope, Statistics, pull_back
 
@@ -30,6 +31,17 @@ class Part(NamedTuple):
     term: Term
     weights: Tensor  # [T]
     kept: Tensor | None  # [T] bool, where the term is restricted
+
+
+class Piece(Protocol):
+    """Some tokens, and the segments first..last that they lie in."""
+
+    @property
+    def rows(self) -> slice: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def last(self) -> int: ...
 
 
 class Gradient(NamedTuple):
@@ -73,6 +85,28 @@ class Bound:
         divergences = {key: found.pop(key) for key in stats.divergences if key in found}
         coefficients = pull_back(found, stats, self.vocabulary)  # type: ignore[arg-type]
         return Gradient(coefficients, divergences, values)
+
+    def of_piece(self, stats: Statistics, batch: PackedBatch, piece: Piece) -> Gradient:
+        """`gradient` of some tokens of the batch."""
+        part = batch.slice(piece.rows, piece.first, piece.last)
+        return self.gradient(stats, part, piece.rows)
+
+    @property
+    def named(self) -> tuple[tuple[str, float], ...]:
+        """Each term's key and coefficient."""
+        return tuple((part.name, part.coefficient) for part in self.parts)
+
+    def total(self, values: Tensor) -> Tensor:
+        """[] the loss from its terms' values. Number by number: a tensor of the coefficients would
+        be a copy that waits for the device."""
+        loss = values.new_zeros(())
+        for (_, coefficient), value in zip(self.named, values.unbind(), strict=True):
+            loss = loss.add(value, alpha=coefficient)
+        return loss
+
+    def metrics(self, stats: Statistics) -> Metrics | None:
+        """What has been measured beside the gradient, None if nothing has."""
+        return None
 
     def _differentiated(
         self, stats: Statistics, batch: PackedBatch, rows: slice, needed: bool = True
@@ -269,54 +303,6 @@ def _at_least_one(count: float | Tensor, device: torch.device) -> Tensor:
 
 
 # ---------------------------------------------------------------------- what terms read
-
-_SAMPLE = 2  # tokens, in a segment each: enough for a pair
-
-
-class _NoSums(Segments):
-    """Segments for tracing a token-scoped term, which may be called on parts of a segment."""
-
-    def sum(self, values: Tensor) -> Tensor:
-        raise ValueError('sums over segments, so it must declare scope="segment"')
-
-    mean = sum
-
-
-def sample_batch(batch: PackedBatch, term: Term) -> PackedBatch:
-    """A batch of two made-up tokens with the fields of a real one."""
-    device = batch.targets.device
-    ids = torch.arange(_SAMPLE, device=device)
-    kind = _NoSums if term.scope == "token" else Segments
-    fields: dict[str, Field] = {}
-    for name, value in batch.fields.items():
-        fields[name] = value
-        if not isinstance(value, Current):
-            fields[name] = torch.full((_SAMPLE,), -0.5, device=device).to(value.dtype)
-    wide = {name: value.new_zeros(_SAMPLE, *value.shape[1:]) for name, value in batch.wide.items()}
-    return PackedBatch(
-        torch.zeros_like(ids),
-        kind(ids, _SAMPLE, counts=torch.ones_like(ids)),
-        fields,
-        wide,
-        None,
-    )
-
-
-def sample_statistics(dtype: torch.dtype, device: torch.device, teachers: list) -> Statistics:
-    """Statistics of two made-up tokens, each a leaf that requires a gradient."""
-
-    def leaf(value: float) -> Tensor:
-        return torch.full((_SAMPLE,), value, dtype=dtype, device=device, requires_grad=True)
-
-    return Statistics(
-        logp=leaf(-1.0),
-        lse=leaf(2.0),
-        entropy=leaf(1.5),
-        mean_logit=leaf(0.1),
-        top1=leaf(1.0).detach(),
-        divergences={teacher: leaf(0.3) for teacher in teachers},
-    )
-
 
 _TRACES: WeakKeyDictionary[Term, dict[object, Reads]] = WeakKeyDictionary()
 _KNOWN: WeakKeyDictionary[Term, dict[object, Known | None]] = WeakKeyDictionary()

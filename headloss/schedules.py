@@ -30,9 +30,9 @@ from .logits import (
     LinearLogits,
     Wants,
 )
-from .objective import Bound, Gradient
+from .objective import Bound, Gradient, Piece
 from .options import Options
-from .packing import Packed, PackedBatch
+from .packing import Packed
 from .parallel import WHOLE, Alone
 from .plan import Plan
 from .rows import Rows
@@ -40,6 +40,8 @@ from .stats import Coefficients, Normalizer, Partials, Statistics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from .taped import Taped
 
 Source = LinearLogits | GivenLogits
 Gradients = list[Tensor | None]
@@ -50,7 +52,7 @@ class Call:
     """A validated, packed and planned call: everything but the logits' values."""
 
     packed: Packed
-    bind: Callable[[Packed], Bound]  # the weights, made while the first product runs
+    bind: Callable[[Packed], Bound | Taped]  # the weights, made while the first product runs
     plan: Plan
     options: Options
     kernels: Kernels
@@ -66,7 +68,7 @@ class Call:
     known_slopes: Callable[[], bool] = lambda: False  # before the statistics are (plan.rows)
 
     @property
-    def bound(self) -> Bound:
+    def bound(self) -> Bound | Taped:
         return self.bind(self.packed)
 
     @property
@@ -149,10 +151,14 @@ class Call:
             stats.divergences[divergence.key] = found
         return Chunk(held, stats, normalizer)
 
-    def pull_back(self, stats: Statistics, batch: PackedBatch, rows: slice) -> Gradient:
-        """The objective's coefficients on some tokens, with the upstream gradient where it is
-        declared."""
-        gradient = self.bound.gradient(stats, batch, rows)
+    def pull_back(self, stats: Statistics, piece: Piece | None = None) -> Gradient:
+        """The objective's coefficients on all tokens or some, with the upstream gradient where it
+        is declared."""
+        bound, batch = self.bound, self.packed.batch
+        if piece is None:
+            gradient = bound.gradient(stats, batch, ALL)
+        else:
+            gradient = bound.of_piece(stats, batch, piece)
         declared = self.options.upstream
         return gradient if declared in (None, 1) else gradient.map(lambda t: t * declared)
 
@@ -199,17 +205,14 @@ def one_pass(call: Call, source: Source) -> tuple[Outcome, PullBack]:
     for piece in call.plan.chunks:
         chunk = call.measure(source, piece.rows)
         gradients = gradients or call.gradients(source)
-        part = batch
-        if len(call.plan.chunks) > 1:
-            part = batch.slice(piece.rows, piece.first, piece.last)
-        gradient = call.pull_back(chunk.stats, part, piece.rows)
+        gradient = call.pull_back(chunk.stats, piece if len(call.plan.chunks) > 1 else None)
         values = values + gradient.values
         found.append(chunk.stats)
         live = live_rows(call, gradient)
         gradients.add(chunk.held.gradient(chunk.normalizer, gradient, live))
         del chunk  # before the next one is made
     if not isinstance(values, Tensor):
-        count = len(call.bound.parts)
+        count = len(call.bound.named)
         values = torch.zeros(count, dtype=torch.float64, device=batch.targets.device)
     outcome = Outcome(join(found, call, source), values)
     gradients = gradients or call.gradients(source)
@@ -241,12 +244,14 @@ def frozen(call: Call, source: Source) -> tuple[Outcome, PullBack]:
         del chunk
     gradients.complete()
     stats = join(found, call, source)
-    gradient = call.pull_back(stats, call.packed.batch, ALL)
+    gradient = call.pull_back(stats)
     slope = gradient.coefficients.target
 
     def pull(upstream: Tensor, _: Source | None) -> Gradients:
         factor = call.owed(upstream)
-        row = torch.zeros_like(call.bound.parts[0].weights) if slope is None else slope
+        row = slope
+        if row is None:
+            row = torch.zeros(len(stats), dtype=source.dtype, device=upstream.device)
         if factor is not None:
             row = row * factor.to(row.dtype)
         row = call.slices.own(row)

@@ -22,7 +22,7 @@ def recompute(call: Call, source: Source) -> tuple[Outcome, PullBack]:
     """A sweep for the statistics, the coefficients, a sweep for the gradients (8NHV), which runs in
     the backward pass, with the upstream gradient in its coefficients."""
     stats, normalizer = sweep(call, source)
-    gradient = call.pull_back(stats, call.packed.batch, ALL)
+    gradient = call.pull_back(stats)
     # Of tokens that are spread over ranks, a chunk at a time is here.
     again = chunk_gradient if call.slices.is_spread else sweep_gradient
 

@@ -25,6 +25,7 @@ LAUNCH, INDEX = tl.constexpr(int(Way.LAUNCH)), tl.constexpr(int(Way.INDEX))
 SEGMENT, SCALAR = tl.constexpr(int(Way.SEGMENT)), tl.constexpr(int(Way.SCALAR))
 ROW = tl.constexpr(WIDTH)
 SLOTS = tl.constexpr(MEASUREMENTS)
+ADDRESSES, FLOATS = tl.constexpr(INPUTS), tl.constexpr(NUMBERS)
 
 
 @triton.jit
@@ -201,12 +202,12 @@ def tape_kernel(
                 if op <= NUMBER:
                     if op == NUMBER:
                         number = numbers[0]
-                        for k in tl.static_range(1, len(numbers)):
+                        for k in tl.static_range(1, FLOATS):
                             number = tl.where(a == k, numbers[k], number)
                         value = tl.zeros((BLOCK,), tl.float32) + number
                     else:
                         address = inputs[0]
-                        for k in tl.static_range(1, len(inputs)):
+                        for k in tl.static_range(1, ADDRESSES):
                             address = tl.where(a == k, inputs[k], address)
                         place = i.to(tl.int64)
                         if b == SCALAR:

@@ -103,6 +103,32 @@ class Launcher:
         return self.kernel[(programs,)](*given, **constants, **self.options)
 
 
+class OfNumbers(Launcher):
+    """A launcher of a kernel whose arguments are all numbers, none of which is specialized: it is
+    compiled once for its constants, whatever the arguments are."""
+
+    def send(
+        self, device: torch.device, programs: int, arguments: tuple, **constants: Any
+    ) -> None:
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self._send(device, programs, arguments, constants)
+        else:
+            self._send(device, programs, arguments, constants)
+
+    def _send(
+        self, device: torch.device, programs: int, arguments: tuple, constants: dict[str, Any]
+    ) -> None:
+        key = device, *constants.values()
+        known = self.known.get(key)
+        if known is not None and not _is_watched():
+            known.send(programs, _stream(device.index), arguments)
+            return
+        compiled = self._slowly(programs, arguments, constants)
+        if self.direct and device.type == "cuda" and key not in self.known:
+            self.known[key] = VERSIONS[version()](compiled, len(arguments), {})
+
+
 def describer(arguments: Values, tiles: Sequence[int]) -> Describe:
     """A function of (device, constants, *arguments) that finds all that Triton may compile another
     kernel for, and what the C launcher takes (tiles are left as they are).

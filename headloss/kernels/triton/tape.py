@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.compiler import CompiledKernel
 
 from ..opcodes import DTYPES, INPUTS, MEASUREMENTS, NUMBERS, WIDTH, Op, Way
 from .instructions import fold_kernel, tape_kernel
+from .launch import OfNumbers
 
 if TYPE_CHECKING:
     from ...tape import Launch, Row, Tape
@@ -108,38 +107,15 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor]:
         over_tokens, measurements, per,
         *addresses[:INPUTS],
         *floats, *[0.0] * (NUMBERS - len(floats)),
-        by_segment, BLOCK,
     )  # fmt: skip
-    launched(tape_kernel, count, arguments, device, 8)
+    _tape.send(device, count, arguments, BY_SEGMENT=by_segment, BLOCK=BLOCK)
     if count > 1:
         results_at = results.data_ptr()
-        folding = (program.kinds, shares.data_ptr(), results_at, count, FOLD)
-        launched(fold_kernel, measurements, folding, device, 4)
+        folding = (program.kinds, shares.data_ptr(), results_at, count)
+        _fold.send(device, measurements, folding, BLOCK=FOLD)
     vectors = [scratch[k * n : (k + 1) * n] for k in range(len(tape.vectors))]
     return vectors, results
 
 
-_COMPILED: dict[object, Any] = {}
-
-
-def on_device(device: torch.device) -> AbstractContextManager:
-    """Triton launches on the current device."""
-    if device.type != "cuda" or torch.cuda.current_device() == device.index:
-        return nullcontext()
-    return torch.cuda.device(device)
-
-
-def launched(
-    kernel: Any, programs: int, arguments: tuple, device: torch.device, warps: int
-) -> None:
-    """Launch a kernel whose arguments are numbers, its last two constants. It is compiled for these
-    alone: Triton's own way to a compiled kernel looks at every argument anew."""
-    key = kernel, device, arguments[-2:]
-    compiled = _COMPILED.get(key)
-    with on_device(device):
-        if compiled is not None:
-            compiled[programs, 1, 1](*arguments)
-            return
-        compiled = kernel[(programs,)](*arguments, num_warps=warps, num_stages=1)
-        if isinstance(compiled, CompiledKernel):  # not in the interpreter
-            _COMPILED[key] = compiled
+_tape = OfNumbers(tape_kernel, num_warps=8, num_stages=1)
+_fold = OfNumbers(fold_kernel, num_warps=4)

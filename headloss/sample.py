@@ -1,0 +1,59 @@
+"""A small made-up batch and its statistics, to try a term on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .batch import Current
+from .losses.term import Term
+from .packing import Field, PackedBatch
+from .segments import Segments
+from .stats import Statistics
+
+_SAMPLE = 2  # tokens, in a segment each: enough for a pair
+
+
+class _NoSums(Segments):
+    """Segments for tracing a token-scoped term, which may be called on parts of a segment."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        raise ValueError('sums over segments, so it must declare scope="segment"')
+
+    mean = sum
+
+
+def sample_batch(batch: PackedBatch, term: Term) -> PackedBatch:
+    """A batch of two made-up tokens with the fields of a real one."""
+    device = batch.targets.device
+    ids = torch.arange(_SAMPLE, device=device)
+    kind = _NoSums if term.scope == "token" else Segments
+    fields: dict[str, Field] = {}
+    for name, value in batch.fields.items():
+        fields[name] = value
+        if not isinstance(value, Current):
+            fields[name] = torch.full((_SAMPLE,), -0.5, device=device).to(value.dtype)
+    wide = {name: value.new_zeros(_SAMPLE, *value.shape[1:]) for name, value in batch.wide.items()}
+    return PackedBatch(
+        torch.zeros_like(ids),
+        kind(ids, _SAMPLE, counts=torch.ones_like(ids)),
+        fields,
+        wide,
+        None,
+    )
+
+
+def sample_statistics(dtype: torch.dtype, device: torch.device, teachers: list) -> Statistics:
+    """Statistics of two made-up tokens, each a leaf that requires a gradient."""
+
+    def leaf(value: float) -> Tensor:
+        return torch.full((_SAMPLE,), value, dtype=dtype, device=device, requires_grad=True)
+
+    return Statistics(
+        logp=leaf(-1.0),
+        lse=leaf(2.0),
+        entropy=leaf(1.5),
+        mean_logit=leaf(0.1),
+        top1=leaf(1.0).detach(),
+        divergences={teacher: leaf(0.3) for teacher in teachers},
+    )

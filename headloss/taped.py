@@ -1,0 +1,147 @@
+"""An objective on one batch, evaluated by its tape in place of autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .batch import Batch, Current
+from .losses.term import Objective
+from .metrics import Metrics
+from .objective import Bound, Gradient, Piece
+from .packing import Packed, PackedBatch
+from .reduction import Totals
+from .stats import Statistics
+from .tape import Evaluated, Tape, Tokens
+from .tape import Piece as Place
+from .taping import tape_of
+
+BACKEND = "triton"
+
+
+class Taped:
+    """As `Bound`, of which one is made only if its weights are asked for.
+
+    Args:
+        observe: measure the metrics beside the gradient.
+        by_autograd: the same objective without a tape.
+        rescaled: the coefficients are to be brought near 1, as `Bound.scaled` does.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        tokens: Tokens,
+        totals: Totals,
+        vocabulary: int,
+        find: Callable[..., Tape | None],
+        *,
+        observe: bool,
+        by_autograd: Callable[[], Bound],
+        rescaled: bool,
+    ) -> None:
+        self.named = tuple((name, c) for name, c, _ in objective.named())
+        self.coefficients = [c for _, c in self.named]
+        self.tokens, self.totals, self.vocabulary = tokens, totals, vocabulary
+        self.find, self.observe, self.rescaled = find, observe, rescaled
+        self.by_autograd = by_autograd
+        self.whole: Evaluated | None = None  # what was found for all tokens
+
+    @cached_property
+    def bound(self) -> Bound:
+        return self.by_autograd()
+
+    @property
+    def scale(self) -> Tensor | None:
+        return self.bound.scale if self.rescaled else None
+
+    @property
+    def parts(self) -> Any:
+        return self.bound.parts
+
+    def beforehand(self, *arguments: Any) -> tuple[Gradient, Tensor | None]:
+        return self.bound.beforehand(*arguments)
+
+    def gradient(
+        self, stats: Statistics, batch: PackedBatch, rows: slice, needed: bool = True
+    ) -> Gradient:
+        """Of all tokens."""
+        self.whole = found = self._run(stats, None, self.observe, needed)
+        return Gradient(found.coefficients, found.divergences, found.values)
+
+    def of_piece(self, stats: Statistics, batch: PackedBatch, piece: Piece) -> Gradient:
+        place = Place(piece.rows, piece.first, piece.last)
+        found = self._run(stats, place, False, True)
+        return Gradient(found.coefficients, found.divergences, found.values)
+
+    def total(self, values: Tensor) -> Tensor:
+        """[] the loss."""
+        return Bound.total(self, values) if self.whole is None else self.whole.loss  # type: ignore[arg-type]
+
+    def metrics(self, stats: Statistics) -> Metrics:
+        """Those of all tokens, measured now if they were evaluated in pieces."""
+        found = self.whole or self._run(stats, None, True, False)
+        return found.metrics
+
+    def _run(
+        self, stats: Statistics, place: Place | None, observe: bool, needed: bool
+    ) -> Evaluated:
+        tape = self.find(observe=observe, gradients=needed)
+        assert tape is not None
+        return tape.run(
+            stats,
+            self.tokens,
+            self.totals,
+            self.coefficients,
+            vocabulary=self.vocabulary,
+            factor=1.0 if self.scale is None or not needed else self.scale,
+            piece=place,
+            backend=BACKEND,
+        )
+
+
+def taped(
+    objective: Objective,
+    batch: Batch,
+    packed: Packed,
+    totals: Totals,
+    vocabulary: int,
+    statistics: frozenset[str],
+    *,
+    observe: bool,
+    by_autograd: Callable[[], Bound],
+    rescaled: bool,
+) -> Taped | None:
+    """None where autograd has to serve: a user's own term, segments across ranks, a quantile."""
+    if packed.batch.segments.group is not None or not objective.parts:
+        return None
+    kinds = {
+        name: None if isinstance(value, Current) else value.dtype
+        for name, value in batch.fields.items()
+        if name in packed.batch.fields
+    }
+
+    def find(**options: bool) -> Tape | None:
+        return tape_of(objective, statistics, kinds, torch.float32, **options)
+
+    if find(observe=observe, gradients=True) is None:
+        return None
+    return Taped(
+        objective,
+        Tokens.of(packed, batch),
+        totals,
+        vocabulary,
+        find,
+        observe=observe,
+        by_autograd=by_autograd,
+        rescaled=rescaled,
+    )
+
+
+def serves(backend: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether launches are what a call's own arithmetic costs: on a CPU autograd is faster."""
+    return backend == "triton" and dtype == torch.float32 and device.type == "cuda"
