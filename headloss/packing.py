@@ -176,15 +176,15 @@ def survey(
         id_fields: fields [.., K] whose values lie below the size of the vocabulary.
         temperature: a number, which is right, or one value per token.
     """
-    targets, wide = batch.targets.reshape(-1), {}
+    targets, wide = batch.targets, {}
     for name in id_fields:
         field = batch.fields[name]
         assert isinstance(field, Tensor)
-        wide[name] = field.reshape(len(targets), field.shape[-1])
+        wide[name] = field.reshape(targets.numel(), field.shape[-1])
     heat = None
     if isinstance(temperature, Tensor):
-        heat = temperature.detach().expand(batch.targets.shape).reshape(-1)
-    return Survey.of(targets, targets == IGNORE, batch.segments, unit, static, wide, heat)
+        heat = temperature.detach().expand(targets.shape)
+    return Survey.of(targets, batch.segments, IGNORE, unit, static, wide, heat)
 
 
 class Packing:
@@ -243,8 +243,10 @@ class Packing:
                 its range or an id field's value beyond the vocabulary.
         """
         self.order = order = self.known.order(vocabulary)
-        batch, targets = self.batch, self.batch.targets.reshape(-1).long()
-        targets = targets if order.index is None else targets.index_select(0, order.index)
+        batch, targets = self.batch, order.targets
+        if targets is None:
+            targets = self.batch.targets.reshape(-1).long()
+            targets = targets if order.index is None else targets.index_select(0, order.index)
         targets = outside_inference(targets)
         packed = PackedBatch(
             targets if order.live is None else targets.masked_fill(~order.live, 0),

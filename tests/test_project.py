@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "reduction": {"collectives", "segments"},
     "options": set(),
     "products": set(),
-    "survey": {"segments"},
+    "survey": {"kernels", "segments"},
     "batch": {"reduction", "segments"},
     "packing": {"batch", "segments", "stats", "survey"},
     "losses": {"losses", "stats", "segments", "reduction", "metrics", "collectives"},

@@ -105,6 +105,22 @@ class Rows(NamedTuple):
     aligned: bool  # every offset is a multiple of 16
 
 
+class Surveyed(NamedTuple):
+    """What is on the device before the host reads of a batch."""
+
+    facts: Tensor  # int64, see `Kernels.survey`
+    scored: Tensor  # what `Kernels.compact` needs of it
+
+
+class Compacted(NamedTuple):
+    """The T scored of N positions in the order in which they stand, and the others."""
+
+    index: Tensor  # [T] int64 positions
+    ids: Tensor  # [T] int64 segments
+    targets: Tensor  # [T] int64
+    unscored: Tensor  # [N - T] int64 positions
+
+
 class Walk(NamedTuple):
     """One pass over rows of logits that exist already: statistics, a gradient, or both."""
 
@@ -275,6 +291,29 @@ class Kernels(Protocol):
 
     def scale_rows_(self, rows: Rows, factor: Tensor) -> None:
         """rows *= factor [], in float32 or wider and rounded once; left alone where it is 1."""
+        ...
+
+    # ------------------------------------------------------------------ a batch
+
+    def survey(
+        self, targets: Tensor, ids: Tensor, count: int, ignore: int, *,
+        id_fields: Sequence[Tensor] = (), positive: Tensor | None = None,
+    ) -> Surveyed:  # fmt: skip
+        """What packing has to know of N positions, of which those of a target `ignore` are not
+        scored; S = count segments.
+
+        targets, ids [N] or [B, N / B] int64 of any strides, id_fields [N, K] int64 each, positive
+        like targets. Facts: how often a segment's id is followed by a lower one; the smallest
+        scored target, or 0; the largest, or 0, of targets and of each of id_fields; with
+        `positive`, at how many scored positions it is not a finite number > 0; scored positions
+        with an id below 0, in each segment, and with one beyond; positions that are not scored.
+        """
+        ...
+
+    def compact(
+        self, targets: Tensor, ids: Tensor, ignore: int, scored: Tensor, count: int
+    ) -> Compacted:
+        """The scored positions, of which the facts of `survey` count T = count."""
         ...
 
     # ------------------------------------------------------------------ pairs of tiles: see `pair`

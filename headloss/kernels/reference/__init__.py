@@ -6,6 +6,7 @@ Each act is the plain twin of the kernels' act of the same name, which the tests
 from __future__ import annotations
 
 from ..interface import is_multiple
+from .batch import compact, survey
 from .fused import (
     can_fuse,
     finish,
@@ -34,6 +35,7 @@ from .tile import logit_gradient_, partials
 
 __all__ = [
     "can_fuse",
+    "compact",
     "dense_order",
     "divergence",
     "divergence_gradient_",
@@ -53,5 +55,6 @@ __all__ = [
     "scaled",
     "scaled_rows",
     "sparse_gradient_",
+    "survey",
     "tail_partials",
 ]

@@ -6,6 +6,7 @@ float64 is left to the reference, which has the plain twin of each act.
 from __future__ import annotations
 
 from ..interface import is_multiple
+from .batch import compact, survey
 from .cast import scaled
 from .dense import divergence, divergence_gradient_, readable
 from .given import given_rows, scale_rows_
@@ -20,6 +21,7 @@ from .stored import sparse_gradient_, tail_partials
 
 __all__ = [
     "can_fuse",
+    "compact",
     "dense_order",
     "divergence",
     "divergence_gradient_",
@@ -40,5 +42,6 @@ __all__ = [
     "scaled",
     "scaled_rows",
     "sparse_gradient_",
+    "survey",
     "tail_partials",
 ]

@@ -1,0 +1,45 @@
+"""What packing has to know of a batch, in plain PyTorch.
+
+N positions, T of them scored, S segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..interface import Compacted, Surveyed
+
+
+def survey(
+    targets: Tensor,
+    ids: Tensor,
+    count: int,
+    ignore: int,
+    *,
+    id_fields: Sequence[Tensor] = (),
+    positive: Tensor | None = None,
+) -> Surveyed:
+    targets, ids = targets.reshape(-1), ids.reshape(-1)
+    values = [targets, *(field.amax(1) for field in id_fields)]
+    scored = targets != ignore
+    if not len(targets):
+        size = 2 + len(values) + (positive is not None) + count + 3
+        return Surveyed(ids.new_zeros(size), scored)
+    real = [torch.where(scored, value, 0) for value in values]
+    bins = ids.clamp(-1, count) + 1
+    facts = [(bins[1:] < bins[:-1]).sum(), real[0].amin().clamp_max(0)]
+    facts += [value.amax().clamp_min(0) for value in real]
+    if positive is not None:
+        p = positive.reshape(-1)
+        facts.append((scored & ~((p > 0) & p.isfinite())).sum())
+    bins = torch.where(scored, bins, count + 2)
+    counts = ids.new_zeros(count + 3).scatter_(0, bins, 1, reduce="add")
+    return Surveyed(torch.cat([torch.stack(facts), counts]), scored)
+
+
+def compact(targets: Tensor, ids: Tensor, ignore: int, scored: Tensor, count: int) -> Compacted:
+    index, unscored = (kept.nonzero().squeeze(1) for kept in (scored, ~scored))
+    return Compacted(index, ids.reshape(-1)[index], targets.reshape(-1)[index], unscored)
