@@ -10,6 +10,8 @@ the layout, and that from what divides the addresses, so sums are folded in halv
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -276,6 +278,7 @@ launch_finish = Launcher(finish_kernel, num_warps=4)
 launch_merge = Launcher(merge_kernel, num_warps=4)
 
 
+@functools.lru_cache(maxsize=64)
 def flags(needs: frozenset[str]) -> dict[str, bool]:
     """Which statistics, by the names that kernels have for them."""
     return {

@@ -227,6 +227,18 @@ def _product_act(
     return out
 
 
+@functools.lru_cache(maxsize=64)
+def _asked(needs: frozenset[str], held: bool) -> dict[str, bool]:
+    """What the product has to write, by the names that kernels have for it."""
+    asked = flags(needs)
+    return {
+        "ENTROPY": asked["ENTROPY"],
+        "MEAN": asked["MEAN"],
+        "PEAK": asked["TOP1"],
+        "HELD": held,
+    }
+
+
 class Launch:
     """The three kernels over one pair of operands."""
 
@@ -238,10 +250,8 @@ class Launch:
         forward: Forward,
     ) -> None:
         self.x, self.w, self.held, self.forward = x, w, held, forward
-        n = len(x)
-        vectors = x.new_empty(2, n, dtype=torch.float32)
-        self.target = vectors[0]  # z_y
-        self.reference = vectors[1] if held is None else held.reference
+        self.target = x.new_empty(len(x), dtype=torch.float32)  # z_y
+        self.reference = torch.empty_like(self.target) if held is None else held.reference
         self.own = torch.empty_like(forward.targets)  # the column of each reference
         transform = forward.transform
         self.scaling = multipliers(transform, self.reference)
@@ -249,9 +259,7 @@ class Launch:
             "SOFTCAP": transform.softcap is not None,
             "ROW_TEMPERATURE": isinstance(transform.temperature, Tensor),
         }
-        found = flags(forward.needs)
-        self.asked = {name: found[name] for name in ("ENTROPY", "MEAN")}
-        self.asked |= {"PEAK": found["TOP1"], "HELD": held is not None}
+        self.asked = _asked(forward.needs, held is not None)
 
     def references(self) -> None:
         x, w = self.x, self.w
