@@ -10,10 +10,10 @@ import functools
 import operator
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from .agreement import Facts, agree
 from .collectives import together
@@ -43,11 +43,12 @@ def over_segments(
     def describe(prepared: tuple[Call, Objective]) -> Facts:
         call, objective = prepared
         # Other choices (schedule, chunks) may differ; these decide what is summed over segments.
-        same = of_objective(objective, type(options)(metrics=options.metrics))
+        chosen = type(options)(metrics=options.metrics)
+        same = of_objective(objective, chosen, batch.targets.device)
         gradient = call.plan.schedule != "statistics"
         same |= {"segments.count": batch.segments.count, "a gradient is wanted": gradient}
         same |= {"fields": " ".join(sorted(batch.fields))}
-        return Facts(same, _fits(batch))
+        return Facts(same, _fits(batch) | _values(batch))
 
     if getattr(options, "static", False):
         call, _ = prepare()
@@ -69,9 +70,21 @@ def _fits(batch: Batch) -> dict[str, int]:
     return found | {kind: sum(fit << i for i, fit in enumerate(all_)) for kind, all_ in kinds}
 
 
+def _values(batch: Batch) -> dict[str, Any]:
+    """What may be one value per segment, and then has to be the same on all ranks."""
+    found = {}
+    for name, value in sorted(batch.fields.items()):
+        nothing = batch.targets.new_empty(0)
+        fits = isinstance(value, Tensor) and batch._fits(name)[1]
+        found[f"values of {name}"] = [value if fits else nothing]
+    return found
+
+
 def _agreed(packed: Packed, batch: Batch, own: dict[str, list[int]]) -> Packed:
-    """Fields in the form that all ranks can give them; ValueError, on all, where there is none."""
-    masks = {kind: functools.reduce(operator.and_, found) for kind, found in own.items()}
+    """Fields in the form that all ranks can give them; ValueError, on all, where there is none, or
+    where the values of segments are not the same."""
+    kinds = ("per token", "per segment")
+    masks = {kind: functools.reduce(operator.and_, own[kind]) for kind in kinds}
     fields = dict(packed.batch.fields)
     for i, name in enumerate(sorted(batch.fields)):
         if masks["per token"] >> i & 1:
@@ -80,6 +93,11 @@ def _agreed(packed: Packed, batch: Batch, own: dict[str, list[int]]) -> Packed:
             raise ValueError(
                 f"{name}: is per token on some ranks of segments.group and per segment on others, "
                 "want the same on all"
+            )
+        if len(set(own[f"values of {name}"])) > 1:
+            raise ValueError(
+                f"{name}: its values per segment differ between the ranks of segments.group, want "
+                "the same on all"
             )
         fields[name] = packed.doubtful.get(name, fields[name])
     return packed.with_fields(fields)

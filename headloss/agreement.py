@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 R = TypeVar("R")
-FACTS = 24  # of a record, at most
+FACTS = 72  # of a record, at most: among them a checksum for each field of 62
 TEXT = 64  # int64 words of an error message
 ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)  # the last: any other
 
@@ -30,13 +30,14 @@ class Facts(NamedTuple):
     Attributes:
         same: numbers, flags and names that must be equal on all ranks, and lists of tensors that
             must hold the same bits.
-        own: numbers that may differ; every rank gets those of all.
+        own: numbers, or tensors in a list, that may differ; every rank gets those of all, or
+            their checksums.
         read: [..] int64 that this rank alone wants to know: the device is read for it and for the
             records at once.
     """
 
     same: Mapping[str, Any]
-    own: Mapping[str, int]
+    own: Mapping[str, Any]
     read: Tensor | None = None
 
 

@@ -20,6 +20,9 @@ class Current:
     def __repr__(self) -> str:
         return "headloss.CURRENT"
 
+    def __reduce__(self) -> str:  # there is one, also after copying and pickling
+        return "CURRENT"
+
 
 CURRENT = Current()
 LOGPS = ("old_logps", "ref_logps", "sampling_logps")

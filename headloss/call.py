@@ -19,6 +19,7 @@ from .agreement import Facts
 from .batch import Batch
 from .checks import (
     check_dead_rows,
+    check_gradient,
     check_linear,
     check_shape,
     check_topk_ids,
@@ -214,6 +215,8 @@ def _ready(
     if options.static:
         check_dead_rows(objective, packing.draft, wide)
     warn_of_misspelt_fields(batch, objective, asked)
+    if wants.any:
+        check_gradient(objective, asked)
     mean_gradient = any("mean_logit" in r.gradients for r in asked.values())
     needs_logits = bool(teachers) or (mean_gradient and transform.softcap is not None)
     terms = problem.terms and not needs_logits

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .batch import LOGPS, Batch
 from .head import Head, autocast_dtype
@@ -19,6 +20,36 @@ from .options import Options
 from .packing import PackedBatch
 from .shards import is_dtensor, local_head
 from .stats import Statistics
+
+
+def check_eager(verb: str, given: object = None, *others: object) -> None:
+    """Refuse what a verb's operators would not see: torch.func, forward mode, no values.
+
+    Raises:
+        RuntimeError: inside a transform of torch.func.
+        NotImplementedError: for a dual tensor.
+        ValueError: for a tensor on the meta device.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"headloss.{verb}: got called inside a transform of torch.func (grad, vmap, jvp, ...), "
+            "want a plain call: take gradients with backward() or torch.autograd.grad, and make "
+            "vmap's dimension one of the tokens'"
+        )
+    if isinstance(given, Tensor) and given.is_meta:
+        raise ValueError(
+            f"headloss.{verb}: got a tensor of shape {tuple(given.shape)} on the meta device, want "
+            "one with values; headloss.plan takes hidden states and a head without"
+        )
+    for tensor in (given, *others):
+        if not isinstance(tensor, Tensor):
+            continue
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"headloss.{verb}: got a dual tensor, want a plain one: there is no forward mode"
+            )
 
 
 def teachers_of(objective: Objective) -> list[Teacher]:
@@ -133,6 +164,15 @@ def check_main_grad(weight: Tensor, options: Options) -> None:
 
 TEACHERS = tuple(name for names in INPUTS.values() for name in names)
 FIELDS = ("advantages", *LOGPS, "importance_sampling_ratio", *TEACHERS)
+
+
+def check_gradient(objective: Objective, asked: dict[str, Reads]) -> None:
+    """ValueError where a gradient is wanted of an objective that has none."""
+    if not any(term.gradients for term in asked.values()):
+        raise ValueError(
+            f"objective: {objective!r} has no gradient with respect to any statistic, but hidden "
+            "states or weights require one (is everything detached?); call it under torch.no_grad()"
+        )
 
 
 def warn_of_misspelt_fields(batch: Batch, objective: Objective, asked: dict[str, Reads]) -> None:

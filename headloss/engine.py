@@ -16,12 +16,13 @@ from torch import Tensor
 from .autograd import GatherRows, HeadLoss
 from .batch import Batch
 from .call import given_call, linear_call
+from .checks import check_eager
 from .collectives import attended
 from .head import Head, check_head
 from .kernels.transform import Transform
 from .logits import GivenLogits, LinearLogits
 from .losses.term import Objective, Term
-from .metrics import Mean, Metrics, Observed, Sum, fold, fold_all
+from .metrics import Mean, Metrics, Observed, Sum, checked, fold, fold_all
 from .options import Options
 from .plan import Plan
 from .schedules import Call, Outcome
@@ -35,9 +36,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+UNCOMPILED = (
+    "headloss: this verb reads the device and plans, so it breaks the graph: compile with "
+    "fullgraph=False, or call headloss.head_stats, which does not"
+)
+
+
 def _eagerly(verb: Callable[P, R]) -> Callable[P, R]:
-    """Break a compiled graph at this call. (`torch.compiler.disable` as a decorator would import
-    the compiler with the package.)"""
+    """Break a compiled graph at this call, or say with fullgraph=True why there is none.
+    (`torch.compiler.disable` as a decorator would import the compiler with the package.)"""
 
     @functools.wraps(verb)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -45,6 +52,7 @@ def _eagerly(verb: Callable[P, R]) -> Callable[P, R]:
             return torch.compiler.disable(verb)(*args, **kwargs)  # type: ignore[call-arg]
         return verb(*args, **kwargs)
 
+    run.__dict__ |= {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": UNCOMPILED}
     return run
 
 
@@ -99,6 +107,7 @@ def head_loss(
             an exception carries a note that says so.
     """
     check_head(head)
+    check_eager("head_loss", hidden, head.weight)
     head = local_head(head)
     call = linear_call(hidden, head, batch, objective, options or Options())
     slices = call.slices
@@ -145,8 +154,11 @@ def logits_loss(
         logits: [.., V] raw logits, any float dtype and layout.
         temperature, softcap, logit_scale: as in `Head`: raw -> scale -> soft cap -> / temperature.
         vocab_group: the logits are this rank's slice of the vocabulary, in rank order.
-        inplace: the gradient may overwrite the logits, which hold nothing useful afterwards.
+        inplace: the gradient may overwrite the logits, which hold nothing useful afterwards. For
+            float16 logits it is a tensor of its own all the same: it is written in the backward
+            pass, where the upstream gradient that it is scaled for is known.
     """
+    check_eager("logits_loss", logits)
     call = given_call(
         logits,
         batch,
@@ -159,6 +171,7 @@ def logits_loss(
     return _run(call, lambda tensors: GivenLogits(tensors[0], call.packed.index), [logits])
 
 
+@_eagerly
 def plan(
     hidden: Tensor,  # [.., H], may be on the meta device
     head: Head,
@@ -168,6 +181,7 @@ def plan(
 ) -> Plan:
     """What `head_loss` would run for these arguments: schedule, pieces, bytes, and why."""
     check_head(head)
+    check_eager("plan", getattr(batch, "targets", None))
     head = local_head(head)
     return linear_call(hidden, head, batch, objective, options or Options(), on_meta=True).plan
 
@@ -222,7 +236,8 @@ def _metrics(call: Call, stats: Statistics) -> Metrics:
         seen: dict[str, Observed] = {}
         for source in (part.term, *part.term.modifiers):
             if source.observe is not None:
-                seen |= source.observe(stats, batch)
+                found_here = source.observe(stats, batch)
+                seen |= checked(source.name, found_here, len(batch), batch.segments.count)
         seen = {f"{part.name}/{name}": o for name, o in seen.items()}
         per_token = {name: o for name, o in seen.items() if o.per == "token"}
         per_segment = {name: o for name, o in seen.items() if o.per == "segment"}

@@ -167,6 +167,38 @@ class Observed:
     per: Literal["token", "segment"] = "token"
 
 
+def checked(name: str, found: object, tokens: int, segments: int) -> dict[str, Observed]:
+    """What a term or modifier observes, if it is a dict of `Observed` of T or S values.
+
+    Raises:
+        TypeError, ValueError: naming the term, what it returned and what is wanted.
+    """
+    if not isinstance(found, dict):
+        got = type(found).__name__
+        raise TypeError(f"term {name}: observe: returned {got}, want a dict of headloss.Observed")
+    for key, seen in found.items():
+        at = f"term {name}: observe: {key!r}"
+        if not isinstance(key, str) or not isinstance(seen, Observed):
+            raise TypeError(
+                f"{at}: got {type(seen).__name__}, want a name and a headloss.Observed of values "
+                "per token or per segment, which are folded to one"
+            )
+        if not isinstance(seen.kind, type) or not issubclass(seen.kind, Mean | Sum | Max | Min):
+            raise TypeError(f"{at}: kind: got {seen.kind!r}, want Mean, Sum, Max or Min")
+        if seen.per not in ("token", "segment"):
+            raise ValueError(f'{at}: per: got {seen.per!r}, want "token" or "segment"')
+        if not isinstance(seen.values, Tensor) or seen.values.is_complex():
+            got = seen.values.dtype if isinstance(seen.values, Tensor) else type(seen.values)
+            raise TypeError(f"{at}: values: got {got}, want a tensor of real numbers")
+        want = (tokens if seen.per == "token" else segments,)
+        if tuple(seen.values.shape) != want:
+            raise ValueError(
+                f"{at}: values: got shape {tuple(seen.values.shape)}, want {want} (one value per "
+                f'{seen.per}; declare per="token" or per="segment")'
+            )
+    return found
+
+
 def fold(observed: Observed, live: Tensor | None = None, share: float = 1.0) -> Measurement:
     """Fold [N] values to one measurement; rows where `live` is False do not count.
 

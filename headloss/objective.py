@@ -127,6 +127,9 @@ class Bound:
             )
         values = torch.stack([s.detach() for s in shares]) if shares else total.new_zeros(0)
         found = _differentiate(total, inputs)
+        if needed and not found:  # of these tokens: it may depend on the batch's values
+            assert stats.logp is not None
+            found["logp"] = torch.zeros_like(stats.logp)
         if batch.live is not None:
             found = {n: torch.where(batch.live, g, 0) for n, g in found.items()}
         if self.scale is not None:

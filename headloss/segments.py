@@ -23,7 +23,8 @@ class Segments:
     """S segments over tokens of any shape; make one with a `from_` method or `rows`.
 
     Args:
-        ids: [..] int64, the segment of each token. A negative id is allowed at unscored positions.
+        ids: [..] int64, the segment of each token. At unscored positions an id may be negative:
+            such a token is in no segment.
         count: S. Segments that no token belongs to are allowed; they count in reductions.
         group: process group whose ranks each hold some of the tokens of the same S segments.
     """
@@ -157,8 +158,17 @@ class Segments:
     def _local_counts(self) -> Tensor:
         if self._counts is None:
             ids = self.ids.reshape(-1)
-            self._counts = ids.new_zeros(self.count).scatter_add_(0, ids, torch.ones_like(ids))
+            inside = (ids >= 0) & (ids < self.count)
+            self._counts = count_in(ids.where(inside, 0), self.count, inside)
         return self._counts
+
+    def _at_tokens(self, values: Tensor) -> Tensor:
+        """[S] to [T]; 0 at tokens that are in none."""
+        if self._sorted:
+            return values[self.ids]
+        padded = torch.cat([values, values.new_zeros(1)])
+        inside = (self.ids >= 0) & (self.ids < self.count)
+        return padded[self.ids.where(inside, self.count)]
 
     def _local_sum(self, values: Tensor) -> Tensor:
         """[S] float64 sums of this rank's tokens."""
@@ -166,7 +176,8 @@ class Segments:
         if values.numel() == 0 or self.count == 0:
             return values.new_zeros(self.count, dtype=torch.float64)
         if not self._sorted:
-            values = values[self.ids.reshape(-1).argsort(stable=True)]
+            ids = self.ids.reshape(-1)  # those of tokens that are in none go last
+            values = values[ids.where(ids >= 0, self.count).argsort(stable=True)]
         offsets = torch.cat([self._local_counts.new_zeros(1), self._local_counts.cumsum(0)])
         # Wide accumulation: a mean over 100k tokens keeps float32's digits, and so does a segment
         # whose parts on several ranks cancel.
@@ -189,7 +200,7 @@ class _Sum(torch.autograd.Function):
         group = ctx.segments.group
         if group is not None:
             gradient = _all_reduce(gradient.double(), group).to(gradient.dtype)
-        return gradient[ctx.segments.ids], None
+        return ctx.segments._at_tokens(gradient), None
 
 
 class _Expand(torch.autograd.Function):
@@ -198,7 +209,7 @@ class _Expand(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values: Tensor, segments: Segments) -> Tensor:
         ctx.segments = segments
-        return values[segments.ids]
+        return segments._at_tokens(values)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):

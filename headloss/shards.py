@@ -6,15 +6,18 @@ sizes. H hidden width, V rows of the whole vocabulary.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import fields, replace
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from .agreement import Facts, agree
+from .batch import IGNORE
 from .head import GATHER
 from .parallel import WHOLE, Alone, Shard
 from .spread import Spread
@@ -94,7 +97,14 @@ def join(
     if group is None:
         return check(), Place(here()[0]), None
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return check(), _KNOWN[group][*here(), vocab_size], None
+        result, known = check(), _KNOWN.get(group, {}).get((*here(), vocab_size))
+        if known is None:
+            raise RuntimeError(
+                "vocab_group: a CUDA graph is being captured, in which the ranks cannot compare "
+                "their sizes, and no call of this size has run before it; run one with "
+                "Options(static=True) first, as a warm-up"
+            )
+        return result, known, None
     result, (own, read) = agree("vocab_group", group, check, describe)
     rows, vocabulary = own["rows"], sum(own["rows"])
     if vocab_size is not None:
@@ -129,7 +139,7 @@ def join_positions(
     """`join` for the verbs on positions alone."""
 
     def describe(_: None) -> Facts:
-        same = {**of_head(head, hidden), "hidden.shape": str(tuple(hidden.shape)), "k": k}
+        same = {**of_head(head, hidden, targets), "hidden.shape": str(tuple(hidden.shape)), "k": k}
         if targets is not None:
             same["targets"] = [targets]
         own = {"rows": head.weight.shape[0], "tokens": 0, "weight_gradient": 0}
@@ -175,8 +185,8 @@ def _kind(value: Any, rank: int) -> str:
     return f"{value.dtype}{tuple(value.shape[:rank])}" if isinstance(value, Tensor) else ""
 
 
-def of_head(head: Head, hidden: Tensor) -> dict[str, Any]:
-    """Facts of a head and of the hidden states before it."""
+def of_head(head: Head, hidden: Tensor, targets: Tensor | None = None) -> dict[str, Any]:
+    """Facts of a head and of the hidden states before it; with targets, of the scored ones."""
     temperature = head.temperature
     per_token = isinstance(temperature, Tensor)
     enabled = torch.is_grad_enabled()
@@ -194,7 +204,16 @@ def of_head(head: Head, hidden: Tensor) -> dict[str, Any]:
             [(tuple(x.a.shape), x.scaling, x.dropout, x.a.requires_grad) for x in head.lora]
         ),
         "lora.a": [x.a for x in head.lora],
+        "hidden": [_sampled(hidden, targets)],
     }
+
+
+def _sampled(hidden: Tensor, targets: Tensor | None) -> Tensor:
+    """[N] one value of each row, and 0 where nothing is scored: to read all would take too long."""
+    rows = hidden.detach().reshape(-1, hidden.shape[-1])
+    at = torch.arange(len(rows), device=rows.device)
+    found = rows[at, at % rows.shape[1]]
+    return found if targets is None else found.masked_fill(targets.reshape(-1) == IGNORE, 0)
 
 
 def _suits(weight: Tensor) -> bool:
@@ -205,12 +224,16 @@ def _suits(weight: Tensor) -> bool:
     return rows and weight.data_ptr() % 16 == 0
 
 
-def of_objective(objective: Objective, options: Options) -> dict[str, Any]:
+def of_objective(
+    objective: Objective, options: Options, device: torch.device
+) -> dict[str, Any]:
     """Facts that decide which collectives an objective runs, and in which order."""
+    tensors: list[Tensor] = []
     parts = [
         (
-            *(c, repr(t), t.scope, t.reduction and t.reduction.name),
-            *(t.kept_field, t.weight_fields, [m.name for m in t.modifiers]),
+            *(c, t.name, _spelt(t.options, tensors), t.scope, t.reduction and t.reduction.name),
+            *(t.kept_field, t.weight_fields),
+            [(m.name, _spelt(m.factor, tensors)) for m in t.modifiers],
             t.teacher and t.teacher.head and [x.dropout for x in t.teacher.head.lora],
         )
         for c, t in objective.parts
@@ -220,13 +243,38 @@ def of_objective(objective: Objective, options: Options) -> dict[str, Any]:
         for f in fields(options)
         if not isinstance(value := getattr(options, f.name), Tensor)
     ]
-    return {"objective": str(parts), "options": str(chosen)}
+    return {
+        "objective": str(parts),
+        "options": str(chosen),
+        "values of options": [t.to(device) for t in (torch.zeros(0), *tensors)],
+    }
+
+
+def _spelt(value: Any, tensors: list[Tensor]) -> str:
+    """What says the same of equal values on all ranks: `repr` leaves values of a tensor out, and
+    shows where in memory a function lies. Tensors are added to `tensors`."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return f"{value.dtype}{tuple(value.shape)}"
+    if isinstance(value, functools.partial):
+        return _spelt((value.func, value.args, value.keywords), tensors)
+    if isinstance(value, MethodType):
+        return _spelt((value.__func__, value.__self__), tensors)
+    if isinstance(value, dict):
+        value = tuple(value.items())
+    if isinstance(value, tuple | list):
+        return f"({', '.join(_spelt(x, tensors) for x in value)})"
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    if type(value).__repr__ is object.__repr__ or isinstance(value, distributed.ProcessGroup):
+        return type(value).__qualname__
+    return repr(value)
 
 
 def linear_facts(
     hidden: Tensor, head: Head, batch: Batch, objective: Objective, options: Options
 ) -> Facts:
-    enabled = torch.is_grad_enabled()
+    enabled, spread = torch.is_grad_enabled(), options.sequence_parallel
     trained = any(t.requires_grad for name, t in head._tensors() if not name.endswith(".a"))
     own = {
         "rows": head.weight.shape[0],
@@ -234,7 +282,10 @@ def linear_facts(
         "weight_gradient": enabled and trained,
         "teacher_columns": _teacher_columns(batch),
     }
-    same = {**of_head(head, hidden), **of_batch(batch), **of_objective(objective, options)}
+    same = {**of_head(head, hidden, batch.targets if not spread else None), **of_batch(batch)}
+    if spread:  # each rank has its own
+        del same["hidden"]
+    same |= of_objective(objective, options, batch.targets.device)
     return Facts(same, own)
 
 
@@ -257,7 +308,7 @@ def given_facts(
         ),
         "temperature": [temperature] if per_token else [],
         **of_batch(batch),
-        **of_objective(objective, options),
+        **of_objective(objective, options, batch.targets.device),
     }
     own = {
         "rows": logits.shape[-1],

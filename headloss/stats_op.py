@@ -15,6 +15,7 @@ from torch import Tensor
 from . import kernels
 from .autograd import refuse_second_derivatives
 from .batch import IGNORE, Batch
+from .checks import check_eager
 from .head import Head, autocast_dtype, check_head
 from .kernels.transform import Transform
 from .logits import NO_GRADIENT, LinearLogits, Wants
@@ -53,11 +54,20 @@ def head_stats(
         ValueError, TypeError: as `head_loss`.
     """
     check_head(head)
+    check_eager("head_stats", hidden, head.weight)
     head = local_head(head)
     compute = autocast_dtype(hidden)
 
     def check() -> None:
         head.validate(hidden, compute_dtype=compute)
+        if not isinstance(targets, Tensor):
+            more = ": batch.targets" if isinstance(targets, Batch) else ""
+            got = type(targets).__name__
+            raise TypeError(f"targets: got {got}, want an int64 tensor [..]{more}")
+        if targets.device != hidden.device:
+            raise ValueError(
+                f"targets: got device {targets.device}, want that of hidden, {hidden.device}"
+            )
         if targets.shape != hidden.shape[:-1]:
             raise ValueError(
                 f"targets: got shape {tuple(targets.shape)}, want hidden's "

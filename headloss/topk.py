@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .checks import check_eager
 from .head import Head, autocast_dtype, check_head
 from .kernels.interface import Forward
 from .kernels.transform import Transform
@@ -47,6 +48,7 @@ def head_topk(
     """
     options = options or Options()
     check_head(head)
+    check_eager("head_topk")
     head = local_head(head)
     compute = autocast_dtype(hidden)
     check = functools.partial(head.validate, hidden, compute_dtype=compute)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -70,17 +71,25 @@ def cispo(
 
         -sg(clip(r, 1 - epsilon_low, 1 + epsilon_high)) A log p_y
 
-    MiniMax 2025 (MiniMax-M1), arXiv:2506.13585. Some libraries call the cap itself, 1 +
-    epsilon_high, by the name of epsilon_high. The log of r, at any level, is clamped to [-20, 20].
+    MiniMax 2025 (MiniMax-M1), arXiv:2506.13585. TRL and headloss.rl.CISPOConfig call the cap
+    itself, 1 + epsilon_high, by the name of epsilon_high: their 1.28 is 0.28 here. The
+    log of r, at any level, is clamped to [-20, 20].
 
     Args:
-        epsilon_high: the cap's distance from 1, >= 0.
+        epsilon_high: the cap's distance from 1, >= 0; a value between 1 and 1.5 gets a warning, as
+            it is more likely meant as the cap.
         epsilon_low: the lower bound's distance from 1, >= 0; None for no lower bound.
         importance_sampling_level: "token", "sequence" or "sequence_token"; see `importance`.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
     """
     non_negative(epsilon_high=epsilon_high)
+    if 1 < epsilon_high <= 1.5:
+        warnings.warn(
+            f"cispo: epsilon_high: got {epsilon_high}, a cap of {1 + epsilon_high:g}: it is the "
+            f"distance from 1; TRL's {epsilon_high} is {epsilon_high - 1:.4g} here",
+            stacklevel=4,
+        )
     if epsilon_low is not None:
         non_negative(epsilon_low=epsilon_low)
     scope, _ = scope_and_per(importance_sampling_level)

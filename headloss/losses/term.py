@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ..metrics import Observed
+from ..metrics import Observed, checked
 from ..reduction import Reduction, as_reduction, sequence_mean, token_mean
 from ..stats import Slope, Statistics
+from .identity import Given, alike, leaves_of
 
 if TYPE_CHECKING:
     from ..packing import PackedBatch
@@ -116,6 +117,12 @@ class Term(_Arithmetic):
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options)
         return f"{self.name}({options})"
+
+    def __eq__(self, other: object) -> bool:
+        return alike(vars(self), vars(other)) if isinstance(other, Term) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.name, *(o for o in self.options if type(o[1]) in (float, int, str))))
 
     def _objective(self) -> Objective:
         return Objective(((1.0, self),))
@@ -223,6 +230,12 @@ class Objective(_Arithmetic):
     def _objective(self) -> Objective:
         return self
 
+    def __eq__(self, other: object) -> bool:
+        return self.parts == other.parts if isinstance(other, Objective) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.parts)
+
     def __repr__(self) -> str:
         return " + ".join(f"{c:g} * {term!r}" for c, term in self.parts)
 
@@ -277,6 +290,8 @@ def term(
         raise ValueError(f'per: got {per!r}, want "token" or "segment"')
     if per == "segment" and scope == "token":
         raise ValueError('scope: got "token" with per="segment", want "segment" or "batch"')
+    if observe is not None and not callable(observe):
+        raise TypeError(f"observe: got {type(observe).__name__}, want a function")
     default = sequence_mean if scope == "segment" else token_mean
 
     def decorate(f: Callable[..., Tensor]) -> Callable[..., Term]:
@@ -285,9 +300,11 @@ def term(
         @functools.wraps(f)
         def factory(**options: Any) -> Term:
             signature.bind(None, None, **options)  # a TypeError that names a wrong option
+            given = Given(f, **options)
+            given.factory = factory
             return Term(
                 name=name or f.__name__,
-                function=functools.partial(f, **options),
+                function=given,
                 scope=scope,
                 per=per,
                 reduction=default if reduction is None else as_reduction(reduction),
@@ -359,7 +376,7 @@ def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = Tru
         TRACING.reset(token)
     own = {id(leaf): name for name, leaf in stats.tensors().items()}
     own |= {id(leaf): "divergences" for leaf in stats.divergences.values()}
-    leaves = list(_leaves(values))
+    leaves = list(leaves_of(values))
     for leaf in leaves:
         if id(leaf) not in own:
             raise ValueError(
@@ -378,21 +395,6 @@ def _trial(term: Term, stats: Any, batch: Any, observe: bool) -> Tensor:
         with torch.no_grad():
             for source in (term, *term.modifiers):
                 if source.observe is not None:
-                    source.observe(stats, batch)
+                    found = source.observe(stats, batch)
+                    checked(source.name, found, len(batch), batch.segments.count)
     return values
-
-
-def _leaves(values: Tensor) -> Iterator[Tensor]:
-    """The leaf tensors that a value was computed from, where they require a gradient."""
-    stack, seen = [values.grad_fn], set()
-    if values.requires_grad and values.grad_fn is None:
-        yield values
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)  # of a node that accumulates into a leaf
-        if leaf is not None:
-            yield leaf
-        stack += [parent for parent, _ in node.next_functions]

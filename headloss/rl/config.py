@@ -48,7 +48,18 @@ class CISPOConfig(GRPOConfig):
     """The capped weight of a token takes no gradient away."""
 
     loss_type: str = _option("cispo", "How tokens are weighted and averaged.")
-    epsilon_high: float | None = _option(1.28, "The cap of the ratio.")
+    epsilon_high: float | None = _option(
+        1.28, "The cap of the ratio itself, >= 1; headloss.cispo takes its distance from 1."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        cap = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        if cap < 1:
+            raise ValueError(
+                f"epsilon_high: got {cap}, want the cap of the ratio itself, >= 1, as TRL has it "
+                "(1.28 where headloss.cispo takes the distance from 1, 0.28)"
+            )
 
 
 @dataclass

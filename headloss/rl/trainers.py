@@ -13,6 +13,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from .. import losses
 from ..integrations.trl import GRPOTrainer, Switches
+from ..integrations.trl.forward import require
 from ..integrations.trl.grpo_objective import completion_mask, tokens_of_the_step
 from ..losses import Term
 from .advantages import discounted, generalised, leave_one_out, normalised, rewards_at_tokens
@@ -44,6 +45,7 @@ class _Trainer(GRPOTrainer):
             use_fused_linear_logprobs=args.use_fused_linear_logprobs,
             cast_logprobs_to_fp32=args.cast_logprobs_to_fp32,
         )
+        require(GRPOTrainer, "_calculate_rewards", "_generate_and_score_completions")
         super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
 
     def advantages(self, batch: dict[str, Any], scores: Tensor) -> dict[str, Tensor]:

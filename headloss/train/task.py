@@ -313,7 +313,7 @@ def answer_in(completion: str, tag: str | None) -> str:
 
 
 def _function(name: str) -> Callable[..., list[float]]:
-    """`module:function`, from the path or the current folder."""
+    """`module:function`, from the path, or else from the current folder."""
     module, _, function = name.partition(":")
     if not module or not function:
         raise RecipeError(f"reward: got {name!r}, want module:function")

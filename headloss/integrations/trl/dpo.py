@@ -14,7 +14,7 @@ from ...losses import Objective
 from ...options import Options
 from ...segments import Segments
 from .common import Probe, record, refuse, refuse_common
-from .forward import Measured, Request, installed
+from .forward import Measured, Request, installed, require
 
 TERMS = {"sigmoid": losses.dpo, "ipo": losses.ipo}
 NOT_MODEL_INPUTS = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
@@ -36,6 +36,7 @@ class DPOTrainer(dpo_trainer.DPOTrainer):
     options: Options = Options()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        require(dpo_trainer.DPOTrainer, "_compute_loss", "compute_ref_log_probs")
         with installed(dpo_trainer):
             super().__init__(*args, **kwargs)
         stock = "use trl.DPOTrainer"

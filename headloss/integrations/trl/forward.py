@@ -269,6 +269,16 @@ def _aux_loss(model: PreTrainedModel, found: Any, kwargs: dict[str, Any]) -> Ten
 # ---------------------------------------------------------------------- inside TRL
 
 
+def require(owner: Any, *names: str) -> None:
+    """RuntimeError where TRL has no such name: what stands in its place here would never run."""
+    for name in names:
+        if not hasattr(owner, name):
+            raise RuntimeError(
+                f"{owner.__name__}.{name}: is not in the installed TRL, want trl 1.16: headloss's "
+                "own would never be called"
+            )
+
+
 class _NoLayer:
     """A class that nothing is an instance of."""
 
@@ -280,7 +290,9 @@ def installed(module: types.ModuleType, switches: Switches | None = None) -> Ite
     TRL's own fused head would leave such adapters out, so TRL refuses them; ours does not.
     """
     head = functools.partial(add_head, switches=switches)
+    require(module, "add_fused_lm_head")
     names = {"add_fused_lm_head": head, "BaseTunerLayer": _NoLayer}
+    # TRL imports the latter where PEFT is there, and looks it up only then.
     before = {name: getattr(module, name) for name in names if hasattr(module, name)}
     for name in before:
         setattr(module, name, names[name])

@@ -11,7 +11,7 @@ from trl.trainer import grpo_trainer
 from ...losses import Objective, Term
 from ...options import Options
 from .common import mode, record, refuse_common
-from .forward import Measured, Request, Switches, installed
+from .forward import Measured, Request, Switches, installed, require
 from .grpo_objective import check_settings, make_batch, make_objective, policy_term
 
 
@@ -35,6 +35,7 @@ class GRPOTrainer(grpo_trainer.GRPOTrainer):
     kl_in_reward = False  # the reference shapes the advantages, not the loss
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        require(grpo_trainer.GRPOTrainer, "_compute_loss")
         with installed(grpo_trainer, self.switches):
             super().__init__(*args, **kwargs)
         check_settings(self)

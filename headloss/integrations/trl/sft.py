@@ -13,7 +13,7 @@ from ...losses import Objective, cross_entropy
 from ...options import Options
 from ...reduction import token_mean
 from .common import Probe, per, record, refuse, refuse_common
-from .forward import Measured, Request, installed
+from .forward import Measured, Request, installed, require
 
 
 class SFTTrainer(sft_trainer.SFTTrainer):
@@ -32,6 +32,7 @@ class SFTTrainer(sft_trainer.SFTTrainer):
     options: Options = Options()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        require(sft_trainer.SFTTrainer, "compute_loss")
         with installed(sft_trainer):
             super().__init__(*args, **kwargs)
         settings: Any = self.args

@@ -1,0 +1,628 @@
+"""Random calls of the public verbs, each drawn from its seed, and plain records of what they gave.
+
+    python tests/fuzz.py --count 5000 --save old.pt      # records of the headloss that is imported
+    python tests/fuzz.py --count 5000 --compare old.pt   # and of this one beside them
+    python tests/fuzz.py --count 5000 --against FOLDER   # both: FOLDER holds another headloss/
+
+N positions, T of them scored, S segments, H hidden width, V vocabulary rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():  # before anything imports Triton
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from fuzz_bad import SPOILS
+from torch import Tensor
+
+import headloss as hl
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+SHARE_OF_BAD = 0.2
+
+# ---------------------------------------------------------------------- terms
+
+
+@hl.term
+def blend(stats, batch, a=0.3):
+    """A user's term of every statistic."""
+    return a * stats.mean_logit - stats.logp * stats.entropy + 0.1 * stats.lse
+
+
+@hl.term(scope="segment", per="segment")
+def sigmoid_of_segments(stats, batch):
+    mean = batch.segments.mean
+    return -torch.sigmoid(mean(stats.logp) + 0.1 * mean(stats.entropy)) * mean(batch.advantages)
+
+
+LEVELS = ("token", "sequence", "sequence_token")
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+CLIPPED = ("grpo", "dapo", "bnpo", "luspo")
+POLICY = (*CLIPPED, "gspo", "gspo_token", "dr_grpo", "ppo", "cispo", "reinforce", "sapo", "gmpo")
+POLICY = (*POLICY, "vespo")
+SUPERVISED = ("cross_entropy", "z_loss", "entropy", "unlikelihood", "kl", "blend", "sigmoid")
+PAIRS = ("dpo", "ipo", "simpo")
+LOGP_ONLY = (*POLICY, *PAIRS, "kl", "unlikelihood")  # what a frozen head can serve
+
+
+def options_of(name: str, rng: random.Random) -> dict[str, Any]:
+    """Random options of a term; often none."""
+    if rng.random() < 0.4:
+        return {"max_completion_length": rng.choice([3, 16.5])} if name == "dr_grpo" else {}
+    low, high = rng.choice([0.1, 0.2, 0.5]), rng.choice([0.1, 0.28, 0.7])
+    found: dict[str, Any] = {}
+    if name in (*CLIPPED, "gspo", "gspo_token", "dr_grpo", "ppo", "gmpo"):
+        found = {"epsilon_low": low, "epsilon_high": high}
+    if name in (*CLIPPED, "dr_grpo"):
+        found["delta"] = rng.choice([None, 1.5])
+    if name in (*CLIPPED, "dr_grpo", "cispo", "sapo"):
+        found["importance_sampling_level"] = rng.choice(LEVELS)
+    if name == "dr_grpo":
+        found["max_completion_length"] = 16
+    if name == "ppo":
+        found["dual_clip"] = rng.choice([None, 1.5])
+    if name == "cispo":
+        found |= {"epsilon_low": rng.choice([None, low]), "epsilon_high": high}
+    if name == "sapo":
+        found |= {"temperature_pos": 0.7, "temperature_neg": 1.3}
+    if name == "vespo":
+        found = {"k_pos": 1.5, "lambda_neg": 1.2}
+    if name == "cross_entropy":
+        found = {"label_smoothing": rng.choice([0.0, 0.1, 1.0])}
+    if name == "kl":
+        found = {"estimator": rng.choice(["k1", "k2", "k3"])}
+        found |= {"bias_corrected": rng.random() < 0.5}
+        found |= {"importance_sampling_level": rng.choice(LEVELS)}
+    if name in PAIRS:
+        found = {"beta": rng.choice([0.1, 0.5]), "label_smoothing": rng.choice([0.0, 0.2])}
+    return found
+
+
+def make_term(recipe: dict[str, Any]) -> hl.Term:
+    """A recipe's term: its function, options, modifiers, reduction, weights and subset."""
+    own = {"blend": blend, "sigmoid": sigmoid_of_segments}
+    name = recipe["name"]
+    found = (own[name] if name in own else getattr(hl, name))(**recipe["options"])
+    for modifier, arguments in recipe["modifiers"]:
+        found = getattr(found, modifier)(**arguments)
+    if recipe["over"] is not None:
+        over = recipe["over"]
+        found = found.over(hl.fixed_length(over) if isinstance(over, float) else over)
+    if recipe["weighted"]:
+        found = found.weighted("share")
+    if recipe["where"]:
+        found = found.where("kept")
+    return found
+
+
+def draw_term(name: str, rng: random.Random) -> dict[str, Any]:
+    modifiers: list[tuple[str, dict[str, Any]]] = []
+    if name in POLICY and name != "vespo" and rng.random() < 0.3:
+        given: dict[str, Any] = {"mode": rng.choice(MODES), "max": rng.choice([None, 1.5, 3.0])}
+        modifiers.append(("corrected", given | {"min": rng.choice([None, 0.5])}))
+    if name in POLICY and rng.random() < 0.15:
+        modifiers.append(("off_policy_masked", {"threshold": rng.choice([0.0, 0.2])}))
+    if rng.random() < 0.12:
+        modifiers.append(("top_entropy", rng.choice([{"quantile": 0.4}, {"threshold": 1.0}])))
+    over: Any = rng.choice(["token_mean", "sequence_mean", "sequence_sum", 7.5])
+    return {
+        "name": name,
+        "options": options_of(name, rng),
+        "modifiers": modifiers,
+        "over": over if rng.random() < 0.3 else None,
+        "weighted": rng.random() < 0.15,
+        "where": rng.random() < 0.15 and name not in PAIRS,
+    }
+
+
+# ---------------------------------------------------------------------- calls
+
+
+@dataclass(kw_only=True)
+class Call:
+    """All that a call is made of; a bad one is spoilt before anything is built of it."""
+
+    seed: int
+    verb: str = "head_loss"
+    grad: str = "train"  # "no_grad", "inference", "frozen" (head), "weight" (alone)
+    dtype: str = "float64"
+    hidden: Any = None
+    head: dict[str, Any] = field(default_factory=dict)
+    lora: tuple[Tensor, Tensor, float] | None = None
+    batch: dict[str, Any] = field(default_factory=dict)
+    segments: tuple[str, Any] | None = None
+    totals: tuple[float, float] | str | None = None
+    terms: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
+    teacher: dict[str, Any] | None = None
+    teacher_head: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+    k: Any = 1
+    inplace: bool = False
+    spoil: str | None = None
+    objective: Any = None  # in place of the terms
+
+    def __str__(self) -> str:
+        terms = [f"{c:g}*{r['name']}({r['options']})" for c, r in self.terms]
+        shape = tuple(getattr(self.batch["targets"], "shape", ()))
+        kind = self.segments and self.segments[0]
+        return (
+            f"seed {self.seed}: {self.verb} {self.grad} {self.dtype} targets {shape} {kind} "
+            f"{terms} {self.teacher} options {self.options} spoil {self.spoil}"
+        )
+
+
+def draw(seed: int, triton: bool = False) -> Call:
+    """The call of a seed, a bad one in every fifth; `triton`: on that backend, interpreted."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    bad = rng.random() < SHARE_OF_BAD and not triton
+    call = Call(seed=seed, dtype=rng.choice(["float64", "float64", "float32", "bfloat16"]))
+    if triton:
+        call.dtype = rng.choice(["float32", "bfloat16"])
+    _draw_verb(call, rng, bad)
+    shape, count = _draw_shape(call, rng, generator, bad)
+    vocabulary = _draw_head(call, rng, generator, shape)
+    unscored = _draw_targets(call, rng, generator, shape, vocabulary, bad)
+    _draw_terms(call, rng, count)
+    _draw_fields(call, rng, generator, unscored, count)
+    _draw_teacher(call, rng, generator, vocabulary, unscored)
+    _draw_options(call, rng, generator, triton)
+    if bad:
+        allowed = [name for name, spoil in SPOILS.items() if spoil.fits(call)]
+        call.spoil = rng.choice(allowed)
+    return call
+
+
+def _draw_verb(call: Call, rng: random.Random, bad: bool) -> None:
+    if bad:
+        call.verb = rng.choices(["head_loss", "head_topk", "head_stats"], [8, 1, 1])[0]
+        return
+    verbs = ["head_loss", "logits_loss", "head_stats", "head_topk"]
+    call.verb = rng.choices(verbs, [72, 14, 8, 6])[0]
+    modes = ["train", "no_grad", "inference", "frozen", "weight"]
+    call.grad = rng.choices(modes, [62, 10, 8, 13, 7])[0]
+
+
+def _draw_shape(
+    call: Call, rng: random.Random, generator: torch.Generator, bad: bool
+) -> tuple[tuple[int, ...], int]:
+    """The targets' shape, and S."""
+    layout = rng.choice(["packed", "packed", "ids", "one", "rows", "rows of ids", "cube"])
+    positions = rng.choice([0, 1, 2]) if rng.random() < 0.15 and not bad else rng.randint(4, 60)
+    if layout in ("packed", "ids"):
+        count = rng.randint(1, 8) if rng.random() < 0.5 else 2 * rng.randint(1, 4)
+        cuts = sorted(rng.randint(0, positions) for _ in range(count - 1))
+        lengths = [b - a for a, b in zip([0, *cuts], [*cuts, positions], strict=True)]
+        if layout == "packed":
+            cu = [0, *cuts, positions]
+            call.segments = rng.choice([("lengths", lengths), ("cu_seqlens", cu)])
+            return (positions,), count
+        ids = torch.arange(count).repeat_interleave(torch.tensor(lengths))
+        ids = ids[torch.randperm(positions, generator=generator)]
+        call.segments = ("ids", (ids, count))
+        return (positions,), count
+    if layout == "one":
+        return (positions,), 1
+    rows = rng.choice([1, 2, 3, 4, 6])
+    length = max(positions // rows, 1)
+    if layout == "rows":
+        call.segments = rng.choice([None, ("rows", (rows, length))])
+        return (rows, length), rows
+    if layout == "cube":
+        return (2, rows, max(length // 2, 1)), 2 * rows
+    count = rng.randint(1, 6)
+    ids = torch.randint(count, (rows, length), generator=generator)
+    call.segments = ("ids", (ids, count))
+    return (rows, length), count
+
+
+def _draw_head(
+    call: Call, rng: random.Random, generator: torch.Generator, shape: tuple[int, ...]
+) -> int:
+    """Hidden states and the head; the vocabulary that is scored."""
+    width, rows = rng.choice([8, 16, 24, 32, 7]), rng.randint(17, 300)
+    dtype, positions = DTYPES[call.dtype], math.prod(shape)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator)
+
+    scale = rng.choice([0.1, 0.5, 1.0, 2.0]) * width**-0.5
+    hidden = normal(width, positions).t() if rng.random() < 0.2 else normal(positions, width)
+    call.hidden = hidden.to(dtype).unflatten(0, shape) if positions else hidden.to(dtype)
+    call.hidden = call.hidden.reshape(*shape, width)
+    head: dict[str, Any] = {"weight": (scale * normal(rows, width)).to(dtype)}
+    if rng.random() < 0.3:
+        head["bias"] = normal(rows).to(dtype)
+    if rng.random() < 0.25:
+        head["softcap"] = rng.choice([3.0, 30.0])
+    if rng.random() < 0.25:
+        head["logit_scale"] = rng.choice([0.5, 2.0, -1.0])
+    kind = rng.random()
+    if kind < 0.2:
+        head["temperature"] = rng.choice([0.5, 1.3, 2])
+    elif kind < 0.4:
+        head["temperature"] = torch.rand(shape, generator=generator) + 0.5
+    if rng.random() < 0.25:
+        head["vocab_size"] = rng.randint(16, rows)
+    if rng.random() < 0.25:
+        rank = rng.randint(1, 4)
+        call.lora = (normal(rank, width).to(dtype), normal(rows, rank).to(dtype), 0.1)
+    call.head = head
+    if call.verb == "logits_loss":
+        call.lora = None
+        head.pop("bias", None), head.pop("vocab_size", None)
+    return head.get("vocab_size", rows)
+
+
+def _draw_targets(
+    call: Call,
+    rng: random.Random,
+    generator: torch.Generator,
+    shape: tuple[int, ...],
+    vocabulary: int,
+    bad: bool,
+) -> Tensor:
+    """Targets, and what may be poisoned where they are not scored; [..] bool, unscored."""
+    targets = torch.randint(vocabulary, shape, generator=generator)
+    share = 0.0 if bad else rng.choice([0.0, 0.0, 0.3, 0.3, 0.8, 1.0])
+    unscored = torch.rand(shape, generator=generator) < share
+    call.batch["targets"] = targets.masked_fill(unscored, -100)
+    if rng.random() < 0.5 and call.verb != "head_topk":
+        poison = rng.choice([math.nan, math.inf, -1e30])
+        call.hidden = call.hidden.masked_fill(unscored.unsqueeze(-1), poison)
+    temperature = call.head.get("temperature")
+    if isinstance(temperature, Tensor) and call.verb != "head_topk":
+        call.head["temperature"] = temperature.masked_fill(unscored, 0.0)
+    if call.segments and call.segments[0] == "ids" and rng.random() < 0.5:
+        ids, count = call.segments[1]
+        call.segments = ("ids", (ids.masked_fill(unscored, -1), count))
+    return unscored
+
+
+def _draw_terms(call: Call, rng: random.Random, count: int) -> None:
+    names = [*POLICY, *SUPERVISED, *(PAIRS if count % 2 == 0 else ())]
+    if call.grad == "frozen" and rng.random() < 0.7:
+        names = [name for name in names if name in LOGP_ONLY]
+    for _ in range(rng.choices([1, 2, 3, 4], [5, 3, 2, 1])[0]):
+        coefficient = rng.choice([1.0, 1.0, 0.3, -0.5, 2, 0.0, 1e-3])
+        call.terms.append((coefficient, draw_term(rng.choice(names), rng)))
+
+
+def _draw_fields(
+    call: Call, rng: random.Random, generator: torch.Generator, unscored: Tensor, count: int
+) -> None:
+    """Every field that terms read; one of them may be missing."""
+    shape, typical = unscored.shape, math.log(call.head["weight"].shape[0])
+
+    def logps(spread: float) -> Tensor:
+        return (spread * torch.randn(shape, generator=generator) - typical).clamp_max(0)
+
+    def either(values: Any) -> Tensor:
+        return values(shape) if rng.random() < 0.5 else values((count,))
+
+    def normal(size: Any) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    fields: dict[str, Any] = {
+        "advantages": either(normal),
+        "old_logps": hl.CURRENT if rng.random() < 0.25 else logps(0.3),
+        "ref_logps": logps(0.5),
+        "sampling_logps": logps(0.3),
+        "share": either(normal),
+        "kept": either(lambda size: torch.rand(size, generator=generator) > 0.3),
+    }
+    if rng.random() < 0.3:
+        fields["sampling_logps"] = fields["sampling_logps"].to(torch.float64)
+    if rng.random() < 0.3 and unscored.any():
+        for name in ("advantages", "old_logps", "ref_logps", "share"):
+            value = fields[name]
+            if isinstance(value, Tensor) and value.shape == shape:
+                fields[name] = value.masked_fill(unscored, math.nan)
+    if rng.random() < 0.05:
+        del fields[rng.choice(list(fields))]
+    call.batch |= fields
+    if rng.random() < 0.3:
+        call.totals = rng.choice(["of", "of", (100, 10), (37.5, 4.0)])
+
+
+def _draw_teacher(
+    call: Call, rng: random.Random, generator: torch.Generator, vocabulary: int, unscored: Tensor
+) -> None:
+    if rng.random() > 0.2 or call.verb not in ("head_loss", "logits_loss"):
+        return
+    shape, form = unscored.shape, rng.choice(["logits", "hidden", "topk"])
+    call.teacher = {
+        "divergence": rng.choice(["forward_kl", "reverse_kl", "js"]),
+        "beta": rng.choice([0.5, 0.2]),
+        "temperature": rng.choice([1.0, 1.0, 2.0]),
+    }
+    dtype = DTYPES[call.dtype]
+    raw = torch.randn(*shape, vocabulary, generator=generator)
+    if form == "logits":
+        call.batch["teacher_logits"] = raw.to(dtype)
+    elif form == "hidden":
+        call.batch["teacher_hidden"] = torch.randn(*shape, 5, generator=generator).to(dtype)
+        call.teacher_head = torch.randn(vocabulary, 5, generator=generator).to(dtype)
+    else:
+        k = rng.choice([1, 4])
+        ids = torch.rand(*shape, vocabulary, generator=generator).argsort(-1)[..., :k]
+        logps = (raw / call.teacher["temperature"]).log_softmax(-1).gather(-1, ids)
+        empty = torch.rand(*shape, k, generator=generator) < 0.1
+        call.batch["teacher_topk_ids"] = ids.masked_fill(empty, -1)
+        call.batch["teacher_topk_logps"] = logps
+
+
+def _draw_options(
+    call: Call, rng: random.Random, generator: torch.Generator, triton: bool
+) -> None:
+    chances: list[tuple[float, str, Any]] = [
+        (0.3, "schedule", lambda: rng.choice(["one_pass", "recompute", "frozen", "auto"])),
+        (0.35, "chunk_tokens", lambda: rng.choice([1, 3, 7, 16, 1000])),
+        (0.15, "memory_budget", lambda: rng.choice([1, 3000, 10**6])),
+        (0.12, "static", lambda: True),
+        (0.2, "skip_rows", lambda: False),
+        (0.15, "metrics", lambda: False),
+        (0.1, "upstream", lambda: rng.choice([1.0, 0.5, 3])),
+        (0.1, "accumulate_dtype", lambda: torch.bfloat16),
+        (0.1, "main_grad", lambda: True),
+        (0.2, "backend", lambda: "reference"),
+    ]
+    for chance, name, make in chances:
+        if rng.random() < chance:
+            call.options[name] = make()
+    trained = call.grad in ("train", "weight") and call.verb == "head_loss"
+    if "main_grad" in call.options and (not trained or call.dtype == "float64"):
+        del call.options["main_grad"]
+    if triton:
+        call.options["backend"] = "triton"
+    call.k = rng.choice([1, 2, 5, 16])
+    call.inplace = rng.random() < 0.3
+
+
+# ---------------------------------------------------------------------- running one
+
+
+@dataclass(kw_only=True)
+class Built:
+    """A call's arguments as objects of the library."""
+
+    hidden: Any
+    head: Any
+    batch: Any
+    objective: Any
+    options: Any
+    leaves: dict[str, Tensor]
+
+
+def build(call: Call) -> Built:
+    """Make everything, with leaves that require what the call's mode says."""
+    into, onto = call.grad in ("train", "frozen"), call.grad in ("train", "weight")
+    leaves: dict[str, Tensor] = {}
+
+    def leaf(name: str, value: Any, required: bool) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        value = value.detach().clone(memory_format=torch.preserve_format)
+        if required and value.is_floating_point() and call.verb != "head_topk":
+            leaves[name] = value.requires_grad_()
+        return value
+
+    hidden = leaf("hidden", call.hidden, into)
+    given = dict(call.head)
+    for name in ("weight", "bias"):
+        if name in given:
+            given[name] = leaf(name, given[name], onto)
+    if call.lora is not None:
+        a, b, scaling = call.lora
+        a, b = leaf("lora0.a", a, onto), leaf("lora0.b", b, onto)
+        given["lora"] = (hl.Lora(a=a, b=b, scaling=scaling),)
+    head = hl.Head(**given)
+    segments: Any = None
+    if call.segments is not None:
+        kind, value = call.segments
+        if kind == "lengths":
+            segments = hl.Segments.from_lengths(value)
+        elif kind == "cu_seqlens":
+            segments = hl.Segments.from_cu_seqlens(torch.tensor(value))
+        elif kind == "ids":
+            segments = hl.Segments.from_ids(value[0], count=value[1])
+        else:
+            segments = hl.Segments.rows(*value) if kind == "rows" else value
+    batch: Any = hl.Batch(segments=segments, **call.batch)
+    if call.totals is not None:
+        totals = hl.Totals.of(batch) if call.totals == "of" else call.totals
+        totals = hl.Totals(*totals) if isinstance(totals, tuple) else totals
+        batch = hl.Batch(segments=segments, totals=totals, **call.batch)
+    terms = [coefficient * make_term(recipe) for coefficient, recipe in call.terms]
+    if call.teacher is not None:
+        other = None if call.teacher_head is None else hl.Head(call.teacher_head)
+        terms.append(0.7 * hl.distillation(teacher_head=other, **call.teacher))
+    objective = sum(terms) if call.objective is None else call.objective
+    given = dict(call.options)
+    if given.get("main_grad") is True:
+        given["main_grad"] = torch.ones(call.head["weight"].shape)
+    return Built(
+        hidden=hidden,
+        head=head,
+        batch=batch,
+        objective=objective,
+        options=hl.Options(**given),
+        leaves=leaves,
+    )
+
+
+def run(call: Call) -> dict[str, Any]:
+    """The plain record of a call: what it gave, or the error's type and text."""
+    if call.spoil is not None:
+        SPOILS[call.spoil].apply(call)
+    record: dict[str, Any] = {"call": str(call), "spoil": call.spoil, "dtype": call.dtype}
+    try:
+        record |= _run(call, build(call))
+    except Exception as error:
+        record["error"] = f"{type(error).__name__}: {error}"
+        record["kind"] = type(error)
+    return record
+
+
+def _run(call: Call, built: Built) -> dict[str, Any]:
+    with torch.set_grad_enabled(call.grad not in ("no_grad", "inference")):
+        with torch.inference_mode(call.grad == "inference"):
+            if call.verb == "head_topk":
+                k = min(call.k, 16) if isinstance(call.k, int) else call.k
+                return {"topk": tuple(hl.head_topk(built.hidden, built.head, k))}
+            if call.verb == "head_stats":
+                found = hl.head_stats(built.hidden, built.head, built.batch.targets)
+                loss = (found.logp + 0.3 * found.entropy - 0.1 * found.lse).sum()
+                rest = {"logps": found.logp, "entropies": found.entropy, "lse": found.lse}
+                return _with_gradients(call, built, loss, rest)
+            if call.verb == "logits_loss":
+                out = _logits_loss(call, built)
+            else:
+                out = hl.head_loss(*_arguments(built))
+    rest = {
+        "terms": dict(out.terms),
+        "metrics": out.metrics.compute(),
+        "logps": out.logps,
+        "entropies": out.entropies,
+        "schedule": str(out.plan).split()[1].rstrip(":"),
+    }
+    return _with_gradients(call, built, out.loss, rest)
+
+
+def _arguments(built: Built) -> tuple[Any, ...]:
+    return built.hidden, built.head, built.batch, built.objective, built.options
+
+
+def logits_of(call: Call) -> Tensor:
+    """[.., V], the raw logits that a call of `logits_loss` is given."""
+    return call.hidden.float() @ call.head["weight"].float().t()
+
+
+def _logits_loss(call: Call, built: Built) -> Any:
+    logits = logits_of(call).to(DTYPES[call.dtype])
+    built.leaves.clear()
+    if call.grad in ("train", "frozen", "weight"):
+        built.leaves["hidden"] = logits.requires_grad_()
+        logits = logits * 1  # a leaf may not be overwritten
+    names = ("temperature", "softcap", "logit_scale")
+    given = {name: call.head[name] for name in names if name in call.head}
+    return hl.logits_loss(
+        logits, built.batch, built.objective, inplace=call.inplace, options=built.options, **given
+    )
+
+
+def _with_gradients(call: Call, built: Built, loss: Tensor, rest: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"loss": loss.detach().clone(), **rest}
+    gradients: dict[str, Tensor] = {}
+    if built.leaves and call.grad in ("train", "frozen", "weight"):
+        upstream = 1.7 if call.options.get("upstream") is None else call.options["upstream"]
+        loss.backward(torch.full_like(loss, upstream))
+        found["upstream"] = upstream
+        gradients = {n: t.grad for n, t in built.leaves.items() if t.grad is not None}
+        if built.options.main_grad is not None:
+            gradients["weight"] = built.options.main_grad - 1
+    found["gradients"] = gradients
+    return found
+
+
+# ---------------------------------------------------------------------- two versions
+
+
+def difference(a: Any, b: Any, tolerance: float) -> str:
+    """Where two records differ, "" if nowhere: errors by type and text, numbers by their norm."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return f"{a.dtype}{tuple(a.shape)} is {b.dtype}{tuple(b.shape)}"
+        a, b = a.double().nan_to_num(7e33), b.double().nan_to_num(7e33)
+        off = float((a - b).norm()) / max(float(a.norm()), 1e-6) if a.numel() else 0.0
+        return "" if off <= tolerance else f"off by {off:.2g}"
+    if isinstance(a, float) and isinstance(b, float):
+        same = a == b or (a != a and b != b) or abs(a - b) <= tolerance * max(abs(a), 1e-3)
+        return "" if same else f"{a} is {b}"
+    if isinstance(a, dict) and isinstance(b, dict):
+        if a.keys() != b.keys():
+            return f"{sorted(map(str, a.keys() ^ b.keys()))} only in one"
+        found = ((key, difference(a[key], b[key], tolerance)) for key in a)
+        return next((f"{key}: {what}" for key, what in found if what), "")
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        found = (difference(x, y, tolerance) for x, y in zip(a, b, strict=True))
+        return next((what for what in found if what), "")
+    return "" if a == b else f"{a!r} is {b!r}"
+
+
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
+PLANNED = ("schedule",)  # may change between versions
+
+
+def compare(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[str]:
+    """What differs between the records of two versions."""
+    found = []
+    for a, b in zip(old, new, strict=True):
+        a, b = ({k: v for k, v in r.items() if k not in PLANNED} for r in (a, b))
+        if what := difference(a, b, TOLERANCES[a["dtype"]]):
+            found.append(f"{a['call']}\n    {what}")
+    return found
+
+
+def records(first: int, count: int) -> list[dict[str, Any]]:
+    return [run(draw(seed)) for seed in range(first, first + count)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--count", type=int, default=5000)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--compare", type=Path)
+    parser.add_argument("--against", type=Path, help="the folder that holds another headloss/")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.against is not None:
+        return _against(given)
+    new = records(given.first, given.count)
+    print(f"{hl.__file__}: {len(new)} calls")
+    for name, number in sorted(Counter(r.get("error", "no").split(":")[0] for r in new).items()):
+        print(f"    {number:6d} {name}")
+    if given.save is not None:
+        beside = given.save.with_suffix(".part")
+        torch.save(new, beside)
+        beside.rename(given.save)
+    if given.compare is None:
+        return 0
+    found = compare(torch.load(given.compare, weights_only=False), new)
+    print(*found[:20], f"{len(found)} of {len(new)} calls differ", sep="\n")
+    return int(bool(found))
+
+
+def _against(given: argparse.Namespace) -> int:
+    """The other version runs in a process of its own, with the same generator."""
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / "other.pt"
+        same = [__file__, "--first", str(given.first), "--count", str(given.count)]
+        for path, way in ((given.against, "--save"), (Path(hl.__file__).parents[1], "--compare")):
+            paths = f"{path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+            environment = {**os.environ, "PYTHONPATH": paths}
+            ran = subprocess.run(
+                [sys.executable, *same, way, str(saved)], env=environment, check=False
+            )
+            if ran.returncode:
+                return ran.returncode
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

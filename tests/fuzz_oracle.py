@@ -1,0 +1,176 @@
+"""What is wrong with the record of a random call: against float64 through plain logits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import fuzz
+import torch
+from fuzz_bad import SPOILS
+from torch import Tensor
+
+import headloss as hl
+from headloss.testing import Plain, plain
+
+# What a random call may be refused for: by name, and before any work.
+REFUSALS = (
+    r"term \w+: reads batch\.\w+, which was not given",
+    r"term \w+: is restricted to batch\.kept, which was not given",
+    r"totals: have no count for field 'kept'",
+    r"schedule: ",
+    r"static: ",
+    r"segments: got \d+, want a multiple of 2",
+    r"main_grad: ",
+    r"objective: .* has no gradient with respect to any statistic",
+)
+# Of the statistics and the loss, which are float32 at least; and of gradients.
+STATISTICS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-4}
+GRADIENTS = {"float64": 1e-8, "float32": 1e-3, "bfloat16": 3e-2}
+
+
+def complaints(call: fuzz.Call, record: dict[str, Any]) -> list[str]:
+    """What is wrong; nothing for a call that gave what it should."""
+    if call.spoil is not None or "error" in record:
+        return _of_error(call, record)
+    if call.verb == "head_topk":
+        return _of_topk(call, *record["topk"])
+    return [*_of_values(call, record), *_of_form(call, record)]
+
+
+def _of_error(call: fuzz.Call, record: dict[str, Any]) -> list[str]:
+    error = record.get("error")
+    if error is None:
+        return [f"was accepted, want an error that says {SPOILS[call.spoil or ''].says!r}"]
+    if record["kind"] not in (ValueError, TypeError):
+        return [f"unnamed: {error}"]
+    text = error.partition(": ")[2]
+    wanted = REFUSALS if call.spoil is None else (SPOILS[call.spoil].says,)
+    if not any(re.search(pattern, text) for pattern in wanted):
+        return [f"says {error!r}, want {wanted}"]
+    return []
+
+
+# ---------------------------------------------------------------------- values
+
+
+def _sum_of_all(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
+    return torch.ones_like(lengths)
+
+
+@hl.term(reduction=hl.Reduction("sum", _sum_of_all))
+def of_statistics(stats, batch):
+    """What the foreign loss on `head_stats` is."""
+    return stats.logp + 0.3 * stats.entropy - 0.1 * stats.lse
+
+
+def _oracle(call: fuzz.Call, built: fuzz.Built, mode: Any, upstream: float) -> Plain:
+    hidden, head, objective = built.hidden, built.head, built.objective
+    if call.verb == "head_stats":
+        objective = of_statistics()
+    if call.verb == "logits_loss":
+        hidden = fuzz.logits_of(call).to(fuzz.DTYPES[call.dtype]).requires_grad_()
+        identity = torch.eye(hidden.shape[-1], dtype=hidden.dtype)
+        head = replace(head, weight=identity, bias=None, lora=(), vocab_size=None)
+    return plain(hidden, head, built.batch, objective, mode, upstream)
+
+
+def _off(value: Tensor, oracle: Tensor, floor: float = 0.0) -> float:
+    """Norm of the difference over the norm of the oracle; infinite for a value that is not."""
+    value, oracle = value.detach().double(), oracle.double()
+    if not value.isfinite().all() and oracle.isfinite().all():
+        return float("inf")
+    away = float((value - oracle).norm())
+    return away / max(float(oracle.norm()), floor, 1e-30) if away else 0.0
+
+
+def _of_values(call: fuzz.Call, record: dict[str, Any]) -> list[str]:
+    upstream = record.get("upstream", 1.0)
+    built = fuzz.build(call)
+    oracle = _oracle(call, built, "float64", upstream)
+    tight, loose = STATISTICS[call.dtype], GRADIENTS[call.dtype]
+    found = []
+
+    def check(name: str, off: float, allowed: float, yardstick: Any = None) -> None:
+        # A yardstick only where it is needed: plain PyTorch in the inputs' own dtype.
+        if off > allowed and (yardstick is None or not off <= 5 * yardstick() + allowed):
+            found.append(f"{name}: off by {off:.2g}, want {allowed:g}")
+
+    def other(mode: str) -> Plain:
+        return _oracle(call, fuzz.build(call), mode, upstream)
+
+    for name in ("logps", "entropies"):
+        if record[name] is not None:
+            check(name, _off(record[name], getattr(oracle, name), 1e-3), tight)
+    terms = record.get("terms", {})
+    if terms and list(terms) != list(oracle.terms):
+        found.append(f"terms: got {list(terms)}, want {list(oracle.terms)}")
+    for name, value in terms.items():
+        want = oracle.terms[name]
+        check(f"terms[{name}]", _off(value, want, 0.1), tight, lambda n=name, w=want: _off(
+            other("float32").terms[n], w, 0.1))
+    size = sum(abs(c) for c, _ in built.objective.parts) * max(
+        (abs(float(v)) for v in oracle.terms.values()), default=0.0
+    )
+    check("loss", _off(record["loss"], oracle.loss, max(size, 0.1)), tight, lambda: _off(
+        other("float32").loss, oracle.loss, max(size, 0.1)))
+    for name, value in record["gradients"].items():
+        want = oracle.gradients[name]
+        allowed = max(loose, 3e-2) if "accumulate_dtype" in call.options else loose
+        check(f"gradients[{name}]", _off(value, want, 1e-4), allowed, lambda n=name, w=want: _off(
+            other("input").gradients[n], w, 1e-4))
+    expected = set(oracle.gradients) if "upstream" in record else set()
+    if set(record["gradients"]) != expected:
+        found.append(f"gradients: got {sorted(record['gradients'])}, want {sorted(expected)}")
+    return found
+
+
+def _of_form(call: fuzz.Call, record: dict[str, Any]) -> list[str]:
+    """What holds of every call, whatever its numbers."""
+    found = []
+    targets = call.batch["targets"]
+    unscored = targets == -100
+    wide = torch.float64 if call.dtype == "float64" else torch.float32
+    for name in ("loss", "logps", "entropies"):
+        value = record[name]
+        if value is not None and value.dtype != wide:
+            found.append(f"{name}: got {value.dtype}, want {wide}")
+        if name != "loss" and value is not None and value[unscored].any():
+            found.append(f"{name}: not 0 where nothing is scored")
+    gradient = record["gradients"].get("hidden")
+    if gradient is not None and gradient[unscored].any():  # NaN is not 0 either
+        found.append("gradients[hidden]: not 0 where nothing is scored")
+    for name, value in record["gradients"].items():
+        own = torch.float32 if name == "weight" and "main_grad" in call.options else None
+        if value.dtype != (own or fuzz.DTYPES[call.dtype]):
+            found.append(f"gradients[{name}]: got {value.dtype}")
+    metrics = record.get("metrics", {})
+    if (not metrics) != (call.verb == "head_stats" or call.options.get("metrics") is False):
+        found.append(f"metrics: got {sorted(metrics)}")
+    if metrics:
+        scored = int((~unscored).sum())
+        if metrics["tokens"] != scored:
+            found.append(f"metrics: got {metrics['tokens']} tokens, want {scored}")
+        entropies = record["entropies"]
+        mean = float(entropies.sum(dtype=torch.float64)) / scored if scored else 0.0
+        if scored and abs(metrics["entropy"] - mean) > 1e-5 * (1 + mean):
+            found.append(f"metrics: got an entropy of {metrics['entropy']}, want {mean}")
+    return found
+
+
+def _of_topk(call: fuzz.Call, ids: Tensor, logps: Tensor) -> list[str]:
+    built, k = fuzz.build(call), min(call.k, 16)
+    head = built.head
+    doubled = {"weight": head.weight.double(), "bias": head.bias}
+    if head.bias is not None:
+        doubled["bias"] = head.bias.double()
+    doubled["lora"] = tuple(replace(x, a=x.a.double(), b=x.b.double()) for x in head.lora)
+    want = replace(head, **doubled).logits(built.hidden.double()).log_softmax(-1)
+    best = want.topk(k, -1).values
+    tight = STATISTICS[call.dtype]
+    offs = {"logps": _off(logps, best, 1e-3), "ids": _off(want.gather(-1, ids), best, 1e-3)}
+    found = [f"topk {name}: off by {off:.2g}" for name, off in offs.items() if off > tight]
+    if ids.dtype != torch.int64 or bool((ids.sort(-1).values.diff() == 0).any()):
+        found.append("topk: ids are not distinct int64")
+    return found

@@ -1,0 +1,209 @@
+"""What ranks compare: calls that differ on one rank in a place that is easily overlooked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from parallel_cases import groups
+from torch import Tensor, distributed
+
+import headloss as hl
+
+T, H, V = 7, 4, 5  # rows per rank
+
+
+def scale(stats, batch, factor=None, how=None):
+    found = -stats.logp if how is None else how(stats.logp)
+    return found if factor is None else found * factor.sum()
+
+
+scaled = hl.term(scale)
+
+
+class Negative:
+    """A function as a class writes it, with no name of its own."""
+
+    def __call__(self, logp: Tensor) -> Tensor:
+        return -logp
+
+
+def last() -> bool:
+    return distributed.get_rank() == distributed.get_world_size() - 1
+
+
+def given(over: str, **changed: Any) -> Callable[[], hl.Output]:
+    """A call that is right, but for what a case changes."""
+    generator = torch.Generator().manual_seed(0)
+    _, group = groups(1, distributed.get_world_size())
+    hidden = torch.randn(T, H, generator=generator)
+    advantages = torch.randn(2, generator=generator)
+    fields = {"advantages": advantages, "old_logps": torch.full((T,), -1.0)}
+    segments = hl.Segments.from_lengths([4, 3])
+    if over == "segments":
+        segments = hl.Segments.from_ids(segments.ids, count=2, group=group)
+    targets = torch.arange(T) % V
+    targets[1] = -100
+    known = {
+        "hidden": hidden,
+        "fields": fields,
+        "objective": hl.gspo(),
+        "targets": targets,
+        "verb": "head_loss",
+    }
+    known |= {name: change(known.get(name)) for name, change in changed.items()}
+    head = hl.Head(torch.ones(V, H), vocab_group=group if over == "vocabulary" else None)
+    if known["verb"] == "head_stats":
+        return lambda: hl.head_stats(known["hidden"], head, known["targets"])  # type: ignore[return-value]
+    if known["verb"] == "head_topk":
+        return lambda: hl.head_topk(known["hidden"], head, 2)  # type: ignore[return-value]
+    batch = hl.Batch(known["targets"], segments, **known["fields"])
+    return lambda: hl.head_loss(known["hidden"], head, batch, known["objective"])
+
+
+def only_last(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: change(value) if last() else value
+
+
+def one_value(hidden: Tensor) -> Tensor:
+    return hidden + 1e-3
+
+
+def poisoned(hidden: Tensor) -> Tensor:
+    """Other values where nothing is scored."""
+    hidden = hidden.clone()
+    hidden[1] = float("nan")
+    return hidden
+
+
+def middle(on_last: float) -> Callable[[Any], Any]:
+    """A term with a tensor of 5000 values, of which one, in the middle, is the rank's own."""
+
+    def change(_: Any) -> Any:
+        values = torch.zeros(5000)
+        values[2500] = on_last if last() else 1.0
+        return scaled(factor=values)
+
+    return change
+
+
+def with_function(on_last: Any, otherwise: Any) -> Callable[[Any], Any]:
+    return lambda _: scaled(how=on_last() if last() else otherwise())
+
+
+def corrected(maximum: float) -> Callable[[Any], Any]:
+    return lambda _: hl.reinforce().corrected("token_truncate", max=maximum if last() else 2.0)
+
+
+def local() -> Callable[[Tensor], Tensor]:
+    """Another function object on every rank, of one name."""
+
+    def negative(logp: Tensor) -> Tensor:
+        return -logp
+
+    return negative
+
+
+def sampled(fields: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**fields, "sampling_logps": torch.full((T,), -1.0)}
+
+
+def other_advantages(fields: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**fields, "advantages": fields["advantages"] * torch.tensor([1.0, -1.0])}
+
+
+def other_field(fields: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**fields, "share": torch.tensor([1, 2 + last()])}
+
+
+def per_token(fields: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Values per token are each rank's own."""
+    return {**fields, "advantages": torch.full((T,), float(distributed.get_rank()))}
+
+
+# (over, what differs, the error or "" where there must be none)
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "hidden": ("vocabulary", {"hidden": only_last(one_value)}, "hidden: differs between the ranks"),
+    "hidden, head_stats": (
+        "vocabulary",
+        {"hidden": only_last(one_value), "verb": lambda _: "head_stats"},
+        "hidden: differs between the ranks",
+    ),
+    "hidden, head_topk": (
+        "vocabulary",
+        {"hidden": only_last(one_value), "verb": lambda _: "head_topk"},
+        "hidden: differs between the ranks",
+    ),
+    "hidden where nothing is scored": ("vocabulary", {"hidden": only_last(poisoned)}, ""),
+    "hidden where nothing is scored, head_stats": (
+        "vocabulary",
+        {"hidden": only_last(poisoned), "verb": lambda _: "head_stats"},
+        "",
+    ),
+    "advantages of segments": (
+        "segments",
+        {"fields": only_last(other_advantages)},
+        "advantages: its values per segment differ between the ranks of segments.group",
+    ),
+    "a field of segments": ("segments", {"fields": other_field}, "share: its values per segment"),
+    "advantages per token": ("segments", {"fields": per_token}, ""),
+    **{
+        f"{name}, {over}": (over, change, error)
+        for over in ("vocabulary", "segments")
+        for name, change, error in (
+            ("a tensor's middle", {"objective": middle(2.0)}, "values of options: differs"),
+            ("equal tensors", {"objective": middle(1.0)}, ""),
+            ("equal functions", {"objective": with_function(local, local)}, ""),
+            ("equal objects", {"objective": with_function(Negative, Negative)}, ""),
+            ("functions", {"objective": with_function(local, Negative)}, "objective: differs"),
+            ("equal modifiers", {"objective": corrected(2.0), "fields": sampled}, ""),
+            ("modifiers", {"objective": corrected(3.0), "fields": sampled}, "objective: differs"),
+        )
+    },
+}
+
+
+def compared(name: str) -> str:
+    """The error of a case on this rank, "" if there was none; then a call that is right works."""
+    over, changed, _ = CASES[name]
+    found = ""
+    try:
+        given(over, **changed)()
+    except ValueError as error:
+        found = str(error)
+    assert given(over)().loss.isfinite()
+    return found
+
+
+def captured() -> str:
+    """A CUDA graph's capture on a shard, without a call that warmed up, and after one."""
+    _, group = groups(1, distributed.get_world_size())
+    head = hl.Head(torch.ones(V, H), vocab_group=group)
+    batch = hl.Batch(torch.arange(T) % V)
+    options = hl.Options(static=True)
+    before = torch.cuda.is_initialized, torch.cuda.is_current_stream_capturing
+
+    def capturing(yes: bool) -> None:
+        torch.cuda.is_initialized, torch.cuda.is_current_stream_capturing = before
+        if yes:
+            torch.cuda.is_initialized = torch.cuda.is_current_stream_capturing = lambda: True
+
+    def run(hidden: Tensor) -> Tensor:
+        return hl.head_loss(hidden, head, batch, hl.cross_entropy(), options).loss
+
+    found = ""
+    try:
+        capturing(True)
+        run(torch.ones(T, H))
+    except RuntimeError as error:
+        found = str(error)
+    finally:
+        capturing(False)
+    want = run(torch.ones(T, H))
+    try:
+        capturing(True)
+        assert torch.equal(run(torch.ones(T, H)), want)
+    finally:
+        capturing(False)
+    return found

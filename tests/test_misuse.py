@@ -1,0 +1,342 @@
+"""Misuse that gets one clear line: what a call does not serve is refused by name."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import headloss as hl
+
+T, H, V = 6, 4, 9
+
+
+def hidden() -> Tensor:
+    return torch.randn(T, H, requires_grad=True)
+
+
+def head(**given: Any) -> hl.Head:
+    return hl.Head(torch.randn(V, H, requires_grad=True), **given)
+
+
+def batch(**fields: Any) -> hl.Batch:
+    return hl.Batch(torch.arange(T), **fields)
+
+
+def term(function: Callable, **given: Any) -> hl.Term:
+    return hl.term(function, name="mine", **given)()
+
+
+# ---------------------------------------------------------------------- objectives
+
+
+DEAD = {
+    "detached": lambda stats, batch: stats.logp.detach(),
+    "constant": lambda stats, batch: torch.ones(len(batch)),
+    "top1": lambda stats, batch: stats.top1,
+}
+SCHEDULES = [{}, {"schedule": "one_pass"}, {"schedule": "recompute"}, {"chunk_tokens": 2}]
+
+
+@pytest.mark.parametrize("options", [*SCHEDULES, {"static": True}, {"metrics": False}], ids=str)
+@pytest.mark.parametrize("name", DEAD)
+def test_an_objective_without_gradient_is_refused_by_name(name: str, options: dict) -> None:
+    match = r"objective: 1 \* mine\(\) has no gradient with respect to any statistic"
+    with pytest.raises(ValueError, match=match):
+        hl.head_loss(hidden(), head(), batch(), term(DEAD[name]), hl.Options(**options))
+    with pytest.raises(ValueError, match=match):
+        hl.logits_loss(torch.randn(T, V, requires_grad=True), batch(), term(DEAD[name]))
+    x, w = hidden().detach(), head()
+    with torch.no_grad():  # where none is wanted there is nothing to refuse
+        out = hl.head_loss(x, w, batch(), term(DEAD[name]), hl.Options(**options))
+    stats = hl.head_stats(x, w, torch.arange(T))
+    want = {"detached": stats.logp.mean(), "constant": torch.ones(())}.get(name)
+    if want is not None:
+        torch.testing.assert_close(out.loss, want)
+
+
+@pytest.mark.parametrize("options", SCHEDULES, ids=str)
+def test_a_dead_term_beside_a_live_one(options: dict) -> None:
+    x, h, b = hidden(), head(), batch()
+    both = term(DEAD["detached"]) + hl.cross_entropy()
+    got = hl.head_loss(x, h, b, both, hl.Options(**options))
+    want = hl.head_loss(x, h, b, hl.cross_entropy(), hl.Options(**options))
+    gradients = (torch.autograd.grad(out.loss, (x, h.weight)) for out in (got, want))
+    for a, c in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, c)
+    assert float(got.loss.detach()) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("options", SCHEDULES, ids=str)
+def test_a_gradient_that_depends_on_the_batch_may_be_zero(options: dict) -> None:
+    """The trial on made-up tokens finds a gradient; on these there is none."""
+
+    def sometimes(stats, batch):
+        return stats.logp if bool((batch.advantages < 0).any()) else stats.logp.detach()
+
+    x, h, b = hidden(), head(), batch(advantages=torch.ones(T))
+    out = hl.head_loss(x, h, b, term(sometimes), hl.Options(**options))
+    out.loss.backward()
+    assert not x.grad.any() and not h.weight.grad.any()
+    torch.testing.assert_close(out.loss.detach(), out.logps.mean())
+
+
+# ---------------------------------------------------------------------- what a term observes
+
+
+def seen(values: Any = None, **given: Any) -> Callable:
+    def observe(stats, batch):
+        return {"x": hl.Observed(stats.logp if values is None else values(batch), **given)}
+
+    return observe
+
+
+WRONG: dict[str, tuple[type, Any, str]] = {
+    "float": (TypeError, lambda s, b: {"x": 1.0}, "'x': got float, want .* headloss.Observed"),
+    "mean": (
+        TypeError,
+        lambda s, b: {"x": hl.Mean(s.logp.sum(), torch.ones(()))},
+        "'x': got Mean, want .* headloss.Observed",
+    ),
+    "tensor": (TypeError, lambda s, b: {"x": s.logp}, "'x': got Tensor, want"),
+    "list": (TypeError, lambda s, b: [hl.Observed(s.logp)], "returned list, want a dict"),
+    "nothing": (TypeError, lambda s, b: None, "returned NoneType, want a dict"),
+    "number for a name": (TypeError, lambda s, b: {3: hl.Observed(s.logp)}, "3: got Observed"),
+    "kind's name": (TypeError, seen(kind="mean"), "'x': kind: got 'mean', want Mean"),
+    "kind": (TypeError, seen(kind=hl.Metrics), "'x': kind: got .*Metrics.*, want Mean"),
+    "per": (ValueError, seen(per="row"), "'x': per: got 'row', want \"token\" or \"segment\""),
+    "a number": (TypeError, seen(lambda b: 2.0), "'x': values: got .*float.*, want a tensor"),
+    "complex": (
+        TypeError,
+        seen(lambda b: torch.ones(len(b), dtype=torch.complex64)),
+        "'x': values: got torch.complex64",
+    ),
+    "0-dim": (ValueError, seen(lambda b: torch.ones(())), r"'x': values: got shape \(\), want"),
+    "columns": (ValueError, seen(lambda b: torch.ones(len(b), 2)), "'x': values: got shape"),
+    "length": (ValueError, seen(lambda b: torch.ones(len(b) + 1)), "'x': values: got shape"),
+    # what is right for the two tokens of a trial, and not for the batch
+    "a fixed length": (ValueError, seen(lambda b: torch.ones(2)), r"got shape \(2,\), want \(6,\)"),
+    "of segments": (ValueError, seen(lambda b: torch.ones(len(b)), per="segment"), "got shape"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_observe_returns_is_checked(name: str) -> None:
+    kind, observe, match = WRONG[name]
+    objective = term(lambda stats, batch: -stats.logp, observe=observe)
+    with pytest.raises(kind, match=f"term mine: observe: .*{match}|term mine: observe: {match}"):
+        hl.head_loss(hidden(), head(), batch(), objective)
+    out = hl.head_loss(hidden(), head(), batch(), objective, hl.Options(metrics=False))
+    assert out.loss.isfinite() and not out.metrics
+
+
+def test_observe_is_a_function() -> None:
+    with pytest.raises(TypeError, match="observe: got int, want a function"):
+        hl.term(observe=3)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- transforms, meta, compile
+
+
+def verbs() -> dict[str, Callable[[Tensor, Tensor], Any]]:
+    b = batch()
+    return {
+        "head_loss": lambda x, w: hl.head_loss(x, hl.Head(w), b, hl.cross_entropy()).loss,
+        "logits_loss": lambda x, w: hl.logits_loss(x @ w.T, b, hl.cross_entropy()).loss,
+        "head_stats": lambda x, w: hl.head_stats(x, hl.Head(w), b.targets).logp.sum(),
+        "head_topk": lambda x, w: hl.head_topk(x, hl.Head(w), 2).logps.sum(),
+    }
+
+
+@pytest.mark.parametrize("verb", verbs())
+def test_transforms_of_torch_func_are_refused_by_name(verb: str) -> None:
+    f, x, w = verbs()[verb], torch.randn(T, H), torch.randn(V, H)
+    transforms: dict[str, Callable[[], Any]] = {
+        "grad": lambda: torch.func.grad(f)(x, w),
+        "vjp": lambda: torch.func.vjp(f, x, w),
+        "jvp": lambda: torch.func.jvp(f, (x, w), (x, w)),
+        "jacrev": lambda: torch.func.jacrev(f)(x, w),
+        "hessian": lambda: torch.func.hessian(f)(x, w),
+        "vmap": lambda: torch.func.vmap(f, in_dims=(0, None))(x.expand(3, T, H), w),
+    }
+    for name, run in transforms.items():
+        with pytest.raises(RuntimeError, match=rf"headloss.{verb}: got called inside .*torch.func"):
+            run()
+        assert f(x, w).isfinite(), name
+
+
+@pytest.mark.parametrize("verb", ["head_loss", "logits_loss", "head_stats"])
+def test_forward_mode_is_refused_by_name(verb: str) -> None:
+    f, x, w = verbs()[verb], torch.randn(T, H), torch.randn(V, H)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(NotImplementedError, match=f"headloss.{verb}: got a dual tensor"):
+            f(dual, w)
+        assert f(x, w).isfinite()
+
+
+def test_meta_tensors_are_refused_by_name() -> None:
+    def empty(*shape: int, **given: Any) -> Tensor:
+        return torch.empty(*shape, device="meta", **given)
+
+    ids = empty(T, dtype=torch.int64)
+    x, w, b = empty(T, H), hl.Head(empty(V, H)), hl.Batch(ids)
+    static, ce = hl.Options(static=True), hl.cross_entropy()
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("head_loss", lambda: hl.head_loss(x, w, b, ce)),
+        ("head_loss", lambda: hl.head_loss(x, w, b, ce, static)),
+        ("head_loss", lambda: hl.head_loss(x, w, batch(), ce)),
+        ("logits_loss", lambda: hl.logits_loss(empty(T, V), b, ce)),
+        ("head_stats", lambda: hl.head_stats(x, w, ids)),
+        ("plan", lambda: hl.plan(x, w, b, ce)),
+    ]
+    for verb, call in calls:
+        with pytest.raises(ValueError, match=f"headloss.{verb}: got a tensor .* meta device"):
+            call()
+    mixed: list[tuple[str, Callable[[], Any]]] = [
+        ("batch: got targets on meta", lambda: hl.head_loss(hidden(), head(), b, ce)),
+        ("batch: got targets on meta", lambda: hl.head_loss(hidden(), head(), b, ce, static)),
+        ("weight: got device meta", lambda: hl.head_loss(hidden(), w, batch(), ce)),
+        ("targets: got device meta", lambda: hl.head_stats(hidden(), head(), ids)),
+    ]
+    for match, call in mixed:
+        with pytest.raises(ValueError, match=match):
+            call()
+    assert "no logits" not in str(hl.plan(x, w, batch(), ce))  # the way that is served
+
+
+def test_fullgraph_says_why_not() -> None:
+    x, w, b = torch.randn(T, H), torch.randn(V, H), batch()
+    functions = {name: f for name, f in verbs().items() if name.endswith("loss")}
+    functions["plan"] = lambda x, w: hl.plan(x, hl.Head(w), b, hl.cross_entropy()).schedule
+    for name, f in functions.items():
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=r"headloss: this verb .* breaks the graph.*head_stats"):
+            torch.compile(f, backend="eager", fullgraph=True)(x, w)
+        torch._dynamo.reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert torch.compile(f, backend="eager")(x, w) == f(x, w), name
+    torch._dynamo.reset()
+
+
+# ---------------------------------------------------------------------- head_stats, segments
+
+
+def test_targets_of_head_stats_are_a_tensor() -> None:
+    for given, got in ((batch(), "Batch, want an int64 tensor .*batch.targets"), ([1], "list")):
+        with pytest.raises(TypeError, match=f"targets: got {got}"):
+            hl.head_stats(hidden(), head(), given)  # type: ignore[arg-type]
+
+
+def test_negative_ids_are_in_no_segment() -> None:
+    segments = hl.Segments.from_ids(torch.tensor([1, -1, 0, 1, -7, 1]), count=3)
+    assert segments.lengths.tolist() == [1, 3, 0]
+    values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0], requires_grad=True)
+    assert segments.sum(values).tolist() == [4, 41, 0]
+    assert segments.mean(values).tolist() == [4, pytest.approx(41 / 3), 0]
+    weighted = segments.sum(values) * torch.tensor([2.0, 3.0, 5.0])
+    (gradient,) = torch.autograd.grad(weighted.sum(), values)
+    assert gradient.tolist() == [3, 0, 2, 3, 0, 3]
+    per_segment = torch.tensor([10.0, 20.0, 30.0], requires_grad=True)
+    assert segments.expand(per_segment).tolist() == [20, 0, 10, 20, 0, 20]
+    (gradient,) = torch.autograd.grad(segments.expand(per_segment).sum(), per_segment)
+    assert gradient.tolist() == [1, 3, 0]
+    none = hl.Segments.from_ids(torch.tensor([-1, -1]))
+    assert none.count == 0 and none.lengths.tolist() == []
+    assert none.expand(torch.zeros(0)).tolist() == [0, 0]
+
+
+def test_an_unscored_token_may_be_in_no_segment() -> None:
+    x, h = hidden(), head()
+    targets = torch.tensor([3, -100, 5, 1, -100, 2])
+    ids = torch.tensor([1, -1, 0, 1, -7, 1])
+    segments = hl.Segments.from_ids(ids, count=2)
+    given = hl.Batch(targets, segments, advantages=torch.tensor([1.0, -2.0]))
+    out = hl.head_loss(x, h, given, hl.reinforce().over("sequence_sum"))
+    logp = (x @ h.weight.T).log_softmax(-1)[torch.arange(T), targets.clamp_min(0)]
+    torch.testing.assert_close(out.loss, (-logp[2] + 2 * logp[[0, 3, 5]].sum()) / 2)
+    assert float(hl.Totals.of(given).tokens) == 4
+
+
+# ---------------------------------------------------------------------- a distance or the cap
+
+
+def test_what_can_only_be_meant_as_the_cap_of_cispo() -> None:
+    with pytest.warns(UserWarning, match=r"epsilon_high: got 1.28, .* TRL's 1.28 is 0.28 here"):
+        hl.cispo(epsilon_high=1.28)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for distance in (0.0, 0.28, 1.0, 4.0):
+            hl.cispo(epsilon_high=distance)
+
+
+def test_what_can_only_be_meant_as_a_distance_under_trl(tmp_path) -> None:
+    pytest.importorskip("trl")
+    from headloss import rl
+
+    common: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
+    for given in ({"epsilon_high": 0.28}, {"epsilon_high": None}):
+        with pytest.raises(ValueError, match=r"epsilon_high: got 0.2.*, want the cap .* >= 1"):
+            rl.CISPOConfig(**common, **given)
+    assert rl.CISPOConfig(**common).epsilon_high == 1.28
+    assert rl.CISPOConfig(**common, epsilon_high=5.0).epsilon_high == 5.0
+
+
+# ---------------------------------------------------------------------- hooks, float16, rewards
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "hook"),
+    [
+        ("grpo_trainer", "GRPOTrainer", "_compute_loss"),
+        ("dpo_trainer", "DPOTrainer", "_compute_loss"),
+        ("grpo_trainer", None, "add_fused_lm_head"),
+        ("sft_trainer", None, "add_fused_lm_head"),
+        ("dpo_trainer", None, "add_fused_lm_head"),
+    ],
+)
+def test_a_hook_that_trl_has_renamed_fails_when_built(module, name, hook, monkeypatch) -> None:
+    pytest.importorskip("trl")
+    from importlib import import_module
+
+    from headloss.integrations import trl
+
+    stock = import_module(f"trl.trainer.{module}")
+    kind = {"grpo": "GRPOTrainer", "dpo": "DPOTrainer", "sft": "SFTTrainer"}[module.split("_")[0]]
+    monkeypatch.delattr(stock if name is None else getattr(stock, name), hook)
+    owner = f"trl.trainer.{module}" if name is None else name
+    match = rf"{re.escape(owner)}.{hook}: is not in the installed TRL"
+    with pytest.raises(RuntimeError, match=match):
+        getattr(trl, kind)(model=SimpleNamespace())
+
+
+def test_a_reward_does_not_stand_for_an_installed_module(tmp_path, monkeypatch) -> None:
+    """What lies in the current folder is looked up last."""
+    pytest.importorskip("trl")
+    import sys
+
+    from headloss.train import task
+
+    (tmp_path / "colorsys.py").write_text("def rgb_to_hsv(*a, **k):\n    return 'mine'\n")
+    (tmp_path / "reward_of_this_folder.py").write_text("def score(**k):\n    return [1.0]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    assert task._function("colorsys:rgb_to_hsv")(0, 0, 0) == (0.0, 0.0, 0)
+    assert task._function("reward_of_this_folder:score")() == [1.0]
+
+
+def test_float16_says_that_its_gradient_is_a_tensor_of_its_own() -> None:
+    logits = torch.randn(T, V, dtype=torch.float16, requires_grad=True)
+    leaf = logits * 1
+    before = leaf.detach().clone()
+    hl.logits_loss(leaf, batch(), hl.cross_entropy(), inplace=True).loss.backward()
+    assert torch.equal(leaf.detach(), before)  # not overwritten
+    assert "float16" in (hl.logits_loss.__doc__ or "").partition("inplace:")[2]
