@@ -109,16 +109,17 @@ def check_member(name: str, group: Any) -> None:
 
 
 def checksums(*groups: Sequence[Tensor]) -> list[Tensor]:
-    """[1] int64 each, of the bits of some tensors, in their order and places."""
+    """[1] int64 each, of the bits of some tensors, in their order and places in their group."""
     if not groups:
         return []
     words = [[_words(tensor) for tensor in group] for group in groups]
     flat = torch.cat([word for group in words for word in group])
+    sizes = [sum(word.numel() for word in group) for group in words]
     # Sums of integers wrap and do not round. The factors follow no line: values that change places
     # would give the same sum along one.
-    factors = torch.arange(1, flat.numel() + 1, device=flat.device).mul_(MIX)
+    factors = torch.arange(1, max(sizes) + 1, device=flat.device).mul_(MIX)
     factors.bitwise_xor_(factors >> 29)
-    parts = factors.mul_(flat).split([sum(word.numel() for word in group) for group in words])
+    parts = torch.cat([factors[:size] for size in sizes]).mul_(flat).split(sizes)
     return [part.sum(0, keepdim=True) for part in parts]
 
 

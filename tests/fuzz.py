@@ -366,9 +366,7 @@ def _draw_teacher(
         call.batch["teacher_topk_logps"] = logps
 
 
-def _draw_options(
-    call: Call, rng: random.Random, generator: torch.Generator, triton: bool
-) -> None:
+def _draw_options(call: Call, rng: random.Random, generator: torch.Generator, triton: bool) -> None:
     chances: list[tuple[float, str, Any]] = [
         (0.3, "schedule", lambda: rng.choice(["one_pass", "recompute", "frozen", "auto"])),
         (0.35, "chunk_tokens", lambda: rng.choice([1, 3, 7, 16, 1000])),
@@ -479,20 +477,19 @@ def run(call: Call) -> dict[str, Any]:
 
 
 def _run(call: Call, built: Built) -> dict[str, Any]:
-    with torch.set_grad_enabled(call.grad not in ("no_grad", "inference")):
-        with torch.inference_mode(call.grad == "inference"):
-            if call.verb == "head_topk":
-                k = min(call.k, 16) if isinstance(call.k, int) else call.k
-                return {"topk": tuple(hl.head_topk(built.hidden, built.head, k))}
-            if call.verb == "head_stats":
-                found = hl.head_stats(built.hidden, built.head, built.batch.targets)
-                loss = (found.logp + 0.3 * found.entropy - 0.1 * found.lse).sum()
-                rest = {"logps": found.logp, "entropies": found.entropy, "lse": found.lse}
-                return _with_gradients(call, built, loss, rest)
-            if call.verb == "logits_loss":
-                out = _logits_loss(call, built)
-            else:
-                out = hl.head_loss(*_arguments(built))
+    if call.verb == "head_topk":
+        return {"topk": tuple(hl.head_topk(built.hidden, built.head, call.k))}
+    graph = torch.set_grad_enabled(call.grad not in ("no_grad", "inference"))
+    with graph, torch.inference_mode(call.grad == "inference"):
+        if call.verb == "head_stats":
+            found = hl.head_stats(built.hidden, built.head, built.batch.targets)
+            loss = (found.logp + 0.3 * found.entropy - 0.1 * found.lse).sum()
+            rest = {"logps": found.logp, "entropies": found.entropy, "lse": found.lse}
+            return _with_gradients(call, built, loss, rest)
+        if call.verb == "logits_loss":
+            out = _logits_loss(call, built)
+        else:
+            out = hl.head_loss(*_arguments(built))
     rest = {
         "terms": dict(out.terms),
         "metrics": out.metrics.compute(),
@@ -583,7 +580,9 @@ def records(first: int, count: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=5000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--save", type=Path)
