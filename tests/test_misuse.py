@@ -289,7 +289,7 @@ def test_what_can_only_be_meant_as_a_distance_under_trl(tmp_path) -> None:
     assert rl.CISPOConfig(**common, epsilon_high=5.0).epsilon_high == 5.0
 
 
-# ---------------------------------------------------------------------- hooks, float16, rewards
+# ---------------------------------------------------------------------- hooks, float16
 
 
 @pytest.mark.parametrize(
@@ -315,22 +315,6 @@ def test_a_hook_that_trl_has_renamed_fails_when_built(module, name, hook, monkey
     match = rf"{re.escape(owner)}.{hook}: is not in the installed TRL"
     with pytest.raises(RuntimeError, match=match):
         getattr(trl, kind)(model=SimpleNamespace())
-
-
-def test_a_reward_does_not_stand_for_an_installed_module(tmp_path, monkeypatch) -> None:
-    """What lies in the current folder is looked up last."""
-    pytest.importorskip("trl")
-    import sys
-
-    from headloss.train import task
-
-    (tmp_path / "colorsys.py").write_text("def rgb_to_hsv(*a, **k):\n    return 'mine'\n")
-    (tmp_path / "reward_of_this_folder.py").write_text("def score(**k):\n    return [1.0]\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
-    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    assert task._function("colorsys:rgb_to_hsv")(0, 0, 0) == (0.0, 0.0, 0)
-    assert task._function("reward_of_this_folder:score")() == [1.0]
 
 
 def test_float16_says_that_its_gradient_is_a_tensor_of_its_own() -> None:

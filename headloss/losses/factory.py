@@ -42,7 +42,7 @@ def factory(function: Callable[P, Term]) -> Callable[P, Term]:
         with naming(name):
             made = function(*args, **kwargs)
         options = tuple(bound.arguments.items())
-        origin = Origin((function, options), made.function, made.observe)
+        origin = Origin((make, options), made.function, made.observe)
         return replace(made, name=name, options=options, origin=origin)
 
     remembered = functools.lru_cache(maxsize=64, typed=True)(build)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from types import MethodType
@@ -16,16 +18,15 @@ class Given(functools.partial):
     """A decorated function with its options. Pickle finds a function by its name, which belongs to
     the factory that the decorator has made of it: so the factory travels in its place."""
 
-    factory: Callable[..., Any]
-
     def __reduce__(self):
-        return _given, (self.factory, self.keywords)
+        factory = getattr(sys.modules.get(self.func.__module__), self.func.__qualname__, None)
+        if factory is None or inspect.unwrap(factory) is not self.func:  # it has another name
+            return super().__reduce__()
+        return _given, (factory, self.keywords)
 
 
-def _given(factory: Any, options: dict[str, Any]) -> Given:
-    made = Given(factory.__wrapped__, **options)
-    made.factory = factory
-    return made
+def _given(factory: Callable[..., Any], options: dict[str, Any]) -> Given:
+    return Given(inspect.unwrap(factory), **options)
 
 
 def alike(a: Any, b: Any) -> bool:

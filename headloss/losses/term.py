@@ -300,11 +300,9 @@ def term(
         @functools.wraps(f)
         def factory(**options: Any) -> Term:
             signature.bind(None, None, **options)  # a TypeError that names a wrong option
-            given = Given(f, **options)
-            given.factory = factory
             return Term(
                 name=name or f.__name__,
-                function=given,
+                function=Given(f, **options),
                 scope=scope,
                 per=per,
                 reduction=default if reduction is None else as_reduction(reduction),
