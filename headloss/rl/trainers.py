@@ -13,7 +13,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from .. import losses
 from ..integrations.trl import GRPOTrainer, Switches
-from ..integrations.trl.forward import require
+from ..integrations.trl.forward import Request, require
 from ..integrations.trl.grpo_objective import completion_mask, tokens_of_the_step
 from ..losses import Term
 from .advantages import discounted, generalised, leave_one_out, normalised, rewards_at_tokens
@@ -131,7 +131,7 @@ class _TokenRewards(_Trainer):
         )
         with torch.no_grad(), checkpointing, self.accelerator.autocast():
             for i, a, y in rows:
-                out = self.model(input_ids=i, attention_mask=a, labels=y, fused_lm_head=True)
+                out: Any = Request().of(self.model, input_ids=i, attention_mask=a, labels=y)
                 found["old_per_token_logps"].append(out.log_probs[:, -columns:])
                 if out.critic is not None:
                     found["old_values"].append(out.critic[:, -columns:])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from trl.data_utils import apply_chat_template, is_conversational
 
+from ..integrations.trl.sharding import in_step, is_fsdp2
 from .task import SOLVED, Row, Task
 
 ROWS = 128  # that are generated at once
@@ -97,16 +98,23 @@ def generate(
 def _inference(trainer: Any) -> Iterator[Any]:
     model = trainer.accelerator.unwrap_model(trainer.model)
     training, cache = model.training, model.config.use_cache
+    home = model.device  # the CPU, where a model waits for FSDP to shard it
+    moves = home.type == "cpu" and not is_fsdp2(model)
     model.eval()
     model.config.use_cache = True
+    if moves:
+        model.to(trainer.accelerator.device)
     cuda = [trainer.accelerator.device] if trainer.accelerator.device.type == "cuda" else []
     try:
         with (
             torch.random.fork_rng(cuda),
             torch.no_grad(),
             trainer.accelerator.autocast(),
+            in_step(model),
         ):
             yield model
     finally:
+        if moves:
+            model.to(home)
         model.train(training)
         model.config.use_cache = cache

@@ -57,8 +57,9 @@ def mode(trainer: Any) -> str:
     return "train" if trainer.model.training else "eval"
 
 
-def record(trainer: Any, metrics: Metrics) -> None:
+def record(trainer: Any, metrics: Metrics | None) -> None:
     """Append headloss's own metrics as "headloss/..."; what was measured on nothing is left out."""
+    assert metrics is not None, "there has been no forward"
     if trainer.accelerator.num_processes > 1:
         metrics = metrics.all_reduce()
     into = trainer._metrics[mode(trainer)]

@@ -14,7 +14,8 @@ from ...losses import Objective
 from ...options import Options
 from ...segments import Segments
 from .common import Probe, record, refuse, refuse_common
-from .forward import Measured, Request, installed, require
+from .forward import Measured, Request, Unrounded, installed, require
+from .sharding import is_fsdp2
 
 TERMS = {"sigmoid": losses.dpo, "ipo": losses.ipo}
 NOT_MODEL_INPUTS = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
@@ -34,6 +35,7 @@ class DPOTrainer(dpo_trainer.DPOTrainer):
     """
 
     options: Options = Options()
+    _begun = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         require(dpo_trainer.DPOTrainer, "_compute_loss", "compute_ref_log_probs")
@@ -61,6 +63,7 @@ class DPOTrainer(dpo_trainer.DPOTrainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False
     ) -> Any:
         if not self.precompute_ref_logps:
+            self._begin(model, inputs)
             reference = self.model if self.ref_model is None else self.ref_model
             chosen, rejected = self.compute_ref_log_probs(reference, inputs)
             inputs = {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
@@ -71,7 +74,7 @@ class DPOTrainer(dpo_trainer.DPOTrainer):
         request = Request(
             batch=batch, objective=self.objective(inputs) + probe.term, options=self.options
         )
-        found = model(**forward, headloss=request)
+        found: Any = request.of(model, **forward)
         loss = found.loss
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * found.aux_loss
@@ -79,8 +82,21 @@ class DPOTrainer(dpo_trainer.DPOTrainer):
         found.mean_logits = probe.scatter("mean_logit", batch.targets.shape)
         with torch.no_grad():
             self._measure(Measured(found), inputs)
-            record(self, found.head.metrics)
+            record(self, request.metrics)
             return (loss, model(**forward)) if return_outputs else loss
+
+    def _begin(self, model: Any, inputs: dict[str, Any]) -> None:
+        """FSDP2 settles the dtypes of gradients at its first forward, by what is trainable then.
+
+        In a reference's pass adapters are frozen; so one token goes through the model before it.
+        """
+        if not self._begun and is_fsdp2(model):
+            with torch.no_grad():
+                model(input_ids=inputs["input_ids"][:1, :1])
+        self._begun = True
+
+    def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
+        return super().compute_ref_log_probs(Unrounded(model), inputs)
 
     def _measure(self, measured: Measured, inputs: dict[str, Any]) -> None:
         """TRL's own method keeps its metrics, on log-probs that are there; its loss is not used."""

@@ -4,12 +4,18 @@ B rows, L positions, C scored columns at the end of each row, H hidden width. `a
 signature of the function that TRL's trainers use for theirs, and takes its place while one of them
 is built. From then on
 
-    model(..., headloss=Request(batch, objective))   the loss, in one pass
-    model(..., labels=labels, fused_lm_head=True)    log-probs and entropies, without gradient
-    model(...)                                       the model's own forward
+    Request(batch=batch, objective=objective).of(model, ...)   the loss, in one pass
+    Request().of(model, ..., labels=labels)                    log-probs and entropies, no gradient
+    model(..., labels=labels, fused_lm_head=True)              the same, as TRL asks for them
+    model(...)                                                 the model's own forward
 
 The head is read at each call, inside the forward of whatever wraps the model, where FSDP has
 gathered it and PEFT has switched its adapters.
+
+A wrapper with mixed precision (FSDP2's hooks, accelerate under DDP) casts the tensors that go into
+and come out of a forward, and rebuilds what holds them: containers and dataclasses. So a forward
+returns tensors only, and what must arrive as it was, in either direction, is on the `Request`,
+which no wrapper looks into.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,29 +36,72 @@ from ...batch import IGNORE, Batch
 from ...engine import Output, head_loss, logits_loss
 from ...head import Head
 from ...losses import Objective, Term, entropy
+from ...metrics import Metrics
 from ...options import Options
+from .sharding import is_fsdp2, whole
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """What a forward is to compute at its last C predicting positions.
+    """What a forward is to compute at its last C predicting positions, and what it has found.
+
+    It must not become a dataclass or a container: wrappers would cast the batch's fields.
+
+    Args:
+        batch: targets [B, C]: column c of a row is predicted at position L - C - 1 + c. Default:
+            the labels that the forward is given [B, C + 1], less the first.
+        objective: the loss. Default: the entropy, for a pass without gradient.
+        options: of `head_loss`.
 
     Attributes:
-        batch: targets [B, C]: column c of a row is predicted at position L - C - 1 + c.
-        objective: the loss.
-        options: of `head_loss`.
+        found: the forward's output before a wrapper had it; None before the forward.
+        metrics: of `head_loss`; None before the forward.
     """
 
-    batch: Batch
-    objective: Term | Objective
-    options: Options = field(default_factory=Options)
+    def __init__(
+        self,
+        *,
+        batch: Batch | None = None,
+        objective: Term | Objective | None = None,
+        options: Options | None = None,
+    ) -> None:
+        self.batch = batch
+        self.objective = entropy() if objective is None else objective
+        self.options = Options() if options is None else options
+        self.found: HeadOutput | None = None
+        self.metrics: Metrics | None = None
+
+    def of(self, model: Any, **inputs: Any) -> HeadOutput:
+        """Call `model`, wrapped or not: the numbers are the head's own, whatever wrappers round."""
+        passed, found = model(**inputs, headloss=self), self.found
+        assert found is not None
+        for name in ("loss", "aux_loss", "critic"):
+            exact = getattr(found, name)
+            if exact is not None and exact.requires_grad:
+                setattr(found, name, _hooked(exact, getattr(passed, name)))
+        return found
+
+
+def _hooked(exact: Tensor, passed: Tensor) -> Tensor:
+    """`exact`, value and gradient, tied to what a wrapper made of it, so that its hooks fire."""
+    return exact if passed is exact else _Hooked.apply(exact, passed)  # type: ignore[return-value]
+
+
+class _Hooked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exact: Tensor, passed: Tensor) -> Tensor:
+        ctx.like = torch.empty_like(passed, device="meta")
+        ctx.device = passed.device
+        return exact.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], torch.zeros_like(ctx.like, device=ctx.device)
 
 
 @dataclass
 class HeadOutput(FusedCausalLMOutput):
-    """TRL's output, with what `head_loss` returned, and the critic's values [B, C]."""
+    """TRL's output, and the critic's values [B, C]. Tensors only."""
 
-    head: Any = None
     critic: Tensor | None = None
 
 
@@ -82,30 +131,32 @@ def add_head(
         if headloss is None and not fused_lm_head:
             return original(*args, **kwargs, **({} if labels is None else {"labels": labels}))
         kwargs = {**_router(self, kwargs), "use_cache": False}
-        path = paths.logprobs if headloss is None else paths.loss
+        request = Request() if headloss is None else headloss
+        path, batch = paths.loss, request.batch
+        if batch is None:
+            assert labels is not None
+            path, batch = paths.logprobs, Batch(labels[:, 1:])
         if path.from_model:  # its own logits, which the head's formula may not give
-            found = original(*args, **kwargs, output_hidden_states=True)
+            found = original(*args, **{**kwargs, "output_hidden_states": True})
             hidden, logits = found.hidden_states[-1], found.logits
         else:
             found = self.base_model(*args, **kwargs)
             hidden, logits = found.last_hidden_state, None
-        if headloss is None:
-            assert labels is not None
-            request = Request(batch=Batch(labels[:, 1:]), objective=entropy())
-        else:
-            request = headloss
-        columns = request.batch.targets.shape[1]
+        columns = batch.targets.shape[1]
         hidden = hidden[:, -columns - 1 : -1]
         if logits is None:
             head = Head.of_model(self, temperature=temperature)
-            head = _whole(head)
-            output = path.of_hidden(hidden, head, request)
+            head = whole(head, self, hidden.dtype)
+            if hidden.dtype != head.weight.dtype and is_fsdp2(self):
+                hidden = hidden.to(head.weight.dtype)  # as FSDP2 does where a module is called
+            output = path.of_hidden(hidden, head, batch, request)
         else:
             logits = logits[:, -columns - 1 : -1]
-            output = path.of_logits(logits, temperature, request)
+            output = path.of_logits(logits, temperature, batch, request)
         output.aux_loss = _aux_loss(self, found, kwargs)
         if hasattr(self, "value_head"):
             output.critic = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
+        request.found = replace(output)
         return output
 
     model.forward = types.MethodType(forward, model)
@@ -132,34 +183,36 @@ class Path:
     def from_model(self) -> bool:
         return not self.fused and not (self.exact and self.findable)
 
-    def of_hidden(self, hidden: Tensor, head: Head, request: Request) -> HeadOutput:
+    def of_hidden(
+        self, hidden: Tensor, head: Head, batch: Batch, request: Request
+    ) -> HeadOutput:
         options = replace(request.options, metrics=True)  # TRL's metrics need the entropy
         if not self.fused:
             logits = replace(head, temperature=1.0).logits(hidden)
-            return self.of_logits(logits, head.temperature, request)
+            return self.of_logits(logits, head.temperature, batch, request)
         dtype = _compute_dtype(hidden)
         if not self.exact and dtype.itemsize == 2:
             options = replace(options, logits_dtype=dtype)
-        out = head_loss(hidden, head, request.batch, request.objective, options)
-        return _output(out, request)
+        out = head_loss(hidden, head, batch, request.objective, options)
+        return _output(out, batch, request)
 
     def of_logits(
-        self, logits: Tensor, temperature: float | Tensor, request: Request
+        self, logits: Tensor, temperature: float | Tensor, batch: Batch, request: Request
     ) -> HeadOutput:
         options = replace(request.options, metrics=True, schedule="auto")
         out = logits_loss(
-            logits, request.batch, request.objective, temperature=temperature, options=options
+            logits, batch, request.objective, temperature=temperature, options=options
         )
-        return _output(out, request)
+        return _output(out, batch, request)
 
 
-def _output(out: Output, request: Request) -> HeadOutput:
+def _output(out: Output, batch: Batch, request: Request) -> HeadOutput:
+    request.metrics = out.metrics
     return HeadOutput(
         loss=out.loss,
         log_probs=out.logps,
         entropy=out.entropies,
-        label_mask=request.batch.targets != IGNORE,
-        head=out,
+        label_mask=batch.targets != IGNORE,
     )
 
 
@@ -220,24 +273,6 @@ class Switches:
             loss=Path(fused=loss, exact=exact, findable=findable),
             logprobs=Path(fused=logprobs, exact=exact, findable=findable),
         )
-
-
-def _whole(head: Head) -> Head:
-    """A head that FSDP2 shards by itself, or tensor parallelism, is of DTensors: gather them.
-
-    Each rank of a data-parallel group then has a gradient of its own, to be averaged; under tensor
-    parallelism all have the same, which is their average.
-    """
-
-    def gathered(tensor: Any) -> Any:
-        if not hasattr(tensor, "full_tensor"):
-            return tensor
-        from torch.distributed.tensor import Partial
-
-        return tensor.full_tensor(grad_placements=[Partial("avg")] * tensor.device_mesh.ndim)
-
-    lora = tuple(replace(x, a=gathered(x.a), b=gathered(x.b)) for x in head.lora)
-    return replace(head, weight=gathered(head.weight), bias=gathered(head.bias), lora=lora)
 
 
 # ---------------------------------------------------------------------- mixtures of experts
@@ -301,6 +336,19 @@ def installed(module: types.ModuleType, switches: Switches | None = None) -> Ite
     finally:
         for name, value in before.items():
             setattr(module, name, value)
+
+
+class Unrounded:
+    """Stands for a model in a pass of TRL's without gradient: log-probs come as the head gave them.
+
+    TRL takes them from what comes out of the model's wrappers, which FSDP2 under bf16 rounds.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, *, fused_lm_head: bool, **inputs: Any) -> HeadOutput:
+        return Request().of(self.model, **inputs)
 
 
 class Measured:

@@ -11,8 +11,9 @@ from trl.trainer import grpo_trainer
 from ...losses import Objective, Term
 from ...options import Options
 from .common import mode, record, refuse_common
-from .forward import Measured, Request, Switches, installed, require
+from .forward import Measured, Request, Switches, Unrounded, installed, require
 from .grpo_objective import check_settings, make_batch, make_objective, policy_term
+from .sharding import in_step
 
 
 class GRPOTrainer(grpo_trainer.GRPOTrainer):
@@ -35,7 +36,8 @@ class GRPOTrainer(grpo_trainer.GRPOTrainer):
     kl_in_reward = False  # the reference shapes the advantages, not the loss
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        require(grpo_trainer.GRPOTrainer, "_compute_loss")
+        passes = "_get_per_token_logps_and_entropies"
+        require(grpo_trainer.GRPOTrainer, "_compute_loss", "_generate_single_turn", passes)
         with installed(grpo_trainer, self.switches):
             super().__init__(*args, **kwargs)
         check_settings(self)
@@ -60,24 +62,30 @@ class GRPOTrainer(grpo_trainer.GRPOTrainer):
         return self.router_aux_loss_coef * found.aux_loss / steps
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        found = self._forward(model, inputs)
-        loss = found.loss + self.further_loss(found, inputs)
-        # TRL's own method, on the log-probs of this pass, keeps its metrics and its entropy
-        # controller; the loss that it returns is not used.
-        with torch.no_grad():
-            super()._compute_loss(Measured(found), inputs)
-        record(self, found.head.metrics)
-        return loss
-
-    def _forward(self, model: Any, inputs: dict[str, Any]) -> Any:
         request = Request(
             batch=make_batch(self, inputs), objective=self.objective(inputs), options=self.options
         )
         router = {"output_router_logits": True} if self.aux_loss_enabled else {}
         with self.accelerator.autocast():
-            return model(
+            found: Any = request.of(
+                model,
                 input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1),
                 attention_mask=torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
-                headloss=request,
                 **router,
             )
+        loss = found.loss + self.further_loss(found, inputs)
+        # TRL's own method, on the log-probs of this pass, keeps its metrics and its entropy
+        # controller; the loss that it returns is not used.
+        with torch.no_grad():
+            super()._compute_loss(Measured(found), inputs)
+        record(self, request.metrics)
+        return loss
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        with in_step(self.accelerator.unwrap_model(self.model)):
+            return super()._generate_single_turn(*args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's passes over the model; the one that it measures has been made."""
+        model = model if isinstance(model, Measured) else Unrounded(model)
+        return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)

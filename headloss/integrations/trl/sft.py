@@ -70,7 +70,7 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         request = Request(
             batch=Batch(targets), objective=objective + probe.term, options=self.options
         )
-        found = model(**forward, headloss=request)
+        found: Any = request.of(model, **forward)
         loss = found.loss
         if self.aux_loss_enabled:
             counted = num_items_in_batch is not None
@@ -80,7 +80,7 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         with torch.no_grad():  # TRL's own method keeps its metrics; its loss is not used
             measured: Any = Measured(found)
             super().compute_loss(measured, inputs, num_items_in_batch=num_items_in_batch)
-            record(self, found.head.metrics)
+            record(self, request.metrics)
             return (loss, model(**forward)) if return_outputs else loss
 
     def _over_the_step(self, objective: Objective, count: Tensor) -> Objective:

@@ -1,0 +1,213 @@
+"""Trainers on two processes, step for step beside stock TRL: wrappers, precisions, adapters.
+
+    torchrun --nproc-per-node 2 benchmarks/trainers.py            # minutes, on two GPUs
+    CUDA_VISIBLE_DEVICES=0 python benchmarks/trainers.py --one-process
+    python benchmarks/trainers.py --table
+    ... --quick                                                   # tiny models, on the CPU
+
+All configurations (`trainer_cases.pairwise`) run in one pair of processes, each on fresh models:
+ours, the reference, in bf16 a head in float64, and where the case says so an evaluation, or a run
+that goes on from its checkpoint. Started again, it goes on after the last configuration.
+`--one-process` repeats those in float32 on the whole batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import trainer_cases
+from run import about
+from torch import distributed
+from trainer_cases import LARGE, SMALL, Case, Size, as_row, pairwise, save_model
+from trainer_runs import apart, compare, failures, quiet, run
+
+RESULTS = Path(__file__).parent / "results"
+HEADINGS = {
+    "loss_apart": "losses",
+    "grad_norm_apart": "gradient norms",
+    "gradient_apart": "gradient",
+    "metrics_apart": "metrics",
+    "gradient_off_exact": "off float64",
+    "reference_gradient_off_exact": "reference off float64",
+    "one_process_apart": "one process",
+    "eval_apart": "eval",
+    "resume_apart": "resumed",
+    "step_ms": "step, ms",
+    "reference_step_ms": "reference, ms",
+    "peak_mib": "peak, MiB",
+    "reference_peak_mib": "reference, MiB",
+}
+
+
+class Results:
+    """Rows by the name of their case, in a file that is whole after each one."""
+
+    def __init__(self, path: Path, write: bool) -> None:
+        self.path, self.write = path, write
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.about: dict[str, Any] = {}
+        if path.exists():
+            held = json.loads(path.read_text())
+            self.rows, self.about = held["rows"], held["about"]
+
+    def put(self, name: str, row: dict[str, Any]) -> None:
+        self.rows[name] = row
+        if not self.write:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps({"about": self.about, "rows": self.rows}, indent=1) + "\n")
+        partial.rename(self.path)
+
+
+def two_processes(results: Results, size: Size, folder: Path, began: float, limit: float) -> None:
+    rank = distributed.get_rank()
+    for case in pairwise():
+        if case.name in results.rows:
+            continue
+        late = torch.tensor([float(time.perf_counter() - began > limit)])
+        distributed.all_reduce(late)
+        if late:
+            say(rank, "out of time")
+            return
+        start = time.perf_counter()
+        # Where a rank dies, the next start does not try it again.
+        results.put(case.name, {**as_row(case), "error": "it did not end"})
+        try:
+            row = compare(case, size, folder)
+            verdict = "; ".join(failures(case, row)) or "as it must be"
+        except Exception as error:
+            traceback.print_exc()
+            row = {"error": f"{type(error).__name__}: {error}"[:500]}
+            verdict = row["error"]
+        row["seconds"] = time.perf_counter() - start
+        results.put(case.name, {**as_row(case), **row})
+        say(rank, f"[{time.perf_counter() - began:5.0f} s] {case.name}: {verdict}")
+
+
+def one_process(results: Results, size: Size, folder: Path, began: float, limit: float) -> None:
+    """The same steps on the whole batch, in float32.
+
+    Not with experts: the routers' loss is a product of two means over what a process holds.
+    """
+    for case in pairwise():
+        row = results.rows.get(case.name, {})
+        known = "losses" not in row or "one_process_apart" in row
+        if known or case.precision != "float32" or case.experts:
+            continue
+        if time.perf_counter() - began > limit:
+            break
+        try:
+            found = run(case, "headloss", size, folder, processes=1)
+        except Exception as error:
+            traceback.print_exc()
+            row["one_process_error"] = f"{type(error).__name__}: {error}"[:500]
+        else:
+            pairs = [
+                *zip(found["losses"], row["losses"], strict=True),
+                *zip(found["grad_norms"], row["grad_norms"], strict=True),
+            ]
+            row["one_process_apart"] = max(apart(a, b) for a, b in pairs)
+            say(0, f"{case.name}: one process {row['one_process_apart']:.1e}")
+        results.put(case.name, row)
+
+
+def say(rank: int, text: str) -> None:
+    if rank == 0:
+        print(text, flush=True)
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def table(results: Results) -> str:
+    """Markdown."""
+    versions = results.about.get("versions", {})
+    lines = [
+        f"{machine(results)}; " + ", ".join(f"{n} {v}" for n, v in versions.items()) + ".",
+        "",
+        "| configuration | " + " | ".join(HEADINGS.values()) + " | |",
+        "| --- " + "| ---: " * len(HEADINGS) + "| --- |",
+    ]
+    for name, row in results.rows.items():
+        case = Case(**{key: row[key] for key in trainer_cases.CHOICES})
+        bad = row.get("error") or "; ".join(failures(case, row))
+        cells = [_cell(key, row.get(key)) for key in HEADINGS]
+        lines.append(f"| {name} | {' | '.join(cells)} | {bad} |")
+    return "\n".join(lines) + "\n"
+
+
+def machine(results: Results) -> str:
+    about = results.about
+    return f"2 x {about.get('machine')}; commit {about.get('commit')}"
+
+
+def _cell(key: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0f}" if key.endswith(("ms", "mib")) else f"{value:.0e}"
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def describe(commit: str | None) -> dict[str, Any]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    packages = ("torch", "triton", "trl", "transformers", "peft", "accelerate")
+    return about(device, commit, packages)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--output", type=Path, default=RESULTS / "trainers.json")
+    parser.add_argument("--one-process", action="store_true")
+    parser.add_argument("--table", action="store_true", help="print the results that are there")
+    parser.add_argument("--quick", action="store_true", help="tiny models on the CPU")
+    parser.add_argument("--commit", help="to write beside the results")
+    parser.add_argument("--limit", type=float, default=420.0, help="seconds")
+    arguments = parser.parse_args()
+    began = time.perf_counter()
+    if arguments.table:
+        print(table(Results(arguments.output, write=False)))
+        return 0
+    quiet()
+    if arguments.quick:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        trainer_cases.allow_fsdp_on_cpus()
+    rank, local = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    size = SMALL if arguments.quick else LARGE
+    folder = Path(tempfile.gettempdir()) / f"headloss-trainers-{size.hidden}"
+    if rank == 0:
+        for case in pairwise():
+            save_model(size, case.tied, case.experts, folder)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for runs that must repeat
+    if not arguments.one_process:
+        if not arguments.quick:
+            torch.cuda.set_device(local)
+        distributed.init_process_group(
+            "gloo" if arguments.quick else "cuda:nccl,cpu:gloo",
+            timeout=datetime.timedelta(seconds=90),
+        )
+    results = Results(arguments.output, write=rank == 0)
+    results.about = describe(arguments.commit) if not arguments.one_process else results.about
+    work = one_process if arguments.one_process else two_processes
+    work(results, size, folder, began, arguments.limit)
+    if distributed.is_initialized():
+        distributed.barrier()
+        distributed.destroy_process_group()
+    say(rank, "\n" + table(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
