@@ -126,7 +126,7 @@ class Walk(NamedTuple):
 
     logits: Rows
     out: Rows | None  # of the logits' dtype; may be the logits. None: no gradient
-    live: Tensor | None  # [n] bool: other rows are not read, and their gradient is 0
+    live: Tensor | None  # [n] bool: other rows are not read, and have coefficients of 0
     targets: Tensor  # [n] int64
     first: int
     transform: Transform
@@ -144,6 +144,22 @@ def is_multiple(transform: Transform, coefficients: Coefficients) -> bool:
         and coefficients.entropy is None
         and coefficients.uniform is None
     )
+
+
+def check_multiple(backward: Backward) -> None:
+    """ValueError where the gradient is no multiple of held terms."""
+    if not is_multiple(backward.transform, backward.coefficients):
+        raise ValueError("a soft cap or such coefficients need held_gradient_")
+
+
+def check_held(backward: Backward) -> None:
+    """ValueError where held terms cannot give the gradient: z is read off log p, and a term of 0 no
+    longer tells its z."""
+    if backward.transform.softcap is not None and backward.coefficients.uniform is not None:
+        raise ValueError(
+            "held softmax terms cannot give the gradient of the mean logit under a soft cap; "
+            "keep the logits (logit_gradient_)"
+        )
 
 
 class Kernels(Protocol):
@@ -284,8 +300,8 @@ class Kernels(Protocol):
     def given_rows(self, walk: Walk) -> Partials | None:
         """Statistics of each row, then its gradient into `out`; either may be left out.
 
-        Statistics of rows that are not live are 0. In one call the coefficients are completed by
-        the entropy's own part and by `slopes`, once the statistics are there.
+        Statistics and gradients of rows that are not live are 0. In one call the coefficients are
+        completed by the entropy's own part and by `slopes`, once the statistics are there.
         """
         ...
 

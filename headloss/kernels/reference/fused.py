@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ... import stats
 from ...stats import FLOOR, Partials, merge_all
-from ..interface import Backward, Forward, Held, Measured, Order, is_multiple
+from ..interface import Backward, Forward, Held, Measured, Order, check_held, check_multiple
 from .rows import move_rows_, scaled_rows
 from .tile import blocks, in_columns, inside, logit_gradient_, partials, wide, z_gradient
 
@@ -96,15 +96,6 @@ def held_gradient_(
     return terms
 
 
-def check_held(backward: Backward) -> None:
-    """ValueError where held terms cannot give the gradient."""
-    if backward.transform.softcap is not None and backward.coefficients.uniform is not None:
-        raise ValueError(
-            "held softmax terms cannot give the gradient of the mean logit under a soft cap; "
-            "keep the logits (logit_gradient_)"
-        )
-
-
 def held_multiple_(
     held: Held,
     backward: Backward,
@@ -114,8 +105,7 @@ def held_multiple_(
     order: Order | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     transform, (peak, log_sum), c = backward.transform, backward.normalizer, backward.coefficients
-    if not is_multiple(transform, c):
-        raise ValueError("a soft cap or such coefficients need held_gradient_")
+    check_multiple(backward)
     assert c.prob is not None
     multiple = c.prob * ((held.reference - peak) - log_sum).exp()
     # c_target + c_prob p_y, to the last digit of 1 - p_y where the two cancel.

@@ -10,11 +10,12 @@ from .batch import compact, survey
 from .cast import scaled
 from .dense import divergence, divergence_gradient_, readable
 from .given import given_rows, scale_rows_
-from .gradient import logit_gradient_, narrowed
+from .gradient import logit_gradient_
 from .held import held_gradient_, held_multiple_
 from .merge import finish
 from .order import dense_order, move_rows_, scaled_rows
 from .product import can_fuse, product_partials, product_statistics
+from .records import narrowed
 from .slab import product_gradient
 from .statistics import partials
 from .stored import sparse_gradient_, tail_partials

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .statistics import INTERPRETED
+from .versions import INTERPRETED
 
 # Two mailboxes, used in turn: 8 blocks x 16 bytes each, and a barrier for each. A block's next
 # message but one is sent after all have answered the last, so that no number is overwritten unread.

@@ -1,6 +1,6 @@
-"""The acts of full-distribution distillation in Triton; see `pair.py` for their formulas.
+"""A teacher's logits beside a student's in Triton; see `kernels.pair` for the formulas.
 
-n tokens, v columns. Both work on a pair of tiles, student and teacher, row by row.
+n tokens, v columns. The acts work on a pair of tiles row by row.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from torch import Tensor
 
 from ..interface import Backward
 from ..pair import Pair
-from .pair import against_mixture, block_width, launch, log_softmax, side
-from .statistics import WARPS, check_tile, on_device
-from .stored import sparse_gradient_, tail_partials
-
-__all__ = ["divergence", "divergence_gradient_", "readable", "sparse_gradient_", "tail_partials"]
+from .formulas import log_softmax
+from .launch import Launcher
+from .pair import Part, against_mixture, block_width, launch, softmax
+from .records import WARPS, check_tile, matrix_of
 
 
 @triton.jit
@@ -38,104 +37,78 @@ def shares(log_q, log_p, beta, KIND: tl.constexpr):
 
 @triton.jit
 def divergence_kernel(
-    raw,  # [n, v]
-    raw_stride,
-    teacher,  # [n, v]
-    teacher_stride,
-    v,
-    p_inner,
-    p_outer,
-    q_inner,
-    q_outer,
-    p_peaks,  # [n], as all vectors
-    p_log_sums,
-    q_peaks,
-    q_log_sums,
+    raw,  # Matrix
+    teacher_raw,  # Matrix
+    student,  # Softmax
+    teacher,  # Softmax
     beta,
-    values,
-    pivots,
+    to,  # Matrix [2, n]: values and pivots
+    v,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
-    P_SOFTCAP: tl.constexpr,
-    Q_SOFTCAP: tl.constexpr,
     ONTO: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    raw += row * raw_stride
-    teacher += row * teacher_stride
-    p_peak, p_log_sum = tl.load(p_peaks + row), tl.load(p_log_sums + row)
-    q_peak, q_log_sum = tl.load(q_peaks + row), tl.load(q_log_sums + row)
+    x, y = raw.data + row * raw.stride, teacher_raw.data + row * teacher_raw.stride
+    p_peak = tl.load(student.normalizer.peak + row)
+    p_log_sum = tl.load(student.normalizer.log_sum + row)
+    q_peak = tl.load(teacher.normalizer.peak + row)
+    q_log_sum = tl.load(teacher.normalizer.log_sum + row)
     value = tl.full((), 0.0, tl.float32)
     pivot = tl.full((), 0.0, tl.float32)
     if ONTO:
-        value, pivot = tl.load(values + row), tl.load(pivots + row)
+        value, pivot = tl.load(to.data + row), tl.load(to.data + to.stride + row)
     for start in range(0, v, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < v
-        mine = tl.load(raw + columns, mask=inside, other=0.0)
-        other = tl.load(teacher + columns, mask=inside, other=0.0)
-        log_p = log_softmax(mine, p_peak, p_log_sum, p_inner, p_outer, P_SOFTCAP)
-        log_q = log_softmax(other, q_peak, q_log_sum, q_inner, q_outer, Q_SOFTCAP)
+        mine = tl.load(x + columns, mask=inside, other=0.0)
+        other = tl.load(y + columns, mask=inside, other=0.0)
+        log_p = log_softmax(mine, student.z, student.z.outer, p_peak, p_log_sum)
+        log_q = log_softmax(other, teacher.z, teacher.z.outer, q_peak, q_log_sum)
         add_value, add_pivot = shares(log_q, log_p, beta, KIND)
         value += tl.sum(tl.where(inside, add_value, 0.0), 0)
         pivot += tl.sum(tl.where(inside, add_pivot, 0.0), 0)
-    tl.store(values + row, value)
-    tl.store(pivots + row, pivot)
+    tl.store(to.data + row, value)
+    tl.store(to.data + to.stride + row, pivot)
+
+
+launch_divergence = Launcher(divergence_kernel, num_warps=WARPS)
 
 
 def readable(tile: Tensor, dtype: torch.dtype) -> Tensor:
-    """A teacher's tile in a form that these acts read, with the tile's memory where it serves."""
     if tile.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         tile = tile.to(dtype)
     return tile if tile.shape[1] < 2 or tile.stride(1) == 1 else tile.contiguous()
 
 
 def divergence(
-    raw: Tensor,  # [n, v], fp32, bf16 or fp16; any row stride
-    raw_teacher: Tensor,  # [n, v], likewise
-    pair: Pair,
-    onto: Tensor | None = None,  # [2, n] float32, updated in place
-) -> Tensor:
-    student, teacher, kind, beta = pair
+    raw: Tensor, raw_teacher: Tensor, pair: Pair, onto: Tensor | None = None
+) -> Tensor:  # fmt: skip
     check_tile("raw", raw)
     check_tile("raw_teacher", raw_teacher)
+    student, teacher, kind, beta = pair
     n, v = raw.shape
     out = raw.new_empty(2, n, dtype=torch.float32) if onto is None else onto
-    if n == 0:
-        return out
-    with on_device(raw):
-        divergence_kernel[(n,)](
-            raw,
-            raw.stride(0),
-            raw_teacher,
-            raw_teacher.stride(0),
-            v,
-            *side(student, out),
-            *side(teacher, out),
-            *student.normalizer,
-            *teacher.normalizer,
-            beta,
-            out[0],
-            out[1],
-            BLOCK=block_width(v),
-            KIND=kind,
-            P_SOFTCAP=student.transform.softcap is not None,
-            Q_SOFTCAP=teacher.transform.softcap is not None,
-            ONTO=onto is not None,
-            num_warps=WARPS,
-        )
+    if n:
+        tiles = (matrix_of(raw), matrix_of(raw_teacher))
+        sides = (softmax(student), softmax(teacher))
+        options = {"BLOCK": block_width(v), "KIND": kind, "ONTO": onto is not None}
+        launch_divergence(n, *tiles, *sides, beta, matrix_of(out), v, **options)
     return out
 
 
 def divergence_gradient_(
-    raw: Tensor,  # [n, v], fp32, bf16 or fp16; any row stride
-    raw_teacher: Tensor,  # [n, v], likewise
+    raw: Tensor,
+    raw_teacher: Tensor,
     pair: Pair,
-    pivot: Tensor,  # [n]
-    weight: Tensor,  # [n]
-    extra: Tensor | None = None,  # [n, v] float32, another part of d/draw
+    pivot: Tensor,
+    weight: Tensor,
+    extra: Tensor | None = None,
     others: Backward | None = None,
 ) -> Tensor:
-    student, teacher, kind, beta = pair
     check_tile("raw_teacher", raw_teacher)
-    return launch(raw, raw_teacher, student, teacher, kind, beta, pivot, weight, extra, others)
+    student, teacher, kind, beta = pair
+    sides = (softmax(student), softmax(teacher))
+    extras = None if extra is None else matrix_of(extra)
+    part = Part(*sides, matrix_of(raw_teacher), None, pivot, weight, beta, extras)
+    return launch(raw, part, kind, extra, others)

@@ -10,6 +10,8 @@ Triton's own kernel, whose warps do all steps together, runs everywhere and has 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,22 +23,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from . import product as plain
+from . import tiles
+from .formulas import LN2, LOG2E
 from .launch import Launcher, Tile
-from .statistics import LN2
+from .records import programs_on
 
-ROWS, WIDTH, DEPTH = gl.constexpr(plain.ROWS), gl.constexpr(plain.WIDTH), gl.constexpr(plain.DEPTH)
-STAGES, GROUP = gl.constexpr(plain.STAGES), gl.constexpr(plain.GROUP)
-HALF = gl.constexpr(plain.ROWS // 2)  # rows of one group
-PART = gl.constexpr(plain.WIDTH // 4)  # columns whose terms leave together
+if TYPE_CHECKING:
+    from .product import Epilogue
+
+ROWS, WIDTH, DEPTH = tiles.BM, tiles.BN, tiles.BK
+STAGES = gl.constexpr(tiles.STAGES)
+HALF = gl.constexpr(tiles.ROWS // 2)  # rows of one group
+PART = gl.constexpr(tiles.WIDTH // 4)  # columns whose terms leave together
 BUFFERS = gl.constexpr(2)  # of each group, for parts on their way out
-LOG2E = plain.LOG2E
 # Of what is left out, before it is scaled: far below every logit, and finite under any scale.
 LOWEST = gl.constexpr(-1e20)
 # Registers of a thread: 3 x 128 threads start with all that there are, 128 hold z of a group.
 AT_START, MULTIPLYING, LOADING = 168, gl.constexpr(240), gl.constexpr(24)
 
-place_of = gluon.jit(plain.place_of.fn)
+place_of = gluon.jit(tiles.place_of.fn)
 
 
 @gluon.constexpr_function
@@ -58,7 +63,7 @@ def load(x, w, ring, n, v, h, PROGRAMS: gl.constexpr):
     tiles_m, blocks = gl.cdiv(n, ROWS), gl.cdiv(v, WIDTH)
     stage, phase = 0, 1
     for tile in range(gl.program_id(0), tiles_m * blocks, PROGRAMS):
-        m, block = place_of(tile, tiles_m, blocks, GROUP)
+        m, block = place_of(tile, tiles_m, blocks)
         for k in range(0, h, DEPTH):
             ready = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
@@ -98,37 +103,40 @@ def halves(z):
 
 @gluon.jit
 def multiply(
-    given,  # as the kernel has it
+    ring,
+    out,  # buffers of terms on their way out
+    held,
+    of,  # the last five as the kernel has them
+    n,
+    v,
+    h,
     WHO: gl.constexpr,
     PROGRAMS: gl.constexpr,
-    ROW_TEMPERATURE: gl.constexpr,
-    ENTROPY: gl.constexpr,
-    MEAN: gl.constexpr,
-    PEAK: gl.constexpr,
-    HELD: gl.constexpr,
 ):
     """Four warps: the upper or lower half of the program's tiles, and their epilogues."""
-    ring, out, held, vectors, n, v, h, outer = given
-    own, references, temperature, rests, spreads, totals, peaks = vectors
+    to = of.to
+    rests, spreads = to.parts, to.parts + to.stride
+    totals = spreads + to.stride if to.entropy else spreads
     layout: gl.constexpr = accumulator_layout(WIDTH)
     narrow: gl.constexpr = gl.SliceLayout(1, accumulator_layout(PART))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     tiles_m, blocks = gl.cdiv(n, ROWS), gl.cdiv(v, WIDTH)
     stage, phase = 0, 0
     for tile in range(gl.program_id(0), tiles_m * blocks, PROGRAMS):
-        m, block = place_of(tile, tiles_m, blocks, GROUP)
+        m, block = place_of(tile, tiles_m, blocks)
         first = m * ROWS + WHO * HALF
         rows = first + gl.arange(0, HALF, narrow)
         inside = rows < n
         place = block.to(gl.int64) * n + rows
-        factor = gl.zeros_like(rows, dtype=gl.float32) + outer
-        if ROW_TEMPERATURE:
-            factor = factor / gl.load(temperature + rows, mask=inside, other=1.0)
-        reference = gl.load(references + rows, mask=inside, other=0.0)
-        column = gl.load(own + rows, mask=inside, other=-1).to(gl.int32) - block * WIDTH
+        factor = gl.zeros_like(rows, dtype=gl.float32) + of.z.outer
+        if of.z.temperature is not None:
+            factor = factor / gl.load(of.z.temperature + rows, mask=inside, other=1.0)
+        reference = gl.load(of.reference.logit + rows, mask=inside, other=0.0)
+        column = gl.load(of.reference.own + rows, mask=inside, other=-1).to(gl.int32)
+        column -= block * WIDTH
         z, stage, phase = multiplied(ring, stage, phase, h, WHO)
 
-        if MEAN:  # columns beyond the last were read as 0
+        if to.mean:  # columns beyond the last were read as 0
             total = gl.convert_layout(gl.sum(z, 1), narrow, assert_trivial=True)
             gl.store(totals + place, total * factor, mask=inside)
         if gl.max(((column >= 0) & (column < WIDTH)).to(gl.int32), 0) > 0:
@@ -136,9 +144,9 @@ def multiply(
             z = gl.where(columns[None, :] == of_z[:, None], LOWEST, z)
         if (block + 1) * WIDTH > v:
             z = gl.where((columns < v - block * WIDTH)[None, :], z, LOWEST)
-        if PEAK:
+        if to.peaks is not None:
             peak = gl.convert_layout(gl.max(z, 1), narrow, assert_trivial=True)
-            gl.store(peaks + place, peak * factor, mask=inside)
+            gl.store(to.peaks + place, peak * factor, mask=inside)
 
         scale, shift = (factor * LOG2E)[:, None], (reference * LOG2E)[:, None]
         left, right = halves(z)
@@ -150,16 +158,16 @@ def multiply(
                 mass, spread = e, e * below
             else:
                 mass, spread = mass + e, spread + e * below
-            if HELD:
+            if held is not None:
                 buffer = out.index(WHO * BUFFERS + i % BUFFERS)
                 tma.store_wait(BUFFERS - 1)
                 buffer.store(e.to(held.dtype))
                 fence_async_shared()
                 tma.async_copy_shared_to_global(held, [first, block * WIDTH + i * PART], buffer)
         gl.store(rests + place, gl.sum(mass, 1), mask=inside)
-        if ENTROPY:
+        if to.entropy:
             gl.store(spreads + place, gl.sum(spread, 1) * LN2, mask=inside)
-    if HELD:
+    if held is not None:
         tma.store_wait(0)
 
 
@@ -167,29 +175,18 @@ def multiply(
 def overlapping_product_kernel(
     x,  # descriptor [n, H]
     w,  # descriptor [v, H]
-    held,  # descriptor [n, v]
-    own,  # [n], column of the reference
-    references,  # [n]
+    held,  # descriptor [n, v], or None
+    of,  # Epilogue
     n,
     v,
     h,
-    outer,
-    temperature,  # [n]
-    parts,  # [1 + ENTROPY + MEAN, blocks, n]: rests, spreads, totals
-    stride,  # blocks * n
-    peaks,  # [blocks, n]
     PROGRAMS: gl.constexpr,
-    ROW_TEMPERATURE: gl.constexpr,
-    ENTROPY: gl.constexpr,
-    MEAN: gl.constexpr,
-    PEAK: gl.constexpr,
-    HELD: gl.constexpr,
 ):
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, DEPTH], x.layout)
     ws = gl.allocate_shared_memory(w.dtype, [STAGES, WIDTH, DEPTH], w.layout)
     out = xs
-    if HELD:
+    if held is not None:
         out = gl.allocate_shared_memory(held.dtype, [2 * BUFFERS, HALF, PART], held.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
@@ -198,16 +195,10 @@ def overlapping_product_kernel(
         mbarrier.init(empty.index(i), count=2)  # the groups
     fence_async_shared()
     ring = (xs, ws, full, empty)
-    rests, spreads = parts, parts + stride
-    totals = spreads
-    if ENTROPY:
-        totals = spreads + stride
-    vectors = (own, references, temperature, rests, spreads, totals, peaks)
-    given = (ring, out, held, vectors, n, v, h, outer)
     gl.warp_specialize(
         [
-            (multiply, (given, 0, PROGRAMS, ROW_TEMPERATURE, ENTROPY, MEAN, PEAK, HELD)),
-            (multiply, (given, 1, PROGRAMS, ROW_TEMPERATURE, ENTROPY, MEAN, PEAK, HELD)),
+            (multiply, (ring, out, held, of, n, v, h, 0, PROGRAMS)),
+            (multiply, (ring, out, held, of, n, v, h, 1, PROGRAMS)),
             (load, (x, w, ring, n, v, h, PROGRAMS)),
         ],
         [4, 1],
@@ -216,26 +207,18 @@ def overlapping_product_kernel(
 
 
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
-TILES = {
-    "x": Tile((plain.ROWS, plain.DEPTH), LAYOUT),
-    "w": Tile((plain.WIDTH, plain.DEPTH), LAYOUT),
-    "held": Tile((plain.ROWS // 2, plain.WIDTH // 4), LAYOUT),
+READ = {
+    "x": Tile((tiles.ROWS, tiles.DEPTH), LAYOUT),
+    "w": Tile((tiles.WIDTH, tiles.DEPTH), LAYOUT),
 }
-launch_product = Launcher(
-    overlapping_product_kernel, tiles=TILES, num_warps=4, maxnreg=AT_START
-)  # fmt: skip
+WRITE = {"held": Tile((tiles.ROWS // 2, tiles.WIDTH // 4), LAYOUT)}
+options = {"num_warps": 4, "maxnreg": AT_START}
+launch_product = Launcher(overlapping_product_kernel, tiles=READ, **options)
+launch_held = Launcher(overlapping_product_kernel, tiles=READ | WRITE, **options)
 
 
-def launch(of: plain.Launch, parts: Tensor, peaks: Tensor) -> None:
-    """What product_kernel writes to them, without a soft cap and for a scale > 0."""
-    x, w, terms = of.x, of.w, of.x if of.held is None else of.held.terms
-    _, outer, temperature = of.scaling
-    programs = plain.programs_on(x.device)
-    launch_product(
-        programs,
-        *(x, w, terms, of.own, of.reference, len(x), len(w), x.shape[1], outer, temperature),
-        *(parts, parts.stride(0), peaks),
-        PROGRAMS=programs,
-        ROW_TEMPERATURE=of.flags["ROW_TEMPERATURE"],
-        **of.asked,
-    )
+def launch(x: Tensor, w: Tensor, terms: Tensor | None, of: Epilogue) -> None:
+    """What product_kernel writes, without a soft cap and for a scale > 0."""
+    programs = programs_on(x.device)
+    run = launch_product if terms is None else launch_held
+    run(programs, x, w, terms, of, len(x), len(w), x.shape[1], PROGRAMS=programs)

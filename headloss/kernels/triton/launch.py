@@ -13,10 +13,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -49,9 +50,10 @@ class Launcher:
     """A kernel under fixed options (num_warps, ..), launched over one row of programs.
 
     launcher(programs, *arguments, **constants) is kernel[(programs,)](*arguments, **constants): the
-    arguments in the kernel's order, of which each is always a tensor or always a number, then the
-    constexprs by name and always in the same order. The first argument is a tensor; the launch is
-    on its device and that device's current stream. Tensors are not checked to be on a GPU.
+    arguments in the kernel's order, of which each is always a tensor, always a number or always a
+    record (`records`), then the constexprs by name and always in the same order. The first argument
+    is a tensor, or the first field of the first one; the launch is on its device and that device's
+    current stream. Tensors are not checked to be on a GPU.
 
     Args:
         tiles: which arguments are given as tensors and reach the kernel as descriptors.
@@ -67,7 +69,10 @@ class Launcher:
         _launchers.append(self)
 
     def __call__(self, programs: int, *arguments: Any, **constants: Any) -> None:
-        device = arguments[0].get_device()
+        first = arguments[0]
+        while isinstance(first, tuple):
+            first = first[0]
+        device = first.get_device()
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 self._launch(device, programs, arguments, constants)
@@ -137,22 +142,66 @@ def describer(arguments: Values, tiles: Sequence[int]) -> Describe:
     arguments would take three times as long as a function that is written for them.
     """
     names = [f"a{i}" for i in range(len(arguments))]
-    tensors = [n for n, a in zip(names, arguments, strict=True) if isinstance(a, Tensor)]
-    cut = {names[i] for i in tiles}
-    pointers = [n for n in tensors if n not in cut]
-    values = [f"p{n}" if n in pointers else n for n in names]
-    lows = "".join(f"p{n} & 15, " for n in pointers)
-    key = ["device", *(f"{n}.dtype" for n in tensors), f"low and ({lows})"]
-    key += [f"kind({n})" for n in names if n not in tensors]
-    lines = [
-        f"def describe(device, constants, {', '.join(names)}):",
-        *(f"    p{n} = {n}.data_ptr()" for n in pointers),
-        f"    low = ({' | '.join(f'p{n}' for n in pointers) or 0}) & 15",
-        f"    return ({', '.join(key)}, *constants.values()), [{', '.join(values)}]",
+    lines, key, lows, values = [], ["device"], [], []
+    for i, (name, argument) in enumerate(zip(names, arguments, strict=True)):
+        value = name
+        if isinstance(argument, tuple):
+            value = _describe_record(name, type(argument), lines)
+            key.append(f"k{name}")
+        elif not isinstance(argument, Tensor):
+            key.append(f"kind({name})")
+        else:
+            key.append(f"{name}.dtype")
+            if i not in tiles:
+                value = f"p{name}"
+                lines.append(f"p{name} = {name}.data_ptr()")
+                lows.append(value)
+        values.append(value)
+    each = "".join(f"{low} & 15, " for low in lows)
+    lines += [
+        f"low = ({' | '.join(lows) or 0}) & 15",
+        f"return ({', '.join(key)}, low and ({each}), *constants.values()), [{', '.join(values)}]",
     ]
+    head = f"def describe(device, constants, {', '.join(names)}):"
     found: dict[str, Any] = {"kind": kind}
-    exec("\n".join(lines), found)
+    exec("\n    ".join([head, *lines]), found)
     return found["describe"]
+
+
+def _describe_record(name: str, record: type, lines: list[str]) -> str:
+    """Lines that set k<name>, all that counts of a record, and its value for the C launcher, whose
+    name is returned. A field that may be None says so in its annotation."""
+    fields = [f"{name}_{i}" for i in range(len(get_type_hints(record)))]
+    lines.append(f"{', '.join(fields)}, = {name}")
+    keys, values = [], []
+    for field, hint in zip(fields, get_type_hints(record).values(), strict=True):
+        kinds = get_args(hint) or (hint,)
+        inner = next((k for k in kinds if isinstance(k, type) and issubclass(k, tuple)), None)
+        if inner is not None:
+            here: list[str] = []
+            value = _describe_record(field, inner, here)
+            if type(None) in kinds:
+                lines.append(f"k{field} = {value} = None")
+                here = [f"if {field} is not None:", *(f"    {line}" for line in here)]
+            lines += here
+            keys.append(f"k{field}")
+        elif Tensor in kinds:
+            value = f"p{field}"
+            if type(None) in kinds:
+                lines.append(f"{value} = {field} if {field} is None else {field}.data_ptr()")
+                keys += [f"{field} if {field} is None else ({field}.dtype, {value} & 15)"]
+            else:
+                lines.append(f"{value} = {field}.data_ptr()")
+                keys += [f"{field}.dtype", f"{value} & 15"]
+        elif tl.constexpr in kinds:
+            value = field
+            keys.append(f"{field}.value")
+        else:
+            value = field
+            keys.append(f"kind({field})")
+        values.append(value)
+    lines += [f"k{name} = ({', '.join(keys)},)", f"v{name} = ({', '.join(values)},)"]
+    return f"v{name}"
 
 
 @functools.lru_cache(maxsize=4096, typed=True)

@@ -11,6 +11,7 @@ the layout, and that from what divides the addresses, so sums are folded in halv
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,15 +20,39 @@ from torch import Tensor
 
 from ...stats import STATISTICS, Normalizer, Partials, Statistics
 from ..interface import Measured
+from .formulas import FLOOR, LN2, LOG2E, block_partials, merged, per_row, transformed
 from .launch import Launcher
-from .statistics import FLOOR, LN2, block_partials, merged, row_multiplier, transformed
+from .records import LogitScaling, Matrix
+from .tokens import Reference
 
 FAR = tl.constexpr(2.0**80)  # sum of terms beyond which the reference is too far below
-LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_LOW = tl.constexpr(1.925963033500e-08)  # what float32 leaves of it
 
 ROWS, BLOCKS, HALVES = 16, 64, 6  # tokens of a program, blocks that it adds at once: 2 ** HALVES
 COLUMNS, DEPTH = 64, 128  # of a tile of logits that are made again
+
+
+class Sums(NamedTuple):
+    """What a product sums for each block of columns: parts [1 + entropy + mean, blocks, n] are
+    rests, spreads and totals."""
+
+    parts: Tensor
+    stride: int  # from one of the parts to the next: blocks * n
+    peaks: Tensor | None  # [blocks, n]
+    entropy: tl.constexpr
+    mean: tl.constexpr
+
+
+class Finish(NamedTuple):
+    """What `finish_kernel` takes."""
+
+    x: Matrix  # [n, H]
+    w: Matrix  # [v, H]
+    held: Matrix | None  # [n, v]
+    reference: Reference
+    z: LogitScaling
+    sums: Sums
+    out: Tensor  # [.., n]
 
 
 @triton.jit
@@ -56,9 +81,8 @@ def folded(tile, ROWS: tl.constexpr, HALVES: tl.constexpr):
 
 @triton.jit
 def far_row(
-    x, w, w_stride, held, v, h, inner, outer,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr,
-    HELD: tl.constexpr,
+    x, w, held, v, h, z, outer,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ENTROPY: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Peak, rest and spread of one token against its largest logit; its terms are held."""
     peak = tl.full((), float("-inf"), tl.float32)
@@ -68,24 +92,22 @@ def far_row(
         for start in range(0, v, COLUMNS):
             columns = start + tl.arange(0, COLUMNS)
             inside = columns < v
-            z = tl.zeros((COLUMNS,), tl.float32)
+            logit = tl.zeros((COLUMNS,), tl.float32)
             for k in range(0, h, DEPTH):
                 at = k + tl.arange(0, DEPTH)
                 a = tl.load(x + at, mask=at < h, other=0.0).to(tl.float32)
                 b = tl.load(
-                    w + columns.to(tl.int64)[:, None] * w_stride + at[None, :],
+                    w.data + columns.to(tl.int64)[:, None] * w.stride + at[None, :],
                     mask=inside[:, None] & (at < h)[None, :],
                     other=0.0,
                 )
-                z += tl.sum(b.to(tl.float32) * a[None, :], 1)
-            z = tl.where(inside, transformed(z, inner, outer, SOFTCAP), float("-inf"))
+                logit += tl.sum(b.to(tl.float32) * a[None, :], 1)
+            logit = tl.where(inside, transformed(logit, z, outer), float("-inf"))
             if sweep == 0:
-                block_peak, block_rest, block_spread = block_partials(z, inside, ENTROPY)
-                peak, rest, spread = merged(
-                    peak, rest, spread, block_peak, block_rest, block_spread
-                )
-            else:
-                e = tl.exp(tl.maximum(z - peak, FLOOR))
+                block = block_partials(logit, inside, ENTROPY)
+                peak, rest, spread = merged((peak, rest, spread), block)
+            elif HELD:
+                e = tl.exp(tl.maximum(logit - peak, FLOOR))
                 tl.store(held + columns, e.to(tl.bfloat16), mask=inside)
     return peak, rest, spread
 
@@ -120,46 +142,29 @@ def write_statistics(
 
 @triton.jit
 def finish_kernel(
-    x,  # [n, H]
-    x_stride,
-    w,  # [v, H]
-    w_stride,
-    held,  # [n, v]
-    held_stride,
-    own,  # [n], column of the reference
-    v,
-    h,
-    inner,
-    outer,
-    temperature,  # [n]
-    references,  # [n]
-    target_logits,  # [n]
-    parts,  # [1 + ENTROPY + MEAN, blocks, n]: rests, spreads, totals
-    peaks,  # [blocks, n]
-    stride,  # from one of the parts to the next: blocks * n
+    of,  # Finish
     blocks,
     n,
+    v,
+    h,
     vocabulary,  # columns of the whole
-    out,  # [.., n]
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
     HALVES: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ROW_TEMPERATURE: tl.constexpr,
-    HELD: tl.constexpr,
     PARTIALS: tl.constexpr,  # stop there: out is peak, rest, target, spread, total
     LOGP: tl.constexpr,
     LSE: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    MEAN: tl.constexpr,
     TOP1: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n
-    spreads = parts + stride
-    totals = spreads + stride if ENTROPY else spreads
+    ENTROPY: tl.constexpr = of.sums.entropy
+    MEAN: tl.constexpr = of.sums.mean
+    parts, out = of.sums.parts, of.out
+    spreads = parts + of.sums.stride
+    totals = spreads + of.sums.stride if ENTROPY else spreads
     rest_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
     spread_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
     total_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
@@ -174,33 +179,35 @@ def finish_kernel(
         if MEAN:
             total_tile += tl.load(totals + place, mask=here, other=0.0)
         if TOP1:
-            found = tl.load(peaks + place, mask=here, other=float("-inf"))
+            found = tl.load(of.sums.peaks + place, mask=here, other=float("-inf"))
             peak_tile = tl.maximum(peak_tile, found)
     rest = folded(rest_tile, ROWS, HALVES)
     spread = folded(spread_tile, ROWS, HALVES)
     total = folded(total_tile, ROWS, HALVES)
-    reference = tl.load(references + rows, mask=inside, other=0.0)
-    target = tl.load(target_logits + rows, mask=inside, other=0.0)
+    reference = tl.load(of.reference.logit + rows, mask=inside, other=0.0)
+    target = tl.load(of.reference.target + rows, mask=inside, other=0.0)
 
     far = inside & ((rest < FAR) == 0)
-    if HELD:
-        column = tl.load(own + rows, mask=inside, other=0)
+    if of.held is not None:
+        column = tl.load(of.reference.own + rows, mask=inside, other=0)
         one = tl.full((ROWS,), 1.0, tl.float32).to(tl.bfloat16)
-        tl.store(held + rows * held_stride + column, one, mask=inside & (far == 0))
+        tl.store(of.held.data + rows * of.held.stride + column, one, mask=inside & (far == 0))
     if tl.max(far.to(tl.int32), 0) > 0:
         for i in range(ROWS):
             this = far & (tl.arange(0, ROWS) == i)
             if tl.max(this.to(tl.int32), 0) > 0:
                 row = tl.program_id(0).to(tl.int64) * ROWS + i
-                factor = row_multiplier(outer, temperature, row, ROW_TEMPERATURE)
+                terms = of.out
+                if of.held is not None:
+                    terms = of.held.data + row * of.held.stride
                 found_peak, found_rest, found_spread = far_row(
-                    x + row * x_stride, w, w_stride, held + row * held_stride, v, h, inner,
-                    factor, COLUMNS, DEPTH, SOFTCAP, ENTROPY, HELD,
+                    of.x.data + row * of.x.stride, of.w, terms, v, h, of.z,
+                    per_row(of.z.outer, of.z, row), COLUMNS, DEPTH, ENTROPY, of.held is not None,
                 )  # fmt: skip
                 reference = tl.where(this, found_peak, reference)
                 rest = tl.where(this, found_rest, rest)
                 spread = tl.where(this, found_spread, spread)
-        tl.store(references + rows, reference, mask=far)
+        tl.store(of.reference.logit + rows, reference, mask=far)
 
     peak = reference
     if TOP1:  # the same sums against the largest logit; untouched where the reference is it
@@ -216,7 +223,7 @@ def finish_kernel(
         if ENTROPY:
             tl.store(out + 3 * n + rows, spread, mask=inside)
         if MEAN:
-            tl.store(out + (3 + ENTROPY) * n + rows, total, mask=inside)
+            tl.store(out + (4 if ENTROPY else 3) * n + rows, total, mask=inside)
     else:
         write_statistics(
             out, n, rows, inside, peak, rest, spread, total, target, vocabulary,
@@ -274,8 +281,27 @@ def merge_kernel(
     )  # fmt: skip
 
 
-launch_finish = Launcher(finish_kernel, num_warps=4)
+launch_sums = Launcher(finish_kernel, num_warps=4)
 launch_merge = Launcher(merge_kernel, num_warps=4)
+
+
+def launch_finish(
+    of: Finish, blocks: int, n: int, v: int, h: int, vocabulary: int | None, needs: frozenset[str]
+) -> None:
+    asked = flags(needs)
+    launch_sums(
+        triton.cdiv(n, ROWS),
+        *(of, blocks, n, v, h, float(vocabulary or 1)),
+        ROWS=ROWS,
+        BLOCKS=BLOCKS,
+        HALVES=HALVES,
+        COLUMNS=COLUMNS,
+        DEPTH=DEPTH,
+        PARTIALS=vocabulary is None,
+        LOGP=asked["LOGP"],
+        LSE=asked["LSE"],
+        TOP1=asked["TOP1"],
+    )
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,6 +6,8 @@ n rows, of which `count` are kept.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from ..interface import Order
 from .launch import Launcher
+from .records import Matrix, matrix_of
 
 BLOCK = 2048  # rows that are ranked at once
 
@@ -49,16 +52,7 @@ def order_kernel(keep, rows, gaps, count, n, most, BLOCK: tl.constexpr):
 launch_order = Launcher(order_kernel, num_warps=8)
 
 
-def dense_order(
-    keep: Tensor,  # [n] bool
-    most: int,
-) -> Order:
-    """Which row goes to which place, so that kept rows come first.
-
-    A kept row below their number stays where it is, the others fill the gaps: no row is read after
-    it is written, in whatever order the rows are worked on. Where more than `most` are kept,
-    moving is not worth it: all stay, and all count.
-    """
+def dense_order(keep: Tensor, most: int) -> Order:
     n = len(keep)
     rows = torch.empty(n, dtype=torch.int64, device=keep.device)
     gaps = torch.empty(n, dtype=torch.int32, device=keep.device)
@@ -68,75 +62,64 @@ def dense_order(
 
 
 @triton.jit
-def move_rows_kernel(tile, stride, rows, count, v, BLOCK: tl.constexpr):
+def move_rows_kernel(tile, order, v, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + place)
-    if (row != place) & (place < tl.load(count)):
+    row = tl.load(order.rows + place)
+    if (row != place) & (place < tl.load(order.count)):
         for start in range(0, v, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < v
-            value = tl.load(tile + row * stride + columns, mask=inside)
-            tl.store(tile + place * stride + columns, value, mask=inside)
+            value = tl.load(tile.data + row * tile.stride + columns, mask=inside)
+            tl.store(tile.data + place * tile.stride + columns, value, mask=inside)
 
 
 launch_move = Launcher(move_rows_kernel, num_warps=8)
 
 
 def move_rows_(tile: Tensor, order: Order) -> None:
-    """Put the rows of [n, v] in order, in the same memory."""
     if len(tile):
-        n, v = tile.shape
-        launch_move(n, tile, tile.stride(0), order.rows, order.count, v, BLOCK=4096)
+        launch_move(len(tile), matrix_of(tile), order, tile.shape[1], BLOCK=4096)
+
+
+class Moves(NamedTuple):
+    """Rows of x, times their scale, to rows of out; the first n where nothing is said."""
+
+    x: Matrix
+    out: Matrix
+    scale: Tensor  # [n]
+    source: Tensor | None
+    places: Tensor | None
 
 
 @triton.jit
-def rows_kernel(
-    x,
-    x_stride,
-    scale,
-    source,
-    out,
-    out_stride,
-    places,
-    h,
-    SOURCE: tl.constexpr,
-    PLACES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def rows_kernel(of, h, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    factor = tl.load(scale + row)
+    factor = tl.load(of.scale + row)
     read, write = row, row
-    if SOURCE:
-        read = tl.load(source + row)
-    if PLACES:
-        write = tl.load(places + row)
+    if of.source is not None:
+        read = tl.load(of.source + row)
+    if of.places is not None:
+        write = tl.load(of.places + row)
+    x, out = of.x.data + read * of.x.stride, of.out.data + write * of.out.stride
     for start in range(0, h, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        value = tl.load(x + read * x_stride + at, mask=at < h, other=0.0).to(tl.float32) * factor
-        tl.store(out + write * out_stride + at, value.to(out.dtype.element_ty), mask=at < h)
+        value = tl.load(x + at, mask=at < h, other=0.0).to(tl.float32) * factor
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=at < h)
 
 
 launch_rows = Launcher(rows_kernel, num_warps=8)
 
 
 def scaled_rows(
-    x: Tensor,  # [.., H], any row stride
-    scale: Tensor,  # [n] float32
+    x: Tensor,
+    scale: Tensor,
     *,
-    source: Tensor | None = None,  # [n] rows of x, default: the first n
-    out: Tensor | None = None,  # [.., H], any row stride; default: new, of x's dtype
-    places: Tensor | None = None,  # [n] rows of out, no row twice; default: the first n
+    source: Tensor | None = None,
+    out: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> Tensor:
-    """out[places] = x[source] * scale of each row, multiplied in float32 and rounded once."""
     n, h = len(scale), x.shape[1]
     out = x.new_empty(n, h) if out is None else out
     if n and h:
-        launch_rows(
-            n,
-            *(x, x.stride(0), scale, scale if source is None else source),
-            *(out, out.stride(0), scale if places is None else places, h),
-            SOURCE=source is not None,
-            PLACES=places is not None,
-            BLOCK=2048,
-        )
+        launch_rows(n, Moves(matrix_of(x), matrix_of(out), scale, source, places), h, BLOCK=2048)
     return out

@@ -1,36 +1,39 @@
 """What product.py does one token at a time: the reference of each.
 
-n tokens, v columns of the vocabulary starting at `first`, H hidden width, z = transform(x @ w.T).
+n tokens, v columns of the vocabulary starting at `first`, H hidden width.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from .formulas import per_row, transformed
 from .launch import Launcher
-from .statistics import row_multiplier, transformed
+
+
+class Reference(NamedTuple):
+    """The column that a token's terms are taken against; [n] each."""
+
+    own: Tensor  # its number, in this slice
+    logit: Tensor
+    target: Tensor  # z_y, -inf where it lies in another slice
 
 
 @triton.jit(do_not_specialize=["first"])
 def reference_kernel(
-    x,  # [n, H]
-    x_stride,
-    w,  # [v, H]
-    w_stride,
+    x,  # Matrix [n, H]
+    w,  # Matrix [v, H]
     targets,  # [n]
+    z,  # LogitScaling
+    to,  # Reference
     first,
     v,
     h,
-    inner,
-    outer,
-    temperature,  # [n]
-    columns,  # [n]
-    references,  # [n]
-    target_logits,  # [n]
     BLOCK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ROW_TEMPERATURE: tl.constexpr,
 ):
     """The column that a token refers to, its target or a stand-in, and that column's logit."""
     row = tl.program_id(0).to(tl.int64)
@@ -40,14 +43,13 @@ def reference_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, h, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        a = tl.load(x + row * x_stride + at, mask=at < h, other=0.0).to(tl.float32)
-        b = tl.load(w + column * w_stride + at, mask=at < h, other=0.0).to(tl.float32)
+        a = tl.load(x.data + row * x.stride + at, mask=at < h, other=0.0).to(tl.float32)
+        b = tl.load(w.data + column * w.stride + at, mask=at < h, other=0.0).to(tl.float32)
         total += a * b
-    factor = row_multiplier(outer, temperature, row, ROW_TEMPERATURE)
-    z = transformed(tl.sum(total, 0), inner, factor, SOFTCAP)
-    tl.store(columns + row, column)
-    tl.store(references + row, z)
-    tl.store(target_logits + row, tl.where(inside, z, float("-inf")))
+    logit = transformed(tl.sum(total, 0), z, per_row(z.outer, z, row))
+    tl.store(to.own + row, column)
+    tl.store(to.logit + row, logit)
+    tl.store(to.target + row, tl.where(inside, logit, float("-inf")))
 
 
 launch_reference = Launcher(reference_kernel)

@@ -1,7 +1,7 @@
 """The two walks along a row of logits in Triton, and what stands between them.
 
-z = transform(raw), P parts of a row, side by side. The first walk gives the partial statistics of
-the row, the second its gradient; `given.py` puts them together.
+P parts of a row, side by side. The first walk gives the partial statistics of the row, the second
+its gradient; `given.py` puts them together. A NaN stays one.
 """
 
 from __future__ import annotations
@@ -9,21 +9,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .statistics import FLOOR, tanh
+from .formulas import FLOOR, LOG2E, act_two, tanh, transformed
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no difference of peaks is NaN
 
 
 @triton.jit
-def logits_of(raw, inside, inner, outer, SOFTCAP: tl.constexpr, SCALED: tl.constexpr):
+def logits_of(raw, inside, z, outer):
     """z, and -inf outside of the row (where `raw` is that already)."""
-    z = raw.to(tl.float32)
-    if SOFTCAP:
-        z = tanh(z * inner)
-    if SOFTCAP or SCALED:
-        z = tl.where(inside, z * outer, float("-inf"))
-    return z
+    if z.same:
+        return raw.to(tl.float32)
+    else:
+        return tl.where(inside, transformed(raw, z, outer), float("-inf"))
 
 
 @triton.jit
@@ -68,11 +65,10 @@ def part_partials(
     begin,  # [P, 1] first column of each part
     size,  # of a part
     length,  # of the row
-    z_of,  # (inner, outer), see `logits_of`
+    z,  # LogitScaling
+    outer,
     WIDTH: tl.constexpr,
     KEPT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SCALED: tl.constexpr,
     ENTROPY: tl.constexpr,
     MEAN: tl.constexpr,
 ):
@@ -81,7 +77,6 @@ def part_partials(
 
     A lane keeps its largest logit apart: of two values the larger goes on, the smaller is summed.
     """
-    inner, outer = z_of
     lanes = tl.arange(0, WIDTH)[None, :]
     nothing = tl.zeros_like(begin).to(tl.float32) + tl.zeros_like(lanes).to(tl.float32)
     peak, rest, spread, total = nothing + LOWEST, nothing, nothing, nothing
@@ -98,10 +93,10 @@ def part_partials(
         b = tl.load(x + begin + b_at, mask=in_b, other=none, eviction_policy=hint)
         c = tl.load(x + begin + c_at, mask=in_c, other=none, eviction_policy=hint)
         d = tl.load(x + begin + d_at, mask=in_d, other=none, eviction_policy=hint)
-        a = logits_of(a, in_a, inner, outer, SOFTCAP, SCALED)
-        b = logits_of(b, in_b, inner, outer, SOFTCAP, SCALED)
-        c = logits_of(c, in_c, inner, outer, SOFTCAP, SCALED)
-        d = logits_of(d, in_d, inner, outer, SOFTCAP, SCALED)
+        a = logits_of(a, in_a, z, outer)
+        b = logits_of(b, in_b, z, outer)
+        c = logits_of(c, in_c, z, outer)
+        d = logits_of(d, in_d, z, outer)
         if MEAN:
             total += tl.where(in_a, a, 0.0) + tl.where(in_b, b, 0.0)
             total += tl.where(in_c, c, 0.0) + tl.where(in_d, d, 0.0)
@@ -126,29 +121,25 @@ def part_partials(
 def logit_gradient(
     raw,
     inside,
-    z_of,  # (inner, outer), see `logits_of`
+    z,  # LogitScaling
+    outer,
     normalizer,  # (peak, log_sum)
-    c,  # (c_prob, c_entropy, c_uniform), times dz/draw without the soft cap
-    SOFTCAP: tl.constexpr,
-    SCALED: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    UNIFORM: tl.constexpr,
+    at,  # (c_prob, c_entropy, c_uniform), times dz/draw without the soft cap
+    c,  # Four
 ):
     """dL/draw of some logits of a row, but for the target's own term; and d(soft cap)."""
-    inner, outer = z_of
     peak, log_sum = normalizer
-    at_prob, at_entropy, at_uniform = c
-    z = logits_of(raw, inside, inner, outer, SOFTCAP, SCALED)
-    if ENTROPY:
-        log_p = tl.maximum((z - peak) - log_sum, FLOOR, propagate_nan=tl.PropagateNan.ALL)
-        g = tl.exp2(log_p * LOG2E) * (at_prob + at_entropy * log_p)
+    logit = logits_of(raw, inside, z, outer)
+    if c.entropy is not None:
+        log_p = tl.maximum((logit - peak) - log_sum, FLOOR, propagate_nan=tl.PropagateNan.ALL)
+        p = tl.exp2(log_p * LOG2E)
     else:
-        g = tl.exp2((z - peak) * LOG2E - log_sum * LOG2E) * at_prob
-    if UNIFORM:
-        g += at_uniform
+        log_p = logit
+        p = tl.exp2((logit - peak) * LOG2E - log_sum * LOG2E)
+    g = act_two(p, log_p, at, c)
     bend = 1.0
-    if SOFTCAP:
-        capped = tanh(raw.to(tl.float32) * inner)
+    if z.inner is not None:
+        capped = tanh(raw.to(tl.float32) * z.inner)
         bend = 1 - capped * capped
         g *= bend
     return g, bend
@@ -162,44 +153,27 @@ def write_gradient(
     size,  # of a part
     v,
     length,  # v, or 0: nothing is read
-    z_of,
+    z,  # LogitScaling
+    outer,
     normalizer,  # [P] each
-    c,  # c_prob [P]
+    at,  # c_prob [P]
+    c,  # Four
     WIDTH: tl.constexpr,
     KEPT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SCALED: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    UNIFORM: tl.constexpr,
 ):
     """The gradient of each part's columns but for the target's own term, last columns first."""
     hint: tl.constexpr = "evict_first" if KEPT else ""
     normalizer = normalizer[0][:, None], normalizer[1][:, None]
-    c = c[0][:, None], c[1], c[2]
+    at = at[0][:, None], at[1], at[2]
     steps = tl.cdiv(size, 4 * WIDTH)
     for step in range(0, steps):
         own = (steps - 1 - step) * (4 * WIDTH) + tl.arange(0, 4 * WIDTH)[None, :]
-        at = begin + own
-        inside = (own < size) & (at < length)
-        value = tl.load(x + at, mask=inside, other=float("-inf"), eviction_policy=hint)
-        g, _ = logit_gradient(value, inside, z_of, normalizer, c, SOFTCAP, SCALED, ENTROPY, UNIFORM)
-        there = (own < size) & (at < v)
-        tl.store(y + at, g.to(y.dtype.element_ty), mask=there, eviction_policy=hint)
-
-
-@triton.jit
-def log1p(x):
-    """log(1 + x): the rounding of 1 + x is divided out."""
-    u = 1 + x
-    return tl.where(u == 1, x, tl.log(u) * (x / tl.where(u == 1, 1.0, u - 1)))
-
-
-@triton.jit
-def coefficient(pointer, row, PRESENT: tl.constexpr):
-    value = 0.0
-    if PRESENT:
-        value = tl.load(pointer + row).to(tl.float32)
-    return value
+        columns = begin + own
+        inside = (own < size) & (columns < length)
+        value = tl.load(x + columns, mask=inside, other=float("-inf"), eviction_policy=hint)
+        g, _ = logit_gradient(value, inside, z, outer, normalizer, at, c)
+        there = (own < size) & (columns < v)
+        tl.store(y + columns, g.to(y.dtype.element_ty), mask=there, eviction_policy=hint)
 
 
 @triton.jit

@@ -1,0 +1,148 @@
+"""The formulas that kernels share: from raw logits to z and log p, and from there to the gradient.
+
+    dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform
+
+Records are those of `records`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...stats import FLOOR as _FLOOR
+from .versions import INTERPRETED
+
+FLOOR = tl.constexpr(_FLOOR)
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def tanh(x):
+    """tanh in float32; the series where 1 - 2/(exp(2x) + 1) would cancel."""
+    s = x * x
+    near = 1 + s * (-0.3333333333 + s * (0.1333333333 + s * (-0.05396825397 + s * 0.02186948854)))
+    size = tl.abs(x)
+    far = 1 - 2 / (tl.exp(2 * size) + 1)
+    return tl.where(size < 0.25, x * near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def log(x):
+    """Natural logarithm to 22 bits, by the GPU's own instruction: a library's would take ten times
+    as long, and outlast the memory."""
+    if INTERPRETED:
+        return tl.log(x)
+    found = tl.inline_asm_elementwise(
+        "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+    return found * LN2
+
+
+@triton.jit
+def expm1(x):
+    """exp(x) - 1 for x <= 0; Taylor's series where the two would cancel."""
+    tail = 1 + x * 0.125
+    tail = 1 + x * 0.14285714 * tail
+    tail = 1 + x * 0.16666667 * tail
+    tail = 1 + x * 0.2 * tail
+    tail = 1 + x * 0.25 * tail
+    tail = 1 + x * 0.33333333 * tail
+    tail = 1 + x * 0.5 * tail
+    return tl.where(x > -0.5, x * tail, tl.exp(x) - 1)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x): the rounding of 1 + x is divided out."""
+    u = 1 + x
+    return tl.where(u == 1, x, tl.log(u) * (x / tl.where(u == 1, 1.0, u - 1)))
+
+
+@triton.jit
+def per_row(value, z, row):
+    """`outer` or `factor` of a scaling, over the token's own temperature if tokens have their
+    own."""
+    if z.temperature is not None:
+        value = value / tl.load(z.temperature + row)
+    return value
+
+
+@triton.jit
+def transformed(raw, z, outer):
+    """z of raw logits; `outer` is `per_row(z.outer, ..)`."""
+    x = raw.to(tl.float32)
+    if z.inner is not None:
+        x = tanh(x * z.inner)
+    if not z.same:
+        x = x * outer
+    return x
+
+
+@triton.jit
+def log_softmax(raw, z, outer, peak, log_sum):
+    """log p of raw logits, at least FLOOR."""
+    return tl.maximum((transformed(raw, z, outer) - peak) - log_sum, FLOOR)
+
+
+@triton.jit
+def coefficient(pointer, row):
+    """A token's coefficient, 0 where no token has it."""
+    value = 0.0
+    if pointer is not None:
+        value = tl.load(pointer + row).to(tl.float32)
+    return value
+
+
+@triton.jit
+def act_two(p, log_p, at, c, start=None):
+    """dL/dz but for the target's own term; `at` is (c_prob, c_entropy, c_uniform), of which `c`, a
+    `Four`, says what there is. With `start`, the target's own term, which is added first."""
+    if c.entropy is not None:
+        g = p * (at[0] + at[1] * log_p)
+    else:
+        g = p * at[0]
+    if start is not None:
+        g += start
+    if c.uniform is not None:
+        g += at[2]
+    return g
+
+
+@triton.jit
+def coefficients(c, row):
+    """(c_prob, c_entropy, c_uniform) of a token, for `act_two`."""
+    return coefficient(c.prob, row), coefficient(c.entropy, row), coefficient(c.uniform, row)
+
+
+@triton.jit
+def block_partials(z, inside, ENTROPY: tl.constexpr):
+    """Peak, rest and spread of a block. Where all is -inf there is no mass."""
+    peak = tl.max(z, 0)
+    shifted = tl.maximum(z - tl.where(peak == float("-inf"), 0.0, peak), FLOOR)
+    e = tl.exp(shifted)
+    top = (z == peak) & inside
+    # The largest term is left out, once: its equals, if any, count one each.
+    rest = tl.sum(tl.where(top, 0.0, e), 0) + (tl.sum(top.to(tl.float32), 0) - 1)
+    rest = tl.where(peak == float("-inf"), -1.0, rest)
+    spread = 0.0
+    if ENTROPY:
+        spread = tl.sum(e * shifted, 0)
+    return peak, rest, spread
+
+
+@triton.jit
+def merged(a, b):
+    """`stats.merge` of (peak, rest, spread): the side that holds the peak is not shifted, also
+    where both are -inf."""
+    peak_a, rest_a, spread_a = a
+    peak_b, rest_b, spread_b = b
+    peak = tl.maximum(peak_a, peak_b)
+    shift_a = tl.maximum(tl.where(peak_a == peak, 0.0, peak_a - peak), FLOOR)
+    shift_b = tl.maximum(tl.where(peak_b == peak, 0.0, peak_b - peak), FLOOR)
+    scale_a, scale_b = tl.exp(shift_a), tl.exp(shift_b)
+    mass_a, mass_b = 1 + rest_a, 1 + rest_b
+    rest = tl.where(peak_a == peak, rest_a + mass_b * scale_b, rest_b + mass_a * scale_a)
+    spread = scale_a * (spread_a + mass_a * shift_a) + scale_b * (spread_b + mass_b * shift_b)
+    return peak, rest, spread

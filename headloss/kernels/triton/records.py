@@ -1,0 +1,166 @@
+"""The records that kernels take, and what a launch checks.
+
+A record goes to a kernel as one argument. A field that is None is known when the kernel is
+compiled, so that no flag has to say what there is, and costs the launch nothing. A kernel asks this
+of fields: Triton 3.6 cannot compare a record that has a None in it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...stats import Coefficients, Normalizer, Partials
+from ..interface import Backward
+from ..transform import Transform
+
+BLOCK = 4096  # columns a program works on at once, at most
+WARPS = 8
+YES, NO = tl.constexpr(True), tl.constexpr(False)
+
+
+class Matrix(NamedTuple):
+    """[n, v], or [n, H]."""
+
+    data: Tensor
+    stride: int  # of rows
+
+
+class LogitScaling(NamedTuple):
+    """z = tanh(raw * inner) * outer under a soft cap, else raw * outer; dz/draw = factor, times the
+    soft cap's own slope. See `formulas.transformed`."""
+
+    inner: float | None
+    outer: float
+    factor: float
+    temperature: Tensor | None  # [n]: what outer and factor are still to be divided by
+    same: tl.constexpr  # z is raw
+
+
+class Four(NamedTuple):
+    """`Coefficients`, [n] each; None where no token can have one."""
+
+    target: Tensor | None
+    prob: Tensor | None
+    entropy: Tensor | None
+    uniform: Tensor | None
+
+
+class Act(NamedTuple):
+    """What act two takes of each token."""
+
+    targets: Tensor | None  # [n], as all vectors
+    z: LogitScaling | None
+    normalizer: Normalizer | None
+    c: Four
+
+
+class Found(NamedTuple):
+    """`Partials`, [n] each, or one for each block of columns."""
+
+    peak: Tensor | None
+    rest: Tensor | None
+    target: Tensor | None
+    spread: Tensor | None
+    total: Tensor | None
+
+
+def matrix_of(matrix: Tensor) -> Matrix:
+    return Matrix(matrix, matrix.stride(0))
+
+
+def scaling(transform: Transform) -> LogitScaling:
+    cap, scale, temperature = transform.softcap, transform.scale, transform.temperature
+    inner, outer = (None, scale) if cap is None else (scale / cap, cap)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(torch.float32).contiguous()
+        return LogitScaling(inner, outer, scale, temperature, NO)
+    outer /= temperature
+    same = YES if inner is None and outer == 1 else NO
+    return LogitScaling(inner, outer, scale / temperature, None, same)
+
+
+def constant(value: bool) -> tl.constexpr:
+    """A field that is known when a kernel is compiled."""
+    return YES if value else NO
+
+
+def four(c: Coefficients | None) -> Four:
+    return NOTHING if c is None else Four(c.target, c.prob, c.entropy, c.uniform)
+
+
+NOTHING = Four(None, None, None, None)
+NO_ACT = Act(None, None, None, NOTHING)
+NOT_FOUND = Found(None, None, None, None, None)
+
+
+def act(backward: Backward) -> Act:
+    targets, _, transform, normalizer, c, _ = backward
+    return Act(targets, scaling(transform), normalizer, four(c))
+
+
+def found(partials: Partials) -> Found:
+    p = partials
+    return Found(p.peak, p.rest, p.target, p.spread, p.total)
+
+
+def empty_partials(like: Tensor, n: int, needs: frozenset[str]) -> Partials:
+    """Room for what `needs` asks for, in float32."""
+    entropy, mean = "entropy" in needs, "mean_logit" in needs
+    room = like.new_empty(3 + entropy + mean, n, dtype=torch.float32).unbind()
+    return Partials(
+        peak=room[0],
+        rest=room[1],
+        target=room[2],
+        spread=room[3] if entropy else None,
+        total=room[-1] if mean else None,
+    )
+
+
+@functools.cache
+def programs_on(device: torch.device) -> int:
+    """One for each multiprocessor; a few in the interpreter."""
+    if device.type != "cuda":
+        return 8
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def block_width(v: int, most: int | None = None) -> int:
+    return min(most or BLOCK, triton.next_power_of_2(max(v, 16)))
+
+
+def check_tile(name: str, tile: Tensor) -> None:
+    if tile.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(
+            f"{name} must be float32, bfloat16 or float16 for the triton backend, "
+            f"got {tile.dtype}; float64 needs backend='reference'"
+        )
+    if tile.dim() != 2 or (tile.shape[1] > 1 and tile.stride(1) != 1):
+        raise ValueError(
+            f"{name} must be [n, v] with unit stride along v, "
+            f"got shape {tuple(tile.shape)} and strides {tile.stride()}"
+        )
+
+
+def narrowed(tile: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """[n, v] of a dtype at most as wide, in the front of each row's own memory."""
+    if dtype is None or tile.dtype == dtype:
+        return tile
+    return tile.view(dtype)[:, : tile.shape[1]]
+
+
+def overlap(x: Tensor, out: Tensor) -> bool:
+    """Whether `out` lies in x's own rows with another element size; other overlaps are refused."""
+    if out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
+        return False
+    same_rows = x.data_ptr() == out.data_ptr() and (
+        x.stride(0) * x.element_size() == out.stride(0) * out.element_size()
+    )
+    if not same_rows or out.element_size() > x.element_size():
+        raise ValueError("out must be separate memory, or the front of each row of the tile")
+    return out.element_size() != x.element_size()

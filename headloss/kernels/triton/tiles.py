@@ -1,0 +1,88 @@
+"""The loop over tiles of a product x @ w.T, for kernels that end each tile in an act of their own.
+
+n tokens, v columns, H hidden width. A fixed set of programs reads through the tensor memory
+accelerator; what is done with a tile is an `EPILOGUE`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import Tile
+
+ROWS, WIDTH, DEPTH = 128, 256, 64  # a tile, and the slice of H that is in flight
+WARPS, STAGES = 8, 4
+BM, BN, BK = tl.constexpr(ROWS), tl.constexpr(WIDTH), tl.constexpr(DEPTH)
+
+
+@triton.jit
+def place_of(tile, tiles_m, blocks):
+    """Row and column of a tile, in an order in which GROUP rows share a tile of the vocabulary."""
+    GROUP: tl.constexpr = 16  # rows that share a tile of the vocabulary while it is in the L2
+    group = tile // (GROUP * blocks)
+    size = min(tiles_m - group * GROUP, GROUP)
+    return group * GROUP + tile % size, (tile % (GROUP * blocks)) // size
+
+
+@triton.jit
+def halves(z):
+    """The left and the right half of a tile's columns, which take half the shared memory on their
+    way out."""
+    return tl.split(tl.permute(tl.reshape(z, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def each_tile(
+    x,  # descriptor [n, H]
+    w,  # descriptor [v, H]
+    out,  # descriptor [n, v], or None
+    given,  # the epilogue's own record
+    n,
+    v,
+    h,
+    PROGRAMS: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+):
+    tiles_m = tl.cdiv(n, BM)
+    blocks = tl.cdiv(v, BN)
+    for tile in tl.range(tl.program_id(0), tiles_m * blocks, PROGRAMS):
+        m, block = place_of(tile, tiles_m, blocks)
+        z = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, h, BK):
+            z = tl.dot(x.load([m * BM, k]), w.load([block * BN, k]).T, z)
+        EPILOGUE(z, m, block, out, given, n, v)
+
+
+READ = {"x": Tile((ROWS, DEPTH)), "w": Tile((WIDTH, DEPTH))}
+WRITE = Tile((ROWS, WIDTH // 2))
+OPTIONS = {"num_warps": WARPS, "num_stages": STAGES}
+
+
+def can_fuse(x: Tensor, w: Tensor) -> bool:
+    """Whether the operands suit the tensor memory accelerator: 16 bits wide, rows of whole 16
+    bytes, and a GPU that has one (the interpreter has)."""
+    if x.is_cuda and not _has_accelerator(x.device):
+        return False
+    return x.dtype in (torch.bfloat16, torch.float16) and all(
+        t.dtype == x.dtype and t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0
+        for t in (x, w)
+    )
+
+
+@functools.cache
+def _has_accelerator(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def check_operands(x: Tensor, w: Tensor) -> None:
+    """ValueError where `can_fuse` does not hold."""
+    if not can_fuse(x, w):
+        raise ValueError(
+            f"x {tuple(x.shape)} {x.dtype} and w {tuple(w.shape)} {w.dtype} need 16-bit elements, "
+            "rows of whole 16 bytes and a GPU with a tensor memory accelerator"
+        )

@@ -1,0 +1,476 @@
+"""Every act of the kernels against its plain twin, and the twins against autograd in float64.
+
+n tokens, v columns, H hidden width, T tokens of a call, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from triton_cases import DEVICE, EPS, NEEDS, coefficients_of, error, in_float64, tile, transforms
+
+import headloss as hl
+from headloss import kernels
+from headloss.kernels import reference
+from headloss.kernels import triton as triton_backend
+from headloss.kernels.interface import Backward, Forward, Held, Kernels, Rows, Scaling, Walk
+from headloss.kernels.transform import Transform
+from headloss.kernels.triton.given import Shape
+from headloss.stats import Coefficients, Normalizer, Partials, finish
+from headloss.testing import plain, trained_looking
+
+# The interpreter multiplies the bits of bf16 operands as integers: they are for the GPU.
+SIXTEEN = (torch.float16, torch.bfloat16) if DEVICE == "cuda" else (torch.float16,)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
+
+
+def double(of):
+    """The same record in float64."""
+    if isinstance(of, torch.Tensor):
+        return of.double() if of.is_floating_point() else of
+    if isinstance(of, Transform):
+        return in_float64(of)
+    if isinstance(of, Coefficients):
+        return of.map(lambda t: t.double())
+    return type(of)(*map(double, of)) if isinstance(of, tuple) else of
+
+
+def head(n: int, h: int, v: int, first: int, dtype: torch.dtype):
+    """Hidden states and weights, both rows of wider matrices; targets, one of them elsewhere."""
+    x = torch.full((n, h + 8), math.nan, dtype=dtype, device=DEVICE)[:, :h]
+    w = torch.full((v, h + 16), math.nan, dtype=dtype, device=DEVICE)[:, :h]
+    x.copy_(torch.randn(n, h))
+    w.copy_(torch.randn(v, h) / 3)
+    targets = first + torch.arange(n, device=DEVICE) * 31 % v
+    x[::2] += 2 * w[targets[::2] - first]
+    targets[3:4] += 2 * v
+    return x, w, targets
+
+
+def assert_statistics(found: Partials, twin: Partials, exact: Partials, v: int, needs) -> None:
+    """What may be read off partials, whatever they are taken against."""
+    for name in finish(exact, v, needs)[0].tensors():
+        mine, theirs, oracle = (getattr(finish(p, v, needs)[0], name) for p in (found, twin, exact))
+        finite = oracle.isfinite()
+        assert torch.equal(mine[~finite].double(), oracle[~finite]), name
+        mine, theirs, oracle = mine[finite], theirs[finite], oracle[finite]
+        assert error(mine, oracle) <= 3 * error(theirs, oracle) + 2e-6, name
+
+
+# ---------------------------------------------------------------------- the interface
+
+ACTS = [name for name in vars(Kernels) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("backend", [reference, triton_backend], ids=["reference", "triton"])
+@pytest.mark.parametrize("act", ACTS)
+def test_every_backend_has_every_act(backend, act):
+    declared = list(inspect.signature(getattr(Kernels, act)).parameters.values())[1:]
+    found = list(inspect.signature(getattr(backend, act)).parameters.values())
+    for parameter in found[len(declared) :]:  # a backend's own, to be tuned
+        assert parameter.kind is parameter.KEYWORD_ONLY and parameter.default is None
+    shape = [(p.name, p.kind, p.default) for p in declared]
+    assert shape == [(p.name, p.kind, p.default) for p in found[: len(declared)]]
+    assert inspect.getdoc(getattr(Kernels, act)), "an act without a description"
+
+
+def test_there_are_acts_to_look_at():
+    assert len(ACTS) == 20 and kernels.load("reference") is reference
+
+
+# ---------------------------------------------------------------------- products and held terms
+
+
+@pytest.mark.parametrize("name", ["plain", "scaled", "rows", "capped rows"])
+@pytest.mark.parametrize(("n", "v"), [(0, 97), (1, 97), (6, 97), (5, 300)])
+def test_products_and_held_terms(n, v, name):
+    first, transform = 20, transforms(n)[name]
+    for dtype, which in itertools.product(SIXTEEN, ("tp", "tpe")):
+        x, w, targets = head(n, 72, v, first, dtype)
+        forward, c = Forward(targets, first, transform, NEEDS), coefficients_of(n, which)
+        c = replace(c, prob=-c.target)
+        held = {a: Held.empty(x, v) for a in (triton_backend, reference)}
+        for one in held.values():
+            one.terms.fill_(math.nan)
+        found, twin = (a.product_partials(x, w, forward, one) for a, one in held.items())
+        exact = reference.product_partials(x.double(), w.double(), double(forward))
+        assert_statistics(found, twin, exact, v, NEEDS)
+        at_once = triton_backend.product_statistics(x, w, forward, v)
+        merged = [a.finish(slices_of(x, w, forward), NEEDS, v) for a in (triton_backend, reference)]
+        for one in (at_once, *merged):
+            wanted = finish(exact, v, NEEDS)[0].tensors()
+            for key, value in one.stats.tensors().items():
+                close = {"rtol": 1e-5, "atol": 2e-5, "msg": key}
+                torch.testing.assert_close(value.double(), wanted[key], **close)
+        mine, theirs = held.values()
+        below = (theirs.reference - mine.reference).exp().unsqueeze(1)
+        close = {"rtol": 3 * EPS[torch.bfloat16], "atol": 1e-30}
+        torch.testing.assert_close(mine.terms.float(), theirs.terms.float() * below, **close)
+
+        stats, normalizer = finish(twin, v, frozenset({"logp"}))
+        backward = Backward(targets, first, transform, normalizer, c)
+        oracle = reference.product_gradient(
+            x.double(), w.double(), double(backward), stats.logp.double()
+        )
+        found, twin = (
+            a.product_gradient(x, w, backward, stats.logp) for a in (triton_backend, reference)
+        )
+        assert found.dtype == twin.dtype == dtype and found.shape == (n, v)
+        tiny = 6e-8 * found.numel() ** 0.5 if dtype == torch.float16 else 0
+        for gradient in (found, twin):
+            off = float((gradient.double() - oracle).norm()) - tiny
+            assert off <= (EPS[dtype] + 1e-4) * float(oracle.norm())
+
+        if reference.is_multiple(transform, c):  # from the same terms, each in memory of its own
+            copies = [replace(mine, terms=mine.terms.clone()) for _ in range(2)]
+            order = triton_backend.dense_order(torch.arange(n, device=DEVICE) % 3 > 0, n - 1)
+            count = int(order.count)
+            pairs = [
+                a.held_multiple_(one, backward, finish_target(x, w, forward), x=x, order=order)
+                for a, one in zip(held, copies, strict=True)
+            ]
+            terms = [one.terms[:count] for one in copies]
+            torch.testing.assert_close(*(p[0][:count] for p in pairs), rtol=2e-5, atol=1e-30)
+            torch.testing.assert_close(*terms, rtol=2**-6, atol=1e-30)
+            scaled = [p[1][:count].float() for p in pairs]
+            torch.testing.assert_close(*scaled, rtol=2e-5 + EPS[dtype], atol=6e-8)
+        keep = torch.arange(n, device=DEVICE) % 3 > 0
+        order = triton_backend.dense_order(keep, n - 1)
+        copies = [replace(mine, terms=mine.terms.clone()) for _ in range(2)]
+        found, twin = (
+            a.held_gradient_(one, backward, finish_target(x, w, forward), order=order)
+            for a, one in zip(held, copies, strict=True)
+        )
+        count = int(order.count)
+        assert error(found[:count], twin[:count].double()) <= 2 * EPS[torch.bfloat16]
+
+
+def slices_of(x, w, forward: Forward) -> torch.Tensor:
+    """[2, 5, n]: partials of two slices of the vocabulary."""
+    half, parts = len(w) // 2, []
+    for own in (slice(0, half), slice(half, len(w))):
+        here = forward._replace(first=forward.first + own.start)
+        parts.append(vars(reference.product_partials(x, w[own], here)))
+    names = ("peak", "rest", "target", "spread", "total")
+    return torch.stack([torch.stack([part[name] for name in names]) for part in parts])
+
+
+def finish_target(x, w, forward: Forward) -> torch.Tensor:
+    return reference.product_partials(x, w, forward).target
+
+
+def test_what_held_terms_cannot_give_is_refused_by_both():
+    c = coefficients_of(2, "tpu")
+    zero = torch.zeros(2, device=DEVICE)
+    targets = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    held = Held.empty(torch.zeros(2, 8, dtype=torch.bfloat16, device=DEVICE), 9)
+    backward = Backward(targets, 0, Transform(softcap=9.0), Normalizer(zero, zero), c)
+    for backend in (reference, triton_backend):
+        with pytest.raises(ValueError, match="soft cap"):
+            backend.held_gradient_(held, backward, zero)
+        with pytest.raises(ValueError, match="held_gradient_"):
+            backend.held_multiple_(held, backward, zero)
+
+
+# ---------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize("n", [0, 1, 6])
+def test_order_and_moves(n):
+    patterns = list(itertools.product((False, True), repeat=n))
+    for pattern in patterns[:: max(1, len(patterns) // 8)]:
+        keep, most = torch.tensor(pattern, dtype=torch.bool, device=DEVICE), n - 2
+        mine, twin = (a.dense_order(keep, most) for a in (triton_backend, reference))
+        assert torch.equal(mine.count, twin.count)
+        count = int(twin.count)
+        assert torch.equal(mine.rows[:count], twin.rows[:count])
+        tiles = [tile(n, 97, torch.bfloat16) for _ in range(2)]
+        for backend, some in zip((triton_backend, reference), tiles, strict=True):
+            backend.move_rows_(some, twin)
+        assert torch.equal(tiles[0][:count], tiles[1][:count])
+        assert all(some._base[:, 97:].isnan().all() for some in tiles)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_scaled_rows_and_casts(dtype):
+    x, scale = tile(6, 97, dtype), torch.randn(4, device=DEVICE)
+    index = torch.tensor([5, 0, 0, 3], device=DEVICE), torch.tensor([4, 7, 1, 2], device=DEVICE)
+    for out_dtype, (source, places) in itertools.product(FLOATS, ((None, None), index)):
+        rows = 4 if places is None else 8
+        outs = []
+        for backend in (triton_backend, reference):
+            out = torch.full((rows, 101), math.nan, dtype=out_dtype, device=DEVICE)
+            backend.scaled_rows(x, scale, source=source, out=out[:, :97], places=places)
+            outs.append(out)
+        torch.testing.assert_close(*outs, rtol=2e-7 + EPS[out_dtype], atol=0, equal_nan=True)
+    for factor in (None, torch.tensor(0.3, device=DEVICE)):
+        found = []
+        for backend in (triton_backend, reference):
+            values = [Scaling(x.contiguous(), to, to != torch.float16) for to in FLOATS]
+            found.append(backend.scaled(values, factor))
+        for out_dtype, *pair in zip(FLOATS, *found, strict=True):
+            assert pair[0].dtype == pair[1].dtype == out_dtype
+            torch.testing.assert_close(*pair, rtol=2e-7 + EPS[out_dtype], atol=0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("keep", [None, "0111", "0000"])
+def test_a_gradient_in_order_and_narrowed(dtype, keep):
+    """Act two of some rows, in the tile's own memory."""
+    n, v, transform = 4, 97, transforms(4)["capped rows"]
+    targets = torch.tensor([3, 96, 500, 40], device=DEVICE)
+    raw = tile(n, v, torch.float32)
+    normalizer = finish(
+        reference.partials(raw, Forward(targets, 0, transform, NEEDS)), v, frozenset()
+    )[1]
+    order = None
+    if keep is not None:
+        mask = torch.tensor([k == "1" for k in keep], device=DEVICE)
+        order = reference.dense_order(mask, n - 1)
+    backward = Backward(targets, 0, transform, normalizer, coefficients_of(n, "tpeu"))
+    found = []
+    for backend in (triton_backend, reference):
+        buffer = torch.full((n, 2 * v), math.nan, device=DEVICE)
+        buffer[:, :v] = raw
+        out = triton_backend.narrowed(buffer[:, :v], dtype)
+        backend.logit_gradient_(buffer[:, :v], backward, out=out, order=order)
+        assert buffer[:, v:].isnan().all()
+        found.append(out[: n if order is None else int(order.count)])
+    assert error(found[0], found[1].double()) <= 2 * EPS[dtype] + 3e-6
+
+
+# ---------------------------------------------------------------------- logits where they lie
+
+LAYOUTS = ((lambda t: t[:, 1:]), (lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)))
+
+
+def rows_in(tensor: torch.Tensor, order: torch.Tensor) -> Rows:
+    """Rows of [B, S, V] by their number."""
+    b, s = order // tensor.shape[1], order % tensor.shape[1]
+    return Rows(tensor, b * tensor.stride(0) + s * tensor.stride(1), False)
+
+
+def walk_of(logits, out, n, name, which, needs, normalizer=None, live=None, slopes=None) -> Walk:
+    order = torch.tensor([5, 0, 7, 2, 3][:n], dtype=torch.int64, device=DEVICE)
+    targets = torch.tensor([41, 3, 136, 40, 99][:n], dtype=torch.int64, device=DEVICE)
+    return Walk(
+        rows_in(logits, order),
+        None if out is None else rows_in(out, order),
+        live,
+        targets,
+        40,
+        transforms(n)[name],
+        needs,
+        None if which is None else coefficients_of(n, which),
+        slopes,
+        normalizer,
+    )
+
+
+@pytest.mark.parametrize(
+    ("n", "name"),
+    [(0, "plain"), (1, "scaled"), (5, "plain"), (5, "scaled"), (5, "capped rows")],
+)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_walks(dtype, n, name):
+    """Statistics, the gradient from a normalizer, and both with slopes over dead rows, in place."""
+    v, shape = 97, Shape(warps=1)
+    logits = LAYOUTS[n % 2](tile(12, v, dtype).unflatten(0, (3, 4)))
+    walk = walk_of(logits, None, n, name, None, NEEDS)
+    wide = walk._replace(
+        logits=walk.logits._replace(tensor=widened(logits)), transform=double(walk.transform)
+    )
+    twin, exact = reference.given_rows(walk), reference.given_rows(wide)
+    found = triton_backend.given_rows(walk, shape=shape)
+    assert_statistics(found, twin, exact, v, NEEDS)
+
+    normalizer = finish(twin, v, frozenset())[1]
+    outs = [torch.full_like(logits, math.nan) for _ in range(2)]
+    for backend, out in zip((triton_backend, reference), outs, strict=True):
+        backend.given_rows(walk_of(logits, out, n, name, "tpeu", None, normalizer))
+    assert_rows(outs, dtype)
+
+    live = torch.arange(n, device=DEVICE) != 2
+    slopes = torch.randn(2, 5, n, device=DEVICE)
+    slopes[:, 2], slopes[:, 3] = -30.0, 0.0
+    slopes[:, 0] *= live
+    slopes[:, 4] *= 0.1  # float16 ends at 65504
+    works = [logits.clone(), logits.clone()]
+    pair = []
+    for backend, work in zip((triton_backend, reference), works, strict=True):
+        walk = walk_of(work, work, n, name, "tpeu", NEEDS, live=live, slopes=slopes)
+        c = walk.coefficients.map(lambda t: t * live)
+        pair.append(backend.given_rows(walk._replace(coefficients=c)))
+        assert n < 3 or not work.flatten(0, 1)[7].any()
+    assert_rows(works, dtype)
+    for key in vars(pair[1]):
+        mine, theirs = (getattr(p, key)[live] for p in pair)
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+        assert not any(getattr(p, key)[~live].any() for p in pair)
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """float64 in the same layout."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = tensor.as_strided((extent,), (1,)).double()
+    return memory.as_strided(tensor.shape, tensor.stride())
+
+
+def assert_rows(pair, dtype) -> None:
+    """NaN in the same places, and the same values elsewhere."""
+    mine, theirs = pair
+    assert torch.equal(mine.isnan(), theirs.isnan())
+    there = ~theirs.isnan()
+    assert error(mine[there], theirs[there].double()) <= 2 * EPS[dtype] + 2e-5
+
+
+def test_a_wide_vocabulary():
+    """A row of 128257, its target last, by both acts on a tile and by both walks."""
+    v = 128257
+    raw, targets = tile(1, v, torch.float32), torch.tensor([v - 1], device=DEVICE)
+    forward = Forward(targets, 0, Transform(temperature=1.3), NEEDS)
+    found, twin = (a.partials(raw, forward) for a in (triton_backend, reference))
+    exact = reference.partials(raw.double(), double(forward))
+    assert_statistics(found, twin, exact, v, NEEDS)
+    walk = Walk(Rows(raw, targets * 0, False), None, None, *forward)
+    assert_statistics(triton_backend.given_rows(walk), twin, exact, v, NEEDS)
+    normalizer = finish(twin, v, frozenset())[1]
+    backward = Backward(*forward[:3], normalizer, coefficients_of(1, "tpe"))
+    oracle = reference.logit_gradient_(raw.double(), double(backward))
+    for backend in (triton_backend, reference):
+        assert error(backend.logit_gradient_(raw.clone(), backward), oracle) <= 3e-6
+
+
+def test_scale_rows():
+    for dtype, factor in itertools.product(FLOATS, (1.0, 0.3)):
+        works = [LAYOUTS[0](tile(12, 97, dtype).unflatten(0, (3, 4))) for _ in range(2)]
+        before = works[0].clone()
+        for backend, work in zip((triton_backend, reference), works, strict=True):
+            rows = rows_in(work, torch.tensor([5, 0, 7], device=DEVICE))
+            backend.scale_rows_(rows, torch.tensor(factor, device=DEVICE))
+        torch.testing.assert_close(*works, rtol=2e-7 + EPS[dtype], atol=0)
+        assert torch.equal(works[1], before) == (factor == 1)
+
+
+# ---------------------------------------------------------------------- the twins themselves
+
+
+@pytest.mark.parametrize("name", ["plain", "scaled", "capped rows"])
+@pytest.mark.parametrize("form", ["tile", "product", "held", "multiple", "walk"])
+def test_twins_are_the_gradient(form, name):
+    """d/draw of sum_t g . (logp, lse, entropy), by autograd in float64."""
+    n, h, v, first, transform = 5, 7, 30, 4, double(transforms(5)[name])
+    x, w, targets = head(n, h, v, first, torch.float64)
+    targets[3] -= 2 * v
+    raw = (x @ w.t()).requires_grad_()
+    z, cap, t = raw * transform.scale, transform.softcap, transform.temperature
+    z = z if cap is None else cap * torch.tanh(z / cap)
+    log_p = (z / (t.unsqueeze(1) if isinstance(t, torch.Tensor) else t)).log_softmax(1)
+    logp = log_p.gather(1, (targets - first).unsqueeze(1)).squeeze(1)
+    entropy = -(log_p.exp() * log_p).sum(1)
+    g, g_entropy = torch.randn(2, n, dtype=torch.float64, device=DEVICE)
+    if form == "multiple":
+        g_entropy = g_entropy * 0
+    (want,) = torch.autograd.grad((g * logp + g_entropy * entropy).sum(), raw)
+    forward = Forward(targets, first, transform, NEEDS)
+    held = Held.empty(x, v)
+    partials = reference.product_partials(x, w, forward, held)
+    stats, normalizer = finish(partials, v, NEEDS)
+    torch.testing.assert_close(stats.logp, logp.detach(), rtol=1e-12, atol=1e-12)
+    c = Coefficients(target=g, prob=-g - g_entropy * entropy.detach(), entropy=-g_entropy)
+    backward = Backward(targets, first, transform, normalizer, c)
+    if form == "tile":
+        found = reference.logit_gradient_(raw.detach().clone(), backward)
+    elif form == "product":
+        found = reference.product_gradient(x, w, backward, stats.logp)
+    elif form == "held":
+        found = reference.held_gradient_(held, backward, partials.target)
+    elif form == "multiple":
+        backward = backward._replace(coefficients=Coefficients(target=g, prob=-g))
+        if transform.softcap is not None:
+            return
+        multiple, _ = reference.held_multiple_(held, backward, partials.target)
+        found = held.terms * multiple.unsqueeze(1)
+    else:
+        out = torch.full_like(raw, math.nan)
+        offsets = torch.arange(n, device=DEVICE) * v
+        rows, to = (Rows(t, offsets, False) for t in (raw.detach(), out))
+        at_zero = replace(c, prob=-g)  # the act itself adds the entropy's part
+        walk = Walk(rows, to, None, targets, first, transform, NEEDS, at_zero)
+        reference.given_rows(walk)
+        found = out
+    torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-12)
+
+
+T, H, V = 12, 8, 30
+SCHEDULES = {
+    "one pass": {"schedule": "one_pass"},
+    "chunks": {"schedule": "one_pass", "chunk_tokens": 5},
+    "recompute": {"schedule": "recompute"},
+    "static": {"static": True},
+}
+
+
+@pytest.fixture
+def twins(monkeypatch):
+    """Whole calls take the path of the kernels, with their twins in place."""
+    monkeypatch.setattr(kernels, "can_hold_terms", lambda *_: True)
+    monkeypatch.setattr(kernels, "choose", lambda *_: "triton")
+    monkeypatch.setattr(kernels, "load", lambda _: reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "frozen"])
+@pytest.mark.parametrize("multiples", [True, False])
+def test_whole_calls_through_the_twins(twins, multiples, schedule, dtype):
+    """Held terms, slabs, moved rows: on a CPU, in any dtype."""
+    hidden, weight, targets = trained_looking(T, H, V, dtype, "cpu")
+    batch = hl.Batch(targets, advantages=torch.tensor([1.0, 0, -2, 0] * 3), old_logps=hl.CURRENT)
+    objective = hl.grpo() if multiples or schedule == "frozen" else hl.grpo() - 0.1 * hl.entropy()
+    options = SCHEDULES.get(schedule, {"schedule": "frozen"})
+    leaves = [hidden.requires_grad_()]
+    if schedule != "frozen":
+        leaves.append(weight.requires_grad_())
+    oracle = plain(hidden, hl.Head(weight), batch, objective, "float64")
+    coarse = plain(hidden, hl.Head(weight), batch, objective, "input")
+    out = hl.head_loss(hidden, hl.Head(weight), batch, objective, hl.Options(**options))
+    assert out.plan.terms
+    out.loss.backward()
+    floor = {torch.float64: 1e-11, torch.float32: 3e-6, torch.bfloat16: 2**-6}[dtype]
+    assert abs(out.loss.double() - oracle.loss) <= (1e-12 if dtype == torch.float64 else 1e-5)
+    for key, leaf in zip(("hidden", "weight"), leaves, strict=False):
+        want = oracle.gradients[key]
+        assert error(leaf.grad, want) <= 3 * error(coarse.gradients[key], want) + floor
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_given_logits_through_the_twins(twins, inplace, dtype):
+    z = (torch.randn(3, 4, V, dtype=torch.float64) * 2).to(dtype)
+    targets = torch.randint(V, (3, 4))
+    targets[1, 1:3] = -100
+    leaf = z.clone().requires_grad_()
+    work = (leaf * 1)[:, :, :]
+    objective = hl.cross_entropy(label_smoothing=0.1) - 0.1 * hl.entropy()
+    out = hl.logits_loss(work, hl.Batch(targets), objective, inplace=inplace)
+    assert out.plan.rows
+    (2 * out.loss).backward()
+    eye = hl.Head(torch.eye(V, dtype=torch.float64))
+    wide = z.double().requires_grad_()
+    oracle = plain(wide, eye, hl.Batch(targets), objective, mode="float64")
+    floor = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-7}[dtype]
+    assert error(leaf.grad, 2 * oracle.gradients["hidden"]) <= floor
+
+
+def test_kept_rows_come_first_and_stay():
+    keep = torch.tensor([False, True, False, True, True, False])
+    order = reference.dense_order(keep, 5)
+    assert order.rows.tolist() == [3, 1, 4, 3, 4, 5] and order.count.tolist() == [3]
+    order = reference.dense_order(keep, 2)  # moving is not worth it
+    assert order.rows.tolist() == list(range(6)) and order.count.tolist() == [6]
