@@ -81,7 +81,7 @@ def test_every_backend_has_every_act(backend, act):
 
 
 def test_there_are_acts_to_look_at():
-    assert len(ACTS) == 20 and kernels.load("reference") is reference
+    assert len(ACTS) >= 20 and kernels.load("reference") is reference
 
 
 # ---------------------------------------------------------------------- products and held terms

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -173,3 +175,41 @@ def test_forgetting(stub):
         assert not launcher.known
     finally:
         launch._launchers.remove(launcher)
+
+
+class Inner(NamedTuple):
+    data: torch.Tensor
+    stride: int
+    flag: triton.language.constexpr
+
+
+class Outer(NamedTuple):
+    inner: Inner
+    other: Inner | None
+    maybe: torch.Tensor | None
+    number: float | None
+
+
+YES, NO = triton.language.constexpr(True), triton.language.constexpr(False)
+INNER = Inner(SIXTEEN, 4, YES)
+
+
+def test_records_are_described_field_by_field():
+    """All that Triton tells apart in a record, and its values in the shape that it has."""
+    describe = launch.describer((SIXTEEN, Outer(INNER, None, None, None)), ())
+    records = [
+        Outer(inner, other, maybe, number)
+        for inner in (INNER, INNER._replace(data=SIXTEEN[1:]), INNER._replace(stride=1))
+        for other in (None, INNER, INNER._replace(flag=NO), INNER._replace(data=SIXTEEN[2:]))
+        for maybe in (None, SIXTEEN, SIXTEEN.double(), SIXTEEN[1:])
+        for number in (None, 0.5)
+    ]
+    keys = [describe(0, {}, SIXTEEN, record)[0] for record in records]
+    for (i, key), (j, other) in itertools.combinations(enumerate(keys), 2):
+        assert (key == other) == (i == j)
+    pointer = SIXTEEN.data_ptr()
+    given = Outer(INNER, INNER._replace(stride=5), SIXTEEN, 0.5)
+    values = describe(0, {}, SIXTEEN, given)[1]
+    assert values == [pointer, ((pointer, 4, YES), (pointer, 5, YES), pointer, 0.5)]
+    again = describe(0, {}, SIXTEEN, given._replace(number=2.5, inner=INNER._replace(stride=8)))
+    assert again[0] == describe(0, {}, SIXTEEN, given)[0]

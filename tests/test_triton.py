@@ -36,7 +36,7 @@ from headloss.stats import Coefficients, Normalizer, Partials, finish
     [(5, 97, torch.float32), (3, 1000, torch.bfloat16), (4, 1000, torch.float16)],
 )
 def test_partials(n, v, dtype, name, monkeypatch):
-    monkeypatch.setattr("headloss.kernels.triton.launch.BLOCK", 256)
+    monkeypatch.setattr("headloss.kernels.triton.records.BLOCK", 256)
     raw, targets, transform = tile(n, v, dtype), targets_of(n, v), transforms(n)[name]
     found = triton_backend.partials(raw, Forward(targets, 0, transform, NEEDS))
     assert_statistics(found, raw, targets, 0, transform)
@@ -101,7 +101,7 @@ GRADIENTS = ["tp", "p", "t", "tpe", "tpu", "tpeu"]
 @pytest.mark.parametrize("which", GRADIENTS)
 def test_gradient(which, name, monkeypatch):
     """A tile that starts at column 40 of the vocabulary, in other memory, for every dtype."""
-    monkeypatch.setattr("headloss.kernels.triton.launch.BLOCK", 64)
+    monkeypatch.setattr("headloss.kernels.triton.records.BLOCK", 64)
     n, v, first = 4, 97, 40
     transform, c = transforms(n)[name], coefficients_of(n, which)
     targets = torch.tensor([41, 3, 136, 40 + v], device=DEVICE)
@@ -134,7 +134,7 @@ def test_gradient(which, name, monkeypatch):
 @pytest.mark.parametrize("keep", ["11111", "10110", "00011", "00000"])
 def test_gradient_in_place_and_dense(dtype, out_dtype, keep, monkeypatch):
     """Over the raw memory, also narrower than it, and only the rows that carry gradient."""
-    monkeypatch.setattr("headloss.kernels.triton.launch.BLOCK", 128)
+    monkeypatch.setattr("headloss.kernels.triton.records.BLOCK", 128)
     n, v = 5, 600
     raw, targets, c = tile(n, v, dtype, pad=4), targets_of(n, v), coefficients_of(n, "tpe")
     transform = transforms(n)["capped rows"]

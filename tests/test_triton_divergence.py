@@ -39,7 +39,7 @@ PAIRS = {
 def small_blocks(monkeypatch):
     """Every row is several blocks, the last of them ragged."""
     monkeypatch.setattr("headloss.kernels.triton.pair.BLOCK", 64)
-    monkeypatch.setattr("headloss.kernels.triton.launch.BLOCK", 64)
+    monkeypatch.setattr("headloss.kernels.triton.records.BLOCK", 64)
 
 
 def narrow(normalizer: Normalizer) -> Normalizer:

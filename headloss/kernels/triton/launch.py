@@ -146,7 +146,7 @@ def describer(arguments: Values, tiles: Sequence[int]) -> Describe:
     for i, (name, argument) in enumerate(zip(names, arguments, strict=True)):
         value = name
         if isinstance(argument, tuple):
-            value = _describe_record(name, type(argument), lines)
+            value = _describe_record(name, type(argument), lines, lows)
             key.append(f"k{name}")
         elif not isinstance(argument, Tensor):
             key.append(f"kind({name})")
@@ -168,9 +168,12 @@ def describer(arguments: Values, tiles: Sequence[int]) -> Describe:
     return found["describe"]
 
 
-def _describe_record(name: str, record: type, lines: list[str]) -> str:
+def _describe_record(
+    name: str, record: type, lines: list[str], lows: list[str] | None
+) -> str:  # fmt: skip
     """Lines that set k<name>, all that counts of a record, and its value for the C launcher, whose
-    name is returned. A field that may be None says so in its annotation."""
+    name is returned. A field that may be None says so in its annotation. Pointers go to `lows`, or
+    without it, into k<name> by their alignment."""
     fields = [f"{name}_{i}" for i in range(len(get_type_hints(record)))]
     lines.append(f"{', '.join(fields)}, = {name}")
     keys, values = [], []
@@ -179,20 +182,25 @@ def _describe_record(name: str, record: type, lines: list[str]) -> str:
         inner = next((k for k in kinds if isinstance(k, type) and issubclass(k, tuple)), None)
         if inner is not None:
             here: list[str] = []
-            value = _describe_record(field, inner, here)
-            if type(None) in kinds:
+            optional = type(None) in kinds
+            value = _describe_record(field, inner, here, None if optional else lows)
+            if optional:
                 lines.append(f"k{field} = {value} = None")
                 here = [f"if {field} is not None:", *(f"    {line}" for line in here)]
             lines += here
             keys.append(f"k{field}")
         elif Tensor in kinds:
             value = f"p{field}"
-            if type(None) in kinds:
-                lines.append(f"{value} = {field} if {field} is None else {field}.data_ptr()")
-                keys += [f"{field} if {field} is None else ({field}.dtype, {value} & 15)"]
+            if type(None) in kinds:  # what is 0 here is a constant to the kernel
+                lines.append(f"{value} = 0 if {field} is None else {field}.data_ptr()")
+                keys.append(f"None if {field} is None else {field}.dtype")
             else:
                 lines.append(f"{value} = {field}.data_ptr()")
-                keys += [f"{field}.dtype", f"{value} & 15"]
+                keys.append(f"{field}.dtype")
+            if lows is None:
+                keys.append(f"{value} & 15")
+            else:
+                lows.append(value)
         elif tl.constexpr in kinds:
             value = field
             keys.append(f"{field}.value")

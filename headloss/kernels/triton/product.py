@@ -145,8 +145,8 @@ def _product_act(
         out = room(x, n, needs)
     if not n:
         return out
-    target, logit = x.new_empty(2, n, dtype=torch.float32)
-    terms = None
+    target, terms = x.new_empty(n, dtype=torch.float32), None
+    logit = torch.empty_like(target)  # of its own, so that its alignment does not depend on n
     if held is not None:
         logit, terms = held.reference, held.terms
     reference, z = Reference(torch.empty_like(targets), logit, target), scaling(transform)

@@ -76,10 +76,16 @@ def matrix_of(matrix: Tensor) -> Matrix:
 
 def scaling(transform: Transform) -> LogitScaling:
     cap, scale, temperature = transform.softcap, transform.scale, transform.temperature
+    if not isinstance(temperature, Tensor):
+        return _scaling(cap, float(scale), float(temperature))
     inner, outer = (None, scale) if cap is None else (scale / cap, cap)
-    if isinstance(temperature, Tensor):
-        temperature = temperature.to(torch.float32).contiguous()
-        return LogitScaling(inner, outer, scale, temperature, NO)
+    temperature = temperature.to(torch.float32).contiguous()
+    return LogitScaling(inner, float(outer), float(scale), temperature, NO)
+
+
+@functools.lru_cache(maxsize=256)
+def _scaling(cap: float | None, scale: float, temperature: float) -> LogitScaling:
+    inner, outer = (None, scale) if cap is None else (scale / cap, cap)
     outer /= temperature
     same = YES if inner is None and outer == 1 else NO
     return LogitScaling(inner, outer, scale / temperature, None, same)
