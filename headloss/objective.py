@@ -149,7 +149,7 @@ class Bound:
         stats = Statistics(**zeros)
         found: dict[object, Tensor] = {}
         for part in self.parts:
-            what = None if has_slopes(part.term) else _known(part.term, batch, dtype)
+            what = None if has_slopes(part.term, batch) else _known(part.term, batch, dtype)
             if what is None:
                 for slope in self._slopes(part, batch, factor):
                     # Numbers are filled in, not copied: a copy would wait for the device.
@@ -332,14 +332,16 @@ def reads(
 def is_known(objective: Objective, batch: PackedBatch, dtype: torch.dtype) -> bool:
     """Whether the objective's gradient can be had before the statistics (`Bound.beforehand`)."""
     return all(
-        has_slopes(term) or _known(term, batch, dtype) is not None
+        has_slopes(term, batch) or _known(term, batch, dtype) is not None
         for _, _, term in objective.named()
     )
 
 
-def has_slopes(term: Term) -> bool:
-    """Whether a term's own closed form holds: a modifier may depend on statistics."""
-    return term.slopes is not None and not term.modifiers
+def has_slopes(term: Term, batch: PackedBatch) -> bool:
+    """Whether a term's own closed form holds: a modifier may depend on statistics, and CURRENT is
+    one."""
+    current = any(isinstance(value, Current) for value in batch.fields.values())
+    return term.slopes is not None and not term.modifiers and not current
 
 
 def _known(term: Term, batch: PackedBatch, dtype: torch.dtype) -> Known | None:

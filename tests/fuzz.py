@@ -16,6 +16,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -484,7 +485,8 @@ def _run(call: Call, built: Built) -> dict[str, Any]:
         if call.verb == "head_stats":
             found = hl.head_stats(built.hidden, built.head, built.batch.targets)
             loss = (found.logp + 0.3 * found.entropy - 0.1 * found.lse).sum()
-            rest = {"logps": found.logp, "entropies": found.entropy, "lse": found.lse}
+            rest = {"logps": found.logp.detach(), "entropies": found.entropy.detach()}
+            rest["lse"] = found.lse.detach()
             return _with_gradients(call, built, loss, rest)
         if call.verb == "logits_loss":
             out = _logits_loss(call, built)
@@ -590,6 +592,7 @@ def main() -> int:
     parser.add_argument("--against", type=Path, help="the folder that holds another headloss/")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     if given.against is not None:
         return _against(given)
     new = records(given.first, given.count)

@@ -126,9 +126,11 @@ def _of_values(call: fuzz.Call, record: dict[str, Any]) -> list[str]:
     for name, value in record["gradients"].items():
         want = oracle.gradients[name]
         allowed = max(loose, 3e-2) if "accumulate_dtype" in call.options else loose
+        # main_grad held ones before: what was added to them is rounded to their digits.
+        added = name == "weight" and "main_grad" in call.options
         check(
             f"gradients[{name}]",
-            _off(value, want, 1e-4),
+            _off(value, want, 1e-3 * want.numel() ** 0.5 if added else 1e-4),
             allowed,
             lambda n=name, w=want: _off(other("input").gradients[n], w, 1e-4),
         )

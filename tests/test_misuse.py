@@ -15,6 +15,7 @@ from torch import Tensor
 import headloss as hl
 
 T, H, V = 6, 4, 9
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def hidden() -> Tensor:
@@ -324,3 +325,23 @@ def test_float16_says_that_its_gradient_is_a_tensor_of_its_own() -> None:
     hl.logits_loss(leaf, batch(), hl.cross_entropy(), inplace=True).loss.backward()
     assert torch.equal(leaf.detach(), before)  # not overwritten
     assert "float16" in (hl.logits_loss.__doc__ or "").partition("inplace:")[2]
+
+
+CLIPPED = [hl.grpo(), hl.ppo(dual_clip=2.0), hl.dapo(delta=1.5)]
+
+
+@pytest.mark.parametrize("objective", CLIPPED, ids=repr)
+def test_current_log_probs_beside_given_logits_on_triton(objective: hl.Term) -> None:
+    """The ratio is 1, so the loss is -A and its gradient that of -A log p."""
+    pytest.importorskip("triton")
+    logits = torch.randn(T, V, device=DEVICE, requires_grad=True)
+    targets, advantages = torch.arange(T, device=DEVICE), torch.randn(T, device=DEVICE)
+    given = hl.Batch(targets, advantages=advantages, old_logps=hl.CURRENT)
+    for inplace in (False, True):
+        options = hl.Options(backend="triton")
+        out = hl.logits_loss(1 * logits, given, objective, inplace=inplace, options=options)
+        (gradient,) = torch.autograd.grad(out.loss, logits)
+        logps = logits.log_softmax(-1)[torch.arange(T), targets]
+        (want,) = torch.autograd.grad(-(advantages * logps).mean(), logits)
+        torch.testing.assert_close(out.loss, -advantages.mean())
+        torch.testing.assert_close(gradient, want)
