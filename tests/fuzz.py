@@ -183,9 +183,20 @@ def draw(seed: int, triton: bool = False) -> Call:
     _draw_teacher(call, rng, generator, vocabulary, unscored)
     _draw_options(call, rng, generator, triton)
     if bad:
+        _make_right(call)
         allowed = [name for name, spoil in SPOILS.items() if spoil.fits(call)]
         call.spoil = rng.choice(allowed)
     return call
+
+
+def _make_right(call: Call) -> None:
+    """What is to be spoilt is wrong in one place alone: nothing that terms read is missing."""
+    shape = call.batch["targets"].shape
+    for name in ("advantages", "old_logps", "ref_logps", "sampling_logps", "share"):
+        call.batch.setdefault(name, torch.full(shape, -1.0))
+    call.batch.setdefault("kept", torch.ones(shape, dtype=torch.bool))
+    if call.totals is not None:
+        call.totals = "of"
 
 
 def _draw_verb(call: Call, rng: random.Random, bad: bool) -> None:
