@@ -106,7 +106,8 @@ def multiply(
     ring,
     out,  # buffers of terms on their way out
     held,
-    of,  # the last five as the kernel has them
+    of,
+    sums,  # [blocks, n] each: rests, and spreads and totals or None
     n,
     v,
     h,
@@ -115,8 +116,7 @@ def multiply(
 ):
     """Four warps: the upper or lower half of the program's tiles, and their epilogues."""
     to = of.to
-    rests, spreads = to.parts, to.parts + to.stride
-    totals = spreads + to.stride if to.entropy else spreads
+    rests, spreads, totals = sums
     layout: gl.constexpr = accumulator_layout(WIDTH)
     narrow: gl.constexpr = gl.SliceLayout(1, accumulator_layout(PART))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
@@ -136,7 +136,7 @@ def multiply(
         column -= block * WIDTH
         z, stage, phase = multiplied(ring, stage, phase, h, WHO)
 
-        if to.mean:  # columns beyond the last were read as 0
+        if totals is not None:  # columns beyond the last were read as 0
             total = gl.convert_layout(gl.sum(z, 1), narrow, assert_trivial=True)
             gl.store(totals + place, total * factor, mask=inside)
         if gl.max(((column >= 0) & (column < WIDTH)).to(gl.int32), 0) > 0:
@@ -165,7 +165,7 @@ def multiply(
                 fence_async_shared()
                 tma.async_copy_shared_to_global(held, [first, block * WIDTH + i * PART], buffer)
         gl.store(rests + place, gl.sum(mass, 1), mask=inside)
-        if to.entropy:
+        if spreads is not None:
             gl.store(spreads + place, gl.sum(spread, 1) * LN2, mask=inside)
     if held is not None:
         tma.store_wait(0)
@@ -195,10 +195,20 @@ def overlapping_product_kernel(
         mbarrier.init(empty.index(i), count=2)  # the groups
     fence_async_shared()
     ring = (xs, ws, full, empty)
+    # Told apart here: on their way into a group of warps flags cease to be constants.
+    last = of.to.parts
+    spreads, totals = None, None
+    if of.to.entropy:
+        last += of.to.stride
+        spreads = last
+    if of.to.mean:
+        last += of.to.stride
+        totals = last
+    sums = of.to.parts, spreads, totals
     gl.warp_specialize(
         [
-            (multiply, (ring, out, held, of, n, v, h, 0, PROGRAMS)),
-            (multiply, (ring, out, held, of, n, v, h, 1, PROGRAMS)),
+            (multiply, (ring, out, held, of, sums, n, v, h, 0, PROGRAMS)),
+            (multiply, (ring, out, held, of, sums, n, v, h, 1, PROGRAMS)),
             (load, (x, w, ring, n, v, h, PROGRAMS)),
         ],
         [4, 1],
