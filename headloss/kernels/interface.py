@@ -353,8 +353,9 @@ class Kernels(Protocol):
         """weight [n] * d divergence / d raw + extra [n, v].
 
         In new memory of float32 (or float64), or over `extra`; with `others`, the rest of the
-        objective on the student's tile, the whole gradient over raw as in `logit_gradient_`. Where
-        the weight is 0 the teacher's row and the pivot may hold anything.
+        objective on the student's tile, the whole gradient over raw as in `logit_gradient_`; its
+        transform differs from the student's in the temperature alone. Where the weight is 0 the
+        teacher's row and the pivot may hold anything.
         """
         ...
 

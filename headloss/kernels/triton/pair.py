@@ -155,7 +155,10 @@ def pair_gradient_kernel(
             g = slope(log_q, log_p, pivot, d.beta, KIND)
         g = tl.where(weight == 0, 0.0, g * weight * p_z.factor)  # such rows may hold anything
         if a.targets is not None:
-            log_p = log_softmax(value, a.z, outer, peak, log_sum)
+            if p_z.inner is not None:  # the same soft cap, whose tanh is there
+                log_p = log_softmax(value, p_z, outer, peak, log_sum)
+            else:
+                log_p = log_softmax(value, a.z, outer, peak, log_sum)
             h = act_two(tl.exp(log_p), log_p, at, a.c)
             if a.c.target is not None:
                 h += tl.where(columns == target, at_target, 0.0)
