@@ -26,4 +26,4 @@ def main(path: Path = Path("words.jsonl"), count: int = 6000, seed: int = 0) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(Path, sys.argv[1:2])))
+    sys.exit(main(Path(sys.argv[1])) if sys.argv[1:] else main())

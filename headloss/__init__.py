@@ -17,6 +17,7 @@ from .reduction import (
     sequence_sum,
     token_mean,
 )
+from .run.prepare import clear_cache
 from .segments import Segments
 from .stats_op import HeadStats, head_stats
 from .topk import HeadTopk, head_topk
@@ -30,6 +31,7 @@ __all__ = [
     "head_topk",
     "plan",
     "check_term",
+    "clear_cache",
     "Head",
     "Lora",
     "Batch",

@@ -67,7 +67,8 @@ def _problem(arguments: argparse.Namespace) -> Problem:
     objective = objective_of(arguments.objective)
     dtype = DTYPES[arguments.dtype]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    asked = reads(objective, sample()[1], wide, observe=False)
+    kinds = sample()[1].kinds()
+    asked = reads(objective, kinds, wide, torch.device("cpu"), observe=False)
     teachers = {term.teacher for _, term in objective.parts if term.teacher is not None}
     full, rest = divmod(arguments.tokens, arguments.segment_length)
     on_gpu = (arguments.device or _default_device()) == "cuda"
@@ -87,8 +88,14 @@ def _problem(arguments: argparse.Namespace) -> Problem:
         rescaled=dtype == torch.float16,
         row_bytes=2 if terms else wide.itemsize * (1 + len(teachers)),
         on_gpu=on_gpu,
+        multiprocessors=_multiprocessors() if on_gpu else 0,
         terms=terms,
     )
+
+
+def _multiprocessors() -> int:
+    """Of this machine's GPU; of an H100 or H200 where there is none."""
+    return kernels.multiprocessors(torch.device("cuda", 0)) if torch.cuda.is_available() else 132
 
 
 def objective_of(names: str) -> Objective:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from typing import Any
 
 import torch
@@ -10,8 +11,7 @@ from torch import Tensor
 
 from .reduction import Totals, count_totals
 from .segments import Segments
-
-IGNORE = -100  # the target of an unscored position, as in torch.nn.functional.cross_entropy
+from .survey import IGNORE, Survey
 
 
 class Current:
@@ -92,6 +92,9 @@ class Batch:
             if value is not None:
                 self._check_field(name, value)
                 self.fields[name] = value
+        self._found: Found | None = None
+        if targets.is_cuda and _may_ask_device():
+            self._found = self._survey()
 
     @classmethod
     def from_labels(cls, labels: Tensor, segments: Segments | None = None, **fields: Any) -> Batch:
@@ -112,6 +115,71 @@ class Batch:
         targets = torch.full_like(flat, IGNORE)
         targets[:-1] = torch.where(ids[1:] == ids[:-1], flat[1:], IGNORE)
         return cls(targets.reshape(labels.shape), segments, **fields)
+
+    def with_fields(self, **fields: Tensor | Current | None) -> Batch:
+        """The same tokens with some fields added, replaced or (None) left out; what was found out
+        about their order is shared.
+
+        >>> batch = Batch(torch.tensor([3, 1])).with_fields(old_logps=torch.zeros(2))
+        """
+        found = copy(self)
+        found.fields = {n: v for n, v in self.fields.items() if n not in fields}
+        for name, value in fields.items():
+            if value is not None:
+                found._check_field(name, value)
+                found.fields[name] = value
+        found._found = None if fields.keys() & ID_FIELDS else self._found
+        return found
+
+    def to(self, *args: Any, **options: Any) -> Batch:
+        """The same batch elsewhere: every tensor moved as by `Tensor.to(device)`."""
+        segments = self.segments
+        ids = segments.ids.to(*args, **options)
+        fields: dict[str, Any] = {
+            n: v.to(*args, **options) if isinstance(v, Tensor) else v
+            for n, v in self.fields.items()
+        }
+        moved = Segments(ids, segments.count, segments.group)
+        return Batch(self.targets.to(*args, **options), moved, totals=self.totals, **fields)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles find their order anew."""
+        return {**self.__dict__, "_found": None}
+
+    def found(self) -> Found:
+        """What was found out about the order of the tokens, or is asked for now.
+
+        Raises:
+            RuntimeError: the targets or segments were changed in place since.
+        """
+        if self._found is None or self.targets.is_inference():
+            self._found = self._survey()
+        if self._found.versions != self._versions():
+            raise RuntimeError(
+                "batch: its targets or segments were changed in place since it was made; make a "
+                "new Batch"
+            )
+        return self._found
+
+    def _survey(self) -> Found:
+        targets = self.targets
+        ids = {
+            name: value.reshape(targets.numel(), value.shape[-1])
+            for name in ID_FIELDS
+            if self._is_ids(value := self.fields.get(name)) and isinstance(value, Tensor)
+        }
+        return Found(Survey(targets, self.segments, ids), self._versions())
+
+    def _is_ids(self, value: object) -> bool:
+        """Whether a field is [.., K] integers, K >= 1."""
+        if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex():
+            return False
+        shape = self.targets.shape
+        return value.dtype != torch.bool and value.shape[:-1] == shape and value.shape[-1] > 0
+
+    def _versions(self) -> tuple[int, ...]:
+        tensors = (self.targets, self.segments.ids)
+        return tuple(0 if t.is_inference() else t._version for t in tensors)
 
     def __getattr__(self, name: str) -> Any:
         fields = self.__dict__.get("fields", {})
@@ -154,6 +222,19 @@ class Batch:
         as_segment = name not in LOGPS and value.shape == (self.segments.count,)
         return value.shape[: self.targets.dim()] == self.targets.shape, as_segment
 
+    def kinds(self, wide: torch.dtype) -> dict[str, tuple[torch.dtype | None, int]]:
+        """The fields by name as terms see them: dtype (None: CURRENT; floating vectors in `wide`),
+        and dimensions, 1 for a value per token or per segment."""
+        found: dict[str, tuple[torch.dtype | None, int]] = {}
+        for name, value in self.fields.items():
+            if isinstance(value, Current):
+                found[name] = None, 1
+                continue
+            rank = 1 + (value.dim() - self.targets.dim() if self.per_token(name) else 0)
+            floating = rank == 1 and value.is_floating_point()
+            found[name] = (wide if floating else value.dtype), rank
+        return found
+
     def totals_of_this_batch(self) -> Totals:
         """Scored tokens and segments, and the same for each boolean field (see `Totals.of`)."""
         masks = {}
@@ -164,10 +245,28 @@ class Batch:
         return count_totals(self.targets.reshape(-1) != IGNORE, self.segments, masks)
 
 
-# Attributes of a batch and of what terms see of it: a field of that name would be shadowed.
-OF_TERMS = ("wide", "index", "stats", "live", "get", "on", "slice")
-OF_BATCH = ("targets", "segments", "totals", "fields", "per_token", "from_labels")
-RESERVED = frozenset([*OF_TERMS, *OF_BATCH, "totals_of_this_batch"])
+ID_FIELDS = frozenset({"teacher_topk_ids"})  # values are columns of the vocabulary
+# Names of the batch itself, as it is given and as terms see it.
+RESERVED = frozenset(
+    {"targets", "segments", "totals", "fields", "get", "live", "on", "slice", "replacing", "kinds"}
+    | {"wide", "index", "stats", "as_given", "found", "with_fields", "to", "per_token"}
+    | {"from_labels", "totals_of_this_batch"}
+)
+
+
+class Found:
+    """What is known of the order of a batch's tokens; shared by batches of the same tokens."""
+
+    def __init__(self, survey: Survey, versions: tuple[int, ...]) -> None:
+        self.survey, self.versions = survey, versions
+        self.packing: Any = None  # packing.Packing, made by the first call
+
+
+def _may_ask_device() -> bool:
+    """Not while a graph is captured or compiled, nor in a data loader's worker."""
+    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return False
+    return torch.utils.data.get_worker_info() is None
 
 
 def _default_segments(targets: Tensor) -> Segments:

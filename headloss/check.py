@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .batch import Batch, Current
+from .batch import Batch
 from .losses.term import Reads, Term
 from .objective import reads
-from .packing import PackedBatch, mapped, outside_inference, pack
+from .packing import PackedBatch, outside_inference, pack
 from .stats import DIFFERENTIABLE, STATISTICS, Statistics
 
 LENGTHS = (5, 1, 7, 4, 3, 8)
@@ -96,7 +96,10 @@ def _batch(term: Term, given: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
         batch = Batch(targets, Segments.from_lengths(LENGTHS), **fields)  # type: ignore[arg-type]
         packed = pack(batch, 1, torch.float64).batch
         try:
-            return packed, reads(term._objective(), packed, torch.float64, observe=False)[term.name]
+            asked = reads(
+                term._objective(), packed.kinds(), torch.float64, targets.device, observe=False
+            )
+            return packed, asked[term.name]
         except ValueError as error:
             text = str(error)
             name = text.partition("reads batch.")[2].partition(",")[0]
@@ -165,14 +168,14 @@ def _permute(term: Term, batch: PackedBatch) -> tuple[Tensor, PackedBatch]:
     order = torch.cat([rows[i] for i in segments])
     lengths = torch.tensor([LENGTHS[i] for i in segments])
     ids = torch.arange(len(LENGTHS)).repeat_interleave(lengths)
-    fields = {k: mapped(v, lambda t: t[order]) for k, v in batch.fields.items()}
+    fields = {name: getattr(batch, name)[order] for name in batch.kinds()}
     return order, PackedBatch(
-        batch.targets[order], Segments(ids, len(LENGTHS), counts=lengths), fields, {}, None
+        batch.targets[order], Segments(ids, len(LENGTHS), counts=lengths), fields
     )
 
 
 def _check_purity(term: Term, stats: Statistics, batch: PackedBatch, whole: Tensor) -> None:
-    fields = [name for name, value in batch.fields.items() if not isinstance(value, Current)]
+    fields = [name for name, (dtype, _) in batch.kinds().items() if dtype is not None]
     before = {name: getattr(batch, name).clone() for name in fields}
     copies = stats.map(torch.clone)
     if not torch.equal(_evaluate(term, stats, batch), whole):

@@ -18,7 +18,8 @@ from .losses.term import Objective, Reads, Term
 from .objective import reads
 from .options import Options
 from .packing import PackedBatch
-from .shards import is_dtensor, local_head
+from .ranks.dtensor import is_dtensor, local_head
+from .sample import Kinds
 from .stats import Statistics
 
 
@@ -140,7 +141,7 @@ def check_topk_ids(batch: Batch) -> None:
 
 def wide_field(name: str, batch: PackedBatch, want: int | None, what: str) -> Tensor:
     """A [N, want] field of the batch."""
-    value = batch.wide.get(name)
+    value = batch.as_given(name)
     if value is None or value.dim() != 2 or want not in (None, value.shape[-1]):
         got = None if value is None else value.shape[-1]
         raise ValueError(f"{name}: got a last dimension of {got}, want {what}, {want}")
@@ -193,14 +194,16 @@ def warn_of_misspelt_fields(batch: Batch, objective: Objective, asked: dict[str,
 _HEEDS_DEAD_ROWS: WeakKeyDictionary[Term, bool] = WeakKeyDictionary()
 
 
-def check_dead_rows(objective: Objective, batch: PackedBatch, dtype: torch.dtype) -> None:
+def check_dead_rows(
+    objective: Objective, kinds: Kinds, dtype: torch.dtype, device: torch.device
+) -> None:
     """ValueError for a batch-scoped term that would take rows that are not scored for tokens: with
     static shapes they are among the others, and only `batch.live` tells them apart."""
     for name, _, term in objective.named():
         if term.scope != "batch":
             continue
         if term not in _HEEDS_DEAD_ROWS:
-            _HEEDS_DEAD_ROWS[term] = _heeds_dead_rows(term, batch, dtype)
+            _HEEDS_DEAD_ROWS[term] = _heeds_dead_rows(term, kinds, dtype, device)
         if not _HEEDS_DEAD_ROWS[term]:
             raise ValueError(
                 f"static: got True with term {name}, whose scope is batch, want False: with static "
@@ -209,17 +212,34 @@ def check_dead_rows(objective: Objective, batch: PackedBatch, dtype: torch.dtype
             )
 
 
-def _heeds_dead_rows(term: Term, batch: PackedBatch, dtype: torch.dtype) -> bool:
+def _heeds_dead_rows(
+    term: Term, kinds: Kinds, dtype: torch.dtype, device: torch.device
+) -> bool:
     """Whether all of a term that needs the whole batch, its modifiers apart, reads batch.live."""
     parts = [replace(term, modifiers=())] if (term.own_scope or term.scope) == "batch" else []
     for modifier in term.modifiers:
         if modifier.scope == "batch":
             alone = {"function": _logp, "per": "token", "weight_fields": (), "observe": None}
             parts.append(replace(term, modifiers=(modifier,), **alone))
-    found = [reads(Objective.of(part), batch, dtype, observe=False) for part in parts]
+    found = [reads(Objective.of(part), kinds, dtype, device, observe=False) for part in parts]
     return all("live" in asked.fields for part in found for asked in part.values())
 
 
 def _logp(stats: Statistics, batch: PackedBatch) -> Tensor:
     assert stats.logp is not None
     return stats.logp
+
+
+def check_temperatures(
+    rows: Tensor,  # [T] of packed tokens
+    index: Tensor | None,  # [T] position of each, None: all in order
+) -> None:
+    """ValueError for one that is not a finite number > 0. Reads the device."""
+    bad = ~((rows > 0) & rows.isfinite())
+    if bad.any():
+        token = int(bad.nonzero()[0])
+        position = token if index is None else int(index[token])
+        raise ValueError(
+            f"temperature: got {rows[token].item()} at position {position}, want a finite number "
+            "> 0"
+        )

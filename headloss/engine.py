@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from .autograd import GatherRows, HeadLoss
 from .batch import Batch
-from .call import given_call, linear_call
 from .checks import check_eager
-from .collectives import attended
 from .head import Head, check_head
 from .kernels.transform import Transform
-from .logits import GivenLogits, LinearLogits
 from .losses.term import Objective, Term
 from .metrics import Mean, Metrics, Observed, Sum, checked, fold, fold_all
 from .options import Options
+from .packing import Packing
 from .plan import Plan
-from .schedules import Call, Outcome
-from .shards import local_head
+from .ranks.collectives import attended
+from .ranks.dtensor import local_head
+from .run.autograd import HeadLoss, Open
+from .run.calls import Call, given_call, linear_call
+from .run.loop import Outcome, Work
 from .stats import Statistics
 
 if TYPE_CHECKING:
@@ -108,32 +108,9 @@ def head_loss(
     """
     check_head(head)
     check_eager("head_loss", hidden, head.weight)
-    head = local_head(head)
-    call = linear_call(hidden, head, batch, objective, options or Options())
-    slices = call.slices
-    x = hidden.reshape(-1, hidden.shape[-1])
-    if call.compute_dtype is not None:
-        x = x.to(call.compute_dtype)
-    x = slices.given(x)
-    index = slices.index(call.packed.index)
-    if index is not None:
-        x = GatherRows.apply(x, index, call.packed.batch.live)
-    if call.plan.terms and not call.kernels.can_fuse(x, x):  # a layout that its product cannot read
-        x = x.clone(memory_format=torch.contiguous_format)
-    factors = slices.factors(head, x)
-    tensors = [tensor for pair in factors for tensor in pair] + [head.bias]
-
-    def open_source(tensors):
-        return LinearLogits(
-            slices.open(tensors[:-1:2]),
-            tensors[1:-1:2],
-            tensors[-1],
-            slices.size or head.vocabulary,
-            call.compute_dtype,
-            call.options.logits_dtype,
-        )
-
-    return _run(call, open_source, tensors)
+    head, options = local_head(head), options or Options()
+    call = linear_call(hidden, head, batch, objective, options)
+    return _run(call, *call.open_linear(hidden, head, options), options)
 
 
 @_eagerly
@@ -159,16 +136,10 @@ def logits_loss(
             pass, where the upstream gradient that it is scaled for is known.
     """
     check_eager("logits_loss", logits)
-    call = given_call(
-        logits,
-        batch,
-        objective,
-        Transform(scale=logit_scale, softcap=softcap, temperature=temperature),
-        vocab_group,
-        inplace,
-        options or Options(),
-    )
-    return _run(call, lambda tensors: GivenLogits(tensors[0], call.packed.index), [logits])
+    options = options or Options()
+    transform = Transform(scale=logit_scale, softcap=softcap, temperature=temperature)
+    call = given_call(logits, batch, objective, transform, vocab_group, inplace, options)
+    return _run(call, *call.open_given(logits), options)
 
 
 @_eagerly
@@ -189,46 +160,44 @@ def plan(
 # ---------------------------------------------------------------------- running a call
 
 
-def _run(call: Call, open_source, tensors: list[Tensor | None]) -> Output:
+def _run(call: Call, open_source: Open, tensors: list[Tensor | None], options: Options) -> Output:
     outcome: list[Outcome] = []
-    device = call.packed.batch.targets.device.type
-    with torch.autocast(device, enabled=False), attended(*call.groups):
-        loss = HeadLoss.apply(call, open_source, outcome, *tensors)
-        (measured,) = outcome
+    work, packing = call.work, call.packing
+    device = packing.targets.device.type
+    with torch.autocast(device, enabled=False), attended(*work.groups):
+        loss = HeadLoss.apply(work, open_source, outcome, *tensors)
+        ((stats, values),) = outcome
         with torch.no_grad():
-            metrics = _metrics(call, measured.stats) if call.options.metrics else Metrics()
-    stats, packed = measured.stats, call.packed
+            metrics = _metrics(work, packing, stats) if options.metrics else Metrics()
     assert stats.logp is not None
-    names = [name for name, _ in call.bound.named]
-    values = measured.values.to(loss.dtype).unbind()
+    names = [name for name, _ in work.bind().named]
     return Output(
         loss=loss,
-        terms=dict(zip(names, values, strict=True)),
+        terms=dict(zip(names, values.to(loss.dtype).unbind(), strict=True)),
         metrics=metrics,
-        logps=packed.scatter(stats.logp),
-        entropies=None if stats.entropy is None else packed.scatter(stats.entropy),
-        plan=call.plan,
+        logps=packing.scatter(stats.logp),
+        entropies=None if stats.entropy is None else packing.scatter(stats.entropy),
+        plan=work.plan,
     )
 
 
-def _metrics(call: Call, stats: Statistics) -> Metrics:
+def _metrics(work: Work, packing: Packing, stats: Statistics) -> Metrics:
     """Fold what every term observes, on [T] vectors."""
-    measured = call.bound.metrics(stats)
+    measured = work.bind().metrics(stats)
     if measured is not None:
         return measured
-    packed = call.packed
-    batch = packed.batch.on(stats)
+    batch = work.batch.on(stats)
     group = batch.segments.group
     share = 1.0 if group is None else 1 / torch.distributed.get_world_size(group)
     present = batch.segments.lengths > 0
     if batch.live is not None:
-        present[packed.segments :] = False
+        present[packing.count :] = False
     assert stats.entropy is not None
     one = torch.ones((), dtype=torch.float64, device=batch.targets.device)
     tokens = one * len(batch) if batch.live is None else batch.live.sum().double()
-    found = Metrics(tokens=Sum(tokens), segments=Sum(one * packed.segments * share))
+    found = Metrics(tokens=Sum(tokens), segments=Sum(one * packing.count * share))
     found["entropy"] = fold(Observed(stats.entropy, Mean), batch.live)
-    for part in call.bound.parts:
+    for part in work.bind().parts:
         live, segments = batch.live, present
         if part.kept is not None:
             live = part.kept if live is None else part.kept & live

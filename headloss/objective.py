@@ -5,21 +5,19 @@ T scored tokens, S segments, K terms.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from .batch import Current
 from .losses.term import Objective, Reads, Term, trace
 from .metrics import Metrics
-from .packing import MissingField, PackedBatch, mapped
+from .packing import MissingField, PackedBatch
 from .reduction import Totals
-from .sample import sample_batch, sample_statistics
-from .slopes import Known, known
+from .sample import Kinds, sample_batch, sample_statistics
 from .stats import DIFFERENTIABLE, Coefficients, Slope, Statistics, pull_back
 
 
@@ -76,6 +74,7 @@ class Bound:
     parts: tuple[Part, ...]
     vocabulary: int
     scale: Tensor | None = None  # [] power of two on the coefficients, against 16-bit underflow
+    declared: float | None = None  # the upstream gradient, where it is known in advance
 
     def gradient(
         self, stats: Statistics, batch: PackedBatch, rows: slice, needed: bool = True
@@ -84,7 +83,12 @@ class Bound:
         found, values = self._differentiated(stats, batch, rows, needed)
         divergences = {key: found.pop(key) for key in stats.divergences if key in found}
         coefficients = pull_back(found, stats, self.vocabulary)  # type: ignore[arg-type]
-        return Gradient(coefficients, divergences, values)
+        gradient, declared = Gradient(coefficients, divergences, values), self.declared
+        return gradient if declared in (None, 1) else gradient.map(lambda t: t * declared)
+
+    def owed(self, upstream: Tensor) -> Tensor | None:
+        """See the function."""
+        return owed(upstream, self.declared, self.scale)
 
     def of_piece(self, stats: Statistics, batch: PackedBatch, piece: Piece) -> Gradient:
         """`gradient` of some tokens of the batch."""
@@ -140,35 +144,26 @@ class Bound:
         self, batch: PackedBatch, needs: frozenset[str], factor: float = 1.0
     ) -> tuple[Gradient, Tensor | None]:
         """What `gradient` is going to be, times `factor`: coefficients at an entropy of 0, and
-        slopes [P, 5, T] in closed form. Every term must be one that `is_known`."""
-        dtype, device = self.parts[0].weights.dtype, batch.targets.device
-        slopes: list[Tensor] = []
-        others: list[Part] = []
-        zero = torch.zeros(len(batch), dtype=dtype, device=device)
-        zeros: dict[str, Any] = dict.fromkeys(needs, zero)
-        stats = Statistics(**zeros)
-        found: dict[object, Tensor] = {}
+        slopes [P, 5, T] in closed form. The objective must have slopes (`has_slopes`)."""
+        zero = torch.zeros(
+            len(batch), dtype=self.parts[0].weights.dtype, device=batch.targets.device
+        )
+        closed: list[Tensor] = []
+        found: dict[str, Tensor] = {}
         for part in self.parts:
-            what = None if has_slopes(part.term, batch) else _known(part.term, batch, dtype)
-            if what is None:
-                for slope in self._slopes(part, batch, factor):
-                    # Numbers are filled in, not copied: a copy would wait for the device.
-                    rows = [x if isinstance(x, Tensor) else zero + x for x in slope]
-                    slopes.append(torch.stack([row.to(dtype) for row in rows]))
-            elif what.everywhere is None:
-                others.append(part)
-            else:
-                for name, slope in what.everywhere.items():
-                    share = _live(part.weights, batch) * (part.coefficient * slope)
-                    found[name] = found[name] + share if name in found else share
-        if others:
-            rest, _ = replace(self, parts=tuple(others))._differentiated(stats, batch, slice(None))
-            found = {n: sum(d[n] for d in (found, rest) if n in d) for n in found.keys() | rest}  # type: ignore[misc]
-        coefficients = pull_back(found, stats, self.vocabulary)  # type: ignore[arg-type]
-        if factor != 1:
-            coefficients = coefficients.map(lambda t: t * factor)
+            for slope in self._slopes(part, batch, factor):
+                if slope.sign == 0 and slope.low == -math.inf and slope.high == math.inf:
+                    rate = zero + slope.rate
+                    found[slope.of] = found[slope.of] + rate if slope.of in found else rate
+                    continue
+                # Numbers are filled in, not copied: a copy would wait for the device.
+                numbers = (slope.rate, slope.anchor, slope.low, slope.high, slope.sign)
+                rows = [x if isinstance(x, Tensor) else zero + x for x in numbers]
+                closed.append(torch.stack([row.to(zero.dtype) for row in rows]))
+        zeros: dict[str, Any] = dict.fromkeys(needs, zero)
+        coefficients = pull_back(found, Statistics(**zeros), self.vocabulary)
         known = Gradient(coefficients, {}, zero.new_zeros(0))
-        return known, torch.stack(slopes) if slopes else None
+        return known, torch.stack(closed) if closed else None
 
     def _slopes(self, part: Part, batch: PackedBatch, factor: float) -> list[Slope]:
         view = batch if part.kept is None else without_poison(batch, part.kept)
@@ -197,6 +192,18 @@ class Bound:
         return (part.weights[rows] * losses).sum(dtype=torch.float64)
 
 
+def owed(upstream: Tensor, declared: float | None, scale: Tensor | None) -> Tensor | None:
+    """The factor between gradients of a bound objective's coefficients and those that are owed,
+    None where it is one."""
+    if declared is None:
+        factor = upstream if upstream.dtype == torch.float64 else upstream.float()
+        return factor if scale is None else factor / scale
+    same = (upstream - declared).abs() <= 1e-6 * abs(declared)
+    message = f"out.loss: its upstream gradient differs from {declared}, as declared"
+    torch._assert_async(same, message)  # type: ignore[attr-defined]
+    return None if scale is None else 1 / scale
+
+
 def power_of_two(sizes: list[Tensor]) -> Tensor:
     """[] the power of two that brings the largest of some numbers to between 1 and 2."""
     largest = torch.stack(sizes).max() if sizes else torch.zeros(())
@@ -218,16 +225,12 @@ def _live(values: Tensor, batch: PackedBatch) -> Tensor:
 
 def without_poison(batch: PackedBatch, kept: Tensor) -> PackedBatch:
     """The fields of tokens that a term leaves out may hold anything: non-finite values become 0."""
-
-    def clean(value: Tensor) -> Tensor:
-        if not value.is_floating_point():
-            return value
-        return torch.where(kept | value.isfinite(), value, 0)
-
-    fields = {name: mapped(value, clean) for name, value in batch.fields.items()}
-    return PackedBatch(
-        batch.targets, batch.segments, fields, batch.wide, batch.index, live=batch.live
-    )
+    fields = {}
+    for name, (dtype, rank) in batch.kinds().items():
+        if dtype is not None and dtype.is_floating_point and rank == 1:
+            value = getattr(batch, name)
+            fields[name] = torch.where(kept | value.isfinite(), value, 0)
+    return batch.replacing(fields)
 
 
 def bind(
@@ -278,7 +281,7 @@ def _count(batch: PackedBatch, totals: Totals, field: str | None, dtype: torch.d
     return _Counted(kept, at_token, *(_at_least_one(c, batch.targets.device) for c in counts))
 
 
-def check_weights(objective: Objective, batch: PackedBatch, totals: Totals | None) -> None:
+def check_weights(objective: Objective, kinds: Kinds, totals: Totals | None) -> None:
     """ValueError or TypeError where `bind` could not tell a term's weights."""
     for name, _, term in objective.named():
         field = term.kept_field
@@ -286,9 +289,9 @@ def check_weights(objective: Objective, batch: PackedBatch, totals: Totals | Non
             raise ValueError(term.missing_reduction or f"term {name}: has no reduction, use .over")
         if field is None:
             continue
-        if field not in batch:
+        if field not in kinds:
             raise ValueError(f"term {name}: is restricted to batch.{field}, which was not given")
-        if getattr(batch.fields.get(field), "dtype", None) != torch.bool:
+        if kinds[field][0] != torch.bool:
             raise TypeError(f"{field}: want a boolean tensor, as term {name} is restricted to it")
         if totals is not None and field not in totals.kept:
             raise ValueError(
@@ -307,75 +310,29 @@ def _at_least_one(count: float | Tensor, device: torch.device) -> Tensor:
 
 # ---------------------------------------------------------------------- what terms read
 
-_TRACES: WeakKeyDictionary[Term, dict[object, Reads]] = WeakKeyDictionary()
-_KNOWN: WeakKeyDictionary[Term, dict[object, Known | None]] = WeakKeyDictionary()
-
-
 def reads(
-    objective: Objective, batch: PackedBatch, dtype: torch.dtype, observe: bool
+    objective: Objective, kinds: Kinds, dtype: torch.dtype, device: torch.device, observe: bool
 ) -> dict[str, Reads]:
-    """What each term asks for, by its key; ValueError where the batch lacks it.
-
-    A term is tried once for each set of fields that it meets; in inference mode, where nothing has
-    a gradient and nothing could be saved for one, apart.
-    """
-    key = (_kinds(batch, dtype), observe, torch.is_inference_mode_enabled())
+    """What each term asks for, by its key; ValueError where the batch lacks it."""
     found = {}
     for name, _, term in objective.named():
-        known = _TRACES.setdefault(term, {})
-        if key not in known:
-            known[key] = _try(name, term, batch, dtype, observe)
-        found[name] = known[key]
+        teachers = [] if term.teacher is None else [term.teacher]
+        sample = sample_batch(kinds, term, device)
+        stats = sample_statistics(dtype, device, teachers)
+        try:
+            found[name] = trace(term, stats, sample.on(stats), observe)
+        except MissingField as error:
+            raise ValueError(f"term {name}: {error}") from None
+        except ValueError as error:
+            if str(error).startswith("sums over"):
+                raise ValueError(f"term {name}: {error}") from None
+            raise
     return found
 
 
-def is_known(objective: Objective, batch: PackedBatch, dtype: torch.dtype) -> bool:
-    """Whether the objective's gradient can be had before the statistics (`Bound.beforehand`)."""
-    return all(
-        has_slopes(term, batch) or _known(term, batch, dtype) is not None
-        for _, _, term in objective.named()
-    )
-
-
-def has_slopes(term: Term, batch: PackedBatch) -> bool:
-    """Whether a term's own closed form holds: a modifier may depend on statistics, and CURRENT is
-    one."""
-    current = any(isinstance(value, Current) for value in batch.fields.values())
-    return term.slopes is not None and not term.modifiers and not current
-
-
-def _known(term: Term, batch: PackedBatch, dtype: torch.dtype) -> Known | None:
-    """Tried once for each set of fields."""
-    tried, key = _KNOWN.setdefault(term, {}), _kinds(batch, dtype)
-    if key not in tried:
-        tried[key] = None
-        if term.teacher is None:
-            with torch.inference_mode(False):
-                sample = sample_batch(batch, term)
-                stats = sample_statistics(dtype, batch.targets.device, [])
-                tried[key] = known(term, stats, sample)
-    return tried[key]
-
-
-def _kinds(batch: PackedBatch, dtype: torch.dtype) -> object:
-    """What decides which way a term goes: the fields that there are."""
-    fields = {**batch.fields, **batch.wide}
-    kinds = frozenset(
-        (name, None if isinstance(value, Current) else value.dtype)
-        for name, value in fields.items()
-    )
-    return kinds, dtype, batch.targets.device
-
-
-def _try(name: str, term: Term, batch: PackedBatch, dtype: torch.dtype, observe: bool) -> Reads:
-    teachers = [] if term.teacher is None else [term.teacher]
-    sample = sample_batch(batch, term)
-    stats = sample_statistics(dtype, batch.targets.device, teachers)
-    try:
-        return trace(term, stats, sample.on(stats), observe)
-    except MissingField as error:
-        raise ValueError(f"term {name}: {error}") from None
-    except ValueError as error:
-        if str(error).startswith("sums over"):
-            raise ValueError(f"term {name}: {error}") from None
-        raise
+def has_slopes(objective: Objective, kinds: Kinds) -> bool:
+    """Whether the objective's gradient can be had before the statistics (`Bound.beforehand`). A
+    modifier may depend on statistics, and CURRENT is one."""
+    if any(dtype is None for dtype, _ in kinds.values()):
+        return False
+    return all(term.slopes is not None and not term.modifiers for _, term in objective.parts)

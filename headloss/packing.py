@@ -1,51 +1,27 @@
 """The batch as terms see it: packed to its T scored tokens (law 5).
 
-N positions, T of them scored, S segments. Packing sorts the scored tokens by segment, gathers every
-field to them and reads the device once. From there on there are no masks and no padding.
+N positions, T of them scored, S segments. Packing drops unscored positions and sorts the others by
+segment. From there on there are no masks and no padding: every field is a vector of T.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .batch import IGNORE, Batch, Current
+from .batch import Batch, Current
 from .segments import Segments
 from .stats import Statistics
-from .survey import Order, Survey
+from .survey import Order, static_order
 
 
 class MissingField(ValueError):
     """A term reads a batch field that was not given."""
-
-
-class Later:
-    """A [T] field that is made when it is first read: a call's first product waits for none."""
-
-    def __init__(self, dtype: torch.dtype, make: Callable[[], Tensor]) -> None:
-        self.dtype = dtype
-        self._make: Callable[[], Tensor] | None = make
-        self._made: Tensor | None = None
-
-    def __call__(self) -> Tensor:
-        if self._make is not None:
-            self._made, self._make = self._make(), None
-        assert self._made is not None
-        return self._made
-
-
-Field = Tensor | Current | Later
-
-
-def mapped(value: Field, function: Callable[[Tensor], Tensor]) -> Field:
-    """A field with `function`, which keeps its dtype, on its values."""
-    if isinstance(value, Later):
-        return Later(value.dtype, lambda: function(value()))
-    return function(value) if isinstance(value, Tensor) else value
 
 
 def outside_inference(value: Tensor) -> Tensor:
@@ -61,219 +37,247 @@ class PackedBatch:
 
     Fields are attributes; a missing one raises by name. `get(name)` returns None instead, and
     `name in batch` asks. A per-segment field stands at each of its segment's tokens.
+
+    Args:
+        targets: [T] int64.
+        segments: sorted.
+        fields: [T] vectors, and `CURRENT`.
+        given: fields as they were given, [N, ..]; gathered when a term reads them.
+        index: [T] position of each token, None: all N in order.
+        stats: this call's, for CURRENT.
+        live: [T] bool, only with static shapes: which tokens are scored.
+        per_segment: those of `given` that hold one value per segment, [S].
+        dtype: of gathered floating vectors; None: their own.
     """
 
     def __init__(
         self,
-        targets: Tensor,  # [T] int64
-        segments: Segments,  # sorted
-        fields: dict[str, Field],  # [T]
-        wide: dict[str, Tensor],  # [N, ...], gathered only when read
-        index: Tensor | None,  # [T] position of each token, None: all N in order
+        targets: Tensor,
+        segments: Segments,
+        fields: Mapping[str, Tensor | Current],
+        given: Mapping[str, Tensor] | None = None,
+        index: Tensor | None = None,
         stats: Statistics | None = None,
-        live: Tensor | None = None,  # [T] bool, only with static shapes
+        live: Tensor | None = None,
+        per_segment: frozenset[str] = frozenset(),
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.targets = targets
-        self.segments = segments
-        self.fields = fields
-        self.wide = wide
-        self.index = index
-        self.stats = stats
-        self.live = live
+        self.targets, self.segments, self.live = targets, segments, live
+        self._fields, self._given, self._index = dict(fields), given or {}, index
+        self._stats, self._per_segment, self._dtype = stats, per_segment, dtype
+        self._whole: tuple[PackedBatch, slice] | None = None  # what this is a cut of
 
     def __len__(self) -> int:
         return len(self.targets)
 
+    @property
+    def index(self) -> Tensor | None:
+        """[T] position of each token, None: all N in order."""
+        return self._index
+
     def __contains__(self, name: str) -> bool:
-        return name in self.fields or name in self.wide
+        return name in self._fields or name in self._given
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field, or `default` where it was not given."""
         return getattr(self, name) if name in self else default
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "fields" not in self.__dict__:
+        if name.startswith("_"):
             raise AttributeError(name)
-        if name in self.fields:
-            value = self.fields[name]
+        value = self._fields.get(name)
+        if value is None:
+            if name not in self._given:
+                raise MissingField(f"reads batch.{name}, which was not given")
+            value = self._fields[name] = self._gathered(name)
+        if isinstance(value, Current):
+            assert self._stats is not None and self._stats.logp is not None
+            return self._stats.logp.detach()
+        return value
+
+    def _gathered(self, name: str) -> Tensor:
+        if self._whole is not None:
+            whole, tokens = self._whole
+            return getattr(whole, name)[tokens]
+        value, live = self._given[name], self.live
+        if name in self._per_segment:
+            if live is not None:  # of the segments that are not scored
+                value = torch.cat([value, value.new_zeros(1)])
+            value = value[self.segments.ids.clamp_max(len(value) - 1)]
+        elif self._index is not None:
+            value = value[self._index]
+        if value.dim() > 1:
+            return value
+        if self._dtype is not None and value.is_floating_point():
+            value = value.to(self._dtype)
+        value = outside_inference(value)
+        return value if live is None else value.masked_fill(~live, 0)
+
+    def as_given(self, name: str) -> Tensor | None:
+        """A field before it is gathered: [N, ..], or [S] if it is per segment."""
+        return self._given.get(name)
+
+    def kinds(self) -> dict[str, tuple[torch.dtype | None, int]]:
+        """The fields by name: dtype (None: CURRENT; floating vectors in that of the statistics) and
+        dimensions as packed."""
+        found: dict[str, tuple[torch.dtype | None, int]] = {}
+        for name, value in (*self._given.items(), *self._fields.items()):
             if isinstance(value, Current):
-                assert self.stats is not None and self.stats.logp is not None
-                return self.stats.logp.detach()
-            return value() if isinstance(value, Later) else value
-        if name in self.wide:
-            value = self.wide[name]
-            return value if self.index is None else value[self.index]
-        raise MissingField(f"reads batch.{name}, which was not given")
+                found[name] = None, 1
+                continue
+            narrow = value.dim() == 1 and value.is_floating_point() and self._dtype is not None
+            found[name] = (self._dtype if narrow else value.dtype), value.dim()
+        return found
 
     def on(self, stats: Statistics) -> PackedBatch:
         """The same tokens beside their statistics (for CURRENT)."""
-        return PackedBatch(
-            self.targets, self.segments, self.fields, self.wide, self.index, stats, self.live
-        )
+        found = copy(self)
+        found._stats = stats
+        return found
+
+    def replacing(self, fields: Mapping[str, Tensor | Current]) -> PackedBatch:
+        """The same tokens with other values of some fields, [T]."""
+        found = copy(self)
+        found._fields = {**self._fields, **fields}
+        return found
 
     def slice(self, tokens: slice, first: int, last: int) -> PackedBatch:
         """The tokens in `tokens`, which lie in segments first..last (the outer two may be cut)."""
-        return PackedBatch(
+        found = copy(self)
+        found.targets, found.segments = (
             self.targets[tokens],
             self.segments.slice(first, last, tokens),
-            {k: mapped(v, lambda t: t[tokens]) for k, v in self.fields.items()},
-            {k: v[tokens] for k, v in self.wide.items()} if self.index is None else self.wide,
-            None if self.index is None else self.index[tokens],
-            live=None if self.live is None else self.live[tokens],
         )
+        found._index = None if self._index is None else self._index[tokens]
+        found.live = None if self.live is None else self.live[tokens]
+        current, made = {}, dict(self._given)
+        for name, value in self._fields.items():
+            if isinstance(value, Current):
+                current[name] = value
+            else:
+                made[name] = value
+        found._fields, found._given, found._whole = current, made, (self, tokens)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed:
-    """A packed batch and what the host knows of it.
+class Packing:
+    """Where the packed tokens of a batch stand, and what the host knows of them.
 
-    `lengths` are the scored tokens of each segment, or None with static shapes. `doubtful` holds
-    the per-segment form of fields that may mean either, as segments run across ranks.
+    `lengths` are the scored tokens of each segment, or None with static shapes.
     """
 
-    batch: PackedBatch
-    positions: int  # N
-    shape: torch.Size  # of the targets
-    segments: int  # S
-    lengths: list[int] | None
-    unscored: Tensor | None = None  # [N - T] their positions
-    doubtful: dict[str, Later] = field(default_factory=dict)  # [T]
+    targets: Tensor  # [T]
+    segments: Segments  # sorted
+    order: Order
+    shape: torch.Size  # of the targets as given
+    count: int  # S as given
+
+    @classmethod
+    def of(cls, batch: Batch, order: Order) -> Packing:
+        targets = order.targets
+        if targets is None:
+            targets = batch.targets.reshape(-1).long()
+            targets = targets if order.index is None else targets.index_select(0, order.index)
+        targets = outside_inference(targets)
+        live = order.live
+        return cls(
+            targets=targets if live is None else targets.masked_fill(~live, 0),
+            segments=Segments(
+                order.ids, len(order.counts), batch.segments.group, counts=order.counts
+            ),
+            order=order,
+            shape=batch.targets.shape,
+            count=batch.segments.count,
+        )
+
+    def __len__(self) -> int:
+        return len(self.targets)
 
     @property
     def index(self) -> Tensor | None:
-        return self.batch.index
+        return self.order.index
 
-    def __len__(self) -> int:
-        return len(self.batch)
+    @property
+    def lengths(self) -> list[int] | None:
+        return self.order.lengths
 
-    def with_fields(self, fields: dict[str, Field]) -> Packed:
-        """With other [T] fields, of which none is doubtful."""
-        b = self.batch
-        batch = PackedBatch(b.targets, b.segments, fields, b.wide, b.index, live=b.live)
-        return replace(self, batch=batch, doubtful={})
+    @property
+    def live(self) -> Tensor | None:
+        return self.order.live
+
+    def view(
+        self,
+        batch: Batch,
+        dtype: torch.dtype,
+        per_segment: frozenset[str] | None = None,
+    ) -> PackedBatch:
+        """The batch as terms see it, with float vectors in `dtype`.
+
+        Args:
+            per_segment: fields that hold one value per segment; default: by their shapes.
+        """
+        if per_segment is None:
+            per_segment = frozenset(n for n in batch.fields if not batch.per_token(n))
+        current = {n: v for n, v in batch.fields.items() if isinstance(v, Current)}
+        given = {}
+        for name, value in batch.fields.items():
+            if isinstance(value, Tensor):
+                more = value.shape[batch.targets.dim() :]
+                wide = name not in per_segment and len(more) > 0
+                given[name] = value.reshape(-1, *more) if wide else value.reshape(-1)
+        return PackedBatch(
+            self.targets,
+            self.segments,
+            current,
+            given,
+            self.index,
+            live=self.live,
+            per_segment=per_segment,
+            dtype=dtype,
+        )
 
     def scatter(self, values: Tensor) -> Tensor:
         """[T] back to the caller's shape, 0 at unscored positions."""
-        if self.batch.live is not None:
-            values = values.masked_fill(~self.batch.live, 0)
+        if self.live is not None:
+            values = values.masked_fill(~self.live, 0)
         if self.index is None:
             return values.reshape(self.shape)
-        return values.new_zeros(self.positions).index_copy_(0, self.index, values).view(self.shape)
+        flat = values.new_zeros(self.shape.numel())
+        return flat.index_copy_(0, self.index, values).view(self.shape)
 
 
-def survey(
-    batch: Batch,
-    static: bool = False,
-    unit: int = 1,
-    id_fields: tuple[str, ...] = (),
-    temperature: float | Tensor = 1.0,
-) -> Survey:
-    """What packing has to know of a batch; its facts may be read along with others.
+def packing_of(batch: Batch, vocabulary: int, static: bool = False, unit: int = 1) -> Packing:
+    """Where the tokens of a batch go: what the batch has found out already, where that still holds.
 
     Args:
-        static: nothing is to be read.
-        unit: how many segments belong together.
-        id_fields: fields [.., K] whose values lie below the size of the vocabulary.
-        temperature: a number, which is right, or one value per token.
+        vocabulary: V; targets lie below it, and so do the values of id fields.
+        static: nothing is read, checked or dropped; unscored positions go last, into `unit`
+            segments of their own.
+
+    Raises:
+        ValueError: a target outside the vocabulary; at a scored position, a segment id outside
+            its range or an id field's value beyond the vocabulary.
+        RuntimeError: the batch was changed in place since it was made.
     """
-    targets, wide = batch.targets, {}
-    for name in id_fields:
-        field = batch.fields[name]
-        assert isinstance(field, Tensor)
-        wide[name] = field.reshape(targets.numel(), field.shape[-1])
-    heat = None
-    if isinstance(temperature, Tensor):
-        heat = temperature.detach().expand(targets.shape)
-    return Survey.of(targets, batch.segments, IGNORE, unit, static, wide, heat)
+    if static:
+        order = static_order(batch.targets.reshape(-1), batch.segments, unit)
+        return Packing.of(batch, order)
+    found = batch.found()
+    found.survey.check(vocabulary)
+    if found.packing is None:
+        found.packing = Packing.of(batch, found.survey.order())
+    return found.packing
 
 
-class Packing:
-    """A batch on its way to its packed form: all that needs no value of the device.
+class Packed(NamedTuple):
+    """A batch as terms see it, and where its tokens stand."""
 
-    Attributes:
-        draft: its fields by name and kind; they have values once it is packed.
-    """
-
-    def __init__(self, batch: Batch, dtype: torch.dtype, known: Survey) -> None:
-        self.batch, self.dtype, self.known = batch, dtype, known
-        self.order: Order | None = None
-        fields: dict[str, Field] = {}
-        wide: dict[str, Tensor] = {}
-        self.doubtful: dict[str, Later] = {}  # the other form of fields that may mean either
-        for name, value in batch.fields.items():
-            if isinstance(value, Current):
-                fields[name] = value
-                continue
-            as_token, as_segment = batch._fits(name)
-            if as_token and value.dim() > batch.targets.dim():
-                wide[name] = value.reshape(-1, *value.shape[batch.targets.dim() :])
-                continue
-            if as_token:
-                fields[name] = self._later(value, per_segment=False)
-            if as_segment and (not as_token or batch.segments.group is not None):
-                found = self._later(value, per_segment=True)
-                (self.doubtful if as_token else fields)[name] = found
-        self.draft = PackedBatch(batch.targets, batch.segments, fields, wide, None)
-
-    def _later(self, value: Tensor, per_segment: bool) -> Later:
-        dtype = self.dtype if value.is_floating_point() else value.dtype
-
-        def make() -> Tensor:
-            assert self.order is not None
-            found, live = value.reshape(-1), self.order.live
-            rows = self.order.ids if per_segment else self.order.index
-            if per_segment and live is not None:  # of the segments that are not scored
-                found = torch.cat([found, found.new_zeros(1)])
-            found = outside_inference((found if rows is None else found[rows]).to(dtype))
-            return found if live is None else found.masked_fill(~live, 0)
-
-        return Later(dtype, make)
-
-    def packed(self, vocabulary: int) -> Packed:
-        """Drop unscored positions, sort by segment; one read of the device.
-
-        With static shapes nothing is read or dropped: unscored positions go last, into segments of
-        their own; `live` marks the others.
-
-        Args:
-            vocabulary: V; targets lie below it, and so do the values of id fields.
-
-        Raises:
-            ValueError: a target outside the vocabulary; at a scored position, a segment id outside
-                its range or an id field's value beyond the vocabulary.
-        """
-        self.order = order = self.known.order(vocabulary)
-        batch, targets = self.batch, order.targets
-        if targets is None:
-            targets = self.batch.targets.reshape(-1).long()
-            targets = targets if order.index is None else targets.index_select(0, order.index)
-        targets = outside_inference(targets)
-        packed = PackedBatch(
-            targets if order.live is None else targets.masked_fill(~order.live, 0),
-            Segments(order.ids, len(order.counts), batch.segments.group, counts=order.counts),
-            self.draft.fields,
-            self.draft.wide,
-            order.index,
-            live=order.live,
-        )
-        return Packed(
-            batch=packed,
-            positions=batch.targets.numel(),
-            shape=batch.targets.shape,
-            segments=batch.segments.count,
-            lengths=order.lengths,
-            unscored=order.unscored,
-            doubtful=self.doubtful,
-        )
+    batch: PackedBatch
+    packing: Packing
 
 
-def pack(
-    batch: Batch,
-    vocabulary: int,
-    dtype: torch.dtype,
-    unit: int = 1,
-    temperature: float | Tensor = 1.0,
-) -> Packed:
-    """A batch in its packed form, with float fields in `dtype`; see `Packing.packed`."""
-    known = survey(batch, unit=unit, temperature=temperature)
-    return Packing(batch, dtype, known).packed(vocabulary)
+def pack(batch: Batch, vocabulary: int, dtype: torch.dtype, unit: int = 1) -> Packed:
+    """A batch in its packed form, with float vectors in `dtype`."""
+    packing = packing_of(batch, vocabulary, unit=unit)
+    return Packed(packing.view(batch, dtype), packing)

@@ -13,7 +13,11 @@ from typing import Literal, NamedTuple
 from .options import Options
 
 Schedule = Literal["one_pass", "recompute", "frozen", "statistics"]
+Pull = Literal["now", "unit", "slabs", "blocks", "never"]
 MIB = 1 << 20
+TERMS_ROWS = 16384  # tokens per product that writes statistics alone
+SKIP_WORTH = 2 * 10**11  # multiply-adds of a block's product: below it, reading which rows carry a
+# gradient keeps a GPU waiting longer than leaving them out can save
 WORKING_BLOCK = 1 << 20  # logits that a reference act works on at once
 SWEEP_BYTES = 480 << 20  # of a sweep that writes terms or gradients in 16 bits
 SLAB_ELEMENTS = (48 << 20, 192 << 20)  # of its slabs, least and most
@@ -69,6 +73,7 @@ class Problem:
     given: bool = False  # the logits exist already
     inplace: bool = False  # and their gradient may overwrite them
     rows: bool = False  # and a kernel works on them where they lie
+    main_grad: bool = False  # the weight gradient is added to a tensor of the caller's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +91,11 @@ class Plan:
         bytes: peak working memory beyond inputs and returned gradients, by part.
         plain_bytes: what logits, their softmax and their gradient would take.
         reason: why this schedule.
+        skip_rows: whether rows without a gradient leave the last two products.
+        once: one block holds all tokens, and its products are the returned gradients.
+        pull: when the second act runs: with each block's statistics ("now", or "unit" coefficients
+            that are scaled later), in the backward pass in "slabs" of columns or in "blocks" of
+            tokens, or "never".
     """
 
     schedule: Schedule
@@ -98,6 +108,19 @@ class Plan:
     plain_bytes: int
     reason: str
     chunks: tuple[Chunk, ...] = field(repr=False)
+    tokens: int = field(repr=False, default=0)
+    skip_rows: bool = field(repr=False, default=False)
+    once: bool = field(repr=False, default=False)
+    pull: Pull = field(repr=False, default="now")
+
+    @property
+    def blocks(self) -> tuple[Chunk, ...]:
+        """The tokens of one step of the statistics, in order."""
+        if self.pull in ("now", "unit", "blocks"):
+            return self.chunks
+        step = TERMS_ROWS if self.terms else self.tile.rows
+        starts = range(0, self.tokens, max(1, step))
+        return tuple(Chunk(s, min(s + step, self.tokens), 0, 0) for s in starts)
 
     @property
     def total_bytes(self) -> int:
@@ -139,6 +162,9 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     tile = _tile(p, rows, explicit=options.chunk_tokens is not None)
     if p.spread:  # no more tokens than a chunk's are gathered at once
         tile = Tile(rows, p.vocabulary)
+    pull = _pull(p, schedule)
+    once = _once(p, pull, len(chunks), tile)
+    worth = not p.on_gpu or rows * p.width * p.vocabulary >= SKIP_WORTH
     return Plan(
         schedule=schedule,
         backend=backend,
@@ -146,11 +172,30 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         tile=tile,
         terms=p.terms,
         rows=p.rows,
-        bytes=_bytes(p, schedule, rows, tile, options),
+        bytes=_bytes(p, schedule, rows, tile, options, once),
         plain_bytes=p.tokens * p.vocabulary * (4 + 2 * p.element_size),
         reason=reason,
         chunks=chunks,
+        tokens=p.tokens,
+        skip_rows=options.skip_rows and not options.static and not p.given and worth,
+        once=once,
+        pull=pull,
     )
+
+
+def _pull(p: Problem, schedule: Schedule) -> Pull:
+    if schedule == "recompute":
+        return "blocks" if p.spread else "slabs"
+    pulls: dict[Schedule, Pull] = {"one_pass": "now", "frozen": "unit", "statistics": "never"}
+    return pulls[schedule]
+
+
+def _once(p: Problem, pull: Pull, chunks: int, tile: Tile) -> bool:
+    """Whether one addition brings a weight gradient whole, so that it needs no wider sum: in
+    float16 the sum is scaled, and rounded after it is scaled back."""
+    if p.rescaled or p.main_grad or p.given:
+        return False
+    return chunks <= 1 if pull in ("now", "blocks") else p.tokens <= tile.rows
 
 
 def _choose(p: Problem, options: Options, chunks: tuple[Chunk, ...] | None) -> tuple[Schedule, str]:
@@ -309,7 +354,7 @@ def _tile(p: Problem, rows: int, explicit: bool) -> Tile:
 
 
 def _bytes(
-    p: Problem, schedule: Schedule, rows: int, tile: Tile, options: Options
+    p: Problem, schedule: Schedule, rows: int, tile: Tile, options: Options, once: bool
 ) -> dict[str, int]:
     if p.rows:
         return {"statistics": p.tokens * 64}
@@ -329,10 +374,10 @@ def _bytes(
         found["gathered hidden states"] = tokens * p.width * p.element_size
     if by_chunk and p.weight_gradient and not p.given:
         # An accumulator of the weight's own dtype is the returned gradient itself.
-        if accumulate != p.weight_size:
+        if accumulate != p.weight_size and not once:
             found["weight gradient accumulator"] = p.vocabulary * p.width * accumulate
     if schedule == "recompute" and not by_chunk and not p.given:
-        if p.weight_gradient and (tile.rows < p.tokens or p.rescaled):
+        if p.weight_gradient and not once:
             found["weight gradient slab"] = tile.columns * p.width * accumulate
         if p.hidden_gradient and p.element_size < 4:
             found["hidden gradient accumulator"] = p.tokens * p.width * 4

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from .batch import Current
+from .batch import CURRENT, Current
 from .losses.term import Term
-from .packing import Field, PackedBatch
+from .packing import PackedBatch
 from .segments import Segments
 from .stats import Statistics
 
+Kinds = Mapping[str, tuple[torch.dtype | None, int]]  # of fields: see Batch.kinds
 _SAMPLE = 2  # tokens, in a segment each: enough for a pair
 
 
@@ -23,24 +26,20 @@ class _NoSums(Segments):
     mean = sum
 
 
-def sample_batch(batch: PackedBatch, term: Term) -> PackedBatch:
+def sample_batch(kinds: Kinds, term: Term, device: torch.device) -> PackedBatch:
     """A batch of two made-up tokens with the fields of a real one."""
-    device = batch.targets.device
     ids = torch.arange(_SAMPLE, device=device)
-    kind = _NoSums if term.scope == "token" else Segments
-    fields: dict[str, Field] = {}
-    for name, value in batch.fields.items():
-        fields[name] = value
-        if not isinstance(value, Current):
-            fields[name] = torch.full((_SAMPLE,), -0.5, device=device).to(value.dtype)
-    wide = {name: value.new_zeros(_SAMPLE, *value.shape[1:]) for name, value in batch.wide.items()}
-    return PackedBatch(
-        torch.zeros_like(ids),
-        kind(ids, _SAMPLE, counts=torch.ones_like(ids)),
-        fields,
-        wide,
-        None,
-    )
+    cls = _NoSums if term.scope == "token" else Segments
+    fields: dict[str, Tensor | Current] = {}
+    for name, (dtype, rank) in kinds.items():
+        if dtype is None:
+            fields[name] = CURRENT
+        elif rank == 1:
+            fields[name] = torch.full((_SAMPLE,), -0.5, device=device).to(dtype)
+        else:
+            fields[name] = torch.zeros(_SAMPLE, *[1] * (rank - 1), dtype=dtype, device=device)
+    segments = cls(ids, _SAMPLE, counts=torch.ones_like(ids))
+    return PackedBatch(torch.zeros_like(ids), segments, fields)
 
 
 def sample_statistics(dtype: torch.dtype, device: torch.device, teachers: list) -> Statistics:

@@ -187,15 +187,16 @@ def pull_back(
 
 
 class Slope(NamedTuple):
-    """A part of d term / d logp in closed form, so that a kernel can find it once it has logp:
+    """A part of a term's gradient in closed form, so that a kernel can find it once it has logp:
 
-        rate * exp(sign * (logp - anchor))   where low <= logp <= high, else 0
+        d term / d of = rate * exp(sign * (logp - anchor))   where low <= logp <= high, else 0
 
-    [T] vectors or numbers.
+    [T] vectors or numbers. Of another statistic than logp it must be a constant.
     """
 
-    rate: Tensor
+    rate: Tensor | float
     anchor: Tensor | float = 0.0
     low: Tensor | float = -math.inf
     high: Tensor | float = math.inf
     sign: float = 1.0  # 0: a constant
+    of: str = "logp"

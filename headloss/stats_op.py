@@ -7,27 +7,30 @@ T of them scored, H hidden width, V vocabulary. Schedule: recompute (law 4).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import kernels
-from .autograd import refuse_second_derivatives
 from .batch import IGNORE, Batch
-from .checks import check_eager
+from .checks import check_eager, check_temperatures
 from .head import Head, autocast_dtype, check_head
+from .kernels.interface import Measured
 from .kernels.transform import Transform
-from .logits import NO_GRADIENT, LinearLogits, Wants
 from .objective import Bound, Gradient, power_of_two
 from .options import Options
-from .packing import pack
-from .parallel import named
+from .packing import Packing, packing_of
 from .plan import Problem, make_plan
-from .schedules import Call
-from .shards import join_positions, local_head
+from .products import sum_dtype
+from .ranks.dtensor import local_head
+from .ranks.place import join_positions
+from .ranks.vocabulary import named
+from .run.autograd import refuse_second_derivatives
+from .run.loop import Work, in_slabs, join, measure
+from .softmax.linear import NO_GRADIENT, ExpSoftmax, LinearSoftmax, Tokens, Wants
+from .softmax.sums import Into
 from .stats import Normalizer, Statistics, pull_back
-from .sweeps import sweep, sweep_gradient
 
 NEEDS = frozenset({"logp", "lse", "entropy"})
 
@@ -115,12 +118,12 @@ def _head_stats(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """logp, lse, entropy, and the normalizer's two parts; [N] each."""
     numbers = (vocabulary, scale, softcap, divisor, place)
-    call = _call(features, weights, bias, temperature, targets, *numbers)
-    source = _source(call, features, weights, bias)
-    stats, normalizer = sweep(call, source)
+    packing, work, source = _open(features, weights, bias, temperature, targets, *numbers)
+    found = [measure(work, source, block.rows)[0] for block in work.plan.blocks]
+    stats, normalizer, _ = join(work, source, found)
     assert stats.logp is not None and stats.lse is not None and stats.entropy is not None
     vectors = (stats.logp, stats.lse, stats.entropy, *normalizer)
-    return tuple(_own(call.packed.scatter(v), v) for v in vectors)  # type: ignore[return-value]
+    return tuple(_own(packing.scatter(v), v) for v in vectors)  # type: ignore[return-value]
 
 
 def _own(value: Tensor, other: Tensor) -> Tensor:
@@ -153,12 +156,10 @@ def _head_stats_backward(
     """The wanted gradients, in the order of `wanted`."""
     wants = Wants(features=tuple(wanted[:-1:2]), weights=tuple(wanted[1:-1:2]), bias=wanted[-1])
     numbers = (vocabulary, scale, softcap, divisor, place)
-    call = _call(features, weights, bias, temperature, targets, *numbers, wants)
-    index = call.packed.index
+    packing, work, source = _open(features, weights, bias, temperature, targets, *numbers, wants)
+    index = packing.index
     pick = (lambda t: t) if index is None else (lambda t: t[index])
-    slopes: dict[str, Tensor] = {}
-    for name, slope in zip(("logp", "lse", "entropy"), upstream, strict=True):
-        slopes[name] = pick(slope)
+    slopes = {n: pick(g) for n, g in zip(("logp", "lse", "entropy"), upstream, strict=True)}
     logp, entropy, *normalizer = map(pick, measured)
     stats = Statistics(logp=logp, entropy=entropy)
     coefficients = pull_back(slopes, stats, vocabulary)
@@ -166,14 +167,8 @@ def _head_stats_backward(
     if features[0].dtype == torch.float16:
         near_one = power_of_two([c.abs().max() for c in coefficients.tensors().values() if len(c)])
         coefficients, factor = coefficients.map(lambda t: t * near_one), 1 / near_one
-    gradients = sweep_gradient(
-        call,
-        _source(call, features, weights, bias),
-        stats,
-        Normalizer(*normalizer),
-        Gradient(coefficients, {}, logp),
-        factor,
-    )
+    whole = Measured(stats, Normalizer(*normalizer), logp)
+    gradients = in_slabs(work, source, whole, Gradient(coefficients, {}, logp), factor)
     if index is not None:
         for i, found in enumerate(gradients[:-1:2]):
             if found is not None:
@@ -189,7 +184,7 @@ def _(features, weights, bias, *rest):
     return [torch.empty_like(t) for t, want in zip(tensors, wanted, strict=True) if want]
 
 
-def _call(
+def _open(
     features: Sequence[Tensor],
     weights: Sequence[Tensor],
     bias: Tensor | None,
@@ -201,54 +196,57 @@ def _call(
     divisor: float,
     place: str,
     wants: Wants = NO_GRADIENT,
-) -> Call:
+) -> tuple[Packing, Work, LinearSoftmax]:
+    """The packed rows' logits, and what the loop is to do with them."""
     x = features[0]
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = sum_dtype(x.dtype)
     backend = kernels.choose("auto", x.device, x.dtype)
     alone = len(features) == 1 and bias is None
     terms = alone and kernels.can_hold_terms(backend, x.dtype, weights[0])
-    fields: dict[str, Any] = {}
-    if temperature is not None:
-        fields["temperature_"] = temperature.detach()
-    divisors = divisor if temperature is None else temperature
-    packed = pack(Batch(targets, **fields), vocabulary, wide, temperature=divisors)
-    rows = packed.batch.get("temperature_", divisor)
-    slices = named(place)
-    problem = Problem(
-        tokens=len(packed),
-        width=x.shape[1],
-        vocabulary=slices.widest or vocabulary,
-        scope="token",
-        lengths=packed.lengths,
-        element_size=x.element_size(),
-        weight_size=weights[0].element_size(),
-        row_bytes=2 if terms else wide.itemsize,
-        on_gpu=x.is_cuda,
-        terms=terms,
+    packing = packing_of(Batch(targets), vocabulary)
+    index, slices = packing.index, named(place)
+    plan = make_plan(
+        Problem(
+            tokens=len(packing),
+            width=x.shape[1],
+            vocabulary=slices.widest or vocabulary,
+            scope="token",
+            lengths=packing.lengths,
+            element_size=x.element_size(),
+            weight_size=weights[0].element_size(),
+            row_bytes=2 if terms else wide.itemsize,
+            on_gpu=x.is_cuda,
+            rescaled=x.dtype == torch.float16,
+            terms=terms,
+        ),
+        Options(schedule="recompute"),
+        backend,
     )
-    options = Options(schedule="recompute")
-    return Call(
-        packed=packed,
-        bind=lambda _: Bound((), vocabulary),
-        plan=make_plan(problem, options, backend),
-        options=options,
-        kernels=kernels.load(backend),
-        transform=Transform(scale=scale, softcap=softcap, temperature=rows),  # type: ignore[arg-type]
-        needs=NEEDS,
-        wants=wants,
-        vocabulary=vocabulary,
-        gradient_dtype=x.dtype if x.element_size() == 2 else None,
+    work = Work(
+        plan=plan,
+        batch=packing.view(Batch(targets), wide),
+        bind=lambda: Bound((), vocabulary),
         slices=slices,
+        vocabulary=vocabulary,
+        needs=NEEDS,
+        sums=Into(wants),
     )
-
-
-def _source(call: Call, features, weights, bias: Tensor | None) -> LinearLogits:
-    """The packed rows' logits."""
-    index = call.packed.index
-    picked = [f.detach() if index is None else f.detach()[index] for f in features]
-    bias = None if bias is None else bias.detach()
-    columns = call.slices.size or call.vocabulary
-    return LinearLogits(picked, [w.detach() for w in weights], bias, columns)
+    rows: float | Tensor = divisor
+    if temperature is not None:
+        rows = temperature.detach() if index is None else temperature.detach()[index]
+        check_temperatures(rows, index)
+        rows = rows.to(wide)
+    transform = Transform(scale=scale, softcap=softcap, temperature=rows)
+    source = (ExpSoftmax if terms else LinearSoftmax)(
+        [f.detach() if index is None else f.detach()[index] for f in features],
+        [w.detach() for w in weights],
+        None if bias is None else bias.detach(),
+        slices.size or vocabulary,
+        kernels.load(backend),
+        Tokens(packing.targets, transform, NEEDS),
+        first=slices.first,
+    )
+    return packing, work, source
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -1,20 +1,20 @@
-"""What packing has to know of a batch before it drops and sorts, in one read of the device.
+"""What packing has to know of a batch before it drops and sorts: asked of the device when the batch
+is made, so that a call made later finds the answer.
 
 N positions, T of them scored, S segments.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .kernels import choose, load
-from .kernels.interface import Kernels
 from .segments import Segments, count_in
+
+IGNORE = -100  # the target of an unscored position, as in torch.nn.functional.cross_entropy
 
 
 class Order(NamedTuple):
@@ -27,158 +27,105 @@ class Order(NamedTuple):
     unscored: Tensor | None = None  # [N - T]
     live: Tensor | None = None  # [T] bool, with static shapes: which are scored
     targets: Tensor | None = None  # [T], where finding the order has given them
+    targets: Tensor | None = None  # [T], where finding the order has given them
 
 
-@dataclass(kw_only=True)
 class Survey:
-    """Facts of a batch on the device that the host is to read, and the order that follows.
+    """Extremes and counts of a batch, and the order of its tokens that follows.
 
-    Few launches come before the read, since nothing else of a call can run until it is there.
+    On a GPU the facts are launched and copied without waiting; `read` waits for that copy alone.
+    Nothing here knows the vocabulary: a call compares the extremes with its own.
 
     Attributes:
-        facts: [2 + values + S + 3] int64, see `kernels.interface.Kernels.survey`. None: none are
-            read.
+        id_fields: [N, K] each, whose values are columns of the vocabulary where they are not < 0.
+        facts: [2 + values + S + 3] int64, see `kernels.interface.Kernels.survey`.
         scored: what `compact` needs to know of the positions.
     """
 
-    targets: Tensor  # of any shape, N positions
-    segments: Segments
-    ignore: int  # the target of what is not scored
-    unit: int
-    id_fields: dict[str, Tensor]  # [N, K] each
-    temperature: Tensor | None = None  # as targets
-    facts: Tensor | None = None
-    scored: Tensor | None = None
-    read: list[int] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        targets: Tensor,
-        segments: Segments,
-        ignore: int,
-        unit: int,
-        static: bool,
-        id_fields: dict[str, Tensor],  # each [N, K]
-        temperature: Tensor | None = None,  # as targets
-    ) -> Survey:
-        """Look at a batch; nothing is read yet, and with `static` nothing will be."""
-        found = cls(
-            targets=targets,
-            segments=segments,
-            ignore=ignore,
-            unit=unit,
-            id_fields=id_fields,
-            temperature=temperature,
+    def __init__(self, targets: Tensor, segments: Segments, id_fields: dict[str, Tensor]) -> None:
+        self.targets, self.segments, self.id_fields = targets, segments, id_fields
+        self.acts = load(choose("auto", targets.device, torch.float32))
+        self.facts, self.scored = self.acts.survey(
+            targets, segments.ids, segments.count, IGNORE, id_fields=tuple(id_fields.values())
         )
-        if not static:
-            found.facts, found.scored = found._acts.survey(
-                targets,
-                segments.ids,
-                segments.count,
-                ignore,
-                id_fields=tuple(id_fields.values()),
-                positive=temperature,
-            )
-        return found
+        self._read: list[int] | None = None
+        self._copy: Tensor | None = None
+        self._event: Any = None
+        if targets.is_cuda:
+            self._copy = torch.empty(self.facts.shape, dtype=torch.int64, pin_memory=True)
+            self._copy.copy_(self.facts, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
 
-    @property
-    def _acts(self) -> Kernels:
-        return load(choose("auto", self.targets.device, torch.float32))
+    def read(self) -> list[int]:
+        """The facts, on the host; other streams than the batch's wait for them too."""
+        if self._read is None:
+            if self._copy is None:
+                self._read = self.facts.tolist()
+            else:
+                self._event.synchronize()
+                self._read = self._copy.tolist()
+                self._copy = None
+        if self._event is not None:
+            self._event.wait()
+        return self._read
 
-    @property
-    def count(self) -> int:
-        """S."""
-        return self.segments.count
-
-    @cached_property
-    def ids(self) -> Tensor:
-        """[N] int64."""
-        return self.segments.ids.reshape(-1)
-
-    @cached_property
-    def unscored(self) -> Tensor:
-        """[N] bool."""
-        return self.targets.reshape(-1) == self.ignore
-
-    @cached_property
-    def bins(self) -> Tensor:
-        """[N] int64. Bin 0 takes ids below 0, 1 to S the segments', S + 1 those beyond; the last,
-        S + 2, takes what is not scored."""
-        count = self.count
-        return self.ids.clamp(-1, count).add_(1).masked_fill_(self.unscored, count + 2)
-
-    def values(self) -> dict[str, Tensor]:
-        """[N] int64 each, what must lie within 0..V - 1 at scored positions, by name. (Ids below 0
-        are empty places; targets below 0 are not.) Of a temperature: 1 where it is not a finite
-        number > 0, 0 elsewhere."""
-        values = {"targets": self.targets.reshape(-1)}
-        values |= {name: v.amax(1) for name, v in self.id_fields.items()}
-        if self.temperature is not None:
-            t = self.temperature.reshape(-1)
-            values["temperature"] = (~((t > 0) & t.isfinite())).long()
-        return values
-
-    def order(self, vocabulary: int) -> Order:
-        """The scored positions by segment; with static shapes all, the scored ones first.
-
-        Raises:
-            ValueError: a bad target, id, temperature or value of an id field at a scored position.
-        """
-        if self.facts is None:
-            return self._static_order()
-        read = self.facts.tolist() if self.read is None else self.read
-        names = ["targets", *self.id_fields, *["temperature"] * (self.temperature is not None)]
-        (descents, lowest), read = read[:2], read[2:]
-        largest, (below, *lengths, beyond, out) = read[: len(names)], read[len(names) :]
+    def check(self, vocabulary: int) -> None:
+        """ValueError for a bad target, segment id, or value of an id field at a scored position."""
+        names = ("targets", *self.id_fields)
+        _, lowest, *rest = self.read()
+        largest, (below, *_, beyond, _) = rest[: len(names)], rest[len(names) :]
         for name, most in zip(names, largest, strict=True):
-            self._check(name, lowest, most, vocabulary)
-        if below or beyond:
-            bad = (self.ids < 0) | (self.ids >= self.count)
-            want = f"0 <= id < {self.count} at a scored position"
-            self._refuse("segments", self.ids, bad, want)
-        counts = self.facts[3 + len(names) : -2]
-        total = self.targets.numel()
-        if not (descents or out) or not total:
-            return Order(None, self.ids, counts, lengths)
-        if not descents:
-            assert self.scored is not None
-            index, ids, targets, unscored = self._acts.compact(
-                self.targets, self.segments.ids, self.ignore, self.scored, total - out
-            )
-            return Order(index, ids, counts, lengths, unscored, targets=targets)
-        order = _argsort(self.bins, self.count)
-        index, unscored = order.split([total - out, out])
-        return Order(index, self.ids[index], counts, lengths, unscored)
-
-    def _check(self, name: str, lowest: int, most: int, vocabulary: int) -> None:
-        """ValueError where a fact says that a value is out of its range."""
-        if name == "temperature":
-            if most:
-                assert self.temperature is not None
-                bad = self.values()[name] > 0
-                self._refuse(name, self.temperature.reshape(-1), bad, "a finite number > 0")
-        elif name == "targets":
-            if lowest < 0 or most >= vocabulary:
-                value = self.values()[name]
+            if name == "targets" and (lowest < 0 or most >= vocabulary):
+                value = self.targets.reshape(-1)
                 bad = (value < 0) | (value >= vocabulary)
                 self._refuse(name, value, bad, f"-100 or 0 <= target < {vocabulary}")
-        elif most >= vocabulary:
-            value = self.values()[name]
-            self._refuse(name, value, value >= vocabulary, f"id < {vocabulary}")
-
-    def _static_order(self) -> Order:
-        """Bad ids count as not scored; these go last, into `unit` segments of their own."""
-        bad = (self.bins == 0) | (self.bins > self.count)
-        ids = (self.bins - 1).masked_fill_(bad, self.count)
-        index, counts = _argsort(ids, self.count), count_in(ids, self.count + self.unit)
-        ids = ids[index]
-        return Order(index, ids, counts, live=ids < self.count)
+            elif most >= vocabulary:
+                value = self.id_fields[name].amax(1)
+                self._refuse(name, value, value >= vocabulary, f"id < {vocabulary}")
+        if below or beyond:
+            ids = self.segments.ids.reshape(-1)
+            bad = (ids < 0) | (ids >= self.segments.count)
+            want = f"0 <= id < {self.segments.count} at a scored position"
+            self._refuse("segments", ids, bad, want)
 
     def _refuse(self, name: str, value: Tensor, bad: Tensor, want: str) -> None:
-        position = int((bad & ~self.unscored).nonzero()[0])
+        position = int((bad & (self.targets.reshape(-1) != IGNORE)).nonzero()[0])
         got = value[position].item()
         raise ValueError(f"{name}: got {got} at position {position}, want {want}")
+
+    def order(self) -> Order:
+        """The scored positions by segment."""
+        names = 1 + len(self.id_fields)
+        descents, _, *rest = self.read()
+        _, *lengths, _, out = rest[names:]
+        counts, total = self.facts[3 + names : -2], self.targets.numel()
+        segments = self.segments
+        if not (descents or out) or not total:
+            return Order(None, segments.ids.reshape(-1), counts, lengths)
+        if not descents:
+            index, ids, targets, unscored = self.acts.compact(
+                self.targets, segments.ids, IGNORE, self.scored, total - out
+            )
+            return Order(index, ids, counts, lengths, unscored, targets=targets)
+        # A bin for ids below 0, the segments', one for ids beyond; the last: what is not scored.
+        ids, count = segments.ids.reshape(-1), segments.count
+        bins = ids.clamp(-1, count).add_(1)
+        bins.masked_fill_(self.targets.reshape(-1) == IGNORE, count + 2)
+        order = _argsort(bins, count)
+        index, unscored = order.split([total - out, out])
+        return Order(index, ids[index], counts, lengths, unscored)
+
+
+def static_order(targets: Tensor, segments: Segments, unit: int) -> Order:
+    """All positions, the scored ones first, without a read: unscored ones and those with bad ids go
+    last, into `unit` segments of their own."""
+    ids, count = segments.ids.reshape(-1), segments.count
+    bad = (ids < 0) | (ids >= count) | (targets == IGNORE)
+    ids = ids.masked_fill(bad, count)
+    index, counts = _argsort(ids, count), count_in(ids, count + unit)
+    ids = ids[index]
+    return Order(index, ids, counts, live=ids < count)
 
 
 def _argsort(bins: Tensor, count: int) -> Tensor:

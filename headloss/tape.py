@@ -20,7 +20,7 @@ from torch import Tensor
 from .batch import Batch
 from .kernels.opcodes import ELEMENTWISE, MEASURED, Op, Way
 from .metrics import Measurement, Metrics
-from .packing import Packed
+from .packing import Packing
 from .recording import COMPUTE, SEGMENTS, TOKENS, Constant
 from .reduction import Number, Totals
 from .segments import Segments
@@ -77,20 +77,21 @@ class Tokens:
     _kept: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, packed: Packed, batch: Batch) -> Tokens:
-        """Of a packed batch and what it was packed from."""
-        p, fields = packed.batch, {}
-        for name, value in batch.fields.items():
-            if isinstance(value, Tensor) and name in p.fields:
-                way = Way.TOKEN if p.index is None else Way.INDEX
+    def of(cls, packing: Packing, batch: Batch) -> Tokens:
+        """Of a batch and where its packed tokens stand."""
+        fields = {}
+        for name, (_, rank) in batch.kinds(torch.float32).items():
+            value = batch.fields[name]
+            if isinstance(value, Tensor) and rank == 1:
+                way = Way.TOKEN if packing.index is None else Way.INDEX
                 way = way if batch.per_token(name) else Way.SEGMENT
                 fields[name] = Column(value.reshape(-1).contiguous(), int(way))
         return cls(
-            ids=p.segments.ids.contiguous(),
-            counts=p.segments._local_counts.contiguous(),
-            segments=packed.segments,
-            index=p.index,
-            live=p.live,
+            ids=packing.segments.ids.contiguous(),
+            counts=packing.segments._local_counts.contiguous(),
+            segments=packing.count,
+            index=packing.index,
+            live=packing.live,
             fields=fields,
         )
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from .batch import Batch, Current
 from .losses.term import Objective
 from .metrics import Metrics
-from .objective import Bound, Gradient, Piece
-from .packing import Packed, PackedBatch
+from .objective import Bound, Gradient, Piece, owed
+from .packing import PackedBatch, Packing
 from .reduction import Totals
 from .stats import Statistics
 from .tape import Evaluated, Tape, Tokens
@@ -30,6 +30,7 @@ class Taped:
         observe: measure the metrics beside the gradient.
         by_autograd: the same objective without a tape.
         rescaled: the coefficients are to be brought near 1, as `Bound.scaled` does.
+        declared: the upstream gradient, where it is known in advance.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class Taped:
         observe: bool,
         by_autograd: Callable[[], Bound],
         rescaled: bool,
+        declared: float | None,
     ) -> None:
+        self.declared = declared
         self.named = tuple((name, c) for name, c, _ in objective.named())
         self.coefficients = [c for _, c in self.named]
         self.tokens, self.totals, self.vocabulary = tokens, totals, vocabulary
@@ -58,6 +61,9 @@ class Taped:
     @property
     def scale(self) -> Tensor | None:
         return self.bound.scale if self.rescaled else None
+
+    def owed(self, upstream: Tensor) -> Tensor | None:
+        return owed(upstream, self.declared, self.scale)
 
     @property
     def parts(self) -> Any:
@@ -92,13 +98,16 @@ class Taped:
     ) -> Evaluated:
         tape = self.find(observe=observe, gradients=needed)
         assert tape is not None
+        factor: float | Tensor = 1.0 if self.declared is None or not needed else self.declared
+        if needed and self.scale is not None:
+            factor = self.scale * factor
         return tape.run(
             stats,
             self.tokens,
             self.totals,
             self.coefficients,
             vocabulary=self.vocabulary,
-            factor=1.0 if self.scale is None or not needed else self.scale,
+            factor=factor,
             piece=place,
             backend=BACKEND,
         )
@@ -107,7 +116,7 @@ class Taped:
 def taped(
     objective: Objective,
     batch: Batch,
-    packed: Packed,
+    packing: Packing,
     totals: Totals,
     vocabulary: int,
     statistics: frozenset[str],
@@ -115,14 +124,15 @@ def taped(
     observe: bool,
     by_autograd: Callable[[], Bound],
     rescaled: bool,
+    declared: float | None,
 ) -> Taped | None:
     """None where autograd has to serve: a user's own term, segments across ranks, a quantile."""
-    if packed.batch.segments.group is not None or not objective.parts:
+    if batch.segments.group is not None or not objective.parts:
         return None
     kinds = {
-        name: None if isinstance(value, Current) else value.dtype
-        for name, value in batch.fields.items()
-        if name in packed.batch.fields
+        name: None if isinstance(value := batch.fields[name], Current) else value.dtype
+        for name, (_, rank) in batch.kinds(torch.float32).items()
+        if rank == 1
     }
 
     def find(**options: bool) -> Tape | None:
@@ -132,13 +142,14 @@ def taped(
         return None
     return Taped(
         objective,
-        Tokens.of(packed, batch),
+        Tokens.of(packing, batch),
         totals,
         vocabulary,
         find,
         observe=observe,
         by_autograd=by_autograd,
         rescaled=rescaled,
+        declared=declared,
     )
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batch import CURRENT
+from .batch import CURRENT, Current
 from .kernels.opcodes import Op
 from .losses.origin import key_of
 from .losses.term import TRACING, Objective
 from .lowering import Written, lowered
 from .metrics import Max, Min, Observed, Sum
 from .objective import Part, bind, without_poison
-from .packing import Field, PackedBatch
+from .packing import PackedBatch
 from .recording import ONE, SEGMENTS, TOKENS, Constant, Operand, Recorder, Unrecorded
 from .recording import RecordedSegments as Recorded
 from .reduction import Totals
@@ -124,11 +124,11 @@ class _Sample:
         named = {name: self._leaf(("statistic", name), name) for name in sorted(statistics)}
         slopes = {key: self._leaf(("divergence", k), "logp") for k, key in enumerate(teachers)}
         self.stats = Statistics(**named, divergences=slopes)  # type: ignore[arg-type]
-        made: dict[str, Field] = {}
+        made: dict[str, Tensor | Current] = {}
         for name, kind in fields.items():
             made[name] = CURRENT if kind is None else self._field(name, kind)
         targets = torch.zeros(self.count, dtype=torch.int64, device="cpu")
-        self.batch = PackedBatch(targets, self.segments, made, {}, None).on(self.stats)
+        self.batch = PackedBatch(targets, self.segments, made).on(self.stats)
 
     def _vector(self) -> Tensor:
         self.gone += 1

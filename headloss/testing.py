@@ -62,7 +62,8 @@ def plain(
     }
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     packed = pack(batch, head.vocabulary, wide, unit=objective.segments_per_unit)
-    index = slice(None) if packed.index is None else packed.index
+    packing = packed.packing
+    index = slice(None) if packing.index is None else packing.index
     with torch.enable_grad():
         x = leaves["hidden"].reshape(-1, hidden.shape[-1])[index]
         temperature = head.temperature
@@ -74,7 +75,7 @@ def plain(
         stats = _statistics(rows, packed.batch.targets)
         for teacher in {t.teacher for _, t in objective.parts if t.teacher is not None}:
             stats.divergences[teacher] = plain_divergence(capped, teacher, packed.batch)
-        check_weights(objective, packed.batch, batch.totals)
+        check_weights(objective, packed.batch.kinds(), batch.totals)
         totals = batch.totals if batch.totals is not None else Totals.of(batch)
         bound = bind(objective, packed.batch, totals, head.vocabulary, wide)
         shares = [bound._share(p, stats, packed.batch, slice(None)) for p in bound.parts]
@@ -92,8 +93,8 @@ def plain(
     return Plain(
         loss=loss.detach(),
         terms={p.name: s.detach() for p, s in zip(bound.parts, shares, strict=True)},
-        logps=packed.scatter(stats.logp.detach()),
-        entropies=packed.scatter(stats.entropy.detach()),
+        logps=packing.scatter(stats.logp.detach()),
+        entropies=packing.scatter(stats.entropy.detach()),
         gradients=gradients,
     )
 

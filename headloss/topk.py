@@ -12,13 +12,14 @@ from torch import Tensor
 from . import kernels
 from .checks import check_eager
 from .head import Head, autocast_dtype, check_head
-from .kernels.interface import Forward
 from .kernels.transform import Transform
-from .logits import LinearLogits
 from .options import Options
-from .parallel import Alone
 from .plan import Problem, make_plan
-from .shards import Place, join_positions, local_head
+from .products import sum_dtype
+from .ranks.dtensor import local_head
+from .ranks.place import Place, join_positions
+from .ranks.vocabulary import Whole
+from .softmax.linear import LinearSoftmax, Tokens
 from .stats import Partials, finish
 
 NOTHING: frozenset[str] = frozenset()
@@ -73,12 +74,19 @@ def _topk(
     x = x if compute is None else x.to(compute)
     factors = slices.factors(head, x)
     columns = slices.size or head.vocabulary
-    features, weights = [f for f, _ in factors], [w for _, w in factors]
-    source = LinearLogits(features, weights, head.bias, columns, compute)
     temperature = head.temperature
     if isinstance(temperature, Tensor):
-        temperature = temperature.reshape(-1).to(source.dtype)
+        temperature = temperature.reshape(-1).to(sum_dtype(x.dtype))
     transform = Transform(scale=head.logit_scale, softcap=head.softcap, temperature=temperature)
+    source = LinearSoftmax(
+        [f for f, _ in factors],
+        [w for _, w in factors],
+        head.bias,
+        columns,
+        kernels.load("reference"),
+        Tokens(hidden.new_full((len(x),), -1, dtype=torch.int64), transform, NOTHING),
+        compute_dtype=compute,
+    )
     tokens, device = len(x), hidden.device
     problem = Problem(
         tokens=tokens,
@@ -97,23 +105,22 @@ def _topk(
     logps = torch.empty(tokens, k, dtype=source.dtype, device=device)
     for start in range(0, tokens, tile.rows):
         rows = slice(start, min(start + tile.rows, tokens))
-        ids[rows], logps[rows] = _rows(source, transform.rows(rows), rows, tile.columns, k, slices)
+        ids[rows], logps[rows] = _rows(source, rows, tile.columns, k, slices)
     shape = (*hidden.shape[:-1], k)
     return HeadTopk(ids.view(shape), logps.view(shape))
 
 
 def _rows(
-    source: LinearLogits, transform: Transform, rows: slice, width: int, k: int, slices: Alone
+    source: LinearSoftmax, rows: slice, width: int, k: int, slices: Whole
 ) -> tuple[Tensor, Tensor]:
     """Merge the best of each tile of columns with the best so far."""
-    acts = kernels.load("reference")
-    nowhere = torch.full((rows.stop - rows.start,), -1, device=source.features[0].device)
+    forward = source.tokens.forward(rows, 0)
+    transform, ids = forward.transform, forward.targets
     partials: Partials | None = None
     best: Tensor | None = None
-    ids = nowhere
     for first in range(0, source.vocabulary, width):
         raw = source.raw(rows, slice(first, first + width))
-        partials = acts.partials(raw, Forward(nowhere, 0, transform, NOTHING), partials)
+        partials = source.acts.partials(raw, forward, partials)
         # The transform is increasing when its scale is positive, but need not be: rank z, not raw.
         values, columns = transform(raw).topk(min(k, raw.shape[1]), dim=1)
         columns = columns + first

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import headloss as hl
-from headloss.agreement import Facts, agree
-from headloss.agreement import checksums as sums
+from headloss.ranks.agreement import Facts, agree
+from headloss.ranks.agreement import checksums as sums
 from headloss.testing import trained_looking
 
 T, H, V = 24, 8, 61

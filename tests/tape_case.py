@@ -14,7 +14,7 @@ from headloss.engine import _metrics
 from headloss.losses.catalogue import TERMS
 from headloss.losses.term import Objective, Term
 from headloss.objective import Bound, Gradient, bind
-from headloss.packing import Packed, Packing, survey
+from headloss.packing import packing_of
 from headloss.reduction import Totals, fixed_length
 from headloss.segments import Segments
 from headloss.stats import STATISTICS, Statistics
@@ -122,21 +122,22 @@ class Case:
         }
         made = Segments.from_ids(ids.to(device), segments)
         self.batch = Batch(targets.to(device), made, totals=totals, **fields)
-        known = survey(self.batch, static, objective.segments_per_unit)
-        self.packed: Packed = Packing(self.batch, dtype, known).packed(self.vocabulary)
+        unit = objective.segments_per_unit
+        self.packing = packing_of(self.batch, self.vocabulary, static, unit)
+        self.view = self.packing.view(self.batch, dtype)
         self.stats = self._statistics(logp, place, normal)
         self.kinds = {
             name: None if value is CURRENT else value.dtype for name, value in fields.items()
         }
-        self.tokens = Tokens.of(self.packed, self.batch)
+        self.tokens = Tokens.of(self.packing, self.batch)
         self.totals = totals or Totals.of(self.batch)
 
     def _statistics(self, logp: Tensor, place: Tensor, normal) -> Statistics:
         """Of the packed tokens; what is not scored holds other numbers."""
-        p = self.packed
-        whole = torch.full((p.positions,), -0.7, dtype=torch.float64)
+        p = self.packing
+        whole = torch.full((p.shape.numel(),), -0.7, dtype=torch.float64)
         whole[place] = logp
-        device = p.batch.targets.device
+        device = p.targets.device
         logp = (whole if p.index is None else whole[p.index.cpu()]).to(device, self.dtype)
 
         def other() -> Tensor:
@@ -149,15 +150,15 @@ class Case:
 
     @property
     def bound(self) -> Bound:
-        b = bind(self.objective, self.packed.batch, self.totals, self.vocabulary, self.dtype)
+        b = bind(self.objective, self.view, self.totals, self.vocabulary, self.dtype)
         return b
 
     def eager(self, needed: bool = True) -> tuple[Gradient, dict[str, Any]]:
         """By autograd and `fold_all`."""
         bound = self.bound
-        gradient = bound.gradient(self.stats, self.packed.batch, slice(None), needed)
-        call: Any = SimpleNamespace(packed=self.packed, bound=bound)
-        return gradient, _metrics(call, self.stats)
+        gradient = bound.gradient(self.stats, self.view, slice(None), needed)
+        work: Any = SimpleNamespace(batch=self.view, bind=lambda: bound)
+        return gradient, _metrics(work, self.packing, self.stats)
 
 
 NEEDS = frozenset(STATISTICS)

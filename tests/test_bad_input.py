@@ -9,7 +9,7 @@ from torch import Tensor
 import headloss as hl
 from headloss import products
 from headloss.kernels import reference  # before the fixture, whose stand-ins it would keep
-from headloss.logits import GivenLogits
+from headloss.softmax.given import GivenSoftmax
 
 T, H, V, S = 6, 4, 9, 2
 
@@ -22,7 +22,7 @@ def no_work(monkeypatch):
         raise AssertionError("work was done on bad input")
 
     monkeypatch.setattr(products, "logits", forbidden)
-    monkeypatch.setattr(GivenLogits, "raw", forbidden)
+    monkeypatch.setattr(GivenSoftmax, "raw", forbidden)
     monkeypatch.setattr(reference, "partials", forbidden)
 
 

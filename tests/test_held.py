@@ -12,7 +12,7 @@ from triton_cases import DEVICE, EPS  # first: it asks for the interpreter
 import headloss as hl
 from headloss import kernels
 from headloss.kernels.triton import order as triton_order
-from headloss.rows import RowGradient
+from headloss.softmax.rows import RowGradient
 from headloss.testing import error, plain, trained_looking, within_budget
 
 T, H, V = 40, 64, 300

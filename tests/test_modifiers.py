@@ -182,19 +182,13 @@ def test_dead_tokens_do_not_count() -> None:
     live = torch.arange(13) < 8
     entropy = case.entropy.detach().clone()
     entropy[8:] = 50.0
-    static = PackedBatch(whole.targets, whole.segments, whole.fields, {}, None, live=live)
+    static = PackedBatch(whole.targets, whole.segments, {}, live=live)
     modifier = top_entropy(quantile=0.5)
     got = modifier.factor(Statistics(entropy=entropy), static)
     want = (entropy[:8] >= torch.quantile(entropy[:8], 0.5)).double()
     assert torch.equal(got[:8], want)
-    nothing = PackedBatch(
-        whole.targets,
-        whole.segments,
-        whole.fields,
-        {},
-        None,
-        live=torch.zeros(13, dtype=torch.bool),
-    )
+    dead = torch.zeros(13, dtype=torch.bool)
+    nothing = PackedBatch(whole.targets, whole.segments, {}, live=dead)
     assert modifier.factor(Statistics(entropy=entropy), nothing).tolist() == [0.0] * 13
 
 

@@ -98,9 +98,7 @@ def test_unscored_tokens_in_a_segment_of_their_own(name: str) -> None:
     static = PackedBatch(
         whole.targets,
         Segments(whole.segments.ids, 5, counts=whole.segments.lengths),
-        whole.fields,
-        {},
-        None,
+        {name: getattr(whole, name) for name in whole.kinds()},
         live=live,
     )
     short = make(lengths=(3, 1, 2, 2, 4))

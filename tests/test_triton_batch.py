@@ -112,11 +112,11 @@ def test_a_batch_packed_by_kernels(kind, monkeypatch):
     flat, ids = targets.reshape(-1), batch.segments.ids.reshape(-1)
     index = (flat != IGNORE).nonzero().squeeze(1)
     index = index[ids[index].argsort(stable=True)]
-    assert (packed.index is None) == (kind == "dense")
+    assert (packed.packing.index is None) == (kind == "dense")
     assert torch.equal(packed.batch.targets, flat[index])
     assert torch.equal(packed.batch.segments.ids, ids[index])
     assert torch.equal(packed.batch.advantages, values.reshape(-1)[index])
-    assert packed.lengths == ids[index].bincount(minlength=batch.segments.count).tolist()
+    assert packed.packing.lengths == ids[index].bincount(minlength=batch.segments.count).tolist()
 
 
 def test_what_is_refused_is_named_from_facts_of_kernels(monkeypatch):
@@ -124,9 +124,6 @@ def test_what_is_refused_is_named_from_facts_of_kernels(monkeypatch):
     targets = torch.tensor([[3, IGNORE, 31], [1, 2, 3]], device=DEVICE)
     with pytest.raises(ValueError, match=r"targets: got 31 at position 2, want -100 or 0 <="):
         pack(hl.Batch(targets), 30, torch.float32)
-    heat = torch.tensor([[1.0, 0.0, 1.0], [1.0, math.nan, 1.0]], device=DEVICE)
-    with pytest.raises(ValueError, match=r"temperature: got nan at position 4, want a finite"):
-        pack(hl.Batch(targets), 32, torch.float32, temperature=heat)
     segments = hl.Segments(torch.tensor([[0, 9, 0], [1, 1, -1]], device=DEVICE), 2)
     with pytest.raises(ValueError, match=r"segments: got -1 at position 5, want 0 <= id < 2"):
         pack(hl.Batch(targets, segments), 32, torch.float32)

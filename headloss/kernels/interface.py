@@ -81,6 +81,11 @@ class Measured(NamedTuple):
     normalizer: Normalizer  # [n]
     target: Tensor  # [n] z_y
 
+    def rows(self, rows: slice | Tensor) -> Measured:
+        """Of some of the tokens."""
+        stats = self.stats.map(lambda t: t[rows])
+        return Measured(stats, self.normalizer.rows(rows), self.target[rows])
+
 
 class Order(NamedTuple):
     """The row that goes to each place. Places from `count` on hold nothing of interest."""

@@ -123,10 +123,11 @@ def _reads(function: Callable[..., Term], options: dict[str, Any]) -> dict[str, 
     """The fields that a term reads; for each, what it reads in its absence, None if it raises."""
     stats, batch = sample()
     term = function(**options)
-    read = _read(term, stats, batch, batch.fields)
+    fields = {name: getattr(batch, name) for name in batch.kinds()}
+    read = _read(term, stats, batch, fields)
     found: dict[str, list[str] | None] = {}
     for name in read:
-        others = {key: value for key, value in batch.fields.items() if key != name}
+        others = {key: value for key, value in fields.items() if key != name}
         try:
             found[name] = [n for n in _read(term, stats, batch, others) if n not in read]
         except MissingField:
@@ -135,7 +136,7 @@ def _reads(function: Callable[..., Term], options: dict[str, Any]) -> dict[str, 
 
 
 def _read(term: Term, stats: Statistics, batch: PackedBatch, fields: dict[str, Any]) -> list[str]:
-    given = PackedBatch(batch.targets, batch.segments, fields, {}, None)
+    given = PackedBatch(batch.targets, batch.segments, fields)
     seen = trace(term, stats, given, observe=False).fields
     return [name for name in fields if name in seen]
 

@@ -6,6 +6,7 @@ T scored tokens, V vocabulary, H' the teacher's hidden width, K stored outcomes.
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -41,8 +42,8 @@ class Teacher:
     temperature: float
     head: Head | None
 
-    def source(self, batch: PackedBatch) -> str:
-        """Which of its inputs the batch holds: "logits", "hidden" or "topk"."""
+    def source(self, batch: Container[str]) -> str:
+        """Which of its inputs a batch holds, by its names: "logits", "hidden" or "topk"."""
         given = [form for form, names in INPUTS.items() if any(n in batch for n in names)]
         if len(given) != 1 or not all(name in batch for name in INPUTS[given[0]]):
             have = sorted(n for names in INPUTS.values() for n in names if n in batch)

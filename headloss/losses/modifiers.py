@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..collectives import together
 from ..metrics import Max, Observed
+from ..ranks.collectives import together
 from ..stats import Statistics
 from .factory import naming, non_negative, number, one_of, positive
 from .importance import MAX_LOG_RATIO

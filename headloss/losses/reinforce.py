@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..metrics import Observed
 from ..reduction import token_mean
-from ..stats import Statistics
+from ..stats import Slope, Statistics
 from .factory import factory, non_negative, one_of, positive
 from .importance import (
     MAX_LOG_RATIO,
@@ -37,8 +37,12 @@ ESTIMATORS = ("k1", "k2", "k3")
 MIN_LOG_WEIGHT = math.log(1e-8)  # of VESPO's sequence weight
 
 
+def _reinforce_slopes(batch: PackedBatch) -> tuple[Slope, ...]:
+    return (Slope(-batch.advantages, sign=0),)
+
+
 @factory
-@term(observe=advantage_figures)
+@term(observe=advantage_figures, slopes=_reinforce_slopes)
 def reinforce(stats: Statistics, batch: PackedBatch) -> Tensor:
     """REINFORCE: the policy gradient itself, for data of the current policy.
 
@@ -189,6 +193,10 @@ def _observe_kl(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
     return {name: Observed(_estimate(stats, batch, name)) for name in ("k1", "k3")}
 
 
+def _k1_slopes(batch: PackedBatch) -> tuple[Slope, ...]:
+    return (Slope(1.0, sign=0),)
+
+
 @factory
 def kl(
     *,
@@ -224,4 +232,5 @@ def kl(
         scope=scope if bias_corrected else "token",
         reduction=token_mean,
         observe=_observe_kl,
+        slopes=_k1_slopes if estimator == "k1" and level is None else None,
     )

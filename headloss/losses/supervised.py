@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..metrics import Observed, Perplexity
 from ..reduction import token_mean
-from ..stats import Statistics
+from ..stats import Slope, Statistics
 from .factory import factory, number
 from .term import Term, term
 
@@ -34,6 +34,17 @@ def _cross_entropy(stats: Statistics, batch: PackedBatch, *, label_smoothing: fl
     assert stats.lse is not None and stats.mean_logit is not None
     uniform = stats.lse - stats.mean_logit
     return (label_smoothing - 1) * stats.logp + label_smoothing * uniform
+
+
+def _smoothed_slopes(batch: PackedBatch, *, label_smoothing: float) -> tuple[Slope, ...]:
+    target = Slope(label_smoothing - 1, sign=0)
+    if label_smoothing == 0:
+        return (target,)
+    return (
+        target,
+        Slope(label_smoothing, sign=0, of="lse"),
+        Slope(-label_smoothing, sign=0, of="mean_logit"),
+    )
 
 
 @factory
@@ -56,6 +67,7 @@ def cross_entropy(*, label_smoothing: float = 0.0) -> Term:
         function=functools.partial(_cross_entropy, label_smoothing=label_smoothing),
         reduction=token_mean,
         observe=_observe,
+        slopes=functools.partial(_smoothed_slopes, label_smoothing=label_smoothing),
     )
 
 
@@ -74,8 +86,12 @@ def z_loss(stats: Statistics, batch: PackedBatch) -> Tensor:
     return stats.lse.square()
 
 
+def _entropy_slopes(batch: PackedBatch) -> tuple[Slope, ...]:
+    return (Slope(1.0, sign=0, of="entropy"),)
+
+
 @factory
-@term
+@term(slopes=_entropy_slopes)
 def entropy(stats: Statistics, batch: PackedBatch) -> Tensor:
     """Entropy of the prediction, exact over the whole vocabulary; subtract it for a bonus.
 

@@ -91,8 +91,7 @@ class Term(_Arithmetic):
         kept_field: boolean batch field that restricts it.
         segments_per_unit: consecutive segments that belong together (2 for pairs).
         teacher: the full-distribution teacher whose divergence it reads.
-        slopes: batch to the gradient of `function` with respect to logp, where that has a closed
-            form and there is no other; None: by autograd alone.
+        slopes: batch to the whole gradient in closed form (`stats.Slope`); None: by autograd.
         origin: what the library made it of; None for a user's own.
         own_scope: the scope without modifiers, where there are any.
     """
@@ -264,6 +263,7 @@ def term(
     observe: Callable[..., dict[str, Observed]] | None = None,
     name: str | None = None,
     segments_per_unit: int = 1,
+    slopes: Callable[..., tuple[Slope, ...]] | None = None,
 ) -> Any:
     """Make a term factory of a pure function `f(stats, batch, **options)`.
 
@@ -275,6 +275,7 @@ def term(
         observe: g(stats, batch, **options) to a dict of `metrics.Observed`, reported as "name/...".
         name: defaults to the function's name.
         segments_per_unit: consecutive segments that may not be cut apart, e.g. 2 for pairs.
+        slopes: h(batch, **options) to the gradient in closed form, a tuple of `stats.Slope`.
 
     >>> import torch
     >>> @term
@@ -309,6 +310,7 @@ def term(
                 options=tuple(options.items()),
                 observe=None if observe is None else functools.partial(observe, **options),
                 segments_per_unit=segments_per_unit,
+                slopes=None if slopes is None else functools.partial(slopes, **options),
             )
 
         # The factory takes the options alone.
@@ -394,5 +396,5 @@ def _trial(term: Term, stats: Any, batch: Any, observe: bool) -> Tensor:
             for source in (term, *term.modifiers):
                 if source.observe is not None:
                     found = source.observe(stats, batch)
-                    checked(source.name, found, len(batch), batch.segments.count)
+                    checked(source.name, found, len(batch), batch._target.segments.count)
     return values

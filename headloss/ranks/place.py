@@ -9,28 +9,27 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, distributed
 
+from ..batch import IGNORE
 from .agreement import Facts, agree
-from .batch import IGNORE
-from .head import GATHER
-from .parallel import WHOLE, Alone, Shard
 from .spread import Spread
+from .vocabulary import WHOLE, Shard, Whole
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .batch import Batch
-    from .head import Head
-    from .kernels.transform import Transform
-    from .losses.term import Objective
-    from .options import Options
-    from .packing import Packed
+    from ..batch import Batch
+    from ..head import Head
+    from ..kernels.transform import Transform
+    from ..losses.term import Objective
+    from ..options import Options
+    from ..packing import Packing
 
 R = TypeVar("R")
 
@@ -49,14 +48,14 @@ class Place(NamedTuple):
         """The most columns that a rank holds: what all ranks plan for."""
         return max(self.sizes, default=self.vocabulary)
 
-    def slices(self, packed: Packed | None, device: torch.device) -> Alone:
+    def slices(self, packed: Packing | None, device: torch.device) -> Whole:
         """This rank's slice; with `packed`, of tokens that are spread over the group. With static
         shapes the order of tokens is not known here: their hidden states are gathered at once."""
         if self.group is None:
             return WHOLE
         if packed is None:
             return Shard(self.group, self.sizes)
-        if packed.batch.live is not None:
+        if packed.live is not None:
             return Shard(self.group, self.sizes, tokens=self.tokens)
         return Shard(self.group, self.sizes, Spread(self.group, packed.index, self.tokens, device))
 
@@ -139,9 +138,9 @@ def join_positions(
     """`join` for the verbs on positions alone."""
 
     def describe(_: None) -> Facts:
-        same = {**of_head(head, hidden, targets), "hidden.shape": str(tuple(hidden.shape)), "k": k}
-        if targets is not None:
-            same["targets"] = [targets]
+        same: dict[str, Any] = {} if targets is None else {"targets": [targets]}
+        same |= of_head(head, hidden, targets)
+        same |= {"hidden.shape": str(tuple(hidden.shape)), "k": k}
         own = {"rows": head.weight.shape[0], "tokens": 0, "weight_gradient": 0}
         return Facts(same, {**own, "teacher_columns": -1})
 
@@ -282,7 +281,8 @@ def linear_facts(
         "weight_gradient": enabled and trained,
         "teacher_columns": _teacher_columns(batch),
     }
-    same = {**of_head(head, hidden, batch.targets if not spread else None), **of_batch(batch)}
+    # What is scored first: it decides which hidden states are compared.
+    same = {**of_batch(batch), **of_head(head, hidden, batch.targets if not spread else None)}
     if spread:  # each rank has its own
         del same["hidden"]
     same |= of_objective(objective, options, batch.targets.device)
@@ -327,68 +327,3 @@ def has_unit_stride(logits: Tensor) -> bool:
 def _teacher_columns(batch: Batch) -> int:
     given = batch.fields.get("teacher_logits")
     return given.shape[-1] if isinstance(given, Tensor) else -1
-
-
-# ---------------------------------------------------------------------- DTensor
-
-
-def local_head(head: Head) -> Head:
-    """A head of DTensors as this rank's rows and their group; any other head as it is.
-
-    Raises:
-        ValueError, TypeError: placements other than rows sharded over one mesh dimension.
-    """
-    if not is_dtensor(head.weight):
-        if head.vocab_mesh_dim is not None:
-            raise ValueError(
-                f"vocab_mesh_dim: got {head.vocab_mesh_dim!r} with a plain weight, want a DTensor; "
-                "a plain slice of the vocabulary goes with vocab_group"
-            )
-        return head
-    weight: Any = head.weight
-    mesh, name = weight.device_mesh, head.vocab_mesh_dim or "tp"
-    if head.vocab_group is not None or name not in (mesh.mesh_dim_names or ()):
-        raise _placed("weight", weight)
-    dim = mesh.mesh_dim_names.index(name)
-
-    def local(what: str, value: Any, sharded: bool) -> Any:
-        if not is_dtensor(value):
-            if sharded:
-                raise TypeError(
-                    f"{what}: got a plain tensor beside a DTensor weight, want a DTensor that is "
-                    "sharded alike"
-                )
-            return value
-        for i, placement in enumerate(value.placements):
-            want = placement.is_shard(0) if sharded and i == dim else placement.is_replicate()
-            # Over a mesh dimension of one rank every placement is the same.
-            if not want and (i == dim or mesh.size(i) > 1):
-                raise _placed(what, value)
-            if i != dim and mesh.size(i) > 1:
-                raise _placed(what, value)
-        return value.to_local()
-
-    return replace(
-        head,
-        weight=local("weight", weight, True),
-        bias=None if head.bias is None else local("bias", head.bias, True),
-        lora=tuple(
-            replace(x, a=local("lora.a", x.a, False), b=local("lora.b", x.b, True))
-            for x in head.lora
-        ),
-        vocab_group=mesh.get_group(dim),
-        vocab_mesh_dim=None,
-    )
-
-
-def is_dtensor(value: object) -> bool:
-    """Whether a tensor is spread over a device mesh."""
-    return hasattr(value, "device_mesh") and hasattr(value, "placements")
-
-
-def _placed(name: str, value: Any) -> TypeError:
-    return TypeError(
-        f"{name}: got a DTensor placed {tuple(value.placements)} on a mesh with dimensions "
-        f"{value.device_mesh.mesh_dim_names}, want a plain tensor, or rows sharded over the mesh "
-        f'dimension "tp" (or vocab_mesh_dim) alone; {GATHER}'
-    )

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
+from ..softmax.rows import Rows
 from .collectives import together
-from .rows import Rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -9,55 +9,61 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
 
+from ..batch import Batch
+from ..losses.term import Objective
+from ..options import Options
+from ..packing import PackedBatch, Packing
+from ..plan import Plan
 from .agreement import Facts, agree
 from .collectives import together
-from .shards import of_objective
+from .place import Place, of_objective
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .batch import Batch
-    from .losses.term import Objective
-    from .options import Options
-    from .packing import Packed
-    from .schedules import Call
-
 FIELDS = 62  # bits of a fact
 
 
-def over_segments(
-    batch: Batch, options: Options, prepare: Callable[[], tuple[Call, Objective]]
-) -> Call:
-    """Prepare a call; where segments run across ranks, what is wrong on one is raised on all, and
-    the objective is bound at once: collectives may not wait for a rank's own tokens."""
+class Joined(NamedTuple):
+    """A call that its ranks agree on.
+
+    Attributes:
+        prepared: what its signature decides.
+        per_segment: fields with one value per segment; None: by their shapes on this rank.
+    """
+
+    prepared: Any
+    objective: Objective
+    place: Place
+    packing: Packing
+    plan: Plan
+    per_segment: frozenset[str] | None = None
+
+
+def over_segments(batch: Batch, options: Options, prepare: Callable[[], Joined]) -> Joined:
+    """Prepare a call; where segments run across ranks, what is wrong on one is raised on all."""
     group = batch.segments.group if hasattr(batch, "segments") else None
     if group is None:
-        return prepare()[0]
+        return prepare()
 
-    def describe(prepared: tuple[Call, Objective]) -> Facts:
-        call, objective = prepared
+    def describe(joined: Joined) -> Facts:
         # Other choices (schedule, chunks) may differ; these decide what is summed over segments.
         chosen = type(options)(metrics=options.metrics)
-        same = of_objective(objective, chosen, batch.targets.device)
-        gradient = call.plan.schedule != "statistics"
+        same = of_objective(joined.objective, chosen, batch.targets.device)
+        gradient = joined.plan.schedule != "statistics"
         same |= {"segments.count": batch.segments.count, "a gradient is wanted": gradient}
         same |= {"fields": " ".join(sorted(batch.fields))}
         return Facts(same, _fits(batch) | _values(batch))
 
     if getattr(options, "static", False):
-        call, _ = prepare()
-        packed = _voted(call.packed, batch, group)
-    else:
-        (call, _), agreed = agree("segments.group", group, prepare, describe)
-        packed = _agreed(call.packed, batch, agreed.own)
-    call.bind(packed)
-    return replace(call, packed=packed)
+        return prepare()  # see `voted`
+    joined, agreed = agree("segments.group", group, prepare, describe)
+    return joined._replace(per_segment=_agreed(batch, agreed.own))
 
 
 def _fits(batch: Batch) -> dict[str, int]:
@@ -80,12 +86,12 @@ def _values(batch: Batch) -> dict[str, Any]:
     return found
 
 
-def _agreed(packed: Packed, batch: Batch, own: dict[str, list[int]]) -> Packed:
-    """Fields in the form that all ranks can give them; ValueError, on all, where there is none, or
+def _agreed(batch: Batch, own: dict[str, list[int]]) -> frozenset[str]:
+    """The fields that are per segment; ValueError, on all, where there is no form for all ranks, or
     where the values of segments are not the same."""
     kinds = ("per token", "per segment")
     masks = {kind: functools.reduce(operator.and_, own[kind]) for kind in kinds}
-    fields = dict(packed.batch.fields)
+    found = set()
     for i, name in enumerate(sorted(batch.fields)):
         if masks["per token"] >> i & 1:
             continue
@@ -99,23 +105,29 @@ def _agreed(packed: Packed, batch: Batch, own: dict[str, list[int]]) -> Packed:
                 f"{name}: its values per segment differ between the ranks of segments.group, want "
                 "the same on all"
             )
-        fields[name] = packed.doubtful.get(name, fields[name])
-    return packed.with_fields(fields)
+        found.add(name)
+    return frozenset(found)
 
 
-def _voted(packed: Packed, batch: Batch, group: ProcessGroup) -> Packed:
-    """The same for static shapes, where nothing may be read."""
+def voted(
+    packing: Packing, batch: Batch, wide: torch.dtype, group: ProcessGroup
+) -> PackedBatch:
+    """The batch as terms see it with static shapes, where nothing may be read: a field that may
+    mean either takes its form on the device."""
     names = sorted(batch.fields)
+    fits = {name: batch._fits(name) for name in names}
+    view = packing.view(batch, wide)
     if not names:
-        return packed
+        return view
     one = torch.ones((), dtype=torch.int64, device=batch.targets.device)
-    against = torch.stack([one * (not batch._fits(name)[0]) for name in names])
+    against = torch.stack([one * (not fits[name][0]) for name in names])
     together(
         "what fields are", group, lambda: distributed.all_reduce(against, group=group)
     )
-    fields = dict(packed.batch.fields)
-    for name, votes in zip(names, against.unbind(), strict=True):
-        if name in packed.doubtful:
-            either = packed.batch.get(name), packed.doubtful[name]()
-            fields[name] = torch.where(votes == 0, *either)
-    return packed.with_fields(fields)
+    other = packing.view(batch, wide, frozenset(n for n in names if fits[n][1]))
+    fields = {
+        name: torch.where(votes == 0, getattr(view, name), getattr(other, name))
+        for name, votes in zip(names, against.unbind(), strict=True)
+        if all(fits[name])
+    }
+    return view.replacing(fields)

@@ -1,7 +1,7 @@
 """The same call on many ranks, each with a slice of the vocabulary.
 
 T scored tokens, n of a chunk, H hidden width, W ranks of a group. A schedule asks its slices of the
-vocabulary to merge statistics and to sum hidden gradients. `Alone` is the whole vocabulary on one
+vocabulary to merge statistics and to sum hidden gradients. `Whole` is the whole vocabulary on one
 rank; `Shard` is a slice of it. Every rank of a shard's group runs the same plan on the same tokens,
 so the number and the shapes of collectives are the same on all of them (law 7).
 """
@@ -16,24 +16,25 @@ import torch
 from torch import Tensor, distributed
 from torch.nn.functional import dropout, pad
 
+from ..kernels.interface import Kernels, Measured
+from ..products import input_gradient
+from ..softmax.linear import LinearSoftmax, Wants
+from ..softmax.rows import RowGradient
+from ..softmax.sums import Hidden
+from ..stats import Partials, finish, merge_all
 from .collectives import together
-from .kernels.interface import Kernels, Measured
-from .logits import LinearGradients, Scaled
-from .products import input_gradient
-from .rows import RowGradient
 from .spread import Pending, Spread, SpreadRows
-from .stats import Partials, finish, merge_all
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .head import Head
+    from ..head import Head
 
 
 GIVE_WAY = 20_000  # clocks, about 11 microseconds, in which a collective gets to its place on a GPU
 
 
-class Alone:
+class Whole:
     """The whole vocabulary on this rank."""
 
     group: ProcessGroup | None = None
@@ -43,9 +44,11 @@ class Alone:
     name = ""
     is_spread = False  # whether hidden states of the packed tokens are on several ranks
 
-    def gradients(self, *args: Any, **options: Any) -> LinearGradients:
-        """Where the gradient of the slice's logits goes."""
-        return LinearGradients(*args, **options)
+    def hidden(
+        self, source: LinearSoftmax, wants: Wants, blocks: Sequence[slice] | None
+    ) -> Hidden:
+        """Where gradients of features go: in blocks of tokens, or (None) summed over slabs."""
+        return Hidden(source, wants, blocks)
 
     def merge(self, partials: Partials) -> Partials:
         """Partials of this rank's slice to those of the whole vocabulary."""
@@ -90,10 +93,10 @@ class Alone:
         return dropout(hidden, p)
 
 
-WHOLE = Alone()
+WHOLE = Whole()
 
 
-class Shard(Alone):
+class Shard(Whole):
     """A slice of the vocabulary; the ranks of `group` hold the others, in rank order.
 
     Args:
@@ -116,8 +119,10 @@ class Shard(Alone):
         self.first, self.size, self.widest = sum(sizes[:rank]), sizes[rank], max(sizes)
         self.name = f"{group.group_name}:{','.join(map(str, sizes))}"
 
-    def gradients(self, *args: Any, **options: Any) -> LinearGradients:
-        return ShardedGradients(self, *args, **options)
+    def hidden(
+        self, source: LinearSoftmax, wants: Wants, blocks: Sequence[slice] | None
+    ) -> Hidden:
+        return SharedHidden(self, source, wants, blocks)
 
     def merge(self, partials: Partials) -> Partials:
         """One packed all-gather; the same operations in rank order give all ranks the same bits."""
@@ -242,7 +247,7 @@ def _gather_flat(found: Tensor, own: Tensor, group: ProcessGroup) -> None:
     together("an exchange with the ranks of a group", group, lambda: run(found, own, group=group))
 
 
-def named(name: str) -> Alone:
+def named(name: str) -> Whole:
     """The slice of a `Shard.name`, which operators can carry; "" is the whole vocabulary."""
     if not name:
         return WHOLE
@@ -256,65 +261,53 @@ def named(name: str) -> Alone:
 # ---------------------------------------------------------------------- gradients of features
 
 
-class ShardedGradients(LinearGradients):
-    """Gradients of a slice's logits: those of features are summed over the group in float32.
+class SharedHidden(Hidden):
+    """Gradients of features that are summed over the group, in float32.
 
-    A chunk's sum is under way while its weight gradient is computed, and ends before the next one
+    A block's sum is under way while its weight gradient is computed, and ends before the next one
     begins. Rows are sent whether or not they carry a gradient: skipping is local.
     """
 
-    def __init__(self, slices: Shard, *args: Any, **options: Any) -> None:
+    def __init__(
+        self, slices: Shard, source: LinearSoftmax, wants: Wants, blocks: Sequence[slice] | None
+    ) -> None:
         self.slices = slices
         self.pending: list[tuple[int, Pending]] = []
-        self.summed = False  # with slabs: their sums are under way, or complete
-        super().__init__(*args, **options)
+        super().__init__(source, wants, blocks)
 
-    def _room(self, features: Any, dtype: torch.dtype) -> Tensor:
+    def room(self, features: Any, dtype: torch.dtype) -> Tensor:
         own = _own(features)
-        if self.by_slab:
-            return super()._room(own, dtype)
+        if self.blocks is None:
+            return super().room(own, dtype)
         return own.new_empty(0, own.shape[1], dtype=dtype)  # until a sum of some rows arrives
 
-    def _add_to_features(self, gradient: RowGradient, columns: slice) -> None:
-        if self.by_slab:
-            return super()._add_to_features(gradient, columns)
-        self._settle()
-        chunk = next(self.chunks)
-        for i, total in enumerate(self.features):
+    def add(self, gradient: RowGradient, columns: slice) -> None:
+        if self.blocks is None:
+            return super().add(gradient, columns)
+        self.settle()
+        block = next(self.blocks)
+        for i, total in enumerate(self.totals):
             if total is None:
                 continue
-            weight = self.source.weights[i]
-            part = input_gradient(gradient.values, weight, self.source.dtype)
-            self.pending.append((i, self.slices.start_sum(gradient.whole(part, chunk), chunk)))
+            part = input_gradient(gradient.values, self.source.weights[i], self.source.dtype)
+            self.pending.append((i, self.slices.start_sum(gradient.whole(part, block), block)))
 
-    def features_are_done(self) -> None:
-        """With slabs: no more is added to features; the sum over the group begins."""
-        if not self.by_slab or self.summed:
-            return
-        self.summed = True
-        for i, total in enumerate(self.features):
+    def last(self) -> None:
+        for i, total in enumerate(self.totals):
             if total is not None:
                 self.pending.append((i, self.slices.start_sum(total, slice(0, len(total)))))
 
-    def complete(self) -> None:
-        self.features_are_done()
-        self._settle()
-
-    def _settle(self) -> None:
+    def settle(self) -> None:
         for i, sum_ in self.pending:
-            value, total, own = sum_.wait(), self.features[i], _own(self.source.features[i])
+            value, total, own = sum_.wait(), self.totals[i], _own(self.source.features[i])
             assert total is not None
             if len(value) == len(own):  # all of them: not rounded before they are scaled
-                self.features[i] = value
+                self.totals[i] = value
                 continue
             if len(total) < len(own):
-                total = self.features[i] = own.new_empty(own.shape, dtype=total.dtype)
+                total = self.totals[i] = own.new_empty(own.shape, dtype=total.dtype)
             total[sum_.rows].copy_(value)
         self.pending = []
-
-    def finish(self, factor: Tensor | None, scaled: Scaled) -> list[Tensor | None]:
-        self.complete()
-        return super().finish(factor, scaled)
 
 
 def _own(features: Any) -> Tensor:

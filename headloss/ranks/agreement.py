@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from .parallel import gather
+from .vocabulary import gather
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

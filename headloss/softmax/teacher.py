@@ -1,78 +1,39 @@
-"""A teacher on one packed batch: measures divergences tile by tile and pulls their gradient back.
+"""A teacher beside a student's softmax: measures divergences tile by tile and pulls them back.
 
-T scored tokens, n tokens of a step, v columns of a tile, V vocabulary, K stored outcomes.
+T tokens, n tokens of a step, v columns of a tile, V vocabulary, K stored outcomes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from copy import copy
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .held import compact_
-from .kernels.interface import Backward, Forward, Kernels
-from .kernels.pair import Outcomes, Pair, Side, phi
-from .kernels.transform import Transform
-from .logits import GivenLogits, LinearLogits, Rows
-from .losses.distillation import Teacher, log_tail
-from .stats import FLOOR, Normalizer, Partials, finish
-
-if TYPE_CHECKING:
-    from .packing import PackedBatch
-    from .schedules import Alone
+from ..kernels.interface import Backward, Forward, Kernels
+from ..kernels.pair import Outcomes, Pair, Side, phi
+from ..kernels.transform import Transform
+from ..losses.distillation import Teacher, log_tail
+from ..stats import FLOOR, Normalizer, Partials, finish
+from .given import View
+from .linear import LinearSoftmax
+from .rows import Rows, compact_
 
 Tiles = Sequence[tuple[slice, Callable[[], Tensor]]]  # columns, and how to make their raw logits
 NOTHING: frozenset[str] = frozenset()
 
 
-class Divergence(Protocol):
-    """What a schedule asks of a teacher."""
+class Slices(Protocol):
+    """The slices of the vocabulary on the ranks of a group."""
 
-    key: Teacher
+    first: int
 
-    def measure(
-        self, rows: slice, tiles: Tiles, normalizer: Normalizer, hold: bool = False
-    ) -> Tensor:
-        """[n] divergences of some tokens, from the student's tiles over the whole vocabulary.
+    def merge(self, partials: Partials) -> Partials: ...
 
-        `normalizer` is that of the student at its head's own temperature. With `hold`, the next
-        gradient will be that of the same tokens.
-        """
-        ...
-
-    def gradient(
-        self,
-        raw: Tensor,
-        rows: Rows,
-        columns: slice,
-        weight: Tensor,
-        extra: Tensor | None = None,
-        others: Backward | None = None,
-    ) -> Tensor:
-        """weight * d divergence / d raw of a tile, plus `extra`, [n, v]; with `others`, the
-        gradient of the whole objective, in raw's memory."""
-        ...
-
-
-def _normalizer(
-    kernels: Kernels,
-    tiles: Tiles,
-    transform: Transform,
-    n: int,
-    device: torch.device,
-    slices: Alone,
-) -> Normalizer:
-    """log-sum-exp over tiles."""
-    nowhere = torch.full((n,), -1, device=device)
-    forward = Forward(nowhere, 0, transform, NOTHING)
-    partials: Partials | None = None
-    for _, make in tiles:
-        partials = kernels.partials(make(), forward, partials)
-    assert partials is not None
-    return finish(slices.merge(partials), 1, NOTHING)[1]
+    def sum(self, values: Tensor) -> Tensor: ...
 
 
 class _Memory:
@@ -80,6 +41,11 @@ class _Memory:
 
     def __init__(self, tokens: int, names: Sequence[str], like: Tensor) -> None:
         self._vectors = {name: like.new_zeros(tokens) for name in names}
+
+    def take(self, index: Tensor) -> _Memory:
+        found = copy(self)
+        found._vectors = {name: vector[index] for name, vector in self._vectors.items()}
+        return found
 
     def write(self, rows: slice, **values: Tensor) -> None:
         for name, value in values.items():
@@ -92,53 +58,66 @@ class _Memory:
         return self._vectors[name]
 
 
-class DenseDivergence:
-    """A teacher whose logits over the whole vocabulary are given or made from hidden states."""
+class DenseTeacher:
+    """A teacher whose logits over the whole vocabulary are given or made from hidden states.
+
+    Args:
+        key: the term's description of it.
+        source: its logits.
+        transforms: the student's and the teacher's, at the term's temperature.
+        heads_own: the student's is that of its head: its normalizer is known already.
+        acts: the backend's.
+    """
 
     def __init__(
         self,
         key: Teacher,
-        source: LinearLogits | GivenLogits,
-        student_transform: Transform,
-        teacher_transform: Transform,
-        head_transform: Transform,
+        source: LinearSoftmax | View,
+        transforms: tuple[Transform, Transform],
+        heads_own: bool,
         tokens: int,
-        kernels: Kernels,
-        slices: Alone,
+        acts: Kernels,
+        slices: Slices,
         like: Tensor,
     ) -> None:
         self.key, self.source, self.slices = key, source, slices
-        self.transforms = (student_transform, teacher_transform)
-        self.at_heads_own = student_transform is head_transform
-        self.kernels = kernels
+        self.transforms, self.heads_own = transforms, heads_own
+        self.acts = acts
         names = ["p_peak", "p_log_sum", "q_peak", "q_log_sum", "pivot"]
-        self.memory = _Memory(tokens, names, like)
-        self.dtype = like.dtype
+        self.memory, self.dtype = _Memory(tokens, names, like), like.dtype
         self.held: tuple[int, Tensor] | None = None  # first token and logits, until the gradient
+
+    def take(self, index: Tensor) -> DenseTeacher:
+        """Of some of the tokens, after they were measured."""
+        found = copy(self)
+        found.source, found.memory = self.source.take(index), self.memory.take(index)
+        return found
 
     def measure(
         self, rows: slice, tiles: Tiles, normalizer: Normalizer, hold: bool = False
     ) -> Tensor:
+        """[n] divergences of some tokens, from the student's tiles over the whole vocabulary.
+
+        `normalizer` is that of the student at its head's own temperature. With `hold`, the next
+        gradient will be that of the same tokens.
+        """
         self.held = None
-        n, device = rows.stop - rows.start, self.memory["pivot"].device
         teacher_tiles: Tiles = [
             (columns, lambda columns=columns: self._teacher(rows, columns)) for columns, _ in tiles
         ]
-        if len(teacher_tiles) == 1:  # a whole chunk: its teacher logits are made once
+        if len(teacher_tiles) == 1:  # a whole block: its teacher logits are made once
             columns, make = teacher_tiles[0]
             raw = make()
             teacher_tiles = [(columns, lambda: raw)]
-            if hold and isinstance(self.source, LinearLogits):
-                self.held = (rows.start, raw)
+            if hold and isinstance(self.source, LinearSoftmax):
+                self.held = (rows.start or 0, raw)
         student, teacher = self.transforms
-        p = normalizer
-        if not self.at_heads_own:
-            p = _normalizer(self.kernels, tiles, student, n, device, self.slices)
-        q = _normalizer(self.kernels, teacher_tiles, teacher, n, device, self.slices)
+        p = normalizer if self.heads_own else self._normalizer(tiles, student, rows)
+        q = self._normalizer(teacher_tiles, teacher, rows)
         pair = Pair(Side(student, p), Side(teacher, q), self.key.kind, self.key.beta)
         total: Tensor | None = None
         for (_, make), (_, make_teacher) in zip(tiles, teacher_tiles, strict=True):
-            total = self.kernels.divergence(make(), make_teacher(), pair, total)
+            total = self.acts.divergence(make(), make_teacher(), pair, total)
         assert total is not None
         value, pivot = self.slices.sum(total)
         self.memory.write(
@@ -151,10 +130,20 @@ class DenseDivergence:
         )
         return value
 
+    def _normalizer(self, tiles: Tiles, transform: Transform, rows: slice) -> Normalizer:
+        """log-sum-exp over tiles."""
+        nowhere = torch.full_like(self.memory["pivot"][rows], -1, dtype=torch.int64)
+        forward = Forward(nowhere, 0, transform, NOTHING)
+        partials: Partials | None = None
+        for _, make in tiles:
+            partials = self.acts.partials(make(), forward, partials)
+        assert partials is not None
+        return finish(self.slices.merge(partials), 1, NOTHING)[1]
+
     def _teacher(self, rows: Rows, columns: slice) -> Tensor:
         """[n, v] raw logits, to be read."""
-        if isinstance(self.source, GivenLogits):
-            return self.kernels.readable(self.source.view(rows, columns), self.dtype)
+        if isinstance(self.source, View):
+            return self.acts.readable(self.source.read(rows, columns), self.dtype)
         return self.source.raw(rows, columns)
 
     def _teacher_again(self, rows: Rows, columns: slice) -> Tensor:
@@ -174,11 +163,13 @@ class DenseDivergence:
         extra: Tensor | None = None,
         others: Backward | None = None,
     ) -> Tensor:
+        """weight * d divergence / d raw of a tile, plus `extra`, [n, v]; with `others`, the
+        gradient of the whole objective, in raw's memory."""
         student, teacher = (
             Side(transform, self.memory.normalizer(side, rows))
             for side, transform in zip("pq", self.transforms, strict=True)
         )
-        return self.kernels.divergence_gradient_(
+        return self.acts.divergence_gradient_(
             raw,
             self._teacher_again(rows, columns),
             Pair(student, teacher, self.key.kind, self.key.beta),
@@ -189,35 +180,45 @@ class DenseDivergence:
         )
 
 
-class TopkDivergence:
-    """A teacher of K stored outcomes and the mass of the rest."""
+class TopkTeacher:
+    """A teacher of K stored outcomes and the mass of the rest; calls as those of `DenseTeacher`.
+
+    Args:
+        ids, logps: [N, K], of token t at row `index[t]`.
+    """
 
     def __init__(
         self,
         key: Teacher,
-        batch: PackedBatch,
-        student_transform: Transform,
-        kernels: Kernels,
-        slices: Alone,
+        ids: Tensor,
+        logps: Tensor,
+        index: Tensor | None,
+        transform: Transform,
+        tokens: int,
+        acts: Kernels,
+        slices: Slices,
         like: Tensor,
     ) -> None:
-        self.key, self.batch, self.slices = key, batch, slices
-        self.transform = student_transform
-        self.kernels = kernels
-        self.dtype = like.dtype
-        tokens, width = len(batch), batch.wide["teacher_topk_ids"].shape[-1]
+        self.key, self.slices, self.transform = key, slices, transform
+        self.ids, self.logps, self.index = ids, logps, index
+        self.acts, self.dtype = acts, like.dtype
         self.memory = _Memory(tokens, ["tail_peak", "tail_log_sum", "slope_tail"], like)
-        self.slope_stored = like.new_zeros(tokens, width)
+        self.slope_stored = like.new_zeros(tokens, ids.shape[-1])
 
-    def _teacher(self, name: str, rows: Rows) -> Tensor:
-        index = self.batch.index
-        return self.batch.wide[name][rows if index is None else index[rows]]
+    def take(self, index: Tensor) -> TopkTeacher:
+        found = copy(self)
+        found.index = index if self.index is None else self.index[index]
+        found.memory, found.slope_stored = self.memory.take(index), self.slope_stored[index]
+        return found
+
+    def _stored(self, values: Tensor, rows: Rows) -> Tensor:
+        return values[rows if self.index is None else self.index[rows]]
 
     def measure(
         self, rows: slice, tiles: Tiles, normalizer: Normalizer, hold: bool = False
     ) -> Tensor:
-        ids = self._teacher("teacher_topk_ids", rows).long()
-        log_q = self._teacher("teacher_topk_logps", rows).to(self.dtype)
+        ids = self._stored(self.ids, rows).long()
+        log_q = self._stored(self.logps, rows).to(self.dtype)
         z = torch.zeros_like(log_q)
         tail: Partials | None = None
         for columns, make in tiles:
@@ -225,7 +226,7 @@ class TopkDivergence:
             inside = (column >= 0) & (column < raw.shape[1])
             picked = raw.gather(1, torch.where(inside, column, 0))
             z += torch.where(inside, self.transform.rows(rows)(picked), 0)
-            tail = self.kernels.tail_partials(raw, column, self.transform.rows(rows), onto=tail)
+            tail = self.acts.tail_partials(raw, column, self.transform.rows(rows), onto=tail)
         z = self.slices.sum(z)
         assert tail is not None
         _, rest = finish(self.slices.merge(tail), 1, NOTHING)
@@ -270,8 +271,8 @@ class TopkDivergence:
         extra: Tensor | None = None,
         others: Backward | None = None,
     ) -> Tensor:
-        ids = self._teacher("teacher_topk_ids", rows).long()
-        return self.kernels.sparse_gradient_(
+        ids = self._stored(self.ids, rows).long()
+        return self.acts.sparse_gradient_(
             raw,
             Outcomes(
                 self._columns(ids, columns),

@@ -5,20 +5,16 @@ N positions, T of them scored, H hidden width.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
-from . import given
-from .collectives import attended
-from .schedules import Call, Outcome, frozen, one_pass
-from .sweeps import recompute, statistics
+from ..ranks.collectives import attended
+from ..softmax.linear import RawSoftmax
+from .loop import Outcome, Work, forward
 
-SCHEDULES = {
-    "one_pass": one_pass,
-    "frozen": frozen,
-    "recompute": recompute,
-    "statistics": statistics,
-}
+Open = Callable[[Sequence[Tensor | None]], RawSoftmax]
 
 
 def refuse_second_derivatives(of: str) -> None:
@@ -32,26 +28,25 @@ def refuse_second_derivatives(of: str) -> None:
 
 
 class HeadLoss(torch.autograd.Function):
-    """The scalar loss; its backward is the schedule's pull-back, once.
+    """The scalar loss; its backward is the loop's pull-back, once.
 
     `tensors` are the source's own, in the order of its gradients; `open_source` makes the source
     of them.
     """
 
     @staticmethod
-    def forward(ctx, call: Call, open_source, outcome: list[Outcome], *tensors: Tensor | None):
+    def forward(ctx, work: Work, open_source: Open, outcome: list[Outcome], *tensors):
         source = open_source(tensors)
-        schedules = given.SCHEDULES if call.plan.rows else SCHEDULES
-        measured, ctx.pull = schedules[call.plan.schedule](call, source)
+        measured, ctx.pull = forward(work, source)
         outcome.append(measured)
-        ctx.open_source, ctx.used, ctx.groups = open_source, False, call.groups
+        ctx.open_source, ctx.used, ctx.groups = open_source, False, work.groups
         ctx.count, aside = 0, []
-        if call.plan.schedule == "recompute":  # autograd sees to it that none of these has changed
-            given_too = (call.packed.batch.targets, call.transform.temperature)
+        if work.plan.pull in ("slabs", "blocks"):  # autograd sees to it that none of these changes
+            given_too = (source.tokens.targets, source.tokens.transform.temperature)
             aside = [*tensors, *(t for t in given_too if isinstance(t, Tensor))]
             ctx.count = len(tensors)
         ctx.save_for_backward(*aside)
-        return call.bound.total(measured.values).to(source.dtype)
+        return work.bind().total(measured.values).to(source.dtype)
 
     @staticmethod
     def backward(ctx, upstream: Tensor):  # type: ignore[override]

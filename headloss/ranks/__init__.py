@@ -1,0 +1,1 @@
+"""Calls that many ranks make together: slices of the vocabulary, tokens, segments."""

@@ -1,0 +1,1 @@
+"""One call: prepared once per signature, planned, and run in one loop."""

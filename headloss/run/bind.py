@@ -1,0 +1,70 @@
+"""An objective on one batch: bound to its totals once, while the first product runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .. import taped
+from ..batch import Batch
+from ..losses.term import Objective
+from ..objective import Bound, bind
+from ..options import Options
+from ..packing import PackedBatch, Packing
+from ..reduction import Totals
+from ..taped import Taped
+from .prepare import Prepared
+
+
+def binder(
+    prepared: Prepared,
+    objective: Objective,
+    batch: Batch,
+    packing: Packing,
+    view: PackedBatch,
+    vocabulary: int,
+    options: Options,
+) -> Callable[[], Bound | Taped]:
+    """What binds the objective to its totals when it is first called."""
+    made: list[Bound | Taped] = []
+    rescaled, declared = prepared.problem.rescaled, options.upstream
+
+    def bind_once() -> Bound | Taped:
+        if made:
+            return made[0]
+        totals = batch.totals or _counted(batch, packing) or Totals.of(batch)
+
+        def by_autograd() -> Bound:
+            found = bind(objective, view, totals, vocabulary, prepared.wide)
+            found = replace(found, declared=declared)
+            return found.scaled() if rescaled else found
+
+        found = None
+        if taped.serves(prepared.backend, prepared.wide, packing.targets.device):
+            found = taped.taped(
+                objective,
+                batch,
+                packing,
+                totals,
+                vocabulary,
+                prepared.needs,
+                observe=options.metrics,
+                by_autograd=by_autograd,
+                rescaled=rescaled,
+                declared=declared,
+            )
+        made.append(found or by_autograd())
+        return made[0]
+
+    return bind_once
+
+
+def _counted(batch: Batch, packing: Packing) -> Totals | None:
+    """The totals of the batch where packing has read them, else None."""
+    masks = any(isinstance(f, Tensor) and f.dtype == torch.bool for f in batch.fields.values())
+    if packing.lengths is None or masks or batch.segments.group is not None:
+        return None
+    return Totals(sum(packing.lengths), packing.count)

@@ -1,0 +1,241 @@
+"""From arguments to a call that the loop can run: agreed between ranks, prepared, packed, planned.
+
+N positions, T of them scored, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..batch import Batch
+from ..checks import check_temperatures, teachers_of
+from ..head import Head
+from ..kernels.transform import Transform
+from ..losses.term import Objective, Term
+from ..options import Options
+from ..packing import Packing, packing_of
+from ..plan import Plan
+from ..ranks.place import Place, given_facts, join, linear_facts
+from ..ranks.segments import Joined, over_segments, voted
+from ..softmax.given import GivenSoftmax, WalkSoftmax
+from ..softmax.linear import ExpSoftmax, LinearSoftmax, RawSoftmax, Tokens
+from ..softmax.sums import Into
+from .autograd import GatherRows
+from .bind import binder
+from .loop import Work
+from .prepare import Prepared, prepare_given, prepare_linear
+from .teachers import open_teacher
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A validated, packed and planned call: everything but the logits' values."""
+
+    objective: Objective
+    prepared: Prepared
+    packing: Packing
+    tokens: Tokens
+    teachers: tuple[Any, ...]
+    work: Work
+
+    @property
+    def plan(self) -> Plan:
+        return self.work.plan
+
+    def open_linear(
+        self, hidden: Tensor, head: Head, options: Options
+    ) -> tuple[Any, list[Tensor | None]]:
+        """How to make the source of a linear head, and the tensors to make it of."""
+        slices, prepared = self.work.slices, self.prepared
+        x = hidden.reshape(-1, hidden.shape[-1])
+        if prepared.compute_dtype is not None:
+            x = x.to(prepared.compute_dtype)
+        x = slices.given(x)
+        index = slices.index(self.packing.index)
+        if index is not None:
+            x = GatherRows.apply(x, index, self.packing.live)
+        fused = self.plan.terms
+        if fused and not prepared.acts.can_fuse(x, x):  # a layout that its product cannot read
+            x = x.clone(memory_format=torch.contiguous_format)
+        factors = slices.factors(head, x)
+
+        def open_source(tensors: Sequence[Any]) -> RawSoftmax:
+            return (ExpSoftmax if fused else LinearSoftmax)(
+                slices.open(tensors[:-1:2]),
+                tensors[1:-1:2],
+                tensors[-1],
+                slices.size or head.vocabulary,
+                prepared.acts,
+                self.tokens,
+                first=slices.first,
+                teachers=self.teachers,
+                compute_dtype=prepared.compute_dtype,
+                logits_dtype=options.logits_dtype,
+            )
+
+        return open_source, [*(tensor for pair in factors for tensor in pair), head.bias]
+
+    def open_given(self, logits: Tensor) -> tuple[Any, list[Tensor | None]]:
+        """The same of given logits."""
+        acts, first = self.prepared.acts, self.work.slices.first
+
+        def open_source(tensors: Sequence[Any]) -> RawSoftmax:
+            given = (tensors[0], self.packing.index, acts, self.tokens)
+            if not self.plan.rows:
+                return GivenSoftmax(*given, first=first, teachers=self.teachers)
+            return WalkSoftmax(
+                *given,
+                first=first,
+                live=self.packing.live,
+                unscored=self.packing.order.unscored,
+                inplace=self.work.inplace,
+            )
+
+        return open_source, [logits]
+
+
+def linear_call(
+    hidden: Tensor,
+    head: Head,
+    batch: Batch,
+    objective: Term | Objective,
+    options: Options,
+    on_meta: bool = False,  # hidden states may have no values
+) -> Call:
+    """The call that `head_loss` makes of its arguments."""
+
+    def joined() -> Joined:
+        (prepared, found), place, _ = join(
+            head.vocab_group,
+            lambda: (head.vocabulary, hidden.shape[:-1].numel()),
+            lambda: prepare_linear(hidden, head, batch, objective, options, on_meta),
+            lambda ready: linear_facts(hidden, head, batch, ready[1], options),
+            head.vocab_size,
+            options,
+        )
+        if options.sequence_parallel:
+            place.check_tokens(batch)
+        return _joined(prepared, found, place, batch, options)
+
+    transform = Transform(
+        scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature
+    )
+    return _call(over_segments(batch, options, joined), batch, transform, options)
+
+
+def given_call(
+    logits: Tensor,
+    batch: Batch,
+    objective: Term | Objective,
+    transform: Transform,
+    vocab_group: ProcessGroup | None,
+    inplace: bool,
+    options: Options,
+) -> Call:
+    """The call that `logits_loss` makes of its arguments."""
+
+    def joined() -> Joined:
+        (prepared, found), place, _ = join(
+            vocab_group,
+            lambda: (logits.shape[-1], 0),
+            lambda: prepare_given(logits, batch, objective, transform, inplace, options),
+            lambda ready: given_facts(logits, transform, batch, ready[1], options, inplace),
+            None,
+            options,
+        )
+        return _joined(prepared, found, place, batch, options)
+
+    return _call(over_segments(batch, options, joined), batch, transform, options)
+
+
+def _joined(
+    prepared: Prepared, objective: Objective, place: Place, batch: Batch, options: Options
+) -> Joined:
+    """Packed and planned, without a collective over the segments' group."""
+    unit = objective.segments_per_unit
+    packing = packing_of(batch, place.vocabulary, options.static, unit)
+    plan = prepared.plan(
+        options,
+        tokens=len(packing),
+        vocabulary=place.widest,
+        lengths=packing.lengths,
+        sharded=place.group is not None,
+        weight_gradient=prepared.problem.weight_gradient or bool(place.weight_gradient),
+    )
+    return Joined(prepared, objective, place, packing, plan)
+
+
+def _call(joined: Joined, batch: Batch, transform: Transform, options: Options) -> Call:
+    prepared, objective, place, packing, plan, per_segment = joined
+    group = batch.segments.group
+    if group is not None and options.static:
+        view = voted(packing, batch, prepared.wide, group)
+    else:
+        view = packing.view(batch, prepared.wide, per_segment)
+    spread = packing if options.sequence_parallel else None
+    slices = place.slices(spread, batch.targets.device)
+    transform = _of_tokens(transform, batch, packing, prepared.wide)
+    bind = binder(prepared, objective, batch, packing, view, place.vocabulary, options)
+    if group is not None:  # its collectives may not wait for a rank's own tokens
+        bind()
+    direct = options.upstream is not None and not prepared.problem.rescaled
+    work = Work(
+        plan=plan,
+        batch=view,
+        bind=bind,
+        slices=slices,
+        vocabulary=place.vocabulary,
+        needs=prepared.needs,
+        sums=Into(
+            prepared.wants, options.accumulate_dtype, options.main_grad, direct, plan.once
+        ),
+        at_once=plan.rows and plan.schedule == "one_pass" and prepared.slopes and not (
+            place.group or group
+        ),
+        unscored=packing.order.unscored,
+        inplace=prepared.problem.inplace,
+    )
+    teachers = tuple(
+        open_teacher(teacher, view, packing.index, transform, place.vocabulary, prepared, slices)
+        for teacher in teachers_of(objective)
+    )
+    return Call(
+        objective=objective,
+        prepared=prepared,
+        packing=packing,
+        tokens=Tokens(packing.targets, transform, prepared.needs),
+        teachers=teachers,
+        work=work,
+    )
+
+
+def _of_tokens(
+    transform: Transform, batch: Batch, packing: Packing, wide: torch.dtype
+) -> Transform:
+    """With the temperatures of packed tokens, where they have their own."""
+    temperature = transform.temperature
+    if not isinstance(temperature, Tensor):
+        return transform
+    if temperature.dim() == 0:
+        rows = temperature.expand(len(packing))
+    elif temperature.shape != batch.targets.shape:
+        raise ValueError(
+            f"temperature: got shape {tuple(temperature.shape)}, want a number or one value per "
+            f"token, {tuple(batch.targets.shape)}"
+        )
+    else:
+        rows = temperature.reshape(-1)
+        rows = rows if packing.index is None else rows[packing.index]
+    if packing.live is not None:  # a dead row's 0 would divide
+        rows = torch.where(packing.live, rows, 1)
+    else:
+        check_temperatures(rows, packing.index)
+    return replace(transform, temperature=rows.to(wide))

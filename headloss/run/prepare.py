@@ -1,0 +1,347 @@
+"""Law 4b: what follows from the signature of a call is found out once, kept and reused.
+
+N positions, T of them scored, H hidden width, V vocabulary. Nothing prepared holds a tensor or a
+process group; the number of tokens, lengths, totals and the coefficients of the sum are arguments
+of what was prepared.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..batch import Batch
+from ..checks import (
+    check_dead_rows,
+    check_gradient,
+    check_linear,
+    check_shape,
+    check_topk_ids,
+    checked_objective,
+    teachers_of,
+    warn_of_misspelt_fields,
+)
+from ..head import Head, check_transform
+from ..kernels.interface import Kernels
+from ..kernels.transform import Transform
+from ..losses.distillation import Teacher
+from ..losses.term import Objective, Reads, Term
+from ..objective import check_weights, has_slopes, reads
+from ..options import Options
+from ..plan import Plan, Problem, make_plan
+from ..products import sum_dtype
+from ..sample import Kinds
+from ..softmax.linear import Wants
+from ..stats import STATISTICS
+
+MOST = 256  # signatures that are kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What every call of one signature shares.
+
+    Attributes:
+        needs: statistics.
+        problem: what the planner knows of it, less what differs from call to call.
+        dtype: that products run in.
+        wide: of statistics.
+        slopes: the objective's gradient can be had before the statistics.
+    """
+
+    needs: frozenset[str]
+    problem: Problem
+    backend: str
+    dtype: torch.dtype
+    wide: torch.dtype
+    wants: Wants
+    compute_dtype: torch.dtype | None = None
+    slopes: bool = False
+
+    @property
+    def acts(self) -> Kernels:
+        return kernels.load(self.backend)
+
+    def plan(self, options: Options, **known: Any) -> Plan:
+        """What runs for the numbers of one call."""
+        return make_plan(replace(self.problem, **known), options, self.backend)
+
+
+class _Kept:
+    """The prepared calls that were used last."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[object, Prepared] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: object, make: Callable[[], Prepared]) -> Prepared:
+        with self._lock:
+            found = self._found.get(key)
+            if found is not None:
+                self._found.move_to_end(key)
+                return found
+        made = make()  # may raise: what is wrong is not kept
+        with self._lock:
+            self._found[key] = made
+            while len(self._found) > MOST:
+                self._found.popitem(last=False)
+        return made
+
+    def clear(self) -> None:
+        with self._lock:
+            self._found.clear()
+
+
+_KEPT = _Kept()
+
+
+def clear_cache() -> None:
+    """Forget what was found out about earlier calls; the next ones find it out again."""
+    _KEPT.clear()
+
+
+# ---------------------------------------------------------------------- signatures
+
+
+def _of_tensor(tensor: Tensor) -> tuple:
+    """What a kernel's choice depends on: not the address, but how it is aligned."""
+    aligned = tensor.is_meta or tensor.data_ptr() % 16 == 0
+    strides = tuple(1 if s == 1 else s % 8 == 0 for s in tensor.stride())
+    return (type(tensor), tensor.dtype, tensor.device, tensor.requires_grad, strides, aligned)
+
+
+def _of_mode(device: torch.device) -> tuple:
+    kind = device.type
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind)
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_autocast_dtype(kind) if autocast else None,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _of_head(head: Head) -> tuple:
+    temperature = head.temperature
+    return (
+        head.weight.shape,
+        _of_tensor(head.weight),
+        None if head.bias is None else _of_tensor(head.bias),
+        tuple((x.a.shape, _of_tensor(x.a), _of_tensor(x.b)) for x in head.lora),
+        head.softcap is None,
+        _of_tensor(temperature) if isinstance(temperature, Tensor) else None,
+        head.vocab_size,
+        head.vocab_group is None,
+    )
+
+
+def _of_batch(batch: Batch) -> tuple:
+    fields = tuple(
+        (name, v.dtype, v.dim(), batch.per_token(name)) if isinstance(v, Tensor) else name
+        for name, v in sorted(batch.fields.items())
+    )
+    totals = batch.totals
+    return (
+        batch.targets.dim(),
+        batch.segments.group is None,
+        fields,
+        None if totals is None else tuple(totals.kept),
+    )
+
+
+def _of_objective(objective: Objective) -> tuple:
+    return tuple(weakref.ref(term) for _, term in objective.parts)
+
+
+def _of_options(options: Options) -> Options:
+    main_grad = options.main_grad
+    return options if main_grad is None else replace(options, main_grad=None)
+
+
+# ---------------------------------------------------------------------- the calls
+
+
+def prepare_linear(
+    hidden: Tensor,
+    head: Head,
+    batch: Batch,
+    objective: Term | Objective,
+    options: Options,
+    on_meta: bool = False,  # hidden states may have no values
+) -> tuple[Prepared, Objective]:
+    """What the signature of `head_loss` decides.
+
+    Raises:
+        ValueError, TypeError: for bad input, naming the argument, what it got and what it wanted.
+    """
+    found, compute_dtype = check_linear(hidden, head, batch, objective, options, on_meta)
+
+    def make() -> Prepared:
+        dtype = compute_dtype or hidden.dtype
+        backend = kernels.choose(options.backend, hidden.device, dtype)
+        wants = _wants(hidden, head)
+        problem = Problem(
+            width=hidden.shape[-1],
+            hidden_gradient=any(wants.features),
+            weight_gradient=wants.any_weight,
+            element_size=dtype.itemsize,
+            weight_size=head.weight.dtype.itemsize,
+            rescaled=dtype == torch.float16,
+            on_gpu=hidden.is_cuda,
+            multiprocessors=kernels.multiprocessors(hidden.device),
+            main_grad=options.main_grad is not None,
+            terms=head.bias is None
+            and not head.lora
+            and options.logits_dtype is None
+            and kernels.can_hold_terms(backend, dtype, head.weight),
+        )
+        softcap = head.softcap is not None
+        prepared = _prepared(found, batch, options, problem, softcap, backend, dtype, wants)
+        return replace(prepared, compute_dtype=compute_dtype)
+
+    key = (
+        "linear",
+        hidden.shape[-1],
+        _of_tensor(hidden),
+        _of_head(head),
+        _of_batch(batch),
+        _of_objective(found),
+        _of_options(options),
+        options.main_grad is None,
+        _of_mode(hidden.device),
+    )
+    return _KEPT.get(key, make), found
+
+
+def prepare_given(
+    logits: Tensor,
+    batch: Batch,
+    objective: Term | Objective,
+    transform: Transform,
+    inplace: bool,
+    options: Options,
+) -> tuple[Prepared, Objective]:
+    """What the signature of `logits_loss` decides; raises as `prepare_linear`."""
+    found = checked_objective(objective, batch, options)
+    check_shape("logits", logits, batch)
+    check_transform(transform.temperature, transform.softcap, transform.scale)
+    if options.main_grad is not None:
+        raise ValueError("main_grad: got a tensor, but given logits have no weight")
+    if options.sequence_parallel:
+        raise ValueError("sequence_parallel: got logits, want hidden states before a head")
+    if options.schedule == "frozen":
+        raise ValueError('schedule: got "frozen", but the logits are given')
+
+    def make() -> Prepared:
+        backend = kernels.choose(options.backend, logits.device, logits.dtype)
+        wants = Wants(logits=logits.requires_grad and torch.is_grad_enabled())
+        unit_stride = logits.stride(-1) == 1 or logits.shape[-1] <= 1
+        problem = Problem(
+            hidden_gradient=wants.logits,
+            weight_gradient=False,
+            element_size=logits.element_size(),
+            on_gpu=logits.is_cuda,
+            given=True,
+            # In float16 it is written in the backward pass, where the upstream gradient is known.
+            inplace=inplace and logits.dtype != torch.float16,
+            # A kernel serves the logits where they lie: with unit stride along the vocabulary.
+            rows=backend == "triton" and unit_stride and not teachers_of(found),
+        )
+        softcap = transform.softcap is not None
+        return _prepared(found, batch, options, problem, softcap, backend, logits.dtype, wants)
+
+    temperature = transform.temperature
+    key = (
+        "given",
+        logits.shape[-1] <= 1,
+        _of_tensor(logits),
+        logits.stride(-1),
+        (isinstance(temperature, Tensor), transform.softcap is None, inplace),
+        _of_batch(batch),
+        _of_objective(found),
+        _of_options(options),
+        _of_mode(logits.device),
+    )
+    return _KEPT.get(key, make), found
+
+
+def _wants(hidden: Tensor, head: Head) -> Wants:
+    enabled = torch.is_grad_enabled()
+    into, bias = enabled and hidden.requires_grad, head.bias
+    return Wants(
+        features=(into, *(into or (enabled and lora.a.requires_grad) for lora in head.lora)),
+        weights=tuple(
+            enabled and w.requires_grad for w in (head.weight, *(x.b for x in head.lora))
+        ),
+        bias=enabled and bias is not None and bias.requires_grad,
+    )
+
+
+def _prepared(
+    objective: Objective,
+    batch: Batch,
+    options: Options,
+    problem: Problem,
+    softcap: bool,
+    backend: str,
+    dtype: torch.dtype,
+    wants: Wants,
+) -> Prepared:
+    """Trace the objective's terms, and say what follows for the plan."""
+    wide, teachers = sum_dtype(dtype), teachers_of(objective)
+    if teachers and "teacher_topk_ids" in batch.fields:
+        check_topk_ids(batch)
+    kinds = batch.kinds(wide)
+    asked = reads(objective, kinds, wide, batch.targets.device, observe=options.metrics)
+    check_weights(objective, kinds, batch.totals)
+    if options.static:
+        check_dead_rows(objective, kinds, wide, batch.targets.device)
+    warn_of_misspelt_fields(batch, objective, asked)
+    if wants.any:
+        check_gradient(objective, asked)
+    mean_gradient = any("mean_logit" in r.gradients for r in asked.values())
+    needs_logits = bool(teachers) or (mean_gradient and softcap)
+    terms = problem.terms and not needs_logits
+    tiles = 1 + _teacher_tiles(teachers, kinds)
+    problem = replace(
+        problem,
+        scope=objective.scope,
+        segments_per_unit=objective.segments_per_unit,
+        grouped=batch.segments.group is not None,
+        spread=options.sequence_parallel and not options.static,
+        gathered=options.sequence_parallel and options.static,
+        logp_only=all(r.gradients <= {"logp"} for r in asked.values()),
+        terms=terms,
+        row_bytes=2 if terms else wide.itemsize * tiles,
+    )
+    return Prepared(
+        needs=_needs(asked, options),
+        problem=problem,
+        backend=backend,
+        dtype=dtype,
+        wide=wide,
+        wants=wants,
+        slopes=has_slopes(objective, kinds),
+    )
+
+
+def _needs(asked: dict[str, Reads], options: Options) -> frozenset[str]:
+    needs = {"logp"} | ({"entropy"} if options.metrics else set())
+    for term in asked.values():
+        needs |= term.statistics & set(STATISTICS)
+    return frozenset(needs)
+
+
+def _teacher_tiles(teachers: list[Teacher], kinds: Kinds) -> int:
+    """Tiles beside the student's: logits of each dense teacher, and parts of the gradient of all
+    divergences but the last."""
+    dense = sum(teacher.source(kinds) != "topk" for teacher in teachers)
+    return dense + (len(teachers) > 1)

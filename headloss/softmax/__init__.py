@@ -1,0 +1,1 @@
+"""Sources of logits: each owns both acts on its own, partial statistics and the gradient."""

@@ -1,0 +1,222 @@
+"""Logits that exist already, and where their gradient goes.
+
+N positions, T tokens, V vocabulary; n tokens and v columns of a tile. `GivenSoftmax` copies a tile
+at a time, for any backend and teacher. `WalkSoftmax` copies none: a kernel walks along each row for
+its statistics, and once more for its gradient, which it writes into the logits' memory or a new
+tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import products
+from ..kernels import interface as kernels
+from ..kernels.interface import Measured
+from ..objective import Gradient
+from ..stats import Partials
+from .linear import RawSoftmax, Tokens
+from .rows import ALL, RowGradient, Rows
+
+
+class View:
+    """[.., V] logits in any float dtype and layout, by packed token.
+
+    Args:
+        logits: [.., V].
+        index: [T] position of each token, None for all N positions in order.
+    """
+
+    def __init__(self, logits: Tensor, index: Tensor | None) -> None:
+        self.logits, self.index = logits, index
+        try:
+            self.flat: Tensor | None = logits.view(-1, logits.shape[-1])
+        except RuntimeError:
+            self.flat = None  # strides do not allow it
+
+    def take(self, index: Tensor) -> View:
+        """Some of the tokens."""
+        return View(self.logits, index if self.index is None else self.index[index])
+
+    def place(self, rows: Rows) -> tuple[Tensor | slice, ...]:
+        """The index of tokens in the logits (or in their flat view, where there is one)."""
+        if self.index is None and self.flat is not None:
+            return (rows,)
+        positions = self.index
+        if positions is None:
+            positions = torch.arange(self.logits.shape[:-1].numel(), device=self.logits.device)
+        positions = positions[rows]
+        if self.flat is not None:
+            return (positions,)
+        return torch.unravel_index(positions, self.logits.shape[:-1])
+
+    def read(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
+        """[n, v] logits as they are, in their own memory where rows are consecutive."""
+        tensor = self.logits if self.flat is None else self.flat
+        return tensor[(*self.place(rows), columns)]
+
+    def write(self, rows: Rows, columns: slice, values: Tensor | float) -> None:
+        """Put [n, v] into the place of some rows and columns."""
+        place = (*self.place(rows), columns)
+        (self.logits if self.flat is None else self.flat)[place] = values
+
+    def offsets(self) -> tuple[Tensor, bool]:
+        """[T] elements from the first logit to the row of each token, and whether all are multiples
+        of 16."""
+        tensor = self.logits if self.flat is None else self.flat
+        sizes, strides = tensor.shape[:-1], tensor.stride()[:-1]
+        aligned = all(s % 16 == 0 for s in strides)
+        first, positions, device = strides[0], self.index, tensor.device
+        if positions is None and self.flat is not None and first > 0:  # one launch
+            return torch.arange(0, sizes[0] * first, first, device=device), aligned
+        if positions is None:
+            positions = torch.arange(sizes.numel(), device=device)
+        inner = []
+        for size, stride in zip(reversed(sizes[1:]), reversed(strides[1:]), strict=True):
+            inner.append(positions % size * stride)
+            positions = positions.div(size, rounding_mode="floor")
+        return sum(inner, positions * first), aligned
+
+
+class GivenSoftmax(RawSoftmax):
+    """Copies of given logits, a tile at a time."""
+
+    def __init__(
+        self,
+        logits: Tensor,  # [.., V]
+        index: Tensor | None,
+        acts: Any,
+        tokens: Tokens,
+        *,
+        first: int = 0,
+        teachers: tuple[Any, ...] = (),
+    ) -> None:
+        self.view = View(logits, index)
+        self.vocabulary, self.acts, self.tokens = logits.shape[-1], acts, tokens
+        self.first, self.teachers = first, teachers
+        self.dtype = products.sum_dtype(logits.dtype)
+
+    def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
+        return self.view.read(rows, columns).to(self.dtype, copy=True)
+
+
+class GivenSums:
+    """The gradient of given logits, in a tensor of its own or in the logits' memory.
+
+    `live` [T] bool marks the scored tokens where static shapes keep the others, which get 0.
+    """
+
+    def __init__(
+        self,
+        source: GivenSoftmax,
+        unscored: Tensor | None,
+        inplace: bool,
+        live: Tensor | None = None,
+    ) -> None:
+        self.live = live
+        logits = source.view.logits
+        self.total = logits if inplace else torch.empty_like(logits)
+        self.view, self.scaled = View(self.total, source.view.index), source.acts.scaled
+        if unscored is not None:
+            View(self.total, unscored).write(ALL, ALL, 0)
+
+    def add(self, gradient: RowGradient, columns: slice = ALL) -> None:
+        """Take dL/draw of some rows and columns."""
+        values = gradient.values.to(self.total.dtype)
+        if self.live is not None:
+            values = values.masked_fill(~self.live[gradient.rows].unsqueeze(1), 0)
+        self.view.write(gradient.rows, columns, values)
+
+    def finish(self, factor: Tensor | None) -> list[Tensor | None]:
+        """The gradient, times `factor`."""
+        return list(self.scaled([kernels.Scaling(self.total, self.total.dtype)], factor))
+
+
+class WalkSoftmax(GivenSoftmax):
+    """Given logits that a kernel serves where they lie; all rows and columns at once.
+
+    Args:
+        live: [T] bool, with static shapes: rows that are read.
+        unscored: positions whose gradient is 0.
+        inplace: the gradient may overwrite the logits.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        live: Tensor | None = None,
+        unscored: Tensor | None = None,
+        inplace: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        self.live, self.unscored, self.inplace = live, unscored, inplace
+        self.rows = self._rows(self.view)
+        self.out: Any = None
+
+    def _rows(self, view: View) -> Any:
+        return kernels.Rows(view.logits.detach(), *view.offsets())
+
+    def destination(self) -> Any:
+        """Where the gradient goes, with zeros where nothing is scored."""
+        sums = GivenSums(self, self.unscored, self.inplace)
+        if self.inplace:
+            torch.autograd.graph.increment_version(sums.total)  # autograd sees no kernel's write
+            return self.rows
+        return self._rows(sums.view)
+
+    def _walk(self, needs: frozenset[str] | None, gradient=None, slopes=None, normalizer=None):
+        """One launch.
+
+        Args:
+            needs: statistics; None: none, `normalizer` is known.
+            gradient: coefficients; with statistics, at an entropy of 0.
+            slopes: [P, 5, T] in closed form.
+        """
+        out = None
+        if gradient is not None:
+            out = self.out = self.destination()
+        targets, transform, _ = self.tokens
+        coefficients = None if gradient is None else gradient.coefficients
+        given = (self.live, targets, self.first, transform)
+        walk = kernels.Walk(self.rows, out, *given, needs, coefficients, slopes, normalizer)
+        return self.acts.given_rows(walk)
+
+    def partials(
+        self, rows: slice, columns: slice = ALL, onto: Partials | None = None, keep: bool = False
+    ) -> tuple[Partials, None]:
+        found = self._walk(self.tokens.needs)
+        assert found is not None
+        return found, None
+
+    def partials_and_pull(self, known: tuple[Gradient, Tensor | None]) -> Partials:
+        """Both acts in one launch, of a gradient that is known before the statistics."""
+        found = self._walk(self.tokens.needs, *known)
+        assert found is not None
+        return found
+
+    def pull(
+        self,
+        rows: slice,
+        columns: slice,
+        measured: Measured,
+        gradient: Gradient,
+        held: Any = None,
+        live: Tensor | None = None,
+    ) -> RowGradient:
+        self._walk(None, gradient, None, measured.normalizer)
+        return RowGradient(self.out.tensor, rows)
+
+    def add(self, gradient: RowGradient) -> None:
+        """The walk has put it into its place."""
+
+    def finish(self, factor: Tensor | None) -> list[Tensor | None]:
+        """The gradient that was written, times `factor`."""
+        if self.out is None:  # of no token at all
+            self.out = self.destination()
+        if factor is not None:
+            self.acts.scale_rows_(self.out, factor)
+        return [self.out.tensor]

@@ -1,0 +1,307 @@
+"""Logits of a linear head: raw = sum_i features_i @ weight_i.T + bias.
+
+T tokens, H hidden width, V vocabulary; n tokens and v columns of a tile. `LinearSoftmax` holds raw
+logits between its two acts and serves every backend, dtype, adapter and teacher. `ExpSoftmax` holds
+softmax terms in 16 bits, which the product writes in place of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import products
+from ..kernels.interface import Backward, Forward, Held, Kernels, Measured, is_multiple
+from ..kernels.transform import Transform
+from ..objective import Gradient
+from ..stats import Coefficients, Normalizer, Partials
+from .rows import ALL, RowGradient, Rows, compact_
+
+MOST = 15 / 16  # of a GPU's rows: leaving so few out costs more than it saves
+
+
+class Wants(NamedTuple):
+    """Which of a source's tensors need a gradient, in the source's own order."""
+
+    features: tuple[bool, ...] = ()
+    weights: tuple[bool, ...] = ()
+    bias: bool = False
+    logits: bool = False
+
+    @property
+    def any_weight(self) -> bool:
+        return any(self.weights) or self.bias
+
+    @property
+    def any(self) -> bool:
+        return any(self.features) or self.any_weight or self.logits
+
+
+NO_GRADIENT = Wants()
+
+
+class Tokens(NamedTuple):
+    """What a softmax needs to know of its tokens beside their logits."""
+
+    targets: Tensor  # [T] columns of the whole vocabulary
+    transform: Transform  # its temperature is a number or [T]
+    needs: frozenset[str]  # statistics
+
+    def rows(self, rows: Rows) -> Tokens:
+        """Of some of the tokens."""
+        return Tokens(self.targets[rows], self.transform.rows(rows), self.needs)
+
+    def forward(self, rows: Rows, first: int) -> Forward:
+        """What act one takes beside the logits of a tile that starts at column `first`."""
+        return Forward(self.targets[rows], first, self.transform.rows(rows), self.needs)
+
+    def backward(
+        self, rows: Rows, first: int, normalizer: Normalizer, gradient: Gradient
+    ) -> Backward:
+        """What act two takes beside the logits of a tile."""
+        targets, transform = self.targets[rows], self.transform.rows(rows)
+        return Backward(targets, first, transform, normalizer, gradient.coefficients)
+
+
+def rows_left(live: Tensor) -> Tensor | None:
+    """[K] the rows that carry a gradient, ascending, from [n] bool; None where the others may as
+    well stay (their coefficients are 0 all the same). Reads the device."""
+    index = live.nonzero().squeeze(1)
+    most = MOST if live.is_cuda else 1
+    return None if len(index) >= most * len(live) else index
+
+
+class RawSoftmax:
+    """Both acts over raw logits in float32 or float64; a subclass says where these come from.
+
+    Attributes:
+        acts: the backend's.
+        first: column of the whole vocabulary at which this slice starts.
+        vocabulary: columns of this slice.
+        dtype: of statistics and of raw logits.
+        teachers: whose divergences are measured beside the student's logits.
+    """
+
+    acts: Kernels
+    tokens: Tokens
+    first: int = 0
+    vocabulary: int
+    dtype: torch.dtype
+    gradient_dtype: torch.dtype | None = None  # of dL/draw on a GPU; None: as the logits
+    teachers: tuple[Any, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.tokens.targets)
+
+    def raw(self, rows: Rows, columns: slice = ALL) -> Tensor:
+        """[n, v] raw logits in memory of their own."""
+        raise NotImplementedError
+
+    def partials(
+        self, rows: slice, columns: slice = ALL, onto: Partials | None = None, keep: bool = False
+    ) -> tuple[Partials, Tensor | None]:
+        """Act one on a tile: its partial statistics, merged with those of the tiles before it; and,
+        with `keep`, what act two will find of its logits."""
+        raw = self.raw(rows, columns)
+        forward = self.tokens.forward(rows, self.first + (columns.start or 0))
+        return self.acts.partials(raw, forward, onto), raw if keep else None
+
+    def statistics(
+        self, rows: slice, tiles: Sequence[slice], slices: Any, vocabulary: int, keep: bool
+    ) -> tuple[Measured, Any]:
+        """Act one over the whole vocabulary: what it says of some tokens; and, with `keep`, what
+        act two will find of their logits, which are then one tile.
+
+        Args:
+            slices: of the vocabulary on the ranks of a group.
+            vocabulary: of the whole model.
+        """
+        partials = held = None
+        for columns in tiles:
+            partials, held = self.partials(rows, columns, partials, keep)
+        needs = self.tokens.needs
+        measured: Measured = slices.measured(self.acts, partials, needs, vocabulary)
+        if self.teachers:
+            found = self.divergences(rows, tiles, measured.normalizer, held)
+            measured.stats.divergences.update(found)
+        return measured, held
+
+    def divergences(
+        self, rows: slice, tiles: Sequence[slice], normalizer: Normalizer, held: Any = None
+    ) -> dict[object, Tensor]:
+        """[n] the divergence of each teacher, once the normalizer of the whole vocabulary is known.
+        `held`: what act one kept, and the next gradient will be that of the same tokens."""
+        keep = held is not None
+        make = (lambda columns: held) if keep else partial(self.raw, rows)
+        pairs = [(columns, partial(make, columns)) for columns in tiles]
+        return {t.key: t.measure(rows, pairs, normalizer, hold=keep) for t in self.teachers}
+
+    def pull(
+        self,
+        rows: slice,
+        columns: slice,
+        measured: Measured,  # of these rows, as the gradient
+        gradient: Gradient,
+        held: Any = None,
+        live: Tensor | None = None,  # [n] bool
+    ) -> RowGradient:
+        """Act two on a tile: dL/draw of the rows that carry a gradient. What is held is used up."""
+        raw = self.raw(rows, columns) if held is None else held
+        index = None if live is None else rows_left(live)
+        normalizer, places = measured.normalizer, rows
+        if index is not None:
+            raw, places = compact_(raw, index), index + (rows.start or 0)
+            normalizer, gradient = normalizer.rows(index), gradient.rows(index)
+        return RowGradient(self.gradient_(raw, places, columns, normalizer, gradient), places)
+
+    def gradient_(
+        self, raw: Tensor, rows: Rows, columns: slice, normalizer: Normalizer, gradient: Gradient
+    ) -> Tensor:
+        """dL/draw of a tile, teachers' part included, in the tile's memory or in 16 bits."""
+        first = self.first + (columns.start or 0)
+        others = self.tokens.backward(rows, first, normalizer, gradient)
+        if raw.is_cuda:  # what the products take in 16 bits need not be written in 32
+            others = others._replace(dtype=self.gradient_dtype)
+        teachers = [t for t in self.teachers if t.key in gradient.divergences]
+        if not teachers:
+            return self.acts.logit_gradient_(raw, others)
+        extra = None  # all but the last find the student's logits intact
+        for teacher in teachers[:-1]:
+            extra = teacher.gradient(raw, rows, columns, gradient.divergences[teacher.key], extra)
+        last = teachers[-1]
+        return last.gradient(raw, rows, columns, gradient.divergences[last.key], extra, others)
+
+
+class LinearSoftmax(RawSoftmax):
+    """Raw logits from products: the head's own, then one pair per adapter.
+
+    Args:
+        features: each [T, H_i].
+        weights: each [V', H_i] with V' >= V; rows beyond V are padding and never scored.
+        bias: [V'] or None.
+        vocabulary: V.
+        compute_dtype: what products run in where it is not the tensors' own (autocast).
+        logits_dtype: what logits are rounded to, if anything.
+    """
+
+    def __init__(
+        self,
+        features: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        bias: Tensor | None,
+        vocabulary: int,
+        acts: Kernels,
+        tokens: Tokens,
+        *,
+        first: int = 0,
+        teachers: tuple[Any, ...] = (),
+        compute_dtype: torch.dtype | None = None,
+        logits_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.features, self.full_weights, self.full_bias = list(features), list(weights), bias
+        self.vocabulary, self.acts, self.tokens = vocabulary, acts, tokens
+        self.first, self.teachers, self.logits_dtype = first, teachers, logits_dtype
+        self.weights = [w if len(w) == vocabulary else w[:vocabulary] for w in weights]
+        self.bias = None if bias is None else bias[:vocabulary]
+        if compute_dtype is not None:
+            self.weights = [w.to(compute_dtype) for w in self.weights]
+        dtype = self.features[0].dtype
+        self.dtype = products.sum_dtype(dtype)
+        self.gradient_dtype = dtype if dtype.itemsize == 2 else None
+
+    def take(self, index: Tensor) -> LinearSoftmax:
+        """The same head on some of the tokens, gathered."""
+        found = copy(self)
+        found.features = [features[index] for features in self.features]
+        found.tokens = self.tokens.rows(index)
+        found.teachers = tuple(teacher.take(index) for teacher in self.teachers)
+        return found
+
+    def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
+        """[n, v] raw logits in float32 or float64, in memory of their own."""
+        out = None
+        for features, weight in zip(self.features, self.weights, strict=True):
+            out = products.logits(features[rows], weight[columns], out)
+        assert out is not None
+        if self.bias is not None:
+            out += self.bias[columns]
+        return out if self.logits_dtype is None else out.to(self.logits_dtype).to(self.dtype)
+
+
+class ExpSoftmax(LinearSoftmax):
+    """exp(z - reference) [n, V] in bfloat16, written by the product in place of logits."""
+
+    def statistics(
+        self, rows: slice, tiles: Sequence[slice], slices: Any, vocabulary: int, keep: bool
+    ) -> tuple[Measured, Any]:
+        x, weight = self.features[0][rows], self.weights[0]
+        held = Held.empty(x, len(weight)) if keep else None
+        forward = self.tokens.forward(rows, self.first)
+        if slices.size is None:
+            found = self.acts.product_statistics(x, weight, forward, vocabulary, held)
+        else:
+            partials = self.acts.product_partials(x, weight, forward, held)
+            found = slices.measured(self.acts, partials, forward.needs, vocabulary)
+        return found, None if held is None else (held, x)
+
+    def pull(
+        self,
+        rows: slice,
+        columns: slice,
+        measured: Measured,
+        gradient: Gradient,
+        held: Any = None,
+        live: Tensor | None = None,
+    ) -> RowGradient:
+        if held is None:
+            return RowGradient(self._slab(rows, columns, measured, gradient), rows)
+        return self._of_terms(rows, measured, gradient, held[0], held[1], live)
+
+    def _slab(self, rows: slice, columns: slice, measured: Measured, gradient: Gradient) -> Tensor:
+        """The product that would make the logits again makes their gradient."""
+        first, logps = self.first + (columns.start or 0), measured.stats.logp
+        assert logps is not None
+        return self.acts.product_gradient(
+            self.features[0][rows],
+            self.weights[0][columns],
+            self.tokens.backward(rows, first, measured.normalizer, gradient),
+            logps,
+        )
+
+    def _of_terms(
+        self,
+        rows: slice,
+        measured: Measured,
+        gradient: Gradient,
+        held: Held,
+        x: Tensor,
+        live: Tensor | None,
+    ) -> RowGradient:
+        """Everything but the products is queued before the device is read, so that they follow at
+        once."""
+        acts = self.acts
+        backward = self.tokens.backward(rows, self.first, measured.normalizer, gradient)
+        given = (backward, measured.target)
+        order = None if live is None else acts.dense_order(live, int(MOST * len(live)))
+        multiple = features = None
+        if is_multiple(backward.transform, backward.coefficients):
+            multiple, features = acts.held_multiple_(held, *given, x=x, order=order)
+        else:
+            acts.held_gradient_(held, *given, order=order)
+        found = RowGradient(held.terms, rows, multiple, features, acts.scaled_rows)
+        if order is None:
+            return found
+        places = order.rows + (rows.start or 0)
+        count = int(order.count)  # the read
+        return found if count == len(held.terms) else found.first(count, places)
+
+
+def unit_gradient(normalizer: Normalizer) -> Gradient:
+    """The coefficients of dlogp."""
+    one = torch.ones_like(normalizer.peak)
+    return Gradient(Coefficients(target=one, prob=-one), {}, one)

@@ -1,0 +1,76 @@
+"""dL/draw of some tokens, on its way from a kernel to the products.
+
+K of a block's n tokens, v columns, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+Rows = slice | Tensor  # of a source's tokens
+ALL = slice(None)
+
+
+class RowGradient(NamedTuple):
+    """dL/draw of some rows, as the products take it: `values`, times `multiple` if it is given.
+
+    `features` are the rows of hidden states, times `multiple` already; `scaled_rows` is the
+    backend's.
+    """
+
+    values: Tensor  # [K, v]
+    rows: Rows
+    multiple: Tensor | None = None  # [K]
+    features: Tensor | None = None  # [K, H]
+    scaled_rows: Callable[..., Tensor] | None = None
+
+    def first(self, count: int, rows: Tensor) -> RowGradient:
+        """The first `count` of these rows, which are rows[:count] of the source's tokens."""
+        multiple, features = (
+            None if t is None else t[:count] for t in (self.multiple, self.features)
+        )
+        return RowGradient(self.values[:count], rows[:count], multiple, features, self.scaled_rows)
+
+    def whole(self, part: Tensor, block: slice) -> Tensor:
+        """[n, H] of all rows of a block from [K, H] `part`, times `multiple`; 0 where there is no
+        gradient. `part` may be overwritten."""
+        if isinstance(self.rows, slice):
+            if self.multiple is not None:
+                self._replace(rows=ALL).put_(part, part)
+            return part
+        total = part.new_zeros(block.stop - block.start, part.shape[1])
+        self._replace(rows=self.rows - block.start).put_(total, part)
+        return total
+
+    def put_(self, total: Tensor, part: Tensor) -> None:
+        """Write [K, H] `part`, times `multiple`, to this gradient's rows of `total`."""
+        if self.multiple is not None:
+            assert self.scaled_rows is not None
+            if isinstance(self.rows, slice):
+                self.scaled_rows(part, self.multiple, out=total[self.rows])
+            else:
+                self.scaled_rows(part, self.multiple, out=total, places=self.rows)
+        elif isinstance(self.rows, Tensor):
+            total.index_copy_(0, self.rows, part)
+        else:
+            total[self.rows] = part
+
+    def add_(self, total: Tensor, part: Tensor) -> None:
+        """Add [K, H] `part` to this gradient's rows of `total`; an index has no row twice."""
+        assert self.multiple is None
+        if isinstance(self.rows, Tensor):
+            total.index_add_(0, self.rows, part)
+        else:
+            total[self.rows] += part
+
+
+def compact_(raw: Tensor, index: Tensor) -> Tensor:
+    """Move rows to the front of the same memory; `index` ascends."""
+    block = max(1, (1 << 22) // max(1, raw.shape[1]))
+    for start in range(0, len(index), block):
+        rows = index[start : start + block]
+        raw[start : start + len(rows)] = raw[rows]  # read in full before it is written
+    return raw[: len(index)]

@@ -1,0 +1,244 @@
+"""Where the gradient of a linear head's logits goes: the last two products, and their sums.
+
+T tokens, n of a block, H hidden width, V vocabulary. `RowSums` takes blocks of tokens over all
+columns: a block's hidden gradient is final, the weight gradient is summed. `SlabSums` takes slabs
+of columns over all tokens: the hidden gradient is summed, each slab of the weight gradient is
+written once. Sums are in float32 and scaled once, at the end.
+
+Each addition keeps one order: the hidden gradient's product, what the ranks of a group do about it
+(`Hidden`), the weight gradient's product, which hides that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import products
+from ..kernels.interface import Scaling
+from .linear import LinearSoftmax, Wants
+from .rows import ALL, RowGradient
+
+
+class Into(NamedTuple):
+    """What is asked of the sums.
+
+    Attributes:
+        wants: which tensors need a gradient.
+        accumulate_dtype: of the weight gradient over blocks.
+        main_grad: float32 [V, H] that the weight gradient is added to, in place of returning it.
+        direct: blocks are added to it as they come; else their sum at the end, times the factor.
+            (Slabs always are.)
+        once: one block holds all tokens: its product is rounded to the weight's dtype at once.
+    """
+
+    wants: Wants
+    accumulate_dtype: torch.dtype = torch.float32
+    main_grad: Tensor | None = None
+    direct: bool = False
+    once: bool = False
+
+
+class Hidden:
+    """The gradients of features, all of which are here: rows are final as they come."""
+
+    def __init__(self, source: LinearSoftmax, wants: Wants, blocks: Sequence[slice] | None) -> None:
+        self.source, self.blocks = source, None if blocks is None else iter(blocks)
+        self.totals = [
+            self.room(f, source.dtype if blocks is None else f.dtype) if wanted else None
+            for f, wanted in zip(source.features, wants.features, strict=True)
+        ]
+
+    def room(self, features: Tensor, dtype: torch.dtype) -> Tensor:
+        """Sums of slabs begin at 0, blocks write every row; in rows, whatever the features'
+        layout."""
+        made = features.new_zeros if self.blocks is None else features.new_empty
+        return made(features.shape, dtype=dtype)
+
+    def add(self, gradient: RowGradient, columns: slice) -> None:
+        values, rows = gradient.values, gradient.rows
+        block = None if self.blocks is None else next(self.blocks)
+        for weight, total in zip(self.source.weights, self.totals, strict=True):
+            if total is None:
+                continue
+            if block is not None and isinstance(rows, Tensor):
+                total[block] = 0  # of rows that carry no gradient
+            if len(values) == 0:
+                continue
+            if block is not None:
+                part = products.input_gradient(values, weight[columns], total.dtype)
+                gradient.put_(total, part)
+            elif isinstance(rows, slice):
+                products.add_input_gradient_(total[rows], values, weight[columns])
+            else:
+                part = products.input_gradient(values, weight[columns], total.dtype)
+                gradient.add_(total, part)
+
+    def last(self) -> None:
+        """Nothing more will be added."""
+
+    def settle(self) -> None:
+        """Wait until the gradients are whole."""
+
+
+class _Sums:
+    """What both orders share: the weights' own totals and the end."""
+
+    def __init__(self, source: LinearSoftmax, into: Into, hidden: Hidden) -> None:
+        self.source, self.into, self.hidden = source, into, hidden
+        wide = source.dtype
+        self.sum_dtype = wide if wide == torch.float64 else into.accumulate_dtype
+        self.main_grad = into.main_grad if into.wants.weights[0] else None
+        self.fresh = True  # nothing was written yet
+        self.bias = None
+        if into.wants.bias:
+            assert source.full_bias is not None
+            self.bias = torch.zeros_like(source.full_bias, dtype=wide)
+
+    def _rooms(
+        self, dtype: Callable[[Tensor], torch.dtype], direct: bool
+    ) -> list[Tensor | None]:
+        """Where weight gradients go; with `direct`, the first into `main_grad` as they come."""
+        found: list[Tensor | None] = []
+        for weight, wanted in zip(self.source.full_weights, self.into.wants.weights, strict=True):
+            if not found and self.main_grad is not None and direct:
+                found.append(self.main_grad)
+                continue
+            total = None
+            if wanted:
+                total = weight.new_empty(weight.shape, dtype=dtype(weight))
+                if self.source.vocabulary < len(weight):
+                    total[self.source.vocabulary :] = 0
+            found.append(total)
+        return found
+
+    def _add_weights(
+        self, totals: Sequence[Tensor | None], gradient: RowGradient, fresh: bool
+    ) -> None:
+        for features, total in zip(self.source.features, totals, strict=True):
+            if total is not None:
+                x = gradient.features
+                x = features[gradient.rows] if x is None else x
+                first = fresh and total.data_ptr() != _pointer(self.main_grad)
+                products.add_weight_gradient_(total, gradient.values, x, first)
+
+    def _add_bias(self, gradient: RowGradient, columns: slice) -> None:
+        if self.bias is not None:
+            assert gradient.multiple is None
+            values = gradient.values
+            self.bias[: self.source.vocabulary][columns] += values.sum(0, dtype=self.bias.dtype)
+
+    def _finished(
+        self, weights: list[Tensor | None], factor: Tensor | None, by_slab: bool
+    ) -> list[Tensor | None]:
+        """Gradients in the inputs' dtypes: features and weights pairwise, bias."""
+        self.hidden.settle()
+        scaled, sums = self.source.acts.scaled, []
+        by_factor = not by_slab  # a slab's weight gradient has it already
+        pairs = zip(self.source.features, self.source.full_weights, strict=True)
+        for i, (features, weight) in enumerate(pairs):
+            into, total = self.hidden.totals[i], weights[i]
+            sums.append(None if into is None else Scaling(into, features.dtype))
+            if total is not None and self.fresh and total is not self.main_grad:
+                total.zero_()
+            if total is None or total is self.main_grad:
+                sums.append(None)
+            elif i == 0 and self.main_grad is not None:
+                own = Scaling(total, self.main_grad.dtype, by_factor)
+                self.main_grad.add_(scaled([own], factor)[0])
+                sums.append(None)
+            else:
+                sums.append(Scaling(total, weight.dtype, by_factor))
+        bias = self.source.full_bias
+        ours = bias is not None and self.bias is not None
+        sums.append(Scaling(self.bias, bias.dtype) if ours else None)  # type: ignore[arg-type, union-attr]
+        made = iter(scaled([s for s in sums if s is not None], factor))
+        return [None if s is None else next(made) for s in sums]
+
+
+class RowSums(_Sums):
+    """Gradients that arrive in rows, one block of tokens after another, over all columns."""
+
+    def __init__(self, source: LinearSoftmax, into: Into, hidden: Hidden) -> None:
+        super().__init__(source, into, hidden)
+        self.weights = self._rooms(lambda w: w.dtype if into.once else self.sum_dtype, into.direct)
+
+    def add(self, gradient: RowGradient) -> None:
+        """Take dL/draw of the next block."""
+        self.hidden.add(gradient, ALL)
+        if len(gradient.values) == 0:
+            return
+        vocabulary = self.source.vocabulary
+        places = [None if total is None else total[:vocabulary] for total in self.weights]
+        self._add_weights(places, gradient, self.fresh)
+        self.fresh = False
+        self._add_bias(gradient, ALL)
+
+    def finish(self, factor: Tensor | None) -> list[Tensor | None]:
+        """Gradients times `factor`."""
+        return self._finished(self.weights, factor, by_slab=False)
+
+
+class SlabSums(_Sums):
+    """Gradients that arrive in slabs of columns over all tokens: `open` a slab, `add` its rows,
+    `close` it.
+
+    The weight gradient of a slab is summed apart and rounded when it is closed; or, where one
+    addition brings all its tokens (`once`), a product straight into its place.
+    """
+
+    def __init__(self, source: LinearSoftmax, into: Into, hidden: Hidden) -> None:
+        super().__init__(source, into, hidden)
+        self.weights = self._rooms(lambda w: w.dtype, direct=True)
+        self.at_once = into.once and self.main_grad is None
+
+    def open(self, columns: slice) -> None:
+        self.columns, self.empty = columns, True
+        vocabulary = self.source.vocabulary
+        self.places = [
+            None if total is None else total[:vocabulary][columns] for total in self.weights
+        ]
+        self.sums: list[Any] = self.places
+        if not self.at_once:
+            self.sums = [
+                None if place is None else torch.zeros_like(place, dtype=self.sum_dtype)
+                for place in self.places
+            ]
+
+    def add(self, gradient: RowGradient, last: bool) -> None:
+        """Take dL/draw of some rows of the slab; `last`: of the last slab, the last rows."""
+        self.hidden.add(gradient, self.columns)
+        if last:
+            self.hidden.last()
+        if len(gradient.values):
+            self._add_weights(self.sums, gradient, self.at_once and self.empty)
+            self._add_bias(gradient, self.columns)
+            self.empty = False
+
+    def close(self, factor: Tensor | None) -> None:
+        """Put the slab's sums, times `factor`, into their place."""
+        self.fresh = False
+        for place, total in zip(self.places, self.sums, strict=True):
+            if place is None:
+                continue
+            if self.at_once:
+                if self.empty:
+                    place.zero_()
+                continue
+            if factor is not None:
+                total.mul_(factor)
+            if self.main_grad is not None and place is self.places[0]:
+                place.add_(total)
+            else:
+                place.copy_(total)
+
+    def finish(self, factor: Tensor | None) -> list[Tensor | None]:
+        """Gradients; those that were summed over slabs times `factor`."""
+        return self._finished(self.weights, factor, by_slab=True)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
