@@ -32,20 +32,10 @@ class Facts(NamedTuple):
             must hold the same bits.
         own: numbers, or tensors in a list, that may differ; every rank gets those of all, or
             their checksums.
-        read: [..] int64 that this rank alone wants to know: the device is read for it and for the
-            records at once.
     """
 
     same: Mapping[str, Any]
     own: Mapping[str, Any]
-    read: Tensor | None = None
-
-
-class Agreed(NamedTuple):
-    """What the ranks found: each one's `own` facts, and the numbers that this one wanted read."""
-
-    own: dict[str, list[int]]
-    read: list[int]
 
 
 def agree(
@@ -53,8 +43,8 @@ def agree(
     group: ProcessGroup | None,
     act: Callable[[], R],
     describe: Callable[[R], Facts],
-) -> tuple[R, Agreed]:
-    """Run `act` on every rank of a group; its result, and what the exchange brought.
+) -> tuple[R, dict[str, list[int]]]:
+    """Run `act` on every rank of a group; its result, and the `own` facts of each rank.
 
     Raises:
         ValueError, TypeError: what `act` raised on any of the ranks (another exception: as a
@@ -72,7 +62,7 @@ def agree(
     except Exception as caught:  # whatever it is: the others must not wait for this rank
         facts, error = Facts({}, {}), caught
         record = _record(facts, error, device)
-    records, read = _exchange(group, record, facts)
+    records = _exchange(group, record, facts)
     if error is not None:
         raise error
     for rank, said in enumerate(records):
@@ -83,7 +73,7 @@ def agree(
     if any(said[:end] != records[me][:end] for said in records):
         raise _difference(name, me, facts, records)
     own = {fact: [r[at] for r in records] for at, fact in enumerate(facts.own, end)}
-    return result, Agreed(own, read)  # type: ignore[return-value]
+    return result, own  # type: ignore[return-value]
 
 
 def _difference(name: str, me: int, facts: Facts, records: list[list[int]]) -> ValueError:
@@ -167,20 +157,14 @@ def _summed(facts: Facts) -> dict[int, Sequence[Tensor]]:
     return {at: v for at, v in enumerate(values, 2) if isinstance(v, list) and v}
 
 
-def _exchange(
-    group: ProcessGroup, record: Tensor, facts: Facts
-) -> tuple[list[list[int]], list[int]]:
-    """Every rank's record, each checksum in its fact's place; and the numbers that this rank wanted
-    read."""
-    found = gather(record, group)
-    wanted = [] if facts.read is None else [facts.read.to(record.device)]
-    numbers = torch.cat([found.view(-1), *wanted]).tolist()
-    records = [numbers[i * len(record) :][: len(record)] for i in range(len(found))]
+def _exchange(group: ProcessGroup, record: Tensor, facts: Facts) -> list[list[int]]:
+    """Every rank's record, each checksum in its fact's place."""
+    records = gather(record, group).tolist()
     places = list(_summed(facts))
     for one in records:
         for at, place in enumerate(places, len(record) - len(places)):
             one[place] = one[at]
-    return [one[: 2 + FACTS + TEXT] for one in records], numbers[found.numel() :]
+    return [one[: 2 + FACTS + TEXT] for one in records]
 
 
 def _words_of(text: str) -> list[int]:

@@ -79,9 +79,8 @@ def join(
     describe: Callable[[R], Facts],
     vocab_size: int | None,
     options: Options | None,
-) -> tuple[R, Place, list[int] | None]:
-    """Run `check` on every rank of a vocabulary group, and find this rank's place; and the numbers
-    that the facts wanted read, None where nothing was exchanged.
+) -> tuple[R, Place]:
+    """Run `check` on every rank of a vocabulary group, and find this rank's place.
 
     Args:
         group: None: the whole vocabulary is here.
@@ -94,7 +93,7 @@ def join(
         ValueError, TypeError: on all ranks, for what is wrong on any.
     """
     if group is None:
-        return check(), Place(here()[0]), None
+        return check(), Place(here()[0])
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         result, known = check(), _KNOWN.get(group, {}).get((*here(), vocab_size))
         if known is None:
@@ -103,8 +102,8 @@ def join(
                 "their sizes, and no call of this size has run before it; run one with "
                 "Options(static=True) first, as a warm-up"
             )
-        return result, known, None
-    result, (own, read) = agree("vocab_group", group, check, describe)
+        return result, known
+    result, own = agree("vocab_group", group, check, describe)
     rows, vocabulary = own["rows"], sum(own["rows"])
     if vocab_size is not None:
         if vocab_size > vocabulary:
@@ -129,7 +128,7 @@ def join(
     place = Place(vocabulary, group, sizes, tuple(own["tokens"]), wanted)
     if options is not None and options.static:
         _KNOWN.setdefault(group, {})[*here(), vocab_size] = place
-    return result, place, read
+    return result, place
 
 
 def join_positions(

@@ -62,8 +62,8 @@ def over_segments(batch: Batch, options: Options, prepare: Callable[[], Joined])
 
     if getattr(options, "static", False):
         return prepare()  # see `voted`
-    joined, agreed = agree("segments.group", group, prepare, describe)
-    return joined._replace(per_segment=_agreed(batch, agreed.own))
+    joined, own = agree("segments.group", group, prepare, describe)
+    return joined._replace(per_segment=_agreed(batch, own))
 
 
 def _fits(batch: Batch) -> dict[str, int]:

@@ -113,7 +113,7 @@ def linear_call(
     """The call that `head_loss` makes of its arguments."""
 
     def joined() -> Joined:
-        (prepared, found), place, _ = join(
+        (prepared, found), place = join(
             head.vocab_group,
             lambda: (head.vocabulary, hidden.shape[:-1].numel()),
             lambda: prepare_linear(hidden, head, batch, objective, options, on_meta),
@@ -143,7 +143,7 @@ def given_call(
     """The call that `logits_loss` makes of its arguments."""
 
     def joined() -> Joined:
-        (prepared, found), place, _ = join(
+        (prepared, found), place = join(
             vocab_group,
             lambda: (logits.shape[-1], 0),
             lambda: prepare_given(logits, batch, objective, transform, inplace, options),
