@@ -128,7 +128,7 @@ class Batch:
             if value is not None:
                 found._check_field(name, value)
                 found.fields[name] = value
-        found._found = None if fields.keys() & ID_FIELDS else self._found
+        found._found = None if fields.keys() & set(ID_FIELDS) else self._found
         return found
 
     def to(self, *args: Any, **options: Any) -> Batch:
@@ -149,17 +149,22 @@ class Batch:
     def found(self) -> Found:
         """What was found out about the order of the tokens, or is asked for now.
 
+        Another tensor in the place of one that was surveyed is surveyed anew.
+
         Raises:
-            RuntimeError: the targets or segments were changed in place since.
+            RuntimeError: the targets, segments or stored ids were changed in place since.
         """
-        if self._found is None or self.targets.is_inference():
-            self._found = self._survey()
-        if self._found.versions != self._versions():
+        tensors = self._surveyed()
+        known = self._found
+        same = known is not None and list(map(id, known.tensors)) == list(map(id, tensors))
+        if known is None or not same or any(t.is_inference() for t in tensors):
+            self._found = known = self._survey()
+        if known.versions != _versions(tensors):
             raise RuntimeError(
-                "batch: its targets or segments were changed in place since it was made; make a "
-                "new Batch"
+                "batch: its targets, segments or stored ids were changed in place since it was "
+                "made; make a new Batch"
             )
-        return self._found
+        return known
 
     def _survey(self) -> Found:
         targets = self.targets
@@ -168,7 +173,12 @@ class Batch:
             for name in ID_FIELDS
             if self._is_ids(value := self.fields.get(name)) and isinstance(value, Tensor)
         }
-        return Found(Survey(targets, self.segments, ids), self._versions())
+        return Found(Survey(targets, self.segments, ids), self._surveyed())
+
+    def _surveyed(self) -> tuple[Tensor, ...]:
+        """The tensors that the order and its checks follow from."""
+        ids = [value for name in ID_FIELDS if self._is_ids(value := self.fields.get(name))]
+        return (self.targets, self.segments.ids, *ids)  # type: ignore[return-value]
 
     def _is_ids(self, value: object) -> bool:
         """Whether a field is [.., K] integers, K >= 1."""
@@ -176,10 +186,6 @@ class Batch:
             return False
         shape = self.targets.shape
         return value.dtype != torch.bool and value.shape[:-1] == shape and value.shape[-1] > 0
-
-    def _versions(self) -> tuple[int, ...]:
-        tensors = (self.targets, self.segments.ids)
-        return tuple(0 if t.is_inference() else t._version for t in tensors)
 
     def __getattr__(self, name: str) -> Any:
         fields = self.__dict__.get("fields", {})
@@ -245,7 +251,7 @@ class Batch:
         return count_totals(self.targets.reshape(-1) != IGNORE, self.segments, masks)
 
 
-ID_FIELDS = frozenset({"teacher_topk_ids"})  # values are columns of the vocabulary
+ID_FIELDS = ("teacher_topk_ids",)  # values are columns of the vocabulary
 # Names of the batch itself, as it is given and as terms see it.
 RESERVED = frozenset(
     {"targets", "segments", "totals", "fields", "get", "live", "on", "slice", "replacing", "kinds"}
@@ -257,9 +263,13 @@ RESERVED = frozenset(
 class Found:
     """What is known of the order of a batch's tokens; shared by batches of the same tokens."""
 
-    def __init__(self, survey: Survey, versions: tuple[int, ...]) -> None:
-        self.survey, self.versions = survey, versions
+    def __init__(self, survey: Survey, tensors: tuple[Tensor, ...]) -> None:
+        self.survey, self.tensors, self.versions = survey, tensors, _versions(tensors)
         self.packing: Any = None  # packing.Packing, made by the first call
+
+
+def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    return tuple(0 if t.is_inference() else t._version for t in tensors)
 
 
 def _may_ask_device() -> bool:
