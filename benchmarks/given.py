@@ -32,7 +32,7 @@ from headloss.kernels.interface import Rows, Walk
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton import given as triton_given
 from headloss.kernels.triton.given import Shape, given_rows
-from headloss.stats import Coefficients, finish
+from headloss.objective.statistics import Coefficients, finish
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEEDS = frozenset({"logp"})

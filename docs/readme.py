@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headloss.losses.catalogue import modifier_table, table
 from headloss.options import Options
-from headloss.plan import MIB, Problem, make_plan
+from headloss.run.plan import MIB, Problem, make_plan
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import headloss as hl
 from headloss import train
-from headloss.plan import MIB, Problem, make_plan
+from headloss.run.plan import MIB, Problem, make_plan
 from headloss.train import Result
 from headloss.train.report import score, table
 

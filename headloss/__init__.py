@@ -1,15 +1,8 @@
 """Every loss at the head of a language model, over one softmax, without the logits."""
 
 from . import losses as _losses
-from .batch import CURRENT, Batch
-from .check import TermReport, check_term
-from .engine import Output, head_loss, logits_loss, plan
-from .head import Head, Lora
-from .losses import *  # noqa: F403
-from .metrics import Max, Mean, Metrics, Min, Observed, Sum
-from .options import Options
-from .plan import Plan
-from .reduction import (
+from .batch.batch import CURRENT, Batch
+from .batch.reduction import (
     Reduction,
     Totals,
     fixed_length,
@@ -17,10 +10,17 @@ from .reduction import (
     sequence_sum,
     token_mean,
 )
+from .batch.segments import Segments
+from .check_term import TermReport, check_term
+from .head.head import Head, Lora
+from .head_loss import Output, head_loss, logits_loss, plan
+from .head_stats import HeadStats, head_stats
+from .head_topk import HeadTopk, head_topk
+from .losses import *  # noqa: F403
+from .objective.metrics import Max, Mean, Metrics, Min, Observed, Sum
+from .options import Options
+from .run.plan import Plan
 from .run.prepare import clear_cache
-from .segments import Segments
-from .stats_op import HeadStats, head_stats
-from .topk import HeadTopk, head_topk
 
 __version__ = "0.1.0.dev0"
 

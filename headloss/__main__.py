@@ -14,9 +14,9 @@ import torch
 from . import gate, kernels, train
 from .losses.catalogue import TERMS, sample, table
 from .losses.term import Objective
-from .objective import reads
+from .objective.bound import reads
 from .options import SCHEDULES, Options
-from .plan import MIB, Plan, Problem, make_plan
+from .run.plan import MIB, Plan, Problem, make_plan
 
 DTYPES = {str(d).removeprefix("torch."): d for d in (*gate.DTYPES, torch.float64)}
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}

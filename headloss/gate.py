@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .batch import IGNORE, Batch
-from .engine import head_loss, plan
-from .head import Head
+from .batch.batch import IGNORE, Batch
+from .batch.segments import Segments
+from .head.head import Head
+from .head_loss import head_loss, plan
 from .losses import cross_entropy, distillation, dpo, entropy, grpo, gspo, kl, z_loss
 from .losses.term import Objective, Term
 from .options import Options
-from .segments import Segments
 from .testing import LiveTensors, error, parameters, plain, random_batch, trained_looking
 
 # ---------------------------------------------------------------------- errors

@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .batch import Batch
-from .head import Head
+from .batch.batch import Batch
+from .batch.packing import PackedBatch, pack
+from .batch.reduction import Totals
+from .batch.segments import Segments
+from .head.head import Head
 from .losses.distillation import Teacher
 from .losses.term import Objective, Term
-from .objective import bind, check_weights
-from .packing import PackedBatch, pack
-from .reduction import Totals
-from .segments import Segments
-from .stats import Statistics
+from .objective.bound import bind, check_weights
+from .objective.statistics import Statistics
 
 Mode = Literal["float64", "float32", "input"]
 

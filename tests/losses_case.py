@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headloss.batch import Batch
+from headloss.batch.batch import Batch
+from headloss.batch.packing import PackedBatch, pack
+from headloss.batch.segments import Segments
 from headloss.losses.term import Objective, Term
-from headloss.packing import PackedBatch, pack
-from headloss.segments import Segments
-from headloss.stats import Statistics
+from headloss.objective.statistics import Statistics
 
 LENGTHS = (3, 1, 0, 5, 2, 4)  # the third sequence has no scored token
 

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from headloss import losses as h
-from headloss.batch import CURRENT, Batch
-from headloss.engine import _metrics
+from headloss.batch.batch import CURRENT, Batch
+from headloss.batch.packing import packing_of
+from headloss.batch.reduction import Totals, fixed_length
+from headloss.batch.segments import Segments
+from headloss.head_loss import _metrics
 from headloss.losses.catalogue import TERMS
 from headloss.losses.term import Objective, Term
-from headloss.objective import Bound, Gradient, bind
-from headloss.packing import packing_of
-from headloss.reduction import Totals, fixed_length
-from headloss.segments import Segments
-from headloss.stats import STATISTICS, Statistics
-from headloss.tape import Tokens
+from headloss.objective.bound import Bound, Gradient, bind
+from headloss.objective.statistics import STATISTICS, Statistics
+from headloss.objective.tape import Tokens
 
 LEVELS = ("sequence", "sequence_token")
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import headloss as hl
-from headloss import products
 from headloss.kernels import reference  # before the fixture, whose stand-ins it would keep
+from headloss.softmax import products
 from headloss.softmax.given import GivenSoftmax
 
 T, H, V, S = 6, 4, 9, 2

@@ -21,15 +21,15 @@ from triton_cases import (
 )
 
 import headloss as hl
+from headloss.batch.packing import pack
+from headloss.batch.reduction import Totals
 from headloss.kernels import reference
 from headloss.kernels.interface import Forward, Rows, Walk
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton.given import Shape, given_rows, scale_rows_
 from headloss.losses.term import Objective
-from headloss.objective import bind, has_slopes
-from headloss.packing import pack
-from headloss.reduction import Totals
-from headloss.stats import Coefficients, Normalizer, Slope, Statistics, finish
+from headloss.objective.bound import bind, has_slopes
+from headloss.objective.statistics import Coefficients, Normalizer, Slope, Statistics, finish
 from headloss.testing import plain
 
 SMALL = Shape(warps=1)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from headloss.head import Head, Lora
+from headloss.head.head import Head, Lora
 
 V, H, R, T = 11, 6, 3, 5
 

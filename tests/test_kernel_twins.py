@@ -21,7 +21,7 @@ from headloss.kernels import triton as triton_backend
 from headloss.kernels.interface import Backward, Forward, Held, Kernels, Rows, Scaling, Walk
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton.given import Shape
-from headloss.stats import Coefficients, Normalizer, Partials, finish
+from headloss.objective.statistics import Coefficients, Normalizer, Partials, finish
 from headloss.testing import plain, trained_looking
 
 # The interpreter multiplies the bits of bf16 operands as integers: they are for the GPU.

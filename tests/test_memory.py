@@ -5,15 +5,15 @@ T tokens, H hidden width, V vocabulary. Every tensor that an operator creates is
 
 from __future__ import annotations
 
-import importlib
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import headloss as hl
-from headloss import products
 from headloss.kernels.reference import tile as reference
+from headloss.run import plan
+from headloss.softmax import products
 from headloss.testing import LiveTensors, trained_looking
 
 T, H, V, CHUNK = 256, 24, 512, 32
@@ -117,7 +117,7 @@ def test_head_stats():
 
 def test_head_stats_in_tiles(monkeypatch):
     # By default the budget is 256 MIB: make that CHUNK rows of logits.
-    monkeypatch.setattr(importlib.import_module("headloss.plan"), "MIB", CHUNK * V * FLOAT // 256)
+    monkeypatch.setattr(plan, "MIB", CHUNK * V * FLOAT // 256)
     hidden, head, batch = problem()
     with LiveTensors() as live:
         found = hl.head_stats(hidden, head, batch.targets)

@@ -12,11 +12,11 @@ from losses_case import LENGTHS, Case, assert_same, make, reduced, value_and_gra
 from torch import Tensor, multiprocessing
 
 from headloss import losses as h
+from headloss.batch.packing import PackedBatch
 from headloss.losses.modifiers import MODES, Modifier, top_entropy
 from headloss.losses.term import Term
-from headloss.metrics import Max, Mean, fold
-from headloss.packing import PackedBatch
-from headloss.stats import Statistics
+from headloss.objective.metrics import Max, Mean, fold
+from headloss.objective.statistics import Statistics
 
 BOUNDS = [(None, 3.0), (0.7, 1.3), (0.9, None), (None, None)]
 

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import headloss as hl
-from headloss.plan import GRAIN, MIB, Chunk, Plan, Problem, make_plan
+from headloss.run.plan import GRAIN, MIB, Chunk, Plan, Problem, make_plan
 
 BASE = Problem(tokens=1000, width=64, vocabulary=5000, scope="token", lengths=[1000])
 

@@ -39,13 +39,13 @@ from policy_papers import (
 from torch import Tensor
 
 from headloss import losses as h
-from headloss.batch import Batch
+from headloss.batch.batch import Batch
+from headloss.batch.packing import pack
+from headloss.batch.segments import Segments
 from headloss.losses.catalogue import TERMS
 from headloss.losses.term import Term, trace
-from headloss.metrics import Max, Mean, Min, fold
-from headloss.packing import pack
-from headloss.segments import Segments
-from headloss.stats import Statistics
+from headloss.objective.metrics import Max, Mean, Min, fold
+from headloss.objective.statistics import Statistics
 
 PAPERS: dict[str, tuple[Term, Loops]] = {
     "grpo": (h.grpo(), grpo_paper),

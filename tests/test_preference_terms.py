@@ -10,10 +10,10 @@ from losses_case import Sequence, assert_same, make, reduced, value_and_gradient
 from torch import Tensor
 
 from headloss import losses as h
+from headloss.batch.packing import PackedBatch
+from headloss.batch.segments import Segments
 from headloss.losses.term import Term, trace
-from headloss.metrics import fold
-from headloss.packing import PackedBatch
-from headloss.segments import Segments
+from headloss.objective.metrics import fold
 
 LENGTHS = (3, 1, 2, 5, 4, 2)
 

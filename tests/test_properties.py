@@ -19,8 +19,8 @@ from matrix import CASES, Case
 from torch import Tensor
 
 import headloss as hl
-from headloss.batch import IGNORE
-from headloss.metrics import Metrics
+from headloss.batch.batch import IGNORE
+from headloss.objective.metrics import Metrics
 from headloss.testing import trained_looking
 
 V, H = 19, 6

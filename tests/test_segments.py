@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headloss.segments import Segments
+from headloss.batch.segments import Segments
 
 
 def loop_sum(ids: Tensor, count: int, values: Tensor) -> Tensor:

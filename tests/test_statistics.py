@@ -18,7 +18,7 @@ from headloss.kernels import reference
 from headloss.kernels.interface import Backward, Forward
 from headloss.kernels.reference import tile
 from headloss.kernels.transform import Transform
-from headloss.stats import (
+from headloss.objective.statistics import (
     DIFFERENTIABLE,
     STATISTICS,
     Coefficients,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from headloss import losses as h
 from headloss.losses.term import Term, trace
-from headloss.metrics import Mean, Perplexity, fold
-from headloss.stats import Statistics
+from headloss.objective.metrics import Mean, Perplexity, fold
+from headloss.objective.statistics import Statistics
 
 T, V = 13, 9  # as many tokens as `make(lengths=(T,))`
 

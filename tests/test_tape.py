@@ -10,11 +10,11 @@ import torch
 from tape_case import NEEDS, Case, objectives
 
 from headloss import losses as h
+from headloss.batch.reduction import Reduction, Totals
 from headloss.losses.term import Objective, term
-from headloss.reduction import Reduction, Totals
-from headloss.stats import Coefficients
-from headloss.tape import Evaluated, Piece, Tape
-from headloss.taping import record, tape_of
+from headloss.objective.statistics import Coefficients
+from headloss.objective.tape import Evaluated, Piece, Tape
+from headloss.objective.taping import record, tape_of
 
 OBJECTIVES = objectives()
 RAGGED = (3, 1, 0, 5, 2, 4)

@@ -10,14 +10,14 @@ from triton_cases import DEVICE
 
 from tape_case import NEEDS, Case, objectives  # isort: skip
 from headloss import losses as h
+from headloss.batch.reduction import Totals
 from headloss.kernels.opcodes import Op
 from headloss.kernels.triton import tape as triton_tape
 from headloss.losses.term import Objective
-from headloss.recording import Constant
-from headloss.reduction import Totals
-from headloss.stats import Statistics
-from headloss.tape import Evaluated, Piece, Row, Tape
-from headloss.taping import record
+from headloss.objective.recording import Constant
+from headloss.objective.statistics import Statistics
+from headloss.objective.tape import Evaluated, Piece, Row, Tape
+from headloss.objective.taping import record
 
 OBJECTIVES = objectives()
 RAGGED = (3, 1, 0, 5, 2, 4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import headloss as hl
-from headloss import taped
+from headloss.objective import taped
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = (5, 0, 7, 3)

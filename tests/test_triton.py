@@ -27,7 +27,7 @@ from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
 from headloss.kernels.interface import Backward, Forward
 from headloss.kernels.transform import Transform
-from headloss.stats import Coefficients, Normalizer, Partials, finish
+from headloss.objective.statistics import Coefficients, Normalizer, Partials, finish
 
 
 @pytest.mark.parametrize("name", transforms(1))

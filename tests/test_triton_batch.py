@@ -10,11 +10,11 @@ import torch
 from triton_cases import DEVICE
 
 import headloss as hl
-from headloss import survey as headloss_survey
-from headloss.batch import IGNORE
+from headloss.batch import survey as headloss_survey
+from headloss.batch.batch import IGNORE
+from headloss.batch.packing import pack
 from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
-from headloss.packing import pack
 
 BACKENDS = [triton_backend, reference]
 CASES = {

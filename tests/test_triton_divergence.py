@@ -12,14 +12,14 @@ import torch
 from triton_cases import DEVICE, EPS, coefficients_of, error, in_float64, targets_of, tile
 
 import headloss as hl
-from headloss import products
 from headloss.kernels import reference
 from headloss.kernels import reference as reference_divergence
 from headloss.kernels import triton as triton_divergence
 from headloss.kernels.interface import Backward, Forward
 from headloss.kernels.pair import Outcomes, Pair, Side
 from headloss.kernels.transform import Transform
-from headloss.stats import Coefficients, Normalizer, finish
+from headloss.objective.statistics import Coefficients, Normalizer, finish
+from headloss.softmax import products
 from headloss.testing import trained_looking, within_budget
 
 KINDS = ("forward_kl", "reverse_kl", "js")

@@ -14,7 +14,7 @@ from headloss.kernels import triton as triton_backend
 from headloss.kernels.interface import Forward
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton import merge as triton_merge
-from headloss.stats import STATISTICS, Partials, finish, merge
+from headloss.objective.statistics import STATISTICS, Partials, finish, merge
 
 SOME = [NEEDS, frozenset({"logp", "entropy"}), frozenset({"lse"}), frozenset({"top1", "logp"})]
 

@@ -22,7 +22,7 @@ from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
 from headloss.kernels.interface import Backward, Forward, Held, Scaling
 from headloss.kernels.transform import Transform
-from headloss.stats import Coefficients, Normalizer, Partials, finish, merge
+from headloss.objective.statistics import Coefficients, Normalizer, Partials, finish, merge
 
 # The interpreter multiplies the bits of bf16 operands as integers: they are for the GPU.
 SIXTEEN = torch.bfloat16 if DEVICE == "cuda" else torch.float16

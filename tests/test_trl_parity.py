@@ -17,11 +17,11 @@ from losses_case import assert_same, reduced, value_and_gradient
 from torch import Tensor
 
 from headloss import losses as h
-from headloss.batch import Batch
+from headloss.batch.batch import Batch
+from headloss.batch.packing import PackedBatch, pack
 from headloss.losses.term import Objective, Term
-from headloss.metrics import fold
-from headloss.packing import PackedBatch, pack
-from headloss.stats import Statistics
+from headloss.objective.metrics import fold
+from headloss.objective.statistics import Statistics
 
 pytest.importorskip("trl", reason="TRL is the peer that these terms are compared with")
 from trl import DPOTrainer, GRPOTrainer

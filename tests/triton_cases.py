@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from headloss.kernels import reference  # noqa: E402
 from headloss.kernels.interface import Backward, Forward  # noqa: E402
 from headloss.kernels.transform import Transform  # noqa: E402
-from headloss.stats import Coefficients, Normalizer, Partials, finish  # noqa: E402
+from headloss.objective.statistics import Coefficients, Normalizer, Partials, finish  # noqa: E402
 
 NEEDS = frozenset({"logp", "lse", "entropy", "mean_logit", "top1"})
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float32)

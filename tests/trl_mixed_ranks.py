@@ -27,7 +27,7 @@ from trainer_cases import SMALL, Case
 
 import headloss as hl
 from headloss.integrations.trl.forward import Request, add_head
-from headloss.metrics import Metrics
+from headloss.objective.metrics import Metrics
 
 BF16 = torch.bfloat16
 

@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..stats import Coefficients, Normalizer, Partials, Statistics
+from ..objective.statistics import Coefficients, Normalizer, Partials, Statistics
 from .pair import Outcomes, Pair
 from .transform import Transform
 

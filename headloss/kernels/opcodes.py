@@ -1,4 +1,4 @@
-"""The instructions of a tape (`headloss.tape`), shared by what writes them and what runs them.
+"""The instructions of a tape (`objective.tape`), shared by what writes them and what runs them.
 
 An instruction is a row of six int32: opcode, destination, three operands, and the bits of one
 float32, which stands for every operand that is -1. A register is a vector over the tokens or over

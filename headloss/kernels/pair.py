@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..stats import Normalizer
+from ..objective.statistics import Normalizer
 from .transform import Transform
 
 

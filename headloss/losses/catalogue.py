@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batch import Batch
-from ..packing import MissingField, PackedBatch, pack
-from ..segments import Segments
-from ..stats import STATISTICS, Statistics
+from ..batch.batch import Batch
+from ..batch.packing import MissingField, PackedBatch, pack
+from ..batch.segments import Segments
+from ..objective.statistics import STATISTICS, Statistics
 from .distillation import INPUTS as TEACHER_INPUTS
 from .distillation import distillation
 from .modifiers import Modifier, corrected, off_policy_masked, top_entropy

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from ..metrics import Observed
-from ..reduction import token_mean
-from ..stats import Statistics
+from ..batch.reduction import token_mean
+from ..objective.metrics import Observed
+from ..objective.statistics import Statistics
 from .origin import Origin
 from .term import Term
 
 if TYPE_CHECKING:
-    from ..head import Head
-    from ..packing import PackedBatch
+    from ..batch.packing import PackedBatch
+    from ..head.head import Head
 
 Kind = Literal["forward_kl", "reverse_kl", "js"]
 KINDS = ("forward_kl", "reverse_kl", "js")

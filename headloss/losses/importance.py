@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from ..metrics import Max, Min, Observed
-from ..stats import Statistics
+from ..objective.metrics import Max, Min, Observed
+from ..objective.statistics import Statistics
 from .factory import one_of
 from .term import Per, Scope
 
 if TYPE_CHECKING:
-    from ..packing import PackedBatch
+    from ..batch.packing import PackedBatch
 
 Level = Literal["token", "sequence", "sequence_token"]
 LEVELS: dict[str, tuple[Scope, Per]] = {

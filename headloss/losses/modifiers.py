@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..metrics import Max, Observed
+from ..objective.metrics import Max, Observed
+from ..objective.statistics import Statistics
 from ..ranks.collectives import together
-from ..stats import Statistics
 from .factory import naming, non_negative, number, one_of, positive
 from .importance import MAX_LOG_RATIO
 from .term import TRACING, Per, Scope
@@ -24,7 +24,7 @@ from .term import TRACING, Per, Scope
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ..packing import PackedBatch
+    from ..batch.packing import PackedBatch
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 

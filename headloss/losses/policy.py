@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..metrics import Observed
-from ..reduction import Reduction, fixed_length, sequence_mean, sequence_sum, token_mean
-from ..stats import Slope, Statistics
+from ..batch.reduction import Reduction, fixed_length, sequence_mean, sequence_sum, token_mean
+from ..objective.metrics import Observed
+from ..objective.statistics import Slope, Statistics
 from .factory import factory, non_negative, number, positive
 from .importance import (
     MAX_LOG_RATIO,
@@ -32,7 +32,7 @@ from .importance import (
 from .term import Term
 
 if TYPE_CHECKING:
-    from ..packing import PackedBatch
+    from ..batch.packing import PackedBatch
 
 # ---------------------------------------------------------------------- the clipped surrogate
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ..metrics import Observed
-from ..reduction import sequence_mean
-from ..stats import Statistics
+from ..batch.reduction import sequence_mean
+from ..objective.metrics import Observed
+from ..objective.statistics import Statistics
 from .factory import factory, non_negative, number, positive
 from .term import Term
 
 if TYPE_CHECKING:
-    from ..packing import PackedBatch
+    from ..batch.packing import PackedBatch
 
 Score = Callable[[Statistics, "PackedBatch"], Tensor]  # [S], by how much an answer is preferred
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from ..metrics import Observed
-from ..reduction import token_mean
-from ..stats import Slope, Statistics
+from ..batch.reduction import token_mean
+from ..objective.metrics import Observed
+from ..objective.statistics import Slope, Statistics
 from .factory import factory, non_negative, one_of, positive
 from .importance import (
     MAX_LOG_RATIO,
@@ -31,7 +31,7 @@ from .importance import (
 from .term import Term, term
 
 if TYPE_CHECKING:
-    from ..packing import PackedBatch
+    from ..batch.packing import PackedBatch
 
 ESTIMATORS = ("k1", "k2", "k3")
 MIN_LOG_WEIGHT = math.log(1e-8)  # of VESPO's sequence weight

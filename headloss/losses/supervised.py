@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..metrics import Observed, Perplexity
-from ..reduction import token_mean
-from ..stats import Slope, Statistics
+from ..batch.reduction import token_mean
+from ..objective.metrics import Observed, Perplexity
+from ..objective.statistics import Slope, Statistics
 from .factory import factory, number
 from .term import Term, term
 
 if TYPE_CHECKING:
-    from ..packing import PackedBatch
+    from ..batch.packing import PackedBatch
 
 
 def _observe(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ..metrics import Observed, checked
-from ..reduction import Reduction, as_reduction, sequence_mean, token_mean
-from ..stats import Slope, Statistics
+from ..batch.reduction import Reduction, as_reduction, sequence_mean, token_mean
+from ..objective.metrics import Observed, checked
+from ..objective.statistics import Slope, Statistics
 from .identity import Given, alike, leaves_of
 
 if TYPE_CHECKING:
-    from ..packing import PackedBatch
+    from ..batch.packing import PackedBatch
     from .distillation import Teacher
     from .modifiers import Modifier
     from .origin import Origin

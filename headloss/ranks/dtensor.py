@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..head import GATHER, Head
+from ..head.head import GATHER, Head
 
 
 def local_head(head: Head) -> Head:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from ..batch import IGNORE
+from ..batch.batch import IGNORE
 from .agreement import Facts, agree
 from .spread import Spread
 from .vocabulary import WHOLE, Shard, Whole
@@ -24,12 +24,12 @@ from .vocabulary import WHOLE, Shard, Whole
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ..batch import Batch
-    from ..head import Head
+    from ..batch.batch import Batch
+    from ..batch.packing import Packing
+    from ..head.head import Head
     from ..kernels.transform import Transform
     from ..losses.term import Objective
     from ..options import Options
-    from ..packing import Packing
 
 R = TypeVar("R")
 

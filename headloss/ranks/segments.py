@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
-from ..batch import Batch
+from ..batch.batch import Batch
+from ..batch.packing import PackedBatch, Packing
 from ..losses.term import Objective
 from ..options import Options
-from ..packing import PackedBatch, Packing
-from ..plan import Plan
+from ..run.plan import Plan
 from .agreement import Facts, agree
 from .collectives import together
 from .place import Place, of_objective

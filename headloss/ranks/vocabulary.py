@@ -17,18 +17,18 @@ from torch import Tensor, distributed
 from torch.nn.functional import dropout, pad
 
 from ..kernels.interface import Kernels, Measured
-from ..products import input_gradient
+from ..objective.statistics import Partials, finish, merge_all
 from ..softmax.linear import LinearSoftmax, Wants
+from ..softmax.products import input_gradient
 from ..softmax.rows import RowGradient
 from ..softmax.sums import Hidden
-from ..stats import Partials, finish, merge_all
 from .collectives import together
 from .spread import Pending, Spread, SpreadRows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ..head import Head
+    from ..head.head import Head
 
 
 GIVE_WAY = 20_000  # clocks, about 11 microseconds, in which a collective gets to its place on a GPU

@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .. import taped
-from ..batch import Batch
+from ..batch.batch import Batch
+from ..batch.packing import PackedBatch, Packing
+from ..batch.reduction import Totals
 from ..losses.term import Objective
-from ..objective import Bound, bind
+from ..objective import taped
+from ..objective.bound import Bound, bind
+from ..objective.taped import Taped
 from ..options import Options
-from ..packing import PackedBatch, Packing
-from ..reduction import Totals
-from ..taped import Taped
 from .prepare import Prepared
 
 

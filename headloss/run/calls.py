@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..batch import Batch
-from ..checks import check_temperatures, teachers_of
-from ..head import Head
+from ..batch.batch import Batch
+from ..batch.packing import Packing, packing_of
+from ..head.head import Head
 from ..kernels.transform import Transform
 from ..losses.term import Objective, Term
 from ..options import Options
-from ..packing import Packing, packing_of
-from ..plan import Plan
 from ..ranks.place import Place, given_facts, join, linear_facts
 from ..ranks.segments import Joined, over_segments, voted
 from ..softmax.given import GivenSoftmax, WalkSoftmax
@@ -27,7 +25,9 @@ from ..softmax.linear import ExpSoftmax, LinearSoftmax, RawSoftmax, Tokens
 from ..softmax.sums import Into
 from .autograd import GatherRows
 from .bind import binder
+from .checks import check_temperatures, teachers_of
 from .loop import Work
+from .plan import Plan
 from .prepare import Prepared, prepare_given, prepare_linear
 from .teachers import open_teacher
 

@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..batch.packing import PackedBatch
 from ..kernels.interface import Measured
-from ..objective import Bound, Gradient
-from ..packing import PackedBatch
-from ..plan import Chunk, Plan
+from ..objective.bound import Bound, Gradient
+from ..objective.statistics import Normalizer, Statistics
+from ..objective.taped import Taped
 from ..softmax.given import GivenSums, WalkSoftmax
 from ..softmax.linear import LinearSoftmax, RawSoftmax, rows_left, unit_gradient
 from ..softmax.rows import ALL
 from ..softmax.sums import Into, RowSums, SlabSums
-from ..stats import Normalizer, Statistics
-from ..taped import Taped
+from .plan import Chunk, Plan
 
 Gradients = list[Tensor | None]
 

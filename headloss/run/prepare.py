@@ -18,8 +18,19 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..batch import Batch
-from ..checks import (
+from ..batch.batch import Batch
+from ..head.head import Head, check_transform
+from ..kernels.interface import Kernels
+from ..kernels.transform import Transform
+from ..losses.distillation import Teacher
+from ..losses.term import Objective, Reads, Term
+from ..objective.bound import check_weights, has_slopes, reads
+from ..objective.sample import Kinds
+from ..objective.statistics import STATISTICS
+from ..options import Options
+from ..softmax.linear import Wants
+from ..softmax.products import sum_dtype
+from .checks import (
     check_dead_rows,
     check_gradient,
     check_linear,
@@ -29,18 +40,7 @@ from ..checks import (
     teachers_of,
     warn_of_misspelt_fields,
 )
-from ..head import Head, check_transform
-from ..kernels.interface import Kernels
-from ..kernels.transform import Transform
-from ..losses.distillation import Teacher
-from ..losses.term import Objective, Reads, Term
-from ..objective import check_weights, has_slopes, reads
-from ..options import Options
-from ..plan import Plan, Problem, make_plan
-from ..products import sum_dtype
-from ..sample import Kinds
-from ..softmax.linear import Wants
-from ..stats import STATISTICS
+from .plan import Plan, Problem, make_plan
 
 MOST = 256  # signatures that are kept
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..checks import wide_field
+from ..batch.packing import PackedBatch
 from ..kernels.interface import Kernels
 from ..kernels.transform import Transform
 from ..losses.distillation import Teacher
-from ..packing import PackedBatch
 from ..ranks.dtensor import local_head
 from ..ranks.vocabulary import Whole
 from ..softmax.given import View
 from ..softmax.linear import LinearSoftmax, Tokens
 from ..softmax.teacher import NOTHING, DenseTeacher, TopkTeacher
+from .checks import wide_field
 from .prepare import Prepared
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import products
 from ..kernels import interface as kernels
 from ..kernels.interface import Measured
-from ..objective import Gradient
-from ..stats import Partials
+from ..objective.bound import Gradient
+from ..objective.statistics import Partials
+from . import products
 from .linear import RawSoftmax, Tokens
 from .rows import ALL, RowGradient, Rows
 

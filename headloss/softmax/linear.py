@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import products
 from ..kernels.interface import Backward, Forward, Held, Kernels, Measured, is_multiple
 from ..kernels.transform import Transform
-from ..objective import Gradient
-from ..stats import Coefficients, Normalizer, Partials
+from ..objective.bound import Gradient
+from ..objective.statistics import Coefficients, Normalizer, Partials
+from . import products
 from .rows import ALL, RowGradient, Rows, compact_
 
 MOST = 15 / 16  # of a GPU's rows: leaving so few out costs more than it saves

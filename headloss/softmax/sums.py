@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import products
 from ..kernels.interface import Scaling
+from . import products
 from .linear import LinearSoftmax, Wants
 from .rows import ALL, RowGradient
 

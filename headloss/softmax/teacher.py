@@ -17,7 +17,7 @@ from ..kernels.interface import Backward, Forward, Kernels
 from ..kernels.pair import Outcomes, Pair, Side, phi
 from ..kernels.transform import Transform
 from ..losses.distillation import Teacher, log_tail
-from ..stats import FLOOR, Normalizer, Partials, finish
+from ..objective.statistics import FLOOR, Normalizer, Partials, finish
 from .given import View
 from .linear import LinearSoftmax
 from .rows import Rows, compact_

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...batch.reduction import Reduction
 from ...losses import Term, term
-from ...metrics import Metrics, Observed
-from ...reduction import Reduction
+from ...objective.metrics import Metrics, Observed
 
 
 def per(denominator: float | Tensor) -> Reduction:

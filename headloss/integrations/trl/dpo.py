@@ -9,10 +9,10 @@ from torch import Tensor
 from trl.trainer import dpo_trainer
 
 from ... import losses
-from ...batch import IGNORE, Batch
+from ...batch.batch import IGNORE, Batch
+from ...batch.segments import Segments
 from ...losses import Objective
 from ...options import Options
-from ...segments import Segments
 from .common import Probe, record, refuse, refuse_common
 from .forward import Measured, Request, Unrounded, installed, require
 from .sharding import is_fsdp2

@@ -32,11 +32,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
-from ...batch import IGNORE, Batch
-from ...engine import Output, head_loss, logits_loss
-from ...head import Head
+from ...batch.batch import IGNORE, Batch
+from ...head.head import Head
+from ...head_loss import Output, head_loss, logits_loss
 from ...losses import Objective, Term, entropy
-from ...metrics import Metrics
+from ...objective.metrics import Metrics
 from ...options import Options
 from .sharding import is_fsdp2, whole
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, distributed
 
 from ... import losses
-from ...batch import CURRENT, IGNORE, Batch
+from ...batch.batch import CURRENT, IGNORE, Batch
+from ...batch.reduction import Reduction, fixed_length, sequence_mean, sequence_sum, token_mean
 from ...losses import Objective, Term, term
 from ...losses.importance import LEVELS
 from ...losses.modifiers import top_entropy
-from ...reduction import Reduction, fixed_length, sequence_mean, sequence_sum, token_mean
 from .common import per
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from trl.trainer import sft_trainer
 
-from ...batch import Batch
+from ...batch.batch import Batch
+from ...batch.reduction import token_mean
 from ...losses import Objective, cross_entropy
 from ...options import Options
-from ...reduction import token_mean
 from .common import Probe, per, record, refuse, refuse_common
 from .forward import Measured, Request, installed, require
 

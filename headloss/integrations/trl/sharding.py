@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...head import Head
+from ...head.head import Head
 
 
 def whole(head: Head, model: nn.Module, dtype: torch.dtype) -> Head:

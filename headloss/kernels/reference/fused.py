@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ... import stats
-from ...stats import FLOOR, Partials, merge_all
+from ...objective import statistics as stats
+from ...objective.statistics import FLOOR, Partials, merge_all
 from ..interface import Backward, Forward, Held, Measured, Order, check_held, check_multiple
 from .rows import move_rows_, scaled_rows
 from .tile import blocks, in_columns, inside, logit_gradient_, partials, wide, z_gradient

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...stats import FLOOR, Partials, merge
+from ...objective.statistics import FLOOR, Partials, merge
 from ..interface import Backward, Forward
 from ..pair import Outcomes, Pair, Side, against_mixture, phi
 from ..transform import Transform

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...stats import Coefficients, Partials, finish
+from ...objective.statistics import Coefficients, Partials, finish
 from ..interface import Backward, Forward, Order, Rows, Scaling, Walk
 from .tile import logit_gradient_, partials, wide
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...stats import FLOOR, Coefficients, Partials, merge
+from ...objective.statistics import FLOOR, Coefficients, Partials, merge
 from ..interface import Backward, Forward, Order
 
 BLOCK_ELEMENTS = 1 << 20  # working memory of one step, so that temporaries stay small

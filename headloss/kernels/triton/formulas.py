@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...stats import FLOOR as _FLOOR
+from ...objective.statistics import FLOOR as _FLOOR
 from .versions import INTERPRETED
 
 FLOOR = tl.constexpr(_FLOOR)

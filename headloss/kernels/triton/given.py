@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...stats import Normalizer, Partials
+from ...objective.statistics import Normalizer, Partials
 from ..interface import Rows, Walk
 from .cluster import letter, of_part, open_mail, post
 from .formulas import coefficient, coefficients, log1p, merged, per_row

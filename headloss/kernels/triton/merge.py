@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...stats import STATISTICS, Normalizer, Partials, Statistics
+from ...objective.statistics import STATISTICS, Normalizer, Partials, Statistics
 from ..interface import Measured
 from .formulas import FLOOR, LN2, LOG2E, block_partials, merged, per_row, transformed
 from .launch import Launcher

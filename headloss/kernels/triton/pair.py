@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...stats import Normalizer
+from ...objective.statistics import Normalizer
 from ..interface import Backward
 from ..pair import Side
 from .formulas import (

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...stats import Partials
+from ...objective.statistics import Partials
 from ..interface import Forward, Held, Measured
 from .formulas import LN2, LOG2E, transformed
 from .launch import Launcher

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...stats import Coefficients, Normalizer, Partials
+from ...objective.statistics import Coefficients, Normalizer, Partials
 from ..interface import Backward
 from ..transform import Transform
 

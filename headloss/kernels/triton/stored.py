@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...stats import Partials
+from ...objective.statistics import Partials
 from ..interface import Backward
 from ..pair import Outcomes
 from ..transform import Transform

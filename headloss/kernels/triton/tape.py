@@ -14,7 +14,7 @@ from .instructions import fold_kernel, tape_kernel
 from .launch import OfNumbers
 
 if TYPE_CHECKING:
-    from ...tape import Launch, Row, Tape
+    from ...objective.tape import Launch, Row, Tape
 
 BLOCK = 1024  # tokens at once
 FOLD = 256  # programs whose shares are added at once

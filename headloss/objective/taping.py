@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batch import CURRENT, Current
-from .kernels.opcodes import Op
-from .losses.origin import key_of
-from .losses.term import TRACING, Objective
+from ..batch.batch import CURRENT, Current
+from ..batch.packing import PackedBatch
+from ..batch.reduction import Totals
+from ..kernels.opcodes import Op
+from ..losses.origin import key_of
+from ..losses.term import TRACING, Objective
+from .bound import Part, bind, without_poison
 from .lowering import Written, lowered
 from .metrics import Max, Min, Observed, Sum
-from .objective import Part, bind, without_poison
-from .packing import PackedBatch
 from .recording import ONE, SEGMENTS, TOKENS, Constant, Operand, Recorder, Unrecorded
 from .recording import RecordedSegments as Recorded
-from .reduction import Totals
-from .stats import DIFFERENTIABLE, Statistics, pull_back
+from .statistics import DIFFERENTIABLE, Statistics, pull_back
 from .tape import Reported, Source, Tape
 
 Kinds = Mapping[str, torch.dtype | None]  # of fields; None: CURRENT

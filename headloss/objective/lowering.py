@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .kernels.opcodes import INPUTS, MEASUREMENTS, NUMBERS, Op
+from ..kernels.opcodes import INPUTS, MEASUREMENTS, NUMBERS, Op
 from .recording import Node
 from .tape import Reported, Row, Source, Tape
 

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .losses.term import Objective, Reads, Term, trace
+from ..batch.packing import MissingField, PackedBatch
+from ..batch.reduction import Totals
+from ..losses.term import Objective, Reads, Term, trace
 from .metrics import Metrics
-from .packing import MissingField, PackedBatch
-from .reduction import Totals
 from .sample import Kinds, sample_batch, sample_statistics
-from .stats import DIFFERENTIABLE, Coefficients, Slope, Statistics, pull_back
+from .statistics import DIFFERENTIABLE, Coefficients, Slope, Statistics, pull_back
 
 
 class Part(NamedTuple):

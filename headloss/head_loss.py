@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from .batch import Batch
-from .checks import check_eager
-from .head import Head, check_head
+from .batch.batch import Batch
+from .batch.packing import Packing
+from .head.head import Head, check_head
 from .kernels.transform import Transform
 from .losses.term import Objective, Term
-from .metrics import Mean, Metrics, Observed, Sum, checked, fold, fold_all
+from .objective.metrics import Mean, Metrics, Observed, Sum, checked, fold, fold_all
+from .objective.statistics import Statistics
 from .options import Options
-from .packing import Packing
-from .plan import Plan
 from .ranks.collectives import attended
 from .ranks.dtensor import local_head
 from .run.autograd import HeadLoss, Open
 from .run.calls import Call, given_call, linear_call
+from .run.checks import check_eager
 from .run.loop import Outcome, Work
-from .stats import Statistics
+from .run.plan import Plan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

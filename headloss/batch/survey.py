@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels import choose, load
+from ..kernels import choose, load
 from .segments import Segments, count_in
 
 IGNORE = -100  # the target of an unscored position, as in torch.nn.functional.cross_entropy

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .products import WideLinear
+from ..softmax.products import WideLinear
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

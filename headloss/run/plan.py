@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from .options import Options
+from ..options import Options
 
 Schedule = Literal["one_pass", "recompute", "frozen", "statistics"]
 Pull = Literal["now", "unit", "slabs", "blocks", "never"]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .kernels.opcodes import ELEMENTWISE, Op
-from .segments import Segments
+from ..batch.segments import Segments
+from ..kernels.opcodes import ELEMENTWISE, Op
 
 TOKENS, SEGMENTS = 0, 1
 

@@ -13,24 +13,24 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .batch import IGNORE, Batch
-from .checks import check_eager, check_temperatures
-from .head import Head, autocast_dtype, check_head
+from .batch.batch import IGNORE, Batch
+from .batch.packing import Packing, packing_of
+from .head.head import Head, autocast_dtype, check_head
 from .kernels.interface import Measured
 from .kernels.transform import Transform
-from .objective import Bound, Gradient, power_of_two
+from .objective.bound import Bound, Gradient, power_of_two
+from .objective.statistics import Normalizer, Statistics, pull_back
 from .options import Options
-from .packing import Packing, packing_of
-from .plan import Problem, make_plan
-from .products import sum_dtype
 from .ranks.dtensor import local_head
 from .ranks.place import join_positions
 from .ranks.vocabulary import named
 from .run.autograd import refuse_second_derivatives
+from .run.checks import check_eager, check_temperatures
 from .run.loop import Work, in_slabs, join, measure
+from .run.plan import Problem, make_plan
 from .softmax.linear import NO_GRADIENT, ExpSoftmax, LinearSoftmax, Tokens, Wants
+from .softmax.products import sum_dtype
 from .softmax.sums import Into
-from .stats import Normalizer, Statistics, pull_back
 
 NEEDS = frozenset({"logp", "lse", "entropy"})
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from .ranks.collectives import together
+from ..ranks.collectives import together
 from .segments import Segments, count_in
 
 if TYPE_CHECKING:

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .checks import check_eager
-from .head import Head, autocast_dtype, check_head
+from .head.head import Head, autocast_dtype, check_head
 from .kernels.transform import Transform
+from .objective.statistics import Partials, finish
 from .options import Options
-from .plan import Problem, make_plan
-from .products import sum_dtype
 from .ranks.dtensor import local_head
 from .ranks.place import Place, join_positions
 from .ranks.vocabulary import Whole
+from .run.checks import check_eager
+from .run.plan import Problem, make_plan
 from .softmax.linear import LinearSoftmax, Tokens
-from .stats import Partials, finish
+from .softmax.products import sum_dtype
 
 NOTHING: frozenset[str] = frozenset()
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..objective.statistics import Statistics
 from .batch import Batch, Current
 from .segments import Segments
-from .stats import Statistics
 from .survey import Order, static_order
 
 

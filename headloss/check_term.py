@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .batch import Batch
+from .batch.batch import Batch
+from .batch.packing import PackedBatch, outside_inference, pack
 from .losses.term import Reads, Term
-from .objective import reads
-from .packing import PackedBatch, outside_inference, pack
-from .stats import DIFFERENTIABLE, STATISTICS, Statistics
+from .objective.bound import reads
+from .objective.statistics import DIFFERENTIABLE, STATISTICS, Statistics
 
 LENGTHS = (5, 1, 7, 4, 3, 8)
 TOLERANCE = 1e-9
@@ -81,7 +81,7 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
 
 def _batch(term: Term, given: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     """A batch with every field that the term asks for."""
-    from .segments import Segments
+    from .batch.segments import Segments
 
     tokens = sum(LENGTHS)
     generator = torch.Generator().manual_seed(0)
@@ -159,7 +159,7 @@ def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[tuple[slice, PackedB
 
 def _permute(term: Term, batch: PackedBatch) -> tuple[Tensor, PackedBatch]:
     """The same segments, the last unit first."""
-    from .segments import Segments
+    from .batch.segments import Segments
 
     rows = torch.arange(sum(LENGTHS)).split(LENGTHS)
     unit = term.segments_per_unit

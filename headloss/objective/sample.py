@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .batch import CURRENT, Current
-from .losses.term import Term
-from .packing import PackedBatch
-from .segments import Segments
-from .stats import Statistics
+from ..batch.batch import CURRENT, Current
+from ..batch.packing import PackedBatch
+from ..batch.segments import Segments
+from ..losses.term import Term
+from .statistics import Statistics
 
 Kinds = Mapping[str, tuple[torch.dtype | None, int]]  # of fields: see Batch.kinds
 _SAMPLE = 2  # tokens, in a segment each: enough for a pair

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .batch import Batch
-from .kernels.opcodes import ELEMENTWISE, MEASURED, Op, Way
+from ..batch.batch import Batch
+from ..batch.packing import Packing
+from ..batch.reduction import Number, Totals
+from ..batch.segments import Segments
+from ..kernels.opcodes import ELEMENTWISE, MEASURED, Op, Way
 from .metrics import Measurement, Metrics
-from .packing import Packing
 from .recording import COMPUTE, SEGMENTS, TOKENS, Constant
-from .reduction import Number, Totals
-from .segments import Segments
-from .stats import Coefficients, Statistics
+from .statistics import Coefficients, Statistics
 
 LAUNCH, SEGMENT = int(Way.LAUNCH), int(Way.SEGMENT)
 
@@ -220,7 +220,7 @@ Runner = Callable[[Tape, Launch], tuple[Sequence[Tensor], Tensor]]
 def _runner(backend: str) -> Runner:
     if backend == "reference":
         return run_plain
-    from .kernels.triton.tape import run
+    from ..kernels.triton.tape import run
 
     return run
 

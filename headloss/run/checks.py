@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .batch import LOGPS, Batch
-from .head import Head, autocast_dtype
-from .losses.distillation import INPUTS, Teacher
-from .losses.term import Objective, Reads, Term
-from .objective import reads
-from .options import Options
-from .packing import PackedBatch
-from .ranks.dtensor import is_dtensor, local_head
-from .sample import Kinds
-from .stats import Statistics
+from ..batch.batch import LOGPS, Batch
+from ..batch.packing import PackedBatch
+from ..head.head import Head, autocast_dtype
+from ..losses.distillation import INPUTS, Teacher
+from ..losses.term import Objective, Reads, Term
+from ..objective.bound import reads
+from ..objective.sample import Kinds
+from ..objective.statistics import Statistics
+from ..options import Options
+from ..ranks.dtensor import is_dtensor, local_head
 
 
 def check_eager(verb: str, given: object = None, *others: object) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batch import Batch, Current
-from .losses.term import Objective
+from ..batch.batch import Batch, Current
+from ..batch.packing import PackedBatch, Packing
+from ..batch.reduction import Totals
+from ..losses.term import Objective
+from .bound import Bound, Gradient, Piece, owed
 from .metrics import Metrics
-from .objective import Bound, Gradient, Piece, owed
-from .packing import PackedBatch, Packing
-from .reduction import Totals
-from .stats import Statistics
+from .statistics import Statistics
 from .tape import Evaluated, Tape, Tokens
 from .tape import Piece as Place
 from .taping import tape_of

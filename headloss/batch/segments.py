@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from .ranks.collectives import together
+from ..ranks.collectives import together
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

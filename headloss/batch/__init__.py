@@ -1,0 +1,1 @@
+"""What a user gives, packed when it is made: batch, segments, totals and reductions."""

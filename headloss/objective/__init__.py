@@ -1,0 +1,1 @@
+"""Statistics, an objective bound to a packed batch, its coefficients, its metrics."""
