@@ -5,7 +5,6 @@ T tokens, H hidden width, V vocabulary. Every tensor that an operator creates is
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 import torch.nn.functional as F
