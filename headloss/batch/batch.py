@@ -43,12 +43,14 @@ class Batch:
             the ratio starts from, the reference, and the sampler. `old_logps=hl.CURRENT` stands
             for this call's own, detached.
         totals: global denominators; default: this batch (over `segments.group`).
+        candidate_ids: [.., K] int64, K <= 512, columns whose log-probs `stats.candidate_logps` are:
+            distinct at each position; a negative id is an empty slot.
         **fields: any further [..], [.., K] or [S] tensors, by name, for terms; not a name that a
             batch or what terms see of it has itself, nor one that begins with an underscore.
 
     Raises:
         TypeError: a field that is not a tensor, targets that are not integers, advantages or
-            log-probs that are complex or boolean.
+            log-probs that are complex or boolean, candidate_ids that are not integers.
         ValueError: a shape that fits neither, a field that requires a gradient, a reserved name.
     """
 
@@ -61,6 +63,7 @@ class Batch:
         ref_logps: Tensor | None = None,
         sampling_logps: Tensor | None = None,
         totals: Totals | None = None,
+        candidate_ids: Tensor | None = None,
         **fields: Tensor | None,
     ) -> None:
         if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
@@ -86,6 +89,7 @@ class Batch:
             "old_logps": old_logps,
             "ref_logps": ref_logps,
             "sampling_logps": sampling_logps,
+            "candidate_ids": candidate_ids,
             **fields,
         }
         for name, value in named.items():
@@ -173,7 +177,7 @@ class Batch:
             for name in ID_FIELDS
             if self._is_ids(value := self.fields.get(name)) and isinstance(value, Tensor)
         }
-        return Found(Survey(targets, self.segments, ids), self._surveyed())
+        return Found(Survey(targets, self.segments, ids, DISTINCT), self._surveyed())
 
     def _surveyed(self) -> tuple[Tensor, ...]:
         """The tensors that the order and its checks follow from."""
@@ -210,6 +214,8 @@ class Batch:
             raise ValueError(
                 f"{name}: got device {value.device}, want the targets' {self.targets.device}"
             )
+        if name in DISTINCT:
+            check_ids(name, value, self.targets.shape, MOST_IDS)
         shape, targets = tuple(value.shape), tuple(self.targets.shape)
         per_segment = shape == (self.segments.count,) and name not in LOGPS
         if shape[: len(targets)] != targets and not per_segment:
@@ -228,17 +234,17 @@ class Batch:
         as_segment = name not in LOGPS and value.shape == (self.segments.count,)
         return value.shape[: self.targets.dim()] == self.targets.shape, as_segment
 
-    def kinds(self, wide: torch.dtype) -> dict[str, tuple[torch.dtype | None, int]]:
+    def kinds(self, wide: torch.dtype) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:
         """The fields by name as terms see them: dtype (None: CURRENT; floating vectors in `wide`),
-        and dimensions, 1 for a value per token or per segment."""
-        found: dict[str, tuple[torch.dtype | None, int]] = {}
+        and the shape at each token, () for a value per token or per segment."""
+        found: dict[str, tuple[torch.dtype | None, tuple[int, ...]]] = {}
         for name, value in self.fields.items():
             if isinstance(value, Current):
-                found[name] = None, 1
+                found[name] = None, ()
                 continue
-            rank = 1 + (value.dim() - self.targets.dim() if self.per_token(name) else 0)
-            floating = rank == 1 and value.is_floating_point()
-            found[name] = (wide if floating else value.dtype), rank
+            more = tuple(value.shape[self.targets.dim() :]) if self.per_token(name) else ()
+            floating = not more and value.is_floating_point()
+            found[name] = (wide if floating else value.dtype), more
         return found
 
     def totals_of_this_batch(self) -> Totals:
@@ -251,7 +257,9 @@ class Batch:
         return count_totals(self.targets.reshape(-1) != IGNORE, self.segments, masks)
 
 
-ID_FIELDS = ("teacher_topk_ids",)  # values are columns of the vocabulary
+DISTINCT = ("candidate_ids",)  # those of a position must be distinct
+ID_FIELDS = ("teacher_topk_ids", *DISTINCT)  # values are columns of the vocabulary
+MOST_IDS = 512  # of a position
 # Names of the batch itself, as it is given and as terms see it.
 RESERVED = frozenset(
     {"targets", "segments", "totals", "fields", "get", "live", "on", "slice", "replacing", "kinds"}
@@ -266,6 +274,15 @@ class Found:
     def __init__(self, survey: Survey, tensors: tuple[Tensor, ...]) -> None:
         self.survey, self.tensors, self.versions = survey, tensors, _versions(tensors)
         self.packing: Any = None  # packing.Packing, made by the first call
+
+
+def check_ids(name: str, ids: Tensor, shape: torch.Size, most: int | None = None) -> None:
+    """ValueError or TypeError where ids of positions of a shape are not [.., K] integers."""
+    want = f"{(*shape, 'K')} with " + ("K >= 1" if most is None else f"1 <= K <= {most}")
+    if ids.shape[:-1] != shape or not 1 <= ids.shape[-1] <= (most or ids.shape[-1]):
+        raise ValueError(f"{name}: got shape {tuple(ids.shape)}, want {want}")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"{name}: got {ids.dtype}, want integers")
 
 
 def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:

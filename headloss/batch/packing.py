@@ -107,7 +107,7 @@ class PackedBatch:
         elif self._index is not None:
             value = value[self._index]
         if value.dim() > 1:
-            return value
+            return outside_inference(value)
         if self._dtype is not None and value.is_floating_point():
             value = value.to(self._dtype)
         value = outside_inference(value)
@@ -117,16 +117,16 @@ class PackedBatch:
         """A field before it is gathered: [N, ..], or [S] if it is per segment."""
         return self._given.get(name)
 
-    def kinds(self) -> dict[str, tuple[torch.dtype | None, int]]:
+    def kinds(self) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:
         """The fields by name: dtype (None: CURRENT; floating vectors in that of the statistics) and
-        dimensions as packed."""
-        found: dict[str, tuple[torch.dtype | None, int]] = {}
+        the shape at each token."""
+        found: dict[str, tuple[torch.dtype | None, tuple[int, ...]]] = {}
         for name, value in (*self._given.items(), *self._fields.items()):
             if isinstance(value, Current):
-                found[name] = None, 1
+                found[name] = None, ()
                 continue
             narrow = value.dim() == 1 and value.is_floating_point() and self._dtype is not None
-            found[name] = (self._dtype if narrow else value.dtype), value.dim()
+            found[name] = (self._dtype if narrow else value.dtype), tuple(value.shape[1:])
         return found
 
     def on(self, stats: Statistics) -> PackedBatch:

@@ -6,6 +6,7 @@ N positions, T of them scored, S segments.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,6 @@ class Order(NamedTuple):
     unscored: Tensor | None = None  # [N - T]
     live: Tensor | None = None  # [T] bool, with static shapes: which are scored
     targets: Tensor | None = None  # [T], where finding the order has given them
-    targets: Tensor | None = None  # [T], where finding the order has given them
 
 
 class Survey:
@@ -38,16 +38,28 @@ class Survey:
 
     Attributes:
         id_fields: [N, K] each, whose values are columns of the vocabulary where they are not < 0.
-        facts: [2 + values + S + 3] int64, see `kernels.interface.Kernels.survey`.
+        facts: [2 + values + S + 3] int64, see `kernels.interface.Kernels.survey`; then, for each
+            distinct field, at how many scored positions an id stands twice.
         scored: what `compact` needs to know of the positions.
     """
 
-    def __init__(self, targets: Tensor, segments: Segments, id_fields: dict[str, Tensor]) -> None:
+    def __init__(
+        self,
+        targets: Tensor,
+        segments: Segments,
+        id_fields: dict[str, Tensor],
+        distinct: Sequence[str] = (),
+    ) -> None:
         self.targets, self.segments, self.id_fields = targets, segments, id_fields
+        self.distinct = [name for name in distinct if name in id_fields]
         self.acts = load(choose("auto", targets.device, torch.float32))
         self.facts, self.scored = self.acts.survey(
             targets, segments.ids, segments.count, IGNORE, id_fields=tuple(id_fields.values())
         )
+        if self.distinct:
+            scored = targets.reshape(-1) != IGNORE
+            twice = [(_repeated(id_fields[name]) & scored).sum() for name in self.distinct]
+            self.facts = torch.cat([self.facts, torch.stack(twice)])
         self._read: list[int] | None = None
         self._copy: Tensor | None = None
         self._event: Any = None
@@ -74,7 +86,8 @@ class Survey:
         """ValueError for a bad target, segment id, or value of an id field at a scored position."""
         names = ("targets", *self.id_fields)
         _, lowest, *rest = self.read()
-        largest, (below, *_, beyond, _) = rest[: len(names)], rest[len(names) :]
+        largest, rest = rest[: len(names)], rest[len(names) :]
+        below, beyond = rest[0], rest[self.segments.count + 1]
         for name, most in zip(names, largest, strict=True):
             if name == "targets" and (lowest < 0 or most >= vocabulary):
                 value = self.targets.reshape(-1)
@@ -83,6 +96,10 @@ class Survey:
             elif most >= vocabulary:
                 value = self.id_fields[name].amax(1)
                 self._refuse(name, value, value >= vocabulary, f"id < {vocabulary}")
+        for name, count in zip(self.distinct, rest[self.segments.count + 3 :], strict=True):
+            if count:
+                value = self.id_fields[name]
+                self._refuse(name, value, _repeated(value), "distinct ids")
         if below or beyond:
             ids = self.segments.ids.reshape(-1)
             bad = (ids < 0) | (ids >= self.segments.count)
@@ -91,16 +108,17 @@ class Survey:
 
     def _refuse(self, name: str, value: Tensor, bad: Tensor, want: str) -> None:
         position = int((bad & (self.targets.reshape(-1) != IGNORE)).nonzero()[0])
-        got = value[position].item()
+        got = value[position].tolist()
         raise ValueError(f"{name}: got {got} at position {position}, want {want}")
 
     def order(self) -> Order:
         """The scored positions by segment."""
         names = 1 + len(self.id_fields)
-        descents, _, *rest = self.read()
-        _, *lengths, _, out = rest[names:]
-        counts, total = self.facts[3 + names : -2], self.targets.numel()
         segments = self.segments
+        last = 3 + names + segments.count  # of the segments' counts
+        found, total = self.read(), self.targets.numel()
+        descents, lengths, out = found[0], found[3 + names : last], found[last + 1]
+        counts = self.facts[3 + names : last]
         if not (descents or out) or not total:
             return Order(None, segments.ids.reshape(-1), counts, lengths)
         if not descents:
@@ -115,6 +133,12 @@ class Survey:
         order = _argsort(bins, count)
         index, unscored = order.split([total - out, out])
         return Order(index, ids[index], counts, lengths, unscored)
+
+
+def _repeated(ids: Tensor) -> Tensor:
+    """[N] bool: positions of [N, K] at which an id that is not below 0 stands twice."""
+    ordered = ids.sort(1).values
+    return ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
 
 
 def static_order(targets: Tensor, segments: Segments, unit: int) -> Order:

@@ -20,6 +20,8 @@ from .metrics import Metrics
 from .sample import Kinds, sample_batch, sample_statistics
 from .statistics import DIFFERENTIABLE, Coefficients, Slope, Statistics, pull_back
 
+UNREAD = ("teacher_logits", "teacher_hidden")  # by terms: these are large, and stay as they are
+
 
 class Part(NamedTuple):
     """One term of an objective on one batch."""
@@ -226,10 +228,11 @@ def _live(values: Tensor, batch: PackedBatch) -> Tensor:
 def without_poison(batch: PackedBatch, kept: Tensor) -> PackedBatch:
     """The fields of tokens that a term leaves out may hold anything: non-finite values become 0."""
     fields = {}
-    for name, (dtype, rank) in batch.kinds().items():
-        if dtype is not None and dtype.is_floating_point and rank == 1:
+    for name, (dtype, more) in batch.kinds().items():
+        if dtype is not None and dtype.is_floating_point and name not in UNREAD:
             value = getattr(batch, name)
-            fields[name] = torch.where(kept | value.isfinite(), value, 0)
+            of_rows = kept.view(-1, *[1] * len(more))
+            fields[name] = torch.where(of_rows | value.isfinite(), value, 0)
     return batch.replacing(fields)
 
 

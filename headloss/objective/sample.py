@@ -13,7 +13,7 @@ from ..batch.segments import Segments
 from ..losses.term import Term
 from .statistics import Statistics
 
-Kinds = Mapping[str, tuple[torch.dtype | None, int]]  # of fields: see Batch.kinds
+Kinds = Mapping[str, tuple[torch.dtype | None, tuple[int, ...]]]  # of fields: see Batch.kinds
 _SAMPLE = 2  # tokens, in a segment each: enough for a pair
 
 
@@ -31,13 +31,13 @@ def sample_batch(kinds: Kinds, term: Term, device: torch.device) -> PackedBatch:
     ids = torch.arange(_SAMPLE, device=device)
     cls = _NoSums if term.scope == "token" else Segments
     fields: dict[str, Tensor | Current] = {}
-    for name, (dtype, rank) in kinds.items():
+    for name, (dtype, more) in kinds.items():
         if dtype is None:
             fields[name] = CURRENT
-        elif rank == 1:
+        elif not more:
             fields[name] = torch.full((_SAMPLE,), -0.5, device=device).to(dtype)
         else:
-            fields[name] = torch.zeros(_SAMPLE, *[1] * (rank - 1), dtype=dtype, device=device)
+            fields[name] = torch.zeros(_SAMPLE, *more, dtype=dtype, device=device)
     segments = cls(ids, _SAMPLE, counts=torch.ones_like(ids))
     return PackedBatch(torch.zeros_like(ids), segments, fields)
 

@@ -80,9 +80,9 @@ class Tokens:
     def of(cls, packing: Packing, batch: Batch) -> Tokens:
         """Of a batch and where its packed tokens stand."""
         fields = {}
-        for name, (_, rank) in batch.kinds(torch.float32).items():
+        for name, (_, more) in batch.kinds(torch.float32).items():
             value = batch.fields[name]
-            if isinstance(value, Tensor) and rank == 1:
+            if isinstance(value, Tensor) and not more:
                 way = Way.TOKEN if packing.index is None else Way.INDEX
                 way = way if batch.per_token(name) else Way.SEGMENT
                 fields[name] = Column(value.reshape(-1).contiguous(), int(way))

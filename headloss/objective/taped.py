@@ -131,8 +131,8 @@ def taped(
         return None
     kinds = {
         name: None if isinstance(value := batch.fields[name], Current) else value.dtype
-        for name, (_, rank) in batch.kinds(torch.float32).items()
-        if rank == 1
+        for name, (_, more) in batch.kinds(torch.float32).items()
+        if not more
     }
 
     def find(**options: bool) -> Tape | None:

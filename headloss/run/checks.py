@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..batch.batch import LOGPS, Batch
+from ..batch.batch import LOGPS, Batch, check_ids
 from ..batch.packing import PackedBatch
 from ..head.head import Head, autocast_dtype
 from ..losses.distillation import INPUTS, Teacher
@@ -128,15 +128,9 @@ def check_shape(
 
 def check_topk_ids(batch: Batch) -> None:
     """ValueError or TypeError where a teacher's stored outcomes are not [.., K] integers."""
-    ids, shape = batch.fields.get("teacher_topk_ids"), tuple(batch.targets.shape)
-    if not isinstance(ids, Tensor):
-        return
-    if tuple(ids.shape[:-1]) != shape or ids.dim() == 0 or ids.shape[-1] < 1:
-        raise ValueError(
-            f"teacher_topk_ids: got shape {tuple(ids.shape)}, want {(*shape, 'K')} with K >= 1"
-        )
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(f"teacher_topk_ids: got {ids.dtype}, want integers")
+    ids = batch.fields.get("teacher_topk_ids")
+    if isinstance(ids, Tensor):
+        check_ids("teacher_topk_ids", ids, batch.targets.shape)
 
 
 def wide_field(name: str, batch: PackedBatch, want: int | None, what: str) -> Tensor:
@@ -164,7 +158,7 @@ def check_main_grad(weight: Tensor, options: Options) -> None:
 # ---------------------------------------------------------------------- fields and terms
 
 TEACHERS = tuple(name for names in INPUTS.values() for name in names)
-FIELDS = ("advantages", *LOGPS, "importance_sampling_ratio", *TEACHERS)
+FIELDS = ("advantages", *LOGPS, "candidate_ids", "importance_sampling_ratio", *TEACHERS)
 
 
 def check_gradient(objective: Objective, asked: dict[str, Reads]) -> None:

@@ -145,7 +145,9 @@ def _of_head(head: Head) -> tuple:
 
 def _of_batch(batch: Batch) -> tuple:
     fields = tuple(
-        (name, v.dtype, v.dim(), batch.per_token(name)) if isinstance(v, Tensor) else name
+        (name, v.dtype, v.shape[batch.targets.dim() :], batch.per_token(name))
+        if isinstance(v, Tensor)
+        else name
         for name, v in sorted(batch.fields.items())
     )
     totals = batch.totals
