@@ -2,10 +2,11 @@
 
 from .distillation import distillation
 from .modifiers import Modifier
-from .policy import bnpo, dapo, dr_grpo, gmpo, grpo, gspo, gspo_token, luspo, ppo, sapo
+from .policy import bnpo, dapo, dr_grpo, grpo, gspo, gspo_token, luspo, ppo
 from .preference import dpo, ipo, simpo
 from .reinforce import cispo, kl, reinforce, vespo
 from .supervised import cross_entropy, entropy, unlikelihood, z_loss
+from .surrogates import gmpo, sapo
 from .term import Objective, Term, term
 
 __all__ = [

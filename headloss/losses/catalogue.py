@@ -16,10 +16,11 @@ from ..objective.statistics import STATISTICS, Statistics
 from .distillation import INPUTS as TEACHER_INPUTS
 from .distillation import distillation
 from .modifiers import Modifier, corrected, off_policy_masked, top_entropy
-from .policy import bnpo, dapo, dr_grpo, gmpo, grpo, gspo, gspo_token, luspo, ppo, sapo
+from .policy import bnpo, dapo, dr_grpo, grpo, gspo, gspo_token, luspo, ppo
 from .preference import dpo, ipo, simpo
 from .reinforce import cispo, kl, reinforce, vespo
 from .supervised import cross_entropy, entropy, unlikelihood, z_loss
+from .surrogates import gmpo, sapo
 from .term import Term, trace
 
 TERMS: tuple[Callable[..., Term], ...] = (
@@ -33,12 +34,20 @@ MODIFIERS: tuple[Callable[..., Modifier], ...] = (corrected, off_policy_masked, 
 
 
 def table() -> str:
-    """Every term as a row of Markdown: name, equation, options, inputs, default reduction."""
+    """Every term as a row of Markdown: name, equation, options, inputs, reduction, other names."""
     rows = [
-        (f"`{f.__name__}`", _equation(f), _options(f), _inputs_of_term(f), _reduction(f))
+        (
+            f"`{f.__name__}`",
+            _equation(f),
+            _options(f),
+            _inputs_of_term(f),
+            _reduction(f),
+            ", ".join(f"{framework} `{name}`" for framework, name in also_called(f)),
+        )
         for f in TERMS
     ]
-    return _markdown(("term", "loss", "options", "inputs", "default reduction"), rows)
+    head = ("term", "loss", "options", "inputs", "default reduction", "also called")
+    return markdown(head, rows)
 
 
 def modifier_table() -> str:
@@ -52,10 +61,27 @@ def modifier_table() -> str:
         )
         for f in MODIFIERS
     ]
-    return _markdown(("modifier", "factor", "options", "inputs"), rows)
+    return markdown(("modifier", "factor", "options", "inputs"), rows)
 
 
-def _markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def also_called(function: Callable[..., Any]) -> list[tuple[str, str]]:
+    """(framework, name there) of a term, as its docstring lists them:
+
+        Also called: verl vanilla, TRL dapo.
+    """
+    listed = _listed(function, "Also called: ")
+    pairs = (pair.partition(" ") for pair in listed.split(", ") if listed)
+    return [(framework, name) for framework, _, name in pairs]
+
+
+def _listed(function: Callable[..., Any], head: str) -> str:
+    """What a docstring says after `head`, up to a full stop at the end of a line."""
+    _, _, rest = (inspect.getdoc(function) or "").partition(head)
+    return " ".join(rest.partition(".\n")[0].split()).rstrip(".")
+
+
+def markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A table."""
     lines = [head, tuple("---" for _ in head), *rows]
     # A bar inside a cell would end it.
     return "\n".join(f"| {' | '.join(c.replace('|', chr(92) + '|') for c in r)} |" for r in lines)
@@ -86,7 +112,7 @@ def _reduction(function: Callable[..., Term]) -> str:
     if reduction is not None:
         return reduction.name
     # It depends on an option: the docstring says how.
-    return (inspect.getdoc(function) or "").rpartition("Default reduction: ")[2].rstrip(".")
+    return _listed(function, "Default reduction: ")
 
 
 # ---------------------------------------------------------------------- what a term reads

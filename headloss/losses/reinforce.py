@@ -86,6 +86,7 @@ def cispo(
         importance_sampling_level: "token", "sequence" or "sequence_token"; see `importance`.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
+    Also called: TRL cispo.
     """
     non_negative(epsilon_high=epsilon_high)
     if 1 < epsilon_high <= 1.5:
@@ -161,6 +162,7 @@ def vespo(
         k_neg, lambda_neg: the same where A < 0.
 
     Inputs: advantages, old_logps, optionally sampling_logps. Default reduction: token_mean.
+    Also called: TRL vespo.
     """
     positive(k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg)
     k, rate = (k_pos, k_neg), (lambda_pos, lambda_neg)

@@ -1,0 +1,136 @@
+"""Surrogates that bound the policy ratio smoothly, or per sequence: GMPO and SAPO.
+
+T scored tokens, S segments, A advantages, d_t = logp_t - old_t; r is the ratio at the level that
+`importance_sampling_level` names (see `importance`): [T], or [S] at sequence level.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..batch.reduction import sequence_mean
+from ..objective.metrics import Observed
+from ..objective.statistics import Statistics
+from .factory import factory, non_negative, positive
+from .importance import (
+    Level,
+    advantages_at,
+    bounded_exp,
+    clip_figures,
+    importance_ratio,
+    log_ratio,
+    observe,
+    ratio_figures,
+    scope_and_per,
+)
+from .term import Term
+
+if TYPE_CHECKING:
+    from ..batch.packing import PackedBatch
+
+
+
+def _gmpo_advantages(batch: PackedBatch) -> Tensor:
+    return batch.segments.expand(batch.segments.mean(batch.advantages))
+
+
+def _geometric_mean(
+    stats: Statistics, batch: PackedBatch, *, epsilon_low: float, epsilon_high: float
+) -> Tensor:  # [S]
+    d = log_ratio(stats, batch)
+    rising = _gmpo_advantages(batch) > 0
+    clipped = torch.where(rising, d.clamp(max=epsilon_high), d.clamp(min=-epsilon_low))
+    return -bounded_exp(batch.segments.mean(clipped)) * batch.segments.mean(batch.advantages)
+
+
+def _observe_gmpo(
+    stats: Statistics, batch: PackedBatch, *, clip: tuple[float, float]
+) -> dict[str, Observed]:
+    ratio = importance_ratio(stats, batch, "token")
+    clipped = clip_figures(ratio, _gmpo_advantages(batch), clip, "token")
+    return ratio_figures(stats, batch, ratio, "token") | clipped
+
+
+@factory
+def gmpo(*, epsilon_low: float = 0.4, epsilon_high: float = 0.4) -> Term:
+    """Geometric-mean policy optimization: clips each token's log-ratio, one ratio per sequence.
+
+        -exp(mean_t clip(d_t)) A_i, clip(d) = min(d, epsilon_high) where A_i > 0, else max(d, -epsilon_low)
+
+    Zhao et al. 2025, arXiv:2507.20673. Ratio and clip figures are per token.
+    mean_t clip(d_t) is clamped to [-20, 20].
+
+    Args:
+        epsilon_low, epsilon_high: bounds of a token's log-ratio, each >= 0.
+
+    Inputs: advantages, old_logps. Default reduction: sequence_mean.
+    Also called: TRL GMPOTrainer.
+    """  # noqa: E501 (an equation is one line)
+    non_negative(epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    clip = (math.exp(-epsilon_low), math.exp(epsilon_high))
+    ends = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high}
+    return Term(
+        name="",
+        function=functools.partial(_geometric_mean, **ends),
+        scope="segment",
+        per="segment",
+        reduction=sequence_mean,
+        observe=functools.partial(_observe_gmpo, clip=clip),
+    )
+
+
+def _soft_gate(
+    stats: Statistics,
+    batch: PackedBatch,
+    *,
+    level: str,
+    temperature_pos: float,
+    temperature_neg: float,
+) -> Tensor:  # [T], or [S] at sequence level
+    advantages = advantages_at(batch, level)
+    tau = torch.full_like(advantages, temperature_neg).masked_fill(advantages > 0, temperature_pos)
+    gate = (tau * (importance_ratio(stats, batch, level) - 1)).sigmoid() * 4 / tau
+    return -gate * advantages
+
+
+@factory
+def sapo(
+    *,
+    temperature_pos: float = 1.0,
+    temperature_neg: float = 1.05,
+    importance_sampling_level: Level = "token",
+) -> Term:
+    """Soft adaptive policy optimization: a smooth gate on the ratio in place of the clip.
+
+        -(4 / tau) sigmoid(tau (r - 1)) A, tau = temperature_pos where A > 0, else temperature_neg
+
+    Gao et al. 2025, arXiv:2511.20347. The log of r, at any level, is clamped to [-20, 20].
+
+    Args:
+        temperature_pos, temperature_neg: how sharply the gate closes, each > 0.
+        importance_sampling_level: as `grpo`.
+
+    Inputs: advantages, old_logps. Default reduction: sequence_mean.
+    Also called: TRL sapo.
+    """
+    positive(temperature_pos=temperature_pos, temperature_neg=temperature_neg)
+    level = importance_sampling_level
+    scope, per = scope_and_per(level)
+    return Term(
+        name="",
+        function=functools.partial(
+            _soft_gate,
+            level=level,
+            temperature_pos=temperature_pos,
+            temperature_neg=temperature_neg,
+        ),
+        scope=scope,
+        per=per,
+        reduction=sequence_mean,
+        observe=functools.partial(observe, level=level),
+    )
