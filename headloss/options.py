@@ -11,21 +11,22 @@ import torch
 from torch import Tensor
 
 BACKENDS = ("auto", "reference", "triton")
-SCHEDULES = ("auto", "one_pass", "recompute", "frozen")
+SCHEDULES = ("auto", "one_pass", "recompute", "frozen", "held")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of `head_loss`.
+    """Options of `head_loss`, and of the other verbs as far as they apply.
 
     Attributes:
         backend: "auto", "reference" (PyTorch, any device) or "triton". An explicit choice that
             cannot serve the call raises.
-        schedule: "auto", "one_pass" (6NHV), "recompute" (8NHV, any objective, least memory) or
-            "frozen" (4NHV, a head without gradient).
+        schedule: "auto", "one_pass" (6NHV), "recompute" (8NHV, any objective, least memory),
+            "frozen" (4NHV, a head without gradient) or "held" (6NHV, any objective; the softmax
+            terms or logits of all tokens are kept until the coefficients are there).
         chunk_tokens: tokens per chunk; under schedule "auto" any number works with any objective.
-        memory_budget: bytes for a chunk of logits; default 256 MiB on a CPU, 1200 MiB on a GPU. One
-            below the logits of one token is warned of.
+        memory_budget: bytes for a chunk of logits, or for all that a held schedule keeps; default
+            256 MiB on a CPU, 1200 MiB on a GPU. One below the logits of one token is warned of.
         logits_dtype: None keeps logits in float32 (float64 for float64 inputs); torch.bfloat16 or
             torch.float16 rounds them, for those who ask.
         accumulate_dtype: of the weight gradient over chunks.

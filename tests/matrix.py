@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import headloss as hl
+from headloss.batch.batch import IGNORE
 from headloss.testing import Mode, Plain, error, parameters, plain, random_batch, trained_looking
 
 WIDTH = 8
@@ -198,6 +199,7 @@ SCHEDULES = {
     "recompute": hl.Options(schedule="recompute", chunk_tokens=2),  # tiles a few columns wide
     "recompute_rows": hl.Options(schedule="recompute", memory_budget=4000),  # a few rows tall
     "frozen": hl.Options(schedule="frozen", chunk_tokens=5),
+    "held": hl.Options(schedule="held", chunk_tokens=5),
     "static": hl.Options(static=True),
     "static_recompute": hl.Options(static=True, schedule="recompute", chunk_tokens=3),
 }
@@ -340,7 +342,7 @@ def make_head(kind: str, weight: Tensor, layout: str, train: bool = True) -> hl.
         options["bias"] = normal(rows).requires_grad_(train)
     if kind == "lora" or everything:
         a, b = normal(2, weight.shape[1]).requires_grad_(), normal(rows, 2).requires_grad_(train)
-        options["lora"] = (hl.head.Lora(a=a, b=b, scaling=0.5),)
+        options["lora"] = (hl.Lora(a=a, b=b, scaling=0.5),)
     if kind == "capped" or everything:
         options |= {"softcap": 15.0, "logit_scale": 0.8}
     if kind == "temperature":
@@ -380,7 +382,7 @@ def _make_inputs(
     full = unscored.view(-1, WIDTH).index_copy(0, index, hidden).view(*shape, WIDTH)
     if storage == "hidden_view":
         full = strided(full)
-    ids = lay(targets, layout, hl.batch.IGNORE)
+    ids = lay(targets, layout, IGNORE)
     if storage == "targets_view":
         ids = strided(ids)
     fields = _fields(chosen, data, targets, logps, vocabulary, dtype_)
@@ -488,7 +490,7 @@ def within(
     assert found <= budget, f"{name}: error {found:.3g}, want at most {budget:.3g}"
 
 
-def same_metrics(got: hl.metrics.Metrics, want: hl.metrics.Metrics, tolerance: float) -> None:
+def same_metrics(got: hl.Metrics, want: hl.Metrics, tolerance: float) -> None:
     """Every metric of one is every metric of the other."""
     assert got.keys() == want.keys()
     a, b = got.compute(), want.compute()

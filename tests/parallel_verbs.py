@@ -224,7 +224,8 @@ def skipped_rows() -> None:
     advantages = torch.zeros(T, dtype=torch.float64)
     advantages[5] = 1.0
     batch = hl.Batch(p.targets, advantages=advantages, old_logps=p.batch.old_logps)
-    for options in (hl.Options(chunk_tokens=4), hl.Options(schedule="recompute")):
+    held = hl.Options(schedule="held", chunk_tokens=4)
+    for options in (hl.Options(chunk_tokens=4), hl.Options(schedule="recompute"), held):
         want = hl.head_loss(p.hidden, hl.Head(p.weight), batch, hl.dapo(), options)
         got = hl.head_loss(p.hidden, p.sliced(), batch, hl.dapo(), options)
         (into_hidden,) = torch.autograd.grad(want.loss, p.hidden)
@@ -243,18 +244,20 @@ def one_chunk_at_a_time() -> None:
         gathered.append(sum(received) if not options.get("async_op") else 0)
         return plain(found, own, received, *args, **options)
 
-    options = hl.Options(schedule="recompute", chunk_tokens=6, sequence_parallel=True)
     hidden = p.hidden.detach()[mine].requires_grad_()
-    distributed.all_to_all_single = noted
-    try:
-        got = hl.head_loss(hidden, p.sliced(), p.batch, p.objective, options)
-        found = torch.autograd.grad(got.loss, (hidden, p.shard))
-    finally:
-        distributed.all_to_all_single = plain
-    close(got.loss.detach(), want.loss.detach())
-    close(found[0], into_hidden[mine])
-    close(found[1], into_weight[p.rows])
-    assert 0 < max(gathered) <= 6, gathered
+    for schedule in ("recompute", "held"):
+        gathered.clear()
+        options = hl.Options(schedule=schedule, chunk_tokens=6, sequence_parallel=True)
+        distributed.all_to_all_single = noted
+        try:
+            got = hl.head_loss(hidden, p.sliced(), p.batch, p.objective, options)
+            found = torch.autograd.grad(got.loss, (hidden, p.shard))
+        finally:
+            distributed.all_to_all_single = plain
+        close(got.loss.detach(), want.loss.detach())
+        close(found[0], into_hidden[mine])
+        close(found[1], into_weight[p.rows])
+        assert 0 < max(gathered) <= 6, gathered
 
 
 def static_spread() -> None:
@@ -528,7 +531,7 @@ def metrics_merge() -> None:
     ((ids, batch),) = micro_batches(None)
     objective = hl.grpo() + hl.cross_entropy()
 
-    def measured(ids: Tensor, batch: hl.Batch) -> hl.metrics.Metrics:
+    def measured(ids: Tensor, batch: hl.Batch) -> hl.Metrics:
         hidden = whole.embedding(ids)
         return hl.head_loss(hidden, hl.Head.of(whole.head), batch, objective).metrics
 

@@ -52,6 +52,8 @@ SCHEDULES = {
     "dense": {"schedule": "one_pass", "skip_rows": False},
     "static": {"static": True},
     "recompute": {"schedule": "recompute"},
+    "held": {"schedule": "held"},
+    "held in blocks": {"schedule": "held", "chunk_tokens": 24},
 }
 QUIET = {"none": (), "few": (5,), "most": tuple(i for i in range(T) if i % 4), "all": range(T)}
 
@@ -78,6 +80,7 @@ def check(hidden, weight, batch, objective, **options) -> hl.Plan:
 CASES = [(objective, "one pass", quiet) for objective in OBJECTIVES for quiet in QUIET]
 CASES += [("multiples", schedule, "most") for schedule in SCHEDULES]
 CASES += [("coefficients", "recompute", "most"), ("coefficients", "static", "few")]
+CASES += [("coefficients", "held in blocks", "most")]
 
 
 @pytest.mark.parametrize(("objective", "schedule", "quiet"), sorted(set(CASES)))

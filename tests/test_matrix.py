@@ -17,6 +17,7 @@ import torch
 from matrix import AXES, CASES, SCHEDULES, Row
 
 import headloss as hl
+from headloss.batch.batch import IGNORE
 from headloss.losses import catalogue
 
 COVER = matrix.pairwise()
@@ -25,6 +26,7 @@ RUNS = {
     "recompute_rows": "recompute",
     "static_recompute": "recompute",
     "frozen": "frozen",
+    "held": "held",
 }
 
 
@@ -110,7 +112,7 @@ def test_rows_without_gradient_get_exactly_zero():
     inputs = inputs_of("grpo")
     _, gradients = inputs.run(hl.Options())
     advantages = inputs.batch.advantages
-    dead = (inputs.batch.targets == hl.batch.IGNORE) | (advantages == 0)
+    dead = (inputs.batch.targets == IGNORE) | (advantages == 0)
     assert dead.any() and not dead.all()
     assert not gradients["hidden"][dead].any()
     assert gradients["hidden"][~dead].any()

@@ -159,7 +159,7 @@ def test_the_peak_against_plain_logits(schedule):
     assert live.peak - returned < eager.peak / 10
 
 
-@pytest.mark.parametrize("schedule", ["one_pass", "recompute", "frozen"])
+@pytest.mark.parametrize("schedule", ["one_pass", "recompute", "frozen", "held"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_peak_is_the_plans(schedule, dtype):
     """Within a third, and what the blocks of the reference take."""
@@ -252,7 +252,10 @@ def test_eval_runs_the_logits_product_alone(products_run):
     assert products_run["input_gradient"] == products_run["weight_gradient"] == 0
 
 
-@pytest.mark.parametrize(("schedule", "sweeps"), [("one_pass", 1), ("frozen", 1), ("recompute", 2)])
+SWEEPS = [("one_pass", 1), ("frozen", 1), ("held", 1), ("recompute", 2)]
+
+
+@pytest.mark.parametrize(("schedule", "sweeps"), SWEEPS)
 def test_the_number_of_products(products_run, schedule, sweeps):
     """6NHV, 4NHV, 8NHV: each logit is made once, or twice in recompute."""
     hidden, head, batch = problem(weight_gradient=schedule != "frozen")

@@ -127,8 +127,9 @@ def test_a_batch_scoped_objective_is_one_chunk_or_recompute():
 
 
 def test_a_group_of_ranks_cannot_finish_a_segment_alone():
-    plan = planned({"scope": "segment", "grouped": True})
-    assert plan.schedule == "recompute" and "segments run across ranks" in plan.reason
+    for budget, schedule in ((999, "recompute"), (1000, "held")):
+        plan = planned({"scope": "segment", "grouped": True}, memory_budget=row(budget))
+        assert plan.schedule == schedule and "segments run across ranks" in plan.reason
     with pytest.raises(ValueError, match="one_pass.*segments run across ranks"):
         planned({"scope": "segment", "grouped": True}, schedule="one_pass")
 
@@ -173,6 +174,12 @@ def test_static_shapes_know_no_lengths():
             "recompute",
         ),
         ({"hidden_gradient": False, "weight_gradient": False}, {}, "statistics"),
+        ({"scope": "elsewhere"}, {"memory_budget": row(1000)}, "held"),
+        ({"scope": "elsewhere"}, {"memory_budget": row(999)}, "recompute"),
+        ({"scope": "elsewhere"}, {"chunk_tokens": 999}, "recompute"),
+        ({"scope": "elsewhere", "weight_gradient": False}, {}, "held"),
+        ({"scope": "elsewhere", "weight_gradient": False, "logp_only": True}, {}, "frozen"),
+        ({}, {"schedule": "held", "chunk_tokens": 100}, "held"),
         ({"given": True}, {}, "recompute"),
         ({"given": True, "inplace": True}, {}, "one_pass"),
     ],
@@ -193,11 +200,33 @@ def test_the_choice(changes, options, schedule):
             "the logits are given",
         ),
         ({"scope": "segment", "vocabulary": 1 << 20}, "one_pass", "segment-scoped"),
+        ({"scope": "elsewhere"}, "one_pass", "the loss lives elsewhere"),
+        ({"given": True}, "held", "the logits are given"),
     ],
 )
 def test_what_cannot_be_served(changes, schedule, match):
     with pytest.raises(ValueError, match=f'schedule: got "{schedule}", but .*{match}'):
         planned(changes, schedule=schedule)
+
+
+def test_held_says_its_bytes():
+    """Those of all tokens, whatever the blocks; a budget that is given is kept to."""
+    plan = planned(schedule="held", chunk_tokens=300)
+    assert plan.bytes["logits"] == row(1000) and len(plan.chunks) == 4 and not plan.once
+    whole = planned({"scope": "elsewhere"}, memory_budget=row(1000))
+    size = row(1000) / (1 << 20)
+    assert len(whole.chunks) == 1 and whole.once
+    assert f"the logits of all tokens take {size:.1f} MiB within the budget" in whole.reason
+    match = f"logits of all tokens take {size:.1f} MiB, more than the budget"
+    with pytest.raises(ValueError, match=match):
+        planned(schedule="held", memory_budget=row(999))
+    assert match.split(",")[0] in planned({"scope": "elsewhere"}, memory_budget=row(999)).reason
+
+
+def test_teachers_are_held_in_one_block():
+    """They measure all tokens of a block before they differentiate any."""
+    plan = planned({"teachers": True}, schedule="held", chunk_tokens=300)
+    assert len(plan.chunks) == 1
 
 
 def test_a_budget_by_default():

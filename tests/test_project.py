@@ -52,7 +52,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "losses.catalogue": {"losses", *PARTS},  # traces the terms on a sample
     "kernels": {"kernels", "objective.statistics"},
-    "run.plan": {"options"},
+    "run.pieces": set(),
+    "run.plan": {"options", "run.pieces"},
     "head.head": {"head.adapters", "softmax.products"},
     "head.adapters": {"head.head"},
     "objective.sample": {*PARTS, "losses.term"},

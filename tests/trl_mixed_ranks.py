@@ -49,7 +49,7 @@ def request(ids: Tensor) -> Request:
     )
     weight = torch.tensor(0.1001)
     objective = hl.grpo().weighted("share") + 0.1001 * hl.kl() + hl.z_loss().over(
-        hl.reduction.Reduction("per_weight", lambda lengths, *_: weight.expand_as(lengths))
+        hl.Reduction("per_weight", lambda lengths, *_: weight.expand_as(lengths))
     )
     return Request(batch=batch, objective=objective)
 

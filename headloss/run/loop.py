@@ -42,6 +42,20 @@ class Outcome(NamedTuple):
 PullBack = Callable[[Tensor, Any], Gradients]
 
 
+class Swept(NamedTuple):
+    """What the statistics sweep leaves behind: of all tokens, act one; and, by the schedule, what
+    act two needs beside coefficients.
+
+    Attributes:
+        held: what act one kept of each block's logits; used up by act two.
+        sums: of dlogp/dhidden, which only wait for each token's slope (a frozen head).
+    """
+
+    whole: Measured
+    held: list[Any]
+    sums: Any = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """What the loop is to do with a source.
@@ -94,40 +108,71 @@ def forward(work: Work, source: RawSoftmax) -> tuple[Outcome, PullBack | None]:
     if work.at_once:
         assert isinstance(source, WalkSoftmax)
         return _walk_at_once(work, source)
-    pull, found = work.plan.pull, []
+    pull = work.plan.pull
+    if pull == "now":
+        return _in_one_pass(work, source)
+    swept = sweep(work, source)
+    stats = swept.whole.stats
+    gradient = work.bind().gradient(stats, work.batch, ALL, needed=pull != "never")
+    outcome = Outcome(stats, gradient.values)
+    if pull == "never":
+        return outcome, None
+    if pull == "held":  # no later: what is held takes more than the gradients do
+        sums = _from_held(work, source, swept, gradient)
+        return outcome, lambda upstream, _: sums.finish(work.bind().owed(upstream))
+
+    def back(upstream: Tensor, again: Any) -> Gradients:
+        bound, found = work.bind(), gradient
+        factor = bound.owed(upstream)
+        if factor is not None and bound.scale is None:
+            found = found.map(lambda t: t * factor.to(t.dtype))
+        return pull_back(work, again, swept, found, None if bound.scale is None else factor)
+
+    return outcome, back
+
+
+def _in_one_pass(work: Work, source: RawSoftmax) -> tuple[Outcome, PullBack]:
+    """Both acts block by block."""
+    found: list[Measured] = []
     sums: Any = None
     values: Tensor | None = None
     blocks = work.plan.blocks
     for block in blocks:
-        measured, held = measure(work, source, block.rows, keep=pull in ("now", "unit"))
-        if pull in ("now", "unit"):
-            sums = sums or work.row_sums(source)  # after the first product is queued
-        if pull == "now":
-            gradient = work.gradient(measured.stats, block if len(blocks) > 1 else None)
-            values = gradient.values if values is None else values + gradient.values
-            live = _live(work, gradient)
-            sums.add(source.pull(block.rows, ALL, measured, gradient, held, live))
-        elif pull == "unit":
-            unit = unit_gradient(measured.normalizer)
-            sums.add(source.pull(block.rows, ALL, measured, unit, held))
+        measured, held = measure(work, source, block.rows, keep=True)
+        sums = sums or work.row_sums(source)  # after the first product is queued
+        gradient = work.gradient(measured.stats, block if len(blocks) > 1 else None)
+        values = gradient.values if values is None else values + gradient.values
+        live = _live(work, gradient)
+        sums.add(source.pull(block.rows, ALL, measured, gradient, held, live))
         found.append(measured)
         del held  # it is used up
     whole = join(work, source, found)
-    if pull == "now":
-        sums = sums or work.row_sums(source)
-        if values is None:
-            values = whole.normalizer.peak.new_zeros(len(work.bind().named), dtype=torch.float64)
-        return Outcome(whole.stats, values), lambda upstream, _: sums.finish(
-            work.bind().owed(upstream)
-        )
-    gradient = work.bind().gradient(whole.stats, work.batch, ALL, needed=pull != "never")
-    outcome = Outcome(whole.stats, gradient.values)
-    if pull == "never":
-        return outcome, None
+    sums = sums or work.row_sums(source)
+    if values is None:
+        values = whole.normalizer.peak.new_zeros(len(work.bind().named), dtype=torch.float64)
+    return Outcome(whole.stats, values), lambda upstream, _: sums.finish(
+        work.bind().owed(upstream)
+    )
+
+
+def sweep(work: Work, source: RawSoftmax) -> Swept:
+    """Act one on all tokens; of a frozen head, act two for coefficients of one."""
+    pull, found = work.plan.pull, []
+    kept: list[Any] = []
+    sums: Any = None
+    for block in work.plan.blocks:
+        measured, held = measure(work, source, block.rows, keep=pull in ("unit", "held"))
+        if pull == "unit":
+            sums = sums or work.row_sums(source)
+            unit = unit_gradient(measured.normalizer)
+            sums.add(source.pull(block.rows, ALL, measured, unit, held))
+        elif pull == "held":
+            kept.append(held)
+        found.append(measured)
+        del held  # before the next one is made
     if pull == "unit":
         sums = sums or work.row_sums(source)
-        return outcome, lambda upstream, _: _scale(work, sums, gradient, upstream)
-    return outcome, lambda upstream, again: pull_back(work, again, whole, gradient, upstream)
+    return Swept(join(work, source, found), kept, sums)
 
 
 def measure(
@@ -188,13 +233,32 @@ def _walk_at_once(work: Work, source: WalkSoftmax) -> tuple[Outcome, PullBack]:
 # ---------------------------------------------------------------------- backward
 
 
-def _scale(work: Work, sums: RowSums, gradient: Gradient, upstream: Tensor) -> Gradients:
+def pull_back(
+    work: Work, source: RawSoftmax, swept: Swept, gradient: Gradient, factor: Tensor | None
+) -> Gradients:
+    """Act two of a whole sweep: gradients times `factor`, the upstream gradient being in the
+    coefficients."""
+    whole, pull = swept.whole, work.plan.pull
+    if pull == "unit":
+        return _scale(work, swept.sums, gradient, factor)
+    if pull == "held":
+        return _from_held(work, source, swept, gradient).finish(factor)
+    if isinstance(source, WalkSoftmax):
+        source.pull(ALL, ALL, whole, gradient)
+        return source.finish(factor)
+    if pull == "blocks":
+        return _in_blocks(work, source, gradient, factor)
+    if not isinstance(source, LinearSoftmax):
+        return _given_slabs(work, source, whole, gradient, factor)
+    return in_slabs(work, source, whole, gradient, factor)
+
+
+def _scale(work: Work, sums: RowSums, gradient: Gradient, factor: Tensor | None) -> Gradients:
     """A frozen head: dlogp/dhidden per token, times the objective's slope."""
     sums.hidden.settle()
-    factor, slope = work.bind().owed(upstream), gradient.coefficients.target
-    row = slope
+    row = gradient.coefficients.target
     if row is None:
-        row = torch.zeros(len(work.batch), dtype=sums.source.dtype, device=upstream.device)
+        row = gradient.values.new_zeros(len(work.batch), dtype=sums.source.dtype)
     if factor is not None:
         row = row * factor.to(row.dtype)
     row = work.slices.own(row)
@@ -204,23 +268,19 @@ def _scale(work: Work, sums: RowSums, gradient: Gradient, upstream: Tensor) -> G
     return sums.finish(None)
 
 
-def pull_back(
-    work: Work, source: RawSoftmax, whole: Measured, gradient: Gradient, upstream: Tensor
-) -> Gradients:
-    """Act two in the backward pass, with the upstream gradient in its coefficients (8NHV)."""
-    bound = work.bind()
-    factor = bound.owed(upstream)
-    if factor is not None and bound.scale is None:
-        factor_of = factor
-        gradient, factor = gradient.map(lambda t: t * factor_of.to(t.dtype)), None
-    if isinstance(source, WalkSoftmax):
-        source.pull(ALL, ALL, whole, gradient)
-        return source.finish(factor)
-    if work.plan.pull == "blocks":
-        return _in_blocks(work, source, gradient, factor)
-    if not isinstance(source, LinearSoftmax):
-        return _given_slabs(work, source, whole, gradient, factor)
-    return in_slabs(work, source, whole, gradient, factor)
+def _from_held(work: Work, source: RawSoftmax, swept: Swept, gradient: Gradient) -> RowSums:
+    """Act two of what was held, block by block."""
+    whole, sums, blocks = swept.whole, work.row_sums(source), work.plan.blocks
+    for block in blocks:
+        rows, measured, part = block.rows, whole, gradient
+        if len(blocks) > 1:
+            measured, part = whole.rows(rows), gradient.rows(rows)
+        if work.slices.is_spread:  # they come in a collective, whatever is live
+            _ = [features[rows] for features in source.features]  # type: ignore[attr-defined]
+        held = swept.held.pop(0)
+        sums.add(source.pull(rows, ALL, measured, part, held, _live(work, part)))
+        del held  # it is used up
+    return sums
 
 
 def _in_blocks(

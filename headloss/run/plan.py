@@ -6,14 +6,14 @@ T scored tokens, H hidden width, V vocabulary, S segments.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ..options import Options
+from .pieces import GRAIN, Chunk, Problem, Tile, cut, cut_anywhere, even, whole_waves
 
-Schedule = Literal["one_pass", "recompute", "frozen", "statistics"]
-Pull = Literal["now", "unit", "slabs", "blocks", "never"]
+Schedule = Literal["one_pass", "recompute", "frozen", "held", "statistics"]
+Pull = Literal["now", "unit", "held", "slabs", "blocks", "never"]
 MIB = 1 << 20
 TERMS_ROWS = 16384  # tokens per product that writes statistics alone
 SKIP_WORTH = 2 * 10**11  # multiply-adds of a block's product: below it, reading which rows carry a
@@ -21,59 +21,6 @@ SKIP_WORTH = 2 * 10**11  # multiply-adds of a block's product: below it, reading
 WORKING_BLOCK = 1 << 20  # logits that a reference act works on at once
 SWEEP_BYTES = 480 << 20  # of a sweep that writes terms or gradients in 16 bits
 SLAB_ELEMENTS = (48 << 20, 192 << 20)  # of its slabs, least and most
-WAVE_TILE = (128, 256)  # rows x columns of a product that one multiprocessor computes at once
-CHUNK_WAVES = 0.3  # what a chunk costs beside its products, in waves
-GRAIN = 128  # rows of a chunk and columns of a slab come in multiples of it, for the products' sake
-
-
-class Chunk(NamedTuple):
-    """Tokens [start, stop), which lie in segments [first, last)."""
-
-    start: int
-    stop: int
-    first: int
-    last: int
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.start, self.stop)
-
-
-class Tile(NamedTuple):
-    """A sweep's step: rows x columns of the logits."""
-
-    rows: int
-    columns: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """What the planner knows of a call."""
-
-    tokens: int = 0  # T
-    width: int = 0  # H
-    vocabulary: int = 0  # V
-    scope: str = "token"
-    lengths: list[int] | None = None  # scored tokens per segment; None with static shapes
-    segments_per_unit: int = 1
-    grouped: bool = False  # segments run across ranks
-    spread: bool = False  # tokens do, chunk by chunk gathered
-    gathered: bool = False  # or at once
-    sharded: bool = False  # hidden gradients are summed over ranks
-    logp_only: bool = False  # the gradient needs nothing but d/dlogp
-    hidden_gradient: bool = True
-    weight_gradient: bool = True
-    element_size: int = 4  # of hidden and weight
-    weight_size: int = 4  # of the weight's own dtype
-    terms: bool = False  # the product writes softmax terms in place of logits
-    rescaled: bool = False  # gradients are scaled against underflow, and back in float32
-    row_bytes: int = 4  # per token and vocabulary entry of a chunk, teachers included
-    on_gpu: bool = False
-    multiprocessors: int = 0  # of the GPU
-    given: bool = False  # the logits exist already
-    inplace: bool = False  # and their gradient may overwrite them
-    rows: bool = False  # and a kernel works on them where they lie
-    main_grad: bool = False  # the weight gradient is added to a tensor of the caller's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +28,8 @@ class Plan:
     """What will run.
 
     Attributes:
-        schedule: "one_pass", "recompute", "frozen", or "statistics" where nothing needs a gradient.
+        schedule: "one_pass", "recompute", "frozen", "held", or "statistics" where nothing needs a
+            gradient.
         backend: "reference" or "triton".
         chunk_tokens: most tokens whose logits over the whole vocabulary are held at once; in a
             sweep, the same number of logits in another shape (`tile`).
@@ -94,8 +42,8 @@ class Plan:
         skip_rows: whether rows without a gradient leave the last two products.
         once: one block holds all tokens, and its products are the returned gradients.
         pull: when the second act runs: with each block's statistics ("now", or "unit" coefficients
-            that are scaled later), in the backward pass in "slabs" of columns or in "blocks" of
-            tokens, or "never".
+            that are scaled later), once the coefficients of all tokens are there on what was
+            "held", in the backward pass in "slabs" of columns or in "blocks" of tokens, or "never".
     """
 
     schedule: Schedule
@@ -116,7 +64,7 @@ class Plan:
     @property
     def blocks(self) -> tuple[Chunk, ...]:
         """The tokens of one step of the statistics, in order."""
-        if self.pull in ("now", "unit", "blocks"):
+        if self.pull in ("now", "unit", "held", "blocks"):
             return self.chunks
         step = TERMS_ROWS if self.terms else self.tile.rows
         starts = range(0, self.tokens, max(1, step))
@@ -131,7 +79,7 @@ class Plan:
             f"{self.chunk_tokens} rows of the given logits, where they lie"
             if self.rows
             else f"{len(self.chunks)} chunks of at most {self.chunk_tokens} tokens"
-            if self.schedule in ("one_pass", "frozen")
+            if self.schedule in ("one_pass", "frozen", "held")
             else f"tiles of {self.tile.rows} tokens x {self.tile.columns} columns"
         )
         lines = [
@@ -151,12 +99,14 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     p = problem
     rows = max(1, p.tokens) if p.rows else _chunk_rows(p, options)
     wants_gradient = p.hidden_gradient or p.weight_gradient
-    chunks = _cut(p, rows, _limit(p, options))
+    chunks = cut(p, rows, _limit(p, options))
     schedule, reason = _choose(p, options, chunks)
     if not wants_gradient:
         schedule, reason = "statistics", "nothing requires a gradient"
-    if schedule == "frozen" or chunks is None or (schedule == "recompute" and p.spread):
-        chunks = _cut_anywhere(p, rows)
+    if schedule == "held":
+        rows = _held_rows(p, options)
+    if schedule in ("frozen", "held") or chunks is None or (schedule == "recompute" and p.spread):
+        chunks = cut_anywhere(p, rows)
     if schedule == "one_pass":
         rows = max((c.stop - c.start for c in chunks), default=rows)
     tile = _tile(p, rows, explicit=options.chunk_tokens is not None)
@@ -186,7 +136,12 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
 def _pull(p: Problem, schedule: Schedule) -> Pull:
     if schedule == "recompute":
         return "blocks" if p.spread else "slabs"
-    pulls: dict[Schedule, Pull] = {"one_pass": "now", "frozen": "unit", "statistics": "never"}
+    pulls: dict[Schedule, Pull] = {
+        "one_pass": "now",
+        "frozen": "unit",
+        "held": "held",
+        "statistics": "never",
+    }
     return pulls[schedule]
 
 
@@ -195,7 +150,7 @@ def _once(p: Problem, pull: Pull, chunks: int, tile: Tile) -> bool:
     float16 the sum is scaled, and rounded after it is scaled back."""
     if p.rescaled or p.main_grad or p.given:
         return False
-    return chunks <= 1 if pull in ("now", "blocks") else p.tokens <= tile.rows
+    return chunks <= 1 if pull in ("now", "held", "blocks") else p.tokens <= tile.rows
 
 
 def _choose(p: Problem, options: Options, chunks: tuple[Chunk, ...] | None) -> tuple[Schedule, str]:
@@ -207,18 +162,23 @@ def _choose(p: Problem, options: Options, chunks: tuple[Chunk, ...] | None) -> t
     elif p.given:
         frozen_error = "the logits are given"
     one_pass_error = None
-    if chunks is None:
+    if p.scope == "elsewhere":
+        one_pass_error = "the loss lives elsewhere and needs all statistics first"
+    elif chunks is None:
         one_pass_error = (
             "segments run across ranks"
             if p.grouped
             else f"the objective is {p.scope}-scoped and does not fit chunks within the budget"
         )
-    if options.schedule == "one_pass" and one_pass_error:
-        raise ValueError(f'schedule: got "one_pass", but {one_pass_error}')
-    if options.schedule == "frozen" and frozen_error:
-        raise ValueError(f'schedule: got "frozen", but {frozen_error}')
-    if options.schedule != "auto":
-        return options.schedule, "asked for"
+    held_size, held_error = _held(p, options)
+    errors = {"one_pass": one_pass_error, "frozen": frozen_error}
+    if p.given or options.memory_budget is not None:
+        errors["held"] = held_error
+    asked = options.schedule
+    if errors.get(asked):
+        raise ValueError(f'schedule: got "{asked}", but {errors[asked]}')
+    if asked != "auto":
+        return asked, "asked for"
     if p.given and not p.inplace:
         return "recompute", "the gradient of given logits is written in the backward pass"
     if p.rows:
@@ -228,13 +188,37 @@ def _choose(p: Problem, options: Options, chunks: tuple[Chunk, ...] | None) -> t
         return "one_pass", why
     if frozen_error is None:
         return "frozen", "the head is frozen and the objective is one of logp"
-    return "recompute", one_pass_error
+    if held_error is None:
+        return "held", f"{one_pass_error}, and {held_size} within the budget"
+    return "recompute", f"{one_pass_error}, and {held_error}"
 
 
-def _budget(p: Problem, options: Options) -> int:
+def _held(p: Problem, options: Options) -> tuple[str, str | None]:
+    """What a held schedule keeps of all tokens; and why it cannot."""
+    size, budget = p.tokens * p.vocabulary * p.row_bytes, _budget(p, options, warn=False)
+    what = "softmax terms" if p.terms else "logits"
+    kept = f"the {what} of all tokens take {size / MIB:.1f} MiB"
+    error = None
+    if p.given:
+        error = "the logits are given"
+    elif size > budget:
+        error = f"{kept}, more than the budget of {budget / MIB:.1f} MiB"
+    elif options.chunk_tokens is not None and options.chunk_tokens < p.tokens:
+        error = f"no more than chunk_tokens={options.chunk_tokens} are to be held at once"
+    return kept, error
+
+
+def _held_rows(p: Problem, options: Options) -> int:
+    """Tokens of one product; a teacher measures them all before it differentiates any."""
+    if p.teachers:
+        return max(1, p.tokens)
+    return max(1, min(p.tokens, options.chunk_tokens or TERMS_ROWS))
+
+
+def _budget(p: Problem, options: Options, warn: bool = True) -> int:
     if options.memory_budget is not None:
         least = p.vocabulary * p.row_bytes
-        if options.memory_budget < least and p.tokens and not p.rows:
+        if warn and options.memory_budget < least and p.tokens and not p.rows:
             warnings.warn(
                 f"memory_budget: got {options.memory_budget} bytes, want at least {least}, the "
                 "logits of one token, which are taken instead",
@@ -256,86 +240,8 @@ def _chunk_rows(p: Problem, options: Options) -> int:
     if rows > GRAIN:
         rows -= rows % GRAIN
     if p.tokens > rows:
-        rows = _whole_waves(p, rows) if p.multiprocessors and p.width else _even(p, rows)
+        rows = whole_waves(p, rows) if p.multiprocessors and p.width else even(p, rows)
     return max(1, min(rows, p.tokens))
-
-
-def _even(p: Problem, rows: int) -> int:
-    """Equal chunks: the last one is as efficient as the others."""
-    pieces = -(-p.tokens // rows)
-    even = -(-p.tokens // pieces)
-    return min(rows, -(-even // GRAIN) * GRAIN) if even > GRAIN else even
-
-
-def _whole_waves(p: Problem, most: int) -> int:
-    """The size of chunk, up to `most`, with the least time in the hidden gradient's products, which
-    come in waves of one output tile for each multiprocessor. (The other two products have so many
-    tiles that their last wave does not count.)"""
-    across = -(-p.width // WAVE_TILE[1])
-
-    def waves(rows: int) -> int:
-        return -(-(-(-rows // WAVE_TILE[0]) * across) // p.multiprocessors)
-
-    def cost(rows: int) -> float:
-        whole, rest = divmod(p.tokens, rows)
-        return whole * waves(rows) + waves(rest) + CHUNK_WAVES * (whole + (rest > 0))
-
-    return min(range(most, most // 2, -GRAIN), key=lambda rows: (cost(rows), rows))
-
-
-def _cut_anywhere(p: Problem, rows: int) -> tuple[Chunk, ...]:
-    """Chunks of equal size; a border may fall inside a segment."""
-    chunks, segment, end = [], 0, 0
-    lengths = p.lengths
-    for start in range(0, p.tokens, rows):
-        stop = min(start + rows, p.tokens)
-        if lengths is None:
-            chunks.append(Chunk(start, stop, 0, 0))
-            continue
-        while end <= start:  # the segment that holds `start`
-            end += lengths[segment]
-            segment += 1
-        first = segment - 1
-        while end < stop:
-            end += lengths[segment]
-            segment += 1
-        chunks.append(Chunk(start, stop, first, segment))
-    return tuple(chunks)
-
-
-def _units(p: Problem) -> Iterator[tuple[int, int]]:
-    """(segments, tokens) of each unit that may not be cut apart."""
-    assert p.lengths is not None
-    for first in range(0, len(p.lengths), p.segments_per_unit):
-        unit = p.lengths[first : first + p.segments_per_unit]
-        yield len(unit), sum(unit)
-
-
-def _cut(p: Problem, rows: int, limit: int) -> tuple[Chunk, ...] | None:
-    """Chunks that respect the objective's scope, or None where there are none."""
-    if p.tokens == 0 and not p.grouped:
-        return ()
-    if p.rows:  # nothing is held
-        return (Chunk(0, p.tokens, 0, len(p.lengths or ())),)
-    if p.scope == "token":
-        return _cut_anywhere(p, rows)
-    if p.grouped:
-        return None
-    if p.tokens <= rows or p.scope == "batch" or p.lengths is None:
-        whole = p.tokens <= max(rows, limit)
-        return (Chunk(0, p.tokens, 0, len(p.lengths or ())),) if whole else None
-    chunks: list[Chunk] = []
-    start = stop = first = last = 0
-    for segments, tokens in _units(p):
-        if tokens > max(rows, limit):
-            return None
-        if stop > start and stop + tokens - start > rows:
-            chunks.append(Chunk(start, stop, first, last))
-            start, first = stop, last
-        stop, last = stop + tokens, last + segments
-    if last > first:
-        chunks.append(Chunk(start, stop, first, last))
-    return tuple(chunks)
 
 
 def _tile(p: Problem, rows: int, explicit: bool) -> Tile:
@@ -361,12 +267,14 @@ def _bytes(
     sweeps = schedule in ("recompute", "statistics")
     elements = tile.rows * tile.columns if sweeps else rows * p.vocabulary
     found = {"logits": elements * p.row_bytes, "statistics": p.tokens * 64}
+    if schedule == "held":
+        found["logits"] = p.tokens * p.vocabulary * p.row_bytes
     if not p.on_gpu:  # a few blocks of logits at a time, and of a 16-bit weight, widened
         found["working blocks"] = 3 * min(elements, WORKING_BLOCK) * max(4, p.element_size)
         if p.element_size < 4 and not p.given:
             found["working blocks"] += 4 * min(4 * WORKING_BLOCK, p.vocabulary * p.width)
     accumulate = 8 if p.element_size == 8 else options.accumulate_dtype.itemsize
-    by_chunk = schedule == "one_pass" or (schedule == "recompute" and p.spread)
+    by_chunk = schedule in ("one_pass", "held") or (schedule == "recompute" and p.spread)
     if p.sharded and p.hidden_gradient and schedule != "statistics" and not p.given:
         found["hidden gradient on its way"] = rows * p.width * max(4, p.element_size)
     if p.spread or p.gathered:

@@ -322,6 +322,7 @@ def _prepared(
         gathered=options.sequence_parallel and options.static,
         logp_only=all(r.gradients <= {"logp"} for r in asked.values()),
         terms=terms,
+        teachers=bool(teachers),
         row_bytes=2 if terms else wide.itemsize * tiles,
     )
     return Prepared(

@@ -247,7 +247,7 @@ class ExpSoftmax(LinearSoftmax):
         else:
             partials = self.acts.product_partials(x, weight, forward, held)
             found = slices.measured(self.acts, partials, forward.needs, vocabulary)
-        return found, None if held is None else (held, x)
+        return found, held
 
     def pull(
         self,
@@ -260,7 +260,7 @@ class ExpSoftmax(LinearSoftmax):
     ) -> RowGradient:
         if held is None:
             return RowGradient(self._slab(rows, columns, measured, gradient), rows)
-        return self._of_terms(rows, measured, gradient, held[0], held[1], live)
+        return self._of_terms(rows, measured, gradient, held, live)
 
     def _slab(self, rows: slice, columns: slice, measured: Measured, gradient: Gradient) -> Tensor:
         """The product that would make the logits again makes their gradient."""
@@ -279,7 +279,6 @@ class ExpSoftmax(LinearSoftmax):
         measured: Measured,
         gradient: Gradient,
         held: Held,
-        x: Tensor,
         live: Tensor | None,
     ) -> RowGradient:
         """Everything but the products is queued before the device is read, so that they follow at
@@ -290,6 +289,7 @@ class ExpSoftmax(LinearSoftmax):
         order = None if live is None else acts.dense_order(live, int(MOST * len(live)))
         multiple = features = None
         if is_multiple(backward.transform, backward.coefficients):
+            x = self.features[0][rows]
             multiple, features = acts.held_multiple_(held, *given, x=x, order=order)
         else:
             acts.held_gradient_(held, *given, order=order)

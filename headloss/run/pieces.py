@@ -1,0 +1,143 @@
+"""The pieces of a call: chunks of tokens, and what decides how large they are.
+
+T scored tokens, H hidden width, V vocabulary, S segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+WAVE_TILE = (128, 256)  # rows x columns of a product that one multiprocessor computes at once
+CHUNK_WAVES = 0.3  # what a chunk costs beside its products, in waves
+GRAIN = 128  # rows of a chunk and columns of a slab come in multiples of it, for the products' sake
+
+
+class Chunk(NamedTuple):
+    """Tokens [start, stop), which lie in segments [first, last)."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+class Tile(NamedTuple):
+    """A sweep's step: rows x columns of the logits."""
+
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What the planner knows of a call."""
+
+    tokens: int = 0  # T
+    width: int = 0  # H
+    vocabulary: int = 0  # V
+    scope: str = "token"  # or "elsewhere": the loss is not known before all statistics are out
+    lengths: list[int] | None = None  # scored tokens per segment; None with static shapes
+    segments_per_unit: int = 1
+    grouped: bool = False  # segments run across ranks
+    spread: bool = False  # tokens do, chunk by chunk gathered
+    gathered: bool = False  # or at once
+    sharded: bool = False  # hidden gradients are summed over ranks
+    logp_only: bool = False  # the gradient needs nothing but d/dlogp
+    hidden_gradient: bool = True
+    weight_gradient: bool = True
+    element_size: int = 4  # of hidden and weight
+    weight_size: int = 4  # of the weight's own dtype
+    terms: bool = False  # the product writes softmax terms in place of logits
+    rescaled: bool = False  # gradients are scaled against underflow, and back in float32
+    row_bytes: int = 4  # per token and vocabulary entry of a chunk, teachers included
+    on_gpu: bool = False
+    multiprocessors: int = 0  # of the GPU
+    given: bool = False  # the logits exist already
+    inplace: bool = False  # and their gradient may overwrite them
+    rows: bool = False  # and a kernel works on them where they lie
+    main_grad: bool = False  # the weight gradient is added to a tensor of the caller's
+    teachers: bool = False  # stand beside the logits
+
+
+def even(p: Problem, rows: int) -> int:
+    """Equal chunks: the last one is as efficient as the others."""
+    pieces = -(-p.tokens // rows)
+    even = -(-p.tokens // pieces)
+    return min(rows, -(-even // GRAIN) * GRAIN) if even > GRAIN else even
+
+
+def whole_waves(p: Problem, most: int) -> int:
+    """The size of chunk, up to `most`, with the least time in the hidden gradient's products, which
+    come in waves of one output tile for each multiprocessor. (The other two products have so many
+    tiles that their last wave does not count.)"""
+    across = -(-p.width // WAVE_TILE[1])
+
+    def waves(rows: int) -> int:
+        return -(-(-(-rows // WAVE_TILE[0]) * across) // p.multiprocessors)
+
+    def cost(rows: int) -> float:
+        whole, rest = divmod(p.tokens, rows)
+        return whole * waves(rows) + waves(rest) + CHUNK_WAVES * (whole + (rest > 0))
+
+    return min(range(most, most // 2, -GRAIN), key=lambda rows: (cost(rows), rows))
+
+
+def cut_anywhere(p: Problem, rows: int) -> tuple[Chunk, ...]:
+    """Chunks of equal size; a border may fall inside a segment."""
+    chunks, segment, end = [], 0, 0
+    lengths = p.lengths
+    for start in range(0, p.tokens, rows):
+        stop = min(start + rows, p.tokens)
+        if lengths is None:
+            chunks.append(Chunk(start, stop, 0, 0))
+            continue
+        while end <= start:  # the segment that holds `start`
+            end += lengths[segment]
+            segment += 1
+        first = segment - 1
+        while end < stop:
+            end += lengths[segment]
+            segment += 1
+        chunks.append(Chunk(start, stop, first, segment))
+    return tuple(chunks)
+
+
+def _units(p: Problem) -> Iterator[tuple[int, int]]:
+    """(segments, tokens) of each unit that may not be cut apart."""
+    assert p.lengths is not None
+    for first in range(0, len(p.lengths), p.segments_per_unit):
+        unit = p.lengths[first : first + p.segments_per_unit]
+        yield len(unit), sum(unit)
+
+
+def cut(p: Problem, rows: int, limit: int) -> tuple[Chunk, ...] | None:
+    """Chunks that respect the objective's scope, or None where there are none."""
+    if p.tokens == 0 and not p.grouped and p.scope != "elsewhere":
+        return ()
+    if p.rows:  # nothing is held
+        return (Chunk(0, p.tokens, 0, len(p.lengths or ())),)
+    if p.scope == "token":
+        return cut_anywhere(p, rows)
+    if p.grouped or p.scope == "elsewhere":
+        return None
+    if p.tokens <= rows or p.scope == "batch" or p.lengths is None:
+        whole = p.tokens <= max(rows, limit)
+        return (Chunk(0, p.tokens, 0, len(p.lengths or ())),) if whole else None
+    chunks: list[Chunk] = []
+    start = stop = first = last = 0
+    for segments, tokens in _units(p):
+        if tokens > max(rows, limit):
+            return None
+        if stop > start and stop + tokens - start > rows:
+            chunks.append(Chunk(start, stop, first, last))
+            start, first = stop, last
+        stop, last = stop + tokens, last + segments
+    if last > first:
+        chunks.append(Chunk(start, stop, first, last))
+    return tuple(chunks)
