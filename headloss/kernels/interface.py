@@ -15,6 +15,7 @@ returns may be read when the device gets there: no act waits for the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -55,7 +56,8 @@ class Backward(NamedTuple):
         )
 
 
-class Held(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Held:
     """The softmax terms of some tokens, e = exp(z - reference)."""
 
     terms: Tensor  # [n, v] bfloat16; float32 and float64 beside hidden states of those
