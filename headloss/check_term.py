@@ -79,11 +79,18 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     )
 
 
+def _lengths(term: Term) -> tuple[int, ...]:
+    """Of segments; as many as hold a whole number of units."""
+    unit = term.segments_per_unit
+    return LENGTHS if len(LENGTHS) % unit == 0 else LENGTHS * unit
+
+
 def _batch(term: Term, given: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     """A batch with every field that the term asks for."""
     from .batch.segments import Segments
 
-    tokens = sum(LENGTHS)
+    lengths = _lengths(term)
+    tokens = sum(lengths)
     generator = torch.Generator().manual_seed(0)
     fields = {
         name: outside_inference(value) if isinstance(value, Tensor) else value
@@ -93,7 +100,7 @@ def _batch(term: Term, given: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
         fields.setdefault(term.kept_field, torch.rand(tokens, generator=generator) > 0.3)
     for _ in range(64):  # one more field per round, as the term asks for them
         targets = torch.zeros(tokens, dtype=torch.int64)
-        batch = Batch(targets, Segments.from_lengths(LENGTHS), **fields)  # type: ignore[arg-type]
+        batch = Batch(targets, Segments.from_lengths(lengths), **fields)  # type: ignore[arg-type]
         packed = pack(batch, 1, torch.float64).batch
         try:
             asked = reads(
@@ -136,7 +143,7 @@ def _evaluate(term: Term, stats: Statistics, batch: PackedBatch) -> Tensor:
 
 def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[tuple[slice, PackedBatch]]]:
     """The cuts that the term's scope allows."""
-    ends = torch.tensor(LENGTHS).cumsum(0).tolist()
+    ends = torch.tensor(_lengths(term)).cumsum(0).tolist()
     starts = [0, *ends[:-1]]
     if term.scope == "batch":
         return {}
@@ -161,16 +168,16 @@ def _permute(term: Term, batch: PackedBatch) -> tuple[Tensor, PackedBatch]:
     """The same segments, the last unit first."""
     from .batch.segments import Segments
 
-    rows = torch.arange(sum(LENGTHS)).split(LENGTHS)
-    unit = term.segments_per_unit
-    units = [range(i, i + unit) for i in range(0, len(LENGTHS), unit)][::-1]
+    given, unit = _lengths(term), term.segments_per_unit
+    rows = torch.arange(sum(given)).split(given)
+    units = [range(i, i + unit) for i in range(0, len(given), unit)][::-1]
     segments = [i for u in units for i in u]
     order = torch.cat([rows[i] for i in segments])
-    lengths = torch.tensor([LENGTHS[i] for i in segments])
-    ids = torch.arange(len(LENGTHS)).repeat_interleave(lengths)
+    lengths = torch.tensor([given[i] for i in segments])
+    ids = torch.arange(len(given)).repeat_interleave(lengths)
     fields = {name: getattr(batch, name)[order] for name in batch.kinds()}
     return order, PackedBatch(
-        batch.targets[order], Segments(ids, len(LENGTHS), counts=lengths), fields
+        batch.targets[order], Segments(ids, len(given), counts=lengths), fields
     )
 
 

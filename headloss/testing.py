@@ -244,6 +244,8 @@ def random_batch(
         "old_logps": near(0.2),
         "ref_logps": near(0.3),
         "sampling_logps": near(0.1),
+        "desirable": advantages > 0,
+        "reference_kl": torch.full_like(advantages, 0.1),
         **fields,
     }
     return Batch(targets, segments, **given)  # type: ignore[arg-type]

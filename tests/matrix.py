@@ -83,6 +83,9 @@ SUPERVISED = {
     "entropy": _other(hl.entropy),
     # Where p is 1 but for 1e-13, the oracle keeps no more digits of 1 - p than that.
     "unlikelihood": _policy(hl.unlikelihood, tightest=1e-4),
+    "dft": _policy(hl.dft),
+    "eaft": _other(hl.eaft),
+    "focal": _policy(hl.focal),
 }
 POLICY = {
     "grpo": _policy(hl.grpo),
@@ -123,6 +126,10 @@ PREFERENCE = {
     "dpo_smoothed": _policy(lambda: hl.dpo(beta=0.3, label_smoothing=0.1)),
     "ipo": _policy(hl.ipo),
     "simpo": _policy(lambda: hl.simpo(beta=2.0, gamma=0.5)),
+    "cpo": _policy(hl.cpo),
+    "orpo": _policy(lambda: hl.orpo(rejected=3)),
+    "aot": _policy(hl.aot),
+    "kto": _policy(hl.kto),
 }
 MODIFIED = {
     **{

@@ -27,7 +27,8 @@ def terms() -> dict[str, Term]:
     """Every term, at each level of its ratio and with the options that change its operations."""
     found: dict[str, Term] = {}
     for make in TERMS:
-        found[make.__name__] = make()
+        if make is not h.aot:  # batch-scoped: no tape holds it
+            found[make.__name__] = make()
     for level in LEVELS:
         for make in (h.grpo, h.dapo, h.luspo, h.sapo, h.cispo):
             found[f"{make.__name__} {level}"] = make(importance_sampling_level=level)  # type: ignore[operator, call-arg]
@@ -40,6 +41,13 @@ def terms() -> dict[str, Term]:
     found["kl k3 corrected"] = h.kl(estimator="k3", bias_corrected=True)
     found["cross_entropy smoothed"] = h.cross_entropy(label_smoothing=0.1)
     found["dpo smoothed"] = h.dpo(label_smoothing=0.1)
+    for loss_type in ("hinge", "ipo", "nca_pair", "sppo_hard", "apo_down", "discopop"):
+        found[f"dpo {loss_type}"] = h.dpo(loss_type=loss_type)
+    found["dpo forward_kl"] = h.dpo(f_divergence_type="forward_kl", loss_type="sigmoid_norm")
+    found["dpo js"] = h.dpo(f_divergence_type="js_divergence")
+    found["dpo exo"] = h.dpo(label_smoothing=0.1, loss_type="exo_pair")
+    found["simpo alpha"] = h.simpo(alpha=0.3)
+    found["kto apo"] = h.kto(loss_type="apo_zero_unpaired", undesirable_weight=2.0)
     found["dr_grpo"] = h.dr_grpo(max_completion_length=7)
     return found
 
@@ -119,6 +127,8 @@ class Case:
             "times": field((normal(count) * 3).int()),
             "keep": field(normal(count) < 0.4),
             "keep_segment": (normal(segments) < 0.7).to(device),
+            "desirable": (normal(segments) < 0.2).to(device),
+            "reference_kl": torch.full((segments,), 0.3, dtype=torch.float64, device=device),
         }
         made = Segments.from_ids(ids.to(device), segments)
         self.batch = Batch(targets.to(device), made, totals=totals, **fields)

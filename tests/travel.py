@@ -45,7 +45,8 @@ def terms() -> dict[str, hl.Term]:
     generator = torch.Generator().manual_seed(1)
     teacher = hl.Head(torch.randn(V, H, generator=generator))
     simple = "cross_entropy z_loss entropy unlikelihood grpo gspo gspo_token dapo bnpo luspo ppo "
-    simple += "cispo reinforce sapo gmpo vespo kl dpo ipo simpo distillation"
+    simple += "cispo reinforce sapo gmpo vespo kl dpo ipo simpo distillation "
+    simple += "dft eaft focal cpo orpo aot kto"
     return {
         **{name: getattr(hl, name)() for name in simple.split()},
         "dr_grpo": hl.dr_grpo(max_completion_length=5),
@@ -79,6 +80,8 @@ def problem(temperature: float | Tensor = 1.0) -> tuple[Tensor, hl.Head, hl.Batc
         advantages=normal(4),
         old_logps=hl.CURRENT,
         ref_logps=normal(T) - 3,
+        desirable=torch.arange(4) % 3 == 0,
+        reference_kl=torch.full((4,), 0.2),
         sampling_logps=normal(T) - 3,
         kept=normal(T) > 0,
         share=normal(4),

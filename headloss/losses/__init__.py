@@ -3,9 +3,10 @@
 from .distillation import distillation
 from .modifiers import Modifier
 from .policy import bnpo, dapo, dr_grpo, grpo, gspo, gspo_token, luspo, ppo
-from .preference import dpo, ipo, simpo
+from .preference import cpo, dpo, ipo, orpo, simpo
+from .preference_unpaired import aot, kto
 from .reinforce import cispo, kl, reinforce, vespo
-from .supervised import cross_entropy, entropy, unlikelihood, z_loss
+from .supervised import cross_entropy, dft, eaft, entropy, focal, unlikelihood, z_loss
 from .surrogates import gmpo, sapo
 from .term import Objective, Term, term
 
@@ -18,6 +19,9 @@ __all__ = [
     "z_loss",
     "entropy",
     "unlikelihood",
+    "dft",
+    "eaft",
+    "focal",
     "grpo",
     "gspo",
     "gspo_token",
@@ -35,5 +39,9 @@ __all__ = [
     "dpo",
     "ipo",
     "simpo",
+    "cpo",
+    "orpo",
+    "kto",
+    "aot",
     "distillation",
 ]

@@ -17,17 +17,18 @@ from .distillation import INPUTS as TEACHER_INPUTS
 from .distillation import distillation
 from .modifiers import Modifier, corrected, off_policy_masked, top_entropy
 from .policy import bnpo, dapo, dr_grpo, grpo, gspo, gspo_token, luspo, ppo
-from .preference import dpo, ipo, simpo
+from .preference import cpo, dpo, ipo, orpo, simpo
+from .preference_unpaired import aot, kto
 from .reinforce import cispo, kl, reinforce, vespo
-from .supervised import cross_entropy, entropy, unlikelihood, z_loss
+from .supervised import cross_entropy, dft, eaft, entropy, focal, unlikelihood, z_loss
 from .surrogates import gmpo, sapo
 from .term import Term, trace
 
 TERMS: tuple[Callable[..., Term], ...] = (
-    *(cross_entropy, z_loss, entropy, unlikelihood),
+    *(cross_entropy, z_loss, entropy, unlikelihood, dft, eaft, focal),
     *(grpo, gspo, gspo_token, dapo, bnpo, dr_grpo, luspo, ppo, cispo, reinforce, sapo, gmpo, vespo),
     kl,
-    *(dpo, ipo, simpo),
+    *(dpo, ipo, simpo, cpo, orpo, aot, kto),
     distillation,
 )
 MODIFIERS: tuple[Callable[..., Modifier], ...] = (corrected, off_policy_masked, top_entropy)
@@ -185,6 +186,7 @@ def sample() -> tuple[Statistics, PackedBatch]:
 
     names = ("advantages", "old_logps", "ref_logps", "sampling_logps")
     fields: dict[str, Any] = {name: vector(-1 - i / 10) for i, name in enumerate(names)}
+    fields |= {"desirable": torch.tensor([True, True, False, False]), "reference_kl": vector(0.5)}
     batch = Batch(torch.zeros(4, dtype=torch.int64), Segments.from_lengths([2, 2]), **fields)
     vectors: dict[str, Any] = {name: vector(0.8).requires_grad_() for name in STATISTICS}
     vectors["logp"] = vector(-1.0).requires_grad_()

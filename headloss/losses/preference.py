@@ -1,145 +1,111 @@
 """Preference terms on pairs: segment 2k is the chosen answer, 2k + 1 the rejected one.
 
-S segments, P = S / 2 pairs. Every term is [S], segment scope. A pair's loss stands at both of its
-segments, and at one of them twice where the other is empty, so that the mean over segments is the
-mean over pairs; a pair without a scored token has loss 0 and still counts.
+S segments. Every term is [S], segment scope; see `preference_pairs` for empty answers and for
+several rejected ones. h is the score of the chosen answer less that of the rejected one.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from torch import Tensor
-from torch.nn.functional import logsigmoid
-
-from ..batch.reduction import sequence_mean
-from ..objective.metrics import Observed
-from ..objective.statistics import Statistics
-from .factory import factory, non_negative, number, positive
+from .factory import factory, number, one_of, positive
+from .preference_pairs import (
+    AVERAGED,
+    DIVERGENCES,
+    Pairwise,
+    f_log_ratio,
+    log_odds,
+    log_ratio,
+    logp,
+    preference,
+)
 from .term import Term
-
-if TYPE_CHECKING:
-    from ..batch.packing import PackedBatch
-
-Score = Callable[[Statistics, "PackedBatch"], Tensor]  # [S], by how much an answer is preferred
-
-
-def _split(values: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:  # [P], [P]
-    """The values of the chosen and of the rejected segments."""
-    if len(values) % 2 and batch.live is None:
-        raise ValueError(
-            f"segments: got {len(values)}, want an even number of them: 2k is chosen, "
-            "2k + 1 rejected"
-        )
-    return batch.segments.split_pairs(values)
-
-
-def _pair_loss(
-    stats: Statistics,
-    batch: PackedBatch,
-    *,
-    score: Score,
-    loss: Callable[[Tensor], Tensor],  # of the margin, [P] to [P]
-    lead: float,
-    label_smoothing: float,
-) -> Tensor:  # [S]
-    chosen, rejected = _split(score(stats, batch), batch)
-    margin = chosen - rejected - lead
-    value = loss(margin)
-    if label_smoothing > 0:
-        value = (1 - label_smoothing) * value + label_smoothing * loss(-margin)
-    here = (batch.segments.lengths > 0).to(value.dtype)
-    of_chosen, of_rejected = _split(here, batch)
-    share = value * 2 / (of_chosen + of_rejected).clamp_min(1)
-    return batch.segments.join_pairs(share, share) * here
-
-
-def _observe(
-    stats: Statistics, batch: PackedBatch, *, score: Score, beta: float
-) -> dict[str, Observed]:
-    chosen, rejected = (beta * r for r in _split(score(stats, batch), batch))
-    found = {
-        "chosen_rewards": chosen,
-        "rejected_rewards": rejected,
-        "margin": chosen - rejected,
-        "accuracy": (chosen > rejected).to(chosen.dtype),
-    }
-    join = batch.segments.join_pairs
-    return {name: Observed(join(value, value), per="segment") for name, value in found.items()}
-
-
-def _preference(
-    score: Score,
-    loss: Callable[[Tensor], Tensor],
-    beta: float,
-    label_smoothing: float,
-    gamma: float = 0.0,
-) -> Term:
-    positive(beta=beta)
-    non_negative(gamma=gamma)
-    number("0 <= label_smoothing <= 0.5", lambda x: 0 <= x <= 0.5, label_smoothing=label_smoothing)
-    return Term(
-        name="",
-        function=functools.partial(
-            _pair_loss, score=score, loss=loss, lead=gamma / beta, label_smoothing=label_smoothing
-        ),
-        scope="segment",
-        per="segment",
-        reduction=sequence_mean,
-        observe=functools.partial(_observe, score=score, beta=beta),
-        segments_per_unit=2,
-    )
-
-
-def _log_loss(h: Tensor, beta: float) -> Tensor:
-    return -logsigmoid(beta * h)
-
-
-def _squared_loss(h: Tensor, beta: float) -> Tensor:
-    return (h - 1 / (2 * beta)).square()
-
-
-def _log_ratio_sum(stats: Statistics, batch: PackedBatch) -> Tensor:
-    assert stats.logp is not None
-    return batch.segments.sum(stats.logp - batch.ref_logps)
-
-
-def _log_ratio_mean(stats: Statistics, batch: PackedBatch) -> Tensor:
-    assert stats.logp is not None
-    return batch.segments.mean(stats.logp - batch.ref_logps)
-
-
-def _logp_mean(stats: Statistics, batch: PackedBatch) -> Tensor:
-    assert stats.logp is not None
-    return batch.segments.mean(stats.logp)
 
 
 @factory
-def dpo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> Term:
+def dpo(
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    loss_type: str = "sigmoid",
+    f_divergence_type: str = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
+    ld_alpha: float | None = None,
+    discopop_tau: float = 0.05,
+    rejected: int = 1,
+) -> Term:
     """Direct preference optimization, on log-prob sums.
 
         -log sigmoid(beta h), h = sum_chosen(logp - ref) - sum_rejected(logp - ref)
 
-    Rafailov et al. 2023, arXiv:2305.18290.
+    Rafailov et al. 2023, arXiv:2305.18290. With s = the log sigmoid, c and r beta times the scores
+    of the two answers, x = c - r = beta h and e = label_smoothing, the loss types are
+
+    - sigmoid: -s(x); hinge: max(0, 1 - x) (Zhao et al. 2023, arXiv:2305.10425); sigmoid_norm and
+      ipo: -s(x) and (h - 1 / (2 beta))^2 on log-prob means;
+    - robust: (-(1 - e) s(x) + e s(-x)) / (1 - 2e) (Chowdhury et al. 2024, arXiv:2403.00409);
+    - exo_pair: KL of (sigmoid x, sigmoid -x) from (1 - e, e) (Ji et al. 2024, arXiv:2402.00856);
+    - nca_pair: -s(c) - (s(-c) + s(-r)) / 2 (Chen et al. 2024, arXiv:2402.05369);
+    - bco_pair: -s(c) - s(-r), without a running reward shift (Jung et al. 2024, arXiv:2404.04656);
+    - sppo_hard: (c / beta - 1 / (2 beta))^2 + (r / beta + 1 / (2 beta))^2 (Wu et al. 2024,
+      arXiv:2405.00675);
+    - apo_zero: sigmoid(-c) + sigmoid(r); apo_down: sigmoid(c) + sigmoid(r - c) (D'Oosterlinck et
+      al. 2024, arXiv:2408.06266);
+    - discopop: -s(x) (1 - m) + exp(-x) m, m = sigmoid(x / discopop_tau) (Lu et al. 2024,
+      arXiv:2406.08414);
+    - softmax: -log of the chosen answer's share of exp(c) + sum_j exp(r_j) (Chen et al. 2024,
+      arXiv:2406.09215).
 
     Args:
         beta: strength of the pull to the reference, > 0.
         label_smoothing: share of pairs taken to be labelled the wrong way round, in [0, 0.5]; the
-            loss is (1 - label_smoothing) f(h) + label_smoothing f(-h).
+            loss is (1 - label_smoothing) f(h) + label_smoothing f(-h), but for robust and exo_pair.
+        loss_type: one of the above.
+        f_divergence_type: the score f'(t) of t = the ratio of policy to reference: "reverse_kl" log
+            t, "forward_kl" 1 - 1/t, "js_divergence" log(2t / (1 + t)), "alpha_divergence"
+            (t^(a - 1) - 1) / (a - 1) (Wang et al. 2023, arXiv:2309.16240); for losses of h alone.
+        f_alpha_divergence_coef: a.
+        ld_alpha: what an answer is longer by than its partner counts this much, in [0, 1] (Liu et
+            al. 2024, arXiv:2409.06411); None: 1.
+        discopop_tau: see above, > 0.
+        rejected: rejected answers after each chosen one; the loss is the mean over them.
 
     Inputs: ref_logps; segments in pairs. Default reduction: sequence_mean, the mean over pairs.
     Metrics: chosen_rewards, rejected_rewards, margin, accuracy.
     """
-    return _preference(
-        _log_ratio_sum, functools.partial(_log_loss, beta=beta), beta, label_smoothing
+    one_of(DIVERGENCES, f_divergence_type=f_divergence_type)
+    positive(discopop_tau=discopop_tau)
+    number("a finite number", lambda x: True, f_alpha_divergence_coef=f_alpha_divergence_coef)
+    if ld_alpha is not None:
+        number("0 <= ld_alpha <= 1", lambda x: 0 <= x <= 1, ld_alpha=ld_alpha)
+        if rejected != 1:
+            raise ValueError(f"ld_alpha: got {ld_alpha} with rejected={rejected}, want one partner")
+    how = Pairwise(
+        loss_type=loss_type,
+        beta=beta,
+        label_smoothing=label_smoothing,
+        tau=discopop_tau,
+        rejected=rejected,
     )
+    average = loss_type in AVERAGED
+    reward = functools.partial(log_ratio, average=average, ld_alpha=ld_alpha)
+    if f_divergence_type == "reverse_kl":
+        return preference(reward, how)
+    if how.of_both:
+        raise ValueError(
+            f"f_divergence_type: got {f_divergence_type!r} with loss_type={loss_type!r}, want a "
+            "loss of h alone: in any other a constant of the prompt would not cancel"
+        )
+    power = {"forward_kl": -1.0, "alpha_divergence": f_alpha_divergence_coef - 1}
+    score = functools.partial(
+        f_log_ratio, average=average, ld_alpha=ld_alpha, power=power.get(f_divergence_type)
+    )
+    return preference(score, how, reward)
 
 
 @factory
 def ipo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> Term:
-    """Identity preference optimization, on log-prob means.
+    """Identity preference optimization, on log-prob means: `dpo` of loss_type="ipo".
 
         (h - 1 / (2 beta))^2, h = mean_chosen(logp - ref) - mean_rejected(logp - ref)
 
@@ -153,27 +119,87 @@ def ipo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> Term:
     Inputs: ref_logps; segments in pairs. Default reduction: sequence_mean, the mean over pairs.
     Metrics: chosen_rewards, rejected_rewards, margin, accuracy.
     """
-    return _preference(
-        _log_ratio_mean, functools.partial(_squared_loss, beta=beta), beta, label_smoothing
-    )
+    how = Pairwise(loss_type="ipo", beta=beta, label_smoothing=label_smoothing)
+    return preference(functools.partial(log_ratio, average=True), how)
 
 
 @factory
-def simpo(*, beta: float = 0.1, gamma: float = 0.5, label_smoothing: float = 0.0) -> Term:
+def simpo(
+    *,
+    beta: float = 0.1,
+    gamma: float = 0.5,
+    label_smoothing: float = 0.0,
+    alpha: float = 0.0,
+    rejected: int = 1,
+) -> Term:
     """Simple preference optimization: log-prob means with a target margin, without a reference.
 
         -log sigmoid(beta h - gamma), h = mean_chosen(logp) - mean_rejected(logp)
 
-    Meng et al. 2024, arXiv:2405.14734.
+    Meng et al. 2024, arXiv:2405.14734. AlphaPO: Gupta et al. 2025, arXiv:2501.03884. With an SFT
+    part: hl.simpo() + weight * hl.cross_entropy().where("chosen").
 
     Args:
         beta: scale of the reward, > 0.
         gamma: the margin that the chosen answer's reward should lead by, >= 0.
         label_smoothing: as `dpo`, the sign of beta h - gamma turned.
+        alpha: AlphaPO's shape of the reward: (1 - exp(-alpha m)) / alpha in place of the mean m.
+        rejected: as `dpo`.
 
     Inputs: segments in pairs. Default reduction: sequence_mean, the mean over pairs. Metrics:
     chosen_rewards, rejected_rewards, margin, accuracy.
     """
-    return _preference(
-        _logp_mean, functools.partial(_log_loss, beta=beta), beta, label_smoothing, gamma=gamma
+    number("a finite number", lambda x: True, alpha=alpha)
+    how = Pairwise(beta=beta, gamma=gamma, label_smoothing=label_smoothing, rejected=rejected)
+    return preference(functools.partial(logp, average=True, alpha=alpha), how)
+
+
+@factory
+def cpo(
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    loss_type: str = "sigmoid",
+    rejected: int = 1,
+) -> Term:
+    """Contrastive preference optimization: DPO without a reference.
+
+        -log sigmoid(beta h), h = sum_chosen(logp) - sum_rejected(logp)
+
+    Xu et al. 2024, arXiv:2401.08417, whose loss is hl.cpo() + hl.cross_entropy().where("chosen").
+
+    Args:
+        beta: scale of the margin, > 0.
+        label_smoothing: as `dpo`.
+        loss_type: "sigmoid", "hinge" or "ipo" (on log-prob means), as `dpo`.
+        rejected: as `dpo`.
+
+    Inputs: segments in pairs. Default reduction: sequence_mean, the mean over pairs. Metrics:
+    chosen_rewards, rejected_rewards, margin, accuracy.
+    """
+    one_of(("sigmoid", "hinge", "ipo"), loss_type=loss_type)
+    how = Pairwise(
+        loss_type=loss_type, beta=beta, label_smoothing=label_smoothing, rejected=rejected
     )
+    return preference(functools.partial(logp, average=loss_type in AVERAGED), how)
+
+
+@factory
+def orpo(*, beta: float = 0.1, rejected: int = 1) -> Term:
+    """Odds ratio preference optimization: the chosen answer's odds against the rejected one's.
+
+        -beta log sigmoid(h), h = log odds_chosen - log odds_rejected, odds = p / (1 - p), log p = mean(logp)
+
+    Hong et al. 2024, arXiv:2403.07691, whose loss is hl.cross_entropy().where("chosen") +
+    hl.orpo(). Where p = 1, 1 - p is the dtype's epsilon.
+
+    Args:
+        beta: weight of the odds ratio (the paper's lambda), > 0.
+        rejected: as `dpo`.
+
+    Inputs: segments in pairs. Default reduction: sequence_mean, the mean over pairs. Metrics:
+    chosen_rewards, rejected_rewards (beta log p), margin, accuracy.
+    """  # noqa: E501 (an equation is one line)
+    positive(beta=beta)
+    how = Pairwise(beta=1.0, factor=beta, rejected=rejected)
+    return preference(log_odds, how, functools.partial(logp, average=True))

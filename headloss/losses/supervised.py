@@ -1,4 +1,4 @@
-"""Terms for targets that are right, or wrong: cross-entropy, z-loss, entropy, unlikelihood.
+"""Terms for targets that are right, or wrong: cross-entropy and what is made of it.
 
 T scored tokens, V vocabulary, p = softmax(z), y the target. Every term is [T], token scope.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..batch.reduction import token_mean
 from ..objective.metrics import Observed, Perplexity
 from ..objective.statistics import Slope, Statistics
-from .factory import factory, number
+from .factory import factory, non_negative, number, positive
 from .term import Term, term
 
 if TYPE_CHECKING:
@@ -117,11 +117,90 @@ def unlikelihood(stats: Statistics, batch: PackedBatch) -> Tensor:
     Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
     """
     assert stats.logp is not None
+    return -log_1_minus_p(stats.logp)
+
+
+def log_1_minus_p(logp: Tensor) -> Tensor:
+    """log(1 - p) from log p; where p = 1, that of the dtype's epsilon."""
     # Beyond epsilon the gradient, p / (1 - p), would be larger than what p itself resolves.
-    logp = stats.logp.clamp(max=-torch.finfo(stats.logp.dtype).eps)
+    logp = logp.clamp(max=-torch.finfo(logp.dtype).eps)
     # log(1 - exp x) has two forms, each exact on its side of -log 2. A branch that is not taken
     # gets a harmless argument, so that its gradient is finite.
     likely = logp > -math.log(2)
     near = torch.where(likely, logp, -1.0).expm1().neg().log()
     far = torch.where(likely, -1.0, logp).exp().neg().log1p()
-    return -torch.where(likely, near, far)
+    return torch.where(likely, near, far)
+
+
+# ---------------------------------------------------------------------- weighted by themselves
+
+
+def _dft_slopes(batch: PackedBatch) -> tuple[Slope, ...]:
+    return (Slope(-1.0),)
+
+
+@factory
+@term(observe=_observe, slopes=_dft_slopes)
+def dft(stats: Statistics, batch: PackedBatch) -> Tensor:
+    """Dynamic fine-tuning: each token's likelihood times its probability, without its gradient.
+
+        -sg(p_y) log p_y
+
+    Wu et al. 2025, arXiv:2508.05629. Anchored (ASFT, Zhu et al. 2025, arXiv:2509.23753): hl.dft() +
+    0.1 * hl.distillation() with the base model as the teacher.
+
+    Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
+    """
+    assert stats.logp is not None
+    return -stats.logp.detach().exp() * stats.logp
+
+
+def _focal(stats: Statistics, batch: PackedBatch, *, gamma: float) -> Tensor:
+    assert stats.logp is not None
+    return -(gamma * log_1_minus_p(stats.logp)).exp() * stats.logp
+
+
+@factory
+def focal(*, gamma: float = 2.0) -> Term:
+    """Focal loss: what is likely already counts less.
+
+        -(1 - p_y)^gamma log p_y
+
+    Lin et al. 2017, arXiv:1708.02002. Where p_y = 1, 1 - p_y is the dtype's epsilon.
+
+    Args:
+        gamma: >= 0; 0 is cross_entropy.
+
+    Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
+    """
+    non_negative(gamma=gamma)
+    function = functools.partial(_focal, gamma=gamma)
+    return Term(name="", function=function, reduction=token_mean, observe=_observe)
+
+
+def _entropy_adaptive(
+    stats: Statistics, batch: PackedBatch, *, alpha: float, scale: float
+) -> Tensor:
+    assert stats.logp is not None and stats.entropy is not None
+    return -(stats.entropy.detach() / scale).pow(alpha) * stats.logp
+
+
+@factory
+def eaft(*, alpha: float = 1.0, scale: float = 3.0) -> Term:
+    """Entropy-adaptive fine-tuning: each token's likelihood times the entropy of its prediction.
+
+        -sg(H / scale)^alpha log p_y, H = -sum_j p_j log p_j
+
+    Diao et al. 2026, arXiv:2601.02151, with the entropy of the whole vocabulary in place of that of
+    its 20 likeliest tokens (whose largest is log 20 = 3.0). That one, from hl.head_topk, as a field:
+    hl.cross_entropy().weighted("uncertainty").
+
+    Args:
+        alpha: power of the entropy, > 0.
+        scale: the entropy whose weight is 1, > 0.
+
+    Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
+    """
+    positive(alpha=alpha, scale=scale)
+    function = functools.partial(_entropy_adaptive, alpha=alpha, scale=scale)
+    return Term(name="", function=function, reduction=token_mean, observe=_observe)

@@ -251,7 +251,7 @@ class Objective(_Arithmetic):
 
     @property
     def segments_per_unit(self) -> int:
-        return max((term.segments_per_unit for _, term in self.parts), default=1)
+        return math.lcm(*(term.segments_per_unit for _, term in self.parts))
 
 
 def term(

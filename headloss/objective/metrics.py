@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -159,12 +159,14 @@ class Metrics(dict[str, Measurement]):
 class Observed:
     """What a term reports before it is folded: per-token [T] or per-segment [S] values.
 
-    The engine folds the values of scored tokens, or of segments that have one, by `kind`.
+    The engine folds the values of scored tokens, or of segments that have one, by `kind`; of these
+    only the ones where the boolean vector `where` holds, if it is given.
     """
 
     values: Tensor
     kind: type[Mean] | type[Perplexity] | type[Sum] | type[Max] | type[Min] = Mean
     per: Literal["token", "segment"] = "token"
+    where: Tensor | None = None
 
 
 def checked(name: str, found: object, tokens: int, segments: int) -> dict[str, Observed]:
@@ -191,11 +193,12 @@ def checked(name: str, found: object, tokens: int, segments: int) -> dict[str, O
             got = seen.values.dtype if isinstance(seen.values, Tensor) else type(seen.values)
             raise TypeError(f"{at}: values: got {got}, want a tensor of real numbers")
         want = (tokens if seen.per == "token" else segments,)
-        if tuple(seen.values.shape) != want:
-            raise ValueError(
-                f"{at}: values: got shape {tuple(seen.values.shape)}, want {want} (one value per "
-                f'{seen.per}; declare per="token" or per="segment")'
-            )
+        for what, vector in (("values", seen.values), ("where", seen.where)):
+            if vector is not None and tuple(vector.shape) != want:
+                raise ValueError(
+                    f"{at}: {what}: got shape {tuple(vector.shape)}, want {want} (one value per "
+                    f'{seen.per}; declare per="token" or per="segment")'
+                )
     return found
 
 
@@ -211,13 +214,18 @@ def fold_all(
     observed: Mapping[str, Observed], live: Tensor | None = None, share: float = 1.0
 ) -> Metrics:
     """Fold many [N] vectors with the same live rows, in a few operations."""
+    found = Metrics()
+    for name, o in observed.items():
+        if o.where is not None:
+            kept = o.where if live is None else o.where & live
+            found |= fold_all({name: replace(o, where=None)}, kept, share)
+    observed = {name: o for name, o in observed.items() if o.where is None}
     sums = {name: o.values for name, o in observed.items() if not issubclass(o.kind, Max | Min)}
     peaks = {
         name: o.values if o.kind is Max else -o.values
         for name, o in observed.items()
         if issubclass(o.kind, Max | Min)
     }
-    found = Metrics()
     if sums:
         rows = torch.stack(list(sums.values())).double()
         rows = rows if live is None else torch.where(live, rows, 0)

@@ -27,7 +27,8 @@ class _NoSums(Segments):
 
 
 def sample_batch(kinds: Kinds, term: Term, device: torch.device) -> PackedBatch:
-    """A batch of two made-up tokens with the fields of a real one."""
+    """A batch of two made-up tokens with the fields of a real one, in as many segments as belong
+    together."""
     ids = torch.arange(_SAMPLE, device=device)
     cls = _NoSums if term.scope == "token" else Segments
     fields: dict[str, Tensor | Current] = {}
@@ -38,7 +39,9 @@ def sample_batch(kinds: Kinds, term: Term, device: torch.device) -> PackedBatch:
             fields[name] = torch.full((_SAMPLE,), -0.5, device=device).to(dtype)
         else:
             fields[name] = torch.zeros(_SAMPLE, *more, dtype=dtype, device=device)
-    segments = cls(ids, _SAMPLE, counts=torch.ones_like(ids))
+    count = max(_SAMPLE, term.segments_per_unit)
+    counts = (torch.arange(count, device=device) < _SAMPLE).long()
+    segments = cls(ids, count, counts=counts)
     return PackedBatch(torch.zeros_like(ids), segments, fields)
 
 

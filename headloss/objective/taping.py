@@ -88,6 +88,8 @@ def record(
     """
     if objective.scope == "batch" or any(key_of(term) is None for _, term in objective.parts):
         return None
+    if objective.segments_per_unit > 2:  # an instruction knows of pairs alone
+        return None
     teachers = _teachers(objective)
     written = []
     token = TRACING.set(True)
@@ -275,10 +277,11 @@ def _fold(
     extremes = {Max: Op.LARGEST, Min: Op.SMALLEST}
     for name, o in sorted(observed.items(), key=lambda item: item[1].kind in extremes):
         count = -1
+        counted = mask if o.where is None else recorder(Op.MIN, mask, recorder.of(o.where))
         if o.kind not in extremes and o.kind is not Sum:
-            count = _measure(recorder, written, Op.SUM, ONE, mask, kind)
+            count = _measure(recorder, written, Op.SUM, ONE, counted, kind)
         op = extremes.get(o.kind, Op.SUM)  # type: ignore[arg-type]
-        at = _measure(recorder, written, op, recorder.of(o.values), mask, kind)
+        at = _measure(recorder, written, op, recorder.of(o.values), counted, kind)
         written.reported.append(Reported(name, o.kind, at, count))
 
 

@@ -1,0 +1,272 @@
+"""A chosen answer against rejected ones: what answers are scored by, and losses of two scores.
+
+S segments in P groups of 1 + n: segment (1 + n) k is the chosen answer, the n after it are the
+rejected ones. A group's loss stands at each of its segments that has tokens, times (1 + n) over
+their number, so that the mean over segments is the mean over groups; a group without a scored token
+has loss 0 and still counts. An answer without tokens has the empty sum; of several rejected ones it
+is left out while there are others. c and r are rewards, beta times the scores.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from ..batch.reduction import sequence_mean
+from ..objective.metrics import Observed
+from ..objective.statistics import Statistics
+from .factory import non_negative, number, one_of, positive
+from .supervised import log_1_minus_p
+from .term import Term
+
+if TYPE_CHECKING:
+    from ..batch.packing import PackedBatch
+
+Score = Callable[[Statistics, "PackedBatch"], Tensor]  # [S], by how much an answer is preferred
+DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+MAX_POWER = 80.0  # of e; float32 holds it
+
+
+# ---------------------------------------------------------------------- losses of two rewards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairwise:
+    """Which loss of the rewards, over how many rejected answers."""
+
+    loss_type: str = "sigmoid"
+    beta: float
+    label_smoothing: float = 0.0
+    gamma: float = 0.0  # the margin is c - r - gamma
+    tau: float = 0.05
+    factor: float = 1.0
+    rejected: int = 1
+
+    def __call__(self, c: Tensor, r: Tensor) -> Tensor:
+        """Elementwise; [P] each, or [P, 1] and [P, n]."""
+        if self.of_both:
+            return self.factor * OF_BOTH[self.loss_type](c, r, self)
+        x = c - r - self.gamma
+        value, share = OF_MARGIN[self.loss_type](x, self), self.share
+        if share != 0:
+            value = (1 - share) * value + share * OF_MARGIN[self.loss_type](-x, self)
+        return self.factor * value
+
+    @property
+    def of_both(self) -> bool:
+        """Whether it depends on more than the margin."""
+        return self.loss_type in OF_BOTH
+
+    @property
+    def share(self) -> float:
+        """The weight of the loss of the turned pair."""
+        e = self.label_smoothing
+        return {"robust": -e / (1 - 2 * e) if e < 0.5 else 0, "exo_pair": 0}.get(self.loss_type, e)
+
+
+def _sigmoid(x: Tensor, o: Pairwise) -> Tensor:
+    return -logsigmoid(x)
+
+
+def _exo(x: Tensor, o: Pairwise) -> Tensor:
+    """KL of the policy's preference from the label's, (1 - e, e)."""
+    e = o.label_smoothing
+    right, wrong = logsigmoid(x) - math.log1p(-e), logsigmoid(-x) - math.log(e)
+    return torch.sigmoid(x) * right + torch.sigmoid(-x) * wrong
+
+
+def _discopop(x: Tensor, o: Pairwise) -> Tensor:
+    mix = torch.sigmoid(x / o.tau)
+    return -logsigmoid(x) * (1 - mix) + (-x).clamp(max=MAX_POWER).exp() * mix
+
+
+OF_MARGIN: dict[str, Callable[[Tensor, Pairwise], Tensor]] = {
+    **dict.fromkeys(("sigmoid", "robust", "sigmoid_norm", "softmax"), _sigmoid),
+    "hinge": lambda x, o: (1 - x).clamp_min(0),
+    "ipo": lambda x, o: ((x - 0.5) / o.beta).square(),
+    "exo_pair": _exo,
+    "discopop": _discopop,
+}
+OF_BOTH: dict[str, Callable[[Tensor, Tensor, Pairwise], Tensor]] = {
+    "nca_pair": lambda c, r, o: -logsigmoid(c) - (logsigmoid(-c) + logsigmoid(-r)) / 2,
+    "bco_pair": lambda c, r, o: -logsigmoid(c) - logsigmoid(-r),
+    "sppo_hard": lambda c, r, o: ((c - 0.5).square() + (r + 0.5).square()) / o.beta**2,
+    "apo_zero": lambda c, r, o: torch.sigmoid(-c) + torch.sigmoid(r),
+    "apo_down": lambda c, r, o: torch.sigmoid(c) + torch.sigmoid(r - c),
+}
+LOSS_TYPES = (*OF_MARGIN, *OF_BOTH)
+AVERAGED = ("ipo", "sigmoid_norm")
+SMOOTHED = ("sigmoid", "robust", "sigmoid_norm", "softmax", "hinge", "ipo", "exo_pair")
+
+
+# ---------------------------------------------------------------------- scores of answers
+
+
+def summed(values: Tensor, batch: PackedBatch, ld_alpha: float | None = None) -> Tensor:  # [S]
+    """Sums of [T] values; what an answer is longer by than its partner counts `ld_alpha` times."""
+    if ld_alpha is None:
+        return batch.segments.sum(values)
+    if batch.segments.group is not None:
+        raise ValueError("segments: run across ranks, where ld_alpha cannot tell a token's place")
+    lengths = batch.segments.lengths
+    place = torch.arange(len(values), device=values.device)
+    place = place - (lengths.cumsum(0) - lengths)[batch.segments.ids]
+    shared = torch.minimum(*split(lengths, batch))
+    inside = place < join(shared, batch)[batch.segments.ids]
+    return batch.segments.sum(torch.where(inside, values, ld_alpha * values))
+
+
+def log_ratio(
+    stats: Statistics, batch: PackedBatch, *, average: bool = False, ld_alpha: float | None = None
+) -> Tensor:
+    """Of the policy to the reference."""
+    assert stats.logp is not None
+    total = summed(stats.logp - batch.ref_logps, batch, ld_alpha)
+    return _averaged(total, batch) if average else total
+
+
+def f_log_ratio(
+    stats: Statistics,
+    batch: PackedBatch,
+    *,
+    average: bool,
+    ld_alpha: float | None,
+    power: float | None,  # None: the Jensen-Shannon divergence
+) -> Tensor:
+    """f'(ratio) of an f-divergence from the reference, in place of its log."""
+    total = log_ratio(stats, batch, ld_alpha=ld_alpha)
+    total = math.log(2) + logsigmoid(total) if power is None else powered(total, power)
+    return _averaged(total, batch) if average else total
+
+
+def logp(stats: Statistics, batch: PackedBatch, *, average: bool, alpha: float = 0.0) -> Tensor:
+    """Without a reference; alpha: see `simpo`."""
+    assert stats.logp is not None
+    total = summed(stats.logp, batch)
+    return powered(_averaged(total, batch) if average else total, -alpha)
+
+
+def log_odds(stats: Statistics, batch: PackedBatch) -> Tensor:
+    """log p / (1 - p) of the geometric mean p of an answer's tokens."""
+    mean = logp(stats, batch, average=True)
+    return mean - log_1_minus_p(mean)
+
+
+def powered(x: Tensor, power: float) -> Tensor:
+    """(e^(power x) - 1) / power, x in the limit of 0; what is exponentiated is at most 80."""
+    return x if power == 0 else (power * x).clamp(max=MAX_POWER).expm1() / power
+
+
+def _averaged(total: Tensor, batch: PackedBatch) -> Tensor:
+    return total / batch.segments.lengths.clamp_min(1).to(total.dtype)
+
+
+# ---------------------------------------------------------------------- groups of answers
+
+
+def split(values: Tensor, batch: PackedBatch, rejected: int = 1) -> tuple[Tensor, Tensor]:
+    """[S] to the chosen and the rejected: [P] and [P], or [P, 1] and [P, n]."""
+    if len(values) % (1 + rejected) and batch.live is None:
+        want = "an even number of them: 2k is chosen, 2k + 1 rejected"
+        if rejected > 1:
+            want = f"a multiple of {1 + rejected}: a chosen one, then {rejected} rejected"
+        raise ValueError(f"segments: got {len(values)}, want {want}")
+    if rejected == 1:
+        return batch.segments.split_pairs(values)
+    count = len(values) // (1 + rejected)  # with static shapes more may follow
+    groups = values[: count * (1 + rejected)].view(count, 1 + rejected)
+    return groups[:, :1], groups[:, 1:]
+
+
+def join(values: Tensor, batch: PackedBatch, rejected: int = 1) -> Tensor:
+    """[P] to [S], at all segments of a group; 0 at segments in none."""
+    if rejected == 1:
+        return batch.segments.join_pairs(values, values)
+    found = values.repeat_interleave(1 + rejected)
+    return torch.cat([found, found.new_zeros(batch.segments.count - len(found))])
+
+
+def _of_rejected(values: Tensor, present: Tensor, rejected: int) -> Tensor:
+    """The mean over the rejected answers that are there, [P]; over all where none is."""
+    if rejected == 1:
+        return values
+    counted = torch.where(present.any(1, keepdim=True), present, True)
+    return torch.where(counted, values, 0).sum(1) / counted.sum(1)
+
+
+def pair_loss(
+    stats: Statistics, batch: PackedBatch, *, score: Score, how: Pairwise
+) -> Tensor:  # [S]
+    n = how.rejected
+    c, r = split(how.beta * score(stats, batch), batch, n)
+    present = split(batch.segments.lengths, batch, n)[1] > 0
+    if how.loss_type == "softmax" and n > 1:
+        counted = torch.where(present.any(1, keepdim=True), present, True)
+        r = r.masked_fill(~counted, -math.inf).logsumexp(1, keepdim=True)
+    return spread(_of_rejected(how(c, r).expand_as(present), present, n), batch, n)
+
+
+def spread(values: Tensor, batch: PackedBatch, rejected: int = 1) -> Tensor:
+    """[P] to [S], shared among the segments of a group that have tokens."""
+    here = (batch.segments.lengths > 0).to(values.dtype)
+    of_chosen, of_rejected = split(here, batch, rejected)
+    if rejected > 1:
+        of_chosen, of_rejected = of_chosen.squeeze(1), of_rejected.sum(1)
+    share = values * (1 + rejected) / (of_chosen + of_rejected).clamp_min(1)
+    return join(share, batch, rejected) * here
+
+
+def observe(
+    stats: Statistics, batch: PackedBatch, *, reward: Score, beta: float, rejected: int
+) -> dict[str, Observed]:
+    """The rewards of the chosen and of the rejected, and how they compare."""
+    c, r = split(beta * reward(stats, batch), batch, rejected)
+    present = split(batch.segments.lengths, batch, rejected)[1] > 0
+    found = {
+        "chosen_rewards": c.expand_as(r),
+        "rejected_rewards": r,
+        "margin": c - r,
+        "accuracy": (c > r).to(c.dtype),
+    }
+    return {
+        name: Observed(join(_of_rejected(x, present, rejected), batch, rejected), per="segment")
+        for name, x in found.items()
+    }
+
+
+def preference(score: Score, how: Pairwise, reward: Score | None = None) -> Term:
+    """A term of pairs; `reward` is what is reported, where that is not the score."""
+    one_of(LOSS_TYPES, loss_type=how.loss_type)
+    positive(beta=how.beta)
+    non_negative(gamma=how.gamma)
+    _check_smoothing(how.loss_type, how.label_smoothing)
+    if not isinstance(how.rejected, int) or isinstance(how.rejected, bool) or how.rejected < 1:
+        raise ValueError(f"rejected: got {how.rejected!r}, want an integer >= 1")
+    told = {"reward": reward or score, "beta": how.beta * how.factor, "rejected": how.rejected}
+    return Term(
+        name="",
+        function=functools.partial(pair_loss, score=score, how=how),
+        scope="segment",
+        per="segment",
+        reduction=sequence_mean,
+        observe=functools.partial(observe, **told),
+        segments_per_unit=1 + how.rejected,
+    )
+
+
+def _check_smoothing(loss_type: str, share: float) -> None:
+    want, accept = "0 <= label_smoothing <= 0.5", lambda x: 0 <= x <= 0.5
+    if loss_type == "robust":
+        want, accept = "0 <= label_smoothing < 0.5", lambda x: 0 <= x < 0.5
+    if loss_type == "exo_pair":  # the log of 0
+        want, accept = "0 < label_smoothing <= 0.5, e.g. 1e-3", lambda x: 0 < x <= 0.5
+    if loss_type not in SMOOTHED:
+        want, accept = f"0, as {loss_type!r} has no smoothing", lambda x: x == 0
+    number(want, accept, label_smoothing=share)

@@ -1,0 +1,144 @@
+"""Preference terms whose answers have no partner: one by one, or two sets of them.
+
+S segments, P = S / 2 pairs. Every term is [S].
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..batch.reduction import sequence_mean
+from ..objective.metrics import Observed
+from ..objective.statistics import Statistics
+from .factory import factory, non_negative, one_of, positive
+from .preference_pairs import Pairwise, log_ratio, preference, split, spread, summed
+from .term import Term
+
+if TYPE_CHECKING:
+    from ..batch.packing import PackedBatch
+
+UNPAIRED = ("kto", "apo_zero_unpaired")
+
+
+def _desirable(batch: PackedBatch) -> Tensor:  # [S] bool
+    return batch.segments.mean(batch.desirable.float()) > 0.5
+
+
+def _unpaired(
+    stats: Statistics,
+    batch: PackedBatch,
+    *,
+    beta: float,
+    weights: tuple[float, float],  # of the desirable, of the others
+    shifted: bool,
+) -> Tensor:
+    gain = log_ratio(stats, batch)
+    if shifted:
+        gain = gain - batch.segments.mean(batch.reference_kl).clamp_min(0)
+    good = _desirable(batch)
+    value = torch.sigmoid(beta * torch.where(good, -gain, gain))
+    return torch.where(good, weights[0] * value, weights[1] * value)
+
+
+def _observe_unpaired(
+    stats: Statistics, batch: PackedBatch, *, beta: float
+) -> dict[str, Observed]:
+    rewards, good = beta * log_ratio(stats, batch), _desirable(batch)
+    return {
+        "chosen_rewards": Observed(rewards, per="segment", where=good),
+        "rejected_rewards": Observed(rewards, per="segment", where=~good),
+    }
+
+
+@factory
+def kto(
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    loss_type: str = "kto",
+) -> Term:
+    """Kahneman-Tversky optimization: answers that are good or bad by themselves, without pairs.
+
+        w sigmoid(-beta (h - z)) where desirable, else w sigmoid(beta (h - z)), h = sum(logp - ref), z = max(0, reference_kl)
+
+    Ethayarajh et al. 2024, arXiv:2402.01306. loss_type="apo_zero_unpaired" has z = 0 (D'Oosterlinck
+    et al. 2024, arXiv:2408.06266). The reference point, one number for the batch, is the mean of h
+    over answers to other prompts, without gradient: hl.head_stats gives their log-probs.
+
+    Args:
+        beta: strength of the pull to the reference, > 0.
+        desirable_weight, undesirable_weight: w of each kind, >= 0.
+        loss_type: "kto" or "apo_zero_unpaired".
+
+    Inputs: ref_logps; desirable [S], boolean; reference_kl [S], unless loss_type is
+    "apo_zero_unpaired". Default reduction: sequence_mean. Metrics: chosen_rewards,
+    rejected_rewards: beta h of the desirable and of the others.
+    """  # noqa: E501 (an equation is one line)
+    positive(beta=beta)
+    non_negative(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    one_of(UNPAIRED, loss_type=loss_type)
+    weights = (desirable_weight, undesirable_weight)
+    shifted = loss_type == "kto"
+    return Term(
+        name="",
+        function=functools.partial(_unpaired, beta=beta, weights=weights, shifted=shifted),
+        scope="segment",
+        per="segment",
+        reduction=sequence_mean,
+        observe=functools.partial(_observe_unpaired, beta=beta),
+    )
+
+
+def _transported(stats: Statistics, batch: PackedBatch, *, how: Pairwise, paired: bool) -> Tensor:
+    assert stats.logp is not None
+    policy = split(summed(stats.logp, batch), batch)
+    reference = split(summed(batch.ref_logps, batch), batch)
+    if paired:
+        upper, lower = policy[0] - policy[1], reference[0] - reference[1]
+    else:
+        upper, lower = policy[0] - reference[0], policy[1] - reference[1]
+    lengths = batch.segments.lengths
+    if batch.live is not None:
+        lengths = batch.segments.sum(batch.live.to(upper.dtype))
+    of_chosen, of_rejected = split(lengths, batch)
+    there = of_chosen + of_rejected > 0
+    # What is no sample goes last on both sides, where it has no part.
+    last = torch.finfo(upper.dtype).max
+    upper, lower = (x.masked_fill(~there, last).sort().values for x in (upper, lower))
+    count = there.sum()
+    counted = torch.arange(len(there), device=there.device) < count
+    x = how.beta * torch.where(counted, upper - lower, 0)
+    values = torch.where(counted, how(x, torch.zeros_like(x)), 0)
+    return spread((values.sum() / count.clamp_min(1)).expand_as(x), batch)
+
+
+@factory
+def aot(*, beta: float = 0.1, label_smoothing: float = 0.0, paired: bool = True) -> Term:
+    """Alignment via optimal transport: chosen above rejected in distribution, order by order.
+
+        mean_i -log sigmoid(beta (u_(i) - v_(i))), u and v sorted: u = logp_chosen - logp_rejected and v of the reference, or u = chosen and v = rejected sums of logp - ref
+
+    Melnyk et al. 2024, arXiv:2406.05882. The order is that of all pairs of a call, so a call's mean
+    stands at each of its pairs; a pair without a scored token is no sample.
+
+    Args:
+        beta: scale of the difference, > 0.
+        label_smoothing: as `dpo`.
+        paired: margins of pairs against those of the reference; False: chosen answers against
+            rejected ones.
+
+    Inputs: ref_logps; segments in pairs. Default reduction: sequence_mean, the mean over pairs.
+    Metrics: chosen_rewards, rejected_rewards, margin, accuracy.
+    """  # noqa: E501 (an equation is one line)
+    if not isinstance(paired, bool):
+        raise TypeError(f"paired: got {paired!r}, want True or False")
+    how = Pairwise(beta=beta, label_smoothing=label_smoothing)
+    term = preference(log_ratio, how)
+    function = functools.partial(_transported, how=how, paired=paired)
+    return replace(term, function=function, scope="batch")
