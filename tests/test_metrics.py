@@ -26,6 +26,14 @@ def of(kind, values: list[float]) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_measurement_of_some_of_the_values(kind):
+    values = torch.tensor([1.0, math.nan, 3.0, 7.0], dtype=torch.float64)
+    where, live = torch.tensor([True, False, True, True]), torch.tensor([True, True, True, False])
+    assert float(fold(Observed(values, kind, where=where), live).value) == of(kind, [1.0, 3.0])
+    assert float(fold(Observed(values, kind, where=where)).value) == of(kind, [1.0, 3.0, 7.0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @given(
     st.lists(st.tuples(st.floats(-5, 5), st.booleans()), max_size=12),
     st.lists(st.tuples(st.floats(-5, 5), st.booleans()), max_size=12),

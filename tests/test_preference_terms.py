@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from losses_case import Sequence, assert_same, make, reduced, value_and_gradient
 from torch import Tensor
 
+import headloss as hl
 from headloss import losses as h
 from headloss.batch.packing import PackedBatch
 from headloss.batch.segments import Segments
@@ -162,9 +164,130 @@ def test_a_wide_margin_stays_finite() -> None:
         assert gradient.isfinite().all()
 
 
+# ---------------------------------------------------------------------- several rejected answers
+
+
+def group_paper(rows: list[Sequence], how: str) -> Tensor:
+    """A chosen answer and three others, those without tokens left out."""
+    scores = [0.3 * total(log_ratios(s)) for s in rows]
+    others = [r for r, s in zip(scores[1:], rows[1:], strict=True) if len(s)] or scores[1:]
+    if how == "softmax":
+        return -torch.log(scores[0].exp() / (scores[0].exp() + total([r.exp() for r in others])))
+    if how == "hinge":
+        return mean([(1 - (scores[0] - r)).clamp_min(0) for r in others])
+    return mean([-log_sigmoid(scores[0]) - log_sigmoid(-r) for r in others])
+
+
+@pytest.mark.parametrize("loss_type", ["softmax", "hinge", "bco_pair"])
+def test_several_rejected_answers(loss_type: str) -> None:
+    case = make(lengths=(3, 1, 2, 5, 0, 2, 0, 4, 2, 0, 0, 0, 0, 0, 0, 0))
+    rows = case.sequences()
+    term = h.dpo(beta=0.3, loss_type=loss_type, rejected=3)
+    groups = [group_paper(rows[i : i + 4], loss_type) for i in (0, 4, 8)]
+    want = value_and_gradient(total(groups) / 4, case.logp)  # one group has no token at all
+    assert_same(value_and_gradient(reduced(term, case.stats, case.batch), case.logp), want)
+    assert term.observe is not None
+    found = term.observe(case.stats.map(Tensor.detach), case.batch)
+    scores = [0.3 * float(total(log_ratios(s)).detach()) for s in rows]
+    assert found["margin"].values[0] == pytest.approx(scores[0] - sum(scores[1:4]) / 3)
+    assert found["rejected_rewards"].values[4] == pytest.approx((scores[5] + scores[7]) / 2)
+    assert found["accuracy"].values[0] == sum(scores[0] > r for r in scores[1:4]) / 3
+
+
+@pytest.mark.parametrize("name", ["dpo", "simpo", "cpo", "orpo"])
+def test_one_rejected_answer_of_a_group_of_two(name: str) -> None:
+    """The mean over two equal rejected answers is the loss of one."""
+    factory = getattr(h, name)
+    pair, group = make(lengths=(3, 2)), make(lengths=(3, 2, 2))
+    again = torch.tensor([0, 1, 2, 3, 4, 3, 4])
+    group.logp = pair.logp.detach()[again].requires_grad_()
+    group = group.with_fields(ref_logps=pair.fields["ref_logps"][again])
+    one = factory()(pair.stats, pair.batch)
+    two = factory(rejected=2)(group.stats, group.batch)
+    torch.testing.assert_close(one[0], two[0])
+
+
+def test_groups_of_several_sizes_in_one_objective() -> None:
+    objective = h.dpo(rejected=3) + h.simpo() + h.cpo(rejected=2)
+    assert objective.segments_per_unit == 12
+    hidden, weight = torch.randn(24, 3), torch.randn(7, 3)
+    batch = hl.Batch(
+        torch.arange(24) % 7, hl.Segments.from_lengths([2] * 12), ref_logps=torch.zeros(24)
+    )
+    out = hl.head_loss(hidden, hl.Head(weight), batch, objective)
+    parts = [hl.head_loss(hidden, hl.Head(weight), batch, t).loss for _, t in objective.parts]
+    torch.testing.assert_close(out.loss, sum(parts))
+    with pytest.raises(ValueError, match="segments: got 8, want a multiple of 12"):
+        hl.head_loss(hidden[:16], hl.Head(weight), batch_of(8), objective)
+
+
+def batch_of(segments: int) -> hl.Batch:
+    return hl.Batch(torch.zeros(16, dtype=torch.int64), hl.Segments.from_lengths([2] * segments))
+
+
+# ---------------------------------------------------------------------- unpaired, and all at once
+
+
+def test_answers_without_pairs_on_one_token() -> None:
+    """KTO by hand: log-ratios 0.5 and -1, a reference point of 0.2, beta 2, weights 1 and 3."""
+    case = make(lengths=(1, 1))
+    case.logp = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    case = case.with_fields(
+        ref_logps=torch.tensor([-1.5, -1.0], dtype=torch.float64),
+        desirable=torch.tensor([True, False]),
+        reference_kl=torch.full((2,), 0.2, dtype=torch.float64),
+    )
+    term = h.kto(beta=2.0, undesirable_weight=3.0)
+    want = (1 - 1 / (1 + math.exp(-0.6)), 3 * (1 - 1 / (1 + math.exp(-2.4))))
+    assert term(case.stats, case.batch).tolist() == pytest.approx(want)
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_optimal_transport_leaves_out_pairs_without_tokens(paired: bool) -> None:
+    """And what static shapes put after the last pair."""
+    whole, term = make(lengths=(3, 1, 0, 0, 2, 5, 4, 2)), h.aot(paired=paired)
+    advantages = whole.fields["advantages"][:6]
+    short = replace(whole.with_fields(advantages=advantages), lengths=(3, 1, 2, 5, 4, 2))
+    want = reduced(term, short.stats, short.batch) * 3 / 4
+    torch.testing.assert_close(reduced(term, whole.stats, whole.batch), want)
+    hidden, head = torch.randn(17, 3), hl.Head(torch.randn(5, 3))
+    targets = torch.where(torch.arange(17) % 4 == 1, -100, 2)
+    batch = hl.Batch(targets, whole.batch.segments, ref_logps=whole.fields["ref_logps"].float())
+    plain = hl.head_loss(hidden, head, batch, term).loss
+    static = hl.head_loss(hidden, head, batch, term, hl.Options(static=True)).loss
+    torch.testing.assert_close(static, plain)
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        *(h.dpo(loss_type=t) for t in ("hinge", "nca_pair", "sppo_hard", "apo_down", "discopop")),
+        h.dpo(loss_type="exo_pair", label_smoothing=0.1, rejected=3),
+        h.dpo(f_divergence_type="js_divergence", ld_alpha=0.5),
+        *(h.simpo(alpha=0.5), h.cpo(loss_type="ipo"), h.orpo(), h.orpo(rejected=4)),
+        *(h.kto(), h.kto(loss_type="apo_zero_unpaired"), h.aot(), h.aot(paired=False)),
+    ],
+    ids=repr,
+)
+def test_checked(term: Term) -> None:
+    assert hl.check_term(term).gradients == ("logp",)
+
+
 @pytest.mark.parametrize(
     ("make_term", "message"),
     [
+        (lambda: h.dpo(loss_type="kto"), "dpo: loss_type: got 'kto', want one of 'sigmoid'"),
+        (lambda: h.dpo(loss_type="robust", label_smoothing=0.5), "want 0 <= label_smoothing < 0"),
+        (lambda: h.dpo(loss_type="exo_pair"), "dpo: label_smoothing: got 0.0, want 0 < label"),
+        (lambda: h.dpo(loss_type="bco_pair", label_smoothing=0.1), "'bco_pair' has no smoothing"),
+        (lambda: h.dpo(loss_type="apo_zero", f_divergence_type="forward_kl"), "f_divergence_type"),
+        (lambda: h.dpo(f_divergence_type="kl"), "dpo: f_divergence_type: got 'kl'"),
+        (lambda: h.dpo(ld_alpha=1.5), "dpo: ld_alpha: got 1.5, want 0 <= ld_alpha <= 1"),
+        (lambda: h.dpo(ld_alpha=0.5, rejected=2), "dpo: ld_alpha: got 0.5 with rejected=2"),
+        (lambda: h.simpo(rejected=0), "simpo: rejected: got 0, want an integer >= 1"),
+        (lambda: h.cpo(loss_type="robust"), "cpo: loss_type: got 'robust'"),
+        (lambda: h.orpo(beta=0), "orpo: beta: got 0, want > 0"),
+        (lambda: h.kto(desirable_weight=-1), "kto: desirable_weight: got -1, want >= 0"),
         (lambda: h.dpo(beta=0), "dpo: beta: got 0, want > 0"),
         (lambda: h.ipo(beta=math.inf), "ipo: beta: got inf, want > 0"),
         (lambda: h.simpo(beta=-1), "simpo: beta: got -1, want > 0"),

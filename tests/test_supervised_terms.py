@@ -55,7 +55,25 @@ def not_the_target(z: Tensor, y: int) -> Tensor:
     return -torch.log(1 - torch.exp(z[y]) / total)
 
 
+def dynamic(z: Tensor, y: int) -> Tensor:
+    p = torch.exp(z[y]) / sum(torch.exp(z[k]) for k in range(V))
+    return -p.detach() * torch.log(p)
+
+
+def entropy_adaptive(z: Tensor, y: int) -> Tensor:
+    p = torch.exp(z[y]) / sum(torch.exp(z[k]) for k in range(V))
+    return -((negative_p_log_p(z, y).detach() / 2) ** 1.5) * torch.log(p)
+
+
+def focused(z: Tensor, y: int) -> Tensor:
+    p = torch.exp(z[y]) / sum(torch.exp(z[k]) for k in range(V))
+    return -((1 - p) ** 1.3) * torch.log(p)
+
+
 PAPERS = {
+    "dft": (h.dft(), dynamic),
+    "eaft": (h.eaft(alpha=1.5, scale=2.0), entropy_adaptive),
+    "focal": (h.focal(gamma=1.3), focused),
     "cross_entropy": (h.cross_entropy(), lambda z, y: smoothed(z, y, 0.0)),
     "cross_entropy_smoothed": (
         h.cross_entropy(label_smoothing=0.1),
@@ -117,6 +135,37 @@ def test_defaults(factory) -> None:
     term = factory()
     assert (term.scope, term.per, term.reduction.name) == ("token", "token", "token_mean")
     assert term.name == factory.__name__
+
+
+def test_dft_states_its_slope() -> None:
+    logp = torch.tensor([-0.1, -3.0, -80.0], dtype=torch.float64, requires_grad=True)
+    term, batch = h.dft(), make(lengths=(3,)).batch
+    (want,) = torch.autograd.grad(term(Statistics(logp=logp), batch).sum(), logp)
+    assert term.slopes is not None
+    (slope,) = term.slopes(batch)
+    assert (slope.rate * (slope.sign * (logp.detach() - slope.anchor)).exp()).equal(want)
+
+
+def test_focal_of_a_certain_or_impossible_target() -> None:
+    logp = torch.tensor([0.0, -1e-30, -700.0], dtype=torch.float64, requires_grad=True)
+    for gamma in (0.0, 0.5, 2.0):
+        values = h.focal(gamma=gamma)(Statistics(logp=logp), make(lengths=(3,)).batch)
+        (gradient,) = torch.autograd.grad(values.sum(), logp)
+        assert values.tolist() == pytest.approx([0.0, 0.0, 700.0], abs=1e-20)
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("make_term", "message"),
+    [
+        (lambda: h.focal(gamma=-1), "focal: gamma: got -1, want >= 0"),
+        (lambda: h.eaft(alpha=0), "eaft: alpha: got 0, want > 0"),
+        (lambda: h.eaft(scale=-1), "eaft: scale: got -1, want > 0"),
+    ],
+)
+def test_bad_option(make_term, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_term()
 
 
 # ---------------------------------------------------------------------- unlikelihood's ends

@@ -192,8 +192,8 @@ def eaft(*, alpha: float = 1.0, scale: float = 3.0) -> Term:
         -sg(H / scale)^alpha log p_y, H = -sum_j p_j log p_j
 
     Diao et al. 2026, arXiv:2601.02151, with the entropy of the whole vocabulary in place of that of
-    its 20 likeliest tokens (whose largest is log 20 = 3.0). That one, from hl.head_topk, as a field:
-    hl.cross_entropy().weighted("uncertainty").
+    its 20 likeliest tokens (whose largest is log 20 = 3.0). With that one, of hl.head_topk, in a
+    field it is hl.cross_entropy().weighted("uncertainty").
 
     Args:
         alpha: power of the entropy, > 0.
