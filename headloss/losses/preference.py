@@ -70,6 +70,8 @@ def dpo(
         discopop_tau: see above, > 0.
         rejected: rejected answers after each chosen one; the loss is the mean over them.
 
+    Also called: TRL sigmoid.
+
     Inputs: ref_logps; segments in pairs. Default reduction: sequence_mean, the mean over pairs.
     Metrics: chosen_rewards, rejected_rewards, margin, accuracy.
     """
@@ -116,6 +118,8 @@ def ipo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> Term:
         beta: strength of the pull to the reference, > 0.
         label_smoothing: as `dpo`.
 
+    Also called: TRL ipo.
+
     Inputs: ref_logps; segments in pairs. Default reduction: sequence_mean, the mean over pairs.
     Metrics: chosen_rewards, rejected_rewards, margin, accuracy.
     """
@@ -146,6 +150,8 @@ def simpo(
         alpha: AlphaPO's shape of the reward: (1 - exp(-alpha m)) / alpha in place of the mean m.
         rejected: as `dpo`.
 
+    Also called: TRL simpo.
+
     Inputs: segments in pairs. Default reduction: sequence_mean, the mean over pairs. Metrics:
     chosen_rewards, rejected_rewards, margin, accuracy.
     """
@@ -174,6 +180,8 @@ def cpo(
         loss_type: "sigmoid", "hinge" or "ipo" (on log-prob means), as `dpo`.
         rejected: as `dpo`.
 
+    Also called: TRL CPO.
+
     Inputs: segments in pairs. Default reduction: sequence_mean, the mean over pairs. Metrics:
     chosen_rewards, rejected_rewards, margin, accuracy.
     """
@@ -196,6 +204,8 @@ def orpo(*, beta: float = 0.1, rejected: int = 1) -> Term:
     Args:
         beta: weight of the odds ratio (the paper's lambda), > 0.
         rejected: as `dpo`.
+
+    Also called: TRL ORPO.
 
     Inputs: segments in pairs. Default reduction: sequence_mean, the mean over pairs. Metrics:
     chosen_rewards, rejected_rewards (beta log p), margin, accuracy.

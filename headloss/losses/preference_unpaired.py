@@ -76,6 +76,8 @@ def kto(
         desirable_weight, undesirable_weight: w of each kind, >= 0.
         loss_type: "kto" or "apo_zero_unpaired".
 
+    Also called: TRL kto.
+
     Inputs: ref_logps; desirable [S], boolean; reference_kl [S], unless loss_type is
     "apo_zero_unpaired". Default reduction: sequence_mean. Metrics: chosen_rewards,
     rejected_rewards: beta h of the desirable and of the others.
@@ -132,6 +134,8 @@ def aot(*, beta: float = 0.1, label_smoothing: float = 0.0, paired: bool = True)
         label_smoothing: as `dpo`.
         paired: margins of pairs against those of the reference; False: chosen answers against
             rejected ones.
+
+    Also called: TRL aot.
 
     Inputs: ref_logps; segments in pairs. Default reduction: sequence_mean, the mean over pairs.
     Metrics: chosen_rewards, rejected_rewards, margin, accuracy.
