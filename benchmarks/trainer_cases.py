@@ -6,8 +6,10 @@ nor who generates.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
+import json
 import os
 import random
 import zlib
@@ -24,6 +26,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from headloss import Options, head_loss, rl
 from headloss.integrations import trl as ours
@@ -145,14 +148,15 @@ def save_model(size: Size, tied: bool, experts: bool, folder: Path) -> Path:
     path = folder / f"model-{size.hidden}-{'tied' if tied else 'untied'}{'-experts' * experts}"
     if path.exists():
         return path
+    heads = size.hidden // 64 or 2 - size.hidden % 2
     settings: dict[str, Any] = {
         "vocab_size": size.vocabulary,
         "hidden_size": size.hidden,
         "intermediate_size": 2 * size.hidden,
         "num_hidden_layers": size.layers,
-        "num_attention_heads": max(2, size.hidden // 64),
-        "num_key_value_heads": max(2, size.hidden // 64),
-        "head_dim": min(64, size.hidden // 2),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": min(64, size.hidden // 4 * 2),
         "max_position_embeddings": 2 * size.completion,
         "initializer_range": 0.3 / size.hidden**0.25,
         "pad_token_id": 0,
@@ -240,7 +244,15 @@ def launched(case: Case, processes: int = 2) -> Iterator[None]:
     """The environment that `accelerate launch` makes of a configuration file."""
     mixed = "bf16" if case.precision == "bf16" else "no"
     given: dict[str, str] = {"ACCELERATE_MIXED_PRECISION": mixed}
-    if case.wrapper != "ddp" and processes > 1:
+    if case.wrapper == "zero3" and processes > 1:
+        settings = json.dumps(_deepspeed(case)).encode()
+        given |= {
+            "ACCELERATE_USE_CPU": "false",  # accelerate leaves DeepSpeed out where it is true
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": base64.urlsafe_b64encode(settings).decode(),
+            **({} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"}),
+        }
+    elif case.wrapper != "ddp" and processes > 1:
         given |= {
             "ACCELERATE_USE_FSDP": "true",
             "FSDP_VERSION": "2",
@@ -265,13 +277,34 @@ def launched(case: Case, processes: int = 2) -> Iterator[None]:
 def _forget_state() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+    unset_hf_deepspeed_config()
 
 
-def allow_fsdp_on_cpus() -> None:
-    """accelerate takes FSDP for a matter of accelerators; gloo serves it as well."""
+def _deepspeed(case: Case) -> dict[str, Any]:
+    """A configuration file of DeepSpeed; every parameter is sharded, however small it is."""
+    sharding = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    return {
+        "zero_optimization": sharding,
+        "bf16": {"enabled": case.precision == "bf16"},
+        **dict.fromkeys((*sizes, "gradient_clipping"), "auto"),
+    }
+
+
+def allow_sharding_on_cpus() -> None:
+    """accelerate takes FSDP and DeepSpeed for a matter of accelerators; gloo serves both."""
     from accelerate.utils import DistributedType
 
-    original = PartialState.__init__
+    original, choose = PartialState.__init__, PartialState._prepare_backend
+
+    def prepare_backend(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+            return "gloo", DistributedType.MULTI_CPU
+        return choose(self, *args, **kwargs)
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -280,6 +313,7 @@ def allow_fsdp_on_cpus() -> None:
             self.distributed_type = DistributedType.MULTI_GPU
 
     PartialState.__init__ = init  # type: ignore[method-assign]
+    PartialState._prepare_backend = prepare_backend  # type: ignore[method-assign]
 
 
 def build(case: Case, kind: str, size: Size, folder: Path, processes: int, **options: Any) -> Any:
@@ -292,11 +326,12 @@ def build(case: Case, kind: str, size: Size, folder: Path, processes: int, **opt
     if (kind == "trl") > (case.reference == "trl"):
         raise ValueError(f"{case.name}: TRL has no such trainer")
     group = _is_group(case)
+    settings = _settings(case, kind, size, folder, processes, options)  # ZeRO-3 is on from there
     arguments: dict[str, Any] = {
         "model": AutoModelForCausalLM.from_pretrained(
             save_model(size, case.tied, case.experts, folder), dtype=torch.float32
         ),
-        "args": _settings(case, kind, size, folder, processes, options),
+        "args": settings,
         "train_dataset": dataset(case.trainer, size),
         "eval_dataset": dataset(case.trainer, size).select(range(4 * size.batch)),
         "processing_class": tokenizer(size),
@@ -361,7 +396,7 @@ def _settings(
         "gradient_accumulation_steps": case.accumulation,
         "gradient_checkpointing": case.checkpointing,
         "bf16": case.precision == "bf16",
-        "use_cpu": not on_gpu,
+        "use_cpu": not on_gpu and case.wrapper != "zero3",
         "optim": "sgd",  # its step is the gradient
         "learning_rate": 0.05,
         "lr_scheduler_type": "constant",
@@ -386,7 +421,7 @@ def _settings(
         "temperature": 0.9,
         "num_iterations": 2,
     }
-    if case.trainer == "REINFORCE" and case.lora and case.wrapper != "ddp":
+    if case.trainer == "REINFORCE" and case.lora and case.wrapper.startswith("fsdp2"):
         # With a reference its pass, in which adapters are frozen, would be FSDP2's first forward:
         # nothing is generated here.
         shared["beta"] = 0.0

@@ -27,7 +27,8 @@ STEPS, RESUMED = 6, 2
 class Watch(TrainerCallback):
     """The gradient of the first step, as a whole tensor on each rank; times, and peak memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
         self.gradient: dict[str, Tensor] = {}
         self.times: list[float] = []
 
@@ -35,7 +36,25 @@ class Watch(TrainerCallback):
         _wait()
         if len(self.times) == 1 and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
+        if not self.gradient and self.trainer.deepspeed is not None:
+            self._watch(self.trainer.deepspeed)
         self._begun = time.perf_counter()
+
+    def _watch(self, engine: Any) -> None:
+        """DeepSpeed's step, which clips, is over when `on_pre_optimizer_step` comes."""
+        from deepspeed.utils import safe_get_full_grad
+
+        def step(*args: Any, **kwargs: Any) -> None:
+            del engine.step
+            for name, parameter in engine.module.named_parameters():
+                if parameter.requires_grad:
+                    self.gradient[name] = safe_get_full_grad(parameter).float().cpu()
+            engine.step(*args, **kwargs)
+            norm = float(engine.get_global_grad_norm())
+            for grad in self.gradient.values():
+                grad *= min(1.0, self.trainer.args.max_grad_norm / (norm + 1e-6))
+
+        engine.step = step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _wait()
@@ -61,7 +80,7 @@ def run(case: Case, kind: str, size: Size, folder: Path, processes: int = 2) -> 
     """What a short run of one kind of trainer came to; "gradient" is of the first step."""
     with launched(case, processes), float64_head(kind == "exact"):
         trainer = build(case, kind, size, folder, processes, max_steps=STEPS)
-        watch = Watch()
+        watch = Watch(trainer)
         trainer.add_callback(watch)
         trainer.remove_callback(PrinterCallback)
         set_seed(0)

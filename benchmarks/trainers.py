@@ -183,7 +183,7 @@ def main() -> int:
     quiet()
     if arguments.quick:
         os.environ["ACCELERATE_USE_CPU"] = "true"
-        trainer_cases.allow_fsdp_on_cpus()
+        trainer_cases.allow_sharding_on_cpus()
     rank, local = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     size = SMALL if arguments.quick else LARGE
     folder = Path(tempfile.gettempdir()) / f"headloss-trainers-{size.hidden}"

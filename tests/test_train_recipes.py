@@ -131,6 +131,7 @@ def test_numbers_of_the_trainer(
         ("sft", ["trainer.optim_args=foo"], "trainer: "),
         ("sft", ["trainer.lr_scheduler_kwargs={a: 1}"], "trainer: TypeError: "),
         ("sft", ["trainer.eval_on_start=true"], "trainer: eval_on_start: "),
+        ("sft", ["trainer.deepspeed=zero3.json"], "trainer.deepspeed: is not supported, "),
         ("sft", ["trainer.accelerator_config=none.json"], "trainer: FileNotFoundError: "),
         ("gspo", ["trainer.scale_rewards=magic"], "trainer.scale_rewards: got 'magic', want one o"),
         ("gspo", ["trainer.multi_objective_aggregation=x"], "trainer.multi_objective_aggregation:"),

@@ -1,7 +1,7 @@
 """Two processes: what passes through wrappers with mixed precision survives being rebuilt by them.
 
 The trainers run as `accelerate launch` would have them; accelerate takes FSDP2 for a matter of
-accelerators, which `trainer_cases.allow_fsdp_on_cpus` lifts.
+accelerators, which `trainer_cases.allow_sharding_on_cpus` lifts.
 """
 
 from __future__ import annotations
@@ -75,20 +75,18 @@ def test_matrix_table_shows_what_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("match", "plugin", "parallelism"),
+    ("match", "parallelism"),
     [
-        ("deepspeed_zero3: is not supported .* use FSDP2", SimpleNamespace(zero_stage=3), None),
-        ("context_parallel: is not supported", None, SimpleNamespace(cp_enabled=True)),
-        ("sequence_parallel: is not supported", None, SimpleNamespace(sp_enabled=True)),
-        ("", SimpleNamespace(zero_stage=2), SimpleNamespace(cp_enabled=False)),
+        ("context_parallel: is not supported", SimpleNamespace(cp_enabled=True)),
+        ("sequence_parallel: is not supported", SimpleNamespace(sp_enabled=True)),
+        ("", SimpleNamespace(cp_enabled=False)),
     ],
 )
-def test_sharding_that_is_refused(match: str, plugin: object, parallelism: object) -> None:
-    """By name, before the first step; ZeRO-2 leaves the head whole."""
+def test_sharding_that_is_refused(match: str, parallelism: object) -> None:
+    """By name, before the first step."""
     accelerator = SimpleNamespace(
         unwrap_model=lambda model: model,
         parallelism_config=parallelism,
-        state=SimpleNamespace(deepspeed_plugin=plugin),
     )
     trainer = SimpleNamespace(
         accelerator=accelerator, model=None, args=SimpleNamespace(use_liger_kernel=False)

@@ -160,7 +160,7 @@ def same_run(case: Case, folder: Path) -> None:
 def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     trainer_runs.quiet()
-    trainer_cases.allow_fsdp_on_cpus()
+    trainer_cases.allow_sharding_on_cpus()
     saved("llama")  # transformers writes on the first rank alone, once there are ranks
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()

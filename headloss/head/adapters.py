@@ -79,8 +79,8 @@ def _check_unpatched(module: nn.Module) -> None:
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     for hook in hooks:
         home = getattr(hook, "__module__", None) or type(hook).__module__
-        # FSDP2 and tensor parallelism show in the weight itself, a DTensor.
-        if not home.startswith("torch.distributed."):
+        # What shards a weight shows in the weight itself: a DTensor, or one of ZeRO-3's.
+        if not home.startswith(("torch.distributed.", "deepspeed.")):
             name = getattr(hook, "__qualname__", type(hook).__name__)
             raise _unknown(module, f"its forward hook {home}.{name} would not run; remove it")
 

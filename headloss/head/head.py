@@ -305,7 +305,9 @@ def _check_matrix(name: str, value: object, shape: str) -> None:
     if value.element_size() < 2:
         raise TypeError(f"{name}: got {value.dtype}, want float16, bfloat16, float32 or float64")
     if value.dim() != 2 or value.shape[1] == 0:
-        raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {shape}")
+        sharded = "; ZeRO-3 holds it: read the head inside deepspeed.zero.GatheredParameters"
+        hint = sharded if hasattr(value, "ds_id") else ""
+        raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {shape}{hint}")
 
 
 def _check_bias(bias: object, weight: Tensor) -> None:

@@ -15,6 +15,7 @@ from .. import losses
 from ..integrations.trl import GRPOTrainer, Switches
 from ..integrations.trl.forward import Request, require
 from ..integrations.trl.grpo_objective import completion_mask, tokens_of_the_step
+from ..integrations.trl.sharding import whole_head
 from ..losses import Term
 from .advantages import discounted, generalised, leave_one_out, normalised, rewards_at_tokens
 from .config import (
@@ -181,7 +182,8 @@ class PPO(_TokenRewards):
             raise ValueError(f'loss_type: got {self.loss_type!r}, want "dapo"')
         model: Any = self.accelerator.unwrap_model(self.model)
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        width = base.get_output_embeddings().weight.shape[1]
+        with whole_head(base):
+            width = base.get_output_embeddings().weight.shape[1]
         base.value_head = torch.nn.Linear(width, 1, device=base.device)
         torch.nn.init.zeros_(base.value_head.weight)
         torch.nn.init.zeros_(base.value_head.bias)

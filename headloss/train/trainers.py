@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -248,6 +249,11 @@ def settings(recipe: Recipe) -> Any:
     """TRL's configuration: the recipe's fields, and defaults that fit the machine."""
     kind = CONFIGS[recipe.algorithm]
     check_fields(recipe.trainer, kind, at="trainer")
+    if recipe.trainer.get("deepspeed") or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        raise RecipeError(
+            "trainer.deepspeed: is not supported, since DeepSpeed has taken its step before a "
+            "gradient that is not finite can stop the run; use FSDP2, or a trainer of headloss.rl"
+        )
     on_gpu = torch.cuda.is_available() and not recipe.trainer.get("use_cpu", False)
     given = {
         "use_cpu": not on_gpu,

@@ -37,7 +37,6 @@ def refuse_common(trainer: Any, stock: str) -> None:
     args, accelerator = trainer.args, trainer.accelerator
     peft = getattr(accelerator.unwrap_model(trainer.model), "active_peft_config", None)
     parallel = getattr(accelerator, "parallelism_config", None)
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     instead = f"use {stock}"
     vision = bool(
         getattr(trainer, "_is_vlm", False) or getattr(trainer, "_is_vision_dataset", False)
@@ -47,7 +46,6 @@ def refuse_common(trainer: Any, stock: str) -> None:
         multimodal_inputs=(vision, instead),
         use_liger_kernel=(bool(args.use_liger_kernel), "headloss takes the place of its loss"),
         prompt_learning=(bool(getattr(peft, "is_prompt_learning", False)), instead),
-        deepspeed_zero3=(plugin is not None and plugin.zero_stage == 3, "use FSDP2"),
         context_parallel=(bool(getattr(parallel, "cp_enabled", False)), instead),
         sequence_parallel=(bool(getattr(parallel, "sp_enabled", False)), instead),
     )

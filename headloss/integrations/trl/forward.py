@@ -38,7 +38,7 @@ from ...head_loss import Output, head_loss, logits_loss
 from ...losses import Objective, Term, entropy
 from ...objective.metrics import Metrics
 from ...options import Options
-from .sharding import is_fsdp2, whole
+from .sharding import as_head, is_fsdp2, whole, whole_head
 
 
 class Request:
@@ -144,12 +144,15 @@ def add_head(
             hidden, logits = found.last_hidden_state, None
         columns = batch.targets.shape[1]
         hidden = hidden[:, -columns - 1 : -1]
-        if logits is None:
-            head = Head.of_model(self, temperature=temperature)
-            head = whole(head, self, hidden.dtype)
+
+        def of_hidden(hidden: Tensor) -> HeadOutput:
+            head = whole(Head.of_model(self, temperature=temperature), self, hidden.dtype)
             if hidden.dtype != head.weight.dtype and is_fsdp2(self):
                 hidden = hidden.to(head.weight.dtype)  # as FSDP2 does where a module is called
-            output = path.of_hidden(hidden, head, batch, request)
+            return path.of_hidden(hidden, head, batch, request)
+
+        if logits is None:
+            output = as_head(self, of_hidden, hidden)
         else:
             logits = logits[:, -columns - 1 : -1]
             output = path.of_logits(logits, temperature, batch, request)
@@ -253,7 +256,8 @@ class Switches:
             ValueError, TypeError: as `Head.of_model`, where a switch is True that needs the head.
         """
         try:
-            Head.of_model(model)
+            with whole_head(model):
+                Head.of_model(model)
             findable = True
         except (ValueError, TypeError) as error:
             for name in ("use_fused_loss", "use_fused_linear_logprobs"):

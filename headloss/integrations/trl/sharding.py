@@ -1,16 +1,19 @@
-"""Models whose weights FSDP2 shards: their head, and generation with them."""
+"""Models whose weights FSDP2 or ZeRO-3 shards: their head, and generation with them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...head.head import Head
+
+T = TypeVar("T")
 
 
 def whole(head: Head, model: nn.Module, dtype: torch.dtype) -> Head:
@@ -31,6 +34,42 @@ def whole(head: Head, model: nn.Module, dtype: torch.dtype) -> Head:
 
     lora = tuple(replace(x, a=gathered(x.a), b=gathered(x.b)) for x in head.lora)
     return replace(head, weight=gathered(head.weight), bias=gathered(head.bias), lora=lora)
+
+
+def as_head(model: nn.Module, act: Callable[[Tensor], T], hidden: Tensor) -> T:
+    """`act(hidden)`, in place of the forward of the model's head where ZeRO-3 shards it.
+
+    DeepSpeed's hooks on that module then gather its parameters here and in the backward pass, and
+    send its gradient on its way. PEFT holds adapters in modules of their own, which are not called.
+    """
+    module: Any = model.get_output_embeddings()  # type: ignore[operator]
+    parts = _zero3(module)
+    if not parts:
+        return act(hidden)
+    for part in parts:
+        _deepspeed().register_external_parameter(module, part)
+
+    def forward(hidden: Tensor) -> T:
+        del module.forward  # whoever reads the module finds its own
+        return act(hidden)
+
+    module.forward = forward
+    return module(hidden)
+
+
+def whole_head(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """Inside, a head that ZeRO-3 shards can be read outside of a forward. All ranks must enter."""
+    parts = _zero3(getattr(model, "get_output_embeddings", lambda: None)())
+    return _deepspeed().GatheredParameters(parts) if parts else contextlib.nullcontext()
+
+
+def _deepspeed() -> Any:
+    return importlib.import_module("deepspeed").zero  # an extra, which type checkers may lack
+
+
+def _zero3(module: Any) -> list[nn.Parameter]:
+    """The parameters that DeepSpeed has taken over."""
+    return [] if module is None else [p for p in module.parameters() if hasattr(p, "ds_id")]
 
 
 def is_fsdp2(model: nn.Module) -> bool:

@@ -1,0 +1,58 @@
+"""Two processes: all eight trainers under DeepSpeed's ZeRO-3, step for step as under DDP.
+
+On CPUs, with gloo. DeepSpeed is an extra, which installs without a toolchain:
+DS_BUILD_OPS=0 pip install --no-build-isolation '.[zero3]'
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="TRL is the trainer that headloss is put into")
+from test_trl_ranks import free_port
+from trl_zero3_ranks import CASES
+
+import headloss as hl
+
+NAMES = list(CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None,
+    reason="DeepSpeed is not installed: DS_BUILD_OPS=0 pip install '.[zero3]'",
+)
+@pytest.mark.parametrize("cases", [NAMES[:4], NAMES[4:8], NAMES[8:]], ids=lambda x: x[0])
+def test_as_under_ddp(cases: list[str], tmp_path: Path) -> None:
+    script = Path(__file__).with_name("trl_zero3_ranks.py")
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    paths = os.pathsep.join(filter(None, [str(script.parents[1]), os.environ.get("PYTHONPATH")]))
+    on_cpus = {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(
+        [sys.executable, *launch, str(script), str(tmp_path), *cases],
+        env={**os.environ, **on_cpus, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=590,
+    )
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-5000:]
+    for case in cases:
+        assert len(re.findall(rf"\n{case}: well on rank [01]", ran.stdout)) == 2, case
+
+
+def test_a_head_that_is_read_outside() -> None:
+    """What ZeRO-3 holds has no shape: the error says how to read it."""
+    layer = torch.nn.Linear(4, 6, bias=False)
+    layer.weight = torch.nn.Parameter(torch.empty(0))
+    layer.weight.ds_id = 0  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"weight: got shape \(0,\), .*GatheredParameters"):
+        hl.Head.of(layer)
