@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .batch.batch import Batch
-from .batch.packing import PackedBatch, pack
+from .batch.packing import PackedBatch, Packing, pack
 from .batch.reduction import Totals
 from .batch.segments import Segments
 from .head.head import Head
@@ -72,7 +72,7 @@ def plain(
         of_leaves = replace(_with(head, leaves), temperature=1.0)
         capped = _logits(x, of_leaves, wide)
         rows = capped / _column(temperature, wide)
-        stats = _statistics(rows, packed.batch.targets)
+        stats = _statistics(rows, packed.batch.targets, _supported(packing, rows))
         for teacher in {t.teacher for _, t in objective.parts if t.teacher is not None}:
             stats.divergences[teacher] = plain_divergence(capped, teacher, packed.batch)
         check_weights(objective, packed.batch.kinds(), batch.totals)
@@ -137,14 +137,29 @@ def _column(temperature: float | Tensor, wide: torch.dtype) -> float | Tensor:
     return temperature.to(wide).unsqueeze(1) if tensor else temperature
 
 
-def _statistics(z: Tensor, targets: Tensor) -> Statistics:
+def _supported(packing: Packing, z: Tensor) -> Tensor:
+    """[T, V] bool, the columns that a token's softmax runs over."""
+    found = torch.ones_like(z, dtype=torch.bool)
+    if packing.support is not None:
+        ids, ends = packing.support.ids.tolist(), packing.support.offsets.tolist()
+        for row in range(len(z)):
+            own = [i for i in ids[ends[row] : ends[row + 1]] if i >= 0]
+            if own:
+                found[row] = False
+                found[row, own] = True
+    return found
+
+
+def _statistics(z: Tensor, targets: Tensor, supported: Tensor) -> Statistics:
+    mean = torch.where(supported, z, 0).sum(-1) / supported.sum(-1)
+    z = z.masked_fill(~supported, -math.inf)
     log_p = z.log_softmax(-1)
     target = targets.unsqueeze(1)
     return Statistics(
         logp=log_p.gather(1, target).squeeze(1),
         lse=z.logsumexp(-1),
-        entropy=-(log_p.exp() * log_p.clamp_min(torch.finfo(z.dtype).min)).sum(-1),
-        mean_logit=z.mean(-1),
+        entropy=-(log_p.exp() * log_p.clamp_min(-1e30)).sum(-1),
+        mean_logit=mean,
         top1=(z.gather(1, target).squeeze(1) >= z.max(-1).values).to(z.dtype).detach()
         if z.shape[0]
         else z.new_zeros(0),

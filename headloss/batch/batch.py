@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .reduction import Totals, count_totals
 from .segments import Segments
+from .support import Support
 from .survey import IGNORE, Survey
 
 
@@ -45,6 +46,10 @@ class Batch:
         totals: global denominators; default: this batch (over `segments.group`).
         candidate_ids: [.., K] int64, K <= 512, columns whose log-probs `stats.candidate_logps` are:
             distinct at each position; a negative id is an empty slot.
+        support_ids: the columns that the softmax of each position runs over, the ids that a sampler
+            kept: [.., K] integers, a negative one being an empty slot, or a pair of all ids [P] and
+            offsets [N + 1]. They are distinct and hold the target. A position without ids has the
+            whole vocabulary.
         **fields: any further [..], [.., K] or [S] tensors, by name, for terms; not a name that a
             batch or what terms see of it has itself, nor one that begins with an underscore.
 
@@ -64,6 +69,7 @@ class Batch:
         sampling_logps: Tensor | None = None,
         totals: Totals | None = None,
         candidate_ids: Tensor | None = None,
+        support_ids: Tensor | tuple[Tensor, Tensor] | None = None,
         **fields: Tensor | None,
     ) -> None:
         if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
@@ -83,6 +89,7 @@ class Batch:
         if totals is not None and not isinstance(totals, Totals):
             raise TypeError(f"totals: got {type(totals).__name__}, want headloss.Totals")
         self.totals = totals
+        self.support = None if support_ids is None else Support(support_ids, targets)
         self.fields: dict[str, Tensor | Current] = {}
         named = {
             "advantages": advantages,
@@ -128,11 +135,15 @@ class Batch:
         """
         found = copy(self)
         found.fields = {n: v for n, v in self.fields.items() if n not in fields}
+        anew = bool(fields.keys() & {"support_ids", *ID_FIELDS})
+        if "support_ids" in fields:
+            ids = fields.pop("support_ids")
+            found.support = None if ids is None else Support(ids, self.targets)
         for name, value in fields.items():
             if value is not None:
                 found._check_field(name, value)
                 found.fields[name] = value
-        found._found = None if fields.keys() & set(ID_FIELDS) else self._found
+        found._found = None if anew else self._found
         return found
 
     def to(self, *args: Any, **options: Any) -> Batch:
@@ -144,6 +155,9 @@ class Batch:
             for n, v in self.fields.items()
         }
         moved = Segments(ids, segments.count, segments.group)
+        if self.support is not None:
+            tensors = tuple(t.to(*args, **options) for t in self.support.tensors)
+            fields["support_ids"] = tensors if len(tensors) > 1 else tensors[0]
         return Batch(self.targets.to(*args, **options), moved, totals=self.totals, **fields)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -177,12 +191,14 @@ class Batch:
             for name in ID_FIELDS
             if self._is_ids(value := self.fields.get(name)) and isinstance(value, Tensor)
         }
-        return Found(Survey(targets, self.segments, ids, DISTINCT), self._surveyed())
+        more = None if self.support is None else self.support.survey(targets)
+        return Found(Survey(targets, self.segments, ids, DISTINCT, more), self._surveyed())
 
     def _surveyed(self) -> tuple[Tensor, ...]:
         """The tensors that the order and its checks follow from."""
         ids = [value for name in ID_FIELDS if self._is_ids(value := self.fields.get(name))]
-        return (self.targets, self.segments.ids, *ids)  # type: ignore[return-value]
+        support = () if self.support is None else self.support.tensors
+        return (self.targets, self.segments.ids, *ids, *support)  # type: ignore[return-value]
 
     def _is_ids(self, value: object) -> bool:
         """Whether a field is [.., K] integers, K >= 1."""
@@ -192,9 +208,11 @@ class Batch:
         return value.dtype != torch.bool and value.shape[:-1] == shape and value.shape[-1] > 0
 
     def __getattr__(self, name: str) -> Any:
-        fields = self.__dict__.get("fields", {})
+        fields, support = self.__dict__.get("fields", {}), self.__dict__.get("support")
         if name in fields:
             return fields[name]
+        if name == "support_ids" and support is not None:
+            return support.given
         raise AttributeError(f"batch has no field {name!r}; it has {sorted(fields)}")
 
     def _check_field(self, name: str, value: object) -> None:
@@ -264,7 +282,7 @@ MOST_IDS = 512  # of a position
 RESERVED = frozenset(
     {"targets", "segments", "totals", "fields", "get", "live", "on", "slice", "replacing", "kinds"}
     | {"wide", "index", "stats", "as_given", "found", "with_fields", "to", "per_token"}
-    | {"from_labels", "totals_of_this_batch"}
+    | {"from_labels", "totals_of_this_batch", "support", "support_ids"}
 )
 
 

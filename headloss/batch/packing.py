@@ -17,7 +17,8 @@ from torch import Tensor
 from ..objective.statistics import Statistics
 from .batch import Batch, Current
 from .segments import Segments
-from .survey import Order, static_order
+from .support import Packed as PackedSupport
+from .survey import IGNORE, Order, static_order
 
 
 class MissingField(ValueError):
@@ -164,7 +165,8 @@ class PackedBatch:
 class Packing:
     """Where the packed tokens of a batch stand, and what the host knows of them.
 
-    `lengths` are the scored tokens of each segment, or None with static shapes.
+    `lengths` are the scored tokens of each segment, or None with static shapes; `support` the
+    columns of each token, None where all have the whole vocabulary.
     """
 
     targets: Tensor  # [T]
@@ -172,15 +174,18 @@ class Packing:
     order: Order
     shape: torch.Size  # of the targets as given
     count: int  # S as given
+    support: PackedSupport | None = None
 
     @classmethod
-    def of(cls, batch: Batch, order: Order) -> Packing:
+    def of(cls, batch: Batch, order: Order, restricted: int | None = None) -> Packing:
         targets = order.targets
         if targets is None:
             targets = batch.targets.reshape(-1).long()
             targets = targets if order.index is None else targets.index_select(0, order.index)
         targets = outside_inference(targets)
-        live = order.live
+        live, support = order.live, None
+        if batch.support is not None and restricted != 0:
+            support = batch.support.pack(order.index, live, restricted)
         return cls(
             targets=targets if live is None else targets.masked_fill(~live, 0),
             segments=Segments(
@@ -189,6 +194,7 @@ class Packing:
             order=order,
             shape=batch.targets.shape,
             count=batch.segments.count,
+            support=support,
         )
 
     def __len__(self) -> int:
@@ -257,17 +263,40 @@ def packing_of(batch: Batch, vocabulary: int, static: bool = False, unit: int = 
 
     Raises:
         ValueError: a target outside the vocabulary; at a scored position, a segment id outside
-            its range or an id field's value beyond the vocabulary.
+            its range or an id field's value beyond the vocabulary; a support that is not what it
+            should be.
         RuntimeError: the batch was changed in place since it was made.
     """
+    support = batch.support
     if static:
+        if support is not None:
+            _check_static(batch)
         order = static_order(batch.targets.reshape(-1), batch.segments, unit)
         return Packing.of(batch, order)
     found = batch.found()
     found.survey.check(vocabulary)
+    restricted = None
+    if support is not None:
+        facts = found.survey.read_more()
+        support.check(facts, batch.targets, vocabulary)
+        restricted = facts[-1]
     if found.packing is None:
-        found.packing = Packing.of(batch, found.survey.order())
+        found.packing = Packing.of(batch, found.survey.order(), restricted)
     return found.packing
+
+
+def _check_static(batch: Batch) -> None:
+    """ValueError where some tokens have a support and others not: with static shapes nobody could
+    know which. It is read, but not while a graph is captured."""
+    if batch.targets.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    assert batch.support is not None
+    restricted = int(batch.support.survey(batch.targets)[-1])
+    scored = int((batch.targets != IGNORE).sum())
+    if restricted != scored:
+        raise ValueError(
+            f"static: got support_ids at {restricted} of {scored} scored tokens, want them at all"
+        )
 
 
 class Packed(NamedTuple):

@@ -40,6 +40,8 @@ class Survey:
         id_fields: [N, K] each, whose values are columns of the vocabulary where they are not < 0.
         facts: [2 + values + S + 3] int64, see `kernels.interface.Kernels.survey`; then, for each
             distinct field, at how many scored positions an id stands twice.
+        facts: [2 + values + S + 3] int64, see `kernels.interface.Kernels.survey`.
+        more: further facts, int64 numbers that are read with the others.
         scored: what `compact` needs to know of the positions.
     """
 
@@ -49,6 +51,7 @@ class Survey:
         segments: Segments,
         id_fields: dict[str, Tensor],
         distinct: Sequence[str] = (),
+        more: Tensor | None = None,
     ) -> None:
         self.targets, self.segments, self.id_fields = targets, segments, id_fields
         self.distinct = [name for name in distinct if name in id_fields]
@@ -60,20 +63,29 @@ class Survey:
             scored = targets.reshape(-1) != IGNORE
             twice = [(_repeated(id_fields[name]) & scored).sum() for name in self.distinct]
             self.facts = torch.cat([self.facts, torch.stack(twice)])
+        self.more = targets.new_zeros(0, dtype=torch.int64) if more is None else more
         self._read: list[int] | None = None
         self._copy: Tensor | None = None
         self._event: Any = None
         if targets.is_cuda:
-            self._copy = torch.empty(self.facts.shape, dtype=torch.int64, pin_memory=True)
-            self._copy.copy_(self.facts, non_blocking=True)
+            facts = self.facts if more is None else torch.cat([self.facts, more])
+            self._copy = torch.empty(facts.shape, dtype=torch.int64, pin_memory=True)
+            self._copy.copy_(facts, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
 
     def read(self) -> list[int]:
         """The facts, on the host; other streams than the batch's wait for them too."""
+        return self._all()[: len(self.facts)]
+
+    def read_more(self) -> list[int]:
+        """The further facts."""
+        return self._all()[len(self.facts) :]
+
+    def _all(self) -> list[int]:
         if self._read is None:
             if self._copy is None:
-                self._read = self.facts.tolist()
+                self._read = torch.cat([self.facts, self.more]).tolist()
             else:
                 self._event.synchronize()
                 self._read = self._copy.tolist()

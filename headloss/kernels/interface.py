@@ -126,6 +126,24 @@ class Compacted(NamedTuple):
     unscored: Tensor  # [N - T] int64 positions
 
 
+class Support(NamedTuple):
+    """The columns that the softmax of each of n tokens runs over: P pairs of a token and a column,
+    of which those in a window of the vocabulary count here."""
+
+    ids: Tensor  # [P] int64 columns of the whole vocabulary; below 0: an empty slot
+    offsets: Tensor  # [n + 1] int64: token t has ids[offsets[t]:offsets[t + 1]]; the first is 0
+    first: int  # the window is columns [first, first + size)
+    size: int
+
+
+class ByColumn(NamedTuple):
+    """The pairs of a support by column, those of one column by token."""
+
+    order: Tensor  # [P] int64 pairs
+    tokens: Tensor  # [P] int64 their tokens
+    starts: Tensor  # [v + 1] int64: column j of the window has order[starts[j]:starts[j + 1]]
+
+
 class Walk(NamedTuple):
     """One pass over rows of logits that exist already: statistics, a gradient, or both."""
 
@@ -312,6 +330,42 @@ class Kernels(Protocol):
 
     def scale_rows_(self, rows: Rows, factor: Tensor) -> None:
         """rows *= factor [], in float32 or wider and rounded once; left alone where it is 1."""
+        ...
+
+    # ------------------------------------------------------------------ a support
+
+    def support_logits(
+        self, x: Tensor, w: Tensor, support: Support, onto: Tensor | None = None
+    ) -> Tensor:
+        """[P] x[token] . w[id - first] of each pair in the window, in float32 or wider, in float32
+        (float64 beside float64); 0 elsewhere. Added to `onto` where it is given.
+
+        x [n, H] and w [size, H] may have any strides and differ in dtype.
+        """
+        ...
+
+    def support_partials(self, raw: Tensor, support: Support, forward: Forward) -> Partials:
+        """Act one over each token's pairs in the window, of their raw logits [P]. `forward.first`
+        is the support's. A token without any is an empty slice: peak -inf, rest -1."""
+        ...
+
+    def support_gradient(self, raw: Tensor, support: Support, backward: Backward) -> Tensor:
+        """Act two: dL/draw of each pair [P], 0 outside of the window."""
+        ...
+
+    def support_input_gradient(
+        self, values: Tensor, w: Tensor, support: Support, out: Tensor, add: bool = False
+    ) -> None:
+        """out [n, H] = sum of values [P] * w[id - first] over each token's pairs in the window, in
+        float32 or wider and rounded once; with `add`, added to what is there."""
+        ...
+
+    def support_weight_gradient(
+        self, values: Tensor, x: Tensor, pairs: ByColumn, out: Tensor, add: bool = False
+    ) -> None:
+        """out [v, H] = sum of values [P] * x[token] over each column's pairs, in their order, in
+        float32 or wider and rounded once; with `add`, added to what is there. Rows of x whose value
+        is 0 are not read."""
         ...
 
     # ------------------------------------------------------------------ a batch

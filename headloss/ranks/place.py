@@ -171,6 +171,7 @@ def of_batch(batch: Batch) -> dict[str, Any]:
         "targets.shape": f"{tuple(batch.targets.shape)} {tuple(batch.segments.ids.shape)}",
         "segments.count": batch.segments.count,
         "segments": [batch.segments.ids],
+        "support_ids": [] if batch.support is None else list(batch.support.tensors),
         "fields": " ".join(f"{n}:{_kind(t, batch.targets.dim())}" for n, t in ordered),
         "values of fields": tensors,
         "totals": str([None if isinstance(t, Tensor) else float(t) for t in totals]),

@@ -289,8 +289,10 @@ class SharedHidden(Hidden):
         for i, total in enumerate(self.totals):
             if total is None:
                 continue
-            part = input_gradient(gradient.values, self.source.weights[i], self.source.dtype)
-            self.pending.append((i, self.slices.start_sum(gradient.whole(part, block), block)))
+            weight = self.source.weights[i]
+            part = input_gradient(gradient.values, weight, self.source.dtype)
+            whole = gradient.whole(part, block, weight)
+            self.pending.append((i, self.slices.start_sum(whole, block)))
 
     def last(self) -> None:
         for i, total in enumerate(self.totals):

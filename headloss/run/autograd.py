@@ -42,8 +42,7 @@ class HeadLoss(torch.autograd.Function):
         ctx.open_source, ctx.used, ctx.groups = open_source, False, work.groups
         ctx.count, aside = 0, []
         if work.plan.pull in ("slabs", "blocks"):  # autograd sees to it that none of these changes
-            given_too = (source.tokens.targets, source.tokens.transform.temperature)
-            aside = [*tensors, *(t for t in given_too if isinstance(t, Tensor))]
+            aside = [*tensors, *source.constants()]
             ctx.count = len(tensors)
         ctx.save_for_backward(*aside)
         return work.bind().total(measured.values).to(source.dtype)

@@ -23,6 +23,7 @@ from ..ranks.segments import Joined, over_segments, voted
 from ..softmax.given import GivenSoftmax, WalkSoftmax
 from ..softmax.linear import ExpSoftmax, LinearSoftmax, RawSoftmax, Tokens
 from ..softmax.sums import Into
+from ..softmax.support import SupportSoftmax
 from .autograd import GatherRows
 from .bind import binder
 from .checks import check_temperatures, teachers_of
@@ -68,7 +69,7 @@ class Call:
         factors = slices.factors(head, x)
 
         def open_source(tensors: Sequence[Any]) -> RawSoftmax:
-            return (ExpSoftmax if fused else LinearSoftmax)(
+            source = (ExpSoftmax if fused else LinearSoftmax)(
                 slices.open(tensors[:-1:2]),
                 tensors[1:-1:2],
                 tensors[-1],
@@ -80,6 +81,10 @@ class Call:
                 compute_dtype=prepared.compute_dtype,
                 logits_dtype=options.logits_dtype,
             )
+            support = self.packing.support
+            if support is None:
+                return source
+            return SupportSoftmax(source, support, self.work.vocabulary)
 
         return open_source, [*(tensor for pair in factors for tensor in pair), head.bias]
 
@@ -162,11 +167,14 @@ def _joined(
     """Packed and planned, without a collective over the segments' group."""
     unit = objective.segments_per_unit
     packing = packing_of(batch, place.vocabulary, options.static, unit)
+    support = packing.support
     plan = prepared.plan(
         options,
         tokens=len(packing),
         vocabulary=place.widest,
         lengths=packing.lengths,
+        support=0 if support is None else len(support.ids),
+        restricted=0 if support is None else support.restricted,
         sharded=place.group is not None,
         weight_gradient=prepared.problem.weight_gradient or bool(place.weight_gradient),
     )

@@ -78,6 +78,11 @@ def check_linear(
     compute_dtype = autocast_dtype(hidden)
     head.validate(hidden, token_shape=batch.targets.shape, compute_dtype=compute_dtype)
     check_main_grad(head.weight, options)
+    if batch.support is not None and teachers_of(found):
+        raise ValueError(
+            f"support_ids: got them with {found!r}, whose teachers have the whole vocabulary; want "
+            "terms without distillation"
+        )
     for teacher in teachers_of(found) if grouped else ():
         other = teacher.head and local_head(teacher.head)
         if other and other.vocab_group is not None:

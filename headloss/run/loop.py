@@ -321,14 +321,15 @@ def in_slabs(
     dense = index is not None and bool(work.slices.name)
     target = all_of_it if dense else source
     count, tile = len(source), work.plan.tile
-    into = work.sums._replace(once=count <= tile.rows and factor is None)
+    once = count <= tile.rows and factor is None and source.additions == 1
+    into = work.sums._replace(once=once)
     sums = SlabSums(target, into, work.slices.hidden(target, into.wants, None))
     for columns in steps(source.vocabulary, tile.columns):
         sums.open(columns)
         for rows in steps(count, tile.rows):
             last = rows.stop == count and columns.stop == source.vocabulary
             found = source.pull(rows, columns, whole.rows(rows), gradient.rows(rows))
-            sums.add(found._replace(rows=index[rows]) if dense else found, last)  # type: ignore[index]
+            sums.add(found.at(index) if dense else found, last)  # type: ignore[arg-type]
             del found  # before the next one is made
         sums.close(factor)
     found = sums.finish(factor)

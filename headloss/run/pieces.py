@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 WAVE_TILE = (128, 256)  # rows x columns of a product that one multiprocessor computes at once
 CHUNK_WAVES = 0.3  # what a chunk costs beside its products, in waves
+PAIR_BYTES = 48  # of a pair of a support: its logit and gradient in float32, its places by column
 GRAIN = 128  # rows of a chunk and columns of a slab come in multiples of it, for the products' sake
 
 
@@ -63,6 +64,20 @@ class Problem:
     rows: bool = False  # and a kernel works on them where they lie
     main_grad: bool = False  # the weight gradient is added to a tensor of the caller's
     teachers: bool = False  # stand beside the logits
+    support: int = 0  # pairs of a token and a column of its support
+    restricted: int = 0  # tokens that have one
+
+    @property
+    def narrow(self) -> bool:
+        """Whether all tokens have a support: there is no product over the vocabulary."""
+        return 0 < self.restricted == self.tokens
+
+    @property
+    def token_bytes(self) -> int:
+        """What a token takes of a chunk."""
+        if self.narrow:
+            return max(1, self.support * PAIR_BYTES // self.tokens)
+        return self.vocabulary * self.row_bytes
 
 
 def even(p: Problem, rows: int) -> int:

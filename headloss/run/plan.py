@@ -41,6 +41,8 @@ class Plan:
         reason: why this schedule.
         skip_rows: whether rows without a gradient leave the last two products.
         once: one block holds all tokens, and its products are the returned gradients.
+        support: pairs of a token and a column of its support, which take a dot product each.
+        restricted: tokens that have a support.
         pull: when the second act runs: with each block's statistics ("now", or "unit" coefficients
             that are scaled later), once the coefficients of all tokens are there on what was
             "held", in the backward pass in "slabs" of columns or in "blocks" of tokens, or "never".
@@ -60,6 +62,8 @@ class Plan:
     skip_rows: bool = field(repr=False, default=False)
     once: bool = field(repr=False, default=False)
     pull: Pull = field(repr=False, default="now")
+    support: int = 0
+    restricted: int = 0
 
     @property
     def blocks(self) -> tuple[Chunk, ...]:
@@ -69,6 +73,11 @@ class Plan:
         step = TERMS_ROWS if self.terms else self.tile.rows
         starts = range(0, self.tokens, max(1, step))
         return tuple(Chunk(s, min(s + step, self.tokens), 0, 0) for s in starts)
+
+    @property
+    def _others(self) -> str:
+        rest = self.tokens - self.restricted
+        return f"the whole vocabulary for {rest}" if rest else "no product over the vocabulary"
 
     @property
     def total_bytes(self) -> int:
@@ -87,6 +96,9 @@ class Plan:
             f"backend    {self.backend}",
             f"steps      {steps}",
         ]
+        if self.restricted:
+            some = f"{self.restricted} of {self.tokens} tokens"
+            lines.append(f"support    {self.support} dot products for {some}, {self._others}")
         for name, size in self.bytes.items():
             lines.append(f"memory     {size / MIB:10.1f} MiB  {name}")
         lines.append(f"total      {self.total_bytes / MIB:10.1f} MiB")
@@ -115,12 +127,13 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     pull = _pull(p, schedule)
     once = _once(p, pull, len(chunks), tile)
     worth = not p.on_gpu or rows * p.width * p.vocabulary >= SKIP_WORTH
+    worth = worth and not p.narrow  # pairs without a gradient are not read
     return Plan(
         schedule=schedule,
         backend=backend,
         chunk_tokens=rows,
         tile=tile,
-        terms=p.terms,
+        terms=p.terms and not p.narrow,
         rows=p.rows,
         bytes=_bytes(p, schedule, rows, tile, options, once),
         plain_bytes=p.tokens * p.vocabulary * (4 + 2 * p.element_size),
@@ -130,6 +143,8 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         skip_rows=options.skip_rows and not options.static and not p.given and worth,
         once=once,
         pull=pull,
+        support=p.support,
+        restricted=p.restricted,
     )
 
 
@@ -148,7 +163,7 @@ def _pull(p: Problem, schedule: Schedule) -> Pull:
 def _once(p: Problem, pull: Pull, chunks: int, tile: Tile) -> bool:
     """Whether one addition brings a weight gradient whole, so that it needs no wider sum: in
     float16 the sum is scaled, and rounded after it is scaled back."""
-    if p.rescaled or p.main_grad or p.given:
+    if p.rescaled or p.main_grad or p.given or 0 < p.restricted < p.tokens:
         return False
     return chunks <= 1 if pull in ("now", "held", "blocks") else p.tokens <= tile.rows
 
@@ -195,7 +210,7 @@ def _choose(p: Problem, options: Options, chunks: tuple[Chunk, ...] | None) -> t
 
 def _held(p: Problem, options: Options) -> tuple[str, str | None]:
     """What a held schedule keeps of all tokens; and why it cannot."""
-    size, budget = p.tokens * p.vocabulary * p.row_bytes, _budget(p, options, warn=False)
+    size, budget = p.tokens * p.token_bytes, _budget(p, options, warn=False)
     what = "softmax terms" if p.terms else "logits"
     kept = f"the {what} of all tokens take {size / MIB:.1f} MiB"
     error = None
@@ -217,7 +232,7 @@ def _held_rows(p: Problem, options: Options) -> int:
 
 def _budget(p: Problem, options: Options, warn: bool = True) -> int:
     if options.memory_budget is not None:
-        least = p.vocabulary * p.row_bytes
+        least = p.token_bytes
         if warn and options.memory_budget < least and p.tokens and not p.rows:
             warnings.warn(
                 f"memory_budget: got {options.memory_budget} bytes, want at least {least}, the "
@@ -230,7 +245,7 @@ def _budget(p: Problem, options: Options, warn: bool = True) -> int:
 
 def _limit(p: Problem, options: Options) -> int:
     """The most tokens that a chunk may grow to so as to hold a segment."""
-    return max(1, _budget(p, options) // max(1, p.vocabulary * p.row_bytes))
+    return max(1, _budget(p, options) // max(1, p.token_bytes))
 
 
 def _chunk_rows(p: Problem, options: Options) -> int:
@@ -246,6 +261,8 @@ def _chunk_rows(p: Problem, options: Options) -> int:
 
 def _tile(p: Problem, rows: int, explicit: bool) -> Tile:
     """A sweep's tile, of no more logits than `rows` tokens have over the whole vocabulary."""
+    if p.narrow:
+        return Tile(rows, p.vocabulary)
     elements = rows * p.vocabulary
     if p.terms and not explicit:
         least, most = SLAB_ELEMENTS
@@ -269,6 +286,10 @@ def _bytes(
     found = {"logits": elements * p.row_bytes, "statistics": p.tokens * 64}
     if schedule == "held":
         found["logits"] = p.tokens * p.vocabulary * p.row_bytes
+    if p.support:
+        found["support"] = p.support * PAIR_BYTES
+    if p.narrow:
+        del found["logits"]
     if not p.on_gpu:  # a few blocks of logits at a time, and of a 16-bit weight, widened
         found["working blocks"] = 3 * min(elements, WORKING_BLOCK) * max(4, p.element_size)
         if p.element_size < 4 and not p.given:

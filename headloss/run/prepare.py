@@ -155,6 +155,7 @@ def _of_batch(batch: Batch) -> tuple:
         batch.targets.dim(),
         batch.segments.group is None,
         fields,
+        batch.support is None,
         None if totals is None else tuple(totals.kept),
     )
 
@@ -233,6 +234,10 @@ def prepare_given(
 ) -> tuple[Prepared, Objective]:
     """What the signature of `logits_loss` decides; raises as `prepare_linear`."""
     found = checked_objective(objective, batch, options)
+    if batch.support is not None:
+        raise ValueError(
+            "support_ids: got them beside given logits, want head_loss, or the logits masked"
+        )
     check_shape("logits", logits, batch)
     check_transform(transform.temperature, transform.softcap, transform.scale)
     if options.main_grad is not None:

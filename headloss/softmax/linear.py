@@ -94,9 +94,15 @@ class RawSoftmax:
     dtype: torch.dtype
     gradient_dtype: torch.dtype | None = None  # of dL/draw on a GPU; None: as the logits
     teachers: tuple[Any, ...] = ()
+    additions: int = 1  # in which the weight gradient of a block of tokens comes
 
     def __len__(self) -> int:
         return len(self.tokens.targets)
+
+    def constants(self) -> list[Tensor]:
+        """What both acts read beside the logits: none of it may change in between."""
+        given = (self.tokens.targets, self.tokens.transform.temperature)
+        return [t for t in given if isinstance(t, Tensor)]
 
     def raw(self, rows: Rows, columns: slice = ALL) -> Tensor:
         """[n, v] raw logits in memory of their own."""

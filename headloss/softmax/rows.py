@@ -10,15 +10,51 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..kernels.interface import ByColumn, Kernels, Support
+
 Rows = slice | Tensor  # of a source's tokens
 ALL = slice(None)
+
+
+class PairGradient(NamedTuple):
+    """dL/draw of pairs of a token and a column, as their own products take it."""
+
+    values: Tensor  # [P]
+    support: Support
+    by_column: ByColumn
+    rows: Rows  # the tokens
+    acts: Kernels
+
+    def add_to_hidden(self, total: Tensor, weight: Tensor) -> None:
+        """total [T, H] += values @ weight, of these tokens."""
+        if isinstance(self.rows, slice):
+            self.into_hidden(total[self.rows], weight, add=True)
+        else:
+            part = total.new_empty(len(self.rows), total.shape[1])
+            self.into_hidden(part, weight)
+            total.index_add_(0, self.rows, part)  # no row twice
+
+    def into_hidden(self, total: Tensor, weight: Tensor, add: bool = False) -> None:
+        """total [n, H] = values @ weight, or added to it."""
+        self.acts.support_input_gradient(self.values, weight, self.support, total, add)
+
+    def into_weight(self, total: Tensor, features: Tensor, add: bool) -> None:
+        """total [v, k] = values.T @ features of all tokens, or added to it."""
+        x = features[self.rows]
+        self.acts.support_weight_gradient(self.values, x, self.by_column, total, add)
+
+    def add_to_bias(self, total: Tensor) -> None:
+        """total [v] += the sum of values."""
+        one = self.values.new_ones(len(self.support.offsets) - 1, 1)
+        column = total.unsqueeze(1)
+        self.acts.support_weight_gradient(self.values, one, self.by_column, column, add=True)
 
 
 class RowGradient(NamedTuple):
     """dL/draw of some rows, as the products take it: `values`, times `multiple` if it is given.
 
     `features` are the rows of hidden states, times `multiple` already; `scaled_rows` is the
-    backend's.
+    backend's. `pairs` are other rows' gradients, in a few columns each.
     """
 
     values: Tensor  # [K, v]
@@ -26,6 +62,16 @@ class RowGradient(NamedTuple):
     multiple: Tensor | None = None  # [K]
     features: Tensor | None = None  # [K, H]
     scaled_rows: Callable[..., Tensor] | None = None
+    pairs: PairGradient | None = None
+
+    @property
+    def empty(self) -> bool:
+        return not len(self.values) and self.pairs is None
+
+    def at(self, index: Tensor) -> RowGradient:
+        """The same rows where token i is token index[i]."""
+        pairs = self.pairs and self.pairs._replace(rows=index[self.pairs.rows])
+        return self._replace(rows=index[self.rows], pairs=pairs)
 
     def first(self, count: int, rows: Tensor) -> RowGradient:
         """The first `count` of these rows, which are rows[:count] of the source's tokens."""
@@ -34,15 +80,18 @@ class RowGradient(NamedTuple):
         )
         return RowGradient(self.values[:count], rows[:count], multiple, features, self.scaled_rows)
 
-    def whole(self, part: Tensor, block: slice) -> Tensor:
-        """[n, H] of all rows of a block from [K, H] `part`, times `multiple`; 0 where there is no
-        gradient. `part` may be overwritten."""
-        if isinstance(self.rows, slice):
+    def whole(self, part: Tensor, block: slice, weight: Tensor) -> Tensor:
+        """[n, H] of all rows of a block from [K, H] `part`, times `multiple`, and from pairs; 0
+        where there is no gradient. `part` may be overwritten."""
+        if isinstance(self.rows, slice) and self.pairs is None:
             if self.multiple is not None:
                 self._replace(rows=ALL).put_(part, part)
             return part
         total = part.new_zeros(block.stop - block.start, part.shape[1])
-        self._replace(rows=self.rows - block.start).put_(total, part)
+        if self.pairs is not None:
+            self.pairs.into_hidden(total, weight)
+        if isinstance(self.rows, Tensor):
+            self._replace(rows=self.rows - block.start).put_(total, part)
         return total
 
     def put_(self, total: Tensor, part: Tensor) -> None:

@@ -59,12 +59,16 @@ class Hidden:
         return made(features.shape, dtype=dtype)
 
     def add(self, gradient: RowGradient, columns: slice) -> None:
-        values, rows = gradient.values, gradient.rows
+        values, rows, pairs = gradient.values, gradient.rows, gradient.pairs
         block = None if self.blocks is None else next(self.blocks)
         for weight, total in zip(self.source.weights, self.totals, strict=True):
             if total is None:
                 continue
-            if block is not None and isinstance(rows, Tensor):
+            if pairs is not None and block is not None:
+                pairs.into_hidden(total[block], weight[columns])
+            elif pairs is not None:
+                pairs.add_to_hidden(total, weight[columns])
+            elif block is not None and isinstance(rows, Tensor):
                 total[block] = 0  # of rows that carry no gradient
             if len(values) == 0:
                 continue
@@ -119,17 +123,24 @@ class _Sums:
         self, totals: Sequence[Tensor | None], gradient: RowGradient, fresh: bool
     ) -> None:
         for features, total in zip(self.source.features, totals, strict=True):
-            if total is not None:
+            if total is None:
+                continue
+            first = fresh and total.data_ptr() != _pointer(self.main_grad)
+            if len(gradient.values):
                 x = gradient.features
                 x = features[gradient.rows] if x is None else x
-                first = fresh and total.data_ptr() != _pointer(self.main_grad)
                 products.add_weight_gradient_(total, gradient.values, x, first)
+                first = False
+            if gradient.pairs is not None:
+                gradient.pairs.into_weight(total, features, not first)
 
     def _add_bias(self, gradient: RowGradient, columns: slice) -> None:
         if self.bias is not None:
             assert gradient.multiple is None
-            values = gradient.values
-            self.bias[: self.source.vocabulary][columns] += values.sum(0, dtype=self.bias.dtype)
+            values, place = gradient.values, self.bias[: self.source.vocabulary][columns]
+            place += values.sum(0, dtype=self.bias.dtype)
+            if gradient.pairs is not None:
+                gradient.pairs.add_to_bias(place)
 
     def _finished(
         self, weights: list[Tensor | None], factor: Tensor | None, by_slab: bool
@@ -169,7 +180,7 @@ class RowSums(_Sums):
     def add(self, gradient: RowGradient) -> None:
         """Take dL/draw of the next block."""
         self.hidden.add(gradient, ALL)
-        if len(gradient.values) == 0:
+        if gradient.empty:
             return
         vocabulary = self.source.vocabulary
         places = [None if total is None else total[:vocabulary] for total in self.weights]
@@ -213,7 +224,7 @@ class SlabSums(_Sums):
         self.hidden.add(gradient, self.columns)
         if last:
             self.hidden.last()
-        if len(gradient.values):
+        if not gradient.empty:
             self._add_weights(self.sums, gradient, self.at_once and self.empty)
             self._add_bias(gradient, self.columns)
             self.empty = False

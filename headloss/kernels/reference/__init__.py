@@ -31,6 +31,13 @@ from .rows import (
     scaled,
     scaled_rows,
 )
+from .support import (
+    support_gradient,
+    support_input_gradient,
+    support_logits,
+    support_partials,
+    support_weight_gradient,
+)
 from .tile import logit_gradient_, partials
 
 __all__ = [
@@ -55,6 +62,11 @@ __all__ = [
     "scaled",
     "scaled_rows",
     "sparse_gradient_",
+    "support_gradient",
+    "support_input_gradient",
+    "support_logits",
+    "support_partials",
+    "support_weight_gradient",
     "survey",
     "tail_partials",
 ]

@@ -1,0 +1,237 @@
+"""The columns that the softmax of a position runs over, as given and as packed.
+
+N positions, T of them scored, P pairs of a token and a column, K the most that a position has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.interface import ByColumn
+from ..kernels.interface import Support as Window
+from .survey import IGNORE
+
+HIGH = 1 << 32
+
+
+def _is_integral(value: object) -> bool:
+    if not isinstance(value, Tensor) or value.dtype == torch.bool:
+        return False
+    return not (value.is_floating_point() or value.is_complex())
+
+
+class Support:
+    """What a batch was given as `support_ids`: [.., K], a negative id being an empty slot, or a
+    pair of [P] ids and [N + 1] offsets.
+
+    Raises:
+        TypeError, ValueError: naming what came and what was wanted.
+    """
+
+    def __init__(self, given: Any, targets: Tensor) -> None:
+        self.tensors: tuple[Tensor, ...] = given if isinstance(given, tuple) else (given,)
+        self.width: int | None = None  # K, where all positions have as many slots
+        want = "[.., K] integers, or ([P] ids, [N + 1] offsets)"
+        if len(self.tensors) > 2 or not all(map(_is_integral, self.tensors)):
+            got = [getattr(t, "dtype", type(t).__name__) for t in self.tensors]
+            raise TypeError(f"support_ids: got {got}, want {want}")
+        shapes = [tuple(t.shape) for t in self.tensors]
+        if len(self.tensors) == 1:
+            self.width = shapes[0][-1] if shapes[0] else 0
+            fits = shapes[0][:-1] == targets.shape and self.width > 0
+        else:
+            fits = len(shapes[0]) == 1 and shapes[1] == (targets.numel() + 1,)
+        if not fits:
+            raise ValueError(
+                f"support_ids: got shapes {shapes}, want {(*targets.shape, 'K')} with K >= 1, or "
+                f"[P] ids and {(targets.numel() + 1,)} offsets"
+            )
+        for tensor in self.tensors:
+            if tensor.device != targets.device:
+                raise ValueError(
+                    f"support_ids: got device {tensor.device}, want the targets' {targets.device}"
+                )
+
+    @property
+    def given(self) -> Any:
+        return self.tensors if len(self.tensors) > 1 else self.tensors[0]
+
+    def _pairs(self, count: int) -> tuple[Tensor, Tensor]:
+        """[P] ids and the position of each; any offsets are survived."""
+        ids = self.tensors[0].reshape(-1).long()
+        at = torch.arange(len(ids), device=ids.device)
+        if self.width is not None:
+            return ids, at // self.width
+        ends = self.tensors[1][1:].contiguous()
+        return ids, torch.searchsorted(ends, at.to(ends.dtype), right=True).clamp_max(count - 1)
+
+    def survey(self, targets: Tensor) -> Tensor:
+        """[6] int64: the largest and the smallest id at a scored position; how often offsets are
+        not what they should be; ids that a position has twice; scored positions whose target is
+        not among their ids; scored positions with ids."""
+        targets, found = targets.reshape(-1), []
+        n = len(targets)
+        if not n or not self.tensors[0].numel():
+            return targets.new_zeros(6, dtype=torch.int64)
+        ids, at = self._pairs(n)
+        kept = targets[at] != IGNORE
+        bad = ids.new_zeros(())
+        if self.width is None:
+            offsets = self.tensors[1]
+            bad = (offsets.diff() < 0).sum() + (offsets[0] != 0) + (offsets[-1] != len(ids))
+        else:
+            kept &= ids >= 0
+        real = torch.where(kept, ids, 0)
+        # One number for each position and id; those that do not count differ from all.
+        key = torch.where(kept, at * HIGH + real.clamp(0, HIGH - 1), ~torch.arange(len(ids)).to(at))
+        key = key.sort().values
+        counts = ids.new_zeros(2, n)
+        counts[0].index_add_(0, at, kept.long())
+        counts[1].index_add_(0, at, (kept & (ids == targets[at])).long())
+        has, hit = counts > 0
+        found = [real.amax(), real.amin(), bad, (key[1:] == key[:-1]).sum()]
+        return torch.stack([*found, (has & ~hit).sum(), has.sum()])
+
+    def check(self, facts: list[int], targets: Tensor, vocabulary: int) -> None:
+        """ValueError for what the facts of `survey` say is wrong."""
+        most, least, bad, twice, missing, _ = facts
+        if bad:
+            raise ValueError(
+                "support_ids: got offsets that do not rise from 0 to the number of ids, "
+                f"{len(self.tensors[0])}"
+            )
+        if not (most >= vocabulary or least < 0 or twice or missing):
+            return
+        targets = targets.reshape(-1)
+        ids, at = self._pairs(len(targets))
+        for position in (targets != IGNORE).nonzero().squeeze(1).tolist():
+            own = [i for i in ids[at == position].tolist() if i >= 0 or self.width is None]
+            target = int(targets[position])
+            wrong = [i for i in own if not 0 <= i < vocabulary]
+            again = [i for i in own if own.count(i) > 1]
+            if wrong:
+                got, want = f"id {wrong[0]}", f"0 <= id < {vocabulary}"
+            elif again:
+                got, want = f"id {again[0]} more than once", "distinct ids"
+            elif own and target not in own:
+                shown = f"{own[:8]}{' and more' if len(own) > 8 else ''}"
+                got, want = f"ids {shown}", f"the target, {target}, among them"
+            else:
+                continue
+            raise ValueError(f"support_ids: got {got} at position {position}, want {want}")
+
+    def pack(self, index: Tensor | None, live: Tensor | None, restricted: int | None) -> Packed:
+        """Of the packed tokens.
+
+        Args:
+            index: [T] position of each, None: all in order.
+            live: [T] bool, with static shapes: those that are scored, which all have ids.
+            restricted: how many of them have ids; None: not known, all have.
+        """
+        ids = self.tensors[0].long()
+        if self.width is not None:
+            ids = ids.reshape(-1, self.width)
+            ids = ids if index is None else ids[index]
+            if live is not None:  # the others' one column is as good as any
+                ids = ids.masked_fill(~live.unsqueeze(1), -1)
+                ids[:, 0] = torch.where(live, ids[:, 0], 0)
+            found = Packed(ids.reshape(-1), width=self.width)
+            here = (ids >= 0).sum(1)
+        else:
+            if live is not None:
+                raise ValueError("static: got support_ids with offsets, want [.., K]")
+            found = Packed(ids, offsets=self.tensors[1].long())
+            found = found if index is None else found.take(index)
+            here = found.offsets.diff()
+        found.counts = here
+        if restricted is not None and restricted < len(here):
+            found.free = (here == 0).cpu()
+        return found
+
+
+class Packed:
+    """The pairs of T packed tokens, one token's after another's.
+
+    Attributes:
+        ids: [P] int64; below 0: an empty slot.
+        offsets: [T + 1] int64.
+        counts: [T] ids of each token.
+        free: [T] bool on the host: tokens without ids, whose softmax runs over all columns; None:
+            there are none.
+    """
+
+    counts: Tensor
+    free: Tensor | None = None
+
+    def __init__(
+        self, ids: Tensor, *, width: int | None = None, offsets: Tensor | None = None
+    ) -> None:
+        self.ids, self.width = ids, width
+        if width is not None:
+            offsets = torch.arange(0, len(ids) + 1, width, device=ids.device)
+        assert offsets is not None
+        self.offsets = offsets
+        self._ends: list[int] | None = None
+        self._sorted: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def restricted(self) -> int:
+        """How many tokens have ids."""
+        return len(self) if self.free is None else int((~self.free).sum())
+
+    def _span(self, start: int, stop: int) -> tuple[int, int]:
+        """The pairs of some tokens, on the host."""
+        if self.width is not None:
+            return start * self.width, stop * self.width
+        if self._ends is None:
+            self._ends = self.offsets.tolist()
+        return self._ends[start], self._ends[stop]
+
+    def window(self, rows: slice, first: int, size: int) -> Window:
+        """The pairs of some tokens whose columns lie in [first, first + size)."""
+        begin, end = self._span(rows.start, rows.stop)
+        offsets = self.offsets[rows.start : rows.stop + 1]
+        return Window(self.ids[begin:end], offsets - begin if begin else offsets, first, size)
+
+    def unrestricted(self, rows: slice) -> Tensor | None:
+        """[m] which of some tokens have no ids, counted from the first of them; None: none."""
+        if self.free is None:
+            return None
+        index = self.free[rows].nonzero().squeeze(1)
+        return index.to(self.ids.device) if len(index) else None
+
+    def by_column(self, rows: slice, first: int, size: int) -> ByColumn:
+        """The pairs of some tokens by column. They are sorted once."""
+        key = rows.start, rows.stop
+        if key not in self._sorted:
+            begin, end = self._span(*key)
+            columns, order = self.ids[begin:end].sort(stable=True)
+            places = order if not begin else order + begin
+            tokens = torch.searchsorted(self.offsets, places, right=True) - 1
+            self._sorted[key] = order, tokens - rows.start, columns
+        order, tokens, columns = self._sorted[key]
+        bounds = torch.arange(first, first + size + 1, device=columns.device)
+        return ByColumn(order, tokens, torch.searchsorted(columns, bounds))
+
+    def take(self, index: Tensor) -> Packed:
+        """Of some of the tokens."""
+        if self.width is not None:
+            found = Packed(self.ids.view(-1, self.width)[index].reshape(-1), width=self.width)
+        else:
+            counts = self.offsets.diff()[index]
+            ends = counts.cumsum(0)
+            shift = (self.offsets[index] - (ends - counts)).repeat_interleave(counts)
+            places = torch.arange(len(shift), device=shift.device) + shift
+            offsets = torch.cat([ends.new_zeros(1), ends])
+            found = Packed(self.ids[places], offsets=offsets)
+        if hasattr(self, "counts"):
+            found.counts = self.counts[index]
+        if self.free is not None:
+            found.free = self.free[index.cpu()]
+        return found

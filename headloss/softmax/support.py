@@ -1,0 +1,130 @@
+"""A softmax that runs over a few columns of each token: K dot products in place of V.
+
+T tokens, P pairs of a token and a column, n tokens of a block, H hidden width. Tokens without
+columns of their own have the whole vocabulary: their logits are those of the source beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..kernels.interface import Measured
+from ..objective.bound import Gradient
+from ..objective.statistics import Normalizer, Statistics, finish
+from .linear import LinearSoftmax
+from .rows import ALL, PairGradient, RowGradient, Rows
+
+if TYPE_CHECKING:
+    from ..batch.support import Packed
+
+
+class SupportSoftmax(LinearSoftmax):
+    """The softmax of each token over the columns of its support; both acts on P raw logits.
+
+    Args:
+        whole: the same head over all columns, for tokens without a support.
+        support: the pairs of all tokens.
+        size: columns of the whole model, over which an objective takes the mean logit.
+    """
+
+    def __init__(self, whole: LinearSoftmax, support: Packed, size: int) -> None:
+        vars(self).update(vars(whole))
+        self.whole, self.support, self.size = whole, support, size
+        self.additions = 1 if support.free is None else 2
+
+    def constants(self) -> list[Tensor]:
+        return [*super().constants(), self.support.ids]
+
+    def take(self, index: Tensor) -> SupportSoftmax:
+        return SupportSoftmax(self.whole.take(index), self.support.take(index), self.size)
+
+    def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
+        """[P] raw logits of the pairs of some tokens in some columns."""
+        assert isinstance(rows, slice)
+        support, out = self._window(rows, columns), None
+        for features, weight in zip(self.features, self.weights, strict=True):
+            out = self.acts.support_logits(features[rows], weight[columns], support, out)
+        assert out is not None
+        if self.bias is not None:
+            bias = self.bias[columns]
+            at = support.ids - support.first
+            out += bias[at.clamp(0, len(bias) - 1)].to(out.dtype)
+        return out if self.logits_dtype is None else out.to(self.logits_dtype).to(self.dtype)
+
+    def statistics(
+        self, rows: slice, tiles: Sequence[slice], slices: Any, vocabulary: int, keep: bool
+    ) -> tuple[Measured, Any]:
+        raw, needs = self.raw(rows), self.tokens.needs
+        forward = self.tokens.forward(rows, self.first)
+        partials = self.acts.support_partials(raw, self._window(rows, ALL), forward)
+        partials = slices.merge(partials)
+        stats, normalizer = finish(partials, 1, needs)
+        if stats.mean_logit is not None:
+            stats = replace(stats, mean_logit=stats.mean_logit / self.support.counts[rows])
+        measured, whole, held = Measured(stats, normalizer, partials.target), None, None
+        index = self.support.unrestricted(rows)
+        if index is not None:
+            whole = self.whole.take(index + (rows.start or 0))
+            every = slice(0, len(index))
+            found, held = whole.statistics(every, tiles, slices, vocabulary, keep)
+            measured = _placed(measured, index, found)
+        return measured, (raw, whole, held) if keep else None
+
+    def pull(
+        self,
+        rows: slice,
+        columns: slice,
+        measured: Measured,
+        gradient: Gradient,
+        held: Any = None,
+        live: Tensor | None = None,
+    ) -> RowGradient:
+        raw, whole, kept = (self.raw(rows, columns), None, None) if held is None else held
+        index = self.support.unrestricted(rows)
+        found = RowGradient(raw.new_empty(0, self._width(columns)), slice(0, 0))
+        if index is not None:
+            places = index + (rows.start or 0)
+            whole = self.whole.take(places) if whole is None else whole
+            every = slice(0, len(index))
+            own = measured.rows(index), gradient.rows(index)
+            live = None if live is None else live[index]
+            found = whole.pull(every, columns, *own, kept, live).at(places)
+        return found._replace(pairs=self._pairs(raw, rows, columns, measured, gradient))
+
+    def _pairs(
+        self, raw: Tensor, rows: slice, columns: slice, measured: Measured, gradient: Gradient
+    ) -> PairGradient:
+        """dL/draw of pairs; a mean logit is that of the support."""
+        c, support = gradient.coefficients, self._window(rows, columns)
+        if c.uniform is not None:
+            counts = self.support.counts[rows].clamp_min(1)
+            c = replace(c, uniform=c.uniform * self.size / counts)
+        gradient = gradient._replace(coefficients=c)
+        backward = self.tokens.backward(rows, support.first, measured.normalizer, gradient)
+        values = self.acts.support_gradient(raw, support, backward)
+        by_column = self.support.by_column(rows, support.first, support.size)
+        return PairGradient(values, support, by_column, rows, self.acts)
+
+    def _width(self, columns: slice) -> int:
+        start, stop, _ = columns.indices(self.vocabulary)
+        return stop - start
+
+    def _window(self, rows: slice, columns: slice) -> Any:
+        first = self.first + (columns.start or 0)
+        return self.support.window(rows, first, self._width(columns))
+
+
+def _placed(measured: Measured, index: Tensor, found: Measured) -> Measured:
+    """With the numbers of some of the tokens in place of their own."""
+
+    def put(mine: Tensor, theirs: Tensor) -> Tensor:
+        return mine.index_copy(0, index, theirs)
+
+    theirs = found.stats.tensors()
+    stats = {name: put(mine, theirs[name]) for name, mine in measured.stats.tensors().items()}
+    normalizer = Normalizer(*map(put, measured.normalizer, found.normalizer))
+    return Measured(Statistics(**stats), normalizer, put(measured.target, found.target))

@@ -1,0 +1,78 @@
+"""What tests of a support share: a head, a batch whose tokens are restricted or not, an objective.
+
+N positions, T of them scored, H hidden width, V vocabulary, K the most ids of a position.
+"""
+
+from __future__ import annotations
+
+import torch
+from matrix import Inputs, make_head
+from torch import Tensor
+
+import headloss as hl
+from headloss.testing import random_batch, trained_looking
+
+LENGTHS = (5, 1, 7, 4, 0, 6)
+TOKENS, WIDTH, VOCABULARY, MOST = sum(LENGTHS), 8, 97, 9
+UNSCORED = (3, 11)
+BEYOND = 1 << 40
+
+
+def supports(targets: Tensor, vocabulary: int, kind: str, most: int = MOST, seed: int = 0):
+    """Distinct ids of each position, with the target among them; none for some where `kind` is
+    "mixed". Anything where nothing is scored. "flat": ids and offsets; else padded with -1."""
+    generator = torch.Generator().manual_seed(seed)
+    rows: list[list[int]] = []
+    for position, target in enumerate(targets.reshape(-1).tolist()):
+        count = 1 + int(torch.randint(most, (), generator=generator))
+        ids = torch.randperm(vocabulary, generator=generator)[:count].tolist()
+        if target < 0:
+            ids = [BEYOND] * count
+        elif "mixed" in kind and position % 5 in (0, 3):
+            ids = []
+        elif target not in ids:
+            ids[count // 2] = target
+        rows.append(ids)
+    if "flat" in kind:
+        offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
+        return torch.tensor(sum(rows, [])), offsets
+    padded = torch.full((len(rows), most), -1)
+    for row, ids in zip(padded, rows, strict=True):  # slots anywhere
+        row[torch.randperm(most, generator=generator)[: len(ids)]] = torch.tensor(ids).long()
+    return padded.view(*targets.shape, most)
+
+
+def objective() -> hl.Objective:
+    """Of every statistic, two scopes and two reductions."""
+    return (
+        hl.gspo()
+        + 0.3 * hl.cross_entropy(label_smoothing=0.1)
+        - 0.05 * hl.entropy()
+        + 0.01 * hl.z_loss()
+    )
+
+
+def inputs(
+    kind: str = "padded",
+    head: str = "plain",
+    dtype: torch.dtype = torch.float32,
+    train: bool = True,
+    terms: hl.Term | hl.Objective | None = None,
+) -> Inputs:
+    """A call whose tokens have a support: all, or some ("mixed"); "padded" or "flat"."""
+    padding = 7 if head in ("padded_vocabulary", "everything") else 0
+    hidden, weight, targets = trained_looking(TOKENS, WIDTH, VOCABULARY, dtype)
+    made = make_head(head, torch.cat([weight, 3 * weight[:padding]]), "packed", train=train)
+    if isinstance(made.temperature, Tensor):
+        made = hl.Head(**{**vars(made), "temperature": 0.6 + torch.rand(TOKENS)})
+    segments = hl.Segments.from_lengths(LENGTHS)
+    batch = random_batch(targets, segments, -torch.rand(TOKENS))
+    targets = targets.clone()
+    targets[list(UNSCORED)] = hl.batch.IGNORE
+    fields = {**batch.fields, "support_ids": supports(targets, VOCABULARY, kind)}
+    return Inputs(
+        hidden=hidden.requires_grad_(),
+        head=made,
+        batch=hl.Batch(targets, segments, **fields),
+        objective=hl.Objective.of(objective() if terms is None else terms),
+    )
