@@ -35,7 +35,7 @@ def supports(targets: Tensor, vocabulary: int, kind: str, most: int = MOST, seed
         rows.append(ids)
     if "flat" in kind:
         offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
-        return torch.tensor(sum(rows, [])), offsets
+        return torch.tensor([i for ids in rows for i in ids]), offsets
     padded = torch.full((len(rows), most), -1)
     for row, ids in zip(padded, rows, strict=True):  # slots anywhere
         row[torch.randperm(most, generator=generator)[: len(ids)]] = torch.tensor(ids).long()
@@ -68,7 +68,7 @@ def inputs(
     segments = hl.Segments.from_lengths(LENGTHS)
     batch = random_batch(targets, segments, -torch.rand(TOKENS))
     targets = targets.clone()
-    targets[list(UNSCORED)] = hl.batch.IGNORE
+    targets[list(UNSCORED)] = hl.batch.batch.IGNORE
     fields = {**batch.fields, "support_ids": supports(targets, VOCABULARY, kind)}
     return Inputs(
         hidden=hidden.requires_grad_(),

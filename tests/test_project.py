@@ -40,8 +40,15 @@ ALLOWED: dict[str, set[str]] = {
     "options": set(),
     "softmax.products": set(),
     "batch.survey": {"kernels", "batch.segments"},
-    "batch.batch": {"batch.reduction", "batch.segments", "batch.survey"},
-    "batch.packing": {"batch.batch", "batch.segments", "objective.statistics", "batch.survey"},
+    "batch.support": {"kernels", "batch.survey"},
+    "batch.batch": {"batch.reduction", "batch.segments", "batch.support", "batch.survey"},
+    "batch.packing": {
+        "batch.batch",
+        "batch.segments",
+        "batch.support",
+        "objective.statistics",
+        "batch.survey",
+    },
     "losses": {
         "losses",
         "objective.statistics",

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.interface import ByColumn
-from ..kernels.interface import Support as Window
+from ..kernels.support import ByColumn
+from ..kernels.support import Support as Window
 from .survey import IGNORE
 
 HIGH = 1 << 32
@@ -32,7 +32,7 @@ class Support:
     """
 
     def __init__(self, given: Any, targets: Tensor) -> None:
-        self.tensors: tuple[Tensor, ...] = given if isinstance(given, tuple) else (given,)
+        self.tensors: Any = given if isinstance(given, tuple) else (given,)
         self.width: int | None = None  # K, where all positions have as many slots
         want = "[.., K] integers, or ([P] ids, [N + 1] offsets)"
         if len(self.tensors) > 2 or not all(map(_is_integral, self.tensors)):

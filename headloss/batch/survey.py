@@ -40,7 +40,6 @@ class Survey:
         id_fields: [N, K] each, whose values are columns of the vocabulary where they are not < 0.
         facts: [2 + values + S + 3] int64, see `kernels.interface.Kernels.survey`; then, for each
             distinct field, at how many scored positions an id stands twice.
-        facts: [2 + values + S + 3] int64, see `kernels.interface.Kernels.survey`.
         more: further facts, int64 numbers that are read with the others.
         scored: what `compact` needs to know of the positions.
     """

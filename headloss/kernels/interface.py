@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..objective.statistics import Coefficients, Normalizer, Partials, Statistics
 from .pair import Outcomes, Pair
+from .support import ByColumn, Support
 from .transform import Transform
 
 
@@ -126,24 +127,6 @@ class Compacted(NamedTuple):
     unscored: Tensor  # [N - T] int64 positions
 
 
-class Support(NamedTuple):
-    """The columns that the softmax of each of n tokens runs over: P pairs of a token and a column,
-    of which those in a window of the vocabulary count here."""
-
-    ids: Tensor  # [P] int64 columns of the whole vocabulary; below 0: an empty slot
-    offsets: Tensor  # [n + 1] int64: token t has ids[offsets[t]:offsets[t + 1]]; the first is 0
-    first: int  # the window is columns [first, first + size)
-    size: int
-
-
-class ByColumn(NamedTuple):
-    """The pairs of a support by column, those of one column by token."""
-
-    order: Tensor  # [P] int64 pairs
-    tokens: Tensor  # [P] int64 their tokens
-    starts: Tensor  # [v + 1] int64: column j of the window has order[starts[j]:starts[j + 1]]
-
-
 class Walk(NamedTuple):
     """One pass over rows of logits that exist already: statistics, a gradient, or both."""
 
@@ -157,32 +140,6 @@ class Walk(NamedTuple):
     coefficients: Coefficients | None = None  # [n]; with `needs`: at an entropy of 0
     slopes: Tensor | None = None  # [P, 5, n], with `needs`: more of dL/dlogp, see stats.Slope
     normalizer: Normalizer | None = None  # [n]
-
-
-def is_multiple(transform: Transform, coefficients: Coefficients) -> bool:
-    """Whether the gradient of a token is a multiple of its terms, the target's apart."""
-    return (
-        transform.softcap is None
-        and coefficients.prob is not None
-        and coefficients.entropy is None
-        and coefficients.uniform is None
-    )
-
-
-def check_multiple(backward: Backward) -> None:
-    """ValueError where the gradient is no multiple of held terms."""
-    if not is_multiple(backward.transform, backward.coefficients):
-        raise ValueError("a soft cap or such coefficients need held_gradient_")
-
-
-def check_held(backward: Backward) -> None:
-    """ValueError where held terms cannot give the gradient: z is read off log p, and a term of 0 no
-    longer tells its z."""
-    if backward.transform.softcap is not None and backward.coefficients.uniform is not None:
-        raise ValueError(
-            "held softmax terms cannot give the gradient of the mean logit under a soft cap; "
-            "keep the logits (logit_gradient_)"
-        )
 
 
 class Kernels(Protocol):
@@ -332,7 +289,7 @@ class Kernels(Protocol):
         """rows *= factor [], in float32 or wider and rounded once; left alone where it is 1."""
         ...
 
-    # ------------------------------------------------------------------ a support
+    # ------------------------------------------------------------------ a support: see `support`
 
     def support_logits(
         self, x: Tensor, w: Tensor, support: Support, onto: Tensor | None = None

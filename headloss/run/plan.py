@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..options import Options
-from .pieces import GRAIN, Chunk, Problem, Tile, cut, cut_anywhere, even, whole_waves
+from .pieces import GRAIN, PAIR_BYTES, Chunk, Problem, Tile, cut, cut_anywhere, even, whole_waves
 
 Schedule = Literal["one_pass", "recompute", "frozen", "held", "statistics"]
 Pull = Literal["now", "unit", "held", "slabs", "blocks", "never"]
@@ -75,11 +75,6 @@ class Plan:
         return tuple(Chunk(s, min(s + step, self.tokens), 0, 0) for s in starts)
 
     @property
-    def _others(self) -> str:
-        rest = self.tokens - self.restricted
-        return f"the whole vocabulary for {rest}" if rest else "no product over the vocabulary"
-
-    @property
     def total_bytes(self) -> int:
         return sum(self.bytes.values())
 
@@ -98,7 +93,7 @@ class Plan:
         ]
         if self.restricted:
             some = f"{self.restricted} of {self.tokens} tokens"
-            lines.append(f"support    {self.support} dot products for {some}, {self._others}")
+            lines.append(f"support    {self.support} dot products for {some}")
         for name, size in self.bytes.items():
             lines.append(f"memory     {size / MIB:10.1f} MiB  {name}")
         lines.append(f"total      {self.total_bytes / MIB:10.1f} MiB")
@@ -127,7 +122,6 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     pull = _pull(p, schedule)
     once = _once(p, pull, len(chunks), tile)
     worth = not p.on_gpu or rows * p.width * p.vocabulary >= SKIP_WORTH
-    worth = worth and not p.narrow  # pairs without a gradient are not read
     return Plan(
         schedule=schedule,
         backend=backend,
@@ -140,7 +134,7 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         reason=reason,
         chunks=chunks,
         tokens=p.tokens,
-        skip_rows=options.skip_rows and not options.static and not p.given and worth,
+        skip_rows=options.skip_rows and not (options.static or p.given or p.narrow) and worth,
         once=once,
         pull=pull,
         support=p.support,
@@ -283,13 +277,12 @@ def _bytes(
         return {"statistics": p.tokens * 64}
     sweeps = schedule in ("recompute", "statistics")
     elements = tile.rows * tile.columns if sweeps else rows * p.vocabulary
-    found = {"logits": elements * p.row_bytes, "statistics": p.tokens * 64}
-    if schedule == "held":
+    found = {} if p.narrow else {"logits": elements * p.row_bytes}
+    if schedule == "held" and not p.narrow:
         found["logits"] = p.tokens * p.vocabulary * p.row_bytes
     if p.support:
         found["support"] = p.support * PAIR_BYTES
-    if p.narrow:
-        del found["logits"]
+    found["statistics"] = p.tokens * 64
     if not p.on_gpu:  # a few blocks of logits at a time, and of a 16-bit weight, widened
         found["working blocks"] = 3 * min(elements, WORKING_BLOCK) * max(4, p.element_size)
         if p.element_size < 4 and not p.given:

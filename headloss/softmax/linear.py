@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.interface import Backward, Forward, Held, Kernels, Measured, is_multiple
+from ..kernels.held import is_multiple
+from ..kernels.interface import Backward, Forward, Held, Kernels, Measured
 from ..kernels.transform import Transform
 from ..objective.bound import Gradient
 from ..objective.statistics import Coefficients, Normalizer, Partials

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..kernels.interface import ByColumn, Kernels, Support
+from ..kernels.interface import Kernels
+from ..kernels.support import ByColumn, Support
 
 Rows = slice | Tensor  # of a source's tokens
 ALL = slice(None)

@@ -124,7 +124,8 @@ def _placed(measured: Measured, index: Tensor, found: Measured) -> Measured:
     def put(mine: Tensor, theirs: Tensor) -> Tensor:
         return mine.index_copy(0, index, theirs)
 
-    theirs = found.stats.tensors()
-    stats = {name: put(mine, theirs[name]) for name, mine in measured.stats.tensors().items()}
+    theirs, stats = found.stats.tensors(), Statistics()
+    for name, mine in measured.stats.tensors().items():
+        stats = replace(stats, **{name: put(mine, theirs[name])})
     normalizer = Normalizer(*map(put, measured.normalizer, found.normalizer))
-    return Measured(Statistics(**stats), normalizer, put(measured.target, found.target))
+    return Measured(stats, normalizer, put(measured.target, found.target))

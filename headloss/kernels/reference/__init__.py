@@ -5,7 +5,7 @@ Each act is the plain twin of the kernels' act of the same name, which the tests
 
 from __future__ import annotations
 
-from ..interface import is_multiple
+from ..held import is_multiple
 from .batch import compact, survey
 from .fused import (
     can_fuse,

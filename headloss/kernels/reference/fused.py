@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ...objective import statistics as stats
 from ...objective.statistics import FLOOR, Partials, merge_all
-from ..interface import Backward, Forward, Held, Measured, Order, check_held, check_multiple
+from ..held import check_held, check_multiple
+from ..interface import Backward, Forward, Held, Measured, Order
 from .rows import move_rows_, scaled_rows
 from .tile import blocks, in_columns, inside, logit_gradient_, partials, wide, z_gradient
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ...objective.statistics import Partials
-from ..interface import Backward, ByColumn, Forward, Support
+from ..interface import Backward, Forward
+from ..support import ByColumn, Support
 from ..transform import Transform
 from .tile import BLOCK_ELEMENTS, logit_gradient_, partials, wide
 

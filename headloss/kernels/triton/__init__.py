@@ -5,7 +5,7 @@ float64 is left to the reference, which has the plain twin of each act.
 
 from __future__ import annotations
 
-from ..interface import is_multiple
+from ..held import is_multiple
 from .batch import compact, survey
 from .cast import scaled
 from .dense import divergence, divergence_gradient_, readable
@@ -19,6 +19,13 @@ from .records import narrowed
 from .slab import product_gradient
 from .statistics import partials
 from .stored import sparse_gradient_, tail_partials
+from .support import (
+    support_gradient,
+    support_input_gradient,
+    support_logits,
+    support_partials,
+    support_weight_gradient,
+)
 
 __all__ = [
     "can_fuse",
@@ -43,6 +50,11 @@ __all__ = [
     "scaled",
     "scaled_rows",
     "sparse_gradient_",
+    "support_gradient",
+    "support_input_gradient",
+    "support_logits",
+    "support_partials",
+    "support_weight_gradient",
     "survey",
     "tail_partials",
 ]

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..interface import Backward, Held, Order, check_held, check_multiple
+from ..held import check_held, check_multiple
+from ..interface import Backward, Held, Order
 from .formulas import FLOOR, per_row, tanh
 from .gradient import Terms, launch
 from .launch import Launcher

@@ -1,0 +1,33 @@
+"""What held softmax terms can give."""
+
+from __future__ import annotations
+
+from ..objective.statistics import Coefficients
+from .interface import Backward
+from .transform import Transform
+
+
+def is_multiple(transform: Transform, coefficients: Coefficients) -> bool:
+    """Whether the gradient of a token is a multiple of its terms, the target's apart."""
+    return (
+        transform.softcap is None
+        and coefficients.prob is not None
+        and coefficients.entropy is None
+        and coefficients.uniform is None
+    )
+
+
+def check_multiple(backward: Backward) -> None:
+    """ValueError where the gradient is no multiple of held terms."""
+    if not is_multiple(backward.transform, backward.coefficients):
+        raise ValueError("a soft cap or such coefficients need held_gradient_")
+
+
+def check_held(backward: Backward) -> None:
+    """ValueError where held terms cannot give the gradient: z is read off log p, and a term of 0 no
+    longer tells its z."""
+    if backward.transform.softcap is not None and backward.coefficients.uniform is not None:
+        raise ValueError(
+            "held softmax terms cannot give the gradient of the mean logit under a soft cap; "
+            "keep the logits (logit_gradient_)"
+        )

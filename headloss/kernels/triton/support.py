@@ -1,0 +1,384 @@
+"""A support in Triton: K dot products for each token, both acts on them, and their two products.
+
+n tokens, P pairs of a token and a column, v columns of the window, H hidden width. One program per
+token, or per column where the weight gradient is summed. Rows of the weight are gathered twice and
+those of the hidden states once, 2PH bytes each time in 16 bits: the loads of a program are so many
+at once that memory or L2 sets the pace, and products need no tensor cores.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...objective.statistics import Partials
+from ..interface import Backward, Forward
+from ..support import ByColumn, Support
+from .formulas import (
+    FLOOR,
+    act_two,
+    block_partials,
+    coefficient,
+    coefficients,
+    merged,
+    per_row,
+    tanh,
+    transformed,
+)
+from .launch import Launcher
+from .records import Act, Found, LogitScaling, act, empty_partials, found, scaling
+
+PAIRS = 128  # whose logits a program works on at once
+ROWS, DEPTH = 16, 256  # of the weight that a program has at once, where it makes logits
+SUMMED, WIDTH = 8, 512  # rows that a program sums at once, and columns of them
+PIECE = 512  # pairs of a column that a program sums; of more, the sums are summed in turn
+
+
+class Strided(NamedTuple):
+    """A matrix of any layout."""
+
+    data: Tensor
+    stride: int  # of rows
+    step: int  # of columns
+
+
+def strided(matrix: Tensor) -> Strided:
+    return Strided(matrix, matrix.stride(0), matrix.stride(1))
+
+
+def _width(h: int, most: int) -> int:
+    return min(most, triton.next_power_of_2(max(h, 16)))
+
+
+# ---------------------------------------------------------------------- both acts
+
+
+@triton.jit
+def columns_at(support, at, end):
+    """Columns of some pairs in the window, and which of these are there."""
+    inside = at < end
+    column = tl.load(support.ids + at, mask=inside, other=-1) - support.first
+    there = inside & (column >= 0) & (column < support.size)
+    return tl.where(there, column, 0), there
+
+
+@triton.jit
+def logits_kernel(
+    x,  # Strided
+    w,  # Strided
+    support,
+    out,  # [P]
+    h,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    end = tl.load(support.offsets + token + 1)
+    for start in range(tl.load(support.offsets + token), end, ROWS):
+        at = start + tl.arange(0, ROWS)
+        column, there = columns_at(support, at, end)
+        total = tl.zeros((ROWS, DEPTH), tl.float32)
+        rows = w.data + column[:, None] * w.stride
+        # Slots without a column in the window come together: at the end, where sets are padded.
+        for k in range(0, h * tl.max(there.to(tl.int32), 0), DEPTH):
+            depth = k + tl.arange(0, DEPTH)
+            a = tl.load(x.data + token * x.stride + depth * x.step, mask=depth < h, other=0.0)
+            inside = there[:, None] & (depth < h)[None, :]
+            b = tl.load(rows + (depth * w.step)[None, :], mask=inside, other=0.0)
+            total += a.to(tl.float32)[None, :] * b.to(tl.float32)
+        value = tl.sum(total, 1)
+        if ADD:
+            value += tl.load(out + at, mask=at < end, other=0.0)
+        tl.store(out + at, value, mask=at < end)
+
+
+launch_logits = Launcher(logits_kernel, num_warps=4)
+
+
+def support_logits(
+    x: Tensor, w: Tensor, support: Support, onto: Tensor | None = None
+) -> Tensor:
+    ids, n, h = support.ids, len(support.offsets) - 1, x.shape[1]
+    out = torch.empty(len(ids), dtype=torch.float32, device=x.device) if onto is None else onto
+    if n and len(ids):
+        given = (strided(x), strided(w), support, out, h)
+        launch_logits(n, *given, ADD=onto is not None, ROWS=ROWS, DEPTH=_width(h, DEPTH))
+    return out
+
+
+@triton.jit
+def partials_kernel(
+    raw,  # [P]
+    support,
+    to,  # Found
+    targets,  # [n]
+    z,  # LogitScaling
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    outer = per_row(z.outer, z, token)
+    y = tl.load(targets + token) - support.first
+    target = tl.full((), float("-inf"), tl.float32)
+    peak = tl.full((), float("-inf"), tl.float32)
+    rest = tl.full((), -1.0, tl.float32)
+    spread = tl.full((), 0.0, tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    end = tl.load(support.offsets + token + 1)
+    for start in range(tl.load(support.offsets + token), end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        column, there = columns_at(support, at, end)
+        value = transformed(tl.load(raw + at, mask=there, other=0.0), z, outer)
+        if to.total is not None:
+            total += tl.sum(tl.where(there, value, 0.0), 0)
+        value = tl.where(there, value, float("-inf"))
+        own = tl.where(there & (column == y), value, float("-inf"))
+        target = tl.maximum(target, tl.max(own, 0))
+        block = block_partials(value, there, to.spread is not None)
+        peak, rest, spread = merged((peak, rest, spread), block)
+    tl.store(to.peak + token, peak)
+    tl.store(to.rest + token, rest)
+    tl.store(to.target + token, target)
+    if to.spread is not None:
+        tl.store(to.spread + token, spread)
+    if to.total is not None:
+        tl.store(to.total + token, total)
+
+
+launch_partials = Launcher(partials_kernel, num_warps=1)
+
+
+def support_partials(raw: Tensor, support: Support, forward: Forward) -> Partials:
+    targets, _, transform, needs = forward
+    result = empty_partials(raw, len(targets), needs)
+    if len(targets):
+        given = (raw, support, found(result), targets, scaling(transform))
+        launch_partials(len(targets), *given, BLOCK=PAIRS)
+    return result
+
+
+@triton.jit
+def gradient_kernel(
+    raw,  # [P]
+    out,  # [P]
+    support,
+    a,  # Act
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    outer, factor = per_row(a.z.outer, a.z, token), per_row(a.z.factor, a.z, token)
+    peak, log_sum = tl.load(a.normalizer.peak + token), tl.load(a.normalizer.log_sum + token)
+    at_target, of_token = coefficient(a.c.target, token), coefficients(a.c, token)
+    y = tl.load(a.targets + token) - support.first
+    end = tl.load(support.offsets + token + 1)
+    for start in range(tl.load(support.offsets + token), end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        column, there = columns_at(support, at, end)
+        logit = tl.load(raw + at, mask=there, other=0.0)
+        log_p = tl.maximum((transformed(logit, a.z, outer) - peak) - log_sum, FLOOR)
+        g = act_two(tl.exp(log_p), log_p, of_token, a.c)
+        if a.c.target is not None:
+            g += tl.where(column == y, at_target, 0.0)
+        g *= factor
+        if a.z.inner is not None:
+            capped = tanh(logit * a.z.inner)
+            g *= 1 - capped * capped
+        tl.store(out + at, tl.where(there, g, 0.0), mask=at < end)
+
+
+launch_gradient = Launcher(gradient_kernel, num_warps=1)
+
+
+def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tensor:
+    out = torch.empty_like(raw)
+    if len(backward.targets) and len(raw):
+        launch_gradient(len(backward.targets), raw, out, support, act(backward), BLOCK=PAIRS)
+    return out
+
+
+# ---------------------------------------------------------------------- the hidden gradient
+
+
+@triton.jit
+def input_kernel(
+    values,  # [P]
+    w,  # Strided
+    support,
+    out,  # Strided
+    h,
+    blocks,  # of columns
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    token = program // blocks  # programs side by side read the same rows
+    depth = program % blocks * WIDTH + tl.arange(0, WIDTH)
+    end = tl.load(support.offsets + token + 1)
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    for start in range(tl.load(support.offsets + token), end, ROWS):
+        at = start + tl.arange(0, ROWS)
+        column, there = columns_at(support, at, end)
+        g = tl.load(values + at, mask=there, other=0.0)
+        inside = (there & (g != 0))[:, None] & (depth < h)[None, :]
+        place = column[:, None] * w.stride + (depth * w.step)[None, :]
+        total += g[:, None] * tl.load(w.data + place, mask=inside, other=0.0).to(tl.float32)
+    value, to = tl.sum(total, 0), out.data + token * out.stride + depth * out.step
+    if ADD:
+        value += tl.load(to, mask=depth < h, other=0.0).to(tl.float32)
+    tl.store(to, value.to(out.data.dtype.element_ty), mask=depth < h)
+
+
+launch_input = Launcher(input_kernel, num_warps=4)
+
+
+def support_input_gradient(
+    values: Tensor, w: Tensor, support: Support, out: Tensor, add: bool = False
+) -> None:
+    n, h = out.shape
+    width = _width(h, WIDTH)
+    blocks = triton.cdiv(h, width)
+    if n:
+        given = (values, strided(w), support, strided(out), h, blocks)
+        launch_input(n * blocks, *given, ADD=add, ROWS=SUMMED, WIDTH=width)
+
+
+# ---------------------------------------------------------------------- the weight gradient
+
+
+class Pieces(NamedTuple):
+    """How the pairs of columns are cut: column j has pieces ends[j - 1] to ends[j]."""
+
+    columns: Tensor  # [M] of each piece; v where there is none
+    ends: Tensor  # [v]
+    cut_ends: Tensor  # [v] the same, of the columns that have several
+    cut: Tensor  # [R] these columns; v where there is none
+
+
+def pieces_of(pairs: ByColumn, count: int, every: bool) -> Pieces:
+    """Of `count` pairs; with `every`, a column without pairs has a piece too."""
+    starts, device = pairs.starts, pairs.starts.device
+    v = len(starts) - 1
+    pieces = (starts.diff() + (PIECE - 1)).div(PIECE, rounding_mode="floor")
+    pieces = pieces.clamp_min(1) if every else pieces
+    several = pieces > 1
+    most = count // PIECE
+    ends, cut_ends = pieces.cumsum(0), torch.where(several, pieces, 0).cumsum(0)
+    at = torch.arange((v if every else min(v, count)) + most, device=device)
+    cut = torch.arange(1, most + 1, device=device)
+    return Pieces(
+        torch.searchsorted(ends, at, right=True),
+        ends,
+        cut_ends,
+        torch.searchsorted(several.cumsum(0), cut),
+    )
+
+
+@triton.jit
+def store_row(out, column, depth, h, value, ADD: tl.constexpr):
+    """One row of the gradient, in its place."""
+    to = out.data + column * out.stride + depth * out.step
+    if ADD:
+        value += tl.load(to, mask=depth < h, other=0.0).to(tl.float32)
+    tl.store(to, value.to(out.data.dtype.element_ty), mask=depth < h)
+
+
+@triton.jit
+def count_of(ends, column):
+    """The end of a column's pieces, and how many they are."""
+    end = tl.load(ends + column)
+    return end, end - tl.load(ends + column - 1, mask=column > 0, other=0)
+
+
+@triton.jit
+def weight_kernel(
+    values,  # [P] by column
+    pairs,  # ByColumn
+    pieces,  # Pieces
+    x,  # Strided
+    out,  # Strided
+    sums,  # [.., h] of pieces of columns that have several
+    h,
+    v,
+    count,  # M
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    # All columns' first few hundred numbers, then their next: what is read of x fits into the L2.
+    program = tl.program_id(0).to(tl.int64)
+    piece = program % count
+    depth = program // count * WIDTH + tl.arange(0, WIDTH)
+    column = tl.load(pieces.columns + piece)
+    if column < v:
+        last, several = count_of(pieces.ends, column)
+        begin = tl.load(pairs.starts + column) + (piece - (last - several)) * PIECE
+        end = tl.minimum(begin + PIECE, tl.load(pairs.starts + column + 1))
+        total = tl.zeros((ROWS, WIDTH), tl.float32)
+        for start in range(begin, end, ROWS):
+            at = start + tl.arange(0, ROWS)
+            g = tl.load(values + at, mask=at < end, other=0.0)
+            token = tl.load(pairs.tokens + at, mask=at < end, other=0)
+            inside = (g != 0)[:, None] & (depth < h)[None, :]
+            place = token[:, None] * x.stride + (depth * x.step)[None, :]
+            total += g[:, None] * tl.load(x.data + place, mask=inside, other=0.0).to(tl.float32)
+        value = tl.sum(total, 0)
+        if several == 1:
+            store_row(out, column, depth, h, value, ADD)
+        else:
+            place = tl.load(pieces.cut_ends + column) - (last - piece)
+            tl.store(sums + place * h + depth, value, mask=depth < h)
+
+
+launch_weight = Launcher(weight_kernel, num_warps=4)
+
+
+@triton.jit
+def pieces_kernel(
+    sums,  # [.., h]
+    pieces,  # Pieces
+    out,  # Strided
+    h,
+    v,
+    count,  # R
+    ADD: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    depth = program // count * WIDTH + tl.arange(0, WIDTH)
+    column = tl.load(pieces.cut + program % count)
+    if column < v:
+        end, several = count_of(pieces.cut_ends, column)
+        total = tl.zeros((WIDTH,), tl.float32)
+        for piece in range(end - several, end):
+            total += tl.load(sums + piece * h + depth, mask=depth < h, other=0.0)
+        store_row(out, column, depth, h, total, ADD)
+
+
+launch_pieces = Launcher(pieces_kernel, num_warps=4)
+
+
+def support_weight_gradient(
+    values: Tensor, x: Tensor, pairs: ByColumn, out: Tensor, add: bool = False
+) -> None:
+    v, h = out.shape
+    count = len(pairs.order)
+    pieces = pieces_of(pairs, count, every=not add)
+    width = _width(h, WIDTH)
+    blocks, programs = triton.cdiv(h, width), len(pieces.columns)
+    if not programs:
+        return
+    # A column that is cut has more than PIECE pairs, so at most twice as many pieces as it fills.
+    sums = torch.empty(2 * (count // PIECE) + 1, h, dtype=torch.float32, device=out.device)
+    given = (values[pairs.order], pairs, pieces, strided(x), strided(out), sums, h, v, programs)
+    launch_weight(
+        programs * blocks, *given, ADD=add, ROWS=SUMMED, WIDTH=width, PIECE=PIECE
+    )  # fmt: skip
+    if len(pieces.cut) and len(x) > PIECE:  # ids of a token are distinct
+        arguments = (sums, pieces, strided(out), h, v, len(pieces.cut))
+        launch_pieces(len(pieces.cut) * blocks, *arguments, ADD=add, WIDTH=width)
