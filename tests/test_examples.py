@@ -96,6 +96,11 @@ def test_own_term_is_what_it_is_by_hand(capsys: pytest.CaptureFixture[str]) -> N
     assert apart < 1e-5
 
 
+def test_support_has_a_ratio_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    whole, support = run_example("support", capsys)
+    assert "ratio 1.000000" in support and float(whole.split()[5].strip(",")) < 0.97
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_parallel_learns(ranks: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -18,6 +18,7 @@ SCHEDULES = {
     "recompute": hl.Options(schedule="recompute"),
     "slabs": hl.Options(schedule="recompute", chunk_tokens=2),
     "upstream": hl.Options(upstream=1.75),
+    "held": hl.Options(schedule="held"),
 }
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 KINDS = ("padded", "flat", "mixed", "mixed flat")

@@ -1,4 +1,4 @@
-"""The kernels of a support against their plain twins, and these against dense products in float64."""
+"""The kernels of a support and their plain twins, against dense products in float64."""
 
 from __future__ import annotations
 

@@ -156,8 +156,7 @@ class Batch:
         }
         moved = Segments(ids, segments.count, segments.group)
         if self.support is not None:
-            tensors = tuple(t.to(*args, **options) for t in self.support.tensors)
-            fields["support_ids"] = tensors if len(tensors) > 1 else tensors[0]
+            fields["support_ids"] = self.support.moved(*args, **options)
         return Batch(self.targets.to(*args, **options), moved, totals=self.totals, **fields)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -40,8 +40,8 @@ class Support:
             raise TypeError(f"support_ids: got {got}, want {want}")
         shapes = [tuple(t.shape) for t in self.tensors]
         if len(self.tensors) == 1:
-            self.width = shapes[0][-1] if shapes[0] else 0
-            fits = shapes[0][:-1] == targets.shape and self.width > 0
+            self.width = width = shapes[0][-1] if shapes[0] else 0
+            fits = shapes[0][:-1] == targets.shape and width > 0
         else:
             fits = len(shapes[0]) == 1 and shapes[1] == (targets.numel() + 1,)
         if not fits:
@@ -58,6 +58,11 @@ class Support:
     @property
     def given(self) -> Any:
         return self.tensors if len(self.tensors) > 1 else self.tensors[0]
+
+    def moved(self, *args: Any, **options: Any) -> Any:
+        """What was given, every tensor moved as by `Tensor.to`."""
+        tensors = [t.to(*args, **options) for t in self.tensors]
+        return tuple(tensors) if len(tensors) > 1 else tensors[0]
 
     def _pairs(self, count: int) -> tuple[Tensor, Tensor]:
         """[P] ids and the position of each; any offsets are survived."""

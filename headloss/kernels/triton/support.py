@@ -30,7 +30,7 @@ from .formulas import (
     transformed,
 )
 from .launch import Launcher
-from .records import Act, Found, LogitScaling, act, empty_partials, found, scaling
+from .records import act, empty_partials, found, scaling
 
 PAIRS = 128  # whose logits a program works on at once
 ROWS, DEPTH = 16, 256  # of the weight that a program has at once, where it makes logits
