@@ -1,4 +1,4 @@
-"""GRPO on answers that were sampled with top-k: the ratio is 1 only against what was sampled from."""
+"""GRPO on answers of a top-k sampler: the ratio is 1 against what was sampled from, and only so."""
 
 from __future__ import annotations
 
