@@ -81,15 +81,15 @@ class RowGradient(NamedTuple):
         )
         return RowGradient(self.values[:count], rows[:count], multiple, features, self.scaled_rows)
 
-    def whole(self, part: Tensor, block: slice, weight: Tensor) -> Tensor:
-        """[n, H] of all rows of a block from [K, H] `part`, times `multiple`, and from pairs; 0
-        where there is no gradient. `part` may be overwritten."""
+    def whole(self, part: Tensor, block: slice, weight: Tensor | None = None) -> Tensor:
+        """[n, H] of all rows of a block from [K, H] `part`, times `multiple`, and from pairs, of
+        `weight`; 0 where there is no gradient. `part` may be overwritten."""
         if isinstance(self.rows, slice) and self.pairs is None:
             if self.multiple is not None:
                 self._replace(rows=ALL).put_(part, part)
             return part
         total = part.new_zeros(block.stop - block.start, part.shape[1])
-        if self.pairs is not None:
+        if self.pairs is not None and weight is not None:
             self.pairs.into_hidden(total, weight)
         if isinstance(self.rows, Tensor):
             self._replace(rows=self.rows - block.start).put_(total, part)
