@@ -31,6 +31,7 @@ PAGE = ROOT / "docs" / "losses.md"
 DATA = ROOT / "docs" / "frameworks"
 FRAMEWORKS = ("trl", "verl", "liger", "openrlhf", "agilerl", "prime_rl", "nemo_rl")
 NAMES = {
+    **{"head": None, "teacher_head": None},
     **{"n": 1024, "beta": 0.1, "alpha": 0.5, "gamma": 0.5, "delta": 0.2, "tau": 1.0},
     **{"low": 0.5, "high": 2.0, "epsilon": 0.2, "weight": 0.1},
 }

@@ -261,6 +261,7 @@ def random_batch(
         "sampling_logps": near(0.1),
         "desirable": advantages > 0,
         "reference_kl": torch.full_like(advantages, 0.1),
+        "teacher_logps": near(0.4),
         **fields,
     }
     return Batch(targets, segments, **given)  # type: ignore[arg-type]

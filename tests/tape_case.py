@@ -125,6 +125,7 @@ class Case:
             "weight": field(normal(count).bfloat16()),
             "weight_segment": normal(segments).half().to(device),
             "times": field((normal(count) * 3).int()),
+            "teacher_logps": field(logp + 0.6),
             "keep": field(normal(count) < 0.4),
             "keep_segment": (normal(segments) < 0.7).to(device),
             "desirable": (normal(segments) < 0.2).to(device),

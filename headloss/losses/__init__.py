@@ -1,6 +1,6 @@
 """Terms: what they are, and those that the library has. Nothing here knows of logits."""
 
-from .distillation import distillation
+from .distillation import distillation, on_policy_distillation
 from .modifiers import Modifier
 from .policy import bnpo, dapo, dr_grpo, grpo, gspo, gspo_token, luspo, ppo
 from .preference import cpo, dpo, ipo, orpo, simpo
@@ -44,4 +44,5 @@ __all__ = [
     "kto",
     "aot",
     "distillation",
+    "on_policy_distillation",
 ]

@@ -14,7 +14,7 @@ from ..batch.packing import MissingField, PackedBatch, pack
 from ..batch.segments import Segments
 from ..objective.statistics import STATISTICS, Statistics
 from .distillation import INPUTS as TEACHER_INPUTS
-from .distillation import distillation
+from .distillation import distillation, on_policy_distillation
 from .modifiers import Modifier, corrected, off_policy_masked, top_entropy
 from .policy import bnpo, dapo, dr_grpo, grpo, gspo, gspo_token, luspo, ppo
 from .preference import cpo, dpo, ipo, orpo, simpo
@@ -29,7 +29,7 @@ TERMS: tuple[Callable[..., Term], ...] = (
     *(grpo, gspo, gspo_token, dapo, bnpo, dr_grpo, luspo, ppo, cispo, reinforce, sapo, gmpo, vespo),
     kl,
     *(dpo, ipo, simpo, cpo, orpo, aot, kto),
-    distillation,
+    *(distillation, on_policy_distillation),
 )
 MODIFIERS: tuple[Callable[..., Modifier], ...] = (corrected, off_policy_masked, top_entropy)
 
@@ -184,7 +184,7 @@ def sample() -> tuple[Statistics, PackedBatch]:
     def vector(start: float) -> Tensor:
         return torch.linspace(start, start - 0.3, 4)
 
-    names = ("advantages", "old_logps", "ref_logps", "sampling_logps")
+    names = ("advantages", "old_logps", "ref_logps", "sampling_logps", "teacher_logps")
     fields: dict[str, Any] = {name: vector(-1 - i / 10) for i, name in enumerate(names)}
     fields |= {"desirable": torch.tensor([True, True, False, False]), "reference_kl": vector(0.5)}
     batch = Batch(torch.zeros(4, dtype=torch.int64), Segments.from_lengths([2, 2]), **fields)

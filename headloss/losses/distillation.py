@@ -17,8 +17,9 @@ from torch import Tensor
 from ..batch.reduction import token_mean
 from ..objective.metrics import Observed
 from ..objective.statistics import Statistics
+from .factory import factory
 from .origin import Origin
-from .term import Term
+from .term import Term, term
 
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
@@ -113,6 +114,23 @@ def _divergence(stats: Statistics, batch: PackedBatch, *, teacher: Teacher) -> T
 
 def _observe(stats: Statistics, batch: PackedBatch, *, teacher: Teacher) -> dict[str, Observed]:
     return {teacher.kind: Observed(stats.divergences[teacher])}
+
+
+@factory
+@term
+def on_policy_distillation(stats: Statistics, batch: PackedBatch) -> Tensor:
+    """Policy gradient of the reverse KL, at tokens that the student sampled.
+
+        sg(log p_y - log q_y) log p_y
+
+    Lu et al. 2025, https://thinkingmachines.ai/blog/on-policy-distillation; as MOPD (Xiaomi 2026,
+    MiMo-V2-Flash, arXiv:2601.02780) under `.corrected("token_mask", min=..., max=...)` and beside a
+    policy term. The gradient is that of kl(estimator="k2") with the teacher as the reference.
+
+    Inputs: teacher_logps [..], log q_y. Default reduction: token_mean.
+    """
+    assert stats.logp is not None
+    return (stats.logp - batch.teacher_logps).detach() * stats.logp
 
 
 def log_tail(log_p: Tensor) -> Tensor:

@@ -1,0 +1,161 @@
+"""Distillation against TRL's own functions: value and gradient, in float64 where they keep it.
+
+B rows of T positions, V vocabulary; q is the teacher's distribution, p the student's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+import headloss as hl
+
+pytest.importorskip("trl", reason="TRL is the peer that these terms are compared with")
+from trl.experimental.gkd import GKDTrainer
+from trl.experimental.gold import GOLDTrainer
+from trl.experimental.iw_opd import IWOPDTrainer
+from trl.experimental.sdft import loss_utils
+from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+B, T, V, H = 3, 5, 19, 4
+LENGTHS = {"random": (5, 3, 4), "one_token": (1, 1, 1), "empty_answer": (4, 0, 2)}
+
+
+class Step:
+    """Hidden states and heads of a student and a teacher, and logits of both."""
+
+    def __init__(self, name: str = "random", scale: float = 2.0) -> None:
+        generator = torch.Generator().manual_seed(len(name))
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        self.mask = torch.arange(T) < torch.tensor(LENGTHS[name])[:, None]
+        self.ids = torch.randint(V, (B, T), generator=generator)
+        self.labels = torch.where(self.mask, self.ids, -100)
+        self.hidden, self.weight = normal(B, T, H).requires_grad_(), normal(V, H).requires_grad_()
+        self.teacher_hidden, self.teacher_weight = normal(B, T, H), scale * normal(V, H)
+        self.old = -normal(B, T).abs()
+        self.logits = self.hidden @ self.weight.t()
+        self.teacher_logits = self.teacher_hidden @ self.teacher_weight.t()
+
+    def check(
+        self, term: hl.Term | hl.Objective, want: Tensor, form: str = "logits", tolerance=1e-10
+    ) -> None:
+        """The loss and the gradients of hidden states and head, padded and packed."""
+        gradients = torch.autograd.grad(want, (self.hidden, self.weight), retain_graph=True)
+        for packed in (False, True):
+            keep = self.mask if packed else ...
+            ends = torch.cat([torch.zeros(1, dtype=torch.int64), self.mask.sum(1).cumsum(0)])
+            fields = {
+                "logits": {"teacher_logits": self.teacher_logits},
+                "hidden": {"teacher_hidden": self.teacher_hidden},
+                "sampled": {"teacher_logps": self.sampled(self.teacher_logits)},
+            }[form]
+            batch = hl.Batch(
+                self.labels[keep],
+                hl.Segments.from_cu_seqlens(ends) if packed else None,
+                old_logps=self.old[keep],
+                **{name: value.detach()[keep] for name, value in fields.items()},  # type: ignore[arg-type]
+            )
+            head = hl.Head(self.weight)
+            out = hl.head_loss(self.hidden[keep], head, batch, term)
+            found = torch.autograd.grad(out.loss, (self.hidden, self.weight))
+            for a, b in zip((out.loss, *found), (want, *gradients), strict=True):
+                torch.testing.assert_close(a, b.double(), rtol=tolerance, atol=tolerance)
+
+    def sampled(self, logits: Tensor) -> Tensor:
+        return logits.log_softmax(-1).gather(2, self.ids.unsqueeze(2)).squeeze(2)
+
+    def per_sequence(self, values: Tensor) -> Tensor:
+        """As the self-distillation trainers reduce."""
+        mask = self.mask.double()
+        return ((values * mask).sum(1) / mask.sum(1).clamp(min=1.0)).mean()
+
+
+def generalized(beta: float, temperature: float = 1.0, head: hl.Head | None = None) -> hl.Term:
+    """What TRL's beta (or alpha) asks for."""
+    ends = {0.0: "forward_kl", 1.0: "reverse_kl"}
+    if beta in ends:
+        kind = ends[beta]
+        return hl.distillation(divergence=kind, temperature=temperature, teacher_head=head)  # type: ignore[arg-type]
+    return hl.distillation(divergence="js", beta=beta, temperature=temperature, teacher_head=head)
+
+
+@pytest.mark.parametrize("shape", LENGTHS)
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_generalized_jsd(beta: float, shape: str) -> None:
+    for temperature, scale in ((1.0, 2.0), (2.5, 2.0), (1.0, 400.0)):  # the last: q = 0 or 1
+        step = Step(shape, scale)
+        # Their mixture loses digits where one side's probability underflows.
+        tolerance = 1e-10 if scale == 2.0 else 1e-8
+        for trainer in (GKDTrainer, GOLDTrainer, IWOPDTrainer):
+            want = trainer.generalized_jsd_loss(
+                step.logits, step.teacher_logits, step.labels, beta, temperature
+            )
+            step.check(generalized(beta, temperature), want, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_chunked_divergence(beta: float) -> None:
+    """DistillationTrainer: a teacher's hidden states and head, in float32."""
+    step = Step()
+    heads = (step.weight, step.teacher_weight)
+    mask = step.mask.long()
+    want, *_ = _chunked_divergence_loss(
+        step.hidden.float(), step.teacher_hidden.float(), *(w.float() for w in heads), mask, beta
+    )
+    step.check(generalized(beta, head=hl.Head(step.teacher_weight)), want, "hidden", 1e-5)
+
+
+@pytest.mark.parametrize("shape", LENGTHS)
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+def test_self_distillation_of_whole_logits(alpha: float, shape: str) -> None:
+    """SDFT and SDPO: the teacher is the same head on hidden states of a longer prompt."""
+    step = Step(shape)
+    teacher = (step.teacher_hidden @ step.weight.t()).detach()
+    values = loss_utils.compute_full_logit_self_distillation_loss(
+        step.logits, teacher, distillation_alpha=alpha
+    )
+    term = generalized(alpha, head=hl.Head(step.weight)).over("sequence_mean")
+    step.check(term, step.per_sequence(values), "hidden")
+
+
+@pytest.mark.parametrize("shape", LENGTHS)
+def test_self_distillation_of_sampled_tokens(shape: str) -> None:
+    step = Step(shape)
+    values = loss_utils.compute_sampled_token_self_distillation_loss(
+        step.logits, step.teacher_logits, step.ids, distillation_alpha=1.0
+    )
+    term = hl.on_policy_distillation()
+    step.check(term.over("sequence_mean"), step.per_sequence(values), "sampled")
+    assert hl.check_term(term).gradients == ("logp",)
+
+
+@pytest.mark.parametrize("shape", LENGTHS)
+def test_importance_weighted_on_policy_distillation(shape: str) -> None:
+    """IW-OPD: its advantages, of teacher and rollout, are data."""
+    step = Step(shape)
+    teacher = step.sampled(step.teacher_logits)
+    trainer = SimpleNamespace(
+        temperature=1.0,
+        iw_opd_epsilon=1e-8,
+        iw_opd_gamma=0.6,
+        model=SimpleNamespace(training=False),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
+    want = IWOPDTrainer._compute_iw_opd_loss(
+        trainer, step.logits, step.ids, step.labels, teacher, step.old
+    )
+    gap = (teacher - step.old).masked_fill(~step.mask, 0)
+    before = gap.abs().cumsum(1) - gap.abs()
+    weight = 1 + 0.6 * (1 - before / gap.abs().sum(1, keepdim=True).clamp_min(1e-8))
+    batch = hl.Batch(step.labels, advantages=(weight * gap).detach())
+    out = hl.head_loss(step.hidden, hl.Head(step.weight), batch, hl.reinforce())
+    torch.testing.assert_close(out.loss, want)
+    got, want = (torch.autograd.grad(x, (step.hidden, step.weight)) for x in (out.loss, want))
+    torch.testing.assert_close(got, want)
