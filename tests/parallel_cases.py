@@ -114,6 +114,9 @@ def part_of(inputs: matrix.Inputs, cut: Cut, rank: int, data: Any, vocab: Any) -
         ids = batch.segments.ids.reshape(-1)[tokens]
         segments = hl.Segments.from_ids(ids, count=batch.segments.count, group=data)
         targets = batch.targets.reshape(-1)[tokens]
+    if batch.support is not None:
+        ids = batch.support_ids
+        fields["support_ids"] = ids if cut.data == 1 else ids.reshape(total, -1)[tokens]
     if grouped and "teacher_logits" in fields:
         fields["teacher_logits"] = fields["teacher_logits"][..., slice(*scored)]
     hidden = inputs.hidden
@@ -132,12 +135,18 @@ def part_of(inputs: matrix.Inputs, cut: Cut, rank: int, data: Any, vocab: Any) -
 
 
 def run(row: matrix.Row, cut: Cut, **changes: Any) -> dict[str, Any]:
+    """This rank's outputs and gradients of a row of the matrix, as arrays."""
+    schedule = dict(zip(matrix.AXES, row, strict=True))["schedule"]
+    return run_inputs(matrix.make_inputs(row), matrix.SCHEDULES[schedule], cut, **changes)
+
+
+def run_inputs(
+    inputs: matrix.Inputs, options: hl.Options, cut: Cut, **changes: Any
+) -> dict[str, Any]:
     """This rank's outputs and gradients, as arrays."""
     data, vocab = groups(cut.data, cut.vocabulary)
-    inputs = matrix.make_inputs(row)
     mine = part_of(inputs, cut, distributed.get_rank(), data, vocab)
-    schedule = dict(zip(matrix.AXES, row, strict=True))["schedule"]
-    options = replace(matrix.SCHEDULES[schedule], sequence_parallel=cut.spread, **changes)
+    options = replace(options, sequence_parallel=cut.spread, **changes)
     out = hl.head_loss(mine.hidden, mine.head, mine.batch, inputs.objective, options)
     leaves = {n: t for n, t in parameters(mine.hidden, mine.head).items() if t.requires_grad}
     found = torch.autograd.grad(out.loss, list(leaves.values()))

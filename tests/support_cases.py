@@ -63,10 +63,11 @@ def inputs(
     padding = 7 if head in ("padded_vocabulary", "everything") else 0
     hidden, weight, targets = trained_looking(TOKENS, WIDTH, VOCABULARY, dtype)
     made = make_head(head, torch.cat([weight, 3 * weight[:padding]]), "packed", train=train)
+    random = torch.rand(2, TOKENS, generator=torch.Generator().manual_seed(5))
     if isinstance(made.temperature, Tensor):
-        made = hl.Head(**{**vars(made), "temperature": 0.6 + torch.rand(TOKENS)})
+        made = hl.Head(**{**vars(made), "temperature": 0.6 + random[0]})
     segments = hl.Segments.from_lengths(LENGTHS)
-    batch = random_batch(targets, segments, -torch.rand(TOKENS))
+    batch = random_batch(targets, segments, -random[1])
     targets = targets.clone()
     targets[list(UNSCORED)] = hl.batch.batch.IGNORE
     fields = {**batch.fields, "support_ids": supports(targets, VOCABULARY, kind)}

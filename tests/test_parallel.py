@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from matrix import AXES, CASES, SCHEDULES, Row, make_inputs, within
+from matrix import AXES, CASES, SCHEDULES, Inputs, Row, make_inputs, within
 from parallel_cases import Cut
 from worlds import World, world_of
 
@@ -92,8 +92,14 @@ def join(name: str, results: list[dict[str, Any]], cut: Cut, total: int, inputs:
 
 
 def compare(row: Row, cut: Cut, results: list[dict[str, Any]]) -> None:
+    options = SCHEDULES[dict(zip(AXES, row, strict=True))["schedule"]]
+    compare_inputs(make_inputs(row), options, cut, results)
+
+
+def compare_inputs(
+    inputs: Inputs, options: hl.Options, cut: Cut, results: list[dict[str, Any]]
+) -> None:
     """In the budget of one rank, and the same bits on all ranks of a vocabulary group."""
-    inputs = make_inputs(row)
     total = inputs.batch.targets.numel()
     for i in range(cut.data):
         line = results[i * cut.vocabulary : (i + 1) * cut.vocabulary]
@@ -126,7 +132,6 @@ def compare(row: Row, cut: Cut, results: list[dict[str, Any]]) -> None:
         assert (value - want).abs() <= allowed, (name, value, want)
     for name, want in oracle.gradients.items():
         budget(f"{name}.grad", whole(f"gradient {name}"), want, coarse.gradients[name])
-    options = SCHEDULES[dict(zip(AXES, row, strict=True))["schedule"]]
     alone, _ = inputs.run(options)
     for name, measured in alone.metrics.items():
         got, want = results[0][f"metric {name}"], float(measured)

@@ -1,0 +1,47 @@
+"""What every rank of a test world runs: calls whose tokens have a support, cut over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import parallel_cases
+import pytest
+import support_cases
+import torch
+from parallel_cases import Cut, groups, part_of
+from torch import distributed
+
+import headloss as hl
+
+OPTIONS = {
+    "one_pass": hl.Options(),
+    "small_chunks": hl.Options(chunk_tokens=4),
+    "recompute": hl.Options(schedule="recompute"),
+    "slabs": hl.Options(schedule="recompute", chunk_tokens=3),
+    "held": hl.Options(schedule="held"),
+    "static": hl.Options(static=True),
+}
+Call = tuple[str, str, str, Cut]  # kind, head, options, cut
+
+
+def inputs_of(call: Call) -> Any:
+    dtype = torch.float64 if call[3].seed % 2 else torch.float32
+    return support_cases.inputs(call[0], call[1], dtype)
+
+
+def run_all(calls: list[Call]) -> list[dict[str, Any]]:
+    return [
+        parallel_cases.run_inputs(inputs_of(call), OPTIONS[call[2]], call[3]) for call in calls
+    ]
+
+
+def other_supports() -> None:
+    """Ranks of a vocabulary group that were given different ids raise, all of them."""
+    cut = Cut(vocabulary=2)
+    inputs, rank = support_cases.inputs("padded"), distributed.get_rank()
+    mine = part_of(inputs, cut, rank, *groups(1, 2))
+    ids = mine.batch.support_ids.clone()
+    ids[0] = ids[0].roll(rank)
+    batch = mine.batch.with_fields(support_ids=ids)
+    with pytest.raises(ValueError, match="support_ids"):
+        hl.head_loss(mine.hidden, mine.head, batch, inputs.objective)
