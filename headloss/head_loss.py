@@ -21,7 +21,7 @@ from .losses.term import Objective, Term
 from .objective.metrics import Mean, Metrics, Observed, Sum, checked, fold, fold_all
 from .objective.statistics import Statistics
 from .options import Options
-from .ranks.collectives import attended
+from .ranks.collectives import inside
 from .ranks.dtensor import local_head
 from .run.autograd import HeadLoss, Open
 from .run.calls import Call, given_call, linear_call
@@ -164,7 +164,7 @@ def _run(call: Call, open_source: Open, tensors: list[Tensor | None], options: O
     outcome: list[Outcome] = []
     work, packing = call.work, call.packing
     device = packing.targets.device.type
-    with torch.autocast(device, enabled=False), attended(*work.groups):
+    with inside(device, *work.groups):
         loss = HeadLoss.apply(work, open_source, outcome, *tensors)
         ((stats, values),) = outcome
         with torch.no_grad():

@@ -140,7 +140,7 @@ class Case:
         self.kinds = {
             name: None if value is CURRENT else value.dtype for name, value in fields.items()
         }
-        self.tokens = Tokens.of(self.packing, self.batch)
+        self.tokens = Tokens(self.packing, self.batch)
         self.totals = totals or Totals.of(self.batch)
 
     def _statistics(self, logp: Tensor, place: Tensor, normal) -> Statistics:

@@ -9,7 +9,7 @@ its twin in PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -56,9 +56,8 @@ class Column(NamedTuple):
     way: int  # a Way: an IntEnum is slow to hash
 
 
-@dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """What a run reads of a packed batch. Made once for a batch; nothing is gathered.
+    """What a run reads of a packed batch; nothing is gathered.
 
     Attributes:
         ids: [T] segments, ascending.
@@ -68,37 +67,29 @@ class Tokens:
         live: [T] bool, with static shapes: which are scored.
     """
 
-    ids: Tensor
-    counts: Tensor
-    segments: int
-    index: Tensor | None
-    live: Tensor | None
-    fields: Mapping[str, Column]
-    _kept: dict[str, Tensor] = field(default_factory=dict)
+    def __init__(self, packing: Packing, batch: Batch) -> None:
+        self.batch = batch
+        self.ids = packing.segments.ids.contiguous()
+        self.counts = packing.segments._local_counts.contiguous()
+        self.segments, self.index, self.live = packing.count, packing.index, packing.live
+        self._columns: dict[str, Column] = {}
+        self._kept: dict[str, Tensor] = {}
 
-    @classmethod
-    def of(cls, packing: Packing, batch: Batch) -> Tokens:
-        """Of a batch and where its packed tokens stand."""
-        fields = {}
-        for name, (_, more) in batch.kinds(torch.float32).items():
-            value = batch.fields[name]
-            if isinstance(value, Tensor) and not more:
-                way = Way.TOKEN if packing.index is None else Way.INDEX
-                way = way if batch.per_token(name) else Way.SEGMENT
-                fields[name] = Column(value.reshape(-1).contiguous(), int(way))
-        return cls(
-            ids=packing.segments.ids.contiguous(),
-            counts=packing.segments._local_counts.contiguous(),
-            segments=packing.count,
-            index=packing.index,
-            live=packing.live,
-            fields=fields,
-        )
+    def column(self, name: str) -> Column:
+        """A field with one value per token or segment."""
+        found = self._columns.get(name)
+        if found is None:
+            value = self.batch.fields[name]
+            assert isinstance(value, Tensor)
+            way = Way.TOKEN if self.index is None else Way.INDEX
+            way = way if self.batch.per_token(name) else Way.SEGMENT
+            found = self._columns[name] = Column(value.reshape(-1).contiguous(), int(way))
+        return found
 
     def kept(self, name: str) -> Tensor:
         """[S] tokens of each segment that a boolean field keeps, float64."""
         if name not in self._kept:
-            rows = read(self.fields[name], self, slice(None), None, torch.float64)
+            rows = read(self.column(name), self, slice(None), None, torch.float64)
             segments = Segments(self.ids, len(self.counts), counts=self.counts)
             self._kept[name] = segments.sum(rows)
         return self._kept[name]
@@ -230,7 +221,7 @@ def _column(source: Source, stats: Statistics, tokens: Tokens) -> Column:
     if kind == "statistic":
         return Column(getattr(stats, name).contiguous(), LAUNCH)
     if kind == "field" or kind == "mask":
-        return tokens.fields[name]
+        return tokens.column(name)
     if kind == "lengths":
         return Column(tokens.counts, SEGMENT)
     if kind == "kept":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..batch.batch import Batch, Current
-from ..batch.packing import PackedBatch, Packing
+from ..batch.packing import PackedBatch
 from ..batch.reduction import Totals
 from ..losses.term import Objective
 from .bound import Bound, Gradient, Piece, owed
@@ -18,7 +18,6 @@ from .metrics import Metrics
 from .statistics import Statistics
 from .tape import Evaluated, Tape, Tokens
 from .tape import Piece as Place
-from .taping import tape_of
 
 BACKEND = "triton"
 
@@ -27,6 +26,7 @@ class Taped:
     """As `Bound`, of which one is made only if its weights are asked for.
 
     Args:
+        find: the tape by (whether it measures metrics, whether it gives gradients).
         observe: measure the metrics beside the gradient.
         by_autograd: the same objective without a tape.
         rescaled: the coefficients are to be brought near 1, as `Bound.scaled` does.
@@ -39,7 +39,7 @@ class Taped:
         tokens: Tokens,
         totals: Totals,
         vocabulary: int,
-        find: Callable[..., Tape | None],
+        find: Callable[[bool, bool], Tape | None],
         *,
         observe: bool,
         by_autograd: Callable[[], Bound],
@@ -96,7 +96,7 @@ class Taped:
     def _run(
         self, stats: Statistics, place: Place | None, observe: bool, needed: bool
     ) -> Evaluated:
-        tape = self.find(observe=observe, gradients=needed)
+        tape = self.find(observe, needed)
         assert tape is not None
         factor: float | Tensor = 1.0 if self.declared is None or not needed else self.declared
         if needed and self.scale is not None:
@@ -113,44 +113,13 @@ class Taped:
         )
 
 
-def taped(
-    objective: Objective,
-    batch: Batch,
-    packing: Packing,
-    totals: Totals,
-    vocabulary: int,
-    statistics: frozenset[str],
-    *,
-    observe: bool,
-    by_autograd: Callable[[], Bound],
-    rescaled: bool,
-    declared: float | None,
-) -> Taped | None:
-    """None where autograd has to serve: a user's own term, segments across ranks, a quantile."""
-    if batch.segments.group is not None or not objective.parts:
-        return None
-    kinds = {
+def kinds_of(batch: Batch) -> dict[str, torch.dtype | None]:
+    """The fields that a tape can read: those of one value per token or segment."""
+    return {
         name: None if isinstance(value := batch.fields[name], Current) else value.dtype
         for name, (_, more) in batch.kinds(torch.float32).items()
         if not more
     }
-
-    def find(**options: bool) -> Tape | None:
-        return tape_of(objective, statistics, kinds, torch.float32, **options)
-
-    if find(observe=observe, gradients=True) is None:
-        return None
-    return Taped(
-        objective,
-        Tokens.of(packing, batch),
-        totals,
-        vocabulary,
-        find,
-        observe=observe,
-        by_autograd=by_autograd,
-        rescaled=rescaled,
-        declared=declared,
-    )
 
 
 def serves(backend: str, dtype: torch.dtype, device: torch.device) -> bool:

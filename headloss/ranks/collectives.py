@@ -9,8 +9,10 @@ came to, and its next one would meet the wrong one of theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, TypeVar
+
+import torch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,6 +44,24 @@ def together(what: str, group: ProcessGroup | None, run: Callable[[], R]) -> R:
             f"{ranks}): one was killed, raised, or made another call, as its own log will say; "
             f"{UNUSABLE}. The backend says: {error}"
         ) from error
+
+
+def inside(device: str, *groups: ProcessGroup | None) -> AbstractContextManager:
+    """The surroundings of a call's own arithmetic: no autocast, and `attended`. Nothing is entered
+    where there is nothing to do: each context costs a host ten microseconds."""
+    autocast = torch.is_autocast_enabled(device)
+    alone = all(group is None for group in groups)
+    if alone and not autocast:
+        return _NOTHING
+    found = ExitStack()
+    if autocast:
+        found.enter_context(torch.autocast(device, enabled=False))
+    if not alone:
+        found.enter_context(attended(*groups))
+    return found
+
+
+_NOTHING = nullcontext()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..ranks.collectives import attended
+from ..ranks.collectives import inside
 from ..softmax.linear import RawSoftmax
 from .loop import Outcome, Work, forward
 
@@ -59,7 +59,7 @@ class HeadLoss(torch.autograd.Function):
         saved = ctx.saved_tensors[: ctx.count]  # read once: checkpointing recomputes them
         source = ctx.open_source(saved) if saved else None
         pull, ctx.pull = ctx.pull, None
-        with torch.autocast(upstream.device.type, enabled=False), attended(*ctx.groups):
+        with inside(upstream.device.type, *ctx.groups):
             gradients = pull(upstream, source)
         return None, None, None, *gradients
 

@@ -12,8 +12,8 @@ from ..batch.batch import Batch
 from ..batch.packing import PackedBatch, Packing
 from ..batch.reduction import Totals
 from ..losses.term import Objective
-from ..objective import taped
 from ..objective.bound import Bound, bind
+from ..objective.tape import Tape, Tokens
 from ..objective.taped import Taped
 from ..options import Options
 from .prepare import Prepared
@@ -42,21 +42,24 @@ def binder(
             found = replace(found, declared=declared)
             return found.scaled() if rescaled else found
 
-        found = None
-        if taped.serves(prepared.backend, prepared.wide, packing.targets.device):
-            found = taped.taped(
-                objective,
-                batch,
-                packing,
-                totals,
-                vocabulary,
-                prepared.needs,
-                observe=options.metrics,
-                by_autograd=by_autograd,
-                rescaled=rescaled,
-                declared=declared,
-            )
-        made.append(found or by_autograd())
+        def find(observe: bool, gradients: bool) -> Tape | None:
+            return prepared.tape(objective, observe, gradients)
+
+        if not prepared.taped or find(options.metrics, True) is None:
+            made.append(by_autograd())
+            return made[0]
+        found = Taped(
+            objective,
+            Tokens(packing, batch),
+            totals,
+            vocabulary,
+            find,
+            observe=options.metrics,
+            by_autograd=by_autograd,
+            rescaled=rescaled,
+            declared=declared,
+        )
+        made.append(found)
         return made[0]
 
     return bind_once

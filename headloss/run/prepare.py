@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ from ..losses.term import Objective, Reads, Term
 from ..objective.bound import check_weights, has_slopes, reads
 from ..objective.sample import Kinds
 from ..objective.statistics import STATISTICS
+from ..objective.tape import Tape
+from ..objective.taped import kinds_of, serves
+from ..objective.taping import tape_of
 from ..options import Options
 from ..softmax.linear import Wants
 from ..softmax.products import sum_dtype
@@ -55,6 +58,8 @@ class Prepared:
         dtype: that products run in.
         wide: of statistics.
         slopes: the objective's gradient can be had before the statistics.
+        taped: a tape may serve the objective in place of autograd.
+        kinds: of the fields that a tape can read.
     """
 
     needs: frozenset[str]
@@ -65,6 +70,17 @@ class Prepared:
     wants: Wants
     compute_dtype: torch.dtype | None = None
     slopes: bool = False
+    taped: bool = False
+    kinds: Mapping[str, torch.dtype | None] = field(default_factory=dict)
+    _tapes: dict[tuple[bool, bool], Tape | None] = field(default_factory=dict)
+
+    def tape(self, objective: Objective, observe: bool, gradients: bool) -> Tape | None:
+        """None where autograd has to serve: a user's own term, a quantile."""
+        key = observe, gradients
+        if key not in self._tapes:
+            given = (objective, self.needs, self.kinds, self.wide)
+            self._tapes[key] = tape_of(*given, observe=observe, gradients=gradients)
+        return self._tapes[key]
 
     @property
     def acts(self) -> Kernels:
@@ -338,6 +354,8 @@ def _prepared(
         wide=wide,
         wants=wants,
         slopes=has_slopes(objective, kinds),
+        taped=not batch.segments.group and serves(backend, wide, batch.targets.device),
+        kinds=kinds_of(batch),
     )
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..interface import Compacted, Surveyed
-from .launch import Launcher
+from .launch import Launcher, cdiv
 
 BLOCK = 1024  # positions of a program
 
@@ -192,7 +192,7 @@ def survey(
 ) -> Surveyed:
     n, values = targets.numel(), 1 + len(id_fields)
     facts = ids.new_zeros(2 + values + (positive is not None) + count + 3, dtype=torch.int64)
-    blocks = triton.cdiv(n, BLOCK)
+    blocks = cdiv(n, BLOCK)
     scored = ids.new_empty(blocks, dtype=torch.int32)
     if n:
         given = as_rows(targets)
@@ -207,7 +207,7 @@ def survey(
         for i, field in enumerate(id_fields):
             rows = field if field.stride(1) == 1 else field.contiguous()
             launch_largest(
-                triton.cdiv(n, 128),
+                cdiv(n, 128),
                 *(*given, rows, rows.stride(0), rows.shape[1], facts, 3 + i, n, ignore),
                 BLOCK=128,
             )

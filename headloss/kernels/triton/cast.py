@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..interface import Scaling
-from .launch import Launcher
+from .launch import Launcher, cdiv
 
 BLOCK = 4096
 AT_ONCE = 3  # tensors of a launch
@@ -95,7 +95,7 @@ def _launch(work: list[tuple[Tensor, Tensor, bool]], factor: Tensor | None) -> N
         arguments += (first, first, 0)
     most = max(value.numel() for value, *_ in work)
     launch(
-        min(PROGRAMS, triton.cdiv(most, BLOCK)),
+        min(PROGRAMS, cdiv(most, BLOCK)),
         first if factor is None else factor,
         *arguments,
         FACTORS=factors,

@@ -24,7 +24,7 @@ from ...objective.statistics import Normalizer, Partials
 from ..interface import Rows, Walk
 from .cluster import letter, of_part, open_mail, post
 from .formulas import coefficient, coefficients, log1p, merged, per_row
-from .launch import Launcher
+from .launch import Launcher, cdiv
 from .records import (
     NOT_FOUND,
     Found,
@@ -33,6 +33,7 @@ from .records import (
     empty_partials,
     found,
     four,
+    power_of_2,
     programs_on,
     scaling,
 )
@@ -223,14 +224,14 @@ def given_rows(walk: Walk, *, shape: Shape | None = None) -> Partials | None:
         both = statistics and out is not None
         shape = next(s for width, s in SHAPES.items() if v >= width) if both else APART
     parts = shape.parts if statistics and out is not None else 1
-    size = triton.cdiv(triton.cdiv(v, parts), ALIGNMENT) * ALIGNMENT
+    size = cdiv(cdiv(v, parts), ALIGNMENT) * ALIGNMENT
     offsets = None if out is None else out.offsets
     to = NOT_FOUND if partials is None else found(partials)
     where = None if out is None else out.tensor
     z, c = scaling(transform), four(c)
     of = Given(logits.offsets, offsets, live, targets, z, normalizer, to, c, slopes, where)
     launcher(shape.warps, parts, shape.registers)(
-        triton.cdiv(count, shape.turns),
+        cdiv(count, shape.turns),
         *(x, of, first, count, v, size),
         PARTS=parts,
         WIDTH=lane_count(size, x.element_size(), shape.warps),
@@ -247,7 +248,7 @@ def launcher(warps: int, parts: int, registers: int | None) -> Launcher:
 
 def lane_count(v: int, element_size: int, warps: int) -> int:
     """Lanes of a program: one load of VECTOR bytes per thread, less where a row is short."""
-    return min(32 * warps * VECTOR // element_size, max(16, triton.next_power_of_2(v) // 4))
+    return min(32 * warps * VECTOR // element_size, max(16, power_of_2(v) // 4))
 
 
 # ---------------------------------------------------------------------- the upstream gradient
@@ -276,5 +277,5 @@ def scale_rows_(rows: Rows, factor: Tensor) -> None:
             min(count, PROGRAMS * programs_on(x.device)),
             *(x, rows.offsets, factor.float(), count, x.shape[-1]),
             ALIGNED=16 if rows.aligned else 1,
-            BLOCK=min(4096, triton.next_power_of_2(x.shape[-1])),
+            BLOCK=min(4096, power_of_2(x.shape[-1])),
         )

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...objective.statistics import STATISTICS, Normalizer, Partials, Statistics
 from ..interface import Measured
 from .formulas import FLOOR, LN2, LOG2E, block_partials, merged, per_row, transformed
-from .launch import Launcher
+from .launch import Launcher, cdiv
 from .records import LogitScaling, Matrix
 from .tokens import Reference
 
@@ -290,7 +290,7 @@ def launch_finish(
 ) -> None:
     asked = flags(needs)
     launch_sums(
-        triton.cdiv(n, ROWS),
+        cdiv(n, ROWS),
         *(of, blocks, n, v, h, float(vocabulary or 1)),
         ROWS=ROWS,
         BLOCKS=BLOCKS,
@@ -346,7 +346,7 @@ def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
     out = room(slices, n, needs)
     if n:
         launch_merge(
-            triton.cdiv(n, 128),
+            cdiv(n, 128),
             *(slices, slices.stride(0), ranks, n, float(vocabulary), out),
             ROWS=128,
             **flags(needs),

@@ -27,7 +27,7 @@ from .formulas import (
     per_row,
     transformed,
 )
-from .launch import Launcher
+from .launch import Launcher, cdiv
 from .records import (
     NO_ACT,
     WARPS,
@@ -192,7 +192,7 @@ def stored_in(columns: Tensor, v: int, slopes: Tensor | None = None) -> Stored:
     """The columns [n, K] of a tile in ascending order, and their slopes."""
     places, order = columns.sort(1)
     block = block_width(v)
-    blocks = triton.cdiv(v, block)
+    blocks = cdiv(v, block)
     borders = torch.arange(0, (blocks + 1) * block, block, device=columns.device)
     bounds = torch.searchsorted(places, borders.expand(len(places), -1).contiguous())
     if slopes is not None:

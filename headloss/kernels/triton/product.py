@@ -23,7 +23,7 @@ from torch import Tensor
 from ...objective.statistics import Partials
 from ..interface import Forward, Held, Measured
 from .formulas import LN2, LOG2E, transformed
-from .launch import Launcher
+from .launch import Launcher, cdiv
 from .merge import Finish, Sums, launch_finish, measured, room, unpacked
 from .records import LogitScaling, constant, matrix_of, programs_on, scaling
 from .tiles import (
@@ -152,7 +152,7 @@ def _product_act(
     reference, z = Reference(torch.empty_like(targets), logit, target), scaling(transform)
     pair, v = (matrix_of(x), matrix_of(w)), len(w)
     launch_reference(n, *pair, targets, z, reference, first, v, h, BLOCK=1024)
-    blocks = triton.cdiv(v, WIDTH)
+    blocks = cdiv(v, WIDTH)
     parts = x.new_empty(1 + entropy + mean, blocks, n, dtype=torch.float32)
     peaks = x.new_empty(blocks, n, dtype=torch.float32) if top1 else None
     sums = Sums(parts, blocks * n, peaks, constant(entropy), constant(mean))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..interface import Backward, Held
 from .formulas import FLOOR, LOG2E, act_two, coefficient, coefficients, per_row, transformed
-from .launch import Launcher
+from .launch import Launcher, cdiv
 from .records import act, matrix_of, programs_on
 from .tiles import BM, BN, OPTIONS, READ, ROWS, WRITE, check_operands, each_tile, halves
 
@@ -104,5 +104,5 @@ def product_gradient(x: Tensor, w: Tensor, backward: Backward, logps: Tensor) ->
         programs = programs_on(x.device)
         launch_slab(programs, x, w, out, a, n, v, x.shape[1], PROGRAMS=programs)
         given = (matrix_of(out), a, logps, backward.first, n, v)
-        launch_targets(triton.cdiv(n, ROWS), *given, BLOCK=ROWS)
+        launch_targets(cdiv(n, ROWS), *given, BLOCK=ROWS)
     return out
