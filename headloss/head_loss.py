@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+DEFAULT = Options()
 UNCOMPILED = (
     "headloss: this verb reads the device and plans, so it breaks the graph: compile with "
     "fullgraph=False, or call headloss.head_stats, which does not"
@@ -70,11 +72,26 @@ class Output:
     """
 
     loss: Tensor
-    terms: dict[str, Tensor]
-    metrics: Metrics
     logps: Tensor
     entropies: Tensor | None
     plan: Plan = field(repr=False)
+    _names: tuple[str, ...] = field(repr=False)
+    _values: Tensor = field(repr=False)  # [K] float64
+    _measured: Callable[[], Metrics] = field(repr=False)
+
+    # Numbers become objects when they are asked for: a training step often asks for none.
+
+    @cached_property
+    def terms(self) -> dict[str, Tensor]:
+        return dict(zip(self._names, self._values.to(self.loss.dtype).unbind(), strict=True))
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        return self._measured()
+
+    def __getstate__(self) -> dict[str, Any]:
+        metrics = self.metrics
+        return {**self.__dict__, "metrics": metrics, "_measured": partial(Metrics, metrics)}
 
 
 @_eagerly
@@ -108,7 +125,7 @@ def head_loss(
     """
     check_head(head)
     check_eager("head_loss", hidden, head.weight)
-    head, options = local_head(head), options or Options()
+    head, options = local_head(head), options or DEFAULT
     call = linear_call(hidden, head, batch, objective, options)
     return _run(call, *call.open_linear(hidden, head, options), options)
 
@@ -136,7 +153,7 @@ def logits_loss(
             pass, where the upstream gradient that it is scaled for is known.
     """
     check_eager("logits_loss", logits)
-    options = options or Options()
+    options = options or DEFAULT
     transform = Transform(scale=logit_scale, softcap=softcap, temperature=temperature)
     call = given_call(logits, batch, objective, transform, vocab_group, inplace, options)
     return _run(call, *call.open_given(logits), options)
@@ -154,7 +171,7 @@ def plan(
     check_head(head)
     check_eager("plan", getattr(batch, "targets", None))
     head = local_head(head)
-    return linear_call(hidden, head, batch, objective, options or Options(), on_meta=True).plan
+    return linear_call(hidden, head, batch, objective, options or DEFAULT, on_meta=True).plan
 
 
 # ---------------------------------------------------------------------- running a call
@@ -163,25 +180,29 @@ def plan(
 def _run(call: Call, open_source: Open, tensors: list[Tensor | None], options: Options) -> Output:
     outcome: list[Outcome] = []
     work, packing = call.work, call.packing
-    device = packing.targets.device.type
-    with inside(device, *work.groups):
+    measured: Callable[[], Metrics] = Metrics
+    with inside(packing.targets.device.type, *work.groups):
         loss = HeadLoss.apply(work, open_source, outcome, *tensors)
         ((stats, values),) = outcome
-        with torch.no_grad():
-            metrics = _metrics(work, packing, stats) if options.metrics else Metrics()
+        if options.metrics:
+            with torch.no_grad():
+                measured = _metrics(work, packing, stats)
     assert stats.logp is not None
-    names = [name for name, _ in work.bind().named]
-    return Output(
+    found = Output(
         loss=loss,
-        terms=dict(zip(names, values.to(loss.dtype).unbind(), strict=True)),
-        metrics=metrics,
         logps=packing.scatter(stats.logp),
         entropies=None if stats.entropy is None else packing.scatter(stats.entropy),
         plan=work.plan,
+        _names=work.bind().names,
+        _values=values,
+        _measured=measured,
     )
+    if options.static:  # a replay of a captured graph renews what the capture made
+        _ = found.terms, found.metrics
+    return found
 
 
-def _metrics(work: Work, packing: Packing, stats: Statistics) -> Metrics:
+def _metrics(work: Work, packing: Packing, stats: Statistics) -> Callable[[], Metrics]:
     """Fold what every term observes, on [T] vectors."""
     measured = work.bind().metrics(stats)
     if measured is not None:
@@ -212,4 +233,4 @@ def _metrics(work: Work, packing: Packing, stats: Statistics) -> Metrics:
         per_segment = {name: o for name, o in seen.items() if o.per == "segment"}
         found |= fold_all(per_token, live)
         found |= fold_all(per_segment, segments, share)
-    return found
+    return lambda: found

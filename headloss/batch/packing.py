@@ -69,7 +69,7 @@ class PackedBatch:
         self._whole: tuple[PackedBatch, slice] | None = None  # what this is a cut of
 
     def __len__(self) -> int:
-        return len(self.targets)
+        return self.targets.shape[0]
 
     @property
     def index(self) -> Tensor | None:
@@ -198,7 +198,7 @@ class Packing:
         )
 
     def __len__(self) -> int:
-        return len(self.targets)
+        return self.targets.shape[0]
 
     @property
     def index(self) -> Tensor | None:

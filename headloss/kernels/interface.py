@@ -71,8 +71,8 @@ class Held:
         if dtype is None:
             dtype = wide if x.element_size() > 2 else torch.bfloat16
         padded = 8 * -(-v // 8)
-        terms = x.new_empty(len(x), padded, dtype=dtype)[:, :v]
-        return cls(terms=terms, reference=x.new_empty(len(x), dtype=wide))
+        terms = x.new_empty(x.shape[0], padded, dtype=dtype)[:, :v]
+        return cls(terms=terms, reference=x.new_empty(x.shape[0], dtype=wide))
 
 
 class Measured(NamedTuple):

@@ -110,7 +110,12 @@ class Bound:
             loss = loss.add(value, alpha=coefficient)
         return loss
 
-    def metrics(self, stats: Statistics) -> Metrics | None:
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Each term's key."""
+        return tuple(part.name for part in self.parts)
+
+    def metrics(self, stats: Statistics) -> Callable[[], Metrics] | None:
         """What has been measured beside the gradient, None if nothing has."""
         return None
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -136,14 +136,9 @@ class Evaluated:
         """[] float64, the sum of them with their coefficients."""
         return self.measured[self.tape.terms]
 
-    @cached_property
+    @property
     def metrics(self) -> Metrics:
-        """Made when they are asked for: a measurement is some objects of Python."""
-        found, numbers = Metrics(), self.measured.unbind()
-        for name, kind, at, count in self.tape.reported:
-            parts = (numbers[at],) if count < 0 else (numbers[at], numbers[count])
-            found[name] = kind(*parts)  # type: ignore[arg-type]
-        return found
+        return self.tape.metrics(self.measured)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -167,6 +162,14 @@ class Tape:
     dtype: torch.dtype
     segments_per_unit: int
     linked: dict[object, Any] = field(default_factory=dict)  # a backend's own, by device
+
+    def metrics(self, measured: Tensor) -> Metrics:
+        """What [M] measured numbers say by name."""
+        found, numbers = Metrics(), measured.unbind()
+        for name, kind, at, count in self.reported:
+            parts = (numbers[at],) if count < 0 else (numbers[at], numbers[count])
+            found[name] = kind(*parts)  # type: ignore[call-arg]
+        return found
 
     def run(
         self,

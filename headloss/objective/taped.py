@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class Taped:
     ) -> None:
         self.declared = declared
         self.named = tuple((name, c) for name, c, _ in objective.named())
+        self.names = tuple(name for name, _ in self.named)
         self.coefficients = [c for _, c in self.named]
         self.tokens, self.totals, self.vocabulary = tokens, totals, vocabulary
         self.find, self.observe, self.rescaled = find, observe, rescaled
@@ -88,10 +89,10 @@ class Taped:
         """[] the loss."""
         return Bound.total(self, values) if self.whole is None else self.whole.loss  # type: ignore[arg-type]
 
-    def metrics(self, stats: Statistics) -> Metrics:
+    def metrics(self, stats: Statistics) -> Callable[[], Metrics]:
         """Those of all tokens, measured now if they were evaluated in pieces."""
         found = self.whole or self._run(stats, None, True, False)
-        return found.metrics
+        return partial(found.tape.metrics, found.measured)
 
     def _run(
         self, stats: Statistics, place: Place | None, observe: bool, needed: bool

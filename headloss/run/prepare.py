@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,7 +88,7 @@ class Prepared:
 
     def plan(self, options: Options, **known: Any) -> Plan:
         """What runs for the numbers of one call."""
-        return make_plan(replace(self.problem, **known), options, self.backend)
+        return make_plan(self.problem.of(**known), options, self.backend)
 
 
 class _Kept:
@@ -98,17 +98,19 @@ class _Kept:
         self._found: OrderedDict[object, Prepared] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: object, make: Callable[[], Prepared]) -> Prepared:
+    def find(self, key: object) -> Prepared | None:
         with self._lock:
             found = self._found.get(key)
             if found is not None:
                 self._found.move_to_end(key)
-                return found
-        made = make()  # may raise: what is wrong is not kept
-        with self._lock:
-            self._found[key] = made
-            while len(self._found) > MOST:
-                self._found.popitem(last=False)
+            return found
+
+    def keep(self, key: object, made: Prepared) -> Prepared:
+        if key is not None:
+            with self._lock:
+                self._found[key] = made
+                while len(self._found) > MOST:
+                    self._found.popitem(last=False)
         return made
 
     def clear(self) -> None:
@@ -151,7 +153,7 @@ def _of_head(head: Head) -> tuple:
         head.weight.shape,
         _of_tensor(head.weight),
         None if head.bias is None else _of_tensor(head.bias),
-        tuple((x.a.shape, _of_tensor(x.a), _of_tensor(x.b)) for x in head.lora),
+        tuple((x.a.shape, x.b.shape, _of_tensor(x.a), _of_tensor(x.b)) for x in head.lora),
         head.softcap is None,
         _of_tensor(temperature) if isinstance(temperature, Tensor) else None,
         head.vocab_size,
@@ -169,6 +171,7 @@ def _of_batch(batch: Batch) -> tuple:
     totals = batch.totals
     return (
         batch.targets.dim(),
+        batch.targets.device,
         batch.segments.group is None,
         fields,
         batch.support is None,
@@ -180,9 +183,11 @@ def _of_objective(objective: Objective) -> tuple:
     return tuple(weakref.ref(term) for _, term in objective.parts)
 
 
-def _of_options(options: Options) -> Options:
+def _of_options(options: Options) -> tuple:
     main_grad = options.main_grad
-    return options if main_grad is None else replace(options, main_grad=None)
+    if main_grad is None:
+        return options, None
+    return replace(options, main_grad=None), (main_grad.shape, _of_tensor(main_grad))
 
 
 # ---------------------------------------------------------------------- the calls
@@ -201,43 +206,67 @@ def prepare_linear(
     Raises:
         ValueError, TypeError: for bad input, naming the argument, what it got and what it wanted.
     """
+    key = _linear_key(hidden, head, batch, objective, options, on_meta)
+    known = None if key is None else _KEPT.find(key)
+    if known is not None and _fits(hidden, head, batch, known):
+        return known, Objective.of(objective)
     found, compute_dtype = check_linear(hidden, head, batch, objective, options, on_meta)
+    if known is not None:
+        return known, found
+    dtype = compute_dtype or hidden.dtype
+    backend = kernels.choose(options.backend, hidden.device, dtype)
+    wants = _wants(hidden, head)
+    problem = Problem(
+        width=hidden.shape[-1],
+        hidden_gradient=any(wants.features),
+        weight_gradient=wants.any_weight,
+        element_size=dtype.itemsize,
+        weight_size=head.weight.dtype.itemsize,
+        rescaled=dtype == torch.float16,
+        on_gpu=hidden.is_cuda,
+        multiprocessors=kernels.multiprocessors(hidden.device),
+        main_grad=options.main_grad is not None,
+        terms=head.bias is None
+        and not head.lora
+        and options.logits_dtype is None
+        and kernels.can_hold_terms(backend, dtype, head.weight),
+    )
+    softcap = head.softcap is not None
+    prepared = _prepared(found, batch, options, problem, softcap, backend, dtype, wants)
+    return _KEPT.keep(key, replace(prepared, compute_dtype=compute_dtype)), found
 
-    def make() -> Prepared:
-        dtype = compute_dtype or hidden.dtype
-        backend = kernels.choose(options.backend, hidden.device, dtype)
-        wants = _wants(hidden, head)
-        problem = Problem(
-            width=hidden.shape[-1],
-            hidden_gradient=any(wants.features),
-            weight_gradient=wants.any_weight,
-            element_size=dtype.itemsize,
-            weight_size=head.weight.dtype.itemsize,
-            rescaled=dtype == torch.float16,
-            on_gpu=hidden.is_cuda,
-            multiprocessors=kernels.multiprocessors(hidden.device),
-            main_grad=options.main_grad is not None,
-            terms=head.bias is None
-            and not head.lora
-            and options.logits_dtype is None
-            and kernels.can_hold_terms(backend, dtype, head.weight),
-        )
-        softcap = head.softcap is not None
-        prepared = _prepared(found, batch, options, problem, softcap, backend, dtype, wants)
-        return replace(prepared, compute_dtype=compute_dtype)
 
-    key = (
-        "linear",
-        hidden.shape[-1],
+def _linear_key(
+    hidden: Tensor,
+    head: Head,
+    batch: Batch,
+    objective: Term | Objective,
+    options: Options,
+    on_meta: bool,
+) -> tuple | None:
+    """All that `check_linear` and what is prepared depend on but for the shape of the positions;
+    None for arguments of another kind."""
+    kinds = ((hidden, Tensor), (batch, Batch), (options, Options))
+    if not all(isinstance(given, kind) for given, kind in kinds):
+        return None
+    return (
+        on_meta,
+        hidden.shape[-1:],
         _of_tensor(hidden),
         _of_head(head),
         _of_batch(batch),
-        _of_objective(found),
-        _of_options(options),
-        options.main_grad is None,
-        _of_mode(hidden.device),
+        _of_objective(Objective.of(objective)),
+        *_of_options(options),
+        *_of_mode(hidden.device),
     )
-    return _KEPT.get(key, make), found
+
+
+def _fits(hidden: Tensor, head: Head, batch: Batch, known: Prepared) -> bool:
+    """Whether all that `check_linear` asks beyond the signature is seen to hold."""
+    if isinstance(head.temperature, Tensor) or head.vocab_group is not None:
+        return False
+    per_unit = batch.segments.count % known.problem.segments_per_unit == 0
+    return per_unit and hidden.shape[:-1] == batch.targets.shape and hidden.dim() > 1
 
 
 def prepare_given(
@@ -263,37 +292,37 @@ def prepare_given(
     if options.schedule == "frozen":
         raise ValueError('schedule: got "frozen", but the logits are given')
 
-    def make() -> Prepared:
-        backend = kernels.choose(options.backend, logits.device, logits.dtype)
-        wants = Wants(logits=logits.requires_grad and torch.is_grad_enabled())
-        unit_stride = logits.stride(-1) == 1 or logits.shape[-1] <= 1
-        problem = Problem(
-            hidden_gradient=wants.logits,
-            weight_gradient=False,
-            element_size=logits.element_size(),
-            on_gpu=logits.is_cuda,
-            given=True,
-            # In float16 it is written in the backward pass, where the upstream gradient is known.
-            inplace=inplace and logits.dtype != torch.float16,
-            # A kernel serves the logits where they lie: with unit stride along the vocabulary.
-            rows=backend == "triton" and unit_stride and not teachers_of(found),
-        )
-        softcap = transform.softcap is not None
-        return _prepared(found, batch, options, problem, softcap, backend, logits.dtype, wants)
-
     temperature = transform.temperature
     key = (
-        "given",
         logits.shape[-1] <= 1,
         _of_tensor(logits),
         logits.stride(-1),
         (isinstance(temperature, Tensor), transform.softcap is None, inplace),
         _of_batch(batch),
         _of_objective(found),
-        _of_options(options),
-        _of_mode(logits.device),
+        *_of_options(options),
+        *_of_mode(logits.device),
     )
-    return _KEPT.get(key, make), found
+    known = _KEPT.find(key)
+    if known is not None:
+        return known, found
+    backend = kernels.choose(options.backend, logits.device, logits.dtype)
+    wants = Wants(logits=logits.requires_grad and torch.is_grad_enabled())
+    unit_stride = logits.stride(-1) == 1 or logits.shape[-1] <= 1
+    problem = Problem(
+        hidden_gradient=wants.logits,
+        weight_gradient=False,
+        element_size=logits.element_size(),
+        on_gpu=logits.is_cuda,
+        given=True,
+        # In float16 it is written in the backward pass, where the upstream gradient is known.
+        inplace=inplace and logits.dtype != torch.float16,
+        # A kernel serves the logits where they lie: with unit stride along the vocabulary.
+        rows=backend == "triton" and unit_stride and not teachers_of(found),
+    )
+    softcap = transform.softcap is not None
+    made = _prepared(found, batch, options, problem, softcap, backend, logits.dtype, wants)
+    return _KEPT.keep(key, made), found
 
 
 def _wants(hidden: Tensor, head: Head) -> Wants:

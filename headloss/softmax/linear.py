@@ -98,7 +98,7 @@ class RawSoftmax:
     additions: int = 1  # in which the weight gradient of a block of tokens comes
 
     def __len__(self) -> int:
-        return len(self.tokens.targets)
+        return self.tokens.targets.shape[0]
 
     def constants(self) -> list[Tensor]:
         """What both acts read beside the logits: none of it may change in between."""
@@ -213,7 +213,7 @@ class LinearSoftmax(RawSoftmax):
         self.features, self.full_weights, self.full_bias = list(features), list(weights), bias
         self.vocabulary, self.acts, self.tokens = vocabulary, acts, tokens
         self.first, self.teachers, self.logits_dtype = first, teachers, logits_dtype
-        self.weights = [w if len(w) == vocabulary else w[:vocabulary] for w in weights]
+        self.weights = [w if w.shape[0] == vocabulary else w[:vocabulary] for w in weights]
         self.bias = None if bias is None else bias[:vocabulary]
         if compute_dtype is not None:
             self.weights = [w.to(compute_dtype) for w in self.weights]
@@ -247,7 +247,7 @@ class ExpSoftmax(LinearSoftmax):
         self, rows: slice, tiles: Sequence[slice], slices: Any, vocabulary: int, keep: bool
     ) -> tuple[Measured, Any]:
         x, weight = self.features[0][rows], self.weights[0]
-        held = Held.empty(x, len(weight)) if keep else None
+        held = Held.empty(x, weight.shape[0]) if keep else None
         forward = self.tokens.forward(rows, self.first)
         if slices.size is None:
             found = self.acts.product_statistics(x, weight, forward, vocabulary, held)

@@ -70,7 +70,7 @@ class Hidden:
                 pairs.add_to_hidden(total, weight[columns])
             elif block is not None and isinstance(rows, Tensor):
                 total[block] = 0  # of rows that carry no gradient
-            if len(values) == 0:
+            if values.shape[0] == 0:
                 continue
             if block is not None:
                 part = products.input_gradient(values, weight[columns], total.dtype)
@@ -114,7 +114,7 @@ class _Sums:
             total = None
             if wanted:
                 total = weight.new_empty(weight.shape, dtype=dtype(weight))
-                if self.source.vocabulary < len(weight):
+                if self.source.vocabulary < weight.shape[0]:
                     total[self.source.vocabulary :] = 0
             found.append(total)
         return found

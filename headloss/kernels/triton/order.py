@@ -118,7 +118,7 @@ def scaled_rows(
     out: Tensor | None = None,
     places: Tensor | None = None,
 ) -> Tensor:
-    n, h = len(scale), x.shape[1]
+    n, h = scale.shape[0], x.shape[1]
     out = x.new_empty(n, h) if out is None else out
     if n and h:
         launch_rows(n, Moves(matrix_of(x), matrix_of(out), scale, source, places), h, BLOCK=2048)

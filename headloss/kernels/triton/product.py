@@ -150,7 +150,7 @@ def _product_act(
     if held is not None:
         logit, terms = held.reference, held.terms
     reference, z = Reference(torch.empty_like(targets), logit, target), scaling(transform)
-    pair, v = (matrix_of(x), matrix_of(w)), len(w)
+    pair, v = (matrix_of(x), matrix_of(w)), w.shape[0]
     launch_reference(n, *pair, targets, z, reference, first, v, h, BLOCK=1024)
     blocks = cdiv(v, WIDTH)
     parts = x.new_empty(1 + entropy + mean, blocks, n, dtype=torch.float32)
@@ -171,4 +171,4 @@ def run_product(x: Tensor, w: Tensor, terms: Tensor | None, of: Epilogue) -> Non
         return
     programs = programs_on(x.device)
     launch = launch_product if terms is None else launch_held
-    launch(programs, x, w, terms, of, len(x), len(w), x.shape[1], PROGRAMS=programs)
+    launch(programs, x, w, terms, of, *x.shape[:1], *w.shape, PROGRAMS=programs)
