@@ -169,7 +169,7 @@ class Case:
         bound = self.bound
         gradient = bound.gradient(self.stats, self.view, slice(None), needed)
         work: Any = SimpleNamespace(batch=self.view, bind=lambda: bound)
-        return gradient, _metrics(work, self.packing, self.stats)
+        return gradient, _metrics(work, self.packing, self.stats)()
 
 
 NEEDS = frozenset(STATISTICS)

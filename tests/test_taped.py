@@ -12,6 +12,7 @@ import torch
 
 import headloss as hl
 from headloss.objective import taped
+from headloss.run import prepare
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = (5, 0, 7, 3)
@@ -20,7 +21,8 @@ LENGTHS = (5, 0, 7, 3)
 @pytest.fixture(autouse=True)
 def by_tape(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
-        monkeypatch.setattr(taped, "serves", lambda *_: True)
+        monkeypatch.setattr(prepare, "serves", lambda *_: True)
+        hl.clear_cache()
         monkeypatch.setattr(taped, "BACKEND", "reference")
 
 
@@ -89,7 +91,8 @@ def assert_same(
     )
     found = run(objective, options, dtype, kind)
     assert ran
-    monkeypatch.setattr(taped, "serves", lambda *_: False)
+    monkeypatch.setattr(prepare, "serves", lambda *_: False)
+    hl.clear_cache()
     want = run(objective, options, dtype, kind)
     assert list(found) == list(want)
     tolerance = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
