@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -72,26 +71,29 @@ class Output:
     """
 
     loss: Tensor
+    terms: dict[str, Tensor]
+    metrics: Metrics
     logps: Tensor
     entropies: Tensor | None
     plan: Plan = field(repr=False)
-    _names: tuple[str, ...] = field(repr=False)
-    _values: Tensor = field(repr=False)  # [K] float64
-    _measured: Callable[[], Metrics] = field(repr=False)
 
-    # Numbers become objects when they are asked for: a training step often asks for none.
+    @classmethod
+    def _later(cls, values: Callable[[], dict[str, Any]], **known: Any) -> Output:
+        """With terms and metrics that become objects when one is asked for: a step often asks for
+        none."""
+        found = object.__new__(cls)
+        found.__dict__.update(known, _values=values)
+        return found
 
-    @cached_property
-    def terms(self) -> dict[str, Tensor]:
-        return dict(zip(self._names, self._values.to(self.loss.dtype).unbind(), strict=True))
-
-    @cached_property
-    def metrics(self) -> Metrics:
-        return self._measured()
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("terms", "metrics") or "_values" not in self.__dict__:
+            raise AttributeError(f"Output has no attribute {name!r}")
+        self.__dict__.update(self.__dict__.pop("_values")())
+        return self.__dict__[name]
 
     def __getstate__(self) -> dict[str, Any]:
-        metrics = self.metrics
-        return {**self.__dict__, "metrics": metrics, "_measured": partial(Metrics, metrics)}
+        _ = self.terms
+        return self.__dict__
 
 
 @_eagerly
@@ -188,18 +190,22 @@ def _run(call: Call, open_source: Open, tensors: list[Tensor | None], options: O
             with torch.no_grad():
                 measured = _metrics(work, packing, stats)
     assert stats.logp is not None
-    found = Output(
+    names, dtype = work.bind().names, loss.dtype
+
+    def of_terms() -> dict[str, Any]:
+        found = zip(names, values.to(dtype).unbind(), strict=True)
+        return {"terms": dict(found), "metrics": measured()}
+
+    output = Output._later(
+        of_terms,
         loss=loss,
         logps=packing.scatter(stats.logp),
         entropies=None if stats.entropy is None else packing.scatter(stats.entropy),
         plan=work.plan,
-        _names=work.bind().names,
-        _values=values,
-        _measured=measured,
     )
     if options.static:  # a replay of a captured graph renews what the capture made
-        _ = found.terms, found.metrics
-    return found
+        _ = output.terms
+    return output
 
 
 def _metrics(work: Work, packing: Packing, stats: Statistics) -> Callable[[], Metrics]:
