@@ -96,6 +96,8 @@ class Segments:
     def rows(cls, rows: int, length: int, device: torch.device | str | None = None) -> Segments:
         """Each row of a [rows, length] batch is one segment."""
         rows, length = _integer("rows", rows, 0), _integer("length", length, 0)
+        if rows == 1:  # contiguous, so that nobody has to copy it
+            return cls(torch.zeros(1, length, dtype=torch.int64, device=device), 1)
         ids = torch.arange(rows, device=device).unsqueeze(1).expand(rows, length)
         return cls(ids, rows)
 

@@ -74,7 +74,7 @@ def input_gradient(
     if gradient.is_cuda:
         gradient = gradient.to(weight.dtype)
         if dtype == weight.dtype:
-            return gradient @ weight
+            return torch.mm(gradient, weight)
         return torch.mm(gradient, weight, out_dtype=torch.float32).to(dtype)
     total = gradient.new_zeros(gradient.shape[0], weight.shape[1], dtype=torch.float32)
     for block in _blocks(weight):
