@@ -28,7 +28,7 @@ PARTS = {
     "objective.statistics",
 }
 TERMS = {"losses.distillation", "losses.term", "objective.bound"}
-TAPES = {"objective.sample", "objective.taped"}
+TAPES = {"objective.sample", "objective.tape", "objective.taped", "objective.taping"}
 LOGITS = {"kernels", "softmax.products", "softmax"}
 VERBS = {"check_term", "head_loss", "head_stats", "head_topk"}
 PUBLIC = {"", *PARTS, "head.head", "losses", "options", "run.plan", "run.prepare", *VERBS}

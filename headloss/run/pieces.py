@@ -63,12 +63,6 @@ class Problem:
     inplace: bool = False  # and their gradient may overwrite them
     rows: bool = False  # and a kernel works on them where they lie
     main_grad: bool = False  # the weight gradient is added to a tensor of the caller's
-
-    def of(self, **known: Any) -> Problem:
-        """With what one call knows. (`dataclasses.replace` takes a host ten microseconds.)"""
-        found = object.__new__(Problem)
-        found.__dict__.update(self.__dict__, **known)
-        return found
     teachers: bool = False  # stand beside the logits
     support: int = 0  # pairs of a token and a column of its support
     restricted: int = 0  # tokens that have one
@@ -84,6 +78,12 @@ class Problem:
         if self.narrow:
             return max(1, self.support * PAIR_BYTES // self.tokens)
         return self.vocabulary * self.row_bytes
+
+    def of(self, **known: Any) -> Problem:
+        """With what one call knows. (`dataclasses.replace` takes a host ten microseconds.)"""
+        found = object.__new__(Problem)
+        found.__dict__.update(self.__dict__, **known)
+        return found
 
 
 def even(p: Problem, rows: int) -> int:
