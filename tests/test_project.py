@@ -90,7 +90,9 @@ ALLOWED: dict[str, set[str]] = {
     "run.checks": {*PARTS, *TERMS, "objective.sample", "head.head", "options", "ranks.dtensor"},
     "run.loop": {*PARTS, *LOGITS, "objective.bound", "run.plan", "objective.taped"},
     "run.autograd": {"ranks.collectives", "run.loop", "softmax"},
+    "run.signature": {*PARTS, "losses.term", "head.head", "options"},
     "run.prepare": {
+        "run.signature",
         *PARTS,
         *TERMS,
         *LOGITS,

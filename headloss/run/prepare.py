@@ -8,7 +8,6 @@ of what was prepared.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -44,6 +43,7 @@ from .checks import (
     warn_of_misspelt_fields,
 )
 from .plan import Plan, Problem, make_plan
+from .signature import of_batch, of_head, of_mode, of_objective, of_options, of_tensor
 
 MOST = 256  # signatures that are kept
 
@@ -126,70 +126,6 @@ def clear_cache() -> None:
     _KEPT.clear()
 
 
-# ---------------------------------------------------------------------- signatures
-
-
-def _of_tensor(tensor: Tensor) -> tuple:
-    """What a kernel's choice depends on: not the address, but how it is aligned."""
-    aligned = tensor.is_meta or tensor.data_ptr() % 16 == 0
-    strides = tuple(1 if s == 1 else s % 8 == 0 for s in tensor.stride())
-    return (type(tensor), tensor.dtype, tensor.device, tensor.requires_grad, strides, aligned)
-
-
-def _of_mode(device: torch.device) -> tuple:
-    kind = device.type
-    autocast = kind != "meta" and torch.is_autocast_enabled(kind)
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_autocast_dtype(kind) if autocast else None,
-        torch.are_deterministic_algorithms_enabled(),
-    )
-
-
-def _of_head(head: Head) -> tuple:
-    temperature = head.temperature
-    return (
-        head.weight.shape,
-        _of_tensor(head.weight),
-        None if head.bias is None else _of_tensor(head.bias),
-        tuple((x.a.shape, x.b.shape, _of_tensor(x.a), _of_tensor(x.b)) for x in head.lora),
-        head.softcap is None,
-        _of_tensor(temperature) if isinstance(temperature, Tensor) else None,
-        head.vocab_size,
-        head.vocab_group is None,
-    )
-
-
-def _of_batch(batch: Batch) -> tuple:
-    fields = tuple(
-        (name, v.dtype, v.shape[batch.targets.dim() :], batch.per_token(name))
-        if isinstance(v, Tensor)
-        else name
-        for name, v in sorted(batch.fields.items())
-    )
-    totals = batch.totals
-    return (
-        batch.targets.dim(),
-        batch.targets.device,
-        batch.segments.group is None,
-        fields,
-        batch.support is None,
-        None if totals is None else tuple(totals.kept),
-    )
-
-
-def _of_objective(objective: Objective) -> tuple:
-    return tuple(weakref.ref(term) for _, term in objective.parts)
-
-
-def _of_options(options: Options) -> tuple:
-    main_grad = options.main_grad
-    if main_grad is None:
-        return options, None
-    return replace(options, main_grad=None), (main_grad.shape, _of_tensor(main_grad))
-
-
 # ---------------------------------------------------------------------- the calls
 
 
@@ -252,12 +188,12 @@ def _linear_key(
     return (
         on_meta,
         hidden.shape[-1:],
-        _of_tensor(hidden),
-        _of_head(head),
-        _of_batch(batch),
-        _of_objective(Objective.of(objective)),
-        *_of_options(options),
-        *_of_mode(hidden.device),
+        of_tensor(hidden),
+        of_head(head),
+        of_batch(batch),
+        of_objective(Objective.of(objective)),
+        *of_options(options),
+        *of_mode(hidden.device),
     )
 
 
@@ -295,13 +231,13 @@ def prepare_given(
     temperature = transform.temperature
     key = (
         logits.shape[-1] <= 1,
-        _of_tensor(logits),
+        of_tensor(logits),
         logits.stride(-1),
         (isinstance(temperature, Tensor), transform.softcap is None, inplace),
-        _of_batch(batch),
-        _of_objective(found),
-        *_of_options(options),
-        *_of_mode(logits.device),
+        of_batch(batch),
+        of_objective(found),
+        *of_options(options),
+        *of_mode(logits.device),
     )
     known = _KEPT.find(key)
     if known is not None:
