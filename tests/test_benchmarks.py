@@ -27,6 +27,7 @@ import run
 import start
 import step_cases
 import steps
+import support
 import works
 
 CPU = torch.device("cpu")
@@ -442,3 +443,21 @@ def test_the_truth_is_autograd_in_float64() -> None:
         torch.testing.assert_close(sample.truth.hidden, into_x)
         torch.testing.assert_close(sample.truth.weight, into_w)
         torch.testing.assert_close(sample.truth.logp, logp.detach())
+
+
+def test_support(tmp_path: Path) -> None:
+    """Small supports of every kind are right and timed beside the dense call."""
+    output = tmp_path / "support.json"
+    assert support.main(["--quick", "--output", str(output)]) == 0
+    found = json.loads(output.read_text())
+    for kind in ("uniform", "skewed", "ragged", "half"):
+        row = found[kind]
+        assert row["errors"]["logp"] < 1e-6 and row["errors"]["hidden"] < 1e-6
+        assert row["times faster"] == pytest.approx(found["dense"]["ms"] / row["ms"], abs=0.006)
+        assert ("kernels" in row) == (kind != "half")
+
+
+def test_a_wrong_support_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "WORST", -1.0)
+    with pytest.raises(ValueError, match="wrong by"):
+        support.main(["--quick"])

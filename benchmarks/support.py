@@ -1,0 +1,229 @@
+"""The softmax over K ids a token, against the dense call on the same inputs.
+
+    python benchmarks/support.py --output support.json     # on one GPU, about a minute
+    python benchmarks/support.py --quick                   # small, on a CPU
+
+For each way to draw the ids: correctness first (log-probs, hidden and weight gradients of a few
+tokens and columns, against float64), then the time of forward and backward beside that of the
+dense call, of a batch made anew and of one that is kept, peak memory beyond inputs and gradients,
+and each kernel alone with the bytes of the rows that it gathers over its time. No time is reported
+of a call that is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import headloss as hl
+from headloss import kernels
+from headloss.batch.support import Packed
+from headloss.testing import trained_looking
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+WORST = 1e-5  # of a log-prob
+GRADIENTS = 5e-3  # relative, bfloat16 being rounded to 4e-3
+
+
+def ids_of(kind: str, targets: Tensor, v: int, k: int) -> Tensor:
+    """[T, K] distinct ids with the target among them, -1 in empty slots.
+
+    "uniform": anywhere; "skewed": some columns in nearly all supports, as words of a text are;
+    "ragged": 1 to 2K of them; "half": every second token has none.
+    """
+    n, width = len(targets), 2 * k if kind == "ragged" else k
+    at = torch.rand(n, width, device=DEVICE)
+    if kind == "skewed":
+        at = at**6
+    # Distinct: the j-th id lies in the j-th of `width` stretches, which are short at the front.
+    edges = (torch.arange(width + 1, device=DEVICE) / width) ** (4 if kind == "skewed" else 1)
+    edges = (edges * (v - width)).long() + torch.arange(width + 1, device=DEVICE)
+    ids = edges[:-1] + (at * (edges[1:] - edges[:-1])).long()
+    stretch = torch.searchsorted(edges, targets, right=True) - 1
+    ids[torch.arange(n, device=DEVICE), stretch.clamp(0, width - 1)] = targets
+    if kind == "ragged":
+        kept = torch.rand(n, width, device=DEVICE) < torch.rand(n, 1, device=DEVICE)
+        ids = torch.where(kept | (ids == targets.unsqueeze(1)), ids, -1)
+    if kind == "half":
+        ids[::2] = -1
+    return ids
+
+
+def milliseconds(run: Callable[[], object], repeats: int) -> float:
+    """Median of some runs, after two that are not counted."""
+    found = []
+    for turn in range(repeats + 2):
+        if DEVICE.type == "cuda":
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            run()
+            stop.record()
+            torch.cuda.synchronize()
+            found.append(start.elapsed_time(stop))
+        else:
+            begin = time.perf_counter()
+            run()
+            found.append(1e3 * (time.perf_counter() - begin))
+        if turn == 1:
+            found.clear()
+    return statistics.median(found)
+
+
+def peak_mib(run: Callable[[], object], returned: int) -> float | None:
+    """Beyond what was there before and the gradients that come back."""
+    if DEVICE.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = run()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before - returned
+    del kept
+    return round(peak / 2**20, 1)
+
+
+def call(hidden: Tensor, weight: Tensor, batch: hl.Batch) -> tuple[Any, tuple[Tensor, ...]]:
+    out = hl.head_loss(hidden, hl.Head(weight), batch, hl.grpo(), hl.Options(metrics=False))
+    return out, torch.autograd.grad(out.loss, (hidden, weight))
+
+
+def check(hidden: Tensor, weight: Tensor, batch: hl.Batch, ids: Tensor) -> dict[str, float]:
+    """How far log-probs and gradients are off, on a few tokens; ValueError if too far."""
+    out, (dx, dw) = call(hidden, weight, batch)
+    rows = torch.arange(1, len(ids), max(1, len(ids) // 128), device=DEVICE)
+    x, w = hidden.detach(), weight.detach()
+    advantages = batch.advantages.double()
+
+    def slopes(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs, dL/draw and the ids [n, K] of some tokens; none where they have no support."""
+        own = ids[rows]
+        raw = torch.einsum("nkh,nh->nk", w[own.clamp_min(0)].double(), x[rows].double())
+        log_p = raw.masked_fill(own < 0, -torch.inf).log_softmax(1)
+        hit = own == batch.targets[rows].unsqueeze(1)
+        logp = log_p[hit]
+        ratio = (logp - batch.old_logps[rows].double()).exp()
+        clipped = (advantages[rows] > 0) & (ratio > 1.2) | (advantages[rows] < 0) & (ratio < 0.8)
+        g = torch.where(clipped, 0, -ratio * advantages[rows]) / len(ids)
+        return logp, g.unsqueeze(1) * (hit.double() - log_p.exp()), own
+
+    rows = rows[(ids[rows] >= 0).any(1)]
+    logp, g, own = slopes(rows)
+    want = torch.einsum("nk,nkh->nh", g, w[own.clamp_min(0)].double())
+    found = {"logp": float((out.logps[rows].double() - logp).abs().max())}
+    found["hidden"] = float((dx[rows].double() - want).norm() / want.norm())
+    if (ids >= 0).any(1).all():
+        columns = own[:8, -1].clamp_min(0).unique()
+        want = torch.zeros(len(columns), x.shape[1], dtype=torch.float64, device=DEVICE)
+        for place, column in enumerate(columns):
+            for part in (ids == column).any(1).nonzero().squeeze(1).split(512):
+                _, g, own = slopes(part)
+                want[place] += ((g * (own == column)).sum(1)) @ x[part].double()
+        found["weight"] = float((dw[columns].double() - want).norm() / want.norm())
+    if found["logp"] > WORST or max(found.values()) > GRADIENTS:
+        raise ValueError(f"wrong by {found}")
+    return found
+
+
+def acts(hidden: Tensor, weight: Tensor, ids: Tensor, repeats: int) -> dict[str, dict[str, float]]:
+    """Each gathering kernel alone: milliseconds, and TB/s of the rows that it gathers."""
+    n, v = len(hidden), len(weight)
+    backend = kernels.load(kernels.choose("auto", DEVICE, hidden.dtype))
+    pairs = Packed(ids.reshape(-1), width=ids.shape[1])
+    support, by = pairs.window(slice(0, n), 0, v), pairs.by_column(slice(0, n), 0, v)
+    x, w = hidden.detach(), weight.detach()
+    values = torch.randn(len(support.ids), device=DEVICE)
+    dx, dw = torch.empty_like(x), torch.empty_like(w)
+    runs = {
+        "logits": lambda: backend.support_logits(x, w, support),
+        "hidden gradient": lambda: backend.support_input_gradient(values, w, support, dx),
+        "weight gradient": lambda: backend.support_weight_gradient(values, x, by, dw),
+        "sort": lambda: Packed(ids.reshape(-1), width=ids.shape[1]).by_column(slice(0, n), 0, v),
+    }
+    moved = int((ids >= 0).sum()) * x.shape[1] * x.element_size()
+    found = {}
+    for name, run in runs.items():
+        ms = milliseconds(run, repeats)
+        found[name] = {"ms": round(ms, 3), "TB/s": round(moved / ms / 1e9, 2)}
+    return found
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    n, h, v, k = arguments.tokens, arguments.hidden, arguments.vocab, arguments.ids
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    hidden, weight, targets = trained_looking(n, h, v, dtype, DEVICE)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    more = {"advantages": torch.randn(n, device=DEVICE)}
+    returned = (hidden.numel() + weight.numel()) * hidden.element_size()
+
+    def batch_of(ids: Tensor | None, old: Tensor) -> hl.Batch:
+        return hl.Batch(targets, old_logps=old, support_ids=ids, **more)
+
+    start = -torch.rand(n, device=DEVICE)
+    dense = batch_of(None, start)
+    dense_ms = milliseconds(lambda: call(hidden, weight, dense), arguments.repeats)
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu",
+        "sizes": {"tokens": n, "hidden": h, "vocabulary": v, "ids": k},
+        "dense": {
+            "ms": round(dense_ms, 3),
+            "peak MiB": peak_mib(lambda: call(hidden, weight, dense), returned),
+        },
+    }
+    for kind in ("uniform", "skewed", "ragged", "half"):
+        ids = ids_of(kind, targets, v, k)
+        with torch.no_grad():
+            old = hl.head_loss(hidden, hl.Head(weight), batch_of(ids, start), hl.grpo()).logps
+        old = old + 0.05 * torch.randn_like(old)
+        batch = batch_of(ids, old)
+        row: dict[str, Any] = {"errors": check(hidden, weight, batch, ids)}
+        again = partial(call, hidden, weight, batch)
+        kept = milliseconds(again, arguments.repeats)
+        make = partial(batch_of, ids, old)
+        anew = milliseconds(lambda make=make: call(hidden, weight, make()), arguments.repeats)
+        row |= {"ms": round(kept, 3), "ms with a new batch": round(anew, 3)}
+        row["times faster"] = round(dense_ms / kept, 2)
+        row["times faster with a new batch"] = round(dense_ms / anew, 2)
+        row["peak MiB"] = peak_mib(again, returned)
+        if kind != "half":
+            row["kernels"] = acts(hidden, weight, ids, arguments.repeats)
+        found[kind] = row
+        print(kind, json.dumps(row), flush=True)
+    print("dense", json.dumps(found["dense"]))
+    return found
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--ids", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--quick", action="store_true", help="small sizes, one repeat")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args(given)
+    if arguments.quick:
+        sizes = {"tokens": 64, "hidden": 32, "vocab": 1000, "ids": 8, "repeats": 1}
+        vars(arguments).update(sizes)
+    found = measure(arguments)
+    if arguments.output:
+        written = arguments.output.with_suffix(".tmp")
+        written.write_text(json.dumps(found, indent=1))
+        written.replace(arguments.output)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
