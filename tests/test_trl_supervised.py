@@ -87,3 +87,22 @@ def test_label_smoothing() -> None:
     logits = (hidden @ weight.t()).view(-1, V)
     want = F.cross_entropy(logits, labels.view(-1), label_smoothing=0.3)
     check("random", hl.cross_entropy(label_smoothing=0.3), want, leaves)
+
+
+def test_ignore_index() -> None:
+    """Of another value, for targets and for labels that are shifted here."""
+    hidden, weight, labels = problem()
+    padded = labels.where(labels != -100, V - 1)
+    logits = hidden @ weight.t()
+    want = F.cross_entropy(logits.view(-1, V), padded.view(-1), ignore_index=V - 1)
+    batch = hl.Batch(padded, ignore_index=V - 1)
+    torch.testing.assert_close(
+        hl.head_loss(hidden, hl.Head(weight), batch, hl.cross_entropy()).loss, want
+    )
+    want = F.cross_entropy(logits[:, :-1].transpose(1, 2), padded[:, 1:], ignore_index=V - 1)
+    batch = hl.Batch.from_labels(padded, ignore_index=V - 1)
+    torch.testing.assert_close(
+        hl.head_loss(hidden, hl.Head(weight), batch, hl.cross_entropy()).loss, want
+    )
+    with pytest.raises(TypeError, match="ignore_index: got None, want an integer"):
+        hl.Batch(labels, ignore_index=None)  # type: ignore[arg-type]

@@ -50,6 +50,7 @@ class Batch:
             kept: [.., K] integers, a negative one being an empty slot, or a pair of all ids [P] and
             offsets [N + 1]. They are distinct and hold the target. A position without ids has the
             whole vocabulary.
+        ignore_index: a target that is not scored either, as the id of the padding token is.
         **fields: any further [..], [.., K] or [S] tensors, by name, for terms; not a name that a
             batch or what terms see of it has itself, nor one that begins with an underscore.
 
@@ -70,6 +71,7 @@ class Batch:
         totals: Totals | None = None,
         candidate_ids: Tensor | None = None,
         support_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+        ignore_index: int = IGNORE,
         **fields: Tensor | None,
     ) -> None:
         if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
@@ -77,6 +79,10 @@ class Batch:
             raise TypeError(f"targets: got {got}, want an int64 tensor")
         if targets.dim() == 0:
             raise ValueError("targets: got a 0-dim tensor, want at least one dimension")
+        if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+            raise TypeError(f"ignore_index: got {ignore_index!r}, want an integer")
+        if ignore_index != IGNORE:
+            targets = targets.masked_fill(targets == ignore_index, IGNORE)
         self.targets = targets
         self.segments = _default_segments(targets) if segments is None else segments
         if not isinstance(self.segments, Segments):
