@@ -194,7 +194,13 @@ def plain_divergence(student: Tensor, teacher: Teacher, batch: PackedBatch) -> T
         return kl(q, log_q, log_p)
     if teacher.kind == "reverse_kl":
         return kl(p, log_p, log_q)
+    if teacher.kind == "total_variation":
+        return (p - q).abs().sum(-1) / 2
     log_m = (teacher.beta * q + (1 - teacher.beta) * p).log()
+    if teacher.kind == "skew_forward_kl":
+        return kl(q, log_q, log_m)
+    if teacher.kind == "skew_reverse_kl":
+        return kl(p, log_p, log_m)
     return teacher.beta * kl(q, log_q, log_m) + (1 - teacher.beta) * kl(p, log_p, log_m)
 
 

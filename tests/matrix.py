@@ -161,7 +161,7 @@ DISTILLATION = {
         temperature=t,
     )
     for teacher, t in (("logits", 1.0), ("hidden", 2.0), ("topk", 0.8))
-    for kind in ("forward_kl", "reverse_kl", "js")
+    for kind in ("forward_kl", "reverse_kl", "js", *(("skew_reverse_kl",) if t == 1 else ()))
 }
 MIXES = {
     "mix": _other(

@@ -19,6 +19,7 @@ from headloss.testing import LiveTensors, error, trained_looking
 T, V, H = 13, 37, 6
 LENGTHS = (4, 2, 0, 7)
 KINDS = ("forward_kl", "reverse_kl", "js")
+MORE_KINDS = ("skew_forward_kl", "skew_reverse_kl", "total_variation")
 FORMS = ("logits", "hidden", "topk")
 SCHEDULES = {
     "one_pass": hl.Options(schedule="one_pass"),
@@ -90,7 +91,13 @@ def formula(log_q: Tensor, log_p: Tensor, kind: str, beta: float) -> Tensor:
         return kl(log_q, log_p)
     if kind == "reverse_kl":
         return kl(log_p, log_q)
+    if kind == "total_variation":
+        return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+    if kind == "skew_reverse_kl":
+        return kl(log_p, (beta * log_p.exp() + (1 - beta) * log_q.exp()).log())
     log_m = (beta * log_q.exp() + (1 - beta) * log_p.exp()).log()
+    if kind == "skew_forward_kl":
+        return kl(log_q, log_m)
     return beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
 
 
@@ -107,6 +114,19 @@ def make(setting: Setting, form: str, kind: str, temperature: float = 1.0, beta:
 
 
 # ---------------------------------------------------------------------- formulas
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", MORE_KINDS)
+@pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
+def test_skewed_and_total_variation(setting, form, kind, schedule):
+    test_divergence_is_its_formula(setting, form, kind, schedule, 1.7)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", MORE_KINDS[:2])  # |p - q| has a kink there
+def test_none_of_them_from_oneself(setting, form, kind):
+    test_no_divergence_from_oneself(setting, form, kind, torch.float64)
 
 
 @pytest.mark.parametrize("form", FORMS)

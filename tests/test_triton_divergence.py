@@ -23,6 +23,7 @@ from headloss.softmax import products
 from headloss.testing import trained_looking, within_budget
 
 KINDS = ("forward_kl", "reverse_kl", "js")
+MORE_KINDS = ("skew_forward_kl", "skew_reverse_kl", "total_variation")
 BETA = 0.3
 PAIRS = {
     "plain": (Transform(), Transform()),
@@ -242,6 +243,15 @@ def test_gradient(name, kind, which):
         assert torch.equal(raw_teacher, teacher_before)
         assert raw._base[:, v:].isnan().all()  # the buffer beside the tile
         assert_gradient(found, both, dtype if in_place else torch.float32)
+
+
+@pytest.mark.parametrize("kind", MORE_KINDS)
+def test_skewed_and_total_variation(kind):
+    """Both acts: a teacher near the student, far from it and with ruled-out tokens."""
+    test_divergence(5, 97, torch.float32, torch.bfloat16, "temperature", kind)
+    test_ruled_out_tokens(kind)
+    test_gradient("capped", kind, None)
+    test_gradient("temperature", kind, "tp")
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -9,7 +9,7 @@ import math
 from collections.abc import Container
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
     from ..head.head import Head
 
-Kind = Literal["forward_kl", "reverse_kl", "js"]
-KINDS = ("forward_kl", "reverse_kl", "js")
+Kind = Literal[
+    "forward_kl", "reverse_kl", "js", "skew_forward_kl", "skew_reverse_kl", "total_variation"
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 INPUTS = {
     "logits": ("teacher_logits",),
     "hidden": ("teacher_hidden",),
@@ -72,11 +74,15 @@ def distillation(
     l_t = KL(q || p), KL(p || q) or beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1-beta) p
 
     Hinton et al. 2015, arXiv:1503.02531; generalized Jensen-Shannon: Agarwal et al. 2024,
-    arXiv:2306.13649.
+    arXiv:2306.13649; skewed: Ko et al. 2024 (DistiLLM), arXiv:2402.03898; total variation: Wen et
+    al. 2023, arXiv:2307.15190.
 
     Args:
-        divergence: "forward_kl" = KL(q || p), "reverse_kl" = KL(p || q), "js".
-        beta: weight of the teacher in "js", between 0 and 1.
+        divergence: "forward_kl" = KL(q || p), "reverse_kl" = KL(p || q), "js", "skew_forward_kl" =
+            KL(q || beta q + (1 - beta) p), "skew_reverse_kl" = KL(p || beta p + (1 - beta) q) or
+            "total_variation" = sum |p - q| / 2.
+        beta: weight of the teacher in "js", and of the first side in the skewed ones' mixture (0.1
+            in their paper), between 0 and 1.
         temperature: of both sides, in place of the heads' own; there is no T^2 factor.
         teacher_head: the teacher's head, for `teacher_hidden`.
 
@@ -94,7 +100,8 @@ def distillation(
         raise ValueError(f"distillation: beta: got {beta}, want between 0 and 1")
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(f"distillation: temperature: got {temperature}, want > 0")
-    teacher = Teacher(kind=divergence, beta=beta, temperature=temperature, head=teacher_head)
+    of_teacher = 1 - beta if divergence == "skew_reverse_kl" else beta
+    teacher = Teacher(kind=divergence, beta=of_teacher, temperature=temperature, head=teacher_head)
     options = {"divergence": divergence, "beta": beta, "temperature": temperature}
     function, observe = partial(_divergence, teacher=teacher), partial(_observe, teacher=teacher)
     return Term(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...objective.statistics import FLOOR, Partials, merge
 from ..interface import Backward, Forward
-from ..pair import Outcomes, Pair, Side, against_mixture, phi
+from ..pair import Outcomes, Pair, Side, phi, tilt
 from ..transform import Transform
 from .tile import blocks, logit_gradient_, partials, wide
 
@@ -64,12 +64,7 @@ def divergence_gradient_(
         if kind == "forward_kl":
             g = p.sub_(log_q.exp_())
         else:
-            if kind == "reverse_kl":
-                ratio = log_p.sub_(log_q)
-            else:
-                ratio = against_mixture(log_q, log_p, beta)
-                p.mul_(1 - beta)
-            g = p.mul_(ratio.sub_(pivot[rows].unsqueeze(1)))
+            g = p.mul_(tilt(log_q, log_p, kind, beta).sub_(pivot[rows].unsqueeze(1)))
         w = weight[rows].unsqueeze(1)
         g = torch.where(w == 0, 0, g * w)  # such rows may hold anything
         g = student.transform.rows(rows).pull_back_(g, z)

@@ -14,7 +14,7 @@ from ..interface import Backward
 from ..pair import Pair
 from .formulas import log_softmax
 from .launch import Launcher
-from .pair import Part, against_mixture, block_width, launch, softmax
+from .pair import Part, against_mixture, block_width, launch, softmax, tilt
 from .records import WARPS, check_tile, matrix_of
 
 
@@ -24,14 +24,21 @@ def shares(log_q, log_p, beta, KIND: tl.constexpr):
     if KIND == "forward_kl":
         value = tl.exp(log_q) * (log_q - log_p)
         pivot = tl.zeros_like(value)
-    elif KIND == "reverse_kl":
-        value = tl.exp(log_p) * (log_p - log_q)
-        pivot = value
     else:
-        p_to_m = against_mixture(log_q, log_p, beta)
-        q_to_m = p_to_m - (log_p - log_q)
-        pivot = tl.exp(log_p) * p_to_m
-        value = beta * (tl.exp(log_q) * q_to_m) + (1 - beta) * pivot
+        p = tl.exp(log_p)
+        pivot = p * tilt(log_q, log_p, beta, KIND)
+        value = pivot  # of reverse_kl
+        if KIND == "total_variation":
+            value = tl.abs(p - tl.exp(log_q)) / 2
+        elif KIND != "reverse_kl":
+            p_to_m = against_mixture(log_q, log_p, beta)
+            q_to_m = tl.exp(log_q) * (p_to_m - (log_p - log_q))
+            if KIND == "js":
+                value = beta * q_to_m + pivot
+            elif KIND == "skew_forward_kl":
+                value = q_to_m
+            else:
+                value = p * p_to_m
     return value, pivot
 
 

@@ -42,7 +42,7 @@ def log(x):
 
 @triton.jit
 def expm1(x):
-    """exp(x) - 1 for x <= 0; Taylor's series where the two would cancel."""
+    """exp(x) - 1; Taylor's series where the two would cancel."""
     tail = 1 + x * 0.125
     tail = 1 + x * 0.14285714 * tail
     tail = 1 + x * 0.16666667 * tail
@@ -50,7 +50,7 @@ def expm1(x):
     tail = 1 + x * 0.25 * tail
     tail = 1 + x * 0.33333333 * tail
     tail = 1 + x * 0.5 * tail
-    return tl.where(x > -0.5, x * tail, tl.exp(x) - 1)
+    return tl.where(tl.abs(x) < 0.5, x * tail, tl.exp(x) - 1)
 
 
 @triton.jit

@@ -94,15 +94,31 @@ def against_mixture(log_q, log_p, beta):
 
 
 @triton.jit
+def tilt(log_q, log_p, beta, KIND: tl.constexpr):
+    """d divergence / dp of a block, but for a constant; not of forward_kl."""
+    if KIND == "total_variation":
+        s = tl.where(log_p > log_q, 0.5, tl.where(log_p < log_q, -0.5, 0.0))
+    elif KIND == "reverse_kl":
+        s = log_p - log_q
+    else:
+        s = against_mixture(log_q, log_p, beta)
+        if KIND == "js":
+            s = (1 - beta) * s
+        elif KIND == "skew_forward_kl":
+            s = (beta - 1) * expm1(s - (log_p - log_q))
+        else:
+            s = s - (1 - beta) * expm1(s)
+    return s
+
+
+@triton.jit
 def slope(log_q, log_p, pivot, beta, KIND: tl.constexpr):
     """d divergence / dz of a block."""
     p = tl.exp(log_p)
     if KIND == "forward_kl":
         g = p - tl.exp(log_q)
-    elif KIND == "reverse_kl":
-        g = p * ((log_p - log_q) - pivot)
     else:
-        g = (1 - beta) * p * (against_mixture(log_q, log_p, beta) - pivot)
+        g = p * (tilt(log_q, log_p, beta, KIND) - pivot)
     return g
 
 
