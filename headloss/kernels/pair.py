@@ -11,9 +11,9 @@ and ranks add up.
     skew_reverse_kl   KL(p || m)                         s_j = log p_j/m_j - (1-b) p_j/m_j
     total_variation   sum |p - q| / 2                    s_j = sign(p_j - q_j) / 2
 
-with m = b q + (1-b) p, and d/dz_j = p_j (s_j - sum_k p_k s_k) but for the first; a constant added to
-s changes nothing, and the sum is the pivot (Lin 1991; Agarwal et al. 2024, arXiv:2306.13649; Ko et
-al. 2024, arXiv:2402.03898; Wen et al. 2023, arXiv:2307.15190).
+with m = b q + (1-b) p, and d/dz_j = p_j (s_j - sum_k p_k s_k) but for the first; a constant added
+to s changes nothing, and the sum is the pivot (Lin 1991; Agarwal et al. 2024, arXiv:2306.13649; Ko
+et al. 2024, arXiv:2402.03898; Wen et al. 2023, arXiv:2307.15190).
 """
 
 from __future__ import annotations
