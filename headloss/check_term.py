@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +13,19 @@ from .batch.batch import Batch
 from .batch.packing import PackedBatch, outside_inference, pack
 from .losses.term import Reads, Term
 from .objective.bound import reads
-from .objective.statistics import DIFFERENTIABLE, STATISTICS, Statistics
+from .objective.statistics import (
+    BESIDE,
+    CANDIDATES,
+    COLLISION,
+    DIFFERENTIABLE,
+    PEAK,
+    STATISTICS,
+    Statistics,
+)
 
 LENGTHS = (5, 1, 7, 4, 3, 8)
 TOLERANCE = 1e-9
+VOCABULARY = 1 << 31  # of a user's ids, any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +55,9 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
 
     Args:
         term: the term, or its factory.
-        **fields: [28] or [6] tensors for fields that a random normal vector does not suit.
+        **fields: [28] or [6] tensors for fields that a random normal vector does not suit, [28, K]
+            for those with K values per token. Without `candidate_ids` a term that reads candidates
+            is given four per token.
 
     Raises:
         ValueError: naming what it does wrong.
@@ -58,7 +70,7 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     if term.teacher is not None:
         raise ValueError(f"term {term.name}: reads a teacher's divergences, not plain statistics")
     batch, asked = _batch(term, fields)
-    stats = _statistics(len(batch))
+    stats = _statistics(len(batch), batch.get("candidate_ids"))
     whole = _evaluate(term, stats, batch)
     _check_purity(term, stats, batch, whole)
     _check_gradient(term, asked, stats, batch)
@@ -72,7 +84,7 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
         term, "permuted segments", _evaluate(term, _pick(stats, order), permuted), whole[order]
     )
     return TermReport(
-        statistics=tuple(sorted(asked.statistics & set(STATISTICS))),
+        statistics=tuple(sorted(asked.statistics & {*STATISTICS, *BESIDE})),
         fields=tuple(sorted(asked.fields - {"segments", "targets"})),
         gradients=tuple(sorted(asked.gradients)),
         cuts=(*cuts, "permuted segments"),
@@ -101,7 +113,7 @@ def _batch(term: Term, given: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     for _ in range(64):  # one more field per round, as the term asks for them
         targets = torch.zeros(tokens, dtype=torch.int64)
         batch = Batch(targets, Segments.from_lengths(lengths), **fields)  # type: ignore[arg-type]
-        packed = pack(batch, 1, torch.float64).batch
+        packed = pack(batch, VOCABULARY, torch.float64).batch
         try:
             asked = reads(
                 term._objective(), packed.kinds(), torch.float64, targets.device, observe=False
@@ -109,6 +121,9 @@ def _batch(term: Term, given: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
             return packed, asked[term.name]
         except ValueError as error:
             text = str(error)
+            if "batch.candidate_ids was not given" in text:
+                fields["candidate_ids"] = torch.arange(4).expand(tokens, 4)
+                continue
             name = text.partition("reads batch.")[2].partition(",")[0]
             if not name:
                 raise
@@ -117,19 +132,27 @@ def _batch(term: Term, given: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     raise ValueError(f"term {term.name}: asks for more than 64 fields")
 
 
-def _statistics(tokens: int) -> Statistics:
+def _statistics(tokens: int, candidate_ids: Tensor | None) -> Statistics:
     generator = torch.Generator().manual_seed(1)
 
-    def vector(shift: float) -> Tensor:
-        return torch.rand(tokens, generator=generator, dtype=torch.float64) + shift
+    def vector(shift: float, *more: int) -> Tensor:
+        return torch.rand(tokens, *more, generator=generator, dtype=torch.float64) + shift
 
+    beside: dict[object, Tensor] = {COLLISION: vector(0.0), PEAK: vector(2.0)}
+    if candidate_ids is not None:
+        beside[CANDIDATES] = -vector(3.0, candidate_ids.shape[1] + 1)
     return Statistics(
         logp=-vector(0.1),
         lse=vector(3.0),
         entropy=vector(0.1),
         mean_logit=vector(-0.5),
         top1=(vector(0.0) > 0.5).double(),
+        divergences=beside,
     )
+
+
+def _all(stats: Statistics) -> dict[Any, Tensor]:
+    return stats.tensors() | stats.divergences  # type: ignore[operator]
 
 
 def _pick(stats: Statistics, rows: Tensor | slice) -> Statistics:
@@ -183,12 +206,13 @@ def _permute(term: Term, batch: PackedBatch) -> tuple[Tensor, PackedBatch]:
 
 def _check_purity(term: Term, stats: Statistics, batch: PackedBatch, whole: Tensor) -> None:
     fields = [name for name, (dtype, _) in batch.kinds().items() if dtype is not None]
-    before = {name: getattr(batch, name).clone() for name in fields}
+    before: dict[Any, Tensor] = {name: getattr(batch, name).clone() for name in fields}
     copies = stats.map(torch.clone)
     if not torch.equal(_evaluate(term, stats, batch), whole):
         raise ValueError(f"term {term.name}: gives two values for one input; it must be pure")
-    for name, value in [*before.items(), *copies.tensors().items()]:
-        if not torch.equal(getattr(stats if name in copies.tensors() else batch, name), value):
+    now: dict[Any, Tensor] = {name: getattr(batch, name) for name in fields}
+    for name, value in (before | _all(copies)).items():
+        if not torch.equal((now | _all(stats))[name], value):
             raise ValueError(f"term {term.name}: changes {name} in place; it must be pure")
 
 
@@ -199,7 +223,7 @@ def _check_gradient(term: Term, asked: Reads, stats: Statistics, batch: PackedBa
             "has no gradient (is everything detached, or read out with .item()?)"
         )
     leaves = stats.map(lambda t: t.clone().requires_grad_())
-    inputs = {n: t for n, t in leaves.tensors().items() if n in DIFFERENTIABLE}
+    inputs = {n: t for n, t in _all(leaves).items() if n in (*DIFFERENTIABLE, CANDIDATES)}
     with torch.enable_grad():
         total = term(leaves, batch.on(leaves)).sum()
     found = torch.autograd.grad(total, list(inputs.values()), allow_unused=True)

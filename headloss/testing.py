@@ -25,7 +25,7 @@ from .head.head import Head
 from .losses.distillation import Teacher
 from .losses.term import Objective, Term
 from .objective.bound import bind, check_weights
-from .objective.statistics import Statistics
+from .objective.statistics import CANDIDATES, COLLISION, PEAK, Statistics
 
 Mode = Literal["float64", "float32", "input"]
 
@@ -72,7 +72,8 @@ def plain(
         of_leaves = replace(_with(head, leaves), temperature=1.0)
         capped = _logits(x, of_leaves, wide)
         rows = capped / _column(temperature, wide)
-        stats = _statistics(rows, packed.batch.targets, _supported(packing, rows))
+        ids = packed.batch.get("candidate_ids")
+        stats = _statistics(rows, packed.batch.targets, _supported(packing, rows), ids)
         for teacher in {t.teacher for _, t in objective.parts if t.teacher is not None}:
             stats.divergences[teacher] = plain_divergence(capped, teacher, packed.batch)
         check_weights(objective, packed.batch.kinds(), batch.totals)
@@ -150,11 +151,17 @@ def _supported(packing: Packing, z: Tensor) -> Tensor:
     return found
 
 
-def _statistics(z: Tensor, targets: Tensor, supported: Tensor) -> Statistics:
+def _statistics(
+    z: Tensor, targets: Tensor, supported: Tensor, candidate_ids: Tensor | None
+) -> Statistics:
     mean = torch.where(supported, z, 0).sum(-1) / supported.sum(-1)
     z = z.masked_fill(~supported, -math.inf)
     log_p = z.log_softmax(-1)
     target = targets.unsqueeze(1)
+    beside: dict[object, Tensor] = {COLLISION: log_p.exp().square().sum(-1).detach()}
+    beside[PEAK] = z.amax(-1).detach() if z.shape[0] else z.new_zeros(0)
+    if candidate_ids is not None:
+        beside[CANDIDATES] = _candidates(log_p, candidate_ids)
     return Statistics(
         logp=log_p.gather(1, target).squeeze(1),
         lse=z.logsumexp(-1),
@@ -163,7 +170,17 @@ def _statistics(z: Tensor, targets: Tensor, supported: Tensor) -> Statistics:
         top1=(z.gather(1, target).squeeze(1) >= z.max(-1).values).to(z.dtype).detach()
         if z.shape[0]
         else z.new_zeros(0),
+        divergences=beside,
     )
+
+
+def _candidates(log_p: Tensor, ids: Tensor) -> Tensor:
+    """[T, K + 1] log-probs of K columns, 0 in empty slots, and of all others together."""
+    empty = ids < 0
+    chosen = log_p.gather(1, ids.clamp_min(0)).masked_fill(empty, 0)
+    others = log_p.new_zeros(len(log_p), log_p.shape[1] + 1)  # a column for empty slots
+    others = others.scatter(1, torch.where(empty, log_p.shape[1], ids), -math.inf)[:, :-1]
+    return torch.cat([chosen, (log_p + others).logsumexp(-1, keepdim=True)], 1)
 
 
 def plain_divergence(student: Tensor, teacher: Teacher, batch: PackedBatch) -> Tensor:

@@ -33,7 +33,8 @@ class Case:
     Attributes:
         make: the objective, from the teacher's head where it has one.
         logp_only: no gradient but that of logp, so that a frozen head can serve it.
-        teacher: "logits", "hidden" or "topk", and the temperature of what a top-k teacher stores.
+        teacher: "logits", "hidden" or "topk", and the temperature of what a top-k teacher stores;
+            or "candidates", a teacher's log-probs at them.
         current: old_logps=hl.CURRENT.
         bounded: stays finite in 16 bits where a ratio is exp(20).
         tightest: the error allowed in float64.
@@ -74,6 +75,28 @@ def segment_sigmoid(stats, batch):
     """A segment-scoped term of a user's own, of two statistics."""
     mean = batch.segments.mean
     return -torch.sigmoid(mean(stats.logp) + 0.1 * mean(stats.entropy)) * mean(batch.advantages)
+
+
+def _read_only(stats, batch):
+    observed = {"collision": stats.sum_p_squared, "least_logp": stats.candidate_logps.amin(1)}
+    peak = hl.Observed(stats.peak, hl.Max)
+    return {"peak": peak} | {n: hl.Observed(v) for n, v in observed.items()}
+
+
+@hl.term(observe=_read_only)
+def margin(stats, batch):
+    """Candidates alone: the first one against the others, empty slots as they are."""
+    first, others = stats.candidate_logps[:, 0], stats.candidate_logps[:, 1:]
+    return (others.exp() * batch.teacher_logps[:, 1:].exp()).sum(1) - 0.3 * first
+
+
+@hl.term(scope="segment", per="segment")
+def reverse_kl_and_rest(stats, batch):
+    """KL(p || q) over the candidates and the rest, which the teacher gives a twentieth."""
+    given = batch.candidate_ids >= 0
+    log_p, tail = stats.candidate_logps, stats.candidate_tail
+    inside = torch.where(given, log_p.exp() * (log_p - batch.teacher_logps), 0).sum(1)
+    return batch.segments.mean(inside + tail.exp() * (tail - math.log(0.05)))
 
 
 SUPERVISED = {
@@ -163,7 +186,15 @@ DISTILLATION = {
     for teacher, t in (("logits", 1.0), ("hidden", 2.0), ("topk", 0.8))
     for kind in ("forward_kl", "reverse_kl", "js", *(("skew_reverse_kl",) if t == 1 else ()))
 }
+CANDIDATES = {
+    "margin": Case(make=lambda _: margin(), teacher="candidates"),
+    "reverse_kl_and_rest": Case(make=lambda _: reverse_kl_and_rest(), teacher="candidates"),
+}
 MIXES = {
+    "mix_candidates": Case(
+        make=lambda _: hl.grpo() + margin() + 0.2 * reverse_kl_and_rest() - 0.1 * hl.entropy(),
+        teacher="candidates",
+    ),
     "mix": _other(
         lambda: hl.gspo() + 1e-4 * hl.z_loss() - 1e-3 * hl.entropy() + 0.1 * hl.kl(),
     ),
@@ -189,6 +220,7 @@ CASES: dict[str, Case] = {
     **PREFERENCE,
     **MODIFIED,
     **DISTILLATION,
+    **CANDIDATES,
     **MIXES,
 }
 
@@ -457,6 +489,13 @@ def teacher_fields(
         logps, ids = (logits / case.temperature).log_softmax(-1).topk(6)
         ids[::3, 4] = -1  # an empty slot, whatever it holds
         return {"teacher_topk_ids": ids, "teacher_topk_logps": logps}
+    if case.teacher == "candidates":
+        ids = logits.topk(6).indices
+        ids = torch.where(ids == targets.unsqueeze(1), -1, ids)  # which is the first of some tokens
+        ids[:, 0] = torch.where(torch.arange(tokens) % 2 == 0, targets, ids[:, 0])
+        ids[4] = -3  # no candidate at all
+        log_q = logits.log_softmax(-1).gather(1, ids.clamp_min(0)).masked_fill(ids < 0, -20.0)
+        return {"candidate_ids": ids, "teacher_logps": log_q}
     return {}
 
 

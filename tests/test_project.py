@@ -51,6 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "losses": {
         "losses",
+        "objective.divergence",
         "objective.statistics",
         "batch.segments",
         "batch.reduction",
@@ -58,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
         "ranks.collectives",
     },
     "losses.catalogue": {"losses", *PARTS},  # traces the terms on a sample
-    "kernels": {"kernels", "objective.statistics"},
+    "kernels": {"kernels", "objective.divergence", "objective.statistics"},
     "run.pieces": set(),
     "run.plan": {"options", "run.pieces"},
     "head.head": {"head.adapters", "softmax.products"},

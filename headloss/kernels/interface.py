@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from ..objective.statistics import Coefficients, Normalizer, Partials, Statistics
-from .pair import Outcomes, Pair
+from .pair import Chosen, Outcomes, Pair
 from .support import ByColumn, Support
 from .transform import Transform
+from .walk import Rows, Walk
 
 
 class Forward(NamedTuple):
@@ -103,14 +104,6 @@ class Scaling(NamedTuple):
     multiplied: bool = True
 
 
-class Rows(NamedTuple):
-    """The packed tokens' rows in a tensor of any layout with unit stride along the vocabulary."""
-
-    tensor: Tensor  # [.., V]
-    offsets: Tensor  # [n] int64, elements from the first
-    aligned: bool  # every offset is a multiple of 16
-
-
 class Surveyed(NamedTuple):
     """What is on the device before the host reads of a batch."""
 
@@ -125,21 +118,6 @@ class Compacted(NamedTuple):
     ids: Tensor  # [T] int64 segments
     targets: Tensor  # [T] int64
     unscored: Tensor  # [N - T] int64 positions
-
-
-class Walk(NamedTuple):
-    """One pass over rows of logits that exist already: statistics, a gradient, or both."""
-
-    logits: Rows
-    out: Rows | None  # of the logits' dtype; may be the logits. None: no gradient
-    live: Tensor | None  # [n] bool: other rows are not read, and have coefficients of 0
-    targets: Tensor  # [n] int64
-    first: int
-    transform: Transform
-    needs: frozenset[str] | None  # statistics; None: not taken, `normalizer` has them
-    coefficients: Coefficients | None = None  # [n]; with `needs`: at an entropy of 0
-    slopes: Tensor | None = None  # [P, 5, n], with `needs`: more of dL/dlogp, see stats.Slope
-    normalizer: Normalizer | None = None  # [n]
 
 
 class Kernels(Protocol):
@@ -232,15 +210,37 @@ class Kernels(Protocol):
 
     def held_multiple_(
         self, held: Held, backward: Backward, target_logits: Tensor, *,
-        x: Tensor | None = None, order: Order | None = None,
+        x: Tensor | None = None, order: Order | None = None, least: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """s [n] such that dL/draw = s e, where `is_multiple`; the terms of targets are set to suit.
+
+        `least` [n]: what is still to be put into a row is as large as this, so that s must not be
+        far below it.
 
         The second is s * x of x [n, H], in float32 or wider and rounded once. With `order`, row i
         of terms, s and s * x is that of row order.rows[i], and rows from `count` on hold anything.
 
         Raises:
             ValueError: it is no multiple.
+        """
+        ...
+
+    # ------------------------------------------------------------------ chosen columns
+
+    def chosen_logits(self, x: Tensor, w: Tensor, columns: Tensor, transform: Transform) -> Tensor:
+        """z [n, K] of raw = x [n, H] @ w.T [H, v] at columns [n, K] int64, in float32 or wider; 0
+        where a column is outside [0, v)."""
+        ...
+
+    def chosen_gradient_(
+        self, tile: Tensor, chosen: Chosen, backward: Backward, *,
+        multiples: Tensor | None = None, order: Order | None = None,
+    ) -> None:  # fmt: skip
+        """Set dL/draw of the chosen columns in a tile that holds it [n, v]: the coefficients' own,
+        the target's and the slopes', from the log-probs and so to the digits of 1 - p.
+
+        With `multiples` [n], row i of the tile holds it over multiples[i]. `order` as in
+        `logit_gradient_`.
         """
         ...
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..objective.statistics import Normalizer
@@ -56,41 +55,9 @@ class Outcomes(NamedTuple):
     slope_tail: Tensor  # [n] d/d log-sum-exp of the others
 
 
-def against_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
-    """log p/m, without cancellation where p is near q: exact zeros where they agree."""
-    d = log_p - log_q
-    near = torch.where(d > 0, -d, d).expm1_()  # abs has slope 0 at 0
-    return torch.where(d > 0, -(beta * near).log1p_(), d - ((1 - beta) * near).log1p_())
+class Chosen(NamedTuple):
+    """Columns of each token whose gradient has a part of its own; [n, K] each, of unit stride."""
 
-
-def tilt(log_q: Tensor, log_p: Tensor, kind: str, beta: float) -> Tensor:
-    """s of a divergence but the forward KL, without cancellation where p is near q."""
-    d = log_p - log_q
-    if kind == "reverse_kl":
-        return d
-    if kind == "total_variation":
-        return d.sign().div_(2)
-    p_to_m = against_mixture(log_q, log_p, beta)
-    if kind == "js":
-        return p_to_m.mul_(1 - beta)
-    if kind == "skew_forward_kl":
-        return (beta - 1) * p_to_m.sub_(d).expm1_()
-    return p_to_m.sub_(p_to_m.expm1(), alpha=1 - beta)
-
-
-def phi(log_q: Tensor, log_p: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
-    """Sums over the last dimension: the divergence, and the pivot of its gradient."""
-    q, p = log_q.exp(), log_p.exp()
-    if kind == "forward_kl":
-        value = (q * (log_q - log_p)).sum(-1)
-        return value, torch.zeros_like(value)
-    pivot = (p * tilt(log_q, log_p, kind, beta)).sum(-1)
-    if kind == "reverse_kl":
-        return pivot, pivot
-    if kind == "total_variation":
-        return (p - q).abs().sum(-1) / 2, pivot
-    p_to_m = against_mixture(log_q, log_p, beta)
-    if kind == "skew_reverse_kl":
-        return (p * p_to_m).sum(-1), pivot
-    q_to_m = (q * (p_to_m - (log_p - log_q))).sum(-1)
-    return (beta * q_to_m + pivot if kind == "js" else q_to_m), pivot
+    columns: Tensor  # int64 of this tile, distinct; any value outside [0, v) is not in it
+    logps: Tensor
+    slopes: Tensor  # dL/dlogp of each, beside the coefficients; 0 where nothing is chosen

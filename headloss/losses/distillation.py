@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ..batch.reduction import token_mean
+from ..objective.divergence import phi
 from ..objective.metrics import Observed
-from ..objective.statistics import Statistics
+from ..objective.statistics import FLOOR, Statistics
 from .factory import factory
 from .origin import Origin
 from .term import Term, term
@@ -116,11 +117,23 @@ def distillation(
 
 
 def _divergence(stats: Statistics, batch: PackedBatch, *, teacher: Teacher) -> Tensor:
-    return stats.divergences[teacher]
+    found = stats.divergences[teacher]
+    if found.dim() == 1:
+        return found
+    wide = found.dtype if stats.logp is None else stats.logp.dtype
+    empty = batch.teacher_topk_ids < 0
+    log_q = batch.teacher_topk_logps.double().masked_fill(empty, FLOOR).clamp_min(FLOOR)
+    log_q = torch.cat([log_q, log_tail(log_q)], 1)
+    # Either side's rest has at least a rounding error's worth of mass.
+    least = torch.full_like(log_q[:1], FLOOR)
+    least[:, -1] = math.log(torch.finfo(wide).eps)
+    log_q, log_p = (x.clamp_min(least) for x in (log_q, found.double()))
+    value, _ = phi(log_q, log_p, teacher.kind, teacher.beta)
+    return value.to(wide)
 
 
 def _observe(stats: Statistics, batch: PackedBatch, *, teacher: Teacher) -> dict[str, Observed]:
-    return {teacher.kind: Observed(stats.divergences[teacher])}
+    return {teacher.kind: Observed(_divergence(stats, batch, teacher=teacher))}
 
 
 @factory

@@ -375,7 +375,7 @@ def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = Tru
     finally:
         TRACING.reset(token)
     own = {id(leaf): name for name, leaf in stats.tensors().items()}
-    own |= {id(leaf): "divergences" for leaf in stats.divergences.values()}
+    own |= {id(leaf): str(key) for key, leaf in stats.divergences.items()}
     leaves = list(leaves_of(values))
     for leaf in leaves:
         if id(leaf) not in own:

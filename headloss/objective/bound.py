@@ -5,6 +5,7 @@ T scored tokens, S segments, K terms.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,13 +13,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..batch.packing import MissingField, PackedBatch
 from ..batch.reduction import Totals
 from ..losses.term import Objective, Reads, Term, trace
 from .metrics import Metrics
 from .sample import Kinds, sample_batch, sample_statistics
-from .statistics import DIFFERENTIABLE, Coefficients, Slope, Statistics, pull_back
+from .statistics import CANDIDATES, DIFFERENTIABLE, Coefficients, Slope, Statistics, pull_back
 
 UNREAD = ("teacher_logits", "teacher_hidden")  # by terms: these are large, and stay as they are
 
@@ -48,7 +50,7 @@ class Gradient(NamedTuple):
     """What the kernels need to know of the objective on some tokens."""
 
     coefficients: Coefficients  # [n]
-    divergences: dict[object, Tensor]  # [n] per teacher
+    divergences: dict[object, Tensor]  # slopes of `Statistics.divergences`, [n] or [n, K + 1]
     values: Tensor  # [K] float64, each term's share of its reduced value
 
     def rows(self, rows: Tensor | slice) -> Gradient:
@@ -56,17 +58,15 @@ class Gradient(NamedTuple):
         return self.map(lambda t: t[rows])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Gradient:
-        """Apply `function` to every [n] vector."""
+        """Apply `function` to every tensor."""
         divergences = {key: function(g) for key, g in self.divergences.items()}
         return Gradient(self.coefficients.map(function), divergences, self.values)
 
     def live(self) -> Tensor:
         """[n] bool: tokens with any gradient at all."""
-        vectors = [*self.coefficients.tensors().values(), *self.divergences.values()]
-        alive = vectors[0] != 0
-        for vector in vectors[1:]:
-            alive = alive | (vector != 0)
-        return alive
+        given = [*self.coefficients.tensors().values(), *self.divergences.values()]
+        alive = [t != 0 if t.dim() == 1 else (t != 0).any(1) for t in given]
+        return functools.reduce(torch.logical_or, alive)
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class Bound:
     ) -> Gradient:
         """Evaluate every term on the tokens `rows` and pull the sum back to coefficients."""
         found, values = self._differentiated(stats, batch, rows, needed)
-        divergences = {key: found.pop(key) for key in stats.divergences if key in found}
         coefficients = pull_back(found, stats, self.vocabulary)  # type: ignore[arg-type]
+        divergences = {key: found[key] for key in stats.divergences if key in found}
         gradient, declared = Gradient(coefficients, divergences, values), self.declared
         return gradient if declared in (None, 1) else gradient.map(lambda t: t * declared)
 
@@ -142,7 +142,11 @@ class Bound:
             assert stats.logp is not None
             found["logp"] = torch.zeros_like(stats.logp)
         if batch.live is not None:
-            found = {n: torch.where(batch.live, g, 0) for n, g in found.items()}
+            dead = ~batch.live
+            found = {n: g.masked_fill(_at_rows(dead, g), 0) for n, g in found.items()}
+        if CANDIDATES in found:  # what an empty slot holds is a constant
+            empty = pad(batch.candidate_ids < 0, (0, 1))
+            found[CANDIDATES] = found[CANDIDATES].masked_fill(empty, 0)
         if self.scale is not None:
             found = {name: g * self.scale for name, g in found.items()}
         return found, values
@@ -226,6 +230,11 @@ def _differentiate(total: Tensor, inputs: dict[object, Tensor]) -> dict[object, 
     return {name: gradient for name, gradient in pairs if gradient is not None}
 
 
+def _at_rows(of_rows: Tensor, like: Tensor) -> Tensor:
+    """[n, 1, ..] of a vector [n], beside a tensor [n, ..]."""
+    return of_rows.view(-1, *[1] * (like.dim() - 1))
+
+
 def _live(values: Tensor, batch: PackedBatch) -> Tensor:
     return values if batch.live is None else torch.where(batch.live, values, 0)
 
@@ -233,11 +242,10 @@ def _live(values: Tensor, batch: PackedBatch) -> Tensor:
 def without_poison(batch: PackedBatch, kept: Tensor) -> PackedBatch:
     """The fields of tokens that a term leaves out may hold anything: non-finite values become 0."""
     fields = {}
-    for name, (dtype, more) in batch.kinds().items():
+    for name, (dtype, _) in batch.kinds().items():
         if dtype is not None and dtype.is_floating_point and name not in UNREAD:
             value = getattr(batch, name)
-            of_rows = kept.view(-1, *[1] * len(more))
-            fields[name] = torch.where(of_rows | value.isfinite(), value, 0)
+            fields[name] = torch.where(_at_rows(kept, value) | value.isfinite(), value, 0)
     return batch.replacing(fields)
 
 
@@ -326,13 +334,13 @@ def reads(
     for name, _, term in objective.named():
         teachers = [] if term.teacher is None else [term.teacher]
         sample = sample_batch(kinds, term, device)
-        stats = sample_statistics(dtype, device, teachers)
+        stats = sample_statistics(dtype, device, kinds, teachers)
         try:
             found[name] = trace(term, stats, sample.on(stats), observe)
         except MissingField as error:
             raise ValueError(f"term {name}: {error}") from None
         except ValueError as error:
-            if str(error).startswith("sums over"):
+            if str(error).startswith(("sums over", "reads stats.")):
                 raise ValueError(f"term {name}: {error}") from None
             raise
     return found

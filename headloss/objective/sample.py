@@ -11,7 +11,7 @@ from ..batch.batch import CURRENT, Current
 from ..batch.packing import PackedBatch
 from ..batch.segments import Segments
 from ..losses.term import Term
-from .statistics import Statistics
+from .statistics import CANDIDATES, COLLISION, PEAK, Statistics
 
 Kinds = Mapping[str, tuple[torch.dtype | None, tuple[int, ...]]]  # of fields: see Batch.kinds
 _SAMPLE = 2  # tokens, in a segment each: enough for a pair
@@ -45,17 +45,31 @@ def sample_batch(kinds: Kinds, term: Term, device: torch.device) -> PackedBatch:
     return PackedBatch(torch.zeros_like(ids), segments, fields)
 
 
-def sample_statistics(dtype: torch.dtype, device: torch.device, teachers: list) -> Statistics:
+def sample_statistics(
+    dtype: torch.dtype, device: torch.device, kinds: Kinds, teachers: list
+) -> Statistics:
     """Statistics of two made-up tokens, each a leaf that requires a gradient."""
 
-    def leaf(value: float) -> Tensor:
-        return torch.full((_SAMPLE,), value, dtype=dtype, device=device, requires_grad=True)
+    def leaf(value: float, *more: int) -> Tensor:
+        shape = (_SAMPLE, *more)
+        return torch.full(shape, value, dtype=dtype, device=device, requires_grad=True)
 
+    def outcomes(ids: str) -> Tensor:
+        """Log-probs of K columns and of the rest."""
+        return leaf(-2.0, kinds[ids][1][-1] + 1)
+
+    stored = {"teacher_topk_ids", "teacher_topk_logps"} <= kinds.keys()
+    beside: dict[object, Tensor] = {
+        teacher: outcomes("teacher_topk_ids") if stored else leaf(0.3) for teacher in teachers
+    }
+    beside |= {COLLISION: leaf(0.5), PEAK: leaf(1.0)}
+    if "candidate_ids" in kinds:
+        beside[CANDIDATES] = outcomes("candidate_ids")
     return Statistics(
         logp=leaf(-1.0),
         lse=leaf(2.0),
         entropy=leaf(1.5),
         mean_logit=leaf(0.1),
         top1=leaf(1.0).detach(),
-        divergences={teacher: leaf(0.3) for teacher in teachers},
+        divergences=beside,
     )

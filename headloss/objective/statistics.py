@@ -9,6 +9,10 @@ by the same rule. `Statistics` are what a term sees. `Coefficients` are all that
 learns of a loss:
 
     dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform
+
+Candidates add K sparse numbers per token to these four: a slope s_k of the log-prob of column id_k
+adds s_k at that column and -s_k to c_prob; a slope s of the rest's, all columns but the candidates,
+adds s p_j / (mass of the rest) at each of those, and -s to c_prob.
 """
 
 from __future__ import annotations
@@ -21,6 +25,15 @@ import torch
 from torch import Tensor
 
 STATISTICS = ("logp", "lse", "entropy", "mean_logit", "top1")
+# What is measured beside them, and its key in `Statistics.divergences`. There candidates have
+# [T, K + 1] log-probs, of which the rest's is the last.
+CANDIDATES, COLLISION, PEAK = "candidates", "sum_p_squared", "peak"
+BESIDE = {
+    "candidate_logps": CANDIDATES,
+    "candidate_tail": CANDIDATES,
+    "sum_p_squared": COLLISION,
+    "peak": PEAK,
+}
 DIFFERENTIABLE = ("logp", "lse", "entropy", "mean_logit")
 
 # exp(FLOOR) is 0 in float32 and float64 and FLOOR is finite, so that 0 * log 0 is 0 and not NaN.
@@ -81,9 +94,13 @@ def merge_all(slices: Partials) -> Partials:
 class Statistics:
     """What a term sees of each scored token: [T] vectors, float32 (float64 for float64 inputs).
 
-    `logp` = z_y - lse, `lse` = log sum exp z, `entropy` = -sum p log p, `mean_logit` = sum z / V
-    and `top1` = 1 where no token is likelier than the target. Only those that the objective reads
-    are computed. `divergences` holds one [T] vector per teacher of a distillation term.
+    `logp` = z_y - lse, `lse` = log sum exp z, `entropy` = -sum p log p and `mean_logit` = sum z / V
+    carry a gradient; `top1` = 1 where no token is likelier than the target, `peak` = max z and
+    `sum_p_squared` = sum p^2 are to be read. With `batch.candidate_ids` [T, K] there are also
+    `candidate_logps` [T, K], log-probs of these columns, 0 in empty slots, and `candidate_tail`
+    [T], the log of the mass of all others; both carry a gradient. Only those that the objective
+    reads are computed. `divergences` holds what is measured beside these: one [T] vector per
+    teacher of a distillation term, [T, K + 1] log-probs of stored outcomes and of the rest.
     """
 
     logp: Tensor | None = None
@@ -95,6 +112,27 @@ class Statistics:
 
     def __len__(self) -> int:
         return len(next(t for t in self.tensors().values()))
+
+    @property
+    def candidate_logps(self) -> Tensor:
+        return self._candidates("logps")[:, :-1]
+
+    @property
+    def candidate_tail(self) -> Tensor:
+        return self._candidates("tail")[:, -1]
+
+    @property
+    def sum_p_squared(self) -> Tensor:
+        return self.divergences[COLLISION].detach()
+
+    @property
+    def peak(self) -> Tensor:
+        return self.divergences[PEAK].detach()
+
+    def _candidates(self, name: str) -> Tensor:
+        if CANDIDATES not in self.divergences:
+            raise ValueError(f"reads stats.candidate_{name}, but batch.candidate_ids was not given")
+        return self.divergences[CANDIDATES]
 
     def tensors(self) -> dict[str, Tensor]:
         """The statistics that are present, by name."""
@@ -159,7 +197,7 @@ class Coefficients:
 
 
 def pull_back(
-    gradients: dict[str, Tensor],  # d objective / d statistic, [T] each
+    gradients: dict[str, Tensor],  # d objective / d statistic, [T] each, candidates' [T, K + 1]
     stats: Statistics,
     vocabulary: int,
 ) -> Coefficients:
@@ -177,6 +215,8 @@ def pull_back(
     if g_entropy is not None:
         assert stats.entropy is not None
         parts.append(-g_entropy * stats.entropy)
+    if CANDIDATES in gradients:
+        parts.append(-gradients[CANDIDATES].sum(1))
     prob = sum(parts[1:], parts[0]) if parts else None
     return Coefficients(
         target=g_logp,

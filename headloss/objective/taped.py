@@ -115,7 +115,8 @@ class Taped:
 
 
 def kinds_of(batch: Batch) -> dict[str, torch.dtype | None]:
-    """The fields that a tape can read: those of one value per token or segment."""
+    """The fields that a tape can read: those of one value per token or segment. What reads K values
+    per token, candidates or stored outcomes, is left to autograd."""
     return {
         name: None if isinstance(value := batch.fields[name], Current) else value.dtype
         for name, (_, more) in batch.kinds(torch.float32).items()

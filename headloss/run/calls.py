@@ -30,7 +30,7 @@ from .checks import check_temperatures, teachers_of
 from .loop import Work
 from .plan import Plan
 from .prepare import Prepared, prepare_given, prepare_linear
-from .teachers import open_teacher
+from .teachers import open_beside, open_teacher
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,6 +45,7 @@ class Call:
     packing: Packing
     tokens: Tokens
     teachers: tuple[Any, ...]
+    beside: tuple[Any, ...]
     work: Work
 
     @property
@@ -78,6 +79,7 @@ class Call:
                 self.tokens,
                 first=slices.first,
                 teachers=self.teachers,
+                beside=self.beside,
                 compute_dtype=prepared.compute_dtype,
                 logits_dtype=options.logits_dtype,
             )
@@ -95,7 +97,8 @@ class Call:
         def open_source(tensors: Sequence[Any]) -> RawSoftmax:
             given = (tensors[0], self.packing.index, acts, self.tokens)
             if not self.plan.rows:
-                return GivenSoftmax(*given, first=first, teachers=self.teachers)
+                others = {"teachers": self.teachers, "beside": self.beside}
+                return GivenSoftmax(*given, first=first, **others)
             return WalkSoftmax(
                 *given,
                 first=first,
@@ -211,16 +214,19 @@ def _call(joined: Joined, batch: Batch, transform: Transform, options: Options) 
         unscored=packing.order.unscored,
         inplace=prepared.problem.inplace,
     )
-    teachers = tuple(
-        open_teacher(teacher, view, packing.index, transform, place.vocabulary, prepared, slices)
-        for teacher in teachers_of(objective)
+    teachers, index = teachers_of(objective), packing.index
+    dense = tuple(
+        open_teacher(teacher, view, index, transform, place.vocabulary, prepared, slices)
+        for teacher in teachers
+        if teacher.source(view) != "topk"
     )
     return Call(
         objective=objective,
         prepared=prepared,
         packing=packing,
         tokens=Tokens(packing.targets, transform, prepared.needs),
-        teachers=teachers,
+        teachers=dense,
+        beside=open_beside(teachers, view, index, transform, prepared, slices),
         work=work,
     )
 

@@ -131,11 +131,18 @@ def check_shape(
         )
 
 
-def check_topk_ids(batch: Batch) -> None:
-    """ValueError or TypeError where a teacher's stored outcomes are not [.., K] integers."""
-    ids = batch.fields.get("teacher_topk_ids")
-    if isinstance(ids, Tensor):
+def check_topk(batch: Batch) -> None:
+    """ValueError or TypeError where a teacher's stored outcomes are not [.., K] integers, with a
+    log-prob each."""
+    ids, logps = (batch.fields.get(name) for name in INPUTS["topk"])
+    if isinstance(ids, Tensor) and isinstance(logps, Tensor):
         check_ids("teacher_topk_ids", ids, batch.targets.shape)
+        if logps.shape != ids.shape:
+            got, want = (t.shape[-1] if t.dim() else None for t in (logps, ids))
+            raise ValueError(
+                f"teacher_topk_logps: got a last dimension of {got}, want a log-prob for each of "
+                f"teacher_topk_ids, {want}"
+            )
 
 
 def wide_field(name: str, batch: PackedBatch, want: int | None, what: str) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..batch.packing import PackedBatch
 from ..kernels.interface import Measured
 from ..objective.bound import Bound, Gradient
-from ..objective.statistics import Normalizer, Statistics
+from ..objective.statistics import STATISTICS, Normalizer, Statistics
 from ..objective.taped import Taped
 from ..softmax.given import GivenSums, WalkSoftmax
 from ..softmax.linear import LinearSoftmax, RawSoftmax, rows_left, unit_gradient
@@ -192,8 +192,9 @@ def join(work: Work, source: RawSoftmax, found: list[Measured]) -> Measured:
     if not found:
         empty = torch.empty(0, dtype=source.dtype, device=work.batch.targets.device)
         stats = Statistics(
-            **{name: empty.clone() for name in work.needs},  # type: ignore[arg-type]
-            divergences={teacher.key: empty.clone() for teacher in source.teachers},
+            **{name: empty.clone() for name in work.needs if name in STATISTICS},  # type: ignore[arg-type]
+            divergences={t.key: empty.clone() for t in source.teachers}
+            | {part.key: empty.new_empty(0, *part.more) for part in source.beside},
         )
         return Measured(stats, Normalizer(empty, empty), empty)
     all_stats = [m.stats for m in found]

@@ -25,7 +25,7 @@ from ..losses.distillation import Teacher
 from ..losses.term import Objective, Reads, Term
 from ..objective.bound import check_weights, has_slopes, reads
 from ..objective.sample import Kinds
-from ..objective.statistics import STATISTICS
+from ..objective.statistics import BESIDE, CANDIDATES, COLLISION, PEAK, STATISTICS
 from ..objective.tape import Tape
 from ..objective.taped import kinds_of, serves
 from ..objective.taping import tape_of
@@ -37,7 +37,7 @@ from .checks import (
     check_gradient,
     check_linear,
     check_shape,
-    check_topk_ids,
+    check_topk,
     checked_objective,
     teachers_of,
     warn_of_misspelt_fields,
@@ -254,7 +254,7 @@ def prepare_given(
         # In float16 it is written in the backward pass, where the upstream gradient is known.
         inplace=inplace and logits.dtype != torch.float16,
         # A kernel serves the logits where they lie: with unit stride along the vocabulary.
-        rows=backend == "triton" and unit_stride and not teachers_of(found),
+        rows=backend == "triton" and unit_stride,
     )
     softcap = transform.softcap is not None
     made = _prepared(found, batch, options, problem, softcap, backend, logits.dtype, wants)
@@ -285,8 +285,8 @@ def _prepared(
 ) -> Prepared:
     """Trace the objective's terms, and say what follows for the plan."""
     wide, teachers = sum_dtype(dtype), teachers_of(objective)
-    if teachers and "teacher_topk_ids" in batch.fields:
-        check_topk_ids(batch)
+    if teachers:
+        check_topk(batch)
     kinds = batch.kinds(wide)
     asked = reads(objective, kinds, wide, batch.targets.device, observe=options.metrics)
     check_weights(objective, kinds, batch.totals)
@@ -295,10 +295,14 @@ def _prepared(
     warn_of_misspelt_fields(batch, objective, asked)
     if wants.any:
         check_gradient(objective, asked)
-    mean_gradient = any("mean_logit" in r.gradients for r in asked.values())
-    needs_logits = bool(teachers) or (mean_gradient and softcap)
-    terms = problem.terms and not needs_logits
-    tiles = 1 + _teacher_tiles(teachers, kinds)
+    needs, gradients = _needs(asked, options), {g for r in asked.values() for g in r.gradients}
+    beside = needs & BESIDE.keys()
+    if batch.support is not None and beside:
+        raise ValueError(f"support_ids: got them with terms that read {sorted(beside)}, want none")
+    # These are measured of tiles of logits; candidates alone also of hidden states and weights.
+    of_tiles = bool(teachers or needs & {"candidate_tail", COLLISION})
+    terms = problem.terms and not of_tiles and not (softcap and "mean_logit" in gradients)
+    tiles = 1 + _more_tiles(teachers, kinds, CANDIDATES in gradients)
     problem = replace(
         problem,
         scope=objective.scope,
@@ -306,20 +310,22 @@ def _prepared(
         grouped=batch.segments.group is not None,
         spread=options.sequence_parallel and not options.static,
         gathered=options.sequence_parallel and options.static,
-        logp_only=all(r.gradients <= {"logp"} for r in asked.values()),
+        logp_only=gradients <= {"logp"},
+        rows=problem.rows and not of_tiles and "candidate_logps" not in needs,
         terms=terms,
-        teachers=bool(teachers),
+        teachers=any(teacher.source(kinds) != "topk" for teacher in teachers),
         row_bytes=2 if terms else wide.itemsize * tiles,
     )
     return Prepared(
-        needs=_needs(asked, options),
+        needs=needs,
         problem=problem,
         backend=backend,
         dtype=dtype,
         wide=wide,
         wants=wants,
-        slopes=has_slopes(objective, kinds),
-        taped=not batch.segments.group and serves(backend, wide, batch.targets.device),
+        slopes=has_slopes(objective, kinds) and not beside,
+        taped=not (batch.segments.group or beside or (teachers and "teacher_topk_ids" in kinds))
+        and serves(backend, wide, batch.targets.device),
         kinds=kinds_of(batch),
     )
 
@@ -327,12 +333,14 @@ def _prepared(
 def _needs(asked: dict[str, Reads], options: Options) -> frozenset[str]:
     needs = {"logp"} | ({"entropy"} if options.metrics else set())
     for term in asked.values():
-        needs |= term.statistics & set(STATISTICS)
+        needs |= term.statistics & {*STATISTICS, *BESIDE}
+    if PEAK in needs:
+        needs.add("top1")  # finds it
     return frozenset(needs)
 
 
-def _teacher_tiles(teachers: list[Teacher], kinds: Kinds) -> int:
+def _more_tiles(teachers: list[Teacher], kinds: Kinds, candidates: bool) -> int:
     """Tiles beside the student's: logits of each dense teacher, and parts of the gradient of all
-    divergences but the last."""
+    that is measured beside the statistics but the last."""
     dense = sum(teacher.source(kinds) != "topk" for teacher in teachers)
-    return dense + (len(teachers) > 1)
+    return dense + (len(teachers) + candidates > 1)

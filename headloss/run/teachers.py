@@ -1,7 +1,9 @@
-"""The teachers of a call: from a term's teacher and the batch's fields to a teacher's softmax."""
+"""What a call measures beside the softmax of its logits: from terms' teachers and the batch's
+fields to what takes the tiles."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -11,11 +13,13 @@ from ..batch.packing import PackedBatch
 from ..kernels.interface import Kernels
 from ..kernels.transform import Transform
 from ..losses.distillation import Teacher
+from ..objective.statistics import CANDIDATES, COLLISION, PEAK
 from ..ranks.dtensor import local_head
 from ..ranks.vocabulary import Whole
+from ..softmax.beside import NOTHING, Candidates, Collision, Peak
 from ..softmax.given import View
 from ..softmax.linear import LinearSoftmax, Tokens
-from ..softmax.teacher import NOTHING, DenseTeacher, TopkTeacher
+from ..softmax.teacher import DenseTeacher
 from .checks import wide_field
 from .prepare import Prepared
 
@@ -28,20 +32,13 @@ def open_teacher(
     vocabulary: int,
     prepared: Prepared,
     slices: Whole,
-) -> DenseTeacher | TopkTeacher:
-    """What measures a teacher and takes its gradient, after its fields are checked."""
+) -> DenseTeacher:
+    """What measures a dense teacher and takes its gradient, after its fields are checked."""
     acts = prepared.acts
     like = torch.zeros((), dtype=prepared.wide, device=batch.targets.device)
     size = slices.size or vocabulary
-    student = transform
-    if isinstance(transform.temperature, Tensor) or transform.temperature != teacher.temperature:
-        student = replace(transform, temperature=teacher.temperature)
+    student = _at(transform, teacher.temperature)
     form = teacher.source(batch)
-    if form == "topk":
-        ids = wide_field("teacher_topk_ids", batch, None, "one outcome or more")
-        want = "a log-prob for each of teacher_topk_ids"
-        logps = wide_field("teacher_topk_logps", batch, ids.shape[-1], want)
-        return TopkTeacher(teacher, ids, logps, index, student, len(batch), acts, slices, like)
     source: LinearSoftmax | View
     if form == "logits":
         given = wide_field("teacher_logits", batch, size, "the student's vocabulary")
@@ -52,6 +49,44 @@ def open_teacher(
     return DenseTeacher(
         teacher, source, pair, student is transform, len(batch), acts, slices, like
     )
+
+
+def _at(transform: Transform, temperature: float) -> Transform:
+    """At another temperature; the same one where it is the same."""
+    own = transform.temperature
+    if not isinstance(own, Tensor) and own == temperature:
+        return transform
+    return replace(transform, temperature=temperature)
+
+
+def open_beside(
+    teachers: Sequence[Teacher],
+    batch: PackedBatch,
+    index: Tensor | None,  # [T] position of each token
+    transform: Transform,
+    prepared: Prepared,
+    slices: Whole,
+) -> tuple[Candidates | Collision | Peak, ...]:
+    """What is measured beside the statistics: of stored outcomes, candidates, sum p^2, max z."""
+    acts, wide, needs = prepared.acts, prepared.wide, prepared.needs
+    found: list[Candidates | Collision | Peak] = []
+
+    def add(key: object, field: str, at: Transform, heads_own: bool, tail: bool) -> None:
+        ids = batch.as_given(field)
+        assert ids is not None
+        given = (key, ids, index, at, heads_own, tail, len(batch))
+        found.append(Candidates(*given, acts, slices, wide))
+
+    for teacher in teachers:
+        if teacher.source(batch) == "topk":
+            add(teacher, "teacher_topk_ids", _at(transform, teacher.temperature), False, True)
+    if needs & {"candidate_logps", "candidate_tail"}:
+        add(CANDIDATES, "candidate_ids", transform, True, "candidate_tail" in needs)
+    if COLLISION in needs:
+        found.append(Collision(transform, acts, slices))
+    if PEAK in needs:
+        found.append(Peak())
+    return tuple(found)
 
 
 def _of_hidden(

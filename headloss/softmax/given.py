@@ -93,10 +93,11 @@ class GivenSoftmax(RawSoftmax):
         *,
         first: int = 0,
         teachers: tuple[Any, ...] = (),
+        beside: tuple[Any, ...] = (),
     ) -> None:
         self.view = View(logits, index)
         self.vocabulary, self.acts, self.tokens = logits.shape[-1], acts, tokens
-        self.first, self.teachers = first, teachers
+        self.first, self.teachers, self.beside = first, teachers, beside
         self.dtype = products.sum_dtype(logits.dtype)
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..kernels.held import is_multiple
 from ..kernels.interface import Backward, Forward, Held, Kernels, Measured
+from ..kernels.pair import Chosen
 from ..kernels.transform import Transform
 from ..objective.bound import Gradient
 from ..objective.statistics import Coefficients, Normalizer, Partials
@@ -86,6 +87,7 @@ class RawSoftmax:
         vocabulary: columns of this slice.
         dtype: of statistics and of raw logits.
         teachers: whose divergences are measured beside the student's logits.
+        beside: what else is measured of the tiles (`beside.Candidates`, `beside.Collision`).
     """
 
     acts: Kernels
@@ -95,6 +97,7 @@ class RawSoftmax:
     dtype: torch.dtype
     gradient_dtype: torch.dtype | None = None  # of dL/draw on a GPU; None: as the logits
     teachers: tuple[Any, ...] = ()
+    beside: tuple[Any, ...] = ()
     additions: int = 1  # in which the weight gradient of a block of tokens comes
 
     def __len__(self) -> int:
@@ -116,6 +119,8 @@ class RawSoftmax:
         with `keep`, what act two will find of its logits."""
         raw = self.raw(rows, columns)
         forward = self.tokens.forward(rows, self.first + (columns.start or 0))
+        for part in self.beside:
+            part.add(rows, columns, raw)
         return self.acts.partials(raw, forward, onto), raw if keep else None
 
     def statistics(
@@ -133,10 +138,16 @@ class RawSoftmax:
             partials, held = self.partials(rows, columns, partials, keep)
         needs = self.tokens.needs
         measured: Measured = slices.measured(self.acts, partials, needs, vocabulary)
+        self.measure_beside(rows, measured)
         if self.teachers:
             found = self.divergences(rows, tiles, measured.normalizer, held)
             measured.stats.divergences.update(found)
         return measured, held
+
+    def measure_beside(self, rows: slice, measured: Measured) -> None:
+        """Finish what was measured beside the tiles."""
+        for part in self.beside:
+            measured.stats.divergences[part.key] = part.found(rows, measured.normalizer)
 
     def divergences(
         self, rows: slice, tiles: Sequence[slice], normalizer: Normalizer, held: Any = None
@@ -160,28 +171,29 @@ class RawSoftmax:
         """Act two on a tile: dL/draw of the rows that carry a gradient. What is held is used up."""
         raw = self.raw(rows, columns) if held is None else held
         index = None if live is None else rows_left(live)
-        normalizer, places = measured.normalizer, rows
+        places: Rows = rows
         if index is not None:
             raw, places = compact_(raw, index), index + (rows.start or 0)
-            normalizer, gradient = normalizer.rows(index), gradient.rows(index)
-        return RowGradient(self.gradient_(raw, places, columns, normalizer, gradient), places)
+            measured, gradient = measured.rows(index), gradient.rows(index)
+        return RowGradient(self.gradient_(raw, places, columns, measured, gradient), places)
 
     def gradient_(
-        self, raw: Tensor, rows: Rows, columns: slice, normalizer: Normalizer, gradient: Gradient
+        self, raw: Tensor, rows: Rows, columns: slice, measured: Measured, gradient: Gradient
     ) -> Tensor:
         """dL/draw of a tile, teachers' part included, in the tile's memory or in 16 bits."""
         first = self.first + (columns.start or 0)
-        others = self.tokens.backward(rows, first, normalizer, gradient)
+        others = self.tokens.backward(rows, first, measured.normalizer, gradient)
         if raw.is_cuda:  # what the products take in 16 bits need not be written in 32
             others = others._replace(dtype=self.gradient_dtype)
-        teachers = [t for t in self.teachers if t.key in gradient.divergences]
-        if not teachers:
+        given, slopes = (rows, columns, measured), gradient.divergences
+        parts = [part for part in (*self.teachers, *self.beside) if part.key in slopes]
+        if not parts:
             return self.acts.logit_gradient_(raw, others)
         extra = None  # all but the last find the student's logits intact
-        for teacher in teachers[:-1]:
-            extra = teacher.gradient(raw, rows, columns, gradient.divergences[teacher.key], extra)
-        last = teachers[-1]
-        return last.gradient(raw, rows, columns, gradient.divergences[last.key], extra, others)
+        for part in parts[:-1]:
+            extra = part.gradient(raw, *given, slopes[part.key], extra)
+        last = parts[-1]
+        return last.gradient(raw, *given, slopes[last.key], extra, others)
 
 
 class LinearSoftmax(RawSoftmax):
@@ -207,12 +219,14 @@ class LinearSoftmax(RawSoftmax):
         *,
         first: int = 0,
         teachers: tuple[Any, ...] = (),
+        beside: tuple[Any, ...] = (),
         compute_dtype: torch.dtype | None = None,
         logits_dtype: torch.dtype | None = None,
     ) -> None:
         self.features, self.full_weights, self.full_bias = list(features), list(weights), bias
         self.vocabulary, self.acts, self.tokens = vocabulary, acts, tokens
-        self.first, self.teachers, self.logits_dtype = first, teachers, logits_dtype
+        self.first, self.logits_dtype = first, logits_dtype
+        self.teachers, self.beside = teachers, beside
         self.weights = [w if w.shape[0] == vocabulary else w[:vocabulary] for w in weights]
         self.bias = None if bias is None else bias[:vocabulary]
         if compute_dtype is not None:
@@ -227,6 +241,7 @@ class LinearSoftmax(RawSoftmax):
         found.features = [features[index] for features in self.features]
         found.tokens = self.tokens.rows(index)
         found.teachers = tuple(teacher.take(index) for teacher in self.teachers)
+        found.beside = tuple(part.take(index) for part in self.beside)
         return found
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
@@ -254,6 +269,9 @@ class ExpSoftmax(LinearSoftmax):
         else:
             partials = self.acts.product_partials(x, weight, forward, held)
             found = slices.measured(self.acts, partials, forward.needs, vocabulary)
+        for part in self.beside:
+            part.add_product(rows, x, weight)
+        self.measure_beside(rows, found)
         return found, held
 
     def pull(
@@ -273,12 +291,20 @@ class ExpSoftmax(LinearSoftmax):
         """The product that would make the logits again makes their gradient."""
         first, logps = self.first + (columns.start or 0), measured.stats.logp
         assert logps is not None
-        return self.acts.product_gradient(
-            self.features[0][rows],
-            self.weights[0][columns],
-            self.tokens.backward(rows, first, measured.normalizer, gradient),
-            logps,
-        )
+        backward = self.tokens.backward(rows, first, measured.normalizer, gradient)
+        operands = self.features[0][rows], self.weights[0][columns]
+        found = self.acts.product_gradient(*operands, backward, logps)
+        for chosen in self._chosen(rows, columns, measured, gradient):
+            self.acts.chosen_gradient_(found, chosen, backward)
+        return found
+
+    def _chosen(
+        self, rows: slice, columns: slice, measured: Measured, gradient: Gradient
+    ) -> list[Chosen]:
+        """The candidates' columns, where they carry a gradient: at most one of them."""
+        slopes = gradient.divergences
+        parts = [part for part in self.beside if part.key in slopes]
+        return [part.chosen(rows, columns, measured, slopes[part.key]) for part in parts]
 
     def _of_terms(
         self,
@@ -295,11 +321,17 @@ class ExpSoftmax(LinearSoftmax):
         given = (backward, measured.target)
         order = None if live is None else acts.dense_order(live, int(MOST * len(live)))
         multiple = features = None
+        chosen = self._chosen(rows, ALL, measured, gradient)
         if is_multiple(backward.transform, backward.coefficients):
             x = self.features[0][rows]
-            multiple, features = acts.held_multiple_(held, *given, x=x, order=order)
+            least = chosen[0].slopes.abs().amax(1) if chosen else None
+            options = {"x": x, "order": order, "least": least}
+            multiple, features = acts.held_multiple_(held, *given, **options)
         else:
             acts.held_gradient_(held, *given, order=order)
+        for sparse in chosen:
+            options = {"multiples": multiple, "order": order}
+            acts.chosen_gradient_(held.terms, sparse, backward, **options)
         found = RowGradient(held.terms, rows, multiple, features, acts.scaled_rows)
         if order is None:
             return found

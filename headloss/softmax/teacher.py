@@ -1,39 +1,27 @@
 """A teacher beside a student's softmax: measures divergences tile by tile and pulls them back.
 
-T tokens, n tokens of a step, v columns of a tile, V vocabulary, K stored outcomes.
+T tokens, n tokens of a step, v columns of a tile, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..kernels.interface import Backward, Forward, Kernels
-from ..kernels.pair import Outcomes, Pair, Side, phi
+from ..kernels.interface import Backward, Forward, Kernels, Measured
+from ..kernels.pair import Pair, Side
 from ..kernels.transform import Transform
-from ..losses.distillation import Teacher, log_tail
-from ..objective.statistics import FLOOR, Normalizer, Partials, finish
+from ..losses.distillation import Teacher
+from ..objective.statistics import Normalizer, Partials, finish
+from .beside import NOTHING, Slices
 from .given import View
 from .linear import LinearSoftmax
 from .rows import Rows, compact_
 
 Tiles = Sequence[tuple[slice, Callable[[], Tensor]]]  # columns, and how to make their raw logits
-NOTHING: frozenset[str] = frozenset()
-
-
-class Slices(Protocol):
-    """The slices of the vocabulary on the ranks of a group."""
-
-    first: int
-
-    def merge(self, partials: Partials) -> Partials: ...
-
-    def sum(self, values: Tensor) -> Tensor: ...
 
 
 class _Memory:
@@ -159,6 +147,7 @@ class DenseTeacher:
         raw: Tensor,
         rows: Rows,
         columns: slice,
+        measured: Measured,
         weight: Tensor,
         extra: Tensor | None = None,
         others: Backward | None = None,
@@ -174,112 +163,6 @@ class DenseTeacher:
             self._teacher_again(rows, columns),
             Pair(student, teacher, self.key.kind, self.key.beta),
             self.memory["pivot"][rows],
-            weight,
-            extra,
-            others,
-        )
-
-
-class TopkTeacher:
-    """A teacher of K stored outcomes and the mass of the rest; calls as those of `DenseTeacher`.
-
-    Args:
-        ids, logps: [N, K], of token t at row `index[t]`.
-    """
-
-    def __init__(
-        self,
-        key: Teacher,
-        ids: Tensor,
-        logps: Tensor,
-        index: Tensor | None,
-        transform: Transform,
-        tokens: int,
-        acts: Kernels,
-        slices: Slices,
-        like: Tensor,
-    ) -> None:
-        self.key, self.slices, self.transform = key, slices, transform
-        self.ids, self.logps, self.index = ids, logps, index
-        self.acts, self.dtype = acts, like.dtype
-        self.memory = _Memory(tokens, ["tail_peak", "tail_log_sum", "slope_tail"], like)
-        self.slope_stored = like.new_zeros(tokens, ids.shape[-1])
-
-    def take(self, index: Tensor) -> TopkTeacher:
-        found = copy(self)
-        found.index = index if self.index is None else self.index[index]
-        found.memory, found.slope_stored = self.memory.take(index), self.slope_stored[index]
-        return found
-
-    def _stored(self, values: Tensor, rows: Rows) -> Tensor:
-        return values[rows if self.index is None else self.index[rows]]
-
-    def measure(
-        self, rows: slice, tiles: Tiles, normalizer: Normalizer, hold: bool = False
-    ) -> Tensor:
-        ids = self._stored(self.ids, rows).long()
-        log_q = self._stored(self.logps, rows).to(self.dtype)
-        z = torch.zeros_like(log_q)
-        tail: Partials | None = None
-        for columns, make in tiles:
-            raw, column = make(), self._columns(ids, columns)
-            inside = (column >= 0) & (column < raw.shape[1])
-            picked = raw.gather(1, torch.where(inside, column, 0))
-            z += torch.where(inside, self.transform.rows(rows)(picked), 0)
-            tail = self.acts.tail_partials(raw, column, self.transform.rows(rows), onto=tail)
-        z = self.slices.sum(z)
-        assert tail is not None
-        _, rest = finish(self.slices.merge(tail), 1, NOTHING)
-        value, slopes = self._value(z, rest.peak + rest.log_sum, log_q, ids < 0)
-        self.slope_stored[rows] = slopes[0]
-        self.memory.write(
-            rows, tail_peak=rest.peak, tail_log_sum=rest.log_sum, slope_tail=slopes[1]
-        )
-        return value
-
-    def _value(
-        self, z: Tensor, lse: Tensor, log_q: Tensor, empty: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The divergence over K + 1 outcomes [n], and its slopes at z [n, K] and at the lse of the
-        rest [n]. Either side's rest has at least a rounding error's worth of mass."""
-        least = math.log(torch.finfo(self.dtype).eps)
-        # K + 1 numbers a token: float64 costs nothing, and slopes that cancel keep their digits.
-        # (Nothing made in inference mode could be saved for the slopes.)
-        with torch.inference_mode(False), torch.enable_grad():
-            z, lse, log_q = (t.to(torch.float64, copy=True) for t in (z, lse, log_q))
-            empty = empty.clone()
-            log_q = log_q.masked_fill(empty, FLOOR).clamp_min(FLOOR)
-            log_q = torch.cat([log_q, log_tail(log_q).clamp_min(least)], 1)
-            z, lse = z.requires_grad_(), lse.requires_grad_()
-            outcomes = torch.cat([z.masked_fill(empty, -math.inf), lse.unsqueeze(1)], 1)
-            log_p = outcomes.log_softmax(1).clamp_min(FLOOR)
-            log_p = torch.cat([log_p[:, :-1], log_p[:, -1:].clamp_min(least)], 1)
-            value, _ = phi(log_q, log_p, self.key.kind, self.key.beta)
-            slopes = torch.autograd.grad(value.sum(), (z, lse))
-        return value.detach().to(self.dtype), tuple(slope.to(self.dtype) for slope in slopes)
-
-    def _columns(self, ids: Tensor, columns: slice) -> Tensor:
-        """Vocabulary ids as columns of a tile; those of empty slots stay outside of it."""
-        return torch.where(ids < 0, -1, ids - (self.slices.first + (columns.start or 0)))
-
-    def gradient(
-        self,
-        raw: Tensor,
-        rows: Rows,
-        columns: slice,
-        weight: Tensor,
-        extra: Tensor | None = None,
-        others: Backward | None = None,
-    ) -> Tensor:
-        ids = self._stored(self.ids, rows).long()
-        return self.acts.sparse_gradient_(
-            raw,
-            Outcomes(
-                self._columns(ids, columns),
-                Side(self.transform, self.memory.normalizer("tail", rows)),
-                self.slope_stored[rows],
-                self.memory["slope_tail"][rows],
-            ),
             weight,
             extra,
             others,

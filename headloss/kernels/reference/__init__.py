@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ..held import is_multiple
 from .batch import compact, survey
+from .chosen import chosen_gradient_, chosen_logits
 from .fused import (
     can_fuse,
     finish,
@@ -42,6 +43,8 @@ from .tile import logit_gradient_, partials
 
 __all__ = [
     "can_fuse",
+    "chosen_gradient_",
+    "chosen_logits",
     "compact",
     "dense_order",
     "divergence",

@@ -104,6 +104,7 @@ def held_multiple_(
     *,
     x: Tensor | None = None,
     order: Order | None = None,
+    least: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     transform, (peak, log_sum), c = backward.transform, backward.normalizer, backward.coefficients
     check_multiple(backward)
@@ -112,8 +113,9 @@ def held_multiple_(
     # c_target + c_prob p_y, to the last digit of 1 - p_y where the two cancel.
     own = c.prob * ((target_logits - peak) - log_sum).clamp_min(FLOOR).expm1()
     own += c.prob if c.target is None else c.target + c.prob
-    if c.target is not None:
-        floor = c.target.abs() * SMALLEST
+    others = [t.abs() for t in (c.target, least) if t is not None]
+    if others:
+        floor = torch.stack(others).amax(0) * SMALLEST
         multiple = torch.where(multiple.abs() < floor, floor, multiple)
     own = torch.where(multiple == 0, 0, own / torch.where(multiple == 0, 1, multiple))
     here, column = inside(backward.targets, backward.first, held.terms.shape[1])

@@ -10,9 +10,10 @@ import math
 import torch
 from torch import Tensor
 
+from ...objective.divergence import phi, tilt
 from ...objective.statistics import FLOOR, Partials, merge
 from ..interface import Backward, Forward
-from ..pair import Outcomes, Pair, Side, phi, tilt
+from ..pair import Outcomes, Pair, Side
 from ..transform import Transform
 from .tile import blocks, logit_gradient_, partials, wide
 

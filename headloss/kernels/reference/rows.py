@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ...objective.statistics import Coefficients, Partials, finish
-from ..interface import Backward, Forward, Order, Rows, Scaling, Walk
+from ..interface import Backward, Forward, Order, Scaling
+from ..walk import Rows, Walk
 from .tile import logit_gradient_, partials, wide
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from ..held import is_multiple
 from .batch import compact, survey
 from .cast import scaled
+from .chosen import chosen_gradient_, chosen_logits
 from .dense import divergence, divergence_gradient_, readable
 from .given import given_rows, scale_rows_
 from .gradient import logit_gradient_
@@ -29,6 +30,8 @@ from .support import (
 
 __all__ = [
     "can_fuse",
+    "chosen_gradient_",
+    "chosen_logits",
     "compact",
     "dense_order",
     "divergence",

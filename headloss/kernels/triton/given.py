@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...objective.statistics import Normalizer, Partials
-from ..interface import Rows, Walk
+from ..walk import Rows, Walk
 from .cluster import letter, of_part, open_mail, post
 from .formulas import coefficient, coefficients, log1p, merged, per_row
 from .launch import Launcher, cdiv

@@ -33,6 +33,7 @@ class Multiple(NamedTuple):
     x: Matrix | None  # [n, H]
     features: Matrix | None  # [n, H]
     multiples: Tensor  # [n]
+    least: Tensor | None  # [n]
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -51,6 +52,9 @@ def multiple_rows_kernel(of, first, v, h, BLOCK: tl.constexpr):
     log_p = tl.maximum((tl.load(of.known.target_logits + row) - peak) - log_sum, FLOOR)
     half = tanh(log_p * 0.5)
     own = at_prob * (2 * half / (1 - half))  # at_prob expm1(log_p)
+    if of.least is not None:
+        floor = tl.load(of.least + row) * SMALLEST
+        multiple = tl.where(tl.abs(multiple) < floor, floor, multiple)
     if a.c.target is not None:
         at_target = tl.load(a.c.target + row)
         floor = tl.abs(at_target) * SMALLEST
@@ -93,6 +97,7 @@ def held_multiple_(
     *,
     x: Tensor | None = None,
     order: Order | None = None,
+    least: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     check_multiple(backward)
     a, (n, v) = act(backward), held.terms.shape
@@ -107,6 +112,7 @@ def held_multiple_(
             None if x is None else matrix_of(x),
             None if features is None else matrix_of(features),
             multiples,
+            least,
         )
         launch_rows(n, of, backward.first, v, 0 if x is None else x.shape[1], BLOCK=2048)
     return multiples, features

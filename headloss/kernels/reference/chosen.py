@@ -1,0 +1,60 @@
+"""Chosen columns of each token in plain PyTorch: their logits, and their gradient over a tile's.
+
+n tokens, v columns, H hidden width, K chosen columns of a token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...objective.statistics import FLOOR
+from ..interface import Backward, Order
+from ..pair import Chosen
+from ..transform import Transform
+from .tile import BLOCK_ELEMENTS, in_columns, wide
+
+
+def chosen_logits(x: Tensor, w: Tensor, columns: Tensor, transform: Transform) -> Tensor:
+    (n, count), dtype = columns.shape, wide(x.dtype)
+    out = x.new_empty(n, count, dtype=dtype)
+    here = (columns >= 0) & (columns < len(w))
+    step = max(1, BLOCK_ELEMENTS // max(1, count * w.shape[1]))
+    for start in range(0, n, step):
+        rows = slice(start, start + step)
+        picked = w[torch.where(here[rows], columns[rows], 0)].to(dtype)
+        raw = torch.linalg.vecdot(picked, x[rows].to(dtype).unsqueeze(1))
+        out[rows] = torch.where(here[rows], transform.rows(rows)(raw), 0)
+    return out
+
+
+def chosen_gradient_(
+    tile: Tensor,
+    chosen: Chosen,
+    backward: Backward,
+    *,
+    multiples: Tensor | None = None,
+    order: Order | None = None,
+) -> None:
+    picked = slice(None) if order is None else order.rows[: int(order.count)]
+    columns, log_p, slopes = (t[picked] for t in chosen)
+    own, places = backward.rows(picked), slice(len(columns))
+    c, peak, log_sum = in_columns(own.coefficients), *own.normalizer
+    log_p = log_p.clamp(FLOOR, 0)
+    here = (columns >= 0) & (columns < tile.shape[1])
+    slopes = slopes.clone()
+    if c.target is not None:
+        slopes += torch.where(columns == (own.targets - own.first).unsqueeze(1), c.target, 0)
+    prob = torch.zeros_like(slopes) if c.prob is None else c.prob
+    g = prob * log_p.expm1() + (prob + slopes)  # to the last digit of 1 - p
+    if c.entropy is not None:
+        g += c.entropy * log_p.exp() * log_p
+    if c.uniform is not None:
+        g += c.uniform
+    g = own.transform.pull_back_(g, log_p + (peak + log_sum).unsqueeze(1))
+    if multiples is not None:
+        multiple = multiples[places].unsqueeze(1)
+        g = torch.where(multiple == 0, 0, g / torch.where(multiple == 0, 1, multiple))
+    # Distinct columns: none is written twice.
+    row = torch.arange(len(columns), device=tile.device).unsqueeze(1).expand_as(columns)
+    tile[row[here], columns[here]] = g[here].to(tile.dtype)

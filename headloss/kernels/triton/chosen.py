@@ -1,0 +1,134 @@
+"""Chosen columns of each token in Triton: their logits, and their gradient over a tile's.
+
+n tokens, v columns, H hidden width, K chosen columns of a token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..interface import Backward, Order
+from ..pair import Chosen
+from ..transform import Transform
+from .formulas import FLOOR, coefficient, coefficients, expm1, per_row, transformed
+from .launch import Launcher
+from .merge import folded
+from .records import Act, Matrix, act, check_tile, matrix_of, scaling
+
+COLUMNS, DEPTH, HALVES = 8, 256, 8  # of a program: chosen columns, and 2 ** HALVES of H at once
+
+
+@triton.jit
+def logits_kernel(
+    x,  # Matrix [n, H]
+    w,  # Matrix [v, H]
+    columns,  # Matrix [n, K]
+    z,  # LogitScaling
+    out,  # [n, K]
+    v,
+    h,
+    count,  # K
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    """Summed in one order, whatever the layout, so that a token's logits depend on it alone."""
+    blocks = tl.cdiv(count, COLUMNS)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    k = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.load(columns.data + row * columns.stride + k, mask=k < count, other=-1)
+    here = (column >= 0) & (column < v)
+    at_column = w.data + tl.where(here, column, 0)[None, :] * w.stride
+    total = tl.zeros((DEPTH, COLUMNS), tl.float32)
+    for start in range(0, h, DEPTH):
+        at = start + tl.arange(0, DEPTH)
+        a = tl.load(x.data + row * x.stride + at, mask=at < h, other=0.0).to(tl.float32)
+        inside = (at < h)[:, None] & here[None, :]
+        b = tl.load(at_column + at[:, None], mask=inside, other=0.0).to(tl.float32)
+        total += a[:, None] * b
+    logit = transformed(folded(total, COLUMNS, HALVES), z, per_row(z.outer, z, row))
+    tl.store(out + row * count + k, tl.where(here, logit, 0.0), mask=k < count)
+
+
+class Put(NamedTuple):
+    """What `gradient_kernel` takes."""
+
+    to: Matrix  # [n, v]
+    a: Act
+    columns: Matrix  # [n, K], as the next two
+    logps: Matrix
+    slopes: Matrix
+    multiples: Tensor | None  # [n], of the rows of `to`
+    order: Order | None
+
+
+@triton.jit(do_not_specialize=["first"])
+def gradient_kernel(of, first, v, count, BLOCK: tl.constexpr):
+    a = of.a
+    place = tl.program_id(0).to(tl.int64)
+    row = place
+    if of.order is not None:
+        if place >= tl.load(of.order.count):
+            return
+        row = tl.load(of.order.rows + place)
+    k = tl.arange(0, BLOCK)
+    column = tl.load(of.columns.data + row * of.columns.stride + k, mask=k < count, other=-1)
+    here = (column >= 0) & (column < v)
+    log_p = tl.load(of.logps.data + row * of.logps.stride + k, mask=here, other=0.0)
+    slope = tl.load(of.slopes.data + row * of.slopes.stride + k, mask=here, other=0.0)
+    log_p = tl.minimum(tl.maximum(log_p, FLOOR), 0.0)
+    at_prob, at_entropy, at_uniform = coefficients(a.c, row)
+    target = tl.load(a.targets + row) - first
+    slope += tl.where(column == target, coefficient(a.c.target, row), 0.0)
+    # To the last digit of 1 - p, where the two cancel.
+    g = at_prob * expm1(log_p) + (at_prob + slope)
+    g += at_entropy * tl.exp(log_p) * log_p + at_uniform
+    if a.z.inner is not None:
+        z = log_p + tl.load(a.normalizer.peak + row) + tl.load(a.normalizer.log_sum + row)
+        bend = z / per_row(a.z.outer, a.z, row)
+        g *= 1 - bend * bend
+    g *= per_row(a.z.factor, a.z, row)
+    if of.multiples is not None:
+        multiple = tl.load(of.multiples + place)
+        g = tl.where(multiple == 0, 0.0, g / tl.where(multiple == 0, 1.0, multiple))
+    out = of.to.data + place * of.to.stride + column
+    tl.store(out, g.to(of.to.data.dtype.element_ty), mask=here)
+
+
+launch_logits = Launcher(logits_kernel, num_warps=4)
+launch_gradient = Launcher(gradient_kernel, num_warps=1)
+
+
+def chosen_logits(x: Tensor, w: Tensor, columns: Tensor, transform: Transform) -> Tensor:
+    check_tile("x", x)
+    check_tile("w", w)
+    (n, count), (v, h) = columns.shape, w.shape
+    out = x.new_empty(n, count, dtype=torch.float32)
+    if n:
+        given = (matrix_of(x), matrix_of(w), matrix_of(columns), scaling(transform), out)
+        sizes = {"COLUMNS": COLUMNS, "DEPTH": DEPTH, "HALVES": HALVES}
+        launch_logits(n * triton.cdiv(count, COLUMNS), *given, v, h, count, **sizes)
+    return out
+
+
+def chosen_gradient_(
+    tile: Tensor,
+    chosen: Chosen,
+    backward: Backward,
+    *,
+    multiples: Tensor | None = None,
+    order: Order | None = None,
+) -> None:
+    check_tile("tile", tile)
+    columns, logps, slopes = chosen
+    n, count = columns.shape
+    if n:
+        sparse = (matrix_of(columns), matrix_of(logps), matrix_of(slopes))
+        of = Put(matrix_of(tile), act(backward), *sparse, multiples, order)
+        block = triton.next_power_of_2(count)
+        launch_gradient(n, of, backward.first, tile.shape[1], count, BLOCK=block)

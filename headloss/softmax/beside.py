@@ -1,0 +1,192 @@
+"""What is measured of the tiles beside the statistics, in the same sweep over them.
+
+T tokens, n of a step, v columns of a tile, K chosen columns.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..kernels.interface import Backward, Forward, Kernels, Measured
+from ..kernels.pair import Chosen, Outcomes, Side
+from ..kernels.transform import Transform
+from ..objective.statistics import COLLISION, PEAK, Normalizer, Partials, finish
+from .rows import ALL, Rows
+
+NOTHING: frozenset[str] = frozenset()
+
+
+class Slices(Protocol):
+    """The slices of the vocabulary on the ranks of a group."""
+
+    first: int
+
+    def merge(self, partials: Partials) -> Partials: ...
+
+    def sum(self, values: Tensor) -> Tensor: ...
+
+
+class Peak:
+    """max z [n], which the partial statistics hold where `top1` is asked for."""
+
+    key, more = PEAK, ()
+
+    def take(self, index: Tensor) -> Peak:
+        return self
+
+    def add(self, rows: Rows, columns: slice, raw: Tensor) -> None:
+        """Nothing: act one finds it."""
+
+    add_product = add
+
+    def found(self, rows: Rows, normalizer: Normalizer) -> Tensor:
+        return normalizer.peak.clone()
+
+
+class Collision:
+    """sum p^2 [n]: exp of the log-sum-exp at half the temperature less twice that at the own."""
+
+    key, more = COLLISION, ()
+
+    def __init__(self, transform: Transform, acts: Kernels, slices: Slices) -> None:
+        self.transform = replace(transform, temperature=transform.temperature / 2)
+        self.acts, self.slices = acts, slices
+        self.partials: Partials | None = None
+
+    def take(self, index: Tensor) -> Collision:
+        return self
+
+    def add(self, rows: Rows, columns: slice, raw: Tensor) -> None:
+        """Take one of the tiles of some tokens."""
+        nowhere = torch.full((len(raw),), -1, device=raw.device)
+        forward = Forward(nowhere, 0, self.transform.rows(rows), NOTHING)
+        self.partials = self.acts.partials(raw, forward, self.partials)
+
+    def found(self, rows: Rows, normalizer: Normalizer) -> Tensor:
+        """[n], once all tiles were added."""
+        assert self.partials is not None
+        _, twice = finish(self.slices.merge(self.partials), 1, NOTHING)
+        self.partials = None
+        peak, log_sum = normalizer
+        return ((twice.peak - 2 * peak) + (twice.log_sum - 2 * log_sum)).exp()
+
+
+class Candidates:
+    """Log-probs of K columns of each token, and of the rest, in a softmax of the tiles' logits.
+
+    Args:
+        key: of the [n, K + 1] log-probs and of their slopes; the rest's are the last.
+        ids: [N, K] columns of the whole vocabulary, of token t at row `index[t]`; those of empty
+            slots are below 0.
+        transform: of the softmax.
+        heads_own: it is that of the head, and its share of c_prob is in the coefficients.
+        tail: the rest is asked for; else its log-prob is left at 0.
+        wide: dtype of the tiles' statistics. Log-probs of a softmax that is not the head's are in
+            float64, so that slopes that cancel keep their digits.
+    """
+
+    def __init__(
+        self,
+        key: object,
+        ids: Tensor,
+        index: Tensor | None,
+        transform: Transform,
+        heads_own: bool,
+        tail: bool,
+        tokens: int,
+        acts: Kernels,
+        slices: Slices,
+        wide: torch.dtype,
+    ) -> None:
+        self.key, self.ids, self.index, self.more = key, ids, index, (ids.shape[-1] + 1,)
+        self.transform, self.heads_own, self.tail = transform, heads_own, tail
+        self.acts, self.slices = acts, slices
+        self.dtype = wide if heads_own else torch.float64
+        self.rest = torch.empty(2, tokens, dtype=wide, device=ids.device)  # the tail's normalizer
+        self.logits: Tensor | None = None  # of the tokens whose tiles are added, 0 elsewhere
+        self.partials: Partials | None = None
+
+    def take(self, index: Tensor) -> Candidates:
+        """Of some of the tokens, after they were measured."""
+        found = copy(self)
+        found.index = index if self.index is None else self.index[index]
+        found.rest, found.transform = self.rest[:, index], self.transform.rows(index)
+        return found
+
+    def _ids(self, rows: Rows) -> Tensor:
+        return self.ids[rows if self.index is None else self.index[rows]].long()
+
+    def columns(self, rows: Rows, columns: slice) -> Tensor:
+        """[n, K] as columns of a tile; what is empty or elsewhere stays outside of it."""
+        ids = self._ids(rows)
+        return torch.where(ids < 0, -1, ids - (self.slices.first + (columns.start or 0)))
+
+    def add(self, rows: Rows, columns: slice, raw: Tensor) -> None:
+        """Take one of the tiles of some tokens."""
+        column, transform = self.columns(rows, columns), self.transform.rows(rows)
+        here = (column >= 0) & (column < raw.shape[1])
+        z = transform(raw.gather(1, torch.where(here, column, 0)))
+        z = torch.where(here, z, 0)
+        self.logits = z if self.logits is None else self.logits.add_(z)
+        if self.tail:
+            self.partials = self.acts.tail_partials(raw, column, transform, onto=self.partials)
+
+    def add_product(self, rows: Rows, x: Tensor, weight: Tensor) -> None:
+        """Of logits x [n, H] @ weight.T [H, V] that nobody keeps; not for the rest."""
+        columns, transform = self.columns(rows, ALL), self.transform.rows(rows)
+        self.logits = self.acts.chosen_logits(x, weight, columns, transform)
+
+    def chosen(self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor) -> Chosen:
+        """What is to be put over a tile that holds all but the slopes' part of the gradient."""
+        logps = measured.stats.divergences[self.key]
+        return Chosen(self.columns(rows, columns), logps[:, :-1], slopes[:, :-1])
+
+    def found(self, rows: Rows, normalizer: Normalizer) -> Tensor:
+        """[n, K + 1], once all tiles were added; `normalizer` is that of the head's softmax."""
+        assert self.logits is not None
+        z = self.slices.sum(self.logits).to(self.dtype)
+        rest = Normalizer(torch.zeros_like(z[:, 0]), torch.zeros_like(z[:, 0]))
+        if self.tail:
+            assert self.partials is not None
+            _, rest = finish(self.slices.merge(self.partials), 1, NOTHING)
+            self.rest[0, rows], self.rest[1, rows] = rest
+            rest = Normalizer(*(t.to(self.dtype) for t in rest))
+        self.logits = self.partials = None
+        empty = self._ids(rows) < 0
+        if not self.heads_own:
+            whole_rest = (rest.peak + rest.log_sum).unsqueeze(1)
+            return torch.cat([z.masked_fill(empty, -torch.inf), whole_rest], 1).log_softmax(1)
+        peak, log_sum = normalizer
+        log_p = ((z - peak.unsqueeze(1)) - log_sum.unsqueeze(1)).masked_fill_(empty, 0)
+        tail = (rest.peak - peak) + (rest.log_sum - log_sum)
+        return torch.cat([log_p, (tail if self.tail else rest.peak).unsqueeze(1)], 1)
+
+    def gradient(
+        self,
+        raw: Tensor,
+        rows: Rows,
+        columns: slice,
+        measured: Measured,
+        gradient: Tensor,  # [n, K + 1], slopes of `found`
+        extra: Tensor | None = None,
+        others: Backward | None = None,
+    ) -> Tensor:
+        """Their part of d/draw of a tile; see `DenseTeacher.gradient`."""
+        if not self.heads_own:  # slopes of log-probs to those of logits
+            log_p = measured.stats.divergences[self.key]
+            gradient = gradient - log_p.exp() * gradient.sum(1, keepdim=True)
+        gradient = gradient.to(self.rest.dtype)
+        tail = Normalizer(*self.rest[:, rows]) if self.tail else measured.normalizer
+        outcomes = Outcomes(
+            self.columns(rows, columns),
+            Side(self.transform.rows(rows), tail),
+            gradient[:, :-1].contiguous(),
+            gradient[:, -1].contiguous(),
+        )
+        weight = torch.ones_like(outcomes.slope_tail)
+        return self.acts.sparse_gradient_(raw, outcomes, weight, extra, others)
