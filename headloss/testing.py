@@ -22,7 +22,7 @@ from .batch.packing import PackedBatch, Packing, pack
 from .batch.reduction import Totals
 from .batch.segments import Segments
 from .head.head import Head
-from .losses.distillation import Teacher
+from .losses.teacher import Teacher
 from .losses.term import Objective, Term
 from .objective.bound import bind, check_weights
 from .objective.statistics import CANDIDATES, COLLISION, PEAK, Statistics

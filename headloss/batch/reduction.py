@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -21,9 +21,13 @@ from .segments import Segments, count_in
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .batch import Batch
-
 Number = float | Tensor
+
+
+class Countable(Protocol):
+    """A batch."""
+
+    def totals_of_this_batch(self) -> Totals: ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Totals:
                 _check_total(f"kept[{name!r}]", count)
 
     @classmethod
-    def of(cls, batch: Batch) -> Totals:
+    def of(cls, batch: Countable) -> Totals:
         """The totals of one batch (over the ranks of its segments' group)."""
         return batch.totals_of_this_batch()
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .head import Lora
+from .lora import Lora
 
 Fields = dict[str, Any]  # arguments of Head
 

@@ -11,8 +11,6 @@ are, in this order,
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,55 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..softmax.products import WideLinear
+from .adapters import read_model, read_module
+from .checks import check_matrix, check_number, check_plain, describe
+from .lora import Dropout, Lora
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-Dropout = Callable[[Tensor, float], Tensor]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Lora:
-    """A low-rank adapter on the head: raw += scaling * dropout(hidden) @ a.T @ b.T.
-
-    Hu et al. 2021, https://arxiv.org/abs/2106.09685. Gradients reach `a` and `b`; the merged weight
-    is never built.
-
-    Attributes:
-        a: [r, H], the down projection; what it gives is not rounded to its dtype.
-        b: [V, r], the up projection.
-        scaling: alpha / r, or alpha / sqrt(r) for rank-stabilised adapters.
-        dropout: probability in [0, 1) of dropping an input feature. It is applied in every call:
-            `Head.of` sets it to 0 for a module in eval mode.
-    """
-
-    a: Tensor
-    b: Tensor
-    scaling: float
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_matrix("lora.a", self.a, "[r, H]")
-        _check_matrix("lora.b", self.b, "[V, r]")
-        if self.b.shape[1] != self.a.shape[0]:
-            raise ValueError(
-                f"lora.b: got shape {tuple(self.b.shape)}, want [V, {self.a.shape[0]}] for a of "
-                f"shape {tuple(self.a.shape)}"
-            )
-        if self.b.dtype != self.a.dtype:
-            raise ValueError(f"lora.b: got {self.b.dtype}, want the dtype of a, {self.a.dtype}")
-        _check_number("lora.scaling", self.scaling)
-        _check_number("lora.dropout", self.dropout)
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"lora.dropout: got {self.dropout}, want 0 <= dropout < 1")
-
-    def features(self, hidden: Tensor, dropout: Dropout = F.dropout) -> Tensor:
-        """[T, H] to [T, r]: scaling * dropout(hidden) @ a.T, in float32 or float64."""
-        if self.dropout:
-            hidden = dropout(hidden, self.dropout)
-        return self.scaling * WideLinear.apply(hidden, self.a)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +64,7 @@ class Head:
     lora: tuple[Lora, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_matrix("weight", self.weight, "[V, H]")
+        check_matrix("weight", self.weight, "[V, H]")
         if self.bias is not None:
             _check_bias(self.bias, self.weight)
         check_transform(self.temperature, self.softcap, self.logit_scale)
@@ -129,8 +84,6 @@ class Head:
             TypeError: a module whose forward is not known: quantised or parametrised layers, layers
                 with hooks, DoRA and other adapters.
         """
-        from .adapters import read_module
-
         return cls(**{**read_module(module), **overrides})
 
     @classmethod
@@ -145,8 +98,6 @@ class Head:
             ValueError: a model type whose logits are not known, or a model without a head.
             TypeError: as for `Head.of`.
         """
-        from .adapters import read_model
-
         return cls(**{**read_model(model), **overrides})
 
     # ------------------------------------------------------------------ using them
@@ -203,9 +154,9 @@ class Head:
             TypeError, ValueError: naming the argument, what it got and what it wanted.
         """
         for name, value in self._tensors():
-            _check_plain(name, value)
+            check_plain(name, value)
         if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
-            raise TypeError(f"hidden: got {_describe(hidden)}, want a floating tensor [.., H]")
+            raise TypeError(f"hidden: got {describe(hidden)}, want a floating tensor [.., H]")
         width = self.weight.shape[1]
         if hidden.dim() == 0 or hidden.shape[-1] != width:
             raise ValueError(
@@ -245,7 +196,7 @@ class Head:
         if size is None:
             return
         if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"vocab_size: got {_describe(size)}, want an integer or None")
+            raise TypeError(f"vocab_size: got {describe(size)}, want an integer or None")
         # A slice of the vocabulary may well hold fewer rows than the whole.
         sharded = self.vocab_group is not None or self.vocab_mesh_dim is not None
         if size < 1 or (size > rows and not sharded):
@@ -271,48 +222,16 @@ def check_head(head: object) -> None:
 def check_transform(temperature: object, softcap: object, logit_scale: object) -> None:
     """Check what is done to raw logits."""
     _check_temperature(temperature)
-    _check_number("logit_scale", logit_scale)
+    check_number("logit_scale", logit_scale)
     if softcap is not None:
-        _check_number("softcap", softcap)
+        check_number("softcap", softcap)
         if not softcap > 0:  # type: ignore[operator]
             raise ValueError(f"softcap: got {softcap}, want > 0, or None for no soft cap")
 
 
-def _describe(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    plain = value is None or isinstance(value, int | float | str)
-    return f"{value!r}" if plain else type(value).__name__
-
-
-def _check_number(name: str, value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name}: got {_describe(value)}, want a number; it is a constant")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}: got {value}, want a finite number")
-
-
-def _check_matrix(name: str, value: object, shape: str) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: got {_describe(value)}, want a tensor {shape}")
-    # Quantised weights are integers, or classes of their own that pose as a floating dtype.
-    foreign = type(value).__module__.partition(".")[0] != "torch"
-    if not value.is_floating_point() or foreign:
-        raise TypeError(
-            f"{name}: got {value.dtype} in a {type(value).__module__}.{type(value).__name__}, want "
-            "a plain floating tensor; a quantised head has to be dequantised first"
-        )
-    if value.element_size() < 2:
-        raise TypeError(f"{name}: got {value.dtype}, want float16, bfloat16, float32 or float64")
-    if value.dim() != 2 or value.shape[1] == 0:
-        sharded = "; ZeRO-3 holds it: read the head inside deepspeed.zero.GatheredParameters"
-        hint = sharded if hasattr(value, "ds_id") else ""
-        raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {shape}{hint}")
-
-
 def _check_bias(bias: object, weight: Tensor) -> None:
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
-        raise TypeError(f"bias: got {_describe(bias)}, want a floating tensor [V] or None")
+        raise TypeError(f"bias: got {describe(bias)}, want a floating tensor [V] or None")
     if bias.shape != weight.shape[:1]:
         raise ValueError(
             f"bias: got shape {tuple(bias.shape)}, want ({weight.shape[0]},) for a weight of shape "
@@ -329,7 +248,7 @@ def _check_temperature(temperature: object) -> None:
                 "temperature: got a tensor that requires a gradient, want a constant; detach it"
             )
         return
-    _check_number("temperature", temperature)
+    check_number("temperature", temperature)
     assert isinstance(temperature, int | float)
     if temperature <= 0:
         raise ValueError(f"temperature: got {temperature}, want > 0")
@@ -337,7 +256,7 @@ def _check_temperature(temperature: object) -> None:
 
 def _check_lora(adapters: object, weight: Tensor) -> None:
     if not isinstance(adapters, tuple) or not all(isinstance(x, Lora) for x in adapters):
-        raise TypeError(f"lora: got {_describe(adapters)}, want a tuple of headloss.Lora")
+        raise TypeError(f"lora: got {describe(adapters)}, want a tuple of headloss.Lora")
     rows, width = weight.shape
     for index, lora in enumerate(adapters):
         if lora.a.shape[1] != width:
@@ -354,17 +273,5 @@ def _check_lora(adapters: object, weight: Tensor) -> None:
 
 # What to do with a head of DTensors. The backward of a plain `full_tensor()` takes every rank's
 # gradient to be the same, and so keeps of each shard's gradient its own rank's part alone.
-GATHER = (
-    "call inside the forward of the module that FSDP2 wraps, where the weight is whole, or gather "
-    'it with full_tensor(grad_placements=[Partial("avg")] * device_mesh.ndim), whose backward '
-    "averages the ranks' gradients as FSDP2 does; that of a plain full_tensor() drops those of "
-    "the other ranks"
-)
 
 
-def _check_plain(name: str, value: Tensor) -> None:
-    if type(value).__name__ == "DTensor":
-        raise TypeError(
-            f"{name}: got a DTensor placed {getattr(value, 'placements', ())}, want a plain "
-            f"tensor; {GATHER}; or pass this rank's rows with vocab_group"
-        )

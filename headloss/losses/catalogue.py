@@ -13,7 +13,6 @@ from ..batch.batch import Batch
 from ..batch.packing import MissingField, PackedBatch, pack
 from ..batch.segments import Segments
 from ..objective.statistics import STATISTICS, Statistics
-from .distillation import INPUTS as TEACHER_INPUTS
 from .distillation import distillation, on_policy_distillation
 from .modifiers import Modifier, corrected, off_policy_masked, top_entropy
 from .policy import bnpo, dapo, dr_grpo, grpo, gspo, gspo_token, luspo, ppo
@@ -22,6 +21,7 @@ from .preference_unpaired import aot, kto
 from .reinforce import cispo, kl, reinforce, vespo
 from .supervised import cross_entropy, dft, eaft, entropy, focal, unlikelihood, z_loss
 from .surrogates import gmpo, sapo
+from .teacher import INPUTS as TEACHER_INPUTS
 from .term import Term, trace
 
 TERMS: tuple[Callable[..., Term], ...] = (

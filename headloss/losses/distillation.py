@@ -6,10 +6,8 @@ T scored tokens, V vocabulary, H' the teacher's hidden width, K stored outcomes.
 from __future__ import annotations
 
 import math
-from collections.abc import Container
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,49 +17,13 @@ from ..objective.divergence import phi
 from ..objective.metrics import Observed
 from ..objective.statistics import FLOOR, Statistics
 from .factory import factory
-from .origin import Origin
+from .identity import Origin
+from .teacher import KINDS, Kind, Teacher
 from .term import Term, term
 
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
     from ..head.head import Head
-
-Kind = Literal[
-    "forward_kl", "reverse_kl", "js", "skew_forward_kl", "skew_reverse_kl", "total_variation"
-]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-INPUTS = {
-    "logits": ("teacher_logits",),
-    "hidden": ("teacher_hidden",),
-    "topk": ("teacher_topk_ids", "teacher_topk_logps"),
-}
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Teacher:
-    """What to compare with; a key into `Statistics.divergences`."""
-
-    kind: Kind
-    beta: float
-    temperature: float
-    head: Head | None
-
-    def source(self, batch: Container[str]) -> str:
-        """Which of its inputs a batch holds, by its names: "logits", "hidden" or "topk"."""
-        given = [form for form, names in INPUTS.items() if any(n in batch for n in names)]
-        if len(given) != 1 or not all(name in batch for name in INPUTS[given[0]]):
-            have = sorted(n for names in INPUTS.values() for n in names if n in batch)
-            raise ValueError(
-                f"term distillation: got {have or 'no teacher'} in the batch, want one of "
-                "teacher_logits; teacher_hidden (with teacher_head); teacher_topk_ids and "
-                "teacher_topk_logps"
-            )
-        if given[0] == "hidden" and self.head is None:
-            raise ValueError(
-                "term distillation: got batch.teacher_hidden without distillation(teacher_head=...)"
-            )
-        return given[0]
-
 
 def distillation(
     *,

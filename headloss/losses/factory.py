@@ -1,30 +1,19 @@
-"""What the library's own terms share: name and options by their signature, and checks."""
+"""What the library's own terms share: name and options by their signature."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from numbers import Real
 from typing import ParamSpec
 
-from .origin import Origin
+from .arguments import naming
+from .identity import Origin
 from .term import Term
 
 P = ParamSpec("P")
 PLAIN = (int, float, str, bool, type(None))
-
-
-@contextlib.contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Put the name of a term or modifier before the message of an error about its options."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        raise type(error)(f"{name}: {error}") from None
 
 
 def factory(function: Callable[P, Term]) -> Callable[P, Term]:
@@ -53,35 +42,3 @@ def factory(function: Callable[P, Term]) -> Callable[P, Term]:
         return (remembered if plain else build)(*args, **kwargs)
 
     return make
-
-
-def number(want: str, accept: Callable[[float], bool], **options: object) -> None:
-    """Each option must be a finite number that `accept`s.
-
-    >>> number("> 0", lambda x: x > 0, beta=-1)
-    Traceback (most recent call last):
-    ValueError: beta: got -1, want > 0
-    """
-    for option, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{option}: got {value!r}, want a number {want}")
-        if not (math.isfinite(value) and accept(float(value))):
-            raise ValueError(f"{option}: got {value!r}, want {want}")
-
-
-def non_negative(**options: object) -> None:
-    """Each option must be a number >= 0."""
-    number(">= 0", lambda x: x >= 0, **options)
-
-
-def positive(**options: object) -> None:
-    """Each option must be a number > 0."""
-    number("> 0", lambda x: x > 0, **options)
-
-
-def one_of(choices: tuple[str, ...], **options: object) -> None:
-    """Each option must be one of the names in `choices`."""
-    for option, value in options.items():
-        if value not in choices:
-            names = ", ".join(map(repr, choices))
-            raise ValueError(f"{option}: got {value!r}, want one of {names}")

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..objective.metrics import Max, Min, Observed
 from ..objective.statistics import Statistics
-from .factory import one_of
-from .term import Per, Scope
+from .arguments import one_of
+from .scope import Per, Scope
 
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch

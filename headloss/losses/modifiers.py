@@ -17,9 +17,9 @@ from torch import Tensor
 from ..objective.metrics import Max, Observed
 from ..objective.statistics import Statistics
 from ..ranks.collectives import together
-from .factory import naming, non_negative, number, one_of, positive
+from .arguments import naming, non_negative, number, one_of, positive
 from .importance import MAX_LOG_RATIO
-from .term import TRACING, Per, Scope
+from .scope import TRACING, Per, Scope
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

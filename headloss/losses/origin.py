@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-from .term import Function, Observer, Term
-
-
-class Origin(NamedTuple):
-    """What a term of the library was made of. Its functions depend on their arguments and on `key`
-    alone, so that what they compute may be recorded (`taping`); a user's own may do anything."""
-
-    key: tuple[Any, ...]
-    function: Function
-    observe: Observer | None
+from .term import Term
 
 
 def key_of(term: Term) -> tuple[Any, ...] | None:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..batch.reduction import Reduction, fixed_length, sequence_mean, sequence_sum, token_mean
 from ..objective.statistics import Slope, Statistics
-from .factory import factory, non_negative, number, positive
+from .arguments import non_negative, number, positive
+from .factory import factory
 from .importance import (
     MAX_LOG_RATIO,
     Level,

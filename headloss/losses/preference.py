@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 
-from .factory import factory, number, one_of, positive
+from .arguments import number, one_of, positive
+from .factory import factory
 from .preference_pairs import (
     AVERAGED,
     DIVERGENCES,

@@ -22,7 +22,7 @@ from torch.nn.functional import logsigmoid
 from ..batch.reduction import sequence_mean
 from ..objective.metrics import Observed
 from ..objective.statistics import Statistics
-from .factory import non_negative, number, one_of, positive
+from .arguments import non_negative, number, one_of, positive
 from .supervised import log_1_minus_p
 from .term import Term
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from ..batch.reduction import sequence_mean
 from ..objective.metrics import Observed
 from ..objective.statistics import Statistics
-from .factory import factory, non_negative, one_of, positive
+from .arguments import non_negative, one_of, positive
+from .factory import factory
 from .preference_pairs import Pairwise, log_ratio, preference, split, spread, summed
 from .term import Term
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from ..batch.reduction import token_mean
 from ..objective.metrics import Observed
 from ..objective.statistics import Slope, Statistics
-from .factory import factory, non_negative, one_of, positive
+from .arguments import non_negative, one_of, positive
+from .factory import factory
 from .importance import (
     MAX_LOG_RATIO,
     Level,

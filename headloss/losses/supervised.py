@@ -15,7 +15,8 @@ from torch import Tensor
 from ..batch.reduction import token_mean
 from ..objective.metrics import Observed, Perplexity
 from ..objective.statistics import Slope, Statistics
-from .factory import factory, non_negative, number, positive
+from .arguments import non_negative, number, positive
+from .factory import factory
 from .term import Term, term
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from torch import Tensor
 from ..batch.reduction import sequence_mean
 from ..objective.metrics import Observed
 from ..objective.statistics import Statistics
-from .factory import factory, non_negative, positive
+from .arguments import non_negative, positive
+from .factory import factory
 from .importance import (
     Level,
     advantages_at,

@@ -11,10 +11,9 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,24 +21,16 @@ from torch import Tensor
 from ..batch.reduction import Reduction, as_reduction, sequence_mean, token_mean
 from ..objective.metrics import Observed, checked
 from ..objective.statistics import Slope, Statistics
-from .identity import Given, alike, leaves_of
+from .identity import Given, Origin, alike, leaves_of
+from .modifiers import Modifier, corrected, off_policy_masked, top_entropy
+from .scope import SCOPES, TRACING, Per, Scope, wider
+from .teacher import Teacher
 
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
-    from .distillation import Teacher
-    from .modifiers import Modifier
-    from .origin import Origin
 
-Scope = Literal["token", "segment", "batch"]
-Per = Literal["token", "segment"]
-SCOPES: tuple[Scope, ...] = ("token", "segment", "batch")
 Function = Callable[[Statistics, "PackedBatch"], Tensor]
 Observer = Callable[[Statistics, "PackedBatch"], dict[str, Observed]]
-
-
-def wider(a: Scope, b: Scope) -> Scope:
-    """The larger of two scopes."""
-    return SCOPES[max(SCOPES.index(a), SCOPES.index(b))]
 
 
 class _Arithmetic:
@@ -154,22 +145,16 @@ class Term(_Arithmetic):
 
     def corrected(self, mode: str, min: float | None = None, max: float | None = 3.0) -> Term:
         """Correct for the mismatch of sampler and trainer; see `modifiers.corrected`."""
-        from .modifiers import corrected
-
         return self.modified(corrected(mode, minimum=min, maximum=max))
 
     def off_policy_masked(self, threshold: float) -> Term:
         """Drop off-policy sequences; see `modifiers.off_policy_masked`."""
-        from .modifiers import off_policy_masked
-
         return self.modified(off_policy_masked(threshold))
 
     def top_entropy(
         self, quantile: float | None = None, threshold: float | None = None, group: Any = None
     ) -> Term:
         """Keep the tokens of highest entropy; see `modifiers.top_entropy`."""
-        from .modifiers import top_entropy
-
         return self.modified(top_entropy(quantile=quantile, threshold=threshold, group=group))
 
     # ------------------------------------------------------------------ calling one
@@ -357,7 +342,6 @@ class _Recorder:
         return self._target.get(name, default)
 
 
-TRACING = ContextVar("tracing", default=False)  # no collective runs for the sake of a trace
 
 
 def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = True) -> Reads:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..head.head import GATHER, Head
+from ..head.checks import GATHER
+from ..head.head import Head
 
 
 def local_head(head: Head) -> Head:

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from ..batch.batch import LOGPS, Batch, check_ids
 from ..batch.packing import PackedBatch
 from ..head.head import Head, autocast_dtype
-from ..losses.distillation import INPUTS, Teacher
+from ..losses.teacher import INPUTS, Teacher
 from ..losses.term import Objective, Reads, Term
 from ..objective.bound import reads
 from ..objective.sample import Kinds

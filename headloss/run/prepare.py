@@ -21,7 +21,7 @@ from ..batch.batch import Batch
 from ..head.head import Head, check_transform
 from ..kernels.interface import Kernels
 from ..kernels.transform import Transform
-from ..losses.distillation import Teacher
+from ..losses.teacher import Teacher
 from ..losses.term import Objective, Reads, Term
 from ..objective.bound import check_weights, has_slopes, reads
 from ..objective.sample import Kinds

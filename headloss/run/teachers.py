@@ -12,7 +12,7 @@ from torch import Tensor
 from ..batch.packing import PackedBatch
 from ..kernels.interface import Kernels
 from ..kernels.transform import Transform
-from ..losses.distillation import Teacher
+from ..losses.teacher import Teacher
 from ..objective.statistics import CANDIDATES, COLLISION, PEAK
 from ..ranks.dtensor import local_head
 from ..ranks.vocabulary import Whole

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..kernels.interface import Backward, Forward, Kernels, Measured
 from ..kernels.pair import Pair, Side
 from ..kernels.transform import Transform
-from ..losses.distillation import Teacher
+from ..losses.teacher import Teacher
 from ..objective.statistics import Normalizer, Partials, finish
 from .beside import NOTHING, Slices
 from .given import View

@@ -12,19 +12,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .errors import RecipeError, RunError
+
 if TYPE_CHECKING:
-    from .job import Result
+    from .result import Result
     from .schema import Recipe
 
 __all__ = ["Recipe", "RecipeError", "Result", "RunError", "recipe", "recipes", "run"]
-
-
-class RecipeError(Exception):
-    """What is wrong with a recipe, in one line that begins with the key."""
-
-
-class RunError(Exception):
-    """What has ended a run that had begun, in one line: the step, and what was not finite there."""
 
 
 def recipes() -> dict[str, str]:
@@ -66,7 +60,7 @@ def _module(name: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    homes = {"Recipe": "schema", "Result": "job"}
+    homes = {"Recipe": "schema", "Result": "result"}
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(_module(homes[name]), name)

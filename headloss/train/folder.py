@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-from . import RecipeError, files
+from . import files
+from .errors import RecipeError
 from .schema import Recipe
 from .schema import write as recipe_text
 

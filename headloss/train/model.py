@@ -21,7 +21,7 @@ from transformers import (
     set_seed,
 )
 
-from . import RecipeError
+from .errors import RecipeError
 from .schema import Recipe, check_fields
 
 PAD, END = "<pad>", "<end>"

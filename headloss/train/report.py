@@ -10,7 +10,7 @@ from .schema import Recipe
 from .schema import write as recipe_text
 
 if TYPE_CHECKING:
-    from .job import Result
+    from .result import Result
 
 LEGEND = "None of these problems is among those trained on."
 

@@ -17,7 +17,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from . import RecipeError
+from .errors import RecipeError
 
 SHIPPED = Path(__file__).with_name("recipes")
 ALGORITHMS = ("sft", "grpo", "gspo", "cispo", "ppo", "reinforce")

@@ -20,7 +20,7 @@ from typing import Any, cast
 from datasets import Dataset
 from pyarrow.lib import ArrowException
 
-from . import RecipeError
+from .errors import RecipeError
 from .schema import Recipe, unknown
 
 Row = dict[str, Any]

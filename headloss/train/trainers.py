@@ -22,7 +22,8 @@ from ..integrations.trl import SFTTrainer
 from ..integrations.trl.common import per
 from ..integrations.trl.grpo_objective import tokens_of_the_step
 from ..losses import Objective
-from . import RecipeError, RunError, files, folder, model
+from . import files, folder, model
+from .errors import RecipeError, RunError
 from .schema import Recipe, check_fields
 from .task import Task
 

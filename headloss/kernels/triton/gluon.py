@@ -10,8 +10,6 @@ Triton's own kernel, whose warps do all steps together, runs everywhere and has 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,10 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from . import tiles
 from .formulas import LN2, LOG2E
 from .launch import Launcher, Tile
+from .merge import Epilogue
 from .records import programs_on
-
-if TYPE_CHECKING:
-    from .product import Epilogue
 
 ROWS, WIDTH, DEPTH = tiles.BM, tiles.BN, tiles.BK
 STAGES = gl.constexpr(tiles.STAGES)

@@ -43,6 +43,14 @@ class Sums(NamedTuple):
     mean: tl.constexpr
 
 
+class Epilogue(NamedTuple):
+    """What a product reads of each token, and writes of each block of columns."""
+
+    reference: Reference
+    z: LogitScaling
+    to: Sums
+
+
 class Finish(NamedTuple):
     """What `finish_kernel` takes."""
 

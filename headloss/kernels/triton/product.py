@@ -13,8 +13,6 @@ suits that is not far below the largest logit. Tokens for which it is are done a
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -24,8 +22,8 @@ from ...objective.statistics import Partials
 from ..interface import Forward, Held, Measured
 from .formulas import LN2, LOG2E, transformed
 from .launch import Launcher, cdiv
-from .merge import Finish, Sums, launch_finish, measured, room, unpacked
-from .records import LogitScaling, constant, matrix_of, programs_on, scaling
+from .merge import Epilogue, Finish, Sums, launch_finish, measured, room, unpacked
+from .records import constant, matrix_of, programs_on, scaling
 from .tiles import (
     BM,
     BN,
@@ -45,14 +43,6 @@ __all__ = ["can_fuse", "product_partials", "product_statistics"]
 
 LEAST_SCALE = 1e-9  # of gluon.py, which masks before it scales
 LOWEST = tl.constexpr(-1e30)  # exp2 of it is 0, and it may be multiplied by that
-
-
-class Epilogue(NamedTuple):
-    """What is read of each token, and written of each block of columns."""
-
-    reference: Reference
-    z: LogitScaling
-    to: Sums
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from ..opcodes import DTYPES, INPUTS, MEASUREMENTS, NUMBERS, WIDTH, Op, Way
 from .instructions import fold_kernel, tape_kernel
 from .launch import OfNumbers
 
-if TYPE_CHECKING:
-    from ...objective.tape import Launch, Row, Tape
+Tape = Row = Launch = Any  # of objective.tape, which stands above the kernels
 
 BLOCK = 1024  # tokens at once
 FOLD = 256  # programs whose shares are added at once

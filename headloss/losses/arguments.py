@@ -1,0 +1,49 @@
+"""Checks of the options of terms and modifiers."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from numbers import Real
+
+
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Put the name of a term or modifier before the message of an error about its options."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
+def number(want: str, accept: Callable[[float], bool], **options: object) -> None:
+    """Each option must be a finite number that `accept`s.
+
+    >>> number("> 0", lambda x: x > 0, beta=-1)
+    Traceback (most recent call last):
+    ValueError: beta: got -1, want > 0
+    """
+    for option, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{option}: got {value!r}, want a number {want}")
+        if not (math.isfinite(value) and accept(float(value))):
+            raise ValueError(f"{option}: got {value!r}, want {want}")
+
+
+def non_negative(**options: object) -> None:
+    """Each option must be a number >= 0."""
+    number(">= 0", lambda x: x >= 0, **options)
+
+
+def positive(**options: object) -> None:
+    """Each option must be a number > 0."""
+    number("> 0", lambda x: x > 0, **options)
+
+
+def one_of(choices: tuple[str, ...], **options: object) -> None:
+    """Each option must be one of the names in `choices`."""
+    for option, value in options.items():
+        if value not in choices:
+            names = ", ".join(map(repr, choices))
+            raise ValueError(f"{option}: got {value!r}, want one of {names}")

@@ -1,0 +1,16 @@
+"""How much of a batch a term or modifier needs at once, and what it returns."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Literal
+
+Scope = Literal["token", "segment", "batch"]
+Per = Literal["token", "segment"]
+SCOPES: tuple[Scope, ...] = ("token", "segment", "batch")
+TRACING = ContextVar("tracing", default=False)  # no collective runs for the sake of a trace
+
+
+def wider(a: Scope, b: Scope) -> Scope:
+    """The larger of two scopes."""
+    return SCOPES[max(SCOPES.index(a), SCOPES.index(b))]
