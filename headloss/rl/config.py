@@ -24,6 +24,9 @@ class RLConfig(grpo_config.GRPOConfig):
     cast_logprobs_to_fp32: bool | None = _option(
         None, "True: log-probs of float32 logits. False: of bf16 logits. None: as use_fused_loss."
     )
+    sampling_support: bool = _option(
+        False, "Log-probs over the ids that top_k, top_p or min_p left, in place of all."
+    )
 
 
 @dataclass

@@ -13,7 +13,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from .. import losses
 from ..integrations.trl import GRPOTrainer, Switches
-from ..integrations.trl.forward import Request, require
+from ..integrations.trl.forward import Unrounded, require
 from ..integrations.trl.grpo_objective import completion_mask, tokens_of_the_step
 from ..integrations.trl.sharding import whole_head
 from ..losses import Term
@@ -46,6 +46,7 @@ class _Trainer(GRPOTrainer):
             use_fused_linear_logprobs=args.use_fused_linear_logprobs,
             cast_logprobs_to_fp32=args.cast_logprobs_to_fp32,
         )
+        self.sampling_support = args.sampling_support
         require(GRPOTrainer, "_calculate_rewards", "_generate_and_score_completions")
         super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
 
@@ -124,15 +125,16 @@ class _TokenRewards(_Trainer):
         columns = batch["completion_ids"].shape[1]
         labels = ids.masked_fill(attention == 0, -100)
         labels[:, :-columns] = -100
-        size = self.args.per_device_train_batch_size
+        size, support = self.args.per_device_train_batch_size, batch.get("support_ids")
         found: dict[str, list[Tensor]] = {"old_per_token_logps": [], "old_values": []}
         rows = zip(ids.split(size), attention.split(size), labels.split(size), strict=True)
         checkpointing = disable_gradient_checkpointing(
             self.model, self.args.gradient_checkpointing_kwargs
         )
         with torch.no_grad(), checkpointing, self.accelerator.autocast():
+            model = Unrounded(self.model, support)
             for i, a, y in rows:
-                out: Any = Request().of(self.model, input_ids=i, attention_mask=a, labels=y)
+                out: Any = model(input_ids=i, attention_mask=a, labels=y, fused_lm_head=True)
                 found["old_per_token_logps"].append(out.log_probs[:, -columns:])
                 if out.critic is not None:
                     found["old_values"].append(out.critic[:, -columns:])

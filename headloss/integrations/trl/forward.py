@@ -345,14 +345,25 @@ def installed(module: types.ModuleType, switches: Switches | None = None) -> Ite
 class Unrounded:
     """Stands for a model in a pass of TRL's without gradient: log-probs come as the head gave them.
 
-    TRL takes them from what comes out of the model's wrappers, which FSDP2 under bf16 rounds.
+    TRL takes them from what comes out of the model's wrappers, which FSDP2 under bf16 rounds. It
+    gives the rows in parts, one after another.
+
+    Args:
+        support: [B, C, K] the ids that the last C tokens of each row were drawn from.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, support: Tensor | None = None) -> None:
+        self.model, self.support = model, support
+        self.done = 0  # rows
 
-    def __call__(self, *, fused_lm_head: bool, **inputs: Any) -> HeadOutput:
-        return Request().of(self.model, **inputs)
+    def __call__(self, *, fused_lm_head: bool, labels: Tensor, **inputs: Any) -> HeadOutput:
+        rows = slice(self.done, self.done + len(labels))
+        self.done = rows.stop
+        if self.support is None:
+            return Request().of(self.model, labels=labels, **inputs)
+        ids = self.support[rows]
+        batch = Batch(labels[:, -ids.shape[1] :], support_ids=ids)
+        return Request(batch=batch).of(self.model, **inputs)
 
 
 class Measured:

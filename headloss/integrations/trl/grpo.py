@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ from trl.trainer import grpo_trainer
 
 from ...losses import Objective, Term
 from ...options import Options
-from .common import mode, record, refuse_common
+from .common import mode, record, refuse, refuse_common
 from .forward import Measured, Request, Switches, Unrounded, installed, require
 from .grpo_objective import check_settings, make_batch, make_objective, policy_term
 from .sharding import in_step
+from .support import Kept, padded, recorded
 
 
 class GRPOTrainer(grpo_trainer.GRPOTrainer):
@@ -23,6 +25,10 @@ class GRPOTrainer(grpo_trainer.GRPOTrainer):
 
     - `importance_sampling_level="sequence_token"` (GSPO-token; advantages may be [B, C]);
     - LoRA on the head;
+    - with `sampling_support`, log-probs and entropies are those of the softmax over the ids that
+      top-k, top-p or min-p sampling left, in all passes; a `rollout_func` says them itself, as
+      "support_ids" beside its "completion_ids": for each completion [C, K] integers with -1 in
+      empty slots, or a list with the ids of each token (none: the whole vocabulary);
     - headloss's own metrics, as "headloss/...".
 
     Override `objective` to add terms, and set `options` for memory and schedule.
@@ -34,14 +40,22 @@ class GRPOTrainer(grpo_trainer.GRPOTrainer):
     options: Options = Options()
     switches: Switches = Switches(use_fused_loss=True)
     kl_in_reward = False  # the reference shapes the advantages, not the loss
+    sampling_support = False  # of tokens that transformers generates here
+    _kept: Kept | None = None  # of the generation that is under way
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         passes = "_get_per_token_logps_and_entropies"
-        require(grpo_trainer.GRPOTrainer, "_compute_loss", "_generate_single_turn", passes)
+        generation = "_generate_single_turn", "_generate", "_generate_and_score_completions"
+        require(grpo_trainer.GRPOTrainer, "_compute_loss", *generation, passes)
         with installed(grpo_trainer, self.switches):
             super().__init__(*args, **kwargs)
         check_settings(self)
         refuse_common(self, "trl.GRPOTrainer")
+        if self.sampling_support:
+            own = "beside sampling_support: let a rollout_func return support_ids"
+            batching = "use_transformers_continuous_batching"
+            for name in ("use_vllm", batching, "tools", "rollout_func"):
+                refuse(self, **{name: (bool(getattr(self, name)), own)})
         if self.importance_sampling_level == "sequence_token":
             self.importance_sampling_level = "sequence"  # where TRL measures; the value is the same
 
@@ -81,11 +95,46 @@ class GRPOTrainer(grpo_trainer.GRPOTrainer):
         record(self, request.metrics)
         return loss
 
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        with in_step(self.accelerator.unwrap_model(self.model)):
-            return super()._generate_single_turn(*args, **kwargs)
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        self._kept = None
+        found = super()._generate_and_score_completions(inputs)
+        if self._kept is not None:
+            found["support_ids"] = self._support(*found["completion_ids"].shape)
+        self._kept = None
+        return found
 
-    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._generate(*args, **kwargs)
+        kept = found[5].pop("support_ids", None)  # of what a rollout_func has returned
+        self._kept = self._kept if kept is None else kept
+        return found
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        model = self.accelerator.unwrap_model(self.model)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(in_step(model))
+            recorder = stack.enter_context(recorded(model)) if self.sampling_support else None
+            found = super()._generate_single_turn(*args, **kwargs)
+        self._kept = None if recorder is None else recorder.rows()
+        return found
+
+    def _support(self, completions: int, columns: int) -> Tensor | None:
+        """[B, C, K] of the generation that is under way."""
+        if self._kept is None:
+            return None
+        return padded(self._kept, completions, columns, self.accelerator.device)
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """TRL's passes over the model; the one that it measures has been made."""
-        model = model if isinstance(model, Measured) else Unrounded(model)
-        return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        if not isinstance(model, Measured):
+            model = Unrounded(model, self._support(len(input_ids), logits_to_keep))
+        given = (model, input_ids, attention_mask, logits_to_keep, *args)
+        return super()._get_per_token_logps_and_entropies(*given, **kwargs)

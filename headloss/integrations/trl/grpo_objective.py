@@ -67,6 +67,7 @@ def make_batch(trainer: Any, inputs: dict[str, Any]) -> Batch:
         torch.where(scored, inputs["completion_ids"], IGNORE),
         advantages=advantages,
         old_logps=CURRENT if old is None else old,
+        support_ids=inputs.get("support_ids"),
         **fields,  # type: ignore[arg-type]
     )
 
