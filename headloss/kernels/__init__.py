@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import sys
 
 import torch
 
@@ -45,6 +46,13 @@ def can_hold_terms(backend: str, dtype: torch.dtype, weight: torch.Tensor) -> bo
     from .triton import can_fuse
 
     return can_fuse(weight, weight)
+
+
+def forget() -> None:
+    """Drop what launches have kept of compiled kernels and addresses."""
+    launch = sys.modules.get(f"{__name__}.triton.launch")
+    if launch is not None:
+        launch.clear()
 
 
 @functools.cache

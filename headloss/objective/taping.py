@@ -58,6 +58,10 @@ def tape_of(
     return _TAPES[key]
 
 
+def forget_tapes() -> None:
+    _TAPES.clear()
+
+
 def _teachers(objective: Objective) -> list[Any]:
     found = dict.fromkeys(term.teacher for _, term in objective.parts)
     found.pop(None, None)

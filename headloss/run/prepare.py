@@ -28,7 +28,7 @@ from ..objective.sample import Kinds
 from ..objective.statistics import BESIDE, CANDIDATES, COLLISION, PEAK, STATISTICS
 from ..objective.tape import Tape
 from ..objective.taped import kinds_of, serves
-from ..objective.taping import tape_of
+from ..objective.taping import forget_tapes, tape_of
 from ..options import Options
 from ..softmax.linear import Wants
 from ..softmax.products import sum_dtype
@@ -124,6 +124,8 @@ _KEPT = _Kept()
 def clear_cache() -> None:
     """Forget what was found out about earlier calls; the next ones find it out again."""
     _KEPT.clear()
+    forget_tapes()
+    kernels.forget()
 
 
 # ---------------------------------------------------------------------- the calls
