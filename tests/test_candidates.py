@@ -250,3 +250,30 @@ def test_logits_that_exist(row):
     out.loss.backward()
     assert abs(out.loss.detach() - oracle.loss) <= 1e-10
     assert error(logits.grad, oracle.gradients["hidden"]) <= 1e-9
+
+
+@hl.term
+def with_the_rest(stats, batch):
+    """The reverse KL to a uniform distribution over the candidates and the rest."""
+    log_p, tail = stats.candidate_logps, stats.candidate_tail
+    return (log_p.exp() * log_p).sum(1) + tail.exp() * (tail - batch.scores.sum(1))
+
+
+@pytest.mark.parametrize("schedule", ["one pass", "recompute"])
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN])
+def test_the_rest_in_triton(schedule, dtype):
+    """Over raw logits, at a temperature and a soft cap of each token, rest and all."""
+    hidden, weight, batch = inputs(dtype)
+    hidden, weight = hidden.to(DEVICE).requires_grad_(), weight.to(DEVICE).requires_grad_()
+    batch, made = batch.to(DEVICE), with_the_rest() + hl.cross_entropy()
+    head = hl.Head(weight, temperature=torch.linspace(0.5, 2, T, device=DEVICE), softcap=9.0)
+    oracle, coarse = (plain(hidden, head, batch, made, mode) for mode in ("float64", "input"))
+    options = hl.Options(backend="triton", **SCHEDULES[schedule])
+    out = hl.head_loss(hidden, head, batch, made, options)
+    assert not out.plan.terms
+    out.loss.backward()
+    assert abs(out.loss.double() - oracle.loss) <= 1e-5
+    for key, leaf in (("hidden", hidden), ("weight", weight)):
+        want = oracle.gradients[key]
+        floor = 3 * error(coarse.gradients[key], want) + max(1e-5, 2 * EPS[dtype])
+        assert leaf.grad is not None and error(leaf.grad, want) <= floor

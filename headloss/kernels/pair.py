@@ -29,7 +29,7 @@ from .transform import Transform
 class Side(NamedTuple):
     """One side's logits: how raw ones become z, and the normalizer of its softmax [n]."""
 
-    transform: Transform  # its temperature is a number
+    transform: Transform  # of a divergence, its temperature is a number
     normalizer: Normalizer
 
     def rows(self, rows: slice) -> Side:

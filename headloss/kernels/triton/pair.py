@@ -137,6 +137,7 @@ def pair_gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     x, out = tile.data + row * tile.stride, to.data + row * to.stride
     p_z = d.student.z
+    p_outer, p_factor = per_row(p_z.outer, p_z, row), per_row(p_z.factor, p_z, row)
     p_peak = tl.load(d.student.normalizer.peak + row)
     p_log_sum = tl.load(d.student.normalizer.log_sum + row)
     pivot, weight = tl.load(d.pivot + row), tl.load(d.weight + row)
@@ -159,7 +160,7 @@ def pair_gradient_kernel(
         columns = start + tl.arange(0, BLOCK)
         inside = columns < v
         value = tl.load(x + columns, mask=inside, other=0.0)
-        log_p = log_softmax(value, p_z, p_z.outer, p_peak, p_log_sum)
+        log_p = log_softmax(value, p_z, p_outer, p_peak, p_log_sum)
         if d.stored is not None:
             g = pivot * tl.exp(tl.minimum(log_p, 0.0))
             bound = bounds + start // BLOCK
@@ -169,7 +170,7 @@ def pair_gradient_kernel(
             other = tl.load(teacher + columns, mask=inside, other=0.0)
             log_q = log_softmax(other, d.teacher.z, d.teacher.z.outer, q_peak, q_log_sum)
             g = slope(log_q, log_p, pivot, d.beta, KIND)
-        g = tl.where(weight == 0, 0.0, g * weight * p_z.factor)  # such rows may hold anything
+        g = tl.where(weight == 0, 0.0, g * weight * p_factor)  # such rows may hold anything
         if a.targets is not None:
             if p_z.inner is not None:  # the same soft cap, whose tanh is there
                 log_p = log_softmax(value, p_z, outer, peak, log_sum)
@@ -198,9 +199,7 @@ def block_width(v: int) -> int:
 
 
 def softmax(side: Side) -> Softmax:
-    """One side, whose temperature is a number."""
-    if isinstance(side.transform.temperature, Tensor):
-        raise TypeError("a side of a divergence: got a temperature per token, want a number")
+    """One side."""
     return Softmax(scaling(side.transform), side.normalizer)
 
 

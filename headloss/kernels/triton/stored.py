@@ -15,7 +15,7 @@ from ...objective.statistics import Partials
 from ..interface import Backward
 from ..pair import Outcomes
 from ..transform import Transform
-from .formulas import block_partials, merged, transformed
+from .formulas import block_partials, merged, per_row, transformed
 from .launch import Launcher
 from .pair import Part, block_width, launch, softmax, stored_in
 from .records import WARPS, check_tile, found, matrix_of, scaling
@@ -35,6 +35,7 @@ def tail_partials_kernel(
     x = raw.data + row * raw.stride
     places = stored.places + row * stored.count
     bounds = stored.bounds + row * stored.stride
+    outer = per_row(z.outer, z, row)
     peak = tl.full((), float("-inf"), tl.float32)
     rest = tl.full((), -1.0, tl.float32)
     if ONTO:
@@ -42,7 +43,7 @@ def tail_partials_kernel(
     for start in range(0, v, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < v
-        value = transformed(tl.load(x + columns, mask=inside, other=0.0), z, z.outer)
+        value = transformed(tl.load(x + columns, mask=inside, other=0.0), z, outer)
         value = tl.where(inside, value, float("-inf"))
         bound = bounds + start // BLOCK
         for k in range(tl.load(bound), tl.load(bound + 1)):
