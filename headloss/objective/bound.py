@@ -144,9 +144,10 @@ class Bound:
         if batch.live is not None:
             dead = ~batch.live
             found = {n: g.masked_fill(_at_rows(dead, g), 0) for n, g in found.items()}
-        if CANDIDATES in found:  # what an empty slot holds is a constant
-            empty = pad(batch.candidate_ids < 0, (0, 1))
-            found[CANDIDATES] = found[CANDIDATES].masked_fill(empty, 0)
+        if CANDIDATES in found:  # what an empty slot holds is a constant, as is what has no mass
+            constant = stats.divergences[CANDIDATES].isneginf()
+            constant |= pad(batch.candidate_ids < 0, (0, 1))
+            found[CANDIDATES] = found[CANDIDATES].masked_fill(constant, 0)
         if self.scale is not None:
             found = {name: g * self.scale for name, g in found.items()}
         return found, values

@@ -299,8 +299,6 @@ def _prepared(
         check_gradient(objective, asked)
     needs, gradients = _needs(asked, options), {g for r in asked.values() for g in r.gradients}
     beside = needs & BESIDE.keys()
-    if batch.support is not None and beside:
-        raise ValueError(f"support_ids: got them with terms that read {sorted(beside)}, want none")
     # These are measured of tiles of logits; candidates alone also of hidden states and weights.
     of_tiles = bool(teachers or needs & {"candidate_tail", COLLISION})
     terms = problem.terms and not of_tiles and not (softcap and "mean_logit" in gradients)

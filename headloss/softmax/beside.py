@@ -1,6 +1,6 @@
 """What is measured of the tiles beside the statistics, in the same sweep over them.
 
-T tokens, n of a step, v columns of a tile, K chosen columns.
+T tokens, n of a step, v columns of a tile, K chosen columns, P pairs of a support.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from torch import Tensor
 
 from ..kernels.interface import Backward, Forward, Kernels, Measured
 from ..kernels.pair import Chosen, Outcomes, Side
+from ..kernels.support import Support
 from ..kernels.transform import Transform
-from ..objective.statistics import COLLISION, PEAK, Normalizer, Partials, finish
+from ..objective.statistics import COLLISION, PEAK, Coefficients, Normalizer, Partials, finish
 from .rows import ALL, Rows
 
 NOTHING: frozenset[str] = frozenset()
+HIGH = 1 << 32  # above any column: one number for each token and column
 
 
 class Slices(Protocol):
@@ -39,10 +41,13 @@ class Peak:
     def take(self, index: Tensor) -> Peak:
         return self
 
-    def add(self, rows: Rows, columns: slice, raw: Tensor) -> None:
+    def put(self, index: Tensor, taken: Peak) -> None:
+        """Nothing is kept."""
+
+    def add(self, rows: Rows, *_: object) -> None:
         """Nothing: act one finds it."""
 
-    add_product = add
+    add_product = add_pairs = add
 
     def found(self, rows: Rows, normalizer: Normalizer) -> Tensor:
         return normalizer.peak.clone()
@@ -59,13 +64,27 @@ class Collision:
         self.partials: Partials | None = None
 
     def take(self, index: Tensor) -> Collision:
-        return self
+        """Of some of the tokens, before they are measured."""
+        found = copy(self)
+        found.transform = self.transform.rows(index)
+        return found
+
+    def put(self, index: Tensor, taken: Collision) -> None:
+        """Nothing is kept."""
 
     def add(self, rows: Rows, columns: slice, raw: Tensor) -> None:
         """Take one of the tiles of some tokens."""
-        nowhere = torch.full((len(raw),), -1, device=raw.device)
-        forward = Forward(nowhere, 0, self.transform.rows(rows), NOTHING)
-        self.partials = self.acts.partials(raw, forward, self.partials)
+        self.partials = self.acts.partials(raw, self._forward(rows, raw), self.partials)
+
+    def add_pairs(self, rows: slice, raw: Tensor, support: Support) -> None:
+        """Take the pairs [P] of some tokens and the columns of their support."""
+        self.partials = self.acts.support_partials(raw, support, self._forward(rows, support))
+
+    def _forward(self, rows: Rows, like: Tensor | Support) -> Forward:
+        n = len(like.offsets) - 1 if isinstance(like, Support) else len(like)
+        device = like.ids.device if isinstance(like, Support) else like.device
+        nowhere = torch.full((n,), -1, device=device)
+        return Forward(nowhere, 0, self.transform.rows(rows), NOTHING)
 
     def found(self, rows: Rows, normalizer: Normalizer) -> Tensor:
         """[n], once all tiles were added."""
@@ -118,6 +137,10 @@ class Candidates:
         found.rest, found.transform = self.rest[:, index], self.transform.rows(index)
         return found
 
+    def put(self, index: Tensor, taken: Candidates) -> None:
+        """Know what was measured of some of the tokens."""
+        self.rest[:, index] = taken.rest
+
     def _ids(self, rows: Rows) -> Tensor:
         return self.ids[rows if self.index is None else self.index[rows]].long()
 
@@ -140,6 +163,55 @@ class Candidates:
         """Of logits x [n, H] @ weight.T [H, V] that nobody keeps; not for the rest."""
         columns, transform = self.columns(rows, ALL), self.transform.rows(rows)
         self.logits = self.acts.chosen_logits(x, weight, columns, transform)
+
+    def add_pairs(self, rows: slice, raw: Tensor, support: Support) -> None:
+        """Take the pairs [P] of some tokens and the columns of their support; a candidate that is
+        none of these has a logit of -inf."""
+        pairs, here, rest = self._in_support(rows, support)
+        column, transform = self._ids(rows) - support.first, self.transform.rows(rows)
+        z = torch.where(here, transform(raw[pairs]), -torch.inf)
+        self.logits = torch.where((column >= 0) & (column < support.size), z, 0)
+        if self.tail:
+            forward = Forward(torch.full_like(pairs[:, 0], -1), 0, transform, NOTHING)
+            self.partials = self.acts.support_partials(raw, rest, forward)
+
+    def _in_support(self, rows: slice, support: Support) -> tuple[Tensor, Tensor, Support]:
+        """[n, K] the pair of each candidate, and whether there is one; and the other pairs."""
+        n, count = len(support.offsets) - 1, len(support.ids)
+        at = torch.arange(count, device=support.ids.device)
+        token = torch.searchsorted(support.offsets, at, right=True) - 1
+        inside = (support.ids >= support.first) & (support.ids < support.first + support.size)
+        key = torch.where(inside, token * HIGH + support.ids, -1 - at)
+        key, order = torch.cat([key, key.new_full((1,), -1 - count)]).sort()
+        ids = self._ids(rows)
+        asked = torch.arange(n, device=at.device).unsqueeze(1) * HIGH + ids
+        place = torch.searchsorted(key, asked).clamp_max(count)
+        here = (ids >= 0) & (key[place] == asked)
+        pairs = torch.where(here, order[place], 0)
+        # An empty slot, in place of those that are chosen.
+        others = torch.cat([support.ids, at.new_zeros(1)])
+        others[torch.where(here, pairs, count)] = -1
+        return pairs, here, support._replace(ids=others[:-1])
+
+    def add_to_pairs_(
+        self,
+        values: Tensor,  # [P] dL/draw but for the slopes' part, which is added
+        raw: Tensor,
+        rows: slice,
+        support: Support,
+        slopes: Tensor,  # [n, K + 1]
+    ) -> None:
+        """As `chosen` and `gradient` of a tile."""
+        transform = self.transform.rows(rows)
+        pairs, here, rest = self._in_support(rows, support)
+        own = slopes[:, :-1].to(values.dtype, copy=True)
+        own = transform.pull_back_(own, transform(raw[pairs]))
+        values[pairs[here]] += own[here]
+        if self.tail:
+            nowhere, c = torch.full_like(pairs[:, 0], -1), Coefficients(prob=slopes[:, -1])
+            tail = Normalizer(*self.rest[:, rows])
+            backward = Backward(nowhere, support.first, transform, tail, c)
+            values += self.acts.support_gradient(raw, rest, backward)
 
     def chosen(self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor) -> Chosen:
         """What is to be put over a tile that holds all but the slopes' part of the gradient."""

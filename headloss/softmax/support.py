@@ -58,20 +58,25 @@ class SupportSoftmax(LinearSoftmax):
     def statistics(
         self, rows: slice, tiles: Sequence[slice], slices: Any, vocabulary: int, keep: bool
     ) -> tuple[Measured, Any]:
-        raw, needs = self.raw(rows), self.tokens.needs
+        raw, needs, support = self.raw(rows), self.tokens.needs, self._window(rows, ALL)
         forward = self.tokens.forward(rows, self.first)
-        partials = self.acts.support_partials(raw, self._window(rows, ALL), forward)
+        partials = self.acts.support_partials(raw, support, forward)
+        for part in self.beside:
+            part.add_pairs(rows, raw, support)
         partials = slices.merge(partials)
         stats, normalizer = finish(partials, 1, needs)
         if stats.mean_logit is not None:
             stats = replace(stats, mean_logit=stats.mean_logit / self.support.counts[rows])
         measured, whole, held = Measured(stats, normalizer, partials.target), None, None
+        self.measure_beside(rows, measured)
         index = self.support.unrestricted(rows)
         if index is not None:
             whole = self.whole.take(index + (rows.start or 0))
             every = slice(0, len(index))
             found, held = whole.statistics(every, tiles, slices, vocabulary, keep)
             measured = _placed(measured, index, found)
+            for part, taken in zip(self.beside, whole.beside, strict=True):
+                part.put(index + (rows.start or 0), taken)
         return measured, (raw, whole, held) if keep else None
 
     def pull(
@@ -106,6 +111,10 @@ class SupportSoftmax(LinearSoftmax):
         gradient = gradient._replace(coefficients=c)
         backward = self.tokens.backward(rows, support.first, measured.normalizer, gradient)
         values = self.acts.support_gradient(raw, support, backward)
+        for part in self.beside:
+            if part.key in gradient.divergences:
+                slopes = gradient.divergences[part.key]
+                part.add_to_pairs_(values, raw, rows, support, slopes)
         by_column = self.support.by_column(rows, support.first, support.size)
         return PairGradient(values, support, by_column, rows, self.acts)
 
@@ -127,5 +136,7 @@ def _placed(measured: Measured, index: Tensor, found: Measured) -> Measured:
     theirs, stats = found.stats.tensors(), Statistics()
     for name, mine in measured.stats.tensors().items():
         stats = replace(stats, **{name: put(mine, theirs[name])})
+    for key, mine in measured.stats.divergences.items():
+        stats.divergences[key] = put(mine, found.stats.divergences[key])
     normalizer = Normalizer(*map(put, measured.normalizer, found.normalizer))
     return Measured(stats, normalizer, put(measured.target, found.target))

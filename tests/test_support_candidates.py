@@ -1,0 +1,68 @@
+"""Candidates, sum p^2 and max z of a softmax that runs over a support, against float64."""
+
+from __future__ import annotations
+
+import matrix
+import pytest
+import support_cases as cases
+import torch
+
+import headloss as hl
+from headloss.batch.batch import IGNORE
+
+
+def observe(stats, batch):
+    peak = hl.Observed(stats.peak, hl.Max)
+    return {"peak": peak, "collision": hl.Observed(stats.sum_p_squared)}
+
+
+@hl.term(observe=observe)
+def probe(stats, batch):
+    """Candidates outside of the support have a log-prob of -inf, and no gradient."""
+    log_p, tail = stats.candidate_logps, stats.candidate_tail
+    log_p = torch.where(log_p.isneginf(), 0, log_p)
+    tail = torch.where(tail.isneginf(), 0, tail)
+    return (log_p * batch.scores).sum(1) + (0.3 * log_p).exp().sum(1) + 0.5 * tail.exp() - tail
+
+
+def inputs(kind: str, head: str, dtype: torch.dtype) -> matrix.Inputs:
+    """Candidates in and outside of the support, the target among them, empty slots."""
+    known = cases.inputs(kind, head, dtype, terms=probe() + cases.objective())
+    generator = torch.Generator().manual_seed(9)
+    shape = (cases.TOKENS, cases.VOCABULARY)
+    ids = torch.rand(shape, generator=generator).argsort(1)[:, :8]
+    support = cases.supports(known.batch.targets, cases.VOCABULARY, kind.replace("flat", ""))
+    ids[:, 4:7] = support[:, :3]  # some of them empty, and some again, which are left out
+    known_before = (ids[:, 4:7, None] == ids[:, None, :4]).any(2)
+    ids[:, 4:7] = torch.where(known_before, -1, ids[:, 4:7])
+    ids[:, 7] = -1
+    ids[::4] = -1
+    ids[known.batch.targets == IGNORE] = cases.BEYOND
+    scores = torch.randn(cases.TOKENS, 8, generator=generator)
+    batch = known.batch.with_fields(candidate_ids=ids, scores=scores)
+    return matrix.Inputs(
+        hidden=known.hidden, head=known.head, batch=batch, objective=known.objective
+    )
+
+
+@pytest.mark.parametrize("kind", ["padded", "mixed", "mixed flat"])
+@pytest.mark.parametrize("head", ["plain", "everything"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held"])
+def test_candidates_of_a_support(kind, head, dtype, schedule):
+    known = inputs(kind, head, dtype)
+    out = matrix.check(known, hl.Options(schedule=schedule, chunk_tokens=None), 1.5)
+    packed = known.batch.targets != IGNORE
+    z = known.head.logits(known.hidden).double().detach()
+    ids = known.batch.support_ids
+    if "flat" not in kind:
+        inside = torch.zeros(len(z), z.shape[1] + 1, dtype=torch.bool)
+        kept = torch.where((ids < 0) | (ids >= z.shape[1]), z.shape[1], ids)
+        inside.scatter_(1, kept, True)
+        inside |= ~(ids >= 0).any(1, keepdim=True)
+        z = z.masked_fill(~inside[:, :-1], -torch.inf)[packed]
+        found = out.metrics.compute()
+        tolerance = 1e-9 if dtype == torch.float64 else 3e-2  # the test's own product is rounded
+        want = z.softmax(1).square().sum(1).mean()
+        assert abs(found["probe/peak"] - z.max()) <= tolerance * z.max().abs()
+        assert abs(found["probe/collision"] - want) <= tolerance
