@@ -47,7 +47,8 @@ class Case:
 
     Attributes:
         row: what the report calls it; cases of one row differ in shape.
-        group: "table", "shapes", "tokens" or "vocabulary", for the report's parts.
+        group: "table", "small", "shapes", "tokens" or "vocabulary", for the report's parts. Calls
+            of "small" cases are made one at a time: their host time counts.
         goal: of the design, for the report.
     """
 
@@ -65,6 +66,8 @@ class Case:
         return f"{self.row}, N={s.tokens} H={s.width} V={s.vocabulary} {dtype}"
 
 
+SMALL = (256, 512, 1024, 2048, 4096, 8192)
+SMALL_HEADS = ((896, 151936), (2048, 151936), (4096, 128256))
 WIDE = Setting(tokens=16384, width=4096, vocabulary=128256)
 NARROW = Setting(tokens=16384, width=2048, vocabulary=151936)
 RAGGED = (200, 4000)
@@ -122,6 +125,18 @@ def table() -> Iterator[Case]:
             tokens=tokens, width=512, vocabulary=vocabulary, trains=("hidden",), given=True
         )
         yield row("given logits, in place", "ce", given, *GIVEN, goal="0.85 of a copy")
+
+
+    for width, vocabulary in SMALL_HEADS:
+        for tokens in SMALL:
+            yield Case(
+                row="small calls",
+                works=("ce", "grpo"),
+                setting=Setting(tokens=tokens, width=width, vocabulary=vocabulary, segments=256),
+                contestants=(*DEFAULTS, *PLAIN),
+                group="small",
+                goal="never slower than torch.compile or eager, host time <= 0.7 ms",
+            )
 
 
 SHAPES = (

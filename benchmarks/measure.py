@@ -96,6 +96,21 @@ class Stretch:
         return 1e3 * (self.stop - self.start)
 
 
+class Alone:
+    """A call with nothing before or after it: `ms` until its work is done, `host_ms` until it
+    returns."""
+
+    def __init__(self, function: Callable[[Inputs], Any], inputs: Inputs, device: torch.device):
+        inputs.fresh()
+        synchronize(device)
+        start = time.perf_counter()
+        function(inputs)
+        returned = time.perf_counter()
+        synchronize(device)
+        self.host_ms = 1e3 * (returned - start)
+        self.ms = 1e3 * (time.perf_counter() - start)
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -139,6 +154,7 @@ def working_bytes(found: Found, peak: int, inputs: Inputs) -> int:
 
 # ---------------------------------------------------------------------- a case
 
+SMALL = 3  # times as many repeats of a small call
 SLOW, FEW = 4.0, 3  # who takes longer than SLOW limits runs FEW times
 
 
@@ -150,8 +166,8 @@ class Entry:
     contestant: Contestant
     run: Run | None = None
     row: dict[str, Any] = field(default_factory=dict)
-    stretches: list[Stretch] = field(default_factory=list)
-    limits: list[Stretch] = field(default_factory=list)
+    stretches: list[Any] = field(default_factory=list)  # Stretch or Alone
+    limits: list[Any] = field(default_factory=list)
 
 
 def run_case(case: Case, repeats: int, device: torch.device, keep=lambda name: True) -> list[dict]:
@@ -171,7 +187,8 @@ def run_case(case: Case, repeats: int, device: torch.device, keep=lambda name: T
         limit = make_limit(setting, inputs[0])
         for entry in entries:
             if entry.run is not None:
-                _race(entry, limit, inputs, repeats, device)
+                alone = case.group == "small"
+                _race(entry, limit, inputs, SMALL * repeats if alone else repeats, device, alone)
     measured = [s.ms for entry in entries for s in entry.limits]
     overall = statistics.median(measured) if measured else math.nan
     for entry in entries:
@@ -181,6 +198,8 @@ def run_case(case: Case, repeats: int, device: torch.device, keep=lambda name: T
             base = statistics.median(s.ms for s in entry.limits)
             entry.row |= {"limit_ms": base}
             entry.row |= _times([s.ms for s in entry.stretches], base, setting)
+            if isinstance(entry.stretches[0], Alone):
+                entry.row |= {"host_ms": statistics.median(s.host_ms for s in entry.stretches)}
     about = {"case": case.name, "row": case.row, "group": case.group, "goal": case.goal}
     sizes = {name: getattr(setting, name) for name in ("tokens", "width", "vocabulary")}
     about |= sizes | {"dtype": str(setting.dtype).removeprefix("torch.")}
@@ -236,6 +255,10 @@ def poison(device: torch.device, setting: Setting) -> None:
     torch.full((elements,), torch.nan, device=device)
 
 
+def is_ours(contestant: str) -> bool:
+    return contestant.startswith("head")
+
+
 def unserved(contestant: Contestant, work: Work, device: torch.device) -> str:
     if contestant.gpu and device.type != "cuda":
         return "needs a GPU"
@@ -280,6 +303,7 @@ def _race(
     inputs: list[Inputs],
     repeats: int,
     device: torch.device,
+    alone: bool = False,
 ) -> None:
     """Times of one contestant and of the limit in turn.
 
@@ -289,10 +313,11 @@ def _race(
     assert entry.run is not None
     for turn in range(repeats + 1):
         i = inputs[turn % len(inputs)]
-        entry.limits.append(_timed(limit, i, device))
-        entry.stretches.append(_timed(entry.run, i, device))
+        timed = Alone if alone else _timed
+        entry.limits.append(timed(limit, i, device))
+        entry.stretches.append(timed(entry.run, i, device))
         synchronize(device)
-        slow = entry.stretches[0].ms > SLOW * entry.limits[0].ms
+        slow = not alone and entry.stretches[0].ms > SLOW * entry.limits[0].ms
         if slow and turn == FEW:
             break
     del entry.stretches[0], entry.limits[0]  # a warm-up

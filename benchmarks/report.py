@@ -57,6 +57,26 @@ def goals(results: dict) -> str:
     return f"{machine(results)}\n\n{markdown(lines)}"
 
 
+def small(results: dict) -> str:
+    """Calls of few tokens, one at a time: whole time, host time, and peak memory of each."""
+    names = ("headloss", "torch.compile", "eager")
+    head = ("H, V", "N", "work", *names)
+    lines = [head, (*("---",) * 3, *("---:",) * 3)]
+    rows = [row for row in results["rows"] if row["group"] == "small" and "ms" in row]
+    for _, found in _by_case(rows):
+        for work in dict.fromkeys(row["work"] for row in found):
+            of = {row["contestant"]: row for row in found if row["work"] == work}
+            first = next(iter(of.values()))
+            cells = [_alone(of[name]) if name in of else "-" for name in names]
+            shape = f"{first['width']}, {first['vocabulary']}"
+            lines.append((shape, str(first["tokens"]), work, *cells))
+    return f"{machine(results)}\n\n{markdown(lines)}"
+
+
+def _alone(row: Row) -> str:
+    return f"{row['ms']:.2f} ({row['host_ms']:.2f}), {row['peak_bytes'] / MIB:.0f} MiB"
+
+
 def is_ours(row: Row) -> bool:
     return row["contestant"].startswith("head")
 

@@ -2,6 +2,7 @@
 
     python benchmarks/run.py --quick                      # seconds, on a CPU
     python benchmarks/run.py --table --output table.json  # minutes, on one GPU
+    python benchmarks/run.py --table --against ../before  # 30 pairs of calls of two versions
     python benchmarks/run.py --full --part 1/4 --output full.json
 
 Every contestant passes a gate against float64 before it is timed. Parts append to one file: it is
@@ -22,6 +23,7 @@ from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import against
 import cases
 import measure
 import report
@@ -125,6 +127,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.names:
         print("\n".join(case.name for case in chosen))
         return 0
+    if arguments.against:
+        return against.main(chosen, arguments.against, device, arguments.repeats or 30)
     results = Results(arguments.output, about(device, arguments.commit))
     repeats = arguments.repeats or (2 if arguments.list == "quick" else 9)
     red = []
@@ -181,6 +185,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="cases, by shell patterns")
     parser.add_argument("--contestants", nargs="+", metavar="PATTERN")
     parser.add_argument("--repeats", type=int, help="timed runs of each contestant")
+    parser.add_argument(
+        "--against", type=Path, metavar="FOLDER", help="race the headloss of another checkout"
+    )
     parser.add_argument("--output", type=Path, help="JSON to write or to append to")
     parser.add_argument("--markdown", type=Path, help="where to write the tables")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="where to write PNG files")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+import against
 import cases
 import contestants
 import gradient_truth
@@ -196,8 +197,42 @@ def test_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert f"### {case.name}" in text
     assert "| CCE | - |" in text and "skipped: needs a GPU" in text
     summary = report.goals(again)
-    assert summary.count("\n| ") == 2 + len({c.row for c in cases.table()})
+    rows = {c.row for c in cases.table() if c.group == "table"}
+    assert summary.count("\n| ") == 2 + len(rows)
     capsys.readouterr()
+
+
+def test_against_another_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """A version against itself: it runs under its other name, and gives the same."""
+    before = against.load(Path(run.__file__).parents[1])
+    inputs = works.make_inputs(TINY, CPU)
+    found = []
+    for package in (works.hl, before):
+        with against.using(package):
+            make = contestants.CONTESTANTS["headloss"].make
+            found.append(make(works.WORKS["gspo"], TINY)(inputs).values)
+    assert before is not works.hl and before.__name__ == against.NAME
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+    case = cases.Case(row="a", works=("ce",), setting=TINY, contestants=("headloss", "eager"))
+    against.main([case, replace(case, group="small")], Path(run.__file__).parents[1], CPU, 4)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all("ce, headloss: old / new" in line for line in lines)
+
+
+def test_the_bound_of_a_median() -> None:
+    ratios = [1 + i / 100 for i in range(30)]
+    assert against.lower_bound(ratios) == ratios[9] and against.lower_bound([0.9]) == 0.9
+
+
+def test_small_calls_tell_the_host_time() -> None:
+    setting = replace(TINY, teacher=False)
+    case = cases.Case(
+        row="small calls", works=("ce",), setting=setting, contestants=("headloss",), group="small"
+    )
+    (row,) = measure.run_case(case, 1, CPU)
+    assert 0 < row["host_ms"] <= row["ms"] and row["runs"] == measure.SMALL
+    table = report.small({"runs": [run.about(CPU, "a")], "rows": [row | {"run": 0}]})
+    assert f"| 12, 61 | 40 | ce | {row['ms']:.2f} ({row['host_ms']:.2f})," in table
 
 
 def test_parallel(tmp_path: Path) -> None:
