@@ -101,6 +101,13 @@ def test_support_has_a_ratio_of_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ratio 1.000000" in support and float(whole.split()[5].strip(",")) < 0.97
 
 
+def test_candidates_distill(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the rest as an outcome either KL brings the student to the teacher; the forward KL of
+    the student's own top-k alone says nothing of the others."""
+    forward, alone, reverse, _ = (float(x.split()[-1]) for x in run_example("candidates", capsys))
+    assert forward < 1.5 and reverse < 2 < alone
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_parallel_learns(ranks: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
