@@ -152,6 +152,7 @@ PREFERENCE = {
     "cpo": _policy(hl.cpo),
     "orpo": _policy(lambda: hl.orpo(rejected=3)),
     "aot": _policy(hl.aot),
+    "dpo_weighted": _policy(lambda: hl.dpo(use_weighting=True, rejected=3)),
     "kto": _policy(hl.kto),
 }
 MODIFIED = {
@@ -187,6 +188,9 @@ DISTILLATION = {
     for kind in ("forward_kl", "reverse_kl", "js", *(("skew_reverse_kl",) if t == 1 else ()))
 }
 CANDIDATES = {
+    "several_targets": Case(
+        make=lambda _: hl.soft_cross_entropy() + 0.5 * hl.any_of(), teacher="candidates"
+    ),
     "margin": Case(make=lambda _: margin(), teacher="candidates"),
     "reverse_kl_and_rest": Case(make=lambda _: reverse_kl_and_rest(), teacher="candidates"),
 }
@@ -495,7 +499,7 @@ def teacher_fields(
         ids[:, 0] = torch.where(torch.arange(tokens) % 2 == 0, targets, ids[:, 0])
         ids[4] = -3  # no candidate at all
         log_q = logits.log_softmax(-1).gather(1, ids.clamp_min(0)).masked_fill(ids < 0, -20.0)
-        return {"candidate_ids": ids, "teacher_logps": log_q}
+        return {"candidate_ids": ids, "teacher_logps": log_q, "candidate_probs": log_q.exp()}
     return {}
 
 

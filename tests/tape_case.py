@@ -27,7 +27,7 @@ def terms() -> dict[str, Term]:
     """Every term, at each level of its ratio and with the options that change its operations."""
     found: dict[str, Term] = {}
     for make in TERMS:
-        if make is not h.aot:  # batch-scoped: no tape holds it
+        if make not in (h.aot, h.soft_cross_entropy, h.any_of):  # no tape holds these
             found[make.__name__] = make()
     for level in LEVELS:
         for make in (h.grpo, h.dapo, h.luspo, h.sapo, h.cispo):

@@ -55,6 +55,7 @@ class Step:
                 "logits": {"teacher_logits": self.teacher_logits},
                 "hidden": {"teacher_hidden": self.teacher_hidden},
                 "sampled": {"teacher_logps": self.sampled(self.teacher_logits)},
+                "topk": self.likeliest(),
             }[form]
             batch = hl.Batch(
                 self.labels[keep],
@@ -70,6 +71,12 @@ class Step:
 
     def sampled(self, logits: Tensor) -> Tensor:
         return logits.log_softmax(-1).gather(2, self.ids.unsqueeze(2)).squeeze(2)
+
+    def likeliest(self) -> dict[str, Tensor]:
+        """The student's six likeliest tokens, and what the teacher says of them."""
+        ids = hl.head_topk(self.hidden.detach(), hl.Head(self.weight.detach()), 6).ids
+        logps = self.teacher_logits.log_softmax(-1).gather(2, ids)
+        return {"teacher_topk_ids": ids, "teacher_topk_logps": logps}
 
     def per_sequence(self, values: Tensor) -> Tensor:
         """As the self-distillation trainers reduce."""
@@ -123,6 +130,28 @@ def test_self_distillation_of_whole_logits(alpha: float, shape: str) -> None:
     )
     term = generalized(alpha, head=hl.Head(step.weight)).over("sequence_mean")
     step.check(term, step.per_sequence(values), "hidden")
+
+
+@pytest.mark.parametrize("shape", LENGTHS)
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("tail", [True, False])
+def test_self_distillation_of_the_student_s_likeliest(tail: bool, alpha: float, shape: str) -> None:
+    """distillation_topk, with distillation_add_tail or without; the ids are the student's."""
+    step = Step(shape, 0.5)
+    values = loss_utils.compute_topk_self_distillation_loss(
+        step.logits,
+        step.teacher_logits,
+        distillation_topk=6,
+        distillation_alpha=alpha,
+        distillation_add_tail=tail,
+    )
+    kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(alpha, "js")
+    term = hl.distillation(
+        divergence=kind,  # type: ignore[arg-type]
+        beta=alpha if kind == "js" else 0.5,
+        tail="bucket" if tail else "renormalized",
+    )
+    step.check(term.over("sequence_mean"), step.per_sequence(values), "topk")
 
 
 @pytest.mark.parametrize("shape", LENGTHS)

@@ -21,7 +21,7 @@ from headloss.batch.packing import pack
 from headloss.batch.segments import Segments
 from headloss.losses.term import Objective, Term
 from headloss.objective.metrics import fold
-from headloss.objective.statistics import Statistics
+from headloss.objective.statistics import COLLISION, Statistics
 
 pytest.importorskip("trl", reason="TRL is the peer that these terms are compared with")
 from trl import DPOTrainer, KTOTrainer
@@ -212,6 +212,22 @@ def test_length_desensitization(loss_type: str, shape: str) -> None:
         step = Step(shape)
         want = direct(step, loss_type, 0.3, ld_alpha=alpha)
         step.check(h.dpo(beta=0.3, loss_type=loss_type, ld_alpha=alpha), want)
+
+
+@pytest.mark.parametrize("shape", LENGTHS)
+@pytest.mark.parametrize("loss_type", ["sigmoid", "apo_zero", "ipo"])
+def test_weighting(loss_type: str, shape: str) -> None:
+    """WPO, from the log of sum p^2 of each position."""
+    step = Step(shape)
+    squares = torch.lerp(step.logps.exp().square(), torch.tensor(1.0).double(), 0.3)
+    options = {"use_weighting": True, "log_sum_sq_probs": squares.log()}
+    want = direct(step, loss_type, 0.3, **options)
+    term = h.dpo(beta=0.3, loss_type=loss_type, use_weighting=True)
+    leaf = step.logps[step.mask].clone().requires_grad_()
+    stats = Statistics(logp=leaf, divergences={COLLISION: squares[step.mask]})
+    for packed in (False, True):
+        got = value_and_gradient(reduced(term, stats, step.batch(packed)), leaf)
+        assert_same(got, want)
 
 
 def test_several_loss_types_are_a_sum() -> None:

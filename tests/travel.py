@@ -46,7 +46,8 @@ def terms() -> dict[str, hl.Term]:
     teacher = hl.Head(torch.randn(V, H, generator=generator))
     simple = "cross_entropy z_loss entropy unlikelihood grpo gspo gspo_token dapo bnpo luspo ppo "
     simple += "cispo reinforce sapo gmpo vespo kl dpo ipo simpo distillation "
-    simple += "dft eaft focal cpo orpo aot kto on_policy_distillation"
+    simple += "dft eaft focal cpo orpo aot kto on_policy_distillation "
+    simple += "soft_cross_entropy any_of"
     return {
         **{name: getattr(hl, name)() for name in simple.split()},
         "dr_grpo": hl.dr_grpo(max_completion_length=5),
@@ -81,6 +82,8 @@ def problem(temperature: float | Tensor = 1.0) -> tuple[Tensor, hl.Head, hl.Batc
         old_logps=hl.CURRENT,
         ref_logps=normal(T) - 3,
         teacher_logps=normal(T) - 3,
+        candidate_ids=torch.arange(2).expand(T, 2),
+        candidate_probs=torch.full((T, 2), 0.5),
         desirable=torch.arange(4) % 3 == 0,
         reference_kl=torch.full((4,), 0.2),
         sampling_logps=normal(T) - 3,

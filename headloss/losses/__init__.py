@@ -6,7 +6,17 @@ from .policy import bnpo, dapo, dr_grpo, grpo, gspo, gspo_token, luspo, ppo
 from .preference import cpo, dpo, ipo, orpo, simpo
 from .preference_unpaired import aot, kto
 from .reinforce import cispo, kl, reinforce, vespo
-from .supervised import cross_entropy, dft, eaft, entropy, focal, unlikelihood, z_loss
+from .supervised import (
+    any_of,
+    cross_entropy,
+    dft,
+    eaft,
+    entropy,
+    focal,
+    soft_cross_entropy,
+    unlikelihood,
+    z_loss,
+)
 from .surrogates import gmpo, sapo
 from .term import Objective, Term, term
 
@@ -22,6 +32,8 @@ __all__ = [
     "dft",
     "eaft",
     "focal",
+    "soft_cross_entropy",
+    "any_of",
     "grpo",
     "gspo",
     "gspo_token",

@@ -12,20 +12,30 @@ from torch import Tensor
 from ..batch.batch import Batch
 from ..batch.packing import MissingField, PackedBatch, pack
 from ..batch.segments import Segments
-from ..objective.statistics import STATISTICS, Statistics
+from ..objective.statistics import CANDIDATES, COLLISION, STATISTICS, Statistics
 from .distillation import distillation, on_policy_distillation
 from .modifiers import Modifier, corrected, off_policy_masked, top_entropy
 from .policy import bnpo, dapo, dr_grpo, grpo, gspo, gspo_token, luspo, ppo
 from .preference import cpo, dpo, ipo, orpo, simpo
 from .preference_unpaired import aot, kto
 from .reinforce import cispo, kl, reinforce, vespo
-from .supervised import cross_entropy, dft, eaft, entropy, focal, unlikelihood, z_loss
+from .supervised import (
+    any_of,
+    cross_entropy,
+    dft,
+    eaft,
+    entropy,
+    focal,
+    soft_cross_entropy,
+    unlikelihood,
+    z_loss,
+)
 from .surrogates import gmpo, sapo
 from .teacher import INPUTS as TEACHER_INPUTS
 from .term import Term, trace
 
 TERMS: tuple[Callable[..., Term], ...] = (
-    *(cross_entropy, z_loss, entropy, unlikelihood, dft, eaft, focal),
+    *(cross_entropy, z_loss, entropy, unlikelihood, dft, eaft, focal, soft_cross_entropy, any_of),
     *(grpo, gspo, gspo_token, dapo, bnpo, dr_grpo, luspo, ppo, cispo, reinforce, sapo, gmpo, vespo),
     kl,
     *(dpo, ipo, simpo, cpo, orpo, aot, kto),
@@ -187,7 +197,12 @@ def sample() -> tuple[Statistics, PackedBatch]:
     names = ("advantages", "old_logps", "ref_logps", "sampling_logps", "teacher_logps")
     fields: dict[str, Any] = {name: vector(-1 - i / 10) for i, name in enumerate(names)}
     fields |= {"desirable": torch.tensor([True, True, False, False]), "reference_kl": vector(0.5)}
+    one = torch.zeros(4, 1)
+    fields |= {"candidate_ids": one.long(), "candidate_probs": one}
     batch = Batch(torch.zeros(4, dtype=torch.int64), Segments.from_lengths([2, 2]), **fields)
     vectors: dict[str, Any] = {name: vector(0.8).requires_grad_() for name in STATISTICS}
     vectors["logp"] = vector(-1.0).requires_grad_()
-    return Statistics(**vectors), pack(batch, vocabulary=1, dtype=torch.float32).batch
+    beside: dict[object, Tensor] = {COLLISION: vector(0.8)}
+    beside[CANDIDATES] = torch.full((4, 2), -1.0, requires_grad=True)
+    packed = pack(batch, vocabulary=1, dtype=torch.float32).batch
+    return Statistics(**vectors, divergences=beside), packed

@@ -18,12 +18,13 @@ from ..objective.metrics import Observed
 from ..objective.statistics import FLOOR, Statistics
 from .factory import factory
 from .identity import Origin
-from .teacher import KINDS, Kind, Teacher
+from .teacher import KINDS, TAILS, Kind, Tail, Teacher
 from .term import Term, term
 
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
     from ..head.head import Head
+
 
 def distillation(
     *,
@@ -31,6 +32,7 @@ def distillation(
     beta: float = 0.5,
     temperature: float = 1.0,
     teacher_head: Head | None = None,
+    tail: Tail = "bucket",
 ) -> Term:
     """Divergence between the teacher's distribution q and the student's p.
 
@@ -48,11 +50,14 @@ def distillation(
             in their paper), between 0 and 1.
         temperature: of both sides, in place of the heads' own; there is no T^2 factor.
         teacher_head: the teacher's head, for `teacher_hidden`.
+        tail: what becomes of the mass outside of a top-k teacher's K outcomes: "bucket", one more
+            outcome; "renormalized", both sides are distributions over the K; "truncated", their sum
+            alone, no divergence, which is at least 0 as in verl: below that it has no gradient.
 
     Inputs: one of `teacher_logits` [.., V]; `teacher_hidden` [.., H'] with `teacher_head` (its
     logits are made a tile at a time); `teacher_topk_ids` [.., K] int64 (distinct; a negative id is
-    an empty slot) and `teacher_topk_logps` [.., K] log-probs at the term's temperature, where the
-    rest of the mass is one more outcome. A token that the teacher rules out (logit -inf) counts as
+    an empty slot) and `teacher_topk_logps` [.., K] log-probs at the term's temperature. The ids may
+    be the student's own, of hl.head_topk. A token that the teacher rules out (logit -inf) counts as
     one of log-prob -10000.
 
     Default reduction: token_mean.
@@ -63,9 +68,13 @@ def distillation(
         raise ValueError(f"distillation: beta: got {beta}, want between 0 and 1")
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(f"distillation: temperature: got {temperature}, want > 0")
+    if tail not in TAILS:
+        raise ValueError(f"distillation: tail: got {tail!r}, want one of {TAILS}")
     of_teacher = 1 - beta if divergence == "skew_reverse_kl" else beta
-    teacher = Teacher(kind=divergence, beta=of_teacher, temperature=temperature, head=teacher_head)
+    side = {"temperature": temperature, "head": teacher_head, "tail": tail}
+    teacher = Teacher(kind=divergence, beta=of_teacher, **side)  # type: ignore[arg-type]
     options = {"divergence": divergence, "beta": beta, "temperature": temperature}
+    options |= {} if tail == "bucket" else {"tail": tail}
     function, observe = partial(_divergence, teacher=teacher), partial(_observe, teacher=teacher)
     return Term(
         name="distillation",
@@ -74,7 +83,7 @@ def distillation(
         options=tuple(options.items()),
         observe=observe,
         teacher=teacher,
-        origin=Origin((distillation, divergence), function, observe),
+        origin=Origin((distillation, divergence, tail), function, observe),
     )
 
 
@@ -85,12 +94,20 @@ def _divergence(stats: Statistics, batch: PackedBatch, *, teacher: Teacher) -> T
     wide = found.dtype if stats.logp is None else stats.logp.dtype
     empty = batch.teacher_topk_ids < 0
     log_q = batch.teacher_topk_logps.double().masked_fill(empty, FLOOR).clamp_min(FLOOR)
-    log_q = torch.cat([log_q, log_tail(log_q)], 1)
-    # Either side's rest has at least a rounding error's worth of mass.
-    least = torch.full_like(log_q[:1], FLOOR)
-    least[:, -1] = math.log(torch.finfo(wide).eps)
-    log_q, log_p = (x.clamp_min(least) for x in (log_q, found.double()))
+    log_p = found.double()
+    if teacher.tail == "bucket":
+        log_q = torch.cat([log_q, log_tail(log_q)], 1)
+        # Either side's rest has at least a rounding error's worth of mass.
+        least = torch.full_like(log_q[:1], FLOOR)
+        least[:, -1] = math.log(torch.finfo(wide).eps)
+    else:
+        log_p, least = log_p[:, :-1].masked_fill(empty, FLOOR), torch.full_like(log_q[:1], FLOOR)
+    if teacher.tail == "renormalized":
+        log_q, log_p = log_q.log_softmax(1), log_p.log_softmax(1)
+    log_q, log_p = log_q.clamp_min(least), log_p.clamp_min(least)
     value, _ = phi(log_q, log_p, teacher.kind, teacher.beta)
+    if teacher.tail == "truncated":
+        value = value.clamp_min(0)
     return value.to(wide)
 
 

@@ -32,6 +32,7 @@ def dpo(
     f_divergence_type: str = "reverse_kl",
     f_alpha_divergence_coef: float = 0.5,
     ld_alpha: float | None = None,
+    use_weighting: bool = False,
     discopop_tau: float = 0.05,
     rejected: int = 1,
 ) -> Term:
@@ -68,6 +69,9 @@ def dpo(
         f_alpha_divergence_coef: a.
         ld_alpha: what an answer is longer by than its partner counts this much, in [0, 1] (Liu et
             al. 2024, arXiv:2409.06411); None: 1.
+        use_weighting: multiply by how likely the two answers are under the policy, exp of the mean
+            of log p_y - log sum_j p_j^2 of each, without gradient (WPO: Zhou et al. 2024,
+            arXiv:2406.11827). It reads one more sum over the vocabulary.
         discopop_tau: see above, > 0.
         rejected: rejected answers after each chosen one; the loss is the mean over them.
 
@@ -78,6 +82,8 @@ def dpo(
     """
     one_of(DIVERGENCES, f_divergence_type=f_divergence_type)
     positive(discopop_tau=discopop_tau)
+    if not isinstance(use_weighting, bool):
+        raise TypeError(f"use_weighting: got {use_weighting!r}, want True or False")
     number("a finite number", lambda x: True, f_alpha_divergence_coef=f_alpha_divergence_coef)
     if ld_alpha is not None:
         number("0 <= ld_alpha <= 1", lambda x: 0 <= x <= 1, ld_alpha=ld_alpha)
@@ -89,6 +95,7 @@ def dpo(
         label_smoothing=label_smoothing,
         tau=discopop_tau,
         rejected=rejected,
+        weighted=use_weighting,
     )
     average = loss_type in AVERAGED
     reward = functools.partial(log_ratio, average=average, ld_alpha=ld_alpha)

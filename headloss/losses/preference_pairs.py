@@ -48,6 +48,7 @@ class Pairwise:
     tau: float = 0.05
     factor: float = 1.0
     rejected: int = 1
+    weighted: bool = False  # see `likely_under_policy`
 
     def __call__(self, c: Tensor, r: Tensor) -> Tensor:
         """Elementwise; [P] each, or [P, 1] and [P, n]."""
@@ -153,6 +154,13 @@ def logp(stats: Statistics, batch: PackedBatch, *, average: bool, alpha: float =
     return powered(_averaged(total, batch) if average else total, -alpha)
 
 
+def likely_under_policy(stats: Statistics, batch: PackedBatch) -> Tensor:
+    """WPO's weight of an answer: exp(mean_t(log p_y - log sum_j p_j^2)), without gradient."""
+    assert stats.logp is not None
+    gap = stats.logp.detach() - stats.sum_p_squared.log()
+    return _averaged(batch.segments.sum(gap), batch).exp()
+
+
 def log_odds(stats: Statistics, batch: PackedBatch) -> Tensor:
     """log p / (1 - p) of the geometric mean p of an answer's tokens."""
     mean = logp(stats, batch, average=True)
@@ -210,7 +218,11 @@ def pair_loss(
     if how.loss_type == "softmax" and n > 1:
         counted = torch.where(present.any(1, keepdim=True), present, True)
         r = r.masked_fill(~counted, -math.inf).logsumexp(1, keepdim=True)
-    return spread(_of_rejected(how(c, r).expand_as(present), present, n), batch, n)
+    value = how(c, r).expand_as(present)
+    if how.weighted:
+        of_chosen, of_rejected = split(likely_under_policy(stats, batch), batch, n)
+        value = value * of_chosen * of_rejected
+    return spread(_of_rejected(value, present, n), batch, n)
 
 
 def spread(values: Tensor, batch: PackedBatch, rejected: int = 1) -> Tensor:

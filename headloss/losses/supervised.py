@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..batch.reduction import token_mean
 from ..objective.metrics import Observed, Perplexity
-from ..objective.statistics import Slope, Statistics
+from ..objective.statistics import FLOOR, Slope, Statistics
 from .arguments import non_negative, number, positive
 from .factory import factory
 from .term import Term, term
@@ -205,3 +205,41 @@ def eaft(*, alpha: float = 1.0, scale: float = 3.0) -> Term:
     positive(alpha=alpha, scale=scale)
     function = functools.partial(_entropy_adaptive, alpha=alpha, scale=scale)
     return Term(name="", function=function, reduction=token_mean, observe=_observe)
+
+
+# ---------------------------------------------------------------------- several targets
+
+
+@factory
+@term
+def soft_cross_entropy(stats: Statistics, batch: PackedBatch) -> Tensor:
+    """Cross-entropy against probabilities of a few targets.
+
+        -sum_k q_k log p_k
+
+    Of all of the vocabulary's, hl.distillation with `teacher_logits` has the same gradient: the two
+    differ by the entropy of q.
+
+    Szegedy et al. 2015, arXiv:1512.00567.
+
+    Inputs: candidate_ids, candidate_probs [.., K], q, of which empty slots count as 0.
+    Default reduction: token_mean.
+    """
+    probs = batch.candidate_probs.to(stats.candidate_logps.dtype)
+    return -torch.where(batch.candidate_ids < 0, 0, probs * stats.candidate_logps).sum(1)
+
+
+@factory
+@term
+def any_of(stats: Statistics, batch: PackedBatch) -> Tensor:
+    """Likelihood of a set of targets, of which any is right: maximum marginal likelihood.
+
+        -log sum_k p_k
+
+    Guu et al. 2017, arXiv:1704.07926. Where every slot is empty the loss is 0.
+
+    Inputs: candidate_ids [.., K]. Default reduction: token_mean.
+    """
+    empty = batch.candidate_ids < 0
+    likelihood = stats.candidate_logps.masked_fill(empty, FLOOR).logsumexp(1)
+    return -torch.where(empty.all(1), 0, likelihood)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 if TYPE_CHECKING:
     from ..head.head import Head
 
+Tail = Literal["bucket", "renormalized", "truncated"]
+TAILS: tuple[Tail, ...] = get_args(Tail)
 Kind = Literal[
     "forward_kl", "reverse_kl", "js", "skew_forward_kl", "skew_reverse_kl", "total_variation"
 ]
@@ -28,6 +30,7 @@ class Teacher:
     beta: float
     temperature: float
     head: Head | None
+    tail: Tail = "bucket"
 
     def source(self, batch: Container[str]) -> str:
         """Which of its inputs a batch holds, by its names: "logits", "hidden" or "topk"."""

@@ -170,7 +170,8 @@ def check_main_grad(weight: Tensor, options: Options) -> None:
 # ---------------------------------------------------------------------- fields and terms
 
 TEACHERS = tuple(name for names in INPUTS.values() for name in names)
-FIELDS = ("advantages", *LOGPS, "candidate_ids", "importance_sampling_ratio", *TEACHERS)
+FIELDS = ("advantages", *LOGPS, "teacher_logps", "candidate_ids", "candidate_probs", "desirable")
+FIELDS += ("reference_kl", "importance_sampling_ratio", *TEACHERS)
 
 
 def check_gradient(objective: Objective, asked: dict[str, Reads]) -> None:

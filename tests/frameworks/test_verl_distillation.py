@@ -1,0 +1,53 @@
+"""verl's top-k distillation against a term.
+
+verl sums q (log q - log p) over the teacher's top k alone, in float32, and clamps it at 0.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import headloss as hl
+
+losses = pytest.importorskip("verl.trainer.distillation.fsdp.losses")
+N, V, H, K = 14, 23, 5, 6
+
+
+def test_forward_kl_topk() -> None:
+    """Where the student has more mass on the stored tokens the sum is negative and is clamped: such
+    tokens have no gradient, though they diverge."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    hidden, weight = normal(N, H).requires_grad_(), normal(V, H).requires_grad_()
+    of_student = (hidden @ weight.t()).detach()
+    log_q, ids = (0.5 * of_student + 0.5 * normal(N, V)).log_softmax(1).topk(K)
+    logits = (hidden @ weight.t()).unsqueeze(0)
+    config = SimpleNamespace(distillation_loss=SimpleNamespace(log_prob_min_clamp=None, topk=K))
+    found = losses.compute_forward_kl_topk(
+        student_logits=logits,
+        teacher_topk_log_probs=torch.nested.as_nested_tensor([log_q], layout=torch.jagged),
+        teacher_topk_ids=torch.nested.as_nested_tensor([ids], layout=torch.jagged),
+        config=config,
+        data_format="thd",
+    )
+    whole = found["distillation_losses"].squeeze(0)
+    assert (whole < 0).any() and (whole > 0).any()
+    want = whole.clamp_min(0).mean()  # as the loss of that name does with it
+    # With the rest as one more outcome, none is negative.
+    batch = hl.Batch(ids[:, 0].contiguous(), teacher_topk_ids=ids, teacher_topk_logps=log_q)
+    out = hl.head_loss(hidden, hl.Head(weight), batch, hl.distillation(tail="truncated"))
+    torch.testing.assert_close(out.loss, want.double(), rtol=1e-5, atol=1e-7)
+    exact = hl.head_loss(hidden, hl.Head(weight), batch, hl.distillation())
+    both = float(out.loss), float(exact.loss), int((whole < 0).sum())
+    assert both == pytest.approx((0.12615, 0.33947, 4), abs=1e-4)
+    leaves = (hidden, weight)
+    for a, b in zip(
+        torch.autograd.grad(out.loss, leaves), torch.autograd.grad(want, leaves), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
