@@ -189,6 +189,8 @@ def _run(call: Call, open_source: Open, tensors: list[Tensor | None], options: O
         if options.metrics:
             with torch.no_grad():
                 measured = _metrics(work, packing, stats)
+                if work.tolerance is not None:
+                    measured = _joined(measured, work.tolerance.metrics)
     assert stats.logp is not None
     names, dtype = work.bind().names, loss.dtype
 
@@ -206,6 +208,10 @@ def _run(call: Call, open_source: Open, tensors: list[Tensor | None], options: O
     if options.static:  # a replay of a captured graph renews what the capture made
         _ = output.terms
     return output
+
+
+def _joined(*measured: Callable[[], Metrics]) -> Callable[[], Metrics]:
+    return lambda: Metrics({name: m for found in measured for name, m in found().items()})
 
 
 def _metrics(work: Work, packing: Packing, stats: Statistics) -> Callable[[], Metrics]:

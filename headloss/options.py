@@ -35,6 +35,14 @@ class Options:
             [T] bool, and is refused if it does not. Can be captured in a CUDA graph.
         skip_rows: leave rows without gradient out of the two backward products (one read of the
             device per chunk).
+        gradient_tolerance: x >= 0, leave out of these products also the rows that carry almost no
+            gradient: of each chunk (of the whole call under "held" and "recompute") those with the
+            least |dL/dz|, while their sum stays within x of the chunk's. The metrics `skipped_rows`
+            and `skipped_mass` say what was left out; `skipped_mass.sum` times the largest norm of a
+            row of the weight bounds the error of the hidden gradient in the Frobenius norm, times
+            that of a hidden state the error of the weight's. It changes nothing where no product
+            can be saved: under "frozen", and in blocks so small that a GPU would wait for longer
+            than it saves. Dense teachers, given logits and static shapes are refused.
         sequence_parallel: `hidden` is this rank's slice of the tokens; needs a vocab group. They
             are gathered a chunk at a time; with `static`, whose order of tokens is known to the
             device alone, all at once.
@@ -53,6 +61,7 @@ class Options:
     accumulate_dtype: torch.dtype = torch.float32
     static: bool = False
     skip_rows: bool = True
+    gradient_tolerance: float = 0.0
     sequence_parallel: bool = False
     metrics: bool = True
     upstream: float | None = None
@@ -80,6 +89,7 @@ class Options:
                 f"accumulate_dtype: got {self.accumulate_dtype}, want torch.float32, "
                 "torch.bfloat16 or torch.float16"
             )
+        self._check_tolerance()
         if self.upstream is not None:
             if isinstance(self.upstream, bool) or not isinstance(self.upstream, Real):
                 raise TypeError(f"upstream: got {self.upstream!r}, want a number or None")
@@ -87,3 +97,14 @@ class Options:
                 raise ValueError(f"upstream: got {self.upstream!r}, want a finite number or None")
         if self.main_grad is not None and not isinstance(self.main_grad, Tensor):
             raise TypeError(f"main_grad: got {type(self.main_grad).__name__}, want a tensor")
+
+    def _check_tolerance(self) -> None:
+        x, name = self.gradient_tolerance, "gradient_tolerance"
+        if isinstance(x, bool) or not isinstance(x, Real):
+            raise TypeError(f"{name}: got {x!r}, want a number >= 0")
+        if not (math.isfinite(x) and x >= 0):
+            raise ValueError(f"{name}: got {x!r}, want a finite number >= 0")
+        if x and self.static:
+            raise ValueError(f"{name}: got {x!r} with static=True, which leaves no row out")
+        if x and not self.skip_rows:
+            raise ValueError(f"{name}: got {x!r} with skip_rows=False, want rows to be skipped")

@@ -7,6 +7,7 @@ from parallel_cases import groups
 from torch import distributed
 
 import headloss as hl
+from headloss.testing import trained_looking
 
 T, H, V = 6, 4, 10
 LONG = 3000  # more numbers than a tensor's text shows
@@ -40,3 +41,23 @@ def run(over: str, form: str, spoil: str) -> tuple[str, str]:
         return "loss", str(float(hl.head_loss(hidden, head, batch, term + hl.entropy()).loss))
     except (ValueError, TypeError) as error:
         return type(error).__name__, str(error)
+
+
+def left_out(schedule: str) -> list[tuple[list, float, float]]:
+    """Where the hidden gradient is not 0, and what was left out: of the whole vocabulary, and of
+    this rank's slice of it."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    _, group = groups(1, world)
+    hidden, weight, targets = trained_looking(64, 8, 2 * V, torch.float64)
+    own = weight.chunk(world)[rank]
+    heads = hl.Head(weight.requires_grad_()), hl.Head(own.requires_grad_(), vocab_group=group)
+    found = []
+    for head in heads:
+        leaf = hidden.clone().requires_grad_()
+        options = hl.Options(schedule=schedule, gradient_tolerance=0.1)
+        out = hl.head_loss(leaf, head, hl.Batch(targets), hl.cross_entropy(), options)
+        out.loss.backward()
+        rows = (leaf.grad != 0).any(1).tolist()
+        skipped = out.metrics["skipped_rows"], out.metrics["skipped_mass"]
+        found.append((rows, *map(float, skipped)))
+    return found

@@ -1,4 +1,4 @@
-"""Ranks compare the tensors among a term's options whole: their values, and not their text."""
+"""Ranks compare the tensors among a term's options whole, and leave out the same rows."""
 
 from __future__ import annotations
 
@@ -28,3 +28,13 @@ def test_tensors_among_options(world: World, over: str, form: str) -> None:
             assert fact in message
     for kind, value in world.run(parallel_options.run, over, form, ""):
         assert kind == "loss", value
+
+
+@pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held"])
+def test_ranks_leave_out_the_same_rows(world: World, schedule: str) -> None:
+    """Masses come from merged statistics, which are the same bits on all ranks."""
+    (whole, mine), (_, theirs) = world.run(parallel_options.left_out, schedule)
+    assert mine == theirs
+    assert mine[0] == whole[0]
+    assert mine[1] == whole[1] > 0
+    assert mine[2] == pytest.approx(whole[2], rel=1e-9)

@@ -29,6 +29,7 @@ PARTS = {
     "objective.statistics",
 }
 TERMS = {"losses.distillation", "losses.scope", "losses.teacher", "losses.term", "objective.bound"}
+ENGINE = {"objective.taped", "objective.tolerance"}
 TAPES = {"objective.sample", "objective.tape", "objective.taped", "objective.taping"}
 LOGITS = {"kernels", "softmax.products", "softmax"}
 VERBS = {"check_term", "head_loss", "head_stats", "head_topk"}
@@ -79,6 +80,7 @@ ALLOWED: dict[str, set[str]] = {
         "objective.tape",
     },
     "objective.taped": {*PARTS, *TERMS, "objective.tape", "objective.taping"},
+    "objective.tolerance": {*PARTS, "kernels", "objective.bound"},
     "softmax": {
         *LOGITS,
         "losses.distillation",
@@ -95,7 +97,7 @@ ALLOWED: dict[str, set[str]] = {
     "ranks.segments": {*PARTS, "losses.term", "options", "run.plan", "ranks"},
     "ranks": set(),
     "run.checks": {*PARTS, *TERMS, "objective.sample", "head.head", "options", "ranks.dtensor"},
-    "run.loop": {*PARTS, *LOGITS, "objective.bound", "run.plan", "objective.taped"},
+    "run.loop": {*PARTS, *LOGITS, "objective.bound", "run.plan", *ENGINE},
     "run.autograd": {"ranks.collectives", "run.loop", "softmax"},
     "run.signature": {*PARTS, "losses.term", "head.head", "options"},
     "run.prepare": {
@@ -121,6 +123,7 @@ ALLOWED: dict[str, set[str]] = {
         "run.plan",
         "ranks",
         "run",
+        "objective.tolerance",
     },
     "run": set(),
     "batch": set(),

@@ -17,6 +17,7 @@ from ..batch.packing import Packing, packing_of
 from ..head.head import Head
 from ..kernels.transform import Transform
 from ..losses.term import Objective, Term
+from ..objective.tolerance import Tolerance
 from ..options import Options
 from ..ranks.place import Place, given_facts, join, linear_facts
 from ..ranks.segments import Joined, over_segments, voted
@@ -211,6 +212,7 @@ def _call(joined: Joined, batch: Batch, transform: Transform, options: Options) 
         at_once=plan.rows and plan.schedule == "one_pass" and prepared.slopes and not (
             place.group or group
         ),
+        tolerance=_tolerance(plan, transform, place.vocabulary, options),
         unscored=packing.order.unscored,
         inplace=prepared.problem.inplace,
     )
@@ -229,6 +231,17 @@ def _call(joined: Joined, batch: Batch, transform: Transform, options: Options) 
         beside=open_beside(teachers, view, index, transform, prepared, slices),
         work=work,
     )
+
+
+def _tolerance(
+    plan: Plan, transform: Transform, vocabulary: int, options: Options
+) -> Tolerance | None:
+    """Of nothing where leaving rows out would save no product: those of a frozen head are made
+    before any coefficient is known."""
+    if not options.gradient_tolerance:
+        return None
+    saves = plan.skip_rows and plan.pull not in ("unit", "never")
+    return Tolerance(options.gradient_tolerance if saves else 0.0, transform, vocabulary)
 
 
 def _of_tokens(

@@ -108,6 +108,11 @@ def checked_objective(objective: Term | Objective, batch: Batch, options: Option
             f"segments: got {batch.segments.count}, want a multiple of "
             f"{objective.segments_per_unit} for {objective!r}"
         )
+    if options.gradient_tolerance and teachers_of(objective):
+        raise ValueError(
+            f"gradient_tolerance: got {options.gradient_tolerance} with {objective!r}, want 0: a "
+            "divergence's gradient has no bound that is known before it is computed"
+        )
     return objective
 
 

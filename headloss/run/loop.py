@@ -23,6 +23,7 @@ from ..kernels.interface import Measured
 from ..objective.bound import Bound, Gradient
 from ..objective.statistics import STATISTICS, Normalizer, Statistics
 from ..objective.taped import Taped
+from ..objective.tolerance import Tolerance
 from ..softmax.given import GivenSums, WalkSoftmax
 from ..softmax.linear import LinearSoftmax, RawSoftmax, rows_left, unit_gradient
 from ..softmax.rows import ALL
@@ -66,6 +67,7 @@ class Work:
         vocabulary: of the whole model.
         sums: where the gradients of a linear source go.
         at_once: the objective's gradient is known before the statistics are.
+        tolerance: which rows are left out beside those without gradient.
         unscored, inplace: of given logits, see `GivenSums`.
     """
 
@@ -77,14 +79,23 @@ class Work:
     needs: frozenset[str]
     sums: Into
     at_once: bool = False
+    tolerance: Tolerance | None = None
     unscored: Tensor | None = None
     inplace: bool = False
 
-    def gradient(self, stats: Statistics, block: Chunk | None = None) -> Gradient:
+    def gradient(
+        self, stats: Statistics, block: Chunk | None = None, needed: bool = True
+    ) -> Gradient:
         """The objective's coefficients on some tokens; on all of them without a block."""
+        bound = self.bind()
         if block is None:
-            return self.bind().gradient(stats, self.batch, ALL)
-        return self.bind().of_piece(stats, self.batch, block)
+            found = bound.gradient(stats, self.batch, ALL, needed)
+        else:
+            found = bound.of_piece(stats, self.batch, block)
+        if self.tolerance is None or not needed:
+            return found
+        rows = ALL if block is None else block.rows
+        return self.tolerance(found, stats, rows, bound.scale)
 
     @property
     def groups(self) -> tuple[Any, ...]:
@@ -113,7 +124,7 @@ def forward(work: Work, source: RawSoftmax) -> tuple[Outcome, PullBack | None]:
         return _in_one_pass(work, source)
     swept = sweep(work, source)
     stats = swept.whole.stats
-    gradient = work.bind().gradient(stats, work.batch, ALL, needed=pull != "never")
+    gradient = work.gradient(stats, needed=pull != "never")
     outcome = Outcome(stats, gradient.values)
     if pull == "never":
         return outcome, None

@@ -229,6 +229,11 @@ def prepare_given(
         raise ValueError("sequence_parallel: got logits, want hidden states before a head")
     if options.schedule == "frozen":
         raise ValueError('schedule: got "frozen", but the logits are given')
+    if options.gradient_tolerance:
+        raise ValueError(
+            f"gradient_tolerance: got {options.gradient_tolerance}, want 0: given logits have no "
+            "products that leaving rows out would save"
+        )
 
     temperature = transform.temperature
     key = (

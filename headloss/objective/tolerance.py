@@ -1,0 +1,101 @@
+"""Law 5, beyond zero: rows of a chunk that carry almost no gradient carry none.
+
+n tokens of a chunk, V vocabulary. The mass of a token bounds the sum of its |dL/draw| over all
+columns. A row whose gradient is left out takes mass_t max_j |W_j| from dX at most, and mass_t |h_t|
+from dW, in the Frobenius norm, so that the sum of the masses left out bounds both errors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels.transform import Transform
+from .bound import Gradient
+from .metrics import Mean, Metrics, Sum
+from .statistics import FLOOR, Statistics
+
+WHOLE = 1 << 50  # units of mass in a chunk
+
+
+def masses(
+    gradient: Gradient, stats: Statistics, transform: Transform, vocabulary: int
+) -> Tensor:  # fmt: skip
+    """[n] float64, infinite where a coefficient is no number:
+
+    (|c_target + p_y (c_prob + c_entropy log p_y)| + (1 - p_y) |c_prob|
+     + |c_entropy| (entropy + p_y log p_y) + V |c_uniform| + |candidate slopes|)
+    |logit_scale| / temperature
+    """
+    c = gradient.coefficients.map(lambda t: t.double())
+    assert stats.logp is not None
+    logp = stats.logp.double().clamp_min(FLOOR)
+    p, rest = logp.exp(), -logp.expm1()
+    zero = torch.zeros_like(logp)
+    target, prob = (zero if t is None else t for t in (c.target, c.prob))
+    # c_target + c_prob p_y, to the last digit of 1 - p_y where the two cancel
+    own, others = (target + prob) - prob * rest, rest * prob.abs()
+    if c.entropy is not None:
+        assert stats.entropy is not None
+        own = own + c.entropy * (p * logp)
+        others = others + c.entropy.abs() * (stats.entropy.double() + p * logp).clamp_min(0)
+    mass = own.abs() + others
+    if c.uniform is not None:
+        mass = mass + vocabulary * c.uniform.abs()
+    for slopes in gradient.divergences.values():
+        mass = mass + slopes.double().abs().view(len(mass), -1).sum(1)
+    return (mass * abs(transform.scale) / transform.temperature).nan_to_num(nan=torch.inf)
+
+
+def least(mass: Tensor, share: float) -> Tensor:
+    """[n] bool: the rows with the least mass whose sum stays within `share` of the whole; of equal
+    ones those that come first. Nothing where the whole is not finite.
+
+    Masses are added as whole numbers of units, rounded up: such a sum is the same in any order, and
+    never below the true one.
+    """
+    total = mass.sum()
+    usable = total.isfinite() & (total > 0)
+    units = torch.where(usable, (mass / total * WHOLE).ceil(), 0).long()
+    order = mass.argsort(stable=True)
+    within = units[order].cumsum(0) <= int(min(share, 2.0) * WHOLE)
+    return torch.empty_like(within).scatter_(0, order, within & usable)
+
+
+class Tolerance:
+    """Takes a chunk's least rows out of its gradient, and counts them.
+
+    Args:
+        share: of a chunk's mass that may be left out; with 0 nothing is looked at.
+        transform: of all tokens' logits.
+        vocabulary: V of the whole model.
+    """
+
+    def __init__(self, share: float, transform: Transform, vocabulary: int) -> None:
+        self.share, self.transform, self.vocabulary = share, transform, vocabulary
+        self.rows: Tensor | float = 0.0
+        self.skipped: Tensor | float = 0.0
+        self.whole: Tensor | float = 0.0
+
+    def __call__(
+        self, gradient: Gradient, stats: Statistics, rows: slice, scale: Tensor | None
+    ) -> Gradient:
+        """The gradient of the tokens `rows` without the least of them. `scale` is what its
+        coefficients were multiplied by against underflow."""
+        if not self.share:
+            return gradient
+        mass = masses(gradient, stats, self.transform.rows(rows), self.vocabulary)
+        out, alive = least(mass, self.share), gradient.live()
+        if scale is not None:
+            mass = mass / scale
+        self.rows = self.rows + (out & alive).sum().double()
+        self.skipped = self.skipped + torch.where(out, mass, 0).sum()
+        self.whole = self.whole + mass.sum()
+        return gradient.map(lambda t: t.masked_fill(out.view(-1, *[1] * (t.dim() - 1)), 0))
+
+    def metrics(self) -> Metrics:
+        """`skipped_rows`: rows with a gradient that were left out. `skipped_mass`: their share of
+        the whole mass; its `sum` is their mass, which bounds the error."""
+        counts = [torch.as_tensor(t, dtype=torch.float64) for t in (self.skipped, self.whole)]
+        rows = torch.as_tensor(self.rows, dtype=torch.float64)
+        return Metrics(skipped_rows=Sum(rows), skipped_mass=Mean(*counts))
