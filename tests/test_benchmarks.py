@@ -29,6 +29,7 @@ import start
 import step_cases
 import steps
 import support
+import tolerance
 import works
 
 CPU = torch.device("cpu")
@@ -496,3 +497,31 @@ def test_a_wrong_support_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "WORST", -1.0)
     with pytest.raises(ValueError, match="wrong by"):
         support.main(["--quick"])
+
+
+def test_tolerance_takes_time_and_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On inputs of which six tokens in ten are nearly certain."""
+    output = tmp_path / "time.json"
+    arguments = ["time", "--quick", "--device", "cpu", "--output", str(output)]
+    assert tolerance.main(arguments) == 0
+    found = json.loads(output.read_text())
+    assert 0.6 < found["certain"] < 0.8 and 0.2 < found["without_advantage"] < 0.5
+    exact, some, more = found["rows"]
+    assert exact["hidden_error"] == exact["weight_error"] == exact["skipped_rows"] == 0
+    assert 100 < some["skipped_rows"] < more["skipped_rows"]
+    for row in (some, more):
+        assert 0.9 * row["tolerance"] < row["skipped_mass"] <= row["tolerance"]
+        for name in ("hidden", "weight"):
+            assert 0 < row[f"{name}_error"] <= row[f"{name}_bound"]
+    assert capsys.readouterr().out.count("\n| 0") == 3
+
+
+@pytest.mark.slow
+def test_tolerance_draws_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output, plot = tmp_path / "curves.json", tmp_path / "curves.png"
+    assert tolerance.main(["curves", "--quick", "--output", str(output), "--plot", str(plot)]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["tolerance"] for row in rows] == [0.0, 0.001, 0.004]
+    assert rows[0]["loss"][0] == rows[2]["loss"][0] and len(rows[0]["held_out"]) == 4
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    capsys.readouterr()

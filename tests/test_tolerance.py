@@ -156,6 +156,24 @@ def test_a_support_and_free_tokens() -> None:
     assert 0 < (found[1] - truth[1]).norm() <= mass * hidden.norm(dim=1).max()
 
 
+@hl.term
+def of_candidates(stats, batch):
+    return stats.candidate_logps.sum(1) - 0.5 * stats.candidate_tail
+
+
+def test_candidates_count_in_the_mass() -> None:
+    hidden, head, batch = setting()
+    ids = (batch.targets[:, None] + torch.arange(3)) % V
+    batch = hl.Batch(batch.targets, candidate_ids=ids)
+    objective = of_candidates().over("token_mean") + hl.cross_entropy()
+    truth, _ = run(hidden, head, batch, objective)
+    found, out = run(hidden, head, batch, objective, gradient_tolerance=0.2)
+    mass = out.metrics["skipped_mass"].sum
+    assert float(out.metrics["skipped_rows"]) > 0
+    assert 0 < (found[0] - truth[0]).norm() <= mass * head.weight.norm(dim=1).max()
+    assert 0 < (found[1] - truth[1]).norm() <= mass * hidden.norm(dim=1).max()
+
+
 def test_a_frozen_head_leaves_nothing_out() -> None:
     hidden, head, batch = setting()
     frozen = hl.Head(head.weight.detach())
