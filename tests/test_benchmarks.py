@@ -505,7 +505,7 @@ def test_tolerance_takes_time_and_error(tmp_path: Path, capsys: pytest.CaptureFi
     arguments = ["time", "--quick", "--device", "cpu", "--output", str(output)]
     assert tolerance.main(arguments) == 0
     found = json.loads(output.read_text())
-    assert 0.6 < found["certain"] < 0.8 and 0.2 < found["without_advantage"] < 0.5
+    assert 0.6 < found["certain"] < 0.8 and found["without_advantage"] == 0.5
     exact, some, more = found["rows"]
     assert exact["hidden_error"] == exact["weight_error"] == exact["skipped_rows"] == 0
     assert 100 < some["skipped_rows"] < more["skipped_rows"]
