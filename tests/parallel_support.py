@@ -26,7 +26,7 @@ Call = tuple[str, str, str, Cut]  # kind, head, options, cut
 
 def inputs_of(call: Call) -> Any:
     dtype = torch.float64 if call[3].seed % 2 else torch.float32
-    return support_cases.inputs(call[0], call[1], dtype)
+    return support_cases.inputs(call[0], call[1], dtype, beside=call[3].seed % 4 > 1)
 
 
 def run_all(calls: list[Call]) -> list[dict[str, Any]]:

@@ -42,6 +42,26 @@ def supports(targets: Tensor, vocabulary: int, kind: str, most: int = MOST, seed
     return padded.view(*targets.shape, most)
 
 
+def candidates(targets: Tensor, support_ids: Tensor, vocabulary: int) -> Tensor:
+    """[N, 4]: up to two ids of the support, the target left out, one outside, an empty slot."""
+    found = torch.full((len(targets), 4), -1)
+    for row, target, ids in zip(found, targets.tolist(), support_ids.tolist(), strict=True):
+        inside = [i for i in ids if i not in (-1, target, BEYOND)][:2]
+        outside = next(i for i in range(vocabulary) if i not in ids and i != target)
+        row[1 : 2 + len(inside)] = torch.tensor([*inside, outside])
+    return found
+
+
+@hl.term
+def of_candidates(stats, batch):
+    """A term of candidates' log-probs, of which some are -inf, of the rest's, and of p^2."""
+    logps = stats.candidate_logps
+    inside = torch.where(logps > -torch.inf, logps, 0)
+    scores = torch.arange(1, 1 + logps.shape[1], device=logps.device) * 0.1
+    value = (scores * (logps.exp() + 0.5 * inside)).sum(1)
+    return value + 0.3 * stats.candidate_tail + stats.sum_p_squared + 0.01 * stats.peak
+
+
 def objective() -> hl.Objective:
     """Of every statistic, two scopes and two reductions."""
     return (
@@ -58,8 +78,10 @@ def inputs(
     dtype: torch.dtype = torch.float32,
     train: bool = True,
     terms: hl.Term | hl.Objective | None = None,
+    beside: bool = False,
 ) -> Inputs:
-    """A call whose tokens have a support: all, or some ("mixed"); "padded" or "flat"."""
+    """A call whose tokens have a support: all, or some ("mixed"); "padded" or "flat". With
+    `beside` it has candidates too, and a term of them."""
     padding = 7 if head in ("padded_vocabulary", "everything") else 0
     hidden, weight, targets = trained_looking(TOKENS, WIDTH, VOCABULARY, dtype)
     made = make_head(head, torch.cat([weight, 3 * weight[:padding]]), "packed", train=train)
@@ -71,9 +93,14 @@ def inputs(
     targets = targets.clone()
     targets[list(UNSCORED)] = hl.batch.batch.IGNORE
     fields = {**batch.fields, "support_ids": supports(targets, VOCABULARY, kind)}
+    terms = objective() if terms is None else terms
+    if beside:
+        support_ids = supports(targets, VOCABULARY, kind.replace(" flat", "").replace("flat", ""))
+        fields["candidate_ids"] = candidates(targets, support_ids, VOCABULARY)
+        terms = hl.Objective.of(terms) + of_candidates()
     return Inputs(
         hidden=hidden.requires_grad_(),
         head=made,
         batch=hl.Batch(targets, segments, **fields),
-        objective=hl.Objective.of(objective() if terms is None else terms),
+        objective=hl.Objective.of(terms),
     )

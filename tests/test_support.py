@@ -38,6 +38,32 @@ def test_within_budget(kind, head, schedule, dtype):
     assert out.plan.restricted == (13 if "mixed" in kind else 21)
 
 
+@pytest.mark.parametrize(("kind", "head", "schedule", "dtype"), rows()[::2])
+def test_candidates_within_budget(kind, head, schedule, dtype):
+    """Log-probs over the support; those outside of it are -inf and have no gradient."""
+    inputs = cases.inputs(kind, head, dtype, beside=True)
+    matrix.check(inputs, SCHEDULES[schedule], upstream=1.75)
+
+
+def test_candidates_that_are_the_whole_support():
+    """Of the rest there is nothing: its log-prob is -inf, and nothing has a gradient of it."""
+    seen = {}
+
+    @hl.term
+    def rest(stats, batch):
+        seen["tail"], seen["logps"] = stats.candidate_tail, stats.candidate_logps
+        return stats.logp + 0.1 * torch.where(stats.candidate_tail > -9, stats.candidate_tail, 0)
+
+    hidden, weight, targets = trained_looking(3, 8, 20)
+    ids = torch.stack([targets, (targets + 3) % 20], 1)
+    batch = hl.Batch(targets, support_ids=ids, candidate_ids=ids.flip(1))
+    out = hl.head_loss(hidden.requires_grad_(), hl.Head(weight), batch, rest())
+    out.loss.backward()
+    assert (seen["tail"] == -math.inf).all() and hidden.grad.isfinite().all()
+    torch.testing.assert_close(seen["logps"].exp().sum(1), torch.ones(3))
+    torch.testing.assert_close(seen["logps"][:, 1], out.logps)
+
+
 @pytest.mark.parametrize("kind", ["padded", "mixed"])
 def test_a_frozen_head(kind):
     inputs = cases.inputs(kind, train=False, terms=hl.grpo())
