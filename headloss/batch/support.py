@@ -202,7 +202,10 @@ class Packed:
         """The pairs of some tokens whose columns lie in [first, first + size)."""
         begin, end = self._span(rows.start, rows.stop)
         offsets = self.offsets[rows.start : rows.stop + 1]
-        return Window(self.ids[begin:end], offsets - begin if begin else offsets, first, size)
+        ids = self.ids[begin:end]
+        if begin == end:  # one that is nobody's, so that there is something to index
+            ids = ids.new_full((1,), -1)
+        return Window(ids, offsets - begin if begin else offsets, first, size)
 
     def unrestricted(self, rows: slice) -> Tensor | None:
         """[m] which of some tokens have no ids, counted from the first of them; None: none."""
