@@ -78,6 +78,12 @@ def fields(s: Setup) -> None:
         s.advantages = 2 * s.advantages
 
 
+def candidates(s: Setup) -> None:
+    ids = torch.arange(2).expand(T, 2) + s.last
+    batch, head = hl.Batch(s.targets, candidate_ids=ids), hl.Head(s.weight, **s.head)
+    s.run = lambda: hl.head_loss(s.hidden, head, batch, hl.cross_entropy())  # type: ignore[method-assign]
+
+
 def width(s: Setup) -> None:
     if s.last:
         s.hidden, s.weight = torch.ones(T, H + 1), torch.ones(V, H + 1)
@@ -181,6 +187,7 @@ def bad_logits(s: Setup) -> None:
 CASES: dict[str, tuple[str, Spoil, str]] = {
     "targets": ("vocabulary", targets, "targets: differs between the ranks of vocab_group"),
     "fields": ("vocabulary", fields, "values of fields: differs"),
+    "candidates": ("vocabulary", candidates, "candidate_ids: differs"),
     "width": ("vocabulary", width, r"hidden width: differs .*got \[4,.* 5\]"),
     "dtype": ("vocabulary", dtype, "dtype: differs"),
     "mismatch": ("vocabulary", mismatch, "hidden: got shape .*want .*5"),

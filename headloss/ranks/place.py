@@ -166,11 +166,13 @@ def of_batch(batch: Batch) -> dict[str, Any]:
         for _, pair in sorted(batch.totals.kept.items()):
             totals += pair
     on_device = [t.to(batch.targets.device) for t in totals if isinstance(t, Tensor)]
+    candidates = batch.fields.get("candidate_ids")
     return {
         "targets": [batch.targets],
         "targets.shape": f"{tuple(batch.targets.shape)} {tuple(batch.segments.ids.shape)}",
         "segments.count": batch.segments.count,
         "segments": [batch.segments.ids],
+        "candidate_ids": [candidates] if isinstance(candidates, Tensor) else [],
         "support_ids": [] if batch.support is None else list(batch.support.tensors),
         "fields": " ".join(f"{n}:{_kind(t, batch.targets.dim())}" for n, t in ordered),
         "values of fields": tensors,
