@@ -16,6 +16,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import against
+import candidates
 import cases
 import contestants
 import gradient_truth
@@ -491,6 +492,18 @@ def test_support(tmp_path: Path) -> None:
         assert row["errors"]["logp"] < 1e-6 and row["errors"]["hidden"] < 1e-6
         assert row["times faster"] == pytest.approx(found["dense"]["ms"] / row["ms"], abs=0.006)
         assert ("kernels" in row) == (kind != "half")
+
+
+def test_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GRPO with candidates is right and timed beside GRPO alone; what is wrong is not timed."""
+    output = tmp_path / "candidates.json"
+    assert candidates.main(["--quick", "--output", str(output)]) == 0
+    found = json.loads(output.read_text())
+    rows = [row for row in found.values() if "errors" in row]
+    assert len(rows) == 4 and all(max(row["errors"].values()) < 1e-5 for row in rows)
+    monkeypatch.setattr(candidates, "WORST", -1.0)
+    with pytest.raises(ValueError, match="wrong by"):
+        candidates.main(["--quick"])
 
 
 def test_a_wrong_support_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,176 @@
+"""GRPO with a term over K candidates a token, against GRPO alone on the same inputs.
+
+    python benchmarks/candidates.py --output candidates.json     # on one GPU, about a minute
+    python benchmarks/candidates.py --quick                      # small, on a CPU
+
+For each K, with and without the rest of the mass: correctness first (candidates' log-probs, hidden
+and weight gradients of a few tokens and columns, against float64), then the time of forward and
+backward beside GRPO's, and peak memory beyond inputs and gradients; and the two acts on chosen
+columns alone. No time is reported of a call that is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from support import DEVICE, GRADIENTS, WORST, milliseconds, peak_mib
+from torch import Tensor
+
+import headloss as hl
+from headloss import kernels
+from headloss.kernels.interface import Backward
+from headloss.kernels.pair import Chosen
+from headloss.kernels.transform import Transform
+from headloss.objective.statistics import Coefficients, Normalizer
+from headloss.testing import trained_looking
+
+
+@hl.term
+def reverse_kl(stats, batch, rest=False):
+    """KL(p || q) to a q of 1 / (K + 1) each, over the candidates, or over these and the rest."""
+    log_p, outcomes = stats.candidate_logps, stats.candidate_logps.shape[1] + 1
+    if rest:
+        log_p = torch.cat([log_p, stats.candidate_tail.unsqueeze(1)], 1)
+    return (log_p.exp() * (log_p + math.log(outcomes))).sum(1)
+
+
+def objective(k: int, rest: bool) -> hl.Objective:
+    return hl.Objective.of(hl.grpo()) + (0.1 * reverse_kl(rest=rest) if k else hl.Objective(()))
+
+
+def ids_of(targets: Tensor, v: int, k: int) -> Tensor:
+    """[T, K] distinct ids, the target first."""
+    steps = torch.randperm(v - 1, device=DEVICE)[: k - 1] + 1
+    return (targets.unsqueeze(1) + torch.cat([steps.new_zeros(1), steps])) % v
+
+
+def call(hidden: Tensor, weight: Tensor, batch: hl.Batch, made: hl.Objective, schedule: str) -> Any:
+    options = hl.Options(metrics=False, schedule=schedule)
+    out = hl.head_loss(hidden, hl.Head(weight), batch, made, options)
+    return out, torch.autograd.grad(out.loss, (hidden, weight))
+
+
+def check(
+    hidden: Tensor, weight: Tensor, batch: hl.Batch, made: hl.Objective, rest: bool, schedule: str
+) -> dict[str, float]:
+    """How far a few tokens and columns are off; ValueError if too far."""
+    ids, n = batch.candidate_ids, len(batch.targets)
+    out, (dx, dw) = call(hidden, weight, batch, made, schedule)
+    rows = torch.arange(0, n, max(1, n // 64), device=DEVICE)
+    columns = ids[rows[:8], -1]
+    x, w = hidden.detach(), weight.detach().double()
+    want = torch.zeros(len(columns), x.shape[1], dtype=torch.float64, device=DEVICE)
+    found = {}
+    for part in torch.arange(n, device=DEVICE).split(256):
+        z = (x[part].double() @ w.t()).requires_grad_()
+        log_p = z.log_softmax(1)
+        logp = log_p.gather(1, batch.targets[part, None])[:, 0]
+        advantages = batch.advantages[part].double()
+        ratio = (logp - batch.old_logps[part].double()).exp()
+        surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        chosen = log_p.gather(1, ids[part])
+        if rest:
+            others = log_p.scatter(1, ids[part], -torch.inf).logsumexp(1, keepdim=True)
+            chosen = torch.cat([chosen, others], 1)
+        uniform = math.log(ids.shape[1] + 1)
+        loss = (0.1 * (chosen.exp() * (chosen + uniform)).sum(1) - surrogate).sum() / n
+        (g,) = torch.autograd.grad(loss, z)
+        want += g[:, columns].t() @ x[part].double()
+        if part[0] == 0:
+            logps, hidden_gradient = logp.detach(), g @ w
+    found["logp"] = float((out.logps[: len(logps)].double() - logps).abs().max())
+    for name, got, exact in (
+        ("hidden", dx[: len(logps)], hidden_gradient),
+        ("weight", dw[columns], want),
+    ):
+        found[name] = float((got.double() - exact).norm() / exact.norm())
+    if found["logp"] > WORST or max(found.values()) > GRADIENTS:
+        raise ValueError(f"wrong by {found}")
+    return found
+
+
+def acts(hidden: Tensor, weight: Tensor, ids: Tensor, repeats: int) -> dict[str, Any]:
+    """The acts on chosen columns alone: milliseconds, and TB/s of the rows that are gathered."""
+    backend = kernels.load(kernels.choose("auto", DEVICE, hidden.dtype))
+    x, w = hidden.detach(), weight.detach()
+    ms = milliseconds(lambda: backend.chosen_logits(x, w, ids, Transform()), repeats)
+    moved = ids.numel() * x.shape[1] * x.element_size()
+    found: dict[str, Any] = {"logits": {"ms": round(ms, 3), "TB/s": round(moved / ms / 1e9, 2)}}
+    rows = min(len(x), 4096)
+    tile = torch.zeros(rows, len(w), dtype=x.dtype, device=DEVICE)
+    zero, slopes = torch.zeros(rows, device=DEVICE), torch.zeros(rows, ids.shape[1], device=DEVICE)
+    normalizer, c = Normalizer(zero, zero), Coefficients(target=zero, prob=zero)
+    backward = Backward(ids[:rows, 0].contiguous(), 0, Transform(), normalizer, c)
+    chosen = Chosen(ids[:rows], slopes, slopes)
+    ms = milliseconds(lambda: backend.chosen_gradient_(tile, chosen, backward), repeats)
+    found["gradient of 4096 tokens"] = {"ms": round(ms, 3)}
+    return found
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    n, h, v = arguments.tokens, arguments.hidden, arguments.vocab
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    hidden, weight, targets = trained_looking(n, h, v, dtype, DEVICE)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    returned = (hidden.numel() + weight.numel()) * hidden.element_size()
+    advantages, old = torch.randn(n, device=DEVICE), -torch.rand(n, device=DEVICE)
+    given = {"advantages": advantages, "old_logps": old}
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu",
+        "sizes": {"tokens": n, "hidden": h, "vocabulary": v},
+    }
+    alone: dict[str, float] = {}
+    for k, rest, schedule in (
+        *((0, False, s) for s in ("one_pass", "recompute")),
+        *((k, False, "one_pass") for k in arguments.ids),
+        (arguments.ids[-1], False, "recompute"),
+        *((k, True, "one_pass") for k in arguments.ids[-1:]),
+    ):
+        more = given if not k else given | {"candidate_ids": ids_of(targets, v, k)}
+        batch, made = hl.Batch(targets, **more), objective(k, rest)
+        row: dict[str, Any] = {}
+        if k:
+            row["errors"] = check(hidden, weight, batch, made, rest, schedule)
+        run = partial(call, hidden, weight, batch, made, schedule)
+        ms = milliseconds(run, arguments.repeats)
+        alone.setdefault(schedule, ms)
+        row |= {"ms": round(ms, 3), "share of GRPO's speed": round(alone[schedule] / ms, 3)}
+        row["peak MiB"] = peak_mib(run, returned)
+        if k and not rest and schedule == "one_pass":
+            row["kernels"] = acts(hidden, weight, more["candidate_ids"], arguments.repeats)
+        name = f"{schedule}, " + (f"{k} candidates" if k else "GRPO") + ", rest" * rest
+        found[name] = row
+        print(name, json.dumps(row), flush=True)
+    return found
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--ids", type=int, nargs="+", default=[32, 64])
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--quick", action="store_true", help="small sizes, one repeat")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args(given)
+    if arguments.quick:
+        sizes = {"tokens": 64, "hidden": 32, "vocab": 1000, "ids": [4, 8], "repeats": 1}
+        vars(arguments).update(sizes)
+    found = measure(arguments)
+    if arguments.output:
+        written = arguments.output.with_suffix(".tmp")
+        written.write_text(json.dumps(found, indent=1))
+        written.replace(arguments.output)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
