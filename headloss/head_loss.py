@@ -18,6 +18,7 @@ from .batch.packing import Packing
 from .head.head import Head, check_head
 from .kernels.transform import Transform
 from .losses.term import Objective, Term
+from .objective.elsewhere import READ, loss_elsewhere
 from .objective.metrics import Mean, Metrics, Observed, Sum, checked, fold, fold_all
 from .objective.statistics import Statistics
 from .options import Options
@@ -166,13 +167,16 @@ def plan(
     hidden: Tensor,  # [.., H], may be on the meta device
     head: Head,
     batch: Batch,
-    objective: Term | Objective,
+    objective: Term | Objective | None,
     options: Options | None = None,
 ) -> Plan:
-    """What `head_loss` would run for these arguments: schedule, pieces, bytes, and why."""
+    """What `head_loss` would run for these arguments: schedule, pieces, bytes, and why. Without an
+    objective, what `head_stats` would."""
     check_head(head)
     check_eager("plan", getattr(batch, "targets", None))
     head = local_head(head)
+    if objective is None:
+        objective = loss_elsewhere(frozenset(READ))
     return linear_call(hidden, head, batch, objective, options or DEFAULT, on_meta=True).plan
 
 

@@ -231,7 +231,7 @@ def test_fullgraph_says_why_not() -> None:
 
 
 def test_targets_of_head_stats_are_a_tensor() -> None:
-    for given, got in ((batch(), "Batch, want an int64 tensor .*batch.targets"), ([1], "list")):
+    for given, got in ((batch, "function, want an int64 tensor .*headloss.Batch"), ([1], "list")):
         with pytest.raises(TypeError, match=f"targets: got {got}"):
             hl.head_stats(hidden(), head(), given)  # type: ignore[arg-type]
 

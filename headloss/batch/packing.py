@@ -243,14 +243,27 @@ class Packing:
             dtype=dtype,
         )
 
-    def scatter(self, values: Tensor) -> Tensor:
-        """[T] back to the caller's shape, 0 at unscored positions."""
+    def scatter(self, values: Tensor, alone: bool = False) -> Tensor:
+        """[T, ..] back to the caller's shape, 0 at unscored positions; `alone`: in new memory."""
+        rest = values.shape[1:]
         if self.live is not None:
-            values = values.masked_fill(~self.live, 0)
-        if self.index is None:
-            return values.reshape(self.shape)
-        flat = values.new_zeros(self.shape.numel())
-        return flat.index_copy_(0, self.index, values).view(self.shape)
+            values = values.masked_fill(~_as_wide(self.live, values), 0)
+        if self.index is None and not alone:
+            return values.reshape(*self.shape, *rest)
+        full = values.new_zeros(*self.shape, *rest)
+        flat = full.view(-1, *rest)
+        flat.copy_(values) if self.index is None else flat.index_copy_(0, self.index, values)
+        return full
+
+    def gather(self, values: Tensor) -> Tensor:
+        """[T, ..] from the caller's shape, 0 at what static shapes keep of unscored positions."""
+        values = values.reshape(self.shape.numel(), *values.shape[len(self.shape) :])
+        values = values.contiguous() if self.index is None else values[self.index]
+        return values if self.live is None else values.masked_fill(~_as_wide(self.live, values), 0)
+
+
+def _as_wide(live: Tensor, values: Tensor) -> Tensor:
+    return live.view(-1, *[1] * (values.dim() - 1))
 
 
 def packing_of(batch: Batch, vocabulary: int, static: bool = False, unit: int = 1) -> Packing:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Literal
 
-Scope = Literal["token", "segment", "batch"]
+Scope = Literal["token", "segment", "batch", "elsewhere"]
 Per = Literal["token", "segment"]
-SCOPES: tuple[Scope, ...] = ("token", "segment", "batch")
+SCOPES: tuple[Scope, ...] = ("token", "segment", "batch")  # of terms
 TRACING = ContextVar("tracing", default=False)  # no collective runs for the sake of a trace
 
 
 def wider(a: Scope, b: Scope) -> Scope:
     """The larger of two scopes."""
-    return SCOPES[max(SCOPES.index(a), SCOPES.index(b))]
+    order: tuple[Scope, ...] = (*SCOPES, "elsewhere")
+    return order[max(order.index(a), order.index(b))]

@@ -1,4 +1,4 @@
-"""The two autograd functions of a call: the packed rows, and the loss.
+"""The autograd functions of a call: the packed rows, and the loss, or statistics for one elsewhere.
 
 N positions, T of them scored, H hidden width.
 """
@@ -6,13 +6,16 @@ N positions, T of them scored, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..batch.packing import Packing
+from ..objective.elsewhere import READ, gradient_of
 from ..ranks.collectives import inside
 from ..softmax.linear import RawSoftmax
-from .loop import Outcome, Work, forward
+from .loop import Outcome, Work, forward, pull_back, stored, sweep
 
 Open = Callable[[Sequence[Tensor | None]], RawSoftmax]
 
@@ -62,6 +65,54 @@ class HeadLoss(torch.autograd.Function):
         with inside(upstream.device.type, *ctx.groups):
             gradients = pull(upstream, source)
         return None, None, None, *gradients
+
+
+class HeadStatistics(torch.autograd.Function):
+    """logp, lse and entropy of all positions; its backward pulls back what a loss elsewhere sends.
+
+    `gradients` names those that carry one; `tensors` and `open_source` are as in `HeadLoss`. What a
+    held schedule keeps is saved with autograd, so that checkpointing drops it and makes it again.
+    """
+
+    @staticmethod
+    def forward(ctx, work: Work, open_source: Open, packing: Packing, gradients, *tensors):
+        source = open_source(tensors)
+        swept = sweep(work, source)
+        found = {n: packing.scatter(getattr(swept.whole.stats, n), alone=True) for n in READ}
+        ctx.mark_non_differentiable(*(t for n, t in found.items() if n not in gradients))
+        ctx.set_materialize_grads(False)
+        ctx.given, ctx.swept = (work, open_source, packing), swept._replace(held=[])
+        ctx.used, ctx.count, aside = False, 0, []
+        if work.plan.pull in ("held", "slabs", "blocks"):
+            aside = [*tensors, *source.constants()]
+            ctx.count = len(tensors)
+        ctx.rescaled, ctx.rest, tiles = source.gradient_dtype == torch.float16, len(aside), []
+        ctx.again = [stored(held, tiles) for held in swept.held]
+        ctx.save_for_backward(*aside, *tiles)
+        return tuple(found.values())
+
+    @staticmethod
+    def backward(ctx, *upstream: Tensor | None):  # type: ignore[override]
+        refuse_second_derivatives("head_stats")
+        (work, open_source, packing), swept = ctx.given, ctx.swept
+        if ctx.used and work.plan.pull in ("held", "unit"):
+            raise RuntimeError(
+                f"headloss: backward through head_stats a second time, but its schedule, "
+                f'{work.plan.schedule}, has used up what it kept; add the losses first, or ask for '
+                'Options(schedule="recompute")'
+            )
+        ctx.used = True
+        saved = ctx.saved_tensors  # read once: checkpointing recomputes them
+        source: Any = open_source(saved[: ctx.count]) if ctx.count else None
+        tiles = iter(saved[ctx.rest :])
+        swept = swept._replace(held=[again(tiles) for again in ctx.again])
+        given = {n: packing.gather(g) for n, g in zip(READ, upstream, strict=True) if g is not None}
+        stats, width = swept.whole.stats, work.vocabulary
+        gradient, scale = gradient_of(given, stats, width, ctx.rescaled)
+        with inside(packing.targets.device.type, *work.groups):
+            factor = None if scale is None else 1 / scale
+            found = pull_back(work, source, swept, gradient, factor)
+        return None, None, None, None, *found
 
 
 class GatherRows(torch.autograd.Function):

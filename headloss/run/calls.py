@@ -196,9 +196,11 @@ def _call(joined: Joined, batch: Batch, transform: Transform, options: Options) 
     slices = place.slices(spread, batch.targets.device)
     transform = _of_tokens(transform, batch, packing, prepared.wide)
     bind = binder(prepared, objective, batch, packing, view, place.vocabulary, options)
-    if group is not None:  # its collectives may not wait for a rank's own tokens
+    elsewhere = objective.scope == "elsewhere"
+    if group is not None and not elsewhere:  # its collectives may not wait for a rank's own tokens
         bind()
-    direct = options.upstream is not None and not prepared.problem.rescaled
+    final = options.upstream is not None or elsewhere  # coefficients hold the upstream gradient
+    direct = final and not prepared.problem.rescaled
     work = Work(
         plan=plan,
         batch=view,

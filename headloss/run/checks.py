@@ -99,6 +99,8 @@ def checked_objective(objective: Term | Objective, batch: Batch, options: Option
     objective = Objective.of(objective)
     if not objective.parts:
         raise ValueError("objective: got no terms, want at least one")
+    if isinstance(batch, Exception):  # wrong targets, of which all ranks have to hear
+        raise batch
     if not isinstance(batch, Batch):
         raise TypeError(f"batch: got {type(batch).__name__}, want headloss.Batch")
     if not isinstance(options, Options):
@@ -134,6 +136,26 @@ def check_shape(
         raise ValueError(
             f"batch: got targets on {batch.targets.device}, want {name}'s device {value.device}"
         )
+
+
+def check_targets(given: object, hidden: Tensor, options: Options) -> Batch:
+    """A batch of targets alone."""
+    if not isinstance(given, Tensor):
+        raise TypeError(
+            f"targets: got {type(given).__name__}, want an int64 tensor [..] or a headloss.Batch"
+        )
+    if not isinstance(hidden, Tensor):
+        raise TypeError(f"hidden: got {type(hidden).__name__}, want a floating tensor [.., H]")
+    if given.device != hidden.device:
+        raise ValueError(
+            f"targets: got device {given.device}, want that of hidden, {hidden.device}"
+        )
+    want = hidden.shape[:-1]
+    if given.shape != want and not options.sequence_parallel:
+        raise ValueError(
+            f"targets: got shape {tuple(given.shape)}, want hidden's {tuple(want)}"
+        )
+    return Batch(given)
 
 
 def check_topk(batch: Batch) -> None:

@@ -11,7 +11,7 @@ logits; the schedules differ in which blocks and columns the loop visits and whe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..batch.packing import PackedBatch
-from ..kernels.interface import Measured
+from ..kernels.interface import Held, Measured
 from ..objective.bound import Bound, Gradient
 from ..objective.statistics import STATISTICS, Normalizer, Statistics
 from ..objective.taped import Taped
@@ -184,6 +184,23 @@ def sweep(work: Work, source: RawSoftmax) -> Swept:
     if pull == "unit":
         sums = sums or work.row_sums(source)
     return Swept(join(work, source, found), kept, sums)
+
+
+def stored(held: Any, tensors: list[Tensor]) -> Callable[[Iterator[Tensor]], Any]:
+    """Adds the tensors of what a source kept of one block to a list; what makes it of them again,
+    in their order. (A part of a source that is made anew is left out.)"""
+    if held is None:
+        return lambda again: None
+    if isinstance(held, Held):
+        tensors += [held.terms, held.reference]
+        return lambda again: Held(terms=next(again), reference=next(again))
+    if isinstance(held, tuple):
+        raw, _, kept = held
+        tensors.append(raw)
+        inner = stored(kept, tensors)
+        return lambda again: (next(again), None, inner(again))
+    tensors.append(held)
+    return next
 
 
 def measure(

@@ -1,0 +1,233 @@
+"""`head_stats` inside a compiled graph: a registered operator, so that the graph need not break.
+
+N positions, T of them scored, V vocabulary. Schedule: recompute. Adapters' features are made in the
+graph; what the operator gets are pairs of features and weights. The last argument of either
+operator spells its options, as `_spelt` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..batch.batch import IGNORE, Batch
+from ..head.head import Head, Lora, autocast_dtype
+from ..kernels.interface import Measured
+from ..objective.elsewhere import READ, gradient_of, loss_elsewhere
+from ..objective.statistics import Normalizer, Statistics
+from ..options import Options
+from ..softmax.linear import RawSoftmax
+from .autograd import refuse_second_derivatives
+from .calls import Call, linear_call
+from .checks import check_targets
+from .loop import Swept, pull_back, sweep
+
+SPELT = ("backend", "chunk_tokens", "memory_budget", "static", "skip_rows")  # options that it takes
+
+
+def in_graph(
+    hidden: Tensor, head: Head, given: object, options: Options, gradients: frozenset[str]
+) -> list[Tensor]:
+    """logp, lse and entropy of every position.
+
+    Raises:
+        ValueError: an option that the operator does not take.
+    """
+    compute = autocast_dtype(hidden)
+    head.validate(hidden, compute_dtype=compute)
+    if isinstance(given, Batch):
+        if given.support is not None:
+            raise ValueError("support_ids: got them in a compiled graph, which does not serve them")
+        given = given.targets
+    targets = check_targets(given, hidden, options).targets
+    x = hidden.reshape(-1, hidden.shape[-1])
+    if compute is not None:
+        x = x.to(compute)
+    if head.lora:  # poison in unscored rows must not reach the adapters' weights
+        x = torch.where((targets.reshape(-1) != IGNORE).unsqueeze(1), x, 0)
+    pairs = head.factors(x)
+    temperature = head.temperature
+    tensor = temperature.reshape(-1) if isinstance(temperature, Tensor) else None
+    found = _head_stats(
+        [f for f, _ in pairs],
+        [w if compute is None else w.to(compute) for _, w in pairs],
+        head.bias,
+        tensor,
+        targets.reshape(-1),
+        head.vocabulary,
+        head.logit_scale,
+        head.softcap,
+        1.0 if tensor is not None else float(temperature),  # type: ignore[arg-type]
+        _spelt(options),
+    )
+    return [
+        (t if name in gradients else t.detach()).view(targets.shape)
+        for name, t in zip(READ, found, strict=False)
+    ]
+
+
+def _spelt(options: Options) -> str:
+    if options.schedule not in ("auto", "recompute"):
+        raise ValueError(
+            f'schedule: got "{options.schedule}", but a compiled graph is served by recompute'
+        )
+    default = Options()
+    for name in ("logits_dtype", "accumulate_dtype", "sequence_parallel", "main_grad"):
+        if getattr(options, name) is not getattr(default, name):
+            raise ValueError(f"{name}: got {getattr(options, name)}, which no compiled graph takes")
+    return " ".join([f"{getattr(options, name)}" for name in SPELT])
+
+
+def _options(spelt: str) -> Options:
+    known: dict[str, Any] = {"None": None, "True": True, "False": False}
+    words = (int(word) if word.isdecimal() else known.get(word, word) for word in spelt.split())
+    values: dict[str, Any] = dict(zip(SPELT, words, strict=False))
+    return Options(schedule="recompute", **values)
+
+
+class _Given(NamedTuple):
+    """What both operators take."""
+
+    features: Sequence[Tensor]  # [N, ..] each
+    weights: Sequence[Tensor]  # [V, ..] each
+    bias: Tensor | None
+    temperature: Tensor | None  # [N]
+    targets: Tensor  # [N]
+    vocabulary: int
+    scale: float
+    softcap: float | None
+    divisor: float
+    options: str
+
+    def open(self, wanted: Sequence[bool] = ()) -> tuple[Call, RawSoftmax]:
+        """The call that these are of, and its logits; `wanted`: features and weights pairwise,
+        bias."""
+        wanted = wanted or [False] * (2 * len(self.features) + 1)
+
+        def leaf(tensor: Tensor, at: int) -> Tensor:
+            return tensor.detach().requires_grad_(wanted[at])
+
+        hidden, *features = [leaf(f, 2 * i) for i, f in enumerate(self.features)]
+        weight, *weights = [leaf(w, 2 * i + 1) for i, w in enumerate(self.weights)]
+        plain = Head(
+            weight,
+            None if self.bias is None else leaf(self.bias, -1),
+            self.divisor if self.temperature is None else self.temperature.detach(),
+            self.softcap,
+            self.scale,
+            self.vocabulary,
+        )
+        # Adapters' inner sides, which stay in the graph, only tell that a gradient is wanted.
+        inner = [w.new_empty(w.shape[1], hidden.shape[1]) for w in weights]
+        for a, given in zip(inner, features, strict=True):
+            a.requires_grad_(given.requires_grad)
+        lora = tuple(Lora(a=a, b=b, scaling=1.0) for a, b in zip(inner, weights, strict=True))
+        options, objective = _options(self.options), loss_elsewhere(frozenset(READ))
+        with torch.set_grad_enabled(any(wanted)):
+            batch = Batch(self.targets)
+            call = linear_call(hidden, replace(plain, lora=lora), batch, objective, options)
+            open_source, (x, *others) = call.open_linear(hidden, plain, options)
+        index = call.packing.index
+        packed = features if index is None else [f[index] for f in features]
+        pairs = [t for pair in zip(packed, weights, strict=True) for t in pair]
+        tensors = [x, others[0], *pairs, others[1]]
+        return call, open_source([None if t is None else t.detach() for t in tensors])
+
+
+@torch.library.custom_op("headloss::head_stats", mutates_args=())
+def _head_stats(
+    features: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    temperature: Tensor | None,
+    targets: Tensor,
+    vocabulary: int,
+    scale: float,
+    softcap: float | None,
+    divisor: float,
+    options: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """logp, lse, entropy, and the normalizer's two parts; [N] each."""
+    numbers = (vocabulary, scale, softcap, divisor, options)
+    call, source = _Given(features, weights, bias, temperature, targets, *numbers).open()
+    whole = sweep(call.work, source).whole
+    vectors = [*(getattr(whole.stats, name) for name in READ), *whole.normalizer]
+    return tuple(call.packing.scatter(v, alone=True) for v in vectors)  # type: ignore[return-value]
+
+
+@_head_stats.register_fake
+def _(features, weights, bias, temperature, targets, *numbers):
+    dtype = torch.float64 if features[0].dtype == torch.float64 else torch.float32
+    return tuple(targets.new_empty(targets.shape, dtype=dtype) for _ in range(5))
+
+
+@torch.library.custom_op("headloss::head_stats_backward", mutates_args=())
+def _head_stats_backward(
+    features: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    others: Sequence[Tensor | None],  # bias, temperature, targets
+    vocabulary: int,
+    numbers: Sequence[float],  # scale, soft cap (0: none), divisor
+    options: str,
+    measured: Sequence[Tensor],  # logp, entropy, and the normalizer's two parts
+    upstream: Sequence[Tensor],  # of logp, lse, entropy
+    wanted: Sequence[bool],  # features and weights pairwise, bias
+) -> list[Tensor]:
+    """The wanted gradients, in the order of `wanted`."""
+    bias, temperature, targets = others
+    scale, softcap, divisor = numbers
+    assert targets is not None
+    given = (vocabulary, scale, softcap or None, divisor, options)
+    call, source = _Given(features, weights, bias, temperature, targets, *given).open(wanted)
+    packing, work = call.packing, call.work
+    logp, entropy, *normalizer = map(packing.gather, measured)
+    stats = Statistics(logp=logp, entropy=entropy)
+    slopes = dict(zip(READ, map(packing.gather, upstream), strict=True))
+    gradient, scale = gradient_of(slopes, stats, vocabulary, call.prepared.problem.rescaled)
+    swept = Swept(Measured(stats, Normalizer(*normalizer), logp), [])
+    found = pull_back(work, source, swept, gradient, None if scale is None else 1 / scale)
+    for i, value in enumerate(found[:-1:2]):
+        if value is not None and packing.index is not None:
+            full = torch.zeros_like(features[i])
+            found[2 * i] = full.index_copy_(0, packing.index, value)
+    return [g for g, want in zip(found, wanted, strict=True) if want and g is not None]
+
+
+@_head_stats_backward.register_fake
+def _(features, weights, others, *rest):
+    wanted = rest[-1]
+    tensors = [t for pair in zip(features, weights, strict=True) for t in pair] + [others[0]]
+    return [torch.empty_like(t) for t, want in zip(tensors, wanted, strict=True) if want]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    features, weights, bias, temperature, targets, *numbers = inputs
+    ctx.pairs, ctx.numbers = len(features), numbers
+    logp, _, entropy, peak, log_sum = output
+    ctx.mark_non_differentiable(peak, log_sum)
+    measured = (logp, entropy, peak, log_sum)
+    ctx.save_for_backward(*features, *weights, bias, temperature, targets, *measured)
+    tensors = [t for pair in zip(features, weights, strict=True) for t in pair] + [bias]
+    ctx.wanted = [t is not None and t.requires_grad for t in tensors]
+
+
+def _backward(ctx, *upstream):
+    refuse_second_derivatives("head_stats")
+    n, saved = ctx.pairs, list(ctx.saved_tensors)
+    vocabulary, scale, softcap, divisor, options = ctx.numbers
+    numbers = (vocabulary, [scale, softcap or 0.0, divisor], options)
+    rest, measured = saved[2 * n : 2 * n + 3], saved[2 * n + 3 :]
+    made = iter(
+        _head_stats_backward(
+            saved[:n], saved[n : 2 * n], rest, *numbers, measured, list(upstream[:3]), ctx.wanted
+        )
+    )
+    found = [next(made) if wanted else None for wanted in ctx.wanted]
+    return found[:-1:2], found[1:-1:2], found[-1], *[None] * 7
+
+
+_head_stats.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,381 @@
+"""`head_stats` over its schedules, against float64 through plain logits; and what autograd may ask.
+
+N positions, T of them scored, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from triton_cases import DEVICE, EPS  # first: it asks for the interpreter
+
+import headloss as hl
+from headloss import kernels
+from headloss.softmax import products
+from headloss.testing import error, trained_looking, within_budget
+
+N, H, V = 20, 8, 37
+OUT = [2, 3, 15]  # positions that are not scored
+NAMES = ("logp", "lse", "entropy")
+SCHEDULES = {
+    "recompute": {"schedule": "recompute", "chunk_tokens": 3},
+    "held": {"schedule": "held"},
+    "held in blocks": {"schedule": "held", "chunk_tokens": 6},
+    "held, static": {"schedule": "held", "static": True},
+    "frozen": {"schedule": "frozen", "chunk_tokens": 6},
+    "frozen, static": {"schedule": "frozen", "static": True},
+    "recompute, static": {"schedule": "recompute", "static": True},
+    "all rows": {"schedule": "held", "skip_rows": False},
+}
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def problem(dtype=torch.float64, device="cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states with poison where nothing is scored, weight, targets, advantages."""
+    hidden, weight, targets = trained_looking(N, H, V, dtype, device)
+    targets[OUT] = -100
+    hidden[OUT] = float("nan")
+    generator = torch.Generator().manual_seed(1)
+    advantages = torch.randn(N, generator=generator, dtype=torch.float64).to(device)
+    advantages[5] = 0  # a row that carries nothing
+    return hidden, weight, targets, advantages
+
+
+def foreign(logp: Tensor, lse: Tensor, entropy: Tensor, advantages: Tensor) -> Tensor:
+    """A loss of somebody else's: of the whole batch, since it normalises what it gets."""
+    a = advantages.to(logp.dtype)
+    ratio = (logp - logp.detach().sub(0.1)).exp()
+    return -(ratio * a).sum() / 7 + 1e-2 * lse.square().sum() / entropy.detach().sum() - (
+        (a != 0) * entropy
+    ).mean()
+
+
+def of_logp(logp: Tensor, lse: Tensor, entropy: Tensor, advantages: Tensor) -> Tensor:
+    return -(logp.exp() * advantages.to(logp.dtype)).sum()
+
+
+def by_logits(hidden: Tensor, head: hl.Head, targets: Tensor) -> list[Tensor]:
+    """The three from materialised logits."""
+    scored = targets != -100
+    log_p = head.logits(torch.where(scored.unsqueeze(-1), hidden, 0)).log_softmax(-1)
+    z = head.logits(torch.where(scored.unsqueeze(-1), hidden, 0))
+    logp = log_p.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    found = logp, z.logsumexp(-1), -(log_p.exp() * log_p).sum(-1)
+    return [torch.where(scored, value, 0) for value in found]
+
+
+def run(dtype, verb, loss, trained=("hidden", "weight"), given=None, **of_head):
+    """Statistics and gradients of a loss on what a verb makes of the leaves in `dtype`."""
+    hidden, weight, targets, advantages = problem() if given is None else given
+    leaves = {"hidden": hidden, "weight": weight}
+    leaves = {n: t.detach().to(dtype).requires_grad_(n in trained) for n, t in leaves.items()}
+    found = verb(leaves["hidden"], hl.Head(leaves["weight"], **of_head), targets)
+    loss(*found, advantages).backward()
+    return [t.detach() for t in found], {n: leaves[n].grad for n in trained}, found
+
+
+def check(dtype, options, loss=foreign, gradients=NAMES, trained=("hidden", "weight"), **of_head):
+    given = problem(dtype)
+    widths = (torch.float64, torch.float32)
+    oracle, exact, coarse = (
+        run(d, by_logits, loss, trained, given, **of_head) for d in (*widths, dtype)
+    )
+
+    def verb(hidden, head, targets):
+        return hl.head_stats(hidden, head, targets, hl.Options(**options), gradients)
+
+    values, found, stats = run(dtype, verb, loss, trained, given, **of_head)
+    assert stats.plan.schedule == options["schedule"]
+    for value, want, wide in zip(values, oracle[0], exact[0], strict=True):
+        assert within_budget(value, want, wide) and value[OUT].eq(0).all()
+    for name in trained:
+        assert within_budget(found[name], oracle[1][name], coarse[1][name]), name
+    assert found["hidden"][OUT].eq(0).all()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_against_float64(dtype, schedule):
+    transform = {"softcap": 20.0, "temperature": 0.8} if "blocks" in schedule else {}
+    if "frozen" in schedule:
+        check(dtype, SCHEDULES[schedule], of_logp, ("logp",), ("hidden",), **transform)
+    else:
+        check(dtype, SCHEDULES[schedule], **transform)
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "held", "frozen"])
+@pytest.mark.parametrize("count", [0, 1])
+def test_few_tokens(schedule, count):
+    hidden, weight, targets, advantages = problem()
+    targets[:] = -100
+    targets[7 : 7 + count] = 3
+    trained = ("hidden",) if schedule == "frozen" else ("hidden", "weight")
+    given = (hidden, weight, targets, advantages)
+    want, into, _ = run(torch.float64, by_logits, of_logp, trained, given)
+
+    def verb(hidden, head, targets):
+        options = hl.Options(schedule=schedule)
+        return hl.head_stats(hidden, head, targets, options, ("logp",))
+
+    values, found, stats = run(torch.float64, verb, of_logp, trained, given)
+    assert stats.plan.schedule == schedule
+    for got, exact in zip([*values, *found.values()], [*want, *into.values()], strict=True):
+        torch.testing.assert_close(got, exact)
+
+
+# ---------------------------------------------------------------------- in the interpreter
+
+
+@pytest.mark.parametrize("form", ["terms", "logits"])
+@pytest.mark.parametrize("loss", [foreign, of_logp])
+@pytest.mark.parametrize("schedule", ["held", "held in blocks", "frozen", "recompute"])
+def test_on_triton(monkeypatch, schedule, loss, form):
+    """Held softmax terms where the product writes them, else logits; any coefficients."""
+    if form == "terms":
+        monkeypatch.setattr(kernels, "can_hold_terms", lambda backend, *_: backend == "triton")
+    sixteen = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    frozen = schedule == "frozen"
+    trained = ("hidden",) if frozen else ("hidden", "weight")
+    loss = of_logp if frozen else loss
+    given = problem(sixteen, DEVICE)
+    oracle, coarse = (run(d, by_logits, loss, trained, given) for d in (torch.float64, sixteen))
+
+    def verb(hidden, head, targets):
+        options = hl.Options(backend="triton", **SCHEDULES[schedule])
+        return hl.head_stats(hidden, head, targets, options, ("logp",) if frozen else NAMES)
+
+    hl.clear_cache()  # of the other form
+    values, found, stats = run(sixteen, verb, loss, trained, given)
+    hl.clear_cache()
+    assert stats.plan.terms == (form == "terms")
+    if stats.plan.schedule == "held":
+        assert stats.plan.bytes["logits"] == 17 * V * (2 if form == "terms" else 4)
+    for value, want in zip(values, oracle[0], strict=True):
+        torch.testing.assert_close(value.double(), want, rtol=1e-5, atol=1e-5)
+    for name, got in found.items():
+        want, other = oracle[1][name], coarse[1][name]
+        assert error(got, want) <= 3 * error(other, want) + 4 * EPS[torch.bfloat16], name
+
+
+# ---------------------------------------------------------------------- what runs
+
+
+def test_the_choice():
+    """Frozen where it can serve, held within the budget, else recompute; and `plan` says why."""
+    hidden, weight, targets, _ = problem()
+    size, t = V * 8, N - len(OUT)
+
+    def planned(trained=True, gradients=NAMES, **options):
+        head = hl.Head(weight.detach().requires_grad_(trained))
+        x = hidden.detach().requires_grad_()
+        return hl.head_stats(x, head, targets, hl.Options(**options), gradients).plan
+
+    assert planned().schedule == "held" and planned().bytes["logits"] == t * size
+    assert "all tokens take 0.0 MiB within the budget" in planned().reason
+    over = planned(memory_budget=t * size - 1)
+    assert over.schedule == "recompute" and "more than the budget" in over.reason
+    assert planned(chunk_tokens=4).schedule == "recompute"
+    assert planned(trained=False, gradients=("logp",)).schedule == "frozen"
+    assert planned(trained=False).schedule == "held"
+    assert planned(gradients=()).schedule == "statistics"
+    with pytest.raises(ValueError, match="frozen.*the head requires a gradient"):
+        planned(schedule="frozen", gradients=("logp",))
+    with pytest.raises(ValueError, match="one_pass.*the loss lives elsewhere"):
+        planned(schedule="one_pass")
+    with pytest.raises(ValueError, match="held.*more than the budget"):
+        planned(schedule="held", memory_budget=t * size - 1)
+    x, head = hidden.requires_grad_(), hl.Head(weight.requires_grad_())
+    for options in (hl.Options(), hl.Options(memory_budget=t * size - 1)):
+        want = hl.head_stats(x, head, targets, options).plan
+        assert hl.plan(x, head, hl.Batch(targets), None, options) == want
+
+
+@pytest.mark.parametrize(("schedule", "logits"), [("held", 1), ("frozen", 1), ("recompute", 2)])
+def test_the_number_of_products(monkeypatch, schedule, logits):
+    count = {"logits": 0}
+    inner = products.logits
+
+    def counted(*args, **options):
+        count["logits"] += 1
+        return inner(*args, **options)
+
+    monkeypatch.setattr(products, "logits", counted)
+    hidden, weight, targets, _ = problem()
+    head = hl.Head(weight.requires_grad_(schedule != "frozen"))
+    options = hl.Options(schedule=schedule)
+    found = hl.head_stats(hidden.requires_grad_(), head, targets, options, ("logp",))
+    found.logp.sum().backward()
+    assert count["logits"] == logits
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+def test_what_carries_none_is_detached():
+    hidden, weight, targets, _ = problem()
+    head = hl.Head(weight.requires_grad_())
+    found = hl.head_stats(hidden.requires_grad_(), head, targets, None, ("entropy",))
+    assert [t.requires_grad for t in found] == [False, False, True]
+    (found.logp * found.entropy).sum().backward()
+    want = by_logits(hidden, head, targets)
+    (into,) = torch.autograd.grad((want[0].detach() * want[2]).sum(), weight)
+    torch.testing.assert_close(weight.grad, into)
+    for gradients in ((), []):
+        assert not hl.head_stats(hidden, head, targets, None, gradients).logp.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("gradients", "kind", "match"),
+    [
+        ("logp", TypeError, "gradients: got 'logp', want a tuple"),
+        (("logps",), ValueError, "gradients: got 'logps', want names out of"),
+        (3, TypeError, "gradients: got 3"),
+    ],
+)
+def test_wrong_names(gradients, kind, match):
+    hidden, weight, targets, _ = problem()
+    with pytest.raises(kind, match=match):
+        hl.head_stats(hidden, hl.Head(weight), targets, None, gradients)
+
+
+def test_upstream_is_refused():
+    hidden, weight, targets, _ = problem()
+    with pytest.raises(ValueError, match="upstream: got 1.0, want None"):
+        hl.head_stats(hidden, hl.Head(weight), targets, hl.Options(upstream=1.0))
+
+
+@pytest.mark.parametrize("schedule", ["held", "frozen", "recompute"])
+def test_a_second_backward(schedule):
+    """Raises; but for recompute, which keeps nothing, under retain_graph."""
+    hidden, weight, targets, _ = problem()
+    head = hl.Head(weight.requires_grad_(schedule != "frozen"))
+    options = hl.Options(schedule=schedule)
+
+    def loss():
+        return hl.head_stats(hidden.requires_grad_(), head, targets, options, ("logp",)).logp.sum()
+
+    once = loss()
+    (want,) = torch.autograd.grad(once, hidden, retain_graph=True)
+    if schedule == "recompute":
+        assert torch.equal(torch.autograd.grad(once, hidden)[0], want)
+    else:
+        with pytest.raises(RuntimeError, match=f"a second time.*{schedule}, has used up"):
+            torch.autograd.grad(once, hidden)
+    freed = loss()
+    freed.backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        freed.backward()
+    with pytest.raises(RuntimeError, match="head_stats with create_graph=True"):
+        torch.autograd.grad(loss(), hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("schedule", ["held", "frozen", "recompute"])
+def test_checkpointing_recomputes_once(schedule, use_reentrant):
+    hidden, weight, targets, advantages = problem()
+    x = hidden.nan_to_num(0)
+    trained = schedule != "frozen"
+    calls = []
+
+    def loss(x: Tensor) -> Tensor:
+        calls.append(None)
+        options, head = hl.Options(schedule=schedule), hl.Head(weight)
+        found = hl.head_stats(2 * x, head, targets, options, ("logp",))
+        return of_logp(*found, advantages)
+
+    weight.requires_grad_(trained)
+    leaves = (x.requires_grad_(), weight) if trained else (x.requires_grad_(),)
+    whole = of_logp(*by_logits(2 * x, hl.Head(weight), targets), advantages)
+    want = torch.autograd.grad(whole, leaves)
+    checkpoint(loss, x, use_reentrant=use_reentrant).backward()
+    assert len(calls) == 2
+    for leaf, exact in zip(leaves, want, strict=True):
+        torch.testing.assert_close(leaf.grad, exact)
+
+
+def test_outputs_may_be_changed_in_place():
+    """They share no memory with what the backward pass reads."""
+    hidden, weight, targets, _ = problem()
+    targets = targets.clamp_min(0)
+    x = hidden.nan_to_num(0).requires_grad_()
+    for schedule in ("held", "recompute"):
+        found = hl.head_stats(x, hl.Head(weight), targets, hl.Options(schedule=schedule))
+        loss = found.entropy.mul_(2).sum() + found.logp.mul_(3).sum()
+        logp, _, entropy = by_logits(x, hl.Head(weight), targets)
+        want = torch.autograd.grad(2 * entropy.sum() + 3 * logp.sum(), x)
+        torch.testing.assert_close(torch.autograd.grad(loss, x), want)
+
+
+@pytest.mark.parametrize("schedule", ["held", "held in blocks", "recompute"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_main_grad(schedule, dtype):
+    hidden, weight, targets, advantages = problem(dtype)
+    want = run(torch.float64, by_logits, foreign, given=(hidden, weight, targets, advantages))
+    main_grad = torch.full((V, H), 2.0)
+    options = hl.Options(main_grad=main_grad, **SCHEDULES[schedule])
+    head = hl.Head(weight.requires_grad_())
+    found = hl.head_stats(hidden.requires_grad_(), head, targets, options)
+    assert main_grad.eq(2).all()
+    foreign(*found, advantages).backward()
+    assert weight.grad is None
+    assert error(main_grad - 2, want[1]["weight"]) < (1e-6 if dtype == torch.float32 else 1e-3)
+
+
+# ---------------------------------------------------------------------- batches
+
+
+def test_a_batch_shares_its_packing():
+    hidden, weight, targets, _ = problem()
+    x, head = hidden.requires_grad_(), hl.Head(weight.requires_grad_())
+    batch = hl.Batch(targets.view(4, 5), advantages=torch.randn(4, dtype=torch.float64))
+    x = x.view(4, 5, H)
+    found = hl.head_stats(x, head, batch)
+    packing = batch.found().packing
+    assert packing is not None and found.logp.shape == (4, 5)
+    ready = batch.with_fields(old_logps=found.logp.detach())
+    assert ready.found().packing is packing
+    out = hl.head_loss(x, head, ready, hl.grpo())
+    torch.testing.assert_close(out.logps, found.logp.detach())
+    for got, want in zip(found, hl.head_stats(x, head, batch.targets), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_it_unpacks_to_three():
+    hidden, weight, targets, _ = problem()
+    found = hl.head_stats(hidden, hl.Head(weight), targets)
+    logp, lse, entropy = found
+    assert isinstance(found, hl.HeadStats) and len(found) == 3
+    assert (found.logp, found.lse, found.entropy) == (logp, lse, entropy)
+    assert found.plan is not None and found.plan.schedule == "statistics"
+
+
+# ---------------------------------------------------------------------- compiled graphs
+
+
+def test_options_in_a_compiled_graph():
+    hidden, weight, targets, advantages = problem()
+    batch, head = hl.Batch(targets), hl.Head(weight.requires_grad_())
+    x = hidden.nan_to_num(0).requires_grad_()
+
+    def step(x: Tensor, options: hl.Options) -> Tensor:
+        found = hl.head_stats(x, head, batch, options, ("logp", "entropy"))
+        return foreign(*found, advantages)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    logp, lse, entropy = by_logits(x, head, targets)
+    loss = foreign(logp, lse.detach(), entropy, advantages)
+    want = torch.autograd.grad(loss, (x, weight))
+    for options in (hl.Options(chunk_tokens=3), hl.Options(schedule="recompute", static=True)):
+        got = torch.autograd.grad(compiled(x, options), (x, weight))
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+    for options, match in (
+        (hl.Options(schedule="held"), 'got "held", but a compiled graph'),
+        (hl.Options(logits_dtype=torch.bfloat16), "logits_dtype: .* no compiled graph"),
+    ):
+        with pytest.raises(Exception, match=match):
+            compiled(x, options)
+    torch._dynamo.reset()
