@@ -143,6 +143,19 @@ POLICY = {
         bounded=False,
     ),
     "current": _policy(hl.grpo, current=True),
+    "regions": _policy(
+        lambda: (
+            hl.dppo(delta_low=0.05)
+            + hl.icepop()
+            + hl.vaco(delta=0.1)
+            + hl.ce_gppo()
+            + hl.aspo()
+            + hl.clip_cov(share=0.1, low=-1.0)
+        )
+    ),
+    "penalties": _policy(
+        lambda: hl.dro() + hl.kl_cov(share=0.2) + 0.1 * hl.kl(straight_through=True), current=True
+    ),
 }
 PREFERENCE = {
     "dpo": _policy(hl.dpo),
@@ -461,6 +474,7 @@ def _fields(
     segments = hl.Segments.from_lengths(LENGTHS)
     batch = random_batch(targets, segments, logps)
     fields = {name: t for name, t in batch.fields.items() if isinstance(t, Tensor)}
+    fields["draws"] = torch.rand(TOKENS, generator=torch.Generator().manual_seed(2))
     if data == "far":
         advantages = torch.randn(TOKENS, generator=generator)
         advantages[segments.ids == 3] = 0

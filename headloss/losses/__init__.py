@@ -1,11 +1,14 @@
 """Terms: what they are, and those that the library has. Nothing here knows of logits."""
 
+from .covariance import clip_cov, kl_cov
 from .distillation import distillation, on_policy_distillation
+from .kl import kl
 from .modifiers import Modifier
 from .policy import bnpo, dapo, dr_grpo, grpo, gspo, gspo_token, luspo, ppo
 from .preference import cpo, dpo, ipo, orpo, simpo
 from .preference_unpaired import aot, kto
-from .reinforce import cispo, kl, reinforce, vespo
+from .proximal import dppo, dro, icepop, vaco
+from .reinforce import cispo, reinforce, vespo
 from .supervised import (
     any_of,
     cross_entropy,
@@ -17,8 +20,9 @@ from .supervised import (
     unlikelihood,
     z_loss,
 )
-from .surrogates import gmpo, sapo
+from .surrogates import aspo, ce_gppo, gmpo, sapo
 from .term import Objective, Term, term
+from .values import bradley_terry, classification, value_loss
 
 __all__ = [
     "Term",
@@ -47,6 +51,14 @@ __all__ = [
     "sapo",
     "gmpo",
     "vespo",
+    "dppo",
+    "icepop",
+    "vaco",
+    "dro",
+    "ce_gppo",
+    "aspo",
+    "clip_cov",
+    "kl_cov",
     "kl",
     "dpo",
     "ipo",
@@ -57,4 +69,7 @@ __all__ = [
     "aot",
     "distillation",
     "on_policy_distillation",
+    "value_loss",
+    "bradley_terry",
+    "classification",
 ]

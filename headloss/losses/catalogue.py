@@ -13,12 +13,15 @@ from ..batch.batch import Batch
 from ..batch.packing import MissingField, PackedBatch, pack
 from ..batch.segments import Segments
 from ..objective.statistics import CANDIDATES, COLLISION, STATISTICS, Statistics
+from .covariance import clip_cov, kl_cov
 from .distillation import distillation, on_policy_distillation
+from .kl import kl
 from .modifiers import Modifier, corrected, off_policy_masked, top_entropy
 from .policy import bnpo, dapo, dr_grpo, grpo, gspo, gspo_token, luspo, ppo
 from .preference import cpo, dpo, ipo, orpo, simpo
 from .preference_unpaired import aot, kto
-from .reinforce import cispo, kl, reinforce, vespo
+from .proximal import dppo, dro, icepop, vaco
+from .reinforce import cispo, reinforce, vespo
 from .supervised import (
     any_of,
     cross_entropy,
@@ -30,13 +33,14 @@ from .supervised import (
     unlikelihood,
     z_loss,
 )
-from .surrogates import gmpo, sapo
+from .surrogates import aspo, ce_gppo, gmpo, sapo
 from .teacher import INPUTS as TEACHER_INPUTS
 from .term import Term, trace
 
 TERMS: tuple[Callable[..., Term], ...] = (
     *(cross_entropy, z_loss, entropy, unlikelihood, dft, eaft, focal, soft_cross_entropy, any_of),
     *(grpo, gspo, gspo_token, dapo, bnpo, dr_grpo, luspo, ppo, cispo, reinforce, sapo, gmpo, vespo),
+    *(dppo, icepop, vaco, dro, ce_gppo, aspo, clip_cov, kl_cov),
     kl,
     *(dpo, ipo, simpo, cpo, orpo, aot, kto),
     *(distillation, on_policy_distillation),
@@ -194,7 +198,7 @@ def sample() -> tuple[Statistics, PackedBatch]:
     def vector(start: float) -> Tensor:
         return torch.linspace(start, start - 0.3, 4)
 
-    names = ("advantages", "old_logps", "ref_logps", "sampling_logps", "teacher_logps")
+    names = ("advantages", "old_logps", "ref_logps", "sampling_logps", "teacher_logps", "draws")
     fields: dict[str, Any] = {name: vector(-1 - i / 10) for i, name in enumerate(names)}
     fields |= {"desirable": torch.tensor([True, True, False, False]), "reference_kl": vector(0.5)}
     one = torch.zeros(4, 1)

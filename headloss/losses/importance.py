@@ -2,12 +2,13 @@
 
 T scored tokens, S segments; d_t = logp_t - old_t; sg stops the gradient.
 
-    token           r_t = exp(d_t)                           [T]
-    sequence        s_i = exp(mean_t d_t)                    [S], advantages averaged likewise
-    sequence_token  s_it = sg(s_i) exp(logp_t - sg(logp_t))  [T], the value of s_i at each token
+    token             r_t = exp(d_t)                           [T]
+    sequence          s_i = exp(mean_t d_t)                    [S], advantages averaged likewise
+    sequence_token    s_it = sg(s_i) exp(logp_t - sg(logp_t))  [T], the value of s_i at each token
+    sequence_product  exp(sum_t d_t)                           [S], advantages averaged
 
-What is exponentiated, d_t or its mean, is clamped to [-20, 20], so that a ratio and with it every
-gradient is finite; what is averaged is not. An empty segment has ratio 1 and advantage 0.
+What is exponentiated, d_t or its mean or sum, is clamped to [-20, 20], so that a ratio and with it
+every gradient is finite; what is averaged is not. An empty segment has ratio 1 and advantage 0.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from .scope import Per, Scope
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
 
-Level = Literal["token", "sequence", "sequence_token"]
+Level = Literal["token", "sequence", "sequence_token", "sequence_product"]
 LEVELS: dict[str, tuple[Scope, Per]] = {
     "token": ("token", "token"),
     "sequence": ("segment", "segment"),
     "sequence_token": ("segment", "token"),
+    "sequence_product": ("segment", "segment"),
 }
 MAX_LOG_RATIO = 20.0
 
@@ -59,8 +61,9 @@ def importance_ratio(stats: Statistics, batch: PackedBatch, level: str) -> Tenso
     d = log_ratio(stats, batch)
     if level == "token":
         return bounded_exp(d)
-    ratio = bounded_exp(batch.segments.mean(d))
-    if level == "sequence":
+    pool = batch.segments.sum if level == "sequence_product" else batch.segments.mean
+    ratio = bounded_exp(pool(d))
+    if level != "sequence_token":
         return ratio
     assert stats.logp is not None
     logp = stats.logp.clamp_min(torch.finfo(stats.logp.dtype).min)  # -inf - -inf would be NaN
@@ -69,13 +72,14 @@ def importance_ratio(stats: Statistics, batch: PackedBatch, level: str) -> Tenso
 
 def advantages_at(batch: PackedBatch, level: str) -> Tensor:
     """Advantages in the shape of the ratio."""
-    return batch.segments.mean(batch.advantages) if level == "sequence" else batch.advantages
+    per_segment = LEVELS[level][1] == "segment"
+    return batch.segments.mean(batch.advantages) if per_segment else batch.advantages
 
 
 def ratio_per_token(stats: Statistics, batch: PackedBatch, level: str) -> Tensor:
     """The ratio at each token, [T], at any level."""
     ratio = importance_ratio(stats, batch, level)
-    return batch.segments.expand(ratio) if level == "sequence" else ratio
+    return batch.segments.expand(ratio) if LEVELS[level][1] == "segment" else ratio
 
 
 # ---------------------------------------------------------------------- metrics

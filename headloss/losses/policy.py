@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------------- the clipped surrogate
 
 
-def _clipped_surrogate(
+def clipped_surrogate(
     stats: Statistics,
     batch: PackedBatch,
     *,
@@ -101,7 +101,7 @@ def _clipped(
     return Term(
         name="",
         function=functools.partial(
-            _clipped_surrogate, level=level, clip=clip, delta=delta, dual_clip=dual_clip
+            clipped_surrogate, level=level, clip=clip, delta=delta, dual_clip=dual_clip
         ),
         scope=scope,
         per=per,

@@ -1,4 +1,4 @@
-"""Log-probs weighted by advantages, with a weight that carries no gradient; and KL terms.
+"""Log-probs weighted by advantages, with a weight that carries no gradient: -sg(w) A log p.
 
 T scored tokens, A advantages, d_t = logp_t - old_t; sg stops the gradient. What is exponentiated is
 clamped to [-20, 20], and nothing before. Every term is [T].
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from ..batch.reduction import token_mean
 from ..objective.metrics import Observed
 from ..objective.statistics import Slope, Statistics
-from .arguments import non_negative, one_of, positive
+from .arguments import non_negative, positive
 from .factory import factory
 from .importance import (
     MAX_LOG_RATIO,
@@ -34,7 +35,6 @@ from .term import Term, term
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
 
-ESTIMATORS = ("k1", "k2", "k3")
 MIN_LOG_WEIGHT = math.log(1e-8)  # of VESPO's sequence weight
 
 
@@ -57,12 +57,25 @@ def reinforce(stats: Statistics, batch: PackedBatch) -> Tensor:
     return -batch.advantages * stats.logp
 
 
-def _capped(
-    stats: Statistics, batch: PackedBatch, *, level: str, clip: tuple[float, float]
+Weight = Callable[[Statistics, "PackedBatch"], Tensor]  # [T], of a token's gradient
+Surrogate = Literal["log_prob", "ratio"]
+SURROGATES = ("log_prob", "ratio")
+
+
+def weighted(
+    stats: Statistics, batch: PackedBatch, *, weight: Weight, surrogate: str = "log_prob"
 ) -> Tensor:
+    """-sg(w) A log p, or with the same gradient the value -w A."""
     assert stats.logp is not None
-    weight = ratio_per_token(stats, batch, level).detach().clamp(*clip)
-    return -weight * batch.advantages * stats.logp
+    pulls = batch.advantages * weight(stats, batch).detach()
+    if surrogate == "log_prob":
+        return -pulls * stats.logp
+    logp = stats.logp.clamp_min(torch.finfo(stats.logp.dtype).min)  # -inf - -inf would be NaN
+    return -pulls * (logp - logp.detach()).exp()
+
+
+def _capped(stats: Statistics, batch: PackedBatch, *, level: str, clip: tuple[float, float]):
+    return ratio_per_token(stats, batch, level).clamp(*clip)
 
 
 @factory
@@ -104,7 +117,9 @@ def cispo(
     level = importance_sampling_level
     return Term(
         name="",
-        function=functools.partial(_capped, level=level, clip=clip),
+        function=functools.partial(
+            weighted, weight=functools.partial(_capped, level=level, clip=clip)
+        ),
         scope=scope,
         reduction=token_mean,
         observe=functools.partial(observe, level=level, clip=clip),
@@ -121,18 +136,17 @@ def _log_sequence_weight(stats: Statistics, batch: PackedBatch) -> Tensor:
     return batch.segments.sum(change).clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
 
 
-def _gamma_weighted(
+def _gamma(
     stats: Statistics,
     batch: PackedBatch,
     *,
     k: tuple[float, float],  # where A >= 0, where A < 0
     rate: tuple[float, float],  # lambda, likewise
 ) -> Tensor:
-    assert stats.logp is not None
     log_weight = batch.segments.expand(_log_sequence_weight(stats, batch))
     weight = log_weight.exp()
     phi = [(r + power * log_weight - r * weight).exp() for power, r in zip(k, rate, strict=True)]
-    return -torch.where(batch.advantages >= 0, *phi) * batch.advantages * stats.logp
+    return torch.where(batch.advantages >= 0, *phi)
 
 
 def _observe_vespo(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
@@ -169,71 +183,8 @@ def vespo(
     k, rate = (k_pos, k_neg), (lambda_pos, lambda_neg)
     return Term(
         name="",
-        function=functools.partial(_gamma_weighted, k=k, rate=rate),
+        function=functools.partial(weighted, weight=functools.partial(_gamma, k=k, rate=rate)),
         scope="segment",
         reduction=token_mean,
         observe=_observe_vespo,
-    )
-
-
-# ---------------------------------------------------------------------- the reference policy
-
-
-def _estimate(stats: Statistics, batch: PackedBatch, estimator: str) -> Tensor:
-    assert stats.logp is not None
-    d = batch.ref_logps - stats.logp
-    if estimator == "k1":
-        return -d
-    return d.square() / 2 if estimator == "k2" else d.expm1() - d
-
-
-def _kl(stats: Statistics, batch: PackedBatch, *, estimator: str, level: str | None) -> Tensor:
-    value = _estimate(stats, batch, estimator)
-    return value if level is None else value * ratio_per_token(stats, batch, level)
-
-
-def _observe_kl(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
-    return {name: Observed(_estimate(stats, batch, name)) for name in ("k1", "k3")}
-
-
-def _k1_slopes(batch: PackedBatch) -> tuple[Slope, ...]:
-    return (Slope(1.0, sign=0),)
-
-
-@factory
-def kl(
-    *,
-    estimator: Literal["k1", "k2", "k3"] = "k1",
-    bias_corrected: bool = False,
-    importance_sampling_level: Level = "token",
-) -> Term:
-    """Divergence from the reference policy, estimated at the sampled tokens.
-
-        k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1, d = ref - logp; times r when bias_corrected
-
-    Schulman 2020, http://joschu.net/blog/kl-approx.html. `bias_corrected`: DeepSeek-AI 2025
-    (DeepSeek-V3.2), arXiv:2512.02556; the gradient flows through both factors. The log of r, at any
-    level, is clamped to [-20, 20], d is not.
-
-    Args:
-        estimator: "k1", "k2" or "k3". As a loss of its own, k1 pulls nowhere on average unless it
-            is bias_corrected; k3 is what GRPO adds.
-        bias_corrected: multiply by the unclipped ratio of new to old policy.
-        importance_sampling_level: level of that ratio; "token", "sequence" or "sequence_token".
-
-    Inputs: ref_logps, and old_logps when bias_corrected. Default reduction: token_mean. Metrics:
-    k1, k3, both uncorrected.
-    """
-    one_of(ESTIMATORS, estimator=estimator)
-    if not isinstance(bias_corrected, bool):
-        raise TypeError(f"bias_corrected: got {bias_corrected!r}, want True or False")
-    scope, _ = scope_and_per(importance_sampling_level)
-    level = importance_sampling_level if bias_corrected else None
-    return Term(
-        name="",
-        function=functools.partial(_kl, estimator=estimator, level=level),
-        scope=scope if bias_corrected else "token",
-        reduction=token_mean,
-        observe=_observe_kl,
-        slopes=_k1_slopes if estimator == "k1" and level is None else None,
     )

@@ -1,4 +1,4 @@
-"""Surrogates that bound the policy ratio smoothly, or per sequence: GMPO and SAPO.
+"""Surrogates that bound the policy ratio in other ways: per sequence, smoothly, keeping gradients.
 
 T scored tokens, S segments, A advantages, d_t = logp_t - old_t; r is the ratio at the level that
 `importance_sampling_level` names (see `importance`): [T], or [S] at sequence level.
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..batch.reduction import sequence_mean
+from ..batch.reduction import sequence_mean, token_mean
 from ..objective.metrics import Observed
 from ..objective.statistics import Statistics
-from .arguments import non_negative, positive
+from .arguments import non_negative, number, positive
 from .factory import factory
 from .importance import (
     Level,
@@ -29,6 +29,7 @@ from .importance import (
     ratio_figures,
     scope_and_per,
 )
+from .reinforce import weighted
 from .term import Term
 
 if TYPE_CHECKING:
@@ -134,4 +135,99 @@ def sapo(
         per=per,
         reduction=sequence_mean,
         observe=functools.partial(observe, level=level),
+    )
+
+
+# ---------------------------------------------------------------------- what is clipped still pulls
+
+
+def _preserving(
+    stats: Statistics,
+    batch: PackedBatch,
+    *,
+    clip: tuple[float, float],
+    beta_low: float,
+    beta_high: float,
+) -> Tensor:
+    ratio, a = importance_ratio(stats, batch, "token"), batch.advantages
+    low, high = clip
+    weight = torch.where((ratio < low) & (a < 0), beta_low * low, ratio)
+    return torch.where((ratio > high) & (a > 0), beta_high * high, weight)
+
+
+@factory
+def ce_gppo(
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.28,
+    beta_low: float = 0.5,
+    beta_high: float = 1.0,
+) -> Term:
+    """Gradient-preserving clipping: what the clip would stop keeps a bounded gradient.
+
+        -w p_y / sg(p_y) A, w = r; beta_low (1 - epsilon_low) or beta_high (1 + epsilon_high) where clipped
+
+    Su et al. 2025 (CE-GPPO), arXiv:2509.20712; both betas 1: GPPO (Klear-Reasoner),
+    arXiv:2508.07629. The log of r is clamped to [-20, 20].
+
+    Args:
+        epsilon_low, epsilon_high: how far the ratio may move from 1, each >= 0.
+        beta_low, beta_high: share of the gradient at the bound that a clipped token keeps, each >= 0.
+
+    Inputs: advantages, old_logps. Default reduction: token_mean.
+    """  # noqa: E501 (an equation is one line)
+    non_negative(epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    non_negative(beta_low=beta_low, beta_high=beta_high)
+    clip = (1 - epsilon_low, 1 + epsilon_high)
+    weight = functools.partial(_preserving, clip=clip, beta_low=beta_low, beta_high=beta_high)
+    return Term(
+        name="",
+        function=functools.partial(weighted, weight=weight, surrogate="ratio"),
+        reduction=token_mean,
+        observe=functools.partial(observe, level="token", clip=clip),
+    )
+
+
+def _flipped(
+    stats: Statistics, batch: PackedBatch, *, clip: tuple[float, float], dual_clip: float | None
+) -> Tensor:
+    ratio, a = importance_ratio(stats, batch, "token"), batch.advantages
+    low, high = clip
+    bounded = torch.where(a > 0, ratio.clamp(max=high), ratio.clamp(min=low))
+    fixed = bounded.detach()
+    weight = torch.where(a > 0, fixed.reciprocal(), fixed)
+    if dual_clip is not None:
+        weight = weight.clamp(max=dual_clip)
+    return -a * weight * (bounded / fixed)
+
+
+@factory
+def aspo(
+    *, epsilon_low: float = 0.2, epsilon_high: float = 0.2, dual_clip: float | None = 3.0
+) -> Term:
+    """Asymmetric importance sampling: tokens to be raised are weighted by the inverse of the ratio.
+
+        -sg(w) b / sg(b) A, b = min(r, 1 + epsilon_high) where A > 0, else max(r, 1 - epsilon_low)
+
+    w = min(1 / b, dual_clip) where A > 0, else min(b, dual_clip). Wang et al. 2025,
+    arXiv:2510.06062. Beyond the clip a token has no gradient, beyond dual_clip it has. The log of r
+    is clamped to [-20, 20].
+
+    Args:
+        epsilon_low: how far a token may fall where A < 0, in [0, 1).
+        epsilon_high: how far a token may rise where A > 0, >= 0.
+        dual_clip: cap of the weight, > 1; None for no cap.
+
+    Inputs: advantages, old_logps. Default reduction: token_mean.
+    """
+    number("0 <= epsilon_low < 1", lambda x: 0 <= x < 1, epsilon_low=epsilon_low)
+    non_negative(epsilon_high=epsilon_high)
+    if dual_clip is not None:
+        number("> 1", lambda x: x > 1, dual_clip=dual_clip)
+    clip = (1 - epsilon_low, 1 + epsilon_high)
+    return Term(
+        name="",
+        function=functools.partial(_flipped, clip=clip, dual_clip=dual_clip),
+        reduction=token_mean,
+        observe=functools.partial(observe, level="token", clip=clip),
     )

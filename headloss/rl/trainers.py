@@ -12,6 +12,8 @@ from torch import Tensor
 from trl.models.utils import disable_gradient_checkpointing
 
 from .. import losses
+from ..batch.batch import Batch
+from ..batch.reduction import Totals
 from ..integrations.trl import GRPOTrainer, Switches
 from ..integrations.trl.forward import Unrounded, require
 from ..integrations.trl.grpo_objective import completion_mask, tokens_of_the_step
@@ -205,18 +207,16 @@ class PPO(_TokenRewards):
         return {"advantages": self._normalised(advantages, mask), "returns": returns, **old}
 
     def further_loss(self, found: Any, inputs: dict[str, Any]) -> Tensor:
-        """The value loss, over the same denominator as the policy's.
-
-        1/2 max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2)
-        """
-        mask = completion_mask(inputs).bool()
-        values, old, returns = found.critic.float(), inputs["old_values"], inputs["returns"]
-        error = (values - returns).square()
-        if (reach := self.args.value_clip) is not None:
-            near = torch.minimum(torch.maximum(values, old - reach), old + reach)
-            error = torch.maximum(error, (near - returns).square())
-        total = torch.where(mask, error, 0.0).sum() / 2
+        """The value loss, over the same denominator as the policy's."""
+        mask, steps = completion_mask(inputs).bool(), tokens_of_the_step(self, inputs)
+        batch = Batch(
+            torch.where(mask, 0, -100),
+            returns=inputs["returns"],
+            old_values=inputs["old_values"],
+            totals=Totals(steps, len(mask)),
+        )
+        loss = losses.value_loss(found.critic.float(), batch, clip=self.args.value_clip)
         into = self._metrics["train" if self.model.training else "eval"]
-        into["headloss/value_loss"].append((total / mask.sum().clamp(min=1)).item())
-        loss = total / tokens_of_the_step(self, inputs)
+        mean = loss.detach() * steps / mask.sum().clamp(min=1)
+        into["headloss/value_loss"].append(mean.item())
         return self.args.value_coef * loss + super().further_loss(found, inputs)

@@ -1,0 +1,193 @@
+"""Policy terms that treat the tokens apart whose log-prob and advantage are large together.
+
+T scored tokens, A advantages, d_t = logp_t - old_t, r = exp(d) with d clamped to [-20, 20]. The
+covariance of a token is c_t = (A_t - mean A) (logp_t - mean logp); means are over all tokens of the
+call.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..batch.reduction import token_mean
+from ..objective.metrics import Observed
+from ..objective.statistics import Statistics
+from .arguments import non_negative, number
+from .factory import factory
+from .importance import importance_ratio, log_ratio, observe, ratio_figures
+from .kl import estimate
+from .policy import clipped_surrogate
+from .reinforce import weighted
+from .term import Term
+
+if TYPE_CHECKING:
+    from ..batch.packing import PackedBatch
+
+
+def _count(batch: PackedBatch, like: Tensor) -> Tensor:
+    """Scored tokens, [] float64."""
+    if batch.live is None:
+        return like.new_full((), len(batch), dtype=torch.float64)
+    return batch.live.sum(dtype=torch.float64)
+
+
+def _covariance(stats: Statistics, batch: PackedBatch) -> Tensor:
+    """c, [T]; -inf at a token that is not scored (static shapes)."""
+    assert stats.logp is not None
+    logp, count = stats.logp.detach(), _count(batch, stats.logp).clamp_min(1)
+
+    def centred(values: Tensor) -> Tensor:
+        live = values if batch.live is None else values.where(batch.live, 0)
+        return values - (live.sum(dtype=torch.float64) / count).to(values.dtype)
+
+    c = centred(batch.advantages) * centred(logp)
+    return c if batch.live is None else c.where(batch.live, -torch.inf)
+
+
+def _first(order: Tensor, share: float, count: Tensor) -> Tensor:
+    """[T] bool: the first `share` of all tokens, one at least, in ascending order; no read."""
+    rank = order.argsort(stable=True).argsort()
+    return rank < (share * count).floor().clamp_min(1)
+
+
+def _share(share: float) -> None:
+    number("0 < share <= 1", lambda x: 0 < x <= 1, share=share)
+
+
+# ---------------------------------------------------------------------- clip-cov
+
+
+def _dropped(
+    stats: Statistics,
+    batch: PackedBatch,
+    *,
+    clip: tuple[float, float],
+    share: float,
+    low: float,
+    high: float,
+) -> Tensor:
+    c = _covariance(stats, batch)
+    ratio, a = importance_ratio(stats, batch, "token").detach(), batch.advantages
+    clipped = ratio * a > ratio.clamp(*clip) * a
+    able = (c > low) & (c < high) & ~clipped
+    return able & _first(batch.draws.where(able, torch.inf), share, _count(batch, c))
+
+
+def _clip_cov(
+    stats: Statistics,
+    batch: PackedBatch,
+    *,
+    clip: tuple[float, float],
+    share: float,
+    low: float,
+    high: float,
+) -> Tensor:
+    dropped = _dropped(stats, batch, clip=clip, share=share, low=low, high=high)
+    value = clipped_surrogate(stats, batch, level="token", clip=clip, delta=None, dual_clip=None)
+    return value.masked_fill(dropped, 0)
+
+
+def _observe_clip(
+    stats: Statistics, batch: PackedBatch, *, clip: tuple[float, float], **bounds: float
+) -> dict[str, Observed]:
+    dropped = _dropped(stats, batch, clip=clip, **bounds)
+    found = observe(stats, batch, level="token", clip=clip)
+    return found | {"dropped": Observed(dropped.to(batch.advantages.dtype))}
+
+
+@factory
+def clip_cov(
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    share: float = 2e-4,
+    low: float = 1.0,
+    high: float = 5.0,
+) -> Term:
+    """The clipped surrogate without a few tokens of high covariance, which would cost entropy.
+
+        -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) [not drawn]
+
+    Drawn are, of the tokens with low < c < high that the clip does not hold, the max(1, share T)
+    with the smallest `draws`. Cui et al. 2025, arXiv:2505.22617. The log of r is clamped to
+    [-20, 20].
+
+    Args:
+        epsilon_low, epsilon_high: how far the ratio may move from 1, each >= 0.
+        share: of all tokens, that are dropped at most, in (0, 1].
+        low, high: bounds of the covariance, low < high.
+
+    Inputs: advantages, old_logps, draws (random numbers, new in every step). Default reduction:
+    token_mean.
+    Also called: verl clip_cov.
+    """
+    non_negative(epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    _share(share)
+    number("a number", lambda x: True, low=low)
+    number("> low", lambda x: x > low, high=high)
+    clip = (1 - epsilon_low, 1 + epsilon_high)
+    bounds = {"clip": clip, "share": share, "low": low, "high": high}
+    return Term(
+        name="",
+        function=functools.partial(_clip_cov, **bounds),  # type: ignore[arg-type]
+        scope="batch",
+        reduction=token_mean,
+        observe=functools.partial(_observe_clip, **bounds),  # type: ignore[arg-type]
+    )
+
+
+# ---------------------------------------------------------------------- kl-cov
+
+
+def _top(stats: Statistics, batch: PackedBatch, share: float) -> Tensor:
+    c = _covariance(stats, batch)
+    return _first(-c, share, _count(batch, c))
+
+
+def _ratio(stats: Statistics, batch: PackedBatch) -> Tensor:
+    return importance_ratio(stats, batch, "token")
+
+
+def _kl_cov(stats: Statistics, batch: PackedBatch, *, share: float, coefficient: float) -> Tensor:
+    held = coefficient * estimate(log_ratio(stats, batch), "abs")
+    value = weighted(stats, batch, weight=_ratio, surrogate="ratio")
+    return value + torch.where(_top(stats, batch, share), held, 0)
+
+
+def _observe_kl(stats: Statistics, batch: PackedBatch, *, share: float) -> dict[str, Observed]:
+    found = ratio_figures(stats, batch, _ratio(stats, batch), "token")
+    held = _top(stats, batch, share).to(batch.advantages.dtype)
+    return found | {
+        "held": Observed(held),
+        "kl_old_abs": Observed(estimate(log_ratio(stats, batch), "abs")),
+    }
+
+
+@factory
+def kl_cov(*, share: float = 2e-4, coefficient: float = 1.0) -> Term:
+    """The unclipped surrogate, with a penalty on the tokens of highest covariance alone.
+
+        -r A + coefficient |logp - old| [among the max(1, share T) largest c]
+
+    Cui et al. 2025, arXiv:2505.22617. The log of r is clamped to [-20, 20].
+
+    Args:
+        share: of all tokens, that are held, in (0, 1].
+        coefficient: of the penalty, >= 0.
+
+    Inputs: advantages, old_logps. Default reduction: token_mean.
+    Also called: verl kl_cov.
+    """
+    _share(share)
+    non_negative(coefficient=coefficient)
+    return Term(
+        name="",
+        function=functools.partial(_kl_cov, share=share, coefficient=coefficient),
+        scope="batch",
+        reduction=token_mean,
+        observe=functools.partial(_observe_kl, share=share),
+    )

@@ -1,0 +1,154 @@
+"""The divergence from another policy, estimated at the sampled tokens.
+
+T scored tokens; d_t = ref_t - logp_t, r the ratio to the old policy (see `importance`); sg stops
+the gradient. Every term is [T].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from ..batch.reduction import token_mean
+from ..objective.metrics import Observed
+from ..objective.statistics import Slope, Statistics
+from .arguments import one_of, positive
+from .factory import factory
+from .importance import Level, ratio_per_token, scope_and_per
+from .term import Term
+
+if TYPE_CHECKING:
+    from ..batch.packing import PackedBatch
+
+ESTIMATORS = ("k1", "k2", "k3", "abs")
+POLICIES = ("ref_logps", "old_logps", "sampling_logps")
+
+
+def estimate(d: Tensor, estimator: str) -> Tensor:
+    """The estimate from d, the other policy's log-prob less this one's, [T]."""
+    if estimator == "k1":
+        return -d
+    if estimator == "k2":
+        return d.square() / 2
+    return d.abs() if estimator == "abs" else d.expm1() - d
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Estimate:
+    estimator: str
+    level: str | None  # of the ratio; None: none
+    straight_through: bool
+    against: str
+    clamp_difference: float | None
+    clamp: float | None
+    zero_above: float | None
+    ratio_max: float | None
+
+    def __call__(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        assert stats.logp is not None
+        d = getattr(batch, self.against) - stats.logp
+        near = d if self.clamp_difference is None else _within(d, self.clamp_difference)
+        value = estimate(near, self.estimator)
+        if self.zero_above is not None:
+            value = value.masked_fill((d > 0) & (value > self.zero_above), 0)
+        ratio = None if self.level is None else self._ratio(stats, batch)
+        if self.straight_through:
+            value = value if self.clamp is None else _within(value, self.clamp)
+            pulls = estimate(d, "k2") if ratio is None else ratio.detach() * estimate(d, "k2")
+            return value.detach() + (pulls - pulls.detach())
+        if ratio is not None:
+            # Where the difference is held, so is its token's pull through the ratio.
+            value = value * torch.where(near == d, ratio, ratio.detach())
+        return value if self.clamp is None else _within(value, self.clamp)
+
+    def _ratio(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        assert self.level is not None
+        ratio = ratio_per_token(stats, batch, self.level)
+        return ratio if self.ratio_max is None else ratio.clamp(max=self.ratio_max)
+
+    def observe(self, stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
+        assert stats.logp is not None
+        d = getattr(batch, self.against) - stats.logp
+        return {name: Observed(estimate(d, name)) for name in ("k1", "k3")}
+
+
+def _within(x: Tensor, bound: float) -> Tensor:
+    return x.clamp(-bound, bound)
+
+
+def _k1_slopes(batch: PackedBatch) -> tuple[Slope, ...]:
+    return (Slope(1.0, sign=0),)
+
+
+@factory
+def kl(
+    *,
+    estimator: Literal["k1", "k2", "k3", "abs"] = "k1",
+    bias_corrected: bool = False,
+    importance_sampling_level: Level = "token",
+    straight_through: bool = False,
+    against: Literal["ref_logps", "old_logps", "sampling_logps"] = "ref_logps",
+    clamp_difference: float | None = None,
+    clamp: float | None = None,
+    zero_above: float | None = None,
+    ratio_max: float | None = None,
+) -> Term:
+    """Divergence from the reference policy, estimated at the sampled tokens.
+
+        k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1, abs = |d|, d = ref - logp; times r when bias_corrected
+
+    Schulman 2020, http://joschu.net/blog/kl-approx.html. `bias_corrected`: DeepSeek-AI 2025
+    (DeepSeek-V3.2), arXiv:2512.02556; the gradient flows through both factors. Which gradient is
+    unbiased: Tang and Munos 2025, arXiv:2506.09477. The log of r, at any level, is clamped to
+    [-20, 20], d is not unless asked.
+
+    Args:
+        estimator: "k1", "k2", "k3" or "abs". As a loss of its own, k1 pulls nowhere on average
+            unless it is bias_corrected or straight_through; k3 is what GRPO adds.
+        bias_corrected: multiply by the unclipped ratio of new to old policy. With old_logps=CURRENT
+            its value is 1 and the gradient that of sampling itself.
+        importance_sampling_level: level of that ratio; see `importance`.
+        straight_through: the estimate's value with the gradient of k2, -d grad log p, which is that
+            of the divergence on the mean; when bias_corrected, times sg(r), in the gradient alone.
+        against: the field with the other policy's log-probs.
+        clamp_difference: bound of |d| in the estimate, > 0; a token beyond it has no gradient.
+        clamp: bound of the absolute value of what is added up, > 0; likewise.
+        zero_above: a token that the reference likes better and whose estimate is above it counts 0.
+        ratio_max: upper bound of r when bias_corrected, > 0.
+
+    Inputs: ref_logps, and old_logps when bias_corrected. Default reduction: token_mean. Metrics:
+    k1, k3, both uncorrected.
+    """  # noqa: E501 (an equation is one line)
+    one_of(ESTIMATORS, estimator=estimator)
+    one_of(POLICIES, against=against)
+    for name, flag in (("bias_corrected", bias_corrected), ("straight_through", straight_through)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: got {flag!r}, want True or False")
+    bounds = {
+        "clamp_difference": clamp_difference,
+        "clamp": clamp,
+        "zero_above": zero_above,
+        "ratio_max": ratio_max,
+    }
+    positive(**{name: bound for name, bound in bounds.items() if bound is not None})
+    scope, _ = scope_and_per(importance_sampling_level)
+    level = importance_sampling_level if bias_corrected else None
+    made = _Estimate(
+        estimator=estimator,
+        level=level,
+        straight_through=straight_through,
+        against=against,
+        **bounds,
+    )
+    plain = estimator == "k1" and not (bias_corrected or straight_through or any(bounds.values()))
+    return Term(
+        name="",
+        function=made,
+        scope=scope if bias_corrected else "token",
+        reduction=token_mean,
+        observe=made.observe,
+        slopes=_k1_slopes if plain else None,
+    )

@@ -1,0 +1,224 @@
+"""Terms that hold the policy near the old one: by a region that tokens must not leave, or a square.
+
+T scored tokens, S segments, A advantages, d_t = logp_t - old_t, r = exp(d) with d clamped to
+[-20, 20]; p = exp(logp) and q = exp(old) are the target's probabilities; sg stops the gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from ..batch.reduction import token_mean
+from ..objective.metrics import Observed
+from ..objective.statistics import Statistics
+from .arguments import number, one_of, positive
+from .factory import factory
+from .importance import importance_ratio, log_ratio, ratio_figures
+from .kl import estimate
+from .reinforce import SURROGATES, Surrogate, weighted
+from .scope import Scope
+from .term import Term
+
+if TYPE_CHECKING:
+    from ..batch.packing import PackedBatch
+
+DIVERGENCES = ("tv", "kl")
+Inside = Callable[[Statistics, "PackedBatch"], Tensor]  # [T] bool, which tokens keep their gradient
+
+
+def _ratio_inside(
+    stats: Statistics, batch: PackedBatch, *, inside: Inside, ratio_max: float | None = None
+) -> Tensor:
+    ratio = importance_ratio(stats, batch, "token")
+    ratio = ratio if ratio_max is None else ratio.clamp(max=ratio_max)
+    return torch.where(inside(stats, batch), ratio, 0)
+
+
+def _observe(stats: Statistics, batch: PackedBatch, *, inside: Inside) -> dict[str, Observed]:
+    """Of the ratio, and shares of tokens that are dropped."""
+    ratio = importance_ratio(stats, batch, "token")
+    dropped, a = ~inside(stats, batch), batch.advantages
+    shares = {
+        "clip_low": dropped & (a < 0),
+        "clip_high": dropped & (a > 0),
+        "clip_region": dropped,
+    }
+    figures = {name: Observed(share.to(ratio.dtype)) for name, share in shares.items()}
+    return ratio_figures(stats, batch, ratio, "token") | figures
+
+
+def _term(
+    inside: Inside,
+    surrogate: str,
+    ratio_max: float | None = None,
+    scope: Scope = "token",
+) -> Term:
+    one_of(SURROGATES, surrogate=surrogate)
+    if ratio_max is not None:
+        positive(ratio_max=ratio_max)
+    weight = functools.partial(_ratio_inside, inside=inside, ratio_max=ratio_max)
+    return Term(
+        name="",
+        function=functools.partial(weighted, weight=weight, surrogate=surrogate),
+        scope=scope,
+        reduction=token_mean,
+        observe=functools.partial(_observe, inside=inside),
+    )
+
+
+# ---------------------------------------------------------------------- regions
+
+
+def _near(
+    stats: Statistics,
+    batch: PackedBatch,
+    *,
+    divergence: str,
+    low: float,
+    high: float,
+    one_sided: bool,
+) -> Tensor:
+    assert stats.logp is not None
+    logp, old = stats.logp.detach(), batch.old_logps
+    moved = logp.exp() - old.exp()
+    if divergence == "kl":
+        # 1 - p without cancellation; the summand keeps it from being 0 where p is 1.
+        rest, old_rest = 1e-8 - logp.expm1(), 1e-8 - old.expm1()
+        kl = old.exp() * (old - logp) - old.expm1() * (old_rest / rest).log()
+        moved = torch.where(moved > 0, kl, -kl)
+    below, above = moved >= -low, moved <= high
+    return torch.where(batch.advantages > 0, above, below) if one_sided else below & above
+
+
+@factory
+def dppo(
+    *,
+    divergence: Literal["tv", "kl"] = "tv",
+    delta_low: float = 0.2,
+    delta_high: float = 0.2,
+    ratio_max: float | None = 20.0,
+    one_sided: bool = True,
+    surrogate: Surrogate = "log_prob",
+) -> Term:
+    """Divergence proximal policy optimization: drops tokens whose probability moved too far.
+
+        -sg(min(r, ratio_max) [inside]) A log p_y; inside: D <= delta_high where A > 0, else D >= -delta_low
+
+    D is p - q ("tv"), or KL((q, 1 - q), (p, 1 - p)) with the sign of p - q ("kl"). Qi et al. 2026,
+    arXiv:2602.04879. The log of r is clamped to [-20, 20].
+
+    Args:
+        divergence: "tv" or "kl", of the target against all other tokens.
+        delta_low, delta_high: how far the probability may fall and rise, each >= 0; the paper has 0.2
+            with "tv" and 0.05 with "kl".
+        ratio_max: cap of the weight, > 0; None for no cap.
+        one_sided: keep a token that moves back whatever its divergence is; False: drop it on either
+            side, whatever its advantage.
+        surrogate: "log_prob" as above, or "ratio": the same gradient with the value -w A.
+
+    Inputs: advantages, old_logps. Default reduction: token_mean.
+    Also called: verl dppo_tv, verl dppo_kl, prime-rl default, prime-rl ipo.
+    """  # noqa: E501 (an equation is one line)
+    one_of(DIVERGENCES, divergence=divergence)
+    number(">= 0", lambda x: x >= 0, delta_low=delta_low, delta_high=delta_high)
+    if not isinstance(one_sided, bool):
+        raise TypeError(f"one_sided: got {one_sided!r}, want True or False")
+    inside = functools.partial(
+        _near, divergence=divergence, low=delta_low, high=delta_high, one_sided=one_sided
+    )
+    return _term(inside, surrogate, ratio_max)
+
+
+def _between(stats: Statistics, batch: PackedBatch, *, low: float, high: float) -> Tensor:
+    ratio = importance_ratio(stats, batch, "token").detach()
+    return (ratio >= low) & (ratio <= high)
+
+
+@factory
+def icepop(*, alpha: float = 0.5, beta: float = 5.0, surrogate: Surrogate = "log_prob") -> Term:
+    """IcePop on the live ratio: the weight is the ratio within two bounds, and 0 outside.
+
+        -sg(r [alpha <= r <= beta]) A log p_y
+
+    Ling Team 2025, arXiv:2510.18855, whose ratio is that of trainer to sampler: give the sampler's
+    log-probs as old_logps, or mask another term by `.corrected("token_mask", min=0.5, max=5.0)`.
+    The log of r is clamped to [-20, 20].
+
+    Args:
+        alpha, beta: the bounds, 0 <= alpha <= beta.
+        surrogate: as `dppo`.
+
+    Inputs: advantages, old_logps. Default reduction: token_mean.
+    Also called: verl bypass_mode.
+    """
+    number(">= 0", lambda x: x >= 0, alpha=alpha)
+    number(">= alpha", lambda x: x >= alpha, beta=beta)
+    return _term(functools.partial(_between, low=alpha, high=beta), surrogate)
+
+
+def _aligned(stats: Statistics, batch: PackedBatch, *, delta: float) -> Tensor:
+    gap = importance_ratio(stats, batch, "token").detach() - 1
+    near = batch.segments.expand(batch.segments.mean(gap.abs())) <= delta
+    return near | (gap * batch.advantages <= 0)
+
+
+@factory
+def vaco(*, delta: float = 0.2, surrogate: Surrogate = "ratio") -> Term:
+    """Total-variation-based advantage-aligned constrained policy optimization.
+
+        -r A; 0 where mean_t |r - 1| > delta and the token would move further, (r - 1) A > 0
+
+    Honari et al. 2026, arXiv:2603.01365, with the total variation of each sequence. The log of r is
+    clamped to [-20, 20].
+
+    Args:
+        delta: how far a sequence may be, twice its total variation, >= 0.
+        surrogate: "ratio" as above, or "log_prob": the same gradient with the value -sg(r) A log p.
+
+    Inputs: advantages, old_logps. Default reduction: token_mean.
+    """
+    number(">= 0", lambda x: x >= 0, delta=delta)
+    return _term(functools.partial(_aligned, delta=delta), surrogate, scope="segment")
+
+
+# ---------------------------------------------------------------------- a square
+
+
+def _one(stats: Statistics, batch: PackedBatch) -> Tensor:
+    return torch.ones_like(batch.advantages)
+
+
+def _quadratic(stats: Statistics, batch: PackedBatch, *, beta: float) -> Tensor:
+    return weighted(stats, batch, weight=_one) + beta * estimate(log_ratio(stats, batch), "k2")
+
+
+def _observe_dro(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
+    return ratio_figures(stats, batch, importance_ratio(stats, batch, "token"), "token")
+
+
+@factory
+def dro(*, beta: float = 0.1) -> Term:
+    """Direct reward optimization: the policy gradient, held by the square of the log-ratio.
+
+        -(A log p_y - beta / 2 (logp - old)^2)
+
+    Richemond et al. 2024, arXiv:2405.19107. The log-ratio is not clamped (20 in the metrics).
+
+    Args:
+        beta: strength of the pull to the old policy, > 0.
+
+    Inputs: advantages, old_logps. Default reduction: token_mean.
+    Also called: verl dro.
+    """
+    positive(beta=beta)
+    return Term(
+        name="",
+        function=functools.partial(_quadratic, beta=beta),
+        reduction=token_mean,
+        observe=_observe_dro,
+    )

@@ -1,0 +1,192 @@
+"""Losses of critics and reward models, over a few numbers per token that another head gave.
+
+T scored tokens, S segments, C classes. They are no terms: nothing here is a softmax over the
+vocabulary. Reductions and totals are those of terms, so that they are as exact under padding,
+packing, accumulation and ranks. Where what is given is rounded to 16 bits, sums are in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from ..batch.batch import Batch
+from ..batch.packing import Packed, pack
+from ..batch.reduction import Reduction, Totals, as_reduction
+from ..objective.bound import bind
+from .arguments import naming, non_negative
+from .supervised import entropy
+from .term import Objective
+
+ANY = 1 << 62  # targets of a batch may be of any vocabulary
+
+
+def value_loss(
+    values: Tensor,  # [..], the targets' shape
+    batch: Batch,
+    *,
+    clip: float | None = 0.2,
+    reduction: Reduction | str = "token_mean",
+) -> Tensor:
+    """The squared error of a critic, whose values may move by `clip` from their old ones.
+
+        1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)
+
+    Schulman et al. 2016, arXiv:1506.02438; the clip is that of PPO's implementations.
+
+    Args:
+        values: [..] V at each position, the shape of the targets.
+        batch: with `returns`, and `old_values` unless clip is None; [..] each.
+        clip: >= 0, or None for the plain squared error.
+        reduction: as of a term.
+
+    Returns:
+        Tensor: [] the loss, with a gradient to `values`.
+
+    Raises:
+        ValueError: for another shape, or a field that is missing.
+    """
+    if clip is not None:
+        with naming("value_loss"):
+            non_negative(clip=clip)
+    found, v = _at_tokens("value_loss", "values", values, batch)
+    error = (v - found.batch.returns).square()
+    if clip is not None:
+        old = found.batch.old_values
+        near = torch.minimum(torch.maximum(v, old - clip), old + clip)
+        error = torch.maximum(error, (near - found.batch.returns).square())
+    return _reduced(error / 2, found, batch, reduction)
+
+
+def bradley_terry(
+    rewards: Tensor,  # [..] or [S]
+    batch: Batch,
+    *,
+    centre: float = 0.0,
+) -> Tensor:
+    """A reward model on pairs: segment 2k is the chosen answer, 2k + 1 the rejected one.
+
+        -log sigmoid(R_chosen - R_rejected - margin) + centre (R_chosen + R_rejected)^2
+
+    Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155. Centring: Eisenstein et al. 2023,
+    arXiv:2312.09244. The mean is over the pairs, half the segments of the totals.
+
+    Args:
+        rewards: [S] R of each segment, or [..] one at each position, of which the one at a
+            segment's last scored token counts; a pair with an answer without one has loss 0.
+        batch: optionally with `margin`, [S], which is read at the chosen answers.
+        centre: weight of the second summand, >= 0.
+
+    Returns:
+        Tensor: [] the loss, with a gradient to `rewards`.
+
+    Raises:
+        ValueError: for another shape, or an odd number of segments.
+    """
+    with naming("bradley_terry"):
+        non_negative(centre=centre)
+    segments = batch.segments
+    if segments.count % 2:
+        raise ValueError(f"segments: got {segments.count}, want pairs: chosen 2k, rejected 2k + 1")
+    rewards, there = _at_segments(rewards, batch)
+    chosen, rejected = segments.split_pairs(rewards)
+    margin = batch.fields.get("margin")
+    lead = chosen - rejected
+    if isinstance(margin, Tensor):
+        lead = lead - segments.split_pairs(margin.to(lead.dtype))[0]
+    loss = centre * (chosen + rejected).square() - logsigmoid(lead)
+    both = torch.logical_and(*segments.split_pairs(there))
+    pairs = torch.as_tensor(_totals(batch).segments, dtype=torch.float64, device=loss.device) / 2
+    loss = loss.where(both, 0).sum(dtype=torch.float64) / pairs.where(pairs > 0, 1)
+    return loss.to(rewards.dtype)
+
+
+def classification(
+    logits: Tensor,  # [.., C] or [S, C]
+    batch: Batch,
+    *,
+    reduction: Reduction | str | None = None,
+) -> Tensor:
+    """Cross-entropy over a few classes, of each scored token or of each segment.
+
+        -log softmax(logits)[label]
+
+    Args:
+        logits: [.., C] at each position, or [S, C] of each segment.
+        batch: with `labels`, [..] or [S] integers below C.
+        reduction: as of a term; default token_mean, and sequence_mean for [S, C]. A segment's loss
+            counts as that on each of its tokens.
+
+    Returns:
+        Tensor: [] the loss, with a gradient to `logits`.
+
+    Raises:
+        ValueError: for another shape, or a label outside the classes.
+    """
+    labels = batch.fields.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        raise ValueError("classification: batch.labels: want [..] or [S] integers")
+    if logits.dim() < 2 or logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"classification: logits: got shape {tuple(logits.shape)}, want that of batch.labels, "
+            f"{tuple(labels.shape)}, and the classes"
+        )
+    per_token = batch.per_token("labels")
+    if reduction is None:
+        reduction = "token_mean" if per_token else "sequence_mean"
+    found = pack(batch, ANY, _wide(logits.dtype))
+    if per_token:
+        flat = logits.reshape(-1, logits.shape[-1])
+        rows = flat if found.packing.index is None else flat[found.packing.index]
+    else:
+        rows = logits[found.batch.segments.ids]
+    at = found.batch.labels.long()
+    if bool(((at < 0) | (at >= logits.shape[-1])).any()):
+        raise ValueError(f"classification: labels: want integers in [0, {logits.shape[-1]})")
+    losses = -rows.to(_wide(logits.dtype)).log_softmax(-1).gather(-1, at[:, None])[:, 0]
+    return _reduced(losses, found, batch, reduction)
+
+
+# ---------------------------------------------------------------------- what they share
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _at_tokens(name: str, what: str, values: Tensor, batch: Batch) -> tuple[Packed, Tensor]:
+    """The packed batch, and what is given at each position at its tokens, [T]."""
+    if values.shape != batch.targets.shape:
+        raise ValueError(
+            f"{name}: {what}: got shape {tuple(values.shape)}, want that of the targets, "
+            f"{tuple(batch.targets.shape)}"
+        )
+    dtype = _wide(values.dtype)
+    found = pack(batch, ANY, dtype)
+    flat = values.reshape(-1)
+    return found, (flat if found.packing.index is None else flat[found.packing.index]).to(dtype)
+
+
+def _at_segments(rewards: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The reward of each segment [S], and which have one [S] bool."""
+    count = batch.segments.count
+    if rewards.shape == (count,) and rewards.shape != batch.targets.shape:
+        return rewards.to(_wide(rewards.dtype)), torch.ones_like(rewards, dtype=torch.bool)
+    found, at_tokens = _at_tokens("bradley_terry", "rewards", rewards, batch)
+    lengths = found.batch.segments.lengths
+    there = lengths > 0
+    last = (lengths.cumsum(0) - 1).clamp_min(0)
+    padded = at_tokens if len(at_tokens) else at_tokens.new_zeros(1)
+    return padded[last].where(there, 0), there
+
+
+def _totals(batch: Batch) -> Totals:
+    return batch.totals if batch.totals is not None else Totals.of(batch)
+
+
+def _reduced(losses: Tensor, found: Packed, batch: Batch, over: Reduction | str) -> Tensor:
+    """sum_t w_t l_t, [], with the weights that any term would have."""
+    any_term = Objective.of(entropy().over(as_reduction(over)))
+    (part,) = bind(any_term, found.batch, _totals(batch), ANY, losses.dtype).parts
+    return (part.weights * losses).sum(dtype=torch.float64).to(losses.dtype)
