@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types test test-all check demo clean
+.PHONY: help setup lint types test test-all test-frameworks check demo clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -36,6 +36,25 @@ test: lint types  ## lint, types and the covering selection of tests
 test-all: lint types  ## lint, types and the full product of tests
 	@$(PYTEST) --hypothesis-profile=full --durations=25 $(ARGS)
 
+# The other frameworks, without what they need beyond a CPU; torch and all else come from .venv.
+FRAMEWORKS := .venv-frameworks
+$(FRAMEWORKS)/.installed: $(STAMP) tests/frameworks/requirements.txt tests/frameworks/sources.txt
+	@echo "installing into $(FRAMEWORKS)"
+	@$(PYTHON) -m venv $(FRAMEWORKS)
+	@$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
+		$$($(FRAMEWORKS)/bin/python -c "import site; print(site.getsitepackages()[0])")/base.pth
+	@$(FRAMEWORKS)/bin/python -m pip install -qq --no-compile --no-deps \
+		--disable-pip-version-check -r tests/frameworks/requirements.txt
+	@while read -r name url commit; do \
+		git init -q .frameworks/$$name && cd .frameworks/$$name && \
+		git fetch -q --depth 1 $$url $$commit && git checkout -q FETCH_HEAD && cd ../..; \
+	done < tests/frameworks/sources.txt
+	@touch $@
+
+test-frameworks: $(FRAMEWORKS)/.installed  ## the losses beside those of other frameworks
+	@OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest -q -p no:cacheprovider \
+		tests/frameworks $(ARGS)
+
 check: $(STAMP)  ## the correctness gate on this machine
 	@$(BIN)/python -m headloss check
 
@@ -44,5 +63,5 @@ demo: $(STAMP)  ## train a small model by SFT, then by GSPO, and report
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/demo.py $(ARGS)
 
 clean:  ## remove .venv and every cache
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-frameworks .frameworks .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -173,6 +173,13 @@ MODIFIED = {
         mode: _policy(lambda mode=mode: hl.grpo().corrected(mode, min=0.9, max=1.1))
         for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
     },
+    "rejected": _policy(
+        lambda: (
+            hl.grpo().rejected("k3", "sequence_mean", max=0.02)
+            + hl.gspo().rejected("tv", max=0.05, live=True).rejected("kl", "sequence_max", max=0.1)
+            + hl.dapo().corrected("sequence_mask", min=0.5, live=True, normalized=True)
+        )
+    ),
     "off_policy_masked": _policy(lambda: hl.grpo().off_policy_masked(0.02)),
     "top_entropy_quantile": _policy(lambda: hl.dapo().top_entropy(quantile=0.4)),
     "top_entropy_threshold": _policy(lambda: hl.dapo().top_entropy(threshold=0.5)),

@@ -20,14 +20,15 @@ from headloss.objective.bound import Bound, Gradient, bind
 from headloss.objective.statistics import STATISTICS, Statistics
 from headloss.objective.tape import Tokens
 
-LEVELS = ("sequence", "sequence_token")
+LEVELS = ("sequence", "sequence_token", "sequence_product")
+UNRECORDED = ("aot", "clip_cov", "kl_cov", "soft_cross_entropy", "any_of")  # no tape holds them
 
 
 def terms() -> dict[str, Term]:
     """Every term, at each level of its ratio and with the options that change its operations."""
     found: dict[str, Term] = {}
     for make in TERMS:
-        if make not in (h.aot, h.soft_cross_entropy, h.any_of):  # no tape holds these
+        if make.__name__ not in UNRECORDED:
             found[make.__name__] = make()
     for level in LEVELS:
         for make in (h.grpo, h.dapo, h.luspo, h.sapo, h.cispo):
@@ -38,6 +39,11 @@ def terms() -> dict[str, Term]:
     found["ppo dual"] = h.ppo(dual_clip=2.0)
     found["cispo low"] = h.cispo(epsilon_low=0.1)
     found["kl k2"] = h.kl(estimator="k2")
+    found["dppo kl"] = h.dppo(divergence="kl", delta_low=0.01, ratio_max=None, surrogate="ratio")
+    found["dppo two-sided"] = h.dppo(one_sided=False, delta_high=0.05)
+    found["kl straight"] = h.kl(estimator="abs", straight_through=True, bias_corrected=True)
+    clamps = {"clamp_difference": 0.3, "clamp": 0.2, "zero_above": 0.1, "ratio_max": 1.1}
+    found["kl clamps"] = h.kl(estimator="k3", bias_corrected=True, **clamps)
     found["kl k3 corrected"] = h.kl(estimator="k3", bias_corrected=True)
     found["cross_entropy smoothed"] = h.cross_entropy(label_smoothing=0.1)
     found["dpo smoothed"] = h.dpo(label_smoothing=0.1)

@@ -225,8 +225,10 @@ def test_scopes_of_the_others() -> None:
             assert (scope, per) == ("segment", "segment")
         elif name == "aot":
             assert (scope, per) == ("batch", "segment")
-        elif name in ("gspo_token", "vespo"):
+        elif name in ("gspo_token", "vespo", "vaco"):
             assert (scope, per) == ("segment", "token")
+        elif name in ("clip_cov", "kl_cov"):
+            assert (scope, per) == ("batch", "token")
         else:
             assert (scope, per) == ("token", "token"), name
     assert h.cispo(importance_sampling_level="sequence").scope == "segment"

@@ -60,6 +60,7 @@ ALLOWED: dict[str, set[str]] = {
         "objective.metrics",
         "ranks.collectives",
     },
+    "losses.rejection": {"losses", *PARTS},  # packs what it is given
     "losses.values": {"losses", *PARTS, "objective.bound"},  # packs what it is given, and weighs it
     "losses.catalogue": {"losses", *PARTS},  # traces the terms on a sample
     "kernels": {"kernels", "objective.divergence", "objective.statistics"},

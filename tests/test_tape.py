@@ -179,6 +179,7 @@ def test_what_is_not_recorded() -> None:
         "beside own": grpo + own,
         "own reduction": grpo.over(per),
         "quantile": grpo.top_entropy(quantile=0.5),
+        "sorted": h.kl_cov(),
         "function replaced": replace(grpo, function=lambda stats, batch: -stats.logp),
         "observer replaced": replace(grpo, observe=lambda stats, batch: {}),
     }

@@ -9,6 +9,7 @@ from .preference import cpo, dpo, ipo, orpo, simpo
 from .preference_unpaired import aot, kto
 from .proximal import dppo, dro, icepop, vaco
 from .reinforce import cispo, reinforce, vespo
+from .rejection import rejection_mask
 from .supervised import (
     any_of,
     cross_entropy,
@@ -69,6 +70,7 @@ __all__ = [
     "aot",
     "distillation",
     "on_policy_distillation",
+    "rejection_mask",
     "value_loss",
     "bradley_terry",
     "classification",

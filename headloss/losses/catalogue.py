@@ -22,6 +22,7 @@ from .preference import cpo, dpo, ipo, orpo, simpo
 from .preference_unpaired import aot, kto
 from .proximal import dppo, dro, icepop, vaco
 from .reinforce import cispo, reinforce, vespo
+from .rejection import rejected
 from .supervised import (
     any_of,
     cross_entropy,
@@ -45,7 +46,10 @@ TERMS: tuple[Callable[..., Term], ...] = (
     *(dpo, ipo, simpo, cpo, orpo, aot, kto),
     *(distillation, on_policy_distillation),
 )
-MODIFIERS: tuple[Callable[..., Modifier], ...] = (corrected, off_policy_masked, top_entropy)
+MODIFIERS: tuple[Callable[..., Modifier], ...] = (
+    *(corrected, rejected),
+    *(off_policy_masked, top_entropy),
+)
 
 
 def table() -> str:
@@ -71,12 +75,13 @@ def modifier_table() -> str:
         (
             f"`.{f.__name__}`",
             _equation(f),
-            _options(getattr(Term, f.__name__)),
+            _options(getattr(Term, f.__name__), keyword=False),
             _fields(lambda f=f: _modified(f), {}),
+            _options(getattr(Term, f.__name__), keyword=True),
         )
         for f in MODIFIERS
     ]
-    return markdown(("modifier", "factor", "options", "inputs"), rows)
+    return markdown(("modifier", "factor", "options", "inputs", "by keyword alone"), rows)
 
 
 def also_called(function: Callable[..., Any]) -> list[tuple[str, str]]:
@@ -115,9 +120,12 @@ def _parameters(function: Callable[..., Any]) -> Iterator[inspect.Parameter]:
     return (p for p in parameters if p.name != "self")
 
 
-def _options(function: Callable[..., Any]) -> str:
+def _options(function: Callable[..., Any], keyword: bool | None = None) -> str:
+    """All options, or those that are given by keyword alone, or the others."""
     shown = (
-        p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in _parameters(function)
+        p.name if p.default is p.empty else f"{p.name}={p.default!r}"
+        for p in _parameters(function)
+        if keyword in (None, p.kind is p.KEYWORD_ONLY)
     )
     return ", ".join(f"`{option}`" for option in shown)
 
@@ -186,6 +194,7 @@ def _modified(modifier: Callable[..., Modifier]) -> Term:
     """A term that reads no field, modified."""
     required = {
         "corrected": {},
+        "rejected": {"measure": "k3", "maximum": 1.0},
         "off_policy_masked": {"threshold": 0.0},
         "top_entropy": {"quantile": 0.5},
     }

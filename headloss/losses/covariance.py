@@ -18,8 +18,7 @@ from ..objective.metrics import Observed
 from ..objective.statistics import Statistics
 from .arguments import non_negative, number
 from .factory import factory
-from .importance import importance_ratio, log_ratio, observe, ratio_figures
-from .kl import estimate
+from .importance import estimate, importance_ratio, log_ratio, observe, ratio_figures
 from .policy import clipped_surrogate
 from .reinforce import weighted
 from .term import Term

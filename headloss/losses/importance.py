@@ -82,6 +82,15 @@ def ratio_per_token(stats: Statistics, batch: PackedBatch, level: str) -> Tensor
     return batch.segments.expand(ratio) if LEVELS[level][1] == "segment" else ratio
 
 
+def estimate(d: Tensor, estimator: str) -> Tensor:
+    """The estimate from d, the other policy's log-prob less this one's, [T]."""
+    if estimator == "k1":
+        return -d
+    if estimator == "k2":
+        return d.square() / 2
+    return d.abs() if estimator == "abs" else d.expm1() - d
+
+
 # ---------------------------------------------------------------------- metrics
 
 

@@ -17,7 +17,7 @@ from ..objective.metrics import Observed
 from ..objective.statistics import Slope, Statistics
 from .arguments import one_of, positive
 from .factory import factory
-from .importance import Level, ratio_per_token, scope_and_per
+from .importance import Level, estimate, ratio_per_token, scope_and_per
 from .term import Term
 
 if TYPE_CHECKING:
@@ -25,15 +25,6 @@ if TYPE_CHECKING:
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
 POLICIES = ("ref_logps", "old_logps", "sampling_logps")
-
-
-def estimate(d: Tensor, estimator: str) -> Tensor:
-    """The estimate from d, the other policy's log-prob less this one's, [T]."""
-    if estimator == "k1":
-        return -d
-    if estimator == "k2":
-        return d.square() / 2
-    return d.abs() if estimator == "abs" else d.expm1() - d
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +112,7 @@ def kl(
 
     Inputs: ref_logps, and old_logps when bias_corrected. Default reduction: token_mean. Metrics:
     k1, k3, both uncorrected.
+    Also called: verl low_var_kl.
     """  # noqa: E501 (an equation is one line)
     one_of(ESTIMATORS, estimator=estimator)
     one_of(POLICIES, against=against)

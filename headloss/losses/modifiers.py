@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from ..batch.packing import PackedBatch
 
+NO_WEIGHT = 1e-8  # a mean weight that nothing is divided by
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -56,10 +57,11 @@ class _Correction:
     mask: bool
     minimum: float
     maximum: float
+    live: bool
+    normalized: bool
 
-    def weight(self, batch: PackedBatch) -> Tensor:
-        # A sampler that gives no log-prob for a token says nothing about it: w = 1.
-        mismatch = (batch.old_logps - batch.sampling_logps).nan_to_num(nan=0.0)
+    def weight(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        mismatch = sampler_mismatch(stats, batch, self.live)
         if self.sequence:
             mismatch = batch.segments.sum(mismatch)
         return mismatch.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -68,15 +70,21 @@ class _Correction:
         return (weight < self.minimum) | (weight > self.maximum)
 
     def factor(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        weight = self.weight(batch)
+        weight = self.weight(stats, batch)
         if self.mask:
             kept = weight.masked_fill(self.outside(weight), 0.0)
         else:
             kept = weight.clamp(self.minimum, self.maximum)
+        if self.normalized:
+            counted = torch.ones_like(batch.old_logps) if batch.live is None else batch.live
+            if self.sequence:
+                counted = batch.segments.sum(counted.to(kept.dtype)) > 0
+            mean = (kept * counted).sum() / counted.sum().clamp_min(1)
+            kept = kept / mean.where(mean > NO_WEIGHT, 1)
         return batch.segments.expand(kept) if self.sequence else kept
 
     def observe(self, stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
-        weight = self.weight(batch)
+        weight = self.weight(stats, batch)
         per: Per = "segment" if self.sequence else "token"
         outside = self.outside(weight).to(weight.dtype)
         return {
@@ -86,8 +94,21 @@ class _Correction:
         }
 
 
+def sampler_mismatch(stats: Statistics, batch: PackedBatch, live: bool) -> Tensor:
+    """log p_trainer - log p_sampler, [T]. A sampler that gives no log-prob for a token says nothing
+    about it: 0."""
+    assert stats.logp is not None or not live
+    trainer = stats.logp.detach() if live and stats.logp is not None else batch.old_logps
+    return (trainer - batch.sampling_logps).nan_to_num(nan=0.0)
+
+
 def corrected(
-    mode: str = "token_truncate", *, minimum: float | None = None, maximum: float | None = 3.0
+    mode: str = "token_truncate",
+    *,
+    minimum: float | None = None,
+    maximum: float | None = 3.0,
+    live: bool = False,
+    normalized: bool = False,
 ) -> Modifier:
     """Importance weight of the trainer's old policy over the sampler's, truncated or masked.
 
@@ -100,6 +121,9 @@ def corrected(
     Args:
         mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
         minimum, maximum: bounds of w, each > 0 or None.
+        live: the policy as it is now, in place of old.
+        normalized: divide by the mean of what was truncated or masked, over the tokens or sequences
+            of the call; makes the term batch-scoped.
 
     Inputs: old_logps, sampling_logps. Metrics: mismatch, mismatch_max, truncated or masked (per
     token or per segment).
@@ -118,13 +142,16 @@ def corrected(
         mask=action == "mask",
         minimum=-math.inf if minimum is None else minimum,
         maximum=math.inf if maximum is None else maximum,
+        live=live,
+        normalized=normalized,
     )
+    scope: Scope = "segment" if correction.sequence else "token"
     return Modifier(
         name="corrected",
         factor=correction.factor,
-        scope="segment" if correction.sequence else "token",
+        scope="batch" if normalized else scope,
         observe=correction.observe,
-        key=("corrected", correction),
+        key=None if normalized else ("corrected", correction),
     )
 
 

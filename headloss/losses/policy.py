@@ -171,6 +171,7 @@ def gspo_token(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Term
         epsilon_low, epsilon_high: how far the ratio may move from 1, each >= 0.
 
     Inputs: advantages, old_logps. Default reduction: sequence_mean.
+    Also called: verl gspo.
     """  # noqa: E501 (an equation is one line)
     return _clipped(sequence_mean, epsilon_low, epsilon_high, level="sequence_token")
 
@@ -296,5 +297,6 @@ def ppo(
         dual_clip: bounds the loss of a negative advantage; > 1, or None for no bound.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
+    Also called: verl vanilla.
     """  # noqa: E501 (an equation is one line)
     return _clipped(token_mean, epsilon_low, epsilon_high, dual_clip=dual_clip)

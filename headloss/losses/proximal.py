@@ -18,8 +18,7 @@ from ..objective.metrics import Observed
 from ..objective.statistics import Statistics
 from .arguments import number, one_of, positive
 from .factory import factory
-from .importance import importance_ratio, log_ratio, ratio_figures
-from .kl import estimate
+from .importance import estimate, importance_ratio, log_ratio, ratio_figures
 from .reinforce import SURROGATES, Surrogate, weighted
 from .scope import Scope
 from .term import Term
@@ -122,7 +121,7 @@ def dppo(
         surrogate: "log_prob" as above, or "ratio": the same gradient with the value -w A.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
-    Also called: verl dppo_tv, verl dppo_kl, prime-rl default, prime-rl ipo.
+    Also called: verl dppo_tv, verl dppo_kl.
     """  # noqa: E501 (an equation is one line)
     one_of(DIVERGENCES, divergence=divergence)
     number(">= 0", lambda x: x >= 0, delta_low=delta_low, delta_high=delta_high)

@@ -71,7 +71,7 @@ def gmpo(*, epsilon_low: float = 0.4, epsilon_high: float = 0.4) -> Term:
         epsilon_low, epsilon_high: bounds of a token's log-ratio, each >= 0.
 
     Inputs: advantages, old_logps. Default reduction: sequence_mean.
-    Also called: TRL GMPOTrainer.
+    Also called: TRL GMPOTrainer, verl geo_mean.
     """  # noqa: E501 (an equation is one line)
     non_negative(epsilon_low=epsilon_low, epsilon_high=epsilon_high)
     clip = (math.exp(-epsilon_low), math.exp(epsilon_high))
@@ -118,7 +118,7 @@ def sapo(
         importance_sampling_level: as `grpo`.
 
     Inputs: advantages, old_logps. Default reduction: sequence_mean.
-    Also called: TRL sapo.
+    Also called: TRL sapo, verl sapo.
     """
     positive(temperature_pos=temperature_pos, temperature_neg=temperature_neg)
     level = importance_sampling_level

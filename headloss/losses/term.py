@@ -23,6 +23,7 @@ from ..objective.metrics import Observed, checked
 from ..objective.statistics import Slope, Statistics
 from .identity import Given, Origin, alike, leaves_of
 from .modifiers import Modifier, corrected, off_policy_masked, top_entropy
+from .rejection import rejected
 from .scope import SCOPES, TRACING, Per, Scope, wider
 from .teacher import Teacher
 
@@ -143,9 +144,20 @@ class Term(_Arithmetic):
         modifiers = (*self.modifiers, modifier)
         return replace(self, modifiers=modifiers, scope=scope, own_scope=own)
 
-    def corrected(self, mode: str, min: float | None = None, max: float | None = 3.0) -> Term:
+    def corrected(
+        self, mode: str, min: float | None = None, max: float | None = 3.0, *,
+        live: bool = False, normalized: bool = False,
+    ) -> Term:
         """Correct for the mismatch of sampler and trainer; see `modifiers.corrected`."""
-        return self.modified(corrected(mode, minimum=min, maximum=max))
+        how = {"minimum": min, "maximum": max, "live": live, "normalized": normalized}
+        return self.modified(corrected(mode, **how))
+
+    def rejected(
+        self, measure: str, level: str = "token", min: float | None = None,
+        max: float | None = None, *, live: bool = False,
+    ) -> Term:
+        """Drop where trainer and sampler disagree too much; see `rejection.rejected`."""
+        return self.modified(rejected(measure, level=level, minimum=min, maximum=max, live=live))
 
     def off_policy_masked(self, threshold: float) -> Term:
         """Drop off-policy sequences; see `modifiers.off_policy_masked`."""

@@ -1,0 +1,178 @@
+"""Dropping tokens or sequences where trainer and sampler disagree: a modifier, and a field.
+
+T scored tokens, S segments; d_t = old_t - sampling_t within [-20, 20], p = exp(old), q =
+exp(sampling).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..batch.batch import Batch, Current
+from ..batch.packing import pack
+from ..objective.metrics import Observed
+from ..objective.statistics import Statistics
+from .arguments import naming, number, one_of
+from .importance import MAX_LOG_RATIO, estimate
+from .modifiers import Modifier, sampler_mismatch
+
+if TYPE_CHECKING:
+    from ..batch.packing import PackedBatch
+
+MEASURES = ("ratio", "k2", "k3", "tv", "kl")
+LEVELS = ("token", "sequence_sum", "sequence_mean", "sequence_max")
+NEAR_ONE = 1e-6  # probabilities stay this far from 0 and 1 in the divergence
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rejection:
+    measure: str
+    level: str
+    minimum: float
+    maximum: float
+    live: bool
+
+    def statistic(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        """[T], or [S] of sequences; a ratio as its logarithm."""
+        values = self._of_tokens(stats, batch)
+        if self.level == "token":
+            return values
+        if self.level == "sequence_max":
+            return _largest(values, batch)
+        return (batch.segments.sum if self.level == "sequence_sum" else batch.segments.mean)(values)
+
+    def _of_tokens(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        d = sampler_mismatch(stats, batch, self.live).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        if self.measure == "ratio":
+            return d
+        if self.measure in ("k2", "k3"):
+            return estimate(d, self.measure)
+        sampling = batch.sampling_logps
+        q = sampling.exp().nan_to_num(nan=0.5)
+        p = (sampling + d).exp().nan_to_num(nan=0.5)
+        if self.measure == "tv":
+            return (p - q).abs()
+        p, q = (x.clamp(NEAR_ONE, 1 - NEAR_ONE) for x in (p, q))
+        return q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+
+    def kept(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        """Bool, in the shape of the statistic."""
+        low, high = self.minimum, self.maximum
+        if self.measure == "ratio":
+            low, high = (math.log(x) if x > 0 else -math.inf for x in (low, high))
+        found = self.statistic(stats, batch)
+        return (found >= low) & (found <= high)
+
+    def factor(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        kept = self.kept(stats, batch).to(batch.sampling_logps.dtype)
+        return kept if self.level == "token" else batch.segments.expand(kept)
+
+    def observe(self, stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
+        dropped = (~self.kept(stats, batch)).to(batch.sampling_logps.dtype)
+        return {"rejected": Observed(dropped, per="token" if self.level == "token" else "segment")}
+
+
+def _largest(values: Tensor, batch: PackedBatch) -> Tensor:
+    """[S], 0 for an empty segment."""
+    if batch.segments.group is not None:
+        raise ValueError(
+            "rejected: level: got 'sequence_max' with segments that run across ranks, want another"
+        )
+    found = values.new_full((batch.segments.count,), -math.inf)
+    found = found.scatter_reduce(0, batch.segments.ids, values, "amax")
+    return found.where(batch.segments.lengths > 0, 0)
+
+
+def rejected(
+    measure: str,
+    *,
+    level: str = "token",
+    minimum: float | None = None,
+    maximum: float | None = None,
+    live: bool = False,
+) -> Modifier:
+    """Drops the tokens or sequences on which trainer and sampler disagree too much.
+
+        1 where min <= m <= max, else 0; m = exp(d), d^2 / 2, exp(d) - 1 - d, |p - q| or KL(q, p)
+
+    The last is that of the target against all other tokens. Li et al. 2025, "When speed kills
+    stability", https://richardli.xyz/rl-collapse. d is clamped to [-20, 20]; where a sampling
+    log-prob is NaN, it is 0. The denominator stays: see `rejection_mask`.
+
+    Args:
+        measure: "ratio", "k2", "k3", "tv" or "kl".
+        level: "token", or a sequence by the "sequence_sum", "sequence_mean" or "sequence_max" of
+            its tokens' measures (of a ratio's logarithm: the product or the geometric mean).
+        minimum, maximum: bounds of m, each >= 0 or None.
+        live: the policy as it is now, in place of old.
+
+    Inputs: old_logps, sampling_logps. Metrics: rejected (per token or per segment).
+    """
+    with naming("rejected"):
+        made = _made(measure, level, minimum, maximum, live)
+    return Modifier(
+        name="rejected",
+        factor=made.factor,
+        scope="token" if level == "token" else "segment",
+        observe=made.observe,
+        key=("rejected", made),
+    )
+
+
+def _made(
+    measure: str, level: str, minimum: float | None, maximum: float | None, live: bool
+) -> _Rejection:
+    one_of(MEASURES, measure=measure)
+    one_of(LEVELS, level=level)
+    if measure == "ratio" and level == "sequence_max":
+        raise ValueError("level: got 'sequence_max' with 'ratio', want another: it has two sides")
+    if minimum is None and maximum is None:
+        raise ValueError("got min=None and max=None, want one")
+    bounds = {"min": minimum, "max": maximum}
+    number(">= 0", lambda x: x >= 0, **{n: x for n, x in bounds.items() if x is not None})
+    if minimum is not None and maximum is not None and minimum > maximum:
+        raise ValueError(f"min: got {minimum!r}, want <= max, {maximum!r}")
+    return _Rejection(
+        measure=measure,
+        level=level,
+        minimum=-math.inf if minimum is None else minimum,
+        maximum=math.inf if maximum is None else maximum,
+        live=live,
+    )
+
+
+def rejection_mask(
+    batch: Batch,
+    measure: str,
+    *,
+    level: str = "token",
+    min: float | None = None,
+    max: float | None = None,
+) -> Tensor:
+    """What `.rejected` keeps, as a field for `.where`, whose denominator counts what is kept.
+
+        kept = hl.rejection_mask(batch, "k3", level="sequence_mean", max=0.01)
+        out = hl.head_loss(hidden, head, batch.with_fields(kept=kept), hl.grpo().where("kept"))
+
+    Args:
+        batch: with old_logps and sampling_logps.
+        measure, level, min, max: as `rejected`.
+
+    Returns:
+        Tensor: [..] bool in the targets' shape, False at unscored positions.
+
+    Raises:
+        ValueError, TypeError: for an option, or a field that is missing.
+    """
+    with naming("rejection_mask"):
+        made = _made(measure, level, min, max, live=False)
+    if isinstance(batch.fields.get("old_logps"), Current):
+        raise ValueError("rejection_mask: old_logps: got CURRENT, want the trainer's log-probs")
+    packed, packing = pack(batch, 1 << 62, torch.float64)
+    kept = made.factor(Statistics(), packed)
+    return packing.scatter(kept).bool()

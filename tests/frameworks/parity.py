@@ -1,0 +1,153 @@
+"""What the tests beside other frameworks share: a step, our loss on it, and their functions.
+
+B rows of C columns, T scored tokens. A framework is imported where it can be. Where it cannot
+without a GPU, the functions under test are taken out of its source file and run as they stand.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from losses_case import assert_same, value_and_gradient
+from torch import Tensor
+
+import headloss as hl
+from headloss.batch.packing import pack
+from headloss.losses.term import Objective
+from headloss.objective.bound import bind
+from headloss.objective.statistics import Statistics
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / ".frameworks"  # of those that no package index has
+B, C = 5, 7
+EDGES = ("random", "clipped", "one token", "overflow")
+LAYOUTS = ("padded", "packed")
+Step = dict[str, Tensor]
+
+
+def step(edge: str = "random", seed: int = 0, per_token: bool = True, scale: float = 0.4) -> Step:
+    """[B, C] float64 tensors; the last row has no scored token, the first one a hole.
+
+    "clipped": every ratio is beyond any clip, on the side where the advantage pushes; "one token":
+    of each row; "overflow": log-ratios of 90 and -90.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    lengths = [1] * 4 + [0] if edge == "one token" else [7, 4, 1, 5, 0]
+    mask = torch.arange(C) < torch.tensor(lengths)[:, None]
+    mask[0, 2] = False
+    logp = -0.3 - normal(B, C).abs()
+    advantages = normal(B, C) if per_token else normal(B, 1).expand(B, C).contiguous()
+    old = (logp + scale * normal(B, C)).clamp_max(-1e-3)
+    if edge == "clipped":
+        logp = logp - 3
+        old = logp - 2 * advantages.sign()
+    if edge == "overflow":
+        far = normal(B, C) > 0
+        old, logp = logp - 90 * far, logp - 90 * ~far
+    return {
+        "mask": mask,
+        "logp": logp,
+        "advantages": advantages,
+        "old_logps": old,
+        "ref_logps": logp + scale * normal(B, C),
+        "sampling_logps": (old + scale * normal(B, C)).clamp_max(-1e-3),
+    }
+
+
+def theirs(made: Step, loss: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """A framework's loss of the log-probs, and its gradient at the scored tokens."""
+    leaf = made["logp"].clone().requires_grad_()
+    value, gradient = value_and_gradient(loss(leaf), leaf)
+    assert not gradient[~made["mask"]].any()
+    return [value, gradient[made["mask"]]]
+
+
+def batch_of(made: Step, layout: str, totals: Any = None, **more: Tensor) -> hl.Batch:
+    """The step as a batch, in rows or as its scored tokens alone."""
+    mask = made["mask"]
+    fields = {n: t for n, t in made.items() if n not in ("mask", "logp")} | more
+    if layout == "padded":
+        return hl.Batch(torch.where(mask, 0, -100), totals=totals, **fields)  # type: ignore[arg-type]
+    packed = {n: t[mask] if t.shape == mask.shape else t for n, t in fields.items()}
+    targets = torch.zeros(int(mask.sum()), dtype=torch.int64)
+    segments = hl.Segments.from_lengths(mask.sum(1))
+    return hl.Batch(targets, segments, totals=totals, **packed)  # type: ignore[arg-type]
+
+
+def ours(
+    objective: hl.Term | hl.Objective,
+    made: Step,
+    layout: str = "padded",
+    totals: hl.Totals | None = None,
+    **more: Tensor,
+) -> list[Tensor]:
+    """Our loss, and its gradient at the scored tokens."""
+    batch = batch_of(made, layout, totals, **more)
+    packed = pack(batch, 1, torch.float64).batch
+    stats = Statistics(logp=made["logp"][made["mask"]])
+    bound = bind(Objective.of(objective), packed, totals or hl.Totals.of(batch), 1, torch.float64)
+    found = bound.gradient(stats, packed, slice(None))
+    assert found.coefficients.target is not None
+    return [bound.total(found.values), found.coefficients.target]
+
+
+def compare(
+    objective: hl.Term | hl.Objective,
+    made: Step,
+    loss: Callable[[Tensor], Tensor],
+    tolerance: float = 1e-12,
+    totals: hl.Totals | None = None,
+    **more: Tensor,
+) -> None:
+    """Value and gradient, padded and packed."""
+    want = theirs(made, loss)
+    for layout in LAYOUTS:
+        assert_same(ours(objective, made, layout, totals, **more), want, tolerance)
+
+
+def filled_rows(made: Step) -> hl.Totals:
+    """Totals that leave rows without a scored token out, as most frameworks count."""
+    return hl.Totals(int(made["mask"].sum()), int(made["mask"].any(1).sum()))
+
+
+# ---------------------------------------------------------------------- their functions
+
+
+def file_of(package: str, path: str) -> Path:
+    """A file of an installed package, or of a source tree; skips where there is neither."""
+    spec = importlib.util.find_spec(package)
+    places = [] if spec is None else [Path(p) for p in spec.submodule_search_locations or ()]
+    for place in (*places, SOURCES / package.replace("_", "-")):
+        if (place / path).is_file():
+            return place / path
+    pytest.skip(f"{package} is not installed here: `make test-frameworks` compares with it")
+
+
+def extracted(file: Path, *names: str, **namespace: Any) -> SimpleNamespace:
+    """Functions and classes of a source file, by "name" or "Class.method", run as they stand."""
+    tree, found = ast.parse(file.read_text()), []
+    for name in names:
+        holder, _, method = name.rpartition(".")
+        body = tree.body
+        if holder:
+            body = next(n for n in body if isinstance(n, ast.ClassDef) and n.name == holder).body
+        kinds = (ast.FunctionDef, ast.ClassDef)
+        node = next(n for n in body if isinstance(n, kinds) and n.name == method)
+        found.append(node)
+    future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
+    module = ast.fix_missing_locations(ast.Module([future, *found], type_ignores=[]))
+    names_in = {"torch": torch, "math": math, "F": torch.nn.functional, "nn": torch.nn, **namespace}
+    exec(compile(module, str(file), "exec"), names_in)
+    return SimpleNamespace(**{node.name: names_in[node.name] for node in found})
