@@ -39,8 +39,8 @@ def goals(results: dict) -> str:
     """One line for each case of the table: headloss beside its goal and its best peer, one run."""
     head = ("work", "shape", "goal", "headloss, of limit", "MiB", "best peer, of limit", "limit")
     lines = [head, ("---",) * len(head)]
-    rows = [row for row in results["rows"] if row["group"] == "table"]
-    for _, found in _by_case(rows):
+    results = _of(results, "table")
+    for _, found in _by_case(results["rows"]):
         newest = max(row["run"] for row in found)
         found = [row for row in found if row["run"] == newest]
         first, mark = found[0], marks_of(results)[newest]
@@ -62,8 +62,8 @@ def small(results: dict) -> str:
     names = ("headloss", "torch.compile", "eager")
     head = ("H, V", "N", "work", *names)
     lines = [head, (*("---",) * 3, *("---:",) * 3)]
-    rows = [row for row in results["rows"] if row["group"] == "small" and "ms" in row]
-    for _, found in _by_case(rows):
+    results = _of(results, "small")
+    for _, found in _by_case([row for row in results["rows"] if "ms" in row]):
         for work in dict.fromkeys(row["work"] for row in found):
             of = {row["contestant"]: row for row in found if row["work"] == work}
             first = next(iter(of.values()))
@@ -71,6 +71,13 @@ def small(results: dict) -> str:
             shape = f"{first['width']}, {first['vocabulary']}"
             lines.append((shape, str(first["tokens"]), work, *cells))
     return f"{machine(results)}\n\n{markdown(lines)}"
+
+
+def _of(results: dict, group: str) -> dict:
+    """The rows of one group, and the runs up to the last that gave any of them."""
+    rows = [row for row in results["rows"] if row["group"] == group]
+    runs = 1 + max((row["run"] for row in rows), default=-1)
+    return {"runs": results["runs"][:runs] or results["runs"], "rows": rows}
 
 
 def _alone(row: Row) -> str:

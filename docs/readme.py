@@ -89,6 +89,14 @@ def speed() -> str:
     return goals(json.loads((RESULTS / "table.json").read_text()))
 
 
+def small() -> str:
+    """Calls of few tokens, from the same file."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from report import small
+
+    return small(json.loads((RESULTS / "table.json").read_text()))
+
+
 def claim() -> str:
     """What benchmarks/gradient_truth.py found, in a sentence."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -127,6 +135,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "modifiers": modifier_table,
     "steps": steps,
     "speed": speed,
+    "small": small,
     "scaling": scaling,
     "cpu-memory": cpu_memory,
 }
