@@ -1,4 +1,4 @@
-"""On-policy distillation on the student's own top-k, with and without the rest as an outcome."""
+"""On-policy distillation on the student's own top-k; with and without the rest as one outcome."""
 
 import torch
 
