@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -126,8 +127,8 @@ def find_truth(work: Work, inputs: Inputs) -> Truth:
     return Truth(logp=logp.detach(), hidden=torch.cat(into_hidden), weight=into_weight)
 
 
-def on_the_flat_side(work: str, logp: Tensor, inputs: Inputs) -> Tensor:
-    """[T], or [B] of GSPO: where the clip leaves no gradient."""
+def beyond_clip(work: str, logp: Tensor, inputs: Inputs) -> Tensor:
+    """[T], or [B] of GSPO: how far a log-ratio is where the clip leaves no gradient; else < 0."""
     low, high = CLIP[work]
     difference = logp.double() - inputs.old
     advantages = inputs.advantages
@@ -135,8 +136,9 @@ def on_the_flat_side(work: str, logp: Tensor, inputs: Inputs) -> Tensor:
         difference = inputs.segment_mean(difference)
     else:
         advantages = advantages[inputs.ids]
-    ratio = difference.exp()
-    return torch.where(advantages > 0, ratio > 1 + high, ratio < 1 - low)
+    return torch.where(
+        advantages > 0, difference - math.log1p(high), math.log1p(-low) - difference
+    )
 
 
 # ---------------------------------------------------------------------- the model
@@ -279,9 +281,11 @@ def errors(bench: Bench, sample: Sample, run: contestants.Run, inputs: Inputs) -
         logp = found.values["logps"]
         row["logp_error"] = float((logp.double() - truth.logp).abs().max())
         if sample.work in CLIP:
-            flat = on_the_flat_side(sample.work, logp, inputs)
-            true = on_the_flat_side(sample.work, truth.logp, sample.inputs)
-            row |= {"wrong_side": float((flat != true).double().mean())}
+            beyond = beyond_clip(sample.work, truth.logp, sample.inputs)
+            true = beyond > 0
+            wrong = (beyond_clip(sample.work, logp, inputs) > 0) != true
+            row |= {"wrong_side": float(wrong.double().mean())}
+            row |= {"wrong_by": float((beyond.abs() * wrong).max())}
             row |= {"clipped": float(true.double().mean())}
     if not all(x == x and abs(x) < 1e30 for x in (row["error"], row["head"])):
         return {"status": "failed", "reason": "the gradient is not finite"}
@@ -374,8 +378,9 @@ TITLES = {
 NOTES = """\
 Error of the whole model's gradient: norm of the difference over the norm of what a float64 head on
 the same bfloat16 backbone gives. *wrong side*: tokens (of GSPO: sequences) whose gradient the clip
-stops and should not, or the other way round, at each contestant's own log-probs. One of 32
-sequences is 3.1 %, and some 10 % of the gradient."""
+stops and should not, or the other way round, at each contestant's own log-probs; in brackets how
+far from the clip the farthest of them truly is, as a log-ratio. One of 32 sequences is 3.1 %, and
+some 10 % of the gradient."""
 
 
 def shown(name: str) -> str:
@@ -398,13 +403,19 @@ def table(results: dict) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _side(row: dict[str, Any]) -> str:
+    """How many are on the wrong side of the clip, and how far from it the farthest truly is."""
+    far = f" ({row['wrong_by']:.0e})" if row.get("wrong_by") else ""
+    return percent(row["wrong_side"]) + far
+
+
 def _lines(rows: list[dict], sizes: list[float], key: str, what: str) -> Iterator[tuple[str, ...]]:
     for name in dict.fromkeys(row["contestant"] for row in rows):
         mine = {row["size"]: row for row in rows if row["contestant"] == name}
         if key == "error":
             cells = [_cell(mine[size]) for size in sizes]
         elif any(key in row for row in mine.values()):
-            cells = [percent(mine[s][key]) if key in mine[s] else "-" for s in sizes]
+            cells = [_side(mine[s]) if key in mine[s] else "-" for s in sizes]
         else:
             continue
         if len(set(cells)) == 1 and not cells[0][0].isdigit():

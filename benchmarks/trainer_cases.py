@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import functools
+import importlib.util
 import json
 import os
 import random
@@ -25,7 +26,13 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    set_seed,
+    training_args,
+)
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from headloss import Options, head_loss, rl
@@ -114,6 +121,18 @@ def pairwise(choices: dict[str, tuple[Any, ...]] = CHOICES, seed: int = 1) -> li
         chosen.append(best)
     order = {name: {x: i for i, x in enumerate(choices[name])} for name in choices}
     return sorted(chosen, key=lambda c: [order[f.name][getattr(c, f.name)] for f in fields(c)])
+
+
+ZERO3 = (  # beside the pairs: an extra that not every machine has
+    Case(trainer="GSPO", wrapper="zero3", accumulation=2, then="resume"),
+    Case(trainer="SFTTrainer", wrapper="zero3", precision="bf16", lora="body, head", tied=True),
+)
+
+
+def matrix() -> list[Case]:
+    """All that is run."""
+    there = importlib.util.find_spec("deepspeed") is not None
+    return [*pairwise(), *(ZERO3 if there else ())]
 
 
 # ---------------------------------------------------------------------- model and data
@@ -314,6 +333,7 @@ def allow_sharding_on_cpus() -> None:
 
     PartialState.__init__ = init  # type: ignore[method-assign]
     PartialState._prepare_backend = prepare_backend  # type: ignore[method-assign]
+    training_args.is_torch_bf16_gpu_available = lambda: True  # asked for without `use_cpu`
 
 
 def build(case: Case, kind: str, size: Size, folder: Path, processes: int, **options: Any) -> Any:

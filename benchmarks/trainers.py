@@ -5,7 +5,7 @@
     python benchmarks/trainers.py --table
     ... --quick                                                   # tiny models, on the CPU
 
-All configurations (`trainer_cases.pairwise`) run in one pair of processes, each on fresh models:
+All configurations (`trainer_cases.matrix`) run in one pair of processes, each on fresh models:
 ours, the reference, in bf16 a head in float64, and where the case says so an evaluation, or a run
 that goes on from its checkpoint. Started again, it goes on after the last configuration.
 `--one-process` repeats those in float32 on the whole batch.
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import torch
 import trainer_cases
 from run import about
 from torch import distributed
-from trainer_cases import LARGE, SMALL, Case, Size, as_row, pairwise, save_model
+from trainer_cases import LARGE, SMALL, Case, Size, as_row, matrix, save_model
 from trainer_runs import apart, compare, failures, quiet, run
 
 RESULTS = Path(__file__).parent / "results"
@@ -70,9 +71,16 @@ class Results:
         partial.rename(self.path)
 
 
-def two_processes(results: Results, size: Size, folder: Path, began: float, limit: float) -> None:
+def ordered(first: list[str]) -> list[Case]:
+    """Those whose names match a pattern come first."""
+    return sorted(matrix(), key=lambda case: not any(fnmatch(case.name, p) for p in first))
+
+
+def two_processes(
+    results: Results, size: Size, folder: Path, began: float, limit: float, first: list[str]
+) -> None:
     rank = distributed.get_rank()
-    for case in pairwise():
+    for case in ordered(first):
         if case.name in results.rows:
             continue
         late = torch.tensor([float(time.perf_counter() - began > limit)])
@@ -100,7 +108,7 @@ def one_process(results: Results, size: Size, folder: Path, began: float, limit:
 
     Not with experts: the routers' loss is a product of two means over what a process holds.
     """
-    for case in pairwise():
+    for case in matrix():
         row = results.rows.get(case.name, {})
         known = "losses" not in row or "one_process_apart" in row
         if known or case.precision != "float32" or case.experts:
@@ -163,7 +171,7 @@ def _cell(key: str, value: float | None) -> str:
 
 def describe(commit: str | None) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    packages = ("torch", "triton", "trl", "transformers", "peft", "accelerate")
+    packages = ("torch", "triton", "trl", "transformers", "peft", "accelerate", "deepspeed")
     return about(device, commit, packages)
 
 
@@ -174,6 +182,7 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="print the results that are there")
     parser.add_argument("--quick", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--commit", help="to write beside the results")
+    parser.add_argument("--first", nargs="+", default=[], metavar="PATTERN", help="cases")
     parser.add_argument("--limit", type=float, default=420.0, help="seconds")
     arguments = parser.parse_args()
     began = time.perf_counter()
@@ -188,7 +197,7 @@ def main() -> int:
     size = SMALL if arguments.quick else LARGE
     folder = Path(tempfile.gettempdir()) / f"headloss-trainers-{size.hidden}"
     if rank == 0:
-        for case in pairwise():
+        for case in matrix():
             save_model(size, case.tied, case.experts, folder)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for runs that must repeat
     if not arguments.one_process:
@@ -200,8 +209,10 @@ def main() -> int:
         )
     results = Results(arguments.output, write=rank == 0)
     results.about = describe(arguments.commit) if not arguments.one_process else results.about
-    work = one_process if arguments.one_process else two_processes
-    work(results, size, folder, began, arguments.limit)
+    if arguments.one_process:
+        one_process(results, size, folder, began, arguments.limit)
+    else:
+        two_processes(results, size, folder, began, arguments.limit, arguments.first)
     if distributed.is_initialized():
         distributed.barrier()
         distributed.destroy_process_group()
