@@ -1,6 +1,6 @@
 """A rank that fails in the middle of a call: how the other one ends, and how long after.
 
-    python benchmarks/failing.py --output benchmarks/results/failing.json      # two GPUs, NCCL
+    python benchmarks/failing.py --output benchmarks/results/failing.json      # NCCL
     python benchmarks/failing.py --backend gloo                                # on the CPU
 
 Two processes share the vocabulary, or segments that run across them. The second one's term raises,
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import share_a_gpu
 from torch import Tensor, distributed
 
 import headloss as hl
@@ -96,7 +97,9 @@ def call(case: Case, device: torch.device, folder: str, armed: float = 0.0) -> N
 def work(case: Case, rank: int, backend: str, folder: str, seconds: float) -> None:
     device = torch.device("cpu")
     if backend == "nccl":
-        device = torch.device("cuda", rank)
+        if torch.cuda.device_count() < 2:
+            share_a_gpu(rank)
+        device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     distributed.init_process_group(
         backend,

@@ -23,6 +23,12 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast needs a fabri
 HANG, TIMEOUT = 45, 60  # seconds
 
 
+def share_a_gpu(rank: int) -> None:
+    """Let NCCL serve two ranks on one GPU, which it refuses on one host: they are taken for two,
+    and talk over sockets. Call it before there is a group."""
+    os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+
+
 class Ranks:
     """This process among all of them, on NCCL with a GPU each, or on gloo without.
 

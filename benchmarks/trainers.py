@@ -8,7 +8,8 @@
 All configurations (`trainer_cases.matrix`) run in one pair of processes, each on fresh models:
 ours, the reference, in bf16 a head in float64, and where the case says so an evaluation, or a run
 that goes on from its checkpoint. Started again, it goes on after the last configuration.
-`--one-process` repeats those in float32 on the whole batch.
+`--one-process` repeats those in float32 on the whole batch. Where there is but one GPU, the two
+processes share it, with a smaller vocabulary; their times then say nothing.
 """
 
 from __future__ import annotations
@@ -21,17 +22,20 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
 import trainer_cases
+from ranks import share_a_gpu
 from run import about
 from torch import distributed
 from trainer_cases import LARGE, SMALL, Case, Size, as_row, matrix, save_model
 from trainer_runs import apart, compare, failures, quiet, run
 
+NARROW = 16384  # where two processes share a GPU and send weights over sockets
 RESULTS = Path(__file__).parent / "results"
 HEADINGS = {
     "loss_apart": "losses",
@@ -157,7 +161,8 @@ def table(results: Results) -> str:
 
 def machine(results: Results) -> str:
     about = results.about
-    return f"2 x {about.get('machine')}; commit {about.get('commit')}"
+    gpus = "Two processes share one" if about.get("gpus") == 1 else "2 x"
+    return f"{gpus} {about.get('machine')}; commit {about.get('commit')}"
 
 
 def _cell(key: str, value: float | None) -> str:
@@ -194,24 +199,28 @@ def main() -> int:
         os.environ["ACCELERATE_USE_CPU"] = "true"
         trainer_cases.allow_sharding_on_cpus()
     rank, local = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
-    size = SMALL if arguments.quick else LARGE
-    folder = Path(tempfile.gettempdir()) / f"headloss-trainers-{size.hidden}"
+    results = Results(arguments.output, write=rank == 0)
+    gpus = results.about.get("gpus") if arguments.one_process else torch.cuda.device_count()
+    shared = gpus == 1 and not arguments.quick
+    size = SMALL if arguments.quick else replace(LARGE, vocabulary=NARROW) if shared else LARGE
+    folder = Path(tempfile.gettempdir()) / f"headloss-trainers-{size.hidden}-{size.vocabulary}"
     if rank == 0:
         for case in matrix():
             save_model(size, case.tied, case.experts, folder)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for runs that must repeat
     if not arguments.one_process:
+        if shared:
+            share_a_gpu(rank)
         if not arguments.quick:
-            torch.cuda.set_device(local)
+            torch.cuda.set_device(local % torch.cuda.device_count())
         distributed.init_process_group(
             "gloo" if arguments.quick else "cuda:nccl,cpu:gloo",
             timeout=datetime.timedelta(seconds=90),
         )
-    results = Results(arguments.output, write=rank == 0)
-    results.about = describe(arguments.commit) if not arguments.one_process else results.about
     if arguments.one_process:
         one_process(results, size, folder, began, arguments.limit)
     else:
+        results.about = describe(arguments.commit) | {"gpus": gpus}
         two_processes(results, size, folder, began, arguments.limit, arguments.first)
     if distributed.is_initialized():
         distributed.barrier()
