@@ -78,6 +78,7 @@ def _wait() -> None:
 
 def run(case: Case, kind: str, size: Size, folder: Path, processes: int = 2) -> dict[str, Any]:
     """What a short run of one kind of trainer came to; "gradient" is of the first step."""
+    held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0  # DeepSpeed keeps some
     with launched(case, processes), float64_head(kind == "exact"):
         trainer = build(case, kind, size, folder, processes, max_steps=STEPS)
         watch = Watch(trainer)
@@ -87,7 +88,9 @@ def run(case: Case, kind: str, size: Size, folder: Path, processes: int = 2) -> 
         trainer.train()
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
         evaluated = trainer.evaluate() if case.then == "eval" else {}
-        peak = torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else None
+        peak = None
+        if torch.cuda.is_available():
+            peak = (torch.cuda.max_memory_allocated() - held) / 2**20
     found = {
         "losses": [entry["loss"] for entry in logs],
         "grad_norms": [entry["grad_norm"] for entry in logs],
