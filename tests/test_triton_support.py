@@ -69,6 +69,8 @@ def test_acts_against_dense_products(backend, n, most, h, ragged, transposed):
     pairs = pairs_of(n, v, most, ragged)
     support = pairs.window(slice(0, n), first, size)
     tokens = torch.repeat_interleave(torch.arange(n).to(DEVICE), support.offsets.diff())
+    # Without any pair there is one that is nobody's.
+    tokens = torch.cat([tokens, tokens.new_zeros(len(support.ids) - len(tokens))])
     there = (support.ids >= first) & (support.ids < first + size)
     mask = torch.zeros(n, size, dtype=torch.bool, device=DEVICE)
     mask[tokens[there], support.ids[there] - first] = True

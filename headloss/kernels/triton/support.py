@@ -104,7 +104,7 @@ def support_logits(
     x: Tensor, w: Tensor, support: Support, onto: Tensor | None = None
 ) -> Tensor:
     ids, n, h = support.ids, len(support.offsets) - 1, x.shape[1]
-    out = torch.empty(len(ids), dtype=torch.float32, device=x.device) if onto is None else onto
+    out = torch.zeros(len(ids), dtype=torch.float32, device=x.device) if onto is None else onto
     if n and len(ids):
         given = (strided(x), strided(w), support, out, h)
         launch_logits(n, *given, ADD=onto is not None, ROWS=ROWS, DEPTH=_width(h, DEPTH))
@@ -194,7 +194,7 @@ launch_gradient = Launcher(gradient_kernel, num_warps=1)
 
 
 def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tensor:
-    out = torch.empty_like(raw)
+    out = torch.zeros_like(raw)  # a pair may be nobody's
     if len(backward.targets) and len(raw):
         launch_gradient(len(backward.targets), raw, out, support, act(backward), BLOCK=PAIRS)
     return out
