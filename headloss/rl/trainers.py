@@ -17,7 +17,6 @@ from ..batch.reduction import Totals
 from ..integrations.trl import GRPOTrainer, Switches
 from ..integrations.trl.forward import Unrounded, require
 from ..integrations.trl.grpo_objective import completion_mask, tokens_of_the_step
-from ..integrations.trl.sharding import whole_head
 from ..losses import Term
 from .advantages import discounted, generalised, leave_one_out, normalised, rewards_at_tokens
 from .config import (

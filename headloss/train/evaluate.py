@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from trl.data_utils import apply_chat_template, is_conversational
 
-from ..integrations.trl.sharding import in_step, is_fsdp2
+from ..integrations.sharding import in_step, is_fsdp2
 from .task import SOLVED, Row, Task
 
 ROWS = 128  # that are generated at once

@@ -18,8 +18,8 @@ from trl.trainer import sft_config
 from trl.trainer.utils import RepeatSampler
 
 from .. import losses, rl
+from ..integrations.shared import per
 from ..integrations.trl import SFTTrainer
-from ..integrations.trl.common import per
 from ..integrations.trl.grpo_objective import tokens_of_the_step
 from ..losses import Objective
 from . import files, folder, model

@@ -1,4 +1,4 @@
-"""What the trainers share: refusals by name, reductions by TRL's denominators, metrics."""
+"""What the trainers share: refusals by name, metrics."""
 
 from __future__ import annotations
 
@@ -8,19 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...batch.reduction import Reduction
 from ...losses import Term, term
 from ...objective.metrics import Metrics, Observed
-
-
-def per(denominator: float | Tensor) -> Reduction:
-    """A sum over tokens divided by a number that TRL has counted; one below 1 acts as 1."""
-
-    def weigh(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
-        count = torch.as_tensor(denominator, device=lengths.device).to(lengths.dtype)
-        return (1 / count).expand_as(lengths)
-
-    return Reduction("per_count", weigh)
 
 
 def refuse(trainer: object, **unsupported: tuple[bool, str]) -> None:

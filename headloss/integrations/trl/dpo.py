@@ -13,9 +13,9 @@ from ...batch.batch import IGNORE, Batch
 from ...batch.segments import Segments
 from ...losses import Objective
 from ...options import Options
+from ..sharding import is_fsdp2
 from .common import Probe, record, refuse, refuse_common
 from .forward import Measured, Request, Unrounded, installed, require
-from .sharding import is_fsdp2
 
 TERMS = {"sigmoid": losses.dpo, "ipo": losses.ipo}
 NOT_MODEL_INPUTS = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")

@@ -38,7 +38,7 @@ from ...head_loss import Output, head_loss, logits_loss
 from ...losses import Objective, Term, entropy
 from ...objective.metrics import Metrics
 from ...options import Options
-from .sharding import as_head, is_fsdp2, whole, whole_head
+from ..sharding import as_head, is_fsdp2, whole, whole_head
 
 
 class Request:

@@ -11,10 +11,10 @@ from trl.trainer import grpo_trainer
 
 from ...losses import Objective, Term
 from ...options import Options
+from ..sharding import in_step
 from .common import mode, record, refuse, refuse_common
 from .forward import Measured, Request, Switches, Unrounded, installed, require
 from .grpo_objective import check_settings, make_batch, make_objective, policy_term
-from .sharding import in_step
 from .support import Kept, padded, recorded
 
 

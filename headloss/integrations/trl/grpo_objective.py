@@ -20,7 +20,7 @@ from ...batch.reduction import Reduction, fixed_length, sequence_mean, sequence_
 from ...losses import Objective, Term, term
 from ...losses.importance import LEVELS
 from ...losses.modifiers import top_entropy
-from .common import per
+from ..shared import per
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")

@@ -9,10 +9,10 @@ from torch import Tensor
 from trl.trainer import sft_trainer
 
 from ...batch.batch import Batch
-from ...batch.reduction import token_mean
 from ...losses import Objective, cross_entropy
 from ...options import Options
-from .common import Probe, per, record, refuse, refuse_common
+from ..shared import over_count
+from .common import Probe, record, refuse, refuse_common
 from .forward import Measured, Request, installed, require
 
 
@@ -62,8 +62,7 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         targets, probe = inputs["labels"][:, 1:], Probe("top1")
         objective = self.objective(inputs)
         if num_items_in_batch is not None:
-            count = torch.as_tensor(num_items_in_batch).clamp(min=1)
-            objective = self._over_the_step(objective, count)
+            objective = self._over_the_step(objective, num_items_in_batch)
         forward = {name: value for name, value in inputs.items() if name != "labels"}
         if self.aux_loss_enabled:
             forward["output_router_logits"] = True
@@ -83,15 +82,9 @@ class SFTTrainer(sft_trainer.SFTTrainer):
             record(self, request.metrics)
             return (loss, model(**forward)) if return_outputs else loss
 
-    def _over_the_step(self, objective: Objective, count: Tensor) -> Objective:
+    def _over_the_step(self, objective: Objective, count: int | Tensor) -> Objective:
         """`count` is of all tokens of the optimizer step, over all ranks if TRL counts them so."""
         ranks = 1
         if self.args.average_tokens_across_devices:
             ranks = self.accelerator.num_processes // self.get_tp_size()
-        over = per(count / ranks)
-        return Objective(
-            tuple(
-                (c, term.over(over) if term.reduction is token_mean else term)
-                for c, term in objective.parts
-            )
-        )
+        return over_count(objective, count / ranks)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...head.head import Head
+from ..head.head import Head
 
 T = TypeVar("T")
 
@@ -43,11 +43,8 @@ def as_head(model: nn.Module, act: Callable[[Tensor], T], hidden: Tensor) -> T:
     send its gradient on its way. PEFT holds adapters in modules of their own, which are not called.
     """
     module: Any = model.get_output_embeddings()  # type: ignore[operator]
-    parts = _zero3(module)
-    if not parts:
+    if not externals(module):
         return act(hidden)
-    for part in parts:
-        _deepspeed().register_external_parameter(module, part)
 
     def forward(hidden: Tensor) -> T:
         del module.forward  # whoever reads the module finds its own
@@ -55,6 +52,14 @@ def as_head(model: nn.Module, act: Callable[[Tensor], T], hidden: Tensor) -> T:
 
     module.forward = forward
     return module(hidden)
+
+
+def externals(module: nn.Module) -> bool:
+    """Whether ZeRO-3 shards the module; what is below it is gathered around its own forward."""
+    parts = _zero3(module)
+    for part in parts:
+        _deepspeed().register_external_parameter(module, part)
+    return bool(parts)
 
 
 def whole_head(model: Any) -> contextlib.AbstractContextManager[Any]:

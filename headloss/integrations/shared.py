@@ -1,0 +1,47 @@
+"""What several adapters need: versions that are known, and a framework's own denominators."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import torch
+from torch import Tensor
+
+from ..batch.reduction import Reduction, token_mean
+from ..losses import Objective
+
+
+def require_version(package: str, *known: str) -> None:
+    """RuntimeError where the installed release is of none of the `known` series."""
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        found = "nothing"
+    if not any(found == series or found.startswith(f"{series}.") for series in known):
+        raise RuntimeError(
+            f"{package}: got version {found}, want one that headloss's adapter was tested with: "
+            + ", ".join(f"{series}.*" for series in known)
+        )
+
+
+def per(denominator: float | Tensor) -> Reduction:
+    """A sum over tokens divided by a number that a framework has counted."""
+
+    def weigh(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
+        count = torch.as_tensor(denominator, device=lengths.device).to(lengths.dtype)
+        return (1 / count).expand_as(lengths)
+
+    return Reduction("per_count", weigh)
+
+
+def over_count(objective: Objective, count: float | Tensor) -> Objective:
+    """Terms over the mean of tokens are divided by `count` tokens in place of this batch's; a count
+    of 0 acts as 1."""
+    count = torch.as_tensor(count)
+    over = per(count + (count == 0))
+    return Objective(
+        tuple(
+            (c, term.over(over) if term.reduction is token_mean else term)
+            for c, term in objective.parts
+        )
+    )

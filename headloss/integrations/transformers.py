@@ -1,0 +1,301 @@
+"""Causal language models of Hugging Face Transformers whose loss comes from headloss.
+
+    apply(model)                        model(input_ids, labels=...) has a loss and no logits
+    apply(model, hl.cross_entropy(label_smoothing=0.1) + 1e-4 * hl.z_loss())
+    remove(model)                       the model is as it was
+
+B rows, L positions, H hidden width, V vocabulary. The model's own forward runs. In a call with
+labels its head computes the loss in place of logits, and hands on logits of no columns [B, L, 0],
+which pass through whatever the model does to its logits; where it asks for its loss, it gets ours.
+Calls without labels, generation among them, are the model's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.utils.generic import ModelOutput
+
+from ..batch.batch import IGNORE, Batch
+from ..batch.reduction import token_mean
+from ..batch.segments import Segments
+from ..head.adapters import unwrap
+from ..head.head import Head
+from ..head_loss import head_loss
+from ..losses import Objective, Term, cross_entropy
+from ..objective.metrics import Metrics
+from ..options import Options
+from .sharding import externals, is_fsdp2, whole, whole_head
+from .shared import over_count, require_version
+
+KNOWN = ("5.23",)
+STATE = "_headloss"
+# Families that do to their hidden states, before the head, what `Head.of_model` does to the logits.
+BEFORE_THE_HEAD: dict[str, dict[str, Any]] = {"minicpm3": {"logit_scale": 1.0}}
+
+
+def apply(
+    model: nn.Module,
+    terms: Term | Objective | None = None,
+    options: Options | None = None,
+    fields: tuple[str, ...] = (),
+) -> Applied:
+    """Let calls of `model` with labels end in headloss; wrapped models and PEFT's are looked into.
+
+    Labels are not shifted, as Transformers has them. Terms over the mean of tokens are divided by
+    `num_items_in_batch` where the call has it. Packed documents, told by `position_ids` that start
+    anew, are the segments of terms that ask for segments.
+
+    Args:
+        model: a causal language model that `Head.of_model` knows.
+        terms: the objective; default: cross-entropy.
+        options: of `head_loss`.
+        fields: arguments of a call that go to the batch: [B, L] ones lie beside the labels and are
+            shifted with them, others are taken as they are.
+
+    Returns:
+        What was done, with `.metrics` of the last call; `.remove()` undoes it, and so does the end
+        of a `with` block.
+
+    Raises:
+        ValueError, TypeError: a head that `Head.of_model` does not know, a model that has been
+            applied to already or has a loss function of its own.
+        RuntimeError: a release of Transformers that is not known here.
+    """
+    require_version("transformers", *KNOWN)
+    causal: Any = _causal(model)
+    if STATE in vars(causal):
+        raise ValueError("model: headloss is applied to it already; call remove(model) first")
+    with whole_head(causal):
+        Head.of_model(causal)
+    if causal.loss_function is not ForCausalLMLoss:
+        got = getattr(causal.loss_function, "__qualname__", causal.loss_function)
+        raise ValueError(f"model.loss_function: got {got}, want Transformers' own; pass terms")
+    objective = Objective.of(cross_entropy() if terms is None else terms)
+    return Applied(causal, objective, options or Options(), tuple(fields))
+
+
+def remove(model: nn.Module) -> None:
+    """Undo `apply`.
+
+    Raises:
+        ValueError: a model to which headloss is not applied, or whose forward others have wrapped
+            since: what they hold cannot be taken from them.
+    """
+    causal = _causal(model)
+    if STATE not in vars(causal):
+        raise ValueError("model: headloss is not applied to it")
+    vars(causal)[STATE].remove()
+
+
+def _causal(model: nn.Module) -> nn.Module:
+    model = unwrap(model)
+    return unwrap(model.get_base_model()) if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def _eagerly(recursive: bool = True) -> Callable[[Callable[..., Any]], Any]:
+    """Not compiled under `torch.compile`; `recursive`: nor what it calls."""
+    return lambda function: torch.compiler.disable(function, recursive=recursive)  # type: ignore[call-arg]
+
+
+class Applied:
+    """What `apply` did to a model.
+
+    Attributes:
+        objective, options, fields: as they were given; they may be changed between calls.
+        metrics: of the last call; None before.
+    """
+
+    def __init__(
+        self, model: Any, objective: Objective, options: Options, fields: tuple[str, ...]
+    ) -> None:
+        self.model, self.objective, self.options, self.fields = model, objective, options, fields
+        self.metrics: Metrics | None = None
+        self.own_forward = vars(model).get("forward")  # on the instance, where somebody set one
+        self.original = model.forward
+        self.labels: Tensor | None = None
+        self.given: dict[str, Any] = {}
+        self.loss: Tensor | None = None
+        self.logits: Callable[[], Tensor] | None = None
+        self.sharded = False
+        setattr(model, STATE, self)
+        model.forward = types.MethodType(_forward_like(model.forward), model)
+
+    def remove(self) -> None:
+        """As `remove(model)`."""
+        if not hasattr(getattr(self.model.forward, "__func__", None), STATE):
+            raise ValueError("model.forward: others have wrapped it since; unwrap the model first")
+        delattr(self.model, STATE)
+        del self.model.forward
+        if self.own_forward is not None:
+            self.model.forward = self.own_forward
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    # ------------------------------------------------------------------ a call
+
+    @_eagerly(recursive=False)  # the model's own forward is compiled
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = inspect.signature(self.original).parameters
+        labels = {**dict(zip(names, args, strict=False)), **kwargs}.get("labels")
+        self.given = {name: kwargs.pop(name) for name in self.fields if name in kwargs}
+        if labels is None:
+            if "num_items_in_batch" in kwargs:
+                raise ValueError(
+                    "labels: are missing beside num_items_in_batch: label_smoothing_factor and "
+                    "compute_loss_func take the loss from logits; pass terms to apply() in their "
+                    "place, or call remove(model)"
+                )
+            return self.original(*args, **kwargs)
+        if kwargs.get("return_dict", self.model.config.return_dict) is False:
+            raise ValueError("return_dict: got False, want True, as there are no logits to return")
+        self.given |= {name: kwargs.get(name) for name in CALL}
+        self.labels, head = labels, self.model.get_output_embeddings()
+        before = vars(head).get("forward"), vars(self.model).get("_loss_function")
+        self.sharded = externals(head) or is_fsdp2(self.model)
+        head.forward, self.model._loss_function = self.at_head, self.at_loss
+        try:
+            output = self.original(*args, **kwargs)
+            assert self.logits is not None
+            return _with_logits(output, self.logits, self.model.training)
+        finally:
+            for owner, name, value in zip(
+                (head, self.model), ("forward", "_loss_function"), before, strict=True
+            ):
+                vars(owner).pop(name, None)
+                if value is not None:
+                    setattr(owner, name, value)
+            self.labels, self.given, self.loss, self.logits = None, {}, None, None
+
+    @_eagerly()
+    def at_head(self, hidden: Tensor) -> Tensor:
+        """In place of the head's forward: whoever gathers its weight has gathered it here."""
+        vars(self.model.get_output_embeddings()).pop("forward", None)
+        more = BEFORE_THE_HEAD.get(self.model.config.model_type, {})
+        head = whole(Head.of_model(self.model, **more), self.model, hidden.dtype)
+        if hidden.dtype != head.weight.dtype and is_fsdp2(self.model):
+            hidden = hidden.to(head.weight.dtype)  # as FSDP2 does where a module is called
+        hidden = hidden.to(head.weight.device)
+        batch, objective = self._batch(hidden), self.objective
+        if (count := self.given["num_items_in_batch"]) is not None:
+            objective = over_count(objective, count)
+        out = head_loss(hidden, head, batch, objective, self.options)
+        self.loss, self.metrics = out.loss, out.metrics
+        self.logits = functools.partial(head.logits, hidden)
+        if not self.model.training and self.sharded:  # afterwards the weight is gone
+            logits = head.logits(hidden)
+            self.logits = lambda: logits
+        return hidden.new_empty((*hidden.shape[:-1], 0))
+
+    @_eagerly()
+    def at_loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        """In place of the model's loss function."""
+        assert self.loss is not None
+        return self.loss
+
+    def _batch(self, hidden: Tensor) -> Batch:
+        labels, shifted = self.labels, self.given["shift_labels"]
+        assert labels is not None
+        shape = labels.shape
+
+        def shift(value: Any) -> Any:
+            beside = isinstance(value, Tensor) and value.shape == shape
+            return nn.functional.pad(value[:, 1:], (0, 1)) if beside else value
+
+        fields = {name: shift(self.given[name]) for name in self.fields if name in self.given}
+        if shifted is None:
+            shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+        segments = None
+        position = self.given["position_ids"]
+        if position is not None and any(
+            term.scope != "token" or term.reduction is not token_mean
+            for _, term in self.objective.parts
+        ):
+            starts = (position.expand(shape).diff(dim=1) != 1).to(hidden.device)
+            ids = nn.functional.pad(starts, (1, 0), value=True).reshape(-1).cumsum(0) - 1
+            segments = Segments.from_ids(ids.view(shape), int(ids[-1]) + 1)
+        return Batch(shifted.to(hidden.device), segments, **fields)
+
+
+CALL = ("num_items_in_batch", "shift_labels", "position_ids")
+
+
+def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward of the same signature, which trainers read to choose columns."""
+
+    @_eagerly(recursive=False)
+    @functools.wraps(getattr(original, "__func__", original))
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return vars(self)[STATE].run(args, kwargs)
+
+    setattr(forward, STATE, True)
+    return forward
+
+
+# ---------------------------------------------------------------------- logits on demand
+
+
+def _with_logits(output: ModelOutput, logits: Callable[[], Tensor], training: bool) -> ModelOutput:
+    """`output` with logits that are computed when they are asked for: by name, and in evaluation
+    also by whoever goes through all there is, as `Trainer` does for `compute_metrics`."""
+    made = _lazily(type(output))(**{k: v for k, v in output.items() if k != "logits"})
+    vars(made).update(_make=logits, _all=not training)
+    return made
+
+
+@functools.cache
+def _lazily(kind: Any) -> Any:
+    class Lazily(kind):
+        @property
+        def logits(self) -> Tensor | None:
+            """[B, L, V] in float32 (float64 of float64 hidden states)."""
+            self._fill()
+            return vars(self).get("logits")
+
+        @logits.setter
+        def logits(self, value: Tensor | None) -> None:
+            self.__dict__["logits"] = value
+
+        def _fill(self) -> None:
+            make = self.__dict__.pop("_make", None)
+            if make is not None:
+                self["logits"] = make()
+                for name in self.__dataclass_fields__:  # in the order of the model's own
+                    if name in self:
+                        self.move_to_end(name)
+
+        def items(self) -> Any:
+            if vars(self).get("_all"):
+                self._fill()
+            return super().items()
+
+        def to_tuple(self) -> tuple[Any, ...]:
+            return tuple(value for _, value in self.items())
+
+        def __getitem__(self, key: Any) -> Any:
+            if key == "logits":
+                self._fill()
+            if not isinstance(key, str):
+                return self.to_tuple()[key]
+            return dict(super().items())[key]
+
+        def __reduce__(self) -> Any:
+            return _plain, (kind, dict(super().items()))
+
+    Lazily.__name__ = Lazily.__qualname__ = kind.__name__
+    return Lazily
+
+
+def _plain(kind: Any, found: dict[str, Any]) -> Any:
+    return kind(**found)

@@ -1,0 +1,269 @@
+"""Hugging Face models with headloss applied, against their own loss, gradients, logits and runs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from test_head_models import tiny
+from torch import Tensor
+
+import headloss as hl
+from headloss.head.adapters import FAMILIES
+from headloss.integrations import shared
+
+transformers = pytest.importorskip("transformers")
+from headloss.integrations.transformers import apply, remove  # noqa: E402
+
+QUICK = ("llama", "gpt2", "gemma2", "cohere", "minicpm3", "mixtral", "rwkv", "falcon_mamba", "opt")
+IDS = torch.randint(2, 37, (2, 7), generator=torch.Generator().manual_seed(0))
+LABELS = IDS.masked_fill(torch.arange(7) < torch.tensor([[3], [0]]), -100)
+NAMES = ["loss", "logits", "past_key_values"]
+
+
+def step(model: Any, **call: Any) -> tuple[Any, dict[str, Tensor]]:
+    model.zero_grad()
+    found = model(**{"input_ids": IDS, "labels": LABELS, **call})
+    found.loss.backward()
+    named = model.named_parameters()
+    return found, {n: p.grad.clone() for n, p in named if p.grad is not None}
+
+
+def assert_same_step(model: Any, terms: Any = None, **call: Any) -> None:
+    want, wanted = step(model, **call)
+    with apply(model, terms) as applied:
+        got, found = step(model, **call)
+    assert found.keys() == wanted.keys()
+    torch.testing.assert_close(got.loss, want.loss.to(got.loss.dtype), rtol=2e-6, atol=1e-6)
+    scale = max(float(g.abs().max()) for g in wanted.values())
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=2e-5, atol=3e-6 * scale)
+    assert "logits" not in got.keys()  # noqa: SIM118  the keys of what was computed
+    torch.testing.assert_close(got.logits, want.logits, rtol=1e-5, atol=1e-5)
+    assert list(got.keys()) == list(want.keys())
+    assert applied.metrics is not None and "cross_entropy/perplexity" in applied.metrics
+    assert not {"forward", "_headloss"} & vars(model).keys()
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in sorted(FAMILIES)],
+)
+def test_family(model_type: str) -> None:
+    assert_same_step(tiny(model_type))
+
+
+def test_calls() -> None:
+    """A step's count, router losses in the sum, packed documents, targets that are shifted."""
+    model = tiny("llama").train()
+    assert_same_step(model, num_items_in_batch=torch.tensor(29))
+    assert_same_step(model, num_items_in_batch=29, attention_mask=torch.ones_like(IDS))
+    assert_same_step(model, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]))
+    assert_same_step(model, shift_labels=LABELS.flip(1), output_hidden_states=True)
+    assert_same_step(tiny("mixtral"), output_router_logits=True, num_items_in_batch=29)
+
+
+def test_checkpointed() -> None:
+    model = tiny("llama").train()
+    model.gradient_checkpointing_enable()
+    assert_same_step(model)
+
+
+def test_adapters() -> None:
+    """PEFT around the model, adapters on its head among them."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny("cohere", tie_word_embeddings=False), config)
+    want, wanted = step(model)
+    apply(model)
+    got, found = step(model)
+    torch.testing.assert_close(got.loss, want.loss)
+    assert any("lm_head.lora_A" in name for name in wanted)
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+    with model.disable_adapter():
+        base = model(input_ids=IDS, labels=LABELS).loss
+    remove(model)
+    with model.disable_adapter():
+        torch.testing.assert_close(base, model(input_ids=IDS, labels=LABELS).loss)
+
+
+@pytest.mark.slow
+def test_compiled() -> None:
+    """The backbone is one compiled frame, and a second step compiles nothing."""
+    from torch._dynamo.testing import CompileCounter
+
+    model, counter = tiny("llama"), CompileCounter()
+    want, wanted = step(model)
+    apply(model)
+    compiled = torch.compile(model, backend=counter)
+    for _ in range(2):
+        got, found = step(compiled)
+        assert counter.frame_count == 1 and counter.op_count > 50
+    torch.testing.assert_close(got.loss, want.loss)
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[f"_orig_mod.{name}"], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_the_rest_is_the_models_own() -> None:
+    model = tiny("llama", use_cache=True)
+    own = functools.partial(model.generate, max_new_tokens=5, do_sample=False)
+    want, logits = own(IDS), model(input_ids=IDS).logits
+    before = inspect.signature(model.forward)
+    with apply(model):
+        assert inspect.signature(model.forward) == before
+        assert torch.equal(own(IDS), want)
+        assert torch.equal(model(input_ids=IDS).logits, logits)
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            twin.lm_head.weight.zero_()
+        assert twin(input_ids=IDS, labels=LABELS).loss.item() == pytest.approx(3.6109179)
+    assert torch.equal(model(input_ids=IDS).logits, logits)
+    with pytest.raises(ValueError, match="not applied"):
+        remove(model)
+
+
+def test_terms_with_fields() -> None:
+    """Packed sequence means: segments from position_ids, fields shifted with the labels."""
+    model = tiny("llama")
+    ids, labels = IDS.reshape(1, -1), LABELS.reshape(1, -1).clone()
+    position = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4]])
+    labels[position == 0] = -100
+    old = torch.randn(1, 14)
+    advantages = torch.tensor([1.0, -1.0, 0.5])
+    with apply(model, hl.grpo() + hl.gspo(), fields=("old_logps", "advantages")) as applied:
+        call = {"input_ids": ids, "labels": labels, "position_ids": position}
+        got = model(**call, old_logps=old, advantages=advantages).loss
+        assert applied.metrics is not None and applied.metrics.compute()["segments"] == 3
+    hidden = model.model(input_ids=ids, position_ids=position)[0]
+    batch = hl.Batch(
+        labels[0, 1:],
+        hl.Segments.from_lengths([4, 5, 4]),
+        advantages,
+        old_logps=old[0, 1:],
+    )
+    want = hl.head_loss(hidden[0, :-1], hl.Head.of_model(model), batch, hl.grpo() + hl.gspo())
+    torch.testing.assert_close(got, want.loss)
+
+
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    with apply(model):
+        with pytest.raises(ValueError, match="applied to it already"):
+            apply(model)
+        with pytest.raises(ValueError, match="label_smoothing_factor"):
+            model(input_ids=IDS, num_items_in_batch=3)
+        with pytest.raises(ValueError, match="return_dict"):
+            model(input_ids=IDS, labels=LABELS, return_dict=False)
+        ours = model.forward
+        model.forward = lambda *args, **kwargs: ours(*args, **kwargs)
+        with pytest.raises(ValueError, match="others have wrapped it"):
+            remove(model)
+        model.forward = ours
+    with pytest.raises(ValueError, match="model_type None"):
+        apply(torch.nn.Linear(2, 2))
+    model.loss_function = lambda *args, **kwargs: 0
+    with pytest.raises(ValueError, match=r"loss_function: got .*lambda"):
+        apply(model)
+    monkeypatch.setattr(shared.importlib.metadata, "version", lambda name: "6.0.1")
+    with pytest.raises(RuntimeError, match=r"transformers: got version 6.0.1, want .*5\.23\.\*"):
+        apply(tiny("llama"))
+
+
+# ---------------------------------------------------------------------- Trainer
+
+
+def trainer(model: Any, folder: str, packed: bool = False, **settings: Any) -> Any:
+    rows = [{"input_ids": r.tolist(), "labels": lab.tolist()}
+            for r, lab in zip(IDS, LABELS, strict=True)] * 4  # fmt: skip
+    rows = [{k: v[: 4 + i % 3] for k, v in row.items()} for i, row in enumerate(rows)]
+    collate = transformers.default_data_collator
+    if packed:
+        collate = transformers.DataCollatorWithFlattening(return_tensors="pt")
+    else:
+        rows = [{k: v + [-100 if k == "labels" else 0] * (6 - len(v)) for k, v in row.items()}
+                for row in rows]  # fmt: skip
+    metrics = settings.pop("compute_metrics", None)
+    arguments = transformers.TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        max_steps=2, learning_rate=0.1, optim="sgd", report_to="none", logging_steps=1,
+        use_cpu=True, save_strategy="no", disable_tqdm=True, **settings,
+    )  # fmt: skip
+    sets: Any = {"train_dataset": rows, "eval_dataset": rows[:3]}
+    return transformers.Trainer(model, arguments, collate, compute_metrics=metrics, **sets)
+
+
+def assert_same_run(folder: str, terms: Any = None, ours: Any = None, **settings: Any) -> None:
+    found = []
+    for applied in (False, True):
+        model = tiny("llama")
+        if applied:
+            apply(model, terms)
+        run = trainer(model, folder, **{**settings, **((ours or {}) if applied else {})})
+        run.train()
+        logs = [log["loss"] for log in run.state.log_history if "loss" in log]
+        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        found.append((logs, weights, run.evaluate()))
+    (want, weights, scores), (got, moved, measured) = found
+    assert len(want) == 2 and got == pytest.approx(want, rel=1e-5)
+    torch.testing.assert_close(moved, weights, rtol=1e-5, atol=1e-6)
+    for name in scores.keys() - {"eval_runtime", *(n for n in scores if "per_second" in n)}:
+        assert measured[name] == pytest.approx(scores[name], rel=1e-5), name
+
+
+def accuracy(found: Any) -> dict[str, float]:
+    return {"mean": float(found.predictions.mean()), "shape": float(found.predictions.shape[-1])}
+
+
+def test_trainer(tmp_path: Any) -> None:
+    assert_same_run(str(tmp_path), compute_metrics=accuracy, max_grad_norm=0.5)
+
+
+def test_trainer_with_packed_rows_and_checkpointing(tmp_path: Any) -> None:
+    assert_same_run(str(tmp_path), packed=True, gradient_checkpointing=True)
+
+
+def test_trainer_in_bf16_evaluates_losses_alone(tmp_path: Any) -> None:
+    """accelerate copies outputs under mixed precision; in training no logits are made by that."""
+    model = tiny("llama")
+    apply(model)
+    run = trainer(model, str(tmp_path), bf16=True, prediction_loss_only=True)
+    run.train()
+    assert run.evaluate()["eval_loss"] == pytest.approx(run.state.log_history[-1]["eval_loss"])
+
+
+def test_trainer_with_label_smoothing(tmp_path: Any) -> None:
+    """Trainer's smoother takes logits; the same loss as a term takes none."""
+    smoothed = hl.cross_entropy(label_smoothing=0.2)
+    settings: dict[str, Any] = {"label_smoothing_factor": 0.2, "eval_strategy": "no"}
+    assert_same_run(str(tmp_path), smoothed, {"label_smoothing_factor": 0.0}, **settings)
+
+
+def _data_parallel(rank_ids: list[list[list[int]]]) -> list[Tensor]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank = torch.distributed.get_rank()
+    ids, found = torch.tensor(rank_ids[rank]), []
+    for applied in (False, True):
+        model = tiny("llama")
+        if applied:
+            apply(model)
+        wrapped: Any = DistributedDataParallel(model)
+        wrapped(input_ids=ids, labels=ids, num_items_in_batch=13).loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        found.append(torch.cat([g.flatten() for g in gradients]))
+    return found
+
+
+@pytest.mark.slow
+def test_data_parallel() -> None:
+    from worlds import world_of
+
+    with world_of(2) as world:
+        ranks = world.run(_data_parallel, [IDS[:1].tolist(), IDS[1:, :5].tolist()])
+    for want, got in ranks:
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
