@@ -14,6 +14,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from .. import losses
 from ..batch.batch import Batch
 from ..batch.reduction import Totals
+from ..integrations.sharding import whole_head
 from ..integrations.trl import GRPOTrainer, Switches
 from ..integrations.trl.forward import Unrounded, require
 from ..integrations.trl.grpo_objective import completion_mask, tokens_of_the_step
