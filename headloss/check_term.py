@@ -86,7 +86,7 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     return TermReport(
         statistics=tuple(sorted(asked.statistics & {*STATISTICS, *BESIDE})),
         fields=tuple(sorted(asked.fields - {"segments", "targets"})),
-        gradients=tuple(sorted(asked.gradients)),
+        gradients=_differentiable(asked),
         cuts=(*cuts, "permuted segments"),
     )
 
@@ -149,6 +149,13 @@ def _statistics(tokens: int, candidate_ids: Tensor | None) -> Statistics:
         top1=(vector(0.0) > 0.5).double(),
         divergences=beside,
     )
+
+
+def _differentiable(asked: Reads) -> tuple[str, ...]:
+    """The statistics that carry a gradient; of candidates, those that are read."""
+    read = {name for name in asked.statistics if BESIDE.get(name) == CANDIDATES}
+    found = asked.gradients - {CANDIDATES} | (read if CANDIDATES in asked.gradients else set())
+    return tuple(sorted(found))
 
 
 def _all(stats: Statistics) -> dict[Any, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -40,3 +42,117 @@ def test_an_id_beyond_the_vocabulary_is_an_error() -> None:
 def test_what_ids_must_be(ids: torch.Tensor, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         loss(ids)
+
+
+# ---------------------------------------------------------------------- whole calls
+
+
+@hl.term
+def yes_or_no(stats, batch, yes=3, no=7):
+    """The reward of an answer: how much likelier the first candidate is than the second."""
+    return -batch.scores * (stats.candidate_logps[:, 0] - stats.candidate_logps[:, 1])
+
+
+@hl.term
+def everything(stats, batch):
+    p = torch.cat([stats.candidate_logps, stats.candidate_tail.unsqueeze(1)], 1).exp()
+    return (p * batch.outcome_scores).sum(1) + stats.sum_p_squared + stats.peak - stats.logp
+
+
+def gradients(hidden, weight, batch, objective, **options):
+    hidden, weight = (t.detach().clone().requires_grad_() for t in (hidden, weight))
+    out = hl.head_loss(hidden, hl.Head(weight), batch, objective, hl.Options(**options))
+    out.loss.backward()
+    return out, hidden.grad, weight.grad
+
+
+def test_yes_or_no_is_a_difference_of_two_rows() -> None:
+    """What is the same in both cancels: no other row of the head has a gradient."""
+    hidden, weight = torch.randn(6, 4).double(), torch.randn(9, 4).double()
+    scores = torch.randn(6).double()
+    ids = torch.tensor([3, 7]).expand(6, 2)
+    batch = hl.Batch(torch.zeros(6).long(), candidate_ids=ids, scores=scores)
+    out, dx, dw = gradients(hidden, weight, batch, yes_or_no())
+    margin = hidden @ (weight[3] - weight[7])
+    torch.testing.assert_close(out.loss.detach(), -(scores * margin).mean())
+    torch.testing.assert_close(dx, -(scores / 6)[:, None] * (weight[3] - weight[7]))
+    want = torch.zeros_like(weight)
+    want[3] = -(scores[:, None] * hidden).mean(0)
+    want[7] = -want[3]
+    torch.testing.assert_close(dw, want, atol=1e-15, rtol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "recompute", "chunk_tokens": 3}])
+@pytest.mark.parametrize("static", [False, True])
+def test_unscored_positions_may_hold_anything(options: dict, static: bool) -> None:
+    """Ids beyond the vocabulary, NaN in hidden states and fields; and two runs are alike."""
+    hidden, weight, targets = torch.randn(8, 4), torch.randn(97, 4), torch.randint(97, (8,))
+    ids, scores = torch.rand(8, 97).argsort(1)[:, :5], torch.randn(8, 6)
+    scored = torch.tensor([1, 0, 1, 1, 0, 1, 1, 1]).bool()
+
+    def batch(bad: bool) -> hl.Batch:
+        return hl.Batch(
+            torch.where(scored, targets, -100),
+            candidate_ids=ids.masked_fill(~scored[:, None], 1 << 40) if bad else ids,
+            outcome_scores=scores.masked_fill(~scored[:, None], math.nan) if bad else scores,
+        )
+
+    poisoned = hidden.masked_fill(~scored[:, None], math.nan)
+    want = gradients(hidden, weight, batch(False), everything(), **options)
+    for _ in range(2):
+        got = gradients(poisoned, weight, batch(True), everything(), static=static, **options)
+        close = torch.testing.assert_close if static else torch.equal
+        for mine, theirs in zip(got[1:], want[1:], strict=True):
+            assert close(mine, theirs) in (None, True)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held"])
+def test_few_tokens_and_many_candidates(tokens: int, schedule: str) -> None:
+    """As many candidates as there may be: with all of the vocabulary among them nothing is left."""
+    hidden, weight = torch.randn(tokens, 4).double(), torch.randn(512, 4).double()
+    ids, scores = torch.arange(512).expand(tokens, -1), torch.randn(tokens, 513).double()
+    scores[:, -1] = 0
+    batch = hl.Batch(torch.zeros(tokens).long(), candidate_ids=ids, outcome_scores=scores)
+    options = {"schedule": schedule}
+    out, dx, dw = gradients(hidden, weight, batch, everything(), **options)
+    if not tokens:
+        assert out.loss == 0 and dw.eq(0).all() and dx.shape == (0, 4)
+        return
+    leaf = hidden.clone().requires_grad_()
+    log_p = (leaf @ weight.t()).log_softmax(1)
+    (log_p.exp() * scores[:, :-1]).sum().sub(log_p[0, 0]).backward()
+    torch.testing.assert_close(dx, leaf.grad)
+
+
+def test_the_rest_keeps_its_digits() -> None:
+    """Candidates that have all but 1e-12 of the mass, in float32."""
+    logits = torch.tensor([[30.0, 1.0, 2.0, 0.5]])
+    leaf = logits.clone().requires_grad_()
+    tail = hl.term(lambda stats, batch: stats.candidate_tail, name="tail")
+    batch = hl.Batch(torch.tensor([0]), candidate_ids=torch.tensor([[0]]))
+    out = hl.logits_loss(leaf, batch, tail())
+    out.loss.backward()
+    wide = logits.double().requires_grad_()
+    want = (wide[:, 1:].logsumexp(1) - wide.logsumexp(1)).sum()
+    want.backward()
+    torch.testing.assert_close(out.loss.double(), want, rtol=1e-6, atol=0)
+    torch.testing.assert_close(leaf.grad.double(), wide.grad, rtol=1e-6, atol=1e-12)
+
+
+def test_what_terms_read_is_known() -> None:
+    report = hl.check_term(everything(), outcome_scores=torch.randn(28, 5).double())
+    assert report.statistics == tuple(
+        sorted(["candidate_logps", "candidate_tail", "logp", "peak", "sum_p_squared"])
+    )
+    assert report.gradients == ("candidate_logps", "candidate_tail", "logp")
+    with pytest.raises(ValueError, match="everything: reads stats.candidate_logps, but batch.cand"):
+        gradients(torch.ones(2, 4), torch.ones(5, 4), hl.Batch(torch.ones(2).long()), everything())
+
+
+def test_plan_counts_candidates() -> None:
+    ids = torch.arange(16).expand(64, 16)
+    batch = hl.Batch(torch.zeros(64).long(), candidate_ids=ids, scores=torch.zeros(64))
+    hidden, head = torch.zeros(64, 4), hl.Head(torch.zeros(97, 4))
+    assert hl.plan(hidden, head, batch, yes_or_no()).bytes["candidates"] == 64 * 16 * 24
+    assert "candidates" not in hl.plan(hidden, head, batch, hl.cross_entropy()).bytes

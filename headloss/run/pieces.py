@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 WAVE_TILE = (128, 256)  # rows x columns of a product that one multiprocessor computes at once
 CHUNK_WAVES = 0.3  # what a chunk costs beside its products, in waves
+CANDIDATE_BYTES = 24  # of a candidate: its id, its log-prob and its slope
 PAIR_BYTES = 48  # of a pair of a support: its logit and gradient in float32, its places by column
 GRAIN = 128  # rows of a chunk and columns of a slab come in multiples of it, for the products' sake
 
@@ -64,6 +65,7 @@ class Problem:
     rows: bool = False  # and a kernel works on them where they lie
     main_grad: bool = False  # the weight gradient is added to a tensor of the caller's
     teachers: bool = False  # stand beside the logits
+    candidates: int = 0  # columns of a token that are measured apart
     support: int = 0  # pairs of a token and a column of its support
     restricted: int = 0  # tokens that have one
 

@@ -10,7 +10,18 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..options import Options
-from .pieces import GRAIN, PAIR_BYTES, Chunk, Problem, Tile, cut, cut_anywhere, even, whole_waves
+from .pieces import (
+    CANDIDATE_BYTES,
+    GRAIN,
+    PAIR_BYTES,
+    Chunk,
+    Problem,
+    Tile,
+    cut,
+    cut_anywhere,
+    even,
+    whole_waves,
+)
 
 Schedule = Literal["one_pass", "recompute", "frozen", "held", "statistics"]
 Pull = Literal["now", "unit", "held", "slabs", "blocks", "never"]
@@ -283,6 +294,8 @@ def _bytes(
     if p.support:
         found["support"] = p.support * PAIR_BYTES
     found["statistics"] = p.tokens * 64
+    if p.candidates:
+        found["candidates"] = p.tokens * p.candidates * CANDIDATE_BYTES
     if not p.on_gpu:  # a few blocks of logits at a time, and of a 16-bit weight, widened
         found["working blocks"] = 3 * min(elements, WORKING_BLOCK) * max(4, p.element_size)
         if p.element_size < 4 and not p.given:

@@ -320,6 +320,7 @@ def _prepared(
         terms=terms,
         teachers=any(teacher.source(kinds) != "topk" for teacher in teachers),
         row_bytes=2 if terms else wide.itemsize * tiles,
+        candidates=_candidates(teachers, kinds, needs),
     )
     return Prepared(
         needs=needs,
@@ -342,6 +343,14 @@ def _needs(asked: dict[str, Reads], options: Options) -> frozenset[str]:
     if PEAK in needs:
         needs.add("top1")  # finds it
     return frozenset(needs)
+
+
+def _candidates(teachers: list[Teacher], kinds: Kinds, needs: frozenset[str]) -> int:
+    """Columns of a token that are measured apart: stored outcomes of each teacher, candidates."""
+    stored = [t for t in teachers if t.source(kinds) == "topk"]
+    fields = ["teacher_topk_ids"] * len(stored)
+    fields += ["candidate_ids"] * bool(needs & {"candidate_logps", "candidate_tail"})
+    return sum(kinds[field][1][-1] for field in fields)
 
 
 def _more_tiles(teachers: list[Teacher], kinds: Kinds, candidates: bool) -> int:
