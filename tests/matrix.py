@@ -211,7 +211,7 @@ CANDIDATES = {
     "several_targets": Case(
         make=lambda _: hl.soft_cross_entropy() + 0.5 * hl.any_of(), teacher="candidates"
     ),
-    "margin": Case(make=lambda _: margin(), teacher="candidates"),
+    "margin": _policy(margin, teacher="candidates"),
     "reverse_kl_and_rest": Case(make=lambda _: reverse_kl_and_rest(), teacher="candidates"),
 }
 MIXES = {

@@ -156,3 +156,41 @@ def test_plan_counts_candidates() -> None:
     hidden, head = torch.zeros(64, 4), hl.Head(torch.zeros(97, 4))
     assert hl.plan(hidden, head, batch, yes_or_no()).bytes["candidates"] == 64 * 16 * 24
     assert "candidates" not in hl.plan(hidden, head, batch, hl.cross_entropy()).bytes
+
+
+@hl.term(scope="batch")
+def standardised(stats, batch):
+    return yes_or_no().function(stats, batch) * stats.logp.detach().std() + stats.logp
+
+
+@pytest.mark.parametrize("softcap", [None, 6.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_frozen_head(softcap: float | None, dtype: torch.dtype) -> None:
+    """Where a loss needs all statistics first, slopes of candidates are put in at the end."""
+    hidden, weight = torch.randn(9, 8).to(dtype), torch.randn(97, 8).to(dtype)
+    ids = torch.rand(9, 97).argsort(1)[:, :4]
+    ids[2, 2:] = -1
+    targets = torch.where(torch.arange(9) % 3 == 0, ids[:, 1], torch.randint(97, (9,)))
+    targets[4] = -100
+    fields = {"scores": torch.randn(9)}
+    batch = hl.Batch(targets, candidate_ids=ids, **fields)
+    head = hl.Head(weight, softcap=softcap, temperature=torch.linspace(0.5, 2, 9))
+    found = []
+    for name in ("frozen", "recompute", "one_pass"):
+        leaf = hidden.clone().requires_grad_()
+        options = hl.Options(schedule=name, chunk_tokens=None if name == "one_pass" else 3)
+        out = hl.head_loss(leaf, head, batch, standardised(), options)
+        (3 * out.loss).backward()
+        assert out.plan.schedule == name
+        found.append(leaf.grad.double())
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-2
+    torch.testing.assert_close(found[0], found[1], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found[0], found[2], rtol=tolerance, atol=tolerance)
+    with pytest.raises(ValueError, match="needs the gradient of more than logp"):
+        hl.head_loss(
+            hidden.requires_grad_(),
+            head,
+            batch.with_fields(outcome_scores=torch.ones(9, 5)),
+            everything(),
+            hl.Options(schedule="frozen"),
+        )

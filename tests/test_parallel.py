@@ -36,7 +36,7 @@ def fits(row: dict[str, str], cut: Cut) -> bool:
     """Whether a case can be cut in this way at all."""
     case, schedule = CASES[row["case"]], row["schedule"]
     objective = case.objective(None if case.teacher != "hidden" else hl.Head(torch.ones(2, 2)))
-    if schedule == "frozen" and not case.logp_only:
+    if schedule == "frozen" and not (case.logp_only and case.teacher != "candidates"):
         return False
     if cut.data > 1:
         # A user's own batch-scoped term sees its rank's tokens alone.

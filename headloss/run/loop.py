@@ -269,7 +269,7 @@ def pull_back(
     coefficients."""
     whole, pull = swept.whole, work.plan.pull
     if pull == "unit":
-        return _scale(work, swept.sums, gradient, factor)
+        return _scale(work, swept, gradient, factor)
     if pull == "held":
         return _from_held(work, source, swept, gradient).finish(factor)
     if isinstance(source, WalkSoftmax):
@@ -282,18 +282,27 @@ def pull_back(
     return in_slabs(work, source, whole, gradient, factor)
 
 
-def _scale(work: Work, sums: RowSums, gradient: Gradient, factor: Tensor | None) -> Gradients:
-    """A frozen head: dlogp/dhidden per token, times the objective's slope."""
+def _scale(work: Work, swept: Swept, gradient: Gradient, factor: Tensor | None) -> Gradients:
+    """A frozen head: dlogp/dhidden per token, times the objective's slope; and what candidates'
+    slopes have beside the mean of the softmax, which is in it."""
+    sums, source, prob = swept.sums, swept.sums.source, gradient.coefficients.prob
     sums.hidden.settle()
-    row = gradient.coefficients.target
-    if row is None:
-        row = gradient.values.new_zeros(len(work.batch), dtype=sums.source.dtype)
+    row = gradient.values.new_zeros(len(work.batch), dtype=source.dtype) if prob is None else -prob
     if factor is not None:
         row = row * factor.to(row.dtype)
     row = work.slices.own(row)
+    chosen = [part for part in source.beside if part.key in gradient.divergences]
     for i, total in enumerate(sums.hidden.totals):
-        if total is not None:
-            sums.hidden.totals[i] = sums.source.acts.scaled_rows(total, row, out=total)
+        if total is None:
+            continue
+        sums.hidden.totals[i] = total = source.acts.scaled_rows(total, row, out=total)
+        for part in chosen:
+            slopes, targets = gradient.divergences[part.key], source.tokens.targets
+            values, pairs = part.beside_logp(swept.whole, slopes, targets, work.vocabulary)
+            if factor is not None:
+                values = values * factor.to(values.dtype)
+            weight = source.weights[i]
+            source.acts.support_input_gradient(values, weight, pairs, total, add=True)
     return sums.finish(None)
 
 

@@ -50,7 +50,7 @@ class Problem:
     spread: bool = False  # tokens do, chunk by chunk gathered
     gathered: bool = False  # or at once
     sharded: bool = False  # hidden gradients are summed over ranks
-    logp_only: bool = False  # the gradient needs nothing but d/dlogp
+    logp_only: bool = False  # the gradient needs nothing but d/dlogp, or K of them per token
     hidden_gradient: bool = True
     weight_gradient: bool = True
     element_size: int = 4  # of hidden and weight

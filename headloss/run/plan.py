@@ -179,6 +179,8 @@ def _choose(p: Problem, options: Options, chunks: tuple[Chunk, ...] | None) -> t
         frozen_error = "the head requires a gradient"
     elif not p.logp_only:
         frozen_error = "the objective needs the gradient of more than logp"
+    elif p.candidates and p.sharded:
+        frozen_error = "slopes of candidates would be summed over ranks in the backward pass"
     elif p.given:
         frozen_error = "the logits are given"
     one_pass_error = None

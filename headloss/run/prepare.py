@@ -315,7 +315,7 @@ def _prepared(
         grouped=batch.segments.group is not None,
         spread=options.sequence_parallel and not options.static,
         gathered=options.sequence_parallel and options.static,
-        logp_only=gradients <= {"logp"},
+        logp_only=gradients <= ({"logp"} if "candidate_tail" in needs else {"logp", CANDIDATES}),
         rows=problem.rows and not of_tiles and "candidate_logps" not in needs,
         terms=terms,
         teachers=any(teacher.source(kinds) != "topk" for teacher in teachers),

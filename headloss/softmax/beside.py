@@ -238,6 +238,23 @@ class Candidates:
         tail = (rest.peak - peak) + (rest.log_sum - log_sum)
         return torch.cat([log_p, (tail if self.tail else rest.peak).unsqueeze(1)], 1)
 
+    def beside_logp(
+        self, measured: Measured, slopes: Tensor, targets: Tensor, vocabulary: int
+    ) -> tuple[Tensor, Support]:
+        """[P] dL/draw of pairs of all tokens and columns, beside the multiple of dlogp/draw that
+        has the same c_prob: the slopes', and less their sum at the target. Not for the rest."""
+        stats, (peak, log_sum) = measured.stats, measured.normalizer
+        assert stats.logp is not None
+        slopes = slopes[:, :-1]
+        slopes = torch.cat([slopes, -slopes.sum(1, keepdim=True)], 1)
+        logps = torch.cat([stats.divergences[self.key][:, :-1], stats.logp.unsqueeze(1)], 1)
+        z = logps + (peak + log_sum).unsqueeze(1)
+        values = self.transform.pull_back_(slopes.clone(), z)
+        values = torch.where(slopes == 0, 0, values).reshape(-1)
+        ids = torch.cat([self._ids(ALL), targets.unsqueeze(1)], 1)
+        ends = torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device)
+        return values, Support(ids.reshape(-1), ends, 0, vocabulary)
+
     def gradient(
         self,
         raw: Tensor,
