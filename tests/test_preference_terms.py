@@ -164,6 +164,36 @@ def test_a_wide_margin_stays_finite() -> None:
         assert gradient.isfinite().all()
 
 
+def test_means_or_sums_of_any_loss() -> None:
+    case = make(lengths=LENGTHS)
+    assert_same(
+        [h.dpo(beta=2.0, average_log_prob=True)(case.stats, case.batch)],
+        [h.dpo(beta=2.0, loss_type="sigmoid_norm")(case.stats, case.batch)],
+    )
+    rows = case.sequences()
+    sums = [total(log_ratios(s)) for s in rows]
+    of_sums = [(c - r - 1 / 0.6) ** 2 for c, r in zip(sums[::2], sums[1::2], strict=True)]
+    term = h.dpo(beta=0.3, loss_type="ipo", average_log_prob=False)
+    want = value_and_gradient(total(of_sums) / 3, case.logp)
+    assert_same(value_and_gradient(reduced(term, case.stats, case.batch), case.logp), want)
+    means = [mean(s.logp) for s in rows]
+    margins = [0.3 * (c - r) for c, r in zip(means[::2], means[1::2], strict=True)]
+    of_means = mean([-log_sigmoid(x) for x in margins])
+    term = h.cpo(beta=0.3, average_log_prob=True)
+    want = value_and_gradient(of_means, case.logp)
+    assert_same(value_and_gradient(reduced(term, case.stats, case.batch), case.logp), want)
+    with pytest.raises(TypeError, match="dpo: average_log_prob: got 1, want True, False or None"):
+        h.dpo(average_log_prob=1)  # type: ignore[arg-type]
+
+
+def test_a_token_s_place_is_unknown_where_segments_run_across_ranks() -> None:
+    case = make(lengths=LENGTHS)
+    batch = case.batch
+    batch.segments.group = object()
+    with pytest.raises(ValueError, match="ld_alpha cannot tell a token's place"):
+        h.dpo(ld_alpha=0.5).function(case.stats, batch)
+
+
 # ---------------------------------------------------------------------- several rejected answers
 
 

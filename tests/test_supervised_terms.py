@@ -10,10 +10,13 @@ import torch.nn.functional as F
 from losses_case import assert_same, make, value_and_gradient
 from torch import Tensor
 
+import headloss as hl
 from headloss import losses as h
+from headloss.batch.packing import PackedBatch
+from headloss.batch.segments import Segments
 from headloss.losses.term import Term, trace
 from headloss.objective.metrics import Mean, Perplexity, fold
-from headloss.objective.statistics import Statistics
+from headloss.objective.statistics import CANDIDATES, Statistics
 
 T, V = 13, 9  # as many tokens as `make(lengths=(T,))`
 
@@ -223,3 +226,44 @@ def test_metrics(factory) -> None:
     assert float(fold(found["top1"])) == pytest.approx(right / T)
     mean_nll = float(F.cross_entropy(z.detach(), targets))
     assert float(fold(found["perplexity"])) == pytest.approx(math.exp(mean_nll))
+
+
+@pytest.mark.parametrize("factory", [h.dft, h.focal, h.eaft, h.on_policy_distillation])
+def test_checked(factory) -> None:
+    assert hl.check_term(factory()).gradients == ("logp",)
+
+
+@pytest.mark.parametrize("factory", [h.soft_cross_entropy, h.any_of])
+def test_terms_of_several_targets_are_checked(factory) -> None:
+    ids = torch.zeros(28, 1, dtype=torch.int64)
+    found = hl.check_term(factory(), candidate_ids=ids, candidate_probs=torch.rand(28, 1))
+    assert found.cuts == ("segment borders", "single tokens", "permuted segments")
+
+
+def several(z: Tensor, ids: Tensor) -> Statistics:
+    chosen = z.log_softmax(1).gather(1, ids.clamp_min(0)).masked_fill(ids < 0, 0)
+    return Statistics(divergences={CANDIDATES: torch.cat([chosen, z[:, :1]], 1)})
+
+
+def test_several_targets() -> None:
+    """Probabilities of all columns are PyTorch's; an empty slot holds nothing."""
+    z, _ = logits()
+    ids = torch.arange(V).expand(T, V).clone()
+    probs = torch.rand(T, V, dtype=torch.float64)
+    probs = probs / probs.sum(1, keepdim=True)
+    fields = {"candidate_ids": ids, "candidate_probs": probs}
+    batch = PackedBatch(torch.zeros(T), Segments.rows(1, T), fields)
+    values = h.soft_cross_entropy()(several(z, ids), batch)
+    want = F.cross_entropy(z, probs, reduction="none")
+    assert_same(value_and_gradient(values.sum(), z), value_and_gradient(want.sum(), z))
+    ids[:, 3:] = -1
+    ids[2] = -1
+    probs[:, 3:] = math.nan
+    values = h.soft_cross_entropy()(several(z, ids), batch)
+    kept = torch.arange(T) != 2
+    want = -(probs[:, :3] * z.log_softmax(1)[:, :3]).sum(1)[kept]
+    assert_same(value_and_gradient(values.sum(), z), value_and_gradient(want.sum(), z))
+    values = h.any_of()(several(z, ids), batch)
+    want = -z.softmax(1)[:, :3].sum(1).log()[kept]
+    assert values[2] == 0
+    assert_same(value_and_gradient(values.sum(), z), value_and_gradient(want.sum(), z))

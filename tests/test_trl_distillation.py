@@ -154,6 +154,24 @@ def test_self_distillation_of_the_student_s_likeliest(tail: bool, alpha: float, 
     step.check(term.over("sequence_mean"), step.per_sequence(values), "topk")
 
 
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+def test_sums_over_the_likeliest_alone(kind: str) -> None:
+    """No divergence: negative where one side has more mass on them than the other."""
+    step = Step("random")
+    near = (0.5 if kind == "forward_kl" else 1.6) * step.logits.detach()
+    step.teacher_logits = near + 0.1 * step.teacher_logits
+    fields = step.likeliest()
+    log_q = fields["teacher_topk_logps"]
+    log_p = step.logits.log_softmax(-1).gather(2, fields["teacher_topk_ids"])
+    sides = (log_q, log_p) if kind == "forward_kl" else (log_p, log_q)
+    values = (sides[0].exp() * (sides[0] - sides[1])).sum(-1)
+    kept = values[step.mask]
+    assert (kept < 0).any()
+    for tail, want in (("truncated", kept), ("clamped", kept.clamp_min(0))):
+        term = hl.distillation(divergence=kind, tail=tail)  # type: ignore[arg-type]
+        step.check(term, want.mean(), "topk")
+
+
 @pytest.mark.parametrize("shape", LENGTHS)
 def test_self_distillation_of_sampled_tokens(shape: str) -> None:
     step = Step(shape)

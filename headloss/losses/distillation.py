@@ -51,8 +51,9 @@ def distillation(
         temperature: of both sides, in place of the heads' own; there is no T^2 factor.
         teacher_head: the teacher's head, for `teacher_hidden`.
         tail: what becomes of the mass outside of a top-k teacher's K outcomes: "bucket", one more
-            outcome; "renormalized", both sides are distributions over the K; "truncated", their sum
-            alone, no divergence, which is at least 0 as in verl: below that it has no gradient.
+            outcome; "renormalized", both sides are distributions over the K; "truncated", the sum
+            over these alone, which is no divergence and may be negative; "clamped", that sum where
+            it is above 0, else 0 and without a gradient, as verl has it.
 
     Inputs: one of `teacher_logits` [.., V]; `teacher_hidden` [.., H'] with `teacher_head` (its
     logits are made a tile at a time); `teacher_topk_ids` [.., K] int64 (distinct; a negative id is
@@ -106,7 +107,7 @@ def _divergence(stats: Statistics, batch: PackedBatch, *, teacher: Teacher) -> T
         log_q, log_p = log_q.log_softmax(1), log_p.log_softmax(1)
     log_q, log_p = log_q.clamp_min(least), log_p.clamp_min(least)
     value, _ = phi(log_q, log_p, teacher.kind, teacher.beta)
-    if teacher.tail == "truncated":
+    if teacher.tail == "clamped":
         value = value.clamp_min(0)
     return value.to(wide)
 

@@ -23,12 +23,19 @@ from .preference_pairs import (
 from .term import Term
 
 
+def _averaged(asked: bool | None, loss_type: str) -> bool:
+    if asked is not None and not isinstance(asked, bool):
+        raise TypeError(f"average_log_prob: got {asked!r}, want True, False or None")
+    return loss_type in AVERAGED if asked is None else asked
+
+
 @factory
 def dpo(
     *,
     beta: float = 0.1,
     label_smoothing: float = 0.0,
     loss_type: str = "sigmoid",
+    average_log_prob: bool | None = None,
     f_divergence_type: str = "reverse_kl",
     f_alpha_divergence_coef: float = 0.5,
     ld_alpha: float | None = None,
@@ -63,6 +70,7 @@ def dpo(
         label_smoothing: share of pairs taken to be labelled the wrong way round, in [0, 0.5]; the
             loss is (1 - label_smoothing) f(h) + label_smoothing f(-h), but for robust and exo_pair.
         loss_type: one of the above.
+        average_log_prob: means of an answer's log-ratios in place of sums; None: as above.
         f_divergence_type: the score f'(t) of t = the ratio of policy to reference: "reverse_kl" log
             t, "forward_kl" 1 - 1/t, "js_divergence" log(2t / (1 + t)), "alpha_divergence"
             (t^(a - 1) - 1) / (a - 1) (Wang et al. 2023, arXiv:2309.16240); for losses of h alone.
@@ -97,7 +105,7 @@ def dpo(
         rejected=rejected,
         weighted=use_weighting,
     )
-    average = loss_type in AVERAGED
+    average = _averaged(average_log_prob, loss_type)
     reward = functools.partial(log_ratio, average=average, ld_alpha=ld_alpha)
     if f_divergence_type == "reverse_kl":
         return preference(reward, how)
@@ -174,6 +182,7 @@ def cpo(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
     loss_type: str = "sigmoid",
+    average_log_prob: bool | None = None,
     rejected: int = 1,
 ) -> Term:
     """Contrastive preference optimization: DPO without a reference.
@@ -186,6 +195,7 @@ def cpo(
         beta: scale of the margin, > 0.
         label_smoothing: as `dpo`.
         loss_type: "sigmoid", "hinge" or "ipo" (on log-prob means), as `dpo`.
+        average_log_prob: as `dpo`.
         rejected: as `dpo`.
 
     Also called: TRL CPO.
@@ -197,7 +207,8 @@ def cpo(
     how = Pairwise(
         loss_type=loss_type, beta=beta, label_smoothing=label_smoothing, rejected=rejected
     )
-    return preference(functools.partial(logp, average=loss_type in AVERAGED), how)
+    average = _averaged(average_log_prob, loss_type)
+    return preference(functools.partial(logp, average=average), how)
 
 
 @factory
