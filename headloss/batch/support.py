@@ -77,27 +77,36 @@ class Support:
         """[6] int64: the largest and the smallest id at a scored position; how often offsets are
         not what they should be; ids that a position has twice; scored positions whose target is
         not among their ids; scored positions with ids."""
-        targets, found = targets.reshape(-1), []
+        targets = targets.reshape(-1)
         n = len(targets)
         if not n or not self.tensors[0].numel():
             return targets.new_zeros(6, dtype=torch.int64)
+        if self.width is not None:
+            return self._survey_rows(targets.unsqueeze(1))
         ids, at = self._pairs(n)
-        kept = targets[at] != IGNORE
-        bad = ids.new_zeros(())
-        if self.width is None:
-            offsets = self.tensors[1]
-            bad = (offsets.diff() < 0).sum() + (offsets[0] != 0) + (offsets[-1] != len(ids))
-        else:
-            kept &= ids >= 0
+        offsets, kept = self.tensors[1], targets[at] != IGNORE
+        bad = (offsets.diff() < 0).sum() + (offsets[0] != 0) + (offsets[-1] != len(ids))
         real = torch.where(kept, ids, 0)
         # One number for each position and id; those that do not count differ from all.
-        key = torch.where(kept, at * HIGH + real.clamp(0, HIGH - 1), ~torch.arange(len(ids)).to(at))
-        key = key.sort().values
+        alone = ~torch.arange(len(ids), device=ids.device)
+        key = torch.where(kept, at * HIGH + real.clamp(0, HIGH - 1), alone).sort().values
         counts = ids.new_zeros(2, n)
         counts[0].index_add_(0, at, kept.long())
         counts[1].index_add_(0, at, (kept & (ids == targets[at])).long())
         has, hit = counts > 0
         found = [real.amax(), real.amin(), bad, (key[1:] == key[:-1]).sum()]
+        return torch.stack([*found, (has & ~hit).sum(), has.sum()])
+
+    def _survey_rows(self, targets: Tensor) -> Tensor:
+        """The same of [N, K] ids, whose rows are sorted apart; targets [N, 1]."""
+        ids = self.tensors[0].reshape(len(targets), -1).long()
+        ids = ids.masked_fill(targets == IGNORE, -1)
+        ordered = ids.sort(1).values
+        twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).sum()
+        largest = ordered[:, -1]
+        has, hit = largest >= 0, (ids == targets).any(1)
+        nothing = twice.new_zeros(())
+        found = [largest.amax().clamp_min(0), nothing, nothing, twice]
         return torch.stack([*found, (has & ~hit).sum(), has.sum()])
 
     def check(self, facts: list[int], targets: Tensor, vocabulary: int) -> None:
@@ -180,6 +189,7 @@ class Packed:
         assert offsets is not None
         self.offsets = offsets
         self._ends: list[int] | None = None
+        self._free: dict[tuple[int | None, int | None], Tensor] = {}
         self._sorted: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
@@ -211,20 +221,27 @@ class Packed:
         """[m] which of some tokens have no ids, counted from the first of them; None: none."""
         if self.free is None:
             return None
-        index = self.free[rows].nonzero().squeeze(1)
-        return index.to(self.ids.device) if len(index) else None
+        key = rows.start, rows.stop
+        if key not in self._free:  # a copy to the device
+            self._free[key] = self.free[rows].nonzero().squeeze(1).to(self.ids.device)
+        index = self._free[key]
+        return index if len(index) else None
 
     def by_column(self, rows: slice, first: int, size: int) -> ByColumn:
-        """The pairs of some tokens by column. They are sorted once."""
+        """The pairs of some tokens by column; sorted when they are first asked for."""
         key = rows.start, rows.stop
         if key not in self._sorted:
             begin, end = self._span(*key)
-            columns, order = self.ids[begin:end].sort(stable=True)
-            places = order if not begin else order + begin
-            tokens = torch.searchsorted(self.offsets, places, right=True) - 1
-            self._sorted[key] = order, tokens - rows.start, columns
+            # Columns fit into 32 bits, which a GPU sorts in half the passes.
+            columns, order = self.ids[begin:end].int().sort(stable=True)
+            if self.width is not None:
+                tokens = order // self.width
+            else:
+                tokens = torch.searchsorted(self.offsets, order + begin, right=True) - 1
+                tokens -= rows.start
+            self._sorted[key] = order, tokens, columns
         order, tokens, columns = self._sorted[key]
-        bounds = torch.arange(first, first + size + 1, device=columns.device)
+        bounds = torch.arange(first, first + size + 1, device=columns.device, dtype=columns.dtype)
         return ByColumn(order, tokens, torch.searchsorted(columns, bounds))
 
     def take(self, index: Tensor) -> Packed:

@@ -34,7 +34,7 @@ from .records import act, empty_partials, found, scaling
 
 PAIRS = 128  # whose logits a program works on at once
 ROWS, DEPTH = 16, 256  # of the weight that a program has at once, where it makes logits
-SUMMED, WIDTH = 8, 512  # rows that a program sums at once, and columns of them
+SUMMED, WIDTH = 8, 1024  # rows that a program sums at once, and columns: a thread has all rows
 PIECE = 512  # pairs of a column that a program sums; of more, the sums are summed in turn
 
 
@@ -219,15 +219,16 @@ def input_kernel(
     token = program // blocks  # programs side by side read the same rows
     depth = program % blocks * WIDTH + tl.arange(0, WIDTH)
     end = tl.load(support.offsets + token + 1)
-    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    value = tl.zeros((WIDTH,), tl.float32)
     for start in range(tl.load(support.offsets + token), end, ROWS):
         at = start + tl.arange(0, ROWS)
         column, there = columns_at(support, at, end)
         g = tl.load(values + at, mask=there, other=0.0)
         inside = (there & (g != 0))[:, None] & (depth < h)[None, :]
         place = column[:, None] * w.stride + (depth * w.step)[None, :]
-        total += g[:, None] * tl.load(w.data + place, mask=inside, other=0.0).to(tl.float32)
-    value, to = tl.sum(total, 0), out.data + token * out.stride + depth * out.step
+        rows = tl.load(w.data + place, mask=inside, other=0.0).to(tl.float32)
+        value += tl.sum(g[:, None] * rows, 0)
+    to = out.data + token * out.stride + depth * out.step
     if ADD:
         value += tl.load(to, mask=depth < h, other=0.0).to(tl.float32)
     tl.store(to, value.to(out.data.dtype.element_ty), mask=depth < h)
@@ -304,35 +305,35 @@ def weight_kernel(
     sums,  # [.., h] of pieces of columns that have several
     h,
     v,
-    count,  # M
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    # All columns' first few hundred numbers, then their next: what is read of x fits into the L2.
-    program = tl.program_id(0).to(tl.int64)
-    piece = program % count
-    depth = program // count * WIDTH + tl.arange(0, WIDTH)
+    # One program has all of a row: what it loads first to find its pairs would take longer than a
+    # part of the row does.
+    piece = tl.program_id(0).to(tl.int64)
     column = tl.load(pieces.columns + piece)
     if column < v:
         last, several = count_of(pieces.ends, column)
         begin = tl.load(pairs.starts + column) + (piece - (last - several)) * PIECE
         end = tl.minimum(begin + PIECE, tl.load(pairs.starts + column + 1))
-        total = tl.zeros((ROWS, WIDTH), tl.float32)
-        for start in range(begin, end, ROWS):
-            at = start + tl.arange(0, ROWS)
-            g = tl.load(values + at, mask=at < end, other=0.0)
-            token = tl.load(pairs.tokens + at, mask=at < end, other=0)
-            inside = (g != 0)[:, None] & (depth < h)[None, :]
-            place = token[:, None] * x.stride + (depth * x.step)[None, :]
-            total += g[:, None] * tl.load(x.data + place, mask=inside, other=0.0).to(tl.float32)
-        value = tl.sum(total, 0)
-        if several == 1:
-            store_row(out, column, depth, h, value, ADD)
-        else:
-            place = tl.load(pieces.cut_ends + column) - (last - piece)
-            tl.store(sums + place * h + depth, value, mask=depth < h)
+        slot = tl.load(pieces.cut_ends + column) - (last - piece)
+        for k in range(0, h, WIDTH):
+            depth = k + tl.arange(0, WIDTH)
+            value = tl.zeros((WIDTH,), tl.float32)
+            for start in range(begin, end, ROWS):
+                at = start + tl.arange(0, ROWS)
+                g = tl.load(values + at, mask=at < end, other=0.0)
+                token = tl.load(pairs.tokens + at, mask=at < end, other=0)
+                inside = (g != 0)[:, None] & (depth < h)[None, :]
+                place = token[:, None] * x.stride + (depth * x.step)[None, :]
+                rows = tl.load(x.data + place, mask=inside, other=0.0).to(tl.float32)
+                value += tl.sum(g[:, None] * rows, 0)
+            if several == 1:
+                store_row(out, column, depth, h, value, ADD)
+            else:
+                tl.store(sums + slot * h + depth, value, mask=depth < h)
 
 
 launch_weight = Launcher(weight_kernel, num_warps=4)
@@ -375,10 +376,8 @@ def support_weight_gradient(
         return
     # A column that is cut has more than PIECE pairs, so at most twice as many pieces as it fills.
     sums = torch.empty(2 * (count // PIECE) + 1, h, dtype=torch.float32, device=out.device)
-    given = (values[pairs.order], pairs, pieces, strided(x), strided(out), sums, h, v, programs)
-    launch_weight(
-        programs * blocks, *given, ADD=add, ROWS=SUMMED, WIDTH=width, PIECE=PIECE
-    )  # fmt: skip
+    given = (values[pairs.order], pairs, pieces, strided(x), strided(out), sums, h, v)
+    launch_weight(programs, *given, ADD=add, ROWS=SUMMED, WIDTH=width, PIECE=PIECE)
     if len(pieces.cut) and len(x) > PIECE:  # ids of a token are distinct
         arguments = (sums, pieces, strided(out), h, v, len(pieces.cut))
         launch_pieces(len(pieces.cut) * blocks, *arguments, ADD=add, WIDTH=width)
