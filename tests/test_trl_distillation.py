@@ -60,7 +60,7 @@ class Step:
             batch = hl.Batch(
                 self.labels[keep],
                 hl.Segments.from_cu_seqlens(ends) if packed else None,
-                old_logps=self.old[keep],
+                sampling_logps=self.old[keep],
                 **{name: value.detach()[keep] for name, value in fields.items()},  # type: ignore[arg-type]
             )
             head = hl.Head(self.weight)
@@ -181,6 +181,21 @@ def test_self_distillation_of_sampled_tokens(shape: str) -> None:
     term = hl.on_policy_distillation()
     step.check(term.over("sequence_mean"), step.per_sequence(values), "sampled")
     assert hl.check_term(term).gradients == ("logp",)
+
+
+@pytest.mark.parametrize("shape", LENGTHS)
+def test_clipped_weight_of_self_distillation(shape: str) -> None:
+    """distillation_is_clip: of the policy as it is over the one that sampled."""
+    step = Step(shape)
+    teacher = (step.teacher_hidden @ step.weight.t()).detach()
+    values = loss_utils.compute_full_logit_self_distillation_loss(
+        step.logits, teacher, distillation_alpha=1.0
+    )
+    live = step.sampled(step.logits)
+    values = loss_utils.apply_importance_sampling_clipping(values, live, step.old, 1.2)
+    term = generalized(1.0, head=hl.Head(step.weight)).over("sequence_mean")
+    term = term.corrected("token_truncate", max=1.2, live=True)
+    step.check(term, step.per_sequence(values), "hidden")
 
 
 @pytest.mark.parametrize("shape", LENGTHS)
