@@ -13,6 +13,7 @@ from .batch.reduction import (
 from .batch.segments import Segments
 from .check_term import TermReport, check_term
 from .head.head import Head, Lora
+from .head_function import head_function
 from .head_loss import Output, head_loss, logits_loss, plan
 from .head_stats import HeadStats, head_stats
 from .head_topk import HeadTopk, head_topk
@@ -28,6 +29,7 @@ __all__ = [
     "head_loss",
     "logits_loss",
     "head_stats",
+    "head_function",
     "head_topk",
     "plan",
     "check_term",

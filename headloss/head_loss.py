@@ -5,10 +5,9 @@ N positions, T of them scored, H hidden width, V vocabulary, K terms.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,36 +25,14 @@ from .ranks.collectives import inside
 from .ranks.dtensor import local_head
 from .run.autograd import HeadLoss, Open
 from .run.calls import Call, given_call, linear_call
-from .run.checks import check_eager
+from .run.checks import check_eager, eagerly
 from .run.loop import Outcome, Work
 from .run.plan import Plan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
 DEFAULT = Options()
-UNCOMPILED = (
-    "headloss: this verb reads the device and plans, so it breaks the graph: compile with "
-    "fullgraph=False, or call headloss.head_stats, which does not"
-)
-
-
-def _eagerly(verb: Callable[P, R]) -> Callable[P, R]:
-    """Break a compiled graph at this call, or say with fullgraph=True why there is none.
-    (`torch.compiler.disable` as a decorator would import the compiler with the package.)"""
-
-    @functools.wraps(verb)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(verb)(*args, **kwargs)  # type: ignore[call-arg]
-        return verb(*args, **kwargs)
-
-    run.__dict__ |= {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": UNCOMPILED}
-    return run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +74,7 @@ class Output:
         return self.__dict__
 
 
-@_eagerly
+@eagerly
 def head_loss(
     hidden: Tensor,  # [.., H]
     head: Head,
@@ -133,7 +110,7 @@ def head_loss(
     return _run(call, *call.open_linear(hidden, head, options), options)
 
 
-@_eagerly
+@eagerly
 def logits_loss(
     logits: Tensor,  # [.., V]
     batch: Batch,
@@ -162,7 +139,7 @@ def logits_loss(
     return _run(call, *call.open_given(logits), options)
 
 
-@_eagerly
+@eagerly
 def plan(
     hidden: Tensor,  # [.., H], may be on the meta device
     head: Head,

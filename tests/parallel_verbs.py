@@ -71,6 +71,46 @@ def head_stats() -> None:
         close(found_shard, into_weight[p.rows])
 
 
+def loss_elsewhere() -> None:
+    """Schedules of `head_stats` and `head_function` on slices, and on tokens that are spread."""
+    p = Problem()
+    mine = slice(*[0, 3, 20, T][p.rank : p.rank + 2])
+    spread = p.hidden.detach()[mine].requires_grad_()
+    batch = hl.Batch(p.targets)
+
+    def loss(logp: Tensor, entropy: Tensor) -> Tensor:
+        return (logp * entropy).sum() / 7
+
+    want = loss(*hl.head_stats(p.hidden, hl.Head(p.weight), batch)[::2])
+    into_hidden, into_weight = torch.autograd.grad(want, (p.hidden, p.weight))
+    for given in (
+        {"schedule": "held", "chunk_tokens": 6},
+        {"schedule": "recompute", "chunk_tokens": 6},
+        {"schedule": "held", "static": True},
+    ):
+        for x, rows in ((p.hidden, slice(None)), (spread, mine)):
+            options = hl.Options(sequence_parallel=x is spread, **given)
+            head = p.sliced()
+            logp, _, entropy = hl.head_stats(x, head, batch, options, ("logp", "entropy"))
+            found = [loss(logp, entropy)]
+            if given["schedule"] == "recompute":
+                found.append(hl.head_function(x, head, batch, loss, "token", options))
+            for one in found:
+                close(one.detach(), want.detach())
+                got = torch.autograd.grad(one, (x, p.shard))
+                close(got[0], into_hidden[rows])
+                close(got[1], into_weight[p.rows])
+    (into_hidden,) = torch.autograd.grad(
+        hl.head_stats(p.hidden, hl.Head(p.weight), batch).logp.square().sum(), p.hidden
+    )
+    head = hl.Head(p.shard.detach(), vocab_group=p.group)
+    for x, rows in ((p.hidden, slice(None)), (spread, mine)):
+        options = hl.Options(schedule="frozen", chunk_tokens=6, sequence_parallel=x is spread)
+        found = hl.head_stats(x, head, batch, options, ("logp",))
+        (got,) = torch.autograd.grad(found.logp.square().sum(), x)
+        close(got, into_hidden[rows])
+
+
 def head_topk() -> None:
     p = Problem()
     for k in (1, 7, V):

@@ -101,6 +101,12 @@ def test_support_has_a_ratio_of_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ratio 1.000000" in support and float(whole.split()[5].strip(",")) < 0.97
 
 
+def test_a_trainers_own_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    *ways, by_hand = run_example("foreign_loss", capsys)
+    assert len({way.split(": ")[1] for way in ways}) == 1 and len(ways) == 3
+    assert by_hand.split()[-1] == ways[0].split()[2].strip(",")
+
+
 def test_candidates_distill(capsys: pytest.CaptureFixture[str]) -> None:
     """With the rest as an outcome either KL brings the student to the teacher; the forward KL of
     the student's own top-k alone says nothing of the others."""

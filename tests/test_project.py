@@ -32,7 +32,7 @@ TERMS = {"losses.distillation", "losses.scope", "losses.teacher", "losses.term",
 ENGINE = {"objective.taped", "objective.tolerance"}
 TAPES = {"objective.sample", "objective.tape", "objective.taped", "objective.taping"}
 LOGITS = {"kernels", "softmax.products", "softmax"}
-VERBS = {"check_term", "head_loss", "head_stats", "head_topk"}
+VERBS = {"check_term", "head_function", "head_loss", "head_stats", "head_topk"}
 PUBLIC = {"", *PARTS, "head.head", "losses", "options", "run.plan", "run.prepare", *VERBS}
 ALLOWED: dict[str, set[str]] = {
     "objective.statistics": set(),
@@ -68,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
     "run.plan": {"options", "run.pieces"},
     "head": {"head", "softmax.products"},
     "objective.sample": {*PARTS, "losses.term"},
-    "objective.elsewhere": {*PARTS, "losses.scope", "losses.term", "objective.bound"},
+    "objective.elsewhere": {*PARTS, "losses.identity", *TERMS},
     "objective.bound": {*PARTS, "losses.term", "objective.sample"},
     "objective.recording": {"kernels", "batch.segments"},
     "objective.tape": {*PARTS, "kernels", "objective.recording"},
@@ -157,6 +157,17 @@ ALLOWED: dict[str, set[str]] = {
         "run.plan",
         "ranks",
         "run",
+    },
+    "head_function": {
+        *PARTS,
+        "head.head",
+        "head_stats",
+        "losses.scope",
+        "objective.elsewhere",
+        "options",
+        "ranks",
+        "run",
+        "run.checks",
     },
     "head_stats": {
         *PARTS,

@@ -8,19 +8,22 @@ itself only comes back as slopes.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..batch.packing import PackedBatch
+from ..batch.packing import PackedBatch, Packing
 from ..batch.reduction import token_mean
+from ..losses.identity import leaves_of
 from ..losses.scope import Scope
 from ..losses.term import Objective, Reads, Term
-from .bound import Gradient, power_of_two
-from .statistics import Statistics, pull_back
+from .bound import Gradient, Piece, owed, power_of_two
+from .statistics import Coefficients, Statistics, pull_back
 
 READ: tuple[str, ...] = ("logp", "lse", "entropy")
+ALL = slice(None)
 
 
 class Elsewhere(NamedTuple):
@@ -59,3 +62,100 @@ def gradient_of(
     found = gradient.coefficients.tensors().values()
     scale = power_of_two([c.abs().max() for c in found if len(c)])
     return gradient.map(lambda t: t * scale), scale
+
+
+class Foreign:
+    """A scalar loss that is a sum over tokens or segments, as the loop sees an objective (`Bound`).
+
+    The gradient on some tokens is taken with 0 at all other positions: in a sum it depends on
+    nothing else. The value is taken once, of all tokens.
+
+    Args:
+        loss: of log-probs and entropies in the targets' shape.
+        declared: the upstream gradient, where it is known in advance.
+    """
+
+    named = (("loss", 1.0),)
+    names = ("loss",)
+    scale = None
+
+    def __init__(
+        self,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        packing: Packing,
+        vocabulary: int,
+        wide: torch.dtype,
+        declared: float | None,
+    ) -> None:
+        self.loss, self.packing, self.vocabulary = loss, packing, vocabulary
+        self.wide, self.declared = wide, declared
+        self.pieces: list[tuple[Tensor, Tensor]] = []  # log-probs and entropies of tokens so far
+
+    def gradient(
+        self, stats: Statistics, batch: PackedBatch, rows: slice, needed: bool = True
+    ) -> Gradient:
+        assert stats.logp is not None and stats.entropy is not None
+        leaves = {"logp": stats.logp.detach(), "entropy": stats.entropy.detach()}
+        self.pieces.append((leaves["logp"], leaves["entropy"]))
+        value = stats.logp.new_zeros(1, dtype=torch.float64)
+        if not needed:
+            return Gradient(Coefficients(), {}, value)
+        with torch.enable_grad():
+            inputs = [leaf.requires_grad_() for leaf in leaves.values()]
+            found = scalar(self.loss(*(self._full(leaf, rows) for leaf in inputs)))
+            _check_leaves(found, inputs)
+        slopes = torch.autograd.grad(found, inputs, allow_unused=True)
+        given = {n: g for n, g in zip(leaves, slopes, strict=True) if g is not None}
+        for leaf in inputs:
+            leaf.requires_grad_(False)
+        gradient = Gradient(pull_back(given, stats, self.vocabulary), {}, value)
+        times = self.declared
+        return gradient if times in (None, 1) else gradient.map(lambda t: t * times)
+
+    def of_piece(self, stats: Statistics, batch: PackedBatch, piece: Piece) -> Gradient:
+        return self.gradient(stats, batch, piece.rows)
+
+    def total(self, values: Tensor) -> Tensor:
+        """[] the loss."""
+        empty = torch.empty(0, dtype=self.wide, device=self.packing.targets.device)
+        whole = zip((empty, empty), *self.pieces, strict=True)
+        with torch.no_grad():
+            return scalar(self.loss(*(self._full(torch.cat(parts), ALL) for parts in whole)))
+
+    def owed(self, upstream: Tensor) -> Tensor | None:
+        return owed(upstream, self.declared, None)
+
+    def _full(self, values: Tensor, rows: slice) -> Tensor:
+        """Of some tokens, in the caller's shape."""
+        index, live, shape = self.packing.index, self.packing.live, self.packing.shape
+        if live is not None:
+            values = torch.where(live[rows], values, 0)
+        full = values.new_zeros(shape.numel())
+        if index is None:
+            full[rows] = values
+        else:
+            full = full.index_copy(0, index[rows], values)
+        return full.view(shape)
+
+
+def scalar(value: object) -> Tensor:
+    """What a loss function returned; ValueError where that is no loss."""
+    if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"loss_fn: returned {got}, want a floating scalar tensor")
+    return value
+
+
+def _check_leaves(value: Tensor, own: list[Tensor]) -> None:
+    """ValueError where a loss depends on no statistic, or on another tensor with a gradient."""
+    if not value.requires_grad:
+        raise ValueError(
+            "loss_fn: its value has no gradient with respect to log-probs or entropies (is "
+            "everything detached?)"
+        )
+    for leaf in leaves_of(value):
+        if not any(leaf is mine for mine in own):
+            raise ValueError(
+                f"loss_fn: a tensor of shape {tuple(leaf.shape)} that requires a gradient is "
+                "caught in it; its gradient would be lost: detach it, or leave separable=None"
+            )

@@ -15,6 +15,7 @@ from ..batch.packing import Packing
 from ..objective.elsewhere import READ, gradient_of
 from ..ranks.collectives import inside
 from ..softmax.linear import RawSoftmax
+from ..softmax.rows import ALL
 from .loop import Outcome, Work, forward, pull_back, stored, sweep
 
 Open = Callable[[Sequence[Tensor | None]], RawSoftmax]
@@ -109,6 +110,8 @@ class HeadStatistics(torch.autograd.Function):
         given = {n: packing.gather(g) for n, g in zip(READ, upstream, strict=True) if g is not None}
         stats, width = swept.whole.stats, work.vocabulary
         gradient, scale = gradient_of(given, stats, width, ctx.rescaled)
+        if work.tolerance is not None:
+            gradient = work.tolerance(gradient, stats, ALL, scale)
         with inside(packing.targets.device.type, *work.groups):
             factor = None if scale is None else 1 / scale
             found = pull_back(work, source, swept, gradient, factor)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from typing import ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +24,27 @@ from ..objective.sample import Kinds
 from ..objective.statistics import Statistics
 from ..options import Options
 from ..ranks.dtensor import is_dtensor, local_head
+
+P = ParamSpec("P")
+R = TypeVar("R")
+UNCOMPILED = (
+    "headloss: this verb reads the device and plans, so it breaks the graph: compile with "
+    "fullgraph=False, or call headloss.head_stats, which does not"
+)
+
+
+def eagerly(verb: Callable[P, R]) -> Callable[P, R]:
+    """Break a compiled graph at this call, or say with fullgraph=True why there is none.
+    (`torch.compiler.disable` as a decorator would import the compiler with the package.)"""
+
+    @functools.wraps(verb)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(verb)(*args, **kwargs)  # type: ignore[call-arg]
+        return verb(*args, **kwargs)
+
+    run.__dict__ |= {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": UNCOMPILED}
+    return run
 
 
 def check_eager(verb: str, given: object = None, *others: object) -> None:

@@ -1,0 +1,87 @@
+"""`head_function`: somebody else's loss function, in as few products as its structure allows.
+
+N positions, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .batch.batch import Batch
+from .head.head import Head, autocast_dtype, check_head
+from .head_stats import head_stats
+from .losses.scope import Scope
+from .objective.elsewhere import Foreign, loss_elsewhere, scalar
+from .options import Options
+from .ranks.collectives import inside
+from .ranks.dtensor import local_head
+from .run.autograd import HeadLoss
+from .run.calls import linear_call
+from .run.checks import check_eager, eagerly
+
+SCOPES: dict[object, Scope] = {"token": "token", "sequence": "segment"}
+READ = frozenset({"logp", "entropy"})
+
+
+@eagerly
+def head_function(
+    hidden: Tensor,  # [.., H]
+    head: Head,
+    batch: Batch,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    separable: Literal["token", "sequence"] | None = None,
+    options: Options | None = None,
+) -> Tensor:
+    """A framework's own loss of log-probs and entropies, with its gradient, without the logits.
+
+    Args:
+        hidden, head, batch, options: as of `head_loss`. `batch` says which positions are scored and
+            (`segments`) which form a sequence; loss_fn brings everything else in its closure.
+        loss_fn: `loss_fn(logps, entropies)` gets two float32 tensors (float64 for float64 inputs)
+            in the targets' shape, 0 where nothing is scored, and returns a scalar. Any PyTorch.
+        separable: what the loss is a sum over. Denominators must then be constants (a mask's sum).
+
+            - None: anything. loss_fn is called once, on all positions, and the gradient comes back
+              through `head_stats`: *held* (6NHV) where the softmax terms of all tokens fit
+              `memory_budget`, else *recompute* (8NHV). Tensors that require a gradient may be
+              caught in its closure, and get theirs.
+            - "token": loss_fn(logps, entropies) = sum_t f_t(logp_t, entropy_t).
+            - "sequence": a sum over the segments of the batch of functions of each one's tokens.
+
+            These two run in one pass (6NHV) in chunks: loss_fn is called for each chunk on tensors
+            of the same full shape that hold 0 at all other positions, of which only the gradient at
+            the chunk's own positions is taken, and once more on everything, for the value. It must
+            be pure, and no tensor that it catches may require a gradient. In float16, where the
+            gradients of all tokens decide how they are scaled, they run as None does.
+
+    Returns:
+        The loss, 0-dim. Its gradient is given once.
+
+    Raises:
+        ValueError, TypeError: as `head_loss`; a loss that is no scalar, is detached, or catches a
+            tensor whose gradient would be lost.
+    """
+    check_head(head)
+    check_eager("head_function", hidden, head.weight)
+    if separable is not None and separable not in SCOPES:
+        raise ValueError(f'separable: got {separable!r}, want None, "token" or "sequence"')
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn: got {type(loss_fn).__name__}, want a function")
+    options = options or Options()
+    half = isinstance(hidden, Tensor) and torch.float16 in (autocast_dtype(hidden), hidden.dtype)
+    if separable is None or half:
+        logps, _, entropies = head_stats(hidden, head, batch, options, READ)
+        return scalar(loss_fn(logps, entropies))
+    head = local_head(head)
+    call = linear_call(hidden, head, batch, loss_elsewhere(READ, SCOPES[separable]), options)
+    wide = call.prepared.wide
+    foreign = Foreign(loss_fn, call.packing, call.work.vocabulary, wide, options.upstream)
+    work = replace(call.work, bind=lambda: foreign)
+    open_source, tensors = call.open_linear(hidden, head, options)
+    with inside(hidden.device.type, *work.groups):
+        return HeadLoss.apply(work, open_source, [], *tensors)
