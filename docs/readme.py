@@ -113,6 +113,19 @@ def truth() -> str:
     return summary(json.loads(TRUTH.read_text()))
 
 
+def support() -> str:
+    """What benchmarks/support.py found, in a sentence."""
+    found = json.loads((RESULTS / "support.json").read_text())
+    sizes, row, dense = found["sizes"], found["uniform"], found["dense"]
+    return (
+        f"On an {found['device']}, {sizes['tokens']} tokens of {sizes['ids']} ids (H = "
+        f"{sizes['hidden']}, V = {sizes['vocabulary']}, bfloat16),\nforward and backward: "
+        f"{row['ms']:.1f} ms in {row['peak MiB']:.0f} MiB, and {dense['ms']:.1f} ms in "
+        f"{dense['peak MiB']:.0f} MiB over the whole vocabulary;\n{row['ms with a new batch']:.1f} "
+        f"ms where the batch is made anew each time. Log-probs within {row['errors']['logp']:.0e}."
+    )
+
+
 def steps() -> str:
     """The table of benchmarks/steps.py."""
     return (RESULTS / "steps.md").read_text().strip()
@@ -131,6 +144,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "logits": logits,
     "claim": claim,
     "truth": truth,
+    "support": support,
     "terms": table,
     "modifiers": modifier_table,
     "steps": steps,

@@ -51,7 +51,7 @@ def test_readme_links_lead_somewhere() -> None:
     assert targets and all((ROOT / target).exists() for target in targets)
 
 
-PARTS = ["logits", "terms", "modifiers", "steps", "cpu-memory", "claim", "truth"]
+PARTS = ["logits", "terms", "modifiers", "steps", "cpu-memory", "claim", "truth", "support"]
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -158,6 +158,43 @@ def test_rows_without_a_gradient_are_not_read():
         assert not found[0][6:13].any()
 
 
+@pytest.mark.parametrize("options", [{}, {"schedule": "recompute"}, {"static": True}])
+def test_poison_where_nothing_is_scored(options):
+    inputs = cases.inputs("padded")
+    hidden = inputs.hidden.detach().clone()
+    hidden[list(cases.UNSCORED)] = math.nan
+    hidden.requires_grad_()
+    found = []
+    for x in (hidden, inputs.hidden):
+        out = hl.head_loss(x, inputs.head, inputs.batch, inputs.objective, hl.Options(**options))
+        found.append((out.loss, *torch.autograd.grad(out.loss, (x, inputs.head.weight))))
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+    assert not found[0][1][list(cases.UNSCORED)].any()
+
+
+@pytest.mark.parametrize("kind", ["padded", "flat"])
+def test_ids_made_in_inference_mode_and_ids_that_change(kind):
+    """The backward pass of a sweep reads them again."""
+    targets = torch.tensor([3, 0, 2])
+    with torch.inference_mode():
+        ids = torch.tensor(IDS).clone()
+        flat = ids.reshape(-1)[[0, 1, 4, 6]], torch.tensor([0, 2, 3, 4])
+        given = ids if kind == "padded" else flat
+    hidden, head = torch.randn(3, 4, requires_grad=True), hl.Head(torch.randn(8, 4))
+    options = hl.Options(schedule="recompute")
+    call = (head, hl.Batch(targets, support_ids=given), hl.cross_entropy(), options)
+    hl.head_loss(hidden, *call).loss.backward()
+    assert hidden.grad is not None
+    if kind == "padded":
+        own = torch.tensor([[3, 4, 5], [5, 0, 1], [2, 6, 7]])
+        batch = hl.Batch(targets, support_ids=own)
+        loss = hl.head_loss(hidden, head, batch, hl.cross_entropy(), options).loss
+        own[0, 1] = 7
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 # ---------------------------------------------------------------------- what is refused
 
 IDS = [[3, 4, -1], [5, 0, 1], [2, -1, -1]]

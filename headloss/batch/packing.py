@@ -186,6 +186,7 @@ class Packing:
         live, support = order.live, None
         if batch.support is not None and restricted != 0:
             support = batch.support.pack(order.index, live, restricted)
+            support.ids = outside_inference(support.ids)
         return cls(
             targets=targets if live is None else targets.masked_fill(~live, 0),
             segments=Segments(
