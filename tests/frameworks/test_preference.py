@@ -1,4 +1,4 @@
-"""The preference losses of OpenRLHF, AgileRL and NeMo-RL, run out of their sources, against terms."""
+"""The losses of OpenRLHF, AgileRL and NeMo-RL on pairs and teachers, out of their sources."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_openrlhf(label_smoothing: float, ipo: bool, edge: str) -> None:
     loss = extracted(file, "DPOLoss", nn=nn, torch=torch, F=F, Tuple=tuple).DPOLoss
     pairs = Pairs(edge)
     given = (*pairs.sums(pairs.leaf), *pairs.sums(pairs.ref))
-    want, chosen, rejected = loss(0.3, label_smoothing, ipo)(*given)
+    want, *_ = loss(0.3, label_smoothing, ipo)(*given)
     kind: dict[str, Any] = {"loss_type": "ipo", "average_log_prob": False} if ipo else {}
     pairs.check(hl.dpo(beta=0.3, label_smoothing=label_smoothing, **kind), want)
 
