@@ -77,6 +77,24 @@ def test_static_shapes():
         matrix.check(inputs, hl.Options(static=True, schedule=schedule))
 
 
+@pytest.mark.parametrize("kind", ["padded", "mixed flat"])
+@pytest.mark.parametrize("schedule", ["held", "recompute"])
+def test_a_loss_elsewhere(kind, schedule):
+    """`head_stats` and `head_function` are of the support too."""
+    terms = hl.cross_entropy() - 0.3 * hl.entropy() + 0.1 * hl.z_loss()
+    inputs = cases.inputs(kind, "everything", terms=terms)
+    oracle = inputs.plain()
+    options, tokens = hl.Options(schedule=schedule), cases.TOKENS - len(cases.UNSCORED)
+    call = (inputs.hidden, inputs.head, inputs.batch)
+    logp, lse, entropy = hl.head_stats(*call, options)
+    loss = (-logp - 0.3 * entropy + 0.1 * lse.square()).sum() / tokens
+    found = torch.autograd.grad(loss, list(inputs.leaves().values()))
+    for gradient, want in zip((loss, *found), (oracle.loss, *oracle.gradients.values()), strict=True):
+        matrix.within("head_stats", gradient, want, want)
+    value = hl.head_function(*call, lambda logps, _: -logps.sum(), separable="token")
+    assert float(value.detach()) == pytest.approx(-float(oracle.logps.sum()), rel=1e-6)
+
+
 def test_main_grad():
     inputs, options = cases.inputs("mixed"), {}
     for name, schedule in (("one_pass", "one_pass"), ("recompute", "recompute")):
