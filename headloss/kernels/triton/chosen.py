@@ -15,9 +15,8 @@ from torch import Tensor
 from ..interface import Backward, Order
 from ..pair import Chosen
 from ..transform import Transform
-from .formulas import FLOOR, coefficient, coefficients, expm1, per_row, transformed
+from .formulas import FLOOR, coefficient, coefficients, expm1, folded, per_row, transformed
 from .launch import Launcher
-from .merge import folded
 from .records import Act, Matrix, act, check_tile, matrix_of, scaling
 
 COLUMNS, DEPTH, HALVES = 8, 256, 8  # of a program: chosen columns, and 2 ** HALVES of H at once

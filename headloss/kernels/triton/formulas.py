@@ -61,6 +61,14 @@ def log1p(x):
 
 
 @triton.jit
+def folded(tile, ROWS: tl.constexpr, HALVES: tl.constexpr):
+    """[ROWS] sums of a tile [2 ** HALVES, ROWS], the same tree whatever the layout."""
+    for i in tl.static_range(HALVES):
+        tile = tl.sum(tl.reshape(tile, (2, 1 << (HALVES - 1 - i), ROWS)), 0)
+    return tl.reshape(tile, (ROWS,))
+
+
+@triton.jit
 def per_row(value, z, row):
     """`outer` or `factor` of a scaling, over the token's own temperature if tokens have their
     own."""

@@ -103,7 +103,7 @@ def multiply(
     out,  # buffers of terms on their way out
     held,
     of,
-    sums,  # [blocks, n] each: rests, and spreads and totals or None
+    sums,  # [blocks, pitch] each: rests, and spreads and totals or None
     n,
     v,
     h,
@@ -123,7 +123,7 @@ def multiply(
         first = m * ROWS + WHO * HALF
         rows = first + gl.arange(0, HALF, narrow)
         inside = rows < n
-        place = block.to(gl.int64) * n + rows
+        place = block.to(gl.int64) * to.pitch + rows
         factor = gl.zeros_like(rows, dtype=gl.float32) + of.z.outer
         if of.z.temperature is not None:
             factor = factor / gl.load(of.z.temperature + rows, mask=inside, other=1.0)
@@ -167,7 +167,7 @@ def multiply(
         tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["n"])
 def overlapping_product_kernel(
     x,  # descriptor [n, H]
     w,  # descriptor [v, H]

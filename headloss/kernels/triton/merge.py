@@ -4,8 +4,9 @@ n tokens, v columns of this slice of the vocabulary, H hidden width, W ranks. On
 blocks, does tokens again whose reference is far below their largest logit, sets the references' own
 held terms, and applies the formulas of `stats.finish`.
 
-A token's numbers depend neither on n nor on its place: a reduction in Triton takes its order from
-the layout, and that from what divides the addresses, so sums are folded in halves here.
+A token's numbers depend neither on n nor on its place. A reduction in Triton takes its order from
+the layout, and that from what divides the addresses, so sums are folded in halves; and n is nothing
+that kernels are compiled for, so that all sizes run the same instructions.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ...objective.statistics import STATISTICS, Normalizer, Partials, Statistics
 from ..interface import Measured
-from .formulas import FLOOR, LN2, LOG2E, block_partials, merged, per_row, transformed
+from .formulas import FLOOR, LN2, LOG2E, block_partials, folded, merged, per_row, transformed
 from .launch import Launcher, cdiv
 from .records import LogitScaling, Matrix
 from .tokens import Reference
@@ -29,16 +30,17 @@ FAR = tl.constexpr(2.0**80)  # sum of terms beyond which the reference is too fa
 LOG2E_LOW = tl.constexpr(1.925963033500e-08)  # what float32 leaves of it
 
 ROWS, BLOCKS, HALVES = 16, 64, 6  # tokens of a program, blocks that it adds at once: 2 ** HALVES
-COLUMNS, DEPTH = 64, 128  # of a tile of logits that are made again
+COLUMNS, DEPTH_HALVES = 64, 7  # of a tile of logits that are made again: 2 ** DEPTH_HALVES of H
 
 
 class Sums(NamedTuple):
-    """What a product sums for each block of columns: parts [1 + entropy + mean, blocks, n] are
-    rests, spreads and totals."""
+    """What a product sums for each block of columns: parts [1 + entropy + mean, blocks, pitch] are
+    rests, spreads and totals of n tokens."""
 
     parts: Tensor
-    stride: int  # from one of the parts to the next: blocks * n
-    peaks: Tensor | None  # [blocks, n]
+    pitch: int  # a multiple of 16 for any n
+    stride: int  # from one of the parts to the next: blocks * pitch
+    peaks: Tensor | None  # [blocks, pitch]
     entropy: tl.constexpr
     mean: tl.constexpr
 
@@ -80,19 +82,12 @@ def exp(x):
 
 
 @triton.jit
-def folded(tile, ROWS: tl.constexpr, HALVES: tl.constexpr):
-    """[ROWS] sums of a tile [2 ** HALVES, ROWS], the same tree whatever the layout."""
-    for i in tl.static_range(HALVES):
-        tile = tl.sum(tl.reshape(tile, (2, 1 << (HALVES - 1 - i), ROWS)), 0)
-    return tl.reshape(tile, (ROWS,))
-
-
-@triton.jit
 def far_row(
     x, w, held, v, h, z, outer,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ENTROPY: tl.constexpr, HELD: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH_HALVES: tl.constexpr, ENTROPY: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Peak, rest and spread of one token against its largest logit; its terms are held."""
+    DEPTH: tl.constexpr = 1 << DEPTH_HALVES
     peak = tl.full((), float("-inf"), tl.float32)
     rest = tl.full((), -1.0, tl.float32)
     spread = tl.full((), 0.0, tl.float32)
@@ -100,17 +95,18 @@ def far_row(
         for start in range(0, v, COLUMNS):
             columns = start + tl.arange(0, COLUMNS)
             inside = columns < v
-            logit = tl.zeros((COLUMNS,), tl.float32)
+            products = tl.zeros((DEPTH, COLUMNS), tl.float32)
             for k in range(0, h, DEPTH):
                 at = k + tl.arange(0, DEPTH)
                 a = tl.load(x + at, mask=at < h, other=0.0).to(tl.float32)
                 b = tl.load(
-                    w.data + columns.to(tl.int64)[:, None] * w.stride + at[None, :],
-                    mask=inside[:, None] & (at < h)[None, :],
+                    w.data + columns.to(tl.int64)[None, :] * w.stride + at[:, None],
+                    mask=inside[None, :] & (at < h)[:, None],
                     other=0.0,
                 )
-                logit += tl.sum(b.to(tl.float32) * a[None, :], 1)
-            logit = tl.where(inside, transformed(logit, z, outer), float("-inf"))
+                products += b.to(tl.float32) * a[:, None]
+            logit = transformed(folded(products, COLUMNS, DEPTH_HALVES), z, outer)
+            logit = tl.where(inside, logit, float("-inf"))
             if sweep == 0:
                 block = block_partials(logit, inside, ENTROPY)
                 peak, rest, spread = merged((peak, rest, spread), block)
@@ -122,14 +118,17 @@ def far_row(
 
 @triton.jit
 def write_statistics(
-    out, n, rows, inside, peak, rest, spread, total, target, vocabulary,
+    out, n, rows, inside, top, above, peak, rest, spread, total, target, vocabulary,
     LOGP: tl.constexpr, LSE: tl.constexpr, ENTROPY: tl.constexpr, MEAN: tl.constexpr,
     TOP1: tl.constexpr,
 ):  # fmt: skip
-    """`stats.finish`, to rows of out: the normalizer, z_y and the statistics in their order."""
+    """`stats.finish`, to rows of out: the normalizer, z_y and the statistics in their order.
+
+    The normalizer has the peak `top`, against which the sum less 1 is `above`; the statistics are
+    of the reference `peak`, so that they are the same bits whether or not TOP1 is asked for."""
     log_sum = log1p(rest)
-    tl.store(out + rows, peak, mask=inside)
-    tl.store(out + n + rows, log_sum, mask=inside)
+    tl.store(out + rows, top, mask=inside)
+    tl.store(out + n + rows, log1p(above), mask=inside)
     tl.store(out + 2 * n + rows, target, mask=inside)
     out += 3 * n
     if LOGP:
@@ -145,10 +144,10 @@ def write_statistics(
         tl.store(out + rows, total / vocabulary, mask=inside)
         out += n
     if TOP1:
-        tl.store(out + rows, (target >= peak).to(tl.float32), mask=inside)
+        tl.store(out + rows, (target >= top).to(tl.float32), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def finish_kernel(
     of,  # Finish
     blocks,
@@ -160,7 +159,7 @@ def finish_kernel(
     BLOCKS: tl.constexpr,
     HALVES: tl.constexpr,
     COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    DEPTH_HALVES: tl.constexpr,
     PARTIALS: tl.constexpr,  # stop there: out is peak, rest, target, spread, total
     LOGP: tl.constexpr,
     LSE: tl.constexpr,
@@ -179,7 +178,7 @@ def finish_kernel(
     peak_tile = tl.full((BLOCKS, ROWS), float("-inf"), tl.float32)
     for start in range(0, blocks, BLOCKS):
         block = start + tl.arange(0, BLOCKS)
-        place = block.to(tl.int64)[:, None] * n + rows[None, :]
+        place = block.to(tl.int64)[:, None] * of.sums.pitch + rows[None, :]
         here = (block < blocks)[:, None] & inside[None, :]
         rest_tile += tl.load(parts + place, mask=here, other=0.0)
         if ENTROPY:
@@ -210,36 +209,38 @@ def finish_kernel(
                     terms = of.held.data + row * of.held.stride
                 found_peak, found_rest, found_spread = far_row(
                     of.x.data + row * of.x.stride, of.w, terms, v, h, of.z,
-                    per_row(of.z.outer, of.z, row), COLUMNS, DEPTH, ENTROPY, of.held is not None,
+                    per_row(of.z.outer, of.z, row),
+                    COLUMNS, DEPTH_HALVES, ENTROPY, of.held is not None,
                 )  # fmt: skip
                 reference = tl.where(this, found_peak, reference)
                 rest = tl.where(this, found_rest, rest)
                 spread = tl.where(this, found_spread, spread)
         tl.store(of.reference.logit + rows, reference, mask=far)
 
-    peak = reference
+    peak, above = reference, rest
     if TOP1:  # the same sums against the largest logit; untouched where the reference is it
         peak = tl.maximum(tl.max(peak_tile, 0), reference)
         shift = reference - peak
         scale, mass = exp(shift), 1 + rest
-        rest = tl.where(shift == 0, rest, mass * scale - 1)
-        spread = scale * (spread + mass * shift)
+        above = tl.where(shift == 0, rest, mass * scale - 1)
     if PARTIALS:
         tl.store(out + rows, peak, mask=inside)
-        tl.store(out + n + rows, rest, mask=inside)
+        tl.store(out + n + rows, above, mask=inside)
         tl.store(out + 2 * n + rows, target, mask=inside)
         if ENTROPY:
+            if TOP1:
+                spread = scale * (spread + mass * shift)
             tl.store(out + 3 * n + rows, spread, mask=inside)
         if MEAN:
             tl.store(out + (4 if ENTROPY else 3) * n + rows, total, mask=inside)
     else:
         write_statistics(
-            out, n, rows, inside, peak, rest, spread, total, target, vocabulary,
+            out, n, rows, inside, peak, above, reference, rest, spread, total, target, vocabulary,
             LOGP, LSE, ENTROPY, MEAN, TOP1,
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank_stride", "n"])
 def merge_kernel(
     slices,  # [W, fields, n]: peak, rest, target, spread, total
     rank_stride,
@@ -284,7 +285,7 @@ def merge_kernel(
             total += tl.load(of_rank + (3 + ENTROPY) * n, mask=inside, other=0.0)
         of_rank += rank_stride
     write_statistics(
-        out, n, rows, inside, peak, rest, spread, total, target, vocabulary,
+        out, n, rows, inside, peak, rest, peak, rest, spread, total, target, vocabulary,
         LOGP, LSE, ENTROPY, MEAN, TOP1,
     )  # fmt: skip
 
@@ -304,7 +305,7 @@ def launch_finish(
         BLOCKS=BLOCKS,
         HALVES=HALVES,
         COLUMNS=COLUMNS,
-        DEPTH=DEPTH,
+        DEPTH_HALVES=DEPTH_HALVES,
         PARTIALS=vocabulary is None,
         LOGP=asked["LOGP"],
         LSE=asked["LSE"],

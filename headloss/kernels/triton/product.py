@@ -70,7 +70,7 @@ def sum_tile(z, m, block, held, of, n, v):
         if of.z.temperature is not None:
             factor = factor / tl.load(of.z.temperature + rows, mask=inside, other=1.0)[:, None]
         z = transformed(z, of.z, factor)
-    place = block.to(tl.int64) * n + rows
+    place = block.to(tl.int64) * to.pitch + rows
     width = v - block * BN
     columns = tl.arange(0, BN)
     if to.mean:
@@ -85,22 +85,21 @@ def sum_tile(z, m, block, held, of, n, v):
         tl.store(to.peaks + place, tl.max(z, 1), mask=inside)
 
     shift = tl.load(of.reference.logit + rows, mask=inside, other=0.0) * LOG2E
+    left, right = halves(z)  # also where no terms are held: the sums are the same then
+    e, mass, spread = sums(left, shift, to.entropy)
     if held is not None:
-        left, right = halves(z)
-        e, mass, spread = sums(left, shift, to.entropy)
         held.store([m * BM, block * BN], e.to(held.dtype))
-        e, more_mass, more_spread = sums(right, shift, to.entropy)
+    e, more_mass, more_spread = sums(right, shift, to.entropy)
+    if held is not None:
         held.store([m * BM, block * BN + BN // 2], e.to(held.dtype))
-        mass += more_mass
-        spread += more_spread
-    else:
-        _, mass, spread = sums(z, shift, to.entropy)
+    mass += more_mass
+    spread += more_spread
     tl.store(rests + place, mass, mask=inside)
     if to.entropy:
         tl.store(spreads + place, spread * LN2, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def product_kernel(x, w, held, of, n, v, h, PROGRAMS: tl.constexpr):
     each_tile(x, w, held, of, n, v, h, PROGRAMS, sum_tile)
 
@@ -136,16 +135,16 @@ def _product_act(
     if not n:
         return out
     target, terms = x.new_empty(n, dtype=torch.float32), None
-    logit = torch.empty_like(target)  # of its own, so that its alignment does not depend on n
+    logit = torch.empty_like(target)
     if held is not None:
         logit, terms = held.reference, held.terms
     reference, z = Reference(torch.empty_like(targets), logit, target), scaling(transform)
     pair, v = (matrix_of(x), matrix_of(w)), w.shape[0]
-    launch_reference(n, *pair, targets, z, reference, first, v, h, BLOCK=1024)
-    blocks = cdiv(v, WIDTH)
-    parts = x.new_empty(1 + entropy + mean, blocks, n, dtype=torch.float32)
-    peaks = x.new_empty(blocks, n, dtype=torch.float32) if top1 else None
-    sums = Sums(parts, blocks * n, peaks, constant(entropy), constant(mean))
+    launch_reference(n, *pair, targets, z, reference, first, v, h, HALVES=10)
+    blocks, pitch = cdiv(v, WIDTH), 16 * cdiv(n, 16)
+    parts = x.new_empty(1 + entropy + mean, blocks, pitch, dtype=torch.float32)
+    peaks = x.new_empty(blocks, pitch, dtype=torch.float32) if top1 else None
+    sums = Sums(parts, pitch, blocks * pitch, peaks, constant(entropy), constant(mean))
     run_product(x, w, terms, Epilogue(reference, z, sums))
     tile = None if terms is None else matrix_of(terms)
     launch_finish(Finish(*pair, tile, reference, z, sums, out), blocks, n, v, h, vocabulary, needs)

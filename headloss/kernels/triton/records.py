@@ -79,6 +79,8 @@ def scaling(transform: Transform) -> LogitScaling:
         return _scaling(cap, float(scale), float(temperature))
     inner, outer = (None, scale) if cap is None else (scale / cap, cap)
     temperature = temperature.to(torch.float32).contiguous()
+    if temperature.data_ptr() % 16:  # some of the tokens': kernels are the same wherever they begin
+        temperature = temperature.clone()
     return LogitScaling(inner, float(outer), float(scale), temperature, NO)
 
 

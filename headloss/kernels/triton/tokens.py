@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .formulas import per_row, transformed
+from .formulas import folded, per_row, transformed
 from .launch import Launcher
 
 
@@ -23,7 +23,7 @@ class Reference(NamedTuple):
     target: Tensor  # z_y, -inf where it lies in another slice
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["targets"])
 def reference_kernel(
     x,  # Matrix [n, H]
     w,  # Matrix [v, H]
@@ -33,9 +33,11 @@ def reference_kernel(
     first,
     v,
     h,
-    BLOCK: tl.constexpr,
+    HALVES: tl.constexpr,
 ):
-    """The column that a token refers to, its target or a stand-in, and that column's logit."""
+    """The column that a token refers to, its target or a stand-in, and that column's logit, which
+    is summed in one order whatever the layout."""
+    BLOCK: tl.constexpr = 1 << HALVES
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row) - first
     inside = (target >= 0) & (target < v)
@@ -46,7 +48,8 @@ def reference_kernel(
         a = tl.load(x.data + row * x.stride + at, mask=at < h, other=0.0).to(tl.float32)
         b = tl.load(w.data + column * w.stride + at, mask=at < h, other=0.0).to(tl.float32)
         total += a * b
-    logit = transformed(tl.sum(total, 0), z, per_row(z.outer, z, row))
+    own = tl.sum(folded(tl.reshape(total, (BLOCK, 1)), 1, HALVES), 0)
+    logit = transformed(own, z, per_row(z.outer, z, row))
     tl.store(to.own + row, column)
     tl.store(to.logit + row, logit)
     tl.store(to.target + row, tl.where(inside, logit, float("-inf")))
