@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .batch.batch import Batch
 from .head.head import Head, check_head
-from .objective.elsewhere import READ, loss_elsewhere
+from .objective.elsewhere import CANDIDATE, READ, loss_elsewhere
 from .options import Options
 from .ranks.collectives import inside
 from .ranks.dtensor import local_head
@@ -36,9 +36,13 @@ class HeadStats(_Statistics):
     It unpacks to three: `logp, lse, entropy = headloss.head_stats(...)`.
 
     Attributes:
+        candidate_logps: [.., K] of a batch with `candidate_ids`, else None.
+        candidate_tail: [..] the log of the other tokens' mass, where `gradients` names it.
         plan: what ran; None in a compiled graph.
     """
 
+    candidate_logps: Tensor | None = None
+    candidate_tail: Tensor | None = None
     plan: Plan | None = None
 
 
@@ -49,7 +53,8 @@ def head_stats(
     options: Options | None = None,
     gradients: Collection[str] = READ,
 ) -> HeadStats:
-    """Log-prob of the target, log-sum-exp and entropy at each position, without the logits.
+    """Log-prob of the target, log-sum-exp and entropy at each position, without the logits; and
+    log-probs of the candidates that a batch names.
 
     For a loss that somebody else's code makes of them. float32 (float64 for float64 inputs).
     Unscored positions get 0 and give no gradient. A batch brings its packing, which other calls
@@ -64,6 +69,8 @@ def head_stats(
     Args:
         options: see `Options`. `main_grad` is written in the backward pass. `upstream` is refused.
         gradients: which statistics will carry a gradient; the others are returned detached.
+            "candidate_logps" and "candidate_tail" may be among them; the tail, which takes logits
+            in float32, is there only if it is named.
 
     Raises:
         ValueError, TypeError: as `head_loss`.
@@ -71,7 +78,7 @@ def head_stats(
     """
     check_head(head)
     check_eager("head_stats", hidden, head.weight)
-    options, names = options or Options(), _checked(gradients)
+    options, names = options or Options(), _checked(gradients, targets_or_batch)
     if options.upstream is not None:
         raise ValueError(
             f"upstream: got {options.upstream}, want None: statistics have an upstream gradient "
@@ -87,22 +94,32 @@ def head_stats(
             return head_stats(hidden, head, targets_or_batch, options)
     head = local_head(head)
     batch = _batch(targets_or_batch, hidden, options)
-    call = linear_call(hidden, head, batch, loss_elsewhere(names), options)  # type: ignore[arg-type]
+    candidates = isinstance(batch, Batch) and "candidate_ids" in batch.fields
+    objective = loss_elsewhere(names, candidates=candidates)
+    call = linear_call(hidden, head, batch, objective, options)  # type: ignore[arg-type]
     open_source, tensors = call.open_linear(hidden, head, options)
     with inside(hidden.device.type, *call.work.groups):
         found = HeadStatistics.apply(call.work, open_source, call.packing, names, *tensors)
-    stats = HeadStats(*found)
+    stats = HeadStats(*found[: len(READ)])
+    if candidates:
+        logps, tail = found[-1][..., :-1], found[-1][..., -1]
+        stats.candidate_logps = logps if CANDIDATE[0] in names else logps.detach()
+        stats.candidate_tail = tail if CANDIDATE[1] in names else None
     stats.plan = call.plan
     return stats
 
 
-def _checked(gradients: Collection[str]) -> frozenset[str]:
+def _checked(gradients: Collection[str], given: object) -> frozenset[str]:
     """The names of statistics; TypeError or ValueError for anything else."""
+    candidates = isinstance(given, Batch) and "candidate_ids" in given.fields
+    names = (*READ, *CANDIDATE) if candidates else READ
     if isinstance(gradients, str) or not isinstance(gradients, Collection):
-        raise TypeError(f"gradients: got {gradients!r}, want a tuple of names out of {READ}")
+        raise TypeError(f"gradients: got {gradients!r}, want a tuple of names out of {names}")
     for name in gradients:
-        if name not in READ:
-            raise ValueError(f"gradients: got {name!r}, want names out of {READ}")
+        if name in CANDIDATE and not candidates:
+            raise ValueError(f"gradients: got {name!r}, want a batch with candidate_ids")
+        if name not in names:
+            raise ValueError(f"gradients: got {name!r}, want names out of {names}")
     return frozenset(gradients)
 
 

@@ -144,10 +144,8 @@ class Bound:
         if batch.live is not None:
             dead = ~batch.live
             found = {n: g.masked_fill(_at_rows(dead, g), 0) for n, g in found.items()}
-        if CANDIDATES in found:  # what an empty slot holds is a constant, as is what has no mass
-            constant = stats.divergences[CANDIDATES].isneginf()
-            constant |= pad(batch.candidate_ids < 0, (0, 1))
-            found[CANDIDATES] = found[CANDIDATES].masked_fill(constant, 0)
+        if CANDIDATES in found:
+            found[CANDIDATES] = without_constants(found[CANDIDATES], stats, batch)
         if self.scale is not None:
             found = {name: g * self.scale for name, g in found.items()}
         return found, values
@@ -229,6 +227,13 @@ def _differentiate(total: Tensor, inputs: dict[object, Tensor]) -> dict[object, 
     gradients = torch.autograd.grad(total, list(inputs.values()), allow_unused=True)
     pairs = zip(inputs, gradients, strict=True)
     return {name: gradient for name, gradient in pairs if gradient is not None}
+
+
+def without_constants(slopes: Tensor, stats: Statistics, batch: PackedBatch) -> Tensor:
+    """Slopes of candidates [n, K + 1]: what an empty slot holds is a constant, as is what has no
+    mass."""
+    constant = stats.divergences[CANDIDATES].isneginf()
+    return slopes.masked_fill(constant | pad(batch.candidate_ids < 0, (0, 1)), 0)
 
 
 def _at_rows(of_rows: Tensor, like: Tensor) -> Tensor:

@@ -20,9 +20,10 @@ from ..losses.identity import leaves_of
 from ..losses.scope import Scope
 from ..losses.term import Objective, Reads, Term
 from .bound import Gradient, Piece, owed, power_of_two
-from .statistics import Coefficients, Statistics, pull_back
+from .statistics import BESIDE, CANDIDATES, Coefficients, Statistics, pull_back
 
 READ: tuple[str, ...] = ("logp", "lse", "entropy")
+CANDIDATE = ("candidate_logps", "candidate_tail")  # also, of a batch with candidates
 ALL = slice(None)
 
 
@@ -36,11 +37,16 @@ class Elsewhere(NamedTuple):
 
 
 @functools.cache
-def loss_elsewhere(gradients: frozenset[str], scope: Scope = "elsewhere") -> Objective:
-    """What stands for it: it reads the statistics of `READ`, and differentiates `gradients`."""
+def loss_elsewhere(
+    gradients: frozenset[str], scope: Scope = "elsewhere", candidates: bool = False
+) -> Objective:
+    """What stands for it: it reads the statistics of `READ`, log-probs of `candidates`, their rest
+    where its gradient is asked for, and differentiates `gradients`."""
+    statistics = frozenset((*READ, *CANDIDATE[:candidates])) | gradients
+    differentiable = {BESIDE.get(name, name) for name in gradients}
     term = Term(
         name="loss_elsewhere",
-        function=Elsewhere(Reads(frozenset(READ), frozenset(), gradients)),
+        function=Elsewhere(Reads(statistics, frozenset(), frozenset(differentiable))),
         scope=scope,
         reduction=token_mean,
         options=(("gradients", tuple(sorted(gradients))),),
@@ -49,17 +55,18 @@ def loss_elsewhere(gradients: frozenset[str], scope: Scope = "elsewhere") -> Obj
 
 
 def gradient_of(
-    slopes: dict[str, Tensor],  # d loss / d statistic, [T] each
+    slopes: dict[str, Tensor],  # d loss / d statistic, [T] each, candidates' [T, K + 1]
     stats: Statistics,
     vocabulary: int,
     rescaled: bool,
 ) -> tuple[Gradient, Tensor | None]:
     """The coefficients that follow; with `rescaled`, near 1, and the power of two that brought them
     there."""
-    gradient = Gradient(pull_back(slopes, stats, vocabulary), {}, torch.empty(0))
+    sparse: dict[object, Tensor] = {key: slopes[key] for key in (CANDIDATES,) if key in slopes}
+    gradient = Gradient(pull_back(slopes, stats, vocabulary), sparse, torch.empty(0))
     if not rescaled:
         return gradient, None
-    found = gradient.coefficients.tensors().values()
+    found = [*gradient.coefficients.tensors().values(), *sparse.values()]
     scale = power_of_two([c.abs().max() for c in found if len(c)])
     return gradient.map(lambda t: t * scale), scale
 

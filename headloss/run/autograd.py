@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from ..batch.packing import Packing
+from ..objective.bound import without_constants
 from ..objective.elsewhere import READ, gradient_of
+from ..objective.statistics import BESIDE, CANDIDATES
 from ..ranks.collectives import inside
 from ..softmax.linear import RawSoftmax
 from ..softmax.rows import ALL
@@ -69,7 +71,8 @@ class HeadLoss(torch.autograd.Function):
 
 
 class HeadStatistics(torch.autograd.Function):
-    """logp, lse and entropy of all positions; its backward pulls back what a loss elsewhere sends.
+    """logp, lse and entropy of all positions, and [.., K + 1] of candidates where there are any;
+    its backward pulls back what a loss elsewhere sends.
 
     `gradients` names those that carry one; `tensors` and `open_source` are as in `HeadLoss`. What a
     held schedule keeps is saved with autograd, so that checkpointing drops it and makes it again.
@@ -79,8 +82,13 @@ class HeadStatistics(torch.autograd.Function):
     def forward(ctx, work: Work, open_source: Open, packing: Packing, gradients, *tensors):
         source = open_source(tensors)
         swept = sweep(work, source)
-        found = {n: packing.scatter(getattr(swept.whole.stats, n), alone=True) for n in READ}
-        ctx.mark_non_differentiable(*(t for n, t in found.items() if n not in gradients))
+        stats = swept.whole.stats
+        given = {n: getattr(stats, n) for n in READ}
+        if CANDIDATES in stats.divergences:
+            given[CANDIDATES] = stats.divergences[CANDIDATES]
+        found = {n: packing.scatter(t, alone=True) for n, t in given.items()}
+        carry = {BESIDE.get(name, name) for name in gradients}
+        ctx.mark_non_differentiable(*(t for n, t in found.items() if n not in carry))
         ctx.set_materialize_grads(False)
         ctx.given, ctx.swept = (work, open_source, packing), swept._replace(held=[])
         ctx.used, ctx.count, aside = False, 0, []
@@ -107,8 +115,12 @@ class HeadStatistics(torch.autograd.Function):
         source: Any = open_source(saved[: ctx.count]) if ctx.count else None
         tiles = iter(saved[ctx.rest :])
         swept = swept._replace(held=[again(tiles) for again in ctx.again])
-        given = {n: packing.gather(g) for n, g in zip(READ, upstream, strict=True) if g is not None}
+        names = (*READ, CANDIDATES)[: len(upstream)]
+        pairs = zip(names, upstream, strict=True)
+        given = {n: packing.gather(g) for n, g in pairs if g is not None}
         stats, width = swept.whole.stats, work.vocabulary
+        if CANDIDATES in given:
+            given[CANDIDATES] = without_constants(given[CANDIDATES], stats, work.batch)
         gradient, scale = gradient_of(given, stats, width, ctx.rescaled)
         if work.tolerance is not None:
             gradient = work.tolerance(gradient, stats, ALL, scale)

@@ -42,6 +42,8 @@ def in_graph(
     if isinstance(given, Batch):
         if given.support is not None:
             raise ValueError("support_ids: got them in a compiled graph, which does not serve them")
+        if "candidate_ids" in given.fields:
+            raise ValueError("candidate_ids: got them in a compiled graph, want head_stats outside")
         given = given.targets
     targets = check_targets(given, hidden, options).targets
     x = hidden.reshape(-1, hidden.shape[-1])

@@ -1,0 +1,88 @@
+"""`head_stats` with candidates: a loss elsewhere on their log-probs, against plain logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import headloss as hl
+from headloss.testing import error
+
+N, H, V, K = 12, 8, 97, 5
+ALL = ("logp", "entropy", "candidate_logps", "candidate_tail")
+SCHEDULES = {
+    "recompute": {"schedule": "recompute", "chunk_tokens": 4},
+    "held": {"schedule": "held"},
+    "frozen": {"schedule": "frozen"},
+    "static": {"static": True},
+}
+
+
+def problem(dtype: torch.dtype):
+    hidden, weight = torch.randn(N, H).to(dtype), torch.randn(V, H).to(dtype)
+    ids = torch.rand(N, V).argsort(1)[:, :K]
+    ids[::3, 2] = -1
+    targets = torch.where(torch.arange(N) % 2 == 0, ids[:, 0], torch.randint(V, (N,)))
+    targets[[3, 8]] = -100
+    ids[3], hidden[3] = 1 << 40, float("nan")
+    batch = hl.Batch(targets.view(3, 4), candidate_ids=ids.view(3, 4, K))
+    return hidden.view(3, 4, H), weight, batch
+
+
+def foreign(logp, entropy, logps, tail):
+    """Of all tokens at once, and of what empty slots hold."""
+    found = (logps.exp() * torch.linspace(-1, 2, K)).sum(-1) + 0.1 * logps.sum(-1) - logp
+    found = found - 0.1 * entropy + (0 if tail is None else tail.exp() - 0.2 * tail)
+    return found.square().sum().sqrt()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_loss_of_candidates(name: str, dtype: torch.dtype) -> None:
+    hidden, weight, batch = problem(dtype)
+    names = ("logp", "candidate_logps") if name == "frozen" else ALL
+    scored, ids = (batch.targets != -100).view(-1), batch.candidate_ids.view(-1, K)
+    x = hidden.view(-1, H)[scored].double().requires_grad_()
+    w = weight.double().clone().requires_grad_()
+    log_p = (x @ w.t()).log_softmax(1)
+    kept = ids[scored]
+    chosen = log_p.gather(1, kept.clamp_min(0)).masked_fill(kept < 0, 0)
+    mask = torch.zeros(len(x), V + 1).scatter(1, torch.where(kept < 0, V, kept), -torch.inf)
+    tail = (log_p + mask[:, :V]).logsumexp(1)
+    logp = log_p.gather(1, batch.targets.view(-1, 1)[scored])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(1)
+    if name == "frozen":
+        loss = foreign(logp, entropy.detach(), chosen, None)
+    else:
+        loss = foreign(logp, entropy, chosen, tail)
+    loss.backward()
+
+    leaf = hidden.clone().requires_grad_()
+    head = hl.Head(weight.clone().requires_grad_(name != "frozen"))
+    found = hl.head_stats(leaf, head, batch, hl.Options(**SCHEDULES[name]), gradients=names)
+    assert found.candidate_logps.shape == (3, 4, K) and len(found) == 3
+    assert found.candidate_logps.view(-1, K)[~scored].eq(0).all()
+    assert (found.candidate_tail is None) == (name == "frozen")
+    ours = foreign(found.logp, found.entropy, found.candidate_logps, found.candidate_tail)
+    unscored = torch.linspace(-1, 2, K).sum() + (found.candidate_tail is not None)  # of zeros
+    ours = (ours.square() - 2 * unscored**2).sqrt()
+    assert abs(ours.double() - loss) <= (1e-9 if dtype == torch.float64 else 1e-3) * loss
+    ours.backward()
+    tolerance = 1e-10 if dtype == torch.float64 else 2e-2
+    got = leaf.grad.view(-1, H)
+    assert error(got[scored], x.grad) <= tolerance and got[~scored].eq(0).all()
+    if name != "frozen":
+        assert error(head.weight.grad, w.grad) <= tolerance
+
+
+def test_what_carries_a_gradient() -> None:
+    hidden, weight, batch = problem(torch.float64)
+    hidden.requires_grad_()
+    found = hl.head_stats(hidden, hl.Head(weight), batch)
+    assert found.logp.requires_grad and not found.candidate_logps.requires_grad
+    assert found.candidate_tail is None
+    found = hl.head_stats(hidden, hl.Head(weight), batch, gradients=("candidate_tail",))
+    assert found.candidate_tail.requires_grad and not found.candidate_logps.requires_grad
+    with pytest.raises(ValueError, match="'candidate_logps', want a batch with candidate_ids"):
+        hl.head_stats(hidden, hl.Head(weight), batch.targets, gradients=("candidate_logps",))
+    assert hl.head_stats(hidden, hl.Head(weight), batch.targets).candidate_logps is None
