@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 import torch
@@ -143,3 +143,43 @@ def test_nemo_rl_distillation(outside: bool, kind: str) -> None:
     leaves = (hidden, weight)
     got = (out.loss, *torch.autograd.grad(out.loss, leaves))
     torch.testing.assert_close(got, (want, *torch.autograd.grad(want, leaves)))
+
+
+# ---------------------------------------------------------------------- likelihood alone
+
+
+@pytest.mark.parametrize("edge", LENGTHS)
+@pytest.mark.parametrize("per_token", [True, False])
+def test_openrlhf_sft(per_token: bool, edge: str) -> None:
+    """SFTLoss; per sample, rows without a scored token are not counted."""
+    utils = file_of("openrlhf", "models/utils.py")
+    mean = extracted(utils, "masked_mean", torch=torch, Optional=Optional).masked_mean
+    file = file_of("openrlhf", "models/loss.py")
+    given = {"nn": nn, "torch": torch, "Optional": Optional, "masked_mean": mean}
+    loss = extracted(file, "aggregate_loss", "SFTLoss", **given).SFTLoss
+    pairs = Pairs(edge)
+    want = loss(per_token)(pairs.leaf, pairs.mask.double())
+    term = hl.cross_entropy().over("token_mean" if per_token else "sequence_mean")
+    if not per_token:
+        want = want * pairs.mask.any(1).double().mean()  # the empty rows count here
+    pairs.check(term, want, 1e-7)  # their denominator has an epsilon of 1e-8
+
+
+@pytest.mark.parametrize("edge", LENGTHS)
+def test_nemo_rl_likelihood(edge: str) -> None:
+    """NLLLossFn alone, and as DPOLossFn's sft part: a sum or a mean of each chosen answer."""
+    utils = file_of("nemo_rl", "nemo_rl/algorithms/utils.py")
+    mean = extracted(utils, "masked_mean", torch=torch, Tensor=Tensor, Optional=None).masked_mean
+    file = file_of("nemo_rl", "nemo_rl/algorithms/loss/loss_functions.py")
+    call = extracted(file, "NLLLossFn.__call__", torch=torch, masked_mean=mean, Any=Any).__call__
+    pairs = Pairs(edge)
+    column = torch.zeros(B, 1, dtype=torch.float64)
+    ones = torch.ones(B, dtype=torch.float64)
+    data = {"token_mask": torch.cat([column, pairs.mask], 1), "sample_mask": ones}
+    tokens = pairs.mask.sum()
+    want, _ = call(None, pairs.leaf, data, None, tokens)
+    pairs.check(hl.cross_entropy(), want, 1e-7)
+    for average, over in ((False, "sequence_sum"), (True, "sequence_mean")):
+        of_rows, _ = call(None, pairs.leaf, data, None, tokens, True, average)
+        term = hl.cross_entropy().over(over).where("chosen")
+        pairs.check(term, of_rows[::2].mean(), 1e-7)
