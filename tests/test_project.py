@@ -103,6 +103,8 @@ ALLOWED: dict[str, set[str]] = {
     "run.loop": {*PARTS, *LOGITS, "objective.bound", "run.plan", *ENGINE},
     "run.signature": {*PARTS, "losses.term", "head.head", "options"},
     "run.autograd": {
+        "objective.bound",
+        "objective.statistics",
         "batch.packing",
         "objective.elsewhere",
         "ranks.collectives",
