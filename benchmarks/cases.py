@@ -105,10 +105,14 @@ def table() -> Iterator[Case]:
         frozen,
         *DEFAULTS,
         "headloss, frozen",
+        "head_stats, frozen",
         *PLAIN,
         *LOGPS,
         goal="0.93 of logits + dX",
     )
+    foreign = ("head_stats, held", "head_stats, recompute", *PLAIN, *LOGPS)
+    goal = "held: 0.95 within T x V x 2 bytes"
+    yield row("GRPO in plain PyTorch on log-probs", "grpo", WIDE, *foreign, goal=goal)
     half = replace(WIDE, quiet=2)
     yield row("GRPO, half the rows", "grpo", half, *DEFAULTS, *BUDGETS, "TRL", goal="1.3")
     one_and_five = ("headloss, no metrics", "headloss")

@@ -19,6 +19,7 @@ from works import Inputs, Setting, Values, Work
 import headloss as hl
 
 MIB = 1 << 20
+STATISTICS = ("logp", "lse", "entropy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +160,20 @@ def _head_stats(work: Work, setting: Setting) -> Run:
         return Found(values={"logps": stats.logp, "entropies": stats.entropy})
 
     return run
+
+
+def _stats_elsewhere(schedule: str, gradients: tuple[str, ...] = STATISTICS) -> Any:
+    """`head_stats` under a loss in plain PyTorch: what another trainer does with it."""
+
+    def make(work: Work, setting: Setting) -> Run:
+        def values(inputs: Inputs) -> Values:
+            head, options = hl.Head(inputs.weight), hl.Options(schedule=schedule)
+            found = hl.head_stats(inputs.hidden, head, inputs.targets, options, gradients)
+            return Values(found.logp, found.lse, found.entropy)
+
+        return _by_values(values, work)
+
+    return make
 
 
 # ---------------------------------------------------------------------- from log-probs or a loss
@@ -436,6 +451,9 @@ def _registry() -> dict[str, Contestant]:
     add("headloss, frozen", _headloss(schedule="frozen"))
     add("headloss, reference", _headloss(backend="reference"))
     add("head_stats", _head_stats)
+    add("head_stats, held", _stats_elsewhere("held"))
+    add("head_stats, recompute", _stats_elsewhere("recompute"))
+    add("head_stats, frozen", _stats_elsewhere("frozen", ("logp",)))
     add("headloss in place", _in_place())
     add("headloss in place, declared upstream", _in_place(upstream=1.0))
     add("headloss in place, captured", _captured, gpu=True)

@@ -81,6 +81,16 @@ def test_objective_and_plain_loss_agree(name: str, contestant: str) -> None:
     assert max(found.values()) < 1e-4
 
 
+@pytest.mark.parametrize("schedule", ["held", "recompute", "frozen"])
+def test_a_plain_loss_on_head_stats(schedule: str) -> None:
+    setting = replace(TINY, trains=("hidden",)) if schedule == "frozen" else TINY
+    inputs = works.make_inputs(setting, CPU)
+    made = contestants.CONTESTANTS[f"head_stats, {schedule}"].make(works.WORKS["grpo"], setting)
+    true = oracle.make_oracle(works.WORKS["grpo"], inputs, setting)
+    found = oracle.errors(made(inputs), true)
+    assert set(setting.trains) <= found.keys() and max(found.values()) < 1e-4
+
+
 def test_inputs_look_trained() -> None:
     setting = replace(TINY, tokens=1000, width=256, vocabulary=9001, segments=25, quiet=2)
     inputs = works.make_inputs(setting, CPU)

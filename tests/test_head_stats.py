@@ -351,6 +351,46 @@ def test_it_unpacks_to_three():
     assert found.plan is not None and found.plan.schedule == "statistics"
 
 
+@pytest.mark.parametrize("schedule", ["held", "held in blocks", "recompute", "frozen"])
+@pytest.mark.parametrize("tail", [False, True])
+def test_candidates(schedule, tail):
+    hidden, weight, targets, _ = problem()
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.stack([torch.randperm(V, generator=generator)[:5] for _ in range(N)])
+    ids[::3, 1] = -1
+    trained = schedule != "frozen"
+    x, w = hidden.requires_grad_(), weight.requires_grad_(trained)
+    batch, options = hl.Batch(targets, candidate_ids=ids), hl.Options(**SCHEDULES[schedule])
+    names = ("logp", "candidate_logps", "candidate_tail")[: 2 + tail]
+    if schedule == "frozen" and tail:
+        with pytest.raises(ValueError, match="frozen"):
+            hl.head_stats(x, hl.Head(w), batch, options, names)
+        return
+    found = hl.head_stats(x, hl.Head(w), batch, options, names)
+    scored = (targets != -100).unsqueeze(1)
+    log_p = hl.Head(w).logits(torch.where(scored, x, 0)).log_softmax(-1)
+    want = torch.where(scored & (ids >= 0), log_p.gather(1, ids.clamp_min(0)), 0)
+    rest = torch.ones(N, V + 1, dtype=torch.bool).scatter_(1, ids % (V + 1), False)[:, :V]
+    other = torch.where(scored[:, 0], log_p.masked_fill(~rest, -torch.inf).logsumexp(1), 0)
+    torch.testing.assert_close(found.candidate_logps, want)
+    upstream = torch.randn(N, 5, generator=generator, dtype=torch.float64)
+    loss, exact = ((t * upstream).sum() for t in (found.candidate_logps, want))
+    assert len(found) == 3 and not found.entropy.requires_grad
+    if tail:
+        torch.testing.assert_close(found.candidate_tail, other)
+        loss, exact = loss + found.candidate_tail.square().sum(), exact + other.square().sum()
+    else:
+        assert found.candidate_tail is None
+    leaves = (x, w) if trained else (x,)
+    for got, true in zip(
+        torch.autograd.grad(loss, leaves), torch.autograd.grad(exact, leaves), strict=True
+    ):
+        torch.testing.assert_close(got, true)
+    assert not hl.head_stats(x, hl.Head(w), batch).candidate_logps.requires_grad
+    with pytest.raises(ValueError, match="candidate_logps', want a batch with candidate_ids"):
+        hl.head_stats(x, hl.Head(w), targets, None, names[:2])
+
+
 # ---------------------------------------------------------------------- compiled graphs
 
 
