@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..batch.reduction import Reduction, token_mean
-from ..losses import Objective
+from ..losses import Objective, Term, cispo
 
 
 def require_version(package: str, *known: str) -> None:
@@ -32,6 +36,16 @@ def per(denominator: float | Tensor) -> Reduction:
         return (1 / count).expand_as(lengths)
 
     return Reduction("per_count", weigh)
+
+
+def raw_cispo(cap: float, level: Any = "token") -> Term:
+    """CISPO as TRL and Liger have it: `epsilon_high` is the cap itself, and may lie below 1."""
+    term: Any = cispo(importance_sampling_level=level)
+    clip = {"clip": (-math.inf, cap)}
+    weight = partial(term.function.keywords["weight"], **clip)
+    return replace(
+        term, function=partial(term.function, weight=weight), observe=partial(term.observe, **clip)
+    )
 
 
 def over_count(objective: Objective, count: float | Tensor) -> Objective:

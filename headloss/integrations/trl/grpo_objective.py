@@ -6,9 +6,6 @@ them; the loss is what TRL's `_compute_loss` would return, less the routers' aux
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +17,7 @@ from ...batch.reduction import Reduction, fixed_length, sequence_mean, sequence_
 from ...losses import Objective, Term, term
 from ...losses.importance import LEVELS
 from ...losses.modifiers import top_entropy
-from ..shared import per
+from ..shared import per, raw_cispo
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
@@ -104,13 +101,7 @@ def policy_term(trainer: Any) -> Term:
             importance_sampling_level=level,
         )
     if kind == "cispo":
-        cispo = losses.cispo(importance_sampling_level=level)
-        # TRL's epsilon_high is the cap itself, and its default lies below 1.
-        cap = {"clip": (-math.inf, trainer.epsilon_high)}
-        assert cispo.observe is not None
-        return replace(
-            cispo, function=partial(cispo.function, **cap), observe=partial(cispo.observe, **cap)
-        )
+        return raw_cispo(trainer.epsilon_high, level)
     if kind == "sapo":
         return losses.sapo(
             temperature_pos=args.sapo_temperature_pos,
