@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
+import warnings
 
 import torch
 
@@ -15,10 +16,11 @@ def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     """The backend's name; ValueError where an explicit one cannot serve this device and dtype."""
     if backend == "auto":
         usable = device.type == "cuda" and dtype != torch.float64 and _has_triton()
-        return "triton" if usable else "reference"
+        return "triton" if usable else "reference"  # which `_failure` warns of once
     if backend == "triton":
         if not _has_triton():
-            raise ValueError('backend: got "triton", but triton cannot be imported here')
+            why = f": {reason}" if (reason := _failure()) else ""
+            raise ValueError(f'backend: got "triton", but triton cannot be imported here{why}')
         if device.type != "cuda" and not _interprets():
             raise ValueError(f'backend: got "triton", which needs a GPU, for tensors on {device}')
         if dtype == torch.float64:
@@ -63,9 +65,37 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@functools.cache
 def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return _failure() is None
+
+
+@functools.cache
+def _failure() -> str | None:
+    """Why Triton's kernels cannot run here, which is warned of where there is a GPU for them; None
+    if they can. Asked once."""
+    try:
+        if importlib.util.find_spec("triton") is None:
+            raise ImportError("triton is not installed")
+        load("triton")
+        if torch.cuda.is_available():
+            _find_driver()
+        return None
+    except Exception as error:  # a broken installation may raise anything
+        reason = f"{type(error).__name__}: {error}"
+    if torch.cuda.is_available():
+        warnings.warn(
+            f"headloss: the triton backend cannot be used, and the reference serves ({reason})",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return reason
+
+
+def _find_driver() -> None:
+    """Triton compiles the helpers of its driver on first use: without a compiler it raises here."""
+    from triton.runtime import driver
+
+    driver.active.get_current_target()
 
 
 def _interprets() -> bool:

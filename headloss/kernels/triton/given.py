@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,7 +38,7 @@ from .records import (
     programs_on,
     scaling,
 )
-from .versions import INTERPRETED
+from .versions import INTERPRETED, has_clusters
 from .walk import (
     LOWEST,
     closed_slope,
@@ -221,8 +222,7 @@ def given_rows(walk: Walk, *, shape: Shape | None = None) -> Partials | None:
     if count == 0:
         return partials
     if shape is None:
-        both = statistics and out is not None
-        shape = next(s for width, s in SHAPES.items() if v >= width) if both else APART
+        shape = shape_of(v, statistics and out is not None, x.device)
     parts = shape.parts if statistics and out is not None else 1
     size = cdiv(cdiv(v, parts), ALIGNMENT) * ALIGNMENT
     offsets = None if out is None else out.offsets
@@ -241,9 +241,19 @@ def given_rows(walk: Walk, *, shape: Shape | None = None) -> Partials | None:
     return partials
 
 
+def shape_of(v: int, both: bool, device: torch.device) -> Shape:
+    """For rows of v columns; `both`: two walks. Without clusters one block takes a row, and only
+    NVIDIA's compilers are told how many registers to take."""
+    shape = next(s for width, s in SHAPES.items() if v >= width) if both else APART
+    if not has_clusters(device):
+        shape = shape._replace(parts=1)
+    return shape._replace(registers=None) if torch.version.hip is not None else shape
+
+
 @functools.cache
 def launcher(warps: int, parts: int, registers: int | None) -> Launcher:
-    return Launcher(given_kernel, num_warps=warps, num_ctas=parts, maxnreg=registers)
+    options = {} if registers is None else {"maxnreg": registers}
+    return Launcher(given_kernel, num_warps=warps, num_ctas=parts, **options)
 
 
 def lane_count(v: int, element_size: int, warps: int) -> int:

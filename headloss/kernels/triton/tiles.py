@@ -14,9 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Tile
+from .versions import capability, shared_memory
 
 ROWS, WIDTH, DEPTH = 128, 256, 64  # a tile, and the slice of H that is in flight
 WARPS, STAGES = 8, 4
+SHARED = 226 << 10  # bytes that a program takes: the stages, and half a tile on its way out
 BM, BN, BK = tl.constexpr(ROWS), tl.constexpr(WIDTH), tl.constexpr(DEPTH)
 
 
@@ -65,7 +67,7 @@ OPTIONS = {"num_warps": WARPS, "num_stages": STAGES}
 
 def can_fuse(x: Tensor, w: Tensor) -> bool:
     """Whether the operands suit the tensor memory accelerator: 16 bits wide, rows of whole 16
-    bytes, and a GPU that has one (the interpreter has)."""
+    bytes, and a GPU that has one and room for the tiles (the interpreter has)."""
     if x.is_cuda and not _has_accelerator(x.device):
         return False
     return x.dtype in (torch.bfloat16, torch.float16) and all(
@@ -76,7 +78,8 @@ def can_fuse(x: Tensor, w: Tensor) -> bool:
 
 @functools.cache
 def _has_accelerator(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] >= 9
+    """And the shared memory for the tiles in flight, which consumer cards have not."""
+    return capability(device)[0] >= 9 and shared_memory(device) >= SHARED
 
 
 def check_operands(x: Tensor, w: Tensor) -> None:

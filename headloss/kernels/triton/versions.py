@@ -1,4 +1,4 @@
-"""What differs between Tritons, and between a GPU and the interpreter."""
+"""What differs between Tritons, between GPUs, and between a GPU and the interpreter."""
 
 from __future__ import annotations
 
@@ -14,5 +14,22 @@ def overlaps(device: torch.device) -> bool:
     """Whether gluon.py runs here, for products without a soft cap."""
     if device.type != "cuda" or triton.knobs.runtime.interpret:
         return False
-    hopper = torch.cuda.get_device_capability(device) == (9, 0)
-    return hopper and triton.__version__.startswith(GLUON)
+    return capability(device) == (9, 0) and triton.__version__.startswith(GLUON)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Of an NVIDIA GPU. ROCm counts its own generations with the same numbers: there (0, 0)."""
+    if torch.version.hip is not None:
+        return (0, 0)
+    return torch.cuda.get_device_capability(device)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may take of a multiprocessor."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def has_clusters(device: torch.device) -> bool:
+    """Whether blocks of a launch can share their memory: Hopper and the Blackwell of data centres.
+    (The interpreter has the whole tensor at hand.)"""
+    return device.type != "cuda" or 9 <= capability(device)[0] < 12

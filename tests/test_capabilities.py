@@ -1,0 +1,106 @@
+"""Which kernels a GPU gets, and what happens where Triton is missing or broken; without a GPU."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from triton_cases import DEVICE  # first: it asks for the interpreter
+
+from headloss import kernels
+from headloss.kernels.triton import given, tiles, versions
+
+GPU = torch.device("cuda", 0)
+HOPPER, SMALL = 227 << 10, 99 << 10  # bytes of shared memory
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Nothing is known of the machine."""
+    for known in (kernels._failure, tiles._has_accelerator):
+        known.cache_clear()
+    yield
+    for known in (kernels._failure, tiles._has_accelerator):
+        known.cache_clear()
+
+
+def on(monkeypatch, capability: tuple[int, int], shared: int = HOPPER, hip: str | None = None):
+    """As if there were such a GPU."""
+    properties = types.SimpleNamespace(shared_memory_per_block_optin=shared)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(versions.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(versions.triton, "__version__", "3.6.0")
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "shared", "hip", "fused", "overlaps", "clusters"),
+    [
+        ("A100", (8, 0), 163 << 10, None, False, False, False),
+        ("L40S", (8, 9), SMALL, None, False, False, False),
+        ("H100", (9, 0), HOPPER, None, True, True, True),
+        ("B200", (10, 0), HOPPER, None, True, False, True),
+        ("RTX 5090", (12, 0), SMALL, None, False, False, False),
+        ("MI300X", (9, 4), 64 << 10, "6.2", False, False, False),
+        ("MI250X", (9, 0), HOPPER, "6.2", False, False, False),
+    ],
+)
+def test_kernels_of_a_gpu(
+    monkeypatch, fresh, name, capability, shared, hip, fused, overlaps, clusters
+) -> None:
+    on(monkeypatch, capability, shared, hip)
+    assert tiles._has_accelerator(GPU) is fused
+    assert versions.overlaps(GPU) is overlaps
+    assert versions.has_clusters(GPU) is clusters
+    wide = given.shape_of(200000, True, GPU)
+    assert wide.parts == (8 if clusters else 1)
+    assert (wide.registers is None) is (hip is not None)
+    assert given.shape_of(200000, False, GPU).parts == 1
+
+
+def test_the_tiles_in_flight_fit_the_memory_that_is_asked_for() -> None:
+    """What Triton takes beside them is a few dozen bytes."""
+    ring = tiles.STAGES * (tiles.ROWS + tiles.WIDTH) * tiles.DEPTH * 2
+    out = tiles.ROWS * tiles.WIDTH // 2 * 2
+    assert ring + out < tiles.SHARED <= HOPPER
+
+
+@pytest.mark.parametrize("broken", ["missing", "import", "driver"])
+def test_a_triton_that_does_not_work(monkeypatch, fresh, broken: str) -> None:
+    """`auto` falls back with one warning, which names the reason; "triton" raises it."""
+
+    def fail() -> None:
+        raise RuntimeError("no C compiler was found")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels, "_find_driver", fail if broken == "driver" else lambda: None)
+    reason = {
+        "missing": "ImportError: triton is not installed",
+        "import": "ModuleNotFoundError: import of headloss.kernels.triton halted",
+        "driver": "RuntimeError: no C compiler was found",
+    }[broken]
+    if broken == "missing":
+        monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    if broken == "import":
+        monkeypatch.setitem(sys.modules, "headloss.kernels.triton", None)
+        monkeypatch.delattr(kernels, "triton")
+    with pytest.warns(RuntimeWarning, match=reason) as seen:
+        found = [kernels.choose("auto", GPU, d) for d in (torch.bfloat16, torch.float32)]
+    assert found == ["reference"] * 2 and len(seen) == 1
+    with pytest.raises(ValueError, match=f'backend: got "triton".*{reason}'):
+        kernels.choose("triton", GPU, torch.bfloat16)
+
+
+def test_nobody_is_warned_without_need(monkeypatch, fresh) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kernels.choose("auto", torch.device("cpu"), torch.float32) == "reference"
+        assert kernels.choose("auto", GPU, torch.float64) == "reference"
+        assert kernels.choose("auto", GPU, torch.float32) == "triton"
+    assert DEVICE in ("cpu", "cuda")
