@@ -2,7 +2,7 @@
 
 from .covariance import clip_cov, kl_cov
 from .distillation import distillation, on_policy_distillation
-from .kl import kl
+from .kl import kl, kl_shaped
 from .modifiers import Modifier
 from .policy import bnpo, dapo, dr_grpo, grpo, gspo, gspo_token, luspo, ppo
 from .preference import cpo, dpo, ipo, orpo, simpo
@@ -70,6 +70,7 @@ __all__ = [
     "aot",
     "distillation",
     "on_policy_distillation",
+    "kl_shaped",
     "rejection_mask",
     "value_loss",
     "bradley_terry",

@@ -135,7 +135,7 @@ def grpo(
         importance_sampling_level: "token", "sequence" or "sequence_token"; see the module.
 
     Inputs: advantages, old_logps. Default reduction: sequence_mean.
-    Also called: TRL grpo.
+    Also called: TRL grpo, Liger grpo, AgileRL GRPO.
     """
     level = importance_sampling_level
     return _clipped(sequence_mean, epsilon_low, epsilon_high, level=level, delta=delta)
@@ -154,7 +154,8 @@ def gspo(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Term:
         epsilon_low, epsilon_high: how far the ratio may move from 1, each >= 0.
 
     Inputs: advantages, old_logps. Default reduction: sequence_mean.
-    Also called: TRL GSPO.
+    Also called: TRL GSPO, OpenRLHF gspo, NeMo-RL sequence_level_importance_ratios, AgileRL
+    trajectory.
     """
     return _clipped(sequence_mean, epsilon_low, epsilon_high, level="sequence")
 
@@ -297,6 +298,6 @@ def ppo(
         dual_clip: bounds the loss of a negative advantage; > 1, or None for no bound.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
-    Also called: verl vanilla.
+    Also called: verl vanilla, OpenRLHF ppo, NeMo-RL ClippedPGLossFn.
     """  # noqa: E501 (an equation is one line)
     return _clipped(token_mean, epsilon_low, epsilon_high, dual_clip=dual_clip)

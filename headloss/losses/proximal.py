@@ -121,7 +121,7 @@ def dppo(
         surrogate: "log_prob" as above, or "ratio": the same gradient with the value -w A.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
-    Also called: verl dppo_tv, verl dppo_kl.
+    Also called: verl dppo_tv, verl dppo_kl, prime-rl default, prime-rl ipo.
     """  # noqa: E501 (an equation is one line)
     one_of(DIVERGENCES, divergence=divergence)
     number(">= 0", lambda x: x >= 0, delta_low=delta_low, delta_high=delta_high)

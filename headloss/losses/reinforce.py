@@ -52,7 +52,7 @@ def reinforce(stats: Statistics, batch: PackedBatch) -> Tensor:
     Williams 1992, doi:10.1007/BF00992696.
 
     Inputs: advantages. Default reduction: token_mean.
-    Also called: verl gpg.
+    Also called: verl gpg, NeMo-RL disable_ppo_ratio.
     """
     assert stats.logp is not None
     return -batch.advantages * stats.logp
@@ -101,7 +101,7 @@ def cispo(
         importance_sampling_level: "token", "sequence" or "sequence_token"; see `importance`.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
-    Also called: TRL cispo, verl cispo.
+    Also called: TRL cispo, verl cispo, Liger cispo, NeMo-RL use_cispo, AgileRL CISPO.
     """
     non_negative(epsilon_high=epsilon_high)
     if 1 < epsilon_high <= 1.5:

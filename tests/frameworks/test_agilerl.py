@@ -1,0 +1,191 @@
+"""The same numbers as AgileRL's LLM losses, run from their source: its package needs another."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from losses_case import assert_same, value_and_gradient
+from parity import Step, compare, extracted, file_of, ours, step, theirs
+from torch import Tensor
+
+import headloss as hl
+
+TOOLS = (
+    *("fill_outside_mask", "masked_mean", "pool_by_turns", "pool_log_ratio_by_level"),
+    *("clipped_min_surrogate", "clipped_is_surrogate", "calculate_k3_kl"),
+    "k3_kl_penalty_reference",
+)
+METHODS = (
+    *("_apply_kl_advantage_shaping", "_token_loss_weights", "_reduce_masked_loss"),
+    *("_clipped_units", "_log_importance_weights", "_compute_policy_loss", "_off_policy_drops"),
+)
+TURNS = torch.tensor([[0, 0, -1, 1, 1, 1, 2], [0, 1, 1, 1, -1, -1, -1]] + [[0] * 7] * 3)
+
+
+@pytest.fixture(scope="module")
+def peer() -> tuple[SimpleNamespace, SimpleNamespace]:
+    tools = extracted(file_of("agilerl", "utils/llm_utils.py"), *TOOLS)
+    grpo = extracted(
+        file_of("agilerl", "algorithms/grpo.py"),
+        *(f"GRPO.{name}" for name in METHODS),
+        **vars(tools),
+    )
+    return tools, grpo
+
+
+def trainer(methods: SimpleNamespace, window: Any = None, **options: Any) -> SimpleNamespace:
+    made = SimpleNamespace(
+        **{
+            "beta": 0.0,
+            "kl_clamp": None,
+            "use_kl_advantage_shaping": False,
+            "use_bias_correction_kl": False,
+            "clip_coef_min": 0.85,
+            "clip_coef_max": 1.25,
+            "vllm_importance_sampling_cap": 1.4,
+            "_masks_off_policy_tokens": False,
+            "off_policy_token_mask_bounds": None,
+            "off_policy_sequence_mask_threshold": None,
+            **options,
+        }
+    )
+    made._resolve_loss_window = lambda: window
+    for name in METHODS:
+        setattr(made, name, getattr(methods, name).__get__(made))
+    return made
+
+
+def policy(peer, made: Step, level="token", objective="grpo", sampled=False, turns=None, **options):
+    agent = trainer(peer[1], **options)
+
+    def loss(logp: Tensor) -> Tensor:
+        return agent._compute_policy_loss(
+            made["mask"],
+            logp,
+            made["old_logps"],
+            made["ref_logps"],
+            made["advantages"],
+            turns,
+            level,
+            objective,
+            sampling_log_probs=made["sampling_logps"] if sampled else None,
+        )[0]
+
+    return loss
+
+
+CLIP = {"epsilon_low": 0.15, "epsilon_high": 0.25}
+NEAR = 3e-7  # its weights of tokens are float32
+EDGES = ("random", "clipped", "one token")
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_grpo(peer, edge: str) -> None:
+    made = step(edge)
+    compare(hl.grpo(**CLIP), made, policy(peer, made), NEAR)
+    window = (1, float(made["mask"].sum()))
+    compare(hl.dapo(**CLIP), made, policy(peer, made, window=window), NEAR)
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_gspo(peer, edge: str) -> None:
+    made = step(edge, per_token=False)
+    compare(hl.gspo(**CLIP), made, policy(peer, made, "trajectory"), NEAR)
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_cispo(peer, edge: str) -> None:
+    made = step(edge)
+    term = hl.cispo(epsilon_high=0.25).over("sequence_mean")
+    compare(term, made, policy(peer, made, objective="cispo"), NEAR)
+
+
+def test_sampler_correction_and_kl(peer) -> None:
+    made = step()
+    term = hl.grpo(**CLIP).corrected("token_truncate", max=1.4)
+    for corrected in (False, True):
+        kl = hl.kl(estimator="k3", zero_above=0.05, bias_corrected=corrected)
+        options = {"beta": 0.1, "kl_clamp": 0.05, "use_bias_correction_kl": corrected}
+        want = policy(peer, made, sampled=True, **options)
+        compare(term + 0.1 * kl.over("sequence_mean"), made, want, NEAR)
+
+
+def test_off_policy_masks(peer) -> None:
+    made = step(per_token=False)
+    options = {"_masks_off_policy_tokens": True, "off_policy_sequence_mask_threshold": 0.01}
+    term = hl.grpo(**CLIP).off_policy_masked(0.01)
+    without = {**made}
+    del without["sampling_logps"]
+    want = policy(peer, made, **options)
+    compare(term, without, want, NEAR)
+
+
+def test_kl_shaped_advantages(peer) -> None:
+    """Its gradient flows through the advantages: 2.3 % off the policy gradient."""
+    made = step()
+    want = policy(peer, made, beta=0.3, use_kl_advantage_shaping=True)
+    options: dict[str, Any] = {"beta": 0.3, "estimator": "k3", "centred": True}
+    compare(hl.kl_shaped(hl.grpo(**CLIP), through=True, **options), made, want, NEAR)
+    got, theirs_ = ours(hl.kl_shaped(hl.grpo(**CLIP), **options), made), theirs(made, want)
+    assert_same(got[:1], theirs_[:1], NEAR)
+    away = (got[1] - theirs_[1]).norm() / got[1].norm()
+    assert 0.02 < away < 0.03, away
+
+
+def by_turns(made: Step) -> hl.Batch:
+    """Turns as segments: three in the first row, two in the second."""
+    mask = made["mask"] & (TURNS >= 0)
+    ids = TURNS + torch.tensor([0, 3, 5, 6, 7])[:, None]
+    fields = {n: t for n, t in made.items() if n not in ("mask", "logp")}
+    segments = hl.Segments.from_ids(ids.where(mask, 0), 8)
+    return hl.Batch(torch.where(mask, 0, -100), segments, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("reduction", "level"), [("mean", "sequence"), ("sum", "sequence_product")]
+)
+def test_turns(peer, reduction: str, level: Any) -> None:
+    """A turn is a segment: its ratio is the mean's or the sum's, and the mean is over turns."""
+    made = step(scale=0.1)
+    mask = made["mask"] & (TURNS >= 0)
+
+    def loss(logp: Tensor) -> Tensor:
+        return peer[0].clipped_is_surrogate(
+            logp - made["old_logps"],
+            made["advantages"],
+            mask,
+            TURNS,
+            "turn",
+            0.1,
+            turn_reduction=reduction,
+        )[0]
+
+    leaf = made["logp"].clone().requires_grad_()
+    want = value_and_gradient(loss(leaf), leaf)
+    term = hl.grpo(epsilon_low=0.1, epsilon_high=0.1, importance_sampling_level=level)
+    filled = hl.Totals(int(mask.sum()), 7)  # the last row has no turn
+    logits = torch.stack([leaf, torch.log1p(-leaf.exp())], -1)
+    out = hl.logits_loss(logits, by_turns(made).with_fields(), term)
+    (gradient,) = torch.autograd.grad(out.loss, leaf)
+    times = 8 / float(filled.segments)
+    assert_same([out.loss.detach() * times, gradient * times], want, 1e-6)
+
+
+def test_value_loss(peer) -> None:
+    made = step()
+    agent = SimpleNamespace(clip_coef=0.2, vf_coef=0.5)
+    method = extracted(
+        file_of("agilerl", "algorithms/ppo_llm.py"),
+        "PPO._compute_vf_loss_token",
+        **vars(peer[0]),
+    )._compute_vf_loss_token
+    old, returns = made["old_logps"], made["ref_logps"]
+    want = theirs(made, lambda v: method(agent, v, old, returns, made["mask"]))
+    batch = hl.Batch(torch.where(made["mask"], 0, -100), returns=returns, old_values=old)
+    leaf = made["logp"].clone().requires_grad_()
+    value = 0.5 * hl.value_loss(leaf, batch, clip=0.2)
+    value, gradient = value_and_gradient(value, leaf)
+    assert_same([value, gradient[made["mask"]]], want)

@@ -1,0 +1,92 @@
+"""The same numbers as prime-rl's loss functions, run from their source: it is on no index."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+from parity import EDGES, Step, compare, extracted, file_of, step
+from torch import Tensor
+
+import headloss as hl
+
+FUNCTIONS = ("default_loss_fn", "ipo_loss_fn", "ref_kl_loss_fn", "ce_loss_fn")
+FAR = ("random", "clipped", "one token")  # its ratios are not clamped: e^90 there, e^20 here
+
+
+@pytest.fixture(scope="module")
+def peer() -> SimpleNamespace:
+    return extracted(
+        file_of("prime_rl", "src/prime_rl/trainer/rl/loss.py"),
+        *("LossInputs", "LossOutputs", "_safe_mean", "compute_importance_ratio_and_mismatch_kl"),
+        *FUNCTIONS,
+        Tensor=Tensor,
+        dataclass=dataclass,
+        field=field,
+        __name__=__name__,
+    )
+
+
+def of(peer: SimpleNamespace, name: str, made: Step, **config: float):
+    """Summed row by row and divided by the step's tokens, as its `compute_loss` does."""
+
+    def loss(logp: Tensor) -> Tensor:
+        total = logp.sum() * 0
+        for b in range(len(logp)):
+            inputs = peer.LossInputs(
+                trainer_logprobs=logp[b],
+                inference_logprobs=made["old_logps"][b],
+                ref_logprobs=made["ref_logps"][b],
+                advantages=made["advantages"][b],
+                loss_mask=made["mask"][b],
+            )
+            more = (SimpleNamespace(**config),) if config else ()
+            total = total + getattr(peer, name)(inputs, *more).loss
+        return total / made["mask"].sum()
+
+    return loss
+
+
+def drift(tau: float) -> hl.Objective:
+    """tau (log r)^2."""
+    return 2 * tau * hl.kl(estimator="k2", against="old_logps")
+
+
+@pytest.mark.parametrize("edge", FAR)
+def test_default(peer: SimpleNamespace, edge: str) -> None:
+    config = {"dppo_mask_low": 0.08, "dppo_mask_high": 0.05, "adv_tau": 0.7, "kl_tau": 1e-2}
+    term = hl.dppo(delta_low=0.08, delta_high=0.05, ratio_max=None, surrogate="ratio")
+    for seed in range(3):
+        made = step(edge, seed)
+        want = of(peer, "default_loss_fn", made, **config)
+        compare(0.7 * term + drift(1e-2), made, want)
+
+
+@pytest.mark.parametrize("edge", FAR)
+def test_ipo(peer: SimpleNamespace, edge: str) -> None:
+    config = {"ipo_threshold": 0.06, "adv_tau": 1.0, "kl_tau": 1e-2}
+    bounds = {"delta_low": 0.06, "delta_high": 0.06, "one_sided": False}
+    term = hl.dppo(**bounds, ratio_max=None, surrogate="ratio")  # type: ignore[arg-type]
+    for seed in range(3):
+        made = step(edge, seed)
+        compare(term + drift(1e-2), made, of(peer, "ipo_loss_fn", made, **config))
+
+
+@pytest.mark.parametrize("edge", FAR)
+def test_ref_kl(peer: SimpleNamespace, edge: str) -> None:
+    """The reverse divergence as the advantage; only a fall by more than 0.2 is dropped."""
+    bounds = {"delta_low": 0.2, "delta_high": 1.0, "one_sided": False}
+    term = hl.dppo(**bounds, ratio_max=None, surrogate="ratio")  # type: ignore[arg-type]
+    for seed in range(3):
+        made = step(edge, seed)
+        made["advantages"] = torch.zeros_like(made["advantages"])
+        term_ = hl.kl_shaped(term, beta=1.0)
+        compare(term_ + drift(1e-3), made, of(peer, "ref_kl_loss_fn", made))
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_ce(peer: SimpleNamespace, edge: str) -> None:
+    made = step(edge)
+    compare(hl.cross_entropy(), made, of(peer, "ce_loss_fn", made))
