@@ -101,6 +101,14 @@ def test_support_has_a_ratio_of_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ratio 1.000000" in support and float(whole.split()[5].strip(",")) < 0.97
 
 
+def test_zero_mismatch(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exactly 1 on a GPU; a CPU's own product may take another order for another size."""
+    (line,) = run_example("zero_mismatch", capsys)
+    least, most = (float(line.split()[i].strip(",")) for i in (2, 4))
+    near = 0 if torch.cuda.is_available() else 4e-6
+    assert 1 - near <= least <= most <= 1 + near
+
+
 def test_a_trainers_own_loss(capsys: pytest.CaptureFixture[str]) -> None:
     *ways, by_hand = run_example("foreign_loss", capsys)
     assert len({way.split(": ")[1] for way in ways}) == 1 and len(ways) == 3

@@ -1,0 +1,40 @@
+"""The ratio of training to scoring is exactly 1 where the hidden states are the same.
+
+Answers are scored one by one, and trained in chunks together with others. On a GPU a token's
+log-prob is the same bits in both (bfloat16 heads without bias or adapter): what is left of a
+mismatch between sampler and trainer is none of the head's. A CPU promises it only nearly.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import headloss as hl
+
+ON_GPU = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+LENGTHS = (3, 129, 40, 1, 77, 250)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    width, vocabulary, tokens = (1024, 32000, sum(LENGTHS)) if ON_GPU else (32, 200, sum(LENGTHS))
+    hidden = torch.randn(tokens, width, device=DEVICE, dtype=DTYPE)
+    weight = torch.randn(vocabulary, width, device=DEVICE, dtype=DTYPE) * width**-0.5
+    targets = torch.randint(vocabulary, (tokens,), device=DEVICE)
+    head = hl.Head(weight.requires_grad_())
+    with torch.no_grad():  # each answer by itself
+        answers = zip(hidden.split(LENGTHS), targets.split(LENGTHS), strict=True)
+        old = torch.cat([hl.head_stats(x, head, y).logp for x, y in answers])
+    segments = hl.Segments.from_lengths(torch.tensor(LENGTHS, device=DEVICE))
+    advantages = torch.randn(len(LENGTHS), device=DEVICE)
+    batch = hl.Batch(targets, segments, advantages, old_logps=old)
+    options = hl.Options(schedule="one_pass", chunk_tokens=100)
+    out = hl.head_loss(hidden.requires_grad_(), head, batch, hl.grpo(), options)
+    out.loss.backward()
+    least, most = (float(out.metrics[f"grpo/ratio_{end}"]) for end in ("min", "max"))
+    print(f"ratio from {least!r} to {most!r}, same bits: {torch.equal(out.logps, old)}")
+
+
+if __name__ == "__main__":
+    main()
