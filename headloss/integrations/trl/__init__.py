@@ -6,6 +6,7 @@ from headloss.integrations.trl import GRPOTrainer  # in place of `from trl impor
 from .dpo import DPOTrainer
 from .forward import Switches
 from .grpo import GRPOTrainer
+from .install import install, uninstall
 from .sft import SFTTrainer
 
-__all__ = ["DPOTrainer", "GRPOTrainer", "SFTTrainer", "Switches"]
+__all__ = ["DPOTrainer", "GRPOTrainer", "SFTTrainer", "Switches", "install", "uninstall"]

@@ -1,0 +1,156 @@
+"""headloss under TRL's other trainers: its chunked log-probs and its chunked divergence, replaced.
+
+    install()       RLOO, KTO, GRPO, SFT, DPO, async GRPO and distillation trainers run on headloss
+    uninstall()     TRL is as it was
+
+The losses stay TRL's, so that no schedule is one pass; where headloss has a trainer of its own
+(`GRPOTrainer`, `SFTTrainer`, `DPOTrainer`), that one is faster.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl.trainer import distillation_trainer, utils
+
+from ... import losses
+from ...batch.batch import IGNORE, Batch
+from ...head.head import Head
+from ...head_loss import head_loss
+from ...head_stats import head_stats
+from ..shared import per, require_version
+from .common import Probe
+from .forward import require
+
+SEAMS = ((utils, "_ChunkedLogProbFunction"), (distillation_trainer, "_chunked_divergence_loss"))
+_before: list[Any] = []
+
+
+def install() -> None:
+    """Put headloss in place of TRL's two functions, in this process, until `uninstall()`.
+
+    Raises:
+        RuntimeError: a release of TRL that is not known here.
+    """
+    require_version("trl", "1.16")
+    if _before:
+        return
+    for owner, name in SEAMS:
+        require(owner, name)
+    _before.extend(getattr(owner, name) for owner, name in SEAMS)
+    for (owner, name), ours in zip(SEAMS, (LogProbs, divergence_loss), strict=True):
+        setattr(owner, name, ours)
+
+
+def uninstall() -> None:
+    """Undo `install()`."""
+    for (owner, name), theirs in zip(SEAMS, _before, strict=False):
+        setattr(owner, name, theirs)
+    _before.clear()
+
+
+def _refuse_zero3(*weights: Tensor) -> None:
+    if any(hasattr(weight, "ds_id") for weight in weights):
+        raise ValueError(
+            "headloss.integrations.trl.install: a head that ZeRO-3 shards is not supported; call "
+            "uninstall(), or use headloss's GRPOTrainer, SFTTrainer or DPOTrainer"
+        )
+
+
+class LogProbs:
+    """In place of `ChunkedLogProbFunction`; log-probs and entropies carry a gradient."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,  # [N, H]
+        weight: Tensor,  # [V, H]
+        bias: Tensor | None,
+        targets: Tensor,  # [N]
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
+    ) -> tuple[Tensor | None, ...]:
+        """[N]: log-probs, entropies, log of the sum of p^2, mean logits, whether top-1."""
+        _refuse_zero3(weight)
+        head = Head(weight, bias, temperature, final_logit_softcapping, logit_scale)
+        stats = head_stats(hidden, head, targets)
+        names = {"log_sum_sq_probs": "sum_p_squared", "mean_logits": "mean_logit"}
+        names["is_top1"] = "top1"
+        asked = {name: at for name, at in names.items() if name in outputs}
+        found: dict[str, Tensor] = {}
+        if asked:
+            probe = Probe(*asked.values())
+            with torch.no_grad():
+                head_loss(hidden, head, Batch(targets), probe.term)
+            found = {name: probe.scatter(at, targets.shape) for name, at in asked.items()}
+        squares, top1 = found.get("log_sum_sq_probs"), found.get("is_top1")
+        return (
+            stats.logp,
+            stats.entropy if "entropy" in outputs else None,
+            None if squares is None else squares.log(),
+            found.get("mean_logits"),
+            None if top1 is None else top1.bool(),
+        )
+
+
+def divergence_loss(
+    student_hidden_states: Tensor,  # [B, K, H]
+    teacher_hidden_states: Tensor,  # [B, K, H']
+    student_lm_head_weight: Tensor,  # [V, H]
+    teacher_lm_head_weight: Tensor,  # [V, H']
+    completion_mask: Tensor,  # [B, K]
+    beta: float,
+    num_items_in_batch: Tensor | int | None = None,
+    student_lm_head_bias: Tensor | None = None,
+    teacher_lm_head_bias: Tensor | None = None,
+    student_logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    student_final_logit_softcapping: float | None = None,
+    teacher_final_logit_softcapping: float | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """In place of TRL's loss of a student against a teacher: loss, sum of entropies, tokens.
+
+    One pass. The temperature divides logits after scale and soft cap, without a factor of T^2.
+    """
+    _refuse_zero3(student_lm_head_weight, teacher_lm_head_weight)
+    if any(type(w).__name__ == "DTensor" for w in (student_lm_head_weight, teacher_lm_head_weight)):
+        raise ValueError(
+            "headloss.integrations.trl.install: distillation with a head that FSDP2 shards is not "
+            "supported; call uninstall()"
+        )
+    scored = completion_mask != 0
+    kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta), "js")
+    teacher = Head(
+        teacher_lm_head_weight.detach(),
+        teacher_lm_head_bias,
+        softcap=teacher_final_logit_softcapping,
+        logit_scale=teacher_logit_scale,
+    )
+    term = losses.distillation(
+        divergence=kind,  # type: ignore[arg-type]
+        beta=beta if kind == "js" else 0.5,
+        temperature=temperature,
+        teacher_head=teacher,
+    )
+    if num_items_in_batch is not None:
+        term = term.over(per(num_items_in_batch))
+    head = Head(
+        student_lm_head_weight,
+        student_lm_head_bias,
+        softcap=student_final_logit_softcapping,
+        logit_scale=student_logit_scale,
+    )
+    targets = torch.zeros_like(completion_mask, dtype=torch.int64).masked_fill(~scored, IGNORE)
+    batch = Batch(targets, teacher_hidden=teacher_hidden_states.detach())  # type: ignore[arg-type]
+    out = head_loss(student_hidden_states, head, batch, term)
+    entropies = out.entropies
+    if temperature != 1.0 or entropies is None:
+        with torch.no_grad():
+            warm = Head(head.weight, head.bias, temperature, head.softcap, head.logit_scale)
+            entropies = head_stats(student_hidden_states, warm, targets).entropy
+    return out.loss, entropies.sum(), scored.sum()

@@ -1,0 +1,88 @@
+"""headloss in place of TRL's chunked log-probs and divergence, against TRL's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+import trl_case
+from trl.trainer import distillation_trainer, utils
+
+from headloss.integrations.trl import install, uninstall
+
+
+@pytest.fixture(autouse=True)
+def afterwards() -> Iterator[None]:
+    before = utils._ChunkedLogProbFunction, distillation_trainer._chunked_divergence_loss
+    yield
+    uninstall()
+    after = utils._ChunkedLogProbFunction, distillation_trainer._chunked_divergence_loss
+    assert before == after
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])
+def test_log_probs_of_a_model(family: str) -> None:
+    """What `add_fused_lm_head` gives RLOO, KTO, SFT, DPO and async GRPO."""
+    outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    ids = torch.randint(3, 100, (3, 7), generator=torch.Generator().manual_seed(0))
+    labels = ids.masked_fill(torch.arange(7) < torch.tensor([[2], [0], [5]]), -100)
+    found = []
+    for ours in (False, True):
+        if ours:
+            install()
+        model: Any = trl_case.load(trl_case.saved(family))
+        utils.add_fused_lm_head(model, temperature=0.7, outputs=outputs)
+        out = model(input_ids=ids, labels=labels, fused_lm_head=True)
+        (out.log_probs.sum() + 0.3 * (out.entropy**2).sum()).backward()
+        gradients = [p.grad for p in model.parameters()]
+        found.append(([getattr(out, name) for name in ("loss", *outputs)], gradients))
+    (want, wanted), (got, gradients) = found
+    for a, b in zip([*want, *wanted], [*got, *gradients], strict=True):
+        torch.testing.assert_close(b, a, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("count", [None, 17])
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_divergence(beta: float, count: int | None, temperature: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    hidden, weight = normal(2, 5, 4), normal(23, 4)
+    teacher = normal(2, 5, 6), normal(23, 6)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 1, 1, 1]])
+    found = []
+    for ours in (False, True):
+        if ours:
+            install()
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        out = distillation_trainer._chunked_divergence_loss(
+            leaves[0],
+            teacher[0],
+            leaves[1],
+            teacher[1],
+            mask,
+            beta,
+            count,
+            student_final_logit_softcapping=5.0,
+            teacher_logit_scale=0.5,
+            temperature=temperature,
+        )
+        found.append([*out, *torch.autograd.grad(out[0], leaves)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a, rtol=2e-5, atol=2e-6)
+
+
+def test_heads_of_zero3_are_refused() -> None:
+    install()
+    install()  # a second one changes nothing
+    weight = torch.randn(5, 3)
+    weight.ds_id = 1  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="ZeRO-3 shards is not supported"):
+        utils._ChunkedLogProbFunction.apply(torch.randn(2, 3), weight, None, torch.zeros(2), 1.0, 8)
