@@ -43,6 +43,11 @@ class Options:
             that of a hidden state the error of the weight's. It changes nothing where no product
             can be saved: under "frozen", and in blocks so small that a GPU would wait for longer
             than it saves. Dense teachers, given logits and static shapes are refused.
+        batch_invariant: a token's log-prob, log-sum-exp and entropy are the same bits in any batch,
+            chunk and schedule also for heads with a bias, adapters, float16 and float32; and, for
+            given coefficients and one schedule, its row of the hidden gradient. Products are then
+            our own, slower than the vendor's. On a GPU; without it bfloat16 heads have the first.
+            Not promised: the weight's gradient, divergences, other devices and numbers of shards.
         sequence_parallel: `hidden` is this rank's slice of the tokens; needs a vocab group. They
             are gathered a chunk at a time; with `static`, whose order of tokens is known to the
             device alone, all at once.
@@ -62,6 +67,7 @@ class Options:
     static: bool = False
     skip_rows: bool = True
     gradient_tolerance: float = 0.0
+    batch_invariant: bool = False
     sequence_parallel: bool = False
     metrics: bool = True
     upstream: float | None = None

@@ -129,3 +129,73 @@ def test_sweep_of_sizes_permutations_and_schedules(softcap: float | None) -> Non
     ):
         for name, value in of_call(hidden, head, targets, **options).items():
             assert torch.equal(value, whole[name]), (name, options)
+
+
+# ---------------------------------------------------------------------- Options(batch_invariant)
+
+
+FLOAT = torch.float32
+
+
+@pytest.mark.parametrize("dtypes", [(SIXTEEN, SIXTEEN), (FLOAT, FLOAT), (FLOAT, SIXTEEN)])
+def test_a_row_of_a_product_is_its_own(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    x = torch.randn(140, 77, device=DEVICE).to(dtypes[0])
+    w = torch.randn(77, 150, device=DEVICE).to(dtypes[1])
+    want = (x.double() @ w.double()).float()
+    for b in (w, w.t().contiguous().t()):
+        whole = triton_backend.fixed_product(x, b)
+        torch.testing.assert_close(whole, want, rtol=1e-5, atol=1e-4)
+        for rows in (slice(0, 1), slice(3, 10), slice(127, 130)):
+            assert torch.equal(triton_backend.fixed_product(x[rows], b), whole[rows])
+        more = torch.ones_like(whole)
+        assert torch.equal(triton_backend.fixed_product(x, b, out=more), more)
+        torch.testing.assert_close(more, want + 1, rtol=1e-5, atol=1e-4)
+        narrow = triton_backend.fixed_product(x, b, dtype=SIXTEEN)
+        assert torch.equal(narrow, whole.to(SIXTEEN))
+
+
+KINDS = ("plain", "bias", "adapter", "float32")
+
+
+def special_head(kind: str, h: int, v: int, weight: Tensor) -> hl.Head:
+    dtype = torch.float32 if kind == "float32" else SIXTEEN
+    bias = torch.randn(v, device=DEVICE, dtype=dtype) if kind == "bias" else None
+    lora = ()
+    if kind == "adapter":
+        a, b = torch.randn(4, h, device=DEVICE), torch.randn(v, 4, device=DEVICE)
+        lora = (hl.Lora(a=a.requires_grad_(), b=(0.1 * b).requires_grad_(), scaling=0.5),)
+    return hl.Head(weight.to(dtype).requires_grad_(), bias=bias, lora=lora)
+
+
+def trained(
+    hidden: Tensor, head: hl.Head, targets: Tensor, **options: Any
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    leaf = hidden.to(head.weight.dtype).detach().requires_grad_()
+    given = hl.Options(backend="triton", batch_invariant=True, **options)
+    totals = hl.Totals(1, 1)  # the same coefficients in any batch
+    batch = hl.Batch(targets, totals=totals)
+    out = hl.head_loss(leaf, head, batch, hl.cross_entropy(), given)
+    out.loss.backward()
+    assert leaf.grad is not None
+    return out.logps, out.entropies, leaf.grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held"])
+def test_calls_that_are_batch_invariant(kind: str, schedule: str) -> None:
+    n, h, v = (19, 24, 90) if DEVICE == "cpu" else (3000, 512, 20000)
+    hidden, weight, targets = inputs(n, h, v)
+    head = special_head(kind, h, v, weight)
+    whole = trained(hidden, head, targets, schedule=schedule)
+    few = {"chunk_tokens": 7} if schedule == "one_pass" and DEVICE == "cpu" else {}
+    for rows in (slice(0, 1), slice(2, n - 3)):
+        found = trained(hidden[rows], head, targets[rows], schedule=schedule, **few)
+        for value, other in zip(found, whole, strict=True):
+            assert torch.equal(value, other[rows])
+
+
+def test_refused_where_it_cannot_be_kept() -> None:
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    batch, options = hl.Batch(torch.arange(3)), hl.Options(batch_invariant=True)
+    with pytest.raises(ValueError, match="batch_invariant: got True for torch.float32 on cpu"):
+        hl.head_loss(x, hl.Head(w), batch, hl.cross_entropy(), options)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .adapters import read_model, read_module
 from .checks import check_matrix, check_number, check_plain, describe
-from .lora import Dropout, Lora
+from .lora import Dropout, Fixed, Lora
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -107,13 +107,16 @@ class Head:
         """How many rows of the weight are scored."""
         return self.weight.shape[0] if self.vocab_size is None else self.vocab_size
 
-    def factors(self, hidden: Tensor, dropout: Dropout = F.dropout) -> list[tuple[Tensor, Tensor]]:
+    def factors(
+        self, hidden: Tensor, dropout: Dropout = F.dropout, fixed: Fixed | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
         """(features [T, k], rows [V, k]) pairs whose products sum to the raw logits, less the bias.
 
         The first pair is the weight's own, then one per adapter, in that adapter's dtype. Features
         carry autograd to `hidden` and to each `a`. Rows are not cut to `vocab_size`.
         """
-        return [(hidden, self.weight), *((x.features(hidden, dropout), x.b) for x in self.lora)]
+        own = (hidden, self.weight)
+        return [own, *((x.features(hidden, dropout, fixed), x.b) for x in self.lora)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[.., H] to [.., vocabulary] in float32 (float64 for float64 hidden states).

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..softmax.products import WideLinear
+from ..softmax.products import Fixed, WideLinear
 from .checks import check_matrix, check_number
 
 Dropout = Callable[[Tensor, float], Tensor]
@@ -49,8 +49,10 @@ class Lora:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"lora.dropout: got {self.dropout}, want 0 <= dropout < 1")
 
-    def features(self, hidden: Tensor, dropout: Dropout = F.dropout) -> Tensor:
+    def features(
+        self, hidden: Tensor, dropout: Dropout = F.dropout, fixed: Fixed | None = None
+    ) -> Tensor:
         """[T, H] to [T, r]: scaling * dropout(hidden) @ a.T, in float32 or float64."""
         if self.dropout:
             hidden = dropout(hidden, self.dropout)
-        return self.scaling * WideLinear.apply(hidden, self.a)
+        return self.scaling * WideLinear.apply(hidden, self.a, fixed)

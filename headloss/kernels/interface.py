@@ -145,6 +145,15 @@ class Kernels(Protocol):
         """
         ...
 
+    def fixed_product(
+        self, a: Tensor, b: Tensor, *, dtype: torch.dtype = torch.float32, out: Tensor | None = None
+    ) -> Tensor:
+        """a [n, k] @ b [k, m]: [n, m] in `dtype`, rounded once, or added to `out` [n, m].
+
+        b has any strides. Sums are in float32, in an order that knows neither n nor a row's place.
+        """
+        ...
+
     # ------------------------------------------------------------------ products that end in an act
 
     def can_fuse(self, x: Tensor, w: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch.nn.functional import dropout, pad
 from ..kernels.interface import Kernels, Measured
 from ..objective.statistics import Partials, finish, merge_all
 from ..softmax.linear import LinearSoftmax, Wants
-from ..softmax.products import input_gradient
+from ..softmax.products import Fixed, input_gradient
 from ..softmax.rows import RowGradient
 from ..softmax.sums import Hidden
 from .collectives import together
@@ -84,9 +84,11 @@ class Whole:
         """Packed features that can be indexed by rows of all T tokens."""
         return features
 
-    def factors(self, head: Head, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def factors(
+        self, head: Head, hidden: Tensor, fixed: Fixed | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
         """`head.factors` of packed hidden states; gradients of adapters come out complete."""
-        return head.factors(hidden)
+        return head.factors(hidden, fixed=fixed)
 
     def dropout(self, hidden: Tensor, p: float) -> Tensor:
         """Of hidden states that every rank has."""
@@ -178,13 +180,15 @@ class Shard(Whole):
             return features
         return [SpreadRows(f, self.spread) for f in features]
 
-    def factors(self, head: Head, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def factors(
+        self, head: Head, hidden: Tensor, fixed: Fixed | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
         if self.spread is None:
-            return head.factors(hidden, self.dropout)
+            return head.factors(hidden, self.dropout, fixed)
         if head.lora:  # each rank sees its own tokens alone
             lora = (replace(x, a=SumGradient.apply(x.a, self.group)) for x in head.lora)
             head = replace(head, lora=tuple(lora))
-        return head.factors(hidden)
+        return head.factors(hidden, fixed=fixed)
 
     def dropout(self, hidden: Tensor, p: float) -> Tensor:
         """The first rank's, on all."""
@@ -290,7 +294,7 @@ class SharedHidden(Hidden):
             if total is None:
                 continue
             weight = self.source.weights[i]
-            part = input_gradient(gradient.values, weight, self.source.dtype)
+            part = input_gradient(gradient.values, weight, self.source.dtype, self.source.fixed)
             whole = gradient.whole(part, block, weight)
             self.pending.append((i, self.slices.start_sum(whole, block)))
 

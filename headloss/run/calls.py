@@ -68,7 +68,8 @@ class Call:
         fused = self.plan.terms
         if fused and not prepared.acts.can_fuse(x, x):  # a layout that its product cannot read
             x = x.clone(memory_format=torch.contiguous_format)
-        factors = slices.factors(head, x)
+        fixed = prepared.acts.fixed_product if options.batch_invariant else None
+        factors = slices.factors(head, x, fixed)
 
         def open_source(tensors: Sequence[Any]) -> RawSoftmax:
             source = (ExpSoftmax if fused else LinearSoftmax)(
@@ -83,6 +84,7 @@ class Call:
                 beside=self.beside,
                 compute_dtype=prepared.compute_dtype,
                 logits_dtype=options.logits_dtype,
+                fixed=fixed,
             )
             support = self.packing.support
             if support is None:

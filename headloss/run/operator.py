@@ -78,7 +78,9 @@ def _spelt(options: Options) -> str:
             f'schedule: got "{options.schedule}", but a compiled graph is served by recompute'
         )
     default = Options()
-    for name in ("logits_dtype", "accumulate_dtype", "sequence_parallel", "main_grad"):
+    refused = ["logits_dtype", "accumulate_dtype", "sequence_parallel"]
+    refused += ["main_grad", "batch_invariant"]
+    for name in refused:
         if getattr(options, name) is not getattr(default, name):
             raise ValueError(f"{name}: got {getattr(options, name)}, which no compiled graph takes")
     return " ".join([f"{getattr(options, name)}" for name in SPELT])

@@ -29,6 +29,7 @@ MIB = 1 << 20
 TERMS_ROWS = 16384  # tokens per product that writes statistics alone
 SKIP_WORTH = 2 * 10**11  # multiply-adds of a block's product: below it, reading which rows carry a
 # gradient keeps a GPU waiting longer than leaving them out can save
+FIXED_COLUMNS = 16384  # of a slab, where a token's bits are to be its own
 WORKING_BLOCK = 1 << 20  # logits that a reference act works on at once
 SWEEP_BYTES = 480 << 20  # of a sweep that writes terms or gradients in 16 bits
 SLAB_ELEMENTS = (48 << 20, 192 << 20)  # of its slabs, least and most
@@ -128,6 +129,8 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     if schedule == "one_pass":
         rows = max((c.stop - c.start for c in chunks), default=rows)
     tile = _tile(p, rows, explicit=options.chunk_tokens is not None)
+    if options.batch_invariant and not p.narrow:
+        tile = _fixed_tile(p, rows)
     if p.spread:  # no more tokens than a chunk's are gathered at once
         tile = Tile(rows, p.vocabulary)
     pull = _pull(p, schedule)
@@ -281,6 +284,13 @@ def _tile(p: Problem, rows: int, explicit: bool) -> Tile:
     if columns > GRAIN:
         columns = min(p.vocabulary, columns - columns % GRAIN)
     return Tile(tall, columns)
+
+
+def _fixed_tile(p: Problem, rows: int) -> Tile:
+    """Of a width that does not depend on the tokens: a slab of dX adds to the others' sum, and raw
+    logits give their statistics over all columns at once."""
+    columns = min(p.vocabulary, FIXED_COLUMNS) if p.terms else p.vocabulary
+    return Tile(max(1, min(p.tokens, rows * p.vocabulary // columns)), columns)
 
 
 def _bytes(

@@ -153,6 +153,11 @@ def prepare_linear(
         return known, found
     dtype = compute_dtype or hidden.dtype
     backend = kernels.choose(options.backend, hidden.device, dtype)
+    if options.batch_invariant and backend != "triton":
+        raise ValueError(
+            f"batch_invariant: got True for {dtype} on {hidden.device}, want a GPU with the triton "
+            "backend and at most 32 bits: no other product keeps its order for another batch"
+        )
     wants = _wants(hidden, head)
     problem = Problem(
         width=hidden.shape[-1],

@@ -206,6 +206,7 @@ class LinearSoftmax(RawSoftmax):
         vocabulary: V.
         compute_dtype: what products run in where it is not the tensors' own (autocast).
         logits_dtype: what logits are rounded to, if anything.
+        fixed: the product for logits and dX where a row's bits are to be its own.
     """
 
     def __init__(
@@ -222,10 +223,11 @@ class LinearSoftmax(RawSoftmax):
         beside: tuple[Any, ...] = (),
         compute_dtype: torch.dtype | None = None,
         logits_dtype: torch.dtype | None = None,
+        fixed: products.Fixed | None = None,
     ) -> None:
         self.features, self.full_weights, self.full_bias = list(features), list(weights), bias
         self.vocabulary, self.acts, self.tokens = vocabulary, acts, tokens
-        self.first, self.logits_dtype = first, logits_dtype
+        self.first, self.logits_dtype, self.fixed = first, logits_dtype, fixed
         self.teachers, self.beside = teachers, beside
         self.weights = [w if w.shape[0] == vocabulary else w[:vocabulary] for w in weights]
         self.bias = None if bias is None else bias[:vocabulary]
@@ -248,7 +250,7 @@ class LinearSoftmax(RawSoftmax):
         """[n, v] raw logits in float32 or float64, in memory of their own."""
         out = None
         for features, weight in zip(self.features, self.weights, strict=True):
-            out = products.logits(features[rows], weight[columns], out)
+            out = products.logits(features[rows], weight[columns], out, self.fixed)
         assert out is not None
         if self.bias is not None:
             out += self.bias[columns]

@@ -8,12 +8,13 @@ float32 beside a weight in bfloat16).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 aten = torch.ops.aten
+Fixed = Callable[..., Tensor]  # `Kernels.fixed_product`, where a row's bits are to be its own
 BLOCK_ELEMENTS = 1 << 22  # of a matrix, widened at a time
 
 
@@ -42,8 +43,11 @@ def logits(
     features: Tensor,  # [n, H]
     weight: Tensor,  # [v, H]
     out: Tensor | None = None,
+    fixed: Fixed | None = None,
 ) -> Tensor:  # [n, v] float32 or float64
     """features @ weight.T, added to `out` where it is given."""
+    if fixed is not None:
+        return fixed(features, weight.t(), out=out)
     if _is_wide(features, weight) and features.dtype == weight.dtype:
         if out is None:
             return features @ weight.t()
@@ -67,8 +71,11 @@ def input_gradient(
     gradient: Tensor,  # [n, v] d/dlogits
     weight: Tensor,  # [v, H]
     dtype: torch.dtype,
+    fixed: Fixed | None = None,
 ) -> Tensor:  # [n, H]
     """gradient @ weight, in `dtype` (rounded once)."""
+    if fixed is not None:
+        return fixed(gradient.to(weight.dtype), weight, dtype=dtype)
     if _is_wide(weight):
         return (gradient.to(weight.dtype) @ weight).to(dtype)
     if gradient.is_cuda:
@@ -86,8 +93,12 @@ def add_input_gradient_(
     total: Tensor,  # [n, H] float32 or float64, added to
     gradient: Tensor,  # [n, v] d/dlogits
     weight: Tensor,  # [v, H]
+    fixed: Fixed | None = None,
 ) -> None:
     """total += gradient @ weight."""
+    if fixed is not None:
+        fixed(gradient.to(weight.dtype), weight, out=total)
+        return
     if gradient.is_cuda and not _is_wide(weight):
         gradient = gradient.to(weight.dtype)
         aten.addmm.dtype_out(total, gradient, weight, torch.float32, out=total)
@@ -129,18 +140,19 @@ class WideLinear(torch.autograd.Function):
     """x @ weight.T in float32 or float64 whatever the inputs, for the inner side of an adapter."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, fixed: Fixed | None = None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return logits(x, weight)
+        ctx.fixed = fixed
+        return logits(x, weight, fixed=fixed)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[override]
         x, weight = ctx.saved_tensors
         into_x = into_weight = None
         if ctx.needs_input_grad[0]:
-            into_x = input_gradient(gradient, weight, x.dtype)
+            into_x = input_gradient(gradient, weight, x.dtype, ctx.fixed)
         if ctx.needs_input_grad[1]:
             total = torch.zeros_like(weight, dtype=sum_dtype(x.dtype))
             add_weight_gradient_(total, gradient, x)
             into_weight = total.to(weight.dtype)
-        return into_x, into_weight
+        return into_x, into_weight, None

@@ -60,7 +60,7 @@ class Hidden:
 
     def add(self, gradient: RowGradient, columns: slice) -> None:
         values, rows, pairs = gradient.values, gradient.rows, gradient.pairs
-        block = None if self.blocks is None else next(self.blocks)
+        block, fixed = None if self.blocks is None else next(self.blocks), self.source.fixed
         for weight, total in zip(self.source.weights, self.totals, strict=True):
             if total is None:
                 continue
@@ -73,12 +73,12 @@ class Hidden:
             if values.shape[0] == 0:
                 continue
             if block is not None:
-                part = products.input_gradient(values, weight[columns], total.dtype)
+                part = products.input_gradient(values, weight[columns], total.dtype, fixed)
                 gradient.put_(total, part)
             elif isinstance(rows, slice):
-                products.add_input_gradient_(total[rows], values, weight[columns])
+                products.add_input_gradient_(total[rows], values, weight[columns], fixed)
             else:
-                part = products.input_gradient(values, weight[columns], total.dtype)
+                part = products.input_gradient(values, weight[columns], total.dtype, fixed)
                 gradient.add_(total, part)
 
     def last(self) -> None:

@@ -11,6 +11,7 @@ from .chosen import chosen_gradient_, chosen_logits
 from .fused import (
     can_fuse,
     finish,
+    fixed_product,
     held_gradient_,
     held_multiple_,
     product_gradient,
@@ -50,6 +51,7 @@ __all__ = [
     "divergence",
     "divergence_gradient_",
     "finish",
+    "fixed_product",
     "given_rows",
     "held_gradient_",
     "held_multiple_",

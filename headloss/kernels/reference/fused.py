@@ -26,6 +26,13 @@ def _product(x: Tensor, w: Tensor) -> Tensor:
     return x.to(wide(x.dtype)) @ w.to(wide(x.dtype)).t()
 
 
+def fixed_product(
+    a: Tensor, b: Tensor, *, dtype: torch.dtype = torch.float32, out: Tensor | None = None
+) -> Tensor:
+    found = a.to(wide(a.dtype)) @ b.to(wide(a.dtype))
+    return found.to(dtype) if out is None else out.add_(found)
+
+
 def product_partials(
     x: Tensor, w: Tensor, forward: Forward, held: Held | None = None
 ) -> Partials:  # fmt: skip

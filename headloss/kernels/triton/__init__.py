@@ -10,6 +10,7 @@ from .batch import compact, survey
 from .cast import scaled
 from .chosen import chosen_gradient_, chosen_logits
 from .dense import divergence, divergence_gradient_, readable
+from .fixed import fixed_product
 from .given import given_rows, scale_rows_
 from .gradient import logit_gradient_
 from .held import held_gradient_, held_multiple_
@@ -37,6 +38,7 @@ __all__ = [
     "divergence",
     "divergence_gradient_",
     "finish",
+    "fixed_product",
     "given_rows",
     "held_gradient_",
     "held_multiple_",

@@ -1,0 +1,87 @@
+"""A product whose rows are their own: the same tile and the same order of k whatever n is.
+
+A vendor's library chooses its kernel by the number of rows, and with it the order of each sum.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import Launcher, cdiv
+from .records import Matrix, matrix_of
+
+ROWS, COLUMNS, BYTES = 128, 128, 128  # a tile, and bytes of a row that are multiplied at once
+GROUP = 8  # tiles of rows that share one of columns while it is in the L2
+
+
+@triton.jit(do_not_specialize=["n"])
+def fixed_product_kernel(
+    a,  # Matrix [n, k]
+    b,  # [k, m], of the next two strides
+    b_row,
+    b_column,
+    out,  # Matrix [n, m]
+    n,
+    m,
+    k,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDE: tl.constexpr,  # the operands' dtypes differ
+    PRECISION: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    tiles, across = tl.cdiv(n, ROWS), tl.cdiv(m, COLUMNS)
+    group = tl.program_id(0) // (GROUP * across)
+    size = min(tiles - group * GROUP, GROUP)
+    inside = tl.program_id(0) % (GROUP * across)
+    rows = (group * GROUP + inside % size) * ROWS + tl.arange(0, ROWS)
+    columns = inside // size * COLUMNS + tl.arange(0, COLUMNS)
+    here, there = (rows < n)[:, None], (columns < m)[None, :]
+    left = a.data + rows.to(tl.int64)[:, None] * a.stride
+    right = b + columns.to(tl.int64)[None, :] * b_column
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, k, DEPTH):
+        at = start + tl.arange(0, DEPTH)
+        x = tl.load(left + at[None, :], mask=here & (at < k)[None, :], other=0.0)
+        w = tl.load(
+            right + at.to(tl.int64)[:, None] * b_row, mask=there & (at < k)[:, None], other=0.0
+        )
+        if WIDE:
+            x, w = x.to(tl.float32), w.to(tl.float32)
+        total = tl.dot(x, w, total, input_precision=PRECISION)
+    place = out.data + rows.to(tl.int64)[:, None] * out.stride + columns[None, :]
+    if ADD:
+        total += tl.load(place, mask=here & there, other=0.0).to(tl.float32)
+    tl.store(place, total.to(out.data.dtype.element_ty), mask=here & there)
+
+
+launch = Launcher(fixed_product_kernel, num_warps=8, num_stages=3)
+
+
+def fixed_product(
+    a: Tensor, b: Tensor, *, dtype: torch.dtype = torch.float32, out: Tensor | None = None
+) -> Tensor:
+    (n, k), m, add = a.shape, b.shape[1], out is not None
+    if a.stride(1) != 1 or a.data_ptr() % 16:  # kernels are compiled for addresses
+        a = a.clone(memory_format=torch.contiguous_format)
+    out = a.new_empty(n, m, dtype=dtype) if out is None else out
+    if n and m:
+        wide = a.dtype != b.dtype
+        tf32 = torch.backends.cuda.matmul.allow_tf32 and not wide
+        launch(
+            cdiv(n, ROWS) * cdiv(m, COLUMNS),
+            *(matrix_of(a), b, *b.stride(), Matrix(out, out.stride(0)), n, m, k),
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            DEPTH=BYTES // (4 if wide else a.element_size()),
+            GROUP=GROUP,
+            WIDE=wide,
+            PRECISION="tf32" if tf32 else "ieee",
+            ADD=add,
+        )
+    return out
