@@ -448,7 +448,7 @@ def claim(results: dict) -> str:
         f"{percent(small[PLAIN])}\nfrom plain logits, {percent(small['TRL'])} with TRL's head and "
         f"{percent(small['headloss'])} with headloss; at 40, {percent(large[PLAIN])}, "
         f"{percent(large['TRL'])}\nand {percent(large['headloss'])} "
-        "([measured](#the-gradient-that-you-get))."
+        "([measured](benchmarks/README.md#the-gradient-that-you-get))."
     )
 
 

@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+GIB = 1 << 30
 MIB = 1 << 20
 Row = dict[str, Any]
 
@@ -55,6 +56,37 @@ def goals(results: dict) -> str:
         cells = (first["row"] + mark, shape, first["goal"], "<br>".join(shown), "<br>".join(memory))
         lines.append((*cells, best, limit))
     return f"{machine(results)}\n\n{markdown(lines)}"
+
+
+FEW = ("GRPO", "GSPO, ragged", "cross-entropy", "log-prob and entropy, no gradient")
+PEERS = ("torch.compile", "TRL", "Liger", "QuACK", "CCE")
+
+
+def few(results: dict) -> str:
+    """Four cases at H=4096: headloss by default, and of each library what is fastest."""
+    head = ("16384 tokens, H=4096, V=128256, bf16", "headloss", *PEERS)
+    lines = [head, ("---", *("---:",) * (1 + len(PEERS)))]
+    results = _of(results, "table")
+    rows = [r for r in results["rows"] if r["width"] == 4096 and r["tokens"] == 16384]
+    for name in FEW:
+        of = [r for r in rows if r["row"] == name]
+        of = [r for r in of if "ms" in r and r["run"] == max(row["run"] for row in of)]
+        shown = [next(r for r in of if r["contestant"] in ("headloss", "head_stats"))]
+        for peer in PEERS:
+            by = [r for r in of if r["contestant"].startswith(peer)]
+            shown.append(max(by, key=lambda r: r["of_limit"], default=None))
+        lines.append((name, *_shares(shown)))
+    return f"{machine(results)}\n\n{markdown(lines)}"
+
+
+def _shares(rows: list[Row | None]) -> list[str]:
+    most = max(round(row["of_limit"], 2) for row in rows if row)
+    cells = []
+    for row in rows:
+        share = f"{row['of_limit']:.2f}" if row else ""
+        share = f"**{share}**" if row and round(row["of_limit"], 2) == most else share
+        cells.append(f"{share}, {row['peak_bytes'] / GIB:.1f} GiB" if row else "-")
+    return cells
 
 
 def small(results: dict) -> str:

@@ -1,7 +1,8 @@
-"""The generated parts of README.md: `python docs/readme.py` rewrites them in place.
+"""The generated parts of README.md and the pages: `python docs/readme.py` rewrites them in place.
 
-A part stands between `<!-- name -->` and `<!-- /name -->`. Tables of terms come from docstrings,
-bytes from the planner, and measurements from benchmarks/results; none is typed by hand.
+`PLACES` says which file holds which parts. A part stands between `<!-- name -->` and
+`<!-- /name -->`. Tables of terms come from docstrings, bytes from the planner, and measurements
+from benchmarks/results; none is typed by hand.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from headloss.losses.catalogue import modifier_table, table
@@ -17,7 +18,6 @@ from headloss.options import Options
 from headloss.run.plan import MIB, Problem, make_plan
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 MEMORY = RESULTS / "cpu_memory.json"
 TRUTH = RESULTS / "gradient_truth.json"
@@ -89,6 +89,14 @@ def speed() -> str:
     return goals(json.loads((RESULTS / "table.json").read_text()))
 
 
+def few() -> str:
+    """Four of these rows, beside each peer's best."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from report import few
+
+    return few(json.loads((RESULTS / "table.json").read_text()))
+
+
 def small() -> str:
     """Calls of few tokens, from the same file."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -148,26 +156,45 @@ PARTS: dict[str, Callable[[], str]] = {
     "terms": table,
     "modifiers": modifier_table,
     "steps": steps,
+    "few": few,
     "speed": speed,
     "small": small,
     "scaling": scaling,
     "cpu-memory": cpu_memory,
 }
 
+PLACES: dict[str, tuple[str, ...]] = {
+    "README.md": ("claim", "few"),
+    "docs/concepts.md": ("logits",),
+    "docs/support.md": ("support",),
+    "docs/terms.md": ("terms", "modifiers"),
+    "benchmarks/README.md": (
+        "truth",
+        "speed",
+        "small",
+        "scaling",
+        "steps",
+        "support",
+        "cpu-memory",
+    ),
+}
 
-def fill(text: str) -> str:
-    """The text with every part made anew; ValueError where a part has no place in it."""
-    for name, make in PARTS.items():
+
+def fill(text: str, names: Iterable[str] = PARTS, file: str = "README.md") -> str:
+    """The text with these parts made anew; ValueError where one has no place in it."""
+    for name in names:
         place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         if not place.search(text):
-            raise ValueError(f"README.md: has no place <!-- {name} --> ... <!-- /{name} -->")
-        made = make()
+            raise ValueError(f"{file}: has no place <!-- {name} --> ... <!-- /{name} -->")
+        made = PARTS[name]()
         text = place.sub(lambda match, made=made: f"{match[1]}{made}\n{match[2]}", text)
     return text
 
 
 def main() -> int:
-    README.write_text(fill(README.read_text()))
+    for file, names in PLACES.items():
+        text = fill((ROOT / file).read_text(), names, file)
+        (ROOT / file).write_text(text)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What users read runs: the examples, the README's code, and its generated parts."""
+"""What users read runs: the examples."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-EXPECTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
 
 
 def load(path: Path):
@@ -25,47 +22,6 @@ def load(path: Path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_readme_code_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    """The blocks run as one program; a comment after a print is what it prints."""
-    blocks = BLOCK.findall(README)
-    assert len(blocks) >= 5
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
-        assert capsys.readouterr().out.splitlines() == EXPECTED.findall(block)
-
-
-def test_readme_plain_and_headloss_agree() -> None:
-    names: dict[str, object] = {}
-    for block in BLOCK.findall(README)[:2]:
-        exec(compile(block, "README.md", "exec"), names)
-    ours, plain = names["out"].loss, names["plain_loss"]  # type: ignore[attr-defined]
-    assert isinstance(plain, torch.Tensor)
-    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-7)
-
-
-def test_readme_links_lead_somewhere() -> None:
-    targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
-    assert targets and all((ROOT / target).exists() for target in targets)
-
-
-PARTS = ["logits", "terms", "modifiers", "steps", "cpu-memory", "claim", "truth", "support"]
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_readme_parts_are_current(part: str) -> None:
-    readme = load(ROOT / "docs" / "readme.py")
-    shown = re.search(rf"<!-- {part} -->\n(.*?)\n<!-- /{part} -->", README, re.DOTALL)
-    assert shown is not None
-    assert shown[1] == readme.PARTS[part](), "run `python docs/readme.py`"
-
-
-def test_readme_part_without_a_place() -> None:
-    readme = load(ROOT / "docs" / "readme.py")
-    with pytest.raises(ValueError, match="no place <!-- logits -->"):
-        readme.fill("nothing")
 
 
 def run_example(name: str, capsys: pytest.CaptureFixture[str]) -> list[str]:

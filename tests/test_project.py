@@ -386,9 +386,9 @@ def test_license_and_types() -> None:
     assert (PACKAGE / "py.typed").is_file()
 
 
-def test_readme_lists_the_terms() -> None:
+def test_page_lists_the_terms() -> None:
     catalogue = importlib.import_module("headloss.losses.catalogue")
-    readme = (ROOT / "README.md").read_text()
-    shown = re.search(r"<!-- terms -->\n(.*?)<!-- /terms -->", readme, re.DOTALL)
-    assert shown is not None, "README.md: no <!-- terms --> and <!-- /terms --> around its table"
+    page = (ROOT / "docs" / "terms.md").read_text()
+    shown = re.search(r"<!-- terms -->\n(.*?)<!-- /terms -->", page, re.DOTALL)
+    assert shown is not None, "docs/terms.md: no <!-- terms --> around its table"
     assert shown[1].strip() == catalogue.table().strip()

@@ -1,4 +1,4 @@
-"""The README's tables of terms and modifiers, made from their signatures, docstrings and traces."""
+"""The tables of docs/terms.md, made from the terms' signatures, docstrings and traces."""
 
 from __future__ import annotations
 
