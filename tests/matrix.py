@@ -495,7 +495,20 @@ def _fields(
     fields["segment_weight"] = torch.rand(len(LENGTHS), generator=generator)
     fields["kept"] = torch.rand(TOKENS, generator=generator) > 0.4
     fields["segment_kept"] = torch.arange(len(LENGTHS)) % 3 != 1
+    fields |= others(TOKENS, len(LENGTHS))
+    if case.teacher is not None:
+        del fields["teacher_logps"]
     return fields | teacher_fields(case, targets, vocabulary, dtype)
+
+
+def others(tokens: int, segments: int) -> dict[str, Tensor]:
+    """Fields of a term or two each: labels of answers, a KL of their batch, a teacher's log-probs."""
+    generator = torch.Generator().manual_seed(4)
+    return {
+        "desirable": torch.arange(segments) % 3 != 1,
+        "reference_kl": torch.full((segments,), 0.2),
+        "teacher_logps": -torch.rand(tokens, generator=generator),
+    }
 
 
 def teacher_fields(

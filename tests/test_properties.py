@@ -205,18 +205,21 @@ def interleaved(base: Base, seed: int) -> Piece:
     return _from_ids(places, shuffled, range(len(base.lengths)))
 
 
+UNIT = 4  # segments that may belong together: a chosen one and up to three that were rejected
+
+
 def cuts(base: Base, seed: int) -> dict[str, list[Piece]]:
-    """Ways to cut a batch of pairs of segments into calls that must all agree."""
+    """Ways to cut a batch of units of segments into calls that must all agree."""
     segments = len(base.lengths)
-    pairs = list(range(0, segments, 2))
-    flipped = [s for pair in reversed(pairs) for s in (pair, pair + 1)]
-    each = [packed(base, (pair, pair + 1)) for pair in pairs]
-    middle = 2 * (len(pairs) // 2)
+    units = list(range(0, segments, UNIT))
+    flipped = [s for unit in reversed(units) for s in range(unit, unit + UNIT)]
+    each = [packed(base, range(unit, unit + UNIT)) for unit in units]
+    middle = UNIT * (len(units) // 2)
     return {
         "padded": [padded(base)],
         "permuted": [packed(base, flipped)],
         "interleaved": [interleaved(base, seed)],
-        "a call per pair": each,
+        "a call per unit": each,
         "two calls, the later first": [
             packed(base, range(middle, segments)),
             packed(base, range(middle)),
@@ -240,10 +243,10 @@ def same(got: Result, want: Result, tolerance: float = TOLERANCE) -> None:
 
 
 def random_lengths(seed: int) -> list[int]:
-    """Tokens in each of two to six segments, some of them empty."""
+    """Tokens in each of four to twelve segments, some of them empty."""
     generator = torch.Generator().manual_seed(seed)
-    pairs = int(torch.randint(1, 4, (), generator=generator))
-    return torch.randint(0, 7, (2 * pairs,), generator=generator).tolist()
+    units = int(torch.randint(1, 4, (), generator=generator))
+    return torch.randint(0, 7, (UNIT * units,), generator=generator).tolist()
 
 
 SEEDS = st.integers(0, 2**16)
