@@ -93,7 +93,10 @@ def make_base(case: Case, lengths: Sequence[int], seed: int) -> Base:
         "kept": torch.rand(n, generator=generator) > 0.4,
         **matrix.teacher_fields(case, targets, V, torch.float64),
     }
+    more = matrix.others(n, count)
+    per_token.setdefault("teacher_logps", more.pop("teacher_logps").double())
     per_segment = {
+        **more,
         "segment_weight": normal(count).abs(),
         "segment_kept": torch.rand(count, generator=generator) > 0.3,
     }
@@ -529,7 +532,7 @@ def test_poison_in_given_logits(inplace):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("lengths", [(0, 0), (3, 2)])
+@pytest.mark.parametrize("lengths", [(0, 0, 0, 0), (3, 2, 0, 1)])
 @pytest.mark.parametrize("options", [hl.Options(), hl.Options(schedule="recompute")])
 def test_nothing_scored(name, lengths, options):
     """A loss of 0, and gradients that are zero, not missing."""
@@ -539,4 +542,4 @@ def test_nothing_scored(name, lengths, options):
     assert result.loss == 0
     assert not result.hidden.any() and not result.weight.any()
     assert result.metrics["tokens"].value == 0
-    assert result.metrics["segments"].value == 2
+    assert result.metrics["segments"].value == len(lengths)
