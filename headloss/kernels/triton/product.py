@@ -36,7 +36,7 @@ from .tiles import (
     each_tile,
     halves,
 )
-from .tokens import Reference, launch_reference
+from .tokens import ROWS, Reference, launch_reference
 from .versions import overlaps
 
 __all__ = ["can_fuse", "product_partials", "product_statistics"]
@@ -140,7 +140,7 @@ def _product_act(
         logit, terms = held.reference, held.terms
     reference, z = Reference(torch.empty_like(targets), logit, target), scaling(transform)
     pair, v = (matrix_of(x), matrix_of(w)), w.shape[0]
-    launch_reference(n, *pair, targets, z, reference, first, v, h, HALVES=10)
+    launch_reference(cdiv(n, ROWS.value), *pair, targets, z, reference, first, n, v, h)
     blocks, pitch = cdiv(v, WIDTH), 16 * cdiv(n, 16)
     parts = x.new_empty(1 + entropy + mean, blocks, pitch, dtype=torch.float32)
     peaks = x.new_empty(blocks, pitch, dtype=torch.float32) if top1 else None
