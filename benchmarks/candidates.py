@@ -90,7 +90,8 @@ def check(
         ("weight", dw[columns], want),
     ):
         found[name] = float((got.double() - exact).norm() / exact.norm())
-    if found["logp"] > WORST or max(found.values()) > GRADIENTS:
+    worst = 10 * WORST if rest else WORST  # the rest goes with logits in float32
+    if found["logp"] > worst or max(found.values()) > GRADIENTS:
         raise ValueError(f"wrong by {found}")
     return found
 

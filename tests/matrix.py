@@ -481,7 +481,6 @@ def _fields(
     segments = hl.Segments.from_lengths(LENGTHS)
     batch = random_batch(targets, segments, logps)
     fields = {name: t for name, t in batch.fields.items() if isinstance(t, Tensor)}
-    fields["draws"] = torch.rand(TOKENS, generator=torch.Generator().manual_seed(2))
     if data == "far":
         advantages = torch.randn(TOKENS, generator=generator)
         advantages[segments.ids == 3] = 0
@@ -508,6 +507,7 @@ def others(tokens: int, segments: int) -> dict[str, Tensor]:
         "desirable": torch.arange(segments) % 3 != 1,
         "reference_kl": torch.full((segments,), 0.2),
         "teacher_logps": -torch.rand(tokens, generator=generator),
+        "draws": torch.rand(tokens, generator=generator),
     }
 
 
@@ -531,7 +531,7 @@ def teacher_fields(
         ids = logits.topk(6).indices
         ids = torch.where(ids == targets.unsqueeze(1), -1, ids)  # which is the first of some tokens
         ids[:, 0] = torch.where(torch.arange(tokens) % 2 == 0, targets, ids[:, 0])
-        ids[4] = -3  # no candidate at all
+        ids[4:5] = -3  # no candidate at all
         log_q = logits.log_softmax(-1).gather(1, ids.clamp_min(0)).masked_fill(ids < 0, -20.0)
         return {"candidate_ids": ids, "teacher_logps": log_q, "candidate_probs": log_q.exp()}
     return {}

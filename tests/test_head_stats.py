@@ -133,8 +133,8 @@ def test_few_tokens(schedule, count):
 @pytest.mark.parametrize("schedule", ["held", "held in blocks", "frozen", "recompute"])
 def test_on_triton(monkeypatch, schedule, loss, form):
     """Held softmax terms where the product writes them, else logits; any coefficients."""
-    if form == "terms":
-        monkeypatch.setattr(kernels, "can_hold_terms", lambda backend, *_: backend == "triton")
+    held = form == "terms"
+    monkeypatch.setattr(kernels, "can_hold_terms", lambda backend, *_: held and backend == "triton")
     sixteen = torch.bfloat16 if DEVICE == "cuda" else torch.float16
     frozen = schedule == "frozen"
     trained = ("hidden",) if frozen else ("hidden", "weight")

@@ -94,7 +94,8 @@ def make_base(case: Case, lengths: Sequence[int], seed: int) -> Base:
         **matrix.teacher_fields(case, targets, V, torch.float64),
     }
     more = matrix.others(n, count)
-    per_token.setdefault("teacher_logps", more.pop("teacher_logps").double())
+    for name in ("teacher_logps", "draws"):
+        per_token.setdefault(name, more.pop(name).double())
     per_segment = {
         **more,
         "segment_weight": normal(count).abs(),
