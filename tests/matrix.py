@@ -501,7 +501,7 @@ def _fields(
 
 
 def others(tokens: int, segments: int) -> dict[str, Tensor]:
-    """Fields of a term or two each: labels of answers, a KL of their batch, a teacher's log-probs."""
+    """Fields of a term or two each: labels of answers, a KL of their batch, log-probs, draws."""
     generator = torch.Generator().manual_seed(4)
     return {
         "desirable": torch.arange(segments) % 3 != 1,
