@@ -548,3 +548,15 @@ def test_tolerance_draws_curves(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert rows[0]["loss"][0] == rows[2]["loss"][0] and len(rows[0]["held_out"]) == 4
     assert plot.read_bytes()[:4] == b"\x89PNG"
     capsys.readouterr()
+
+
+@pytest.mark.slow
+def test_invariance_keeps_its_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "invariance.json"
+    script = Path(measure.__file__).with_name("invariance.py")  # it asks for the interpreter
+    command = [sys.executable, str(script), "--quick", "--output", str(output)]
+    subprocess.run(command, check=True, capture_output=True)
+    rows = json.loads(output.read_text())["rows"]
+    assert len(rows) == 5
+    for row in rows:
+        assert not any(row["differ"][1].values())
