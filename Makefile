@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types test test-all test-frameworks check demo clean
+.PHONY: help setup lint types test test-all test-frameworks docs check demo clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -55,6 +55,16 @@ test-frameworks: $(FRAMEWORKS)/.installed  ## the losses beside those of other f
 	@OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest -q -p no:cacheprovider \
 		tests/frameworks $(ARGS)
 
+# Names of the API come from the source, so that the site's own tools are all that is needed.
+DOCS := .venv/.docs
+$(DOCS): $(STAMP)
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check \
+		-c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(DOCS)  ## the documentation into site/; a broken link or a missing name fails
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
+
 check: $(STAMP)  ## the correctness gate on this machine
 	@$(BIN)/python -m headloss check
 
@@ -63,5 +73,5 @@ demo: $(STAMP)  ## train a small model by SFT, then by GSPO, and report
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/demo.py $(ARGS)
 
 clean:  ## remove .venv and every cache
-	rm -rf .venv .venv-frameworks .frameworks .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-frameworks .frameworks .pytest_cache .ruff_cache .hypothesis build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

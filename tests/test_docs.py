@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+
+import headloss as hl
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"]
@@ -88,3 +91,29 @@ def test_part_without_a_place() -> None:
         readme.fill("nothing")
     with pytest.raises(ValueError, match=r"a page: has no place <!-- claim -->"):
         readme.fill("nothing", ["claim"], "a page")
+
+
+def site_pages(nav: list) -> list[str]:
+    found = []
+    for entry in nav:
+        (value,) = entry.values()
+        found += site_pages(value) if isinstance(value, list) else [value]
+    return found
+
+
+def test_every_page_is_in_the_menu() -> None:
+    menu = site_pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert len(set(menu)) == len(menu)
+    assert pages <= set(menu)
+    assert all(name == "index.md" or (ROOT / name).exists() for name in set(menu) - pages)
+
+
+def test_api_has_every_public_name() -> None:
+    names = re.findall(r"^::: headloss\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert sorted(names) == sorted(set(hl.__all__) - {"CURRENT"})  # a constant: see Batch
+
+
+def test_twenty_questions_have_a_page_each() -> None:
+    rows = (ROOT / "docs/questions.md").read_text().splitlines()[4:]
+    assert len(rows) == 20 and all(re.match(r"\| .*\? .*\| \[.*\) \|$", row) for row in rows)

@@ -1,0 +1,61 @@
+"""A hook of `mkdocs build`: shows files from outside docs/, mends links that cross its border.
+
+Pages link as they lie in the repository. On the site the README is the front page, and what is not
+shown there (examples, tests) is named without a link. A link to nothing fails the build.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+FRONT = "index.md"
+SHOWN = ("CHANGELOG.md", "CONTRIBUTING.md", "DESIGN.md")
+SHOWN += ("benchmarks/README.md", "benchmarks/NOTES.md")
+RESULTS = ("*.md", "*.png")
+LINK = re.compile(r"\[([^\[\]]*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    results = ROOT / "benchmarks" / "results"
+    found = [str(p.relative_to(ROOT)) for kind in RESULTS for p in sorted(results.glob(kind))]
+    files.append(_file(config, FRONT, "README.md"))
+    for name in (*SHOWN, *found):
+        files.append(_file(config, name, name))
+    return files
+
+
+def _file(config: Any, uri: str, path: str) -> File:
+    made = File.generated(config, uri, abs_src_path=str(ROOT / path))
+    if path.startswith("benchmarks/results/"):
+        made.inclusion = made.inclusion.NOT_IN_NAV  # reached by links, not from the menu
+    return made
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    uri = page.file.src_uri
+    lies = _in_repository(uri, page.file.generated_by is not None)
+
+    def mended(match: re.Match[str]) -> str:
+        text, target, anchor = match[1], match[2], match[3] or ""
+        path = os.path.normpath(str(PurePosixPath(lies).parent / target))
+        if not (ROOT / path).exists():
+            raise PluginError(f"{lies}: link to {target}, which does not exist")
+        name = FRONT if path == "README.md" else path.removeprefix("docs/")
+        if files.get_file_from_path(name) is None:
+            return text
+        return f"[{text}]({os.path.relpath(name, PurePosixPath(uri).parent)}{anchor})"
+
+    return LINK.sub(mended, markdown)
+
+
+def _in_repository(uri: str, generated: bool) -> str:
+    if uri == FRONT:
+        return "README.md"
+    return uri if generated else f"docs/{uri}"
