@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types test test-all test-frameworks docs check demo clean
+.PHONY: help setup lint types test test-all test-frameworks docs dist check demo clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -65,6 +65,20 @@ $(DOCS): $(STAMP)
 docs: $(DOCS)  ## the documentation into site/; a broken link or a missing name fails
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
 
+# The time of the last commit makes two builds the same bytes. The wheel is tried in an environment
+# that has nothing else but what lies in .venv, where the library itself is only linked to.
+DIST := .venv-dist
+dist: $(STAMP)  ## wheel and sdist into dist/, the same bytes twice, the wheel tried by itself
+	@rm -rf $(DIST) dist && $(PYTHON) -m venv $(DIST)
+	@$(DIST)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt hatchling
+	@export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) && for folder in dist $(DIST)/again; do \
+		$(DIST)/bin/python -m hatchling build -d $$folder; done && diff -r dist $(DIST)/again
+	@$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
+		$$($(DIST)/bin/python -c "import site; print(site.getsitepackages()[0])")/base.pth
+	@$(DIST)/bin/python -m pip install -qq --no-deps --disable-pip-version-check dist/*.whl
+	@cd $(DIST) && bin/python -c "import headloss; assert '.venv-dist' in headloss.__file__" && \
+		bin/headloss --version && bin/headloss doctor
+
 check: $(STAMP)  ## the correctness gate on this machine
 	@$(BIN)/python -m headloss check
 
@@ -73,5 +87,5 @@ demo: $(STAMP)  ## train a small model by SFT, then by GSPO, and report
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/demo.py $(ARGS)
 
 clean:  ## remove .venv and every cache
-	rm -rf .venv .venv-frameworks .frameworks .pytest_cache .ruff_cache .hypothesis build dist site
+	rm -rf .venv .venv-dist .venv-frameworks .frameworks .pytest_cache .ruff_cache .hypothesis build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""The command line: `python -m headloss plan | check | terms | train`."""
+"""The command line: `python -m headloss plan | check | doctor | terms | train`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import torch
 
-from . import gate, kernels, train
+from . import __version__, doctor, gate, kernels, train
 from .losses.catalogue import TERMS, sample, table
 from .losses.term import Objective
 from .objective.bound import reads
@@ -224,9 +224,15 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"headloss: {' '.join(message.splitlines())}\n")
 
 
+def _doctor(arguments: argparse.Namespace) -> int:
+    print("\n".join(doctor.report()))
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="headloss", description="Losses at the head of a language model.")
-    commands = parser.add_subparsers(required=True, metavar="plan | check | terms | train")
+    parser.add_argument("--version", action="version", version=f"headloss {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="plan | check | doctor | terms | train")
 
     plan = commands.add_parser(
         "plan", help="what would run for a call of this size, in how many bytes"
@@ -258,6 +264,9 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(command=_check, errors=(ValueError, TypeError))
     check.add_argument("--device", type=_device, help="e.g. cuda:1; default: cuda if there is one")
     check.add_argument("--quick", action="store_true", help="a third of the cases")
+
+    diagnosis = commands.add_parser("doctor", help="what this machine can run, and what is missing")
+    diagnosis.set_defaults(command=_doctor, errors=())
 
     terms = commands.add_parser("terms", help="the table of terms, in Markdown")
     terms.set_defaults(command=_terms, errors=())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import headloss as hl
-from headloss import gate
+from headloss import doctor, gate, kernels
 from headloss.__main__ import _bytes, main, objective_of
 from headloss.losses.catalogue import TERMS, table
 from headloss.testing import plain
@@ -253,3 +254,42 @@ def test_as_a_module() -> None:
     )
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr.startswith("headloss: argument --vocab: got '0'")
+
+
+# ---------------------------------------------------------------------- version and doctor
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"headloss {hl.__version__}\n"
+
+
+def test_doctor_without_a_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = {line.split()[0]: line[10:] for line in lines}
+    assert len(lines) == len(found) == 10
+    assert found["torch"] == torch.__version__
+    assert found["GPU"] == "none" and found["missing"].startswith("a GPU that torch sees")
+    assert {found[d] for d in ("bfloat16", "float32", "float64")} == {"reference"}
+    assert found["product"] == "PyTorch's"
+
+
+def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU without a Triton that works: the reason stands under "missing"."""
+    properties = argparse.Namespace(name="Some GPU", total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(doctor, "_version", lambda package: "1" if package != "peft" else None)
+    monkeypatch.setattr(kernels, "_failure", lambda: "ImportError: no compiler")
+    lines = doctor.report()
+    assert lines[3] == "GPU       Some GPU, 80 GiB"
+    assert lines[4] == "bfloat16  reference"
+    assert lines[8] == "extras    train"
+    assert "ImportError: no compiler" in lines[9] and "headloss[trl]: peft" in lines[9]

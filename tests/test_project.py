@@ -185,7 +185,8 @@ ALLOWED: dict[str, set[str]] = {
     "": PUBLIC,
     "testing": {*PUBLIC, *TERMS},
     "gate": {*PUBLIC, *TERMS, "testing"},
-    "__main__": {*PUBLIC, *TERMS, "gate", "kernels", "train"},
+    "doctor": {"", "kernels"},
+    "__main__": {*PUBLIC, *TERMS, "doctor", "gate", "kernels", "train"},
     "integrations": {*PUBLIC, "head.adapters", "integrations"},  # how a model is looked into
     "rl": {*PUBLIC, "rl", "integrations"},
     "train": {*PUBLIC, "train", "rl", "integrations"},
