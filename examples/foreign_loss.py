@@ -29,6 +29,7 @@ def main() -> None:
         gradient = torch.autograd.grad(loss, head.weight)[0]
         print(f"separable={separable}: loss {loss:.6f}, gradient {gradient.norm():.6f}")
     stats = hl.head_stats(hidden, head, batch)  # the same by hand
+    assert stats.plan is not None
     print(f"{stats.plan.schedule}: loss {trainers_loss(stats.logp, stats.entropy):.6f}")
 
 
