@@ -120,7 +120,9 @@ def compare_inputs(
     def budget(name: str, value: torch.Tensor, want: torch.Tensor, theirs: torch.Tensor) -> None:
         precise = inputs.hidden.dtype == torch.float64
         value = value if precise else value.float()
-        within(name, value.reshape(want.shape), want, theirs, inputs.tightest)
+        # A float32 logit near 20 is rounded by 2e-6, and not alike in products of other shapes.
+        noise = 2e-6 if inputs.hidden.dtype == torch.float32 else 0.0
+        within(name, value.reshape(want.shape), want, theirs, inputs.tightest, noise)
 
     budget("logps", whole("logps"), oracle.logps, exact.logps)
     scalars = {"loss": (oracle.loss, exact.loss)}
