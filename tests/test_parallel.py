@@ -120,8 +120,8 @@ def compare_inputs(
     def budget(name: str, value: torch.Tensor, want: torch.Tensor, theirs: torch.Tensor) -> None:
         precise = inputs.hidden.dtype == torch.float64
         value = value if precise else value.float()
-        # A float32 logit near 20 is rounded by 2e-6, and not alike in products of other shapes.
-        noise = 2e-6 if inputs.hidden.dtype == torch.float32 else 0.0
+        # Logits reach 73: float32 rounds them by 4e-6, and not alike in products of other shapes.
+        noise = 4e-6 if inputs.hidden.dtype == torch.float32 else 0.0
         within(name, value.reshape(want.shape), want, theirs, inputs.tightest, noise)
 
     budget("logps", whole("logps"), oracle.logps, exact.logps)
