@@ -167,6 +167,7 @@ PREFERENCE = {
     "aot": _policy(hl.aot),
     "dpo_weighted": _policy(lambda: hl.dpo(use_weighting=True, rejected=3)),
     "kto": _policy(hl.kto),
+    "a2po": _policy(lambda: hl.a2po(beta=0.5)),
 }
 MODIFIED = {
     **{

@@ -219,7 +219,7 @@ def test_scope_follows_the_level(name: str, level: str) -> None:
 
 def test_scopes_of_the_others() -> None:
     found = {n: (t().scope, t().per) for n, t in ((f.__name__, f) for f in TERMS)}
-    segment = {"gspo", "luspo", "gmpo", "dpo", "ipo", "simpo", "cpo", "orpo", "kto"}
+    segment = {"gspo", "luspo", "gmpo", "dpo", "ipo", "simpo", "cpo", "orpo", "kto", "a2po"}
     for name, (scope, per) in found.items():
         if name in segment:
             assert (scope, per) == ("segment", "segment")

@@ -295,7 +295,7 @@ def test_optimal_transport_leaves_out_pairs_without_tokens(paired: bool) -> None
         h.dpo(loss_type="exo_pair", label_smoothing=0.1, rejected=3),
         h.dpo(f_divergence_type="js_divergence", ld_alpha=0.5),
         *(h.simpo(alpha=0.5), h.cpo(loss_type="ipo"), h.orpo(), h.orpo(rejected=4)),
-        *(h.kto(), h.kto(loss_type="apo_zero_unpaired"), h.aot(), h.aot(paired=False)),
+        *(h.kto(), h.kto(loss_type="apo_zero_unpaired"), h.aot(), h.aot(paired=False), h.a2po()),
     ],
     ids=repr,
 )
@@ -316,6 +316,7 @@ def test_checked(term: Term) -> None:
         (lambda: h.dpo(ld_alpha=0.5, rejected=2), "dpo: ld_alpha: got 0.5 with rejected=2"),
         (lambda: h.simpo(rejected=0), "simpo: rejected: got 0, want an integer >= 1"),
         (lambda: h.cpo(loss_type="robust"), "cpo: loss_type: got 'robust'"),
+        (lambda: h.a2po(beta=0), "a2po: beta: got 0, want > 0"),
         (lambda: h.orpo(beta=0), "orpo: beta: got 0, want > 0"),
         (lambda: h.kto(desirable_weight=-1), "kto: desirable_weight: got -1, want >= 0"),
         (lambda: h.dpo(beta=0), "dpo: beta: got 0, want > 0"),

@@ -25,6 +25,7 @@ from headloss.objective.statistics import COLLISION, Statistics
 
 pytest.importorskip("trl", reason="TRL is the peer that these terms are compared with")
 from trl import DPOTrainer, KTOTrainer
+from trl.experimental.a2po import A2POTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 from trl.experimental.tpo import TPOTrainer
@@ -379,3 +380,26 @@ def test_triple(loss_type: str) -> None:
     simpo = h.simpo(beta=0.3, gamma=0.7)
     term = simpo if loss_type == "tpo-l" else h.cpo(beta=0.3, loss_type=loss_type)
     step.check(term, step.theirs(loss), 1e-9)
+
+
+@pytest.mark.parametrize("shape", ["random", "one_token"])
+def test_advantage_regression(shape: str) -> None:
+    """A2POTrainer.compute_loss, its sums of log-probs given."""
+    step = Step(shape)
+    rewards = step.desirable.double()
+    values = torch.linspace(0.1, 0.9, B, dtype=torch.float64)
+    trainer: Any = SimpleNamespace(
+        model=model(),
+        args=SimpleNamespace(beta2=0.7),
+        _get_sequence_logps=lambda *args: (step.leaf * step.mask).sum(1),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
+    inputs = dict.fromkeys(("input_ids", "attention_mask", "logits_to_keep"))
+    inputs |= {"ref_logps": (step.ref * step.mask).sum(1), "rewards": rewards, "v_star": values}
+    want = step.theirs(A2POTrainer.compute_loss(trainer, None, inputs))
+    step.check(h.a2po(beta=0.7), want, advantages=rewards - values)
+    term, stats = h.a2po(beta=0.7), Statistics(logp=step.logps[step.mask])
+    batch = step.batch(advantages=rewards - values)
+    assert term.observe is not None
+    found = fold(term.observe(stats, batch)["rewards"])
+    assert float(found.value) == pytest.approx(trainer._metrics["eval"]["implicit_reward"][0])

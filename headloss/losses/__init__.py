@@ -6,7 +6,7 @@ from .kl import kl, kl_shaped
 from .modifiers import Modifier
 from .policy import bnpo, dapo, dr_grpo, grpo, gspo, gspo_token, luspo, ppo
 from .preference import cpo, dpo, ipo, orpo, simpo
-from .preference_unpaired import aot, kto
+from .preference_unpaired import a2po, aot, kto
 from .proximal import dppo, dro, icepop, vaco
 from .reinforce import cispo, reinforce, vespo
 from .rejection import rejection_mask
@@ -68,6 +68,7 @@ __all__ = [
     "orpo",
     "kto",
     "aot",
+    "a2po",
     "distillation",
     "on_policy_distillation",
     "kl_shaped",

@@ -9,46 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import losses
 from ..batch.batch import Batch
 from ..batch.packing import MissingField, PackedBatch, pack
 from ..batch.segments import Segments
 from ..objective.statistics import CANDIDATES, COLLISION, STATISTICS, Statistics
-from .covariance import clip_cov, kl_cov
-from .distillation import distillation, on_policy_distillation
-from .kl import kl
 from .modifiers import Modifier, corrected, off_policy_masked, top_entropy
-from .policy import bnpo, dapo, dr_grpo, grpo, gspo, gspo_token, luspo, ppo
-from .preference import cpo, dpo, ipo, orpo, simpo
-from .preference_unpaired import aot, kto
-from .proximal import dppo, dro, icepop, vaco
-from .reinforce import cispo, reinforce, vespo
 from .rejection import rejected
-from .supervised import (
-    any_of,
-    cross_entropy,
-    dft,
-    eaft,
-    entropy,
-    focal,
-    soft_cross_entropy,
-    unlikelihood,
-    z_loss,
-)
-from .surrogates import aspo, ce_gppo, gmpo, sapo
 from .teacher import INPUTS as TEACHER_INPUTS
 from .term import Term, trace
 
-TERMS: tuple[Callable[..., Term], ...] = (
-    *(cross_entropy, z_loss, entropy, unlikelihood, dft, eaft, focal, soft_cross_entropy, any_of),
-    *(grpo, gspo, gspo_token, dapo, bnpo, dr_grpo, luspo, ppo, cispo, reinforce, sapo, gmpo, vespo),
-    *(dppo, icepop, vaco, dro, ce_gppo, aspo, clip_cov, kl_cov),
-    kl,
-    *(dpo, ipo, simpo, cpo, orpo, aot, kto),
-    *(distillation, on_policy_distillation),
+# Of the names that `losses` exports, those that make no term by themselves.
+_OTHERS = {"Term", "Objective", "Modifier", "term", "kl_shaped", "rejection_mask"}
+_OTHERS |= {"value_loss", "bradley_terry", "classification"}
+TERMS: tuple[Callable[..., Term], ...] = tuple(
+    getattr(losses, name) for name in losses.__all__ if name not in _OTHERS
 )
 MODIFIERS: tuple[Callable[..., Modifier], ...] = (
-    *(corrected, rejected),
-    *(off_policy_masked, top_entropy),
+    corrected,
+    rejected,
+    off_policy_masked,
+    top_entropy,
 )
 
 
@@ -143,7 +124,7 @@ def _reduction(function: Callable[..., Term]) -> str:
 
 def _inputs_of_term(function: Callable[..., Term]) -> str:
     """The fields that a term reads, with those that a switch adds."""
-    if function is distillation:
+    if function is losses.distillation:
         return " or ".join(_names(names) for names in TEACHER_INPUTS.values())
     shown = _fields(function, {})
     for option in _parameters(function):
@@ -198,7 +179,7 @@ def _modified(modifier: Callable[..., Modifier]) -> Term:
         "off_policy_masked": {"threshold": 0.0},
         "top_entropy": {"quantile": 0.5},
     }
-    return z_loss().modified(modifier(**required[modifier.__name__]))
+    return losses.z_loss().modified(modifier(**required[modifier.__name__]))
 
 
 def sample() -> tuple[Statistics, PackedBatch]:

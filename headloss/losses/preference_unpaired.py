@@ -98,6 +98,44 @@ def kto(
     )
 
 
+def _regressed(stats: Statistics, batch: PackedBatch, *, beta: float) -> Tensor:  # [S]
+    return (beta * log_ratio(stats, batch) - batch.segments.mean(batch.advantages)).square()
+
+
+def _observe_regressed(
+    stats: Statistics, batch: PackedBatch, *, beta: float
+) -> dict[str, Observed]:
+    return {"rewards": Observed(beta * log_ratio(stats, batch), per="segment")}
+
+
+@factory
+def a2po(*, beta: float = 1e-3) -> Term:
+    """Optimal advantage regression (A*-PO): the implicit reward is brought to the advantage.
+
+        (beta sum(logp - ref) - A)^2, A the reward less the prompt's optimal value
+
+    Brantley et al. 2025, arXiv:2505.20686. The optimal value of a prompt is
+    beta_1 log mean exp(reward / beta_1) over answers of the reference.
+
+    Args:
+        beta: strength of the pull to the reference, > 0.
+
+    Also called: TRL A2POTrainer.
+
+    Inputs: ref_logps; advantages, averaged over the sequence. Default reduction: sequence_mean.
+    Metrics: rewards: the implicit reward.
+    """
+    positive(beta=beta)
+    return Term(
+        name="",
+        function=functools.partial(_regressed, beta=beta),
+        scope="segment",
+        per="segment",
+        reduction=sequence_mean,
+        observe=functools.partial(_observe_regressed, beta=beta),
+    )
+
+
 def _transported(stats: Statistics, batch: PackedBatch, *, how: Pairwise, paired: bool) -> Tensor:
     assert stats.logp is not None
     policy = split(summed(stats.logp, batch), batch)

@@ -23,6 +23,7 @@ import headloss as hl
 from headloss.batch.packing import pack
 from headloss.losses.term import Objective
 from headloss.objective.bound import bind
+from headloss.objective.metrics import fold
 from headloss.objective.statistics import Statistics
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +116,14 @@ def compare(
     want = theirs(made, loss)
     for layout in LAYOUTS:
         assert_same(ours(objective, made, layout, totals, **more), want, tolerance)
+
+
+def measured(term: hl.Term, made: Step) -> dict[str, float]:
+    """What our term reports."""
+    packed = pack(batch_of(made, "packed"), 1, torch.float64).batch
+    assert term.observe is not None
+    found = term.observe(Statistics(logp=made["logp"][made["mask"]]), packed)
+    return {name: float(fold(seen).value) for name, seen in found.items()}
 
 
 def filled_rows(made: Step) -> hl.Totals:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from losses_case import assert_same, value_and_gradient
-from parity import Step, compare, extracted, file_of, ours, step, theirs
+from parity import Step, compare, extracted, file_of, filled_rows, ours, step, theirs
 from torch import Tensor
 
 import headloss as hl
@@ -121,6 +122,65 @@ def test_off_policy_masks(peer) -> None:
     del without["sampling_logps"]
     want = policy(peer, made, **options)
     compare(term, without, want, NEAR)
+
+
+def test_off_policy_token_mask(peer) -> None:
+    """A token whose live ratio leaves the band has no policy gradient; it still counts."""
+    made = step()
+    made["sampling_logps"] = made["old_logps"]
+    options = {"_masks_off_policy_tokens": True, "off_policy_token_mask_bounds": (0.7, 1.4)}
+    term = hl.grpo(**CLIP).rejected("ratio", min=0.7, max=1.4, live=True)
+    plain = ours(hl.grpo(**CLIP), made)
+    want = policy(peer, made, **options)
+    compare(term, made, want, NEAR)
+    assert (theirs(made, want)[0] - plain[0]).abs() > 1e-3
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_reinforce(peer, edge: str) -> None:
+    """By tokens and by sequences; the sampler's weight is truncated as in GRPO."""
+    made = step(edge, per_token=edge == "one token")
+    weight = (made["old_logps"] - made["sampling_logps"]).exp().clamp(max=1.4)
+    terms = {"token": hl.ppo(epsilon_low=0.1, epsilon_high=0.1)}
+    terms["trajectory"] = hl.gspo(epsilon_low=0.1, epsilon_high=0.1)
+    for level, term in terms.items():
+        corrected = level == "token"
+
+        def loss(logp: Tensor, level: str = level, corrected: bool = corrected) -> Tensor:
+            ratio = logp - made["old_logps"]
+            rest = (made["advantages"], made["mask"], None, level, 0.1)
+            weights = weight if corrected else None
+            return peer[0].clipped_is_surrogate(ratio, *rest, loss_weight=weights)[0]
+
+        if corrected:
+            term = term.corrected("token_truncate", max=1.4)
+        compare(term, made, loss, NEAR, totals=filled_rows(made))
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_sft(edge: str) -> None:
+    made = step(edge)
+    method = extracted(file_of("agilerl", "algorithms/sft.py"), "SFT._sft_loss")._sft_loss
+
+    def loss(logp: Tensor) -> Tensor:
+        agent = SimpleNamespace(
+            actor=Actor(),
+            calc_position_embeddings=False,
+            use_liger_loss=False,
+            cast_logprobs_to_fp32=False,
+            chunk_rows=4,
+            _patch_lm_head_to_identity=contextlib.nullcontext,
+            _fused_logprob_fn_and_head=lambda: (lambda *args, **kwargs: logp, None, None),
+        )
+        labels = torch.where(made["mask"], 0, -100)
+        return method(agent, labels, labels, labels, True)
+
+    compare(hl.cross_entropy(), made, loss)
+
+
+class Actor(torch.nn.Module):
+    def forward(self, **kwargs: Any) -> SimpleNamespace:
+        return SimpleNamespace(logits=torch.zeros(5, 8, 1))
 
 
 def test_kl_shaped_advantages(peer) -> None:

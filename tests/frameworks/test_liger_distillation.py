@@ -1,6 +1,13 @@
-"""Liger's fused distillation loss, called on a CPU, against terms; in float64."""
+"""Liger's fused distillation losses against terms.
+
+The chunked one runs on a CPU in float64, Triton kernels in the interpreter in float32.
+"""
 
 from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
@@ -40,3 +47,51 @@ def test_jsd(beta: float, temperature: float) -> None:
     found = (out.loss, *torch.autograd.grad(out.loss, (hidden, weight)))
     for a, b in zip(found, wanted, strict=True):  # the hard part goes through float32
         torch.testing.assert_close(a, b.double(), rtol=1e-5, atol=1e-6)
+
+
+def kernels(name: str):
+    return pytest.importorskip(f"liger_kernel.ops.{name}")
+
+
+def single() -> tuple[torch.Tensor, ...]:
+    """Hidden states, weights, those of a teacher, and labels of which some do not count."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((N, H), (V, H), (N, 2 * H), (V, 2 * H))
+    made = [torch.randn(*shape, generator=generator) for shape in shapes]
+    labels = torch.randint(V, (N,), generator=generator)
+    labels[::4] = -100
+    return made[0].requires_grad_(), made[1].requires_grad_(), made[2], made[3], labels
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_fused_linear_jsd(beta: float) -> None:
+    """`beta` is the weight of the teacher in both; 0 and 1 are the forward and the reverse KL."""
+    hidden, weight, teacher_hidden, teacher_weight, labels = single()
+    function = kernels("fused_linear_jsd").LigerFusedLinearJSDFunction
+    inputs = (hidden, weight, teacher_hidden, teacher_weight, labels)
+    want = function.apply(*inputs, beta, -100, 2.0)
+    kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "js")
+    head = hl.Head(teacher_weight)
+    share = {"beta": beta} if kind == "js" else {}
+    term = hl.distillation(divergence=kind, temperature=2.0, teacher_head=head, **share)
+    batch = hl.Batch(labels, teacher_hidden=teacher_hidden)
+    out = hl.head_loss(hidden, hl.Head(weight), batch, term)
+    assert_near(out.loss, want, hidden, weight)
+
+
+def test_fused_linear_kl_div() -> None:
+    """Its target is a probability for each token of the vocabulary."""
+    hidden, weight, teacher_hidden, teacher_weight, labels = single()
+    target = (teacher_hidden @ teacher_weight.t()).softmax(1)
+    function = kernels("fused_linear_kl_div").LigerFusedLinearKLDivFunction
+    want = function.apply(hidden, weight, target, labels, "batchmean", -100, 2.0)
+    term = hl.distillation(temperature=2.0)
+    batch = hl.Batch(labels, teacher_logits=2.0 * target.log())
+    out = hl.head_loss(hidden, hl.Head(weight), batch, term)
+    assert_near(out.loss, want, hidden, weight)
+
+
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor, *leaves: torch.Tensor) -> None:
+    got, want = (torch.autograd.grad(x, leaves) for x in (ours, theirs))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)

@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from parity import EDGES, B, C, Step, batch_of, compare, filled_rows, ours, step, theirs
+from parity import (
+    EDGES,
+    B,
+    C,
+    Step,
+    batch_of,
+    compare,
+    filled_rows,
+    measured,
+    ours,
+    step,
+    theirs,
+)
 from torch import Tensor
 
 import headloss as hl
@@ -21,6 +33,7 @@ from verl.trainer.ppo.rollout_corr_helper import (
 )
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig
+from verl.workers.utils import losses as worker_losses
 
 CLIP = {"clip_ratio": 0.2, "clip_ratio_low": 0.15, "clip_ratio_high": 0.25}
 
@@ -166,6 +179,56 @@ def candidates(made: Step, low: float, high: float) -> Tensor:
     c = (a - a[mask].mean()) * (n - n[mask].mean())
     clipped = r * a > r.clamp(1 - 0.15, 1 + 0.25) * a
     return mask & (c > low) & (c < high) & ~clipped
+
+
+@pytest.mark.parametrize(
+    ("name", "clipped", "drift"),
+    [
+        ("vanilla", "clip_region", "kl_old_k1"),
+        ("cispo", "", "kl_old_k1"),
+        ("dppo_tv", "clip_region", "kl_old_k1"),
+        ("dppo_kl", "clip_region", "kl_old_k1"),
+        ("kl_cov", "", "kl_old_abs"),
+    ],
+)
+def test_metrics(name: str, clipped: str, drift: str) -> None:
+    """The number that verl logs, under the name that docs/losses.md gives for ours."""
+    term, options = TERMS[name]
+    for seed in range(3):
+        made = step(seed=seed)
+        function = core_algos.get_policy_loss_fn(name)
+        sides = made["old_logps"], made["logp"], made["advantages"], made["mask"].double()
+        want = function(*sides, "token-mean", config(made, **options), None)[1]
+        found = measured(term, made)
+        assert found[drift] == pytest.approx(want["actor/ppo_kl"], rel=1e-6)
+        if clipped:
+            assert found[clipped] == pytest.approx(want["actor/pg_clipfrac"], rel=1e-6)
+
+
+# ---------------------------------------------------------------------- supervised
+
+
+def test_sft() -> None:
+    """The step's tokens as the denominator; masks there are of tokens, shifted inside."""
+    made = step()
+    rows, mask = [made["logp"][0], made["logp"][1]], [made["mask"][0], made["mask"][1]]
+    made = {n: x[:2] for n, x in made.items()}
+
+    def loss(logp: Tensor) -> Tensor:
+        lengths = [len(row) for row in rows]
+        packed = torch.nested.nested_tensor_from_jagged(
+            logp.flatten(), torch.tensor([0, *lengths]).cumsum(0)
+        )
+        # Its roll brings the mask of a token to the position that predicts it.
+        shifted = torch.roll(torch.cat(mask).double(), 1)
+        shifted = torch.nested.nested_tensor_from_jagged(
+            shifted, torch.tensor([0, *lengths]).cumsum(0)
+        )
+        data = {"dp_size": 1, "batch_num_tokens": made["mask"].sum(), "loss_mask": shifted}
+        found = worker_losses.sft_loss(None, {"log_probs": packed}, data)  # type: ignore[arg-type]
+        return found[0]
+
+    compare(hl.cross_entropy(), made, loss)
 
 
 # ---------------------------------------------------------------------- kl

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from parity import compare, step
 
 import headloss as hl
 
@@ -51,3 +52,28 @@ def test_forward_kl_topk() -> None:
         torch.autograd.grad(out.loss, leaves), torch.autograd.grad(want, leaves), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+ESTIMATORS = {
+    "k1": hl.kl(),
+    "k2": hl.kl(estimator="k2"),
+    "abs": hl.kl(estimator="abs"),
+    "k3": hl.kl(estimator="k3", clamp_difference=20, clamp=10),
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_reverse_kl_estimators(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the sampled tokens: the teacher's log-probs are the reference's."""
+    registered = pytest.importorskip("verl.trainer.distillation.losses")
+    monkeypatch.setattr(registered, "no_padding_2_padding", lambda x, data: x)
+    made = step()
+    config = SimpleNamespace(distillation_loss=SimpleNamespace(loss_mode=name))
+    data = {"teacher_logprobs": made["ref_logps"].unsqueeze(-1), "response_mask": made["mask"]}
+
+    def loss(logp: torch.Tensor) -> torch.Tensor:
+        function = registered.get_distillation_loss_fn(name)
+        values = function(None, config, {"log_probs": logp}, data)[0]
+        return values[made["mask"]].mean()
+
+    compare(ESTIMATORS[name], made, loss)
