@@ -14,10 +14,10 @@ from works import Setting
 DEFAULTS = ("headloss",)
 BUDGETS = ("headloss, 1200 MiB", "headloss, 2200 MiB")
 RECOMPUTE = ("headloss, recompute",)
-REFERENCE = ("headloss, reference",)
-OURS = (*DEFAULTS, "headloss, no metrics", *BUDGETS, *RECOMPUTE, *REFERENCE)
+UNMETERED = ("headloss, no metrics",)
+OURS = (*DEFAULTS, *BUDGETS, *RECOMPUTE)
 PLAIN = ("eager", "torch.compile")
-LOGPS = ("TRL", "Liger scaled CE", "Liger scaled CE, plain")
+LOGPS = ("TRL", "Liger scaled CE")
 RL = (*PLAIN, *LOGPS, "Liger GRPO")
 CE = (
     *PLAIN,
@@ -71,6 +71,8 @@ SMALL_HEADS = ((896, 151936), (2048, 151936), (4096, 128256))
 WIDE = Setting(tokens=16384, width=4096, vocabulary=128256)
 NARROW = Setting(tokens=16384, width=2048, vocabulary=151936)
 RAGGED = (200, 4000)
+MEMORY = "0.97 within 2200 MiB, 0.95 within 1200 MiB; recompute 0.75"
+AHEAD = "0.98, and ahead of QuACK"
 
 
 def table() -> Iterator[Case]:
@@ -86,51 +88,63 @@ def table() -> Iterator[Case]:
             goal=goal,
         )
 
-    memory = "0.95 within 2200 MiB, 0.90 within 1200 MiB; recompute 0.70 within 500 MiB"
-    yield row("GRPO", "grpo", WIDE, *OURS, *RL, goal=memory)
-    yield row("GRPO", "grpo", NARROW, *OURS, *RL, goal="0.93")
-    ragged = replace(WIDE, segments=RAGGED)
-    yield row("GSPO, ragged", "gspo", ragged, *DEFAULTS, *BUDGETS, *RECOMPUTE, "TRL", goal=memory)
-    yield row("cross-entropy", "ce", WIDE, *OURS, *CE, goal="0.97, and the best peer's")
-    yield row("cross-entropy", "ce", NARROW, *OURS, *CE, goal="0.97, and the best peer's")
+    yield row("GRPO", "grpo", WIDE, *OURS, *RL, goal=MEMORY)
+    yield row("cross-entropy", "ce", WIDE, *OURS, *UNMETERED, *CE, goal=AHEAD)
+    yield row("GRPO", "grpo", NARROW, *OURS, *RL, goal="0.96")
+    yield row("cross-entropy", "ce", NARROW, *OURS, *UNMETERED, *CE, goal=AHEAD)
     for shape in (WIDE, NARROW):
         scores = replace(shape, trains=())
         ours = ("head_stats", "headloss, 128 MiB")
-        goal = "1.0 of the logits product within 130 MiB"
-        yield row("log-prob and entropy, no gradient", "scores", scores, *ours, *SCORES, goal=goal)
+        name = "log-prob and entropy, no gradient"
+        yield row(name, "scores", scores, *ours, *SCORES, goal="1.03")
+    ragged = replace(WIDE, segments=RAGGED)
+    yield row("GSPO, ragged", "gspo", ragged, *OURS, "TRL", goal=MEMORY)
+    yield from small()
     frozen = replace(WIDE, trains=("hidden",))
-    yield row(
-        "GRPO, frozen head",
-        "grpo",
-        frozen,
-        *DEFAULTS,
-        "headloss, frozen",
-        "head_stats, frozen",
-        *PLAIN,
-        *LOGPS,
-        goal="0.93 of logits + dX",
-    )
-    foreign = ("head_stats, held", "head_stats, recompute", *PLAIN, *LOGPS)
+    ours = (*DEFAULTS, "headloss, frozen", "head_stats, frozen")
+    goal = "0.93 of logits + dX"
+    yield row("GRPO, frozen head", "grpo", frozen, *ours, *PLAIN, *LOGPS, goal=goal)
+    foreign = ("head_stats, held", "head_stats, recompute", "head_function, token")
+    foreign = (*foreign, "head_function, sequence", "head_function, undeclared")
     goal = "held: 0.95 within T x V x 2 bytes"
     yield row("GRPO in plain PyTorch on log-probs", "grpo", WIDE, *foreign, goal=goal)
     half = replace(WIDE, quiet=2)
-    yield row("GRPO, half the rows", "grpo", half, *DEFAULTS, *BUDGETS, "TRL", goal="1.3")
+    yield row("GRPO, half the rows", "grpo", half, *DEFAULTS, *BUDGETS, "TRL", goal="1.4")
+    certain = replace(WIDE, certain=0.6, segments=256)
+    ours = (*DEFAULTS, "headloss, tolerance 0.001", "headloss, tolerance 0.004")
+    goal = "tolerance 0.004: 1.5 of the dense products"
+    yield row("GRPO, most tokens nearly certain", "grpo", certain, *ours, goal=goal)
     one_and_five = ("headloss, no metrics", "headloss")
     goal = "five terms and metrics <= 1.03 x one term"
     yield row("one term and five", "grpo|five terms", WIDE, *one_and_five, goal=goal)
+    chosen = replace(WIDE, candidates=64)
+    works = "grpo|grpo+candidates|grpo+candidates+rest"
+    goal = "as GRPO alone, to a few percent"
+    yield row("GRPO and 64 candidates", works, chosen, *DEFAULTS, *RECOMPUTE, goal=goal)
+    kept = replace(WIDE, support=64)
+    goal = "5 times the dense call"
+    yield row("GRPO, softmax over 64 ids", "grpo", kept, *DEFAULTS, *RECOMPUTE, "eager", goal=goal)
+    teacher = replace(WIDE, teacher=True)
+    ours = (*DEFAULTS, "headloss, 2200 MiB", *RECOMPUTE)
+    goal = "0.88 within 2200 MiB; recompute 0.6"
+    peers = ("torch.compile", "Liger JSD")
+    yield row("distillation", "distillation", teacher, *ours, *peers, goal=goal)
     # 16 GiB of logits each: a copy takes 8 ms, and what precedes the launch is not its bandwidth.
     for tokens, vocabulary in (
-        (262144, 32768),
         (66560, 128256),
+        (262144, 32768),
         (56320, 151936),
         (32768, 262144),
     ):
         given = Setting(
             tokens=tokens, width=512, vocabulary=vocabulary, trains=("hidden",), given=True
         )
-        yield row("given logits, in place", "ce", given, *GIVEN, goal="0.85 of a copy")
+        goal = "0.86 of a copy, captured 0.88, and ahead of QuACK"
+        yield row("given logits, in place", "ce", given, *GIVEN, goal=goal)
 
 
+def small() -> Iterator[Case]:
+    """Calls of few tokens, as micro-batches are."""
     for width, vocabulary in SMALL_HEADS:
         for tokens in SMALL:
             yield Case(
@@ -192,8 +206,6 @@ def quick() -> Iterator[Case]:
         if case.row not in seen:
             seen.add(case.row)
             yield _small(case, tokens=96, vocabulary=331)
-    distillation = next(case for case in full() if case.works == ("distillation",))
-    yield _small(distillation, tokens=96, vocabulary=331)
     for case in full():
         if case.group == "tokens" and case.setting.tokens <= 16384:
             yield _small(case, tokens=case.setting.tokens // 128, vocabulary=331)

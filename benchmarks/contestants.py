@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from works import Inputs, Setting, Values, Work
+from works import Inputs, Setting, Values, Work, restricted, with_the_rest
 
 import headloss as hl
 
@@ -176,6 +176,23 @@ def _stats_elsewhere(schedule: str, gradients: tuple[str, ...] = STATISTICS) -> 
     return make
 
 
+def _function(separable: str | None) -> Callable[[Work, Setting], Run]:
+    """`head_function` of the loss in plain PyTorch."""
+
+    def make(work: Work, setting: Setting) -> Run:
+        def run(inputs: Inputs) -> Found:
+            def loss_of(logps: Tensor, entropies: Tensor) -> Tensor:
+                return work.loss(Values(logps, entropy=entropies), inputs)
+
+            given = (inputs.hidden, hl.Head(inputs.weight), inputs.batch(), loss_of, separable)
+            loss = hl.head_function(*given)  # type: ignore[arg-type]
+            return Found(values={"loss": loss.detach()} | gradients(loss, inputs))
+
+        return run
+
+    return make
+
+
 # ---------------------------------------------------------------------- from log-probs or a loss
 
 
@@ -217,16 +234,25 @@ def _sums(values: dict[str, Tensor], float32_sums: bool) -> Found:
 def _values_of_logits(work: Work) -> Callable[..., Values]:
     """From logits in float32 (and a teacher's), by PyTorch's own functions."""
 
-    def values(z: Tensor, targets: Tensor, teacher: Tensor | None = None) -> Values:
+    def values(
+        z: Tensor,
+        targets: Tensor,
+        teacher: Tensor | None = None,
+        candidates: Tensor | None = None,
+        support: Tensor | None = None,
+    ) -> Values:
+        z = z if support is None else restricted(z, support)
         log_p = z.log_softmax(-1)
         entropy = divergence = None
+        chosen = None if candidates is None else with_the_rest(log_p, candidates)
         if "entropy" in work.reads:
             entropy = -(log_p.exp() * log_p).sum(-1)
         if teacher is not None:
             log_q = teacher.log_softmax(-1)
             divergence = (log_q.exp() * (log_q - log_p)).sum(-1)
         lse = z.logsumexp(-1) if "lse" in work.reads else None
-        return Values(log_p.gather(1, targets.unsqueeze(1)).squeeze(1), lse, entropy, divergence)
+        logp = log_p.gather(1, targets.unsqueeze(1)).squeeze(1)
+        return Values(logp, lse, entropy, divergence, chosen)
 
     return values
 
@@ -234,9 +260,9 @@ def _values_of_logits(work: Work) -> Callable[..., Values]:
 def _eager(work: Work, setting: Setting, compiled: bool = False) -> Run:
     values_of_logits = _values_of_logits(work)
 
-    def of_products(x, w, y, teacher_x, teacher_w):
+    def of_products(x, w, y, teacher_x, teacher_w, candidates, support):
         teacher = None if teacher_x is None else F.linear(teacher_x, teacher_w).float()
-        return values_of_logits(F.linear(x, w).float(), y, teacher)
+        return values_of_logits(F.linear(x, w).float(), y, teacher, candidates, support)
 
     def cross_entropy(x, w, y):
         return F.cross_entropy(F.linear(x, w).float(), y)
@@ -252,10 +278,12 @@ def _eager(work: Work, setting: Setting, compiled: bool = False) -> Run:
         return _by_loss(lambda i: of_given(i.logits, i.targets))
     if work.name == "ce":
         return _by_loss(lambda i: cross_entropy(i.hidden, i.weight, i.targets))
-    return _by_values(
-        lambda i: of_products(i.hidden, i.weight, i.targets, i.teacher_hidden, i.teacher_weight),
-        work,
-    )
+
+    def of_inputs(i: Inputs) -> Values:
+        teacher = (i.teacher_hidden, i.teacher_weight)
+        return of_products(i.hidden, i.weight, i.targets, *teacher, i.candidates, i.support)
+
+    return _by_values(of_inputs, work)
 
 
 def _torch_chunked(work: Work, setting: Setting) -> Run:
@@ -281,17 +309,13 @@ def _trl(work: Work, setting: Setting) -> Run:
     return _by_values(values, work, float32_sums=True)
 
 
-def _liger_scaled(work: Work, setting: Setting, plain: bool = False) -> Run:
+def _liger_scaled(work: Work, setting: Setting) -> Run:
     from liger_kernel.ops import fused_linear_scaled_cross_entropy as module
 
     entropy = "entropy" in work.reads
-    if plain:
-        apply = module._FusedLinearPPOFallbackFunction.apply
-        arguments = (1.0, -100, entropy)
-    else:
-        apply = module.LigerFusedLinearScaledCrossEntropyFunction.apply
-        arguments = (1.0, -100, 1, entropy)
-        module._resolve_implementation(torch.device("cuda"))  # is its Hopper path installed?
+    apply = module.LigerFusedLinearScaledCrossEntropyFunction.apply
+    arguments = (1.0, -100, 1, entropy)
+    module._resolve_implementation(torch.device("cuda"))  # is its Hopper path installed?
 
     def values(i: Inputs) -> Values:
         found = apply(i.hidden, i.weight, i.targets, *arguments)
@@ -449,11 +473,15 @@ def _registry() -> dict[str, Contestant]:
     add("headloss, 128 MiB", _headloss(memory_budget=128 * MIB))
     add("headloss, recompute", _headloss(schedule="recompute"))
     add("headloss, frozen", _headloss(schedule="frozen"))
-    add("headloss, reference", _headloss(backend="reference"))
     add("head_stats", _head_stats)
     add("head_stats, held", _stats_elsewhere("held"))
     add("head_stats, recompute", _stats_elsewhere("recompute"))
     add("head_stats, frozen", _stats_elsewhere("frozen", ("logp",)))
+    for share in (0.001, 0.004):
+        name = f"headloss, tolerance {share:g}"
+        add(name, _headloss(gradient_tolerance=share), rounded=True)
+    for separable in (None, "token", "sequence"):
+        add(f"head_function, {separable or 'undeclared'}", _function(separable))
     add("headloss in place", _in_place())
     add("headloss in place, declared upstream", _in_place(upstream=1.0))
     add("headloss in place, captured", _captured, gpu=True)
@@ -471,12 +499,6 @@ def _registry() -> dict[str, Contestant]:
         gpu=True,
     )
     add("Liger scaled CE", _liger_scaled, works=SCORE_WORKS, rounded=True, gpu=True)
-    add(
-        "Liger scaled CE, plain",
-        partial(_liger_scaled, plain=True),
-        works=SCORE_WORKS,
-        rounded=True,
-    )
     add("Liger JSD", _liger_jsd, works=frozenset({"distillation"}), rounded=True, gpu=True)
     more = {"works": CE_ONLY, "rounded": True, "gpu": True}
     add("Liger FLCE", _liger_flce(None), **more)

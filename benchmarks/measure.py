@@ -133,29 +133,36 @@ def footprint(run: Run, inputs: Inputs, device: torch.device) -> tuple[Found, in
     return found, meter.peak, stretch.ms
 
 
-def working_bytes(found: Found, peak: int, inputs: Inputs) -> int:
-    """Peak bytes beyond inputs, returned tensors and the float32 accumulator of dW.
+def memory(found: Found, peak: int, inputs: Inputs) -> dict[str, int]:
+    """Peak bytes beyond the inputs, the tensors that are returned (gradients, values per token),
+    the float32 accumulator of dW, and what the call needs beside these.
 
     While the accumulator lives, the dW that is returned does not: the larger of the two is
     counted off.
     """
     given = inputs.logits
     taken = set() if given is None else {given.untyped_storage().data_ptr()}
-    returned = 0
+    returned = apart = 0
     for name, value in found.values.items():
         storage = value.untyped_storage()
         if storage.data_ptr() in taken:
             continue
         taken.add(storage.data_ptr())
         kept = storage.nbytes()
-        returned += max(kept, found.accumulator) if name == "weight" else kept
-    return max(0, peak - returned)
+        returned += kept
+        apart += max(kept, found.accumulator) if name == "weight" else kept
+    return {
+        "peak_bytes": peak,
+        "returned_bytes": returned,
+        "accumulator_bytes": found.accumulator,
+        "working_bytes": max(0, peak - apart),
+    }
 
 
 # ---------------------------------------------------------------------- a case
 
 SMALL = 3  # times as many repeats of a small call
-SLOW, FEW = 4.0, 3  # who takes longer than SLOW limits runs FEW times
+SLOW, FEW = 4.0, 3  # who takes longer than SLOW limits runs FEW times, and nobody less often
 
 
 @dataclass
@@ -170,8 +177,19 @@ class Entry:
     limits: list[Any] = field(default_factory=list)
 
 
-def run_case(case: Case, repeats: int, device: torch.device, keep=lambda name: True) -> list[dict]:
-    """Gate, then race: one row for each work and contestant. `keep` chooses contestants."""
+def run_case(
+    case: Case,
+    repeats: int,
+    device: torch.device,
+    keep: Callable[[str], bool] = lambda name: True,
+    seconds: float = math.inf,
+) -> list[dict]:
+    """Gate, then race: one row for each work and contestant.
+
+    Args:
+        keep: chooses contestants.
+        seconds: of one race; it ends early, if it must, after `FEW` runs.
+    """
     torch.compiler.reset()
     setting = case.setting
     inputs = [make_inputs(setting, device, seed) for seed in (0, 100)]
@@ -188,7 +206,12 @@ def run_case(case: Case, repeats: int, device: torch.device, keep=lambda name: T
         for entry in entries:
             if entry.run is not None:
                 alone = case.group == "small"
-                _race(entry, limit, inputs, SMALL * repeats if alone else repeats, device, alone)
+                turns = SMALL * repeats if alone else repeats
+                try:
+                    _race(entry, limit, inputs, turns, device, alone, seconds)
+                except Exception as failure:  # memory may be short for two sets of inputs
+                    entry.row |= {"status": "failed", "reason": one_line(failure)}
+                    entry.stretches.clear()
     measured = [s.ms for entry in entries for s in entry.limits]
     overall = statistics.median(measured) if measured else math.nan
     for entry in entries:
@@ -200,10 +223,15 @@ def run_case(case: Case, repeats: int, device: torch.device, keep=lambda name: T
             entry.row |= _times([s.ms for s in entry.stretches], base, setting)
             if isinstance(entry.stretches[0], Alone):
                 entry.row |= {"host_ms": statistics.median(s.host_ms for s in entry.stretches)}
-    about = {"case": case.name, "row": case.row, "group": case.group, "goal": case.goal}
+    return [about(case) | entry.row for entry in entries]
+
+
+def about(case: Case) -> dict[str, Any]:
+    """What each row of a case holds."""
+    setting = case.setting
+    found = {"case": case.name, "row": case.row, "group": case.group, "goal": case.goal}
     sizes = {name: getattr(setting, name) for name in ("tokens", "width", "vocabulary")}
-    about |= sizes | {"dtype": str(setting.dtype).removeprefix("torch.")}
-    return [about | entry.row for entry in entries]
+    return found | sizes | {"dtype": str(setting.dtype).removeprefix("torch.")}
 
 
 def _times(ms: list[float], limit: float, setting: Setting) -> dict[str, Any]:
@@ -288,11 +316,8 @@ def _measure(
         "reason": "; ".join(out),
         "tolerance": tolerance.name,
         "errors": measured,
-        "peak_bytes": peak,
-        "working_bytes": working_bytes(found, peak, inputs),
-        "accumulator_bytes": found.accumulator,
         "how": found.how,
-    }
+    } | memory(found, peak, inputs)
     if not out:
         entry.run = run
 
@@ -303,7 +328,8 @@ def _race(
     inputs: list[Inputs],
     repeats: int,
     device: torch.device,
-    alone: bool = False,
+    alone: bool,
+    seconds: float,
 ) -> None:
     """Times of one contestant and of the limit in turn.
 
@@ -317,8 +343,10 @@ def _race(
         entry.limits.append(timed(limit, i, device))
         entry.stretches.append(timed(entry.run, i, device))
         synchronize(device)
+        if turn == 0:
+            begin = time.perf_counter()
         slow = not alone and entry.stretches[0].ms > SLOW * entry.limits[0].ms
-        if slow and turn == FEW:
+        if turn >= FEW and (slow or time.perf_counter() - begin > seconds):
             break
     del entry.stretches[0], entry.limits[0]  # a warm-up
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from contestants import Found
 from torch import Tensor
-from works import Inputs, Setting, Values, Work
+from works import Inputs, Setting, Values, Work, restricted, with_the_rest
 
 # ---------------------------------------------------------------------- the oracle
 
@@ -44,7 +44,7 @@ def make_oracle(work: Work, inputs: Inputs, setting: Setting) -> Oracle:
         max(1, BLOCK // setting.vocabulary)
     )
     with torch.no_grad():
-        found = [_values(*_block(sources, b), inputs.targets[b]) for b in blocks]
+        found = [_values(*_block(sources, b), inputs, b) for b in blocks]
     whole = [
         torch.cat(v).requires_grad_() if v[0] is not None else None
         for v in zip(*found, strict=True)
@@ -97,17 +97,22 @@ def _block(sources: _Sources, rows: Tensor) -> tuple[Tensor, Tensor | None]:
     return z, inputs.teacher_hidden[rows].double() @ sources.teacher.t()
 
 
-def _values(z: Tensor, teacher: Tensor | None, targets: Tensor) -> Values:
+def _values(z: Tensor, teacher: Tensor | None, inputs: Inputs, rows: Tensor) -> Values:
+    if inputs.support is not None:
+        z = restricted(z, inputs.support[rows])
     log_p = z.log_softmax(-1)
-    divergence = None
+    divergence = chosen = None
+    if inputs.candidates is not None:
+        chosen = with_the_rest(log_p, inputs.candidates[rows])
     if teacher is not None:
         log_q = teacher.log_softmax(-1)
         divergence = (log_q.exp() * (log_q - log_p)).sum(-1)
     return Values(
-        logp=log_p.gather(1, targets.unsqueeze(1)).squeeze(1),
+        logp=log_p.gather(1, inputs.targets[rows].unsqueeze(1)).squeeze(1),
         lse=z.logsumexp(-1),
         entropy=-(log_p.exp() * log_p).sum(-1),
         divergence=divergence,
+        candidates=chosen,
     )
 
 
@@ -125,7 +130,7 @@ def _sampled(
     for block in blocks:
         z, teacher = _block(sources, block)
         z.requires_grad_()
-        values = [v for v in _values(z, teacher, inputs.targets[block]) if v is not None]
+        values = [v for v in _values(z, teacher, inputs, block) if v is not None]
         read = [(v, s) for v, s in zip(values, slopes, strict=True) if s is not None]
         (g,) = torch.autograd.grad(torch.stack([(v * s[block]).sum() for v, s in read]).sum(), z)
         places = ((oracle.rows >= block[0]) & (oracle.rows <= block[-1])).nonzero().squeeze(1)

@@ -17,8 +17,10 @@ Row = dict[str, Any]
 NOTES = """\
 *of limit*: time of the limit over time, medians of runs in turn. The limit is the vendor's products
 that the work needs (logits, a teacher's, dX, dW) in chunks of 4096 tokens with outputs in the
-inputs' dtype, or a copy of logits that are given; TFLOP/s count these products. *MiB*: the
-allocator's peak beyond inputs, returned tensors and a float32 accumulator of dW (*dW MiB*).
+inputs' dtype, or a copy of logits that are given; TFLOP/s count these products. *peak*: the
+allocator's peak beyond the inputs, in MiB; *returned*: gradients and values per token in it; *dW
+sum*: a float32 accumulator of dW in it, during which the dW that is returned does not exist; *MiB*:
+the peak without these.
 *log-prob*, *loss*: largest absolute error against float64, over all tokens. *dX*, *dW*: norm of the
 error over the norm, on sampled rows. *gate*: `exact` allows 1e-4, 1e-3 on entropies and 1e-2 on
 gradients; `rounded`, for those who round logits or leave small gradients out by design, 1e-1."""
@@ -56,6 +58,43 @@ def goals(results: dict) -> str:
         cells = (first["row"] + mark, shape, first["goal"], "<br>".join(shown), "<br>".join(memory))
         lines.append((*cells, best, limit))
     return f"{machine(results)}\n\n{markdown(lines)}"
+
+
+def behind(results: dict) -> str:
+    """Who is faster than headloss, and who needs less memory, in each case of the table."""
+    lines = []
+    for name, found in _by_case(_of(results, "table")["rows"]):
+        newest = max(row["run"] for row in found)
+        found = [row for row in found if row["run"] == newest and "ms" in row]
+        for work in dict.fromkeys(row["work"] for row in found):
+            ours = [row for row in found if row["work"] == work and is_ours(row)]
+            peers = [row for row in found if row["work"] == work and not is_ours(row)]
+            if not ours or not peers:
+                continue
+            fastest, least = min(ours, key=lambda r: r["ms"]), min(ours, key=_beyond)
+            faster = sorted((r for r in peers if r["ms"] < fastest["ms"]), key=lambda r: r["ms"])
+            less = sorted((r for r in peers if _beyond(r) < _beyond(least)), key=_beyond)
+            said = []
+            if faster:
+                shares = ", ".join(f"{r['contestant']} {r['of_limit']:.2f}" for r in faster)
+                said.append(f"faster than {fastest['of_limit']:.2f} {_short(fastest)}: {shares}")
+            if less:
+                sizes = ", ".join(f"{r['contestant']} {_beyond(r) / MIB:.0f} MiB" for r in less)
+                said.append(f"less than {_beyond(least) / MIB:.0f} MiB {_short(least)}: {sizes}")
+            if said:
+                lines.append(f"- *{name}*: {'; '.join(said)}")
+    return "\n".join(lines) or "Nobody, in any row."
+
+
+def _beyond(row: Row) -> int:
+    """Peak bytes without what is returned: the accumulator of dW counts, where one is needed."""
+    return row["working_bytes"] + max(0, row["accumulator_bytes"] - _returned_weight(row))
+
+
+def _returned_weight(row: Row) -> int:
+    """Bytes of the dW that is returned after its accumulator."""
+    size = 4 if row["dtype"] == "float32" else 2
+    return size * row["vocabulary"] * row["width"]
 
 
 FEW = ("GRPO", "GSPO, ragged", "cross-entropy", "log-prob and entropy, no gradient")
@@ -157,15 +196,15 @@ def _about(row: Row) -> str:
     return f"limit {row['limit_ms']:.2f} ms{goal}"
 
 
-COLUMNS = ("contestant", "ms", "of limit", "TFLOP/s", "MiB", "dW MiB", "log-prob", "loss", "dX")
-COLUMNS = (*COLUMNS, "dW", "gate", "how")
+COLUMNS = ("contestant", "ms", "of limit", "TFLOP/s", "MiB", "peak", "returned", "dW sum")
+COLUMNS = (*COLUMNS, "log-prob", "loss", "dX", "dW", "gate", "how")
 
 
 def _case_table(rows: list[Row], marks: list[str]) -> str:
     several = len({row["work"] for row in rows}) > 1
     rate = "GB/s" if any("gb_per_s" in row for row in rows) else "TFLOP/s"
     columns = tuple(rate if name == "TFLOP/s" else name for name in COLUMNS)
-    lines = [columns, ("---", *("---:",) * 9, "---", "---")]
+    lines = [columns, ("---", *("---:",) * 11, "---", "---")]
     for row in sorted(rows, key=lambda row: row.get("ms", float("inf"))):
         name = f"{row['contestant']}: {row['work']}" if several else row["contestant"]
         lines.append((name + marks[row["run"]], *_cells(row)))
@@ -190,6 +229,8 @@ def _cells(row: Row) -> tuple[str, ...]:
         number("of_limit", ".3f"),
         rate,
         number("working_bytes", ".0f", 1 / MIB),
+        number("peak_bytes", ".0f", 1 / MIB),
+        number("returned_bytes", ".0f", 1 / MIB),
         number("accumulator_bytes", ".0f", 1 / MIB),
         wrong["logps"],
         loss,

@@ -6,19 +6,22 @@
     python benchmarks/run.py --full --part 1/4 --output full.json
 
 Every contestant passes a gate against float64 before it is timed. Parts append to one file: it is
-written after each case, and a case that is measured again replaces what it held.
+written after each case, and a case that is measured again replaces what it held. An error of the
+GPU ends the program; with --resume it goes on after the case that met it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,13 +46,22 @@ class Results:
         if path is not None and path.exists():
             self.content = json.loads(path.read_text())
         self.number = len(self.content["runs"])
-        self.content["runs"].append(run)
+        self.tried = {name for run in self.content["runs"] for name in run.get("tried", ())}
+        self.content["runs"].append(run | {"tried": []})
+
+    def start(self, case: str) -> None:
+        """Note that a case was begun, which may end the program."""
+        self.content["runs"][-1]["tried"].append(case)
+        self._write()
 
     def add(self, rows: list[dict]) -> None:
         """Take a case's rows, in place of what the file holds for the same, and write the file."""
         new = {_key(row) for row in rows}
         kept = [row for row in self.content["rows"] if _key(row) not in new]
         self.content["rows"] = kept + [row | {"run": self.number} for row in rows]
+        self._write()
+
+    def _write(self) -> None:
         if self.path is not None:
             write(self.path, json.dumps(self.content, indent=1) + "\n")
 
@@ -130,17 +142,9 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.against:
         return against.main(chosen, arguments.against, device, arguments.repeats or 30)
     results = Results(arguments.output, about(device, arguments.commit))
-    repeats = arguments.repeats or (2 if arguments.list == "quick" else 9)
-    red = []
-    for case in chosen:
-        start = time.perf_counter()
-        print(f"{case.name} ...", end=" ", flush=True)
-        rows = measure.run_case(case, repeats, device, lambda n: _matches(n, arguments.contestants))
-        results.add(rows)
-        red += [row for row in rows if row["status"] == "failed" and report.is_ours(row)]
-        print(f"{time.perf_counter() - start:.1f} s", flush=True)
-        for row in rows:
-            print(_line(row), flush=True)
+    if arguments.resume:
+        chosen = [case for case in chosen if case.name not in results.tried]
+    red = _run_all(chosen, results, device, arguments)
     if arguments.markdown:
         write(arguments.markdown, report.tables(results.content))
     if arguments.plots:
@@ -148,6 +152,41 @@ def main(argv: list[str] | None = None) -> int:
     for row in red:
         print(f"FAILED {row['case']}: {row['contestant']}: {row['reason']}")
     return 1 if red else 0
+
+
+def _run_all(
+    chosen: list[cases.Case], results: Results, device: torch.device, arguments: argparse.Namespace
+) -> list[dict]:
+    """Every case, each on its own: the failed rows of headloss."""
+    repeats = arguments.repeats or (2 if arguments.list == "quick" else 9)
+    begin, red = time.perf_counter(), []
+    for case in chosen:
+        start = time.perf_counter()
+        if start - begin > 60 * arguments.minutes:
+            print(f"{case.name}: left out after {arguments.minutes:g} minutes", flush=True)
+            continue
+        print(f"{case.name} ...", end=" ", flush=True)
+        results.start(case.name)
+        try:
+            rows = measure.run_case(
+                case,
+                repeats,
+                device,
+                lambda name: _matches(name, arguments.contestants),
+                arguments.seconds,
+            )
+        except Exception as failure:  # a case that ends takes no other with it
+            reason = measure.one_line(failure)
+            traceback.print_exc()
+            red.append({"case": case.name, "contestant": "all", "reason": reason})
+            measure.synchronize(device)  # an error that sticks ends the program: see --resume
+            continue
+        results.add(rows)
+        red += [row for row in rows if row["status"] == "failed" and report.is_ours(row)]
+        print(f"{time.perf_counter() - start:.1f} s", flush=True)
+        for row in rows:
+            print(_line(row), flush=True)
+    return red
 
 
 def _line(row: dict) -> str:
@@ -185,6 +224,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="cases, by shell patterns")
     parser.add_argument("--contestants", nargs="+", metavar="PATTERN")
     parser.add_argument("--repeats", type=int, help="timed runs of each contestant")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="of one race, after which it has few runs"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="after which no further case is begun"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out the cases that --output has begun"
+    )
     parser.add_argument(
         "--against", type=Path, metavar="FOLDER", help="race the headloss of another checkout"
     )

@@ -34,49 +34,10 @@ from works import Inputs, Setting, make_inputs
 import headloss as hl
 
 TOLERANCES = (0.0, 0.001, 0.004)
-SIZES = Setting(tokens=16384, width=4096, vocabulary=128256, segments=256)
-QUICK = Setting(tokens=512, width=32, vocabulary=256, dtype=torch.float32, segments=16)
-CERTAIN, TAILS = 0.6, (1e-6, 1e-2)  # of tokens, and where their 1 - p(y) lies
-ANSWERS = 8  # to each question
-RIGHT = (0, 2, 4, 8, 3, 1, 6, 5)  # of the answers to one question after the other
+SIZES = Setting(tokens=16384, width=4096, vocabulary=128256, segments=256, certain=0.6)
+QUICK = replace(SIZES, tokens=512, width=32, vocabulary=256, dtype=torch.float32, segments=16)
 
 # ---------------------------------------------------------------------- time
-
-
-def certain_inputs(setting: Setting, device: torch.device) -> Inputs:
-    """Inputs of which `CERTAIN` tokens have a 1 - p(y) that is log-uniform in `TAILS`."""
-    found = make_inputs(setting, device)
-    generator = torch.Generator(device).manual_seed(7)
-    draw = torch.rand(2, setting.tokens, generator=generator, device=device)
-    low, high = TAILS
-    tail = low * (high / low) ** draw[1].double()
-    wanted = (-tail).log1p() - tail.log()  # log p / (1 - p)
-    hidden, weight = found.hidden.detach(), found.weight.detach()
-    own, some = weight[found.targets].float(), draw[0] < CERTAIN
-    for _ in range(4):  # a step along the target's own row moves its logit by about as much
-        logp = logps(hidden, weight, found.targets).double()
-        step = wanted - (logp - (-logp.expm1()).clamp_min(1e-12).log())
-        moved = hidden.float() + step.float()[:, None] * own / own.square().sum(1, keepdim=True)
-        hidden = torch.where(some[:, None], moved, hidden.float()).to(hidden.dtype)
-    drift = 0.1 * torch.randn(setting.tokens, generator=generator, device=device)
-    old = logps(hidden, weight, found.targets) + drift
-    leaf = hidden.requires_grad_()
-    return replace(found, hidden=leaf, old=old, advantages=group_advantages(found))
-
-
-def logps(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    with torch.no_grad():
-        return hl.head_stats(hidden, hl.Head(weight), targets).logp.float()
-
-
-def group_advantages(inputs: Inputs) -> Tensor:
-    """[S] of right and wrong answers, less their group's mean and over its deviation."""
-    found = []
-    for group in range(-(-len(inputs.lengths) // ANSWERS)):
-        right = torch.arange(ANSWERS) < RIGHT[group % len(RIGHT)]
-        rewards = right.double()
-        found.append((rewards - rewards.mean()) / (rewards.std() + 1e-4))
-    return torch.cat(found)[: len(inputs.lengths)].to(inputs.old)
 
 
 def step(inputs: Inputs, tolerance: float, **options: Any) -> hl.Output:
@@ -117,8 +78,9 @@ def _norm(value: Tensor, less: Tensor | None = None) -> float:
 
 
 def time_all(setting: Setting, device: torch.device, rounds: int) -> dict[str, Any]:
-    inputs = certain_inputs(setting, device)
-    p = logps(inputs.hidden, inputs.weight, inputs.targets).exp()
+    inputs = make_inputs(setting, device)
+    with torch.no_grad():
+        p = hl.head_stats(inputs.hidden, hl.Head(inputs.weight), inputs.targets).logp.exp()
     exact = {}
     step(inputs, 0.0)
     for name in ("hidden", "weight"):

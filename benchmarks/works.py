@@ -6,9 +6,12 @@ headloss, and in plain PyTorch from per-token values, for everybody else and for
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, partial
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -33,12 +36,15 @@ class Setting:
     trains: tuple[str, ...] = ("hidden", "weight")
     given: bool = False  # the logits exist already and may be overwritten
     teacher: bool = False
+    certain: float = 0.0  # share of the tokens that are nearly certain, as in a trained model
+    candidates: int = 0  # columns of each token whose log-probs a loss reads
+    support: int = 0  # columns of each token that its softmax runs over; 0: all
 
     @property
     def flops(self) -> int:
         """Of the products that the work cannot do without."""
         products = 1 + len(self.trains) + self.teacher
-        return 2 * self.tokens * self.width * self.vocabulary * products
+        return 2 * self.tokens * self.width * (self.support or self.vocabulary) * products
 
     def lengths(self) -> list[int]:
         """Tokens of each segment."""
@@ -65,6 +71,8 @@ class Inputs:
     ref: Tensor  # [T] float32
     teacher_hidden: Tensor | None = None
     teacher_weight: Tensor | None = None
+    candidates: Tensor | None = None  # [T, K] columns
+    support: Tensor | None = None  # [T, K] columns
     logits: Tensor | None = None  # [T, V], overwritten by each run
     pristine: Tensor | None = None
 
@@ -82,12 +90,15 @@ class Inputs:
     def batch(self, teacher: bool = False) -> hl.Batch:
         """What headloss is given."""
         more = {"teacher_hidden": self.teacher_hidden} if teacher else {}
+        if self.candidates is not None:
+            more["candidate_ids"] = self.candidates
         return hl.Batch(
             self.targets,
             hl.Segments.from_ids(self.ids, count=len(self.lengths)),
             advantages=self.advantages,
             old_logps=self.old,
             ref_logps=self.ref,
+            support_ids=self.support,
             **more,
         )
 
@@ -101,11 +112,19 @@ def make_inputs(setting: Setting, device: torch.device, seed: int = 0) -> Inputs
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device)
 
+    if setting.certain:
+        hidden = nearly_certain(hidden, weight, targets, setting.certain, generator)
     lengths = torch.tensor(setting.lengths(), device=device)
     ids = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
     advantages = noise(len(lengths))
     if setting.quiet:
         advantages[setting.quiet - 1 :: setting.quiet] = 0
+    if setting.certain:
+        advantages = group_advantages(len(lengths)).to(advantages)
+    columns = [
+        columns_of(targets, setting.vocabulary, k, generator) if k else None
+        for k in (setting.candidates, setting.support)
+    ]
     found = Inputs(
         hidden=hidden.requires_grad_("hidden" in setting.trains and not setting.given),
         weight=weight.requires_grad_("weight" in setting.trains),
@@ -115,6 +134,8 @@ def make_inputs(setting: Setting, device: torch.device, seed: int = 0) -> Inputs
         advantages=advantages,
         old=targets.new_zeros(len(targets), dtype=torch.float32),
         ref=targets.new_zeros(len(targets), dtype=torch.float32),
+        candidates=columns[0],
+        support=columns[1],
     )
     logps = _logps(found)
     # Noise per token as an update makes it, and nearly none in a segment's mean, so that clipping
@@ -139,9 +160,65 @@ def _logps(inputs: Inputs) -> Tensor:
     found = []
     for rows in torch.arange(len(inputs.targets), device=inputs.targets.device).split(1024):
         z = _float32_logits(inputs.hidden[rows], inputs.weight)
+        if inputs.support is not None:
+            z = restricted(z, inputs.support[rows])
         target = inputs.targets[rows].unsqueeze(1)
         found.append(z.gather(1, target).squeeze(1) - z.logsumexp(1))
     return torch.cat(found)
+
+
+NEVER = -1e30  # a logit whose probability is 0, with a finite p log p
+
+
+def restricted(z: Tensor, columns: Tensor) -> Tensor:
+    """Logits [n, V] of which only some columns [n, K] are in the softmax."""
+    return torch.full_like(z, NEVER).scatter(1, columns, z.gather(1, columns))
+
+
+def with_the_rest(log_p: Tensor, columns: Tensor) -> Tensor:
+    """[n, K + 1] log-probs of some columns [n, K], and the log of the others' mass."""
+    rest = log_p.scatter(1, columns, -torch.inf).logsumexp(1, keepdim=True)
+    return torch.cat([log_p.gather(1, columns), rest], 1)
+
+
+def columns_of(targets: Tensor, vocabulary: int, k: int, generator: torch.Generator) -> Tensor:
+    """[T, K] distinct columns of each token, the target first."""
+    steps = torch.randperm(vocabulary - 1, generator=generator, device=targets.device)[: k - 1] + 1
+    return (targets.unsqueeze(1) + torch.cat([steps.new_zeros(1), steps])) % vocabulary
+
+
+TAILS = (1e-6, 1e-2)  # where 1 - p(y) of nearly certain tokens lies
+ANSWERS = 8  # to each question
+RIGHT = (0, 2, 4, 8, 3, 1, 6, 5)  # of the answers to one question after the other
+
+
+@torch.no_grad()
+def nearly_certain(
+    hidden: Tensor, weight: Tensor, targets: Tensor, share: float, generator: torch.Generator
+) -> Tensor:
+    """Hidden states of which a share has a 1 - p(y) that is log-uniform in `TAILS`."""
+    draw = torch.rand(2, len(targets), generator=generator, device=targets.device)
+    low, high = TAILS
+    tail = low * (high / low) ** draw[1].double()
+    wanted = (-tail).log1p() - tail.log()  # log p / (1 - p)
+    own, some = weight[targets].float(), draw[0] < share
+    for _ in range(4):  # a step along the target's own row moves its logit by about as much
+        logp = hl.head_stats(hidden, hl.Head(weight), targets).logp.double()
+        step = wanted - (logp - (-logp.expm1()).clamp_min(1e-12).log())
+        moved = hidden.float() + step.float()[:, None] * own / own.square().sum(1, keepdim=True)
+        hidden = torch.where(some[:, None], moved, hidden.float()).to(hidden.dtype)
+    return hidden
+
+
+def group_advantages(count: int) -> Tensor:
+    """[S] of right and wrong answers, less their group's mean and over its deviation: all 0 where
+    all of a group are right or all wrong."""
+    found = []
+    for group in range(-(-count // ANSWERS)):
+        right = torch.arange(ANSWERS) < RIGHT[group % len(RIGHT)]
+        rewards = right.double()
+        found.append((rewards - rewards.mean()) / (rewards.std() + 1e-4))
+    return torch.cat(found)[:count].float()
 
 
 def _float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -161,6 +238,7 @@ class Values(NamedTuple):
     lse: Tensor | None = None
     entropy: Tensor | None = None
     divergence: Tensor | None = None
+    candidates: Tensor | None = None  # [T, K + 1] log-probs; the last is that of all others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +276,35 @@ def _extras(values: Values, inputs: Inputs) -> Tensor:
     return (0.1 * (d.exp() - d - 1) - 0.01 * values.entropy + 1e-4 * values.lse**2).mean()
 
 
+@cache
+def _reverse_kl(package: ModuleType) -> Callable[..., hl.Term]:
+    """As a term of one version of headloss."""
+
+    def reverse_kl(stats, batch, rest=False):
+        return to_uniform(stats.candidate_logps, stats.candidate_tail if rest else None)
+
+    return package.term(reverse_kl)  # type: ignore[no-any-return]
+
+
+def reverse_kl(rest: bool) -> hl.Term:
+    return _reverse_kl(hl)(rest=rest)
+
+
+def to_uniform(log_p: Tensor, rest: Tensor | None = None) -> Tensor:
+    """KL(p || q) [T] to a q of 1 / (K + 1) each, over candidates of log-probs [T, K], or over these
+    and the rest."""
+    outcomes = log_p.shape[1] + 1
+    if rest is not None:
+        log_p = torch.cat([log_p, rest.unsqueeze(1)], 1)
+    return (log_p.exp() * (log_p + math.log(outcomes))).sum(1)
+
+
+def _grpo_and_candidates(values: Values, inputs: Inputs, rest: bool = False) -> Tensor:
+    assert values.candidates is not None
+    log_p, other = values.candidates[:, :-1], values.candidates[:, -1]
+    return _grpo(values, inputs) + 0.1 * to_uniform(log_p, other if rest else None).mean()
+
+
 def _extra_terms() -> hl.Objective:
     return 0.1 * hl.kl(estimator="k3") - 0.01 * hl.entropy() + 1e-4 * hl.z_loss()
 
@@ -208,6 +315,7 @@ def _teacher(inputs: Inputs) -> hl.Head:
 
 
 MORE = frozenset({"lse", "entropy"})
+CHOSEN = frozenset({"candidates"})
 WORKS: dict[str, Work] = {
     work.name: work
     for work in (
@@ -227,6 +335,18 @@ WORKS: dict[str, Work] = {
                 _grpo(values, inputs) + _extras(values, inputs) + 0.1 * _ce(values, inputs)
             ),
             reads=MORE,
+        ),
+        Work(
+            name="grpo+candidates",
+            objective=lambda _: hl.grpo() + 0.1 * reverse_kl(rest=False),
+            loss=_grpo_and_candidates,
+            reads=CHOSEN,
+        ),
+        Work(
+            name="grpo+candidates+rest",
+            objective=lambda _: hl.grpo() + 0.1 * reverse_kl(rest=True),
+            loss=partial(_grpo_and_candidates, rest=True),
+            reads=CHOSEN,
         ),
         Work(
             name="scores",  # log-probs and entropies, without a gradient

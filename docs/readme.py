@@ -97,6 +97,14 @@ def few() -> str:
     return few(json.loads((RESULTS / "table.json").read_text()))
 
 
+def behind() -> str:
+    """Who is ahead in these rows."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from report import behind
+
+    return behind(json.loads((RESULTS / "table.json").read_text()))
+
+
 def small() -> str:
     """Calls of few tokens, from the same file."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -158,6 +166,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "steps": steps,
     "few": few,
     "speed": speed,
+    "behind": behind,
     "small": small,
     "scaling": scaling,
     "cpu-memory": cpu_memory,
@@ -171,6 +180,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "benchmarks/README.md": (
         "truth",
         "speed",
+        "behind",
         "small",
         "scaling",
         "steps",

@@ -35,7 +35,13 @@ import works
 
 CPU = torch.device("cpu")
 TINY = works.Setting(
-    tokens=40, width=12, vocabulary=61, dtype=torch.float32, segments=(3, 9), teacher=True
+    tokens=40,
+    width=12,
+    vocabulary=61,
+    dtype=torch.float32,
+    segments=(3, 9),
+    teacher=True,
+    candidates=4,
 )
 
 
@@ -44,12 +50,16 @@ def everything(work: works.Work, inputs: works.Inputs) -> dict[str, Tensor]:
     leaves = [t.detach().double().requires_grad_() for t in (inputs.hidden, inputs.weight)]
     z = leaves[0] @ leaves[1].T
     assert inputs.teacher_hidden is not None and inputs.teacher_weight is not None
+    assert inputs.candidates is not None
+    chosen = torch.zeros_like(z).scatter(1, inputs.candidates, 1)
+    rest = ((1 - chosen) * z.softmax(1)).sum(1, keepdim=True).log()
     q = (inputs.teacher_hidden.double() @ inputs.teacher_weight.double().T).softmax(-1)
     values = works.Values(
         logp=z[torch.arange(len(z)), inputs.targets] - z.logsumexp(1),
         lse=z.logsumexp(1),
         entropy=torch.distributions.Categorical(logits=z).entropy(),
         divergence=torch.nn.functional.kl_div(z.log_softmax(-1), q, reduction="none").sum(-1),
+        candidates=torch.cat([z.log_softmax(1)[chosen > 0].view(len(z), -1), rest], 1),
     )
     loss = work.loss(values, inputs)
     hidden, weight = torch.autograd.grad(loss, leaves)
@@ -89,6 +99,37 @@ def test_a_plain_loss_on_head_stats(schedule: str) -> None:
     true = oracle.make_oracle(works.WORKS["grpo"], inputs, setting)
     found = oracle.errors(made(inputs), true)
     assert set(setting.trains) <= found.keys() and max(found.values()) < 1e-4
+
+
+@pytest.mark.parametrize("separable", ["undeclared", "token", "sequence"])
+def test_a_plain_loss_as_a_function(separable: str) -> None:
+    inputs, work = works.make_inputs(TINY, CPU), works.WORKS["grpo"]
+    made = contestants.CONTESTANTS[f"head_function, {separable}"].make(work, TINY)
+    found = oracle.errors(made(inputs), oracle.make_oracle(work, inputs, TINY))
+    assert found.keys() == {"loss", "hidden", "weight"} and max(found.values()) < 1e-4
+
+
+def test_a_softmax_over_some_columns() -> None:
+    setting = replace(TINY, support=5, segments=8)
+    inputs, work = works.make_inputs(setting, CPU), works.WORKS["grpo"]
+    true = oracle.make_oracle(work, inputs, setting)
+    z = (inputs.hidden.detach().double() @ inputs.weight.detach().double().T).gather(
+        1, inputs.support
+    )
+    torch.testing.assert_close(true.values["logps"], z.log_softmax(1)[:, 0])
+    assert torch.equal(inputs.support[:, 0], inputs.targets)
+    for name in ("headloss", "headloss, recompute", "eager"):
+        found = contestants.CONTESTANTS[name].make(work, setting)(inputs)
+        assert max(oracle.errors(found, true).values()) < 1e-4
+    assert setting.flops == 8 * 40 * 12 * 5
+
+
+def test_nearly_certain_tokens() -> None:
+    setting = replace(TINY, tokens=400, width=32, vocabulary=256, segments=10, certain=0.6)
+    inputs = works.make_inputs(setting, CPU)
+    true = oracle.make_oracle(works.WORKS["scores"], inputs, setting)
+    assert 0.6 < float((true.values["logps"].exp() > 0.99).double().mean()) < 0.8
+    assert int((inputs.advantages == 0).sum()) == 16  # of groups that are all right or all wrong
 
 
 def test_inputs_look_trained() -> None:
@@ -148,6 +189,27 @@ def test_failing_and_missing_contestants(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all("ms" not in rows[name] for name in names[1:])
 
 
+def test_a_case_that_fails_takes_no_other_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make_oracle(work: works.Work, *given: object) -> oracle.Oracle:
+        if work.name == "gspo":
+            raise RuntimeError("no memory for it")
+        return oracle.make_oracle(work, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(measure, "make_oracle", make_oracle)
+    output = tmp_path / "found.json"
+    arguments = ["--quick", "--device", "cpu", "--repeats", "8", "--seconds", "0"]
+    names = ["--only", "GRPO, half*", "GSPO, ragged*", "--contestants", "headloss"]
+    assert run.main([*arguments, *names, "--output", str(output)]) == 1
+    found = json.loads(output.read_text())
+    (row,) = found["rows"]
+    assert row["row"] == "GRPO, half the rows" and row["runs"] == measure.FEW
+    assert len(found["runs"][0]["tried"]) == 2
+    assert "contestant: all" not in (said := capsys.readouterr()).out
+    assert "FAILED GSPO, ragged" in said.out and "no memory for it" in said.err
+
+
 def test_limit_products(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = replace(TINY, teacher=False)
     inputs = works.make_inputs(setting, CPU)
@@ -165,13 +227,19 @@ def test_limit_products(monkeypatch: pytest.MonkeyPatch) -> None:
     assert replace(setting, trains=()).flops == 2 * 40 * 12 * 61
 
 
-def test_working_bytes_count_the_larger_of_dw_and_its_accumulator() -> None:
+def test_memory_counts_the_larger_of_dw_and_its_accumulator() -> None:
     setting = replace(TINY, teacher=False)
     inputs = works.make_inputs(setting, CPU)
     values = {"hidden": torch.empty(100), "weight": torch.empty(50), "loss": torch.empty(1)}
     found = contestants.Found(values=values)
-    assert measure.working_bytes(found, 1000, inputs) == 1000 - 604
-    assert measure.working_bytes(replace(found, accumulator=300), 1000, inputs) == 1000 - 704
+    assert measure.memory(found, 1000, inputs) == {
+        "peak_bytes": 1000,
+        "returned_bytes": 604,
+        "accumulator_bytes": 0,
+        "working_bytes": 1000 - 604,
+    }
+    summed = measure.memory(replace(found, accumulator=300), 1000, inputs)
+    assert summed["working_bytes"] == 1000 - 704 and summed["returned_bytes"] == 604
 
 
 def test_parts_cover_the_lists() -> None:
@@ -187,7 +255,7 @@ def test_parts_cover_the_lists() -> None:
 def test_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output, tables = tmp_path / "deep" / "quick.json", tmp_path / "quick.md"
     files = ["--output", str(output), "--markdown", str(tables)]
-    few = ["--repeats", "1", "--contestants", "headloss", "head*place", "eager", "CCE"]
+    few = ["--repeats", "1", "--contestants", "headloss", "head*place", "*token", "eager", "CCE"]
     arguments = ["--quick", "--device", "cpu", *few, *files]
     assert run.main([*arguments, "--part", "1/2"]) == 0
     first = json.loads(output.read_text())
@@ -204,6 +272,10 @@ def test_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(again["rows"]) == len(found["rows"])
     assert {row["run"] for row in again["rows"] if row["row"] == "cross-entropy"} == {2}
     assert list(output.parent.iterdir()) == [output]
+    # What was begun is left out, and after its minutes no case is begun.
+    assert run.main([*arguments, "--resume"]) == 0
+    assert run.main([*arguments, "--minutes", "-1", "--only", "GRPO*"]) == 0
+    assert json.loads(output.read_text()) == again
     text = tables.read_text()
     for case in cases.quick():
         assert f"### {case.name}" in text
@@ -305,6 +377,22 @@ def test_rows_of_an_earlier_commit_are_marked() -> None:
     assert a.startswith("| a |") and "0.50 TRL" in a and "QuACK" not in a
     assert b.startswith("| b [old] |") and "0.70" in b
     assert "Rows marked" not in report.tables({"runs": runs, "rows": rows[:1] + rows[2:3]})
+
+
+def test_who_is_ahead() -> None:
+    def row(contestant: str, ms: float, working: int, accumulator: int = 0) -> dict:
+        found = {"case": "a", "row": "a", "group": "table", "contestant": contestant, "work": "ce"}
+        found |= {"width": 1024, "vocabulary": 1024, "dtype": "bfloat16", "run": 0, "ms": ms}
+        more = {"working_bytes": working << 20, "accumulator_bytes": accumulator << 20}
+        return found | more | {"of_limit": 1 / ms}
+
+    ours = [row("headloss", 2, 40, 4), row("headloss, recompute", 4, 10)]
+    peers = [row("QuACK", 1, 11), row("TRL", 5, 9, 4), row("CCE", 4, 2)]
+    run = {"machine": "M", "versions": {}, "commit": "c"}
+    assert report.behind({"runs": [run], "rows": ours + peers}) == (
+        "- *a*: faster than 0.50 (default): QuACK 1.00; less than 10 MiB (recompute): CCE 2 MiB"
+    )
+    assert report.behind({"runs": [run], "rows": ours}) == "Nobody, in any row."
 
 
 def test_spans() -> None:
