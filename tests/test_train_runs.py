@@ -6,8 +6,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ pytest.importorskip("reasoning_gym", reason="the tasks of the shipped recipes")
 import torch
 from safetensors.torch import load_file
 from test_train import ALGORITHMS
-from test_trl_ranks import free_port
 
 from headloss import train
 from headloss.__main__ import main
@@ -207,51 +204,3 @@ def test_from_python_with_an_adapter_and_a_saved_model(tmp_path: Path) -> None:
     assert result.before is not None and result.after is not None
     assert (result.model / "adapter_model.safetensors").is_file()
     assert result.report.is_file() and all(path.is_file() for path in result.plots)
-
-
-def test_two_ranks(tmp_path: Path) -> None:
-    """`accelerate launch` with two processes on a CPU, half of each batch on each: the same run.
-
-    Greedy "sampling" gives the ranks the completions of one process; REINFORCE has advantages
-    nevertheless, for it compares across prompts.
-    """
-    steps = ["trainer.max_steps=3", "trainer.save_steps=3", "trainer.learning_rate=0.01"]
-    cases: dict[str, list[str]] = {
-        "sft": [*steps, "terms.z_loss=0.01"],
-        "reinforce": [*steps, "trainer.top_k=1", "trainer.beta=0.1", "terms.entropy=-0.01"],
-    }
-    root = Path(__file__).parents[1]
-    paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    script = Path(__file__).with_name("train_ranks.py")
-    # accelerate's own `--cpu` starts ranks with mpirun alone; its launcher for GPUs needs none.
-    launch = ["--multi_gpu", "--num_processes=2", f"--main_process_port={free_port()}"]
-    asked = {name: [*SMALL, *(RL if name != "sft" else []), *more] for name, more in cases.items()}
-    arguments = [str(script), str(tmp_path / "two"), json.dumps(asked)]
-    ran = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            *launch,
-            *arguments,
-        ],
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    for name, overrides in cases.items():
-        alone, two = tmp_path / "one" / name, tmp_path / "two" / name
-        assert run(name, alone, *overrides) == 0
-        want, got = metrics(alone), metrics(two)
-        assert len(want) == len(got) == 3
-        for a, b in zip(want, got, strict=True):
-            assert b["loss"] == pytest.approx(a["loss"], rel=1e-4, abs=1e-6)
-            assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
-            assert b["entropy"] == pytest.approx(a["entropy"], rel=1e-4)
-        for key, value in weights(alone).items():
-            torch.testing.assert_close(weights(two)[key], value, rtol=1e-3, atol=1e-4)
-        same = [json.loads((folder / "after.json").read_text()) for folder in (alone, two)]
-        assert same[0]["score"] == pytest.approx(same[1]["score"])

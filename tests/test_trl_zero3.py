@@ -17,7 +17,7 @@ import pytest
 import torch
 
 pytest.importorskip("trl", reason="TRL is the trainer that headloss is put into")
-from test_trl_ranks import free_port
+from test_two_ranks import free_port
 from trl_zero3_ranks import CASES
 
 import headloss as hl

@@ -1,7 +1,4 @@
-"""Run by each of two processes: models and trainers inside wrappers with mixed precision.
-
-torchrun --nproc-per-node 2 tests/trl_mixed_ranks.py FOLDER CASE ...
-"""
+"""On each of two ranks (two_ranks.py): models and trainers inside wrappers with mixed precision."""
 
 from __future__ import annotations
 
@@ -157,26 +154,18 @@ def same_run(case: Case, folder: Path) -> None:
     assert all(norm > 1e-3 for norm in mine["grad_norms"])
 
 
-def main() -> None:
-    folder, names = Path(sys.argv[1]), sys.argv[2:]
+def main(folder: Path) -> None:
     trainer_runs.quiet()
     trainer_cases.allow_sharding_on_cpus()
-    saved("llama")  # transformers writes on the first rank alone, once there are ranks
-    distributed.init_process_group("gloo")
     rank = distributed.get_rank()
     if rank == 0:
         for tied in (False, True):
             trainer_cases.save_model(SMALL, tied, experts=False, folder=folder)
     distributed.barrier()
-    for name in names:
+    for name in (*FORWARDS, *TRAINERS):
         if name in TRAINERS:
             same_run(TRAINERS[name], folder)
         else:
             same_forward(FORWARDS[name], BF16)
         sys.stdout.write(f"\n{name}: well on rank {rank}\n")
         sys.stdout.flush()
-    distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,4 @@
-"""Run by each of two processes: stock TRL and headloss, step for step alike.
-
-torchrun --nproc-per-node 2 tests/trl_ranks.py
-"""
+"""On each of two ranks: stock TRL and headloss, step for step alike (see two_ranks.py)."""
 
 from __future__ import annotations
 
@@ -89,13 +86,9 @@ CASES: dict[str, Any] = {
 
 
 def main() -> None:
-    for name in sys.argv[1:]:
-        got = CASES[name]()
+    for name, case in CASES.items():
+        got = case()
         state = PartialState()
         assert state.num_processes == 2
         sys.stdout.write(f"\n{name}: {len(got)} steps alike on rank {state.process_index}\n")
         sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

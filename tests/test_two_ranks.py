@@ -1,0 +1,87 @@
+"""Trainers on two processes that are started once, half of each batch on each.
+
+Under DDP again step for step as stock TRL; models that FSDP2 shards by hand; `headloss train` as
+one process runs it; and what passes through wrappers with mixed precision survives being rebuilt
+by them. accelerate takes FSDP2 for a matter of accelerators, which
+`trainer_cases.allow_sharding_on_cpus` lifts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl", reason="TRL is the trainer that headloss is put into")
+import torch
+from test_train_runs import RL, SMALL, metrics, run, weights
+
+CASES = ("grpo", "sft", "dpo", "ppo", "fsdp2", "fsdp2_head", "fsdp2_lone_head")
+MIXED = ("sharded", "sharded, float32 out", "sharded head")
+MIXED += ("sft", "dpo", "grpo_trainer", "grpo", "gspo", "cispo", "ppo", "reinforce", "float32")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+def test_trainers(tmp_path: Path) -> None:
+    """Greedy "sampling" gives the ranks the completions of one process; REINFORCE has advantages
+    nevertheless, for it compares across prompts."""
+    steps = ["trainer.max_steps=3", "trainer.save_steps=3", "trainer.learning_rate=0.01"]
+    recipes: dict[str, list[str]] = {
+        "sft": [*steps, "terms.z_loss=0.01"],
+        "reinforce": [*steps, "trainer.top_k=1", "trainer.beta=0.1", "terms.entropy=-0.01"],
+    }
+    asked = {
+        name: [*SMALL, *(RL if name != "sft" else []), *more] for name, more in recipes.items()
+    }
+    printed = launched(tmp_path, json.dumps(asked))
+    for case in CASES:
+        assert len(re.findall(rf"{case}: \d+ steps alike on rank [01]", printed)) == 2, case
+    for case in MIXED:
+        assert len(re.findall(rf"{case}: well on rank [01]", printed)) == 2, case
+    for name, overrides in recipes.items():
+        same_run(name, overrides, tmp_path)
+
+
+def launched(folder: Path, recipes: str) -> str:
+    script = Path(__file__).with_name("two_ranks.py")
+    # accelerate's own `--cpu` starts ranks with mpirun alone; its launcher for GPUs needs none.
+    launch = ["--multi_gpu", "--num_processes=2", f"--main_process_port={free_port()}"]
+    paths = os.pathsep.join(filter(None, [str(script.parents[1]), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launch]
+    ran = subprocess.run(
+        [*command, str(script), str(folder), recipes],
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-5000:]
+    return ran.stdout
+
+
+def same_run(name: str, overrides: list[str], folder: Path) -> None:
+    """The run of two ranks is that of one."""
+    alone, two = folder / "one" / name, folder / "two" / name
+    assert run(name, alone, *overrides) == 0
+    want, got = metrics(alone), metrics(two)
+    assert len(want) == len(got) == 3
+    for a, b in zip(want, got, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4, abs=1e-6)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
+        assert b["entropy"] == pytest.approx(a["entropy"], rel=1e-4)
+    for key, value in weights(alone).items():
+        torch.testing.assert_close(weights(two)[key], value, rtol=1e-3, atol=1e-4)
+    same = [json.loads((folder / "after.json").read_text()) for folder in (alone, two)]
+    assert same[0]["score"] == pytest.approx(same[1]["score"])

@@ -1,0 +1,36 @@
+"""Run by each of two processes: what trainers do on two ranks, one after another.
+
+accelerate launch --multi_gpu --num_processes 2 tests/two_ranks.py FOLDER '{"sft": ["seed=1"]}'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import trl_mixed_ranks
+import trl_ranks
+from accelerate.state import PartialState
+from torch import distributed
+from trl_case import saved
+
+from headloss.__main__ import main
+
+
+def train(folder: Path, recipes: dict[str, list[str]]) -> None:
+    """`headloss train`, half of each batch on each rank."""
+    for name, overrides in recipes.items():
+        further = [f"output={folder / name}", "trainer.per_device_train_batch_size=4"]
+        assert main(["train", name, *overrides, *further]) == 0
+        assert PartialState().num_processes == 2
+    sys.stdout.write(f"\ntrain: ran on rank {PartialState().process_index}\n")
+
+
+if __name__ == "__main__":
+    folder, recipes = Path(sys.argv[1]), json.loads(sys.argv[2])
+    saved("llama")  # transformers writes on the first rank alone, once there are ranks
+    trl_ranks.main()
+    train(folder / "two", recipes)
+    trl_mixed_ranks.main(folder)  # last: it takes the library for one that shards on a CPU
+    distributed.destroy_process_group()
