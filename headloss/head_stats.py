@@ -5,7 +5,7 @@ N positions, T of them scored, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -86,7 +86,8 @@ def head_stats(
         )
     if torch.compiler.is_compiling():
         if head.vocab_group is None and head.vocab_mesh_dim is None:
-            return HeadStats(*in_graph(hidden, head, targets_or_batch, options, names))
+            found = in_graph(hidden, head, targets_or_batch, options, names)
+            return _with_candidates(found, names)
         # The ranks compare their calls, which no graph can hold.
         return torch.compiler.disable(head_stats)(hidden, head, targets_or_batch, options, names)  # type: ignore[no-any-return]
     if not names:
@@ -100,12 +101,18 @@ def head_stats(
     open_source, tensors = call.open_linear(hidden, head, options)
     with inside(hidden.device.type, *call.work.groups):
         found = HeadStatistics.apply(call.work, open_source, call.packing, names, *tensors)
+    stats = _with_candidates(found, names)
+    stats.plan = call.plan
+    return stats
+
+
+def _with_candidates(found: Sequence[Tensor], names: frozenset[str]) -> HeadStats:
+    """Of logp, lse and entropy, and of candidates' log-probs and the rest's [.., K + 1], if any."""
     stats = HeadStats(*found[: len(READ)])
-    if candidates:
+    if len(found) > len(READ):
         logps, tail = found[-1][..., :-1], found[-1][..., -1]
         stats.candidate_logps = logps if CANDIDATE[0] in names else logps.detach()
         stats.candidate_tail = tail if CANDIDATE[1] in names else None
-    stats.plan = call.plan
     return stats
 
 

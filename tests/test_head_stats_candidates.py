@@ -86,3 +86,62 @@ def test_what_carries_a_gradient() -> None:
     with pytest.raises(ValueError, match="'candidate_logps', want a batch with candidate_ids"):
         hl.head_stats(hidden, hl.Head(weight), batch.targets, gradients=("candidate_logps",))
     assert hl.head_stats(hidden, hl.Head(weight), batch.targets).candidate_logps is None
+
+
+# ---------------------------------------------------------------------- compiled graphs
+
+
+def given_in_graph(kind: str, dtype: torch.dtype):
+    hidden, weight, batch = problem(dtype)
+    hidden = hidden.nan_to_num(0)
+    support = (batch.targets.clamp_min(0)[..., None] + torch.arange(6)) % V
+    if kind == "mixed":
+        support[0] = -1
+    given = {"candidate_ids": batch.candidate_ids} if "candidates" in kind else {}
+    if kind.startswith("flat"):
+        given["support_ids"] = (support.reshape(-1), torch.arange(0, 6 * N + 1, 6))
+    elif kind != "candidates":
+        given["support_ids"] = support
+    return hidden, weight, hl.Batch(batch.targets, **given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("flat candidates", torch.float64),
+        *(
+            pytest.param(kind, dtype, marks=pytest.mark.slow)
+            for kind in ("candidates", "padded", "mixed", "mixed candidates", "flat")
+            for dtype in (torch.float64, torch.bfloat16)
+        ),
+    ],
+)
+def test_in_a_compiled_graph(kind: str, dtype: torch.dtype) -> None:
+    """As in an eager call."""
+    hidden, weight, batch = given_in_graph(kind, dtype)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    options = hl.Options(schedule="recompute")
+    names = ALL if "candidates" in kind else ALL[:2]
+
+    def step(x, w):
+        head = hl.Head(w, temperature=0.7)
+        found = hl.head_stats(x, head, batch, options, names)
+        loss = (found.logp * found.entropy).sum()
+        if found.candidate_logps is not None:
+            # A candidate outside of the support has no mass, and log-probs have none of their own.
+            loss = loss + (found.candidate_logps.exp() * torch.linspace(-1, 2, K)).sum()
+            loss = loss + 0.3 * found.candidate_tail.exp().sum()
+        return loss, found.candidate_logps
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    (loss, logps), (want, true) = compiled(*leaves), step(*leaves)
+    torch.testing.assert_close(loss, want)
+    if logps is not None:
+        torch.testing.assert_close(logps, true)
+    for got, exact in zip(
+        torch.autograd.grad(loss, leaves), torch.autograd.grad(want, leaves), strict=True
+    ):
+        assert exact.abs().sum() > 0
+        torch.testing.assert_close(got, exact)
+    torch._dynamo.reset()

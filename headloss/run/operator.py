@@ -1,8 +1,10 @@
 """`head_stats` inside a compiled graph: a registered operator, so that the graph need not break.
 
-N positions, T of them scored, V vocabulary. Schedule: recompute. Adapters' features are made in the
-graph; what the operator gets are pairs of features and weights. The last argument of either
-operator spells its options, as `_spelt` does.
+N positions, T of them scored, V vocabulary, K candidates. Schedule: recompute. Adapters' features
+are made in the graph; what the operator gets are pairs of features and weights. The batch is made
+anew inside, of its targets, `candidates` (candidate_ids [N, K], or nothing) and `support`
+(support_ids [N, K], or ids and offsets, or nothing). The last argument of either operator spells
+its options, as `_spelt` does.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from torch import Tensor
 from ..batch.batch import IGNORE, Batch
 from ..head.head import Head, Lora, autocast_dtype
 from ..kernels.interface import Measured
-from ..objective.elsewhere import READ, gradient_of, loss_elsewhere
-from ..objective.statistics import Normalizer, Statistics
+from ..objective.bound import without_constants
+from ..objective.elsewhere import CANDIDATE, READ, gradient_of, loss_elsewhere
+from ..objective.statistics import CANDIDATES, Normalizer, Statistics
 from ..options import Options
 from ..softmax.linear import RawSoftmax
 from .autograd import refuse_second_derivatives
@@ -32,18 +35,23 @@ SPELT = ("backend", "chunk_tokens", "memory_budget", "static", "skip_rows")  # o
 def in_graph(
     hidden: Tensor, head: Head, given: object, options: Options, gradients: frozenset[str]
 ) -> list[Tensor]:
-    """logp, lse and entropy of every position.
+    """logp, lse and entropy of every position, and [.., K + 1] log-probs of candidates and the rest
+    where the batch names some.
 
     Raises:
         ValueError: an option that the operator does not take.
     """
     compute = autocast_dtype(hidden)
     head.validate(hidden, compute_dtype=compute)
+    candidates: list[Any] = []
+    support: list[Tensor] = []
     if isinstance(given, Batch):
-        if given.support is not None:
-            raise ValueError("support_ids: got them in a compiled graph, which does not serve them")
         if "candidate_ids" in given.fields:
-            raise ValueError("candidate_ids: got them in a compiled graph, want head_stats outside")
+            candidates = [given.fields["candidate_ids"].flatten(0, -2)]  # type: ignore[union-attr]
+        if given.support is not None:
+            support = list(given.support.tensors)
+            if given.support.width is not None:
+                support = [support[0].flatten(0, -2)]
         given = given.targets
     targets = check_targets(given, hidden, options).targets
     x = hidden.reshape(-1, hidden.shape[-1])
@@ -60,19 +68,22 @@ def in_graph(
         head.bias,
         tensor,
         targets.reshape(-1),
+        candidates,
+        support,
         head.vocabulary,
         head.logit_scale,
         head.softcap,
         1.0 if tensor is not None else float(temperature),  # type: ignore[arg-type]
-        _spelt(options),
+        _spelt(options, CANDIDATE[1] in gradients),
     )
-    return [
+    stats = [
         (t if name in gradients else t.detach()).view(targets.shape)
         for name, t in zip(READ, found, strict=False)
     ]
+    return [*stats, found[-2].unflatten(0, targets.shape)] if candidates else stats
 
 
-def _spelt(options: Options) -> str:
+def _spelt(options: Options, tail: bool) -> str:
     if options.schedule not in ("auto", "recompute"):
         raise ValueError(
             f'schedule: got "{options.schedule}", but a compiled graph is served by recompute'
@@ -83,14 +94,15 @@ def _spelt(options: Options) -> str:
     for name in refused:
         if getattr(options, name) is not getattr(default, name):
             raise ValueError(f"{name}: got {getattr(options, name)}, which no compiled graph takes")
-    return " ".join([f"{getattr(options, name)}" for name in SPELT])
+    return " ".join([f"{getattr(options, name)}" for name in SPELT] + [f"{tail}"])
 
 
-def _options(spelt: str) -> Options:
+def _options(spelt: str) -> tuple[Options, bool]:
+    """What the text spells, and whether the candidates' rest is asked for."""
     known: dict[str, Any] = {"None": None, "True": True, "False": False}
-    words = (int(word) if word.isdecimal() else known.get(word, word) for word in spelt.split())
+    words = [int(word) if word.isdecimal() else known.get(word, word) for word in spelt.split()]
     values: dict[str, Any] = dict(zip(SPELT, words, strict=False))
-    return Options(schedule="recompute", **values)
+    return Options(schedule="recompute", **values), words[-1] is True
 
 
 class _Given(NamedTuple):
@@ -101,6 +113,8 @@ class _Given(NamedTuple):
     bias: Tensor | None
     temperature: Tensor | None  # [N]
     targets: Tensor  # [N]
+    candidates: Sequence[Tensor]
+    support: Sequence[Tensor]
     vocabulary: int
     scale: float
     softcap: float | None
@@ -130,9 +144,13 @@ class _Given(NamedTuple):
         for a, given in zip(inner, features, strict=True):
             a.requires_grad_(given.requires_grad)
         lora = tuple(Lora(a=a, b=b, scaling=1.0) for a, b in zip(inner, weights, strict=True))
-        options, objective = _options(self.options), loss_elsewhere(frozenset(READ))
+        options, tail = _options(self.options)
+        names = (*READ, *CANDIDATE[: 1 + tail]) if self.candidates else READ
+        objective = loss_elsewhere(frozenset(names), candidates=bool(self.candidates))
+        chosen = self.candidates[0] if self.candidates else None
+        kept: Any = tuple(self.support) if len(self.support) > 1 else next(iter(self.support), None)
         with torch.set_grad_enabled(any(wanted)):
-            batch = Batch(self.targets)
+            batch = Batch(self.targets, candidate_ids=chosen, support_ids=kept)
             call = linear_call(hidden, replace(plain, lora=lora), batch, objective, options)
             open_source, (x, *others) = call.open_linear(hidden, plain, options)
         index = call.packing.index
@@ -149,24 +167,35 @@ def _head_stats(
     bias: Tensor | None,
     temperature: Tensor | None,
     targets: Tensor,
+    candidates: Sequence[Tensor],
+    support: Sequence[Tensor],
     vocabulary: int,
     scale: float,
     softcap: float | None,
     divisor: float,
     options: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """logp, lse, entropy, and the normalizer's two parts; [N] each."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """logp, lse, entropy, and the normalizer's two parts, [N] each; log-probs of candidates and the
+    rest [N, K + 1], and the rest's normalizer [N, 2], of no columns where there are none."""
+    given = (bias, temperature, targets, candidates, support)
     numbers = (vocabulary, scale, softcap, divisor, options)
-    call, source = _Given(features, weights, bias, temperature, targets, *numbers).open()
+    call, source = _Given(features, weights, *given, *numbers).open()
     whole = sweep(call.work, source).whole
     vectors = [*(getattr(whole.stats, name) for name in READ), *whole.normalizer]
-    return tuple(call.packing.scatter(v, alone=True) for v in vectors)  # type: ignore[return-value]
+    vectors += [whole.stats.divergences[part.key] for part in call.beside]
+    vectors += [part.rest.t() for part in call.beside]
+    found = [call.packing.scatter(v, alone=True) for v in vectors]
+    found += [found[0].new_empty(len(targets), 0) for _ in range(7 - len(found))]
+    return tuple(found)  # type: ignore[return-value]
 
 
 @_head_stats.register_fake
-def _(features, weights, bias, temperature, targets, *numbers):
+def _(features, weights, bias, temperature, targets, candidates, support, *numbers):
     dtype = torch.float64 if features[0].dtype == torch.float64 else torch.float32
-    return tuple(targets.new_empty(targets.shape, dtype=dtype) for _ in range(5))
+    shapes = [targets.shape] * 5 + [(*targets.shape, 0)] * 2
+    if candidates:
+        shapes[5:] = [(*targets.shape, candidates[0].shape[1] + 1), (*targets.shape, 2)]
+    return tuple(targets.new_empty(shape, dtype=dtype) for shape in shapes)
 
 
 @torch.library.custom_op("headloss::head_stats_backward", mutates_args=())
@@ -174,23 +203,31 @@ def _head_stats_backward(
     features: Sequence[Tensor],
     weights: Sequence[Tensor],
     others: Sequence[Tensor | None],  # bias, temperature, targets
+    candidates: Sequence[Tensor],
+    support: Sequence[Tensor],
     vocabulary: int,
     numbers: Sequence[float],  # scale, soft cap (0: none), divisor
     options: str,
-    measured: Sequence[Tensor],  # logp, entropy, and the normalizer's two parts
-    upstream: Sequence[Tensor],  # of logp, lse, entropy
+    measured: Sequence[Tensor],  # logp, entropy, the normalizer's two parts, candidates, their rest
+    upstream: Sequence[Tensor],  # of logp, lse, entropy, candidates
     wanted: Sequence[bool],  # features and weights pairwise, bias
 ) -> list[Tensor]:
     """The wanted gradients, in the order of `wanted`."""
     bias, temperature, targets = others
     scale, softcap, divisor = numbers
     assert targets is not None
-    given = (vocabulary, scale, softcap or None, divisor, options)
-    call, source = _Given(features, weights, bias, temperature, targets, *given).open(wanted)
+    given = (bias, temperature, targets, candidates, support)
+    fixed = (vocabulary, scale, softcap or None, divisor, options)
+    call, source = _Given(features, weights, *given, *fixed).open(wanted)
     packing, work = call.packing, call.work
-    logp, entropy, *normalizer = map(packing.gather, measured)
+    logp, entropy, *normalizer, chosen, rest = map(packing.gather, measured)
     stats = Statistics(logp=logp, entropy=entropy)
-    slopes = dict(zip(READ, map(packing.gather, upstream), strict=True))
+    slopes = dict(zip((*READ, CANDIDATES), map(packing.gather, upstream), strict=True))
+    for part in call.beside:
+        stats.divergences[part.key], part.rest = chosen, rest.t()
+        slopes[CANDIDATES] = without_constants(slopes[CANDIDATES], stats, work.batch)
+    if not candidates:
+        del slopes[CANDIDATES]
     gradient, scale = gradient_of(slopes, stats, vocabulary, call.prepared.problem.rescaled)
     swept = Swept(Measured(stats, Normalizer(*normalizer), logp), [])
     found = pull_back(work, source, swept, gradient, None if scale is None else 1 / scale)
@@ -209,12 +246,14 @@ def _(features, weights, others, *rest):
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    features, weights, bias, temperature, targets, *numbers = inputs
+    features, weights, bias, temperature, targets, candidates, support, *numbers = inputs
     ctx.pairs, ctx.numbers = len(features), numbers
-    logp, _, entropy, peak, log_sum = output
-    ctx.mark_non_differentiable(peak, log_sum)
-    measured = (logp, entropy, peak, log_sum)
-    ctx.save_for_backward(*features, *weights, bias, temperature, targets, *measured)
+    ctx.ids = len(candidates), len(support)
+    logp, _, entropy, peak, log_sum, chosen, rest = output
+    ctx.mark_non_differentiable(peak, log_sum, rest)
+    measured = (logp, entropy, peak, log_sum, chosen, rest)
+    given = (bias, temperature, targets, *measured, *candidates, *support)
+    ctx.save_for_backward(*features, *weights, *given)
     tensors = [t for pair in zip(features, weights, strict=True) for t in pair] + [bias]
     ctx.wanted = [t is not None and t.requires_grad for t in tensors]
 
@@ -223,15 +262,18 @@ def _backward(ctx, *upstream):
     refuse_second_derivatives("head_stats")
     n, saved = ctx.pairs, list(ctx.saved_tensors)
     vocabulary, scale, softcap, divisor, options = ctx.numbers
-    numbers = (vocabulary, [scale, softcap or 0.0, divisor], options)
-    rest, measured = saved[2 * n : 2 * n + 3], saved[2 * n + 3 :]
+    k, rest = ctx.ids[0], saved[2 * n :]
+    others, measured, ids = rest[:3], rest[3:9], rest[9:]
+    numbers = (ids[:k], ids[k:], vocabulary, [scale, softcap or 0.0, divisor], options)
+    slopes = [*upstream[:3], upstream[5]]
     made = iter(
         _head_stats_backward(
-            saved[:n], saved[n : 2 * n], rest, *numbers, measured, list(upstream[:3]), ctx.wanted
+            saved[:n], saved[n : 2 * n], others, *numbers, measured, slopes, ctx.wanted
         )
     )
     found = [next(made) if wanted else None for wanted in ctx.wanted]
-    return found[:-1:2], found[1:-1:2], found[-1], *[None] * 7
+    nothing = (None, None, *([None] * count for count in ctx.ids), *[None] * 5)
+    return found[:-1:2], found[1:-1:2], found[-1], *nothing
 
 
 _head_stats.register_autograd(_backward, setup_context=_setup_context)
