@@ -97,7 +97,7 @@ def acts(hidden: Tensor, weight: Tensor, ids: Tensor, repeats: int) -> dict[str,
     tile = torch.zeros(rows, len(w), dtype=x.dtype, device=DEVICE)
     zero, slopes = torch.zeros(rows, device=DEVICE), torch.zeros(rows, ids.shape[1], device=DEVICE)
     normalizer, c = Normalizer(zero, zero), Coefficients(target=zero, prob=zero)
-    backward = Backward(ids[:rows, 0].contiguous(), 0, Transform(), normalizer, c)
+    backward = Backward(ids[:rows, 0].contiguous(), 0, Transform(), normalizer, c, zero)
     chosen = Chosen(ids[:rows], slopes, slopes)
     ms = milliseconds(lambda: backend.chosen_gradient_(tile, chosen, backward), repeats)
     found["gradient of 4096 tokens"] = {"ms": round(ms, 3)}

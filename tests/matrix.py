@@ -573,11 +573,10 @@ def within(
     oracle: Tensor,
     yardstick: Tensor,
     tightest: float = 1e-10,
-    noise: float = 0.0,
 ) -> None:
-    """err <= 3 (err(yardstick) + noise) + 1e-6; `tightest` where the value itself is float64."""
+    """err <= 3 err(yardstick) + 1e-6; `tightest` where the value itself is float64."""
     found, theirs = error(value, oracle), error(yardstick, oracle)
-    budget = tightest if value.dtype == torch.float64 else 3 * (theirs + noise) + 1e-6
+    budget = tightest if value.dtype == torch.float64 else 3 * theirs + 1e-6
     assert found <= budget, f"{name}: error {found:.3g}, want at most {budget:.3g}"
 
 

@@ -79,7 +79,8 @@ def test_chosen_gradient(which, name, ordered):
     log_p = z.log_softmax(1)
     here = (columns >= 0) & (columns < v)
     logps = torch.where(here, log_p.gather(1, torch.where(here, columns, 0)), 0)
-    backward = Backward(targets, first, transform, normalizer, c)
+    target = log_p.gather(1, (targets - first).unsqueeze(1)).squeeze(1)
+    backward = Backward(targets, first, transform, normalizer, c, target)
     base = reference.logit_gradient_(raw.clone(), backward)
     # What the slopes add, by the transform's own derivative.
     leaf = raw.clone().requires_grad_()
@@ -124,14 +125,15 @@ def test_slopes_alone_make_a_multiple(backend):
     partials = backend.product_partials(
         x, w, Forward(targets, 0, Transform(), frozenset({"logp"})), held
     )
-    _, normalizer = finish(partials, v, frozenset())
+    stats, normalizer = finish(partials, v, frozenset({"logp"}))
     zero = torch.zeros(n, device=DEVICE)
-    backward = Backward(targets, 0, Transform(), normalizer, Coefficients(prob=zero))
+    c = Coefficients(prob=zero)
+    backward = Backward(targets, 0, Transform(), normalizer, c, stats.logp)
     columns = torch.tensor([[5, 9]] * n, device=DEVICE)
     slopes = torch.tensor([[1.0, -1.0], [0.0, 0.0], [1e-6, -1e-6]], device=DEVICE)
     logps = torch.full((n, 2), -3.0, device=DEVICE)
     multiples, features = backend.held_multiple_(
-        held, backward, partials.target, x=x.float(), least=slopes.abs().amax(1)
+        held, backward, x=x.float(), least=slopes.abs().amax(1)
     )
     backend.chosen_gradient_(
         held.terms, Chosen(columns, logps, slopes), backward, multiples=multiples

@@ -40,8 +40,12 @@ def partials(raw: Tensor, *forward) -> Partials:
     return act_one(raw, Forward(*forward))
 
 
-def logit_gradient_(raw: Tensor, *backward) -> Tensor:
-    return tile.logit_gradient_(raw, Backward(*backward))
+def logit_gradient_(raw: Tensor, targets, first, transform, normalizer, c) -> Tensor:
+    logps = partials(raw, targets, first, transform, frozenset()).target
+    logps = (logps - normalizer.peak) - normalizer.log_sum
+    return tile.logit_gradient_(
+        raw, Backward(targets, first, transform, normalizer, c, logps)
+    )
 
 
 def oracle(z: Tensor, targets: Tensor) -> dict[str, Tensor]:

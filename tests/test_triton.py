@@ -14,6 +14,7 @@ from triton_cases import (
     NEEDS,
     OUT_DTYPES,
     assert_statistics,
+    backward_of,
     coefficients_of,
     error,
     in_float64,
@@ -115,7 +116,7 @@ def test_gradient(which, name, monkeypatch):
         oracle = oracle_gradient(raw, targets, first, transform, normalizer, c)
         out = torch.full((n, v + 5), math.nan, dtype=out_dtype, device=DEVICE)
         found = triton_backend.logit_gradient_(
-            raw, Backward(targets, first, transform, normalizer, c), out=out[:, :v]
+            raw, backward_of(raw, targets, first, transform, normalizer, c), out=out[:, :v]
         )
         assert found.shape == (n, v) and out[:, v:].isnan().all()
         # Normalizers are fp32, so log p is good to a few 1e-7 times its size.
@@ -147,9 +148,8 @@ def test_gradient_in_place_and_dense(dtype, out_dtype, keep, monkeypatch):
     rows = order.rows[:count]
     assert sorted(rows.tolist()) == mask.nonzero().flatten().tolist()
     out = triton_backend.narrowed(raw, out_dtype)
-    found = triton_backend.logit_gradient_(
-        raw, Backward(targets, 0, transform, normalizer, c), out=out, order=order
-    )
+    backward = backward_of(raw, targets, 0, transform, normalizer, c)
+    found = triton_backend.logit_gradient_(raw, backward, out=out, order=order)
     assert found.data_ptr() == raw.data_ptr()
     if count:
         assert error(found[:count], oracle[rows]) <= EPS[out_dtype] + 3e-6
@@ -164,7 +164,9 @@ def test_power_of_two_scaling_is_exact():
     small, large = (
         triton_backend.logit_gradient_(
             raw,
-            Backward(targets, 0, Transform(), normalizer, c.map(lambda t, k=k: t * 2.0**k)),
+            backward_of(
+                raw, targets, 0, Transform(), normalizer, c.map(lambda t, k=k: t * 2.0**k)
+            ),
             out=torch.empty_like(raw, dtype=torch.bfloat16),
         )
         for k in (0, 10)
@@ -203,7 +205,7 @@ def test_bad_tiles_are_named():
     with pytest.raises(ValueError, match="separate memory"):
         triton_backend.logit_gradient_(
             raw[:, 8:],
-            Backward(targets, 0, Transform(), normalizer, Coefficients()),
+            Backward(targets, 0, Transform(), normalizer, Coefficients(), None),
             out=raw[:, :8],
         )
 
@@ -220,7 +222,8 @@ def test_offsets_beyond_two_to_the_31():
     oracle_raw = raw[last].clone()
     c = coefficients_of(n, "tpe")
     _, normalizer = finish(found, v, NEEDS)
-    triton_backend.logit_gradient_(raw, Backward(targets, 0, Transform(), normalizer, c))
+    logps = (found.target - normalizer.peak) - normalizer.log_sum
+    triton_backend.logit_gradient_(raw, Backward(targets, 0, Transform(), normalizer, c, logps))
     oracle = oracle_gradient(
         oracle_raw,
         targets[last],

@@ -9,7 +9,16 @@ import math
 
 import pytest
 import torch
-from triton_cases import DEVICE, EPS, coefficients_of, error, in_float64, targets_of, tile
+from triton_cases import (
+    DEVICE,
+    EPS,
+    backward_of,
+    coefficients_of,
+    error,
+    in_float64,
+    targets_of,
+    tile,
+)
 
 import headloss as hl
 from headloss.kernels import reference
@@ -177,9 +186,9 @@ def others_of(n, v, which, transform, dtype=None) -> Backward:
         softcap=transform.softcap,
         temperature=torch.linspace(0.5, 2, n, device=DEVICE) if "e" in which else 1.3,
     )
-    normalizer = normalizer_of(tile(n, v, torch.float32), own)
-    targets = targets_of(n, v) + 40
-    return Backward(targets, 40, own, normalizer, coefficients_of(n, which), dtype)
+    raw = tile(n, v, torch.float32)
+    given = targets_of(n, v) + 40, 40, own, normalizer_of(raw, own), coefficients_of(n, which)
+    return backward_of(raw, *given)._replace(dtype=dtype)
 
 
 def others_in_double(others: Backward) -> Backward:
@@ -291,7 +300,7 @@ def test_nothing_at_all():
     side = Side(Transform(), Normalizer(nothing, nothing))
     found = triton_divergence.divergence(raw, raw_teacher, Pair(side, side, "js", BETA))
     assert found.shape == (2, 0)
-    others = Backward(nothing.long(), 0, Transform(), side.normalizer, Coefficients())
+    others = Backward(nothing.long(), 0, Transform(), side.normalizer, Coefficients(), None)
     found = triton_divergence.divergence_gradient_(
         raw, raw_teacher, Pair(side, side, "js", BETA), nothing, nothing, None, others
     )

@@ -105,22 +105,22 @@ def test_held_gradient(which, name):
         x, w, Forward(targets, first, transform, NEEDS), held=held
     )
     assert not held.terms.isnan().any()
-    normalizer = finish(found, v, frozenset())[1]
-    given = (Backward(targets, first, transform, normalizer, c), found.target)
+    stats, normalizer = finish(found, v, frozenset({"logp"}))
+    backward = Backward(targets, first, transform, normalizer, c, stats.logp)
     oracle = exact_gradient(raw, targets, first, transform, c)
     if triton_backend.is_multiple(transform, c):
         copy = Held(terms=held.terms.clone(), reference=held.reference)
-        multiple, _ = triton_backend.held_multiple_(copy, *given)
+        multiple, _ = triton_backend.held_multiple_(copy, backward)
         got = copy.terms.double() * multiple.double().unsqueeze(1)
         # Row by row: a likely target's row is small, and must be good all the same.
         assert ((got - oracle).norm(dim=1) / oracle.norm(dim=1)).max() <= 2 * HELD_EPS
     if transform.softcap is not None and c.uniform is not None:
         with pytest.raises(ValueError, match="soft cap"):
-            triton_backend.held_gradient_(held, *given)
+            triton_backend.held_gradient_(held, backward)
         return
     mask = torch.tensor([0, 1, 0, 1, 1, 1], device=DEVICE).bool()
     order = triton_backend.dense_order(mask, n - 1)
-    got = triton_backend.held_gradient_(held, *given, order=order)
+    got = triton_backend.held_gradient_(held, backward, order=order)
     assert got.data_ptr() == held.terms.data_ptr()
     assert error(got[:4], oracle[order.rows[:4]]) <= 2 * HELD_EPS
 
@@ -139,7 +139,7 @@ def test_product_gradient(which, name):
     oracle = oracle_gradient(raw, targets, first, transform, normalizer, c)
     single = Normalizer(*(t.float() for t in normalizer))
     got = triton_backend.product_gradient(
-        x, w, Backward(targets, first, transform, single, c), stats.logp.float()
+        x, w, Backward(targets, first, transform, single, c, stats.logp.float())
     )
     assert got.shape == (n, v) and got.dtype == x.dtype
     # Row by row: a likely target's row is small. (What float16 cannot hold is 6e-8 at most.)
@@ -162,11 +162,11 @@ def test_tokens_far_above_their_reference_are_done_again():
     )
     exact = reference.partials(raw, Forward(targets, 0, Transform(), NEEDS))
     assert_close_statistics(found, exact, v, needs)
-    normalizer = finish(found, v, frozenset())[1]
+    stats, normalizer = finish(found, v, frozenset({"logp"}))
     c = coefficients_of(n, "tp")
     oracle = exact_gradient(raw, targets, 0, Transform(), c)
     multiple, _ = triton_backend.held_multiple_(
-        held, Backward(targets, 0, Transform(), normalizer, c), found.target
+        held, Backward(targets, 0, Transform(), normalizer, c, stats.logp)
     )
     got = held.terms.double() * multiple.double().unsqueeze(1)
     assert error(got, oracle) <= 2 * HELD_EPS
@@ -180,13 +180,13 @@ def test_rows_without_coefficients_have_no_gradient():
     found = triton_backend.product_partials(
         x, w, Forward(targets, 0, Transform(), NEEDS), held=held
     )
-    normalizer = finish(found, v, frozenset())[1]
+    stats, normalizer = finish(found, v, frozenset({"logp"}))
     c = Coefficients(
         target=torch.tensor([0.0, 0.0, 2.0], device=DEVICE),
         prob=torch.tensor([0.0, -1.0, 0.0], device=DEVICE),
     )
     multiple, _ = triton_backend.held_multiple_(
-        held, Backward(targets, 0, Transform(), normalizer, c), found.target
+        held, Backward(targets, 0, Transform(), normalizer, c, stats.logp)
     )
     oracle = exact_gradient(raw, targets, 0, Transform(), c)
     got = held.terms.double() * multiple.double().unsqueeze(1)
@@ -224,15 +224,15 @@ def test_a_multiple_moved_and_with_its_features_in_one_launch(case, fresh_memory
     found = triton_backend.product_partials(
         x, w, Forward(targets, first, transform, NEEDS), held=held
     )
-    normalizer = finish(found, v, frozenset())[1]
-    given = (Backward(targets, first, transform, normalizer, c), found.target)
+    stats, normalizer = finish(found, v, frozenset({"logp"}))
+    backward = Backward(targets, first, transform, normalizer, c, stats.logp)
     kept = {"none": [], "few": [0, 3, 7, 8], "all": range(n), "no order": ()}[case]
     mask = torch.zeros(n, dtype=torch.bool, device=DEVICE)
     mask[list(kept)] = True
     order = None if case == "no order" else triton_backend.dense_order(mask, n)
     one, other = (Held(terms=held.terms.clone(), reference=held.reference) for _ in range(2))
-    multiple, features = triton_backend.held_multiple_(one, *given, x=x, order=order)
-    expected, nothing = triton_backend.held_multiple_(other, *given)
+    multiple, features = triton_backend.held_multiple_(one, backward, x=x, order=order)
+    expected, nothing = triton_backend.held_multiple_(other, backward)
     assert nothing is None and features is not None
     rows, count = torch.arange(n, device=DEVICE), n
     if order is not None:
@@ -249,8 +249,8 @@ def test_multiples_of_no_tokens():
     held = poisoned_held(0, 40)
     none = held.reference
     normalizer, c = Normalizer(none, none), Coefficients(prob=none)
-    backward = Backward(none.long(), 0, Transform(), normalizer, c)
-    multiple, features = triton_backend.held_multiple_(held, backward, none, x=none[:, None])
+    backward = Backward(none.long(), 0, Transform(), normalizer, c, none)
+    multiple, features = triton_backend.held_multiple_(held, backward, x=none[:, None])
     assert multiple.shape == (0,) and features is not None and features.shape == (0, 1)
 
 
@@ -308,8 +308,8 @@ def test_capture_in_a_graph_and_the_same_bits_twice():
             x, w, Forward(targets, 0, Transform(), needs), held=held
         )
         stats, normalizer = finish(found, v, needs)
-        given = (Backward(targets, 0, Transform(), normalizer, c), found.target)
-        multiple, _ = triton_backend.held_multiple_(held, *given)
+        backward = Backward(targets, 0, Transform(), normalizer, c, stats.logp)
+        multiple, _ = triton_backend.held_multiple_(held, backward)
         return stats.logp, stats.entropy, held.terms, multiple
 
     first = run()

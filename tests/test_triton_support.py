@@ -119,7 +119,7 @@ def test_acts_against_dense_products(backend, n, most, h, ragged, transposed):
             close(getattr(stats, key)[own], value, tolerance=5e-6)
         for which in ("tp", "tpeu"):
             c = coefficients_of(n, which)
-            backward = Backward(targets, first, transform, normalizer, c)
+            backward = Backward(targets, first, transform, normalizer, c, stats.logp)
             found = acts.support_gradient(raw, support, backward)
             p = log_p.exp()
             zero = torch.zeros(n, dtype=torch.float64, device=DEVICE)

@@ -101,13 +101,14 @@ def assert_statistics(found: Partials, raw, targets, first, transform) -> Normal
 
 def oracle_gradient(raw, targets, first, transform, normalizer, coefficients):
     wide = raw.double().contiguous().clone()
-    return reference.logit_gradient_(
-        wide,
-        Backward(
-            targets,
-            first,
-            in_float64(transform),
-            normalizer,
-            coefficients.map(lambda t: t.double()),
-        ),
-    )
+    coefficients = coefficients.map(lambda t: t.double())
+    given = targets, first, in_float64(transform), normalizer, coefficients
+    return reference.logit_gradient_(wide, backward_of(raw, *given))
+
+
+def backward_of(raw, targets, first, transform, normalizer, coefficients) -> Backward:
+    """With the log-probs that the targets have in these logits."""
+    given = Forward(targets, first, in_float64(transform), frozenset())
+    logps = reference.partials(raw.double(), given).target - normalizer.peak - normalizer.log_sum
+    logps = logps.to(normalizer.peak.dtype)
+    return Backward(targets, first, transform, normalizer, coefficients, logps)

@@ -38,13 +38,19 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What act two takes beside the logits."""
+    """What act two takes beside the logits.
+
+    Logits that a product makes again may be rounded in another way than those that act one saw. So
+    the element of a target follows from `logps`, to the last digit of 1 - p, and a column that has
+    nearly all the mass is known to be the peak, and takes the peak for its logit.
+    """
 
     targets: Tensor  # [n] int64
     first: int
     transform: Transform
     normalizer: Normalizer  # [n], of the whole vocabulary
     coefficients: Coefficients  # [n]
+    logps: Tensor | None  # [n] of the targets; None: these have no coefficient, and are as others
     dtype: torch.dtype | None = None  # of the gradient, at most as wide as the tile's, its default
 
     def rows(self, rows: slice | Tensor) -> Backward:
@@ -55,6 +61,7 @@ class Backward(NamedTuple):
             self.transform.rows(rows),
             self.normalizer.rows(rows),
             self.coefficients.map(lambda t: t[rows]),
+            None if self.logps is None else self.logps[rows],
         )
 
 
@@ -81,12 +88,10 @@ class Measured(NamedTuple):
 
     stats: Statistics  # [n] each
     normalizer: Normalizer  # [n]
-    target: Tensor  # [n] z_y
 
     def rows(self, rows: slice | Tensor) -> Measured:
         """Of some of the tokens."""
-        stats = self.stats.map(lambda t: t[rows])
-        return Measured(stats, self.normalizer.rows(rows), self.target[rows])
+        return Measured(self.stats.map(lambda t: t[rows]), self.normalizer.rows(rows))
 
 
 class Order(NamedTuple):
@@ -157,7 +162,7 @@ class Kernels(Protocol):
     # ------------------------------------------------------------------ products that end in an act
 
     def can_fuse(self, x: Tensor, w: Tensor) -> bool:
-        """Whether `product_partials` and `product_gradient` take these operands."""
+        """Whether the acts on a product take these operands; if not, they raise ValueError."""
         ...
 
     def product_partials(
@@ -168,20 +173,13 @@ class Kernels(Protocol):
         `held` [n, v] is filled. `peak` is what rest and spread are taken against, the reference of
         the terms: any logit that is not far below the largest; the largest itself for `top1`.
         `merge` and `finish` of `stats` take any.
-
-        Raises:
-            ValueError: `can_fuse` does not hold.
         """
         ...
 
     def product_statistics(
         self, x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: Held | None = None
     ) -> Measured:
-        """`product_partials` of the whole vocabulary, and `stats.finish` of them.
-
-        Raises:
-            ValueError: `can_fuse` does not hold.
-        """
+        """`product_partials` of the whole vocabulary, and `stats.finish` of them."""
         ...
 
     def finish(self, slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
@@ -192,24 +190,18 @@ class Kernels(Protocol):
         """
         ...
 
-    def product_gradient(self, x: Tensor, w: Tensor, backward: Backward, logps: Tensor) -> Tensor:
-        """Act two of raw = x [n, H] @ w.T [H, v]: [n, v] in x's dtype, in new memory.
-
-        `logps` [n] are those of the targets: their own elements keep the digits of 1 - p.
-
-        Raises:
-            ValueError: `can_fuse` does not hold.
-        """
+    def product_gradient(self, x: Tensor, w: Tensor, backward: Backward) -> Tensor:
+        """Act two of raw = x [n, H] @ w.T [H, v]: [n, v] in x's dtype, in new memory."""
         ...
 
     # ------------------------------------------------------------------ held softmax terms
 
     def held_gradient_(
-        self, held: Held, backward: Backward, target_logits: Tensor, *, order: Order | None = None
+        self, held: Held, backward: Backward, *, order: Order | None = None
     ) -> Tensor:
         """Act two from terms, over them: [n, v] in their dtype, for any coefficients.
 
-        `target_logits` [n] is z_y. `order` as in `logit_gradient_`.
+        `order` as in `logit_gradient_`.
 
         Raises:
             ValueError: a soft cap with a coefficient of the mean logit, since z is read off log p
@@ -218,7 +210,7 @@ class Kernels(Protocol):
         ...
 
     def held_multiple_(
-        self, held: Held, backward: Backward, target_logits: Tensor, *,
+        self, held: Held, backward: Backward, *,
         x: Tensor | None = None, order: Order | None = None, least: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """s [n] such that dL/draw = s e, where `is_multiple`; the terms of targets are set to suit.

@@ -38,6 +38,8 @@ DIFFERENTIABLE = ("logp", "lse", "entropy", "mean_logit")
 
 # exp(FLOOR) is 0 in float32 and float64 and FLOOR is finite, so that 0 * log 0 is 0 and not NaN.
 FLOOR = -1e4
+# Above this log p a column is the likeliest one, and no other is near it.
+SURE = -0.5
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,7 @@ class Whole:
         self, kernels: Kernels, partials: Partials, needs: frozenset[str], vocabulary: int
     ) -> Measured:
         """The statistics that follow from partials of this rank's slice."""
-        return Measured(*finish(partials, vocabulary, needs), partials.target)
+        return Measured(*finish(partials, vocabulary, needs))
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over the slices of the vocabulary."""

@@ -224,7 +224,7 @@ def join(work: Work, source: RawSoftmax, found: list[Measured]) -> Measured:
             divergences={t.key: empty.clone() for t in source.teachers}
             | {part.key: empty.new_empty(0, *part.more) for part in source.beside},
         )
-        return Measured(stats, Normalizer(empty, empty), empty)
+        return Measured(stats, Normalizer(empty, empty))
     all_stats = [m.stats for m in found]
     names, keys = all_stats[0].tensors(), all_stats[0].divergences
     stats = Statistics(
@@ -235,7 +235,7 @@ def join(work: Work, source: RawSoftmax, found: list[Measured]) -> Measured:
         torch.cat([m.normalizer.peak for m in found]),
         torch.cat([m.normalizer.log_sum for m in found]),
     )
-    return Measured(stats, normalizer, torch.cat([m.target for m in found]))
+    return Measured(stats, normalizer)
 
 
 def steps(total: int, step: int) -> list[slice]:

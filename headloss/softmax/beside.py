@@ -210,7 +210,7 @@ class Candidates:
         if self.tail:
             nowhere, c = torch.full_like(pairs[:, 0], -1), Coefficients(prob=slopes[:, -1])
             tail = Normalizer(*self.rest[:, rows])
-            backward = Backward(nowhere, support.first, transform, tail, c)
+            backward = Backward(nowhere, support.first, transform, tail, c, None)
             values += self.acts.support_gradient(raw, rest, backward)
 
     def chosen(self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor) -> Chosen:

@@ -63,11 +63,11 @@ class Tokens(NamedTuple):
         return Forward(self.targets[rows], first, self.transform.rows(rows), self.needs)
 
     def backward(
-        self, rows: Rows, first: int, normalizer: Normalizer, gradient: Gradient
+        self, rows: Rows, first: int, measured: Measured, gradient: Gradient
     ) -> Backward:
-        """What act two takes beside the logits of a tile."""
-        targets, transform = self.targets[rows], self.transform.rows(rows)
-        return Backward(targets, first, transform, normalizer, gradient.coefficients)
+        """What act two takes beside the logits of a tile; `measured` and `gradient` of the rows."""
+        given = self.targets[rows], first, self.transform.rows(rows), measured.normalizer
+        return Backward(*given, gradient.coefficients, measured.stats.logp)
 
 
 def rows_left(live: Tensor) -> Tensor | None:
@@ -182,7 +182,7 @@ class RawSoftmax:
     ) -> Tensor:
         """dL/draw of a tile, teachers' part included, in the tile's memory or in 16 bits."""
         first = self.first + (columns.start or 0)
-        others = self.tokens.backward(rows, first, measured.normalizer, gradient)
+        others = self.tokens.backward(rows, first, measured, gradient)
         if raw.is_cuda:  # what the products take in 16 bits need not be written in 32
             others = others._replace(dtype=self.gradient_dtype)
         given, slopes = (rows, columns, measured), gradient.divergences
@@ -291,11 +291,10 @@ class ExpSoftmax(LinearSoftmax):
 
     def _slab(self, rows: slice, columns: slice, measured: Measured, gradient: Gradient) -> Tensor:
         """The product that would make the logits again makes their gradient."""
-        first, logps = self.first + (columns.start or 0), measured.stats.logp
-        assert logps is not None
-        backward = self.tokens.backward(rows, first, measured.normalizer, gradient)
-        operands = self.features[0][rows], self.weights[0][columns]
-        found = self.acts.product_gradient(*operands, backward, logps)
+        first = self.first + (columns.start or 0)
+        backward = self.tokens.backward(rows, first, measured, gradient)
+        x, weight = self.features[0][rows], self.weights[0][columns]
+        found = self.acts.product_gradient(x, weight, backward)
         for chosen in self._chosen(rows, columns, measured, gradient):
             self.acts.chosen_gradient_(found, chosen, backward)
         return found
@@ -319,8 +318,7 @@ class ExpSoftmax(LinearSoftmax):
         """Everything but the products is queued before the device is read, so that they follow at
         once."""
         acts = self.acts
-        backward = self.tokens.backward(rows, self.first, measured.normalizer, gradient)
-        given = (backward, measured.target)
+        backward = self.tokens.backward(rows, self.first, measured, gradient)
         order = None if live is None else acts.dense_order(live, int(MOST * len(live)))
         multiple = features = None
         chosen = self._chosen(rows, ALL, measured, gradient)
@@ -328,9 +326,9 @@ class ExpSoftmax(LinearSoftmax):
             x = self.features[0][rows]
             least = chosen[0].slopes.abs().amax(1) if chosen else None
             options = {"x": x, "order": order, "least": least}
-            multiple, features = acts.held_multiple_(held, *given, **options)
+            multiple, features = acts.held_multiple_(held, backward, **options)
         else:
-            acts.held_gradient_(held, *given, order=order)
+            acts.held_gradient_(held, backward, order=order)
         for sparse in chosen:
             options = {"multiples": multiple, "order": order}
             acts.chosen_gradient_(held.terms, sparse, backward, **options)

@@ -67,7 +67,7 @@ class SupportSoftmax(LinearSoftmax):
         stats, normalizer = finish(partials, 1, needs)
         if stats.mean_logit is not None:
             stats = replace(stats, mean_logit=stats.mean_logit / self.support.counts[rows])
-        measured, whole, held = Measured(stats, normalizer, partials.target), None, None
+        measured, whole, held = Measured(stats, normalizer), None, None
         self.measure_beside(rows, measured)
         index = self.support.unrestricted(rows)
         if index is not None:
@@ -109,7 +109,7 @@ class SupportSoftmax(LinearSoftmax):
             counts = self.support.counts[rows].clamp_min(1)
             c = replace(c, uniform=c.uniform * self.size / counts)
         gradient = gradient._replace(coefficients=c)
-        backward = self.tokens.backward(rows, support.first, measured.normalizer, gradient)
+        backward = self.tokens.backward(rows, support.first, measured, gradient)
         values = self.acts.support_gradient(raw, support, backward)
         for part in self.beside:
             if part.key in gradient.divergences:
@@ -138,5 +138,4 @@ def _placed(measured: Measured, index: Tensor, found: Measured) -> Measured:
         stats = replace(stats, **{name: put(mine, theirs[name])})
     for key, mine in measured.stats.divergences.items():
         stats.divergences[key] = put(mine, found.stats.divergences[key])
-    normalizer = Normalizer(*map(put, measured.normalizer, found.normalizer))
-    return Measured(stats, normalizer, put(measured.target, found.target))
+    return Measured(stats, Normalizer(*map(put, measured.normalizer, found.normalizer)))

@@ -8,11 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...objective.statistics import FLOOR
 from ..interface import Backward, Order
 from ..pair import Chosen
 from ..transform import Transform
-from .tile import BLOCK_ELEMENTS, in_columns, wide
+from .tile import BLOCK_ELEMENTS, in_columns, own_gradient, wide
 
 
 def chosen_logits(x: Tensor, w: Tensor, columns: Tensor, transform: Transform) -> Tensor:
@@ -40,17 +39,11 @@ def chosen_gradient_(
     columns, log_p, slopes = (t[picked] for t in chosen)
     own, places = backward.rows(picked), slice(len(columns))
     c, peak, log_sum = in_columns(own.coefficients), *own.normalizer
-    log_p = log_p.clamp(FLOOR, 0)
     here = (columns >= 0) & (columns < tile.shape[1])
     slopes = slopes.clone()
     if c.target is not None:
         slopes += torch.where(columns == (own.targets - own.first).unsqueeze(1), c.target, 0)
-    prob = torch.zeros_like(slopes) if c.prob is None else c.prob
-    g = prob * log_p.expm1() + (prob + slopes)  # to the last digit of 1 - p
-    if c.entropy is not None:
-        g += c.entropy * log_p.exp() * log_p
-    if c.uniform is not None:
-        g += c.uniform
+    g = own_gradient(log_p, slopes, c)
     g = own.transform.pull_back_(g, log_p + (peak + log_sum).unsqueeze(1))
     if multiples is not None:
         multiple = multiples[places].unsqueeze(1)

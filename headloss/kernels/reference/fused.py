@@ -13,7 +13,16 @@ from ...objective.statistics import FLOOR, Partials, merge_all
 from ..held import check_held, check_multiple
 from ..interface import Backward, Forward, Held, Measured, Order
 from .rows import move_rows_, scaled_rows
-from .tile import blocks, in_columns, inside, logit_gradient_, partials, wide, z_gradient
+from .tile import (
+    blocks,
+    in_columns,
+    logit_gradient_,
+    own_gradient,
+    partials,
+    put_,
+    wide,
+    z_gradient,
+)
 
 SMALLEST = 2.0**-90  # of |c_target|, for a multiple: what else is in the row weighs nothing
 
@@ -50,7 +59,7 @@ def product_statistics(
     x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: Held | None = None
 ) -> Measured:
     found = product_partials(x, w, forward, held)
-    return Measured(*stats.finish(found, vocabulary, forward.needs), found.target)
+    return Measured(*stats.finish(found, vocabulary, forward.needs))
 
 
 def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
@@ -61,27 +70,14 @@ def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
         if need in needs
     ]
     found = merge_all(Partials(**dict(zip(names, slices.unbind(1), strict=True))))
-    return Measured(*stats.finish(found, vocabulary, needs), found.target)
+    return Measured(*stats.finish(found, vocabulary, needs))
 
 
-def product_gradient(x: Tensor, w: Tensor, backward: Backward, logps: Tensor) -> Tensor:
-    g = logit_gradient_(_product(x, w), backward._replace(dtype=None))
-    peak, log_sum = backward.normalizer
-    log_p = logps.clamp_min(FLOOR)
-    z = log_p + peak + log_sum
-    c = in_columns(backward.coefficients)
-    own = z_gradient(log_p.unsqueeze(1), c, torch.empty_like(z.unsqueeze(1)))
-    if c.target is not None:
-        own += c.target
-    own = backward.transform.pull_back_(own, z.unsqueeze(1))
-    here, column = inside(backward.targets, backward.first, len(w))
-    g.scatter_(1, column, torch.where(here.unsqueeze(1), own, g.gather(1, column)))
-    return g.to(x.dtype)
+def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
+    return logit_gradient_(_product(x, w), backward._replace(dtype=None)).to(x.dtype)
 
 
-def held_gradient_(
-    held: Held, backward: Backward, target_logits: Tensor, *, order: Order | None = None
-) -> Tensor:
+def held_gradient_(held: Held, backward: Backward, *, order: Order | None = None) -> Tensor:
     check_held(backward)
     terms = held.terms
     for rows in blocks(terms):
@@ -91,15 +87,12 @@ def held_gradient_(
         e = terms[picked].to(peak.dtype)
         log_p = e.log().sub_(((peak - held.reference[picked]) + log_sum).unsqueeze(1))
         log_p.masked_fill_(e <= 0, FLOOR)
-        # 1 - p of a likely target must not be left to the 16 bits of a held term.
-        here, column = inside(own.targets, own.first, terms.shape[1])
-        target = ((target_logits[picked] - peak) - log_sum).clamp_min_(FLOOR).unsqueeze(1)
-        here = here.unsqueeze(1)
-        log_p.scatter_(1, column, torch.where(here, target, log_p.gather(1, column)))
+        if own.logps is not None:  # a term of 0 no longer tells its z
+            put_(log_p, own, own.logps.clamp_min(FLOOR))
         z = log_p + (peak + log_sum).unsqueeze(1)
         g = z_gradient(log_p, c, e)
-        if c.target is not None:
-            g.scatter_add_(1, column, torch.where(here, c.target, 0))
+        if own.logps is not None:
+            put_(g, own, own_gradient(own.logps, own.coefficients.target, own.coefficients))
         terms[rows] = own.transform.pull_back_(g, z).to(terms.dtype)
     return terms
 
@@ -107,7 +100,6 @@ def held_gradient_(
 def held_multiple_(
     held: Held,
     backward: Backward,
-    target_logits: Tensor,
     *,
     x: Tensor | None = None,
     order: Order | None = None,
@@ -115,20 +107,15 @@ def held_multiple_(
 ) -> tuple[Tensor, Tensor | None]:
     transform, (peak, log_sum), c = backward.transform, backward.normalizer, backward.coefficients
     check_multiple(backward)
-    assert c.prob is not None
+    assert c.prob is not None and backward.logps is not None
     multiple = c.prob * ((held.reference - peak) - log_sum).exp()
-    # c_target + c_prob p_y, to the last digit of 1 - p_y where the two cancel.
-    own = c.prob * ((target_logits - peak) - log_sum).clamp_min(FLOOR).expm1()
-    own += c.prob if c.target is None else c.target + c.prob
+    own = own_gradient(backward.logps, c.target, c)
     others = [t.abs() for t in (c.target, least) if t is not None]
     if others:
         floor = torch.stack(others).amax(0) * SMALLEST
         multiple = torch.where(multiple.abs() < floor, floor, multiple)
     own = torch.where(multiple == 0, 0, own / torch.where(multiple == 0, 1, multiple))
-    here, column = inside(backward.targets, backward.first, held.terms.shape[1])
-    before = held.terms.gather(1, column)
-    own = own.to(before.dtype).unsqueeze(1)
-    held.terms.scatter_(1, column, torch.where(here.unsqueeze(1), own, before))
+    put_(held.terms, backward, own)
     multiple = transform.pull_back_(multiple.unsqueeze(1), multiple.unsqueeze(1)).squeeze(1)
     if order is not None:
         move_rows_(held.terms, order)

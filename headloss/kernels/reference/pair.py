@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ...objective.divergence import phi, tilt
-from ...objective.statistics import FLOOR, Partials, merge
+from ...objective.statistics import Partials, merge
 from ..interface import Backward, Forward
 from ..pair import Outcomes, Pair, Side
 from ..transform import Transform
-from .tile import blocks, logit_gradient_, partials, wide
+from .tile import blocks, log_softmax, logit_gradient_, partials, wide
 
 IDENTITY = Transform()
 NOTHING: frozenset[str] = frozenset()
@@ -29,8 +29,7 @@ def _log_p(side: Side, raw: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
     """z and log softmax(z) of some rows."""
     part = side.rows(rows)
     z = part.transform(raw[rows].to(wide(raw.dtype)))
-    log_p = z - part.normalizer.peak.unsqueeze(1)
-    return z, log_p.sub_(part.normalizer.log_sum.unsqueeze(1)).clamp_min_(FLOOR)
+    return z, log_softmax(z, part.normalizer)
 
 
 def divergence(
@@ -122,10 +121,12 @@ def sparse_gradient_(
     columns, tail, slope_stored, slope_tail = outcomes
     out = _place(raw, extra, others)
     for rows in blocks(raw):
-        z, log_p = _log_p(tail, raw, rows)
-        g = log_p.clamp_max_(0).exp_().mul_(slope_tail[rows].unsqueeze(1))
+        side = tail.rows(rows)
+        z = side.transform(raw[rows].to(wide(raw.dtype)))
+        others_z = _with_stored(z, columns[rows], -math.inf)
+        g = log_softmax(others_z, side.normalizer).exp_().mul_(slope_tail[rows].unsqueeze(1))
         g = _with_stored(g, columns[rows], slope_stored[rows])
-        g = tail.transform.rows(rows).pull_back_(g, z)
+        g = side.transform.pull_back_(g, z)
         w = weight[rows].unsqueeze(1)
         g = torch.where(w == 0, 0, g * w)
         _put(out, raw, rows, g, extra, others)

@@ -82,18 +82,16 @@ def given_rows(walk: Walk) -> Partials | None:
     raw = raw.to(wide(raw.dtype))
     targets, transform = walk.targets[live], walk.transform.rows(live)
     c = (walk.coefficients or Coefficients()).map(lambda t: t[live])
-    normalizer = None if walk.normalizer is None else walk.normalizer.rows(live)
+    here = partials(raw, Forward(targets, walk.first, transform, walk.needs or frozenset()))
+    stats, normalizer = finish(here, v, frozenset({"logp"}))
     found = None
     if walk.needs is not None:
-        here = partials(raw, Forward(targets, walk.first, transform, walk.needs))
-        normalizer = finish(here, v, frozenset())[1]
         if walk.out is not None:
             c = _completed(c, here, None if walk.slopes is None else walk.slopes[:, :, live])
         named = {name: t for name, t in vars(here).items() if t is not None}
         found = Partials(**{k: t.new_zeros(n).index_copy_(0, live, t) for k, t in named.items()})
     if walk.out is not None and n:
-        assert normalizer is not None
-        backward = Backward(targets, walk.first, transform, normalizer, c)
+        backward = Backward(targets, walk.first, transform, normalizer, c, stats.logp)
         memory, places = _places(walk.out)
         memory[places] = 0
         memory[places[live]] = logit_gradient_(raw, backward).to(memory.dtype)

@@ -88,7 +88,7 @@ def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tenso
     out = torch.zeros_like(raw)
     for block in _blocks(support):
         own = backward.rows(block.rows)._replace(targets=_slots(block, backward.targets), first=0)
-        g = logit_gradient_(raw[block.pairs], own)
+        g = logit_gradient_(torch.where(block.there, raw[block.pairs], -torch.inf), own)
         out[block.pairs[block.there]] = g[block.there]
     return out
 

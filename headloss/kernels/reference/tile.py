@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...objective.statistics import FLOOR, Coefficients, Partials, merge
+from ...objective.statistics import FLOOR, SURE, Coefficients, Normalizer, Partials, merge
 from ..interface import Backward, Forward, Order
 
 BLOCK_ELEMENTS = 1 << 20  # working memory of one step, so that temporaries stay small
@@ -66,6 +66,36 @@ def partials(raw: Tensor, forward: Forward, onto: Partials | None = None) -> Par
     return found_here if onto is None else merge(onto, found_here)
 
 
+def log_softmax(z: Tensor, normalizer: Normalizer) -> Tensor:
+    """log p [n, v] of z, at least FLOOR. A peak that was rounded in another way than act one's is
+    the peak all the same: 1 - p needs it."""
+    peak, log_sum = normalizer
+    if z.shape[1]:
+        top = z.amax(1)
+        peak = torch.where((top - peak) - log_sum > SURE, top, peak)
+    return (z - peak.unsqueeze(1)).sub_(log_sum.unsqueeze(1)).clamp_min_(FLOOR)
+
+
+def own_gradient(log_p: Tensor, slope: Tensor | None, c: Coefficients) -> Tensor:
+    """dL/dz of columns that have a slope of their own, to the last digit of 1 - p where that and
+    c_prob cancel. Coefficients have the dimensions of log_p."""
+    log_p = log_p.clamp(FLOOR, 0)
+    prob = torch.zeros_like(log_p) if c.prob is None else c.prob
+    g = prob * log_p.expm1() + (prob if slope is None else prob + slope)
+    if c.entropy is not None:
+        g += c.entropy * log_p.exp() * log_p
+    if c.uniform is not None:
+        g += c.uniform
+    return g
+
+
+def put_(tile: Tensor, backward: Backward, values: Tensor) -> None:
+    """Set the element of each token's target, to values [n], where it lies in the tile [n, v]."""
+    here, column = inside(backward.targets, backward.first, tile.shape[1])
+    values = values.to(tile.dtype).unsqueeze(1)
+    tile.scatter_(1, column, torch.where(here.unsqueeze(1), values, tile.gather(1, column)))
+
+
 def z_gradient(log_p: Tensor, c: Coefficients, out: Tensor) -> Tensor:
     """p (c_prob + c_entropy log p) + c_uniform [n, v], into `out`: act two but for the targets.
 
@@ -91,21 +121,18 @@ def in_columns(c: Coefficients) -> Coefficients:
 def logit_gradient_(
     raw: Tensor, backward: Backward, *, out: Tensor | None = None, order: Order | None = None
 ) -> Tensor:
-    n, v = raw.shape
-    out = raw if out is None else out[:n]
+    out = raw if out is None else out[: len(raw)]
     for rows in blocks(raw):
         picked = rows if order is None else order.rows[rows]
         own = backward.rows(picked)
         c = in_columns(own.coefficients)
         # A transform gives new memory, so that raw's may be written from here on.
         z = own.transform(raw[picked].to(wide(raw.dtype)))
-        log_p = z - own.normalizer.peak.unsqueeze(1)
-        log_p.sub_(own.normalizer.log_sum.unsqueeze(1)).clamp_min_(FLOOR)
+        log_p = log_softmax(z, own.normalizer)
         here = out[rows]
         g = z_gradient(log_p, c, here if here.dtype == z.dtype else torch.empty_like(z))
-        if c.target is not None:
-            found, column = inside(own.targets, own.first, v)
-            g.scatter_add_(1, column, torch.where(found.unsqueeze(1), c.target, 0))
+        if own.logps is not None:
+            put_(g, own, own_gradient(own.logps, own.coefficients.target, own.coefficients))
         own.transform.pull_back_(g, z)
         if g.dtype != here.dtype:
             here.copy_(g)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..interface import Backward, Order
 from ..pair import Chosen
 from ..transform import Transform
-from .formulas import FLOOR, coefficient, coefficients, expm1, folded, per_row, transformed
+from .formulas import coefficient, coefficients, folded, own_gradient, per_row, transformed
 from .launch import Launcher
 from .records import Act, Matrix, act, check_tile, matrix_of, scaling
 
@@ -80,13 +80,9 @@ def gradient_kernel(of, first, v, count, BLOCK: tl.constexpr):
     here = (column >= 0) & (column < v)
     log_p = tl.load(of.logps.data + row * of.logps.stride + k, mask=here, other=0.0)
     slope = tl.load(of.slopes.data + row * of.slopes.stride + k, mask=here, other=0.0)
-    log_p = tl.minimum(tl.maximum(log_p, FLOOR), 0.0)
-    at_prob, at_entropy, at_uniform = coefficients(a.c, row)
     target = tl.load(a.targets + row) - first
     slope += tl.where(column == target, coefficient(a.c.target, row), 0.0)
-    # To the last digit of 1 - p, where the two cancel.
-    g = at_prob * expm1(log_p) + (at_prob + slope)
-    g += at_entropy * tl.exp(log_p) * log_p + at_uniform
+    g = own_gradient(log_p, slope, coefficients(a.c, row), a.c)
     if a.z.inner is not None:
         z = log_p + tl.load(a.normalizer.peak + row) + tl.load(a.normalizer.log_sum + row)
         bend = z / per_row(a.z.outer, a.z, row)

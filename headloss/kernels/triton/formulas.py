@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from ...objective.statistics import FLOOR as _FLOOR
+from ...objective.statistics import SURE as _SURE
 from .versions import INTERPRETED
 
-FLOOR = tl.constexpr(_FLOOR)
+FLOOR, SURE = tl.constexpr(_FLOOR), tl.constexpr(_SURE)
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -90,8 +91,10 @@ def transformed(raw, z, outer):
 
 @triton.jit
 def log_softmax(raw, z, outer, peak, log_sum):
-    """log p of raw logits, at least FLOOR."""
-    return tl.maximum((transformed(raw, z, outer) - peak) - log_sum, FLOOR)
+    """log p of raw logits, at least FLOOR. A peak that was rounded in another way than act one's is
+    the peak all the same: 1 - p needs it."""
+    log_p = tl.maximum((transformed(raw, z, outer) - peak) - log_sum, FLOOR)
+    return tl.where(log_p > SURE, -log_sum, log_p)
 
 
 @triton.jit
@@ -104,15 +107,26 @@ def coefficient(pointer, row):
 
 
 @triton.jit
-def act_two(p, log_p, at, c, start=None):
+def act_two(p, log_p, at, c):
     """dL/dz but for the target's own term; `at` is (c_prob, c_entropy, c_uniform), of which `c`, a
-    `Four`, says what there is. With `start`, the target's own term, which is added first."""
+    `Four`, says what there is."""
     if c.entropy is not None:
         g = p * (at[0] + at[1] * log_p)
     else:
         g = p * at[0]
-    if start is not None:
-        g += start
+    if c.uniform is not None:
+        g += at[2]
+    return g
+
+
+@triton.jit
+def own_gradient(log_p, slope, at, c):
+    """dL/dz of a column that has a slope of its own, to the last digit of 1 - p where that and
+    c_prob cancel."""
+    log_p = tl.minimum(tl.maximum(log_p, FLOOR), 0.0)
+    g = at[0] * expm1(log_p) + (at[0] + slope)
+    if c.entropy is not None:
+        g += at[1] * tl.exp(log_p) * log_p
     if c.uniform is not None:
         g += at[2]
     return g

@@ -20,18 +20,12 @@ from .formulas import (
     coefficients,
     log,
     log_softmax,
+    own_gradient,
     per_row,
     transformed,
 )
 from .launch import Launcher
 from .records import WARPS, Act, Matrix, act, block_width, check_tile, matrix_of, narrowed, overlap
-
-
-class Terms(NamedTuple):
-    """What is known of held terms beside them; [n] each."""
-
-    target_logits: Tensor
-    references: Tensor
 
 
 class Gradient(NamedTuple):
@@ -41,7 +35,7 @@ class Gradient(NamedTuple):
     to: Matrix
     order: Order | None
     a: Act
-    held: Terms | None
+    references: Tensor | None  # [n] of held terms
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -64,32 +58,32 @@ def gradient_kernel(
     outer, factor = per_row(a.z.outer, a.z, row), per_row(a.z.factor, a.z, row)
     peak = tl.load(a.normalizer.peak + row)
     log_sum = tl.load(a.normalizer.log_sum + row)
-    at_target, at = coefficient(a.c.target, row), coefficients(a.c, row)
+    at = coefficients(a.c, row)
     target = tl.load(a.targets + row) - first
-    if given.held is not None:
-        offset = (peak - tl.load(given.held.references + row)) + log_sum
-        # 1 - p of a likely target must not be left to the 16 bits of a held term.
-        target_logit = tl.load(given.held.target_logits + row)
-        target_log_p = tl.maximum((target_logit - peak) - log_sum, FLOOR)
-        target_p = tl.exp(target_log_p)
+    if a.logps is not None:
+        target_log_p = tl.maximum(tl.load(a.logps + row), FLOOR)
+        own = own_gradient(target_log_p, coefficient(a.c.target, row), at, a.c)
+    if given.references is not None:
+        offset = (peak - tl.load(given.references + row)) + log_sum
 
     for start in range(0, v, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < v
         value = tl.load(x + columns, mask=inside, other=0.0)
-        if given.held is not None:
+        if given.references is not None:
             e = value.to(tl.float32)
-            p = tl.where(columns == target, target_p, e * tl.exp(-offset))
+            p = e * tl.exp(-offset)
             log_p = tl.where(e > 0, log(e) - offset, FLOOR)
-            log_p = tl.where(columns == target, target_log_p, log_p)
         else:
             log_p = log_softmax(value, a.z, outer, peak, log_sum)
             p = tl.exp(log_p)
         g = act_two(p, log_p, at, a.c)
-        if a.c.target is not None:
-            g += tl.where(columns == target, at_target, 0.0)
+        if a.logps is not None:
+            g = tl.where(columns == target, own, g)
         if a.z.inner is not None:
-            if given.held is not None:
+            if given.references is not None:
+                if a.logps is not None:  # its term may be 0, which no longer tells its z
+                    log_p = tl.where(columns == target, target_log_p, log_p)
                 bend = (log_p + (peak + log_sum)) / outer
             else:
                 bend = transformed(value, a.z, 1.0)
@@ -109,14 +103,14 @@ def launch(
     out: Tensor,
     order: Order | None,
     backward: Backward,
-    held: Terms | None = None,
+    references: Tensor | None = None,
 ) -> Tensor:
     check_tile("tile", x)
     check_tile("out", out)
     n, v = x.shape
     out = out[:n]
     if n:
-        given = Gradient(matrix_of(x), matrix_of(out), order, act(backward), held)
+        given = Gradient(matrix_of(x), matrix_of(out), order, act(backward), references)
         options = {"BLOCK": block_width(v), "OVERLAP": overlap(x, out)}
         launch_gradient(n, given, backward.first, v, **options)
     return out

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..held import check_held, check_multiple
 from ..interface import Backward, Held, Order
-from .formulas import FLOOR, per_row, tanh
-from .gradient import Terms, launch
+from .formulas import coefficient, coefficients, own_gradient, per_row
+from .gradient import launch
 from .launch import Launcher
 from .records import Act, Matrix, act, matrix_of
 
@@ -28,7 +28,7 @@ class Multiple(NamedTuple):
 
     terms: Matrix  # [n, v]
     a: Act
-    known: Terms
+    references: Tensor  # [n]
     order: Order | None
     x: Matrix | None  # [n, H]
     features: Matrix | None  # [n, H]
@@ -47,22 +47,16 @@ def multiple_rows_kernel(of, first, v, h, BLOCK: tl.constexpr):
             return
     peak = tl.load(a.normalizer.peak + row)
     log_sum = tl.load(a.normalizer.log_sum + row)
-    at_prob = tl.load(a.c.prob + row)
-    multiple = at_prob * tl.exp((tl.load(of.known.references + row) - peak) - log_sum)
-    log_p = tl.maximum((tl.load(of.known.target_logits + row) - peak) - log_sum, FLOOR)
-    half = tanh(log_p * 0.5)
-    own = at_prob * (2 * half / (1 - half))  # at_prob expm1(log_p)
+    multiple = tl.load(a.c.prob + row)
+    multiple *= tl.exp((tl.load(of.references + row) - peak) - log_sum)
+    at_target = coefficient(a.c.target, row)
+    own = own_gradient(tl.load(a.logps + row), at_target, coefficients(a.c, row), a.c)
     if of.least is not None:
         floor = tl.load(of.least + row) * SMALLEST
         multiple = tl.where(tl.abs(multiple) < floor, floor, multiple)
     if a.c.target is not None:
-        at_target = tl.load(a.c.target + row)
         floor = tl.abs(at_target) * SMALLEST
         multiple = tl.where(tl.abs(multiple) < floor, floor, multiple)
-        # c_target + c_prob p_y, to the last digit of 1 - p_y where the two cancel
-        own += at_target + at_prob
-    else:
-        own += at_prob
     own = tl.where(multiple == 0, 0.0, own / tl.where(multiple == 0, 1.0, multiple))
     terms, to = of.terms.data + row * of.terms.stride, of.terms.data + place * of.terms.stride
     own = own.to(terms.dtype.element_ty)
@@ -93,7 +87,6 @@ launch_rows = Launcher(multiple_rows_kernel, num_warps=8)
 def held_multiple_(
     held: Held,
     backward: Backward,
-    target_logits: Tensor,
     *,
     x: Tensor | None = None,
     order: Order | None = None,
@@ -101,13 +94,13 @@ def held_multiple_(
 ) -> tuple[Tensor, Tensor | None]:
     check_multiple(backward)
     a, (n, v) = act(backward), held.terms.shape
-    multiples = target_logits.new_empty(n)
+    multiples = held.reference.new_empty(n)
     features = None if x is None else x.new_empty(n, x.shape[1])
     if n:
         of = Multiple(
             matrix_of(held.terms),
             a,
-            Terms(target_logits, held.reference),
+            held.reference,
             order,
             None if x is None else matrix_of(x),
             None if features is None else matrix_of(features),
@@ -118,9 +111,6 @@ def held_multiple_(
     return multiples, features
 
 
-def held_gradient_(
-    held: Held, backward: Backward, target_logits: Tensor, *, order: Order | None = None
-) -> Tensor:
+def held_gradient_(held: Held, backward: Backward, *, order: Order | None = None) -> Tensor:
     check_held(backward)
-    given = Terms(target_logits, held.reference)
-    return launch(held.terms, held.terms, order, backward, given)
+    return launch(held.terms, held.terms, order, backward, held.reference)

@@ -122,15 +122,14 @@ def write_statistics(
     LOGP: tl.constexpr, LSE: tl.constexpr, ENTROPY: tl.constexpr, MEAN: tl.constexpr,
     TOP1: tl.constexpr,
 ):  # fmt: skip
-    """`stats.finish`, to rows of out: the normalizer, z_y and the statistics in their order.
+    """`stats.finish`, to rows of out: the normalizer and the statistics in their order.
 
     The normalizer has the peak `top`, against which the sum less 1 is `above`; the statistics are
     of the reference `peak`, so that they are the same bits whether or not TOP1 is asked for."""
     log_sum = log1p(rest)
     tl.store(out + rows, top, mask=inside)
     tl.store(out + n + rows, log1p(above), mask=inside)
-    tl.store(out + 2 * n + rows, target, mask=inside)
-    out += 3 * n
+    out += 2 * n
     if LOGP:
         tl.store(out + rows, (target - peak) - log_sum, mask=inside)
         out += n
@@ -326,16 +325,16 @@ def flags(needs: frozenset[str]) -> dict[str, bool]:
 
 
 def room(like: Tensor, n: int, needs: frozenset[str]) -> Tensor:
-    """[3 + statistics, n] float32, see `measured`."""
-    return like.new_empty(3 + sum(name in needs for name in STATISTICS), n, dtype=torch.float32)
+    """[2 + statistics, n] float32, see `measured`."""
+    return like.new_empty(2 + sum(name in needs for name in STATISTICS), n, dtype=torch.float32)
 
 
 def measured(out: Tensor, needs: frozenset[str]) -> Measured:
     """The rows that `write_statistics` wrote, by name."""
-    peak, log_sum, target, *found = out.unbind(0)
+    peak, log_sum, *found = out.unbind(0)
     names = (name for name in STATISTICS if name in needs)
     stats = Statistics(**dict(zip(names, found, strict=True)))
-    return Measured(stats, Normalizer(peak, log_sum), target)
+    return Measured(stats, Normalizer(peak, log_sum))
 
 
 def unpacked(fields: Tensor, needs: frozenset[str]) -> Partials:

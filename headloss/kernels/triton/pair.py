@@ -24,6 +24,7 @@ from .formulas import (
     expm1,
     log,
     log_softmax,
+    own_gradient,
     per_row,
     transformed,
 )
@@ -153,7 +154,10 @@ def pair_gradient_kernel(
         outer, factor = per_row(a.z.outer, a.z, row), per_row(a.z.factor, a.z, row)
         peak = tl.load(a.normalizer.peak + row)
         log_sum = tl.load(a.normalizer.log_sum + row)
-        at_target, at = coefficient(a.c.target, row), coefficients(a.c, row)
+        at = coefficients(a.c, row)
+        if a.logps is not None:
+            own_slope = coefficient(a.c.target, row)
+            own = own_gradient(tl.load(a.logps + row), own_slope, at, a.c)
         target = tl.load(a.targets + row) - first
 
     for start in range(0, v, BLOCK):
@@ -177,8 +181,8 @@ def pair_gradient_kernel(
             else:
                 log_p = log_softmax(value, a.z, outer, peak, log_sum)
             h = act_two(tl.exp(log_p), log_p, at, a.c)
-            if a.c.target is not None:
-                h += tl.where(columns == target, at_target, 0.0)
+            if a.logps is not None:
+                h = tl.where(columns == target, own, h)
             g += h * factor
         if p_z.inner is not None:
             bend = transformed(value, p_z, 1.0)

@@ -57,6 +57,7 @@ class Act(NamedTuple):
     z: LogitScaling | None
     normalizer: Normalizer | None
     c: Four
+    logps: Tensor | None  # of the targets; None: their elements are as others
 
 
 class Found(NamedTuple):
@@ -102,13 +103,13 @@ def four(c: Coefficients | None) -> Four:
 
 
 NOTHING = Four(None, None, None, None)
-NO_ACT = Act(None, None, None, NOTHING)
+NO_ACT = Act(None, None, None, NOTHING, None)
 NOT_FOUND = Found(None, None, None, None, None)
 
 
 def act(backward: Backward) -> Act:
-    targets, _, transform, normalizer, c, _ = backward
-    return Act(targets, scaling(transform), normalizer, four(c))
+    targets, _, transform, normalizer, c, logps, _ = backward
+    return Act(targets, scaling(transform), normalizer, four(c), logps)
 
 
 def found(partials: Partials) -> Found:

@@ -9,7 +9,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ..interface import Backward, Held
-from .formulas import FLOOR, LOG2E, act_two, coefficient, coefficients, per_row, transformed
+from .formulas import (
+    LOG2E,
+    act_two,
+    coefficient,
+    coefficients,
+    own_gradient,
+    per_row,
+    transformed,
+)
 from .launch import Launcher, cdiv
 from .records import act, matrix_of, programs_on
 from .tiles import BM, BN, OPTIONS, READ, ROWS, WRITE, check_operands, each_tile, halves
@@ -68,7 +76,6 @@ def slab_kernel(x, w, out, a, n, v, h, PROGRAMS: tl.constexpr):
 def target_kernel(
     out,  # Matrix
     a,  # Act
-    logps,  # [n]
     first,
     n,
     v,
@@ -79,10 +86,8 @@ def target_kernel(
     column = tl.load(a.targets + row, mask=row < n, other=-1) - first
     here = (row < n) & (column >= 0) & (column < v)
     row = tl.where(here, row, 0)
-    log_p = tl.maximum(tl.load(logps + row), FLOOR)
-    # The target's own first: what it leaves of p keeps its digits.
-    own = coefficient(a.c.target, row)
-    g = act_two(tl.exp(log_p), log_p, coefficients(a.c, row), a.c, own)
+    log_p = tl.load(a.logps + row)
+    g = own_gradient(log_p, coefficient(a.c.target, row), coefficients(a.c, row), a.c)
     if a.z.inner is not None:
         z = log_p + tl.load(a.normalizer.peak + row) + tl.load(a.normalizer.log_sum + row)
         bend = z / per_row(a.z.outer, a.z, row)
@@ -96,13 +101,13 @@ launch_slab = Launcher(slab_kernel, tiles=READ | {"out": WRITE}, **OPTIONS)
 launch_targets = Launcher(target_kernel)
 
 
-def product_gradient(x: Tensor, w: Tensor, backward: Backward, logps: Tensor) -> Tensor:
+def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
     check_operands(x, w)
     n, v = len(x), len(w)
     out, a = Held.empty(x, v, x.dtype).terms, act(backward)
     if n:
         programs = programs_on(x.device)
         launch_slab(programs, x, w, out, a, n, v, x.shape[1], PROGRAMS=programs)
-        given = (matrix_of(out), a, logps, backward.first, n, v)
+        given = (matrix_of(out), a, backward.first, n, v)
         launch_targets(cdiv(n, ROWS), *given, BLOCK=ROWS)
     return out

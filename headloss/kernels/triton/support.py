@@ -19,12 +19,13 @@ from ...objective.statistics import Partials
 from ..interface import Backward, Forward
 from ..support import ByColumn, Support
 from .formulas import (
-    FLOOR,
     act_two,
     block_partials,
     coefficient,
     coefficients,
+    log_softmax,
     merged,
+    own_gradient,
     per_row,
     tanh,
     transformed,
@@ -172,17 +173,20 @@ def gradient_kernel(
     token = tl.program_id(0).to(tl.int64)
     outer, factor = per_row(a.z.outer, a.z, token), per_row(a.z.factor, a.z, token)
     peak, log_sum = tl.load(a.normalizer.peak + token), tl.load(a.normalizer.log_sum + token)
-    at_target, of_token = coefficient(a.c.target, token), coefficients(a.c, token)
+    of_token = coefficients(a.c, token)
+    if a.logps is not None:
+        own_slope = coefficient(a.c.target, token)
+        own = own_gradient(tl.load(a.logps + token), own_slope, of_token, a.c)
     y = tl.load(a.targets + token) - support.first
     end = tl.load(support.offsets + token + 1)
     for start in range(tl.load(support.offsets + token), end, BLOCK):
         at = start + tl.arange(0, BLOCK)
         column, there = columns_at(support, at, end)
         logit = tl.load(raw + at, mask=there, other=0.0)
-        log_p = tl.maximum((transformed(logit, a.z, outer) - peak) - log_sum, FLOOR)
+        log_p = log_softmax(logit, a.z, outer, peak, log_sum)
         g = act_two(tl.exp(log_p), log_p, of_token, a.c)
-        if a.c.target is not None:
-            g += tl.where(column == y, at_target, 0.0)
+        if a.logps is not None:
+            g = tl.where(column == y, own, g)
         g *= factor
         if a.z.inner is not None:
             capped = tanh(logit * a.z.inner)

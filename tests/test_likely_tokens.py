@@ -1,0 +1,104 @@
+"""1 - p of a token that has nearly all the mass, where a product makes the logits again and rounds
+them in another way than that of the statistics.
+
+T tokens, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from triton_cases import DEVICE, error
+
+import headloss as hl
+from headloss.kernels import reference
+from headloss.kernels import triton as triton_backend
+from headloss.softmax import products
+from headloss.testing import plain
+
+T, H, V = 8, 64, 80
+ULPS = 2  # by which products differ
+SCHEDULES = {
+    "recompute": hl.Options(schedule="recompute", memory_budget=3000),
+    "chunks": hl.Options(schedule="one_pass", chunk_tokens=4),
+}
+
+
+@hl.term
+def first_candidate(stats, batch):
+    return -stats.candidate_logps[:, 0]
+
+
+OBJECTIVES = {
+    "cross_entropy": hl.cross_entropy(),
+    "entropy": hl.entropy(),
+    "candidate": first_candidate(),
+    "forward_kl": hl.distillation(divergence="forward_kl"),
+    "reverse_kl": hl.distillation(divergence="reverse_kl"),
+    "js": hl.distillation(divergence="js"),
+    "support": hl.cross_entropy(),
+}
+EXACT = ("cross_entropy", "support")  # whose own element is c (p - 1) and nothing beside it
+
+
+@pytest.fixture
+def rounded_anew(monkeypatch):
+    """Every product rounds its logits by itself."""
+    generator = torch.Generator().manual_seed(9)
+
+    def anew(product):
+        def rounded(*args, **options) -> Tensor:
+            z = product(*args, **options)
+            ulps = torch.randint(-ULPS, ULPS + 1, z.shape, generator=generator).to(z.device)
+            return z + ulps * 2.0**-24 * z.abs()
+
+        return rounded
+
+    monkeypatch.setattr(products, "logits", anew(products.logits))
+    for backend in (reference, triton_backend):
+        monkeypatch.setattr(backend, "support_logits", anew(backend.support_logits))
+
+
+def case(name: str) -> tuple[Tensor, Tensor, hl.Batch]:
+    """Tokens whose likeliest column has p within 1e-6 of 1; the target's is it, where that is what
+    cancels."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.nn.functional.normalize(torch.randn(V, H, generator=generator))
+    likely = torch.randint(V, (T,), generator=generator)
+    hidden = 40 * weight[likely] + 0.1 * torch.randn(T, H, generator=generator)
+    noise = torch.randn(T, V, generator=generator)
+    fields = {}
+    targets = likely if name in EXACT else (likely + 1) % V
+    if name == "candidate":
+        fields["candidate_ids"] = torch.stack([likely, (likely + 3) % V], 1)
+    elif name == "support":
+        fields["support_ids"] = (hidden @ weight.t()).topk(3, 1).indices
+    elif name in ("forward_kl", "reverse_kl", "js"):
+        fields["teacher_logits"] = (hidden @ weight.t() + 0.3 * noise).to(DEVICE)
+    fields = {key: value.to(DEVICE) for key, value in fields.items()}
+    return hidden.to(DEVICE), weight.to(DEVICE), hl.Batch(targets.to(DEVICE), **fields)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "backend"),
+    [("recompute", "reference"), ("chunks", "reference"), ("recompute", "triton")],
+)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_what_is_left_of_a_likely_token(rounded_anew, name, schedule, backend):
+    hidden, weight, batch = case(name)
+    options = replace(SCHEDULES[schedule], backend=backend)
+    leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    oracle = plain(leaves[0], hl.Head(leaves[1]), batch, OBJECTIVES[name], "float64")
+    coarse = plain(leaves[0], hl.Head(leaves[1]), batch, OBJECTIVES[name], "input")
+    out = hl.head_loss(leaves[0], hl.Head(leaves[1]), batch, OBJECTIVES[name], options)
+    out.loss.backward()
+    likely = (hidden.double() @ weight.double().t()).softmax(1).amax(1)
+    assert (likely > 1 - 1e-6).all()
+    off = 4 * ULPS * 2.0**-24 * float((hidden @ weight.t()).abs().max())
+    for key, leaf in zip(("hidden", "weight"), leaves, strict=True):
+        want = oracle.gradients[key]
+        theirs = 0.0 if name in EXACT else 3 * error(coarse.gradients[key], want)
+        assert error(leaf.grad, want) <= theirs + off, key
