@@ -10,6 +10,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from headloss.plot import name_lines
+
 GIB = 1 << 30
 MIB = 1 << 20
 Row = dict[str, Any]
@@ -275,32 +277,74 @@ def plots(results: dict, folder: Path) -> list[Path]:
     return made
 
 
-def _sweep(rows: list[Row], axis: str, label: str, path: Path) -> Path:
-    """Time and memory of each contestant along one size; where a line ends, memory ran out."""
+def _sweep(
+    rows: list[Row],
+    axis: str,
+    label: str,
+    path: Path,
+    names: dict[str, str] | None = None,
+    title: str | None = None,
+) -> Path:
+    """Time and peak memory of each contestant along one size, named at its line.
+
+    `names`: what to draw, and what to call it; all by their own names if None. Where a contestant
+    ran out of memory its line ends in a cross.
+    """
     import matplotlib.pyplot as plt
 
     figure, (time, memory) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for name in dict.fromkeys(row["contestant"] for row in rows):
-        found = [row for row in rows if row["contestant"] == name and "ms" in row]
-        found.sort(key=lambda row: row[axis])
+    drawn: tuple[list[Any], list[Any]] = ([], [])
+    for name in names or dict.fromkeys(row["contestant"] for row in rows):
+        of = sorted((r for r in rows if r["contestant"] == name), key=lambda row: row[axis])
+        found = [row for row in of if "ms" in row]
         if not found:
             continue
         sizes = [row[axis] for row in found]
-        style = _style(found[0])
-        time.plot(sizes, [row["ms"] for row in found], label=name, **style)
-        total = [(row["working_bytes"] + row["accumulator_bytes"]) / MIB for row in found]
-        memory.plot(sizes, total, **style)
+        shown = (names or {}).get(name, name)
+        ended = len(found) < len(of)
+        shown += ", then out of memory" if ended and names else ""
+        for panel, kept, values in (
+            (time, drawn[0], [row["ms"] for row in found]),
+            (memory, drawn[1], [_whole(row) / GIB for row in found]),
+        ):
+            kept += panel.plot(sizes, values, label=shown, **_style(found[0]))
+            if ended:
+                panel.plot(sizes[-1:], values[-1:], "x", color=kept[-1].get_color(), markersize=10)
     limits = sorted({row[axis]: row["limit_ms"] for row in rows}.items())
-    time.plot(*zip(*limits, strict=True), color="black", linestyle=":", label="limit")
-    for part, title in ((time, "ms"), (memory, "MiB, with the accumulator of dW")):
+    bare = "bare matrix products" if names else "limit"
+    drawn[0].extend(time.plot(*zip(*limits, strict=True), "k:", label=bare))
+    for part, unit in ((time, "ms"), (memory, "GiB beyond the inputs, gradients included")):
         part.set_xscale("log", base=2)
         part.set_yscale("log")
         part.set_xlabel(label)
-        part.set_ylabel(title)
+        part.set_ylabel(unit)
         part.grid(alpha=0.3)
-    time.legend(fontsize=8)
-    figure.suptitle(_title(rows[0], axis), fontsize=10)
+    figure.suptitle(title or _title(rows[0], axis), fontsize=10)
+    for panel, lines in zip((time, memory), drawn, strict=True):
+        name_lines(panel, lines)
     return _saved(figure, path)
+
+
+def _whole(row: Row) -> int:
+    """Peak bytes beyond the inputs: returned gradients and an accumulator of dW count."""
+    return row.get("peak_bytes", row["working_bytes"] + row["accumulator_bytes"])
+
+
+PROBLEM = {  # of the README's picture
+    "headloss": "headloss",
+    "headloss, recompute": "headloss, recompute",
+    "eager": "plain PyTorch",
+    "torch.compile": "torch.compile",
+}
+
+
+def problem(results: dict, path: Path) -> Path:
+    """Time and memory against tokens, of headloss and of PyTorch alone."""
+    rows = [row for row in results["rows"] if row["group"] == "tokens"]
+    sizes = "H = {width}, V = {vocabulary}, {dtype}".format_map(rows[0])
+    gpu = results["runs"][-1]["machine"].partition(",")[0]
+    title = f"GRPO, forward and backward: {sizes}, {gpu}"
+    return _sweep(rows, "tokens", "scored tokens of a call", path, PROBLEM, title)
 
 
 def _title(row: Row, axis: str) -> str:
@@ -375,9 +419,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("results", type=Path, help="JSON that run.py wrote")
     parser.add_argument("--goals", action="store_true", help="one line for each case")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="where to write PNG files")
+    parser.add_argument("--problem", type=Path, metavar="FILE", help="the README's picture")
     arguments = parser.parse_args(argv)
     results = json.loads(arguments.results.read_text())
     print(goals(results) if arguments.goals else tables(results))
+    if arguments.problem:
+        print(problem(results, arguments.problem))
     if arguments.plots:
         for path in plots(results, arguments.plots):
             print(path)

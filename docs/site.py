@@ -6,13 +6,18 @@ shown there (examples, tests) is named without a link. A link to nothing fails t
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+
+sys.path.insert(0, str(Path(__file__).parent))
+import notebooks
 
 ROOT = Path(__file__).parents[1]
 FRONT = "index.md"
@@ -28,6 +33,10 @@ def on_files(files: Files, config: Any) -> Files:
     files.append(_file(config, FRONT, "README.md"))
     for name in (*SHOWN, *found):
         files.append(_file(config, name, name))
+    for path in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
+        files.remove(files.src_uris[f"notebooks/{path.name}"])
+        page = notebooks.markdown(json.loads(path.read_text()))
+        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=page))
     return files
 
 
@@ -48,6 +57,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         if not (ROOT / path).exists():
             raise PluginError(f"{lies}: link to {target}, which does not exist")
         name = FRONT if path == "README.md" else path.removeprefix("docs/")
+        name = str(PurePosixPath(name).with_suffix(".md")) if name.endswith(".ipynb") else name
         if files.get_file_from_path(name) is None:
             return text
         return f"[{text}]({os.path.relpath(name, PurePosixPath(uri).parent)}{anchor})"
@@ -58,4 +68,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 def _in_repository(uri: str, generated: bool) -> str:
     if uri == FRONT:
         return "README.md"
+    if uri.startswith("notebooks/"):
+        return f"docs/{uri}"
     return uri if generated else f"docs/{uri}"

@@ -14,7 +14,7 @@ import headloss as hl
 from headloss import train
 from headloss.run.plan import MIB, Problem, make_plan
 from headloss.train import Result
-from headloss.train.report import score, table
+from headloss.train.report import LEGEND, score, table
 
 QWEN = {"width": 1024, "vocabulary": 151936}  # of Qwen3-0.6B
 
@@ -31,11 +31,12 @@ def main(output: Path = Path("runs/demo"), overrides: tuple[str, ...] = ()) -> i
         if not results[name].finished:
             return 130
     minutes = (time.perf_counter() - begun) / 60
-    lines = [accuracies(results), plots(results), logits(recipes["gspo"], results["gspo"])]
+    both = train.compare([output / name for name in results], output / "compare.html")
+    lines = [accuracies(results), pages(results, both), logits(recipes["gspo"], results["gspo"])]
     report = output / "report.md"
     report.write_text(f"# Demo, {minutes:.1f} minutes\n\n" + "\n\n".join(lines) + "\n")
     print("\n" + "\n\n".join(lines))
-    print(f"\n{minutes:.1f} minutes; {report}, {results['sft'].report}, {results['gspo'].report}")
+    print(f"\n{minutes:.1f} minutes; {report}")
     return 0
 
 
@@ -43,11 +44,13 @@ def accuracies(results: dict[str, Result]) -> str:
     sft, gspo = results["sft"], results["gspo"]
     found = {"before": sft.before, "after SFT": sft.after, "after GSPO": gspo.after}
     rows = [["model", "held-out problems"], *([k, score(v)] for k, v in found.items() if v)]
-    return table(rows)
+    return f"{table(rows)}\n\n{LEGEND}"
 
 
-def plots(results: dict[str, Result]) -> str:
-    return "\n".join(f"- {path}" for result in results.values() for path in result.plots)
+def pages(results: dict[str, Result], comparison: Path) -> str:
+    """Reports that open in a browser, plots inside."""
+    paths = [*(result.page for result in results.values()), comparison]
+    return "\n".join(f"- {path}" for path in paths)
 
 
 def logits(recipe: train.Recipe, result: Result) -> str:

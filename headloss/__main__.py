@@ -1,4 +1,4 @@
-"""The command line: `python -m headloss plan | check | doctor | terms | train`."""
+"""The command line: `python -m headloss plan | check | doctor | terms | train | compare`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -19,6 +20,7 @@ from .options import SCHEDULES, Options
 from .run.plan import MIB, Plan, Problem, make_plan
 
 DTYPES = {str(d).removeprefix("torch."): d for d in (*gate.DTYPES, torch.float64)}
+COMMANDS = "plan | check | doctor | terms | train | compare"
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -48,14 +50,20 @@ def _plan(arguments: argparse.Namespace) -> int:
     device = torch.device(arguments.device or _default_device())
     backend = kernels.choose("auto", device, DTYPES[arguments.dtype])
     found = make_plan(problem, options, backend)
+    sizes = f"hidden {problem.width}, vocabulary {problem.vocabulary}, {arguments.dtype}"
+    if arguments.plot is not None:
+        from . import plot
+
+        title = f"{arguments.objective}, {sizes}, {device.type}"
+        for note in plot.memory(problem, options, backend, title, arguments.plot):
+            print(f"headloss: not drawn: {note}", file=sys.stderr)
     if arguments.json:
         print(json.dumps(_as_dict(found), indent=2))
         return 0
     lengths = problem.lengths or []
     print(
         f"{problem.tokens} tokens in {len(lengths)} segments of at most {max(lengths, default=0)}, "
-        f"hidden {problem.width}, vocabulary {problem.vocabulary}, {arguments.dtype}, "
-        f"{device.type}"
+        f"{sizes}, {device.type}"
     )
     print(f"objective  {arguments.objective}: {problem.scope}-scoped")
     print(found)
@@ -214,6 +222,11 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0 if result.finished else 130
 
 
+def _compare(arguments: argparse.Namespace) -> int:
+    print(train.compare(arguments.runs, arguments.output))
+    return 0
+
+
 # ---------------------------------------------------------------------- arguments
 
 
@@ -232,7 +245,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="headloss", description="Losses at the head of a language model.")
     parser.add_argument("--version", action="version", version=f"headloss {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="plan | check | doctor | terms | train")
+    commands = parser.add_subparsers(required=True, metavar=COMMANDS)
 
     plan = commands.add_parser(
         "plan", help="what would run for a call of this size, in how many bytes"
@@ -257,6 +270,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--memory-budget", type=_bytes, metavar="SIZE", help="e.g. 512MiB or 2GiB")
     plan.add_argument("--schedule", choices=SCHEDULES, default="auto")
     plan.add_argument("--json", action="store_true")
+    plan.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw memory against tokens for every schedule"
+    )
 
     check = commands.add_parser(
         "check", help="errors against float64 and peak memory, on this machine"
@@ -276,6 +292,13 @@ def _parser() -> argparse.ArgumentParser:
     training.add_argument("recipe", nargs="?", metavar="RECIPE", help="a YAML file, or a name")
     training.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. model=gpt2")
     training.add_argument("--list", action="store_true", help="the recipes there are")
+
+    comparison = commands.add_parser("compare", help="one page about several runs of train")
+    comparison.set_defaults(command=_compare, errors=train.RecipeError)
+    comparison.add_argument("runs", nargs="+", metavar="FOLDER", help="what a run wrote to")
+    comparison.add_argument(
+        "--output", default="compare.html", metavar="FILE", help="default: compare.html"
+    )
     return parser
 
 

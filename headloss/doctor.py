@@ -11,7 +11,7 @@ from . import __version__, kernels
 
 EXTRAS = {
     "trl": ("trl", "transformers", "peft", "accelerate"),
-    "train": ("matplotlib", "omegaconf", "reasoning-gym", "rich"),
+    "train": ("jinja2", "matplotlib", "omegaconf", "reasoning-gym", "rich"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -21,10 +22,19 @@ EXPECTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
 NOT_RUN = {"CONTRIBUTING.md": "a fragment of headloss/losses, with the names of its file"}
 WITH_CODE = [page for page in PAGES if BLOCK.search((ROOT / page).read_text())]
 
-spec = importlib.util.spec_from_file_location("readme", ROOT / "docs" / "readme.py")
-assert spec is not None and spec.loader is not None
-readme = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(readme)
+
+
+def script(name: str):
+    """docs/NAME.py as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+readme, notebooks, drawings = script("readme"), script("notebooks"), script("drawings")
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 
 def test_readme_is_short() -> None:
@@ -38,6 +48,36 @@ def test_code_prints_what_it_says(page: str, capsys: pytest.CaptureFixture[str])
     for block in BLOCK.findall((ROOT / page).read_text()):
         exec(compile(block, page, "exec"), names)
         assert capsys.readouterr().out.splitlines() == EXPECTED.findall(block)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_prints_what_is_stored(path: Path) -> None:
+    notebook = json.loads(path.read_text())
+    printed = notebooks.run(notebook, path.stem)
+    assert printed == notebooks.stored(notebook), "run `python docs/notebooks.py`"
+    assert not any("False" in text for text in printed)  # what is said to agree does
+
+
+def test_there_are_two_notebooks() -> None:
+    assert [path.stem for path in NOTEBOOKS] == ["gspo", "own_loss"]
+
+
+def test_notebook_as_a_page() -> None:
+    code = {"cell_type": "code", "source": ["a = 1\n", "print(a)"], "outputs": [{"text": ["1\n"]}]}
+    page = notebooks.markdown({"cells": [{"cell_type": "markdown", "source": ["# A"]}, code]})
+    assert page == "# A\n\n```python\na = 1\nprint(a)\n```\n\n```text\n1\n```\n"
+
+
+@pytest.mark.parametrize("make", drawings.ALL, ids=lambda make: make.__name__)
+def test_drawing_is_current_and_readable_on_any_background(make) -> None:
+    path = ROOT / "docs" / "drawings" / f"{make.__name__}.svg"
+    shown = path.read_text()
+    assert shown == make().svg(), "run `python docs/drawings.py`"
+    light, dark = shown.split("@media (prefers-color-scheme: dark)")
+    used = set(re.findall(r'class="(\w+)"', shown))
+    for kind in used:  # each has a colour of its own on either background
+        assert f".{kind} {{" in light and f".{kind} {{" in dark, kind
+    assert f"drawings/{path.name}" in (ROOT / "docs" / "concepts.md").read_text()
 
 
 def test_pages_with_code() -> None:
@@ -64,6 +104,16 @@ def anchors(path: Path) -> set[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
+    check_links(page, text)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_links_of_notebooks(path: Path) -> None:
+    text = notebooks.markdown(json.loads(path.read_text()))
+    check_links(str(path.relative_to(ROOT)), text)
+
+
+def check_links(page: str, text: str) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
         file, _, anchor = target.partition("#")
         path = (ROOT / page).parent / file if file else ROOT / page
@@ -106,7 +156,9 @@ def test_every_page_is_in_the_menu() -> None:
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert len(set(menu)) == len(menu)
     assert pages <= set(menu)
-    assert all(name == "index.md" or (ROOT / name).exists() for name in set(menu) - pages)
+    made = {"index.md", *(f"notebooks/{path.stem}.md" for path in NOTEBOOKS)}
+    assert made <= set(menu)
+    assert all((ROOT / name).exists() for name in set(menu) - pages - made)
 
 
 def test_api_has_every_public_name() -> None:

@@ -186,7 +186,8 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {*PUBLIC, *TERMS},
     "gate": {*PUBLIC, *TERMS, "testing"},
     "doctor": {"", "kernels"},
-    "__main__": {*PUBLIC, *TERMS, "doctor", "gate", "kernels", "train"},
+    "plot": {"options", "run.plan"},
+    "__main__": {*PUBLIC, *TERMS, "doctor", "gate", "kernels", "plot", "train"},
     "integrations": {*PUBLIC, "head.adapters", "integrations"},  # how a model is looked into
     "rl": {*PUBLIC, "rl", "integrations"},
     "train": {*PUBLIC, "train", "rl", "integrations"},

@@ -10,6 +10,8 @@ accelerate. Nothing of them is imported before a run starts.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import RecipeError, RunError
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from .result import Result
     from .schema import Recipe
 
-__all__ = ["Recipe", "RecipeError", "Result", "RunError", "recipe", "recipes", "run"]
+__all__ = ["Recipe", "RecipeError", "Result", "RunError", "compare", "recipe", "recipes", "run"]
 
 
 def recipes() -> dict[str, str]:
@@ -45,6 +47,20 @@ def run(recipe: Recipe) -> Result:
             stay.
     """
     return _module("job").run(recipe)
+
+
+def compare(outputs: Sequence[str | Path], to: str | Path = "compare.html") -> Path:
+    """One page of HTML about several runs: what they solved, their curves, and how they differ.
+
+    Args:
+        outputs: the folders of two or more runs.
+        to: the file to write. It holds its plots, and opens without a network.
+
+    Raises:
+        RecipeError: a folder holds no run, or the file cannot be written.
+    """
+    _module("pages").compare([Path(path) for path in outputs], Path(to))
+    return Path(to)
 
 
 def _module(name: str) -> Any:

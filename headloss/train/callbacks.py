@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
@@ -15,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
-from . import files, folder
+from . import files, folder, plots
 
 MIB = 1 << 20
 SHOWN = {  # the figures that matter, and what TRL calls them
@@ -26,6 +29,7 @@ SHOWN = {  # the figures that matter, and what TRL calls them
     "kl": "kl",
     "mean_token_accuracy": "tokens right",
     "step_time": "s/step",
+    "tokens_per_second": "tokens/s",
 }
 
 
@@ -82,7 +86,7 @@ def peak_memory() -> int:
 
 
 class Bar(TrainerCallback):
-    """A bar with the last figures on a terminal; elsewhere some twenty lines."""
+    """A bar with the last figures and the time left on a terminal; elsewhere some twenty lines."""
 
     def __init__(self, name: str, measure: Measure) -> None:
         self.name, self.measure = name, measure
@@ -92,7 +96,8 @@ class Bar(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._shown = state.global_step
-        columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
+        self._begun, self._begun_at = time.perf_counter(), state.global_step
+        columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("left"))
         self.bar = Progress(
             TextColumn(self.name), *columns, TextColumn("{task.fields[figures]}"),
             console=self.console,
@@ -107,14 +112,22 @@ class Bar(TrainerCallback):
         """Called after `Measure.on_log`."""
         if "loss" not in logs or not state.is_world_process_zero or self.bar is None:
             return
-        line = figures(self.measure.entries[-1])
+        entries = self.measure.entries
+        line = figures({**entries[-1], "tokens_per_second": plots.rate(entries)})
         self.bar.update(self.task, completed=state.global_step, figures=line)
         last = state.global_step >= state.max_steps
         if not self.console.is_terminal and (
             last or state.global_step - self._shown >= state.max_steps / 20
         ):
             self._shown = state.global_step
-            print(f"{self.name} {state.global_step}/{state.max_steps}  {line}", flush=True)
+            left = "" if last else f"  {self._left(state)} left"
+            print(f"{self.name} {state.global_step}/{state.max_steps}  {line}{left}", flush=True)
+
+    def _left(self, state: Any) -> str:
+        """How long the remaining steps take at the pace of those so far, as h:mm:ss."""
+        done = state.global_step - self._begun_at
+        pace = (time.perf_counter() - self._begun) / max(done, 1)
+        return str(timedelta(seconds=round(pace * (state.max_steps - state.global_step))))
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self.close()
@@ -126,7 +139,36 @@ class Bar(TrainerCallback):
 
 
 def figures(entry: dict[str, Any]) -> str:
-    return "  ".join(f"{SHOWN[k]} {entry[k]:.3g}" for k in SHOWN if entry.get(k) is not None)
+    """The figures that matter, in a line."""
+    shown = {k: f"{entry[k]:.3g}" for k in SHOWN if entry.get(k) is not None}
+    if "tokens_per_second" in shown:
+        shown["tokens_per_second"] = f"{entry['tokens_per_second']:.0f}"
+    return "  ".join(f"{SHOWN[k]} {text}" for k, text in shown.items())
+
+
+class HeldOut(TrainerCallback):
+    """Scores the problems kept aside every so many steps, and writes them to held_out.jsonl."""
+
+    def __init__(self, lines: files.Lines, every: int, score: Callable[[], dict[str, Any]]) -> None:
+        self.lines, self.every, self.score = lines, every, score
+        self.found: list[tuple[int, dict[str, Any]]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What a run measured after the checkpoint that it resumes from is measured anew."""
+        last = state.global_step
+        kept = [line for line in self.lines.read() if line.get("step", math.inf) <= last]
+        self.found = [(line["step"], line) for line in kept]
+        if state.is_world_process_zero and self.lines.path.exists():
+            self.lines.keep(kept)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.every or state.global_step % self.every or state.global_step >= state.max_steps:
+            return
+        found = {name: value for name, value in self.score().items() if name != "samples"}
+        line = {"step": state.global_step, **found}
+        self.found.append((state.global_step, line))
+        if state.is_world_process_zero:
+            self.lines.add(line)
 
 
 class Interrupt(TrainerCallback):

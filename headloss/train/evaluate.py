@@ -23,8 +23,9 @@ def held_out(trainer: Any, tokenizer: Any, task: Task, longest: int) -> dict[str
 
     Returns:
         "accuracy", the share of scores of 1 of greedy completions; "score", their mean;
-        "sampled_accuracy", the same of one completion each, sampled at the temperature of
-        training; "problems"; "samples", some prompts with greedy completion, answer and score.
+        "sampled_accuracy" and "sampled_score", the same of one completion each, sampled at the
+        temperature of training; "problems"; "samples", some prompts with greedy completion, answer
+        and score. The same model gives the same numbers in every run of the same seed.
     """
     accelerator = trainer.accelerator
     rank, ranks = accelerator.process_index, accelerator.num_processes
@@ -38,13 +39,14 @@ def held_out(trainer: Any, tokenizer: Any, task: Task, longest: int) -> dict[str
     with _inference(trainer) as model:
         completions, scores = _scored(model, tokenizer, task, rows, longest)
         temperature = getattr(trainer.args, "temperature", 1.0)
-        torch.manual_seed(trainer.args.seed + rank)
-        _, sampled = _scored(model, tokenizer, task, rows, longest, temperature)
-    greedy = of_all(scores)
+        seed = trainer.args.seed + rank
+        _, sampled = _scored(model, tokenizer, task, rows, longest, temperature, seed)
+    greedy, drawn = of_all(scores), of_all(sampled)
     return {
         "accuracy": float((greedy >= SOLVED).double().mean()),
         "score": float(greedy.mean()),
-        "sampled_accuracy": float((of_all(sampled) >= SOLVED).double().mean()),
+        "sampled_accuracy": float((drawn >= SOLVED).double().mean()),
+        "sampled_score": float(drawn.mean()),
         "problems": len(greedy),
         "samples": [
             {"prompt": row["prompt"], "completion": c, "answer": row["answer"], "score": s}
@@ -54,12 +56,24 @@ def held_out(trainer: Any, tokenizer: Any, task: Task, longest: int) -> dict[str
 
 
 def _scored(
-    model: Any, tokenizer: Any, task: Task, rows: list[Row], longest: int, temperature: float = 0.0
+    model: Any,
+    tokenizer: Any,
+    task: Task,
+    rows: list[Row],
+    longest: int,
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> tuple[list[Any], list[float]]:
-    """(completions, scores) of all rows."""
+    """(completions, scores) of all rows.
+
+    Each part is seeded by itself: a longer limit draws more numbers for one part, which must not
+    change the next one's.
+    """
     completions, scores = [], []
     for start in range(0, len(rows), ROWS):
         part = rows[start : start + ROWS]
+        if temperature > 0:
+            torch.manual_seed(seed + start)
         found = generate(model, tokenizer, part, longest, temperature)
         completions += found
         scores += [0.0 if score is None else score for score in task.scores(part, found)]

@@ -25,8 +25,8 @@ LOCK = ".lock"
 CHECKSUMS = "checksums.json"
 BEFORE = "before.json"
 WRITTEN = (  # by a run, into its folder
-    "recipe.yaml", BEFORE, "metrics.jsonl", "checkpoints", "model", "after.json", "plots",
-    "report.md",
+    "recipe.yaml", BEFORE, "metrics.jsonl", "held_out.jsonl", "checkpoints", "model", "after.json",
+    "plots", "report.md", "report.html",
 )  # fmt: skip
 NEEDED = ("trainer_state.json", "scheduler.pt")  # in a checkpoint, and something of the optimizer
 OPTIMIZERS = ("optimizer", "global_step")  # how the names of its files or folders begin
@@ -257,7 +257,7 @@ def _check_same(recipe: Recipe, output: Path) -> None:
             raise ValueError
     except (OSError, ValueError, yaml.YAMLError):
         raise RecipeError(f"resume: {path} is damaged; report.md may show what it was") from None
-    before, now = _flat(old), _flat(dataclasses.asdict(recipe))
+    before, now = flat(old), flat(dataclasses.asdict(recipe))
     for key in sorted((before.keys() | now.keys()) - MAY_CHANGE):
         if before.get(key) != now.get(key):
             raise RecipeError(
@@ -265,9 +265,10 @@ def _check_same(recipe: Recipe, output: Path) -> None:
             )
 
 
-def _flat(mapping: dict[str, Any], at: str = "") -> dict[str, Any]:
+def flat(mapping: dict[str, Any], at: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}."""
     found: dict[str, Any] = {}
     for key, value in mapping.items():
         inner = isinstance(value, dict)
-        found |= _flat(value, f"{at}{key}.") if inner else {f"{at}{key}": value}
+        found |= flat(value, f"{at}{key}.") if inner else {f"{at}{key}": value}
     return found

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import datasets
 import transformers
 from accelerate.utils import broadcast_object_list
 
-from . import callbacks, evaluate, files, folder, model, plots, report, task, trainers
+from . import callbacks, evaluate, files, folder, model, pages, plots, report, task, trainers
 from .errors import RecipeError
 from .result import Result
 from .schema import Recipe
@@ -38,21 +40,23 @@ def run(recipe: Recipe) -> Result:
             if recipe.algorithm != "sft" and not work.held_out:
                 work.rehearse()  # else the first evaluation does
         checkpoint = _claim(trainer, recipe, held)
-        measure, bar = _watch(trainer, recipe, interrupt)
+        score = functools.partial(_score, trainer, tokenizer, work)
+        measure, bar, between = _watch(trainer, recipe, interrupt, score)
         before = after = None
         try:
-            before = _held_out(trainer, tokenizer, work, recipe, "before", checkpoint)
+            before = _held_out(trainer, score, recipe, "before", checkpoint)
             _train(trainer, checkpoint)
             stopped = interrupt.stopped
             if not stopped:
                 trainer.check_weights()
                 _save_model(trainer, tokenizer, Path(recipe.output) / "model")
-                after = _held_out(trainer, tokenizer, work, recipe, "after")
+                after = _held_out(trainer, score, recipe, "after")
         except KeyboardInterrupt:
             stopped = True
         finally:
             bar.close()
-        return _ending(recipe, trainer, measure.entries, not stopped, before, after, begun)
+        found = _points(before, between.found, after, trainer.state.global_step)
+        return _ending(recipe, trainer, measure.entries, not stopped, before, after, found, begun)
 
 
 def _claim(trainer: Any, recipe: Recipe, held: contextlib.ExitStack) -> str | None:
@@ -85,6 +89,7 @@ def _ending(
     finished: bool,
     before: dict[str, Any] | None,
     after: dict[str, Any] | None,
+    held_out: plots.HeldOut,
     begun: float,
 ) -> Result:
     output, main = Path(recipe.output), trainer.accelerator.is_main_process
@@ -94,20 +99,24 @@ def _ending(
         steps=trainer.state.global_step,
         before=before,
         after=after,
+        held_out=list(held_out),
         metrics=entries,
-        plots=plots.draw(entries, output / "plots") if main else [],
+        plots=plots.draw(entries, output / "plots", held_out) if main else [],
         seconds=time.perf_counter() - begun,
     )
     if main:
         size = sum(p.numel() for p in trainer.model.parameters())
         files.write(result.report, report.of_run(recipe, result, size))
+        files.write(result.page, pages.of_run(recipe, result, size))
         print(report.ending(result), flush=True)
     return result
 
 
 def quiet() -> None:
-    """One progress bar is enough."""
+    """One progress bar is enough, and warnings about what others' code does help nobody here."""
     warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing` is deprecated", FutureWarning)
+    # Of packages that are compiled when they are first imported.
+    warnings.filterwarnings("ignore", '"is( not)?" with', SyntaxWarning)
     datasets.disable_progress_bars()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -116,10 +125,25 @@ def quiet() -> None:
 # ---------------------------------------------------------------------- around the training
 
 
+def _score(trainer: Any, tokenizer: Any, work: task.Task) -> dict[str, Any]:
+    length = getattr(trainer.args, "max_completion_length", None) or work.longest(tokenizer)
+    return evaluate.held_out(trainer, tokenizer, work, length)
+
+
+def _points(
+    before: dict[str, Any] | None,
+    between: plots.HeldOut,
+    after: dict[str, Any] | None,
+    last: int,
+) -> plots.HeldOut:
+    """(step, what was found) of all evaluations of a run."""
+    first = [] if before is None else [(0, before)]
+    return [*first, *between, *([] if after is None else [(last, after)])]
+
+
 def _held_out(
     trainer: Any,
-    tokenizer: Any,
-    work: task.Task,
+    score: Callable[[], dict[str, Any]],
     recipe: Recipe,
     name: str,
     checkpoint: str | None = None,
@@ -129,14 +153,13 @@ def _held_out(
     Raises:
         RunError: it fails, and the model's weights are not finite.
     """
-    if not work.held_out:
+    if not recipe.held_out:
         return None
     path = Path(recipe.output) / f"{name}.json"
     if folder.kept_before(checkpoint, path.parent):
         return json.loads(path.read_text())
-    length = getattr(trainer.args, "max_completion_length", None) or work.longest(tokenizer)
     try:
-        found = evaluate.held_out(trainer, tokenizer, work, length)
+        found = score()
     except RuntimeError:
         trainer.check_weights()
         raise
@@ -147,14 +170,20 @@ def _held_out(
 
 
 def _watch(
-    trainer: Any, recipe: Recipe, interrupt: callbacks.Interrupt
-) -> tuple[callbacks.Measure, callbacks.Bar]:
-    measure = callbacks.Measure(files.Lines(Path(recipe.output) / "metrics.jsonl"))
+    trainer: Any,
+    recipe: Recipe,
+    interrupt: callbacks.Interrupt,
+    score: Callable[[], dict[str, Any]],
+) -> tuple[callbacks.Measure, callbacks.Bar, callbacks.HeldOut]:
+    output = Path(recipe.output)
+    measure = callbacks.Measure(files.Lines(output / "metrics.jsonl"))
     bar = callbacks.Bar(recipe.algorithm, measure)
+    every = recipe.held_out_steps if recipe.held_out else 0
+    between = callbacks.HeldOut(files.Lines(output / "held_out.jsonl"), every, score)
     interrupt.trainer = trainer
-    for callback in (measure, bar, interrupt):
+    for callback in (measure, bar, between, interrupt):
         trainer.add_callback(callback)
-    return measure, bar
+    return measure, bar, between
 
 
 def _save_model(trainer: Any, tokenizer: Any, path: Path) -> None:

@@ -1,7 +1,8 @@
-"""A plot of each figure that a run has."""
+"""Plots of a run's figures, and of several runs in one."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +12,83 @@ from matplotlib.figure import Figure
 from . import files
 
 Entries = list[dict[str, Any]]
+Points = list[tuple[int, float]]
+HeldOut = Sequence[tuple[int, dict[str, Any]]]  # step, what `evaluate.held_out` returned
 
 FIGURES: dict[str, tuple[str, tuple[str, ...]]] = {  # file: label, the first of these that is there
-    "reward": ("reward", ("reward",)),
-    "loss": ("loss", ("loss",)),
-    "entropy": ("entropy, nats", ("entropy",)),
-    "clip_fraction": ("clipped share", ("clip_ratio/region_mean", "cispo_clip_ratio")),
-    "kl": ("KL from the reference", ("kl",)),
-    "kl_old": ("KL from the sampling policy (k3)", ("*/kl_old_k3",)),
-    "step_time": ("seconds per step", ("step_time",)),
+    "reward": ("mean reward of a step", ("reward",)),
+    "loss": ("loss, nats per token", ("loss",)),
+    "entropy": ("entropy, nats per token", ("entropy",)),
+    "clip_fraction": ("share that is clipped", ("clip_ratio/region_mean", "cispo_clip_ratio")),
+    "kl": ("KL from the reference, nats per token", ("kl",)),
+    "kl_old": ("KL from the sampling policy, nats per token (k3)", ("*/kl_old_k3",)),
+    "step_time": ("time of a step, seconds", ("step_time",)),
+    "tokens_per_second": ("tokens per second", ("tokens_per_second",)),
     "peak_memory": ("peak memory, MiB", ("peak_memory_mib",)),
 }
+POLICY_LOSS = "loss (of a policy its gradient counts, not its value)"
+SOLVED = "share of held-out problems solved"
+SMOOTHED = 20  # entries from which on a curve is drawn through the points
+WINDOW = 10  # entries that a rate is taken over
 
 
-def draw(entries: Entries, folder: Path) -> list[Path]:
-    """A PNG for each figure that was measured; the paths."""
-    paths = []
+def draw(entries: Entries, folder: Path, held_out: HeldOut = ()) -> list[Path]:
+    """A PNG for each figure that was measured, held-out points first; the paths."""
+    shown = _solved(held_out)
+    paths = [_one(folder / "held_out.png", SOLVED, {}, shown)] if shown else []
+    scores = _scores(held_out)
+    for name, (label, points) in measured(entries).items():
+        marks = scores if name == "reward" else {}
+        paths.append(_one(folder / f"{name}.png", label, {"": points}, marks))
+    return paths
+
+
+def overlay(runs: Mapping[str, tuple[Entries, HeldOut]], folder: Path) -> list[Path]:
+    """A PNG for each figure that any run has, with one smoothed curve for each; the paths."""
+    shown = {
+        f"{run}, {label}": points
+        for run, (_, held_out) in runs.items()
+        for label, points in _solved(held_out).items()
+    }
+    paths = [_one(folder / "held_out.png", SOLVED, {}, shown)] if shown else []
+    figures = {run: measured(entries) for run, (entries, _) in runs.items()}
+    for name in FIGURES:
+        having = {run: found[name] for run, found in figures.items() if name in found}
+        if having:
+            label = " / ".join(dict.fromkeys(label for label, _ in having.values()))
+            curves = {run: points for run, (_, points) in having.items()}
+            paths.append(_one(folder / f"{name}.png", label, curves, {}))
+    return paths
+
+
+def measured(entries: Entries) -> dict[str, tuple[str, Points]]:
+    """Label and (step, value) of each figure that has a value somewhere."""
+    rates = [rate(entries[: i + 1]) for i in range(len(entries))]
+    entries = [{**e, "tokens_per_second": r} for e, r in zip(entries, rates, strict=True)]
+    found: dict[str, tuple[str, Points]] = {}
     for name, (label, keys) in FIGURES.items():
         key = next(filter(None, (_match(entries, key) for key in keys)), None)
         if key is None:
             continue
-        measured = [entry for entry in entries if entry.get(key) is not None]
-        points = [(entry["step"], entry[key]) for entry in measured]
-        path = folder / f"{name}.png"
-        with files.replacing(path) as partial:
-            _draw(points, label, partial)
-        paths.append(path)
-    return paths
+        if name == "loss" and "reward" in found:
+            label = POLICY_LOSS
+        found[name] = (label, [(e["step"], e[key]) for e in entries if e.get(key) is not None])
+    return found
+
+
+def rate(entries: Entries) -> float | None:
+    """Tokens per second over the last entries, with prompts; None where they are not counted."""
+    counted = [entry for entry in entries if entry.get("num_tokens") is not None]
+    last = counted[-WINDOW:]
+    if not last or any(entry.get("step_time") is None for entry in last):
+        return None
+    before = counted[-WINDOW - 1] if len(counted) > WINDOW else {"num_tokens": 0, "step": 0}
+    steps = [entry["step"] for entry in (before, *last)]
+    seconds = sum(
+        (step - previous) * entry["step_time"]
+        for previous, step, entry in zip(steps, steps[1:], last, strict=False)
+    )
+    return (last[-1]["num_tokens"] - before["num_tokens"]) / seconds if seconds > 0 else None
 
 
 def _match(entries: Entries, key: str) -> str | None:
@@ -48,22 +99,46 @@ def _match(entries: Entries, key: str) -> str | None:
     return next((name for name in names if name.endswith(key[1:])), None)
 
 
-def _draw(points: list[tuple[int, float]], label: str, path: Path) -> None:
-    steps, values = zip(*points, strict=True)
+def _solved(held_out: HeldOut) -> dict[str, Points]:
+    """The share of problems that each way of decoding solves, at each step."""
+    ways = {"greedy": "accuracy", "sampled": "sampled_accuracy"}
+    found = {way: [(step, row[key]) for step, row in held_out] for way, key in ways.items()}
+    return {way: points for way, points in found.items() if points}
+
+
+def _scores(held_out: HeldOut) -> dict[str, Points]:
+    """The mean score of sampled completions, which is what a policy's reward estimates."""
+    points = [(step, row["sampled_score"]) for step, row in held_out if "sampled_score" in row]
+    return {"held-out problems, sampled": points} if points else {}
+
+
+def _one(path: Path, label: str, curves: dict[str, Points], marks: dict[str, Points]) -> Path:
+    """A plot against steps: `curves` are smoothed, `marks` are points joined by a thin line."""
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    many = len(values) >= 20
-    axes.plot(steps, values, color="tab:blue", alpha=0.3 if many else 1, linewidth=1)
-    if many:
-        axes.plot(steps, _smooth(values), color="tab:blue", linewidth=1.8)
-    axes.set_xlabel("step")
+    for i, (name, points) in enumerate(curves.items()):
+        steps, values = zip(*points, strict=True)
+        color = f"C{i}"
+        if len(values) < SMOOTHED:
+            axes.plot(steps, values, color=color, linewidth=1, label=name or None)
+            continue
+        each = None if name else "as logged"
+        axes.plot(steps, values, color=color, alpha=0.3, linewidth=1, label=each)
+        axes.plot(steps, _smooth(values), color=color, linewidth=1.8, label=name or "smoothed")
+    for i, (name, points) in enumerate(marks.items(), len(curves)):
+        axes.plot(*zip(*points, strict=True), "o--", color=f"C{i}", linewidth=1, label=name)
+    axes.set_xlabel("optimizer step")
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)
-    figure.savefig(path, format="png", dpi=120)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(fontsize=8)
+    with files.replacing(path) as partial:
+        figure.savefig(partial, format="png", dpi=120)
+    return path
 
 
-def _smooth(values: tuple[float, ...]) -> list[float]:
+def _smooth(values: Sequence[float]) -> list[float]:
     """An exponential mean over a tenth of the run, without a bias to the first value."""
     decay, total, weight, found = 1 - 10 / max(len(values), 20), 0.0, 0.0, []
     for value in values:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from .callbacks import SHOWN
@@ -10,9 +11,13 @@ from .schema import Recipe
 from .schema import write as recipe_text
 
 if TYPE_CHECKING:
+    from .plots import HeldOut
     from .result import Result
 
-LEGEND = "None of these problems is among those trained on."
+LEGEND = (
+    "None of these problems is among those trained on. ± is the standard error of a share. Greedy "
+    "decoding takes the likeliest token each time, sampling draws at the temperature of training."
+)
 
 
 def score(found: dict[str, Any]) -> str:
@@ -25,49 +30,66 @@ def score(found: dict[str, Any]) -> str:
 
 def ending(result: Result) -> str:
     if result.finished:
-        return f"{len(result.plots)} plots, metrics, the model and {result.report}"
+        return f"{len(result.plots)} plots, metrics, the model, {result.report} and {result.page}"
     kept = checkpoints(result.output)
     if not kept:
         return f"stopped after {result.steps} steps, without a checkpoint; the same begins anew"
     return f"stopped after {result.steps} steps; the same with resume=true continues"
 
 
+def title(recipe: Recipe) -> str:
+    return f"{recipe.algorithm}: {recipe.task}"
+
+
+def state(recipe: Recipe, result: Result, parameters: int) -> str:
+    return (
+        f"{'finished' if result.finished else 'stopped'} after {result.steps} steps, "
+        f"{result.seconds / 60:.1f} minutes; {recipe.model}, {parameters / 1e6:.2f} M parameters."
+    )
+
+
 def of_run(recipe: Recipe, result: Result, parameters: int) -> str:
-    state = "finished" if result.finished else "stopped"
-    parts = [
-        f"# {recipe.algorithm}: {recipe.task}",
-        f"{state} after {result.steps} steps, {result.seconds / 60:.1f} minutes; {recipe.model}, "
-        f"{parameters / 1e6:.2f} M parameters.",
-    ]
+    parts = [f"# {title(recipe)}", state(recipe, result, parameters)]
     if result.before is not None:
-        parts += ["## Held-out problems", LEGEND, _accuracy(result), _samples(result)]
+        samples = [[_cell(cell) for cell in row] for row in sample_rows(result)]
+        samples[0] = sample_rows(result)[0]
+        parts += ["## Held-out problems", LEGEND, table(solved_rows(result.held_out, result.steps))]
+        parts += [table(samples)]
     if result.metrics:
-        parts += ["## Metrics", _metrics(result.metrics)]
+        parts += ["## Metrics", table(metric_rows(result.metrics))]
     parts += [f"![{path.stem}](plots/{path.name})" for path in result.plots]
     parts += ["## Recipe", f"```yaml\n{recipe_text(recipe).strip()}\n```"]
     return "\n\n".join(parts) + "\n"
 
 
-def _accuracy(result: Result) -> str:
+def solved_rows(held_out: HeldOut, last: int) -> list[list[str]]:
+    """A row for each evaluation up to step `last`, with the standard error of the two shares."""
     rows = [["", "problems", "solved, greedy", "solved, sampled", "mean score, greedy"]]
-    for name in ("before", "after"):
-        if (found := getattr(result, name)) is not None:
-            shares = (f"{found[key]:.1%}" for key in ("accuracy", "sampled_accuracy"))
-            rows.append([name, str(found["problems"]), *shares, f"{found['score']:.3f}"])
-    return table(rows)
+    for step, found in held_out:
+        name = {0: "before", last: "after"}.get(step, f"step {step}")
+        keys = ("accuracy", "sampled_accuracy")
+        shares = (_share(found[key], found["problems"]) for key in keys)
+        rows.append([name, str(found["problems"]), *shares, f"{found['score']:.3f}"])
+    return rows
 
 
-def _samples(result: Result) -> str:
+def _share(share: float, count: int) -> str:
+    return f"{share:.1%} ± {math.sqrt(share * (1 - share) / count):.1%}"
+
+
+def sample_rows(result: Result) -> list[list[str]]:
+    """Problem, answer, and the greedy completions before and after."""
     rows = [["problem", "answer", "before", "after"]]
     assert result.before is not None
     after = (result.after or result.before)["samples"]
     for a, b in zip(result.before["samples"][:5], after[:5], strict=True):
         last = _text(b["completion"]) if result.after else ""
         rows.append([_text(a["prompt"]), a["answer"], _text(a["completion"]), last])
-    return table([[_cell(cell) for cell in row] for row in rows])
+    return rows
 
 
-def _metrics(entries: list[dict[str, Any]]) -> str:
+def metric_rows(entries: list[dict[str, Any]]) -> list[list[str]]:
+    """The means of the first and the last tenth of a run."""
     rows = [["", "first tenth", "last tenth"]]
     tenth = -(-len(entries) // 10)
     for key, name in {**SHOWN, "peak_memory_mib": "peak memory, MiB"}.items():
@@ -75,7 +97,7 @@ def _metrics(entries: list[dict[str, Any]]) -> str:
         if values:
             ends = (values[:tenth], values[-tenth:])
             rows.append([name, *(f"{sum(part) / len(part):.4g}" for part in ends)])
-    return table(rows)
+    return rows
 
 
 def table(rows: list[list[str]]) -> str:

@@ -18,6 +18,7 @@ class Result:
         steps: optimizer steps in all.
         before, after: of the problems kept aside, "accuracy", "score", "problems", "samples";
             None without such problems, and `after` where the run has not finished.
+        held_out: (step, what was found) of these problems: before, in between and after.
         metrics: the lines of metrics.jsonl.
         plots: paths of PNG files.
         seconds: of this call.
@@ -28,6 +29,7 @@ class Result:
     steps: int
     before: dict[str, Any] | None
     after: dict[str, Any] | None
+    held_out: list[tuple[int, dict[str, Any]]]
     metrics: list[dict[str, Any]]
     plots: list[Path]
     seconds: float
@@ -35,6 +37,11 @@ class Result:
     @property
     def report(self) -> Path:
         return self.output / "report.md"
+
+    @property
+    def page(self) -> Path:
+        """The report as one file of HTML, plots inside."""
+        return self.output / "report.html"
 
     @property
     def model(self) -> Path:

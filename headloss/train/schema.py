@@ -55,7 +55,9 @@ class Recipe:
         chat: whether prompts are conversations; None is where the tokenizer has a template.
         answer_tag: the answer stands between <tag> and </tag>; None takes the whole completion.
         train_problems: how many problems to train on; those of a file at most.
-        held_out: how many more to keep aside: none of their prompts is trained on.
+        held_out: how many more to keep aside: none of their prompts is trained on. They are scored
+            before and after.
+        held_out_steps: score them every so many steps as well; 0 does not.
         terms: "z_loss" and "entropy" to add to the objective, with their weights.
         seed: of the weights of "tiny", the problems, their order and the sampling.
         output: the folder that all is written to.
@@ -78,6 +80,7 @@ class Recipe:
     answer_tag: str | None = None
     train_problems: int = 4096
     held_out: int = 256
+    held_out_steps: int = 0
     terms: dict[str, float] = field(default_factory=dict)
     seed: int = 0
     output: str = "runs/${algorithm}"
@@ -160,7 +163,7 @@ def unknown(key: str, name: str, known: Iterable[str]) -> str:
 
 def _check(recipe: Recipe) -> None:
     """RecipeError for what can be known before anything is imported or read."""
-    for name in ("train_problems", "held_out"):
+    for name in ("train_problems", "held_out", "held_out_steps"):
         if (count := getattr(recipe, name)) < (name == "train_problems"):
             raise RecipeError(f"{name}: got {count}, want a positive number")
     if recipe.algorithm not in ALGORITHMS:

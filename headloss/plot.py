@@ -1,0 +1,119 @@
+"""Drawings with matplotlib: the memory of a call against its tokens, and names beside lines."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .options import SCHEDULES, Options
+from .run.plan import Problem, make_plan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
+
+GIB = 1 << 30
+GAP = 0.055  # between two names, as a share of the height of the axes
+
+
+def memory(problem: Problem, options: Options, backend: str, title: str, path: Path) -> list[str]:
+    """Planned bytes against tokens, of plain logits and of every schedule, as PNG or SVG.
+
+    Returns:
+        A line for each schedule that cannot serve this objective, with the reason.
+
+    Raises:
+        ValueError: matplotlib is not installed, or does not know the suffix of `path`.
+    """
+    figure = _figure(path)
+    axes = figure.add_subplot()
+    tokens = sorted({problem.tokens, *(1 << n for n in range(8, 1 + _last(problem.tokens)))})
+    problems = [_of_size(problem, count) for count in tokens]
+    curves: dict[str, list[float]] = {}
+    notes = []
+    for schedule in (s for s in SCHEDULES if s != "auto"):
+        fixed = dataclasses.replace(options, schedule=schedule)
+        try:
+            plans = [make_plan(size, fixed, backend) for size in problems]
+        except ValueError as error:
+            notes.append(f"{schedule}: {error}")
+            continue
+        curves[schedule] = [plan.total_bytes / GIB for plan in plans]
+        curves["plain logits"] = [plan.plain_bytes / GIB for plan in plans]
+    lines = [
+        axes.plot(tokens, curve, "k:" if name == "plain logits" else "-", label=name)[0]
+        for name, curve in curves.items()
+    ]
+    axes.axvline(problem.tokens, color="gray", linewidth=0.8, linestyle="--")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("scored tokens of a call")
+    axes.set_ylabel("planned memory of loss and gradients, GiB")
+    axes.set_title(title, fontsize=9)
+    axes.grid(alpha=0.3)
+    name_lines(axes, lines)
+    _save(figure, path)
+    return notes
+
+
+def name_lines(axes: Axes, lines: Sequence[Line2D], size: int = 8) -> None:
+    """Write the label of each line at its right end, apart from one another."""
+    axes.figure.canvas.draw()  # which settles the scales
+    ends = []
+    for line in lines:
+        end = line.get_xydata()[-1]  # type: ignore[index]
+        shown = axes.transAxes.inverted().transform(axes.transData.transform(end))
+        ends.append((float(shown[1]), line, end))
+    ends.sort(key=lambda end: end[0])
+    heights: list[float] = []
+    for height, _, _ in ends:
+        heights.append(max(height, heights[-1] + GAP) if heights else max(height, 0.0))
+    below = 1.0
+    for i in reversed(range(len(heights))):
+        heights[i] = min(heights[i], below)
+        below = heights[i] - GAP
+    for (_, line, end), height in zip(ends, heights, strict=True):
+        axes.annotate(
+            str(line.get_label()), end, (1.03, height), textcoords="axes fraction", va="center",
+            color=line.get_color(), fontsize=size, annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": line.get_color(), "lw": 0.5, "alpha": 0.6},
+        )  # fmt: skip
+
+
+def _last(tokens: int) -> int:
+    """The power of two up to which sizes are drawn: four times as many as asked, or 2 ** 17."""
+    return max(17, (4 * tokens - 1).bit_length())
+
+
+def _of_size(problem: Problem, tokens: int) -> Problem:
+    """The same problem with segments as long as the first, and another number of tokens."""
+    longest = max(problem.lengths or [tokens])
+    full, rest = divmod(tokens, longest)
+    lengths = [longest] * full + [rest] * (rest > 0)
+    return dataclasses.replace(problem, tokens=tokens, lengths=lengths)
+
+
+def _figure(path: Path) -> Any:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--plot needs {error.name}: pip install 'headloss[plot]'") from None
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    known = FigureCanvasAgg(figure).get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in known:
+        raise ValueError(f"--plot: got {str(path)!r}, want a file ending in .png, .svg or .pdf")
+    return figure
+
+
+def _save(figure: Any, path: Path) -> None:
+    partial = path.with_name(f".partial-{path.name}")
+    try:
+        figure.savefig(partial, dpi=130)
+        partial.replace(path)
+    except OSError as error:
+        raise ValueError(f"--plot: cannot write {path}: {error.strerror}") from None
+    finally:
+        partial.unlink(missing_ok=True)
