@@ -67,11 +67,13 @@ docs: $(DOCS)  ## the documentation into site/; a broken link or a missing name 
 
 # The time of the last commit makes two builds the same bytes. The wheel is tried in an environment
 # that has nothing else but what lies in .venv, where the library itself is only linked to.
+# URL=https://... is the address of the repository, for links and pictures on a package index.
 DIST := .venv-dist
+URL ?=
 dist: $(STAMP)  ## wheel and sdist into dist/, the same bytes twice, the wheel tried by itself
 	@rm -rf $(DIST) dist && $(PYTHON) -m venv $(DIST)
 	@$(DIST)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt hatchling
-	@export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) && for folder in dist $(DIST)/again; do \
+	@export PROJECT_URL=$(URL) SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) && for folder in dist $(DIST)/again; do \
 		$(DIST)/bin/python -m hatchling build -d $$folder; done && diff -r dist $(DIST)/again
 	@$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
 		$$($(DIST)/bin/python -c "import site; print(site.getsitepackages()[0])")/base.pth

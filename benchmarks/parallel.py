@@ -246,9 +246,9 @@ def table(results: dict[str, Any]) -> str:
     for row, ranks in sorted(rows, key=lambda r: ([r[0][k] for k in KEYS], r[1])):
         share = row.get("share", {})
         cells = [str(row[k]) for k in KEYS] + [str(ranks)]
-        cells += [f"{row['alone']['ms']:.2f}"]
+        cells += [f"{row['alone']['ms']:.1f}"]
         for key in ("ms", "ms_in_a_row"):
-            found = [f"{row[key]:.2f}", f"{efficiency(row, ranks, key):.3f}"] if key in row else []
+            found = [f"{row[key]:.1f}", f"{efficiency(row, ranks, key):.2f}"] if key in row else []
             cells += found or ["", ""]
         sent = (row["bytes_per_token"] / 1e3, row["collectives_per_call"])
         cells += ["", ""] if row["work"] == "fsdp" else [f"{sent[0]:.2f}", f"{sent[1]:.0f}"]

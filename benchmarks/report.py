@@ -55,7 +55,10 @@ def goals(results: dict) -> str:
         shape = f"N={first['tokens']} H={first['width']} V={first['vocabulary']}"
         shown = [f"{r['of_limit']:.2f} {_short(r)}" for r in ours]
         memory = [f"{r['working_bytes'] / MIB:.0f}" for r in ours]
-        best = "-" if peer is None else f"{peer['of_limit']:.2f} {peer['contestant']}"
+        best = "-"
+        if peer is not None:
+            size = f"{peer['working_bytes'] / MIB:.0f} MiB"
+            best = f"{peer['of_limit']:.2f} {peer['contestant']}, {size}"
         limit = f"{first['limit_ms']:.2f} ms"
         cells = (first["row"] + mark, shape, first["goal"], "<br>".join(shown), "<br>".join(memory))
         lines.append((*cells, best, limit))
@@ -101,6 +104,7 @@ def _returned_weight(row: Row) -> int:
 
 FEW = ("GRPO", "GSPO, ragged", "cross-entropy", "log-prob and entropy, no gradient")
 PEERS = ("torch.compile", "TRL", "Liger", "QuACK", "CCE")
+TIE = 0.02  # two runs of one thing differ by as much
 
 
 def few(results: dict) -> str:
@@ -121,11 +125,11 @@ def few(results: dict) -> str:
 
 
 def _shares(rows: list[Row | None]) -> list[str]:
-    most = max(round(row["of_limit"], 2) for row in rows if row)
+    most = max(row["of_limit"] for row in rows if row)
     cells = []
     for row in rows:
         share = f"{row['of_limit']:.2f}" if row else ""
-        share = f"**{share}**" if row and round(row["of_limit"], 2) == most else share
+        share = f"**{share}**" if row and row["of_limit"] >= most - TIE else share
         cells.append(f"{share}, {row['peak_bytes'] / GIB:.1f} GiB" if row else "-")
     return cells
 
@@ -228,7 +232,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     rate = number("gb_per_s", ".0f") if "gb_per_s" in row else number("tflops", ".0f")
     return (
         number("ms", ".2f"),
-        number("of_limit", ".3f"),
+        number("of_limit", ".2f"),
         rate,
         number("working_bytes", ".0f", 1 / MIB),
         number("peak_bytes", ".0f", 1 / MIB),

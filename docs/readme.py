@@ -89,6 +89,26 @@ def speed() -> str:
     return goals(json.loads((RESULTS / "table.json").read_text()))
 
 
+def problem() -> str:
+    """The numbers of the README's picture, at every second size."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from report import PROBLEM
+
+    found = json.loads((RESULTS / "full.json").read_text())["rows"]
+    of = {(r["contestant"], r["tokens"]): r for r in found if r["group"] == "tokens"}
+    rows = [("tokens", *PROBLEM.values()), ("---:",) * (1 + len(PROBLEM))]
+    for tokens in sorted({tokens for _, tokens in of}):
+        cells = (_time_and_memory(of[name, tokens]) for name in PROBLEM)
+        rows.append((str(tokens), *cells))
+    return _markdown(rows)
+
+
+def _time_and_memory(row: dict) -> str:
+    if "ms" not in row:
+        return "out of memory"
+    return f"{row['ms']:.0f} ms, {row['peak_bytes'] / GIB:.1f} GiB"
+
+
 def few() -> str:
     """Four of these rows, beside each peer's best."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -165,6 +185,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "modifiers": modifier_table,
     "steps": steps,
     "few": few,
+    "problem": problem,
     "speed": speed,
     "behind": behind,
     "small": small,
@@ -173,7 +194,7 @@ PARTS: dict[str, Callable[[], str]] = {
 }
 
 PLACES: dict[str, tuple[str, ...]] = {
-    "README.md": ("claim", "few"),
+    "README.md": ("claim", "problem", "few"),
     "docs/concepts.md": ("logits",),
     "docs/support.md": ("support",),
     "docs/terms.md": ("terms", "modifiers"),

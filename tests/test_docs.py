@@ -34,6 +34,7 @@ def script(name: str):
 
 
 readme, notebooks, drawings = script("readme"), script("notebooks"), script("drawings")
+index_page = script("index_page")
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 
@@ -93,6 +94,21 @@ def test_readme_plain_and_headloss_agree() -> None:
     ours, plain = names["out"].loss, names["plain_loss"]  # type: ignore[attr-defined]
     assert isinstance(plain, torch.Tensor)
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-7)
+
+
+def test_page_of_a_package_index() -> None:
+    """A picture and a link from the README work there, or are not there."""
+    text = (ROOT / "README.md").read_text()
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", text)
+    assert pictures == ["benchmarks/results/problem.png"] and (ROOT / pictures[0]).is_file()
+    shown = index_page.description(text, "https://host.example/a/b/")
+    assert f"](https://host.example/a/b/raw/HEAD/{pictures[0]})" in shown
+    assert "](https://host.example/a/b/blob/HEAD/docs/quickstart.md)" in shown
+    for page in (shown, index_page.description(text, None)):
+        assert not re.search(r"\]\((?!https?:|#)", page)
+    assert "![" not in index_page.description(text, None)
+    assert index_page.urls(None) == {}
+    assert index_page.urls("https://host.example/a/b")["Source"] == "https://host.example/a/b"
 
 
 def anchors(path: Path) -> set[str]:
