@@ -229,7 +229,7 @@ def _head_stats_backward(
     if not candidates:
         del slopes[CANDIDATES]
     gradient, scale = gradient_of(slopes, stats, vocabulary, call.prepared.problem.rescaled)
-    swept = Swept(Measured(stats, Normalizer(*normalizer), logp), [])
+    swept = Swept(Measured(stats, Normalizer(*normalizer)), [])
     found = pull_back(work, source, swept, gradient, None if scale is None else 1 / scale)
     for i, value in enumerate(found[:-1:2]):
         if value is not None and packing.index is not None:
