@@ -28,6 +28,7 @@ if not torch.cuda.is_available():  # before anything imports Triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from fuzz_bad import SPOILS
+from fuzz_newer import chosen, draw_newer
 from torch import Tensor
 
 import headloss as hl
@@ -95,7 +96,7 @@ def options_of(name: str, rng: random.Random) -> dict[str, Any]:
 
 def make_term(recipe: dict[str, Any]) -> hl.Term:
     """A recipe's term: its function, options, modifiers, reduction, weights and subset."""
-    own = {"blend": blend, "sigmoid": sigmoid_of_segments}
+    own = {"blend": blend, "sigmoid": sigmoid_of_segments, "chosen": chosen}
     name = recipe["name"]
     found = (own[name] if name in own else getattr(hl, name))(**recipe["options"])
     for modifier, arguments in recipe["modifiers"]:
@@ -186,6 +187,8 @@ def draw(seed: int, triton: bool = False) -> Call:
         _make_right(call)
         allowed = [name for name, spoil in SPOILS.items() if spoil.fits(call)]
         call.spoil = rng.choice(allowed)
+    else:
+        draw_newer(call, count, vocabulary, unscored)
     return call
 
 
@@ -494,8 +497,11 @@ def _run(call: Call, built: Built) -> dict[str, Any]:
     graph = torch.set_grad_enabled(call.grad not in ("no_grad", "inference"))
     with graph, torch.inference_mode(call.grad == "inference"):
         if call.verb == "head_stats":
-            found = hl.head_stats(built.hidden, built.head, built.batch.targets)
+            found = _head_stats(call, built)
             loss = (found.logp + 0.3 * found.entropy - 0.1 * found.lse).sum()
+            if found.candidate_logps is not None:
+                logps = found.candidate_logps
+                loss = loss + 0.1 * torch.where(logps > -torch.inf, logps, 0).sum()
             rest = {"logps": found.logp.detach(), "entropies": found.entropy.detach()}
             rest["lse"] = found.lse.detach()
             return _with_gradients(call, built, loss, rest)
@@ -510,7 +516,20 @@ def _run(call: Call, built: Built) -> dict[str, Any]:
         "entropies": out.entropies,
         "schedule": str(out.plan).split()[1].rstrip(":"),
     }
+    if "skipped_mass" in out.metrics:
+        rest["skipped"] = float(out.metrics["skipped_mass"].sum)
     return _with_gradients(call, built, out.loss, rest)
+
+
+def _head_stats(call: Call, built: Built) -> hl.HeadStats:
+    batch = built.batch
+    if batch.support is None and "candidate_ids" not in batch.fields:
+        batch = batch.targets
+    names = ("logp", "lse", "entropy")
+    names = (*names, "candidate_logps") if "candidate_ids" in call.batch else names
+    schedule = call.options.get("schedule")
+    options = hl.Options(schedule="held") if schedule == "held" else None
+    return hl.head_stats(built.hidden, built.head, batch, options, names)
 
 
 def _arguments(built: Built) -> tuple[Any, ...]:

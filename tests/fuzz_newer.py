@@ -1,0 +1,124 @@
+"""What random calls have beside what `fuzz` draws: newer terms, candidates, supports, held terms,
+and a tolerance. Drawn after everything else, so that the rest of a call is that of its seed.
+
+N positions, K columns of each, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import headloss as hl
+
+BEYOND = 1 << 40  # an id where nothing is scored may be anything
+
+
+@hl.term
+def chosen(stats, batch, rest=0.2):
+    """Of candidates, some of which have no mass, and of the others."""
+    scores = torch.arange(1, 1 + stats.candidate_logps.shape[1]) * 0.1
+    inside = (stats.candidate_logps.exp() * scores.to(stats.logp)).sum(1)
+    return inside - 0.1 * stats.logp + (rest * stats.candidate_tail.exp() if rest else 0)
+
+
+NEWER = ("dppo", "icepop", "vaco", "ce_gppo", "aspo", "clip_cov", "kl_cov", "dro", "dft", "eaft")
+NEWER = (*NEWER, "focal", "a2po", "kto", "on_policy_distillation")
+PAIRS = ("cpo", "orpo", "aot")
+OPTIONS = {
+    "dppo": {"delta_low": 0.05},
+    "vaco": {"delta": 0.1},
+    "clip_cov": {"share": 0.1, "low": -1.0},
+    "kl_cov": {"share": 0.2},
+    "a2po": {"beta": 0.5},
+}
+
+
+def draw_newer(call: Any, count: int, vocabulary: int, unscored: Tensor) -> None:
+    """Add to a call that is drawn; S = count segments."""
+    rng = random.Random(f"newer {call.seed}")
+    generator = torch.Generator().manual_seed(call.seed + 1)
+    if rng.random() < 0.12:
+        call.options["schedule"] = "held"
+    if call.verb == "head_topk":
+        return
+    _draw_terms(call, rng, generator, count, unscored.shape)
+    if rng.random() < 0.15:
+        _draw_candidates(call, rng, generator, vocabulary, unscored)
+    if rng.random() < 0.12 and call.verb != "logits_loss" and call.teacher is None:
+        call.batch["support_ids"] = support(
+            rng, generator, call.batch["targets"], vocabulary, unscored
+        )
+    dense = call.teacher is not None and "teacher_topk_ids" not in call.batch
+    free = "static" not in call.options and call.options.get("metrics", True) and not dense
+    if rng.random() < 0.1 and call.verb == "head_loss" and free:
+        call.options["gradient_tolerance"] = rng.choice([1e-3, 0.05, 0.3])
+
+
+def _draw_terms(
+    call: Any, rng: random.Random, generator: torch.Generator, count: int, shape: torch.Size
+) -> None:
+    if rng.random() > 0.25 or call.verb == "head_stats":
+        return
+    name = rng.choice([*NEWER, *(PAIRS if count % 2 == 0 else ())])
+    _add_term(call, name, OPTIONS.get(name, {}) if rng.random() < 0.7 else {}, rng)
+    call.batch["desirable"] = torch.rand(count, generator=generator) < 0.5
+    call.batch["reference_kl"] = torch.rand(count, generator=generator)
+    call.batch["teacher_logps"] = -3 * torch.rand(shape, generator=generator)
+    call.batch["draws"] = torch.rand(shape, generator=generator)
+
+
+def _add_term(call: Any, name: str, options: dict[str, Any], rng: random.Random) -> None:
+    recipe = {"name": name, "options": options, "modifiers": [], "over": None}
+    call.terms.append((rng.choice([1.0, 0.3, -0.5]), recipe | {"weighted": False, "where": False}))
+
+
+def _draw_candidates(
+    call: Any, rng: random.Random, generator: torch.Generator, vocabulary: int, unscored: Tensor
+) -> None:
+    k = rng.choice([1, 3, 6])
+    ids = torch.rand(*unscored.shape, vocabulary, generator=generator).argsort(-1)[..., :k]
+    if rng.random() < 0.5:  # the target is often one of them
+        first = call.batch["targets"].unsqueeze(-1)
+        ids[..., :1] = torch.where((ids == first).any(-1, keepdim=True), ids[..., :1], first)
+    ids = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.15, -1)
+    call.batch["candidate_ids"] = ids.masked_fill(unscored.unsqueeze(-1), BEYOND)
+    if call.verb != "head_stats":
+        _add_term(call, "chosen", {"rest": 0.0} if rng.random() < 0.5 else {}, rng)
+
+
+def support(
+    rng: random.Random,
+    generator: torch.Generator,
+    targets: Tensor,
+    vocabulary: int,
+    unscored: Tensor,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Ids with the target among them, or none: padded, or flat with offsets."""
+    k, share = rng.choice([1, 4, 9]), rng.choice([0.0, 0.0, 0.4])
+    ids = torch.rand(*targets.shape, vocabulary, generator=generator).argsort(-1)[..., :k]
+    first = targets.unsqueeze(-1)
+    ids = torch.where(ids == first, ids[..., :1], ids)
+    ids[..., :1] = first  # what the target has displaced stands in its place
+    ids = ids.masked_fill(torch.rand(targets.shape, generator=generator).lt(share)[..., None], -1)
+    ids = ids.masked_fill(unscored.unsqueeze(-1), BEYOND)
+    if rng.random() < 0.6:
+        return ids
+    rows = ids.reshape(-1, k)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), (rows >= 0).sum(1).cumsum(0)])
+    return rows[rows >= 0], offsets
+
+
+def skipped_norms(built: Any, skipped: float) -> dict[str, float]:
+    """What each gradient may lose by rows that are left out: their mass times the largest row."""
+    weight = built.head.weight.detach().double()
+    for adapter in built.head.lora:
+        weight = weight + adapter.scaling * (adapter.b.detach() @ adapter.a.detach()).double()
+    scored = built.batch.targets != -100
+    rows = built.hidden.detach()[scored].double().norm(dim=-1)
+    found = {"hidden": float(weight.norm(dim=1).max()), "bias": 1.0}
+    found["weight"] = float(rows.max()) if len(rows) else 0.0
+    return {name: skipped * largest for name, largest in found.items()}
