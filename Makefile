@@ -37,13 +37,14 @@ test-all: lint types  ## lint, types and the full product of tests
 	@$(PYTEST) --hypothesis-profile=full --durations=25 $(ARGS)
 
 # The other frameworks, without what they need beyond a CPU; torch and all else come from .venv.
+# Megatron-Core asks for Python 3.12, and runs on 3.11.
 FRAMEWORKS := .venv-frameworks
 $(FRAMEWORKS)/.installed: $(STAMP) tests/frameworks/requirements.txt tests/frameworks/sources.txt
 	@echo "installing into $(FRAMEWORKS)"
 	@$(PYTHON) -m venv $(FRAMEWORKS)
 	@$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
 		$$($(FRAMEWORKS)/bin/python -c "import site; print(site.getsitepackages()[0])")/base.pth
-	@$(FRAMEWORKS)/bin/python -m pip install -qq --no-compile --no-deps \
+	@$(FRAMEWORKS)/bin/python -m pip install -qq --no-compile --no-deps --ignore-requires-python \
 		--disable-pip-version-check -r tests/frameworks/requirements.txt
 	@while read -r name url commit; do \
 		git init -q .frameworks/$$name && cd .frameworks/$$name && \

@@ -24,16 +24,22 @@ def whole(head: Head, model: nn.Module, dtype: torch.dtype) -> Head:
     it computes in, as it would where FSDP2 gathers it itself.
     """
 
-    def gathered(tensor: Any) -> Any:
-        if not hasattr(tensor, "full_tensor"):
-            return tensor
-        from torch.distributed.tensor import Partial
+    def computed(tensor: Any) -> Any:
+        found = gathered(tensor)
+        cast = found is not tensor and found.dtype != dtype and is_fsdp2(model)
+        return found.to(dtype) if cast else found
 
-        found = tensor.full_tensor(grad_placements=[Partial("avg")] * tensor.device_mesh.ndim)
-        return found.to(dtype) if found.dtype != dtype and is_fsdp2(model) else found
+    lora = tuple(replace(x, a=computed(x.a), b=computed(x.b)) for x in head.lora)
+    return replace(head, weight=computed(head.weight), bias=computed(head.bias), lora=lora)
 
-    lora = tuple(replace(x, a=gathered(x.a), b=gathered(x.b)) for x in head.lora)
-    return replace(head, weight=gathered(head.weight), bias=gathered(head.bias), lora=lora)
+
+def gathered(tensor: Any) -> Any:
+    """A DTensor in one piece, whose gradient is the ranks' average; anything else as it is."""
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    from torch.distributed.tensor import Partial
+
+    return tensor.full_tensor(grad_placements=[Partial("avg")] * tensor.device_mesh.ndim)
 
 
 def as_head(model: nn.Module, act: Callable[[Tensor], T], hidden: Tensor) -> T:

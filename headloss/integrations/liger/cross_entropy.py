@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +14,10 @@ from ...batch.reduction import token_mean
 from ...head.head import Head
 from ...head_loss import head_loss
 from ...head_stats import head_stats
+from .. import shared
 from ..shared import per
 
-
-def refuse(**unsupported: bool) -> None:
-    for name, on in unsupported.items():
-        if on:
-            raise ValueError(f"{name}: is not supported here, only by liger_kernel itself")
+refuse = partial(shared.refuse, "liger_kernel itself")
 
 
 class CrossEntropyOutput(NamedTuple):

@@ -1,0 +1,220 @@
+"""Megatron-Core's `GPTModel` with headloss in place of its output layer and cross-entropy.
+
+    losses = TokenLosses()    # once; then, in each forward step of the last stage:
+    model(ids, positions, mask, labels=labels, loss_mask=loss_mask, output_processor=losses)
+                              # [b, s], as without: the loss function stays
+    policy = HeadLoss(hl.gspo())
+    model(..., output_processor=policy, output_processor_context={"advantages": ..., ...})
+                              # headloss's Output, with .loss; one pass
+
+b sequences of s positions (this rank's, under context parallelism), H hidden width, V vocabulary.
+Megatron has hidden states as [s, b, H], or [s / tp, b, H] under sequence parallelism, labels and
+masks as [b, s]. The vocabulary is sharded over the output layer's tensor-parallel group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..batch.batch import IGNORE, Batch
+from ..batch.reduction import token_mean
+from ..batch.segments import Segments
+from ..head.head import Head
+from ..head_loss import Output, head_loss
+from ..head_stats import HeadStats, head_stats
+from ..losses import Objective, Term
+from ..options import Options
+from .shared import refuse, require_version
+
+KNOWN = ("0.19",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processor:
+    """What `GPTModel.forward(output_processor=...)` calls on the last stage.
+
+    Positions are scored where the loss mask is not 0 and the label is not -100. With
+    `gradient_accumulation_fusion` the weight's gradient is added to its `main_grad`.
+
+    Attributes:
+        temperature: a number, or a [b, s] tensor.
+        vocab_size: rows of the vocabulary that are scored, over all ranks; Megatron's own
+            cross-entropy scores the padding too, as does None.
+        options: memory and schedule; `sequence_parallel` and `main_grad` are set here.
+
+    Raises:
+        RuntimeError: a release of Megatron-Core that is not known here.
+    """
+
+    temperature: float | Tensor = 1.0
+    vocab_size: int | None = None
+    options: Options = field(default_factory=Options)
+
+    def __post_init__(self) -> None:
+        require_version("megatron-core", *KNOWN)
+
+    def __call__(
+        self,
+        *,
+        hidden_states: Tensor,  # [s, b, H] or [s / tp, b, H]
+        output_layer: Any,
+        output_weight: Tensor | None = None,  # of tied embeddings
+        labels: Tensor | None = None,  # [b, s], shifted
+        loss_mask: Tensor | None = None,  # [b, s]
+        packed_seq_params: Any = None,
+        inference_context: Any = None,
+        context: Mapping[str, Any] | None = None,
+        config: Any,
+        **rest: Any,
+    ) -> Any:
+        if labels is None:
+            raise ValueError("labels: got None, want [b, s]; without them there are logits alone")
+        _refuse(output_layer, inference_context, config)
+        weight: Any = output_layer.weight if output_weight is None else output_weight
+        options = replace(self.options, sequence_parallel=output_layer.sequence_parallel)
+        if (
+            output_layer.gradient_accumulation_fusion
+            and hasattr(weight, "main_grad")
+            and weight.requires_grad
+            and torch.is_grad_enabled()
+        ):
+            options = replace(options, main_grad=weight.main_grad)
+            weight = _InMainGrad.apply(weight)
+        group, temperature = output_layer.tp_group, self.temperature
+        head = Head(
+            weight,
+            output_layer.bias,
+            temperature.t() if isinstance(temperature, Tensor) else temperature,
+            logit_scale=config.mup_output_mult if config.use_mup else 1.0,
+            vocab_size=self.vocab_size,
+            vocab_group=group if group.size() > 1 else None,
+        )
+        targets = labels.t().contiguous()  # [s, b], as the hidden states
+        if loss_mask is not None:
+            targets = targets.masked_fill(loss_mask.t() == 0, IGNORE)
+        given = {name: _as_hidden(value, labels.shape) for name, value in (context or {}).items()}
+        if "segments" not in given and self._needs_segments():
+            given["segments"] = _segments(packed_seq_params, loss_mask, targets, config)
+        return self._act(hidden_states, head, Batch(targets, **given), options)
+
+    def _needs_segments(self) -> bool:
+        return False
+
+    def _act(self, hidden: Tensor, head: Head, batch: Batch, options: Options) -> Any:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLosses(Processor):
+    """[b, s] float32: the negative log-prob of each label, as the model's own forward; 0 where
+    nothing is scored."""
+
+    def _act(self, hidden: Tensor, head: Head, batch: Batch, options: Options) -> Tensor:
+        stats = head_stats(hidden, head, batch, options, gradients=("logp",))
+        return -stats.logp.t().contiguous()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStats(Processor):
+    """log-prob, log-sum-exp and entropy, each [b, s] float32, for a policy loss elsewhere.
+
+    Attributes:
+        gradients: which of them will carry one, as for `head_stats`.
+    """
+
+    gradients: tuple[str, ...] = ("logp", "entropy")
+
+    def _act(self, hidden: Tensor, head: Head, batch: Batch, options: Options) -> HeadStats:
+        stats = head_stats(hidden, head, batch, options, self.gradients)
+        return HeadStats(*(found.t().contiguous() for found in stats))
+
+
+@dataclass(frozen=True)
+class HeadLoss(Processor):
+    """headloss's `Output` of an objective; its `.logps` and `.entropies` are [s, b].
+
+    `output_processor_context` holds arguments of `Batch`: [b, s] or [b, s, K] fields, [S] ones,
+    `totals`, and `segments` over [s, b]. Segments are by default the sequences of
+    `packed_seq_params`, else the b rows.
+    """
+
+    objective: Term | Objective
+
+    def _needs_segments(self) -> bool:
+        return any(
+            term.scope != "token" or term.reduction is not token_mean
+            for _, term in Objective.of(self.objective).parts
+        )
+
+    def _act(self, hidden: Tensor, head: Head, batch: Batch, options: Options) -> Output:
+        return head_loss(hidden, head, batch, self.objective, options)
+
+
+def _refuse(layer: Any, inference_context: Any, config: Any) -> None:
+    known = import_module("megatron.core.tensor_parallel").ColumnParallelLinear
+    if type(layer) is not known:
+        raise TypeError(f"output_layer: got {type(layer).__name__}, want ColumnParallelLinear")
+    refuse(
+        "Megatron without output_processor",
+        inference_context=inference_context is not None,
+        defer_embedding_wgrad_compute=config.defer_embedding_wgrad_compute,
+        disable_grad_reduce=layer.disable_grad_reduce,
+        gtp_remat=layer.gtp_remat_size > 1,
+        **{
+            "Megatron-FSDP": any(hasattr(p, "__fsdp_param__") for p in layer.parameters()),
+            "hooks of output_layer": bool(layer._forward_hooks or layer._forward_pre_hooks),
+        },
+    )
+
+
+def _as_hidden(value: Any, shape: torch.Size) -> Any:
+    """A field beside the labels [b, s, ..] beside the hidden states [s, b, ..]."""
+    beside = isinstance(value, Tensor) and value.shape[:2] == shape
+    return value.transpose(0, 1) if beside else value
+
+
+def _segments(packed: Any, loss_mask: Tensor | None, targets: Tensor, config: Any) -> Segments:
+    s, b = targets.shape
+    if config.context_parallel_size > 1:
+        raise ValueError(
+            "output_processor_context['segments']: is missing, want "
+            "Segments.from_ids(ids, count=S, group=...) over the context-parallel group"
+        )
+    if packed is None:
+        return Segments.from_ids(torch.arange(b, device=targets.device).expand(s, b), b)
+    ends, padded = packed.cu_seqlens_q[1:], packed.cu_seqlens_q_padded
+    if padded is not None:
+        ends = padded[1:]
+        if loss_mask is None:
+            raise ValueError("loss_mask: got None, want [b, s], with cu_seqlens_q_padded")
+    if b != 1:
+        raise ValueError(f"packed_seq_params: got {b} rows of labels, want one")
+    positions = torch.arange(s, device=targets.device)
+    return Segments.from_ids(torch.bucketize(positions, ends, right=True)[:, None], len(ends))
+
+
+class _InMainGrad(torch.autograd.Function):
+    """The weight. Its gradient is in `main_grad` by then, as Megatron's hooks are told here, which
+    run where a gradient arrives; so one does, which nobody reads."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
+        weight = ctx.weight
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        if getattr(weight, "zero_out_wgrad", False):
+            return torch.zeros_like(weight)
+        return torch.empty_like(weight)

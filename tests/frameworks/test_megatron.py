@@ -1,0 +1,73 @@
+"""Megatron-Core's own `GPTModel`, on two gloo ranks of tensor parallelism, with headloss's output
+processor and without. Differences are relative: of the losses, of the worst parameter's gradient.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from worlds import World, world_of
+
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed here", allow_module_level=True)
+
+import megatron_ranks as ranks
+
+NEAR = 2e-6  # float32 on both sides
+
+
+@pytest.fixture(scope="module")
+def world():
+    with world_of(2) as made:
+        yield made
+
+
+def check(world: World, function, *args, near: float = NEAR) -> None:
+    for found in world.run(function, *args, seconds=300):
+        assert max(found.values()) < near, found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_token_losses(world: World, size: int, spread: bool, tied: bool) -> None:
+    if size == 2 or not spread:
+        check(world, ranks.token_losses, size, spread, tied, {})
+
+
+def test_mup(world: World) -> None:
+    check(world, ranks.token_losses, 2, False, False, {"use_mup": True, "mup_base_hidden_size": 8})
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_statistics(world: World, size: int) -> None:
+    check(world, ranks.statistics, size)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_main_grad(world: World, tied: bool, overlap: bool) -> None:
+    check(world, ranks.main_grad, tied, overlap)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("spread", [False, True])
+def test_packed_objective(world: World, spread: bool, masked: bool) -> None:
+    check(world, ranks.packed, spread, masked)
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_step_of_its_schedule(world: World, spread: bool) -> None:
+    """bfloat16: Megatron rounds its logits to it."""
+    check(world, ranks.a_step, spread, near=1e-2)
+
+
+def test_refusals(world: World) -> None:
+    found = world.run(ranks.refusals, seconds=300)[0]
+    assert found["labels"].startswith("ValueError: labels: got None")
+    assert "defer_embedding_wgrad_compute: is not supported here" in found["defer"]
+    assert "output_processor_context['segments']: is missing" in found["context"]
+    assert "hooks of output_layer: is not supported" in found["hooks"]
+    assert "Megatron-FSDP: is not supported" in found["fsdp"]
+    assert found["layer"] == "TypeError: output_layer: got Linear, want ColumnParallelLinear"
