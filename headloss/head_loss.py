@@ -64,10 +64,14 @@ class Output:
         return found
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("terms", "metrics") or "_values" not in self.__dict__:
+        known = self.__dict__
+        if name in ("terms", "metrics") and (values := known.get("_values")) is not None:
+            for key, value in values().items():  # what fails may be asked again
+                known.setdefault(key, value)  # another thread's may be there already
+            known.pop("_values", None)
+        if name not in known:  # it is, where another thread has just made it
             raise AttributeError(f"Output has no attribute {name!r}")
-        self.__dict__.update(self.__dict__.pop("_values")())
-        return self.__dict__[name]
+        return known[name]
 
     def __getstate__(self) -> dict[str, Any]:
         _ = self.terms

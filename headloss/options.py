@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .dense import check_dense
+
 BACKENDS = ("auto", "reference", "triton")
 SCHEDULES = ("auto", "one_pass", "recompute", "frozen", "held")
 
@@ -103,6 +105,8 @@ class Options:
                 raise ValueError(f"upstream: got {self.upstream!r}, want a finite number or None")
         if self.main_grad is not None and not isinstance(self.main_grad, Tensor):
             raise TypeError(f"main_grad: got {type(self.main_grad).__name__}, want a tensor")
+        if self.main_grad is not None:
+            check_dense("main_grad", self.main_grad)
 
     def _check_tolerance(self) -> None:
         x, name = self.gradient_tolerance, "gradient_tolerance"

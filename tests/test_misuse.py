@@ -345,3 +345,44 @@ def test_current_log_probs_beside_given_logits_on_triton(objective: hl.Term) -> 
         (want,) = torch.autograd.grad(-(advantages * logps).mean(), logits)
         torch.testing.assert_close(out.loss, -advantages.mean())
         torch.testing.assert_close(gradient, want)
+
+
+# ---------------------------------------------------------------------- tensors without strides
+
+LAYOUTS = {
+    "sparse": lambda t: t.to_sparse(),
+    "csr": lambda t: t.to_sparse_csr(),
+    "mkldnn": lambda t: t.to_mkldnn(),
+    "nested": lambda t: torch.nested.as_nested_tensor([t[:2], t[2:]]),
+}
+STATES, WEIGHT, LOGITS = torch.randn(T, H), torch.randn(V, H), torch.randn(T, V)
+TAKERS: dict[str, Callable] = {
+    "hidden": lambda of: hl.head_loss(of(STATES), head(), batch(), hl.cross_entropy()),
+    "hidden of head_stats": lambda of: hl.head_stats(of(STATES), head(), torch.arange(T)),
+    "hidden of head_topk": lambda of: hl.head_topk(of(STATES), head(), 2),
+    "logits": lambda of: hl.logits_loss(of(LOGITS), batch(), hl.cross_entropy()),
+    "weight": lambda of: hl.Head(of(WEIGHT)),
+    "teacher_logits": lambda of: batch(teacher_logits=of(LOGITS)),
+    "main_grad": lambda of: hl.Options(main_grad=of(WEIGHT)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*beta state", "ignore:.*prototype stage")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("taker", TAKERS)
+def test_a_tensor_without_strides_is_refused(taker, layout) -> None:
+    match = f"^{taker.partition(' ')[0]}: got a tensor of layout .*{layout}.*, want a dense one"
+    with pytest.raises(TypeError, match=match):
+        TAKERS[taker](LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("name", ["targets", "bias", "temperature", "support_ids"])
+def test_sparse_vectors_are_refused(name) -> None:
+    takers: dict[str, Callable] = {
+        "targets": lambda: hl.Batch(torch.arange(T).to_sparse()),
+        "bias": lambda: head(bias=torch.randn(V).to_sparse()),
+        "temperature": lambda: head(temperature=torch.ones(T).to_sparse()),
+        "support_ids": lambda: batch(support_ids=torch.arange(T)[:, None].to_sparse()),
+    }
+    with pytest.raises(TypeError, match=f"^{name}: got a tensor of layout torch.sparse_coo"):
+        takers[name]()

@@ -26,6 +26,7 @@ PARTS = {
     "batch.packing",
     "batch.reduction",
     "batch.segments",
+    "dense",
     "objective.statistics",
 }
 TERMS = {"losses.distillation", "losses.scope", "losses.teacher", "losses.term", "objective.bound"}
@@ -35,15 +36,16 @@ LOGITS = {"kernels", "softmax.products", "softmax"}
 VERBS = {"check_term", "head_function", "head_loss", "head_stats", "head_topk"}
 PUBLIC = {"", *PARTS, "head.head", "losses", "options", "run.plan", "run.prepare", *VERBS}
 ALLOWED: dict[str, set[str]] = {
+    "dense": set(),
     "objective.statistics": set(),
     "batch.segments": {"ranks.collectives"},
     "objective.metrics": {"ranks.collectives"},
     "batch.reduction": {"ranks.collectives", "batch.segments"},
-    "options": set(),
+    "options": {"dense"},
     "softmax.products": set(),
     "batch.survey": {"kernels", "batch.segments"},
-    "batch.support": {"kernels", "batch.survey"},
-    "batch.batch": {"batch.reduction", "batch.segments", "batch.support", "batch.survey"},
+    "batch.support": {"kernels", "batch.survey", "dense"},
+    "batch.batch": {"batch.reduction", "batch.segments", "batch.support", "batch.survey", "dense"},
     "batch.packing": {
         "batch.batch",
         "batch.segments",
@@ -66,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {"kernels", "objective.divergence", "objective.statistics"},
     "run.pieces": set(),
     "run.plan": {"options", "run.pieces"},
-    "head": {"head", "softmax.products"},
+    "head": {"dense", "head", "softmax.products"},
     "objective.sample": {*PARTS, "losses.term"},
     "objective.elsewhere": {*PARTS, "losses.identity", *TERMS},
     "objective.bound": {*PARTS, "losses.term", "objective.sample"},

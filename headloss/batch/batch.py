@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dense import check_dense
 from .reduction import Totals, count_totals
 from .segments import Segments
 from .support import Support
@@ -77,6 +78,7 @@ class Batch:
         if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
             got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
             raise TypeError(f"targets: got {got}, want an int64 tensor")
+        check_dense("targets", targets)
         if targets.dim() == 0:
             raise ValueError("targets: got a 0-dim tensor, want at least one dimension")
         if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
@@ -229,6 +231,7 @@ class Batch:
             return
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: got {type(value).__name__}, want a tensor")
+        check_dense(name, value)
         if name in REAL and (value.is_complex() or value.dtype == torch.bool):
             raise TypeError(f"{name}: got {value.dtype}, want a floating tensor")
         if value.requires_grad:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dense import check_dense
 from ..kernels.support import ByColumn
 from ..kernels.support import Support as Window
 from .survey import IGNORE
@@ -38,6 +39,8 @@ class Support:
         if len(self.tensors) > 2 or not all(map(_is_integral, self.tensors)):
             got = [getattr(t, "dtype", type(t).__name__) for t in self.tensors]
             raise TypeError(f"support_ids: got {got}, want {want}")
+        for tensor in self.tensors:
+            check_dense("support_ids", tensor)
         shapes = [tuple(t.shape) for t in self.tensors]
         if len(self.tensors) == 1:
             self.width = width = shapes[0][-1] if shapes[0] else 0

@@ -6,6 +6,8 @@ import math
 
 from torch import Tensor
 
+from ..dense import check_dense
+
 GATHER = (
     "call inside the forward of the module that FSDP2 wraps, where the weight is whole, or gather "
     'it with full_tensor(grad_placements=[Partial("avg")] * device_mesh.ndim), whose backward '
@@ -31,6 +33,7 @@ def check_number(name: str, value: object) -> None:
 def check_matrix(name: str, value: object, shape: str) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {describe(value)}, want a tensor {shape}")
+    check_dense(name, value)
     # Quantised weights are integers, or classes of their own that pose as a floating dtype.
     foreign = type(value).__module__.partition(".")[0] != "torch"
     if not value.is_floating_point() or foreign:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..dense import check_dense
 from .adapters import read_model, read_module
 from .checks import check_matrix, check_number, check_plain, describe
 from .lora import Dropout, Fixed, Lora
@@ -160,6 +161,7 @@ class Head:
             check_plain(name, value)
         if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
             raise TypeError(f"hidden: got {describe(hidden)}, want a floating tensor [.., H]")
+        check_dense("hidden", hidden)
         width = self.weight.shape[1]
         if hidden.dim() == 0 or hidden.shape[-1] != width:
             raise ValueError(
@@ -235,6 +237,7 @@ def check_transform(temperature: object, softcap: object, logit_scale: object) -
 def _check_bias(bias: object, weight: Tensor) -> None:
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
         raise TypeError(f"bias: got {describe(bias)}, want a floating tensor [V] or None")
+    check_dense("bias", bias)
     if bias.shape != weight.shape[:1]:
         raise ValueError(
             f"bias: got shape {tuple(bias.shape)}, want ({weight.shape[0]},) for a weight of shape "
@@ -246,6 +249,7 @@ def _check_temperature(temperature: object) -> None:
     if isinstance(temperature, Tensor):
         if not temperature.is_floating_point():
             raise TypeError(f"temperature: got {temperature.dtype}, want a floating tensor [..]")
+        check_dense("temperature", temperature)
         if temperature.requires_grad:
             raise ValueError(
                 "temperature: got a tensor that requires a gradient, want a constant; detach it"

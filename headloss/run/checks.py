@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from ..batch.batch import LOGPS, Batch, check_ids
 from ..batch.packing import PackedBatch
+from ..dense import check_dense
 from ..head.head import Head, autocast_dtype
 from ..losses.teacher import INPUTS, Teacher
 from ..losses.term import Objective, Reads, Term
@@ -148,6 +149,7 @@ def check_shape(
     if not isinstance(value, Tensor) or not value.is_floating_point():
         got = f"a {value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{name}: got {got}, want a floating tensor")
+    check_dense(name, value)
     if is_dtensor(value):
         raise TypeError(f"{name}: got a DTensor, want this rank's own tensor: {name}.to_local()")
     want = tuple(batch.targets.shape)
@@ -170,6 +172,8 @@ def check_targets(given: object, hidden: Tensor, options: Options) -> Batch:
         )
     if not isinstance(hidden, Tensor):
         raise TypeError(f"hidden: got {type(hidden).__name__}, want a floating tensor [.., H]")
+    check_dense("targets", given)
+    check_dense("hidden", hidden)
     if given.device != hidden.device:
         raise ValueError(
             f"targets: got device {given.device}, want that of hidden, {hidden.device}"

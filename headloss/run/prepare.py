@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..batch.batch import Batch
+from ..dense import check_dense
 from ..head.head import Head, check_transform
 from ..kernels.interface import Kernels
 from ..kernels.transform import Transform
@@ -192,6 +193,7 @@ def _linear_key(
     kinds = ((hidden, Tensor), (batch, Batch), (options, Options))
     if not all(isinstance(given, kind) for given, kind in kinds):
         return None
+    check_dense("hidden", hidden)
     return (
         on_meta,
         hidden.shape[-1:],
