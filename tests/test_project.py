@@ -118,6 +118,7 @@ ALLOWED: dict[str, set[str]] = {
         "kernels",
         "softmax",
         "head.head",
+        "objective.bound",
         "objective.elsewhere",
         "options",
         "run",
