@@ -9,7 +9,9 @@ run on rank 0's GPU while the others rest. Rank 0 merges what it finds into a fi
 ranks, and a Markdown table beside it. `--quick` runs it all on the CPU, on sizes of no interest.
 
 "slice of 8" is vocabulary parallelism with as many rows on each rank as it would have among 8, and
-no more than these in all: what a rank of 8 computes, beside the collectives of fewer.
+no more than these in all: what a rank of 8 computes, beside the collectives of fewer. "peers" are
+others at cross-entropy over slices of the vocabulary, each behind the loss and gradients of ours.
+"grid" is two rows of ranks with other tokens of the same sequences, over slices of the vocabulary.
 
 T tokens (of each rank, but for vocabulary shards, where all have the same), H hidden width, V
 vocabulary.
@@ -18,6 +20,7 @@ vocabulary.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import sys
@@ -28,6 +31,7 @@ from typing import Any
 
 import torch
 from parallel_checks import Tied, check
+from parallel_peers import agree, contestants, ours
 from ranks import Ranks, counted, middle, shares
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,7 +41,7 @@ from works import WORKS, Inputs, Setting, make_inputs
 import headloss as hl
 
 OBJECTIVES = ("grpo", "gspo")
-KINDS = ("vocabulary", "slice of 8", "segments", "fsdp")
+KINDS = ("vocabulary", "slice of 8", "peers", "grid", "segments", "fsdp")
 SLICES = 8
 IN_A_ROW = 8
 
@@ -151,6 +155,73 @@ def vocabulary_parallel(
     return rows
 
 
+def peers(clock: Clock, sizes: Sizes, shape: tuple[int, int, int]) -> list[Row]:
+    """Cross-entropy over slices, by everybody."""
+    ranks, rows = clock.ranks, []
+    with ranks.step(f"inputs {shape}"):
+        inputs = sizes.inputs(shape, ranks)
+        shard = inputs.weight.detach().tensor_split(ranks.size)[ranks.rank]
+        shard = shard.clone().requires_grad_()
+    whole, plain = hl.Head(inputs.weight), hl.Options(metrics=False)
+    step = loss_step(inputs.hidden, whole, inputs.batch(), hl.cross_entropy(), plain)
+    alone = clock.here(step, shape, "cross_entropy")
+
+    def act(contestant: Any) -> list[Tensor]:
+        loss = contestant(inputs.hidden, shard, inputs.targets, ranks.group)
+        return [loss.detach(), *torch.autograd.grad(loss, (inputs.hidden, shard))]
+
+    wanted = act(ours)
+    for name, contestant in contestants(ranks.on_gpu).items():
+        row = {"work": name, "objective": "cross_entropy"} | dict(zip("THV", shape, strict=True))
+        with ranks.step(f"{name} {shape} cross_entropy, {ranks.size} ranks"):
+            if ranks.most(not agree(act(contestant), wanted)):
+                ranks.say(f"{name}: another loss or gradient than ours: no time is taken")
+                continue
+            if ranks.on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                act(contestant)
+                row["peak_bytes"] = ranks.most(torch.cuda.max_memory_allocated() - before)
+            found = clock.everywhere(functools.partial(act, contestant), shape[0])
+            rows.append(row | {"alone": alone} | found)
+    return rows
+
+
+def grid(clock: Clock, sizes: Sizes, shape: tuple[int, int, int]) -> list[Row]:
+    """GSPO on two rows of ranks that hold half of each sequence, and slices across each row; the
+    weight's gradient is summed over the rows, as data parallelism does."""
+    ranks = clock.ranks
+    if ranks.size < 4 or ranks.size % 2:
+        return []
+    with ranks.step(f"inputs {shape}"):
+        inputs = sizes.inputs(shape, ranks)
+        mesh = init_device_mesh(
+            ranks.device.type, (2, ranks.size // 2), mesh_dim_names=("data", "vocabulary")
+        )
+        data, slices = mesh["data"].get_group(), mesh["vocabulary"].get_group()
+        row_of, column = mesh.get_coordinate() or (0, 0)
+        shard = inputs.weight.detach().tensor_split(ranks.size // 2)[column].clone()
+        shard.requires_grad_()
+        batch, mine = inputs.batch(), torch.arange(shape[0], device=ranks.device) % 2 == row_of
+        segments = hl.Segments.from_ids(inputs.ids[mine], count=len(inputs.lengths), group=data)
+        fields = {n: x[mine] if batch.per_token(n) else x for n, x in batch.fields.items()}  # type: ignore[index]
+        part = hl.Batch(batch.targets[mine], segments, **fields)  # type: ignore[arg-type]
+        hidden = inputs.hidden.detach()[mine].requires_grad_()
+    objective, options = WORKS["gspo"].objective(inputs), hl.Options(metrics=False)
+    row = {"work": "grid", "objective": "gspo"} | dict(zip("THV", shape, strict=True))
+    step = loss_step(inputs.hidden, hl.Head(inputs.weight), batch, objective, options)
+    row["alone"] = clock.here(step, shape, "gspo")
+    head = hl.Head(shard, vocab_group=slices)
+
+    def act() -> None:
+        out = hl.head_loss(hidden, head, part, objective, options)
+        _, of_shard = torch.autograd.grad(out.loss, (hidden, shard))
+        torch.distributed.all_reduce(of_shard, group=data)
+
+    with ranks.step(f"grid {shape} gspo, 2 x {ranks.size // 2} ranks"):
+        return [row | clock.everywhere(act, shape[0])]
+
+
 def segments_parallel(clock: Clock, sizes: Sizes) -> list[Row]:
     """GSPO at a fixed number of tokens a rank: every segment has tokens on every rank."""
     ranks, shape = clock.ranks, sizes.per_rank
@@ -202,6 +273,9 @@ def measure(ranks: Ranks, sizes: Sizes, kinds: list[str], repeats: int) -> Itera
     for kind in [k for k in KINDS[:2] if k in kinds]:
         for shape in sizes.shapes:
             works.append(lambda s=shape, k=kind: vocabulary_parallel(clock, sizes, s, k))
+    for kind, work in (("peers", peers), ("grid", grid)):
+        for shape in sizes.shapes if kind in kinds else ():
+            works.append(lambda s=shape, w=work: w(clock, sizes, s))
     works += [lambda: segments_parallel(clock, sizes)] * ("segments" in kinds)
     works += [lambda: sharded_data(clock, sizes)] * ("fsdp" in kinds)
     for work in works:
@@ -219,8 +293,8 @@ def measure(ranks: Ranks, sizes: Sizes, kinds: list[str], repeats: int) -> Itera
 def efficiency(row: Row, ranks: int, key: str = "ms") -> float:
     """The best possible time over the time: a slice of the vocabulary is a share of the work; other
     ranks bring work of their own."""
-    shares = {"vocabulary": ranks, "slice of 8": SLICES}
-    return row["alone"][key] / shares.get(row["work"], 1) / row[key]
+    shares = {"vocabulary": ranks, "grid": ranks, "slice of 8": SLICES}
+    return row["alone"][key] / shares.get(row["work"].partition(",")[0], 1) / row[key]
 
 
 def merged(results: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -236,7 +310,8 @@ def merged(results: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 KEYS = ("work", "objective", "T", "H", "V")
 HEAD = (*KEYS, "ranks", "one rank, ms", "ms", "efficiency", "in a row, ms", "efficiency in a row")
-HEAD = (*HEAD, "kB sent per token", "collectives", "in collectives", "exposed", "idle", "commit")
+HEAD = (*HEAD, "kB sent per token", "collectives", "in collectives", "exposed", "idle")
+HEAD = (*HEAD, "peak, MiB", "commit")
 
 
 def table(results: dict[str, Any]) -> str:
@@ -253,6 +328,7 @@ def table(results: dict[str, Any]) -> str:
         sent = (row["bytes_per_token"] / 1e3, row["collectives_per_call"])
         cells += ["", ""] if row["work"] == "fsdp" else [f"{sent[0]:.2f}", f"{sent[1]:.0f}"]
         cells += [f"{share[k]:.1%}" if share else "" for k in ("collectives", "exposed", "idle")]
+        cells.append(f"{row['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in row else "")
         cells.append(row.get("commit", ""))
         lines.append("| " + " | ".join(cells) + " |")
     for ranks, found in results.items():

@@ -331,7 +331,7 @@ def test_parallel(tmp_path: Path) -> None:
     assert list(found) == ["2"] and all(one["ok"] for one in found["2"]["checks"].values())
     assert len(found["2"]["checks"]) >= 20
     works = [(row["work"], row["objective"]) for row in found["2"]["rows"]]
-    assert sorted(works) == works and len(works) == 6
+    assert sorted(works) == works and len(works) == 8
     text = path.with_suffix(".md").read_text()
     assert "2 ranks, CPU" in text and "all within the error budget" in text
     one = {"work": "slice of 8", "alone": {"ms": 80.0, "ms_in_a_row": 72.0}}
@@ -340,7 +340,7 @@ def test_parallel(tmp_path: Path) -> None:
     assert parallel.efficiency(one, 4, "ms_in_a_row") == 0.9
     both = parallel.merged(found, {"4": found["2"], "2": {"rows": [], "checks": {}}})
     assert list(both) == ["2", "4"] and both["2"]["rows"] == found["2"]["rows"]
-    assert parallel.table(both).count("\n| vocabulary |") == 4
+    assert parallel.table(both).count("\n| vocabulary |") == 6
 
 
 def test_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

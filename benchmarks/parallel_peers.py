@@ -1,0 +1,92 @@
+"""Cross-entropy over slices of the vocabulary by others, with the same inputs as `parallel.py`.
+
+T tokens, H hidden width, V vocabulary; each rank has the same hidden states and V / ranks rows
+of the weight. A contestant gives the mean loss and the gradients of the hidden states and of the slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+import headloss as hl
+
+Contestant = Callable[[Tensor, Tensor, Tensor, Any], Tensor]  # hidden, shard, targets, group
+
+
+def ours(hidden: Tensor, shard: Tensor, targets: Tensor, group: Any) -> Tensor:
+    head = hl.Head(shard, vocab_group=group)
+    options = hl.Options(metrics=False)
+    return hl.head_loss(hidden, head, hl.Batch(targets), hl.cross_entropy(), options).loss
+
+
+class _Plain(torch.autograd.Function):
+    """Whole logits of a slice in float32: three all-reduces of [T] numbers, one of dX."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: Tensor, shard: Tensor, targets: Tensor, group: Any
+    ) -> Tensor:
+        rows = len(shard)
+        local = targets - distributed.get_rank(group) * rows
+        owned = (local >= 0) & (local < rows)
+        local = local.clamp(0, rows - 1)
+        logits = (hidden @ shard.t()).float()
+        peak = logits.amax(1)
+        distributed.all_reduce(peak, distributed.ReduceOp.MAX, group)
+        target = logits.gather(1, local[:, None]).squeeze(1).where(owned, 0)
+        weights = logits.sub_(peak[:, None]).exp_()
+        total = weights.sum(1)
+        distributed.all_reduce(target, group=group)
+        distributed.all_reduce(total, group=group)
+        ctx.save_for_backward(hidden, shard, weights.div_(total[:, None]), local, owned)
+        ctx.group = group
+        return (total.log() + peak - target).mean()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:  # type: ignore[override]
+        hidden, shard, gradient, local, owned = ctx.saved_tensors
+        gradient[torch.arange(len(local), device=local.device), local] -= owned.float()
+        gradient = (gradient * (upstream / len(local))).to(hidden.dtype)
+        of_hidden, of_shard = gradient @ shard, gradient.t() @ hidden
+        distributed.all_reduce(of_hidden, group=ctx.group)
+        return of_hidden, of_shard, None, None
+
+
+def plain(hidden: Tensor, shard: Tensor, targets: Tensor, group: Any) -> Tensor:
+    return _Plain.apply(hidden, shard, targets, group)  # type: ignore[no-any-return]
+
+
+def liger(hidden: Tensor, shard: Tensor, targets: Tensor, group: Any) -> Tensor:
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
+        LigerFusedLinearScaledCrossEntropyTPFunction as Function,
+    )
+
+    return Function.apply(hidden, shard, targets, group).mean()  # type: ignore[no-any-return]
+
+
+def contestants(on_gpu: bool) -> dict[str, Contestant]:
+    """By the work's name in the table; Liger's serves GPUs alone, and is left out where it is not
+    installed."""
+    found: dict[str, Contestant] = {"vocabulary": ours, "vocabulary, plain PyTorch": plain}
+    if on_gpu:
+        try:
+            from liger_kernel.ops import fused_linear_scaled_cross_entropy as module
+        except ImportError:
+            return found
+        native = module._load_native_tp_function
+        try:
+            way = "native" if native() is not None else "in chunks of 512"
+        except ImportError:
+            way = "in chunks of 512"
+        found[f"vocabulary, Liger {way}"] = liger
+    return found
+
+
+def agree(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    """Loss and gradients of a contestant beside ours: 16-bit logits move them by some percent."""
+    pairs = zip(found, wanted, strict=True)
+    return all((a - b).float().norm() < 5e-2 * b.float().norm() for a, b in pairs)
