@@ -1,7 +1,8 @@
 """Cross-entropy over slices of the vocabulary by others, with the same inputs as `parallel.py`.
 
 T tokens, H hidden width, V vocabulary; each rank has the same hidden states and V / ranks rows
-of the weight. A contestant gives the mean loss and the gradients of the hidden states and of the slice.
+of the weight. A contestant gives the mean loss, and the gradients of the hidden states and of its
+slice.
 """
 
 from __future__ import annotations
