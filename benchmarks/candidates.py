@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support import DEVICE, WORST, milliseconds, peak_mib
+from support import DEVICE, milliseconds, peak_mib
 from torch import Tensor
 from works import columns_of, reverse_kl, to_uniform, with_the_rest
 
@@ -29,6 +29,8 @@ from headloss.kernels.pair import Chosen
 from headloss.kernels.transform import Transform
 from headloss.objective.statistics import Coefficients, Normalizer
 from headloss.testing import trained_looking
+
+WORST = 1e-4  # of a log-prob: tensor cores sum logits of 20 to 5e-5
 
 
 def objective(k: int, rest: bool) -> hl.Objective:
@@ -47,7 +49,8 @@ def check(
     """How far a few tokens and columns are off; ValueError if too far.
 
     Of gradients beside the error ("hidden", "weight") that of the true gradient of the logits
-    rounded to the inputs' dtype, of which three times as much is allowed.
+    rounded to the inputs' dtype, of which three times as much is allowed. A ratio at the very edge
+    of GRPO's clip may lie on either side of it, and is taken to lie where the call has it.
     """
     ids, n = batch.candidate_ids, len(batch.targets)
     out, (dx, dw) = call(hidden, weight, batch, made, schedule)
@@ -61,8 +64,13 @@ def check(
         log_p = z.log_softmax(1)
         logp = log_p.gather(1, batch.targets[part, None])[:, 0]
         advantages = batch.advantages[part].double()
-        ratio = (logp - batch.old_logps[part].double()).exp()
-        surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        ratio, own = (
+            (t.double() - batch.old_logps[part].double()).exp() for t in (logp, out.logps[part])
+        )
+        edge = torch.where(advantages > 0, 1.2, 0.8)
+        moved = torch.where((ratio - edge).abs() < 1e-3, own, ratio.detach())
+        inside = (moved - edge) * advantages < 0
+        surrogate = torch.where(inside, ratio, edge) * advantages
         chosen = with_the_rest(log_p, ids[part])
         kl = to_uniform(chosen[:, :-1], chosen[:, -1] if rest else None)
         loss = (0.1 * kl - surrogate).sum() / n
@@ -73,7 +81,7 @@ def check(
         if part[0] == 0:
             logps, into, into_rounded = logp.detach(), g @ w, (narrow @ w).to(x.dtype)
     found["logp"] = float((out.logps[: len(logps)].double() - logps).abs().max())
-    wrong = found["logp"] > (10 * WORST if rest else WORST)  # the rest: logits in float32
+    wrong = found["logp"] > WORST
     for name, got, exact, other in (
         ("hidden", dx[: len(into)], into, into_rounded),
         ("weight", dw[columns], want, rounded.to(x.dtype)),

@@ -25,7 +25,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from measure import Stretch, synchronize
-from report import markdown
+from report import invariance as table
 from run import about, write
 from torch import Tensor
 
@@ -101,6 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--output", type=Path, help="JSON to write")
+    parser.add_argument("--commit", help="of the tree, where git cannot say")
     given = parser.parse_args(argv)
     quick = given.quick or DEVICE == "cpu"
     rows = []
@@ -111,17 +112,10 @@ def main(argv: list[str] | None = None) -> int:
         without, with_ = times(kind, sizes, 1 if quick else given.rounds)
         row = {"kind": kind, "sizes": sizes, "ms": [without, with_]}
         rows.append(row | {"differ": [differ(kind, sizes, i) for i in (False, True)]})
-    lines = [("head", "N", "ms", "invariant, ms", "ratio", "differ", "invariant, differ")]
-    lines.append(("---",) + ("---:",) * 6)
-    for row in rows:
-        a, b = row["ms"]
-        cells = ["/".join(map(str, found.values())) for found in row["differ"]]
-        numbers = [f"{x:.2f}" for x in (a, b, b / a)]
-        lines.append((row["kind"], str(row["sizes"][0]), *numbers, *cells))
-    print(markdown(lines))
+    print(table(rows))
     print("Tokens whose bits differ: of log-probs/entropies/rows of the hidden gradient.")
     if given.output:
-        found = {"about": about(torch.device(DEVICE), None), "rows": rows}
+        found = {"about": about(torch.device(DEVICE), given.commit), "rows": rows}
         write(given.output, json.dumps(found) + "\n")
     return int(any(sum(row["differ"][1].values()) for row in rows))
 

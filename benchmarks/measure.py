@@ -226,6 +226,24 @@ def run_case(
     return [about(case) | entry.row for entry in entries]
 
 
+def run_once(case: Case, device: torch.device, keep: Callable[[str], bool]) -> None:
+    """Whatever compiles something, once, and no matter how it ends. Not on given logits, which are
+    large; eager PyTorch compiles nothing."""
+    if case.setting.given:
+        return
+    inputs = make_inputs(case.setting, device)
+    with torch.set_grad_enabled(bool(case.setting.trains)):
+        for work, name in itertools.product(case.works, case.contestants):
+            contestant = CONTESTANTS[name]
+            if name == "eager" or not keep(name) or unserved(contestant, WORKS[work], device):
+                continue
+            try:
+                contestant.make(WORKS[work], case.setting)(inputs)
+                synchronize(device)
+            except Exception as failure:  # the race will say so
+                print(f"{case.name}, {name}: {one_line(failure)}")
+
+
 def about(case: Case) -> dict[str, Any]:
     """What each row of a case holds."""
     setting = case.setting
@@ -249,6 +267,7 @@ def _gate(entries: list[Entry], inputs: Inputs, setting: Setting, device: torch.
     oracle = make_oracle(entries[0].work, inputs, setting)
     for entry in entries:
         contestant, work = entry.contestant, entry.work
+        begin = time.perf_counter()
         reason = unserved(contestant, work, device)
         if reason:
             entry.row = {"status": "skipped", "reason": reason}
@@ -271,6 +290,7 @@ def _gate(entries: list[Entry], inputs: Inputs, setting: Setting, device: torch.
             gc.collect()
             torch.cuda.synchronize(device)  # an error that sticks ends the program here
             torch.cuda.empty_cache()
+        entry.row["gate_seconds"] = time.perf_counter() - begin
 
 
 def poison(device: torch.device, setting: Setting) -> None:

@@ -150,6 +150,18 @@ def small(results: dict) -> str:
     return f"{machine(results)}\n\n{markdown(lines)}"
 
 
+def invariance(rows: list[Row]) -> str:
+    """What `Options(batch_invariant=True)` costs, from the rows of benchmarks/invariance.py."""
+    head = ("head", "N", "ms", "with the option", "ratio", "differ", "with the option")
+    lines = [head, ("---",) + ("---:",) * 6]
+    for row in rows:
+        a, b = row["ms"]
+        cells = ["/".join(map(str, found.values())) for found in row["differ"]]
+        numbers = [f"{x:.2f}" for x in (a, b, b / a)]
+        lines.append((row["kind"], str(row["sizes"][0]), *numbers, *cells))
+    return markdown(lines)
+
+
 def _of(results: dict, group: str) -> dict:
     """The rows of one group, and the runs up to the last that gave any of them."""
     rows = [row for row in results["rows"] if row["group"] == group]

@@ -22,7 +22,9 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from fnmatch import fnmatch
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -139,12 +141,19 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.names:
         print("\n".join(case.name for case in chosen))
         return 0
+    keep = partial(_matches, patterns=arguments.contestants)
+    if arguments.once:
+        for case in chosen:
+            measure.run_once(case, device, keep)
+        return 0
+    if arguments.warm:
+        _warm(arguments.warm)
     if arguments.against:
         return against.main(chosen, arguments.against, device, arguments.repeats or 30)
     results = Results(arguments.output, about(device, arguments.commit))
     if arguments.resume:
         chosen = [case for case in chosen if case.name not in results.tried]
-    red = _run_all(chosen, results, device, arguments)
+    red = _run_all(chosen, results, device, arguments, keep)
     if arguments.markdown:
         write(arguments.markdown, report.tables(results.content))
     if arguments.plots:
@@ -154,8 +163,24 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if red else 0
 
 
+def _warm(processes: int) -> None:
+    """Everything once, in processes at a time: what they compile is found on disk after that."""
+    begin = time.perf_counter()
+    command = [sys.executable, *sys.argv, "--once"]
+    running = [
+        subprocess.Popen([*command, "--part", f"{i}/{processes}"], stdout=subprocess.DEVNULL)
+        for i in range(1, processes + 1)
+    ]
+    codes = [process.wait() for process in running]
+    print(f"warmed in {time.perf_counter() - begin:.0f} s, {codes}", flush=True)
+
+
 def _run_all(
-    chosen: list[cases.Case], results: Results, device: torch.device, arguments: argparse.Namespace
+    chosen: list[cases.Case],
+    results: Results,
+    device: torch.device,
+    arguments: argparse.Namespace,
+    keep: Callable[[str], bool],
 ) -> list[dict]:
     """Every case, each on its own: the failed rows of headloss."""
     repeats = arguments.repeats or (2 if arguments.list == "quick" else 9)
@@ -168,13 +193,7 @@ def _run_all(
         print(f"{case.name} ...", end=" ", flush=True)
         results.start(case.name)
         try:
-            rows = measure.run_case(
-                case,
-                repeats,
-                device,
-                lambda name: _matches(name, arguments.contestants),
-                arguments.seconds,
-            )
+            rows = measure.run_case(case, repeats, device, keep, arguments.seconds)
         except Exception as failure:  # a case that ends takes no other with it
             reason = measure.one_line(failure)
             traceback.print_exc()
@@ -230,6 +249,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="after which no further case is begun"
     )
+    parser.add_argument(
+        "--warm", type=int, default=0, metavar="N", help="first compile all, in N processes"
+    )
+    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--resume", action="store_true", help="leave out the cases that --output has begun"
     )

@@ -162,6 +162,31 @@ def support() -> str:
     )
 
 
+def invariance() -> str:
+    """The table of benchmarks/invariance.py."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from report import invariance
+
+    found = json.loads((RESULTS / "invariance.json").read_text())
+    about = found["about"]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    head = f"{about['machine']}; {versions}; commit {about['commit']}."
+    return f"{head}\n\n{invariance(found['rows'])}"
+
+
+def invariance_cost() -> str:
+    """Its ratios, in a sentence."""
+    found = json.loads((RESULTS / "invariance.json").read_text())
+    named = {"bias": "with a bias", "adapter": "with an adapter", "bfloat16": "in bfloat16"}
+    ratios = {row["kind"]: row["ms"][1] / row["ms"][0] for row in found["rows"]}
+    said = [f"{ratio:.2f} {named.get(kind, f'in {kind}')}" for kind, ratio in ratios.items()]
+    name = found["about"]["machine"].split(",")[0]
+    return (
+        f"On an {name}, forward and backward, the option takes the time of a call times\n"
+        f"{', '.join(said[:-1])} and {said[-1]}."
+    )
+
+
 def steps() -> str:
     """The table of benchmarks/steps.py."""
     return (RESULTS / "steps.md").read_text().strip()
@@ -181,6 +206,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "claim": claim,
     "truth": truth,
     "support": support,
+    "invariance": invariance,
+    "invariance-cost": invariance_cost,
     "terms": table,
     "modifiers": modifier_table,
     "steps": steps,
@@ -195,7 +222,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 PLACES: dict[str, tuple[str, ...]] = {
     "README.md": ("claim", "problem", "few"),
-    "docs/concepts.md": ("logits",),
+    "docs/concepts.md": ("logits", "invariance-cost"),
     "docs/support.md": ("support",),
     "docs/terms.md": ("terms", "modifiers"),
     "benchmarks/README.md": (
@@ -206,6 +233,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "scaling",
         "steps",
         "support",
+        "invariance",
         "cpu-memory",
     ),
 }
