@@ -7,17 +7,22 @@ import math
 import pytest
 import torch
 import triton
-from triton_cases import DEVICE, transforms
+from triton_cases import DEVICE, coefficients_of, transforms
 
 from headloss.kernels import triton as triton_backend
-from headloss.kernels.interface import Forward, Held
+from headloss.kernels.interface import Backward, Forward, Held
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton import product as triton_product
+from headloss.kernels.triton import slab as triton_slab
 
 HERE = torch.device(DEVICE)
 needs_hopper = pytest.mark.skipif(
     not triton_product.overlaps(HERE), reason="needs a Hopper GPU and the Triton that has its Gluon"
 )
+
+
+def cases(n: int) -> dict[str, Transform]:
+    return transforms(n) | {"turned": Transform(scale=-0.8, softcap=9.0)}
 
 
 def products(monkeypatch, given, needs, *, hold: bool):
@@ -40,6 +45,10 @@ def products(monkeypatch, given, needs, *, hold: bool):
         ("rows", "logp|entropy", False),
         ("plain", "logp", False),
         ("scaled", "logp|entropy|mean_logit|top1", True),
+        ("capped", "logp|entropy|mean_logit|top1", False),
+        ("capped", "logp", True),
+        ("capped rows", "logp|entropy", True),
+        ("turned", "logp|mean_logit", False),
     ],
 )
 @pytest.mark.parametrize(
@@ -57,7 +66,7 @@ def test_the_same_partials_and_terms(monkeypatch, n, h, v, dtype, transform, nee
     w = (torch.randn(v, h, device=DEVICE) / math.sqrt(h)).to(dtype)
     targets = first + torch.randint(v, (n,), device=DEVICE)
     targets[1] += 2 * v
-    given = (x, w, targets, first, transforms(n)[transform])
+    given = (x, w, targets, first, cases(n)[transform])
     (found, terms), (expected, others) = products(monkeypatch, given, needs, hold=hold)
     assert torch.equal(found.peak, expected.peak) and torch.equal(found.target, expected.target)
     torch.testing.assert_close(found.rest, expected.rest, rtol=1e-5, atol=0)
@@ -73,7 +82,34 @@ def test_the_same_partials_and_terms(monkeypatch, n, h, v, dtype, transform, nee
 
 
 @needs_hopper
-def test_a_soft_cap_and_a_scale_below_zero_are_for_the_plain_kernel(monkeypatch):
+@pytest.mark.parametrize("which", ["tp", "tpe", "tpeu", "p"])
+@pytest.mark.parametrize("transform", ["plain", "scaled", "rows", "capped", "capped rows", "turned"])
+@pytest.mark.parametrize(
+    ("n", "h", "v", "dtype"),
+    [
+        (5, 72, 300, torch.bfloat16),
+        (300, 512, 1000, torch.float16),
+        (2500, 1024, 20000, torch.bfloat16),
+    ],
+)
+def test_the_same_slabs(monkeypatch, n, h, v, dtype, transform, which):
+    """The gradient that is written out of the product, but for its rounding."""
+    x = torch.randn(n, h, device=DEVICE).to(dtype)
+    w = (torch.randn(v, h, device=DEVICE) / math.sqrt(h)).to(dtype)
+    targets = torch.randint(v, (n,), device=DEVICE)
+    forward = Forward(targets, 0, cases(n)[transform], frozenset({"logp"}))
+    stats, normalizer, _ = triton_backend.product_statistics(x, w, forward, v)
+    given = Backward(targets, 0, forward.transform, normalizer, coefficients_of(n, which))
+    found = []
+    for overlaps in (True, False):
+        monkeypatch.setattr(triton_slab, "overlaps", lambda device, to=overlaps: to)
+        found.append(triton_backend.product_gradient(x, w, given, stats.logp))
+    torch.testing.assert_close(*found, rtol=2 * torch.finfo(dtype).eps, atol=3e-6)
+    assert (found[0] != found[1]).float().mean() < 0.01
+
+
+@needs_hopper
+def test_a_scale_below_zero_is_for_the_plain_kernel(monkeypatch):
     from headloss.kernels.triton import gluon as gluon_product
 
     x, w = (torch.randn(k, 64, device=DEVICE).bfloat16() for k in (8, 300))
@@ -81,11 +117,9 @@ def test_a_soft_cap_and_a_scale_below_zero_are_for_the_plain_kernel(monkeypatch)
     called = []
     launch = gluon_product.launch
     monkeypatch.setattr(gluon_product, "launch", lambda *a: called.append(a) or launch(*a))
-    for transform in (Transform(softcap=20.0), Transform(scale=-1.0)):
+    for transform, count in ((Transform(scale=-1.0), 0), (Transform(softcap=20.0), 1)):
         triton_backend.product_partials(x, w, Forward(targets, 0, transform, frozenset({"logp"})))
-        assert not called
-    triton_backend.product_partials(x, w, Forward(targets, 0, Transform(), frozenset({"logp"})))
-    assert len(called) == 1
+        assert len(called) == count
 
 
 def test_everywhere_else_the_plain_kernel_serves(monkeypatch):
@@ -97,7 +131,9 @@ def test_everywhere_else_the_plain_kernel_serves(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
         assert triton_product.overlaps(gpu) is served
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    for version, served in {"3.6.1+git": True, "3.5.1": False, "3.60.0": False}.items():
+    versions = {"3.6.1+git": True, "3.9.0": True}
+    versions |= dict.fromkeys(["3.5.1", "3.7.0", "3.10.0", "3.60.0", "4.0.0"], False)
+    for version, served in versions.items():
         monkeypatch.setattr(triton, "__version__", version)
         assert triton_product.overlaps(gpu) is served
     monkeypatch.setattr(triton, "__version__", "3.6.0")

@@ -21,11 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from . import tiles
+from . import formulas, tiles
 from .formulas import LN2, LOG2E
 from .launch import Launcher, Tile
 from .merge import Epilogue
-from .records import programs_on
+from .records import Act, programs_on
+from .versions import copies
 
 ROWS, WIDTH, DEPTH = tiles.BM, tiles.BN, tiles.BK
 STAGES = gl.constexpr(tiles.STAGES)
@@ -37,7 +38,8 @@ LOWEST = gl.constexpr(-1e20)
 # Registers of a thread: 3 x 128 threads start with all that there are, 128 hold z of a group.
 AT_START, MULTIPLYING, LOADING = 168, gl.constexpr(240), gl.constexpr(24)
 
-place_of = gluon.jit(tiles.place_of.fn)
+place_of, act_two = gluon.jit(tiles.place_of.fn), gluon.jit(formulas.act_two.fn)
+bring, send = copies()
 
 
 @gluon.constexpr_function
@@ -53,6 +55,22 @@ def following(stage, phase):
 
 
 @gluon.jit
+def new_ring(x, w):
+    """Slices of x and w in shared memory, and the barriers that say which are there and which are
+    done with."""
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    xs = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, DEPTH], x.layout)
+    ws = gl.allocate_shared_memory(w.dtype, [STAGES, WIDTH, DEPTH], w.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)  # the groups
+    fence_async_shared()
+    return xs, ws, full, empty
+
+
+@gluon.jit
 def load(x, w, ring, n, v, h, PROGRAMS: gl.constexpr):
     """One warp: the slices of all tiles of this program."""
     xs, ws, full, empty = ring
@@ -64,8 +82,8 @@ def load(x, w, ring, n, v, h, PROGRAMS: gl.constexpr):
             ready = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(ready, x.block_type.nbytes + w.block_type.nbytes)
-            tma.async_copy_global_to_shared(x, [m * ROWS, k], ready, xs.index(stage))
-            tma.async_copy_global_to_shared(w, [block * WIDTH, k], ready, ws.index(stage))
+            bring(x, [m * ROWS, k], ready, xs.index(stage))
+            bring(w, [block * WIDTH, k], ready, ws.index(stage))
             stage, phase = following(stage, phase)
 
 
@@ -95,6 +113,26 @@ def halves(z):
     left, right = gl.split(gl.permute(gl.reshape(z, (HALF, 2, width)), (0, 2, 1)))
     left = gl.convert_layout(left, layout, assert_trivial=True)
     return left, gl.convert_layout(right, layout, assert_trivial=True)
+
+
+@gluon.jit
+def bent(raw, inner):
+    """tanh(raw * inner), to the digits that 1 has: then it is scaled by the soft cap."""
+    e = gl.exp2(raw * (inner * 2 * LOG2E))
+    share = gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [e + 1], dtype=gl.float32, is_pure=True, pack=1
+    )
+    return 1 - 2 * share
+
+
+@gluon.jit
+def write(part, to, out, first, block, WHO: gl.constexpr, PLACE: gl.constexpr):
+    """A quarter of the columns, by way of the next of this group's buffers."""
+    buffer = out.index(WHO * BUFFERS + PLACE % BUFFERS)
+    tma.store_wait(BUFFERS - 1)
+    buffer.store(part.to(to.dtype))
+    fence_async_shared()
+    send(to, [first, block * WIDTH + PLACE * PART], buffer)
 
 
 @gluon.jit
@@ -132,6 +170,8 @@ def multiply(
         column -= block * WIDTH
         z, stage, phase = multiplied(ring, stage, phase, h, WHO)
 
+        if of.z.inner is not None:
+            z = bent(z, of.z.inner)
         if totals is not None:  # columns beyond the last were read as 0
             total = gl.convert_layout(gl.sum(z, 1), narrow, assert_trivial=True)
             gl.store(totals + place, total * factor, mask=inside)
@@ -155,11 +195,7 @@ def multiply(
             else:
                 mass, spread = mass + e, spread + e * below
             if held is not None:
-                buffer = out.index(WHO * BUFFERS + i % BUFFERS)
-                tma.store_wait(BUFFERS - 1)
-                buffer.store(e.to(held.dtype))
-                fence_async_shared()
-                tma.async_copy_shared_to_global(held, [first, block * WIDTH + i * PART], buffer)
+                write(e, held, out, first, block, WHO, i)
         gl.store(rests + place, gl.sum(mass, 1), mask=inside)
         if spreads is not None:
             gl.store(spreads + place, gl.sum(spread, 1) * LN2, mask=inside)
@@ -178,19 +214,10 @@ def overlapping_product_kernel(
     h,
     PROGRAMS: gl.constexpr,
 ):
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    xs = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, DEPTH], x.layout)
-    ws = gl.allocate_shared_memory(w.dtype, [STAGES, WIDTH, DEPTH], w.layout)
-    out = xs
+    ring = new_ring(x, w)
+    out = ring[0]
     if held is not None:
         out = gl.allocate_shared_memory(held.dtype, [2 * BUFFERS, HALF, PART], held.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)  # the groups
-    fence_async_shared()
-    ring = (xs, ws, full, empty)
     # Told apart here: on their way into a group of warps flags cease to be constants.
     last = of.to.parts
     spreads, totals = None, None
@@ -212,19 +239,98 @@ def overlapping_product_kernel(
     )
 
 
+@gluon.jit
+def of_rows(pointer, rows, inside, factor):
+    """A vector of coefficients, times dz/draw."""
+    values = gl.zeros_like(rows, dtype=gl.float32)
+    if pointer is not None:
+        values = gl.load(pointer + rows, mask=inside, other=0.0).to(gl.float32) * factor
+    return values[:, None]
+
+
+@gluon.jit
+def differentiate(ring, out, to, a, n, v, h, WHO: gl.constexpr, PROGRAMS: gl.constexpr):
+    """As `multiply`, with act two as the epilogue: the gradient but for the targets' own."""
+    narrow: gl.constexpr = gl.SliceLayout(1, accumulator_layout(PART))
+    tiles_m, blocks = gl.cdiv(n, ROWS), gl.cdiv(v, WIDTH)
+    stage, phase = 0, 0
+    for tile in range(gl.program_id(0), tiles_m * blocks, PROGRAMS):
+        m, block = place_of(tile, tiles_m, blocks)
+        first = m * ROWS + WHO * HALF
+        rows = first + gl.arange(0, HALF, narrow)
+        inside = rows < n
+        outer = gl.zeros_like(rows, dtype=gl.float32) + a.z.outer
+        factor = gl.zeros_like(rows, dtype=gl.float32) + a.z.factor
+        if a.z.temperature is not None:
+            own = gl.load(a.z.temperature + rows, mask=inside, other=1.0)
+            outer, factor = outer / own, factor / own
+        lse = gl.load(a.normalizer.peak + rows, mask=inside, other=0.0)
+        lse += gl.load(a.normalizer.log_sum + rows, mask=inside, other=0.0)
+        at = (
+            of_rows(a.c.prob, rows, inside, factor),
+            of_rows(a.c.entropy, rows, inside, factor * LN2),
+            of_rows(a.c.uniform, rows, inside, factor),
+        )
+        z, stage, phase = multiplied(ring, stage, phase, h, WHO)
+
+        if a.z.inner is not None:
+            z = bent(z, a.z.inner)
+        scale, shift = (outer * LOG2E)[:, None], (lse * LOG2E)[:, None]
+        left, right = halves(z)
+        parts = halves(left) + halves(right)
+        for i in gl.static_range(4):
+            below = parts[i] * scale - shift  # log p in units of log 2
+            g = act_two(gl.exp2(below), below, at, a.c)
+            if a.z.inner is not None:
+                g *= 1 - parts[i] * parts[i]
+            write(g, to, out, first, block, WHO, i)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def overlapping_slab_kernel(
+    x,  # descriptor [n, H]
+    w,  # descriptor [v, H]
+    to,  # descriptor [n, v]
+    a,  # Act
+    n,
+    v,
+    h,
+    PROGRAMS: gl.constexpr,
+):
+    ring = new_ring(x, w)
+    out = gl.allocate_shared_memory(to.dtype, [2 * BUFFERS, HALF, PART], to.layout)
+    gl.warp_specialize(
+        [
+            (differentiate, (ring, out, to, a, n, v, h, 0, PROGRAMS)),
+            (differentiate, (ring, out, to, a, n, v, h, 1, PROGRAMS)),
+            (load, (x, w, ring, n, v, h, PROGRAMS)),
+        ],
+        [4, 1],
+        [MULTIPLYING, LOADING],
+    )
+
+
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
 READ = {
     "x": Tile((tiles.ROWS, tiles.DEPTH), LAYOUT),
     "w": Tile((tiles.WIDTH, tiles.DEPTH), LAYOUT),
 }
-WRITE = {"held": Tile((tiles.ROWS // 2, tiles.WIDTH // 4), LAYOUT)}
+WRITE = Tile((tiles.ROWS // 2, tiles.WIDTH // 4), LAYOUT)
 options = {"num_warps": 4, "maxnreg": AT_START}
 launch_product = Launcher(overlapping_product_kernel, tiles=READ, **options)
-launch_held = Launcher(overlapping_product_kernel, tiles=READ | WRITE, **options)
+launch_held = Launcher(overlapping_product_kernel, tiles=READ | {"held": WRITE}, **options)
+launch_slab = Launcher(overlapping_slab_kernel, tiles=READ | {"to": WRITE}, **options)
 
 
 def launch(x: Tensor, w: Tensor, terms: Tensor | None, of: Epilogue) -> None:
-    """What product_kernel writes, without a soft cap and for a scale > 0."""
+    """What product_kernel writes, for logits that grow with the product's or with their tanh."""
     programs = programs_on(x.device)
     run = launch_product if terms is None else launch_held
     run(programs, x, w, terms, of, len(x), len(w), x.shape[1], PROGRAMS=programs)
+
+
+def launch_gradient(x: Tensor, w: Tensor, to: Tensor, a: Act) -> None:
+    """What slab_kernel writes."""
+    programs = programs_on(x.device)
+    launch_slab(programs, x, w, to, a, len(x), len(w), x.shape[1], PROGRAMS=programs)

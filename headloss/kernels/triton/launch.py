@@ -22,6 +22,8 @@ from torch import Tensor
 from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .versions import version
+
 INT32, INT64 = 1 << 31, 1 << 63
 MOST_MAPS = 256  # of one kernel that are kept: addresses repeat from step to step
 
@@ -283,12 +285,6 @@ def clear() -> None:
     for launcher in _launchers:
         launcher.known.clear()
     kind.cache_clear()
-
-
-@functools.cache
-def version() -> str:
-    """Triton's, to two numbers."""
-    return ".".join(triton.__version__.split(".")[:2])
 
 
 def _stream(device: int) -> int:

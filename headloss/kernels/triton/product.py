@@ -153,7 +153,7 @@ def _product_act(
 
 def run_product(x: Tensor, w: Tensor, terms: Tensor | None, of: Epilogue) -> None:
     """The product itself, by the kernel that suits."""
-    if of.z.inner is None and of.z.outer > LEAST_SCALE and overlaps(x.device):
+    if of.z.outer > LEAST_SCALE and overlaps(x.device):
         from . import gluon  # Gluon is not in every Triton
 
         gluon.launch(x, w, terms, of)

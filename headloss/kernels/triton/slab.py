@@ -21,6 +21,7 @@ from .formulas import (
 from .launch import Launcher, cdiv
 from .records import act, matrix_of, programs_on
 from .tiles import BM, BN, OPTIONS, READ, ROWS, WRITE, check_operands, each_tile, halves
+from .versions import overlaps
 
 
 @triton.jit
@@ -106,8 +107,13 @@ def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
     n, v = len(x), len(w)
     out, a = Held.empty(x, v, x.dtype).terms, act(backward)
     if n:
-        programs = programs_on(x.device)
-        launch_slab(programs, x, w, out, a, n, v, x.shape[1], PROGRAMS=programs)
+        if overlaps(x.device):
+            from . import gluon  # Gluon is not in every Triton
+
+            gluon.launch_gradient(x, w, out, a)
+        else:
+            programs = programs_on(x.device)
+            launch_slab(programs, x, w, out, a, n, v, x.shape[1], PROGRAMS=programs)
         given = (matrix_of(out), a, backward.first, n, v)
         launch_targets(cdiv(n, ROWS), *given, BLOCK=ROWS)
     return out

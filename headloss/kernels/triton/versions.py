@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # on a CPU, for the tests
-GLUON = "3.6."  # the Triton that gluon.py is written for: Gluon changes with each
+# The Tritons whose Gluon gluon.py is written for, and what each calls copies by the tensor memory
+# accelerator into shared memory and out of it. Gluon changes with each: an unknown one is not used.
+GLUON = {
+    "3.6": ("async_copy_global_to_shared", "async_copy_shared_to_global"),
+    "3.9": ("async_load", "async_store"),
+}
+
+
+def version() -> str:
+    """Triton's, to two numbers."""
+    return ".".join(triton.__version__.split(".")[:2])
 
 
 def overlaps(device: torch.device) -> bool:
-    """Whether gluon.py runs here, for products without a soft cap."""
+    """Whether gluon.py runs here."""
     if device.type != "cuda" or triton.knobs.runtime.interpret:
         return False
-    return capability(device) == (9, 0) and triton.__version__.startswith(GLUON)
+    return capability(device) == (9, 0) and version() in GLUON
+
+
+def copies() -> tuple[Any, Any]:
+    """What `GLUON` names."""
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+
+    inward, outward = GLUON[version()]
+    return getattr(tma, inward), getattr(tma, outward)
 
 
 def capability(device: torch.device) -> tuple[int, int]:
