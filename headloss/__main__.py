@@ -97,6 +97,7 @@ def _problem(arguments: argparse.Namespace) -> Problem:
         row_bytes=2 if terms else wide.itemsize * (1 + len(teachers)),
         on_gpu=on_gpu,
         multiprocessors=_multiprocessors() if on_gpu else 0,
+        memory=kernels.memory(torch.device("cuda", 0)) if torch.cuda.is_available() else 0,
         terms=terms,
     )
 

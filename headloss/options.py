@@ -28,7 +28,8 @@ class Options:
             terms or logits of all tokens are kept until the coefficients are there).
         chunk_tokens: tokens per chunk; under schedule "auto" any number works with any objective.
         memory_budget: bytes for a chunk of logits, or for all that a held schedule keeps; default
-            256 MiB on a CPU, 1200 MiB on a GPU. One below the logits of one token is warned of.
+            256 MiB on a CPU; on a GPU a 28th of all its memory (of a vocabulary group's smallest),
+            at least 1200 MiB. One below the logits of one token is warned of.
         logits_dtype: None keeps logits in float32 (float64 for float64 inputs); torch.bfloat16 or
             torch.float16 rounds them, for those who ask.
         accumulate_dtype: of the weight gradient over chunks.

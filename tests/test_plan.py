@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import headloss as hl
+from headloss.ranks import place
 from headloss.run.plan import GRAIN, MIB, Chunk, Plan, Problem, make_plan
 
 BASE = Problem(tokens=1000, width=64, vocabulary=5000, scope="token", lengths=[1000])
@@ -234,6 +235,30 @@ def test_a_budget_by_default():
     assert planned(changes).bytes["logits"] <= 256 * MIB
     gpu = planned({**changes, "on_gpu": True})
     assert 512 * MIB < gpu.bytes["logits"] <= 1200 * MIB
+    assert "1200.0 MiB  by default" in str(gpu)
+
+
+@pytest.mark.parametrize(("gib", "mib"), [(0, 1200), (24, 1200), (79, 2889), (140, 5120)])
+def test_the_budget_of_a_large_gpu(gib, mib):
+    """A 28th of all its memory: 16384 tokens of a vocabulary of 151936 are one block of an H200,
+    whose weight gradient is rounded at once."""
+    changes = {"tokens": 16384, "vocabulary": 151936, "row_bytes": 2, "on_gpu": True}
+    plan = planned({**changes, "memory": gib << 30})
+    assert plan.budget[0] // MIB == mib == plan.budget[0] / MIB // 1
+    assert plan.once is (len(plan.chunks) == 1) is (mib > 4748)
+    assert plan.bytes["logits"] <= plan.budget[0]
+    source = f"one part in 28 of the GPU's memory, {gib << 10} MiB" if gib > 32 else "by default"
+    assert f"budget     {mib:8}." in str(plan) and source in str(plan)
+    asked = planned({**changes, "memory": gib << 30}, memory_budget=800 * MIB)
+    assert asked.budget == (800 * MIB, "asked for")
+
+
+def test_ranks_plan_for_the_smallest_gpu(monkeypatch):
+    own = {"rows": 5, "tokens": 4, "weight_gradient": 1, "teacher_columns": -1}
+    theirs = {fact: [value] * 2 for fact, value in own.items()} | {"memory": [140 << 30, 79 << 30]}
+    monkeypatch.setattr(place, "agree", lambda *_: (None, theirs))
+    _, found = place.join(object(), lambda: (5, 4), lambda: None, lambda _: None, None, None)
+    assert found.memory == 79 << 30 and found.sizes == (5, 5)
 
 
 # ---------------------------------------------------------------------- bytes

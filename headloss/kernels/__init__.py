@@ -65,6 +65,14 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def memory(device: torch.device) -> int:
+    """All bytes of a GPU, whatever is in use; 0 for any other device."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).total_memory
+
+
 def _has_triton() -> bool:
     return _failure() is None
 

@@ -42,6 +42,7 @@ class Place(NamedTuple):
     sizes: tuple[int, ...] = ()  # scored rows of each rank; empty: no group
     tokens: tuple[int, ...] = ()  # rows of hidden states of each rank
     weight_gradient: bool | None = None  # whether any rank wants one
+    memory: int | None = None  # bytes of the smallest GPU; None: no group
 
     @property
     def widest(self) -> int:
@@ -85,8 +86,8 @@ def join(
     Args:
         group: None: the whole vocabulary is here.
         here: columns of the vocabulary and rows of hidden states; known once `check` has run.
-        describe: what must be the same; `own` holds "rows", "tokens", "weight_gradient" and
-            "teacher_columns" (-1: none).
+        describe: what must be the same; `own` holds "rows", "tokens", "weight_gradient",
+            "teacher_columns" (-1: none) and "memory" of the GPU.
         options: with static shapes the place is kept for a capture.
 
     Raises:
@@ -125,7 +126,7 @@ def join(
                 f"student's {sizes[rank]} scored rows there"
             )
     wanted = any(own["weight_gradient"])
-    place = Place(vocabulary, group, sizes, tuple(own["tokens"]), wanted)
+    place = Place(vocabulary, group, sizes, tuple(own["tokens"]), wanted, min(own["memory"]))
     if options is not None and options.static:
         _KNOWN.setdefault(group, {})[*here(), vocab_size] = place
     return result, place
@@ -140,7 +141,7 @@ def join_positions(
         same: dict[str, Any] = {} if targets is None else {"targets": [targets]}
         same |= of_head(head, hidden, targets)
         same |= {"hidden.shape": str(tuple(hidden.shape)), "k": k}
-        own = {"rows": head.weight.shape[0], "tokens": 0, "weight_gradient": 0}
+        own = {"rows": head.weight.shape[0], "tokens": 0, "weight_gradient": 0, "memory": 0}
         return Facts(same, {**own, "teacher_columns": -1})
 
     def joined() -> Place:
@@ -273,7 +274,7 @@ def _spelt(value: Any, tensors: list[Tensor]) -> str:
 
 
 def linear_facts(
-    hidden: Tensor, head: Head, batch: Batch, objective: Objective, options: Options
+    hidden: Tensor, head: Head, batch: Batch, objective: Objective, options: Options, memory: int
 ) -> Facts:
     enabled, spread = torch.is_grad_enabled(), options.sequence_parallel
     trained = any(t.requires_grad for name, t in head._tensors() if not name.endswith(".a"))
@@ -282,6 +283,7 @@ def linear_facts(
         "tokens": hidden.shape[:-1].numel(),
         "weight_gradient": enabled and trained,
         "teacher_columns": _teacher_columns(batch),
+        "memory": memory,
     }
     # What is scored first: it decides which hidden states are compared.
     same = {**of_batch(batch), **of_head(head, hidden, batch.targets if not spread else None)}
@@ -298,6 +300,7 @@ def given_facts(
     objective: Objective,
     options: Options,
     inplace: bool,
+    memory: int,
 ) -> Facts:
     temperature = transform.temperature
     per_token = isinstance(temperature, Tensor)
@@ -317,6 +320,7 @@ def given_facts(
         "tokens": logits.shape[:-1].numel(),
         "weight_gradient": False,
         "teacher_columns": _teacher_columns(batch),
+        "memory": memory,
     }
     return Facts(same, own)
 

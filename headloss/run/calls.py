@@ -128,7 +128,9 @@ def linear_call(
             head.vocab_group,
             lambda: (head.vocabulary, hidden.shape[:-1].numel()),
             lambda: prepare_linear(hidden, head, batch, objective, options, on_meta),
-            lambda ready: linear_facts(hidden, head, batch, ready[1], options),
+            lambda ready: linear_facts(
+                hidden, head, batch, ready[1], options, ready[0].problem.memory
+            ),
             head.vocab_size,
             options,
         )
@@ -158,7 +160,9 @@ def given_call(
             vocab_group,
             lambda: (logits.shape[-1], 0),
             lambda: prepare_given(logits, batch, objective, transform, inplace, options),
-            lambda ready: given_facts(logits, transform, batch, ready[1], options, inplace),
+            lambda ready: given_facts(
+                logits, transform, batch, ready[1], options, inplace, ready[0].problem.memory
+            ),
             None,
             options,
         )
@@ -182,6 +186,7 @@ def _joined(
         support=0 if support is None else len(support.ids),
         restricted=0 if support is None else support.restricted,
         sharded=place.group is not None,
+        memory=prepared.problem.memory if place.memory is None else place.memory,
         weight_gradient=prepared.problem.weight_gradient or bool(place.weight_gradient),
     )
     return Joined(prepared, objective, place, packing, plan)

@@ -60,6 +60,7 @@ class Problem:
     row_bytes: int = 4  # per token and vocabulary entry of a chunk, teachers included
     on_gpu: bool = False
     multiprocessors: int = 0  # of the GPU
+    memory: int = 0  # bytes of the GPU, in a vocabulary group of the one that has least
     given: bool = False  # the logits exist already
     inplace: bool = False  # and their gradient may overwrite them
     rows: bool = False  # and a kernel works on them where they lie

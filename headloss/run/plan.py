@@ -26,6 +26,8 @@ from .pieces import (
 Schedule = Literal["one_pass", "recompute", "frozen", "held", "statistics"]
 Pull = Literal["now", "unit", "held", "slabs", "blocks", "never"]
 MIB = 1 << 20
+CPU_BUDGET, GPU_BUDGET = 256 * MIB, 1200 * MIB  # for a chunk, where the call names none
+GPU_SHARE = 28  # of a GPU's memory, its part that is a budget where that is more
 TERMS_ROWS = 16384  # tokens per product that writes statistics alone
 SKIP_WORTH = 2 * 10**11  # multiply-adds of a block's product: below it, reading which rows carry a
 # gradient keeps a GPU waiting longer than leaving them out can save
@@ -50,6 +52,7 @@ class Plan:
         rows: whether kernels read given logits, and write their gradient, where they lie.
         bytes: peak working memory beyond inputs and returned gradients, by part.
         plain_bytes: what logits, their softmax and their gradient would take.
+        budget: bytes for a chunk, or for what a held schedule keeps, and where that comes from.
         reason: why this schedule.
         skip_rows: whether rows without a gradient leave the last two products.
         once: one block holds all tokens, and its products are the returned gradients.
@@ -69,6 +72,7 @@ class Plan:
     bytes: dict[str, int]
     plain_bytes: int
     reason: str
+    budget: tuple[int, str]
     chunks: tuple[Chunk, ...] = field(repr=False)
     tokens: int = field(repr=False, default=0)
     skip_rows: bool = field(repr=False, default=False)
@@ -102,6 +106,7 @@ class Plan:
             f"schedule   {self.schedule}: {self.reason}",
             f"backend    {self.backend}",
             f"steps      {steps}",
+            f"budget     {self.budget[0] / MIB:10.1f} MiB  {self.budget[1]}",
         ]
         if self.restricted:
             some = f"{self.restricted} of {self.tokens} tokens"
@@ -146,6 +151,7 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         bytes=_bytes(p, schedule, rows, tile, options, once),
         plain_bytes=p.tokens * p.vocabulary * (4 + 2 * p.element_size),
         reason=reason,
+        budget=(_budget(p, options, warn=False), _why_budget(p, options)),
         chunks=chunks,
         tokens=p.tokens,
         skip_rows=options.skip_rows and not (options.static or p.given or p.narrow) and worth,
@@ -250,7 +256,16 @@ def _budget(p: Problem, options: Options, warn: bool = True) -> int:
                 stacklevel=2,
             )
         return options.memory_budget
-    return 1200 * MIB if p.on_gpu else 256 * MIB
+    return max(GPU_BUDGET, p.memory // GPU_SHARE) if p.on_gpu else CPU_BUDGET
+
+
+def _why_budget(p: Problem, options: Options) -> str:
+    if options.memory_budget is not None:
+        return "asked for"
+    if p.on_gpu and p.memory // GPU_SHARE > GPU_BUDGET:
+        least = "smallest GPU of the group" if p.sharded else "GPU"
+        return f"one part in {GPU_SHARE} of the {least}'s memory, {p.memory / MIB:.0f} MiB"
+    return "by default"
 
 
 def _limit(p: Problem, options: Options) -> int:

@@ -169,6 +169,7 @@ def prepare_linear(
         rescaled=dtype == torch.float16,
         on_gpu=hidden.is_cuda,
         multiprocessors=kernels.multiprocessors(hidden.device),
+        memory=kernels.memory(hidden.device),
         main_grad=options.main_grad is not None,
         terms=head.bias is None
         and not head.lora
@@ -264,6 +265,7 @@ def prepare_given(
         weight_gradient=False,
         element_size=logits.element_size(),
         on_gpu=logits.is_cuda,
+        memory=kernels.memory(logits.device),
         given=True,
         # In float16 it is written in the backward pass, where the upstream gradient is known.
         inplace=inplace and logits.dtype != torch.float16,
