@@ -60,11 +60,8 @@ def calls(x: Tensor, w: Tensor, targets: Tensor) -> Iterator[tuple[str, Call]]:
         stats, normalizer, _ = acts.product_statistics(x, w, forward, v)
         for which, more in (("log-prob", {}), ("log-prob and entropy", {"entropy": ones})):
             c = Coefficients(target=ones, prob=-ones, **more)
-            given = Backward(targets, 0, transform, normalizer, c)
-            yield (
-                f"slab of {which}, {name}",
-                lambda g=given, s=stats: acts.product_gradient(x, w, g, s.logp),
-            )
+            given = Backward(targets, 0, transform, normalizer, c, stats.logp)
+            yield f"slab of {which}, {name}", lambda g=given: acts.product_gradient(x, w, g)
 
 
 def race(call: Call, vendor: Call, repeats: int, device: torch.device) -> dict[str, float]:

@@ -68,13 +68,15 @@ def test_the_same_partials_and_terms(monkeypatch, n, h, v, dtype, transform, nee
     targets[1] += 2 * v
     given = (x, w, targets, first, cases(n)[transform])
     (found, terms), (expected, others) = products(monkeypatch, given, needs, hold=hold)
-    assert torch.equal(found.peak, expected.peak) and torch.equal(found.target, expected.target)
+    close = 2e-7 if "capped" in transform or transform == "turned" else 0  # tanh in another form
+    torch.testing.assert_close(found.peak, expected.peak, rtol=close, atol=20 * close)
+    assert torch.equal(found.target, expected.target)
     torch.testing.assert_close(found.rest, expected.rest, rtol=1e-5, atol=0)
-    for name, atol in (("spread", 1e-3), ("total", 1e-2)):
+    for name, atol in (("spread", 1e-5 * (1 + expected.rest)), ("total", 1e-2)):
         mine, other = getattr(found, name), getattr(expected, name)
         assert (mine is None) == (other is None)
         if mine is not None:
-            torch.testing.assert_close(mine, other, rtol=1e-5, atol=atol)
+            assert ((mine - other).abs() <= 1e-5 * other.abs() + atol).all(), name
     if hold:  # exponents may round to the other side
         torch.testing.assert_close(terms.terms, others.terms, rtol=2**-7, atol=0)
         if transform == "plain":
@@ -99,11 +101,12 @@ def test_the_same_slabs(monkeypatch, n, h, v, dtype, transform, which):
     targets = torch.randint(v, (n,), device=DEVICE)
     forward = Forward(targets, 0, cases(n)[transform], frozenset({"logp"}))
     stats, normalizer, _ = triton_backend.product_statistics(x, w, forward, v)
-    given = Backward(targets, 0, forward.transform, normalizer, coefficients_of(n, which))
+    c = coefficients_of(n, which)
+    given = Backward(targets, 0, forward.transform, normalizer, c, stats.logp)
     found = []
     for overlaps in (True, False):
         monkeypatch.setattr(triton_slab, "overlaps", lambda device, to=overlaps: to)
-        found.append(triton_backend.product_gradient(x, w, given, stats.logp))
+        found.append(triton_backend.product_gradient(x, w, given))
     torch.testing.assert_close(*found, rtol=2 * torch.finfo(dtype).eps, atol=3e-6)
     assert (found[0] != found[1]).float().mean() < 0.01
 

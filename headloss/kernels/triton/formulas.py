@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ...objective.statistics import FLOOR as _FLOOR
 from ...objective.statistics import SURE as _SURE
-from .versions import INTERPRETED
+from .versions import PTX
 
 FLOOR, SURE = tl.constexpr(_FLOOR), tl.constexpr(_SURE)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -31,9 +31,9 @@ def tanh(x):
 
 @triton.jit
 def log(x):
-    """Natural logarithm to 22 bits, by the GPU's own instruction: a library's would take ten times
+    """Natural logarithm to 22 bits, by NVIDIA's own instruction: a library's would take ten times
     as long, and outlast the memory."""
-    if INTERPRETED:
+    if not PTX:
         return tl.log(x)
     found = tl.inline_asm_elementwise(
         "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1

@@ -68,6 +68,8 @@ class Launcher:
 
     def __init__(self, kernel: Any, *, tiles: dict[str, Tile] | None = None, **options: Any):
         self.kernel, self.options = kernel, options
+        if isinstance(kernel, JITFunction):  # a multiplication and an addition are one instruction
+            options["enable_fp_fusion"] = True
         given = tiles or {}
         self.tiles = {i: given[name] for i, name in enumerate(kernel.arg_names) if name in given}
         self.direct = isinstance(kernel, JITFunction) and version() in VERSIONS

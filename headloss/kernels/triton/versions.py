@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # on a CPU, for the tests
+# Whether instructions may be written out: AMD's compiler takes what it does not know for nothing.
+PTX = tl.constexpr(not INTERPRETED.value and torch.version.hip is None)
 # The Tritons whose Gluon gluon.py is written for, and what each calls copies by the tensor memory
 # accelerator into shared memory and out of it. Gluon changes with each: an unknown one is not used.
 GLUON = {

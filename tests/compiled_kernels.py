@@ -1,0 +1,323 @@
+"""Compile every kernel of the Triton backend for GPUs that are not here, and say how it went.
+
+    python tests/compiled_kernels.py cuda:80 cuda:90 --only '*product*'
+    python tests/compiled_kernels.py hip:gfx942
+
+Acts are called with tensors on the CPU; in place of a launch, the kernel is compiled for what the
+call would launch. Triton's interpreter must be off. A line of JSON per kernel and call.
+
+n tokens, H hidden width, v columns, K chosen columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+
+if __name__ == "__main__" and "hip:" in " ".join(sys.argv):  # kernels know it from the start
+    torch.version.hip = "7.0"  # type: ignore[assignment]
+
+from headloss.kernels import triton as acts
+from headloss.kernels.interface import Backward, Forward, Held, Order, Scaling
+from headloss.kernels.pair import Chosen, Outcomes, Pair, Side
+from headloss.kernels.support import ByColumn, Support
+from headloss.kernels.transform import Transform
+from headloss.kernels.triton import given, launch, product, slab, tape, tiles, versions
+from headloss.kernels.walk import Rows, Walk
+from headloss.objective.statistics import Coefficients, Normalizer, Partials
+
+ALL = frozenset({"logp", "lse", "entropy", "mean_logit", "top1"})
+LEAST = frozenset({"logp"})
+KINDS = ("forward_kl", "reverse_kl", "js", "skew_forward_kl", "skew_reverse_kl", "total_variation")
+SHARED = {"80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99}  # KiB of a program
+WAVE = {"gfx942": 64}
+N, H, V, K = 300, 512, 1000, 8
+Call = Callable[[], object]
+
+
+def target_of(name: str) -> GPUTarget:
+    """Of "cuda:90" or "hip:gfx942"."""
+    backend, arch = name.split(":")
+    return GPUTarget(backend, int(arch) if backend == "cuda" else arch, WAVE.get(arch, 32))
+
+
+class Absent:
+    """The driver of a GPU that is not here. Each target is a device of its own to Triton."""
+
+    def __init__(self, target: GPUTarget, number: int) -> None:
+        self.target, self.number = target, number
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.number
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def pretend(target: GPUTarget, number: int) -> None:
+    """What the package asks of a GPU has this one's answers."""
+    triton.runtime.driver.set_active(Absent(target, number))
+    cuda = target.backend == "cuda"
+    major, minor = divmod(target.arch, 10) if cuda else (0, 0)
+    shared = SHARED[str(target.arch)] << 10 if cuda else 64 << 10
+    properties = types.SimpleNamespace(
+        shared_memory_per_block_optin=shared, multi_processor_count=132
+    )
+    assert cuda is (torch.version.hip is None), "NVIDIA's and AMD's each in a process of its own"
+    torch.cuda.get_device_capability = lambda device=None: (major, minor)
+    torch.cuda.get_device_properties = lambda device=None: properties
+    tiles._has_accelerator.cache_clear()
+    fuses = tiles._has_accelerator(torch.device("cuda", 0))
+    overlapping = versions.overlaps(torch.device("cuda", 0))
+    tiles.can_fuse = acts.can_fuse = lambda x, w: fuses and x.element_size() == 2
+    for module in (product, slab):
+        module.overlaps = lambda device: overlapping
+    clusters = versions.has_clusters(torch.device("cuda", 0))
+    given.has_clusters = lambda device: clusters
+
+
+# ---------------------------------------------------------------------- what is compiled
+
+
+def some(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def whole(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.int64)
+
+
+class Form:
+    """What acts take in one form: the least that a call asks for, or all of it."""
+
+    def __init__(self, full: bool, dtype: torch.dtype) -> None:
+        self.full = full
+        self.x, self.w, self.targets = some(N, H, dtype=dtype), some(V, H, dtype=dtype), whole(N)
+        self.raw = some(N, V, dtype=torch.float32 if full else dtype)
+        self.normalizer = Normalizer(some(N), some(N))
+        self.one = Coefficients(target=some(N), prob=some(N))
+        self.c, self.transform = self.one, Transform()
+        if full:
+            self.c = replace(self.one, entropy=some(N), uniform=some(N))
+            self.transform = Transform(scale=0.5, softcap=30.0, temperature=torch.ones(N))
+        self.plain = replace(self.transform, softcap=None)
+        self.forward = Forward(self.targets, 0, self.transform, ALL if full else LEAST)
+        self.backward = Backward(self.targets, 0, self.transform, self.normalizer, self.c, some(N))
+        self.multiple = self.backward._replace(transform=self.plain, coefficients=self.one)
+        self.held = Held.empty(self.x, V)
+        self.order = Order(whole(N), whole(1)) if full else None
+
+    def if_full(self, value: Any) -> Any:
+        return value if self.full else None
+
+    def products(self) -> Iterator[tuple[str, Call]]:
+        x, w, forward = self.x, self.w, self.forward
+        yield "terms", lambda: acts.product_statistics(x, w, forward, V, self.held)
+        yield "product", lambda: acts.product_partials(x, w, forward)
+        yield "slab", lambda: acts.product_gradient(x, w, self.backward)
+
+    def tiles(self) -> Iterator[tuple[str, Call]]:
+        raw, held, order, backward = self.raw, self.held, self.order, self.backward
+        no_mean = backward._replace(coefficients=replace(self.c, uniform=None))
+        onto = self.if_full(acts.partials)
+        yield "partials", lambda: acts.partials(raw, self.forward)
+        if onto is not None:
+            yield "partials onto", lambda: acts.partials(raw, self.forward, partials_of(N))
+        yield "gradient", lambda: acts.logit_gradient_(raw, backward, order=order)
+        yield "terms' gradient", lambda: acts.held_gradient_(held, no_mean, some(N), order=order)
+        yield (
+            "multiple",
+            lambda: acts.held_multiple_(
+                held, self.multiple, some(N), x=self.x, order=order, least=self.if_full(some(N))
+            ),
+        )
+        fields = 5 if self.full else 3
+        yield "finish", lambda: acts.finish(some(2, fields, N), self.forward.needs, V)
+        for add in {self.full, False}:
+            out = some(N, V) if add else None
+            yield "fixed product", lambda o=out: acts.fixed_product(self.x, self.w.t(), out=o)
+
+    def rows(self) -> Iterator[tuple[str, Call]]:
+        index, x = whole(N), self.x
+        more = {"source": index, "places": index, "out": some(N, H)} if self.full else {}
+        yield "order", lambda: acts.dense_order(some(N, dtype=torch.bool), N)
+        yield "moves", lambda: acts.move_rows_(x, Order(index, whole(1)))
+        yield "scaled rows", lambda: acts.scaled_rows(x, some(N), **more)
+        sums = [Scaling(some(V, H), x.dtype)] * 2
+        yield "scaled", lambda: acts.scaled(sums, self.if_full(some(1)[0]))
+
+    def walks(self) -> Iterator[tuple[str, Call]]:
+        walk = Walk(
+            Rows(self.raw, whole(N), self.full),
+            self.if_full(Rows(self.raw, whole(N), self.full)),
+            self.if_full(some(N, dtype=torch.bool)),
+            *self.forward,
+            self.if_full(self.c),
+            self.if_full(some(2, 5, N)),
+        )
+        later = Rows(self.raw, whole(N), False)
+        again = walk._replace(out=later, needs=None, coefficients=self.c, slopes=None)
+        wide = some(2, 1 << 18, dtype=self.x.dtype)
+        rows = Rows(wide, whole(N), True)
+        yield "walk", lambda: acts.given_rows(walk)
+        yield "walk, later", lambda: acts.given_rows(again._replace(normalizer=self.normalizer))
+        whole_walk = walk._replace(logits=rows, out=rows, coefficients=self.c)
+        yield "walk, wide", lambda: acts.given_rows(whole_walk)
+        yield "scaled in place", lambda: acts.scale_rows_(rows, some(1)[0])
+
+    def sparse(self) -> Iterator[tuple[str, Call]]:
+        columns, x, w = whole(N, K), self.x, self.w
+        chosen = Chosen(columns, some(N, K), some(N, K))
+        more = {"multiples": self.if_full(some(N)), "order": self.order}
+        onto = self.if_full(partials_of(N))
+        side = Side(self.plain, self.normalizer)
+        outcomes = Outcomes(columns, side, some(N, K), some(N))
+        given = {"extra": self.if_full(some(N, V)), "others": self.if_full(self.backward)}
+        yield "chosen", lambda: acts.chosen_logits(x, w, columns, self.transform)
+        yield (
+            "chosen gradient",
+            lambda: acts.chosen_gradient_(self.held.terms, chosen, self.backward, **more),
+        )
+        yield "tail", lambda: acts.tail_partials(self.raw, columns, self.plain, onto)
+        yield "stored", lambda: acts.sparse_gradient_(self.raw, outcomes, some(N), **given)
+
+    def pairs(self) -> Iterator[tuple[str, Call]]:
+        number = Transform(scale=0.5, softcap=30.0 if self.full else None, temperature=1.5)
+        side = Side(number, self.normalizer)
+        more = {"extra": self.if_full(some(N, V))}
+        others = self.backward._replace(transform=replace(number, temperature=2.0))
+        more |= {"others": self.if_full(others)}
+        for kind in KINDS:
+            pair = Pair(side, side, kind, 0.5)
+            onto = self.if_full(some(2, N))
+            yield f"{kind}", lambda p=pair, o=onto: acts.divergence(self.raw, self.raw, p, o)
+            yield (
+                f"{kind}, gradient",
+                lambda p=pair: acts.divergence_gradient_(
+                    self.raw, self.raw, p, some(N), some(N), **more
+                ),
+            )
+
+    def support(self) -> Iterator[tuple[str, Call]]:
+        count = N * K
+        support = Support(whole(count), torch.arange(N + 1) * K, 0, V)
+        columns = ByColumn(whole(count), whole(count), whole(V + 1))
+        values, out, add = some(count), some(N, H, dtype=self.x.dtype), self.full
+        onto = self.if_full(values)
+        yield "support", lambda: acts.support_logits(self.x, self.w, support, onto)
+        yield "support, act one", lambda: acts.support_partials(values, support, self.forward)
+        yield "support, act two", lambda: acts.support_gradient(values, support, self.backward)
+        yield (
+            "support, into hidden",
+            lambda: acts.support_input_gradient(values, self.w, support, out, add),
+        )
+        yield (
+            "support, into weight",
+            lambda: acts.support_weight_gradient(values, self.x, columns, some(V, H), add),
+        )
+
+    def batch(self) -> Iterator[tuple[str, Call]]:
+        more = {"id_fields": [whole(N, K)], "positive": some(N)} if self.full else {}
+        grid = whole(3, N // 3) if self.full else whole(N)
+        scored = torch.zeros(1, dtype=torch.int32)
+        yield "survey", lambda: acts.survey(grid, whole(N), 3, -100, **more)
+        yield "compact", lambda: acts.compact(grid, whole(N), -100, scored, 1)
+
+    def tape(self) -> Iterator[tuple[str, Call]]:
+        far, constants = 1 << 40, {"BY_SEGMENT": self.full, "BLOCK": tape.BLOCK}
+        names = tape.tape_kernel.arg_names[: -len(constants)]
+        kinds = {"f": 0.5, "i": far}
+        vectors = {n: kinds[n[0]] for n in names if n[1:].isdigit()}
+        addresses = ("code", "kinds", "index", "ids", "live", "counts", "scratch", "shares")
+        given = [vectors.get(n, far if n in addresses else N) for n in names]
+        yield "tape", lambda: tape._tape._slowly(1, given, constants)
+        yield "fold", lambda: tape._fold._slowly(1, (far, far, far, 2), {"BLOCK": tape.FOLD})
+
+
+def partials_of(n: int) -> Partials:
+    peak, rest, target, spread, total = some(5, n)
+    return Partials(peak=peak, rest=rest, target=target, spread=spread, total=total)
+
+
+def calls(full: bool, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    form = Form(full, dtype)
+    groups = [form.tiles, form.rows, form.walks, form.sparse, form.pairs, form.support]
+    groups += [form.batch, form.tape]
+    if acts.can_fuse(form.x, form.w):
+        groups.append(form.products)
+    for group in groups:
+        yield from group()
+
+
+# ---------------------------------------------------------------------- compiling
+
+
+def compiling(target: GPUTarget, report: Callable[[dict[str, Any]], None]) -> Any:
+    """In place of `Launcher._slowly`."""
+
+    def compiled(
+        launcher: launch.Launcher, programs: int, arguments: Any, constants: dict[str, Any]
+    ) -> None:
+        given = list(arguments)
+        for i, tile in launcher.tiles.items():
+            given[i] = tile.descriptor(given[i])
+        name, shared, error = launcher.kernel.__name__, 0, ""
+        try:
+            found = launcher.kernel.warmup(
+                *given, grid=(programs,), **constants, **launcher.options
+            )
+            shared, code = found.metadata.shared, found.asm.get("amdgcn", "")
+            if "approx" in code:  # AMD's compiler only prints that it does not know it
+                error = "instructions of PTX"
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"[-600:]
+        report({"kernel": name, "shared": shared, "error": error})
+
+    return compiled
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("targets", nargs="+")
+    parser.add_argument("--only", default="*", help="acts, as a pattern of a shell")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
+    parser.add_argument("--forms", nargs="+", default=["least", "all"])
+    arguments = parser.parse_args()
+    if versions.INTERPRETED.value:
+        parser.error("TRITON_INTERPRET is set")
+    known = {launcher.kernel.__name__ for launcher in launch._launchers}
+    for number, name in enumerate(arguments.targets):
+        target = target_of(name)
+        pretend(target, number)
+        seen: dict[str, Any] = {"target": name, "triton": triton.__version__}
+
+        def report(found: dict[str, Any], seen: dict[str, Any] = seen) -> None:
+            print(json.dumps(seen | found), flush=True)
+
+        launch.Launcher._slowly = compiling(target, report)  # type: ignore[method-assign]
+        for form in arguments.forms:
+            for dtype in arguments.dtypes:
+                for act, call in calls(form == "all", getattr(torch, dtype)):
+                    if fnmatch.fnmatch(act, arguments.only):
+                        seen |= {"act": act, "form": form, "dtype": dtype}
+                        call()
+        known |= {launcher.kernel.__name__ for launcher in launch._launchers}
+    print(json.dumps({"kernels": sorted(known)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Kernels are compiled for GPUs that are not here, in a process that does not interpret them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+TARGETS = {"cuda:80": 163, "cuda:89": 99, "cuda:90": 227, "cuda:100": 227, "hip:gfx942": 64}  # KiB
+OVERLAPPING = {"overlapping_product_kernel", "overlapping_slab_kernel"}
+FUSED = {"product_kernel", "slab_kernel", "target_kernel", "reference_kernel", "finish_kernel"}
+
+
+def compiled(*arguments: str) -> tuple[list[dict], set[str]]:
+    """What was compiled, each of it without an error, and the names of all kernels."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), *sys.path])
+    command = [sys.executable, str(HERE / "compiled_kernels.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    *found, last = (json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{")
+    for row in found:
+        assert not row["error"], row
+        assert row["shared"] <= TARGETS[row["target"]] << 10, row
+    return found, set(last["kernels"])
+
+
+def names(found: list[dict], target: str) -> set[str]:
+    return {row["kernel"] for row in found if row["target"] == target}
+
+
+def test_a_product_and_a_slab() -> None:
+    """The kernel that overlaps, and what comes before and after it."""
+    found, _ = compiled("cuda:90", "--only", "slab", "--forms", "least")
+    assert names(found, "cuda:90") == {"overlapping_slab_kernel", "target_kernel"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel(target: str) -> None:
+    found, kernels = compiled(target, "--dtypes", "bfloat16", "float32")
+    mine = names(found, target)
+    never = {"cuda:90": FUSED - mine, "cuda:100": OVERLAPPING}.get(target, FUSED | OVERLAPPING)
+    assert kernels - mine == never
+    if target == "cuda:90":
+        assert never == {"product_kernel", "slab_kernel"}
