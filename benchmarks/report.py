@@ -42,7 +42,8 @@ def tables(results: dict) -> str:
 
 def goals(results: dict) -> str:
     """One line for each case of the table: headloss beside its goal and its best peer, one run."""
-    head = ("work", "shape", "goal", "headloss, of limit", "MiB", "best peer, of limit", "limit")
+    head = ("work", "shape", "goal", "headloss, of limit", "MiB (peak)", "best peer, of limit")
+    head = (*head, "MiB (peak)", "limit")
     lines = [head, ("---",) * len(head)]
     results = _of(results, "table")
     for _, found in _by_case(results["rows"]):
@@ -63,6 +64,22 @@ def goals(results: dict) -> str:
         cells = (first["row"] + mark, shape, first["goal"], "<br>".join(shown), "<br>".join(memory))
         lines.append((*cells, best, limit))
     return f"{machine(results)}\n\n{markdown(lines)}"
+
+
+def log_prob_errors(results: dict) -> str:
+    """How far log-probs are off in the table, in a sentence."""
+    rows = [r for r in _of(results, "table")["rows"] if "ms" in r and "logps" in r["errors"]]
+    ours = [row["errors"]["logps"] for row in rows if is_ours(row)]
+    rounded = [r["errors"]["logps"] for r in rows if r["tolerance"] == "rounded" and not is_ours(r)]
+    return (
+        f"The largest error of a log-prob against float64 is {max(ours):.0e} for headloss in all\n"
+        f"rows, and {min(rounded):.0e} to {max(rounded):.0e} for contestants that round logits."
+    )
+
+
+def _memory(row: Row) -> str:
+    """Beyond inputs, returned tensors and the accumulator of dW; and with the latter two."""
+    return f"{row['working_bytes'] / MIB:.0f} ({row['peak_bytes'] / MIB:.0f})"
 
 
 def behind(results: dict) -> str:

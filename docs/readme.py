@@ -117,6 +117,14 @@ def few() -> str:
     return few(json.loads((RESULTS / "table.json").read_text()))
 
 
+def errors() -> str:
+    """How far log-probs are off in these rows."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from report import log_prob_errors
+
+    return log_prob_errors(json.loads((RESULTS / "table.json").read_text()))
+
+
 def behind() -> str:
     """Who is ahead in these rows."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -215,6 +223,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "problem": problem,
     "speed": speed,
     "behind": behind,
+    "errors": errors,
     "small": small,
     "scaling": scaling,
     "cpu-memory": cpu_memory,
@@ -227,6 +236,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "docs/terms.md": ("terms", "modifiers"),
     "benchmarks/README.md": (
         "truth",
+        "errors",
         "speed",
         "behind",
         "small",

@@ -362,6 +362,7 @@ def test_rows_of_an_earlier_commit_are_marked() -> None:
         found = {"case": case, "row": case, "group": "table", "goal": "", "contestant": contestant}
         found |= {"tokens": 8, "width": 4, "vocabulary": 9, "work": "ce", "run": number, "ms": 1.0}
         found |= {"of_limit": share, "limit_ms": 2.0 + number, "working_bytes": 0}
+        found |= {"peak_bytes": 1 << 20}
         return found | {"status": "ok", "tolerance": "exact"}
 
     runs = [
