@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -341,14 +343,45 @@ def test_the_top_folder_is_small() -> None:
 HEAVY = ("triton", "transformers", "trl", "peft", "accelerate", "datasets")
 
 
-@pytest.mark.parametrize("module", ["headloss", "headloss.kernels.reference", "headloss.train"])
-def test_import_is_light(module: str) -> None:
-    program = f"import sys, {module}; print(*sorted({set(HEAVY)!r} & sys.modules.keys()))"
+IMPORTS = ("headloss", "headloss.kernels.reference", "headloss.train")
+PROGRAM = f"""
+import json, sys, time, warnings
+start = time.process_time()
+import torch
+found = {{"torch": time.process_time() - start}}
+warnings.simplefilter("error")
+for name in {IMPORTS!r}:
+    before, start = set(sys.modules), time.process_time()
+    __import__(name)
+    seconds = time.process_time() - start
+    found[name] = [seconds, sorted(sys.modules.keys() - before)]
+    found[name].append(sorted(sys.modules.keys() & {set(HEAVY)!r}))
+print(json.dumps(found))
+"""
+
+
+@functools.cache
+def imported() -> dict:
+    """Each import in one process that has torch: its time, what it brought, what of it is heavy."""
     ran = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip() == ""
+    assert ran.returncode == 0, ran.stderr  # a warning is an error there
+    return json.loads(ran.stdout)
+
+
+@pytest.mark.parametrize("module", IMPORTS)
+def test_import_is_light(module: str) -> None:
+    assert imported()[module][2] == []
+
+
+def test_import_brings_the_package_alone() -> None:
+    """Beside torch, no other module is read; its own take a small part of torch's time (50 ms where
+    torch takes more than a second)."""
+    seconds, modules, _ = imported()["headloss"]
+    others = [name for name in modules if name.partition(".")[0] != "headloss"]
+    assert others == [] and len(modules) <= 110
+    assert seconds < 0.15 * imported()["torch"]
 
 
 def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
