@@ -59,9 +59,16 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
             for those with K values per token. Without `candidate_ids` a term that reads candidates
             is given four per token.
 
+    Returns:
+        A `TermReport`: what the term reads, and the cuts on which it agrees with the whole.
+
     Raises:
         ValueError: naming what it does wrong.
         TypeError: where it is not a term.
+
+    >>> import headloss as hl
+    >>> hl.check_term(hl.reinforce()).fields
+    ('advantages',)
     """
     if not isinstance(term, Term) and callable(term):
         term = term()

@@ -65,6 +65,14 @@ def head_function(
     Raises:
         ValueError, TypeError: as `head_loss`; a loss that is no scalar, is detached, or catches a
             tensor whose gradient would be lost.
+
+    >>> import torch, headloss as hl
+    >>> hidden, head = torch.zeros(2, 4, requires_grad=True), hl.Head(torch.zeros(10, 4))
+    >>> def loss_fn(logps, entropies):
+    ...     return -(logps + 0.5 * entropies).sum() / 2
+    >>> batch = hl.Batch(torch.tensor([1, 2]))
+    >>> print(f"{hl.head_function(hidden, head, batch, loss_fn, separable='token').item():.4f}")
+    1.1513
     """
     check_head(head)
     check_eager("head_function", hidden, head.weight)

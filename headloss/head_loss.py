@@ -99,6 +99,9 @@ def head_loss(
         objective: terms, e.g. `hl.gspo() + 1e-4 * hl.z_loss()`.
         options: schedule, memory, metrics; see `Options`.
 
+    Returns:
+        An `Output`. Call `.loss.backward()` once.
+
     Raises:
         ValueError, TypeError: for bad input, before any work, naming the argument, what it got and
             what it wanted.
@@ -106,6 +109,13 @@ def head_loss(
             middle of a call, on the others: within the group's timeout they are told that the group
             cannot be used any more. Nor can it after an exception that one rank alone caught: such
             an exception carries a note that says so.
+
+    >>> import torch, headloss as hl
+    >>> hidden, weight = torch.zeros(3, 4, requires_grad=True), torch.zeros(10, 4)
+    >>> batch = hl.Batch(torch.tensor([1, 2, -100]))
+    >>> out = hl.head_loss(hidden, hl.Head(weight), batch, hl.cross_entropy())
+    >>> print(f"{out.loss.item():.4f}")  # the logarithm of 10: all logits are 0
+    2.3026
     """
     check_head(head)
     check_eager("head_loss", hidden, head.weight)
@@ -135,6 +145,17 @@ def logits_loss(
         inplace: the gradient may overwrite the logits, which hold nothing useful afterwards. For
             float16 logits it is a tensor of its own all the same: it is written in the backward
             pass, where the upstream gradient that it is scaled for is known.
+
+    Returns:
+        An `Output`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as `head_loss`.
+
+    >>> import torch, headloss as hl
+    >>> out = hl.logits_loss(torch.zeros(2, 10), hl.Batch(torch.tensor([1, 2])), hl.z_loss())
+    >>> print(f"{out.loss.item():.4f}")  # the logarithm of 10, squared
+    5.3019
     """
     check_eager("logits_loss", logits)
     options = options or DEFAULT
@@ -151,8 +172,23 @@ def plan(
     objective: Term | Objective | None,
     options: Options | None = None,
 ) -> Plan:
-    """What `head_loss` would run for these arguments: schedule, pieces, bytes, and why. Without an
-    objective, what `head_stats` would."""
+    """What `head_loss` would run for these arguments, without running it.
+
+    Args:
+        hidden, head, batch, options: as of `head_loss`; tensors may be on the meta device.
+        objective: None asks for the plan of `head_stats`.
+
+    Returns:
+        A `Plan`: schedule, pieces, bytes, and why.
+
+    Raises:
+        ValueError, TypeError: as `head_loss`, for what can be known of shapes and options.
+
+    >>> import torch, headloss as hl
+    >>> hidden, head = torch.zeros(6, 4, requires_grad=True), hl.Head(torch.zeros(10, 4))
+    >>> hl.plan(hidden, head, hl.Batch(torch.zeros(6).long()), hl.cross_entropy()).schedule
+    'one_pass'
+    """
     check_head(head)
     check_eager("plan", getattr(batch, "targets", None))
     head = local_head(head)

@@ -72,9 +72,18 @@ def head_stats(
             "candidate_logps" and "candidate_tail" may be among them; the tail, which takes logits
             in float32, is there only if it is named.
 
+    Returns:
+        `HeadStats`, which unpacks to (logp, lse, entropy), each in the targets' shape.
+
     Raises:
         ValueError, TypeError: as `head_loss`.
         RuntimeError: a second backward pass under *held* or *frozen*, which use up what they keep.
+
+    >>> import torch, headloss as hl
+    >>> head = hl.Head(torch.zeros(10, 4))
+    >>> logp, lse, entropy = hl.head_stats(torch.zeros(2, 4), head, torch.tensor([1, -100]))
+    >>> [round(x, 4) for x in logp.tolist()]  # 0 where nothing is scored
+    [-2.3026, 0.0]
     """
     check_head(head)
     check_eager("head_stats", hidden, head.weight)

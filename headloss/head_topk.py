@@ -43,9 +43,20 @@ def head_topk(
 
     Log-probs are float32 (float64 for float64 inputs). Between tokens of equal logit any may win.
 
+    Args:
+        hidden, head, options: as of `head_loss`.
+        k: how many, in 1..V.
+
+    Returns:
+        `HeadTopk`: ids [.., k] int64 and log-probs [.., k], best first.
+
     Raises:
         ValueError: k outside 1..V, hidden states that do not fit the head, a temperature that is
             not a finite number > 0 (of a tensor: not with static shapes).
+
+    >>> import torch, headloss as hl
+    >>> hl.head_topk(torch.ones(1, 2), hl.Head(torch.tensor([[0.0, 1], [5, 5], [2, 2]])), k=2).ids
+    tensor([[1, 2]])
     """
     options = options or Options()
     check_head(head)

@@ -59,6 +59,12 @@ class Options:
             final in the forward pass, and `main_grad` is written there.
         main_grad: float32 [V, H] tensor that the weight gradient is added to, in place of
             returning it; for a weight that requires a gradient.
+
+    Raises:
+        TypeError, ValueError: for a value that an option cannot have.
+
+    >>> import headloss as hl
+    >>> options = hl.Options(schedule="recompute", memory_budget=512 << 20)
     """
 
     backend: str = "auto"

@@ -185,3 +185,19 @@ def test_api_has_every_public_name() -> None:
 def test_twenty_questions_have_a_page_each() -> None:
     rows = (ROOT / "docs/questions.md").read_text().splitlines()[4:]
     assert len(rows) == 20 and all(re.match(r"\| .*\? .*\| \[.*\) \|$", row) for row in rows)
+
+
+VERBS = (hl.head_loss, hl.logits_loss, hl.head_stats, hl.head_function, hl.head_topk, hl.plan)
+
+
+@pytest.mark.parametrize("verb", [*VERBS, hl.check_term], ids=lambda verb: verb.__name__)
+def test_verbs_say_what_they_return_and_raise_with_an_example(verb) -> None:
+    for part in ("Args:", "Returns:", "Raises:", ">>> "):
+        assert part in verb.__doc__, part
+
+
+@pytest.mark.parametrize(
+    "made", [hl.Head, hl.Batch, hl.Totals, hl.Options, hl.Metrics, hl.clear_cache, hl.term]
+)
+def test_what_is_made_has_an_example(made) -> None:
+    assert made.__doc__ and ">>> " in made.__doc__

@@ -59,6 +59,13 @@ class Batch:
         TypeError: a field that is not a tensor, targets that are not integers, advantages or
             log-probs that are complex or boolean, candidate_ids that are not integers.
         ValueError: a shape that fits neither, a field that requires a gradient, a reserved name.
+
+    >>> import torch, headloss as hl
+    >>> batch = hl.Batch(
+    ...     torch.tensor([5, 3, -100, 7]),
+    ...     hl.Segments.from_lengths([2, 2]),
+    ...     advantages=torch.tensor([1.0, -1.0]),  # one for each segment
+    ... )
     """
 
     def __init__(

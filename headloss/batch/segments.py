@@ -52,7 +52,11 @@ class Segments:
 
     @classmethod
     def from_lengths(cls, lengths: Tensor | Sequence[int]) -> Segments:
-        """Consecutive segments of the given lengths ([S] integers) over a [sum(lengths)] vector."""
+        """Consecutive segments of the given lengths ([S] integers) over a [sum(lengths)] vector.
+
+        >>> Segments.from_lengths([2, 3]).ids.tolist()
+        [0, 0, 1, 1, 1]
+        """
         if not isinstance(lengths, Tensor):
             lengths = _integers("lengths", lengths)
         _check_integer_vector("lengths", lengths)
@@ -64,7 +68,11 @@ class Segments:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor | Sequence[int]) -> Segments:
-        """Segments between cumulative lengths ([S + 1] integers, starting at 0)."""
+        """Segments between cumulative lengths ([S + 1] integers, starting at 0).
+
+        >>> Segments.from_cu_seqlens([0, 2, 5]).lengths.tolist()
+        [2, 3]
+        """
         if not isinstance(cu_seqlens, Tensor):
             cu_seqlens = _integers("cu_seqlens", cu_seqlens)
         _check_integer_vector("cu_seqlens", cu_seqlens)

@@ -51,6 +51,10 @@ class Head:
     Raises:
         TypeError: an argument of the wrong kind; a quantised weight.
         ValueError: a shape, dtype or value that does not fit.
+
+    >>> import torch, headloss as hl
+    >>> hl.Head(torch.zeros(10, 4), temperature=0.8, vocab_size=9).vocabulary
+    9
     """
 
     weight: Tensor

@@ -123,7 +123,11 @@ _KEPT = _Kept()
 
 
 def clear_cache() -> None:
-    """Forget what was found out about earlier calls; the next ones find it out again."""
+    """Forget what was found out about earlier calls; the next ones find it out again.
+
+    >>> import headloss as hl
+    >>> hl.clear_cache()
+    """
     _KEPT.clear()
     forget_tapes()
     kernels.forget()
