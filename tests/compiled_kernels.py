@@ -138,11 +138,11 @@ class Form:
         if onto is not None:
             yield "partials onto", lambda: acts.partials(raw, self.forward, partials_of(N))
         yield "gradient", lambda: acts.logit_gradient_(raw, backward, order=order)
-        yield "terms' gradient", lambda: acts.held_gradient_(held, no_mean, some(N), order=order)
+        yield "terms' gradient", lambda: acts.held_gradient_(held, no_mean, order=order)
         yield (
             "multiple",
             lambda: acts.held_multiple_(
-                held, self.multiple, some(N), x=self.x, order=order, least=self.if_full(some(N))
+                held, self.multiple, x=self.x, order=order, least=self.if_full(some(N))
             ),
         )
         fields = 5 if self.full else 3
