@@ -18,9 +18,11 @@ import headloss as hl
 from headloss import kernels
 from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
+from headloss.kernels.held import is_multiple
 from headloss.kernels.interface import Backward, Forward, Held, Kernels, Rows, Scaling, Walk
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton.given import Shape
+from headloss.kernels.triton.records import narrowed
 from headloss.objective.statistics import Coefficients, Normalizer, Partials, finish
 from headloss.testing import plain, trained_looking
 
@@ -123,7 +125,7 @@ def test_products_and_held_terms(n, v, name):
             off = float((gradient.double() - oracle).norm()) - tiny
             assert off <= (EPS[dtype] + 1e-4) * float(oracle.norm())
 
-        if reference.is_multiple(transform, c):  # from the same terms, each in memory of its own
+        if is_multiple(transform, c):  # from the same terms, each in memory of its own
             copies = [replace(mine, terms=mine.terms.clone()) for _ in range(2)]
             order = triton_backend.dense_order(torch.arange(n, device=DEVICE) % 3 > 0, n - 1)
             count = int(order.count)
@@ -230,7 +232,7 @@ def test_a_gradient_in_order_and_narrowed(dtype, keep):
     for backend in (triton_backend, reference):
         buffer = torch.full((n, 2 * v), math.nan, device=DEVICE)
         buffer[:, :v] = raw
-        out = triton_backend.narrowed(buffer[:, :v], dtype)
+        out = narrowed(buffer[:, :v], dtype)
         backend.logit_gradient_(buffer[:, :v], backward, out=out, order=order)
         assert buffer[:, v:].isnan().all()
         found.append(out[: n if order is None else int(order.count)])

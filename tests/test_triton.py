@@ -28,6 +28,7 @@ from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
 from headloss.kernels.interface import Backward, Forward
 from headloss.kernels.transform import Transform
+from headloss.kernels.triton.records import narrowed
 from headloss.objective.statistics import Coefficients, Normalizer, Partials, finish
 
 
@@ -147,7 +148,7 @@ def test_gradient_in_place_and_dense(dtype, out_dtype, keep, monkeypatch):
     count = int(order.count)
     rows = order.rows[:count]
     assert sorted(rows.tolist()) == mask.nonzero().flatten().tolist()
-    out = triton_backend.narrowed(raw, out_dtype)
+    out = narrowed(raw, out_dtype)
     backward = backward_of(raw, targets, 0, transform, normalizer, c)
     found = triton_backend.logit_gradient_(raw, backward, out=out, order=order)
     assert found.data_ptr() == raw.data_ptr()

@@ -20,6 +20,7 @@ from triton_cases import (
 
 from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
+from headloss.kernels.held import is_multiple
 from headloss.kernels.interface import Backward, Forward, Held, Scaling
 from headloss.kernels.transform import Transform
 from headloss.objective.statistics import Coefficients, Normalizer, Partials, finish, merge
@@ -108,7 +109,7 @@ def test_held_gradient(which, name):
     stats, normalizer = finish(found, v, frozenset({"logp"}))
     backward = Backward(targets, first, transform, normalizer, c, stats.logp)
     oracle = exact_gradient(raw, targets, first, transform, c)
-    if triton_backend.is_multiple(transform, c):
+    if is_multiple(transform, c):
         copy = Held(terms=held.terms.clone(), reference=held.reference)
         multiple, _ = triton_backend.held_multiple_(copy, backward)
         got = copy.terms.double() * multiple.double().unsqueeze(1)

@@ -5,7 +5,6 @@ Each act is the plain twin of the kernels' act of the same name, which the tests
 
 from __future__ import annotations
 
-from ..held import is_multiple
 from .batch import compact, survey
 from .chosen import chosen_gradient_, chosen_logits
 from .fused import (
@@ -41,37 +40,3 @@ from .support import (
     support_weight_gradient,
 )
 from .tile import logit_gradient_, partials
-
-__all__ = [
-    "can_fuse",
-    "chosen_gradient_",
-    "chosen_logits",
-    "compact",
-    "dense_order",
-    "divergence",
-    "divergence_gradient_",
-    "finish",
-    "fixed_product",
-    "given_rows",
-    "held_gradient_",
-    "held_multiple_",
-    "is_multiple",
-    "logit_gradient_",
-    "move_rows_",
-    "partials",
-    "product_gradient",
-    "product_partials",
-    "product_statistics",
-    "readable",
-    "scale_rows_",
-    "scaled",
-    "scaled_rows",
-    "sparse_gradient_",
-    "support_gradient",
-    "support_input_gradient",
-    "support_logits",
-    "support_partials",
-    "support_weight_gradient",
-    "survey",
-    "tail_partials",
-]

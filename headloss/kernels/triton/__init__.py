@@ -5,7 +5,6 @@ float64 is left to the reference, which has the plain twin of each act.
 
 from __future__ import annotations
 
-from ..held import is_multiple
 from .batch import compact, survey
 from .cast import scaled
 from .chosen import chosen_gradient_, chosen_logits
@@ -17,7 +16,6 @@ from .held import held_gradient_, held_multiple_
 from .merge import finish
 from .order import dense_order, move_rows_, scaled_rows
 from .product import can_fuse, product_partials, product_statistics
-from .records import narrowed
 from .slab import product_gradient
 from .statistics import partials
 from .stored import sparse_gradient_, tail_partials
@@ -28,38 +26,3 @@ from .support import (
     support_partials,
     support_weight_gradient,
 )
-
-__all__ = [
-    "can_fuse",
-    "chosen_gradient_",
-    "chosen_logits",
-    "compact",
-    "dense_order",
-    "divergence",
-    "divergence_gradient_",
-    "finish",
-    "fixed_product",
-    "given_rows",
-    "held_gradient_",
-    "held_multiple_",
-    "is_multiple",
-    "logit_gradient_",
-    "move_rows_",
-    "narrowed",
-    "partials",
-    "product_gradient",
-    "product_partials",
-    "product_statistics",
-    "readable",
-    "scale_rows_",
-    "scaled",
-    "scaled_rows",
-    "sparse_gradient_",
-    "support_gradient",
-    "support_input_gradient",
-    "support_logits",
-    "support_partials",
-    "support_weight_gradient",
-    "survey",
-    "tail_partials",
-]

@@ -26,6 +26,47 @@ from .records import (
 )
 
 
+@triton.jit
+def begun(to, row, ONTO: tl.constexpr):
+    """(peak, rest, spread, target, total) of no column, or what earlier tiles left."""
+    peak = tl.full((), float("-inf"), tl.float32)
+    rest = tl.full((), -1.0, tl.float32)
+    spread = tl.full((), 0.0, tl.float32)
+    target = tl.full((), float("-inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    if ONTO:
+        peak, rest = tl.load(to.peak + row), tl.load(to.rest + row)
+        target = tl.load(to.target + row)
+        if to.spread is not None:
+            spread = tl.load(to.spread + row)
+        if to.total is not None:
+            total = tl.load(to.total + row)
+    return peak, rest, spread, target, total
+
+
+@triton.jit
+def with_block(sums, z, inside, to):
+    """With a block's columns, but for its target."""
+    peak, rest, spread, target, total = sums
+    if to.total is not None:
+        total += tl.sum(tl.where(inside, z, 0.0), 0)
+    z = tl.where(inside, z, float("-inf"))
+    block = block_partials(z, inside, to.spread is not None)
+    peak, rest, spread = merged((peak, rest, spread), block)
+    return peak, rest, spread, target, total
+
+
+@triton.jit
+def store_partials(to, row, sums):
+    tl.store(to.peak + row, sums[0])
+    tl.store(to.rest + row, sums[1])
+    tl.store(to.target + row, sums[3])
+    if to.spread is not None:
+        tl.store(to.spread + row, sums[2])
+    if to.total is not None:
+        tl.store(to.total + row, sums[4])
+
+
 @triton.jit(do_not_specialize=["first"])
 def partials_kernel(
     raw,  # Matrix
@@ -40,42 +81,17 @@ def partials_kernel(
     row = tl.program_id(0).to(tl.int64)
     x = raw.data + row * raw.stride
     outer = per_row(z.outer, z, row)
-
-    target_logit = tl.full((), float("-inf"), tl.float32)
-    peak = tl.full((), float("-inf"), tl.float32)
-    rest = tl.full((), -1.0, tl.float32)
-    spread = tl.full((), 0.0, tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    if ONTO:
-        target_logit = tl.load(to.target + row)
-        peak = tl.load(to.peak + row)
-        rest = tl.load(to.rest + row)
-        if to.spread is not None:
-            spread = tl.load(to.spread + row)
-        if to.total is not None:
-            total = tl.load(to.total + row)
-
+    peak, rest, spread, target, total = begun(to, row, ONTO)
     column = tl.load(targets + row) - first
     if (column >= 0) & (column < v):
-        target_logit = transformed(tl.load(x + column), z, outer)
-
+        target = transformed(tl.load(x + column), z, outer)
+    sums = peak, rest, spread, target, total
     for start in range(0, v, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < v
         value = transformed(tl.load(x + columns, mask=inside, other=0.0), z, outer)
-        if to.total is not None:
-            total += tl.sum(tl.where(inside, value, 0.0), 0)
-        value = tl.where(inside, value, float("-inf"))
-        block = block_partials(value, inside, to.spread is not None)
-        peak, rest, spread = merged((peak, rest, spread), block)
-
-    tl.store(to.peak + row, peak)
-    tl.store(to.rest + row, rest)
-    tl.store(to.target + row, target_logit)
-    if to.spread is not None:
-        tl.store(to.spread + row, spread)
-    if to.total is not None:
-        tl.store(to.total + row, total)
+        sums = with_block(sums, value, inside, to)
+    store_partials(to, row, sums)
 
 
 launch = Launcher(partials_kernel, num_warps=WARPS)

@@ -6,7 +6,6 @@ block of it meets its own.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,10 +14,11 @@ from ...objective.statistics import Partials
 from ..interface import Backward
 from ..pair import Outcomes
 from ..transform import Transform
-from .formulas import block_partials, merged, per_row, transformed
+from .formulas import per_row, transformed
 from .launch import Launcher
 from .pair import Part, block_width, launch, softmax, stored_in
-from .records import WARPS, check_tile, found, matrix_of, scaling
+from .records import WARPS, check_tile, empty_partials, found, matrix_of, scaling
+from .statistics import begun, store_partials, with_block
 
 
 @triton.jit
@@ -36,22 +36,16 @@ def tail_partials_kernel(
     places = stored.places + row * stored.count
     bounds = stored.bounds + row * stored.stride
     outer = per_row(z.outer, z, row)
-    peak = tl.full((), float("-inf"), tl.float32)
-    rest = tl.full((), -1.0, tl.float32)
-    if ONTO:
-        peak, rest = tl.load(to.peak + row), tl.load(to.rest + row)
+    sums = begun(to, row, ONTO)
     for start in range(0, v, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < v
         value = transformed(tl.load(x + columns, mask=inside, other=0.0), z, outer)
-        value = tl.where(inside, value, float("-inf"))
         bound = bounds + start // BLOCK
         for k in range(tl.load(bound), tl.load(bound + 1)):
             value = tl.where(columns == tl.load(places + k), float("-inf"), value)
-        block_peak, block_rest, _ = block_partials(value, inside, False)
-        peak, rest, _ = merged((peak, rest, 0.0), (block_peak, block_rest, 0.0))
-    tl.store(to.peak + row, peak)
-    tl.store(to.rest + row, rest)
+        sums = with_block(sums, value, inside, to)
+    store_partials(to, row, sums)
 
 
 launch_tail = Launcher(tail_partials_kernel, num_warps=WARPS)
@@ -62,10 +56,7 @@ def tail_partials(
 ) -> Partials:
     check_tile("raw", raw)
     n, v = raw.shape
-    result = onto
-    if result is None:
-        peak, rest, target = raw.new_empty(3, n, dtype=torch.float32)
-        result = Partials(peak=peak, rest=rest, target=target.fill_(float("-inf")))
+    result = empty_partials(raw, n, frozenset()) if onto is None else onto
     if n:
         given = (matrix_of(raw), scaling(transform), stored_in(columns, v), found(result), v)
         options = {"BLOCK": block_width(v), "ONTO": onto is not None}

@@ -20,11 +20,9 @@ from ..interface import Backward, Forward
 from ..support import ByColumn, Support
 from .formulas import (
     act_two,
-    block_partials,
     coefficient,
     coefficients,
     log_softmax,
-    merged,
     own_gradient,
     per_row,
     tanh,
@@ -32,6 +30,7 @@ from .formulas import (
 )
 from .launch import Launcher
 from .records import act, empty_partials, found, scaling
+from .statistics import begun, store_partials, with_block
 
 PAIRS = 128  # whose logits a program works on at once
 ROWS, DEPTH = 16, 256  # of the weight that a program has at once, where it makes logits
@@ -124,30 +123,16 @@ def partials_kernel(
     token = tl.program_id(0).to(tl.int64)
     outer = per_row(z.outer, z, token)
     y = tl.load(targets + token) - support.first
-    target = tl.full((), float("-inf"), tl.float32)
-    peak = tl.full((), float("-inf"), tl.float32)
-    rest = tl.full((), -1.0, tl.float32)
-    spread = tl.full((), 0.0, tl.float32)
-    total = tl.full((), 0.0, tl.float32)
+    sums, target = begun(to, token, False), tl.full((), float("-inf"), tl.float32)
     end = tl.load(support.offsets + token + 1)
     for start in range(tl.load(support.offsets + token), end, BLOCK):
         at = start + tl.arange(0, BLOCK)
         column, there = columns_at(support, at, end)
         value = transformed(tl.load(raw + at, mask=there, other=0.0), z, outer)
-        if to.total is not None:
-            total += tl.sum(tl.where(there, value, 0.0), 0)
-        value = tl.where(there, value, float("-inf"))
         own = tl.where(there & (column == y), value, float("-inf"))
         target = tl.maximum(target, tl.max(own, 0))
-        block = block_partials(value, there, to.spread is not None)
-        peak, rest, spread = merged((peak, rest, spread), block)
-    tl.store(to.peak + token, peak)
-    tl.store(to.rest + token, rest)
-    tl.store(to.target + token, target)
-    if to.spread is not None:
-        tl.store(to.spread + token, spread)
-    if to.total is not None:
-        tl.store(to.total + token, total)
+        sums = with_block(sums, value, there, to)
+    store_partials(to, token, (sums[0], sums[1], sums[2], target, sums[4]))
 
 
 launch_partials = Launcher(partials_kernel, num_warps=1)
