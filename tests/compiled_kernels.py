@@ -114,7 +114,9 @@ class Form:
         if full:
             self.c = replace(self.one, entropy=some(N), uniform=some(N))
             self.transform = Transform(scale=0.5, softcap=30.0, temperature=torch.ones(N))
+        bias = some(V, dtype=dtype) if full else None
         self.plain = replace(self.transform, softcap=None)
+        self.biased = replace(self.transform, bias=bias)
         self.forward = Forward(self.targets, 0, self.transform, ALL if full else LEAST)
         self.backward = Backward(self.targets, 0, self.transform, self.normalizer, self.c, some(N))
         self.multiple = self.backward._replace(transform=self.plain, coefficients=self.one)
@@ -125,10 +127,11 @@ class Form:
         return value if self.full else None
 
     def products(self) -> Iterator[tuple[str, Call]]:
-        x, w, forward = self.x, self.w, self.forward
+        x, w, given = self.x, self.w, {"transform": self.biased}
+        forward, backward = self.forward._replace(**given), self.backward._replace(**given)
         yield "terms", lambda: acts.product_statistics(x, w, forward, V, self.held)
         yield "product", lambda: acts.product_partials(x, w, forward)
-        yield "slab", lambda: acts.product_gradient(x, w, self.backward)
+        yield "slab", lambda: acts.product_gradient(x, w, backward)
 
     def tiles(self) -> Iterator[tuple[str, Call]]:
         raw, held, order, backward = self.raw, self.held, self.order, self.backward
@@ -187,7 +190,7 @@ class Form:
         side = Side(self.plain, self.normalizer)
         outcomes = Outcomes(columns, side, some(N, K), some(N))
         given = {"extra": self.if_full(some(N, V)), "others": self.if_full(self.backward)}
-        yield "chosen", lambda: acts.chosen_logits(x, w, columns, self.transform)
+        yield "chosen", lambda: acts.chosen_logits(x, w, columns, self.biased)
         yield (
             "chosen gradient",
             lambda: acts.chosen_gradient_(self.held.terms, chosen, self.backward, **more),

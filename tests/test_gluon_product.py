@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,8 +22,11 @@ needs_hopper = pytest.mark.skipif(
 )
 
 
-def cases(n: int) -> dict[str, Transform]:
-    return transforms(n) | {"turned": Transform(scale=-0.8, softcap=9.0)}
+def cases(n: int, v: int) -> dict[str, Transform]:
+    found = transforms(n) | {"turned": Transform(scale=-0.8, softcap=9.0)}
+    bias = torch.randn(v, device=DEVICE)
+    biased = {"biased": replace(found["plain"], bias=bias.bfloat16())}
+    return found | biased | {"biased capped rows": replace(found["capped rows"], bias=bias)}
 
 
 def products(monkeypatch, given, needs, *, hold: bool):
@@ -49,6 +53,8 @@ def products(monkeypatch, given, needs, *, hold: bool):
         ("capped", "logp", True),
         ("capped rows", "logp|entropy", True),
         ("turned", "logp|mean_logit", False),
+        ("biased", "logp|entropy|mean_logit|top1", True),
+        ("biased capped rows", "logp|entropy|mean_logit", True),
     ],
 )
 @pytest.mark.parametrize(
@@ -66,7 +72,7 @@ def test_the_same_partials_and_terms(monkeypatch, n, h, v, dtype, transform, nee
     w = (torch.randn(v, h, device=DEVICE) / math.sqrt(h)).to(dtype)
     targets = first + torch.randint(v, (n,), device=DEVICE)
     targets[1] += 2 * v
-    given = (x, w, targets, first, cases(n)[transform])
+    given = (x, w, targets, first, cases(n, v)[transform])
     (found, terms), (expected, others) = products(monkeypatch, given, needs, hold=hold)
     close = 2e-7 if "capped" in transform or transform == "turned" else 0  # tanh in another form
     torch.testing.assert_close(found.peak, expected.peak, rtol=close, atol=20 * close)
@@ -85,7 +91,9 @@ def test_the_same_partials_and_terms(monkeypatch, n, h, v, dtype, transform, nee
 
 @needs_hopper
 @pytest.mark.parametrize("which", ["tp", "tpe", "tpeu", "p"])
-@pytest.mark.parametrize("transform", ["plain", "scaled", "rows", "capped rows", "turned"])
+@pytest.mark.parametrize(
+    "transform", ["plain", "rows", "capped rows", "turned", "biased", "biased capped rows"]
+)
 @pytest.mark.parametrize(
     ("n", "h", "v", "dtype"),
     [
@@ -99,7 +107,7 @@ def test_the_same_slabs(monkeypatch, n, h, v, dtype, transform, which):
     x = torch.randn(n, h, device=DEVICE).to(dtype)
     w = (torch.randn(v, h, device=DEVICE) / math.sqrt(h)).to(dtype)
     targets = torch.randint(v, (n,), device=DEVICE)
-    forward = Forward(targets, 0, cases(n)[transform], frozenset({"logp"}))
+    forward = Forward(targets, 0, cases(n, v)[transform], frozenset({"logp"}))
     stats, normalizer, _ = triton_backend.product_statistics(x, w, forward, v)
     c = coefficients_of(n, which)
     given = Backward(targets, 0, forward.transform, normalizer, c, stats.logp)

@@ -89,10 +89,12 @@ def test_there_are_acts_to_look_at():
 # ---------------------------------------------------------------------- products and held terms
 
 
-@pytest.mark.parametrize("name", ["plain", "scaled", "rows", "capped rows"])
+@pytest.mark.parametrize("name", ["plain", "scaled", "rows", "capped rows", "biased", "capped"])
 @pytest.mark.parametrize(("n", "v"), [(0, 97), (1, 97), (6, 97), (5, 300)])
 def test_products_and_held_terms(n, v, name):
-    first, transform = 20, transforms(n)[name]
+    first, transform = 20, transforms(n)["plain" if name == "biased" else name]
+    if name in ("biased", "capped"):
+        transform = replace(transform, bias=torch.randn(v, device=DEVICE).to(SIXTEEN[0]))
     for dtype, which in itertools.product(SIXTEEN, ("tp", "tpe")):
         x, w, targets = head(n, 72, v, first, dtype)
         forward, c = Forward(targets, first, transform, NEEDS), coefficients_of(n, which)
@@ -154,6 +156,9 @@ def slices_of(x, w, forward: Forward) -> torch.Tensor:
     half, parts = len(w) // 2, []
     for own in (slice(0, half), slice(half, len(w))):
         here = forward._replace(first=forward.first + own.start)
+        if forward.transform.bias is not None:
+            part = replace(forward.transform, bias=forward.transform.bias[own])
+            here = here._replace(transform=part)
         parts.append(vars(reference.product_partials(x, w[own], here)))
     names = ("peak", "rest", "target", "spread", "total")
     return torch.stack([torch.stack([part[name] for name in names]) for part in parts])
@@ -421,24 +426,29 @@ def twins(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "frozen"])
-@pytest.mark.parametrize("multiples", [True, False])
-def test_whole_calls_through_the_twins(twins, multiples, schedule, dtype):
-    """Held terms, slabs, moved rows: on a CPU, in any dtype."""
+@pytest.mark.parametrize(
+    ("multiples", "bias"), [(True, False), (False, False), (True, True), (False, True)]
+)
+def test_whole_calls_through_the_twins(twins, multiples, bias, schedule, dtype):
+    """Held terms, slabs, moved rows, with and without a bias: on a CPU, in any dtype."""
     hidden, weight, targets = trained_looking(T, H, V, dtype, "cpu")
     batch = hl.Batch(targets, advantages=torch.tensor([1.0, 0, -2, 0] * 3), old_logps=hl.CURRENT)
     objective = hl.grpo() if multiples or schedule == "frozen" else hl.grpo() - 0.1 * hl.entropy()
     options = SCHEDULES.get(schedule, {"schedule": "frozen"})
-    leaves = [hidden.requires_grad_()]
+    leaves, shift = {"hidden": hidden.requires_grad_()}, torch.randn(V).to(dtype) if bias else None
     if schedule != "frozen":
-        leaves.append(weight.requires_grad_())
-    oracle = plain(hidden, hl.Head(weight), batch, objective, "float64")
-    coarse = plain(hidden, hl.Head(weight), batch, objective, "input")
-    out = hl.head_loss(hidden, hl.Head(weight), batch, objective, hl.Options(**options))
+        leaves["weight"] = weight.requires_grad_()
+        if shift is not None:
+            leaves["bias"] = shift.requires_grad_()
+    head = hl.Head(weight, bias=shift)
+    oracle = plain(hidden, head, batch, objective, "float64")
+    coarse = plain(hidden, head, batch, objective, "input")
+    out = hl.head_loss(hidden, head, batch, objective, hl.Options(**options))
     assert out.plan.terms
     out.loss.backward()
     floor = {torch.float64: 1e-11, torch.float32: 3e-6, torch.bfloat16: 2**-6}[dtype]
     assert abs(out.loss.double() - oracle.loss) <= (1e-12 if dtype == torch.float64 else 1e-5)
-    for key, leaf in zip(("hidden", "weight"), leaves, strict=False):
+    for key, leaf in leaves.items():
         want = oracle.gradients[key]
         assert error(leaf.grad, want) <= 3 * error(coarse.gradients[key], want) + floor
 

@@ -18,12 +18,14 @@ from triton_cases import (
     transforms,
 )
 
+import headloss as hl
 from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
 from headloss.kernels.held import is_multiple
 from headloss.kernels.interface import Backward, Forward, Held, Scaling
 from headloss.kernels.transform import Transform
 from headloss.objective.statistics import Coefficients, Normalizer, Partials, finish, merge
+from headloss.testing import plain, trained_looking
 
 # The interpreter multiplies the bits of bf16 operands as integers: they are for the GPU.
 SIXTEEN = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -319,3 +321,27 @@ def test_capture_in_a_graph_and_the_same_bits_twice():
         captured = run()
     graph.replay()
     assert all(map(torch.equal, first, captured))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="whole calls take kernels on a GPU")
+@pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute"])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_whole_calls_of_a_head_with_a_bias(schedule, softcap):
+    """Its gradient is summed from terms and their multiples, or from slabs."""
+    hidden, weight, targets = trained_looking(900, 256, 3000, torch.bfloat16, DEVICE)
+    bias = torch.randn(3000, device=DEVICE).bfloat16()
+    leaves = {"hidden": hidden, "weight": weight, "bias": bias}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    head, batch = hl.Head(weight, bias=bias, softcap=softcap), hl.Batch(targets)
+    for objective in (hl.cross_entropy(), hl.cross_entropy() - 0.1 * hl.entropy()):
+        oracle = plain(hidden, head, batch, objective, "float64")
+        coarse = plain(hidden, head, batch, objective, "input")
+        options = hl.Options(schedule=schedule, memory_budget=3 << 20)
+        if schedule == "held":
+            options = hl.Options(schedule=schedule)
+        out = hl.head_loss(hidden, head, batch, objective, options)
+        assert out.plan.terms and abs(out.loss.double() - oracle.loss) <= 1e-5
+        for key, found in zip(leaves, torch.autograd.grad(out.loss, leaves.values()), strict=True):
+            want = oracle.gradients[key]
+            assert error(found, want) <= 3 * error(coarse.gradients[key], want) + 2**-8, key

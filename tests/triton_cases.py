@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,7 +47,8 @@ def transforms(n: int) -> dict[str, Transform]:
 def in_float64(transform: Transform) -> Transform:
     t = transform.temperature
     t = t.double() if isinstance(t, torch.Tensor) else t
-    return Transform(scale=transform.scale, softcap=transform.softcap, temperature=t)
+    bias = None if transform.bias is None else transform.bias.double()
+    return replace(transform, temperature=t, bias=bias)
 
 
 def tile(n: int, v: int, dtype: torch.dtype, *, seed: int = 0, pad: int = 3) -> torch.Tensor:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transform:
-    """raw -> * scale -> soft cap -> / temperature."""
+    """raw -> * scale -> soft cap -> / temperature.
+
+    `bias` [v], of any float dtype, is added first by acts that make raw logits by a product of
+    their own; tiles of raw logits have it already.
+    """
 
     scale: float = 1.0
     softcap: float | None = None
     temperature: float | Tensor = 1.0  # or [n]
+    bias: Tensor | None = None
 
     def rows(self, rows: slice | Tensor) -> Transform:
         """The transform of some of the tokens."""
         if not isinstance(self.temperature, Tensor):
             return self
-        return Transform(scale=self.scale, softcap=self.softcap, temperature=self.temperature[rows])
+        return replace(self, temperature=self.temperature[rows])
 
     @property
     def _divisor(self) -> float | Tensor:

@@ -175,8 +175,7 @@ def prepare_linear(
         multiprocessors=kernels.multiprocessors(hidden.device),
         memory=kernels.memory(hidden.device),
         main_grad=options.main_grad is not None,
-        terms=head.bias is None
-        and not head.lora
+        terms=not head.lora
         and options.logits_dtype is None
         and kernels.can_hold_terms(backend, dtype, head.weight),
     )

@@ -159,9 +159,9 @@ class Candidates:
         if self.tail:
             self.partials = self.acts.tail_partials(raw, column, transform, onto=self.partials)
 
-    def add_product(self, rows: Rows, x: Tensor, weight: Tensor) -> None:
-        """Of logits x [n, H] @ weight.T [H, V] that nobody keeps; not for the rest."""
-        columns, transform = self.columns(rows, ALL), self.transform.rows(rows)
+    def add_product(self, rows: Rows, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """Of logits x [n, H] @ weight.T [H, V] + bias [V] that nobody keeps; not for the rest."""
+        columns, transform = self.columns(rows, ALL), replace(self.transform.rows(rows), bias=bias)
         self.logits = self.acts.chosen_logits(x, weight, columns, transform)
 
     def add_pairs(self, rows: slice, raw: Tensor, support: Support) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -265,16 +266,23 @@ class ExpSoftmax(LinearSoftmax):
     ) -> tuple[Measured, Any]:
         x, weight = self.features[0][rows], self.weights[0]
         held = Held.empty(x, weight.shape[0]) if keep else None
-        forward = self.tokens.forward(rows, self.first)
+        forward = self._biased(self.tokens.forward(rows, self.first))
         if slices.size is None:
             found = self.acts.product_statistics(x, weight, forward, vocabulary, held)
         else:
             partials = self.acts.product_partials(x, weight, forward, held)
             found = slices.measured(self.acts, partials, forward.needs, vocabulary)
         for part in self.beside:
-            part.add_product(rows, x, weight)
+            part.add_product(rows, x, weight, self.bias)
         self.measure_beside(rows, found)
         return found, held
+
+    def _biased(self, given: Any, columns: slice = ALL) -> Any:
+        """What an act takes, where its product has to add the bias of these columns."""
+        if self.bias is None:
+            return given
+        transform = replace(given.transform, bias=self.bias[columns])
+        return given._replace(transform=transform)
 
     def pull(
         self,
@@ -294,7 +302,7 @@ class ExpSoftmax(LinearSoftmax):
         first = self.first + (columns.start or 0)
         backward = self.tokens.backward(rows, first, measured, gradient)
         x, weight = self.features[0][rows], self.weights[0][columns]
-        found = self.acts.product_gradient(x, weight, backward)
+        found = self.acts.product_gradient(x, weight, self._biased(backward, columns))
         for chosen in self._chosen(rows, columns, measured, gradient):
             self.acts.chosen_gradient_(found, chosen, backward)
         return found

@@ -136,9 +136,13 @@ class _Sums:
 
     def _add_bias(self, gradient: RowGradient, columns: slice) -> None:
         if self.bias is not None:
-            assert gradient.multiple is None
             values, place = gradient.values, self.bias[: self.source.vocabulary][columns]
-            place += values.sum(0, dtype=self.bias.dtype)
+            if gradient.multiple is None:
+                place += values.sum(0, dtype=self.bias.dtype)
+            else:
+                products.add_weight_gradient_(
+                    place.unsqueeze(1), values, gradient.multiple.unsqueeze(1)
+                )
             if gradient.pairs is not None:
                 gradient.pairs.add_to_bias(place)
 

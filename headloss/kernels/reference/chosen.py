@@ -21,8 +21,10 @@ def chosen_logits(x: Tensor, w: Tensor, columns: Tensor, transform: Transform) -
     step = max(1, BLOCK_ELEMENTS // max(1, count * w.shape[1]))
     for start in range(0, n, step):
         rows = slice(start, start + step)
-        picked = w[torch.where(here[rows], columns[rows], 0)].to(dtype)
-        raw = torch.linalg.vecdot(picked, x[rows].to(dtype).unsqueeze(1))
+        places = torch.where(here[rows], columns[rows], 0)
+        raw = torch.linalg.vecdot(w[places].to(dtype), x[rows].to(dtype).unsqueeze(1))
+        if transform.bias is not None:
+            raw += transform.bias[places]
         out[rows] = torch.where(here[rows], transform.rows(rows)(raw), 0)
     return out
 

@@ -31,8 +31,9 @@ def can_fuse(x: Tensor, w: Tensor) -> bool:
     return True
 
 
-def _product(x: Tensor, w: Tensor) -> Tensor:
-    return x.to(wide(x.dtype)) @ w.to(wide(x.dtype)).t()
+def _product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    raw = x.to(wide(x.dtype)) @ w.to(wide(x.dtype)).t()
+    return raw if bias is None else raw.add_(bias)
 
 
 def fixed_product(
@@ -45,7 +46,7 @@ def fixed_product(
 def product_partials(
     x: Tensor, w: Tensor, forward: Forward, held: Held | None = None
 ) -> Partials:  # fmt: skip
-    raw = _product(x, w)
+    raw = _product(x, w, forward.transform.bias)
     found = partials(raw, forward)
     if held is not None:
         held.reference.copy_(found.peak)
@@ -74,7 +75,8 @@ def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
 
 
 def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
-    return logit_gradient_(_product(x, w), backward._replace(dtype=None)).to(x.dtype)
+    raw = _product(x, w, backward.transform.bias)
+    return logit_gradient_(raw, backward._replace(dtype=None)).to(x.dtype)
 
 
 def held_gradient_(held: Held, backward: Backward, *, order: Order | None = None) -> Tensor:

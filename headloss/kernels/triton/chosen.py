@@ -50,7 +50,10 @@ def logits_kernel(
         inside = (at < h)[:, None] & here[None, :]
         b = tl.load(at_column + at[:, None], mask=inside, other=0.0).to(tl.float32)
         total += a[:, None] * b
-    logit = transformed(folded(total, COLUMNS, HALVES), z, per_row(z.outer, z, row))
+    logit = folded(total, COLUMNS, HALVES)
+    if z.bias is not None:
+        logit += tl.load(z.bias + column, mask=here, other=0.0).to(tl.float32)
+    logit = transformed(logit, z, per_row(z.outer, z, row))
     tl.store(out + row * count + k, tl.where(here, logit, 0.0), mask=k < count)
 
 

@@ -116,6 +116,15 @@ def halves(z):
 
 
 @gluon.jit
+def biased(z, of, block, v):
+    """As in tiles.py."""
+    if of.bias is not None:
+        columns = block * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, accumulator_layout(WIDTH)))
+        z += gl.load(of.bias + columns, mask=columns < v, other=0.0).to(gl.float32)[None, :]
+    return z
+
+
+@gluon.jit
 def bent(raw, inner):
     """tanh(raw * inner), to the digits that 1 has: then it is scaled by the soft cap."""
     e = gl.exp2(raw * (inner * 2 * LOG2E))
@@ -170,6 +179,7 @@ def multiply(
         column -= block * WIDTH
         z, stage, phase = multiplied(ring, stage, phase, h, WHO)
 
+        z = biased(z, of.z, block, v)
         if of.z.inner is not None:
             z = bent(z, of.z.inner)
         if totals is not None:  # columns beyond the last were read as 0
@@ -273,6 +283,7 @@ def differentiate(ring, out, to, a, n, v, h, WHO: gl.constexpr, PROGRAMS: gl.con
         )
         z, stage, phase = multiplied(ring, stage, phase, h, WHO)
 
+        z = biased(z, a.z, block, v)
         if a.z.inner is not None:
             z = bent(z, a.z.inner)
         scale, shift = (outer * LOG2E)[:, None], (lse * LOG2E)[:, None]

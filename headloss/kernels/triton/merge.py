@@ -105,7 +105,10 @@ def far_row(
                     other=0.0,
                 )
                 products += b.to(tl.float32) * a[:, None]
-            logit = transformed(folded(products, COLUMNS, DEPTH_HALVES), z, outer)
+            logit = folded(products, COLUMNS, DEPTH_HALVES)
+            if z.bias is not None:
+                logit += tl.load(z.bias + columns, mask=inside, other=0.0).to(tl.float32)
+            logit = transformed(logit, z, outer)
             logit = tl.where(inside, logit, float("-inf"))
             if sweep == 0:
                 block = block_partials(logit, inside, ENTROPY)

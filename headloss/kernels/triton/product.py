@@ -31,6 +31,7 @@ from .tiles import (
     READ,
     WIDTH,
     WRITE,
+    biased,
     can_fuse,
     check_operands,
     each_tile,
@@ -65,6 +66,7 @@ def sum_tile(z, m, block, held, of, n, v):
     totals = spreads + to.stride if to.entropy else spreads
     rows = m * BM + tl.arange(0, BM)
     inside = rows < n
+    z = biased(z, of.z, block, v)
     if not of.z.same:
         factor = of.z.outer
         if of.z.temperature is not None:

@@ -39,6 +39,7 @@ class LogitScaling(NamedTuple):
     factor: float
     temperature: Tensor | None  # [n]: what outer and factor are still to be divided by
     same: tl.constexpr  # z is raw
+    bias: Tensor | None = None  # [v]: what a product adds to raw first
 
 
 class Four(NamedTuple):
@@ -76,13 +77,15 @@ def matrix_of(matrix: Tensor) -> Matrix:
 
 def scaling(transform: Transform) -> LogitScaling:
     cap, scale, temperature = transform.softcap, transform.scale, transform.temperature
+    bias = transform.bias
     if not isinstance(temperature, Tensor):
-        return _scaling(cap, float(scale), float(temperature))
+        found = _scaling(cap, float(scale), float(temperature))
+        return found if bias is None else found._replace(bias=bias)
     inner, outer = (None, scale) if cap is None else (scale / cap, cap)
     temperature = temperature.to(torch.float32).contiguous()
     if temperature.data_ptr() % 16:  # some of the tokens': kernels are the same wherever they begin
         temperature = temperature.clone()
-    return LogitScaling(inner, float(outer), float(scale), temperature, NO)
+    return LogitScaling(inner, float(outer), float(scale), temperature, NO, bias)
 
 
 @functools.lru_cache(maxsize=256)

@@ -20,7 +20,7 @@ from .formulas import (
 )
 from .launch import Launcher, cdiv
 from .records import act, matrix_of, programs_on
-from .tiles import BM, BN, OPTIONS, READ, ROWS, WRITE, check_operands, each_tile, halves
+from .tiles import BM, BN, OPTIONS, READ, ROWS, WRITE, biased, check_operands, each_tile, halves
 from .versions import overlaps
 
 
@@ -53,7 +53,7 @@ def gradient_tile(z, m, block, out, a, n, v):
     if a.z.temperature is not None:
         own = tl.load(a.z.temperature + rows, mask=inside, other=1.0)
         cap, factor = a.z.outer / own[:, None], a.z.factor / own
-    z = transformed(z, a.z, cap)
+    z = transformed(biased(z, a.z, block, v), a.z, cap)
     lse = tl.load(a.normalizer.peak + rows, mask=inside, other=0.0)
     lse += tl.load(a.normalizer.log_sum + rows, mask=inside, other=0.0)
     at = (

@@ -61,6 +61,8 @@ def reference_kernel(
     if z.temperature is not None:
         outer = outer / tl.load(z.temperature + row, mask=real, other=1.0)
     logit = tl.sum(tl.where(i[:, None] == i[None, :], total, 0.0), 1)
+    if z.bias is not None:
+        logit += tl.load(z.bias + column, mask=real, other=0.0).to(tl.float32)
     logit = transformed(logit, z, outer)
     tl.store(to.own + row, column, mask=real)
     tl.store(to.logit + row, logit, mask=real)
