@@ -52,12 +52,13 @@ def calls(x: Tensor, w: Tensor, targets: Tensor) -> Iterator[tuple[str, Call]]:
         ("plain", Transform()),
         ("temperatures of tokens", Transform(temperature=rows)),
         ("soft cap", Transform(softcap=30.0)),
+        ("bias", Transform(bias=torch.randn(v, device=x.device).bfloat16())),
     ):
         forward = Forward(targets, 0, transform, SCORES)
         held = Held.empty(x, v)
         yield f"terms, {name}", lambda f=forward, h=held: acts.product_statistics(x, w, f, v, h)
         yield f"no terms, {name}", lambda f=forward: acts.product_statistics(x, w, f, v)
-        stats, normalizer, _ = acts.product_statistics(x, w, forward, v)
+        stats, normalizer = acts.product_statistics(x, w, forward, v)
         for which, more in (("log-prob", {}), ("log-prob and entropy", {"entropy": ones})):
             c = Coefficients(target=ones, prob=-ones, **more)
             given = Backward(targets, 0, transform, normalizer, c, stats.logp)
