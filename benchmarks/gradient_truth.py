@@ -441,13 +441,15 @@ def _errors(results: dict, work: str, size: float) -> dict[str, float]:
 
 def claim(results: dict) -> str:
     """The first thing to be said of it."""
-    small, large = (_errors(results, "grpo", size) for size in (27, 40))
+    found = (_errors(results, "grpo", size) for size in (27, 40))
+    small, large = (
+        [f"{100 * errors[name]:.2g} %" for name in (PLAIN, "TRL", "headloss")] for errors in found
+    )
     return (
-        "**The gradient is that of the loss.** Logits rounded to bfloat16 put tokens on the wrong\n"
-        "side of GRPO's clip. At a largest logit of 27 the whole model's gradient is off by "
-        f"{percent(small[PLAIN])}\nfrom plain logits, {percent(small['TRL'])} with TRL's head and "
-        f"{percent(small['headloss'])} with headloss; at 40, {percent(large[PLAIN])}, "
-        f"{percent(large['TRL'])}\nand {percent(large['headloss'])} "
+        "**The gradient is that of the loss.** Plain PyTorch and TRL round logits to bfloat16, "
+        "which moves\ntokens across GRPO's clip. In a model whose largest logit is 27 the gradient of all "
+        f"weights is then\noff by {small[0]} and {small[1]}, with headloss by {small[2]}; at 40 by "
+        f"{large[0]}, {large[1]} and {large[2]}\n"
         "([measured](benchmarks/README.md#the-gradient-that-you-get))."
     )
 

@@ -72,6 +72,12 @@ def test_figures() -> None:
     assert callbacks.figures(entry) == "loss 0.123  reward 0.5  tokens/s 12346"
 
 
+def test_latest_remembers_the_reward() -> None:
+    drawn, again = {"step": 1, "reward": 0.5, "loss": 1.0}, {"step": 2, "loss": 2.0, "kl": None}
+    found = callbacks.latest([drawn, again])
+    assert found == {"step": 2, "reward": 0.5, "loss": 2.0, "tokens_per_second": None}
+
+
 @pytest.fixture(scope="module")
 def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("runs")

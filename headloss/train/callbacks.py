@@ -112,8 +112,7 @@ class Bar(TrainerCallback):
         """Called after `Measure.on_log`."""
         if "loss" not in logs or not state.is_world_process_zero or self.bar is None:
             return
-        entries = self.measure.entries
-        line = figures({**entries[-1], "tokens_per_second": plots.rate(entries)})
+        line = figures(latest(self.measure.entries))
         self.bar.update(self.task, completed=state.global_step, figures=line)
         last = state.global_step >= state.max_steps
         if not self.console.is_terminal and (
@@ -136,6 +135,15 @@ class Bar(TrainerCallback):
         """Gives the terminal back."""
         if self.bar is not None:
             self.bar.stop()
+
+
+def latest(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last value of each figure. A second step on the same samples logs no reward: theirs was
+    logged with the first."""
+    found: dict[str, Any] = {"tokens_per_second": plots.rate(entries)}
+    for entry in entries[-plots.WINDOW :]:
+        found |= {name: value for name, value in entry.items() if value is not None}
+    return found
 
 
 def figures(entry: dict[str, Any]) -> str:
