@@ -447,9 +447,9 @@ def claim(results: dict) -> str:
     )
     return (
         "**The gradient is that of the loss.** Plain PyTorch and TRL round logits to bfloat16, "
-        "which moves\ntokens across GRPO's clip. In a model whose largest logit is 27 the gradient of all "
-        f"weights is then\noff by {small[0]} and {small[1]}, with headloss by {small[2]}; at 40 by "
-        f"{large[0]}, {large[1]} and {large[2]}\n"
+        "which moves\ntokens across GRPO's clip. In a model whose largest logit is 27 the gradient "
+        f"of all weights is then\noff by {small[0]} and {small[1]}, with headloss by {small[2]}; "
+        f"at 40 by {large[0]}, {large[1]} and {large[2]}\n"
         "([measured](benchmarks/README.md#the-gradient-that-you-get))."
     )
 

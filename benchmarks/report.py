@@ -55,14 +55,12 @@ def goals(results: dict) -> str:
         peer = min(peers, key=lambda r: r["ms"], default=None)
         shape = f"N={first['tokens']} H={first['width']} V={first['vocabulary']}"
         shown = [f"{r['of_limit']:.2f} {_short(r)}" for r in ours]
-        memory = [f"{r['working_bytes'] / MIB:.0f}" for r in ours]
-        best = "-"
-        if peer is not None:
-            size = f"{peer['working_bytes'] / MIB:.0f} MiB"
-            best = f"{peer['of_limit']:.2f} {peer['contestant']}, {size}"
+        memory = [_memory(row) for row in ours]
+        best = "-" if peer is None else f"{peer['of_limit']:.2f} {peer['contestant']}"
+        size = "-" if peer is None else _memory(peer)
         limit = f"{first['limit_ms']:.2f} ms"
         cells = (first["row"] + mark, shape, first["goal"], "<br>".join(shown), "<br>".join(memory))
-        lines.append((*cells, best, limit))
+        lines.append((*cells, best, size, limit))
     return f"{machine(results)}\n\n{markdown(lines)}"
 
 
