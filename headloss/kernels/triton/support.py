@@ -193,6 +193,15 @@ def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tenso
 
 
 @triton.jit
+def store_row(out, row, depth, h, value, ADD: tl.constexpr):
+    """One row of a gradient, in its place."""
+    to = out.data + row * out.stride + depth * out.step
+    if ADD:
+        value += tl.load(to, mask=depth < h, other=0.0).to(tl.float32)
+    tl.store(to, value.to(out.data.dtype.element_ty), mask=depth < h)
+
+
+@triton.jit
 def input_kernel(
     values,  # [P]
     w,  # Strided
@@ -217,10 +226,7 @@ def input_kernel(
         place = column[:, None] * w.stride + (depth * w.step)[None, :]
         rows = tl.load(w.data + place, mask=inside, other=0.0).to(tl.float32)
         value += tl.sum(g[:, None] * rows, 0)
-    to = out.data + token * out.stride + depth * out.step
-    if ADD:
-        value += tl.load(to, mask=depth < h, other=0.0).to(tl.float32)
-    tl.store(to, value.to(out.data.dtype.element_ty), mask=depth < h)
+    store_row(out, token, depth, h, value, ADD)
 
 
 launch_input = Launcher(input_kernel, num_warps=4)
@@ -266,15 +272,6 @@ def pieces_of(pairs: ByColumn, count: int, every: bool) -> Pieces:
         cut_ends,
         torch.searchsorted(several.cumsum(0), cut),
     )
-
-
-@triton.jit
-def store_row(out, column, depth, h, value, ADD: tl.constexpr):
-    """One row of the gradient, in its place."""
-    to = out.data + column * out.stride + depth * out.step
-    if ADD:
-        value += tl.load(to, mask=depth < h, other=0.0).to(tl.float32)
-    tl.store(to, value.to(out.data.dtype.element_ty), mask=depth < h)
 
 
 @triton.jit
