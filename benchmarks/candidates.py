@@ -38,7 +38,8 @@ def objective(k: int, rest: bool) -> hl.Objective:
 
 
 def call(hidden: Tensor, weight: Tensor, batch: hl.Batch, made: hl.Objective, schedule: str) -> Any:
-    options = hl.Options(metrics=False, schedule=schedule)
+    # GRPO alone would leave clipped rows out, and what candidates cost would not be seen.
+    options = hl.Options(metrics=False, schedule=schedule, skip_rows=False)
     out = hl.head_loss(hidden, hl.Head(weight), batch, made, options)
     return out, torch.autograd.grad(out.loss, (hidden, weight))
 

@@ -118,7 +118,7 @@ def table() -> Iterator[Case]:
     goal = "five terms and metrics <= 1.03 x one term"
     yield row("one term and five", "grpo|five terms", WIDE, *one_and_five, goal=goal)
     chosen = replace(WIDE, candidates=64)
-    works = "grpo|grpo+candidates|grpo+candidates+rest"
+    works = "grpo|grpo+candidates|grpo+candidates+rest|grpo+collision"
     goal = "as GRPO alone, to a few percent"
     yield row("GRPO and 64 candidates", works, chosen, *DEFAULTS, *RECOMPUTE, goal=goal)
     kept = replace(WIDE, support=64)

@@ -290,6 +290,19 @@ def reverse_kl(rest: bool) -> hl.Term:
     return _reverse_kl(hl)(rest=rest)
 
 
+@cache
+def _collision(package: ModuleType) -> hl.Term:
+    """A term that only reports sum p^2, as a metric."""
+
+    def collision(stats, batch):
+        return 0.0 * stats.logp
+
+    def observe(stats, batch):
+        return {"collision": package.Observed(stats.sum_p_squared)}
+
+    return package.term(collision, observe=observe)()  # type: ignore[no-any-return]
+
+
 def to_uniform(log_p: Tensor, rest: Tensor | None = None) -> Tensor:
     """KL(p || q) [T] to a q of 1 / (K + 1) each, over candidates of log-probs [T, K], or over these
     and the rest."""
@@ -347,6 +360,9 @@ WORKS: dict[str, Work] = {
             objective=lambda _: hl.grpo() + 0.1 * reverse_kl(rest=True),
             loss=partial(_grpo_and_candidates, rest=True),
             reads=CHOSEN,
+        ),
+        Work(
+            name="grpo+collision", objective=lambda _: hl.grpo() + _collision(hl), loss=_grpo
         ),
         Work(
             name="scores",  # log-probs and entropies, without a gradient
