@@ -53,7 +53,7 @@ def goals(results: dict) -> str:
         first, mark = found[0], marks_of(results)[newest]
         ours = [r for r in found if is_ours(r) and "ms" in r and "reference" not in r["contestant"]]
         peers = [r for r in found if not is_ours(r) and "ms" in r]
-        peer = min(peers, key=lambda r: r["ms"], default=None)
+        peer = max(peers, key=lambda r: r["of_limit"], default=None)
         shape = f"N={first['tokens']} H={first['width']} V={first['vocabulary']}"
         shown = [f"{r['of_limit']:.2f} {_short(r)}" for r in ours]
         memory = [_memory(row) for row in ours]
@@ -92,8 +92,9 @@ def behind(results: dict) -> str:
             peers = [row for row in found if row["work"] == work and not is_ours(row)]
             if not ours or not peers:
                 continue
-            fastest, least = min(ours, key=lambda r: r["ms"]), min(ours, key=_beyond)
-            faster = sorted((r for r in peers if r["ms"] < fastest["ms"]), key=lambda r: r["ms"])
+            fastest, least = max(ours, key=lambda r: r["of_limit"]), min(ours, key=_beyond)
+            faster = [r for r in peers if r["of_limit"] > fastest["of_limit"]]
+            faster.sort(key=lambda r: -r["of_limit"])
             less = sorted((r for r in peers if _beyond(r) < _beyond(least)), key=_beyond)
             said = []
             if faster:
