@@ -14,7 +14,7 @@ import headloss as hl
 from headloss import train
 from headloss.run.plan import MIB, Problem, make_plan
 from headloss.train import Result
-from headloss.train.report import LEGEND, score, table
+from headloss.train.report import DECODING, score, table
 
 QWEN = {"width": 1024, "vocabulary": 151936}  # of Qwen3-0.6B
 
@@ -44,7 +44,7 @@ def accuracies(results: dict[str, Result]) -> str:
     sft, gspo = results["sft"], results["gspo"]
     found = {"before": sft.before, "after SFT": sft.after, "after GSPO": gspo.after}
     rows = [["model", "held-out problems"], *([k, score(v)] for k, v in found.items() if v)]
-    return f"{table(rows)}\n\n{LEGEND}"
+    return f"{table(rows)}\n\n{DECODING}"
 
 
 def pages(results: dict[str, Result], comparison: Path) -> str:

@@ -21,12 +21,12 @@ FIGURES: dict[str, tuple[str, tuple[str, ...]]] = {  # file: label, the first of
     "entropy": ("entropy, nats per token", ("entropy",)),
     "clip_fraction": ("share that is clipped", ("clip_ratio/region_mean", "cispo_clip_ratio")),
     "kl": ("KL from the reference, nats per token", ("kl",)),
-    "kl_old": ("KL from the sampling policy, nats per token (k3)", ("*/kl_old_k3",)),
+    "kl_old": ("KL from the sampler, nats per token", ("*/kl_old_k3",)),
     "step_time": ("time of a step, seconds", ("step_time",)),
     "tokens_per_second": ("tokens per second", ("tokens_per_second",)),
     "peak_memory": ("peak memory, MiB", ("peak_memory_mib",)),
 }
-POLICY_LOSS = "loss (of a policy its gradient counts, not its value)"
+POLICY_LOSS = "loss (its gradient counts, not its value)"
 SOLVED = "share of held-out problems solved"
 SMOOTHED = 20  # entries from which on a curve is drawn through the points
 WINDOW = 10  # entries that a rate is taken over

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from .plots import HeldOut
     from .result import Result
 
-LEGEND = (
-    "None of these problems is among those trained on. ± is the standard error of a share. Greedy "
-    "decoding takes the likeliest token each time, sampling draws at the temperature of training."
+DECODING = (
+    "None of these problems is among those trained on. Greedy decoding takes the likeliest token each "
+    "time, sampling draws at the temperature of training."
 )
+LEGEND = f"{DECODING} ± is the standard error of a share."
 
 
 def score(found: dict[str, Any]) -> str:
