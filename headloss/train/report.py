@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .result import Result
 
 DECODING = (
-    "None of these problems is among those trained on. Greedy decoding takes the likeliest token each "
-    "time, sampling draws at the temperature of training."
+    "None of these problems is among those trained on. Greedy decoding takes the likeliest token "
+    "each time, sampling draws at the temperature of training."
 )
 LEGEND = f"{DECODING} ± is the standard error of a share."
 
