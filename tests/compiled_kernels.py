@@ -42,7 +42,7 @@ LEAST = frozenset({"logp"})
 KINDS = ("forward_kl", "reverse_kl", "js", "skew_forward_kl", "skew_reverse_kl", "total_variation")
 SHARED = {"80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99}  # KiB of a program
 WAVE = {"gfx942": 64}
-N, H, V, K = 300, 512, 1000, 8
+N, H, V, K = 2100, 512, 1000, 8
 Call = Callable[[], object]
 
 
