@@ -188,7 +188,8 @@ def run_case(
 
     Args:
         keep: chooses contestants.
-        seconds: of one race; it ends early, if it must, after `FEW` runs. Half as long of small calls.
+        seconds: of one race, half of that for small calls; it ends early, if it must, after `FEW`
+            runs.
     """
     torch.compiler.reset()
     setting = case.setting

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -84,28 +84,70 @@ def _memory(row: Row) -> str:
 def behind(results: dict) -> str:
     """Who is faster than headloss, and who needs less memory, in each case of the table."""
     lines = []
-    for name, found in _by_case(_of(results, "table")["rows"]):
+    for found, ours, peers in _sides(results):
+        fastest, least = max(ours, key=lambda r: r["of_limit"]), min(ours, key=_beyond)
+        faster = [r for r in peers if r["of_limit"] > fastest["of_limit"]]
+        faster.sort(key=lambda r: -r["of_limit"])
+        less = sorted((r for r in peers if _beyond(r) < _beyond(least)), key=_beyond)
+        said = []
+        if faster:
+            shares = ", ".join(f"{r['contestant']} {r['of_limit']:.2f}" for r in faster)
+            said.append(f"faster than {fastest['of_limit']:.2f} {_short(fastest)}: {shares}")
+        if less:
+            sizes = ", ".join(f"{r['contestant']} {_beyond(r) / MIB:.0f} MiB" for r in less)
+            said.append(f"less than {_beyond(least) / MIB:.0f} MiB {_short(least)}: {sizes}")
+        if said:
+            lines.append(f"- *{found[0]['case']}*: {'; '.join(said)}")
+    return "\n".join(lines) or "Nobody, in any row."
+
+
+def losing(results: dict) -> str:
+    """The same in short, with small calls."""
+    said, less = [], set()
+    for found, ours, peers in _sides(results):
+        best, least = max(r["of_limit"] for r in ours), min(map(_beyond, ours))
+        ahead = sorted((r for r in peers if r["of_limit"] > best), key=lambda r: -r["of_limit"])
+        shares = [f"{r['contestant']} {r['of_limit']:.2f}" for r in ahead]
+        sizes = f"H = {found[0]['width']}, V = {found[0]['vocabulary']}"
+        if shares:
+            said.append(f"{found[0]['row']}, {sizes}: {', '.join(shares)}; headloss {best:.2f}")
+        less |= {r["contestant"] for r in peers if _beyond(r) < least}
+    if less:
+        said.append(f"less memory than any setting in some row: {', '.join(sorted(less))}")
+    said += _losing_small(results)
+    return "\n".join(f"- {line}" for line in said) or "- nowhere in these rows"
+
+
+def _losing_small(results: dict) -> list[str]:
+    rows = [row for row in _of(results, "small")["rows"] if "ms" in row]
+    said = []
+    for work, name in (("ce", "cross-entropy"), ("grpo", "GRPO")):
+        cases = [found for _, found in _by_case([row for row in rows if row["work"] == work])]
+        slower = []
+        for found in cases:
+            of = {row["contestant"]: row for row in found}
+            others = [row["ms"] for key, row in of.items() if key != "headloss"]
+            if "headloss" in of and others and of["headloss"]["ms"] > (1 + TIE) * min(others):
+                slower.append((found[0]["tokens"], of["headloss"]["ms"] - min(others)))
+        if slower:
+            most, by = max(n for n, _ in slower), max(ms for _, ms in slower)
+            said.append(
+                f"small calls of {name}: torch.compile or eager PyTorch is faster in {len(slower)} "
+                f"of {len(cases)}, of {most} tokens at most, by up to {by:.1f} ms"
+            )
+    return said
+
+
+def _sides(results: dict) -> Iterator[tuple[list[Row], list[Row], list[Row]]]:
+    """Of each case and work of the table: its rows, ours and the others' of them, of one run."""
+    for _, found in _by_case(_of(results, "table")["rows"]):
         newest = max(row["run"] for row in found)
         found = [row for row in found if row["run"] == newest and "ms" in row]
         for work in dict.fromkeys(row["work"] for row in found):
-            ours = [row for row in found if row["work"] == work and is_ours(row)]
-            peers = [row for row in found if row["work"] == work and not is_ours(row)]
-            if not ours or not peers:
-                continue
-            fastest, least = max(ours, key=lambda r: r["of_limit"]), min(ours, key=_beyond)
-            faster = [r for r in peers if r["of_limit"] > fastest["of_limit"]]
-            faster.sort(key=lambda r: -r["of_limit"])
-            less = sorted((r for r in peers if _beyond(r) < _beyond(least)), key=_beyond)
-            said = []
-            if faster:
-                shares = ", ".join(f"{r['contestant']} {r['of_limit']:.2f}" for r in faster)
-                said.append(f"faster than {fastest['of_limit']:.2f} {_short(fastest)}: {shares}")
-            if less:
-                sizes = ", ".join(f"{r['contestant']} {_beyond(r) / MIB:.0f} MiB" for r in less)
-                said.append(f"less than {_beyond(least) / MIB:.0f} MiB {_short(least)}: {sizes}")
-            if said:
-                lines.append(f"- *{name}*: {'; '.join(said)}")
-    return "\n".join(lines) or "Nobody, in any row."
+            rows = [row for row in found if row["work"] == work]
+            ours, peers = [r for r in rows if is_ours(r)], [r for r in rows if not is_ours(r)]
+            if ours and peers:
+                yield rows, ours, peers
 
 
 def _beyond(row: Row) -> int:

@@ -133,6 +133,14 @@ def behind() -> str:
     return behind(json.loads((RESULTS / "table.json").read_text()))
 
 
+def losing() -> str:
+    """The same in a paragraph."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from report import losing
+
+    return losing(json.loads((RESULTS / "table.json").read_text()))
+
+
 def small() -> str:
     """Calls of few tokens, from the same file."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -224,13 +232,14 @@ PARTS: dict[str, Callable[[], str]] = {
     "speed": speed,
     "behind": behind,
     "errors": errors,
+    "losing": losing,
     "small": small,
     "scaling": scaling,
     "cpu-memory": cpu_memory,
 }
 
 PLACES: dict[str, tuple[str, ...]] = {
-    "README.md": ("claim", "problem", "few"),
+    "README.md": ("claim", "problem", "few", "losing"),
     "docs/concepts.md": ("logits", "invariance-cost"),
     "docs/support.md": ("support",),
     "docs/terms.md": ("terms", "modifiers"),

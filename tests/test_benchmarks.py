@@ -389,11 +389,20 @@ def test_who_is_ahead() -> None:
 
     ours = [row("headloss", 2, 40, 4), row("headloss, recompute", 4, 10)]
     peers = [row("QuACK", 1, 11), row("TRL", 5, 9, 4), row("CCE", 4, 2)]
+    times = {"headloss": 1.5, "eager": 1.0, "torch.compile": 2.0}
     run = {"machine": "M", "versions": {}, "commit": "c"}
     assert report.behind({"runs": [run], "rows": ours + peers}) == (
         "- *a*: faster than 0.50 (default): QuACK 1.00; less than 10 MiB (recompute): CCE 2 MiB"
     )
     assert report.behind({"runs": [run], "rows": ours}) == "Nobody, in any row."
+    alone = [
+        row(name, ms, 0) | {"group": "small", "tokens": 256} for name, ms in times.items()
+    ]
+    first, memory, small = report.losing({"runs": [run], "rows": ours + peers + alone}).split("\n")
+    assert first == "- a, H = 1024, V = 1024: QuACK 1.00; headloss 0.50"
+    assert memory.endswith(": CCE")
+    assert small.endswith("faster in 1 of 1, of 256 tokens at most, by up to 0.5 ms")
+    assert report.losing({"runs": [run], "rows": ours + alone[:1]}) == "- nowhere in these rows"
 
 
 def test_spans() -> None:
