@@ -49,8 +49,11 @@ def as_head(model: nn.Module, act: Callable[[Tensor], T], hidden: Tensor) -> T:
     send its gradient on its way. PEFT holds adapters in modules of their own, which are not called.
     """
     module: Any = model.get_output_embeddings()  # type: ignore[operator]
-    if not externals(module):
-        return act(hidden)
+    return inside(module, act, hidden) if externals(module) else act(hidden)
+
+
+def inside(module: Any, act: Callable[[Tensor], T], hidden: Tensor) -> T:
+    """`act(hidden)` as the forward of a module, whose hooks gather its parameters around it."""
 
     def forward(hidden: Tensor) -> T:
         del module.forward  # whoever reads the module finds its own

@@ -1,0 +1,79 @@
+"""verl 0.9 with headloss at the head: log-probs, entropies, and policy losses in one pass.
+
+    actor_rollout_ref.model.use_fused_kernels=True
+    actor_rollout_ref.model.fused_kernel_options.impl_backend=headloss
+
+verl imports this module by itself where headloss is installed (entry point `verl.plugins`), or by
+VERL_USE_EXTERNAL_MODULES=headloss.integrations.verl. It calls `install()` when a model's
+configuration says so: verl hides what a plugin raises while it is imported, and the engines take
+seconds to import.
+
+    fused      in place of `FusedLinearForPPO`, and of the processor under Megatron
+    engine     the FSDP engine: a temperature per sample, and losses in one pass
+    losses     policy losses by name: `loss_mode=headloss_gspo`
+    seams      where these go in
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from verl.workers.config import HFModelConfig
+
+from ...losses import Objective, Term
+from ..shared import require_version
+from .asked import asks
+
+__all__ = ["install", "register", "uninstall"]
+
+
+def install() -> None:
+    """Let `impl_backend: headloss` be known to verl in this process, until `uninstall()`; other
+    backends stay verl's.
+
+    Raises:
+        RuntimeError: a release of verl that is not known here.
+    """
+    require_version("verl", "0.9")
+    from . import seams
+
+    seams.install()
+
+
+def uninstall() -> None:
+    """Undo `install()`. Models that have been built keep what they have."""
+    from . import seams
+
+    seams.uninstall()
+
+
+def register(name: str, factory: Callable[[Any], Term | Objective]) -> None:
+    """Make an objective known to verl as `loss_mode=name`, in one pass.
+
+    Args:
+        factory: from verl's `ActorConfig` to a term or objective. It keeps its own reductions, over
+            the totals of verl's global batch; entropy and KL of the configuration are added. Fields
+            of the batch: old_logps, advantages, and where verl has them ref_logps and
+            rollout_is_weights.
+    """
+    from . import losses
+
+    losses.register(name, factory)
+
+
+def _watch() -> None:
+    original = HFModelConfig.__post_init__
+
+    @functools.wraps(original)
+    def post_init(self: Any) -> None:
+        original(self)
+        if asks(self):
+            install()
+
+    HFModelConfig.__post_init__ = post_init
+
+
+_watch()

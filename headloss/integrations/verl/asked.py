@@ -1,0 +1,12 @@
+"""Which models of verl end in headloss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def asks(config: Any) -> bool:
+    """Whether a model's configuration asks for headloss."""
+    options = getattr(config, "fused_kernel_options", None) or {}
+    fused = getattr(config, "use_fused_kernels", False)
+    return bool(fused) and options.get("impl_backend") == "headloss"

@@ -1,0 +1,186 @@
+"""verl's FSDP engine with a temperature per sample, and with losses in one pass.
+
+B sequences of at most R response tokens, N packed positions, T scored tokens, H hidden width.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.workers.engine.fsdp import FSDPEngineWithLMHead
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import no_padding_2_padding
+
+from ...batch.batch import Batch
+from ...batch.reduction import Totals
+from ...batch.segments import Segments
+from ...head.head import Head
+from ...head_loss import head_loss
+from ...losses import Objective
+from ...options import Options
+from . import losses
+from .fused import fused_of
+
+FIELDS = {
+    "old_log_probs": "old_logps",
+    "advantages": "advantages",
+    "ref_log_prob": "ref_logps",
+    "rollout_is_weights": "rollout_is_weights",
+}
+
+
+class Engine(FSDPEngineWithLMHead):
+    """`FSDPEngineWithLMHead` under `impl_backend: headloss`."""
+
+    _config: Any = None  # of the actor, in a step whose loss is one of headloss's
+
+    def _build_module(self) -> Any:
+        module = super()._build_module()
+        options = dict(self.model_config.fused_kernel_options)
+        options.pop("impl_backend")
+        fused_of(module).options = Options(**options)
+        return module
+
+    def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As without fused kernels, which serves a temperature per sample, and their arguments."""
+        if not tu.get_non_tensor_data(micro_batch, "use_fused_kernels", False):
+            return super().prepare_model_inputs(micro_batch)
+        if tu.get_non_tensor_data(micro_batch, "distillation_use_topk", False):
+            raise ValueError(
+                "impl_backend: headloss does not serve top-k distillation under verl; set "
+                "use_fused_kernels=False"
+            )
+        fused = fused_of(self.module)
+        tu.assign_non_tensor(micro_batch, use_fused_kernels=False)
+        inputs, args = super().prepare_model_inputs(micro_batch)
+        tu.assign_non_tensor(micro_batch, use_fused_kernels=True)
+        inputs["return_dict"] = True
+        packed, temperature = "temperature_rmpad" in args, micro_batch["temperature"]
+        if packed:
+            inputs["shift_labels"] = args["input_ids_rmpad_rolled"].unsqueeze(0)
+        shape = inputs["shift_labels" if packed else "input_ids"].shape
+        if isinstance(temperature, Tensor):  # FSDP would round it on its way into the model
+            each = args["temperature_rmpad"] if packed else args["temperature"].unsqueeze(1)
+            fused.temperature = each.clamp(min=1e-8).expand(shape)
+        else:
+            fused.temperature, inputs["temperature"] = None, temperature
+        if self._config is not None:
+            fused.request = self._request(micro_batch, None if packed else shape[1])
+        return inputs, args
+
+    def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
+        config = _config_of(loss_function)
+        if config is None:
+            return super().forward_step(micro_batch, loss_function, forward_only)
+        fused, self._config = fused_of(self.module), config
+
+        def measure(model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, Any]:
+            """The loss of the pass, and what verl's own loss function measures of it."""
+            losses.measured.append(fused.request)
+            try:
+                with torch.no_grad():
+                    given = {"model_output": model_output, "data": data, "dp_group": dp_group}
+                    _, metrics = loss_function(**given)
+            finally:
+                losses.measured.pop()
+            return fused.request.loss, metrics | fused.request.metrics
+
+        try:
+            return super().forward_step(micro_batch, measure, forward_only)
+        finally:
+            self._config = fused.request = None
+
+    def _request(self, data: Any, width: int | None) -> Request:
+        """The micro-batch, packed or in rows of `width` positions."""
+        config = self._config
+        if self.use_ulysses_sp:
+            raise ValueError(
+                f"loss_mode: {config.policy_loss.loss_mode} is not supported under sequence "
+                "parallelism; take one of verl's own"
+            )
+        offsets = data["input_ids"].offsets()
+        places = no_padding_2_padding(torch.arange(int(offsets[-1]), device=offsets.device), data)
+        rows = torch.arange(len(places), device=places.device).unsqueeze(1).expand_as(places)
+        if width is not None:
+            places = places + rows * width - offsets[:-1].unsqueeze(1)
+        names = [name for name in FIELDS if name in data]
+        padded = data.select("response_mask", *names).to_padded_tensor()
+        mask = padded["response_mask"].to(bool)  # [B, R]
+        given = {FIELDS[name]: padded[name][mask] for name in names}
+        ranks, tokens = data["dp_size"], data["batch_num_tokens"]
+        sequences = data["global_batch_size"]
+        tokens = mask.sum() if tokens is None else tokens
+        sequences = mask.any(1).sum() if sequences is None else sequences
+        over = losses.reduction(config, mask.shape[1], ranks)
+        entropy = tu.get_non_tensor_data(data, "calculate_entropy", False)
+        return Request(
+            losses.objective(config, over, given, entropy),
+            places[mask],
+            Segments.from_ids(rows[mask], len(places)),
+            {**given, "totals": Totals(tokens / ranks, sequences / ranks)},
+        )
+
+
+def _config_of(loss_function: Any) -> Any:
+    """The actor's, where the loss is verl's own `ppo_loss` with a policy loss of headloss."""
+    if getattr(loss_function, "func", None) is not ppo_loss:
+        return None
+    config = loss_function.keywords["config"]
+    return config if losses.known(config.policy_loss.loss_mode) else None
+
+
+class Request:
+    """A loss that the model's forward computes, and what it has found.
+
+    It must not become a dataclass or a container: FSDP would cast the fields.
+
+    Args:
+        objective: and how many of its parts are the policy loss.
+        places: [T] where, among the model's flattened positions, scored tokens are predicted.
+        segments: the sequence of each.
+        fields: of the batch, [T], and its totals.
+
+    Attributes:
+        loss, policy: [], the objective and its policy loss.
+    """
+
+    def __init__(
+        self, objective: tuple[Objective, int], places: Tensor, segments: Segments, fields: Any
+    ) -> None:
+        (self.objective, self.count), self.places = objective, places
+        self.segments, self.fields = segments, fields
+        self.loss: Any = None
+        self.policy: Any = None
+        self.metrics: dict[str, float] = {}
+
+    def run(
+        self, hidden: Tensor, head: Head, labels: Tensor, options: Options
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs and entropies in the labels' shape, 0 where nothing is scored; the loss."""
+        places = self.places
+
+        def scored(values: Tensor) -> Tensor:
+            return values.reshape(labels.numel(), *values.shape[labels.dim() :])[places]
+
+        if isinstance(head.temperature, Tensor):
+            head = replace(head, temperature=scored(head.temperature))
+        batch = Batch(scored(labels).to(torch.int64), self.segments, **self.fields)
+        options = replace(options, metrics=True)  # verl's metrics ask for the entropy
+        out = head_loss(scored(hidden), head, batch, self.objective, options)
+        parts = list(zip(self.objective.parts, out.terms.values(), strict=True))[: self.count]
+        self.loss, self.policy = out.loss, sum(c * value for (c, _), value in parts)
+        found = out.metrics.compute().items()
+        self.metrics = {f"headloss/{name}": x for name, x in found if math.isfinite(x)}
+
+        def spread(values: Tensor) -> Tensor:
+            whole = values.new_zeros(labels.numel())
+            return whole.index_copy_(0, places, values).view(labels.shape)
+
+        assert out.entropies is not None
+        return spread(out.logps), spread(out.entropies), out.loss

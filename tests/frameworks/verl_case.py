@@ -1,0 +1,151 @@
+"""verl's own FSDP engine on a CPU: a small model, and a step of data.
+
+B sequences, R response tokens at most, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import verl_platform  # isort: split
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import ActorConfig, FSDPEngineConfig, HFModelConfig
+from verl.workers.config.actor import PolicyLossConfig
+from verl.workers.config.optimizer import FSDPOptimizerConfig
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.utils.losses import ppo_loss
+
+assert verl_platform.platform_manager.get_platform().device_name == "cpu"
+PROMPTS, RESPONSES, R, V = (3, 2, 4, 1), (5, 1, 7, 4), 7, 61
+B = len(PROMPTS)
+FLOATS = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
+
+
+def saved(folder: Path, family: str = "llama", tied: bool = False) -> str:
+    """A small model of a family, on disk."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family, vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+        tie_word_embeddings=tied, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():  # far from uniform
+        model.get_output_embeddings().weight.mul_(20)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def engine_of(
+    path: str,
+    backend: str | None,
+    *,
+    packed: bool = True,
+    dtype: str = "fp32",
+    strategy: str = "fsdp2",
+    options: Any = None,
+    engine: Any = None,
+    **model: Any,
+) -> Any:
+    """As a worker builds it; without a backend, with the logits."""
+    fused = backend is not None
+    model_config = HFModelConfig(
+        path=path, load_tokenizer=False, override_config={"attn_implementation": "eager"},
+        use_remove_padding=packed, use_fused_kernels=fused, enable_gradient_checkpointing=False,
+        fused_kernel_options={"impl_backend": backend, **(options or {})}, **model,
+    )  # fmt: skip
+    engine_config = FSDPEngineConfig(
+        strategy=strategy, use_dynamic_bsz=False, micro_batch_size_per_gpu=2,
+        use_torch_compile=False, mixed_precision={**FLOATS, "param_dtype": dtype},
+        use_fused_kernels=fused, **(engine or {}),
+    )  # fmt: skip
+    found = EngineRegistry.new(
+        model_type="language_model", backend=strategy, model_config=model_config,
+        engine_config=engine_config, checkpoint_config=CheckpointConfig(),
+        optimizer_config=FSDPOptimizerConfig(lr=1e-2, total_training_steps=10, clip_grad=1e9),
+    )  # fmt: skip
+    found.initialize()
+    return found
+
+
+def jagged(rows: list[Tensor]) -> Tensor:
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def step(seed: int = 0, temperature: Any = 0.8, **more: Any) -> TensorDict:
+    """What a worker hands its engine; the last response has no token, another a hole."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(lengths: tuple[int, ...], scale: float = 1.0, shift: float = 0.0) -> list[Tensor]:
+        return [shift + scale * torch.randn(n, generator=generator) for n in lengths]
+
+    prompts = [torch.randint(3, V, (n,), generator=generator) for n in PROMPTS]
+    responses = [torch.randint(3, V, (n,), generator=generator) for n in RESPONSES]
+    whole = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
+    masks = [torch.ones(n, dtype=torch.int64) for n in RESPONSES]
+    masks[0][2] = 0
+    masks[-1][:] = 0
+    old = normal(RESPONSES, 0.6, -4.0)
+    tensors = {
+        "input_ids": jagged(whole),
+        "position_ids": jagged([torch.arange(len(x)) for x in whole]),
+        "prompts": jagged(prompts),
+        "responses": jagged(responses),
+        "response_mask": jagged(masks),
+        "loss_mask": jagged(masks),
+        "old_log_probs": jagged(old),
+        "ref_log_prob": jagged([x + 0.3 * torch.randn(len(x), generator=generator) for x in old]),
+        "advantages": jagged(normal(RESPONSES)),
+    }
+    if more.pop("weights", False):
+        tensors["rollout_is_weights"] = jagged([x.exp() for x in normal(RESPONSES, 0.3)])
+    if isinstance(temperature, Tensor):
+        tensors["temperature"] = temperature
+    data = TensorDict(tensors, batch_size=[B])
+    flags = {
+        "use_remove_padding": True, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2,
+        "use_fused_kernels": True, "calculate_entropy": True, "global_batch_size": B,
+        **more,
+    }  # fmt: skip
+    if not isinstance(temperature, Tensor):
+        flags["temperature"] = temperature
+    tu.assign_non_tensor(data, **flags)
+    return data
+
+
+def loss_of(mode: str, **options: Any) -> Any:
+    """As the worker of an actor has it."""
+    policy = {"loss_mode": mode, **options.pop("policy_loss", {})}
+    config = ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=2,
+        policy_loss=PolicyLossConfig(**policy),
+        **{"clip_ratio_low": 0.15, "clip_ratio_high": 0.25, **options},
+    )  # fmt: skip
+    return functools.partial(ppo_loss, config=config)
+
+
+def gradients(engine: Any) -> dict[str, Tensor]:
+    """[..] whole gradients of the parameters."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        grad = parameter.grad
+        assert grad is not None, name
+        found[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
+    return found
+
+
+def trained(engine: Any, data: TensorDict, loss: Any) -> tuple[Any, dict[str, Tensor]]:
+    """One batch forward and backward: metrics, and gradients."""
+    engine.optimizer_zero_grad()
+    tu.assign_non_tensor(data, return_model_output=True)
+    out = engine.forward_backward_batch(copy.deepcopy(data), loss, forward_only=False)
+    return out, gradients(engine)

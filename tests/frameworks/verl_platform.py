@@ -1,0 +1,30 @@
+"""verl knows CUDA and NPUs, by an object: here one for a CPU. Import it before verl's engines."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from verl.models.transformers import monkey_patch
+from verl.plugin.platform import platform_manager
+from verl.plugin.platform.platform_cuda import PlatformCUDA
+
+
+class PlatformCPU(PlatformCUDA):
+    device_name = "cpu"
+    device_module = torch.cpu
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> Any:
+        return "cpu"
+
+    def set_device(self, device_index: int) -> None:
+        pass
+
+
+platform_manager._current_platform = PlatformCPU()
+os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # the key of the engine's class, and nothing else
+monkey_patch.is_trl_available = lambda: False  # verl wants a class that TRL 1.16 has not
