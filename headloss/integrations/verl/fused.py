@@ -20,6 +20,7 @@ from ...head.adapters import FAMILIES, unwrap
 from ...head.head import Head
 from ...head_stats import head_stats
 from ...options import Options
+from ..megatron import TokenStats
 from ..sharding import inside, whole
 
 BACKEND = "_verl_fused_kernels_backend"  # where verl keeps a model's backend
@@ -129,26 +130,13 @@ def fused_of(module: Any) -> Fused:
 
 
 def output_processor(
-    *,
-    hidden_states: Tensor,  # [N, 1, H], or this rank's N / ranks of them (sequence parallelism)
-    output_layer: Any,
-    output_weight: Tensor | None,  # [V / ranks, H]
-    labels: Tensor,  # [1, N]
-    context: Any,
-    config: Any,
-    **_: Any,
+    *, hidden_states: Tensor, labels: Tensor, context: Any, **given: Any
 ) -> CausalLMOutputForPPO:
     """In place of verl's `fused_output_processor` under Megatron; [N] log-probs and entropies."""
-    from megatron.core import parallel_state
-
     if labels.shape[0] != 1:
         raise ValueError(f"labels: got {tuple(labels.shape)}, want packed sequences, [1, N]")
-    group = parallel_state.get_tensor_model_parallel_group()
-    many = torch.distributed.get_world_size(group) > 1
-    weight = output_layer.weight if output_weight is None else output_weight
-    head = Head(weight, temperature=context.temperature, vocab_group=group if many else None)
-    options = Options(sequence_parallel=many and config.sequence_parallel)
-    stats = head_stats(hidden_states.flatten(0, 1), head, labels.flatten(), options)
+    process = TokenStats(temperature=context.temperature)
+    stats = process(hidden_states=hidden_states, labels=labels, **given)
     return CausalLMOutputForPPO(  # type: ignore[call-arg]
-        hidden_states=hidden_states, log_probs=stats.logp, entropy=stats.entropy
+        hidden_states=hidden_states, log_probs=stats.logp[0], entropy=stats.entropy[0]
     )

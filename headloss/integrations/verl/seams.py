@@ -11,6 +11,7 @@ from verl.utils.experimental import torch_functional
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 
+from ..megatron import KNOWN
 from ..shared import require_version
 from . import fused, losses
 from .asked import asks
@@ -66,8 +67,8 @@ def _new(theirs: Any) -> Any:
 
 
 def _under_megatron() -> None:
-    """verl's hook of Megatron 0.18 and later; before, it would go on with its own kernels."""
-    require_version("megatron-core", "0.18", "0.19")
+    """By Megatron's own hook; with a release that has none verl would go on with its kernels."""
+    require_version("megatron-core", *KNOWN)
     module = importlib.import_module("verl.models.mcore.model_forward_fused")
     if module.fused_output_processor is not fused.output_processor:
         _replace(module, "fused_output_processor", fused.output_processor)
