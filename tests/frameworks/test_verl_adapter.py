@@ -386,8 +386,8 @@ def test_losses_outside_of_the_engine(engines: Engines) -> None:
 
 def test_other_engines_and_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = engine_of(saved(tmp_path), "headloss").model_config
-    with pytest.raises(ValueError, match="headloss under strategy 'automodel' is not supported"):
-        EngineRegistry.new("language_model", "automodel", model_config=config)
+    with pytest.raises(ValueError, match="headloss under strategy 'fsdp_turbo' is not supported"):
+        EngineRegistry.new("language_model", "fsdp_turbo", model_config=config)
     with pytest.raises(RuntimeError, match=r"megatron-core: got version nothing, want .* 0\.19"):
         EngineRegistry.new("language_model", "megatron", model_config=config)
     model = engine_of(saved(tmp_path), "headloss").module
