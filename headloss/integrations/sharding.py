@@ -63,6 +63,37 @@ def inside(module: Any, act: Callable[[Tensor], T], hidden: Tensor) -> T:
     return module(hidden)
 
 
+def hooked(exact: Tensor, passed: Tensor) -> Tensor:
+    """`exact`, value and gradient, tied to what a wrapper made of it, so that its hooks fire."""
+    return exact if passed is exact else _Hooked.apply(exact, passed)  # type: ignore[return-value]
+
+
+class _Hooked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exact: Tensor, passed: Tensor) -> Tensor:
+        ctx.like = torch.empty_like(passed, device="meta")
+        ctx.device = passed.device
+        return exact.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], torch.zeros_like(ctx.like, device=ctx.device)
+
+
+class Carried(torch.autograd.Function):
+    """Logits of no columns [.., 0] that hang on a loss: what a module may return whose forward
+    computed it, so that the module's hooks gather its parameters before the loss's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, hidden: Tensor) -> Tensor:
+        ctx.like = {"dtype": loss.dtype, "device": loss.device}
+        return hidden.new_empty((*hidden.shape[:-1], 0))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return torch.zeros((), **ctx.like), None
+
+
 def externals(module: nn.Module) -> bool:
     """Whether ZeRO-3 shards the module; what is below it is gathered around its own forward."""
     parts = _zero3(module)

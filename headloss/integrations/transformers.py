@@ -32,7 +32,7 @@ from ..head_loss import head_loss
 from ..losses import Objective, Term, cross_entropy
 from ..objective.metrics import Metrics
 from ..options import Options
-from .sharding import externals, is_fsdp2, whole, whole_head
+from .sharding import Carried, externals, hooked, is_fsdp2, whole, whole_head
 from .shared import over_count, require_version
 
 KNOWN = ("5.23",)
@@ -167,7 +167,6 @@ class Applied:
         head.forward, self.model._loss_function = self.at_head, self.at_loss
         try:
             output = self.original(*args, **kwargs)
-            assert self.logits is not None
             return _with_logits(output, self.logits, self.model.training)
         finally:
             for owner, name, value in zip(
@@ -193,16 +192,18 @@ class Applied:
         out = head_loss(hidden, head, batch, objective, self.options)
         self.loss, self.metrics = out.loss, out.metrics
         self.logits = functools.partial(head.logits, hidden)
-        if not self.model.training and self.sharded:  # afterwards the weight is gone
-            logits = head.logits(hidden)
-            self.logits = lambda: logits
+        if self.sharded:  # afterwards the weight is gone
+            logits = None if self.model.training else head.logits(hidden)
+            self.logits = None if logits is None else lambda: logits
+            return Carried.apply(out.loss, hidden.detach())  # type: ignore[return-value]
         return hidden.new_empty((*hidden.shape[:-1], 0))
 
     @_eagerly()
     def at_loss(self, *args: Any, **kwargs: Any) -> Tensor:
         """In place of the model's loss function."""
         assert self.loss is not None
-        return self.loss
+        logits = kwargs["logits"] if "logits" in kwargs else args[0]
+        return hooked(self.loss, logits) if self.sharded else self.loss
 
     def _batch(self, hidden: Tensor) -> Batch:
         labels, shifted = self.labels, self.given["shift_labels"]
@@ -246,10 +247,15 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
 # ---------------------------------------------------------------------- logits on demand
 
 
-def _with_logits(output: ModelOutput, logits: Callable[[], Tensor], training: bool) -> ModelOutput:
+def _with_logits(
+    output: ModelOutput, logits: Callable[[], Tensor] | None, training: bool
+) -> ModelOutput:
     """`output` with logits that are computed when they are asked for: by name, and in evaluation
     also by whoever goes through all there is, as `Trainer` does for `compute_metrics`."""
-    made = _lazily(type(output))(**{k: v for k, v in output.items() if k != "logits"})
+    rest: dict[str, Any] = {k: v for k, v in output.items() if k != "logits"}
+    if logits is None:
+        return type(output)(**rest)
+    made = _lazily(type(output))(**rest)
     vars(made).update(_make=logits, _all=not training)
     return made
 

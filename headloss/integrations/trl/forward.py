@@ -38,7 +38,7 @@ from ...head_loss import Output, head_loss, logits_loss
 from ...losses import Objective, Term, entropy
 from ...objective.metrics import Metrics
 from ...options import Options
-from ..sharding import as_head, is_fsdp2, whole, whole_head
+from ..sharding import as_head, hooked, is_fsdp2, whole, whole_head
 
 
 class Request:
@@ -77,25 +77,8 @@ class Request:
         for name in ("loss", "aux_loss", "critic"):
             exact = getattr(found, name)
             if exact is not None and exact.requires_grad:
-                setattr(found, name, _hooked(exact, getattr(passed, name)))
+                setattr(found, name, hooked(exact, getattr(passed, name)))
         return found
-
-
-def _hooked(exact: Tensor, passed: Tensor) -> Tensor:
-    """`exact`, value and gradient, tied to what a wrapper made of it, so that its hooks fire."""
-    return exact if passed is exact else _Hooked.apply(exact, passed)  # type: ignore[return-value]
-
-
-class _Hooked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exact: Tensor, passed: Tensor) -> Tensor:
-        ctx.like = torch.empty_like(passed, device="meta")
-        ctx.device = passed.device
-        return exact.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return grads[0], torch.zeros_like(ctx.like, device=ctx.device)
 
 
 @dataclass

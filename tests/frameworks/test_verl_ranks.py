@@ -1,0 +1,42 @@
+"""verl on two gloo ranks, with headloss and without: FSDP2, Ulysses, Megatron's vocabulary."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from worlds import World, world_of
+
+pytest.importorskip("verl", reason="`make test-frameworks` compares with verl")
+import verl_ranks as ranks
+from verl_case import saved
+
+
+@pytest.fixture(scope="module")
+def world():
+    with world_of(2) as made:
+        yield made
+
+
+def check(world: World, function, *args, near: float = 2e-5) -> None:
+    for found in world.run(function, *args, seconds=400):
+        assert max(found.values()) < near, found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("mode", ["vanilla", "gspo", "headloss_vanilla", "headloss_gspo"])
+def test_data_parallel(world: World, tmp_path: Path, mode: str, tied: bool) -> None:
+    check(world, ranks.engine, saved(tmp_path, tied=tied), mode, False, tied)
+
+
+def test_sequence_parallel(world: World, tmp_path: Path) -> None:
+    """Each rank has half of the packed positions; attention is the same on both sides."""
+    check(world, ranks.engine, saved(tmp_path), "vanilla", True, False)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="wants megatron-core")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("spread", [False, True])
+def test_megatron(world: World, spread: bool, tied: bool) -> None:
+    check(world, ranks.megatron, spread, tied)
