@@ -175,7 +175,10 @@ def few(results: dict) -> str:
     for name in FEW:
         of = [r for r in rows if r["row"] == name]
         of = [r for r in of if "ms" in r and r["run"] == max(row["run"] for row in of)]
-        shown = [next(r for r in of if r["contestant"] in ("headloss", "head_stats"))]
+        ours = [r for r in of if r["contestant"] in ("headloss", "head_stats")]
+        if not ours:
+            continue
+        shown: list[Row | None] = [*ours]
         for peer in PEERS:
             by = [r for r in of if r["contestant"].startswith(peer)]
             shown.append(max(by, key=lambda r: r["of_limit"], default=None))
