@@ -24,41 +24,43 @@ class Options:
         backend: "auto", "reference" (PyTorch, any device) or "triton". An explicit choice that
             cannot serve the call raises.
         schedule: "auto", "one_pass" (6NHV), "recompute" (8NHV, any objective, least memory),
-            "frozen" (4NHV, a head without gradient) or "held" (6NHV, any objective; the softmax
-            terms or logits of all tokens are kept until the coefficients are there).
+            "frozen" (4NHV, a head without gradient) or "held" (6NHV, any objective; keeps the
+            softmax terms or logits of all tokens until the loss is known).
         chunk_tokens: tokens per chunk; under schedule "auto" any number works with any objective.
-        memory_budget: bytes for a chunk of logits, or for all that a held schedule keeps; default
-            256 MiB on a CPU; on a GPU a 28th of all its memory (of a vocabulary group's smallest),
-            at least 1200 MiB. One below the logits of one token is warned of.
-        logits_dtype: None keeps logits in float32 (float64 for float64 inputs); torch.bfloat16 or
-            torch.float16 rounds them, for those who ask.
-        accumulate_dtype: of the weight gradient over chunks.
-        static: static shapes: no read of the device, no row skipping, no value checks; unscored
-            hidden rows count as zeros. A batch-scoped term sees them unless it heeds `batch.live`,
-            [T] bool, and is refused if it does not. Can be captured in a CUDA graph.
-        skip_rows: leave rows without gradient out of the two backward products (one read of the
-            device per chunk).
-        gradient_tolerance: x >= 0, leave out of these products also the rows that carry almost no
-            gradient: of each chunk (of the whole call under "held" and "recompute") those with the
-            least |dL/dz|, while their sum stays within x of the chunk's. The metrics `skipped_rows`
-            and `skipped_mass` say what was left out; `skipped_mass.sum` times the largest norm of a
-            row of the weight bounds the error of the hidden gradient in the Frobenius norm, times
-            that of a hidden state the error of the weight's. It changes nothing where no product
-            can be saved: under "frozen", and in blocks so small that a GPU would wait for longer
-            than it saves. Dense teachers, given logits and static shapes are refused.
-        batch_invariant: a token's log-prob, log-sum-exp and entropy are the same bits in any batch,
-            chunk and schedule also for heads with a bias, adapters, float16 and float32; and, for
-            given coefficients and one schedule, its row of the hidden gradient. Products are then
-            our own, slower than the vendor's. On a GPU; without it bfloat16 heads have the first.
-            Not promised: the weight's gradient, divergences, other devices and numbers of shards.
-        sequence_parallel: `hidden` is this rank's slice of the tokens; needs a vocab group. They
-            are gathered a chunk at a time; with `static`, whose order of tokens is known to the
-            device alone, all at once.
-        metrics: measure; False leaves `out.metrics` empty and computes only what the loss needs.
-        upstream: the gradient that `out.loss` will receive, declared in advance: gradients are
+        memory_budget: bytes for a chunk of logits, or for all that "held" keeps. Default: 256 MiB
+            on a CPU; on a GPU a 28th of all its memory (of a vocabulary group's smallest), at least
+            1200 MiB. A budget below the logits of one token gives a warning.
+        logits_dtype: None keeps logits in float32 (float64 for float64 inputs). torch.bfloat16 or
+            torch.float16 rounds them, as other libraries do.
+        accumulate_dtype: in which the weight gradient is summed over chunks.
+        static: fixed shapes, so that the call can be captured in a CUDA graph: nothing is read from
+            the device, no row is skipped, no value is checked. Hidden rows of unscored positions
+            count as zeros. A batch-scoped term sees them too and has to use `batch.live`, [T] bool;
+            one that does not is refused.
+        skip_rows: leave rows without gradient out of the two backward products. This reads their
+            number from the device once per chunk.
+        gradient_tolerance: x >= 0. Rows that carry almost no gradient leave these products too: in
+            each chunk (in the whole call under "held" and "recompute") those with the least
+            |dL/dz|, as long as their sum stays within x of the chunk's. The metrics `skipped_rows`
+            and `skipped_mass` say what was left out. In the Frobenius norm, `skipped_mass.sum`
+            times the largest norm of a row of the weight bounds the error of the hidden gradient;
+            times the largest norm of a hidden state it bounds the weight's. It changes nothing
+            under "frozen", and in blocks so small that a GPU would wait longer than it saves. Dense
+            teachers, given logits and static shapes are refused.
+        batch_invariant: the log-prob, log-sum-exp and entropy of a token have the same bits in any
+            batch, chunk and schedule. bfloat16 heads without bias and adapters have this on a GPU
+            anyway; this extends it to other heads there, and to the token's row of the hidden
+            gradient for given coefficients and one schedule, by products that are slower than the
+            vendor's. It does not hold for the weight's gradient, divergences, or between different
+            devices or numbers of shards.
+        sequence_parallel: `hidden` is this rank's slice of the tokens; needs a vocabulary group.
+            Tokens are gathered a chunk at a time; with `static` all at once, since only the device
+            knows their order.
+        metrics: False leaves `out.metrics` empty and computes only what the loss needs.
+        upstream: the gradient that `out.loss` will receive, declared in advance. Gradients are then
             final in the forward pass, and `main_grad` is written there.
-        main_grad: float32 [V, H] tensor that the weight gradient is added to, in place of
-            returning it; for a weight that requires a gradient.
+        main_grad: float32 [V, H] tensor that the weight gradient is added to; none is returned
+            then. For a weight that requires a gradient.
 
     Raises:
         TypeError, ValueError: for a value that an option cannot have.
