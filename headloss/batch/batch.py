@@ -175,13 +175,13 @@ class Batch:
         return Batch(self.targets.to(*args, **options), moved, totals=self.totals, **fields)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles find their order anew."""
+        """Copies and pickles do not keep the order of the tokens; they find it again."""
         return {**self.__dict__, "_found": None}
 
     def found(self) -> Found:
-        """What was found out about the order of the tokens, or is asked for now.
+        """What is known of the order of the tokens; if nothing is, it is asked for now.
 
-        Another tensor in the place of one that was surveyed is surveyed anew.
+        A tensor that has replaced one that was surveyed is surveyed again.
 
         Raises:
             RuntimeError: the targets, segments or stored ids were changed in place since.
@@ -209,7 +209,7 @@ class Batch:
         return Found(Survey(targets, self.segments, ids, DISTINCT, more), self._surveyed())
 
     def _surveyed(self) -> tuple[Tensor, ...]:
-        """The tensors that the order and its checks follow from."""
+        """The tensors that decide the order and its checks."""
         ids = [value for name in ID_FIELDS if self._is_ids(value := self.fields.get(name))]
         support = () if self.support is None else self.support.tensors
         return (self.targets, self.segments.ids, *ids, *support)  # type: ignore[return-value]
@@ -323,7 +323,7 @@ def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
 
 
 def _may_ask_device() -> bool:
-    """Not while a graph is captured or compiled, nor in a data loader's worker."""
+    """False while a graph is captured or compiled, and in a data loader's worker."""
     if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return False
     return torch.utils.data.get_worker_info() is None

@@ -26,8 +26,8 @@ class MissingField(ValueError):
 
 
 def outside_inference(value: Tensor) -> Tensor:
-    """A tensor that may be saved for a backward pass, where one is wanted: a rollout's are made in
-    inference mode."""
+    """The tensor, or a copy that may be saved for a backward pass: those of a rollout are made in
+    inference mode, and may not."""
     if torch.is_inference_mode_enabled() or not value.is_inference():
         return value
     return value.clone()
@@ -163,7 +163,7 @@ class PackedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Where the packed tokens of a batch stand, and what the host knows of them.
+    """Where in the batch the packed tokens are, and what the host knows of them.
 
     `lengths` are the scored tokens of each segment, or None with static shapes; `support` the
     columns of each token, None where all have the whole vocabulary.
@@ -268,7 +268,7 @@ def _as_wide(live: Tensor, values: Tensor) -> Tensor:
 
 
 def packing_of(batch: Batch, vocabulary: int, static: bool = False, unit: int = 1) -> Packing:
-    """Where the tokens of a batch go: what the batch has found out already, where that still holds.
+    """Where the tokens of a batch go; from what the batch knows already, if that still holds.
 
     Args:
         vocabulary: V; targets lie below it, and so do the values of id fields.
@@ -300,8 +300,8 @@ def packing_of(batch: Batch, vocabulary: int, static: bool = False, unit: int = 
 
 
 def _check_static(batch: Batch) -> None:
-    """ValueError where some tokens have a support and others not: with static shapes nobody could
-    know which. It is read, but not while a graph is captured."""
+    """ValueError if some tokens have a support and others have none: with static shapes the host
+    could not know which. This reads the device, except while a graph is captured."""
     if batch.targets.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     assert batch.support is not None
@@ -314,7 +314,7 @@ def _check_static(batch: Batch) -> None:
 
 
 class Packed(NamedTuple):
-    """A batch as terms see it, and where its tokens stand."""
+    """A batch as terms see it, and where in the batch its tokens are."""
 
     batch: PackedBatch
     packing: Packing

@@ -68,7 +68,7 @@ class Support:
         return tuple(tensors) if len(tensors) > 1 else tensors[0]
 
     def _pairs(self, count: int) -> tuple[Tensor, Tensor]:
-        """[P] ids and the position of each; any offsets are survived."""
+        """[P] ids and the position of each; wrong offsets do no harm here."""
         ids = self.tensors[0].reshape(-1).long()
         at = torch.arange(len(ids), device=ids.device)
         if self.width is not None:
@@ -101,7 +101,7 @@ class Support:
         return torch.stack([*found, (has & ~hit).sum(), has.sum()])
 
     def _survey_rows(self, targets: Tensor) -> Tensor:
-        """The same of [N, K] ids, whose rows are sorted apart; targets [N, 1]."""
+        """The same for [N, K] ids, each row sorted by itself; targets [N, 1]."""
         ids = self.tensors[0].reshape(len(targets), -1).long()
         ids = ids.masked_fill(targets == IGNORE, -1)
         ordered = ids.sort(1).values
@@ -141,7 +141,7 @@ class Support:
             raise ValueError(f"support_ids: got {got} at position {position}, want {want}")
 
     def pack(self, index: Tensor | None, live: Tensor | None, restricted: int | None) -> Packed:
-        """Of the packed tokens.
+        """The pairs of the packed tokens.
 
         Args:
             index: [T] position of each, None: all in order.
@@ -152,7 +152,7 @@ class Support:
         if self.width is not None:
             ids = ids.reshape(-1, self.width)
             ids = ids if index is None else ids[index]
-            if live is not None:  # the others' one column is as good as any
+            if live is not None:  # unscored tokens get one column, whichever
                 ids = ids.masked_fill(~live.unsqueeze(1), -1)
                 ids[:, 0] = torch.where(live, ids[:, 0], 0)
             found = Packed(ids.reshape(-1), width=self.width)
@@ -216,7 +216,7 @@ class Packed:
         begin, end = self._span(rows.start, rows.stop)
         offsets = self.offsets[rows.start : rows.stop + 1]
         ids = self.ids[begin:end]
-        if begin == end:  # one that is nobody's, so that there is something to index
+        if begin == end:  # an empty pair, so that there is something to index
             ids = ids.new_full((1,), -1)
         return Window(ids, offsets - begin if begin else offsets, first, size)
 
@@ -248,7 +248,7 @@ class Packed:
         return ByColumn(order, tokens, torch.searchsorted(columns, bounds))
 
     def take(self, index: Tensor) -> Packed:
-        """Of some of the tokens."""
+        """The pairs of some of the tokens."""
         if self.width is not None:
             found = Packed(self.ids.view(-1, self.width)[index].reshape(-1), width=self.width)
         else:

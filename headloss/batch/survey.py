@@ -1,5 +1,5 @@
-"""What packing has to know of a batch before it drops and sorts: asked of the device when the batch
-is made, so that a call made later finds the answer.
+"""What packing has to know of a batch before it drops and sorts tokens. The device is asked when
+the batch is made, so that a later call finds the answer.
 
 N positions, T of them scored, S segments.
 """
@@ -19,7 +19,7 @@ IGNORE = -100  # the target of an unscored position, as in torch.nn.functional.c
 
 
 class Order(NamedTuple):
-    """Which position each packed token comes from."""
+    """The position that each packed token comes from."""
 
     index: Tensor | None  # [T], None: all N in order
     ids: Tensor  # [T] segments, ascending
@@ -164,5 +164,5 @@ def static_order(targets: Tensor, segments: Segments, unit: int) -> Order:
 
 
 def _argsort(bins: Tensor, count: int) -> Tensor:
-    """[N] a stable order, of S segments' bins: a GPU sorts narrow numbers in fewer passes."""
+    """[N] a stable order by bin, one for each segment; a GPU sorts narrow numbers faster."""
     return bins.to(torch.int16 if count < 1 << 14 else torch.int32).argsort(stable=True)

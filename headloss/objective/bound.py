@@ -81,7 +81,7 @@ class Bound:
     def gradient(
         self, stats: Statistics, batch: PackedBatch, rows: slice, needed: bool = True
     ) -> Gradient:
-        """Evaluate every term on the tokens `rows` and pull the sum back to coefficients."""
+        """Evaluate every term on the tokens `rows`, and differentiate the sum to coefficients."""
         found, values = self._differentiated(stats, batch, rows, needed)
         coefficients = pull_back(found, stats, self.vocabulary)  # type: ignore[arg-type]
         divergences = {key: found[key] for key in stats.divergences if key in found}
@@ -103,8 +103,8 @@ class Bound:
         return tuple((part.name, part.coefficient) for part in self.parts)
 
     def total(self, values: Tensor) -> Tensor:
-        """[] the loss from its terms' values. Number by number: a tensor of the coefficients would
-        be a copy that waits for the device."""
+        """[] the loss from its terms' values, added one by one: a tensor of the coefficients would
+        have to be copied to the device, and the copy would wait."""
         loss = values.new_zeros(())
         for (_, coefficient), value in zip(self.named, values.unbind(), strict=True):
             loss = loss.add(value, alpha=coefficient)
@@ -116,7 +116,7 @@ class Bound:
         return tuple(part.name for part in self.parts)
 
     def metrics(self, stats: Statistics) -> Callable[[], Metrics] | None:
-        """What has been measured beside the gradient, None if nothing has."""
+        """What was measured together with the gradient; None if nothing was."""
         return None
 
     def _differentiated(
@@ -166,7 +166,7 @@ class Bound:
                     rate = zero + slope.rate
                     found[slope.of] = found[slope.of] + rate if slope.of in found else rate
                     continue
-                # Numbers are filled in, not copied: a copy would wait for the device.
+                # Numbers are filled in and not copied, since a copy would wait for the device.
                 numbers = (slope.rate, slope.anchor, slope.low, slope.high, slope.sign)
                 rows = [x if isinstance(x, Tensor) else zero + x for x in numbers]
                 closed.append(torch.stack([row.to(zero.dtype) for row in rows]))
@@ -184,8 +184,8 @@ class Bound:
         return [slope._replace(rate=slope.rate * times) for slope in part.term.slopes(view)]
 
     def scaled(self) -> Bound:
-        """The same, with coefficients near 1 whatever the weights are: what is a few bits above
-        zero in float16 is then a gradient that does not matter. Unscale with 1 / scale."""
+        """The same objective with coefficients near 1, whatever the weights are, so that in float16
+        only gradients that do not matter underflow. Multiply by 1 / scale afterwards."""
         largest = [
             abs(part.coefficient) * part.weights.max() for part in self.parts if len(part.weights)
         ]
@@ -221,7 +221,7 @@ def power_of_two(sizes: list[Tensor]) -> Tensor:
 
 
 def _differentiate(total: Tensor, inputs: dict[object, Tensor]) -> dict[object, Tensor]:
-    """d total / d input, for the inputs that it depends on."""
+    """d total / d input, for those inputs that the total depends on."""
     if not total.requires_grad:
         return {}
     gradients = torch.autograd.grad(total, list(inputs.values()), allow_unused=True)
@@ -230,8 +230,8 @@ def _differentiate(total: Tensor, inputs: dict[object, Tensor]) -> dict[object, 
 
 
 def without_constants(slopes: Tensor, stats: Statistics, batch: PackedBatch) -> Tensor:
-    """Slopes of candidates [n, K + 1]: what an empty slot holds is a constant, as is what has no
-    mass."""
+    """Slopes of candidates [n, K + 1], 0 for empty slots and for columns without mass: both are
+    constants."""
     constant = stats.divergences[CANDIDATES].isneginf()
     return slopes.masked_fill(constant | pad(batch.candidate_ids < 0, (0, 1)), 0)
 
@@ -246,7 +246,7 @@ def _live(values: Tensor, batch: PackedBatch) -> Tensor:
 
 
 def without_poison(batch: PackedBatch, kept: Tensor) -> PackedBatch:
-    """The fields of tokens that a term leaves out may hold anything: non-finite values become 0."""
+    """Fields with 0 for non-finite values: tokens that a term leaves out may hold anything."""
     fields = {}
     for name, (dtype, _) in batch.kinds().items():
         if dtype is not None and dtype.is_floating_point and name not in UNREAD:
@@ -284,7 +284,7 @@ def bind(
 
 
 class _Counted(NamedTuple):
-    """What a reduction sees of all tokens, or of those that a field keeps."""
+    """What a reduction needs to know of all tokens, or of those that a field keeps."""
 
     kept: Tensor | None  # [T] bool
     lengths: Tensor  # [T] of each token's segment
@@ -304,7 +304,7 @@ def _count(batch: PackedBatch, totals: Totals, field: str | None, dtype: torch.d
 
 
 def check_weights(objective: Objective, kinds: Kinds, totals: Totals | None) -> None:
-    """ValueError or TypeError where `bind` could not tell a term's weights."""
+    """ValueError or TypeError where the weights of a term cannot be found out."""
     for name, _, term in objective.named():
         field = term.kept_field
         if term.reduction is None:

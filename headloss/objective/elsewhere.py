@@ -1,8 +1,8 @@
-"""A loss that lives in somebody else's code, where the library would have an objective.
+"""A loss in somebody else's code, in the place of an objective.
 
 T scored tokens. What the signature of a call needs to know of it is which statistics it reads and
-which of them carry a gradient: `loss_elsewhere` stands for that where calls are prepared. The loss
-itself only comes back as slopes.
+which of them carry a gradient: `loss_elsewhere` says so where calls are prepared. Of the loss
+itself only slopes come back.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALL = slice(None)
 
 
 class Elsewhere(NamedTuple):
-    """What stands for the function of a term."""
+    """Stands for the function of a term."""
 
     reads: Reads
 
@@ -40,8 +40,8 @@ class Elsewhere(NamedTuple):
 def loss_elsewhere(
     gradients: frozenset[str], scope: Scope = "elsewhere", candidates: bool = False
 ) -> Objective:
-    """What stands for it: it reads the statistics of `READ`, log-probs of `candidates`, their rest
-    where its gradient is asked for, and differentiates `gradients`."""
+    """A term that stands for such a loss. It reads the statistics of `READ`, the log-probs of
+    `candidates`, and their rest where its gradient is asked for; it differentiates `gradients`."""
     statistics = frozenset((*READ, *CANDIDATE[:candidates])) | gradients
     differentiable = {BESIDE.get(name, name) for name in gradients}
     term = Term(
@@ -60,8 +60,8 @@ def gradient_of(
     vocabulary: int,
     rescaled: bool,
 ) -> tuple[Gradient, Tensor | None]:
-    """The coefficients that follow; with `rescaled`, near 1, and the power of two that brought them
-    there."""
+    """The coefficients that follow from the slopes. With `rescaled` a power of two scales them to
+    near 1, and is returned too."""
     sparse: dict[object, Tensor] = {key: slopes[key] for key in (CANDIDATES,) if key in slopes}
     gradient = Gradient(pull_back(slopes, stats, vocabulary), sparse, torch.empty(0))
     if not rescaled:
@@ -133,7 +133,7 @@ class Foreign:
         return owed(upstream, self.declared, None)
 
     def _full(self, values: Tensor, rows: slice) -> Tensor:
-        """Of some tokens, in the caller's shape."""
+        """Values of some tokens in the caller's shape, with 0 at all others."""
         index, live, shape = self.packing.index, self.packing.live, self.packing.shape
         if live is not None:
             values = torch.where(live[rows], values, 0)
@@ -146,7 +146,7 @@ class Foreign:
 
 
 def scalar(value: object) -> Tensor:
-    """What a loss function returned; ValueError where that is no loss."""
+    """The scalar that a loss function returned; ValueError for anything else."""
     if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"loss_fn: returned {got}, want a floating scalar tensor")

@@ -1,4 +1,4 @@
-"""From nodes, as they were written down, to the instructions of a tape."""
+"""From the nodes of a recording to the instructions of a tape."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TENSORS = frozenset({"tokens", "segments", "factor"})  # numbers that may lie on
 
 
 class Written(NamedTuple):
-    """What was written down: nodes, and which of them are results."""
+    """A recording: its nodes, and which of them are results."""
 
     nodes: list[Node]
     vectors: list[tuple[Source, int]]  # nodes of OUT
@@ -26,7 +26,7 @@ class Written(NamedTuple):
 
 
 def lowered(written: Written, terms: int, unit: int, dtype: torch.dtype) -> Tape | None:
-    """Nodes that matter, in phases, with a register for each; None where there are too many."""
+    """The nodes that results need, in phases, each with a register; None if they are too many."""
     nodes = written.nodes
     targets: dict[int, list[int]] = {}
     for at, (_, node) in enumerate(written.vectors):

@@ -1,9 +1,9 @@
-"""Operations on vectors of tokens and segments, written down below autograd.
+"""Records operations on vectors of tokens and segments, below autograd.
 
 T tokens, S segments, P = S / 2 pairs. What runs on a small sample under a `Recorder` becomes a list
 of nodes that holds for any T and S: sums over segments, expansion, lengths and pairs are nodes of
-their own (`RecordedSegments`), sizes and the values of the sample leave no trace. What cannot be
-written down raises `Unrecorded`.
+their own (`RecordedSegments`), sizes and the values of the sample leave no trace. An operation that
+cannot be recorded raises `Unrecorded`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Node(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Writes nodes down. A tensor is known by its memory, so that a view is what it views."""
+    """Records nodes. A tensor is identified by its memory, so that a view counts as its base."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -50,12 +50,12 @@ class Recorder(TorchDispatchMode):
         self.nodes: list[Node] = []
         self._numbers: dict[Node, int] = {}
         self._of: dict[Any, Operand] = {}
-        self._kept: list[Tensor] = []  # no memory is given away twice
+        self._kept: list[Tensor] = []  # which is kept, so that no other tensor gets the same
         self._paused = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch would import its compiler in order to stay out of it; no recording is compiled."""
+        """Without this Torch imports its compiler, only to find that nothing is to be compiled."""
         return False
 
     # ------------------------------------------------------------------ tensors and nodes
@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):
         return self._node(Node(Op.NUMBER, (source,), TOKENS))
 
     def __call__(self, op: Op, *operands: Operand) -> Operand:
-        """The node of an instruction, or the operand or constant that it comes to."""
+        """The node of an instruction, or the operand or constant that it simplifies to."""
         kinds = {self.nodes[o].kind for o in operands if isinstance(o, int)}
         if op in ELEMENTWISE:
             simple = _simplified(op, operands)
@@ -329,7 +329,7 @@ OPERATIONS: dict[str, Callable[..., Operand]] = {
 
 
 class RecordedSegments(Segments):
-    """Segments of a sample whose sums, expansions and pairs are written down."""
+    """Segments of a sample whose sums, expansions and pairs are recorded."""
 
     def __init__(self, recorder: Recorder, lengths: Tensor) -> None:
         ids = torch.arange(len(lengths)).repeat_interleave(lengths)

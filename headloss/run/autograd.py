@@ -24,8 +24,8 @@ Open = Callable[[Sequence[Tensor | None]], RawSoftmax]
 
 
 def refuse_second_derivatives(of: str) -> None:
-    """RuntimeError in a backward pass whose result is to be differentiated: it has no graph, so
-    that a penalty on the gradient would be dropped without a word."""
+    """RuntimeError in a backward pass with `create_graph=True`: its result has no graph, so that a
+    penalty on the gradient would be dropped without a word."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"headloss: got a backward pass through {of} with create_graph=True, but its second "
@@ -34,10 +34,10 @@ def refuse_second_derivatives(of: str) -> None:
 
 
 class HeadLoss(torch.autograd.Function):
-    """The scalar loss; its backward is the loop's pull-back, once.
+    """The scalar loss. Its backward runs act two of the loop, and may be called once.
 
-    `tensors` are the source's own, in the order of its gradients; `open_source` makes the source
-    of them.
+    `tensors` are those that the source is made of, in the order of its gradients; `open_source`
+    makes the source from them.
     """
 
     @staticmethod
@@ -72,10 +72,11 @@ class HeadLoss(torch.autograd.Function):
 
 class HeadStatistics(torch.autograd.Function):
     """logp, lse and entropy of all positions, and [.., K + 1] of candidates where there are any;
-    its backward pulls back what a loss elsewhere sends.
+    its backward runs act two with the slopes that the loss outside sends.
 
-    `gradients` names those that carry one; `tensors` and `open_source` are as in `HeadLoss`. What a
-    held schedule keeps is saved with autograd, so that checkpointing drops it and makes it again.
+    `gradients` names the statistics that carry a gradient; `tensors` and `open_source` are as in
+    `HeadLoss`. What a held schedule keeps is saved with autograd, so that checkpointing drops it
+    and makes it again.
     """
 
     @staticmethod

@@ -66,7 +66,7 @@ def binder(
 
 
 def _counted(batch: Batch, packing: Packing) -> Totals | None:
-    """The totals of the batch where packing has read them, else None."""
+    """The totals of the batch, if packing has read them; else None."""
     masks = any(isinstance(f, Tensor) and f.dtype == torch.bool for f in batch.fields.values())
     if packing.lengths is None or masks or batch.segments.group is not None:
         return None

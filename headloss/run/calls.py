@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A validated, packed and planned call: everything but the logits' values."""
+    """A call that was validated, packed and planned; the values of the logits are not known yet."""
 
     objective: Objective
     prepared: Prepared
@@ -56,7 +56,7 @@ class Call:
     def open_linear(
         self, hidden: Tensor, head: Head, options: Options
     ) -> tuple[Any, list[Tensor | None]]:
-        """How to make the source of a linear head, and the tensors to make it of."""
+        """A function that makes the source of a linear head, and the tensors that it takes."""
         slices, prepared = self.work.slices, self.prepared
         x = hidden.reshape(-1, hidden.shape[-1])
         if prepared.compute_dtype is not None:
@@ -66,7 +66,7 @@ class Call:
         if index is not None:
             x = GatherRows.apply(x, index, self.packing.live)
         fused = self.plan.terms
-        if fused and not prepared.acts.can_fuse(x, x):  # a layout that its product cannot read
+        if fused and not prepared.acts.can_fuse(x, x):  # its product cannot read this layout
             x = x.clone(memory_format=torch.contiguous_format)
         fixed = prepared.acts.fixed_product if options.batch_invariant else None
         factors = slices.factors(head, x, fixed)
@@ -94,7 +94,7 @@ class Call:
         return open_source, [*(tensor for pair in factors for tensor in pair), head.bias]
 
     def open_given(self, logits: Tensor) -> tuple[Any, list[Tensor | None]]:
-        """The same of given logits."""
+        """The same for given logits."""
         acts, first = self.prepared.acts, self.work.slices.first
 
         def open_source(tensors: Sequence[Any]) -> RawSoftmax:
@@ -119,7 +119,7 @@ def linear_call(
     batch: Batch,
     objective: Term | Objective,
     options: Options,
-    on_meta: bool = False,  # hidden states may have no values
+    on_meta: bool = False,  # a plan may be asked for on the meta device
 ) -> Call:
     """The call that `head_loss` makes of its arguments."""
 
@@ -245,7 +245,7 @@ def _call(joined: Joined, batch: Batch, transform: Transform, options: Options) 
 def _tolerance(
     plan: Plan, transform: Transform, vocabulary: int, options: Options
 ) -> Tolerance | None:
-    """Of nothing where leaving rows out would save no product: those of a frozen head are made
+    """None where leaving rows out would save no product: the products of a frozen head are made
     before any coefficient is known."""
     if not options.gradient_tolerance:
         return None
@@ -256,7 +256,7 @@ def _tolerance(
 def _of_tokens(
     transform: Transform, batch: Batch, packing: Packing, wide: torch.dtype
 ) -> Transform:
-    """With the temperatures of packed tokens, where they have their own."""
+    """The head with the temperatures of the packed tokens, where each token has one."""
     temperature = transform.temperature
     if not isinstance(temperature, Tensor):
         return transform
@@ -270,7 +270,7 @@ def _of_tokens(
     else:
         rows = temperature.reshape(-1)
         rows = rows if packing.index is None else rows[packing.index]
-    if packing.live is not None:  # a dead row's 0 would divide
+    if packing.live is not None:  # else a division by the 0 of an unscored row
         rows = torch.where(packing.live, rows, 1)
     else:
         check_temperatures(rows, packing.index)

@@ -35,7 +35,7 @@ UNCOMPILED = (
 
 
 def eagerly(verb: Callable[P, R]) -> Callable[P, R]:
-    """Break a compiled graph at this call, or say with fullgraph=True why there is none.
+    """Break a compiled graph at this call; with fullgraph=True say why that is not possible.
     (`torch.compiler.disable` as a decorator would import the compiler with the package.)"""
 
     @functools.wraps(verb)
@@ -49,7 +49,7 @@ def eagerly(verb: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_eager(verb: str, given: object = None, *others: object) -> None:
-    """Refuse what a verb's operators would not see: torch.func, forward mode, no values.
+    """Refuse what the operators of a verb cannot handle: torch.func, forward mode, meta tensors.
 
     Raises:
         RuntimeError: inside a transform of torch.func.
@@ -94,7 +94,7 @@ def check_linear(
     options: Options,
     on_meta: bool,
 ) -> tuple[Objective, torch.dtype | None]:
-    """The objective, and what autocast computes in."""
+    """The objective, and the dtype that autocast computes in."""
     found = checked_objective(objective, batch, options)
     grouped = head.vocab_group is not None
     if options.sequence_parallel and not grouped:
@@ -124,7 +124,7 @@ def checked_objective(objective: Term | Objective, batch: Batch, options: Option
     objective = Objective.of(objective)
     if not objective.parts:
         raise ValueError("objective: got no terms, want at least one")
-    if isinstance(batch, Exception):  # wrong targets, of which all ranks have to hear
+    if isinstance(batch, Exception):  # wrong targets, which all ranks have to learn of
         raise batch
     if not isinstance(batch, Batch):
         raise TypeError(f"batch: got {type(batch).__name__}, want headloss.Batch")
@@ -239,7 +239,7 @@ def check_gradient(objective: Objective, asked: dict[str, Reads]) -> None:
 
 
 def warn_of_misspelt_fields(batch: Batch, objective: Objective, asked: dict[str, Reads]) -> None:
-    """UserWarning for a field that no term reads and whose name is close to one that exists."""
+    """Warn of a field that no term reads, if its name is close to one that exists."""
     read = {name for term in asked.values() for name in term.fields}
     read |= {term.kept_field for _, term in objective.parts if term.kept_field is not None}
     absent = {name.lower(): name for name in {*FIELDS, *read} if name not in batch.fields}
@@ -259,8 +259,8 @@ _HEEDS_DEAD_ROWS: WeakKeyDictionary[Term, bool] = WeakKeyDictionary()
 def check_dead_rows(
     objective: Objective, kinds: Kinds, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """ValueError for a batch-scoped term that would take rows that are not scored for tokens: with
-    static shapes they are among the others, and only `batch.live` tells them apart."""
+    """ValueError for a batch-scoped term that would count unscored rows as tokens: with static
+    shapes they are among the others, and only `batch.live` tells them apart."""
     for name, _, term in objective.named():
         if term.scope != "batch":
             continue
@@ -277,7 +277,7 @@ def check_dead_rows(
 def _heeds_dead_rows(
     term: Term, kinds: Kinds, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether all of a term that needs the whole batch, its modifiers apart, reads batch.live."""
+    """Whether every part of a term that needs the whole batch reads batch.live."""
     parts = [replace(term, modifiers=())] if (term.own_scope or term.scope) == "batch" else []
     for modifier in term.modifiers:
         if modifier.scope == "batch":

@@ -44,12 +44,12 @@ PullBack = Callable[[Tensor, Any], Gradients]
 
 
 class Swept(NamedTuple):
-    """What the statistics sweep leaves behind: of all tokens, act one; and, by the schedule, what
-    act two needs beside coefficients.
+    """What act one of all tokens leaves behind: statistics, and what act two of the schedule needs
+    beside coefficients.
 
     Attributes:
         held: what act one kept of each block's logits; used up by act two.
-        sums: of dlogp/dhidden, which only wait for each token's slope (a frozen head).
+        sums: dlogp/dhidden of a frozen head, still to be scaled by each token's slope.
     """
 
     whole: Measured
@@ -67,7 +67,7 @@ class Work:
         vocabulary: of the whole model.
         sums: where the gradients of a linear source go.
         at_once: the objective's gradient is known before the statistics are.
-        tolerance: which rows are left out beside those without gradient.
+        tolerance: which rows are left out in addition to those without gradient.
         unscored, inplace: of given logits, see `GivenSums`.
     """
 
@@ -115,7 +115,7 @@ class Work:
 
 
 def forward(work: Work, source: RawSoftmax) -> tuple[Outcome, PullBack | None]:
-    """What the schedule does before the upstream gradient is known; and what it does then."""
+    """What the schedule does before the upstream gradient is known, and a function for the rest."""
     if work.at_once:
         assert isinstance(source, WalkSoftmax)
         return _walk_at_once(work, source)
@@ -167,7 +167,7 @@ def _in_one_pass(work: Work, source: RawSoftmax) -> tuple[Outcome, PullBack]:
 
 
 def sweep(work: Work, source: RawSoftmax) -> Swept:
-    """Act one on all tokens; of a frozen head, act two for coefficients of one."""
+    """Act one on all tokens; for a frozen head also act two, with coefficients of 1."""
     pull, found = work.plan.pull, []
     kept: list[Any] = []
     sums: Any = None
@@ -187,8 +187,8 @@ def sweep(work: Work, source: RawSoftmax) -> Swept:
 
 
 def stored(held: Any, tensors: list[Tensor]) -> Callable[[Iterator[Tensor]], Any]:
-    """Adds the tensors of what a source kept of one block to a list; what makes it of them again,
-    in their order. (A part of a source that is made anew is left out.)"""
+    """Add the tensors that a source kept of one block to a list; return a function that builds what
+    was kept from these tensors. (What the source can compute again is left out.)"""
     if held is None:
         return lambda again: None
     if isinstance(held, Held):
@@ -244,7 +244,7 @@ def steps(total: int, step: int) -> list[slice]:
 
 
 def _live(work: Work, gradient: Gradient) -> Tensor | None:
-    """[n] bool, the rows that carry any gradient, where others are to be left out (law 5)."""
+    """[n] bool, the rows that carry a gradient, if the others are to be left out (law 5)."""
     return gradient.live() if work.plan.skip_rows else None
 
 
@@ -283,8 +283,8 @@ def pull_back(
 
 
 def _scale(work: Work, swept: Swept, gradient: Gradient, factor: Tensor | None) -> Gradients:
-    """A frozen head: dlogp/dhidden per token, times the objective's slope; and what candidates'
-    slopes have beside the mean of the softmax, which is in it."""
+    """A frozen head: dlogp/dhidden per token times the objective's slope, plus what the slopes of
+    candidates add to it."""
     sums, source, prob = swept.sums, swept.sums.source, gradient.coefficients.prob
     sums.hidden.settle()
     row = gradient.values.new_zeros(len(work.batch), dtype=source.dtype) if prob is None else -prob
@@ -324,8 +324,8 @@ def _from_held(work: Work, source: RawSoftmax, swept: Swept, gradient: Gradient)
 def _in_blocks(
     work: Work, source: RawSoftmax, gradient: Gradient, factor: Tensor | None
 ) -> Gradients:
-    """In blocks of tokens, whose logits are made once more. Statistics are merged again: where p is
-    near 1, 1 - p needs the logits that p is made of."""
+    """In blocks of tokens, whose logits are computed again. Their statistics are merged again too:
+    where p is near 1, 1 - p needs the very logits that p comes from."""
     sums = work.row_sums(source)
     for block in work.plan.chunks:
         part = gradient.rows(block.rows)

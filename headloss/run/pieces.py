@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 WAVE_TILE = (128, 256)  # rows x columns of a product that one multiprocessor computes at once
-CHUNK_WAVES = 0.3  # what a chunk costs beside its products, in waves
+CHUNK_WAVES = 0.3  # the fixed cost of a chunk, in waves of its products
 CANDIDATE_BYTES = 24  # of a candidate: its id, its log-prob and its slope
 PAIR_BYTES = 48  # of a pair of a support: its logit and gradient in float32, its places by column
-GRAIN = 128  # rows of a chunk and columns of a slab come in multiples of it, for the products' sake
+GRAIN = 128  # rows of a chunk and columns of a slab are multiples of it, which suits the products
 
 
 class Chunk(NamedTuple):
@@ -83,14 +83,14 @@ class Problem:
         return self.vocabulary * self.row_bytes
 
     def of(self, **known: Any) -> Problem:
-        """With what one call knows. (`dataclasses.replace` takes a host ten microseconds.)"""
+        """A copy with what one call adds. (`dataclasses.replace` takes ten microseconds.)"""
         found = object.__new__(Problem)
         found.__dict__.update(self.__dict__, **known)
         return found
 
 
 def even(p: Problem, rows: int) -> int:
-    """Equal chunks: the last one is as efficient as the others."""
+    """The size of equal chunks, so that the last one is as efficient as the others."""
     pieces = -(-p.tokens // rows)
     even = -(-p.tokens // pieces)
     return min(rows, -(-even // GRAIN) * GRAIN) if even > GRAIN else even

@@ -27,11 +27,11 @@ Schedule = Literal["one_pass", "recompute", "frozen", "held", "statistics"]
 Pull = Literal["now", "unit", "held", "slabs", "blocks", "never"]
 MIB = 1 << 20
 CPU_BUDGET, GPU_BUDGET = 256 * MIB, 1200 * MIB  # for a chunk, where the call names none
-GPU_SHARE = 28  # of a GPU's memory, its part that is a budget where that is more
+GPU_SHARE = 28  # the budget is a GPU's memory divided by it, if that is more
 TERMS_ROWS = 16384  # tokens per product that writes statistics alone
 SKIP_WORTH = 2 * 10**11  # multiply-adds of a block's product: below it, reading which rows carry a
 # gradient keeps a GPU waiting longer than leaving them out can save
-FIXED_COLUMNS = 16384  # of a slab, where a token's bits are to be its own
+FIXED_COLUMNS = 16384  # of a slab, if a token's bits may not depend on other tokens
 WORKING_BLOCK = 1 << 20  # logits that a reference act works on at once
 SWEEP_BYTES = 480 << 20  # of a sweep that writes terms or gradients in 16 bits
 SLAB_ELEMENTS = (48 << 20, 192 << 20)  # of its slabs, least and most
@@ -175,8 +175,8 @@ def _pull(p: Problem, schedule: Schedule) -> Pull:
 
 
 def _once(p: Problem, pull: Pull, chunks: int, tile: Tile) -> bool:
-    """Whether one addition brings a weight gradient whole, so that it needs no wider sum: in
-    float16 the sum is scaled, and rounded after it is scaled back."""
+    """Whether one product is the whole weight gradient, so that no wider sum is needed. (In float16
+    the sum is scaled, and rounded after it is scaled back.)"""
     if p.rescaled or p.main_grad or p.given or 0 < p.restricted < p.tokens:
         return False
     return chunks <= 1 if pull in ("now", "held", "blocks") else p.tokens <= tile.rows
@@ -225,7 +225,7 @@ def _choose(p: Problem, options: Options, chunks: tuple[Chunk, ...] | None) -> t
 
 
 def _held(p: Problem, options: Options) -> tuple[str, str | None]:
-    """What a held schedule keeps of all tokens; and why it cannot."""
+    """What a held schedule keeps of all tokens, in words; and why it cannot, if so."""
     size, budget = p.tokens * p.token_bytes, _budget(p, options, warn=False)
     what = "softmax terms" if p.terms else "logits"
     kept = f"the {what} of all tokens take {size / MIB:.1f} MiB"
@@ -269,7 +269,7 @@ def _why_budget(p: Problem, options: Options) -> str:
 
 
 def _limit(p: Problem, options: Options) -> int:
-    """The most tokens that a chunk may grow to so as to hold a segment."""
+    """The most tokens that a chunk may grow to in order to hold a segment."""
     return max(1, _budget(p, options) // max(1, p.token_bytes))
 
 

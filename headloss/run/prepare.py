@@ -55,10 +55,10 @@ class Prepared:
 
     Attributes:
         needs: statistics.
-        problem: what the planner knows of it, less what differs from call to call.
+        problem: what the planner knows of it, without what differs from call to call.
         dtype: that products run in.
         wide: of statistics.
-        slopes: the objective's gradient can be had before the statistics.
+        slopes: the objective's gradient can be known before the statistics.
         taped: a tape may serve the objective in place of autograd.
         kinds: of the fields that a tape can read.
     """
@@ -88,7 +88,7 @@ class Prepared:
         return kernels.load(self.backend)
 
     def plan(self, options: Options, **known: Any) -> Plan:
-        """What runs for the numbers of one call."""
+        """The plan for the numbers of one call."""
         return make_plan(self.problem.of(**known), options, self.backend)
 
 
@@ -211,7 +211,7 @@ def _linear_key(
 
 
 def _fits(hidden: Tensor, head: Head, batch: Batch, known: Prepared) -> bool:
-    """Whether all that `check_linear` asks beyond the signature is seen to hold."""
+    """Whether everything that `check_linear` asks beyond the signature holds."""
     if isinstance(head.temperature, Tensor) or head.vocab_group is not None:
         return False
     per_unit = batch.segments.count % known.problem.segments_per_unit == 0
@@ -358,7 +358,7 @@ def _needs(asked: dict[str, Reads], options: Options) -> frozenset[str]:
 
 
 def _candidates(teachers: list[Teacher], kinds: Kinds, needs: frozenset[str]) -> int:
-    """Columns of a token that are measured apart: stored outcomes of each teacher, candidates."""
+    """Columns of a token that are measured one by one: stored teachers' outcomes, candidates."""
     stored = [t for t in teachers if t.source(kinds) == "topk"]
     fields = ["teacher_topk_ids"] * len(stored)
     fields += ["candidate_ids"] * bool(needs & {"candidate_logps", "candidate_tail"})

@@ -33,7 +33,7 @@ def open_teacher(
     prepared: Prepared,
     slices: Whole,
 ) -> DenseTeacher:
-    """What measures a dense teacher and takes its gradient, after its fields are checked."""
+    """What measures a dense teacher and computes its gradient. Its fields are checked first."""
     acts = prepared.acts
     like = torch.zeros((), dtype=prepared.wide, device=batch.targets.device)
     size = slices.size or vocabulary
@@ -52,7 +52,7 @@ def open_teacher(
 
 
 def _at(transform: Transform, temperature: float) -> Transform:
-    """At another temperature; the same one where it is the same."""
+    """The same transform at another temperature."""
     own = transform.temperature
     if not isinstance(own, Tensor) and own == temperature:
         return transform
@@ -67,7 +67,7 @@ def open_beside(
     prepared: Prepared,
     slices: Whole,
 ) -> tuple[Candidates | Collision | Peak, ...]:
-    """What is measured beside the statistics: of stored outcomes, candidates, sum p^2, max z."""
+    """What is measured beside the statistics: stored outcomes, candidates, sum p^2, max z."""
     acts, wide, needs = prepared.acts, prepared.wide, prepared.needs
     found: list[Candidates | Collision | Peak] = []
 
