@@ -67,7 +67,7 @@ def _unknown(module: nn.Module, why: str = "") -> TypeError:
 
 
 def _check_unpatched(module: nn.Module) -> None:
-    """What would run beside the module's own forward is not seen from here: refuse it."""
+    """Refuse hooks and patches: what they do beside the module's forward cannot be seen here."""
     if parametrize.is_parametrized(module):
         names = ", ".join(module.parametrizations.keys())  # type: ignore[union-attr]
         raise _unknown(
@@ -79,7 +79,7 @@ def _check_unpatched(module: nn.Module) -> None:
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     for hook in hooks:
         home = getattr(hook, "__module__", None) or type(hook).__module__
-        # What shards a weight shows in the weight itself: a DTensor, or one of ZeRO-3's.
+        # Sharding can be seen in the weight itself: a DTensor, or a parameter of ZeRO-3.
         if not home.startswith(("torch.distributed.", "deepspeed.")):
             name = getattr(hook, "__qualname__", type(hook).__name__)
             raise _unknown(module, f"its forward hook {home}.{name} would not run; remove it")

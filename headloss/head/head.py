@@ -206,7 +206,7 @@ class Head:
             return
         if not isinstance(size, int) or isinstance(size, bool):
             raise TypeError(f"vocab_size: got {describe(size)}, want an integer or None")
-        # A slice of the vocabulary may well hold fewer rows than the whole.
+        # A slice of the vocabulary may hold fewer rows than `vocab_size`.
         sharded = self.vocab_group is not None or self.vocab_mesh_dim is not None
         if size < 1 or (size > rows and not sharded):
             raise ValueError(f"vocab_size: got {size}, want 1 <= vocab_size <= {rows}, the rows")

@@ -35,7 +35,7 @@ R = TypeVar("R")
 
 
 class Place(NamedTuple):
-    """What a rank knows of the whole vocabulary and of the other ranks' slices."""
+    """What a rank knows about the whole vocabulary and the other ranks' slices."""
 
     vocabulary: int  # V
     group: ProcessGroup | None = None
@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
     @property
     def widest(self) -> int:
-        """The most columns that a rank holds: what all ranks plan for."""
+        """The most columns that any rank holds; all ranks plan for these."""
         return max(self.sizes, default=self.vocabulary)
 
     def slices(self, packed: Packing | None, device: torch.device) -> Whole:
@@ -158,7 +158,7 @@ def join_positions(
 
 
 def of_batch(batch: Batch) -> dict[str, Any]:
-    """Facts of a batch that every rank of a vocabulary group is given whole."""
+    """Facts about a batch, which every rank of a vocabulary group is given whole."""
     ordered = sorted(batch.fields.items())
     tensors = [t for _, t in ordered if isinstance(t, Tensor) and t.dim() <= batch.targets.dim()]
     totals: list[Any] = []
@@ -188,7 +188,7 @@ def _kind(value: Any, rank: int) -> str:
 
 
 def of_head(head: Head, hidden: Tensor, targets: Tensor | None = None) -> dict[str, Any]:
-    """Facts of a head and of the hidden states before it; with targets, of the scored ones."""
+    """Facts about a head and its hidden states; with targets, about the scored ones."""
     temperature = head.temperature
     per_token = isinstance(temperature, Tensor)
     enabled = torch.is_grad_enabled()
@@ -211,7 +211,7 @@ def of_head(head: Head, hidden: Tensor, targets: Tensor | None = None) -> dict[s
 
 
 def _sampled(hidden: Tensor, targets: Tensor | None) -> Tensor:
-    """[N] one value of each row, and 0 where nothing is scored: to read all would take too long."""
+    """[N] one value of each scored row, else 0: to compare all values would take too long."""
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     at = torch.arange(len(rows), device=rows.device)
     found = rows[at, at % rows.shape[1]]
@@ -219,7 +219,7 @@ def _sampled(hidden: Tensor, targets: Tensor | None) -> Tensor:
 
 
 def _suits(weight: Tensor) -> bool:
-    """What a GPU's product asks of memory: ranks that differ would plan differently."""
+    """Whether memory suits a GPU's product: ranks that differ here would plan differently."""
     if not weight.is_cuda:
         return True
     rows = weight.stride(1) == 1 and weight.stride(0) * weight.element_size() % 16 == 0
@@ -326,7 +326,7 @@ def given_facts(
 
 
 def has_unit_stride(logits: Tensor) -> bool:
-    """Whether each row of the logits lies in one piece."""
+    """Whether each row of the logits is contiguous."""
     return logits.stride(-1) == 1 or logits.shape[-1] <= 1
 
 

@@ -37,7 +37,7 @@ class Pending(NamedTuple):
 
 
 class Spread:
-    """Which rank of a group was given the hidden states of each packed token.
+    """Which rank of a group holds the hidden states of each packed token.
 
     Args:
         index: [T] position of each packed token, None: all N in order.
@@ -121,7 +121,7 @@ class Spread:
 
 
 class _Keeping:
-    """Work, and what it sends until it is done."""
+    """Work under way, and the tensors that it sends, which must live until it is done."""
 
     def __init__(self, work: Any, sent: Tensor) -> None:
         self.work, self.sent = work, sent

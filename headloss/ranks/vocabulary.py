@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..head.head import Head
 
 
-GIVE_WAY = 20_000  # clocks, about 11 microseconds, in which a collective gets to its place on a GPU
+GIVE_WAY = 20_000  # clocks, about 11 microseconds, in which a collective gets its multiprocessors
 
 
 class Whole:
@@ -47,11 +47,11 @@ class Whole:
     def hidden(
         self, source: LinearSoftmax, wants: Wants, blocks: Sequence[slice] | None
     ) -> Hidden:
-        """Where gradients of features go: in blocks of tokens, or (None) summed over slabs."""
+        """Where gradients of features go: block by block, or (None) summed over slabs."""
         return Hidden(source, wants, blocks)
 
     def merge(self, partials: Partials) -> Partials:
-        """Partials of this rank's slice to those of the whole vocabulary."""
+        """From partials of this rank's slice to those of the whole vocabulary."""
         return partials
 
     def measured(
@@ -191,7 +191,7 @@ class Shard(Whole):
         return head.factors(hidden, fixed=fixed)
 
     def dropout(self, hidden: Tensor, p: float) -> Tensor:
-        """The first rank's, on all."""
+        """The first rank's mask, on all ranks."""
         kept = dropout(hidden.new_ones(hidden.shape), p) != 0
         together(
             "an adapter's dropout",
@@ -239,13 +239,13 @@ class GatherTokens(torch.autograd.Function):
 def gather(values: Tensor, group: ProcessGroup) -> Tensor:
     """[W, ..] of every rank's [..], in rank order."""
     found = values.new_empty(distributed.get_world_size(group), *values.shape)
-    flat = values.contiguous().view(-1)  # gloo wants shapes as if one after another
+    flat = values.contiguous().view(-1)  # gloo wants the output as one long tensor
     _gather_flat(found.view(-1), flat, group)
     return found
 
 
 def _gather_flat(found: Tensor, own: Tensor, group: ProcessGroup) -> None:
-    """`all_gather_into_tensor`, under the name that this torch does not call deprecated."""
+    """`all_gather_into_tensor`, by the name that this torch does not call deprecated."""
     names = ("all_gather_single", "all_gather_into_tensor")
     run = next(getattr(distributed, n) for n in names if hasattr(distributed, n))
     together("an exchange with the ranks of a group", group, lambda: run(found, own, group=group))

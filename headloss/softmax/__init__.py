@@ -1,1 +1,1 @@
-"""Sources of logits: each owns both acts on its own, partial statistics and the gradient."""
+"""Sources of logits: each makes the statistics of its logits and their gradient."""

@@ -20,7 +20,7 @@ from ..objective.statistics import COLLISION, PEAK, Coefficients, Normalizer, Pa
 from .rows import ALL, Rows
 
 NOTHING: frozenset[str] = frozenset()
-HIGH = 1 << 32  # above any column: one number for each token and column
+HIGH = 1 << 32  # more than any column, so that token and column fit in one number
 
 
 class Slices(Protocol):
@@ -96,15 +96,15 @@ class Collision:
 
 
 class Candidates:
-    """Log-probs of K columns of each token, and of the rest, in a softmax of the tiles' logits.
+    """Log-probs of K columns of each token, and of all others, in a softmax of the tiles' logits.
 
     Args:
         key: of the [n, K + 1] log-probs and of their slopes; the rest's are the last.
         ids: [N, K] columns of the whole vocabulary, of token t at row `index[t]`; those of empty
             slots are below 0.
         transform: of the softmax.
-        heads_own: it is that of the head, and its share of c_prob is in the coefficients.
-        tail: the rest is asked for; else its log-prob is left at 0.
+        heads_own: the softmax is the head's own, and its share of c_prob is in the coefficients.
+        tail: whether the rest is asked for; else its log-prob stays 0.
         wide: dtype of the tiles' statistics. Log-probs of a softmax that is not the head's are in
             float64, so that slopes that cancel keep their digits.
     """
@@ -138,14 +138,14 @@ class Candidates:
         return found
 
     def put(self, index: Tensor, taken: Candidates) -> None:
-        """Know what was measured of some of the tokens."""
+        """Set what was measured of some of the tokens."""
         self.rest[:, index] = taken.rest
 
     def _ids(self, rows: Rows) -> Tensor:
         return self.ids[rows if self.index is None else self.index[rows]].long()
 
     def columns(self, rows: Rows, columns: slice) -> Tensor:
-        """[n, K] as columns of a tile; what is empty or elsewhere stays outside of it."""
+        """[n, K] as columns of a tile; empty slots and other tiles' columns lie outside of it."""
         ids = self._ids(rows)
         return torch.where(ids < 0, -1, ids - (self.slices.first + (columns.start or 0)))
 
@@ -160,7 +160,7 @@ class Candidates:
             self.partials = self.acts.tail_partials(raw, column, transform, onto=self.partials)
 
     def add_product(self, rows: Rows, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """Of logits x [n, H] @ weight.T [H, V] + bias [V] that nobody keeps; not for the rest."""
+        """Take x [n, H] @ weight.T [H, V] + bias [V] without storing it; not for the rest."""
         columns, transform = self.columns(rows, ALL), replace(self.transform.rows(rows), bias=bias)
         self.logits = self.acts.chosen_logits(x, weight, columns, transform)
 
@@ -201,7 +201,7 @@ class Candidates:
         support: Support,
         slopes: Tensor,  # [n, K + 1]
     ) -> None:
-        """As `chosen` and `gradient` of a tile."""
+        """For pairs what `chosen` and `gradient` are for a tile."""
         transform = self.transform.rows(rows)
         pairs, here, rest = self._in_support(rows, support)
         own = slopes[:, :-1].to(values.dtype, copy=True)
@@ -265,7 +265,7 @@ class Candidates:
         extra: Tensor | None = None,
         others: Backward | None = None,
     ) -> Tensor:
-        """Their part of d/draw of a tile; see `DenseTeacher.gradient`."""
+        """The candidates' part of d/draw of a tile; see `DenseTeacher.gradient`."""
         if not self.heads_own:  # slopes of log-probs to those of logits
             log_p = measured.stats.divergences[self.key]
             gradient = gradient - log_p.exp() * gradient.sum(1, keepdim=True)

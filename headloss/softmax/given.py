@@ -1,4 +1,4 @@
-"""Logits that exist already, and where their gradient goes.
+"""Logits that exist already, and the place of their gradient.
 
 N positions, T tokens, V vocabulary; n tokens and v columns of a tile. `GivenSoftmax` copies a tile
 at a time, for any backend and teacher. `WalkSoftmax` copies none: a kernel walks along each row for
@@ -35,7 +35,7 @@ class View:
         try:
             self.flat: Tensor | None = logits.view(-1, logits.shape[-1])
         except RuntimeError:
-            self.flat = None  # strides do not allow it
+            self.flat = None  # for strides that allow no flat view
 
     def take(self, index: Tensor) -> View:
         """Some of the tokens."""
@@ -59,7 +59,7 @@ class View:
         return tensor[(*self.place(rows), columns)]
 
     def write(self, rows: Rows, columns: slice, values: Tensor | float) -> None:
-        """Put [n, v] into the place of some rows and columns."""
+        """Write [n, v] to some rows and columns."""
         place = (*self.place(rows), columns)
         (self.logits if self.flat is None else self.flat)[place] = values
 
@@ -137,7 +137,7 @@ class GivenSums:
 
 
 class WalkSoftmax(GivenSoftmax):
-    """Given logits that a kernel serves where they lie; all rows and columns at once.
+    """Given logits that a kernel reads in place; all rows and columns at once.
 
     Args:
         live: [T] bool, with static shapes: rows that are read.
@@ -165,7 +165,7 @@ class WalkSoftmax(GivenSoftmax):
         """Where the gradient goes, with zeros where nothing is scored."""
         sums = GivenSums(self, self.unscored, self.inplace)
         if self.inplace:
-            torch.autograd.graph.increment_version(sums.total)  # autograd sees no kernel's write
+            torch.autograd.graph.increment_version(sums.total)  # autograd does not see a kernel write
             return self.rows
         return self._rows(sums.view)
 
@@ -194,7 +194,7 @@ class WalkSoftmax(GivenSoftmax):
         return found, None
 
     def partials_and_pull(self, known: tuple[Gradient, Tensor | None]) -> Partials:
-        """Both acts in one launch, of a gradient that is known before the statistics."""
+        """Both acts in one launch, for a gradient that is known before the statistics."""
         found = self._walk(self.tokens.needs, *known)
         assert found is not None
         return found
@@ -212,7 +212,7 @@ class WalkSoftmax(GivenSoftmax):
         return RowGradient(self.out.tensor, rows)
 
     def add(self, gradient: RowGradient) -> None:
-        """The walk has put it into its place."""
+        """Nothing to do: the walk has written it already."""
 
     def finish(self, factor: Tensor | None) -> list[Tensor | None]:
         """The gradient that was written, times `factor`."""

@@ -25,7 +25,7 @@ from ..objective.statistics import Coefficients, Normalizer, Partials
 from . import products
 from .rows import ALL, RowGradient, Rows, compact_
 
-MOST = 15 / 16  # of a GPU's rows: leaving so few out costs more than it saves
+MOST = 15 / 16  # rows of a GPU: to leave out fewer costs more than it saves
 
 
 class Wants(NamedTuple):
@@ -49,7 +49,7 @@ NO_GRADIENT = Wants()
 
 
 class Tokens(NamedTuple):
-    """What a softmax needs to know of its tokens beside their logits."""
+    """What a softmax needs to know of its tokens, in addition to their logits."""
 
     targets: Tensor  # [T] columns of the whole vocabulary
     transform: Transform  # its temperature is a number or [T]
@@ -60,20 +60,20 @@ class Tokens(NamedTuple):
         return Tokens(self.targets[rows], self.transform.rows(rows), self.needs)
 
     def forward(self, rows: Rows, first: int) -> Forward:
-        """What act one takes beside the logits of a tile that starts at column `first`."""
+        """Arguments of act one beside the logits of a tile that starts at column `first`."""
         return Forward(self.targets[rows], first, self.transform.rows(rows), self.needs)
 
     def backward(
         self, rows: Rows, first: int, measured: Measured, gradient: Gradient
     ) -> Backward:
-        """What act two takes beside the logits of a tile; `measured` and `gradient` of the rows."""
+        """Arguments of act two, in addition to the logits of a tile."""
         given = self.targets[rows], first, self.transform.rows(rows), measured.normalizer
         return Backward(*given, gradient.coefficients, measured.stats.logp)
 
 
 def rows_left(live: Tensor) -> Tensor | None:
-    """[K] the rows that carry a gradient, ascending, from [n] bool; None where the others may as
-    well stay (their coefficients are 0 all the same). Reads the device."""
+    """[K] the rows that carry a gradient, ascending, from [n] bool; None where it does not pay to
+    leave the others out (their coefficients are 0). Reads the device."""
     index = live.nonzero().squeeze(1)
     most = MOST if live.is_cuda else 1
     return None if len(index) >= most * len(live) else index
@@ -105,7 +105,7 @@ class RawSoftmax:
         return self.tokens.targets.shape[0]
 
     def constants(self) -> list[Tensor]:
-        """What both acts read beside the logits: none of it may change in between."""
+        """What both acts read in addition to the logits; it must not change between them."""
         given = (self.tokens.targets, self.tokens.transform.temperature)
         return [t for t in given if isinstance(t, Tensor)]
 
@@ -146,7 +146,7 @@ class RawSoftmax:
         return measured, held
 
     def measure_beside(self, rows: slice, measured: Measured) -> None:
-        """Finish what was measured beside the tiles."""
+        """Finish what was measured in addition to the statistics."""
         for part in self.beside:
             measured.stats.divergences[part.key] = part.found(rows, measured.normalizer)
 
@@ -184,13 +184,13 @@ class RawSoftmax:
         """dL/draw of a tile, teachers' part included, in the tile's memory or in 16 bits."""
         first = self.first + (columns.start or 0)
         others = self.tokens.backward(rows, first, measured, gradient)
-        if raw.is_cuda:  # what the products take in 16 bits need not be written in 32
+        if raw.is_cuda:  # the products take 16 bits
             others = others._replace(dtype=self.gradient_dtype)
         given, slopes = (rows, columns, measured), gradient.divergences
         parts = [part for part in (*self.teachers, *self.beside) if part.key in slopes]
         if not parts:
             return self.acts.logit_gradient_(raw, others)
-        extra = None  # all but the last find the student's logits intact
+        extra = None  # all but the last need the student's logits unchanged
         for part in parts[:-1]:
             extra = part.gradient(raw, *given, slopes[part.key], extra)
         last = parts[-1]
@@ -207,7 +207,7 @@ class LinearSoftmax(RawSoftmax):
         vocabulary: V.
         compute_dtype: what products run in where it is not the tensors' own (autocast).
         logits_dtype: what logits are rounded to, if anything.
-        fixed: the product for logits and dX where a row's bits are to be its own.
+        fixed: the product for logits and dX where a row's bits may not depend on other rows.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class ExpSoftmax(LinearSoftmax):
         return found, held
 
     def _biased(self, given: Any, columns: slice = ALL) -> Any:
-        """What an act takes, where its product has to add the bias of these columns."""
+        """Arguments of an act whose product has to add the bias of these columns."""
         if self.bias is None:
             return given
         transform = replace(given.transform, bias=self.bias[columns])
@@ -323,8 +323,8 @@ class ExpSoftmax(LinearSoftmax):
         held: Held,
         live: Tensor | None,
     ) -> RowGradient:
-        """Everything but the products is queued before the device is read, so that they follow at
-        once."""
+        """Everything but the products is queued before the device is read, so that the products
+        start at once."""
         acts = self.acts
         backward = self.tokens.backward(rows, self.first, measured, gradient)
         order = None if live is None else acts.dense_order(live, int(MOST * len(live)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 aten = torch.ops.aten
-Fixed = Callable[..., Tensor]  # `Kernels.fixed_product`, where a row's bits are to be its own
+Fixed = Callable[..., Tensor]  # `Kernels.fixed_product`, if a row may not depend on others
 BLOCK_ELEMENTS = 1 << 22  # of a matrix, widened at a time
 
 
@@ -28,7 +28,7 @@ def _is_wide(*tensors: Tensor) -> bool:
 
 
 def _is_native(a: Tensor, b: Tensor) -> bool:
-    """Whether one GPU product takes both as they are and returns float32."""
+    """Whether a GPU product takes both dtypes as they are and returns float32."""
     return a.is_cuda and a.dtype == b.dtype
 
 

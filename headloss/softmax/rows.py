@@ -1,4 +1,4 @@
-"""dL/draw of some tokens, on its way from a kernel to the products.
+"""dL/draw of some tokens, as kernels write it and the last two products read it.
 
 K of a block's n tokens, v columns, H hidden width.
 """
@@ -18,7 +18,7 @@ ALL = slice(None)
 
 
 class PairGradient(NamedTuple):
-    """dL/draw of pairs of a token and a column, as their own products take it."""
+    """dL/draw of pairs of a token and a column, for products over pairs."""
 
     values: Tensor  # [P]
     support: Support
@@ -52,7 +52,7 @@ class PairGradient(NamedTuple):
 
 
 class RowGradient(NamedTuple):
-    """dL/draw of some rows, as the products take it: `values`, times `multiple` if it is given.
+    """dL/draw of some rows, for the products: `values`, times `multiple` if that is given.
 
     `features` are the rows of hidden states, times `multiple` already; `scaled_rows` is the
     backend's. `pairs` are other rows' gradients, in a few columns each.

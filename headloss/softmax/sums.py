@@ -24,7 +24,7 @@ from .rows import ALL, RowGradient
 
 
 class Into(NamedTuple):
-    """What is asked of the sums.
+    """How and where to sum.
 
     Attributes:
         wants: which tensors need a gradient.
@@ -43,7 +43,7 @@ class Into(NamedTuple):
 
 
 class Hidden:
-    """The gradients of features, all of which are here: rows are final as they come."""
+    """The gradients of features that are all on this rank: rows are final when they are added."""
 
     def __init__(self, source: LinearSoftmax, wants: Wants, blocks: Sequence[slice] | None) -> None:
         self.source, self.blocks = source, None if blocks is None else iter(blocks)
@@ -82,7 +82,7 @@ class Hidden:
                 gradient.add_(total, part)
 
     def last(self) -> None:
-        """Nothing more will be added."""
+        """Say that nothing more will be added."""
 
     def settle(self) -> None:
         """Wait until the gradients are whole."""
