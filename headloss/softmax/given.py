@@ -165,7 +165,7 @@ class WalkSoftmax(GivenSoftmax):
         """Where the gradient goes, with zeros where nothing is scored."""
         sums = GivenSums(self, self.unscored, self.inplace)
         if self.inplace:
-            torch.autograd.graph.increment_version(sums.total)  # autograd does not see a kernel write
+            torch.autograd.graph.increment_version(sums.total)  # autograd misses kernels
             return self.rows
         return self._rows(sums.view)
 
