@@ -23,7 +23,7 @@ from ...objective.statistics import STATISTICS, Normalizer, Partials, Statistics
 from ..interface import Measured
 from .formulas import FLOOR, LN2, LOG2E, block_partials, folded, merged, per_row, transformed
 from .launch import Launcher, cdiv
-from .records import LogitScaling, Matrix
+from .records import LogitScaling, Matrix, constant
 from .tokens import Reference
 
 FAR = tl.constexpr(2.0**80)  # sum of terms beyond which the reference is too far below
@@ -31,6 +31,8 @@ LOG2E_LOW = tl.constexpr(1.925963033500e-08)  # what float32 leaves of it
 
 ROWS, BLOCKS, HALVES = 16, 64, 6  # tokens of a program, blocks that it adds at once: 2 ** HALVES
 COLUMNS, DEPTH_HALVES = 64, 7  # of a tile of logits that are made again: 2 ** DEPTH_HALVES of H
+SIZES = {"ROWS": ROWS, "BLOCKS": BLOCKS, "HALVES": HALVES}
+SIZES |= {"COLUMNS": COLUMNS, "DEPTH_HALVES": DEPTH_HALVES}
 
 
 class Sums(NamedTuple):
@@ -53,6 +55,16 @@ class Epilogue(NamedTuple):
     to: Sums
 
 
+class Asked(NamedTuple):
+    """Which statistics, in their order."""
+
+    logp: tl.constexpr
+    lse: tl.constexpr
+    entropy: tl.constexpr
+    mean: tl.constexpr
+    top1: tl.constexpr
+
+
 class Finish(NamedTuple):
     """What `finish_kernel` takes."""
 
@@ -62,6 +74,7 @@ class Finish(NamedTuple):
     reference: Reference
     z: LogitScaling
     sums: Sums
+    asked: Asked
     out: Tensor  # [.., n]
 
 
@@ -120,32 +133,30 @@ def far_row(
 
 
 @triton.jit
-def write_statistics(
-    out, n, rows, inside, top, above, peak, rest, spread, total, target, vocabulary,
-    LOGP: tl.constexpr, LSE: tl.constexpr, ENTROPY: tl.constexpr, MEAN: tl.constexpr,
-    TOP1: tl.constexpr,
-):  # fmt: skip
+def write_statistics(out, n, rows, inside, highest, sums, vocabulary, asked):
     """`stats.finish`, to rows of out: the normalizer and the statistics in their order.
 
-    The normalizer has the peak `top`, against which the sum less 1 is `above`; the statistics are
-    of the reference `peak`, so that they are the same bits whether or not TOP1 is asked for."""
+    The normalizer has the peak `highest[0]`, against which the sum less 1 is `highest[1]`; the
+    statistics are of `sums`, so that they are the same bits whether or not top1 is asked for."""
+    top, above = highest
+    peak, rest, spread, total, target = sums
     log_sum = log1p(rest)
     tl.store(out + rows, top, mask=inside)
     tl.store(out + n + rows, log1p(above), mask=inside)
     out += 2 * n
-    if LOGP:
+    if asked.logp:
         tl.store(out + rows, (target - peak) - log_sum, mask=inside)
         out += n
-    if LSE:
+    if asked.lse:
         tl.store(out + rows, peak + log_sum, mask=inside)
         out += n
-    if ENTROPY:
+    if asked.entropy:
         tl.store(out + rows, log_sum - spread / (1 + rest), mask=inside)
         out += n
-    if MEAN:
+    if asked.mean:
         tl.store(out + rows, total / vocabulary, mask=inside)
         out += n
-    if TOP1:
+    if asked.top1:
         tl.store(out + rows, (target >= top).to(tl.float32), mask=inside)
 
 
@@ -163,14 +174,12 @@ def finish_kernel(
     COLUMNS: tl.constexpr,
     DEPTH_HALVES: tl.constexpr,
     PARTIALS: tl.constexpr,  # stop there: out is peak, rest, target, spread, total
-    LOGP: tl.constexpr,
-    LSE: tl.constexpr,
-    TOP1: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n
     ENTROPY: tl.constexpr = of.sums.entropy
     MEAN: tl.constexpr = of.sums.mean
+    TOP1: tl.constexpr = of.asked.top1
     parts, out = of.sums.parts, of.out
     spreads = parts + of.sums.stride
     totals = spreads + of.sums.stride if ENTROPY else spreads
@@ -236,10 +245,8 @@ def finish_kernel(
         if MEAN:
             tl.store(out + (4 if ENTROPY else 3) * n + rows, total, mask=inside)
     else:
-        write_statistics(
-            out, n, rows, inside, peak, above, reference, rest, spread, total, target, vocabulary,
-            LOGP, LSE, ENTROPY, MEAN, TOP1,
-        )  # fmt: skip
+        sums = reference, rest, spread, total, target
+        write_statistics(out, n, rows, inside, (peak, above), sums, vocabulary, of.asked)
 
 
 @triton.jit(do_not_specialize=["rank_stride", "n"])
@@ -249,13 +256,9 @@ def merge_kernel(
     ranks,
     n,
     vocabulary,
+    asked,  # Asked
     out,  # [.., n]
     ROWS: tl.constexpr,
-    LOGP: tl.constexpr,
-    LSE: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    MEAN: tl.constexpr,
-    TOP1: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n
@@ -280,16 +283,14 @@ def merge_kernel(
         # The largest term stays out of one slice's sum alone, also where several hold its equal.
         rest += tl.where(top & (taken == 0), own_rest, mass * scale)
         taken = taken | top
-        if ENTROPY:
+        if asked.entropy:
             found = tl.load(of_rank + 3 * n, mask=inside, other=0.0)
             spread += scale * (found + mass * shift)
-        if MEAN:
-            total += tl.load(of_rank + (3 + ENTROPY) * n, mask=inside, other=0.0)
+        if asked.mean:
+            total += tl.load(of_rank + (3 + asked.entropy) * n, mask=inside, other=0.0)
         of_rank += rank_stride
-    write_statistics(
-        out, n, rows, inside, peak, rest, peak, rest, spread, total, target, vocabulary,
-        LOGP, LSE, ENTROPY, MEAN, TOP1,
-    )  # fmt: skip
+    sums = peak, rest, spread, total, target
+    write_statistics(out, n, rows, inside, (peak, rest), sums, vocabulary, asked)
 
 
 launch_sums = Launcher(finish_kernel, num_warps=4)
@@ -297,34 +298,15 @@ launch_merge = Launcher(merge_kernel, num_warps=4)
 
 
 def launch_finish(
-    of: Finish, blocks: int, n: int, v: int, h: int, vocabulary: int | None, needs: frozenset[str]
+    of: Finish, blocks: int, n: int, v: int, h: int, vocabulary: int | None
 ) -> None:
-    asked = flags(needs)
-    launch_sums(
-        cdiv(n, ROWS),
-        *(of, blocks, n, v, h, float(vocabulary or 1)),
-        ROWS=ROWS,
-        BLOCKS=BLOCKS,
-        HALVES=HALVES,
-        COLUMNS=COLUMNS,
-        DEPTH_HALVES=DEPTH_HALVES,
-        PARTIALS=vocabulary is None,
-        LOGP=asked["LOGP"],
-        LSE=asked["LSE"],
-        TOP1=asked["TOP1"],
-    )
+    size, partials = float(vocabulary or 1), vocabulary is None
+    launch_sums(cdiv(n, ROWS), of, blocks, n, v, h, size, **SIZES, PARTIALS=partials)
 
 
 @functools.lru_cache(maxsize=64)
-def flags(needs: frozenset[str]) -> dict[str, bool]:
-    """Which statistics, by the names that kernels have for them."""
-    return {
-        "LOGP": "logp" in needs,
-        "LSE": "lse" in needs,
-        "ENTROPY": "entropy" in needs,
-        "MEAN": "mean_logit" in needs,
-        "TOP1": "top1" in needs,
-    }
+def asked(needs: frozenset[str]) -> Asked:
+    return Asked(*(constant(name in needs) for name in STATISTICS))
 
 
 def room(like: Tensor, n: int, needs: frozenset[str]) -> Tensor:
@@ -356,10 +338,6 @@ def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
     ranks, _, n = slices.shape
     out = room(slices, n, needs)
     if n:
-        launch_merge(
-            cdiv(n, 128),
-            *(slices, slices.stride(0), ranks, n, float(vocabulary), out),
-            ROWS=128,
-            **flags(needs),
-        )
+        given = slices, slices.stride(0), ranks, n, float(vocabulary), asked(needs), out
+        launch_merge(cdiv(n, 128), *given, ROWS=128)
     return measured(out, needs)

@@ -22,7 +22,7 @@ from ...objective.statistics import Partials
 from ..interface import Forward, Held, Measured
 from .formulas import LN2, LOG2E, transformed
 from .launch import Launcher, cdiv
-from .merge import Epilogue, Finish, Sums, launch_finish, measured, room, unpacked
+from .merge import Epilogue, Finish, Sums, asked, launch_finish, measured, room, unpacked
 from .records import constant, matrix_of, programs_on, scaling
 from .tiles import (
     BM,
@@ -149,7 +149,8 @@ def _product_act(
     sums = Sums(parts, pitch, blocks * pitch, peaks, constant(entropy), constant(mean))
     run_product(x, w, terms, Epilogue(reference, z, sums))
     tile = None if terms is None else matrix_of(terms)
-    launch_finish(Finish(*pair, tile, reference, z, sums, out), blocks, n, v, h, vocabulary, needs)
+    of = Finish(*pair, tile, reference, z, sums, asked(needs), out)
+    launch_finish(of, blocks, n, v, h, vocabulary)
     return out
 
 
