@@ -40,8 +40,11 @@ def test_chosen_logits(n, h, k, dtype, name):
     x = torch.full((n, h + 8), math.nan, dtype=dtype, device=DEVICE)[:, :h].copy_(torch.randn(n, h))
     w = torch.randn(v, h, device=DEVICE).to(dtype)
     columns = columns_of(n, v, k, 20)
-    mine, twin = (b.chosen_logits(x, w, columns, transform) for b in (triton_backend, reference))
-    z = transform((x.double() @ w.double().t()).float())
+    bias = torch.randn(v, device=DEVICE) if name in ("scaled", "capped rows") else None
+    given = x, w, columns, replace(transform, bias=bias)
+    mine, twin = (b.chosen_logits(*given) for b in (triton_backend, reference))
+    raw = x.double() @ w.double().t()
+    z = transform((raw if bias is None else raw + bias).float())
     here = (columns >= 0) & (columns < v)
     want = torch.where(here, z.gather(1, torch.where(here, columns, 0)), 0)
     for found in (mine, twin):

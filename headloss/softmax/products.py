@@ -15,6 +15,7 @@ from torch import Tensor
 
 aten = torch.ops.aten
 Fixed = Callable[..., Tensor]  # `Kernels.fixed_product`, if a row may not depend on others
+LARGE = 1 << 25  # elements of dX: for more of them Hopper's library takes slower tiles
 BLOCK_ELEMENTS = 1 << 22  # of a matrix, widened at a time
 
 
@@ -81,7 +82,13 @@ def input_gradient(
     if gradient.is_cuda:
         gradient = gradient.to(weight.dtype)
         if dtype == weight.dtype:
-            return torch.mm(gradient, weight)
+            rows = max(1, LARGE // weight.shape[1])
+            if len(gradient) <= rows:
+                return torch.mm(gradient, weight)
+            out = gradient.new_empty(len(gradient), weight.shape[1])
+            for part, values in zip(out.split(rows), gradient.split(rows), strict=True):
+                torch.mm(values, weight, out=part)
+            return out
         return torch.mm(gradient, weight, out_dtype=torch.float32).to(dtype)
     total = gradient.new_zeros(gradient.shape[0], weight.shape[1], dtype=torch.float32)
     for block in _blocks(weight):

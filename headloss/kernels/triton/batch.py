@@ -88,8 +88,7 @@ def survey_kernel(of, n, count, ignore, VALUES: tl.constexpr, BLOCK: tl.constexp
         value = numbers_at(of.positive, at, live, 1.0).to(tl.float32)
         bad = live & (((value > 0) & (value < float("inf"))) == 0)
         bad = tl.sum(bad.to(tl.int64), 0)
-        if bad > 0:
-            tl.atomic_add(bins, bad)
+        tl.atomic_add(bins, bad, mask=bad > 0)  # no branch: see `compact_kernel`
         bins += 1
 
     # Neighbours are found by reading again: they are in the cache.
@@ -137,17 +136,19 @@ def largest_kernel(
 @triton.jit(do_not_specialize=["ignore"])
 def compact_kernel(of, n, ignore, BLOCK: tl.constexpr):
     program = tl.program_id(0)
+    at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    # Before the loop: behind one, Triton 3.6 no longer knows a field of 1 in a record of a record.
+    target = numbers_at(of.targets, at, inside, ignore).to(tl.int64)
+    live = inside & (target != ignore)
+    id = numbers_at(of.ids, at, live, 0).to(tl.int64)
     found = 0
     for start in range(0, program, BLOCK):
         block = start + tl.arange(0, BLOCK)
         found += tl.sum(tl.load(of.scored + block, mask=block < program, other=0), 0)
-    at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    target = numbers_at(of.targets, at, inside, ignore).to(tl.int64)
-    live = inside & (target != ignore)
     rank = found + tl.cumsum(live.to(tl.int32), 0) - 1  # of the last scored one up to here
     tl.store(of.index + rank, at, mask=live)
-    tl.store(of.found_ids + rank, numbers_at(of.ids, at, live, 0).to(tl.int64), mask=live)
+    tl.store(of.found_ids + rank, id, mask=live)
     tl.store(of.found_targets + rank, target, mask=live)
     tl.store(of.unscored + (at - rank - 1), at, mask=inside & (live == 0))
 
