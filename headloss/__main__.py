@@ -20,6 +20,15 @@ from .options import SCHEDULES, Options
 from .run.plan import MIB, Plan, Problem, make_plan
 
 DTYPES = {str(d).removeprefix("torch."): d for d in (*gate.DTYPES, torch.float64)}
+EXAMPLES = """\
+examples:
+  headloss doctor
+  headloss plan --tokens 16384 --hidden 4096 --vocab 128256 --objective gspo --device cuda
+  headloss train sft                   a tiny model learns from answers, in minutes on a CPU
+  headloss train gspo                  and goes on from there with rewards
+  headloss compare runs/sft runs/gspo
+
+headloss COMMAND --help says more of each."""
 COMMANDS = "plan | check | doctor | terms | train | compare"
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -27,9 +36,13 @@ UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 where all is well, 1 where the gate is red, 2 for bad arguments.
 
-    Training that Ctrl-C or SIGTERM has stopped gives 130; 1 where NaN has.
+    Training that Ctrl-C or SIGTERM has stopped gives 130; 1 where NaN has. Without arguments the
+    help is shown.
     """
     parser = _parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help()
+        return 2
     arguments = parser.parse_args(argv)
     try:
         return arguments.command(arguments)
@@ -244,7 +257,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="headloss", description="Losses at the head of a language model.")
+    parser = _Parser(
+        prog="headloss",
+        description="Losses at the head of a language model, without the logits.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"headloss {__version__}")
     commands = parser.add_subparsers(required=True, metavar=COMMANDS)
 

@@ -293,3 +293,11 @@ def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[4] == "bfloat16  reference"
     assert lines[8] == "extras    train"
     assert "ImportError: no compiler" in lines[9] and "headloss[trl]: peft" in lines[9]
+
+
+def test_without_arguments_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr().out
+    for command in ("plan", "check", "doctor", "terms", "train", "compare"):
+        assert f"\n    {command} " in shown
+    assert "headloss plan --tokens 16384" in shown
