@@ -37,7 +37,7 @@ test-all: lint types  ## lint, types and the full product of tests
 	@$(PYTEST) --hypothesis-profile=full --durations=25 $(ARGS)
 
 # The other frameworks, without what they need beyond a CPU; torch and all else come from .venv.
-# Megatron-Core asks for Python 3.12, and runs on 3.11.
+# Megatron-Core and others ask for Python 3.12, and what is run of them runs on 3.11.
 FRAMEWORKS := .venv-frameworks
 $(FRAMEWORKS)/.installed: $(STAMP) tests/frameworks/requirements.txt tests/frameworks/sources.txt
 	@echo "installing into $(FRAMEWORKS)"

@@ -23,14 +23,13 @@ import torch
 from torch import Tensor
 
 from ..batch.batch import IGNORE, Batch
-from ..batch.reduction import token_mean
 from ..batch.segments import Segments
 from ..head.head import Head
 from ..head_loss import Output, head_loss
 from ..head_stats import HeadStats, head_stats
 from ..losses import Objective, Term
 from ..options import Options
-from .shared import refuse, require_version
+from .shared import needs_segments, refuse, require_version
 
 KNOWN = ("0.19",)
 
@@ -147,10 +146,7 @@ class HeadLoss(Processor):
     objective: Term | Objective
 
     def _needs_segments(self) -> bool:
-        return any(
-            term.scope != "token" or term.reduction is not token_mean
-            for _, term in Objective.of(self.objective).parts
-        )
+        return needs_segments(Objective.of(self.objective))
 
     def _act(self, hidden: Tensor, head: Head, batch: Batch, options: Options) -> Output:
         return head_loss(hidden, head, batch, self.objective, options)

@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..batch.reduction import Reduction, token_mean
+from ..batch.segments import Segments
 from ..losses import Objective, Term, cispo
 
 
@@ -91,6 +92,20 @@ def raw_cispo(cap: float, level: Any = "token") -> Term:
     return replace(
         term, function=partial(term.function, weight=weight), observe=partial(term.observe, **clip)
     )
+
+
+def needs_segments(objective: Objective) -> bool:
+    """Whether some term is of segments, or its mean over them."""
+    return any(
+        term.scope != "token" or term.reduction is not token_mean for _, term in objective.parts
+    )
+
+
+def as_documents(positions: Tensor, shape: torch.Size) -> Segments:
+    """Segments of [B, L] tokens: each begins where positions ([B, L] or [1, L]) do not go on."""
+    starts = positions.expand(shape).diff(dim=1) != 1
+    ids = nn.functional.pad(starts, (1, 0), value=True).reshape(-1).cumsum(0) - 1
+    return Segments.from_ids(ids.view(shape), int(ids[-1]) + 1)
 
 
 def over_count(objective: Objective, count: float | Tensor) -> Objective:

@@ -24,8 +24,6 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.generic import ModelOutput
 
 from ..batch.batch import IGNORE, Batch
-from ..batch.reduction import token_mean
-from ..batch.segments import Segments
 from ..head.adapters import unwrap
 from ..head.head import Head
 from ..head_loss import head_loss
@@ -33,7 +31,7 @@ from ..losses import Objective, Term, cross_entropy
 from ..objective.metrics import Metrics
 from ..options import Options
 from .sharding import Carried, externals, hooked, is_fsdp2, whole, whole_head
-from .shared import over_count, require_version
+from .shared import as_documents, needs_segments, over_count, require_version
 
 KNOWN = ("5.23",)
 STATE = "_headloss"
@@ -219,13 +217,8 @@ class Applied:
             shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
         segments = None
         position = self.given["position_ids"]
-        if position is not None and any(
-            term.scope != "token" or term.reduction is not token_mean
-            for _, term in self.objective.parts
-        ):
-            starts = (position.expand(shape).diff(dim=1) != 1).to(hidden.device)
-            ids = nn.functional.pad(starts, (1, 0), value=True).reshape(-1).cumsum(0) - 1
-            segments = Segments.from_ids(ids.view(shape), int(ids[-1]) + 1)
+        if position is not None and needs_segments(self.objective):
+            segments = as_documents(position.to(hidden.device), shape)
         return Batch(shifted.to(hidden.device), segments, **fields)
 
 

@@ -7,12 +7,15 @@ without a GPU, the functions under test are taken out of its source file and run
 from __future__ import annotations
 
 import ast
+import importlib.machinery
 import importlib.util
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -160,3 +163,11 @@ def extracted(file: Path, *names: str, **namespace: Any) -> SimpleNamespace:
     names_in = {"torch": torch, "math": math, "F": torch.nn.functional, "nn": torch.nn, **namespace}
     exec(compile(module, str(file), "exec"), names_in)
     return SimpleNamespace(**{node.name: names_in[node.name] for node in found})
+
+
+def stubbed(*names: str) -> None:
+    """Modules that a framework imports where they are missing, and that nothing here runs."""
+    for name in names:
+        if name not in sys.modules and importlib.util.find_spec(name.split(".")[0]) is None:
+            stub = sys.modules[name] = MagicMock()
+            stub.__spec__ = importlib.machinery.ModuleSpec(name, None)

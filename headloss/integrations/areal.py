@@ -1,0 +1,31 @@
+"""AReaL's log-probs and entropies from hidden states, in place of its logits.
+
+N packed positions, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..head.head import Head
+from ..head_stats import head_stats
+from .shared import refuse
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def gather_logprobs_entropy(
+    hidden: Tensor,  # [N, H]
+    weight: Tensor,  # [V, H], as it is inside the head's own forward
+    labels: Tensor,  # [N], shifted
+    temperature: float = 1.0,
+    tp_group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies, [N] float32, as AReaL's `gather_logprobs_entropy(logits, ...)`."""
+    refuse("AReaL's own", tensor_parallel=tp_group is not None and tp_group.size() > 1)
+    head = Head(weight, temperature=temperature)
+    stats = head_stats(hidden, head, labels, gradients=("logp", "entropy"))
+    return stats.logp, stats.entropy

@@ -1,0 +1,67 @@
+"""headloss's plugin for Axolotl: supervised training without logits.
+
+    plugins: [headloss.integrations.axolotl.HeadlossPlugin]    # not needed where it is installed
+    headloss: true
+
+It applies `headloss.integrations.transformers` to the model that Axolotl has loaded, with adapters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from axolotl.integrations.base import BasePlugin  # type: ignore[import-not-found]
+from pydantic import BaseModel, model_validator  # type: ignore[import-not-found]
+
+from ..losses import cross_entropy, z_loss
+from .shared import refuse, require_version
+from .transformers import apply
+
+KNOWN = ("0.21",)
+# Settings that have a loss of their own, or make one of the logits.
+OTHERS = ("cut_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy")
+OTHERS += ("chunked_cross_entropy", "use_dft", "use_eaft", "orpo_alpha", "rl", "kd_trainer")
+OTHERS += ("reward_model", "process_reward_model", "label_smoothing_factor")
+
+
+class HeadlossArgs(BaseModel):
+    """What a configuration may say.
+
+    Attributes:
+        headloss: whether the loss comes from headloss.
+        headloss_label_smoothing: of its cross-entropy.
+        headloss_z_loss: the weight of a z-loss beside it.
+    """
+
+    headloss: bool | None = None
+    headloss_label_smoothing: float = 0.0
+    headloss_z_loss: float = 0.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_headloss(cls, data: Any) -> Any:
+        if data.get("headloss"):
+            refuse("Axolotl without `headloss: true`", **{n: bool(data.get(n)) for n in OTHERS})
+            for name in ("context_parallel_size", "tensor_parallel_size"):
+                refuse("Axolotl without `headloss: true`", **{name: (data.get(name) or 1) > 1})
+        return data
+
+
+class HeadlossPlugin(BasePlugin):
+    """Found by Axolotl in the group `axolotl.plugins`; it does nothing without `headloss: true`."""
+
+    def get_input_args(self) -> str:
+        return f"{__name__}.HeadlossArgs"
+
+    def post_model_load(self, cfg: Any, model: Any) -> None:
+        """The model with its adapters, before DDP, FSDP and DeepSpeed.
+
+        Raises:
+            RuntimeError: a release of Axolotl or of Transformers that is not known here.
+            ValueError, TypeError: as `headloss.integrations.transformers.apply`.
+        """
+        if not cfg.headloss:
+            return
+        require_version("axolotl", *KNOWN)
+        terms = cross_entropy(label_smoothing=cfg.headloss_label_smoothing or 0.0)
+        apply(model, terms + cfg.headloss_z_loss * z_loss() if cfg.headloss_z_loss else terms)

@@ -1,0 +1,75 @@
+"""A loss for NeMo Automodel that consumes hidden states and the head's weight.
+
+    loss_fn:
+      _target_: headloss.integrations.nemo_automodel.HeadLossCrossEntropy
+
+B rows of L positions, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_automodel.components.loss.linear_ce_base import (  # type: ignore[import-not-found]
+    LinearCrossEntropy,
+)
+from torch import Tensor
+
+from ..batch.batch import Batch
+from ..head.head import Head
+from ..head_loss import head_loss
+from ..losses import Objective, Term, cross_entropy
+from ..objective.metrics import Metrics
+from .shared import over_count, require_version
+
+
+class HeadLossCrossEntropy(LinearCrossEntropy):
+    """Cross-entropy, or other terms, in one pass, beside Automodel's `FusedLinearCrossEntropy`.
+
+    Args:
+        ignore_index: a target that is not scored.
+        logit_softcapping: of the logits; 0 is none.
+        terms: the objective; default: cross-entropy.
+
+    Attributes:
+        metrics: headloss's, of the last call; None before.
+
+    Raises:
+        RuntimeError: a release of Automodel that is not known here.
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        logit_softcapping: float = 0,
+        terms: Term | Objective | None = None,
+    ) -> None:
+        require_version("nemo-automodel", "0.7")
+        super().__init__()
+        self.ignore_index, self.softcap = ignore_index, logit_softcapping or None
+        self.objective = Objective.of(cross_entropy() if terms is None else terms)
+        self.metrics: Metrics | None = None
+
+    def forward(
+        self,
+        hidden_states: Tensor,  # [B, L, H]
+        labels: Tensor,  # [B, L], shifted
+        lm_weight: Tensor,  # [V, H], whole or sharded by FSDP2
+        num_label_tokens: int | None = None,
+        grad_reduce_group: Any = None,
+        loss_weights: Tensor | None = None,  # [B, L]
+    ) -> Tensor:
+        """A sum over tokens, divided by `num_label_tokens` where that is given."""
+        weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)
+        objective = self.objective
+        fields: dict[str, Any] = {}
+        if loss_weights is not None:
+            fields = {"loss_weights": loss_weights.to(hidden_states.device)}
+            weighted = ((c, term.weighted("loss_weights")) for c, term in objective.parts)
+            objective = Objective(tuple(weighted))
+        batch = Batch(labels, ignore_index=self.ignore_index, **fields)
+        objective = over_count(objective, 1 if num_label_tokens is None else num_label_tokens)
+        head = Head(weight.to(hidden_states.dtype), softcap=self.softcap)
+        out = head_loss(hidden_states, head, batch, objective)
+        self.metrics = out.metrics
+        return out.loss

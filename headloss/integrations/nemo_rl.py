@@ -1,0 +1,68 @@
+"""NeMo-RL's log-probs of hidden states from headloss, under Megatron's vocabulary parallelism.
+
+    install()       with `use_fused_linear_logprobs`; the losses stay NeMo-RL's
+    uninstall()     NeMo-RL is as it was
+
+B rows of L positions, H hidden width, V vocabulary, R ranks of tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..head.head import Head
+from ..head_stats import head_stats
+from ..options import Options
+from .shared import Seams, refuse, require_version
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def install() -> None:
+    """Put headloss in place of NeMo-RL's function, in this process, until `uninstall()`.
+
+    Raises:
+        RuntimeError: a release of NeMo-RL that is not known here.
+    """
+    require_version("nemo-rl", "0.6")
+    SEAMS.install()
+
+
+def uninstall() -> None:
+    """Undo `install()`."""
+    SEAMS.uninstall()
+
+
+def logprobs(
+    tensor_parallel_hidden_states: Tensor,  # [L / R, B, H], of sequence parallelism
+    output_weight_layer: Tensor,  # [V / R, H]
+    runtime_gather_output: bool,
+    target: Tensor,  # [B, L], not shifted
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: ProcessGroup,
+    inference_only: bool = False,
+    cp_group: ProcessGroup | None = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """[B, L - 1] float32, in place of `from_parallel_hidden_states_to_logprobs`."""
+    refuse("logits", context_parallel=cp_group is not None and cp_group.size() > 1)
+    spread = tp_group.size() > 1
+    targets = target.roll(-1, dims=-1).t().contiguous()  # [L, B], as the hidden states
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+        stats = head_stats(
+            tensor_parallel_hidden_states,
+            Head(output_weight_layer, vocab_group=tp_group if spread else None),
+            targets,
+            Options(sequence_parallel=spread),
+            gradients=("logp",),
+        )
+    return stats.logp.t()[:, :-1]
+
+
+HOME = "nemo_rl.distributed.model_utils"
+SEAMS = Seams({(HOME, "from_parallel_hidden_states_to_logprobs"): logprobs})

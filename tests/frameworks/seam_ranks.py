@@ -1,0 +1,94 @@
+"""What every rank runs: the vocabulary-parallel functions of NeMo-RL and SkyRL, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from parity import extracted, file_of
+from torch import Tensor, distributed
+
+B, L, H, V = 3, 8, 16, 32
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states [B, L, H], a weight [V, H], ids [B, L], upstream gradients [B, L]."""
+    torch.manual_seed(0)
+    ids = torch.randint(V, (B, L))
+    return torch.randn(B, L, H), torch.randn(V, H), ids, torch.randn(B, L)
+
+
+def nemo_rl() -> Any:
+    functions = extracted(
+        file_of("nemo_rl", "nemo_rl/distributed/model_utils.py"),
+        "_compute_distributed_log_softmax_with_grad",
+        "_compute_distributed_log_softmax",
+        "ChunkedDistributedHiddenStatesToLogprobs",
+        "from_parallel_hidden_states_to_logprobs",
+    )
+    return functions.from_parallel_hidden_states_to_logprobs
+
+
+def skyrl() -> Any:
+    path = "backends/skyrl_train/distributed/megatron/model_utils.py"
+    functions = extracted(
+        file_of("skyrl", path),
+        "_compute_distributed_log_softmax",
+        "FusedLinearChunkedDistributedLogprob",
+        "_fused_lm_head_logprob_apply",
+    )
+    return functions._fused_lm_head_logprob_apply
+
+
+def ranks() -> tuple[Any, int, int]:
+    """The group of all ranks, or of this one alone where there is no world."""
+    group = distributed.group.WORLD
+    return group, distributed.get_rank(), distributed.get_world_size()
+
+
+def compared(act: Callable[[Callable[..., Tensor]], list[Tensor]], pair: Any) -> dict[str, float]:
+    got, want = (act(function) for function in pair)
+    return {f"{i}": off(a, b) for i, (a, b) in enumerate(zip(got, want, strict=True))}
+
+
+def compare_nemo_rl() -> dict[str, float]:
+    """Log-probs, this rank's gradient of its slice of hidden states, and of its slice of W."""
+    from headloss.integrations.nemo_rl import logprobs
+
+    group, rank, size = ranks()
+    hidden, weight, ids, up = inputs()
+    rows = slice(rank * V // size, (rank + 1) * V // size)
+
+    def act(function: Callable[..., Tensor]) -> list[Tensor]:
+        mine = hidden.transpose(0, 1).chunk(size)[rank].clone().requires_grad_()
+        part = weight[rows].clone().requires_grad_()
+        found = function(mine, part, False, ids, rows.start, rows.stop, group, chunk_size=3)
+        assert found.shape == (B, L - 1)
+        found.backward(up[:, :-1])
+        return [found.detach(), mine.grad, part.grad]  # type: ignore[list-item]
+
+    return compared(act, (logprobs, nemo_rl()))
+
+
+def compare_skyrl() -> dict[str, float]:
+    """As its caller uses it: the ranks' hidden gradients are summed."""
+    from headloss.integrations.skyrl import logprobs
+
+    group, rank, size = ranks()
+    hidden, weight, ids, up = inputs()
+    rows = slice(rank * V // size, (rank + 1) * V // size)
+
+    def act(function: Callable[..., Tensor]) -> list[Tensor]:
+        leaf, part = hidden.clone().requires_grad_(), weight[rows].clone().requires_grad_()
+        found = function("torch", leaf, part, ids, rows.start, rows.stop, 3, group, False)
+        found.backward(up)
+        summed = leaf.grad.clone()  # type: ignore[union-attr]
+        distributed.all_reduce(summed, group=group)
+        return [found.detach(), summed, part.grad]  # type: ignore[list-item]
+
+    return compared(act, (logprobs, skyrl()))

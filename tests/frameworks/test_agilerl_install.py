@@ -1,0 +1,118 @@
+"""AgileRL's own algorithms, two updates each, with headloss installed and without."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from parity import stubbed
+from torch import Tensor
+
+V, ROWS, LENGTH, PROMPT = 96, 4, 12, 5
+ALGORITHMS = {
+    "GRPO": ("grpo", {"group_size": 4, "loss_type": "grpo"}),
+    "GSPO": ("gspo", {"group_size": 4}),
+    "CISPO": ("cispo", {"group_size": 4}),
+    "PPO": ("ppo_llm", {"lr_critic": 1e-3}),
+    "REINFORCE": ("reinforce_llm", {}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def agilerl() -> Any:
+    """Its package, without the logger and whatever else of its LLM extra a CPU has no need of."""
+    stubbed("wandb")
+    package = pytest.importorskip("agilerl")
+    package.HAS_LLM_DEPENDENCIES = True
+    return package
+
+
+@pytest.fixture(autouse=True)
+def uninstalled() -> Iterator[None]:
+    from agilerl.algorithms.core import base
+
+    before = base.FusedLinearLogProbsFunction, base.fused_linear_logprobs_chunked
+    yield
+    importlib.import_module("headloss.integrations.agilerl").uninstall()
+    assert before == (base.FusedLinearLogProbsFunction, base.fused_linear_logprobs_chunked)
+
+
+def agent(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+    from peft import LoraConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=V,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=64,
+            pad_token_id=0,
+        )
+    ).to(dtype)
+    model._agilerl_liger_patched = True  # its layers would be Liger's, which need a GPU
+    module, options = ALGORITHMS[name]
+    if name == "PPO":
+        from agilerl.utils.ppo_value_head import AutoModelForCausalLMWithValueHead
+
+        model = AutoModelForCausalLMWithValueHead(model)
+    lr = {"lr_actor": 1e-2} if name == "PPO" else {"lr": 1e-2}
+    kind = getattr(importlib.import_module(f"agilerl.algorithms.{module}"), name)
+    return kind(
+        pad_token_id=0,
+        pad_token="<pad>",
+        actor_network=model,
+        lora_config=LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+        ),
+        batch_size=ROWS,
+        micro_batch_size_per_gpu=2,
+        max_model_len=32,
+        max_output_tokens=8,
+        use_liger_loss=False,
+        gradient_checkpointing=False,
+        device="cpu",
+        wrap=False,
+        **{"beta": 0.04, "temperature": 0.9, **options, **lr, **more},
+    )
+
+
+def updates(name: str, **more: Any) -> tuple[list[dict[str, float]], list[Tensor]]:
+    made = agent(name, **more)
+    reported = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        ids = torch.randint(3, V, (ROWS, LENGTH))
+        mask = (torch.arange(LENGTH - 1) >= PROMPT).expand(ROWS, -1)
+        rewards = torch.randn(1, ROWS) if "group_size" in ALGORITHMS[name][1] else torch.randn(ROWS)
+        reported.append(made.learn(([ids], [mask], rewards)))
+    trained = [p.detach().clone() for p in made.actor.parameters() if p.requires_grad]
+    return reported, trained
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_two_updates(name: str) -> None:
+    from headloss.integrations.agilerl import install
+
+    metrics, weights = updates(name)
+    install()
+    ours, trained = updates(name)
+    for got, want in zip(ours, metrics, strict=True):
+        assert got.keys() == want.keys()
+        for key in want:
+            if not key.endswith("_s"):  # but seconds
+                assert got[key] == pytest.approx(want[key], rel=2e-4, abs=2e-6, nan_ok=True), key
+    assert max(off(a, b) for a, b in zip(trained, weights, strict=True)) < 2e-4
+    start = [p.detach() for p in agent(name).actor.parameters() if p.requires_grad]
+    assert max(off(a, b) for a, b in zip(weights, start, strict=True)) > 1e-2

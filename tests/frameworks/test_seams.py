@@ -1,0 +1,166 @@
+"""Functions of frameworks that ours take the place of: theirs run from their source, and ours."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import seam_ranks as case
+import torch
+from parity import extracted, file_of
+from torch import Tensor
+from worlds import world_of
+
+import headloss as hl
+
+NEAR = 2e-6
+
+
+@pytest.fixture(scope="module")
+def world():
+    with world_of(2) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", ["nemo_rl", "skyrl"])
+def test_two_ranks(world, name: str) -> None:
+    getattr(case, name)()  # skips where its source is not there
+    for found in world.run(getattr(case, f"compare_{name}"), seconds=300):
+        assert max(found.values()) < NEAR, found
+
+
+# ---------------------------------------------------------------------- prime-rl
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_prime_rl(softcap: float | None) -> None:
+    """Log-probs and entropies at a temperature of each token, and gradients of the log-probs."""
+    from headloss.integrations.prime_rl import forward
+
+    file = file_of("prime_rl", "src/prime_rl/trainer/models/layers/lm_head.py")
+    names = ["_online_logsumexp_and_weighted_update", "_SequenceChunkedLogProbEntropyFn"]
+    layer, more = "FusedOutputLinear", {}
+    if softcap is not None:
+        update = extracted(file, names[0])
+        file, layer = file.with_name("lm_head_gemma.py"), "GemmaFusedOutputLinear"
+        names, more = ["_GemmaChunkedLogProbEntropyFn"], vars(update)
+    theirs = extracted(file, *names, f"{layer}.forward", PrimeLmOutput=dict, **more).forward
+    hidden, weight, ids, up = case.inputs()
+    heat = 0.5 + torch.rand(case.B, case.L)
+    found = []
+    for function in (theirs, forward):
+        leaf, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        module = SimpleNamespace(weight=w, chunk_size=5)
+        if softcap is not None:
+            module.softcap = softcap
+        out = function(module, leaf, ids, heat)
+        out["logprobs"].backward(up)
+        found.append([out["logprobs"].detach(), out["entropy"].detach(), leaf.grad, w.grad])
+    for want, got in zip(*found, strict=True):
+        assert case.off(got, want) < NEAR
+
+
+def test_prime_rl_entropy_has_a_gradient() -> None:
+    from headloss.integrations.prime_rl import forward
+
+    hidden, weight, ids, up = case.inputs()
+    leaf, layer = hidden.clone().requires_grad_(), SimpleNamespace(weight=weight)
+    forward(layer, leaf, ids, torch.ones(1, case.L))["entropy"].backward(up)
+    other = hidden.clone().requires_grad_()
+    table = (other @ weight.T).log_softmax(-1)
+    (-(table.exp() * table).sum(-1)).backward(up)
+    assert case.off(leaf.grad, other.grad) < NEAR  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- Automodel, AReaL
+
+
+def test_automodel() -> None:
+    """Beside Automodel's masked cross-entropy of logits, and a weight of each token."""
+    file_of("nemo_automodel", "components/loss/linear_ce_base.py")
+    pytest.importorskip("nemo_automodel.components.loss.linear_ce_base")
+    from headloss.integrations.nemo_automodel import HeadLossCrossEntropy
+
+    masked = extracted(
+        file_of("nemo_automodel", "components/loss/chunked_ce.py"),
+        "compute_cross_entropy",
+        "_linear_cross_entropy",
+    )._linear_cross_entropy
+    hidden, weight, ids, up = case.inputs()
+    labels = ids.masked_fill(up > 0.8, -100)
+    for weights in (None, up.abs()):
+        found = []
+        for ours in (False, True):
+            leaf, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+            if ours:
+                loss = HeadLossCrossEntropy()(leaf, labels, w, 7, loss_weights=weights)
+            else:
+                losses = masked(leaf.flatten(0, 1), w, labels.flatten(), -100, None)
+                loss = (losses * (1 if weights is None else weights.flatten())).sum() / 7
+            loss.backward()
+            found.append([loss.detach(), leaf.grad, w.grad])
+        for want, got in zip(*found, strict=True):
+            assert case.off(got, want) < NEAR
+    capped = HeadLossCrossEntropy(logit_softcapping=2.0, terms=hl.z_loss())(hidden, labels, weight)
+    z = 2 * torch.tanh(hidden @ weight.T / 2)
+    want = (z.logsumexp(-1) ** 2)[labels != -100].sum()
+    assert case.off(capped, want) < NEAR
+
+
+def test_areal() -> None:
+    from headloss.integrations.areal import gather_logprobs_entropy
+
+    theirs = extracted(
+        file_of("areal", "utils/functional/vocab_parallel.py"),
+        *("_gather_logprobs_entropy", "_chunked_apply", "_chunked_gather_logprobs_entropy"),
+        "gather_logprobs_entropy",
+        functools=functools,
+    ).gather_logprobs_entropy
+    hidden, weight, ids, up = case.inputs()
+    found = []
+    for ours in (False, True):
+        leaf, w = hidden.flatten(0, 1).requires_grad_(), weight.clone().requires_grad_()
+        first = (leaf, w) if ours else (leaf @ w.T,)
+        function = gather_logprobs_entropy if ours else theirs
+        logp, entropy = function(*first, ids.flatten(), temperature=0.7)
+        (up.flatten() * (logp + 0.3 * entropy)).sum().backward()
+        found.append([logp.detach(), entropy.detach(), leaf.grad, w.grad])
+    for want, got in zip(*found, strict=True):
+        assert case.off(got, want) < NEAR
+
+
+# ---------------------------------------------------------------------- put in, taken out
+
+
+@pytest.mark.parametrize("name", ["prime_rl", "nemo_rl", "skyrl"])
+def test_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = importlib.import_module(f"headloss.integrations.{name}")
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.1.2")
+    with pytest.raises(RuntimeError, match=r"got version 0.1.2, want one that headloss's adapter"):
+        adapter.install()
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: KNOWN[package])
+    before: dict[Any, Tensor | None] = {}
+    for place, attribute in adapter.SEAMS.ours:
+        module, _, holder = place.partition(":")
+        parts = module.split(".")
+        for n in range(1, len(parts) + 1):
+            made = sys.modules.get(".".join(parts[:n])) or ModuleType(".".join(parts[:n]))
+            monkeypatch.setitem(sys.modules, ".".join(parts[:n]), made)
+        owner: Any = sys.modules[module]
+        if holder:
+            owner.__dict__[holder] = type(holder, (), {})
+            owner = owner.__dict__[holder]
+        setattr(owner, attribute, before.setdefault((owner, attribute), object()))  # type: ignore[arg-type]
+    adapter.install()
+    adapter.install()  # a second time changes nothing
+    assert all(getattr(*at) in adapter.SEAMS.ours.values() for at in before)
+    adapter.uninstall()
+    assert all(getattr(*at) is value for at, value in before.items())
+
+
+KNOWN = {"prime-rl": "0.8.0", "nemo-rl": "0.6.0", "skyrl": "0.4.0"}

@@ -1,0 +1,125 @@
+"""torchtitan's own model and loss wrapper, with headloss's wrapper and without."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from parity import extracted, file_of
+from worlds import world_of
+
+if importlib.util.find_spec("spmd_types") is None:
+    pytest.skip("torchtitan is not installed here", allow_module_level=True)
+
+import torchtitan_ranks as case
+
+import headloss as hl
+
+NEAR = 2e-6
+
+
+@pytest.mark.parametrize("capped", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_cross_entropy(tied: bool, capped: bool) -> None:
+    kinds, model = case.both(), case.model_of(tied, capped)
+    ids, labels = case.batch_of(1)
+    count = torch.tensor(33)
+    want = case.a_step(model, kinds.theirs.Config(num_chunks=4), ids, labels, count)
+    got = case.a_step(model, kinds.ours.Config(), ids, labels, count)
+    assert case.off(got[0], want[0]) < NEAR and case.off_all(got[1], want[1]) < NEAR
+
+
+def test_validation() -> None:
+    """A sum, and no graph."""
+    kinds, model = case.both(), case.model_of()
+    ids, labels = case.batch_of(1)
+    found = []
+    for config in (kinds.theirs.Config(num_chunks=4), kinds.ours.Config()):
+        loss_fn = config.build(compile_config=None)
+        loss_fn.set_lm_head(model.lm_head)
+        model._skip_lm_head = True
+        with torch.no_grad():
+            found.append(loss_fn(model(ids), labels)[0])
+    assert case.off(found[1], found[0]) < NEAR
+    assert not found[1].requires_grad
+
+
+def test_its_policy_loss() -> None:
+    """torchtitan's DAPO on its own log-probs, in chunks, beside our term in one pass."""
+    kinds, model = case.both(), case.model_of()
+    from torchtitan.components.loss import BaseLoss, compute_logprobs
+
+    call = vars(
+        extracted(
+            file_of("torchtitan", "experiments/rl/losses/dapo.py"),
+            "DAPOLoss.__call__",
+            _MAX_LOG_RATIO=10.0,
+            compute_logprobs=compute_logprobs,
+        )
+    )["__call__"]
+
+    class Dapo(BaseLoss):
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseLoss.Config):
+            pass
+
+        def __init__(self, config: Any, *, compile_config: Any = None) -> None:
+            self.ratio_clip_low, self.ratio_clip_high = 0.15, 0.25
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return call(self, *args, **kwargs)
+
+    ids, labels = case.batch_of(1)
+    labels, count, given = labels.clamp(min=0), torch.tensor(19.0), case.dapo(3)
+    config = kinds.theirs.Config(num_chunks=4, loss_fn=Dapo.Config())
+    want = case.a_step(model, config, ids, labels, count, **given)
+    config = kinds.ours.Config(objective=case.OBJECTIVE)
+    got = case.a_step(model, config, ids, labels, count, **given)
+    assert case.off(got[0], want[0]) < 2e-5 and case.off_all(got[1], want[1]) < 2e-5
+    with pytest.raises(ValueError, match=r"loss_fn: got Dapo, want it as objective"):
+        kinds.ours.Config(loss_fn=Dapo.Config()).build(compile_config=None)
+
+
+def test_documents_are_segments() -> None:
+    kinds, model = case.both(), case.model_of()
+    ids, labels = case.batch_of(1)
+    given = case.dapo(3)
+    positions = torch.tensor([[*range(5), *range(11)], [*range(16)]])
+    term = hl.gspo(epsilon_low=0.1, epsilon_high=0.1)
+    config = kinds.ours.Config(objective=term)
+    loss, _ = case.a_step(model, config, ids, labels, None, positions=positions, **given)
+    model._skip_lm_head = False
+    segments = hl.Segments.from_lengths([5, 11, 16])
+    targets = labels.masked_fill(~given["loss_mask"], -100).flatten()
+    batch = hl.Batch(
+        targets,
+        segments,
+        advantages=given["advantages"].flatten(),
+        old_logps=given["generator_logprobs"].flatten(),
+    )
+    want = hl.logits_loss(model(ids).flatten(0, 1), batch, term).loss
+    assert case.off(loss, want) < NEAR
+
+
+def test_refusals() -> None:
+    kinds = case.both()
+    loss_fn = kinds.ours.Config().build(compile_config=None)
+    hidden, labels = torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="lm_head: is not set"):
+        loss_fn(hidden, labels)
+    loss_fn.set_lm_head(torch.nn.Bilinear(4, 4, 8))
+    with pytest.raises(TypeError, match="lm_head: got Bilinear, want Linear, CastLinear or Soft"):
+        loss_fn(hidden, labels)
+    assert "forward" not in vars(loss_fn.lm_head)
+
+
+def test_fsdp2() -> None:
+    """In float32 and bfloat16, where torchtitan rounds logits; with tied embeddings and without."""
+    with world_of(2) as world:
+        for tied, half in itertools.product((False, True), repeat=2):
+            for found in world.run(case.sharded, tied, half, seconds=300):
+                assert max(found.values()) < (2e-2 if half else NEAR), found
