@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed.nn  # of NeMo-RL's functions
 from parity import extracted, file_of
 from torch import Tensor, distributed
 
