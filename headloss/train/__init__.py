@@ -4,7 +4,7 @@ from headloss import train
 result = train.run(train.recipe("gspo", ["model=Qwen/Qwen3-0.6B"]))
 
 The trainers, data handling, generation and distribution are those of `headloss.rl`, TRL and
-accelerate. Nothing of them is imported before a run starts.
+accelerate, which are imported only when a run starts.
 """
 
 from __future__ import annotations

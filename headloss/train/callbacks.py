@@ -1,4 +1,4 @@
-"""What happens beside the steps: metrics.jsonl, a progress bar, Ctrl-C and SIGTERM."""
+"""What accompanies the steps: metrics.jsonl, a progress bar, evaluations, Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Measure(TrainerCallback):
         self._times: list[float] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The lines are those of the checkpoint that a run resumes from."""
+        """A run that resumes begins with the lines that its checkpoint knows."""
         self.entries = [_line(logged) for logged in state.log_history if "loss" in logged]
         if not state.is_world_process_zero:
             return
@@ -62,7 +62,7 @@ class Measure(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" not in logs or not self._times:
             return
-        logged = state.log_history[-1]  # which goes into the next checkpoint
+        logged = state.log_history[-1]  # goes into the next checkpoint
         logged["step_time"] = sum(self._times) / len(self._times)
         logged["peak_memory_mib"] = peak_memory() / MIB
         self._times = []
@@ -86,7 +86,7 @@ def peak_memory() -> int:
 
 
 class Bar(TrainerCallback):
-    """A bar with the last figures and the time left on a terminal; elsewhere some twenty lines."""
+    """On a terminal a bar with the last figures and the time left; elsewhere about twenty lines."""
 
     def __init__(self, name: str, measure: Measure) -> None:
         self.name, self.measure = name, measure
@@ -132,7 +132,7 @@ class Bar(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Gives the terminal back."""
+        """Take the bar off the terminal."""
         if self.bar is not None:
             self.bar.stop()
 
@@ -162,7 +162,7 @@ class HeldOut(TrainerCallback):
         self.found: list[tuple[int, dict[str, Any]]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What a run measured after the checkpoint that it resumes from is measured anew."""
+        """A run that resumes forgets what was measured after its checkpoint."""
         last = state.global_step
         kept = [line for line in self.lines.read() if line.get("step", math.inf) <= last]
         self.found = [(line["step"], line) for line in kept]
@@ -180,14 +180,14 @@ class HeldOut(TrainerCallback):
 
 
 class Interrupt(TrainerCallback):
-    """Ctrl-C or SIGTERM, as long as it is entered.
+    """Handles Ctrl-C and SIGTERM inside its `with` block.
 
     In training: a checkpoint at the next step that a run can resume from, then the end; a second
     signal stops at once. Elsewhere the first one does: KeyboardInterrupt.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
-    ONE_PRESS = 1.0  # seconds: a launcher sends on what its ranks were sent, too
+    ONE_PRESS = 1.0  # seconds; launchers pass a signal on to their ranks
 
     def __init__(self) -> None:
         self.trainer: Any = None

@@ -1,4 +1,4 @@
-"""What a recipe or a run ends with."""
+"""The errors of recipes and runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many of the problems that were kept aside a model solves."""
+"""How many of the held-out problems a model solves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trl.data_utils import apply_chat_template, is_conversational
 from ..integrations.sharding import in_step, is_fsdp2
 from .task import SOLVED, Row, Task
 
-ROWS = 128  # that are generated at once
+ROWS = 128  # generated at once
 
 
 def held_out(trainer: Any, tokenizer: Any, task: Task, longest: int) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def held_out(trainer: Any, tokenizer: Any, task: Task, longest: int) -> dict[str
     """
     accelerator = trainer.accelerator
     rank, ranks = accelerator.process_index, accelerator.num_processes
-    per_rank = -(-len(task.held_out) // ranks)  # as many calls on each, for sharded weights
+    per_rank = -(-len(task.held_out) // ranks)  # the same on all, for sharded weights
     rows = [task.held_out[(i * ranks + rank) % len(task.held_out)] for i in range(per_rank)]
 
     def of_all(scores: list[float]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written under another name, then renamed."""
+"""Files that are complete or not there: they are written under another name, then renamed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-PARTIAL = ".partial"  # how the name of what is not finished begins
+PARTIAL = ".partial"  # begins the names of what is not finished
 
 
 @contextlib.contextmanager
@@ -48,7 +48,7 @@ def remove(path: Path) -> None:
 
 
 def digest(path: Path) -> str | None:
-    """Of a file's bytes, which are on the disk afterwards; None where there is no file."""
+    """The checksum of a file, after its bytes are on the disk; None if there is no file."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
@@ -83,7 +83,7 @@ class Lines:
             file.write(self._text(line))
 
     def keep(self, lines: list[dict[str, Any]]) -> int | None:
-        """Leave these lines; the number of the first line that was damaged or missing."""
+        """Make these the file's lines; the number of the first that was damaged or missing."""
         damaged, kept = None, []
         pairs = zip_longest(self.read(), lines)
         for number, (old, want) in enumerate(pairs, 1):

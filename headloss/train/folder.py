@@ -1,4 +1,4 @@
-"""The folder of a run: who may write to it, and what a run can go on from."""
+"""The folder of a run: who may write to it, and which checkpoint a run can go on from."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .schema import write as recipe_text
 LOCK = ".lock"
 CHECKSUMS = "checksums.json"
 BEFORE = "before.json"
-WRITTEN = (  # by a run, into its folder
+WRITTEN = (  # what a run writes into its folder
     "recipe.yaml", BEFORE, "metrics.jsonl", "held_out.jsonl", "checkpoints", "model", "after.json",
     "plots", "report.md", "report.html",
 )  # fmt: skip
-NEEDED = ("trainer_state.json", "scheduler.pt")  # in a checkpoint, and something of the optimizer
-OPTIMIZERS = ("optimizer", "global_step")  # how the names of its files or folders begin
+NEEDED = ("trainer_state.json", "scheduler.pt")  # in every checkpoint
+OPTIMIZERS = ("optimizer", "global_step")  # how its names begin
 MAY_CHANGE = {  # between a run and its continuation
     "resume",
     "overwrite",
@@ -49,7 +49,7 @@ def check(recipe: Recipe) -> None:
     if recipe.overwrite and output.resolve() in (Path(recipe.model).resolve().parents):
         raise RecipeError(f"overwrite: {output} holds the model {recipe.model} that is asked for")
     if (output / LOCK).is_file():
-        with locked(output, fcntl.LOCK_SH):  # another process that looks is no run
+        with locked(output, fcntl.LOCK_SH):  # several processes may look at once
             pass
     if recipe.resume:
         checkpoint(recipe, whole=False)
@@ -76,7 +76,7 @@ def claim(recipe: Recipe) -> str | None:
 
 @contextlib.contextmanager
 def locked(output: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """The folder's lock, which the system gives back where the process dies.
+    """Hold the folder's lock. The system releases it if the process dies.
 
     Raises:
         RecipeError: another run has it, or there can be no file in that folder.
@@ -100,7 +100,7 @@ def locked(output: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_trace(output: Path) -> Iterator[None]:
-    """The folder for checkpoints is made; where an error comes up inside, it goes again."""
+    """Make the folder for checkpoints; remove it again if an error comes up inside."""
     paths = [output / "checkpoints", output, *output.parents]
     made = [path for path in paths if not path.exists()]
     try:
@@ -152,7 +152,7 @@ def _check_vacant(recipe: Recipe, output: Path) -> None:
 
 
 def _is_nothing(path: Path) -> bool:
-    """What a run may leave that has not begun."""
+    """Whether a path is what a run leaves that has not begun."""
     if path.name == "checkpoints" and path.is_dir():
         return all(inner.name.startswith(files.PARTIAL) for inner in path.iterdir())
     return path.name == LOCK or path.name.startswith(files.PARTIAL)
@@ -173,7 +173,7 @@ def _recipe_in(output: Path) -> dict[str, Any] | None:
 
 
 def checkpoints(output: Path) -> list[Path]:
-    """Folders of that name, the newest last."""
+    """The folders of checkpoints, the newest last."""
     found = (output / "checkpoints").glob("checkpoint-*")
     named = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in found if path.is_dir()}
     return sorted((p for p, m in named.items() if m), key=lambda p: int(p.name.split("-")[1]))
@@ -193,7 +193,7 @@ def _own(sums: dict[str, Any]) -> str:
 
 
 def checkpoint(recipe: Recipe, whole: bool) -> str:
-    """The newest one; `whole`: its bytes are those that were written.
+    """The newest checkpoint; `whole`: check that its bytes are those that were written.
 
     Raises:
         RecipeError: there is none, it is damaged, or the run has another recipe.
@@ -223,7 +223,7 @@ def kept_before(checkpoint: str | None, output: Path) -> bool:
 
 
 def _damage(path: Path, whole: bool) -> str | None:
-    """How a message about it goes on, None where it is intact."""
+    """What is wrong with a checkpoint, as the rest of a message; None if it is intact."""
     try:
         noted = json.loads((path / CHECKSUMS).read_text())
         if noted.pop("own") != _own(noted):

@@ -113,9 +113,9 @@ def _ending(
 
 
 def quiet() -> None:
-    """One progress bar is enough, and warnings about what others' code does help nobody here."""
+    """Silence progress bars and warnings of other libraries that nobody here can act on."""
     warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing` is deprecated", FutureWarning)
-    # Of packages that are compiled when they are first imported.
+    # These come when Python first compiles a package that the tasks import.
     warnings.filterwarnings("ignore", '"is( not)?" with', SyntaxWarning)
     datasets.disable_progress_bars()
     transformers.utils.logging.set_verbosity_error()
@@ -148,7 +148,7 @@ def _held_out(
     name: str,
     checkpoint: str | None = None,
 ) -> dict[str, Any] | None:
-    """Measured and written to a file of that name, or read from there if the checkpoint knows it.
+    """Score the held-out problems and write NAME.json, or read that if the checkpoint knows it.
 
     Raises:
         RunError: it fails, and the model's weights are not finite.

@@ -72,10 +72,10 @@ def tiny(recipe: Recipe) -> LlamaForCausalLM:
 
 
 def _saved(model: Any) -> Any:
-    """With a copy on disk until the process ends: TRL reads its reference model from there."""
+    """The model, with a copy on disk until the process ends: TRL reads its reference from there."""
     folder = tempfile.mkdtemp(prefix="headloss-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    model.config.save_pretrained(folder)  # save_pretrained of the model itself: on one rank alone
+    model.config.save_pretrained(folder)  # not model.save_pretrained, which writes on one rank only
     save_model(model, f"{folder}/model.safetensors", metadata={"format": "pt"})
     model.config._name_or_path = model.name_or_path = folder
     return model

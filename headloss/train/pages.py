@@ -65,7 +65,7 @@ def _embedded(paths: Sequence[Path]) -> list[dict[str, str]]:
 
 
 def _named(outputs: Sequence[Path]) -> dict[str, Path]:
-    """Folders by what their paths do not share."""
+    """Folders by their paths, without the part that all share."""
     given = list(dict.fromkeys(path.resolve() for path in outputs))
     if len(given) < 2:
         raise RecipeError(f"compare: got {len(given)} run, want the folders of two or more")

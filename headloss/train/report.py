@@ -1,4 +1,4 @@
-"""What a run came to, in Markdown and in a line."""
+"""The report of a run in Markdown, and in one line."""
 
 from __future__ import annotations
 

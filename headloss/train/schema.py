@@ -109,7 +109,7 @@ def read(name: str, overrides: Iterable[str]) -> Recipe:
         if not OmegaConf.is_dict(given):
             raise RecipeError(f"{name}: got a list, want key: value")
         changes = OmegaConf.from_dotlist(list(overrides))
-        if "task" in changes:  # these were another task's
+        if "task" in changes:  # the recipe's own belong to another task
             for key in ("task_options", "prompt"):
                 given.pop(key, None)
         found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), given, changes))
@@ -213,7 +213,7 @@ OURS = {  # fields of a trainer's configuration that a recipe has keys of its ow
     "reward_weights": "reward",
 }
 
-# Where the values of numbers among a trainer's fields lie; NaN lies nowhere.
+# Intervals of numbers among a trainer's fields. NaN is in none.
 INTERVALS = {
     **dict.fromkeys(
         (
@@ -282,7 +282,7 @@ def _lies_in(value: float, interval: str) -> bool:
 
 
 def _kinds(hint: Any) -> set[type]:
-    """The plain types that a hint allows; empty where it allows others."""
+    """The plain types that a hint allows; empty if it allows others too."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     found = set(typing.get_args(hint)) if union else {hint}
     if not found <= {int, float, str, bool, type(None)}:

@@ -1,4 +1,4 @@
-"""Problems to train on, problems kept aside, and how completions are scored."""
+"""Problems to train on, held-out problems, and how completions are scored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .errors import RecipeError
 from .schema import Recipe, unknown
 
 Row = dict[str, Any]
-REPEATS = 1000  # problems in a row that were seen before: there are no others
+REPEATS = 1000  # after so many repeated problems in a row there are no others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class Task:
         return found
 
     def rehearse(self) -> None:
-        """RecipeError for what can be known of the reward from a few right answers."""
+        """Try the reward on a few right answers; RecipeError if it fails on them."""
         rows = self.train[:8]
         self.scores(rows, [self._turn(row) for row in rows])
 
