@@ -115,8 +115,8 @@ def test_head_stats():
 
 
 def test_head_stats_in_tiles(monkeypatch):
-    # By default the budget is 256 MIB: make that CHUNK rows of logits.
-    monkeypatch.setattr(plan, "MIB", CHUNK * V * FLOAT // 256)
+    # The budget that a CPU has by default is CHUNK rows of logits.
+    monkeypatch.setattr(plan, "CPU_BUDGET", CHUNK * V * FLOAT)
     hidden, head, batch = problem()
     with LiveTensors() as live:
         found = hl.head_stats(hidden, head, batch.targets)
