@@ -51,7 +51,7 @@ def can_hold_terms(backend: str, dtype: torch.dtype, weight: torch.Tensor) -> bo
 
 
 def forget() -> None:
-    """Drop what launches have kept of compiled kernels and addresses."""
+    """Drop what launches keep: compiled kernels and addresses."""
     launch = sys.modules.get(f"{__name__}.triton.launch")
     if launch is not None:
         launch.clear()
@@ -59,7 +59,7 @@ def forget() -> None:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 0 for any other device."""
+    """How many multiprocessors a GPU has; 0 for any other device."""
     if device.type != "cuda":
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -67,7 +67,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def memory(device: torch.device) -> int:
-    """All bytes of a GPU, whatever is in use; 0 for any other device."""
+    """The bytes of a GPU's memory, in use or not; 0 for any other device."""
     if device.type != "cuda":
         return 0
     return torch.cuda.get_device_properties(device).total_memory
@@ -79,8 +79,8 @@ def _has_triton() -> bool:
 
 @functools.cache
 def _failure() -> str | None:
-    """Why Triton's kernels cannot run here, which is warned of where there is a GPU for them; None
-    if they can. Asked once."""
+    """Why Triton's kernels cannot run here; None if they can. Found out once; where there is a GPU
+    for them, the reason is also given as a warning."""
     try:
         if importlib.util.find_spec("triton") is None:
             raise ImportError("triton is not installed")

@@ -1,4 +1,4 @@
-"""What held softmax terms can give."""
+"""Which gradients can be computed from held softmax terms."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def check_multiple(backward: Backward) -> None:
 
 
 def check_held(backward: Backward) -> None:
-    """ValueError where held terms cannot give the gradient: z is read off log p, and a term of 0 no
-    longer tells its z."""
+    """ValueError where held terms cannot give the gradient: that needs z, which follows from log p,
+    and no longer follows from a term of 0."""
     if backward.transform.softcap is not None and backward.coefficients.uniform is not None:
         raise ValueError(
             "held softmax terms cannot give the gradient of the mean logit under a soft cap; "

@@ -8,8 +8,8 @@ vocabulary. Act one takes partial statistics of a tile, act two its gradient:
 
 Tiles and matrices may have any row stride and have unit stride along the row; memory beside their
 columns is never touched. Vectors are contiguous, and float32 (float64 beside float64 tiles) where
-nothing else is said. n may be 0. What an act does not say that it writes is only read, and what it
-returns may be read when the device gets there: no act waits for the device.
+nothing else is said. n may be 0. An act only reads what it does not say that it writes. No act
+waits for the device: what it returns is complete when the device gets there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .walk import Rows, Walk
 
 
 class Forward(NamedTuple):
-    """What act one takes beside the logits."""
+    """Arguments of act one beside the logits."""
 
     targets: Tensor  # [n] int64: columns of the whole vocabulary, some outside of this tile
     first: int
@@ -38,11 +38,11 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What act two takes beside the logits.
+    """Arguments of act two beside the logits.
 
-    Logits that a product makes again may be rounded in another way than those that act one saw. So
-    the element of a target follows from `logps`, to the last digit of 1 - p, and a column that has
-    nearly all the mass is known to be the peak, and takes the peak for its logit.
+    Logits that a product makes a second time may be rounded differently from those of act one.
+    Therefore the gradient at a target follows from `logps`, which keeps the last digit of 1 - p. A
+    column that has nearly all the mass is the peak, and its logit is taken from there.
     """
 
     targets: Tensor  # [n] int64
@@ -84,7 +84,7 @@ class Held:
 
 
 class Measured(NamedTuple):
-    """What the softmax over the whole vocabulary says of some tokens."""
+    """The statistics of some tokens over the whole vocabulary."""
 
     stats: Statistics  # [n] each
     normalizer: Normalizer  # [n]
@@ -95,7 +95,7 @@ class Measured(NamedTuple):
 
 
 class Order(NamedTuple):
-    """The row that goes to each place. Places from `count` on hold nothing of interest."""
+    """The row that goes to each place. Places from `count` on hold arbitrary rows."""
 
     rows: Tensor  # [n] int64
     count: Tensor  # [1] int64
@@ -110,14 +110,14 @@ class Scaling(NamedTuple):
 
 
 class Surveyed(NamedTuple):
-    """What is on the device before the host reads of a batch."""
+    """Facts about a batch that are on the device, before the host reads them."""
 
     facts: Tensor  # int64, see `Kernels.survey`
     scored: Tensor  # what `Kernels.compact` needs of it
 
 
 class Compacted(NamedTuple):
-    """The T scored of N positions in the order in which they stand, and the others."""
+    """The T scored of N positions in their order, and the others."""
 
     index: Tensor  # [T] int64 positions
     ids: Tensor  # [T] int64 segments
@@ -155,14 +155,15 @@ class Kernels(Protocol):
     ) -> Tensor:
         """a [n, k] @ b [k, m]: [n, m] in `dtype`, rounded once, or added to `out` [n, m].
 
-        b has any strides. Sums are in float32, in an order that knows neither n nor a row's place.
+        b has any strides. Sums are in float32, in an order that depends neither on n nor on a row's
+        place.
         """
         ...
 
     # ------------------------------------------------------------------ products that end in an act
 
     def can_fuse(self, x: Tensor, w: Tensor) -> bool:
-        """Whether the acts on a product take these operands; if not, they raise ValueError."""
+        """Whether the acts on a product accept these operands; if not, those raise ValueError."""
         ...
 
     def product_partials(
