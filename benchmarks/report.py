@@ -51,7 +51,7 @@ def goals(results: dict) -> str:
         newest = max(row["run"] for row in found)
         found = [row for row in found if row["run"] == newest]
         first, mark = found[0], marks_of(results)[newest]
-        ours = [r for r in found if is_ours(r) and "ms" in r and "reference" not in r["contestant"]]
+        ours = [r for r in found if is_ours(r) and "ms" in r]
         peers = [r for r in found if not is_ours(r) and "ms" in r]
         peer = max(peers, key=lambda r: r["of_limit"], default=None)
         shape = f"N={first['tokens']} H={first['width']} V={first['vocabulary']}"
