@@ -48,7 +48,8 @@ $(FRAMEWORKS)/.installed: $(STAMP) tests/frameworks/requirements.txt tests/frame
 		--disable-pip-version-check -r tests/frameworks/requirements.txt
 	@while read -r name url commit; do \
 		git init -q .frameworks/$$name && cd .frameworks/$$name && \
-		git fetch -q --depth 1 $$url $$commit && git checkout -q FETCH_HEAD && cd ../..; \
+		{ git cat-file -e $$commit 2>/dev/null || git fetch -q --depth 1 $$url $$commit; } && \
+		git checkout -q $$commit && cd ../.. || exit 1; \
 	done < tests/frameworks/sources.txt
 	@touch $@
 

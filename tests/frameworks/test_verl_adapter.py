@@ -364,16 +364,12 @@ def test_options(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- what is refused
 
 
-def test_refused(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused(engines: Engines) -> None:
     engine = engines("headloss")
     with pytest.raises(ValueError, match="top-k distillation"):
         engine.forward_backward_batch(step(distillation_use_topk=True), None, True)
     with pytest.raises(ValueError, match="kl_loss_type: got 'full'"):
         trained(engine, step(), loss_of("headloss_gpg", use_kl_loss=True, kl_loss_type="full"))
-    monkeypatch.setattr(engine, "use_ulysses_sp", True)
-    monkeypatch.setattr(engine, "ulysses_sequence_parallel_size", 1)
-    with pytest.raises(ValueError, match="headloss_gpg is not supported under sequence"):
-        trained(engine, step(), loss_of("headloss_gpg"))
 
 
 def test_losses_outside_of_the_engine(engines: Engines) -> None:

@@ -30,9 +30,10 @@ def test_data_parallel(world: World, tmp_path: Path, mode: str, tied: bool) -> N
     check(world, ranks.engine, saved(tmp_path, tied=tied), mode, False, tied)
 
 
-def test_sequence_parallel(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["vanilla", "headloss_vanilla", "headloss_gspo"])
+def test_sequence_parallel(world: World, tmp_path: Path, mode: str) -> None:
     """Each rank has half of the packed positions; attention is the same on both sides."""
-    check(world, ranks.engine, saved(tmp_path), "vanilla", True, False)
+    check(world, ranks.engine, saved(tmp_path), mode, True, False)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="wants megatron-core")

@@ -71,7 +71,7 @@ class Engine(FSDPEngineWithLMHead):
         else:
             fused.temperature, inputs["temperature"] = None, temperature
         if self._config is not None:
-            fused.request = self._request(micro_batch, None if packed else shape[1])
+            fused.request = self._request(micro_batch, shape, packed)
         return inputs, args
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
@@ -96,23 +96,21 @@ class Engine(FSDPEngineWithLMHead):
         finally:
             self._config = fused.request = None
 
-    def _request(self, data: Any, width: int | None) -> Request:
-        """The micro-batch, packed or in rows of `width` positions."""
+    def _request(self, data: Any, shape: torch.Size, packed: bool) -> Request:
+        """The micro-batch, packed or in rows: this rank's positions of it, which have a shape."""
         config = self._config
-        if self.use_ulysses_sp:
-            raise ValueError(
-                f"loss_mode: {config.policy_loss.loss_mode} is not supported under sequence "
-                "parallelism; take one of verl's own"
-            )
         offsets = data["input_ids"].offsets()
         places = no_padding_2_padding(torch.arange(int(offsets[-1]), device=offsets.device), data)
         rows = torch.arange(len(places), device=places.device).unsqueeze(1).expand_as(places)
-        if width is not None:
-            places = places + rows * width - offsets[:-1].unsqueeze(1)
+        if not packed:
+            places = places + rows * shape[1] - offsets[:-1].unsqueeze(1)
         names = [name for name in FIELDS if name in data]
         padded = data.select("response_mask", *names).to_padded_tensor()
         mask = padded["response_mask"].to(bool)  # [B, R]
-        given = {FIELDS[name]: padded[name][mask] for name in names}
+        group = self.ulysses_parallel_group if self.use_ulysses_sp else None
+        first = 0 if group is None else torch.distributed.get_rank(group) * shape.numel()
+        here = mask & (places >= first) & (places < first + shape.numel())
+        given = {FIELDS[name]: padded[name][here] for name in names}
         ranks, tokens = data["dp_size"], data["batch_num_tokens"]
         sequences = data["global_batch_size"]
         tokens = mask.sum() if tokens is None else tokens
@@ -121,8 +119,8 @@ class Engine(FSDPEngineWithLMHead):
         entropy = tu.get_non_tensor_data(data, "calculate_entropy", False)
         return Request(
             losses.objective(config, over, given, entropy),
-            places[mask],
-            Segments.from_ids(rows[mask], len(places)),
+            places[here] - first,
+            Segments.from_ids(rows[here], len(places), group=group),
             {**given, "totals": Totals(tokens / ranks, sequences / ranks)},
         )
 
@@ -174,8 +172,16 @@ class Request:
         options = replace(options, metrics=True)  # verl's metrics ask for the entropy
         out = head_loss(scored(hidden), head, batch, self.objective, options)
         parts = list(zip(self.objective.parts, out.terms.values(), strict=True))[: self.count]
-        self.loss, self.policy = out.loss, sum(c * value for (c, _), value in parts)
-        found = out.metrics.compute().items()
+        policy: Any = sum(c * value.detach() for (c, _), value in parts)
+        loss, metrics, group = out.loss, out.metrics, self.segments.group
+        if group is not None:  # shares of it, of which verl's ranks take the mean
+            metrics = metrics.all_reduce(group)
+            whole = torch.stack([loss.detach(), policy])
+            torch.distributed.all_reduce(whole, group=group)
+            loss = loss * torch.distributed.get_world_size(group)
+            loss, policy = loss + (whole[0] - loss.detach()), whole[1]
+        self.loss, self.policy = loss, policy
+        found = metrics.compute().items()
         self.metrics = {f"headloss/{name}": x for name, x in found if math.isfinite(x)}
 
         def spread(values: Tensor) -> Tensor:
