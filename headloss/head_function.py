@@ -20,9 +20,9 @@ from .objective.elsewhere import Foreign, loss_elsewhere, scalar
 from .options import Options
 from .ranks.collectives import inside
 from .ranks.dtensor import local_head
-from .run.autograd import HeadLoss
 from .run.calls import linear_call
-from .run.checks import check_eager, eagerly
+from .run.checks import eagerly, outside
+from .run.loop import HeadLoss
 
 SCOPES: dict[object, Scope] = {"token": "token", "sequence": "segment"}
 READ = frozenset({"logp", "entropy"})
@@ -74,8 +74,9 @@ def head_function(
     >>> print(f"{hl.head_function(hidden, head, batch, loss_fn, separable='token').item():.4f}")
     1.1513
     """
+    if torch.compiler.is_compiling():
+        return outside(head_function)(hidden, head, batch, loss_fn, separable, options)
     check_head(head)
-    check_eager("head_function", hidden, head.weight)
     if separable is not None and separable not in SCOPES:
         raise ValueError(f'separable: got {separable!r}, want None, "token" or "sequence"')
     if not callable(loss_fn):
@@ -86,10 +87,10 @@ def head_function(
         logps, _, entropies = head_stats(hidden, head, batch, options, READ)
         return scalar(loss_fn(logps, entropies))
     head = local_head(head)
-    call = linear_call(hidden, head, batch, loss_elsewhere(READ, SCOPES[separable]), options)
+    objective = loss_elsewhere(READ, SCOPES[separable])
+    call = linear_call(hidden, head, batch, objective, options, "head_function")
     wide = call.prepared.wide
     foreign = Foreign(loss_fn, call.packing, call.work.vocabulary, wide, options.upstream)
     work = replace(call.work, bind=lambda: foreign)
-    open_source, tensors = call.open_linear(hidden, head, options)
     with inside(hidden.device.type, *work.groups):
-        return HeadLoss.apply(work, open_source, [], *tensors)
+        return HeadLoss.apply(work, [], *call.tensors)

@@ -20,19 +20,21 @@ from .losses.term import Objective, Term
 from .objective.elsewhere import READ, loss_elsewhere
 from .objective.metrics import Mean, Metrics, Observed, Sum, checked, fold, fold_all
 from .objective.statistics import Statistics
+from .objective.tape import Taped
 from .options import Options
 from .ranks.collectives import inside
 from .ranks.dtensor import local_head
-from .run.autograd import HeadLoss, Open
-from .run.calls import Call, given_call, linear_call
-from .run.checks import check_eager, eagerly
-from .run.loop import Outcome, Work
+from .run.calls import Call, given_call, linear_call, linear_plan
+from .run.checks import eagerly, outside
+from .run.loop import HeadLoss, Outcome
 from .run.plan import Plan
+from .run.work import Work
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 DEFAULT = Options()
+LATER = ("terms", "metrics", "logps", "entropies")  # of an output: found when asked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,17 +57,9 @@ class Output:
     entropies: Tensor | None
     plan: Plan = field(repr=False)
 
-    @classmethod
-    def _later(cls, values: Callable[[], dict[str, Any]], **known: Any) -> Output:
-        """With terms and metrics that become objects when one is asked for: a step often asks for
-        none."""
-        found = object.__new__(cls)
-        found.__dict__.update(known, _values=values)
-        return found
-
     def __getattr__(self, name: str) -> Any:
         known = self.__dict__
-        if name in ("terms", "metrics") and (values := known.get("_values")) is not None:
+        if name in LATER and (values := known.get("_values")) is not None:
             for key, value in values().items():  # what fails may be asked again
                 known.setdefault(key, value)  # another thread's may be there already
             known.pop("_values", None)
@@ -117,11 +111,12 @@ def head_loss(
     >>> print(f"{out.loss.item():.4f}")  # the logarithm of 10: all logits are 0
     2.3026
     """
+    if torch.compiler.is_compiling():
+        return outside(head_loss)(hidden, head, batch, objective, options)
     check_head(head)
-    check_eager("head_loss", hidden, head.weight)
-    head, options = local_head(head), options or DEFAULT
-    call = linear_call(hidden, head, batch, objective, options)
-    return _run(call, *call.open_linear(hidden, head, options), options)
+    options = options or DEFAULT
+    given = (hidden, local_head(head), batch, objective, options, "head_loss")
+    return _run(options, linear_call, *given)
 
 
 @eagerly
@@ -157,11 +152,13 @@ def logits_loss(
     >>> print(f"{out.loss.item():.4f}")  # the logarithm of 10, squared
     5.3019
     """
-    check_eager("logits_loss", logits)
+    if torch.compiler.is_compiling():
+        given = (temperature, softcap, logit_scale, vocab_group, inplace, options)
+        return outside(logits_loss)(logits, batch, objective, *given)
     options = options or DEFAULT
     transform = Transform(scale=logit_scale, softcap=softcap, temperature=temperature)
-    call = given_call(logits, batch, objective, transform, vocab_group, inplace, options)
-    return _run(call, *call.open_given(logits), options)
+    given = (logits, batch, objective, transform, vocab_group, inplace, options)
+    return _run(options, given_call, *given)
 
 
 @eagerly
@@ -189,43 +186,44 @@ def plan(
     >>> hl.plan(hidden, head, hl.Batch(torch.zeros(6).long()), hl.cross_entropy()).schedule
     'one_pass'
     """
+    if torch.compiler.is_compiling():
+        return outside(plan)(hidden, head, batch, objective, options)
     check_head(head)
-    check_eager("plan", getattr(batch, "targets", None))
-    head = local_head(head)
+    head, options = local_head(head), options or DEFAULT
     if objective is None:
         objective = loss_elsewhere(frozenset(READ))
-    return linear_call(hidden, head, batch, objective, options or DEFAULT, on_meta=True).plan
+    return linear_plan(hidden, head, batch, objective, options)
 
 
 # ---------------------------------------------------------------------- running a call
 
 
-def _run(call: Call, open_source: Open, tensors: list[Tensor | None], options: Options) -> Output:
+def _run(options: Options, make: Callable[..., Call], *given: Any) -> Output:
+    _, packing, work, tensors = make(*given)
     outcome: list[Outcome] = []
-    work, packing = call.work, call.packing
-    measured: Callable[[], Metrics] = Metrics
     with inside(packing.targets.device.type, *work.groups):
-        loss = HeadLoss.apply(work, open_source, outcome, *tensors)
-        ((stats, values),) = outcome
+        loss = HeadLoss.apply(work, outcome, *tensors)
+        ((stats, values, _),) = outcome
+        measured: Callable[[], Metrics] = Metrics
         if options.metrics:
-            with torch.no_grad():
-                measured = _metrics(work, packing, stats)
-                if work.tolerance is not None:
-                    measured = _joined(measured, work.tolerance.metrics)
-    assert stats.logp is not None
-    names, dtype = work.bind().names, loss.dtype
+            measured = work.bound.measured or _metrics(work, packing, stats)
+            if work.tolerance is not None:
+                measured = _joined(measured, work.tolerance.metrics)
+    logps, entropies, dtype = stats.logp, stats.entropy, loss.dtype
+    assert logps is not None
 
-    def of_terms() -> dict[str, Any]:
-        found = zip(names, values.to(dtype).unbind(), strict=True)
-        return {"terms": dict(found), "metrics": measured()}
+    def found() -> dict[str, Any]:
+        terms = zip(work.bound.names, values.to(dtype).unbind(), strict=True)
+        return {
+            "terms": dict(terms),
+            "metrics": measured(),
+            "logps": packing.scatter(logps),
+            "entropies": None if entropies is None else packing.scatter(entropies),
+        }
 
-    output = Output._later(
-        of_terms,
-        loss=loss,
-        logps=packing.scatter(stats.logp),
-        entropies=None if stats.entropy is None else packing.scatter(stats.entropy),
-        plan=work.plan,
-    )
+    # All else is found when a part of it is asked for: a step often asks for none.
+    output = object.__new__(Output)
+    output.__dict__.update(loss=loss, plan=work.plan, _values=found)
     if options.static:  # a replay of a captured graph renews what the capture made
         _ = output.terms
     return output
@@ -235,11 +233,11 @@ def _joined(*measured: Callable[[], Metrics]) -> Callable[[], Metrics]:
     return lambda: Metrics({name: m for found in measured for name, m in found().items()})
 
 
+@torch.no_grad()
 def _metrics(work: Work, packing: Packing, stats: Statistics) -> Callable[[], Metrics]:
     """Fold what every term observes, on [T] vectors."""
-    measured = work.bind().metrics(stats)
-    if measured is not None:
-        return measured
+    if isinstance(work.bound, Taped):
+        return work.bound.metrics(stats)
     batch = work.batch.on(stats)
     group = batch.segments.group
     share = 1.0 if group is None else 1 / torch.distributed.get_world_size(group)
@@ -251,7 +249,7 @@ def _metrics(work: Work, packing: Packing, stats: Statistics) -> Callable[[], Me
     tokens = one * len(batch) if batch.live is None else batch.live.sum().double()
     found = Metrics(tokens=Sum(tokens), segments=Sum(one * packing.count * share))
     found["entropy"] = fold(Observed(stats.entropy, Mean), batch.live)
-    for part in work.bind().parts:
+    for part in work.bound.parts:
         live, segments = batch.live, present
         if part.kept is not None:
             live = part.kept if live is None else part.kept & live

@@ -17,9 +17,9 @@ from .objective.elsewhere import CANDIDATE, READ, loss_elsewhere
 from .options import Options
 from .ranks.collectives import inside
 from .ranks.dtensor import local_head
-from .run.autograd import HeadStatistics
 from .run.calls import linear_call
-from .run.checks import check_eager, check_targets
+from .run.checks import check_targets
+from .run.loop import HeadStatistics
 from .run.operator import in_graph
 from .run.plan import Plan
 
@@ -86,7 +86,6 @@ def head_stats(
     [-2.3026, 0.0]
     """
     check_head(head)
-    check_eager("head_stats", hidden, head.weight)
     options, names = options or Options(), _checked(gradients, targets_or_batch)
     if options.upstream is not None:
         raise ValueError(
@@ -106,12 +105,11 @@ def head_stats(
     batch = _batch(targets_or_batch, hidden, options)
     candidates = isinstance(batch, Batch) and "candidate_ids" in batch.fields
     objective = loss_elsewhere(names, candidates=candidates)
-    call = linear_call(hidden, head, batch, objective, options)  # type: ignore[arg-type]
-    open_source, tensors = call.open_linear(hidden, head, options)
+    call = linear_call(hidden, head, batch, objective, options, "head_stats")  # type: ignore[arg-type]
     with inside(hidden.device.type, *call.work.groups):
-        found = HeadStatistics.apply(call.work, open_source, call.packing, names, *tensors)
+        found = HeadStatistics.apply(call.work, call.packing, names, *call.tensors)
     stats = _with_candidates(found, names)
-    stats.plan = call.plan
+    stats.plan = call.work.plan
     return stats
 
 

@@ -80,8 +80,8 @@ def pretend(target: GPUTarget, number: int) -> None:
     assert cuda is (torch.version.hip is None), "NVIDIA's and AMD's each in a process of its own"
     torch.cuda.get_device_capability = lambda device=None: (major, minor)
     torch.cuda.get_device_properties = lambda device=None: properties
-    tiles._has_accelerator.cache_clear()
-    fuses = tiles._has_accelerator(torch.device("cuda", 0))
+    tiles.has_accelerator.cache_clear()
+    fuses = tiles.has_accelerator(torch.device("cuda", 0))
     overlapping = versions.overlaps(torch.device("cuda", 0))
     tiles.can_fuse = acts.can_fuse = lambda x, w: fuses and x.element_size() == 2
     for module in (product, slab):

@@ -173,8 +173,8 @@ class Case:
     def eager(self, needed: bool = True) -> tuple[Gradient, dict[str, Any]]:
         """By autograd and `fold_all`."""
         bound = self.bound
-        gradient = bound.gradient(self.stats, self.view, slice(None), needed)
-        work: Any = SimpleNamespace(batch=self.view, bind=lambda: bound)
+        gradient = bound.gradient(self.stats, self.view, None, needed)
+        work: Any = SimpleNamespace(batch=self.view, bound=bound)
         return gradient, _metrics(work, self.packing, self.stats)()
 
 

@@ -21,10 +21,10 @@ HOPPER, SMALL = 227 << 10, 99 << 10  # bytes of shared memory
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Nothing is known of the machine."""
-    for known in (kernels._failure, tiles._has_accelerator):
+    for known in (kernels._failure, tiles.has_accelerator):
         known.cache_clear()
     yield
-    for known in (kernels._failure, tiles._has_accelerator):
+    for known in (kernels._failure, tiles.has_accelerator):
         known.cache_clear()
 
 
@@ -54,7 +54,7 @@ def test_kernels_of_a_gpu(
     monkeypatch, fresh, name, capability, shared, hip, fused, overlaps, clusters
 ) -> None:
     on(monkeypatch, capability, shared, hip)
-    assert tiles._has_accelerator(GPU) is fused
+    assert tiles.has_accelerator(GPU) is fused
     assert versions.overlaps(GPU) is overlaps
     assert versions.has_clusters(GPU) is clusters
     wide = given.shape_of(200000, True, GPU)

@@ -254,8 +254,8 @@ def test_what_is_known_beforehand_is_the_gradient(objective):
         mean_logit=torch.rand_like(logp),
     )
     bound = bind(objective, inside, Totals.of(batch), 10, torch.float64)
-    want = bound.gradient(stats, inside, slice(None)).coefficients
-    (c, _, _), slopes = bound.beforehand(inside, frozenset(stats.tensors()), factor=2.0)
+    want = bound.gradient(stats, inside, None).coefficients
+    (c, *_), slopes = bound.beforehand(inside, frozenset(stats.tensors()), factor=2.0)
     slope = torch.zeros_like(logp)
     for rate, anchor, low, high, sign in () if slopes is None else slopes:
         slope += torch.where(

@@ -362,7 +362,7 @@ def test_the_operator_is_registered_well(dtype, with_bias):
     hidden, weight, batch = problem(dtype)
     hidden.requires_grad_(), weight.requires_grad_()
     bias = torch.randn(V).to(dtype).requires_grad_() if with_bias else None
-    arguments = ([hidden], [weight], bias, None, batch.targets, V, 1.0, None, 1.0, "")
+    arguments = ([hidden], [weight], bias, None, batch.targets, [], [], V, 1.0, None, 1.0, "")
     torch.library.opcheck(
         torch.ops.headloss.head_stats.default,
         arguments,
@@ -375,7 +375,7 @@ def test_the_operator_under_dynamic_shapes():
     hidden.requires_grad_()
     torch.library.opcheck(
         torch.ops.headloss.head_stats.default,
-        ([hidden], [weight], None, None, batch.targets, V, 1.0, 30.0, 1.0, ""),
+        ([hidden], [weight], None, None, batch.targets, [], [], V, 1.0, 30.0, 1.0, ""),
         test_utils=("test_aot_dispatch_dynamic",),
     )
 

@@ -90,19 +90,19 @@ def test_it_is_bounded(made: list[object], monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(prepare, "MOST", 3)
     for chunk in (1, 2, 3, 4, 4, 3, 2, 1):
         call(chunk_tokens=chunk)
-    assert len(made) == 5 and len(prepare._KEPT._found) == 3
+    assert len(made) == 5 and len(prepare._KEPT) == 3
 
 
 def test_what_is_wrong_is_not_kept(made: list[object]) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="old_logps"):
             call(objective=hl.grpo)
-    assert not prepare._KEPT._found
+    assert not prepare._KEPT
 
 
 def test_nothing_prepared_holds_a_tensor_of_the_call(made: list[object]) -> None:
     call(objective=lambda: hl.cross_entropy() + hl.entropy())
-    stack, seen = list(prepare._KEPT._found.values()), set()
+    stack, seen = list(prepare._KEPT.values()), set()
     while stack:
         one = stack.pop()
         if id(one) in seen or isinstance(one, (type, ModuleType, FunctionType)):

@@ -32,8 +32,8 @@ PARTS = {
     "objective.statistics",
 }
 TERMS = {"losses.distillation", "losses.scope", "losses.teacher", "losses.term", "objective.bound"}
-ENGINE = {"objective.taped", "objective.tolerance"}
-TAPES = {"objective.sample", "objective.tape", "objective.taped", "objective.taping"}
+ENGINE = {"objective.elsewhere", "objective.tape", "objective.tolerance"}
+TAPES = {"objective.sample", "objective.tape", "objective.taping"}
 LOGITS = {"kernels", "softmax.products", "softmax"}
 VERBS = {"check_term", "head_function", "head_loss", "head_stats", "head_topk"}
 PUBLIC = {"", *PARTS, "head.head", "losses", "options", "run.plan", "run.prepare", *VERBS}
@@ -75,7 +75,8 @@ ALLOWED: dict[str, set[str]] = {
     "objective.elsewhere": {*PARTS, "losses.identity", *TERMS},
     "objective.bound": {*PARTS, "losses.term", "objective.sample"},
     "objective.recording": {"kernels", "batch.segments"},
-    "objective.tape": {*PARTS, "kernels", "objective.recording"},
+    "objective.plain": {"kernels", "batch.segments", "objective.recording"},
+    "objective.tape": {*PARTS, *TERMS, "kernels", "objective.plain", "objective.recording"},
     "objective.lowering": {"kernels", "objective.recording", "objective.tape"},
     "objective.taping": {
         *PARTS,
@@ -86,7 +87,6 @@ ALLOWED: dict[str, set[str]] = {
         "objective.recording",
         "objective.tape",
     },
-    "objective.taped": {*PARTS, *TERMS, "objective.tape", "objective.taping"},
     "objective.tolerance": {*PARTS, "kernels", "objective.bound"},
     "softmax": {
         *LOGITS,
@@ -104,17 +104,18 @@ ALLOWED: dict[str, set[str]] = {
     "ranks.segments": {*PARTS, "losses.term", "options", "run.plan", "ranks"},
     "ranks": set(),
     "run.checks": {*PARTS, *TERMS, "objective.sample", "head.head", "options", "ranks.dtensor"},
-    "run.loop": {*PARTS, *LOGITS, "objective.bound", "run.plan", *ENGINE},
-    "run.signature": {*PARTS, "losses.term", "head.head", "options"},
-    "run.autograd": {
+    "run.work": {*PARTS, *LOGITS, "objective.bound", "run.plan", *ENGINE},
+    "run.pull_back": {*PARTS, *LOGITS, "objective.bound", "run.work"},
+    "run.loop": {
+        *PARTS,
+        *LOGITS,
         "objective.bound",
-        "objective.statistics",
-        "batch.packing",
-        "objective.elsewhere",
         "ranks.collectives",
-        "run.loop",
-        "softmax",
+        "run.pull_back",
+        "run.work",
+        *ENGINE,
     },
+    "run.signature": {*PARTS, "losses.term", "head.head", "options"},
     "run.operator": {
         *PARTS,
         "kernels",
@@ -136,7 +137,6 @@ ALLOWED: dict[str, set[str]] = {
         "options",
         "run.plan",
     },
-    "run.bind": {*PARTS, *TERMS, *TAPES, "options", "run.prepare"},
     "run.teachers": {*PARTS, *TERMS, *LOGITS, "run.checks", "ranks", "run.prepare"},
     "run.calls": {
         *PARTS,
@@ -148,6 +148,7 @@ ALLOWED: dict[str, set[str]] = {
         "run.plan",
         "ranks",
         "run",
+        "objective.tape",
         "objective.tolerance",
     },
     "run": set(),
@@ -156,6 +157,7 @@ ALLOWED: dict[str, set[str]] = {
     "head_loss": {
         *PARTS,
         "objective.elsewhere",
+        "objective.tape",
         *TERMS,
         "run.checks",
         "head.head",

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import headloss as hl
-from headloss.objective import taped
+from headloss.objective import tape as taped
 from headloss.run import prepare
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from copy import copy
 from typing import Any
 
@@ -186,12 +187,10 @@ class Batch:
         Raises:
             RuntimeError: the targets, segments or stored ids were changed in place since.
         """
-        tensors = self._surveyed()
-        known = self._found
-        same = known is not None and list(map(id, known.tensors)) == list(map(id, tensors))
-        if known is None or not same or any(t.is_inference() for t in tensors):
+        tensors, known = self._surveyed(), self._found
+        if known is None or not known.are(tensors):
             self._found = known = self._survey()
-        if known.versions != _versions(tensors):
+        elif known.versions != _versions(tensors):
             raise RuntimeError(
                 "batch: its targets, segments or stored ids were changed in place since it was "
                 "made; make a new Batch"
@@ -203,16 +202,16 @@ class Batch:
         ids = {
             name: value.reshape(targets.numel(), value.shape[-1])
             for name in ID_FIELDS
-            if self._is_ids(value := self.fields.get(name)) and isinstance(value, Tensor)
+            if isinstance(value := self.fields.get(name), Tensor) and self._is_ids(value)
         }
         more = None if self.support is None else self.support.survey(targets)
         return Found(Survey(targets, self.segments, ids, DISTINCT, more), self._surveyed())
 
     def _surveyed(self) -> tuple[Tensor, ...]:
         """The tensors that decide the order and its checks."""
-        ids = [value for name in ID_FIELDS if self._is_ids(value := self.fields.get(name))]
+        ids = [self.fields[name] for name in ID_FIELDS if name in self.fields]
         support = () if self.support is None else self.support.tensors
-        return (self.targets, self.segments.ids, *ids, *support)  # type: ignore[return-value]
+        return (self.targets, self.segments.ids, *filter(self._is_ids, ids), *support)  # type: ignore[return-value]
 
     def _is_ids(self, value: object) -> bool:
         """Whether a field is [.., K] integers, K >= 1."""
@@ -308,6 +307,12 @@ class Found:
         self.survey, self.tensors, self.versions = survey, tensors, _versions(tensors)
         self.packing: Any = None  # packing.Packing, made by the first call
 
+    def are(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Whether these are the tensors, and can tell when they change."""
+        own = self.tensors
+        same = len(own) == len(tensors) and all(map(operator.is_, own, tensors))
+        return same and not any(map(Tensor.is_inference, own))
+
 
 def check_ids(name: str, ids: Tensor, shape: torch.Size, most: int | None = None) -> None:
     """ValueError or TypeError where ids of positions of a shape are not [.., K] integers."""
@@ -319,7 +324,7 @@ def check_ids(name: str, ids: Tensor, shape: torch.Size, most: int | None = None
 
 
 def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
-    return tuple(0 if t.is_inference() else t._version for t in tensors)
+    return tuple([0 if t.is_inference() else t._version for t in tensors])
 
 
 def _may_ask_device() -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -161,57 +160,37 @@ class PackedBatch:
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
 class Packing:
     """Where in the batch the packed tokens are, and what the host knows of them.
 
-    `lengths` are the scored tokens of each segment, or None with static shapes; `support` the
-    columns of each token, None where all have the whole vocabulary.
+    Attributes:
+        targets: [T].
+        segments: sorted.
+        index, live: see `Order`.
+        lengths: scored tokens of each segment; None with static shapes.
+        shape: of the targets as given.
+        count: S as given.
+        support: the columns of each token; None where all have the whole vocabulary.
     """
 
-    targets: Tensor  # [T]
-    segments: Segments  # sorted
-    order: Order
-    shape: torch.Size  # of the targets as given
-    count: int  # S as given
-    support: PackedSupport | None = None
-
-    @classmethod
-    def of(cls, batch: Batch, order: Order, restricted: int | None = None) -> Packing:
-        targets = order.targets
+    def __init__(self, batch: Batch, order: Order, restricted: int | None = None) -> None:
+        index, ids, counts, lengths, _, live, targets = order
         if targets is None:
             targets = batch.targets.reshape(-1).long()
-            targets = targets if order.index is None else targets.index_select(0, order.index)
+            targets = targets if index is None else targets.index_select(0, index)
         targets = outside_inference(targets)
-        live, support = order.live, None
+        self.support: PackedSupport | None = None
         if batch.support is not None and restricted != 0:
-            support = batch.support.pack(order.index, live, restricted)
-            support.ids = outside_inference(support.ids)
-        return cls(
-            targets=targets if live is None else targets.masked_fill(~live, 0),
-            segments=Segments(
-                order.ids, len(order.counts), batch.segments.group, counts=order.counts
-            ),
-            order=order,
-            shape=batch.targets.shape,
-            count=batch.segments.count,
-            support=support,
-        )
+            self.support = batch.support.pack(index, live, restricted)
+            self.support.ids = outside_inference(self.support.ids)
+        self.targets = targets if live is None else targets.masked_fill(~live, 0)
+        group = batch.segments.group
+        self.segments = Segments(ids, counts.shape[0], group, counts=counts)
+        self.order, self.index, self.live, self.lengths = order, index, live, lengths
+        self.shape, self.count = batch.targets.shape, batch.segments.count
 
     def __len__(self) -> int:
         return self.targets.shape[0]
-
-    @property
-    def index(self) -> Tensor | None:
-        return self.order.index
-
-    @property
-    def lengths(self) -> list[int] | None:
-        return self.order.lengths
-
-    @property
-    def live(self) -> Tensor | None:
-        return self.order.live
 
     def view(
         self,
@@ -225,14 +204,17 @@ class Packing:
             per_segment: fields that hold one value per segment; default: by their shapes.
         """
         if per_segment is None:
-            per_segment = frozenset(n for n in batch.fields if not batch.per_token(n))
-        current = {n: v for n, v in batch.fields.items() if isinstance(v, Current)}
-        given = {}
+            per_segment = frozenset([n for n in batch.fields if not batch.per_token(n)])
+        current: dict[str, Tensor | Current] = {}
+        given: dict[str, Tensor] = {}
+        rank = batch.targets.dim()
         for name, value in batch.fields.items():
-            if isinstance(value, Tensor):
-                more = value.shape[batch.targets.dim() :]
-                wide = name not in per_segment and len(more) > 0
-                given[name] = value.reshape(-1, *more) if wide else value.reshape(-1)
+            if isinstance(value, Current):
+                current[name] = value
+            elif name in per_segment or value.dim() == rank:
+                given[name] = value.reshape(-1)
+            else:
+                given[name] = value.reshape(-1, *value.shape[rank:])
         return PackedBatch(
             self.targets,
             self.segments,
@@ -286,16 +268,16 @@ def packing_of(batch: Batch, vocabulary: int, static: bool = False, unit: int = 
         if support is not None:
             _check_static(batch)
         order = static_order(batch.targets.reshape(-1), batch.segments, unit)
-        return Packing.of(batch, order)
+        return Packing(batch, order)
     found = batch.found()
     found.survey.check(vocabulary)
     restricted = None
     if support is not None:
-        facts = found.survey.read_more()
+        facts = found.survey.read()[found.survey.size :]
         support.check(facts, batch.targets, vocabulary)
         restricted = facts[-1]
     if found.packing is None:
-        found.packing = Packing.of(batch, found.survey.order(), restricted)
+        found.packing = Packing(batch, found.survey.order(), restricted)
     return found.packing
 
 

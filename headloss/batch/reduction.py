@@ -108,6 +108,8 @@ class Totals:
 
 
 def _check_total(name: str, value: object) -> None:
+    if type(value) is int and value >= 0:
+        return
     if isinstance(value, Tensor):
         if value.dim() or value.is_complex() or value.dtype == torch.bool:
             got = f"a {value.dtype} tensor of shape {tuple(value.shape)}"

@@ -62,7 +62,8 @@ class Survey:
             scored = targets.reshape(-1) != IGNORE
             twice = [(_repeated(id_fields[name]) & scored).sum() for name in self.distinct]
             self.facts = torch.cat([self.facts, torch.stack(twice)])
-        self.more = targets.new_zeros(0, dtype=torch.int64) if more is None else more
+        self.more = more
+        self.size = self.facts.shape[0]
         self._read: list[int] | None = None
         self._copy: Tensor | None = None
         self._event: Any = None
@@ -72,43 +73,39 @@ class Survey:
             self._copy.copy_(facts, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
+            self._stream = _stream(targets)
 
     def read(self) -> list[int]:
-        """The facts, on the host; other streams than the batch's wait for them too."""
-        return self._all()[: len(self.facts)]
-
-    def read_more(self) -> list[int]:
-        """The further facts."""
-        return self._all()[len(self.facts) :]
-
-    def _all(self) -> list[int]:
-        if self._read is None:
-            if self._copy is None:
-                self._read = torch.cat([self.facts, self.more]).tolist()
-            else:
+        """The facts, and from `size` on the further ones, on the host; other streams than the
+        batch's wait for them too."""
+        found = self._read
+        if found is None:
+            if self._copy is not None:
                 self._event.synchronize()
-                self._read = self._copy.tolist()
-                self._copy = None
-        if self._event is not None:
+                found = self._copy.tolist()
+            else:
+                facts = self.facts if self.more is None else torch.cat([self.facts, self.more])
+                found = facts.tolist()
+            self._read, self._copy = found, None
+        if self._event is not None and _stream(self.targets) != self._stream:
             self._event.wait()
-        return self._read
+        return found
 
     def check(self, vocabulary: int) -> None:
         """ValueError for a bad target, segment id, or value of an id field at a scored position."""
-        names = ("targets", *self.id_fields)
-        _, lowest, *rest = self.read()
-        largest, rest = rest[: len(names)], rest[len(names) :]
-        below, beyond = rest[0], rest[self.segments.count + 1]
-        for name, most in zip(names, largest, strict=True):
-            if name == "targets" and (lowest < 0 or most >= vocabulary):
-                value = self.targets.reshape(-1)
-                bad = (value < 0) | (value >= vocabulary)
-                self._refuse(name, value, bad, f"-100 or 0 <= target < {vocabulary}")
-            elif most >= vocabulary:
+        found, bins = self.read(), 3 + len(self.id_fields)
+        lowest, most, below = found[1], found[2], found[bins]
+        beyond = found[bins + self.segments.count + 1]
+        if lowest < 0 or most >= vocabulary:
+            value = self.targets.reshape(-1)
+            bad = (value < 0) | (value >= vocabulary)
+            self._refuse("targets", value, bad, f"-100 or 0 <= target < {vocabulary}")
+        for at, name in enumerate(self.id_fields, 3):
+            if found[at] >= vocabulary:
                 value = self.id_fields[name].amax(1)
                 self._refuse(name, value, value >= vocabulary, f"id < {vocabulary}")
-        for name, count in zip(self.distinct, rest[self.segments.count + 3 :], strict=True):
-            if count:
+        for at, name in enumerate(self.distinct, bins + self.segments.count + 3):
+            if found[at]:
                 value = self.id_fields[name]
                 self._refuse(name, value, _repeated(value), "distinct ids")
         if below or beyond:
@@ -144,6 +141,11 @@ class Survey:
         order = _argsort(bins, count)
         index, unscored = order.split([total - out, out])
         return Order(index, ids[index], counts, lengths, unscored)
+
+
+def _stream(tensor: Tensor) -> int:
+    """The current stream of a tensor's device. (An object for it takes ten times as long.)"""
+    return torch._C._cuda_getCurrentRawStream(tensor.get_device())
 
 
 def _repeated(ids: Tensor) -> Tensor:

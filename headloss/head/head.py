@@ -73,8 +73,10 @@ class Head:
         if self.bias is not None:
             _check_bias(self.bias, self.weight)
         check_transform(self.temperature, self.softcap, self.logit_scale)
-        self._check_vocab_size()
-        _check_lora(self.lora, self.weight)
+        if self.vocab_size is not None:
+            self._check_vocab_size()
+        if self.lora != ():
+            _check_lora(self.lora, self.weight)
 
     # ------------------------------------------------------------------ making them
 

@@ -28,6 +28,7 @@ def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     return backend
 
 
+@functools.cache
 def load(backend: str) -> Kernels:
     """The acts of a backend."""
     if backend == "reference":
@@ -48,6 +49,12 @@ def can_hold_terms(backend: str, dtype: torch.dtype, weight: torch.Tensor) -> bo
     from .triton import can_fuse
 
     return can_fuse(weight, weight)
+
+
+def suits_product(x: torch.Tensor) -> bool:
+    """Whether rows lie in whole 16 bytes each, as that product reads them (`can_fuse`)."""
+    *rows, inner = x.stride()
+    return inner == 1 and all(s % 8 == 0 for s in rows) and x.data_ptr() % 16 == 0
 
 
 def forget() -> None:

@@ -9,12 +9,9 @@ from .transform import Transform
 
 def is_multiple(transform: Transform, coefficients: Coefficients) -> bool:
     """Whether the gradient of a token is a multiple of its terms, the target's apart."""
-    return (
-        transform.softcap is None
-        and coefficients.prob is not None
-        and coefficients.entropy is None
-        and coefficients.uniform is None
-    )
+    c = coefficients
+    plain = c.prob is not None and c.entropy is None and c.uniform is None
+    return plain and transform.softcap is None
 
 
 def check_multiple(backward: Backward) -> None:

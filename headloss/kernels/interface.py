@@ -75,12 +75,18 @@ class Held:
     @classmethod
     def empty(cls, x: Tensor, v: int, dtype: torch.dtype | None = None) -> Held:
         """Room for the terms of x [n, H]; rows are whole 16 bytes."""
-        wide = x.dtype if x.element_size() > 2 else torch.float32
+        return cls.room(x.shape[0], v, x.dtype, x.device, dtype)
+
+    @classmethod
+    def room(
+        cls, n: int, v: int, of: torch.dtype, device: torch.device, dtype: torch.dtype | None = None
+    ) -> Held:
+        """Room for the terms of n hidden states of a dtype."""
+        wide = of if of.itemsize > 2 else torch.float32
         if dtype is None:
-            dtype = wide if x.element_size() > 2 else torch.bfloat16
-        padded = 8 * -(-v // 8)
-        terms = x.new_empty(x.shape[0], padded, dtype=dtype)[:, :v]
-        return cls(terms=terms, reference=x.new_empty(x.shape[0], dtype=wide))
+            dtype = wide if of.itemsize > 2 else torch.bfloat16
+        terms = torch.empty(n, 8 * -(-v // 8), dtype=dtype, device=device)[:, :v]
+        return cls(terms=terms, reference=torch.empty(n, dtype=wide, device=device))
 
 
 class Measured(NamedTuple):

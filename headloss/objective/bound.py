@@ -22,6 +22,7 @@ from .metrics import Metrics
 from .sample import Kinds, sample_batch, sample_statistics
 from .statistics import CANDIDATES, DIFFERENTIABLE, Coefficients, Slope, Statistics, pull_back
 
+ALL = slice(None)
 UNREAD = ("teacher_logits", "teacher_hidden")  # by terms: these are large, and stay as they are
 
 
@@ -52,6 +53,7 @@ class Gradient(NamedTuple):
     coefficients: Coefficients  # [n]
     divergences: dict[object, Tensor]  # slopes of `Statistics.divergences`, [n] or [n, K + 1]
     values: Tensor  # [K] float64, each term's share of its reduced value
+    loss: Tensor | None = None  # [] float64, where it is there
 
     def rows(self, rows: Tensor | slice) -> Gradient:
         """Of some of the tokens."""
@@ -77,25 +79,21 @@ class Bound:
     vocabulary: int
     scale: Tensor | None = None  # [] power of two on the coefficients, against 16-bit underflow
     declared: float | None = None  # the upstream gradient, where it is known in advance
+    measured: Callable[[], Metrics] | None = None  # beside the gradient: nothing here
 
     def gradient(
-        self, stats: Statistics, batch: PackedBatch, rows: slice, needed: bool = True
+        self, stats: Statistics, batch: PackedBatch, piece: Piece | None, needed: bool = True
     ) -> Gradient:
-        """Evaluate every term on the tokens `rows`, and differentiate the sum to coefficients."""
+        """Evaluate every term on the tokens of a piece (None: on all), and pull the sum back to
+        coefficients."""
+        rows = ALL
+        if piece is not None:
+            rows, batch = piece.rows, batch.slice(piece.rows, piece.first, piece.last)
         found, values = self._differentiated(stats, batch, rows, needed)
         coefficients = pull_back(found, stats, self.vocabulary)  # type: ignore[arg-type]
         divergences = {key: found[key] for key in stats.divergences if key in found}
         gradient, declared = Gradient(coefficients, divergences, values), self.declared
         return gradient if declared in (None, 1) else gradient.map(lambda t: t * declared)
-
-    def owed(self, upstream: Tensor) -> Tensor | None:
-        """See the function."""
-        return owed(upstream, self.declared, self.scale)
-
-    def of_piece(self, stats: Statistics, batch: PackedBatch, piece: Piece) -> Gradient:
-        """`gradient` of some tokens of the batch."""
-        part = batch.slice(piece.rows, piece.first, piece.last)
-        return self.gradient(stats, part, piece.rows)
 
     @property
     def named(self) -> tuple[tuple[str, float], ...]:
@@ -114,10 +112,6 @@ class Bound:
     def names(self) -> tuple[str, ...]:
         """Each term's key."""
         return tuple(part.name for part in self.parts)
-
-    def metrics(self, stats: Statistics) -> Callable[[], Metrics] | None:
-        """What was measured together with the gradient; None if nothing was."""
-        return None
 
     def _differentiated(
         self, stats: Statistics, batch: PackedBatch, rows: slice, needed: bool = True
@@ -200,18 +194,6 @@ class Bound:
         if batch.live is not None:
             losses = torch.where(batch.live, losses, 0)
         return (part.weights[rows] * losses).sum(dtype=torch.float64)
-
-
-def owed(upstream: Tensor, declared: float | None, scale: Tensor | None) -> Tensor | None:
-    """The factor between gradients of a bound objective's coefficients and those that are owed,
-    None where it is one."""
-    if declared is None:
-        factor = upstream if upstream.dtype == torch.float64 else upstream.float()
-        return factor if scale is None else factor / scale
-    same = (upstream - declared).abs() <= 1e-6 * abs(declared)
-    message = f"out.loss: its upstream gradient differs from {declared}, as declared"
-    torch._assert_async(same, message)  # type: ignore[attr-defined]
-    return None if scale is None else 1 / scale
 
 
 def power_of_two(sizes: list[Tensor]) -> Tensor:

@@ -19,12 +19,11 @@ from ..batch.reduction import token_mean
 from ..losses.identity import leaves_of
 from ..losses.scope import Scope
 from ..losses.term import Objective, Reads, Term
-from .bound import Gradient, Piece, owed, power_of_two
+from .bound import ALL, Gradient, Piece, power_of_two
 from .statistics import BESIDE, CANDIDATES, Coefficients, Statistics, pull_back
 
 READ: tuple[str, ...] = ("logp", "lse", "entropy")
 CANDIDATE = ("candidate_logps", "candidate_tail")  # also, of a batch with candidates
-ALL = slice(None)
 
 
 class Elsewhere(NamedTuple):
@@ -99,8 +98,9 @@ class Foreign:
         self.pieces: list[tuple[Tensor, Tensor]] = []  # log-probs and entropies of tokens so far
 
     def gradient(
-        self, stats: Statistics, batch: PackedBatch, rows: slice, needed: bool = True
+        self, stats: Statistics, batch: PackedBatch, piece: Piece | None, needed: bool = True
     ) -> Gradient:
+        rows = ALL if piece is None else piece.rows
         assert stats.logp is not None and stats.entropy is not None
         leaves = {"logp": stats.logp.detach(), "entropy": stats.entropy.detach()}
         self.pieces.append((leaves["logp"], leaves["entropy"]))
@@ -119,18 +119,12 @@ class Foreign:
         times = self.declared
         return gradient if times in (None, 1) else gradient.map(lambda t: t * times)
 
-    def of_piece(self, stats: Statistics, batch: PackedBatch, piece: Piece) -> Gradient:
-        return self.gradient(stats, batch, piece.rows)
-
     def total(self, values: Tensor) -> Tensor:
         """[] the loss."""
         empty = torch.empty(0, dtype=self.wide, device=self.packing.targets.device)
         whole = zip((empty, empty), *self.pieces, strict=True)
         with torch.no_grad():
             return scalar(self.loss(*(self._full(torch.cat(parts), ALL) for parts in whole)))
-
-    def owed(self, upstream: Tensor) -> Tensor | None:
-        return owed(upstream, self.declared, None)
 
     def _full(self, values: Tensor, rows: slice) -> Tensor:
         """Values of some tokens in the caller's shape, with 0 at all others."""

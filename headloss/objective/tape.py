@@ -3,30 +3,31 @@
 T scored tokens, S segments, n tokens of a run, K terms. `taping.record` writes down what the terms
 of an objective, their weights, their gradient and their metrics compute. `Tape.run` then gives what
 `Bound.gradient` and the metrics give, for any T, S, totals and coefficients of the sum. On a GPU
-one generic kernel reads the instructions, so nothing is compiled for an objective; `run_plain` is
-its twin in PyTorch.
+one generic kernel reads the instructions, so nothing is compiled for an objective; `run_plain` in
+plain.py is its twin in PyTorch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..batch.batch import Batch
-from ..batch.packing import Packing
+from ..batch.batch import Batch, Current
+from ..batch.packing import PackedBatch, Packing
 from ..batch.reduction import Number, Totals
 from ..batch.segments import Segments
-from ..kernels.opcodes import ELEMENTWISE, MEASURED, Op, Way
+from ..kernels.opcodes import Op, Way
+from ..losses.term import Objective
+from .bound import Bound, Gradient
 from .metrics import Measurement, Metrics
-from .recording import COMPUTE, SEGMENTS, TOKENS, Constant
+from .plain import LAUNCH, SEGMENT, read, run_plain
+from .recording import Constant
 from .statistics import Coefficients, Statistics
-
-LAUNCH, SEGMENT = int(Way.LAUNCH), int(Way.SEGMENT)
 
 Source = tuple[str, Any]  # ("field", "advantages"), ("tokens", None)...
 
@@ -112,8 +113,7 @@ class Launch(NamedTuple):
     numbers: list[Number]
 
 
-@dataclass(frozen=True)
-class Evaluated:
+class Evaluated(NamedTuple):
     """What an objective comes to on some tokens.
 
     Attributes:
@@ -246,104 +246,110 @@ def _number(
     return counts[kind == "segments"]
 
 
-# ---------------------------------------------------------------------- the plain twin
+# ---------------------------------------------------------------------- in a call
+
+BACKEND = "triton"
 
 
-def run_plain(tape: Tape, launch: Launch) -> tuple[list[Tensor], Tensor]:
-    """The instructions in PyTorch, on any device and in any dtype."""
-    tokens, (rows, first, last), dtype = launch.tokens, launch.piece, tape.dtype
-    live = None if tokens.live is None else tokens.live[rows]
-    segments = Segments(tokens.ids[rows] - first, last - first, counts=tokens.counts[first:last])
-    count, device = len(segments.ids), tokens.ids.device
-    real = torch.arange(first, last, device=device) < tokens.segments
-    masks = (torch.ones_like(segments.ids, dtype=torch.bool) if live is None else live, real)
-    shapes = (count, last - first)
-    registers: tuple[list[Any], list[Any]] = tuple([None] * n for n in tape.registers)  # type: ignore[assignment]
-    measured: list[Tensor | None] = [None] * len(tape.kinds)
-    for row in (row for phase in tape.phases for row in phase):
-        own, op = registers[row.kind], row.op
-        if op is Op.LOAD:
-            column = launch.inputs[row.operands[0]]  # type: ignore[index]
-            where = rows if row.kind == TOKENS else slice(first, last)
-            segment_rows = row.kind == SEGMENTS
-            own[row.out] = read(column, tokens, where, live, dtype, segment_rows)
-            continue
-        if op is Op.NUMBER:
-            number = launch.numbers[row.operands[0]]  # type: ignore[index]
-            number = torch.as_tensor(number, dtype=dtype, device=device)
-            own[row.out] = number.expand(shapes[row.kind])
-            continue
-        source = registers[1 - row.kind] if op in (Op.EXPAND, Op.TOTAL) else own
-        values = [
-            torch.full((shapes[row.kind],), o.value, dtype=dtype, device=device)
-            if isinstance(o, Constant)
-            else source[o]
-            for o in row.operands
-        ]
-        if op in MEASURED:
-            found = _measure(op, values, masks[row.kind], tokens.segments)
-            before = measured[row.out]
-            measured[row.out] = found if before is None else before + found
-        elif op in ELEMENTWISE:
-            own[row.out] = COMPUTE[op](*values)
-        elif op is Op.OUT:
-            own[row.out] = values[0] if live is None else torch.where(live, values[0], 0)
-        else:
-            own[row.out] = _of_segments(op, values, segments)
-    sums = [m for m in measured if m is not None]
-    return registers[TOKENS][: len(tape.vectors)], torch.stack(sums)
+class Taped:
+    """As `Bound`, of which one is made only if its weights are asked for.
+
+    Args:
+        find: the tape by (whether it measures metrics, whether it gives gradients).
+        observe: measure the metrics beside the gradient.
+        by_autograd: the same objective without a tape.
+        rescaled: the coefficients are to be brought near 1, as `Bound.scaled` does.
+        declared: the upstream gradient, where it is known in advance.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        tokens: Tokens,
+        totals: Totals,
+        vocabulary: int,
+        find: Callable[[bool, bool], Tape | None],
+        *,
+        observe: bool,
+        by_autograd: Callable[[], Bound],
+        rescaled: bool,
+        declared: float | None,
+    ) -> None:
+        self.declared = declared
+        self.named = tuple((name, c) for name, c, _ in objective.named())
+        self.names = tuple(name for name, _ in self.named)
+        self.coefficients = [c for _, c in self.named]
+        self.tokens, self.totals, self.vocabulary = tokens, totals, vocabulary
+        self.find, self.observe, self.rescaled = find, observe, rescaled
+        self.by_autograd = by_autograd
+        self.measured: Callable[[], Metrics] | None = None  # once all tokens were at once
+
+    @cached_property
+    def bound(self) -> Bound:
+        return self.by_autograd()
+
+    @property
+    def scale(self) -> Tensor | None:
+        return self.bound.scale if self.rescaled else None
+
+    @property
+    def parts(self) -> Any:
+        return self.bound.parts
+
+    def beforehand(self, *arguments: Any) -> tuple[Gradient, Tensor | None]:
+        return self.bound.beforehand(*arguments)
+
+    def gradient(
+        self, stats: Statistics, batch: PackedBatch, piece: Any, needed: bool = True
+    ) -> Gradient:
+        """Of the tokens of a piece, or of all."""
+        found = self._run(stats, piece, self.observe and piece is None, needed)
+        coefficients, divergences, numbers, tape = found
+        loss = None
+        if piece is None:
+            self.measured, loss = partial(tape.metrics, numbers), numbers[tape.terms]
+        return Gradient(coefficients, divergences, numbers[: tape.terms], loss)
+
+    def total(self, values: Tensor) -> Tensor:
+        """[] the loss."""
+        return Bound.total(self, values)  # type: ignore[arg-type]
+
+    def metrics(self, stats: Statistics) -> Callable[[], Metrics]:
+        """Those of all tokens, that were evaluated in pieces."""
+        found = self._run(stats, None, True, False)
+        return partial(found.tape.metrics, found.measured)
+
+    def _run(
+        self, stats: Statistics, piece: Any, observe: bool, needed: bool
+    ) -> Evaluated:
+        tape = self.find(observe, needed)
+        assert tape is not None
+        factor: float | Tensor = 1.0 if self.declared is None or not needed else self.declared
+        if needed and self.scale is not None:
+            factor = self.scale * factor
+        place = None if piece is None else Piece(piece.rows, piece.first, piece.last)
+        return tape.run(
+            stats,
+            self.tokens,
+            self.totals,
+            self.coefficients,
+            vocabulary=self.vocabulary,
+            factor=factor,
+            piece=place,
+            backend=BACKEND,
+        )
 
 
-def read(
-    column: Column,
-    tokens: Tokens,
-    rows: slice,
-    live: Tensor | None,
-    dtype: torch.dtype,
-    of_segments: bool = False,
-) -> Tensor:
-    """An input at some tokens, or at some segments; 0 at tokens that are not scored."""
-    values, way = column
-    if of_segments:
-        return values[rows].to(dtype)
-    if way == LAUNCH:
-        return values.to(dtype)
-    live = tokens.live[rows] if tokens.live is not None else None
-    if way == Way.TOKEN:
-        found = values[rows]
-    else:
-        index = tokens.ids if way == SEGMENT else tokens.index
-        assert index is not None
-        at = index[rows]
-        found = values[at if live is None else at.masked_fill(~live, 0)] if len(values) else values
-    found = found.to(dtype)
-    return found if live is None else torch.where(live, found, 0)
+def kinds_of(batch: Batch) -> dict[str, torch.dtype | None]:
+    """The fields that a tape can read: those of one value per token or segment. What reads K values
+    per token, candidates or stored outcomes, is left to autograd."""
+    return {
+        name: None if isinstance(value := batch.fields[name], Current) else value.dtype
+        for name, (_, more) in batch.kinds(torch.float32).items()
+        if not more
+    }
 
 
-def _measure(op: Op, values: list[Tensor], kept: Tensor, segments: int) -> Tensor:
-    if op is Op.COUNT:
-        return values[0].new_full((), segments, dtype=torch.float64)
-    value, factor, mask = (v.double() for v in values)
-    kept = kept & (mask != 0)
-    if op is Op.SUM:
-        return torch.where(kept, value * factor, 0).sum()
-    sign = 1 if op is Op.LARGEST else -1
-    rows = torch.where(kept, sign * value, -torch.inf)
-    return sign * torch.cat([rows, rows.new_full((1,), -torch.inf)]).amax()
-
-
-def _of_segments(op: Op, values: list[Tensor], segments: Segments) -> Tensor:
-    """EXPAND, TOTAL and pairs, which stand at both of their segments."""
-    if op is Op.EXPAND:
-        return segments.expand(values[0])
-    if op is Op.TOTAL:
-        return segments.sum(values[0])
-    at = torch.arange(segments.count, device=values[0].device)
-    first, second = at & ~1, at | 1
-    paired = second < segments.count
-    if op is Op.FIRST:
-        return values[0][first]
-    if op is Op.SECOND:
-        return values[0][torch.where(paired, second, at)]
-    return torch.where(paired, torch.where(at == first, *values), 0)
-
+def serves(backend: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether launches are what a call's own arithmetic costs: on a CPU autograd is faster."""
+    return backend == "triton" and dtype == torch.float32 and device.type == "cuda"

@@ -44,12 +44,6 @@ class Whole:
     name = ""
     is_spread = False  # whether hidden states of the packed tokens are on several ranks
 
-    def hidden(
-        self, source: LinearSoftmax, wants: Wants, blocks: Sequence[slice] | None
-    ) -> Hidden:
-        """Where gradients of features go: block by block, or (None) summed over slabs."""
-        return Hidden(source, wants, blocks)
-
     def merge(self, partials: Partials) -> Partials:
         """From partials of this rank's slice to those of the whole vocabulary."""
         return partials
@@ -124,6 +118,7 @@ class Shard(Whole):
     def hidden(
         self, source: LinearSoftmax, wants: Wants, blocks: Sequence[slice] | None
     ) -> Hidden:
+        """Where gradients of features go: block by block, or (None) summed over slabs."""
         return SharedHidden(self, source, wants, blocks)
 
     def merge(self, partials: Partials) -> Partials:
@@ -271,6 +266,8 @@ class SharedHidden(Hidden):
     A block's sum is under way while its weight gradient is computed, and ends before the next one
     begins. Rows are sent whether or not they carry a gradient: skipping is local.
     """
+
+    takes_products = False
 
     def __init__(
         self, slices: Shard, source: LinearSoftmax, wants: Wants, blocks: Sequence[slice] | None

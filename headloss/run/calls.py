@@ -1,133 +1,88 @@
-"""From arguments to a call that the loop can run: agreed between ranks, prepared, packed, planned.
+"""From arguments to what the loop runs: agreed between ranks, prepared, packed, planned, opened.
 
 N positions, T of them scored, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..batch.batch import Batch
-from ..batch.packing import Packing, packing_of
+from ..batch.packing import PackedBatch, Packing, packing_of
+from ..batch.reduction import Totals
 from ..head.head import Head
 from ..kernels.transform import Transform
 from ..losses.term import Objective, Term
+from ..objective.bound import Bound, bind
+from ..objective.tape import Taped, Tokens
 from ..objective.tolerance import Tolerance
 from ..options import Options
 from ..ranks.place import Place, given_facts, join, linear_facts
 from ..ranks.segments import Joined, over_segments, voted
-from ..softmax.given import GivenSoftmax, WalkSoftmax
-from ..softmax.linear import ExpSoftmax, LinearSoftmax, RawSoftmax, Tokens
-from ..softmax.sums import Into
+from ..softmax.given import GivenSoftmax, GivenSums, WalkSoftmax
+from ..softmax.linear import ExpSoftmax, LinearSoftmax
+from ..softmax.linear import Tokens as OfTokens
+from ..softmax.sums import Hidden, Into, RowSums, SlabSums
 from ..softmax.support import SupportSoftmax
-from .autograd import GatherRows
-from .bind import binder
 from .checks import check_temperatures, teachers_of
-from .loop import Work
+from .loop import GatherRows
 from .plan import Plan
-from .prepare import Prepared, prepare_given, prepare_linear
+from .prepare import Prepared, known, prepare_given, prepare_linear
+from .signature import of_linear
 from .teachers import open_beside, open_teacher
+from .work import Work
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """A call that was validated, packed and planned; the values of the logits are not known yet."""
+class Call(NamedTuple):
+    """A validated, packed and planned call.
 
-    objective: Objective
+    Attributes:
+        tensors: of its logits: features and weights pairwise, bias; or the given logits.
+    """
+
     prepared: Prepared
     packing: Packing
-    tokens: Tokens
-    teachers: tuple[Any, ...]
-    beside: tuple[Any, ...]
     work: Work
-
-    @property
-    def plan(self) -> Plan:
-        return self.work.plan
-
-    def open_linear(
-        self, hidden: Tensor, head: Head, options: Options
-    ) -> tuple[Any, list[Tensor | None]]:
-        """A function that makes the source of a linear head, and the tensors that it takes."""
-        slices, prepared = self.work.slices, self.prepared
-        x = hidden.reshape(-1, hidden.shape[-1])
-        if prepared.compute_dtype is not None:
-            x = x.to(prepared.compute_dtype)
-        x = slices.given(x)
-        index = slices.index(self.packing.index)
-        if index is not None:
-            x = GatherRows.apply(x, index, self.packing.live)
-        fused = self.plan.terms
-        if fused and not prepared.acts.can_fuse(x, x):  # its product cannot read this layout
-            x = x.clone(memory_format=torch.contiguous_format)
-        fixed = prepared.acts.fixed_product if options.batch_invariant else None
-        factors = slices.factors(head, x, fixed)
-
-        def open_source(tensors: Sequence[Any]) -> RawSoftmax:
-            source = (ExpSoftmax if fused else LinearSoftmax)(
-                slices.open(tensors[:-1:2]),
-                tensors[1:-1:2],
-                tensors[-1],
-                slices.size or head.vocabulary,
-                prepared.acts,
-                self.tokens,
-                first=slices.first,
-                teachers=self.teachers,
-                beside=self.beside,
-                compute_dtype=prepared.compute_dtype,
-                logits_dtype=options.logits_dtype,
-                fixed=fixed,
-            )
-            support = self.packing.support
-            if support is None:
-                return source
-            return SupportSoftmax(source, support, self.work.vocabulary)
-
-        return open_source, [*(tensor for pair in factors for tensor in pair), head.bias]
-
-    def open_given(self, logits: Tensor) -> tuple[Any, list[Tensor | None]]:
-        """The same for given logits."""
-        acts, first = self.prepared.acts, self.work.slices.first
-
-        def open_source(tensors: Sequence[Any]) -> RawSoftmax:
-            given = (tensors[0], self.packing.index, acts, self.tokens)
-            if not self.plan.rows:
-                others = {"teachers": self.teachers, "beside": self.beside}
-                return GivenSoftmax(*given, first=first, **others)
-            return WalkSoftmax(
-                *given,
-                first=first,
-                live=self.packing.live,
-                unscored=self.packing.order.unscored,
-                inplace=self.work.inplace,
-            )
-
-        return open_source, [logits]
+    tensors: list[Tensor | None]
 
 
-def linear_call(
+def _linear_joined(
     hidden: Tensor,
     head: Head,
     batch: Batch,
     objective: Term | Objective,
     options: Options,
-    on_meta: bool = False,  # a plan may be asked for on the meta device
-) -> Call:
-    """The call that `head_loss` makes of its arguments."""
+    verb: str,
+) -> Joined:
+    """What the arguments of `head_loss` come to before a logit is looked at."""
+
+    def check() -> tuple[Prepared, Objective]:
+        whole = Objective.of(objective)
+        key = of_linear(hidden, head, batch, whole, options)
+        found = None if key is None else known(key)
+        if (
+            found is None
+            or found.per_call
+            or batch.segments.count % found.problem.segments_per_unit
+        ):
+            found = prepare_linear(hidden, head, batch, whole, options, verb, key)
+        return found, whole
 
     def joined() -> Joined:
-        (prepared, found), place = join(
+        if head.vocab_group is None:
+            return _joined(*check(), Place(head.vocabulary), batch, options)
+        ready, place = join(
             head.vocab_group,
             lambda: (head.vocabulary, hidden.shape[:-1].numel()),
-            lambda: prepare_linear(hidden, head, batch, objective, options, on_meta),
+            check,
             lambda ready: linear_facts(
                 hidden, head, batch, ready[1], options, ready[0].problem.memory
             ),
@@ -136,12 +91,74 @@ def linear_call(
         )
         if options.sequence_parallel:
             place.check_tokens(batch)
-        return _joined(prepared, found, place, batch, options)
+        return _joined(*ready, place, batch, options)
 
-    transform = Transform(
-        scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature
+    alone = isinstance(batch, Batch) and batch.segments.group is None
+    return joined() if alone else over_segments(batch, options, joined)
+
+
+def linear_plan(
+    hidden: Tensor, head: Head, batch: Batch, objective: Term | Objective, options: Options
+) -> Plan:
+    """What `head_loss` would run; hidden states may be on the meta device."""
+    joined = _linear_joined(hidden, head, batch, objective, options, "plan")
+    _work(joined, batch, _transform(head), options)  # it checks what it is made of
+    return joined.plan
+
+
+def _transform(head: Head) -> Transform:
+    scale, softcap, temperature = head.logit_scale, head.softcap, head.temperature
+    return Transform(scale=scale, softcap=softcap, temperature=temperature)
+
+
+def linear_call(
+    hidden: Tensor,
+    head: Head,
+    batch: Batch,
+    objective: Term | Objective,
+    options: Options,
+    verb: str,
+) -> Call:
+    """The call that `head_loss` makes of its arguments."""
+    joined = _linear_joined(hidden, head, batch, objective, options, verb)
+    prepared, _, _, packing, plan, _ = joined
+    work, given = _work(joined, batch, _transform(head), options)
+    slices, index = work.slices, packing.index
+    x = hidden.reshape(-1, hidden.shape[-1])
+    if prepared.compute_dtype is not None:
+        x = x.to(prepared.compute_dtype)
+    if slices.group is not None:
+        x, index = slices.given(x), slices.index(index)
+    if index is not None:
+        x = GatherRows.apply(x, index, packing.live)
+    elif plan.terms and not prepared.readable:
+        x = x.clone(memory_format=torch.contiguous_format)
+    fixed = prepared.acts.fixed_product if options.batch_invariant else None
+    pairs = slices.factors(head, x, fixed) if head.lora else [(x, head.weight)]
+    work.open = partial(
+        (ExpSoftmax if plan.terms else LinearSoftmax).of,
+        vocabulary=slices.size or head.vocabulary,
+        rows=slices.open if slices.is_spread else None,
+        compute_dtype=prepared.compute_dtype,
+        logits_dtype=options.logits_dtype,
+        fixed=fixed,
+        **given,
     )
-    return _call(over_segments(batch, options, joined), batch, transform, options)
+    if packing.support is not None:
+        work.open = partial(SupportSoftmax.of, work.open, packing.support, work.vocabulary)
+    final = options.upstream is not None or prepared.problem.scope == "elsewhere"
+    into = Into(
+        prepared.wants,
+        options.accumulate_dtype,
+        options.main_grad,
+        final and not prepared.problem.rescaled,  # coefficients hold the upstream gradient
+        plan.once,
+        Hidden if slices.group is None else slices.hidden,
+    )
+    work.row_sums = partial(RowSums, into=into, blocks=[block.rows for block in plan.chunks])
+    work.slab_sums = partial(SlabSums, into=into)
+    tensors = [tensor for pair in pairs for tensor in pair]
+    return Call(prepared, packing, work, [*tensors, head.bias])
 
 
 def given_call(
@@ -156,7 +173,7 @@ def given_call(
     """The call that `logits_loss` makes of its arguments."""
 
     def joined() -> Joined:
-        (prepared, found), place = join(
+        ready, place = join(
             vocab_group,
             lambda: (logits.shape[-1], 0),
             lambda: prepare_given(logits, batch, objective, transform, inplace, options),
@@ -166,100 +183,147 @@ def given_call(
             None,
             options,
         )
-        return _joined(prepared, found, place, batch, options)
+        return _joined(*ready, place, batch, options)
 
-    return _call(over_segments(batch, options, joined), batch, transform, options)
+    found = over_segments(batch, options, joined)
+    work, given = _work(found, batch, transform, options)
+    packing = found.packing
+    into = {"unscored": packing.order.unscored, "inplace": found.prepared.problem.inplace}
+    into["live"] = packing.live
+    if found.plan.rows:
+        work.open = partial(WalkSoftmax.of, index=packing.index, **given, **into)
+        work.row_sums = lambda source: source
+    else:
+        work.open = partial(GivenSoftmax.of, index=packing.index, **given)
+        work.row_sums = partial(GivenSums, **into)
+    return Call(found.prepared, packing, work, [logits])
 
 
 def _joined(
     prepared: Prepared, objective: Objective, place: Place, batch: Batch, options: Options
 ) -> Joined:
     """Packed and planned, without a collective over the segments' group."""
-    unit = objective.segments_per_unit
+    unit = prepared.problem.segments_per_unit
     packing = packing_of(batch, place.vocabulary, options.static, unit)
     support = packing.support
-    plan = prepared.plan(
-        options,
-        tokens=len(packing),
-        vocabulary=place.widest,
-        lengths=packing.lengths,
-        support=0 if support is None else len(support.ids),
-        restricted=0 if support is None else support.restricted,
-        sharded=place.group is not None,
-        memory=prepared.problem.memory if place.memory is None else place.memory,
-        weight_gradient=prepared.problem.weight_gradient or bool(place.weight_gradient),
-    )
+    numbers = {
+        "tokens": packing.targets.shape[0],
+        "vocabulary": place.widest,
+        "support": 0 if support is None else len(support.ids),
+        "restricted": 0 if support is None else support.restricted,
+        "sharded": place.group is not None,
+        "memory": prepared.problem.memory if place.memory is None else place.memory,
+        "weight_gradient": prepared.problem.weight_gradient or bool(place.weight_gradient),
+    }
+    plan = prepared.plan(options, packing.lengths, numbers, packing.segments.count)
     return Joined(prepared, objective, place, packing, plan)
 
 
-def _call(joined: Joined, batch: Batch, transform: Transform, options: Options) -> Call:
+def _work(
+    joined: Joined, batch: Batch, transform: Transform, options: Options
+) -> tuple[Work, dict[str, Any]]:
+    """What the loop is to do; and what every source takes."""
     prepared, objective, place, packing, plan, per_segment = joined
-    group = batch.segments.group
+    group, elsewhere = batch.segments.group, prepared.problem.scope == "elsewhere"
     if group is not None and options.static:
         view = voted(packing, batch, prepared.wide, group)
     else:
         view = packing.view(batch, prepared.wide, per_segment)
-    spread = packing if options.sequence_parallel else None
-    slices = place.slices(spread, batch.targets.device)
-    transform = _of_tokens(transform, batch, packing, prepared.wide)
-    bind = binder(prepared, objective, batch, packing, view, place.vocabulary, options)
-    elsewhere = objective.scope == "elsewhere"
-    if group is not None and not elsewhere:  # its collectives may not wait for a rank's own tokens
-        bind()
-    final = options.upstream is not None or elsewhere  # coefficients hold the upstream gradient
-    direct = final and not prepared.problem.rescaled
+    slices = place.slices(packing if options.sequence_parallel else None, batch.targets.device)
+    if isinstance(transform.temperature, Tensor):
+        transform = _of_tokens(transform, batch, packing, prepared.wide)
+    vocabulary = place.vocabulary
+    tolerance = None
+    if options.gradient_tolerance:
+        # Of nothing where leaving rows out would save no product: those of a frozen head are made
+        # before any coefficient is known.
+        saves = plan.skip_rows and plan.pull not in ("unit", "never")
+        share = options.gradient_tolerance if saves else 0.0
+        tolerance = Tolerance(share, transform, vocabulary)
+    constants = [packing.targets, transform.temperature, packing.support and packing.support.ids]
     work = Work(
         plan=plan,
         batch=view,
-        bind=bind,
+        bind=partial(_bound, prepared, objective, batch, packing, view, vocabulary, options),
         slices=slices,
-        vocabulary=place.vocabulary,
+        vocabulary=vocabulary,
         needs=prepared.needs,
-        sums=Into(
-            prepared.wants, options.accumulate_dtype, options.main_grad, direct, plan.once
-        ),
-        at_once=plan.rows and plan.schedule == "one_pass" and prepared.slopes and not (
-            place.group or group
-        ),
-        tolerance=_tolerance(plan, transform, place.vocabulary, options),
-        unscored=packing.order.unscored,
-        inplace=prepared.problem.inplace,
+        dtype=prepared.wide,
+        rescaled=prepared.problem.rescaled,
+        constants=[value for value in constants if isinstance(value, Tensor)],
+        at_once=plan.rows
+        and plan.schedule == "one_pass"
+        and prepared.slopes
+        and not (place.group or group),
+        tolerance=tolerance,
     )
-    teachers, index = teachers_of(objective), packing.index
-    dense = tuple(
-        open_teacher(teacher, view, index, transform, place.vocabulary, prepared, slices)
-        for teacher in teachers
-        if teacher.source(view) != "topk"
-    )
-    return Call(
-        objective=objective,
-        prepared=prepared,
-        packing=packing,
-        tokens=Tokens(packing.targets, transform, prepared.needs),
-        teachers=dense,
-        beside=open_beside(teachers, view, index, transform, prepared, slices),
-        work=work,
+    if group is not None and not elsewhere:  # its collectives may not wait for a rank's own tokens
+        _ = work.bound
+    given: dict[str, Any] = {
+        "acts": prepared.acts,
+        "tokens": OfTokens(packing.targets, transform, prepared.needs),
+        "first": slices.first,
+    }
+    if prepared.beside:
+        teachers, index = teachers_of(objective), packing.index
+        given["teachers"] = tuple(
+            open_teacher(teacher, view, index, transform, vocabulary, prepared, slices)
+            for teacher in teachers
+            if teacher.source(view) != "topk"
+        )
+        given["beside"] = open_beside(teachers, view, index, transform, prepared, slices)
+    return work, given
+
+
+def _bound(
+    prepared: Prepared,
+    objective: Objective,
+    batch: Batch,
+    packing: Packing,
+    view: PackedBatch,
+    vocabulary: int,
+    options: Options,
+) -> Bound | Taped:
+    """The objective bound to its totals, while the first product runs."""
+    totals = batch.totals or _counted(batch, packing) or Totals.of(batch)
+    rescaled, declared = prepared.problem.rescaled, options.upstream
+
+    def by_autograd() -> Bound:
+        found = bind(objective, view, totals, vocabulary, prepared.wide)
+        found = replace(found, declared=declared)
+        return found.scaled() if rescaled else found
+
+    if not prepared.taped or prepared.tape(objective, options.metrics, True) is None:
+        return by_autograd()
+    return Taped(
+        objective,
+        Tokens(packing, batch),
+        totals,
+        vocabulary,
+        partial(prepared.tape, objective),
+        observe=options.metrics,
+        by_autograd=by_autograd,
+        rescaled=rescaled,
+        declared=declared,
     )
 
 
-def _tolerance(
-    plan: Plan, transform: Transform, vocabulary: int, options: Options
-) -> Tolerance | None:
-    """None where leaving rows out would save no product: the products of a frozen head are made
-    before any coefficient is known."""
-    if not options.gradient_tolerance:
+def _counted(batch: Batch, packing: Packing) -> Totals | None:
+    """The totals of the batch, if packing has read them; else None."""
+    if packing.lengths is None or batch.segments.group is not None:
         return None
-    saves = plan.skip_rows and plan.pull not in ("unit", "never")
-    return Tolerance(options.gradient_tolerance if saves else 0.0, transform, vocabulary)
+    for field in batch.fields.values():
+        if isinstance(field, Tensor) and field.dtype == torch.bool:
+            return None
+    return Totals(packing.targets.shape[0], packing.count)
 
 
 def _of_tokens(
     transform: Transform, batch: Batch, packing: Packing, wide: torch.dtype
 ) -> Transform:
-    """The head with the temperatures of the packed tokens, where each token has one."""
+    """With the temperatures of packed tokens."""
     temperature = transform.temperature
-    if not isinstance(temperature, Tensor):
-        return transform
+    assert isinstance(temperature, Tensor)
     if temperature.dim() == 0:
         rows = temperature.expand(len(packing))
     elif temperature.shape != batch.targets.shape:

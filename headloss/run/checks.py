@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,17 +34,17 @@ UNCOMPILED = (
 
 
 def eagerly(verb: Callable[P, R]) -> Callable[P, R]:
-    """Break a compiled graph at this call; with fullgraph=True say why that is not possible.
-    (`torch.compiler.disable` as a decorator would import the compiler with the package.)"""
+    """Says with fullgraph=True why a compiled graph has no such call; without, the verb breaks the
+    graph by itself, where it is being compiled. (`torch.compiler.disable` as a decorator would
+    import the compiler with the package, and every call would pass through another function.)"""
+    verb.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=UNCOMPILED)
+    return verb
 
-    @functools.wraps(verb)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(verb)(*args, **kwargs)  # type: ignore[call-arg]
-        return verb(*args, **kwargs)
 
-    run.__dict__ |= {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": UNCOMPILED}
-    return run
+def outside(verb: Callable[P, R]) -> Callable[P, R]:
+    """The same verb, run outside of the graph that is being compiled."""
+    found: Any = torch.compiler.disable
+    return found(verb)  # type: ignore[no-any-return]
 
 
 def check_eager(verb: str, given: object = None, *others: object) -> None:
@@ -90,12 +89,12 @@ def check_linear(
     hidden: Tensor,
     head: Head,
     batch: Batch,
-    objective: Term | Objective,
+    objective: Objective,
     options: Options,
     on_meta: bool,
-) -> tuple[Objective, torch.dtype | None]:
-    """The objective, and the dtype that autocast computes in."""
-    found = checked_objective(objective, batch, options)
+) -> torch.dtype | None:
+    """What autocast computes in, where all arguments are what they must be."""
+    check_objective(objective, batch, options)
     grouped = head.vocab_group is not None
     if options.sequence_parallel and not grouped:
         raise ValueError("sequence_parallel: needs a head with a vocab_group")
@@ -103,12 +102,12 @@ def check_linear(
     compute_dtype = autocast_dtype(hidden)
     head.validate(hidden, token_shape=batch.targets.shape, compute_dtype=compute_dtype)
     check_main_grad(head.weight, options)
-    if batch.support is not None and teachers_of(found):
+    if batch.support is not None and teachers_of(objective):
         raise ValueError(
-            f"support_ids: got them with {found!r}, whose teachers have the whole vocabulary; want "
-            "terms without distillation"
+            f"support_ids: got them with {objective!r}, whose teachers have the whole vocabulary; "
+            "want terms without distillation"
         )
-    for teacher in teachers_of(found) if grouped else ():
+    for teacher in teachers_of(objective) if grouped else ():
         other = teacher.head and local_head(teacher.head)
         if other and other.vocab_group is not None:
             got, want = ((h.weight.shape[0], h.vocab_size) for h in (other, head))
@@ -117,11 +116,11 @@ def check_linear(
                     f"teacher_head: got (rows, vocab_size) {got}, want the student's {want} and "
                     "its vocab_group, or the teacher's whole head"
                 )
-    return found, compute_dtype
+    return compute_dtype
 
 
-def checked_objective(objective: Term | Objective, batch: Batch, options: Options) -> Objective:
-    objective = Objective.of(objective)
+def check_objective(objective: Objective, batch: Batch, options: Options) -> None:
+    """Check an objective beside the batch and the options."""
     if not objective.parts:
         raise ValueError("objective: got no terms, want at least one")
     if isinstance(batch, Exception):  # wrong targets, which all ranks have to learn of
@@ -140,7 +139,6 @@ def checked_objective(objective: Term | Objective, batch: Batch, options: Option
             f"gradient_tolerance: got {options.gradient_tolerance} with {objective!r}, want 0: a "
             "divergence's gradient has no bound that is known before it is computed"
         )
-    return objective
 
 
 def check_shape(

@@ -24,10 +24,11 @@ from ..objective.elsewhere import CANDIDATE, READ, gradient_of, loss_elsewhere
 from ..objective.statistics import CANDIDATES, Normalizer, Statistics
 from ..options import Options
 from ..softmax.linear import RawSoftmax
-from .autograd import refuse_second_derivatives
 from .calls import Call, linear_call
 from .checks import check_targets
-from .loop import Swept, pull_back, sweep
+from .loop import refuse_second_derivatives, sweep
+from .pull_back import pull_back
+from .work import Swept
 
 SPELT = ("backend", "chunk_tokens", "memory_budget", "static", "skip_rows")  # options that it takes
 
@@ -102,7 +103,7 @@ def _options(spelt: str) -> tuple[Options, bool]:
     known: dict[str, Any] = {"None": None, "True": True, "False": False}
     words = [int(word) if word.isdecimal() else known.get(word, word) for word in spelt.split()]
     values: dict[str, Any] = dict(zip(SPELT, words, strict=False))
-    return Options(schedule="recompute", **values), words[-1] is True
+    return Options(schedule="recompute", **values), words[-1:] == [True]
 
 
 class _Given(NamedTuple):
@@ -151,13 +152,14 @@ class _Given(NamedTuple):
         kept: Any = tuple(self.support) if len(self.support) > 1 else next(iter(self.support), None)
         with torch.set_grad_enabled(any(wanted)):
             batch = Batch(self.targets, candidate_ids=chosen, support_ids=kept)
-            call = linear_call(hidden, replace(plain, lora=lora), batch, objective, options)
-            open_source, (x, *others) = call.open_linear(hidden, plain, options)
+            whole = replace(plain, lora=lora)
+            call = linear_call(hidden, whole, batch, objective, options, "head_stats")
         index = call.packing.index
         packed = features if index is None else [f[index] for f in features]
         pairs = [t for pair in zip(packed, weights, strict=True) for t in pair]
-        tensors = [x, others[0], *pairs, others[1]]
-        return call, open_source([None if t is None else t.detach() for t in tensors])
+        x, own, *_, bias = call.tensors
+        tensors = [x, own, *pairs, bias]
+        return call, call.work.open([None if t is None else t.detach() for t in tensors])
 
 
 @torch.library.custom_op("headloss::head_stats", mutates_args=())
@@ -182,8 +184,8 @@ def _head_stats(
     call, source = _Given(features, weights, *given, *numbers).open()
     whole = sweep(call.work, source).whole
     vectors = [*(getattr(whole.stats, name) for name in READ), *whole.normalizer]
-    vectors += [whole.stats.divergences[part.key] for part in call.beside]
-    vectors += [part.rest.t() for part in call.beside]
+    vectors += [whole.stats.divergences[part.key] for part in source.beside]
+    vectors += [part.rest.t() for part in source.beside]
     found = [call.packing.scatter(v, alone=True) for v in vectors]
     found += [found[0].new_empty(len(targets), 0) for _ in range(7 - len(found))]
     return tuple(found)  # type: ignore[return-value]
@@ -223,7 +225,7 @@ def _head_stats_backward(
     logp, entropy, *normalizer, chosen, rest = map(packing.gather, measured)
     stats = Statistics(logp=logp, entropy=entropy)
     slopes = dict(zip((*READ, CANDIDATES), map(packing.gather, upstream), strict=True))
-    for part in call.beside:
+    for part in source.beside:
         stats.divergences[part.key], part.rest = chosen, rest.t()
         slopes[CANDIDATES] = without_constants(slopes[CANDIDATES], stats, work.batch)
     if not candidates:

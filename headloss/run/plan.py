@@ -54,6 +54,7 @@ class Plan:
         plain_bytes: what logits, their softmax and their gradient would take.
         budget: bytes for a chunk, or for what a held schedule keeps, and where that comes from.
         reason: why this schedule.
+        whole: one block holds all tokens, however they are spread over segments.
         skip_rows: whether rows without a gradient leave the last two products.
         once: one block holds all tokens, and its products are the returned gradients.
         support: pairs of a token and a column of its support, which take a dot product each.
@@ -75,6 +76,7 @@ class Plan:
     budget: tuple[int, str]
     chunks: tuple[Chunk, ...] = field(repr=False)
     tokens: int = field(repr=False, default=0)
+    whole: bool = field(repr=False, default=False)
     skip_rows: bool = field(repr=False, default=False)
     once: bool = field(repr=False, default=False)
     pull: Pull = field(repr=False, default="now")
@@ -123,6 +125,7 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     p = problem
     rows = max(1, p.tokens) if p.rows else _chunk_rows(p, options)
     wants_gradient = p.hidden_gradient or p.weight_gradient
+    whole = p.tokens <= rows
     chunks = cut(p, rows, _limit(p, options))
     schedule, reason = _choose(p, options, chunks)
     if not wants_gradient:
@@ -154,6 +157,7 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         budget=(_budget(p, options, warn=False), _why_budget(p, options)),
         chunks=chunks,
         tokens=p.tokens,
+        whole=whole,
         skip_rows=options.skip_rows and not (options.static or p.given or p.narrow) and worth,
         once=once,
         pull=pull,

@@ -8,17 +8,15 @@ of what was prepared.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from .. import kernels
 from ..batch.batch import Batch
-from ..dense import check_dense
 from ..head.head import Head, check_transform
 from ..kernels.interface import Kernels
 from ..kernels.transform import Transform
@@ -27,24 +25,24 @@ from ..losses.term import Objective, Reads, Term
 from ..objective.bound import check_weights, has_slopes, reads
 from ..objective.sample import Kinds
 from ..objective.statistics import BESIDE, CANDIDATES, COLLISION, PEAK, STATISTICS
-from ..objective.tape import Tape
-from ..objective.taped import kinds_of, serves
+from ..objective.tape import Tape, kinds_of, serves
 from ..objective.taping import forget_tapes, tape_of
 from ..options import Options
 from ..softmax.linear import Wants
 from ..softmax.products import sum_dtype
 from .checks import (
     check_dead_rows,
+    check_eager,
     check_gradient,
     check_linear,
+    check_objective,
     check_shape,
     check_topk,
-    checked_objective,
     teachers_of,
     warn_of_misspelt_fields,
 )
 from .plan import Plan, Problem, make_plan
-from .signature import of_batch, of_head, of_mode, of_objective, of_options, of_tensor
+from .signature import of_batch, of_mode, of_objective, of_options, of_tensor
 
 MOST = 256  # signatures that are kept
 
@@ -58,6 +56,9 @@ class Prepared:
         problem: what the planner knows of it, without what differs from call to call.
         dtype: that products run in.
         wide: of statistics.
+        readable: hidden states lie as the product that writes terms reads them.
+        per_call: some checks have to be made in every call.
+        beside: something is measured beside the statistics: teachers, candidates.
         slopes: the objective's gradient can be known before the statistics.
         taped: a tape may serve the objective in place of autograd.
         kinds: of the fields that a tape can read.
@@ -70,10 +71,14 @@ class Prepared:
     wide: torch.dtype
     wants: Wants
     compute_dtype: torch.dtype | None = None
+    readable: bool = True
+    per_call: bool = True
+    beside: bool = True
     slopes: bool = False
     taped: bool = False
     kinds: Mapping[str, torch.dtype | None] = field(default_factory=dict)
     _tapes: dict[tuple[bool, bool], Tape | None] = field(default_factory=dict)
+    _plans: dict[tuple, Plan] = field(default_factory=dict)
 
     def tape(self, objective: Objective, observe: bool, gradients: bool) -> Tape | None:
         """None where autograd has to serve: a user's own term, a quantile."""
@@ -83,43 +88,43 @@ class Prepared:
             self._tapes[key] = tape_of(*given, observe=observe, gradients=gradients)
         return self._tapes[key]
 
-    @property
+    @cached_property
     def acts(self) -> Kernels:
         return kernels.load(self.backend)
 
-    def plan(self, options: Options, **known: Any) -> Plan:
-        """The plan for the numbers of one call."""
-        return make_plan(self.problem.of(**known), options, self.backend)
+    def plan(
+        self, options: Options, lengths: list[int] | None, numbers: dict[str, int], segments: int
+    ) -> Plan:
+        """What runs for the numbers of one call. One block of tokens does not depend on how they
+        are spread over segments, so that its plan serves other lengths."""
+        key = (segments, *numbers.values())
+        found = self._plans.get(key)
+        if found is None:
+            found = make_plan(self.problem.of(lengths=lengths, **numbers), options, self.backend)
+            if found.whole and options.memory_budget is None:  # which may be warned of
+                if len(self._plans) >= MOST:
+                    self._plans.clear()
+                self._plans[key] = found
+        return found
 
 
-class _Kept:
-    """The prepared calls that were used last."""
-
-    def __init__(self) -> None:
-        self._found: OrderedDict[object, Prepared] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def find(self, key: object) -> Prepared | None:
-        with self._lock:
-            found = self._found.get(key)
-            if found is not None:
-                self._found.move_to_end(key)
-            return found
-
-    def keep(self, key: object, made: Prepared) -> Prepared:
-        if key is not None:
-            with self._lock:
-                self._found[key] = made
-                while len(self._found) > MOST:
-                    self._found.popitem(last=False)
-        return made
-
-    def clear(self) -> None:
-        with self._lock:
-            self._found.clear()
+_KEPT: dict[object, Prepared] = {}
+_LOCK = threading.Lock()
 
 
-_KEPT = _Kept()
+def known(key: object) -> Prepared | None:
+    """What was prepared for a signature. (One lookup in a dict is safe under threads.)"""
+    return _KEPT.get(key)
+
+
+def _kept(key: object, made: Prepared) -> Prepared:
+    """The first signature that was kept leaves first."""
+    if key is not None:
+        with _LOCK:
+            while len(_KEPT) >= MOST:
+                del _KEPT[next(iter(_KEPT))]
+            _KEPT[key] = made
+    return made
 
 
 def clear_cache() -> None:
@@ -128,7 +133,8 @@ def clear_cache() -> None:
     >>> import headloss as hl
     >>> hl.clear_cache()
     """
-    _KEPT.clear()
+    with _LOCK:
+        _KEPT.clear()
     forget_tapes()
     kernels.forget()
 
@@ -140,22 +146,26 @@ def prepare_linear(
     hidden: Tensor,
     head: Head,
     batch: Batch,
-    objective: Term | Objective,
+    objective: Objective,
     options: Options,
-    on_meta: bool = False,  # hidden states may have no values
-) -> tuple[Prepared, Objective]:
-    """What the signature of `head_loss` decides.
+    verb: str,
+    key: object,
+) -> Prepared:
+    """What the signature of `head_loss` decides, after all that it asks of its arguments is seen to
+    hold.
 
     Raises:
         ValueError, TypeError: for bad input, naming the argument, what it got and what it wanted.
     """
-    key = _linear_key(hidden, head, batch, objective, options, on_meta)
-    known = None if key is None else _KEPT.find(key)
-    if known is not None and _fits(hidden, head, batch, known):
-        return known, Objective.of(objective)
-    found, compute_dtype = check_linear(hidden, head, batch, objective, options, on_meta)
-    if known is not None:
-        return known, found
+    on_meta = verb == "plan"  # hidden states may have no values
+    if on_meta:
+        check_eager(verb, getattr(batch, "targets", None))
+    else:
+        check_eager(verb, hidden, head.weight)
+    compute_dtype = check_linear(hidden, head, batch, objective, options, on_meta)
+    found = known(key)
+    if found is not None:
+        return found
     dtype = compute_dtype or hidden.dtype
     backend = kernels.choose(options.backend, hidden.device, dtype)
     if options.batch_invariant and backend != "triton":
@@ -180,42 +190,14 @@ def prepare_linear(
         and kernels.can_hold_terms(backend, dtype, head.weight),
     )
     softcap = head.softcap is not None
-    prepared = _prepared(found, batch, options, problem, softcap, backend, dtype, wants)
-    return _KEPT.keep(key, replace(prepared, compute_dtype=compute_dtype)), found
-
-
-def _linear_key(
-    hidden: Tensor,
-    head: Head,
-    batch: Batch,
-    objective: Term | Objective,
-    options: Options,
-    on_meta: bool,
-) -> tuple | None:
-    """All that `check_linear` and what is prepared depend on but for the shape of the positions;
-    None for arguments of another kind."""
-    kinds = ((hidden, Tensor), (batch, Batch), (options, Options))
-    if not all(isinstance(given, kind) for given, kind in kinds):
-        return None
-    check_dense("hidden", hidden)
-    return (
-        on_meta,
-        hidden.shape[-1:],
-        of_tensor(hidden),
-        of_head(head),
-        of_batch(batch),
-        of_objective(Objective.of(objective)),
-        *of_options(options),
-        *of_mode(hidden.device),
+    prepared = _prepared(objective, batch, options, problem, softcap, backend, dtype, wants)
+    found = replace(
+        prepared,
+        compute_dtype=compute_dtype,
+        readable=hidden.is_meta or kernels.suits_product(hidden),
+        per_call=isinstance(head.temperature, Tensor) or head.vocab_group is not None,
     )
-
-
-def _fits(hidden: Tensor, head: Head, batch: Batch, known: Prepared) -> bool:
-    """Whether everything that `check_linear` asks beyond the signature holds."""
-    if isinstance(head.temperature, Tensor) or head.vocab_group is not None:
-        return False
-    per_unit = batch.segments.count % known.problem.segments_per_unit == 0
-    return per_unit and hidden.shape[:-1] == batch.targets.shape and hidden.dim() > 1
+    return _kept(key, found)
 
 
 def prepare_given(
@@ -227,7 +209,9 @@ def prepare_given(
     options: Options,
 ) -> tuple[Prepared, Objective]:
     """What the signature of `logits_loss` decides; raises as `prepare_linear`."""
-    found = checked_objective(objective, batch, options)
+    check_eager("logits_loss", logits)
+    found = Objective.of(objective)
+    check_objective(found, batch, options)
     if batch.support is not None:
         raise ValueError(
             "support_ids: got them beside given logits, want head_loss, or the logits masked"
@@ -257,9 +241,9 @@ def prepare_given(
         *of_options(options),
         *of_mode(logits.device),
     )
-    known = _KEPT.find(key)
-    if known is not None:
-        return known, found
+    prepared = known(key)
+    if prepared is not None:
+        return prepared, found
     backend = kernels.choose(options.backend, logits.device, logits.dtype)
     wants = Wants(logits=logits.requires_grad and torch.is_grad_enabled())
     unit_stride = logits.stride(-1) == 1 or logits.shape[-1] <= 1
@@ -277,7 +261,7 @@ def prepare_given(
     )
     softcap = transform.softcap is not None
     made = _prepared(found, batch, options, problem, softcap, backend, logits.dtype, wants)
-    return _KEPT.keep(key, made), found
+    return _kept(key, made), found
 
 
 def _wants(hidden: Tensor, head: Head) -> Wants:
@@ -341,6 +325,7 @@ def _prepared(
         dtype=dtype,
         wide=wide,
         wants=wants,
+        beside=bool(teachers or beside),
         slopes=has_slopes(objective, kinds) and not beside,
         taped=not (batch.segments.group or beside or (teachers and "teacher_topk_ids" in kinds))
         and serves(backend, wide, batch.targets.device),

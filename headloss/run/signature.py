@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..batch.batch import Batch
 from ..head.head import Head
@@ -15,11 +16,50 @@ from ..losses.term import Objective
 from ..options import Options
 
 
+def of_linear(
+    hidden: Tensor, head: Head, batch: Batch, objective: Objective, options: Options
+) -> tuple | None:
+    """All that the checks of `head_loss` and what is prepared depend on but for the shape of the
+    positions; None for arguments of another kind, without values, or under transforms."""
+    if not (
+        isinstance(hidden, Tensor) and isinstance(batch, Batch) and isinstance(options, Options)
+    ):
+        return None
+    if hidden.is_meta or hidden.layout != torch.strided or hidden.is_nested:
+        return None
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return None
+    device, shape, temperature, adapters = hidden.device, hidden.shape, head.temperature, head.lora
+    return (
+        shape[-1:],
+        len(shape) > 1 and shape[:-1] == batch.targets.shape,
+        of_tensor(hidden),
+        head.weight.shape,
+        of_tensor(head.weight),
+        head.bias is None or of_tensor(head.bias),
+        adapters and tuple([(*map(of_tensor, (x.a, x.b)), x.a.shape, x.b.shape) for x in adapters]),
+        head.softcap is None,
+        isinstance(temperature, Tensor) and of_tensor(temperature),
+        head.vocab_size,
+        head.vocab_group is None,
+        of_batch(batch),
+        of_objective(objective),
+        of_options(options),
+        of_mode(device),
+    )
+
+
 def of_tensor(tensor: Tensor) -> tuple:
     """What a kernel's choice depends on: not the address, but how it is aligned."""
-    aligned = tensor.is_meta or tensor.data_ptr() % 16 == 0
-    strides = tuple(1 if s == 1 else s % 8 == 0 for s in tensor.stride())
-    return (type(tensor), tensor.dtype, tensor.device, tensor.requires_grad, strides, aligned)
+    return (
+        type(tensor),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        # a stride of 1 is none of the others that 8 divides
+        tuple([s if s == 1 else 8 * (s % 8 == 0) for s in tensor.stride()]),
+        tensor.is_meta or tensor.data_ptr() % 16 == 0,
+    )
 
 
 def of_mode(device: torch.device) -> tuple:
@@ -33,40 +73,28 @@ def of_mode(device: torch.device) -> tuple:
     )
 
 
-def of_head(head: Head) -> tuple:
-    temperature = head.temperature
-    return (
-        head.weight.shape,
-        of_tensor(head.weight),
-        None if head.bias is None else of_tensor(head.bias),
-        tuple((x.a.shape, x.b.shape, of_tensor(x.a), of_tensor(x.b)) for x in head.lora),
-        head.softcap is None,
-        of_tensor(temperature) if isinstance(temperature, Tensor) else None,
-        head.vocab_size,
-        head.vocab_group is None,
-    )
-
-
 def of_batch(batch: Batch) -> tuple:
-    fields = tuple(
-        (name, v.dtype, v.shape[batch.targets.dim() :], batch.per_token(name))
-        if isinstance(v, Tensor)
-        else name
-        for name, v in sorted(batch.fields.items())
-    )
-    totals = batch.totals
+    targets, totals = batch.targets, batch.totals
+    rank = targets.dim()
     return (
-        batch.targets.dim(),
-        batch.targets.device,
+        rank,
+        targets.device,
         batch.segments.group is None,
-        fields,
+        tuple(
+            [
+                (name, v.dtype, v.shape[rank:], batch.per_token(name))
+                if isinstance(v, Tensor)
+                else name
+                for name, v in sorted(batch.fields.items())
+            ]
+        ),
         batch.support is None,
         None if totals is None else tuple(totals.kept),
     )
 
 
 def of_objective(objective: Objective) -> tuple:
-    return tuple(weakref.ref(term) for _, term in objective.parts)
+    return tuple([weakref.ref(term) for _, term in objective.parts])
 
 
 def of_options(options: Options) -> tuple:

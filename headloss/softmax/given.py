@@ -8,6 +8,7 @@ tensor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -99,6 +100,11 @@ class GivenSoftmax(RawSoftmax):
         self.vocabulary, self.acts, self.tokens = logits.shape[-1], acts, tokens
         self.first, self.teachers, self.beside = first, teachers, beside
         self.dtype = products.sum_dtype(logits.dtype)
+
+    @classmethod
+    def of(cls, tensors: Sequence[Any], **given: Any) -> GivenSoftmax:
+        """From the logits alone, as other sources are from their tensors."""
+        return cls(tensors[0], **given)
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
         return self.view.read(rows, columns).to(self.dtype, copy=True)

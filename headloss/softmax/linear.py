@@ -7,7 +7,7 @@ softmax terms in 16 bits, which the product writes in place of logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -61,14 +61,21 @@ class Tokens(NamedTuple):
 
     def forward(self, rows: Rows, first: int) -> Forward:
         """Arguments of act one beside the logits of a tile that starts at column `first`."""
-        return Forward(self.targets[rows], first, self.transform.rows(rows), self.needs)
+        return Forward(self._targets(rows), first, self._transform(rows), self.needs)
 
     def backward(
         self, rows: Rows, first: int, measured: Measured, gradient: Gradient
     ) -> Backward:
         """Arguments of act two, in addition to the logits of a tile."""
-        given = self.targets[rows], first, self.transform.rows(rows), measured.normalizer
+        given = self._targets(rows), first, self._transform(rows), measured.normalizer
         return Backward(*given, gradient.coefficients, measured.stats.logp)
+
+    def _targets(self, rows: Rows) -> Tensor:
+        return self.targets if rows is ALL else self.targets[rows]
+
+    def _transform(self, rows: Rows) -> Transform:
+        own = self.transform
+        return own.rows(rows) if isinstance(own.temperature, Tensor) else own
 
 
 def rows_left(live: Tensor) -> Tensor | None:
@@ -104,11 +111,6 @@ class RawSoftmax:
     def __len__(self) -> int:
         return self.tokens.targets.shape[0]
 
-    def constants(self) -> list[Tensor]:
-        """What both acts read in addition to the logits; it must not change between them."""
-        given = (self.tokens.targets, self.tokens.transform.temperature)
-        return [t for t in given if isinstance(t, Tensor)]
-
     def raw(self, rows: Rows, columns: slice = ALL) -> Tensor:
         """[n, v] raw logits in memory of their own."""
         raise NotImplementedError
@@ -120,8 +122,8 @@ class RawSoftmax:
         with `keep`, what act two will find of its logits."""
         raw = self.raw(rows, columns)
         forward = self.tokens.forward(rows, self.first + (columns.start or 0))
-        for part in self.beside:
-            part.add(rows, columns, raw)
+        for other in self.beside:
+            other.add(rows, columns, raw)
         return self.acts.partials(raw, forward, onto), raw if keep else None
 
     def statistics(
@@ -238,6 +240,16 @@ class LinearSoftmax(RawSoftmax):
         self.dtype = products.sum_dtype(dtype)
         self.gradient_dtype = dtype if dtype.itemsize == 2 else None
 
+    @classmethod
+    def of(
+        cls, tensors: Sequence[Any], vocabulary: int, acts: Kernels, tokens: Tokens,
+        rows: Callable[[Sequence[Tensor]], Sequence[Any]] | None = None, **given: Any,
+    ) -> LinearSoftmax:  # fmt: skip
+        """From features and weights pairwise, and the bias; `rows` makes what can be indexed by
+        tokens of features that are spread over ranks."""
+        features = tensors[:-1:2] if rows is None else rows(tensors[:-1:2])
+        return cls(features, tensors[1:-1:2], tensors[-1], vocabulary, acts, tokens, **given)
+
     def take(self, index: Tensor) -> LinearSoftmax:
         """The same head on some of the tokens, gathered."""
         found = copy(self)
@@ -251,7 +263,9 @@ class LinearSoftmax(RawSoftmax):
         """[n, v] raw logits in float32 or float64, in memory of their own."""
         out = None
         for features, weight in zip(self.features, self.weights, strict=True):
-            out = products.logits(features[rows], weight[columns], out, self.fixed)
+            x = features if rows is ALL else features[rows]
+            w = weight if columns is ALL else weight[columns]
+            out = products.logits(x, w, out, self.fixed)
         assert out is not None
         if self.bias is not None:
             out += self.bias[columns]
@@ -264,17 +278,18 @@ class ExpSoftmax(LinearSoftmax):
     def statistics(
         self, rows: slice, tiles: Sequence[slice], slices: Any, vocabulary: int, keep: bool
     ) -> tuple[Measured, Any]:
-        x, weight = self.features[0][rows], self.weights[0]
-        held = Held.empty(x, weight.shape[0]) if keep else None
+        x, weight = self._x(rows), self.weights[0]
+        held = Held.room(x.shape[0], weight.shape[0], x.dtype, x.device) if keep else None
         forward = self._biased(self.tokens.forward(rows, self.first))
         if slices.size is None:
             found = self.acts.product_statistics(x, weight, forward, vocabulary, held)
         else:
             partials = self.acts.product_partials(x, weight, forward, held)
             found = slices.measured(self.acts, partials, forward.needs, vocabulary)
-        for part in self.beside:
-            part.add_product(rows, x, weight, self.bias)
-        self.measure_beside(rows, found)
+        if self.beside:
+            for other in self.beside:
+                other.add_product(rows, x, weight, self.bias)
+            self.measure_beside(rows, found)
         return found, held
 
     def _biased(self, given: Any, columns: slice = ALL) -> Any:
@@ -307,6 +322,9 @@ class ExpSoftmax(LinearSoftmax):
             self.acts.chosen_gradient_(found, chosen, backward)
         return found
 
+    def _x(self, rows: slice) -> Tensor:
+        return self.features[0] if rows is ALL else self.features[0][rows]
+
     def _chosen(
         self, rows: slice, columns: slice, measured: Measured, gradient: Gradient
     ) -> list[Chosen]:
@@ -326,12 +344,11 @@ class ExpSoftmax(LinearSoftmax):
         """Everything but the products is queued before the device is read, so that the products
         start at once."""
         acts = self.acts
-        backward = self.tokens.backward(rows, self.first, measured, gradient)
+        x, backward = self._x(rows), self.tokens.backward(rows, self.first, measured, gradient)
         order = None if live is None else acts.dense_order(live, int(MOST * len(live)))
         multiple = features = None
-        chosen = self._chosen(rows, ALL, measured, gradient)
+        chosen = self.beside and self._chosen(rows, ALL, measured, gradient)
         if is_multiple(backward.transform, backward.coefficients):
-            x = self.features[0][rows]
             least = chosen[0].slopes.abs().amax(1) if chosen else None
             options = {"x": x, "order": order, "least": least}
             multiple, features = acts.held_multiple_(held, backward, **options)

@@ -14,7 +14,7 @@ from ..kernels.interface import Kernels
 from ..kernels.support import ByColumn, Support
 
 Rows = slice | Tensor  # of a source's tokens
-ALL = slice(None)
+ALL = slice(None)  # what `is` this is not cut: that would be an operation
 
 
 class PairGradient(NamedTuple):
@@ -64,10 +64,6 @@ class RowGradient(NamedTuple):
     features: Tensor | None = None  # [K, H]
     scaled_rows: Callable[..., Tensor] | None = None
     pairs: PairGradient | None = None
-
-    @property
-    def empty(self) -> bool:
-        return not len(self.values) and self.pairs is None
 
     def at(self, index: Tensor) -> RowGradient:
         """The same rows where token i is token index[i]."""

@@ -11,7 +11,7 @@ Each addition keeps one order: the hidden gradient's product, what the ranks of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ class Into(NamedTuple):
         direct: blocks are added to it as they come; else their sum at the end, times the factor.
             (Slabs always are.)
         once: one block holds all tokens: its product is rounded to the weight's dtype at once.
+        hidden: makes what takes the gradients of features: `Hidden`, or the ranks' own.
     """
 
     wants: Wants
@@ -40,17 +41,24 @@ class Into(NamedTuple):
     main_grad: Tensor | None = None
     direct: bool = False
     once: bool = False
+    hidden: Any = None
 
 
 class Hidden:
     """The gradients of features that are all on this rank: rows are final when they are added."""
 
+    takes_products = True  # as they are, where one block is all there is
+
     def __init__(self, source: LinearSoftmax, wants: Wants, blocks: Sequence[slice] | None) -> None:
-        self.source, self.blocks = source, None if blocks is None else iter(blocks)
-        self.totals = [
-            self.room(f, source.dtype if blocks is None else f.dtype) if wanted else None
-            for f, wanted in zip(source.features, wants.features, strict=True)
-        ]
+        self.source, self.wanted = source, wants.features
+        self.blocks = None if blocks is None else iter(blocks)
+        self.totals: list[Tensor | None] = [None] * len(self.wanted)
+        self.unscaled: list[tuple[Tensor, Tensor]] = []  # products, and what their rows are times
+        if not self.takes_products or blocks is None or len(blocks) != 1:
+            self.totals = [
+                self.room(f, source.dtype if blocks is None else f.dtype) if wanted else None
+                for f, wanted in zip(source.features, self.wanted, strict=True)
+            ]
 
     def room(self, features: Tensor, dtype: torch.dtype) -> Tensor:
         """Sums of slabs begin at 0, blocks write every row; in rows, whatever the features'
@@ -59,40 +67,56 @@ class Hidden:
         return made(features.shape, dtype=dtype)
 
     def add(self, gradient: RowGradient, columns: slice) -> None:
-        values, rows, pairs = gradient.values, gradient.rows, gradient.pairs
+        values, rows, multiple, _, _, pairs = gradient
         block, fixed = None if self.blocks is None else next(self.blocks), self.source.fixed
-        for weight, total in zip(self.source.weights, self.totals, strict=True):
-            if total is None:
+        for i, weight in enumerate(self.source.weights):
+            if not self.wanted[i]:
                 continue
+            total, weight = self.totals[i], weight if columns is ALL else weight[columns]
+            if total is None:
+                features = self.source.features[i]
+                if pairs is None and len(values) == len(features):
+                    made = products.input_gradient(values, weight, features.dtype, fixed)
+                    self.totals[i] = made
+                    if multiple is not None:
+                        self.unscaled.append((made, multiple))
+                    continue
+                total = self.totals[i] = self.room(features, features.dtype)
             if pairs is not None and block is not None:
-                pairs.into_hidden(total[block], weight[columns])
+                pairs.into_hidden(total[block], weight)
             elif pairs is not None:
-                pairs.add_to_hidden(total, weight[columns])
+                pairs.add_to_hidden(total, weight)
             elif block is not None and isinstance(rows, Tensor):
                 total[block] = 0  # of rows that carry no gradient
             if values.shape[0] == 0:
                 continue
             if block is not None:
-                part = products.input_gradient(values, weight[columns], total.dtype, fixed)
-                gradient.put_(total, part)
+                made = products.input_gradient(values, weight, total.dtype, fixed)
+                gradient.put_(total, made)
             elif isinstance(rows, slice):
-                products.add_input_gradient_(total[rows], values, weight[columns], fixed)
+                products.add_input_gradient_(total[rows], values, weight, fixed)
             else:
-                part = products.input_gradient(values, weight[columns], total.dtype, fixed)
-                gradient.add_(total, part)
+                made = products.input_gradient(values, weight, total.dtype, fixed)
+                gradient.add_(total, made)
 
     def last(self) -> None:
         """Say that nothing more will be added."""
 
     def settle(self) -> None:
         """Wait until the gradients are whole."""
+        for i, features in enumerate(self.source.features):
+            if self.wanted[i] and self.totals[i] is None:  # no block had a gradient
+                self.totals[i] = self.room(features, features.dtype)
 
 
 class _Sums:
     """What both orders share: the weights' own totals and the end."""
 
-    def __init__(self, source: LinearSoftmax, into: Into, hidden: Hidden) -> None:
-        self.source, self.into, self.hidden = source, into, hidden
+    def __init__(
+        self, source: LinearSoftmax, into: Into, blocks: Sequence[slice] | None
+    ) -> None:
+        self.source, self.into = source, into
+        self.hidden: Hidden = (into.hidden or Hidden)(source, into.wants, blocks)
         wide = source.dtype
         self.sum_dtype = wide if wide == torch.float64 else into.accumulate_dtype
         self.main_grad = into.main_grad if into.wants.weights[0] else None
@@ -102,10 +126,9 @@ class _Sums:
             assert source.full_bias is not None
             self.bias = torch.zeros_like(source.full_bias, dtype=wide)
 
-    def _rooms(
-        self, dtype: Callable[[Tensor], torch.dtype], direct: bool
-    ) -> list[Tensor | None]:
-        """Where weight gradients go; with `direct`, the first into `main_grad` as they come."""
+    def _rooms(self, dtype: torch.dtype | None, direct: bool) -> list[Tensor | None]:
+        """Where weight gradients go, in a dtype (None: each one's own); with `direct`, the first
+        into `main_grad` as they come."""
         found: list[Tensor | None] = []
         for weight, wanted in zip(self.source.full_weights, self.into.wants.weights, strict=True):
             if not found and self.main_grad is not None and direct:
@@ -113,38 +136,54 @@ class _Sums:
                 continue
             total = None
             if wanted:
-                total = weight.new_empty(weight.shape, dtype=dtype(weight))
+                total = weight.new_empty(weight.shape, dtype=dtype or weight.dtype)
                 if self.source.vocabulary < weight.shape[0]:
                     total[self.source.vocabulary :] = 0
             found.append(total)
         return found
 
-    def _add_weights(
-        self, totals: Sequence[Tensor | None], gradient: RowGradient, fresh: bool
-    ) -> None:
+    def _add(
+        self,
+        gradient: RowGradient,
+        columns: slice,
+        totals: Sequence[Tensor | None],
+        fresh: bool,
+        last: bool = False,
+    ) -> bool:
+        """Take dL/draw of some rows and columns: dX, what the ranks do about it, then dW, which
+        hides that. Whether there was any."""
+        self.hidden.add(gradient, columns)
+        if last:
+            self.hidden.last()
+        values, rows, multiple, given, scaled_rows, pairs = gradient
+        if pairs is None and not values.shape[0]:
+            return False
+        own = None if self.main_grad is None else self.main_grad.data_ptr()
         for features, total in zip(self.source.features, totals, strict=True):
             if total is None:
                 continue
-            first = fresh and total.data_ptr() != _pointer(self.main_grad)
-            if len(gradient.values):
-                x = gradient.features
-                x = features[gradient.rows] if x is None else x
-                products.add_weight_gradient_(total, gradient.values, x, first)
+            first = fresh and total.data_ptr() != own
+            if values.shape[0]:
+                x = given
+                if x is None:
+                    x = features if rows is ALL else features[rows]
+                products.add_weight_gradient_(total, values, x, first)
                 first = False
-            if gradient.pairs is not None:
-                gradient.pairs.into_weight(total, features, not first)
-
-    def _add_bias(self, gradient: RowGradient, columns: slice) -> None:
+            if pairs is not None:
+                pairs.into_weight(total, features, not first)
         if self.bias is not None:
-            values, place = gradient.values, self.bias[: self.source.vocabulary][columns]
-            if gradient.multiple is None:
+            place = self.bias[: self.source.vocabulary][columns]
+            if multiple is None:
                 place += values.sum(0, dtype=self.bias.dtype)
             else:
-                products.add_weight_gradient_(
-                    place.unsqueeze(1), values, gradient.multiple.unsqueeze(1)
-                )
-            if gradient.pairs is not None:
-                gradient.pairs.add_to_bias(place)
+                column = place.unsqueeze(1)
+                products.add_weight_gradient_(column, values, multiple.unsqueeze(1))
+            if pairs is not None:
+                pairs.add_to_bias(place)
+        for made, factors in self.hidden.unscaled:
+            scaled_rows(made, factors, out=made)  # type: ignore[misc]
+        self.hidden.unscaled = []
+        return True
 
     def _finished(
         self, weights: list[Tensor | None], factor: Tensor | None, by_slab: bool
@@ -177,20 +216,18 @@ class _Sums:
 class RowSums(_Sums):
     """Gradients that arrive in rows, one block of tokens after another, over all columns."""
 
-    def __init__(self, source: LinearSoftmax, into: Into, hidden: Hidden) -> None:
-        super().__init__(source, into, hidden)
-        self.weights = self._rooms(lambda w: w.dtype if into.once else self.sum_dtype, into.direct)
+    def __init__(self, source: LinearSoftmax, into: Into, blocks: Sequence[slice]) -> None:
+        super().__init__(source, into, blocks)
+        self.weights = self._rooms(None if into.once else self.sum_dtype, into.direct)
 
     def add(self, gradient: RowGradient) -> None:
         """Take dL/draw of the next block."""
-        self.hidden.add(gradient, ALL)
-        if gradient.empty:
-            return
-        vocabulary = self.source.vocabulary
-        places = [None if total is None else total[:vocabulary] for total in self.weights]
-        self._add_weights(places, gradient, self.fresh)
-        self.fresh = False
-        self._add_bias(gradient, ALL)
+        places: list[Tensor | None] = self.weights
+        if any(w.shape[0] > self.source.vocabulary for w in self.source.full_weights):
+            columns = slice(self.source.vocabulary)
+            places = [None if total is None else total[columns] for total in self.weights]
+        if self._add(gradient, ALL, places, self.fresh):
+            self.fresh = False
 
     def finish(self, factor: Tensor | None) -> list[Tensor | None]:
         """Gradients times `factor`."""
@@ -205,10 +242,10 @@ class SlabSums(_Sums):
     addition brings all its tokens (`once`), a product straight into its place.
     """
 
-    def __init__(self, source: LinearSoftmax, into: Into, hidden: Hidden) -> None:
-        super().__init__(source, into, hidden)
-        self.weights = self._rooms(lambda w: w.dtype, direct=True)
-        self.at_once = into.once and self.main_grad is None
+    def __init__(self, source: LinearSoftmax, into: Into, once: bool) -> None:
+        super().__init__(source, into, None)
+        self.weights = self._rooms(None, direct=True)
+        self.at_once = once and self.main_grad is None
 
     def open(self, columns: slice) -> None:
         self.columns, self.empty = columns, True
@@ -225,12 +262,8 @@ class SlabSums(_Sums):
 
     def add(self, gradient: RowGradient, last: bool) -> None:
         """Take dL/draw of some rows of the slab; `last`: of the last slab, the last rows."""
-        self.hidden.add(gradient, self.columns)
-        if last:
-            self.hidden.last()
-        if not gradient.empty:
-            self._add_weights(self.sums, gradient, self.at_once and self.empty)
-            self._add_bias(gradient, self.columns)
+        fresh = self.at_once and self.empty
+        if self._add(gradient, self.columns, self.sums, fresh, last):
             self.empty = False
 
     def close(self, factor: Tensor | None) -> None:
@@ -254,6 +287,3 @@ class SlabSums(_Sums):
         """Gradients; those that were summed over slabs times `factor`."""
         return self._finished(self.weights, factor, by_slab=True)
 
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -36,8 +36,12 @@ class SupportSoftmax(LinearSoftmax):
         self.whole, self.support, self.size = whole, support, size
         self.additions = 1 if support.free is None else 2
 
-    def constants(self) -> list[Tensor]:
-        return [*super().constants(), self.support.ids]
+    @staticmethod
+    def of(  # type: ignore[override]
+        whole: Any, support: Packed, size: int, tensors: Sequence[Tensor | None]
+    ) -> SupportSoftmax:
+        """Beside the source that `whole` makes of the tensors."""
+        return SupportSoftmax(whole(tensors), support, size)
 
     def take(self, index: Tensor) -> SupportSoftmax:
         return SupportSoftmax(self.whole.take(index), self.support.take(index), self.size)

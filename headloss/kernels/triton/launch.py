@@ -82,7 +82,7 @@ class Launcher:
         while isinstance(first, tuple):
             first = first[0]
         device = first.get_device()
-        if device >= 0 and device != torch.cuda.current_device():
+        if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 self._launch(device, programs, arguments, constants)
         else:
@@ -124,7 +124,7 @@ class OfNumbers(Launcher):
     def send(
         self, device: torch.device, programs: int, arguments: tuple, **constants: Any
     ) -> None:
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
+        if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 self._send(device, programs, arguments, constants)
         else:

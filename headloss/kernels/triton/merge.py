@@ -309,16 +309,21 @@ def asked(needs: frozenset[str]) -> Asked:
     return Asked(*(constant(name in needs) for name in STATISTICS))
 
 
-def room(like: Tensor, n: int, needs: frozenset[str]) -> Tensor:
+@functools.lru_cache(maxsize=64)
+def _names(needs: frozenset[str]) -> tuple[str, ...]:
+    """Of the statistics, in their order."""
+    return tuple(name for name in STATISTICS if name in needs)
+
+
+def room(device: torch.device, n: int, needs: frozenset[str]) -> Tensor:
     """[2 + statistics, n] float32, see `measured`."""
-    return like.new_empty(2 + sum(name in needs for name in STATISTICS), n, dtype=torch.float32)
+    return torch.empty(2 + len(_names(needs)), n, dtype=torch.float32, device=device)
 
 
 def measured(out: Tensor, needs: frozenset[str]) -> Measured:
     """The rows that `write_statistics` wrote, by name."""
     peak, log_sum, *found = out.unbind(0)
-    names = (name for name in STATISTICS if name in needs)
-    stats = Statistics(**dict(zip(names, found, strict=True)))
+    stats = Statistics(**dict(zip(_names(needs), found, strict=True)))
     return Measured(stats, Normalizer(peak, log_sum))
 
 
@@ -336,7 +341,7 @@ def unpacked(fields: Tensor, needs: frozenset[str]) -> Partials:
 
 def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
     ranks, _, n = slices.shape
-    out = room(slices, n, needs)
+    out = room(slices.device, n, needs)
     if n:
         given = slices, slices.stride(0), ranks, n, float(vocabulary), asked(needs), out
         launch_merge(cdiv(n, 128), *given, ROWS=128)

@@ -121,5 +121,6 @@ def scaled_rows(
     n, h = scale.shape[0], x.shape[1]
     out = x.new_empty(n, h) if out is None else out
     if n and h:
-        launch_rows(n, Moves(matrix_of(x), matrix_of(out), scale, source, places), h, BLOCK=2048)
+        read, write = Matrix(x, x.stride(0)), Matrix(out, out.stride(0))
+        launch_rows(n, Moves(read, write, scale, source, places), h, BLOCK=2048)
     return out

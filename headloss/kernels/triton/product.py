@@ -23,7 +23,7 @@ from ..interface import Forward, Held, Measured
 from .formulas import LN2, LOG2E, transformed
 from .launch import Launcher, cdiv
 from .merge import Epilogue, Finish, Sums, asked, launch_finish, measured, room, unpacked
-from .records import constant, matrix_of, programs_on, scaling
+from .records import Matrix, constant, programs_on, scaling
 from .tiles import (
     BM,
     BN,
@@ -32,10 +32,9 @@ from .tiles import (
     WIDTH,
     WRITE,
     biased,
-    can_fuse,
-    check_operands,
     each_tile,
     halves,
+    has_accelerator,
 )
 from .tokens import ROWS, Reference, launch_reference
 from .versions import overlaps
@@ -110,6 +109,26 @@ launch_product = Launcher(product_kernel, tiles=READ, **OPTIONS)
 launch_held = Launcher(product_kernel, tiles=READ | {"held": WRITE}, **OPTIONS)
 
 
+def can_fuse(x: Tensor, w: Tensor) -> bool:
+    """Whether the operands suit the tensor memory accelerator: 16 bits wide, rows of whole 16
+    bytes, and a GPU that has one and room for the tiles (the interpreter has)."""
+    if x.is_cuda and not has_accelerator(x.device):
+        return False
+    return x.dtype in (torch.bfloat16, torch.float16) and all(
+        t.dtype == x.dtype and t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0
+        for t in (x, w)
+    )
+
+
+def check_operands(x: Tensor, w: Tensor) -> None:
+    """ValueError where `can_fuse` does not hold."""
+    if not can_fuse(x, w):
+        raise ValueError(
+            f"x {tuple(x.shape)} {x.dtype} and w {tuple(w.shape)} {w.dtype} need 16-bit elements, "
+            "rows of whole 16 bytes and a GPU with a tensor memory accelerator"
+        )
+
+
 def product_partials(
     x: Tensor, w: Tensor, forward: Forward, held: Held | None = None
 ) -> Partials:  # fmt: skip
@@ -129,11 +148,11 @@ def _product_act(
     check_operands(x, w)
     targets, first, transform, needs = forward
     n, h = x.shape
-    entropy, mean, top1 = (name in needs for name in ("entropy", "mean_logit", "top1"))
+    entropy, mean, top1 = "entropy" in needs, "mean_logit" in needs, "top1" in needs
     if vocabulary is None:
         out = x.new_empty(3 + entropy + mean, n, dtype=torch.float32)
     else:
-        out = room(x, n, needs)
+        out = room(x.device, n, needs)
     if not n:
         return out
     target, terms = x.new_empty(n, dtype=torch.float32), None
@@ -141,14 +160,14 @@ def _product_act(
     if held is not None:
         logit, terms = held.reference, held.terms
     reference, z = Reference(torch.empty_like(targets), logit, target), scaling(transform)
-    pair, v = (matrix_of(x), matrix_of(w)), w.shape[0]
+    pair, v = (Matrix(x, x.stride(0)), Matrix(w, w.stride(0))), w.shape[0]
     launch_reference(cdiv(n, ROWS.value), *pair, targets, z, reference, first, n, v, h)
     blocks, pitch = cdiv(v, WIDTH), 16 * cdiv(n, 16)
     parts = x.new_empty(1 + entropy + mean, blocks, pitch, dtype=torch.float32)
     peaks = x.new_empty(blocks, pitch, dtype=torch.float32) if top1 else None
     sums = Sums(parts, pitch, blocks * pitch, peaks, constant(entropy), constant(mean))
     run_product(x, w, terms, Epilogue(reference, z, sums))
-    tile = None if terms is None else matrix_of(terms)
+    tile = None if terms is None else Matrix(terms, terms.stride(0))
     of = Finish(*pair, tile, reference, z, sums, asked(needs), out)
     launch_finish(of, blocks, n, v, h, vocabulary)
     return out

@@ -19,8 +19,9 @@ from .formulas import (
     transformed,
 )
 from .launch import Launcher, cdiv
+from .product import check_operands
 from .records import act, matrix_of, programs_on
-from .tiles import BM, BN, OPTIONS, READ, ROWS, WRITE, biased, check_operands, each_tile, halves
+from .tiles import BM, BN, OPTIONS, READ, ROWS, WRITE, biased, each_tile, halves
 from .versions import overlaps
 
 

@@ -11,7 +11,6 @@ import functools
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .launch import Tile
 from .versions import capability, shared_memory
@@ -74,27 +73,7 @@ WRITE = Tile((ROWS, WIDTH // 2))
 OPTIONS = {"num_warps": WARPS, "num_stages": STAGES}
 
 
-def can_fuse(x: Tensor, w: Tensor) -> bool:
-    """Whether the operands suit the tensor memory accelerator: 16 bits wide, rows of whole 16
-    bytes, and a GPU that has one and room for the tiles (the interpreter has)."""
-    if x.is_cuda and not _has_accelerator(x.device):
-        return False
-    return x.dtype in (torch.bfloat16, torch.float16) and all(
-        t.dtype == x.dtype and t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0
-        for t in (x, w)
-    )
-
-
 @functools.cache
-def _has_accelerator(device: torch.device) -> bool:
+def has_accelerator(device: torch.device) -> bool:
     """And the shared memory for the tiles in flight, which consumer cards have not."""
     return capability(device)[0] >= 9 and shared_memory(device) >= SHARED
-
-
-def check_operands(x: Tensor, w: Tensor) -> None:
-    """ValueError where `can_fuse` does not hold."""
-    if not can_fuse(x, w):
-        raise ValueError(
-            f"x {tuple(x.shape)} {x.dtype} and w {tuple(w.shape)} {w.dtype} need 16-bit elements, "
-            "rows of whole 16 bytes and a GPU with a tensor memory accelerator"
-        )

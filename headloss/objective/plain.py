@@ -1,0 +1,115 @@
+"""A tape's instructions in PyTorch: the plain twin of the kernel that runs them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..batch.segments import Segments
+from ..kernels.opcodes import ELEMENTWISE, MEASURED, Op, Way
+from .recording import COMPUTE, SEGMENTS, TOKENS, Constant
+
+Tape = Launch = Tokens = Column = Any  # of tape.py, which stands above
+
+LAUNCH, SEGMENT = int(Way.LAUNCH), int(Way.SEGMENT)
+
+
+def run_plain(tape: Tape, launch: Launch) -> tuple[list[Tensor], Tensor]:
+    """The instructions in PyTorch, on any device and in any dtype."""
+    tokens, (rows, first, last), dtype = launch.tokens, launch.piece, tape.dtype
+    live = None if tokens.live is None else tokens.live[rows]
+    segments = Segments(tokens.ids[rows] - first, last - first, counts=tokens.counts[first:last])
+    count, device = len(segments.ids), tokens.ids.device
+    real = torch.arange(first, last, device=device) < tokens.segments
+    masks = (torch.ones_like(segments.ids, dtype=torch.bool) if live is None else live, real)
+    shapes = (count, last - first)
+    registers: tuple[list[Any], list[Any]] = tuple([None] * n for n in tape.registers)  # type: ignore[assignment]
+    measured: list[Tensor | None] = [None] * len(tape.kinds)
+    for row in (row for phase in tape.phases for row in phase):
+        own, op = registers[row.kind], row.op
+        if op is Op.LOAD:
+            column = launch.inputs[row.operands[0]]  # type: ignore[index]
+            where = rows if row.kind == TOKENS else slice(first, last)
+            segment_rows = row.kind == SEGMENTS
+            own[row.out] = read(column, tokens, where, live, dtype, segment_rows)
+            continue
+        if op is Op.NUMBER:
+            number = launch.numbers[row.operands[0]]  # type: ignore[index]
+            number = torch.as_tensor(number, dtype=dtype, device=device)
+            own[row.out] = number.expand(shapes[row.kind])
+            continue
+        source = registers[1 - row.kind] if op in (Op.EXPAND, Op.TOTAL) else own
+        values = [
+            torch.full((shapes[row.kind],), o.value, dtype=dtype, device=device)
+            if isinstance(o, Constant)
+            else source[o]
+            for o in row.operands
+        ]
+        if op in MEASURED:
+            found = _measure(op, values, masks[row.kind], tokens.segments)
+            before = measured[row.out]
+            measured[row.out] = found if before is None else before + found
+        elif op in ELEMENTWISE:
+            own[row.out] = COMPUTE[op](*values)
+        elif op is Op.OUT:
+            own[row.out] = values[0] if live is None else torch.where(live, values[0], 0)
+        else:
+            own[row.out] = _of_segments(op, values, segments)
+    sums = [m for m in measured if m is not None]
+    return registers[TOKENS][: len(tape.vectors)], torch.stack(sums)
+
+
+def read(
+    column: Column,
+    tokens: Tokens,
+    rows: slice,
+    live: Tensor | None,
+    dtype: torch.dtype,
+    of_segments: bool = False,
+) -> Tensor:
+    """An input at some tokens, or at some segments; 0 at tokens that are not scored."""
+    values, way = column
+    if of_segments:
+        return values[rows].to(dtype)
+    if way == LAUNCH:
+        return values.to(dtype)
+    live = tokens.live[rows] if tokens.live is not None else None
+    if way == Way.TOKEN:
+        found = values[rows]
+    else:
+        index = tokens.ids if way == SEGMENT else tokens.index
+        assert index is not None
+        at = index[rows]
+        found = values[at if live is None else at.masked_fill(~live, 0)] if len(values) else values
+    found = found.to(dtype)
+    return found if live is None else torch.where(live, found, 0)
+
+
+def _measure(op: Op, values: list[Tensor], kept: Tensor, segments: int) -> Tensor:
+    if op is Op.COUNT:
+        return values[0].new_full((), segments, dtype=torch.float64)
+    value, factor, mask = (v.double() for v in values)
+    kept = kept & (mask != 0)
+    if op is Op.SUM:
+        return torch.where(kept, value * factor, 0).sum()
+    sign = 1 if op is Op.LARGEST else -1
+    rows = torch.where(kept, sign * value, -torch.inf)
+    return sign * torch.cat([rows, rows.new_full((1,), -torch.inf)]).amax()
+
+
+def _of_segments(op: Op, values: list[Tensor], segments: Segments) -> Tensor:
+    """EXPAND, TOTAL and pairs, which stand at both of their segments."""
+    if op is Op.EXPAND:
+        return segments.expand(values[0])
+    if op is Op.TOTAL:
+        return segments.sum(values[0])
+    at = torch.arange(segments.count, device=values[0].device)
+    first, second = at & ~1, at | 1
+    paired = second < segments.count
+    if op is Op.FIRST:
+        return values[0][first]
+    if op is Op.SECOND:
+        return values[0][torch.where(paired, second, at)]
+    return torch.where(paired, torch.where(at == first, *values), 0)

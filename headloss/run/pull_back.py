@@ -1,0 +1,134 @@
+"""Act two of a whole sweep, once the coefficients of all tokens are there.
+
+T tokens, V vocabulary, n tokens of a block, v columns of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..kernels.interface import Measured
+from ..objective.bound import Gradient
+from ..softmax.given import WalkSoftmax
+from ..softmax.linear import LinearSoftmax, RawSoftmax, rows_left
+from ..softmax.rows import ALL
+from .work import Gradients, Swept, Work, measure, steps
+
+
+def pull_back(
+    work: Work, source: RawSoftmax, swept: Swept, gradient: Gradient, factor: Tensor | None
+) -> Gradients:
+    """Act two of a whole sweep: gradients times `factor`, the upstream gradient being in the
+    coefficients."""
+    whole, pull = swept.whole, work.plan.pull
+    if pull == "unit":
+        return _scale(work, swept, gradient, factor)
+    if pull == "held":
+        return from_held(work, source, swept, gradient).finish(factor)
+    if isinstance(source, WalkSoftmax):
+        source.pull(ALL, ALL, whole, gradient)
+        return source.finish(factor)
+    if pull == "blocks":
+        return _in_blocks(work, source, gradient, factor)
+    if not isinstance(source, LinearSoftmax):
+        return _given_slabs(work, source, whole, gradient, factor)
+    return in_slabs(work, source, whole, gradient, factor)
+
+
+def _scale(work: Work, swept: Swept, gradient: Gradient, factor: Tensor | None) -> Gradients:
+    """A frozen head: dlogp/dhidden per token times the objective's slope, plus what the slopes of
+    candidates add to it."""
+    sums, source, prob = swept.sums, swept.sums.source, gradient.coefficients.prob
+    sums.hidden.settle()
+    row = gradient.values.new_zeros(len(work.batch), dtype=source.dtype) if prob is None else -prob
+    if factor is not None:
+        row = row * factor.to(row.dtype)
+    row = work.slices.own(row)
+    chosen = [part for part in source.beside if part.key in gradient.divergences]
+    for i, total in enumerate(sums.hidden.totals):
+        if total is None:
+            continue
+        sums.hidden.totals[i] = total = source.acts.scaled_rows(total, row, out=total)
+        for part in chosen:
+            slopes, targets = gradient.divergences[part.key], source.tokens.targets
+            values, pairs = part.beside_logp(swept.whole, slopes, targets, work.vocabulary)
+            if factor is not None:
+                values = values * factor.to(values.dtype)
+            weight = source.weights[i]
+            source.acts.support_input_gradient(values, weight, pairs, total, add=True)
+    return sums.finish(None)
+
+
+def from_held(work: Work, source: RawSoftmax, swept: Swept, gradient: Gradient) -> Any:
+    """Act two of what was held, block by block."""
+    whole, sums, blocks = swept.whole, work.row_sums(source), work.plan.blocks
+    for block in blocks:
+        rows, measured, part = block.rows, whole, gradient
+        if len(blocks) > 1:
+            measured, part = whole.rows(rows), gradient.rows(rows)
+        if work.slices.is_spread:  # they come in a collective, whatever is live
+            _ = [features[rows] for features in source.features]  # type: ignore[attr-defined]
+        held = swept.held.pop(0)
+        sums.add(source.pull(rows, ALL, measured, part, held, work.live(part)))
+        del held  # it is used up
+    return sums
+
+
+def _in_blocks(
+    work: Work, source: RawSoftmax, gradient: Gradient, factor: Tensor | None
+) -> Gradients:
+    """In blocks of tokens, whose logits are computed again. Their statistics are merged again too:
+    where p is near 1, 1 - p needs the very logits that p comes from."""
+    sums = work.row_sums(source)
+    for block in work.plan.chunks:
+        part = gradient.rows(block.rows)
+        measured, held = measure(work, source, block.rows, keep=True)
+        sums.add(source.pull(block.rows, ALL, measured, part, held, work.live(part)))
+        del held  # before the next one is made
+    return sums.finish(factor)
+
+
+def _given_slabs(
+    work: Work, source: RawSoftmax, whole: Measured, gradient: Gradient, factor: Tensor | None
+) -> Gradients:
+    """The gradient of given logits, a tile at a time."""
+    sums = work.row_sums(source)
+    for columns in steps(source.vocabulary, work.plan.tile.columns):
+        for rows in steps(len(source), work.plan.tile.rows):
+            found = source.pull(rows, columns, whole.rows(rows), gradient.rows(rows))
+            sums.add(found, columns)
+    return sums.finish(factor)
+
+
+def in_slabs(
+    work: Work, source: LinearSoftmax, whole: Measured, gradient: Gradient, factor: Tensor | None
+) -> Gradients:
+    """In slabs of columns: each slab of the weight gradient is written once."""
+    live, all_of_it = work.live(gradient), source
+    index = None if live is None else rows_left(live)
+    if index is not None:  # once, and not for each slab
+        source, whole, gradient = source.take(index), whole.rows(index), gradient.rows(index)
+    # Ranks send all rows, whether or not they carry a gradient: collectives never depend on data.
+    dense = index is not None and bool(work.slices.name)
+    target = all_of_it if dense else source
+    count, tile = len(source), work.plan.tile
+    once = count <= tile.rows and factor is None and source.additions == 1
+    sums = work.slab_sums(target, once=once)
+    for columns in steps(source.vocabulary, tile.columns):
+        sums.open(columns)
+        for rows in steps(count, tile.rows):
+            last = rows.stop == count and columns.stop == source.vocabulary
+            found = source.pull(rows, columns, whole.rows(rows), gradient.rows(rows))
+            sums.add(found.at(index) if dense else found, last)  # type: ignore[arg-type]
+            del found  # before the next one is made
+        sums.close(factor)
+    found = sums.finish(factor)
+    if index is not None and not dense:
+        for i in range(0, 2 * len(source.features), 2):
+            part = found[i]
+            if part is not None:
+                full = part.new_zeros(len(work.batch), part.shape[1])
+                found[i] = full.index_copy_(0, index, part)
+    return found

@@ -1,0 +1,141 @@
+"""What the loop is to do, and what it has done: the parts of a call that all schedules share.
+
+T tokens, V vocabulary, n tokens of a block, v columns of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..batch.packing import PackedBatch
+from ..kernels.interface import Measured
+from ..objective.bound import Bound, Gradient
+from ..objective.statistics import STATISTICS, Normalizer, Statistics
+from ..objective.tape import Taped
+from ..objective.tolerance import Tolerance
+from ..softmax.linear import RawSoftmax
+from ..softmax.rows import ALL
+from .plan import Chunk, Plan
+
+Gradients = list[Tensor | None]
+NOT_YET: Any = None
+
+
+class Swept(NamedTuple):
+    """What act one of all tokens leaves behind: statistics, and what act two of the schedule needs
+    beside coefficients.
+
+    Attributes:
+        held: what act one kept of each block's logits; used up by act two.
+        sums: dlogp/dhidden of a frozen head, still to be scaled by each token's slope.
+    """
+
+    whole: Measured
+    held: list[Any]
+    sums: Any = None
+
+
+@dataclass(kw_only=True)
+class Work:
+    """What the loop is to do with a source.
+
+    Attributes:
+        bind: binds the objective to `batch`, while the first product runs: see `bound`.
+        slices: of the vocabulary on the ranks of a group.
+        vocabulary: of the whole model.
+        dtype: of statistics and the loss.
+        rescaled: coefficients are brought near 1, against 16-bit underflow.
+        constants: what both acts read beside the logits: none of it may change in between.
+        at_once: the objective's gradient is known before the statistics are.
+        tolerance: which rows are left out in addition to those without gradient.
+        open: makes the source of the call's tensors.
+        row_sums: of a source, takes its gradient in blocks of tokens.
+        slab_sums: of a linear source, takes it in slabs of columns.
+    """
+
+    plan: Plan
+    batch: PackedBatch
+    bind: Callable[[], Bound | Taped]
+    slices: Any
+    vocabulary: int
+    needs: frozenset[str]
+    dtype: torch.dtype
+    rescaled: bool
+    constants: list[Tensor]
+    at_once: bool = False
+    tolerance: Tolerance | None = None
+    open: Callable[[Sequence[Tensor | None]], RawSoftmax] = NOT_YET
+    row_sums: Callable[[Any], Any] = NOT_YET
+    slab_sums: Callable[..., Any] = NOT_YET
+
+    @cached_property
+    def bound(self) -> Bound | Taped:
+        return self.bind()
+
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        """Of the vocabulary's slices, and of segments that run across ranks."""
+        return self.slices.group, self.batch.segments.group
+
+    def gradient(
+        self, stats: Statistics, block: Chunk | None = None, needed: bool = True
+    ) -> Gradient:
+        """The objective's coefficients on some tokens; on all of them without a block."""
+        found = self.bound.gradient(stats, self.batch, block, needed)
+        return found if self.tolerance is None or not needed else self.less(found, stats, block)
+
+    def less(self, gradient: Gradient, stats: Statistics, block: Chunk | None) -> Gradient:
+        """Without the rows that carry almost nothing."""
+        assert self.tolerance is not None
+        rows = ALL if block is None else block.rows
+        return self.tolerance(gradient, stats, rows, self.bound.scale)
+
+    def live(self, gradient: Gradient) -> Tensor | None:
+        """[n] bool, the rows that carry a gradient, if the others are to be left out (law 5)."""
+        return gradient.live() if self.plan.skip_rows else None
+
+
+def measure(
+    work: Work, source: RawSoftmax, rows: slice, keep: bool = False
+) -> tuple[Measured, Any]:
+    """Act one on some tokens over the whole vocabulary; with `keep`, their logits are one tile and
+    held."""
+    columns = source.vocabulary if keep or work.plan.terms else work.plan.tile.columns
+    tiles = [ALL] if columns >= source.vocabulary else steps(source.vocabulary, columns)
+    return source.statistics(rows, tiles, work.slices, work.vocabulary, keep)
+
+
+def join(work: Work, source: RawSoftmax, found: list[Measured]) -> Measured:
+    """[T] vectors from those of consecutive blocks."""
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        empty = torch.empty(0, dtype=source.dtype, device=work.batch.targets.device)
+        stats = Statistics(
+            **{name: empty.clone() for name in work.needs if name in STATISTICS},  # type: ignore[arg-type]
+            divergences={t.key: empty.clone() for t in source.teachers}
+            | {part.key: empty.new_empty(0, *part.more) for part in source.beside},
+        )
+        return Measured(stats, Normalizer(empty, empty))
+    all_stats = [m.stats for m in found]
+    names, keys = all_stats[0].tensors(), all_stats[0].divergences
+    stats = Statistics(
+        **{name: torch.cat([getattr(s, name) for s in all_stats]) for name in names},  # type: ignore[arg-type]
+        divergences={key: torch.cat([s.divergences[key] for s in all_stats]) for key in keys},
+    )
+    normalizer = Normalizer(
+        torch.cat([m.normalizer.peak for m in found]),
+        torch.cat([m.normalizer.log_sum for m in found]),
+    )
+    return Measured(stats, normalizer)
+
+
+def steps(total: int, step: int) -> list[slice]:
+    """Consecutive slices of at most `step`."""
+    return [slice(start, min(start + step, total)) for start in range(0, total, step)]

@@ -1,0 +1,162 @@
+"""Where `hidden` goes: the files that a call's hidden states pass through on their way to the
+gradient.
+
+    python tests/stays.py        # prints every stay of a GRPO call on one GPU
+
+A *stay* is each time that hidden states, or something made of them, enter a file as an argument of
+a function, in the order in which the functions run. A *climb* is a stay in a file that imports the
+one that was left. The call is one of the triton backend; its kernels are replaced by nothing, which
+needs no GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from test_project import MODULES, PACKAGE, imports, module_name
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import headloss as hl
+from headloss import kernels
+from headloss.kernels.triton import launch, product
+from headloss.run import prepare
+
+T, H, V = 16, 16, 32
+
+
+class Followed(TorchDispatchMode):
+    """Storages that hold hidden states, or what operations and kernels made of them."""
+
+    def __init__(self, *inputs: Tensor) -> None:
+        super().__init__()
+        self.alive: list[Tensor] = []  # so that no address is used twice
+        self.inputs = {start_of(t) for t in inputs}
+        self.made: set[int] = set()
+
+    def holds(self, value: Any, depth: int = 5) -> bool:
+        """Whether a value is one of them, or holds one."""
+        if isinstance(value, Tensor):
+            return start_of(value) in self.made
+        if depth == 0:
+            return False
+        if isinstance(value, dict):
+            return any(self.holds(v, depth - 1) for v in value.values())
+        if isinstance(value, list | tuple):
+            return any(self.holds(v, depth - 1) for v in value)
+        if type(value).__module__.startswith("headloss"):
+            return self.holds(getattr(value, "__dict__", {}), depth - 1)
+        return False
+
+    def made_of(self, before: Any, after: Any) -> None:
+        tensors = [t for t in tree_leaves(after) if isinstance(t, Tensor)]
+        self.alive += tensors
+        if any(self.holds(t) for t in tree_leaves(before) if isinstance(t, Tensor)):
+            self.made |= {start_of(t) for t in tensors} - self.inputs
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        self.made_of((args, kwargs), found)
+        return found
+
+    def launched(self, *arguments: Any, **_: Any) -> None:
+        """What a kernel would have written: any memory that was made in the call."""
+        leaves = tree_leaves(arguments)
+        numbers = {a for a in leaves if isinstance(a, int)}
+        by_address = [t for t in self.alive if t.data_ptr() in numbers]
+        given = [*by_address, *(t for t in leaves if isinstance(t, Tensor))]
+        self.made_of(given, given)
+
+
+def start_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@contextlib.contextmanager
+def without_kernels(followed: Followed) -> Iterator[None]:
+    """The triton backend on a CPU: what a call does but for its kernels."""
+
+    def send(self: Any, device: Any, programs: int, arguments: tuple, **constants: Any) -> None:
+        followed.launched(*arguments)
+
+    def call(self: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+        followed.launched(*arguments)
+
+    with contextlib.ExitStack() as stack:
+        for where, name, value in (
+            (kernels, "choose", lambda *_: "triton"),
+            (kernels, "can_hold_terms", lambda *_: True),
+            (prepare, "serves", lambda *_: True),
+            (product, "overlaps", lambda *_: False),
+            (launch.Launcher, "__call__", call),
+            (launch.OfNumbers, "send", send),
+        ):
+            stack.enter_context(patch.object(where, name, value))
+        yield
+
+
+def stays() -> list[tuple[str, str]]:
+    """(module, function) of each stay."""
+    hidden = torch.randn(T, H).bfloat16().requires_grad_()
+    weight = torch.randn(V, H).bfloat16().requires_grad_()
+    old, advantages = -torch.rand(T), torch.randn(4)
+    segments = hl.Segments.from_lengths([4] * 4)
+    batch = hl.Batch(torch.arange(T), segments, advantages=advantages, old_logps=old)
+    hl.head_loss(hidden, hl.Head(weight), batch, hl.grpo())  # the batch's order is found
+    followed = Followed(weight, batch.targets, segments.ids, advantages, old)
+    followed.made.add(start_of(hidden))
+    found: list[tuple[str, str]] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        path = Path(code.co_filename)
+        if event != "call" or PACKAGE not in path.parents:
+            return
+        takes = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 12)
+        given = frame.f_locals
+        if any(followed.holds(given.get(name)) for name in code.co_varnames[:takes]):
+            module = module_name(path)
+            if not found or found[-1][0] != module:
+                found.append((module, code.co_name))
+
+    hl.clear_cache()
+    options = hl.Options(skip_rows=False)  # what is left out is read of the device
+    with without_kernels(followed):
+        hl.head_loss(hidden, hl.Head(weight), batch, hl.grpo(), options).loss.backward()
+        hidden.grad = weight.grad = None
+        with followed:
+            sys.setprofile(note)
+            try:
+                out = hl.head_loss(hidden, hl.Head(weight), batch, hl.grpo(), options)
+                out.loss.backward()
+            finally:
+                sys.setprofile(None)
+    hl.clear_cache()
+    return found
+
+
+def climbs(found: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Pairs of the file that is left and the one above it that is entered."""
+    names = [name for name, _ in found]
+    above = []
+    for left, entered in itertools.pairwise(names):
+        path = MODULES[entered]
+        if left in imports(entered, path.read_text(), path.name == "__init__.py"):
+            above.append((left, entered))
+    return above
+
+
+if __name__ == "__main__":
+    stations = stays()
+    for name, function in stations:
+        print(f"{name:24} {function}")
+    print(f"{len(stations)} stays, {len(climbs(stations))} climbs")
