@@ -213,9 +213,9 @@ def _run(options: Options, make: Callable[..., Call], *given: Any) -> Output:
     assert logps is not None
 
     def found() -> dict[str, Any]:
-        terms = zip(work.bound.names, values.to(dtype).unbind(), strict=True)
+        pairs = zip(work.bound.named, values.to(dtype).unbind(), strict=True)
         return {
-            "terms": dict(terms),
+            "terms": {name: value for (name, _), value in pairs},
             "metrics": measured(),
             "logps": packing.scatter(logps),
             "entropies": None if entropies is None else packing.scatter(entropies),

@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -202,6 +203,7 @@ ALLOWED: dict[str, set[str]] = {
 BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their names begin
 
 LINES_PER_FILE = 400
+CORE_LINES, KERNEL_LINES = 12_700, 6_500
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
 
@@ -340,6 +342,25 @@ def test_no_circle_of_files() -> None:
 
 def test_the_top_folder_is_small() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= 14
+
+
+def test_the_core_and_the_kernels_do_not_grow() -> None:
+    """Lines; lower a number when the code has fallen well below it."""
+    lines: Counter[str] = Counter()
+    for path in SOURCES:
+        folder = path.relative_to(PACKAGE).parts[0]
+        lines[folder] += len(path.read_text().splitlines())
+    beside = {"kernels", "losses", "integrations", "rl", "train"}
+    core = sum(n for folder, n in lines.items() if folder not in beside)
+    assert core <= CORE_LINES and lines["kernels"] <= KERNEL_LINES
+
+
+def test_hidden_states_take_a_short_way() -> None:
+    """Stays in a file and climbs to one above, see stays.py."""
+    from stays import climbs, stays
+
+    found = stays()
+    assert len(found) <= 20 and len(climbs(found)) <= 4, found
 
 
 HEAVY = ("triton", "transformers", "trl", "peft", "accelerate", "datasets")

@@ -108,11 +108,6 @@ class Bound:
             loss = loss.add(value, alpha=coefficient)
         return loss
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Each term's key."""
-        return tuple(part.name for part in self.parts)
-
     def _differentiated(
         self, stats: Statistics, batch: PackedBatch, rows: slice, needed: bool = True
     ) -> tuple[dict[object, Tensor], Tensor]:

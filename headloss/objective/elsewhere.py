@@ -82,7 +82,6 @@ class Foreign:
     """
 
     named = (("loss", 1.0),)
-    names = ("loss",)
     scale = None
 
     def __init__(

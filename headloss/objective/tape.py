@@ -277,7 +277,6 @@ class Taped:
     ) -> None:
         self.declared = declared
         self.named = tuple((name, c) for name, c, _ in objective.named())
-        self.names = tuple(name for name, _ in self.named)
         self.coefficients = [c for _, c in self.named]
         self.tokens, self.totals, self.vocabulary = tokens, totals, vocabulary
         self.find, self.observe, self.rescaled = find, observe, rescaled

@@ -62,21 +62,9 @@ class Whole:
         """The best k of each slice's best, [n, ..] to [n, k], best first."""
         return values, ids
 
-    def index(self, index: Tensor | None) -> Tensor | None:
-        """Which of this rank's rows are packed, in order; None: all."""
-        return index
-
     def own(self, values: Tensor) -> Tensor:
         """Of [T] values, those whose hidden states this rank was given."""
         return values
-
-    def given(self, hidden: Tensor) -> Tensor:
-        """Hidden states as the call takes them: this rank's, or at once those of all ranks."""
-        return hidden
-
-    def open(self, features: Sequence[Tensor]) -> Sequence[Any]:
-        """Packed features that can be indexed by rows of all T tokens."""
-        return features
 
     def factors(
         self, head: Head, hidden: Tensor, fixed: Fixed | None = None
@@ -162,15 +150,18 @@ class Shard(Whole):
         return found
 
     def index(self, index: Tensor | None) -> Tensor | None:
+        """Which of this rank's rows are packed, in order; None: all."""
         return index if self.spread is None else self.spread.index(index)
 
     def own(self, values: Tensor) -> Tensor:
         return values if self.spread is None else values[self.spread.mine]
 
     def given(self, hidden: Tensor) -> Tensor:
+        """Hidden states as the call takes them: this rank's, or at once those of all ranks."""
         return GatherTokens.apply(hidden, self.group, self.tokens) if self.tokens else hidden
 
     def open(self, features: Sequence[Tensor]) -> Sequence[Any]:
+        """Packed features that can be indexed by rows of all T tokens."""
         if self.spread is None:
             return features
         return [SpreadRows(f, self.spread) for f in features]

@@ -61,21 +61,17 @@ class Tokens(NamedTuple):
 
     def forward(self, rows: Rows, first: int) -> Forward:
         """Arguments of act one beside the logits of a tile that starts at column `first`."""
-        return Forward(self._targets(rows), first, self._transform(rows), self.needs)
+        return Forward(self._targets(rows), first, self.transform.rows(rows), self.needs)
 
     def backward(
         self, rows: Rows, first: int, measured: Measured, gradient: Gradient
     ) -> Backward:
         """Arguments of act two, in addition to the logits of a tile."""
-        given = self._targets(rows), first, self._transform(rows), measured.normalizer
+        given = self._targets(rows), first, self.transform.rows(rows), measured.normalizer
         return Backward(*given, gradient.coefficients, measured.stats.logp)
 
     def _targets(self, rows: Rows) -> Tensor:
         return self.targets if rows is ALL else self.targets[rows]
-
-    def _transform(self, rows: Rows) -> Transform:
-        own = self.transform
-        return own.rows(rows) if isinstance(own.temperature, Tensor) else own
 
 
 def rows_left(live: Tensor) -> Tensor | None:
