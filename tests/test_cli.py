@@ -152,7 +152,7 @@ def test_bad_values_get_one_line(
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["frobnicate"], ["plan"], ["check", "--device", "cuda:99"]]
+    "arguments", [["frobnicate"], ["plan"], ["check", "--device", "cuda:99"]]
 )
 def test_bad_commands_get_one_line(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
@@ -161,6 +161,12 @@ def test_bad_commands_get_one_line(
         main(arguments)
     assert stop.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_no_command_gets_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    captured = capsys.readouterr()
+    assert "headloss train gspo" in captured.out and captured.err == ""
 
 
 # ---------------------------------------------------------------------- check
