@@ -154,7 +154,7 @@ def same_run(case: Case, folder: Path) -> None:
     assert all(norm > 1e-3 for norm in mine["grad_norms"])
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, names: list[str]) -> None:
     trainer_runs.quiet()
     trainer_cases.allow_sharding_on_cpus()
     rank = distributed.get_rank()
@@ -162,7 +162,7 @@ def main(folder: Path) -> None:
         for tied in (False, True):
             trainer_cases.save_model(SMALL, tied, experts=False, folder=folder)
     distributed.barrier()
-    for name in (*FORWARDS, *TRAINERS):
+    for name in names:
         if name in TRAINERS:
             same_run(TRAINERS[name], folder)
         else:

@@ -1,6 +1,9 @@
 """Run by each of two processes: what trainers do on two ranks, one after another.
 
-accelerate launch --multi_gpu --num_processes 2 tests/two_ranks.py FOLDER '{"sft": ["seed=1"]}'
+accelerate launch --multi_gpu --num_processes 2 tests/two_ranks.py FOLDER RECIPES CASE ...
+
+RECIPES are those of `headloss train` with what they override, as JSON: {"sft": ["seed=1"]}. Where
+there are none, only the cases with mixed precision run.
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ def train(folder: Path, recipes: dict[str, list[str]]) -> None:
 if __name__ == "__main__":
     folder, recipes = Path(sys.argv[1]), json.loads(sys.argv[2])
     saved("llama")  # transformers writes on the first rank alone, once there are ranks
-    trl_ranks.main()
-    train(folder / "two", recipes)
-    trl_mixed_ranks.main(folder)  # last: it takes the library for one that shards on a CPU
+    PartialState()  # the process group
+    if recipes:
+        trl_ranks.main()
+        train(folder / "two", recipes)
+    # Last: it takes the library for one that shards on a CPU.
+    trl_mixed_ranks.main(folder, sys.argv[3:])
     distributed.destroy_process_group()
