@@ -162,7 +162,7 @@ class Tolerance:
 
 
 EXACT = Tolerance(name="exact", values=1e-4, entropies=1e-3, gradients=1e-2)
-ROUNDED = Tolerance(name="rounded", values=1e-1, entropies=1e-1, gradients=2e-1)
+ROUNDED = Tolerance(name="rounded", values=1e-1, entropies=1e-1, gradients=1e-1)
 
 
 def errors(found: Found, oracle: Oracle) -> dict[str, float]:
