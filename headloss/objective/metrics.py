@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -17,8 +17,29 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+class _Joined:
+    """Numbers that join one by one with those of another cut."""
+
+    join: ClassVar[Callable[..., Tensor]] = torch.add
+    sign: ClassVar[int] = 1  # of what travels as a maximum
+
+    def merge(self, other: Self) -> Self:
+        names = [f.name for f in fields(self)]  # type: ignore[arg-type]
+        join = type(self).join
+        return type(self)(*(join(getattr(self, n), getattr(other, n)) for n in names))
+
+    @property
+    def value(self) -> Tensor:
+        """The only number; a mean has two."""
+        (value,) = vars(self).values()
+        return value
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+
 @dataclass(frozen=True)
-class Mean:
+class Mean(_Joined):
     """sum / count; NaN where nothing was counted."""
 
     sum: Tensor
@@ -27,12 +48,6 @@ class Mean:
     @property
     def value(self) -> Tensor:
         return self.sum / self.count
-
-    def merge(self, other: Mean) -> Mean:
-        return type(self)(self.sum + other.sum, self.count + other.count)
-
-    def __float__(self) -> float:
-        return float(self.value)
 
 
 class Perplexity(Mean):
@@ -44,52 +59,25 @@ class Perplexity(Mean):
 
 
 @dataclass(frozen=True)
-class Sum:
+class Sum(_Joined):
     sum: Tensor
-
-    @property
-    def value(self) -> Tensor:
-        return self.sum
-
-    def merge(self, other: Sum) -> Sum:
-        return Sum(self.sum + other.sum)
-
-    def __float__(self) -> float:
-        return float(self.value)
 
 
 @dataclass(frozen=True)
-class Max:
+class Max(_Joined):
     """The largest value; -inf where there was none."""
 
     max: Tensor
-
-    @property
-    def value(self) -> Tensor:
-        return self.max
-
-    def merge(self, other: Max) -> Max:
-        return Max(torch.maximum(self.max, other.max))
-
-    def __float__(self) -> float:
-        return float(self.value)
+    join: ClassVar = torch.maximum
 
 
 @dataclass(frozen=True)
-class Min:
+class Min(_Joined):
     """The smallest value; inf where there was none."""
 
     min: Tensor
-
-    @property
-    def value(self) -> Tensor:
-        return self.min
-
-    def merge(self, other: Min) -> Min:
-        return Min(torch.minimum(self.min, other.min))
-
-    def __float__(self) -> float:
-        return float(self.value)
+    join: ClassVar = torch.minimum
+    sign: ClassVar = -1
 
 
 Measurement = Mean | Sum | Max | Min
@@ -118,39 +106,21 @@ class Metrics(dict[str, Measurement]):
         """
         from torch import distributed
 
-        names = sorted(self)
-        sums: list[Tensor] = []
-        peaks: list[Tensor] = []
-        for name in names:
-            match self[name]:
-                case Mean(total, count):
-                    sums += [total, count]
-                case Sum(total):
-                    sums.append(total)
-                case Max(value):
-                    peaks.append(value)
-                case Min(value):
-                    peaks.append(-value)
-        for values, operation in (
-            (sums, distributed.ReduceOp.SUM),
-            (peaks, distributed.ReduceOp.MAX),
+        joined = Metrics({name: self[name] for name in sorted(self)})
+        for extremes, operation in (
+            (False, distributed.ReduceOp.SUM),
+            (True, distributed.ReduceOp.MAX),
         ):
-            if values:
-                packed = torch.stack([v.double() for v in values])
-                add = functools.partial(distributed.all_reduce, packed, operation, group)
-                together("Metrics.all_reduce", group, add)
-                values[:] = packed.unbind()
-        joined = Metrics()
-        for name in names:
-            match self[name]:
-                case Mean():
-                    joined[name] = type(self[name])(sums.pop(0), sums.pop(0))  # type: ignore[call-arg]
-                case Sum():
-                    joined[name] = Sum(sums.pop(0))
-                case Max():
-                    joined[name] = Max(peaks.pop(0))
-                case Min():
-                    joined[name] = Min(-peaks.pop(0))
+            chosen = {n: m for n, m in joined.items() if isinstance(m, Max | Min) is extremes}
+            if not chosen:
+                continue
+            values = [v.double() * m.sign for m in chosen.values() for v in vars(m).values()]
+            packed = torch.stack(values)
+            add = functools.partial(distributed.all_reduce, packed, operation, group)
+            together("Metrics.all_reduce", group, add)
+            found = iter(packed.unbind())
+            for name, m in chosen.items():
+                joined[name] = type(m)(*(next(found) * m.sign for _ in vars(m)))
         return joined
 
     def compute(self) -> dict[str, float]:
@@ -226,23 +196,18 @@ def fold_all(
             kept = o.where if live is None else o.where & live
             found |= fold_all({name: replace(o, where=None)}, kept, share)
     observed = {name: o for name, o in observed.items() if o.where is None}
-    sums = {name: o.values for name, o in observed.items() if not issubclass(o.kind, Max | Min)}
-    peaks = {
-        name: o.values if o.kind is Max else -o.values
-        for name, o in observed.items()
-        if issubclass(o.kind, Max | Min)
-    }
+    sums = {n: o for n, o in observed.items() if not issubclass(o.kind, Max | Min)}
+    peaks = {n: o for n, o in observed.items() if n not in sums}
     if sums:
-        rows = torch.stack(list(sums.values())).double()
+        rows = torch.stack([o.values for o in sums.values()]).double()
         rows = rows if live is None else torch.where(live, rows, 0)
         count = rows.new_full((), rows.shape[1]) if live is None else live.sum().double()
-        for name, total in zip(sums, (rows.sum(1) * share).unbind(), strict=True):
-            kind = observed[name].kind
-            found[name] = Sum(total) if kind is Sum else kind(total, count * share)  # type: ignore[call-arg]
+        for (name, o), total in zip(sums.items(), (rows.sum(1) * share).unbind(), strict=True):
+            found[name] = Sum(total) if o.kind is Sum else o.kind(total, count * share)  # type: ignore[call-arg]
     if peaks:
-        rows = torch.stack(list(peaks.values())).double()
-        rows = rows if live is None else torch.where(live, rows, -math.inf)
+        rows = torch.stack([o.values if o.kind is Max else -o.values for o in peaks.values()])
+        rows = rows.double() if live is None else torch.where(live, rows.double(), -math.inf)
         rows = torch.cat([rows, rows.new_full((len(peaks), 1), -math.inf)], 1)
-        for name, peak in zip(peaks, rows.amax(1).unbind(), strict=True):
-            found[name] = Max(peak) if observed[name].kind is Max else Min(-peak)
+        for (name, o), peak in zip(peaks.items(), rows.amax(1).unbind(), strict=True):
+            found[name] = o.kind(peak * o.kind.sign)  # type: ignore[call-arg]
     return found

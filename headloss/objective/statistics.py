@@ -59,25 +59,15 @@ class Partials:
 
 def merge(a: Partials, b: Partials) -> Partials:
     """The partials of the union of two disjoint slices."""
-    peak = torch.maximum(a.peak, b.peak)
-    # The side that holds the peak is not shifted at all, also where both are -inf.
-    shift_a = torch.where(a.peak == peak, 0.0, a.peak - peak).clamp_min(FLOOR)
-    shift_b = torch.where(b.peak == peak, 0.0, b.peak - peak).clamp_min(FLOOR)
-    scale_a, scale_b = shift_a.exp(), shift_b.exp()
-    mass_a, mass_b = 1 + a.rest, 1 + b.rest
-    rest = torch.where(a.peak == peak, a.rest + mass_b * scale_b, b.rest + mass_a * scale_a)
-    spread = total = None
-    if a.spread is not None and b.spread is not None:
-        spread = scale_a * (a.spread + mass_a * shift_a) + scale_b * (b.spread + mass_b * shift_b)
-    if a.total is not None and b.total is not None:
-        total = a.total + b.total
-    target = torch.maximum(a.target, b.target)
-    return Partials(peak=peak, rest=rest, target=target, spread=spread, total=total)
+    both = [(f.name, getattr(a, f.name), getattr(b, f.name)) for f in fields(Partials)]
+    stacked = {name: torch.stack([x, y]) for name, x, y in both if x is not None and y is not None}
+    return merge_all(Partials(**stacked))
 
 
 def merge_all(slices: Partials) -> Partials:
-    """`stats.merge` of the slices [W, n] of W ranks, in a few operations for any W."""
+    """The same of the slices [W, n] of W ranks, in a few operations for any W."""
     peak, holder = slices.peak.max(0)
+    # A side that holds the peak is not shifted at all, also where all are -inf.
     shift = torch.where(slices.peak == peak, 0.0, slices.peak - peak).clamp_min_(FLOOR)
     scale = shift.exp()
     mass = 1 + slices.rest

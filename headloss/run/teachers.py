@@ -13,10 +13,10 @@ from ..batch.packing import PackedBatch
 from ..kernels.interface import Kernels
 from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
-from ..objective.statistics import CANDIDATES, COLLISION, PEAK
+from ..objective.statistics import CANDIDATES, COLLISION
 from ..ranks.dtensor import local_head
 from ..ranks.vocabulary import Whole
-from ..softmax.beside import NOTHING, Candidates, Collision, Peak
+from ..softmax.beside import NOTHING, Candidates, Collision
 from ..softmax.given import View
 from ..softmax.linear import LinearSoftmax, Tokens
 from ..softmax.teacher import DenseTeacher
@@ -66,10 +66,10 @@ def open_beside(
     transform: Transform,
     prepared: Prepared,
     slices: Whole,
-) -> tuple[Candidates | Collision | Peak, ...]:
-    """What is measured beside the statistics: stored outcomes, candidates, sum p^2, max z."""
+) -> tuple[Candidates | Collision, ...]:
+    """What is measured beside the statistics: stored outcomes, candidates, sum p^2."""
     acts, wide, needs = prepared.acts, prepared.wide, prepared.needs
-    found: list[Candidates | Collision | Peak] = []
+    found: list[Candidates | Collision] = []
 
     def add(key: object, field: str, at: Transform, heads_own: bool, tail: bool) -> None:
         ids = batch.as_given(field)
@@ -84,8 +84,6 @@ def open_beside(
         add(CANDIDATES, "candidate_ids", transform, True, "candidate_tail" in needs)
     if COLLISION in needs:
         found.append(Collision(transform, acts, slices))
-    if PEAK in needs:
-        found.append(Peak())
     return tuple(found)
 
 

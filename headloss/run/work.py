@@ -16,7 +16,7 @@ from torch import Tensor
 from ..batch.packing import PackedBatch
 from ..kernels.interface import Measured
 from ..objective.bound import Bound, Gradient
-from ..objective.statistics import STATISTICS, Normalizer, Statistics
+from ..objective.statistics import PEAK, STATISTICS, Normalizer, Statistics
 from ..objective.tape import Taped
 from ..objective.tolerance import Tolerance
 from ..softmax.linear import RawSoftmax
@@ -117,10 +117,12 @@ def join(work: Work, source: RawSoftmax, found: list[Measured]) -> Measured:
         return found[0]
     if not found:
         empty = torch.empty(0, dtype=source.dtype, device=work.batch.targets.device)
+        beside: dict[object, Tensor] = {t.key: empty.clone() for t in source.teachers}
+        beside |= {part.key: empty.new_empty(0, *part.more) for part in source.beside}
+        beside |= {key: empty.clone() for key in work.needs & {PEAK}}
         stats = Statistics(
             **{name: empty.clone() for name in work.needs if name in STATISTICS},  # type: ignore[arg-type]
-            divergences={t.key: empty.clone() for t in source.teachers}
-            | {part.key: empty.new_empty(0, *part.more) for part in source.beside},
+            divergences=beside,
         )
         return Measured(stats, Normalizer(empty, empty))
     all_stats = [m.stats for m in found]

@@ -16,7 +16,7 @@ from ..kernels.interface import Backward, Forward, Kernels, Measured
 from ..kernels.pair import Chosen, Outcomes, Side
 from ..kernels.support import Support
 from ..kernels.transform import Transform
-from ..objective.statistics import COLLISION, PEAK, Coefficients, Normalizer, Partials, finish
+from ..objective.statistics import COLLISION, Coefficients, Normalizer, Partials, finish
 from .rows import ALL, Rows
 
 NOTHING: frozenset[str] = frozenset()
@@ -31,26 +31,6 @@ class Slices(Protocol):
     def merge(self, partials: Partials) -> Partials: ...
 
     def sum(self, values: Tensor) -> Tensor: ...
-
-
-class Peak:
-    """max z [n], which the partial statistics hold where `top1` is asked for."""
-
-    key, more = PEAK, ()
-
-    def take(self, index: Tensor) -> Peak:
-        return self
-
-    def put(self, index: Tensor, taken: Peak) -> None:
-        """Nothing is kept."""
-
-    def add(self, rows: Rows, *_: object) -> None:
-        """Nothing: act one finds it."""
-
-    add_product = add_pairs = add
-
-    def found(self, rows: Rows, normalizer: Normalizer) -> Tensor:
-        return normalizer.peak.clone()
 
 
 class Collision:

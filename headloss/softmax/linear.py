@@ -21,7 +21,7 @@ from ..kernels.interface import Backward, Forward, Held, Kernels, Measured
 from ..kernels.pair import Chosen
 from ..kernels.transform import Transform
 from ..objective.bound import Gradient
-from ..objective.statistics import Coefficients, Normalizer, Partials
+from ..objective.statistics import PEAK, Coefficients, Normalizer, Partials
 from . import products
 from .rows import ALL, RowGradient, Rows, compact_
 
@@ -145,6 +145,8 @@ class RawSoftmax:
 
     def measure_beside(self, rows: slice, measured: Measured) -> None:
         """Finish what was measured in addition to the statistics."""
+        if PEAK in self.tokens.needs:
+            measured.stats.divergences[PEAK] = measured.normalizer.peak.clone()
         for part in self.beside:
             measured.stats.divergences[part.key] = part.found(rows, measured.normalizer)
 
@@ -282,10 +284,9 @@ class ExpSoftmax(LinearSoftmax):
         else:
             partials = self.acts.product_partials(x, weight, forward, held)
             found = slices.measured(self.acts, partials, forward.needs, vocabulary)
-        if self.beside:
-            for other in self.beside:
-                other.add_product(rows, x, weight, self.bias)
-            self.measure_beside(rows, found)
+        for other in self.beside:
+            other.add_product(rows, x, weight, self.bias)
+        self.measure_beside(rows, found)
         return found, held
 
     def _biased(self, given: Any, columns: slice = ALL) -> Any:
