@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,9 +28,17 @@ from headloss.kernels import reference
 from headloss.kernels.interface import Forward, Rows, Walk
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton.given import Shape, given_rows, scale_rows_
+from headloss.kernels.triton.resident import Resident
 from headloss.losses.term import Objective
 from headloss.objective.bound import bind, has_slopes
-from headloss.objective.statistics import Coefficients, Normalizer, Slope, Statistics, finish
+from headloss.objective.statistics import (
+    Coefficients,
+    Normalizer,
+    Partials,
+    Slope,
+    Statistics,
+    finish,
+)
 from headloss.testing import plain
 
 SMALL = Shape(warps=1)
@@ -76,6 +85,33 @@ def test_both_walks_in_one_launch(n, v, dtype, name, shape):
     )
     assert_statistics(found, before, targets, 0, transform)
     assert error(raw, oracle) <= EPS[dtype] + 3e-6
+
+
+@pytest.mark.parametrize("which", ["tp", "tpeu"])
+@pytest.mark.parametrize("name", ["plain", "scaled", "rows"])
+def test_rows_that_stay_in_shared_memory(name, which):
+    """Both walks on a copy of each row; equal largest logits, and rows that are not read. On a GPU
+    a row is cut over the blocks of a cluster."""
+    n, v, dtype = 4, 2064, torch.bfloat16
+    raw, targets, transform = tile(n, v, dtype), targets_of(n, v), transforms(n)[name]
+    raw[1, 3], raw[0, :16] = -math.inf, raw[0].max()
+    before, out = raw.clone(), torch.full_like(raw, math.nan)
+    live = torch.tensor([True, True, False, True], device=DEVICE)
+    raw[2] = math.nan
+    stats, normalizer = exactly(before, targets, 0, transform)
+    c = coefficients_of(n, which).map(lambda t: t * live)
+    whole = c
+    if c.entropy is not None:
+        whole = replace(c, prob=c.prob + c.entropy * stats.entropy)
+    oracle = oracle_gradient(before, targets, 0, transform, normalizer, whole)
+    aligned = torch.empty(n, v, dtype=dtype, device=DEVICE).copy_(raw)
+    walk = Walk(rows_of(aligned), rows_of(out), live, targets, 0, transform, NEEDS, c)
+    for parts in (1, 2, 8) if DEVICE == "cuda" else (1,):
+        found = given_rows(walk, shape=Resident(parts, turns=2))
+        kept = Partials(**{k: t[live] for k, t in vars(found).items() if t is not None})
+        assert_statistics(kept, before[live], targets[live], 0, transform.rows(live))
+        assert not out[2].any()
+        assert error(out[live], oracle[live]) <= EPS[dtype] + 3e-6
 
 
 @pytest.mark.parametrize("which", ["tp", "t", "p", "tpe", "tpu"])

@@ -13,17 +13,17 @@ import triton.language as tl
 
 from .versions import INTERPRETED
 
-# Two mailboxes, used in turn: 8 blocks x 16 bytes each, and a barrier for each. A block's next
+# Two mailboxes, used in turn: 16 blocks x 16 bytes each, and a barrier for each. A block's next
 # message but one is sent after all have answered the last, so that no number is overwritten unread.
 _OPEN = tl.constexpr("""{
-.shared .align 16 .b8 mail[272];
+.shared .align 16 .b8 mail[528];
 .reg .pred p;
 .reg .b32 t;
 mov.u32 $0, mail;
 mov.u32 t, %tid.x;
 setp.eq.u32 p, t, 0;
-@p mbarrier.init.shared::cta.b64 [mail+256], 1;
-@p mbarrier.init.shared::cta.b64 [mail+264], 1;
+@p mbarrier.init.shared::cta.b64 [mail+512], 1;
+@p mbarrier.init.shared::cta.b64 [mail+520], 1;
 @p fence.mbarrier_init.release.cluster;
 barrier.cluster.arrive.aligned;
 barrier.cluster.wait.aligned;
@@ -40,8 +40,8 @@ mov.u32 n, %cluster_nctarank;
 and.b32 box, $2, 1;
 shl.b32 bar, box, 3;
 add.u32 bar, bar, $1;
-add.u32 bar, bar, 256;
-shl.b32 box, box, 7;
+add.u32 bar, bar, 512;
+shl.b32 box, box, 8;
 add.u32 box, box, $1;
 shr.u32 phase, $2, 1;
 and.b32 phase, phase, 1;

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ...objective.statistics import Normalizer, Partials
 from ..walk import Rows, Walk
-from .cluster import letter, of_part, open_mail, post
-from .formulas import coefficient, coefficients, log1p, merged, per_row
+from .cluster import open_mail
+from .formulas import coefficient, coefficients, log1p, per_row
 from .launch import Launcher, cdiv
 from .records import (
     NOT_FOUND,
@@ -38,14 +38,18 @@ from .records import (
     programs_on,
     scaling,
 )
-from .versions import INTERPRETED, has_clusters
+from .resident import Resident, resident_for
+from .resident import launch as launch_resident
+from .versions import has_clusters
 from .walk import (
-    LOWEST,
     closed_slope,
     logit_gradient,
     logits_of,
+    met,
     part_partials,
+    settled,
     slope_parts,
+    store_partials,
     write_gradient,
 )
 
@@ -171,72 +175,35 @@ def given_kernel(
                 tl.store(y + column + part * 0, g, mask=part == tl.where(mine, column // size, -1))
 
 
-@triton.jit
-def settled(partials, length):
-    """Numbers that no objective stumbles over where nothing was read."""
-    peak, rest, spread, total = partials
-    return tl.where(length > 0, peak, 0.0), tl.where(length > 0, rest, 0.0), spread, total
-
-
-@triton.jit
-def store_partials(to, partials, row, part):
-    """The row's, which all parts know, by the first of them."""
-    at, first = row + part * 0, part == 0
-    tl.store(to.peak + at, partials[0], mask=first)
-    tl.store(to.rest + at, partials[1], mask=first)
-    if to.spread is not None:
-        tl.store(to.spread + at, partials[2], mask=first)
-    if to.total is not None:
-        tl.store(to.total + at, partials[3], mask=first)
-
-
-@triton.jit
-def joined(a, b):
-    """Partial statistics of two pieces."""
-    peak, rest, spread = merged((a[0], a[1], a[2]), (b[0], b[1], b[2]))
-    return peak, rest, spread, a[3] + b[3]
-
-
-@triton.jit
-def met(partials, mail, turn, PARTS: tl.constexpr):
-    """Partial statistics of the row, on each of its parts, joined in the same order."""
-    peak, rest, spread, total = partials
-    own = tl.maximum(peak, LOWEST), rest, spread, total  # that no difference of peaks is NaN
-    if INTERPRETED:
-        all_parts = of_part(own, 0, PARTS)
-    else:
-        box = post(mail, turn, own)
-        all_parts = letter(box, 0)
-    for i in tl.static_range(1, PARTS):
-        other = of_part(own, i, PARTS) if INTERPRETED else letter(box, i)
-        all_parts = joined(all_parts, other)
-    peak, rest, spread, total = all_parts
-    return tl.where(peak == LOWEST, float("-inf"), peak), rest, spread, total
-
-
-def given_rows(walk: Walk, *, shape: Shape | None = None) -> Partials | None:
+def given_rows(walk: Walk, *, shape: Shape | Resident | None = None) -> Partials | None:
     logits, out, live, targets, first, transform, needs, c, slopes, normalizer = walk
     x, count = logits.tensor, len(targets)
     v, statistics = x.shape[-1], needs is not None
     partials = empty_partials(x, count, needs) if needs is not None else None
     if count == 0:
         return partials
-    if shape is None:
-        shape = shape_of(v, statistics and out is not None, x.device)
-    parts = shape.parts if statistics and out is not None else 1
-    size = cdiv(cdiv(v, parts), ALIGNMENT) * ALIGNMENT
     offsets = None if out is None else out.offsets
     to = NOT_FOUND if partials is None else found(partials)
     where = None if out is None else out.tensor
     z, c = scaling(transform), four(c)
     of = Given(logits.offsets, offsets, live, targets, z, normalizer, to, c, slopes, where)
+    closed = 0 if slopes is None else len(slopes)
+    if shape is None and statistics and out is not None:
+        shape = resident_for(x, out.tensor, logits.aligned and out.aligned, z)
+    if isinstance(shape, Resident):
+        launch_resident(shape, x, of, first, count, closed)
+        return partials
+    if shape is None:
+        shape = shape_of(v, statistics and out is not None, x.device)
+    parts = shape.parts if statistics and out is not None else 1
+    size = cdiv(cdiv(v, parts), ALIGNMENT) * ALIGNMENT
     launcher(shape.warps, parts, shape.registers)(
         cdiv(count, shape.turns),
         *(x, of, first, count, v, size),
         PARTS=parts,
         WIDTH=lane_count(size, x.element_size(), shape.warps),
         ALIGNED=16 if logits.aligned and (out is None or out.aligned) else 1,
-        SLOPES=0 if slopes is None else len(slopes),
+        SLOPES=closed,
     )
     return partials
 

@@ -117,6 +117,24 @@ class Launcher:
         return self.kernel[(programs,)](*given, **constants, **self.options)
 
 
+class OfClusters(Launcher):
+    """A launcher of a kernel whose programs, `parts` times as many as are asked for, stand in
+    clusters of `parts` blocks. To the compiler each is a program of its own, where `num_ctas`
+    would have it spread every tensor over the blocks."""
+
+    def __init__(self, kernel: Any, parts: int, **options: Any):
+        super().__init__(kernel, **options)
+        self.parts = parts
+
+    def _slowly(self, programs: int, arguments: Values, constants: dict[str, Any]) -> Any:
+        if isinstance(self.kernel, JITFunction):
+            given = {"grid": (programs,), **constants, **self.options}
+            compiled = self.kernel.warmup(*arguments, **given)
+            warps, _, shared = compiled.packed_metadata
+            compiled.packed_metadata = (warps, self.parts, shared)
+        return super()._slowly(programs, arguments, constants)
+
+
 class OfNumbers(Launcher):
     """A launcher of a kernel whose arguments are all numbers, none of which is specialized: it is
     compiled once for its constants, whatever the arguments are."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .formulas import FLOOR, LOG2E, act_two, tanh, transformed
+from .cluster import letter, of_part, post
+from .formulas import FLOOR, LOG2E, act_two, merged, tanh, transformed
+from .versions import INTERPRETED
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no difference of peaks is NaN
 
@@ -42,18 +44,20 @@ def smaller(a, b):
 
 
 @triton.jit
-def join_lanes(peak, rest, spread, ENTROPY: tl.constexpr):
-    """(peak, rest, spread) [P] of the parts from those of their lanes [P, n]."""
-    top = tl.max(peak, 1)
-    shift = tl.maximum(peak - top[:, None], FLOOR)
+def join_lanes(peak, rest, spread, ENTROPY: tl.constexpr, AXIS: tl.constexpr = 1):
+    """(peak, rest, spread) of the parts from those of their lanes: [P] from [P, n], or of one part
+    from [n]."""
+    top = tl.max(peak, AXIS)
+    of_lanes = top[:, None] if AXIS == 1 else top
+    shift = tl.maximum(peak - of_lanes, FLOOR)
     scale = tl.exp2(shift * LOG2E)
     # The largest term is left out, once: its equals in other lanes, if any, count one each.
-    at_top = peak == top[:, None]
-    others = tl.sum(rest * scale + tl.where(at_top, 0.0, scale), 1)
-    all_rest = others + (tl.sum(at_top.to(tl.float32), 1) - 1)
+    at_top = peak == of_lanes
+    others = tl.sum(rest * scale + tl.where(at_top, 0.0, scale), AXIS)
+    all_rest = others + (tl.sum(at_top.to(tl.float32), AXIS) - 1)
     all_spread = tl.zeros_like(top)
     if ENTROPY:
-        all_spread = tl.sum(scale * (spread + (rest + 1) * shift), 1)
+        all_spread = tl.sum(scale * (spread + (rest + 1) * shift), AXIS)
     empty = top == LOWEST
     all_rest = tl.where(empty, -1.0, all_rest)
     return tl.where(empty, float("-inf"), top), all_rest, all_spread
@@ -198,3 +202,47 @@ def closed_slope(parts, logp, SLOPES: tl.constexpr):
         value = rate * tl.exp(sign * (logp - anchor))
         found += tl.where((logp >= low) & (logp <= high), value, 0.0)
     return found
+
+
+@triton.jit
+def settled(partials, length):
+    """Numbers that no objective stumbles over where nothing was read."""
+    peak, rest, spread, total = partials
+    peak, rest = tl.where(length > 0, peak, 0.0), tl.where(length > 0, rest, 0.0)
+    return peak, rest, tl.where(length > 0, spread, 0.0), tl.where(length > 0, total, 0.0)
+
+
+@triton.jit
+def store_partials(to, partials, row, part):
+    """The row's, which all parts know, by the first of them."""
+    at, first = row + part * 0, part == 0
+    tl.store(to.peak + at, partials[0], mask=first)
+    tl.store(to.rest + at, partials[1], mask=first)
+    if to.spread is not None:
+        tl.store(to.spread + at, partials[2], mask=first)
+    if to.total is not None:
+        tl.store(to.total + at, partials[3], mask=first)
+
+
+@triton.jit
+def joined(a, b):
+    """Partial statistics of two pieces."""
+    peak, rest, spread = merged((a[0], a[1], a[2]), (b[0], b[1], b[2]))
+    return peak, rest, spread, a[3] + b[3]
+
+
+@triton.jit
+def met(partials, mail, turn, PARTS: tl.constexpr):
+    """Partial statistics of the row, on each of its parts, joined in the same order."""
+    peak, rest, spread, total = partials
+    own = tl.maximum(peak, LOWEST), rest, spread, total  # that no difference of peaks is NaN
+    if INTERPRETED:
+        all_parts = of_part(own, 0, PARTS)
+    else:
+        box = post(mail, turn, own)
+        all_parts = letter(box, 0)
+    for i in tl.static_range(1, PARTS):
+        other = of_part(own, i, PARTS) if INTERPRETED else letter(box, i)
+        all_parts = joined(all_parts, other)
+    peak, rest, spread, total = all_parts
+    return tl.where(peak == LOWEST, float("-inf"), peak), rest, spread, total
