@@ -30,10 +30,11 @@ if __name__ == "__main__" and "hip:" in " ".join(sys.argv):  # kernels know it f
 
 from headloss.kernels import triton as acts
 from headloss.kernels.interface import Backward, Forward, Held, Order, Scaling
-from headloss.kernels.pair import Chosen, Outcomes, Pair, Side
+from headloss.kernels.pair import Chosen, Differences, Outcomes, Pair, Side
 from headloss.kernels.support import ByColumn, Support
 from headloss.kernels.transform import Transform
-from headloss.kernels.triton import given, launch, product, slab, tape, tiles, versions
+from headloss.kernels.triton import beside, given, launch, product, slab, tape, tiles, versions
+from headloss.kernels.triton.resident import Resident
 from headloss.kernels.walk import Rows, Walk
 from headloss.objective.statistics import Coefficients, Normalizer, Partials
 
@@ -84,7 +85,7 @@ def pretend(target: GPUTarget, number: int) -> None:
     fuses = tiles.has_accelerator(torch.device("cuda", 0))
     overlapping = versions.overlaps(torch.device("cuda", 0))
     tiles.can_fuse = acts.can_fuse = lambda x, w: fuses and x.element_size() == 2
-    for module in (product, slab):
+    for module in (product, slab, beside):
         module.overlaps = lambda device: overlapping
     clusters = versions.has_clusters(torch.device("cuda", 0))
     given.has_clusters = lambda device: clusters
@@ -132,6 +133,10 @@ class Form:
         yield "terms", lambda: acts.product_statistics(x, w, forward, V, self.held)
         yield "product", lambda: acts.product_partials(x, w, forward)
         yield "slab", lambda: acts.product_gradient(x, w, backward)
+        number = Transform(scale=0.5, softcap=30.0 if self.full else None, temperature=1.5)
+        beside = (some(N, V), Side(number, self.normalizer), number, self.targets)
+        for kind in ("forward_kl", "reverse_kl"):
+            yield "teacher", lambda k=kind: acts.teacher_product(x, w, *beside, k)
 
     def tiles(self) -> Iterator[tuple[str, Call]]:
         raw, held, order, backward = self.raw, self.held, self.order, self.backward
@@ -180,6 +185,9 @@ class Form:
         yield "walk, later", lambda: acts.given_rows(again._replace(normalizer=self.normalizer))
         whole_walk = walk._replace(logits=rows, out=rows, coefficients=self.c)
         yield "walk, wide", lambda: acts.given_rows(whole_walk)
+        if wide.dtype == torch.bfloat16 and given.has_clusters(wide.device):
+            shape = Resident(parts=16, turns=2)
+            yield "walk, resident", lambda: acts.given_rows(whole_walk, shape=shape)
         yield "scaled in place", lambda: acts.scale_rows_(rows, some(1)[0])
 
     def sparse(self) -> Iterator[tuple[str, Call]]:
@@ -212,6 +220,15 @@ class Form:
                 f"{kind}, gradient",
                 lambda p=pair: acts.divergence_gradient_(
                     self.raw, self.raw, p, some(N), some(N), **more
+                ),
+            )
+        held = Differences(some(N, V, dtype=torch.float16), some(N))
+        for kind in KINDS[:2]:
+            pair = Pair(side, side, kind, 0.5)
+            yield (
+                f"{kind}, gradient of differences",
+                lambda p=pair: acts.divergence_gradient_(
+                    self.raw, held, p, some(N), some(N), **more
                 ),
             )
 

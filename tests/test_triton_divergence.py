@@ -491,3 +491,31 @@ def test_readable():
     transposed = triton_divergence.readable(plain.t(), torch.float32)
     assert transposed.stride(1) == 1 and torch.equal(transposed, plain.t())
     assert triton_divergence.readable(plain.double(), torch.float32).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+@pytest.mark.parametrize("name", ["plain", "temperature", "capped"])
+def test_the_teachers_product_measures(kind, name):
+    """The divergence is as exact as of float32 logits, and differences in 16 bits are enough for
+    its gradient: in kernels and in their twin."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    n, h, v = 137, 72, 328
+    x, weight = torch.randn(n, h, device=DEVICE), torch.randn(v, h, device=DEVICE) / 3
+    other = (weight + 0.05 * torch.randn_like(weight)).to(dtype)
+    x, weight = x.to(dtype), weight.to(dtype)
+    targets = torch.randint(v, (n,), device=DEVICE)
+    raw, exact = x.double() @ weight.double().t(), x.double() @ other.double().t()
+    student, teacher = sides(raw, exact, PAIRS[name])
+    pair = Pair(in_double(student), in_double(teacher), kind, BETA)
+    want, pivot = reference.divergence(raw, exact, pair)
+    weights = torch.randn(n, device=DEVICE)
+    oracle = reference.divergence_gradient_(raw.clone(), exact, pair, pivot, weights.double())
+    given = (x, other, raw.float(), student, teacher.transform, targets, kind)
+    for acts in (triton_divergence, reference):
+        value, held = acts.teacher_product(*given)
+        assert held.tile.dtype == torch.float16
+        assert error(value, want) <= 2e-5
+        args = (held, Pair(student, teacher, kind, BETA), value, weights)
+        for backend in (triton_divergence, reference):
+            found = backend.divergence_gradient_(raw.float(), *args)
+            assert error(found, oracle) <= 2e-3

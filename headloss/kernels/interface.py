@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..objective.statistics import Coefficients, Normalizer, Partials, Statistics
-from .pair import Chosen, Outcomes, Pair
+from .pair import Chosen, Differences, Outcomes, Pair, Side
 from .support import ByColumn, Support
 from .transform import Transform
 from .walk import Rows, Walk
@@ -370,16 +370,24 @@ class Kernels(Protocol):
         are added to it, in place."""
         ...
 
+    def teacher_product(
+        self, x: Tensor, w: Tensor, raw: Tensor, student: Side, teacher: Transform,
+        targets: Tensor, kind: str,
+    ) -> tuple[Tensor, Differences]:  # fmt: skip
+        """[n] forward or reverse KL of a teacher x @ w.T and a student's logits, of all columns,
+        and its tile as the gradient takes it, most exact near targets [n]. As `can_fuse`."""
+        ...
+
     def divergence_gradient_(
-        self, raw: Tensor, raw_teacher: Tensor, pair: Pair, pivot: Tensor, weight: Tensor,
-        extra: Tensor | None = None, others: Backward | None = None,
+        self, raw: Tensor, raw_teacher: Tensor | Differences, pair: Pair, pivot: Tensor,
+        weight: Tensor, extra: Tensor | None = None, others: Backward | None = None,
     ) -> Tensor:  # fmt: skip
         """weight [n] * d divergence / d raw + extra [n, v].
 
-        In new memory of float32 (or float64), or over `extra`; with `others`, the rest of the
-        objective on the student's tile, the whole gradient over raw as in `logit_gradient_`; its
-        transform differs from the student's in the temperature alone. Where the weight is 0 the
-        teacher's row and the pivot may hold anything.
+        In new float32 (or float64) memory, or over `extra`; with `others`, the rest of the
+        objective, the whole gradient over raw as in `logit_gradient_`: its transform differs from
+        the student's in the temperature alone. Where the weight is 0 the teacher's row and the
+        pivot may hold anything.
         """
         ...
 

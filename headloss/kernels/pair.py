@@ -46,6 +46,13 @@ class Pair(NamedTuple):
     beta: float
 
 
+class Differences(NamedTuple):
+    """A teacher's tile as it stands beside a student's: log q - log p = d + ratio."""
+
+    tile: Tensor  # [n, v] d, in 16 bits
+    ratio: Tensor  # [n]
+
+
 class Outcomes(NamedTuple):
     """Stored outcomes of a top-k teacher, and the slopes of a function of them."""
 

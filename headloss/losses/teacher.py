@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Teacher:
     kind: Kind
     beta: float
     temperature: float
-    head: Head | None
+    head: Head | None = field(repr=False)  # a repr would bring its weight from the device
     tail: Tail = "bucket"
 
     def source(self, batch: Container[str]) -> str:

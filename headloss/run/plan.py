@@ -130,6 +130,9 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     schedule, reason = _choose(p, options, chunks)
     if not wants_gradient:
         schedule, reason = "statistics", "nothing requires a gradient"
+    if schedule in ("recompute", "statistics") and p.differences:
+        p = p.of(differences=False, row_bytes=8)
+        rows = _chunk_rows(p, options)
     if schedule == "held":
         rows = _held_rows(p, options)
     if schedule in ("frozen", "held") or chunks is None or (schedule == "recompute" and p.spread):

@@ -44,6 +44,7 @@ from .checks import (
 from .plan import Plan, Problem, make_plan
 from .signature import of_batch, of_mode, of_objective, of_options, of_tensor
 
+DIFFERENCES = ("forward_kl", "reverse_kl")  # that a teacher's product measures
 MOST = 256  # signatures that are kept
 
 
@@ -62,6 +63,7 @@ class Prepared:
         slopes: the objective's gradient can be known before the statistics.
         taped: a tape may serve the objective in place of autograd.
         kinds: of the fields that a tape can read.
+        partial: holds something once a batch had positions that are not scored.
     """
 
     needs: frozenset[str]
@@ -77,6 +79,7 @@ class Prepared:
     slopes: bool = False
     taped: bool = False
     kinds: Mapping[str, torch.dtype | None] = field(default_factory=dict)
+    partial: set[bool] = field(default_factory=set)
     _tapes: dict[tuple[bool, bool], Tape | None] = field(default_factory=dict)
     _plans: dict[tuple, Plan] = field(default_factory=dict)
 
@@ -185,6 +188,7 @@ def prepare_linear(
         multiprocessors=kernels.multiprocessors(hidden.device),
         memory=kernels.memory(hidden.device),
         main_grad=options.main_grad is not None,
+        differences=head.vocab_group is None and dtype.itemsize < 8,
         terms=not head.lora
         and options.logits_dtype is None
         and kernels.can_hold_terms(backend, dtype, head.weight),
@@ -304,6 +308,7 @@ def _prepared(
     of_tiles = bool(teachers or needs & {"candidate_tail", COLLISION})
     terms = problem.terms and not of_tiles and not (softcap and "mean_logit" in gradients)
     tiles = 1 + _more_tiles(teachers, kinds, CANDIDATES in gradients)
+    differences = problem.differences and tiles == 2 and _differences(teachers, kinds, backend)
     problem = replace(
         problem,
         scope=objective.scope,
@@ -315,7 +320,8 @@ def _prepared(
         rows=problem.rows and not of_tiles and "candidate_logps" not in needs,
         terms=terms,
         teachers=any(teacher.source(kinds) != "topk" for teacher in teachers),
-        row_bytes=2 if terms else wide.itemsize * tiles,
+        differences=differences,
+        row_bytes=2 if terms else 6 if differences else wide.itemsize * tiles,
         candidates=_candidates(teachers, kinds, needs),
     )
     return Prepared(
@@ -348,6 +354,22 @@ def _candidates(teachers: list[Teacher], kinds: Kinds, needs: frozenset[str]) ->
     fields = ["teacher_topk_ids"] * len(stored)
     fields += ["candidate_ids"] * bool(needs & {"candidate_logps", "candidate_tail"})
     return sum(kinds[field][1][-1] for field in fields)
+
+
+def _differences(teachers: list[Teacher], kinds: Kinds, backend: str) -> bool:
+    """Whether the teacher's product measures its divergence from the student's logits."""
+    teacher, *others = teachers
+    head = teacher.head
+    if others or teacher.source(kinds) != "hidden" or teacher.kind not in DIFFERENCES:
+        return False
+    assert head is not None
+    weight = head.weight
+    plain = head.bias is None and not head.lora and head.vocab_group is None
+    return (
+        plain
+        and kinds["teacher_hidden"][0] == weight.dtype
+        and kernels.can_hold_terms(backend, weight.dtype, weight)
+    )
 
 
 def _more_tiles(teachers: list[Teacher], kinds: Kinds, candidates: bool) -> int:

@@ -45,9 +45,11 @@ def open_teacher(
         source, other = View(given, index), Transform(temperature=teacher.temperature)
     else:
         source, other = _of_hidden(teacher, batch, index, vocabulary, size, acts, slices)
-    pair = (student, other)
+    pair, fused = (student, other), prepared.problem.differences
+    if fused and isinstance(source, LinearSoftmax):
+        fused = acts.can_fuse(source.features[0], source.weights[0])
     return DenseTeacher(
-        teacher, source, pair, student is transform, len(batch), acts, slices, like
+        teacher, source, pair, student is transform, len(batch), acts, slices, like, fused
     )
 
 

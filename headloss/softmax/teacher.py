@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.interface import Backward, Forward, Kernels, Measured
-from ..kernels.pair import Pair, Side
+from ..kernels.pair import Differences, Pair, Side
 from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
 from ..objective.statistics import Normalizer, Partials, finish
@@ -55,6 +55,8 @@ class DenseTeacher:
         transforms: the student's and the teacher's, at the term's temperature.
         heads_own: the student's is that of its head: its normalizer is known already.
         acts: the backend's.
+        fused: where a block is one tile, the teacher's product measures it at once, and leaves
+            differences in 16 bits to the gradient.
     """
 
     def __init__(
@@ -67,13 +69,15 @@ class DenseTeacher:
         acts: Kernels,
         slices: Slices,
         like: Tensor,
+        fused: bool = False,
     ) -> None:
-        self.key, self.source, self.slices = key, source, slices
+        self.key, self.source, self.slices, self.fused = key, source, slices, fused
         self.transforms, self.heads_own = transforms, heads_own
         self.acts = acts
         names = ["p_peak", "p_log_sum", "q_peak", "q_log_sum", "pivot"]
         self.memory, self.dtype = _Memory(tokens, names, like), like.dtype
-        self.held: tuple[int, Tensor] | None = None  # first token and logits, until the gradient
+        # First token and logits, until the gradient.
+        self.held: tuple[int, Tensor | Differences] | None = None
 
     def take(self, index: Tensor) -> DenseTeacher:
         """Of some of the tokens, after they were measured."""
@@ -90,6 +94,8 @@ class DenseTeacher:
         gradient will be that of the same tokens.
         """
         self.held = None
+        if self.fused and hold:
+            return self._measure_at_once(rows, tiles[0][1](), normalizer)
         teacher_tiles: Tiles = [
             (columns, lambda columns=columns: self._teacher(rows, columns)) for columns, _ in tiles
         ]
@@ -118,6 +124,19 @@ class DenseTeacher:
         )
         return value
 
+    def _measure_at_once(self, rows: slice, raw: Tensor, normalizer: Normalizer) -> Tensor:
+        source, (student, teacher) = self.source, self.transforms
+        assert isinstance(source, LinearSoftmax)
+        p = normalizer
+        if not self.heads_own:
+            p = self._normalizer([(slice(None), lambda: raw)], student, rows)
+        x, w, targets = source.features[0][rows], source.weights[0], source.tokens.targets[rows]
+        side = Side(student, p)
+        value, found = self.acts.teacher_product(x, w, raw, side, teacher, targets, self.key.kind)
+        self.held = (rows.start or 0, found)
+        self.memory.write(rows, p_peak=p.peak, p_log_sum=p.log_sum, pivot=value)
+        return value
+
     def _normalizer(self, tiles: Tiles, transform: Transform, rows: slice) -> Normalizer:
         """log-sum-exp over tiles."""
         nowhere = torch.full_like(self.memory["pivot"][rows], -1, dtype=torch.int64)
@@ -134,13 +153,17 @@ class DenseTeacher:
             return self.acts.readable(self.source.read(rows, columns), self.dtype)
         return self.source.raw(rows, columns)
 
-    def _teacher_again(self, rows: Rows, columns: slice) -> Tensor:
+    def _teacher_again(self, rows: Rows, columns: slice) -> Tensor | Differences:
         """The same, where they may be those of the last measurement."""
         held, self.held = self.held, None
         if held is None:
             return self._teacher(rows, columns)
         first, raw = held
-        return raw if isinstance(rows, slice) else compact_(raw, rows - first)
+        if isinstance(rows, slice):
+            return raw
+        if isinstance(raw, Differences):
+            return Differences(compact_(raw.tile, rows - first), raw.ratio[rows - first])
+        return compact_(raw, rows - first)
 
     def gradient(
         self,

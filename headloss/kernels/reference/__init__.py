@@ -23,6 +23,7 @@ from .pair import (
     readable,
     sparse_gradient_,
     tail_partials,
+    teacher_product,
 )
 from .rows import (
     dense_order,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ...objective.divergence import phi, tilt
-from ...objective.statistics import Partials, merge
+from ...objective.statistics import Partials, finish, merge
 from ..interface import Backward, Forward
-from ..pair import Outcomes, Pair, Side
+from ..pair import Differences, Outcomes, Pair, Side
 from ..transform import Transform
 from .tile import blocks, log_softmax, logit_gradient_, partials, wide
 
@@ -46,9 +46,24 @@ def divergence(
     return out
 
 
+def teacher_product(
+    x: Tensor, w: Tensor, raw: Tensor, student: Side, teacher: Transform, targets: Tensor, kind: str
+) -> tuple[Tensor, Differences]:
+    nowhere, other = torch.full_like(targets, -1), x.to(wide(x.dtype)) @ w.to(wide(x.dtype)).t()
+    found = partials(other, Forward(nowhere, 0, teacher, NOTHING))
+    pair = Pair(student, Side(teacher, finish(found, 1, NOTHING)[1]), kind, 0.5)
+    everything = slice(0, len(x))
+    _, log_q = _log_p(pair.teacher, other, everything)
+    _, log_p = _log_p(student, raw, everything)
+    difference = log_q - log_p
+    ratio = difference.gather(1, targets.unsqueeze(1))
+    tile = (difference - ratio).clamp_(-6e4, 6e4).to(torch.float16)
+    return divergence(raw, other, pair)[0], Differences(tile, ratio.squeeze(1))
+
+
 def divergence_gradient_(
     raw: Tensor,
-    raw_teacher: Tensor,
+    raw_teacher: Tensor | Differences,
     pair: Pair,
     pivot: Tensor,
     weight: Tensor,
@@ -58,8 +73,12 @@ def divergence_gradient_(
     student, teacher, kind, beta = pair
     out = _place(raw, extra, others)
     for rows in blocks(raw):
-        _, log_q = _log_p(teacher, raw_teacher, rows)
         z, log_p = _log_p(student, raw, rows)
+        if isinstance(raw_teacher, Differences):
+            difference = raw_teacher.tile[rows].to(log_p.dtype)
+            log_q = log_p + difference.add_(raw_teacher.ratio[rows].unsqueeze(1))
+        else:
+            _, log_q = _log_p(teacher, raw_teacher, rows)
         p = log_p.exp()
         if kind == "forward_kl":
             g = p.sub_(log_q.exp_())

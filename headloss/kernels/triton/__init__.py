@@ -6,6 +6,7 @@ float64 is left to the reference, which has the plain twin of each act.
 from __future__ import annotations
 
 from .batch import compact, survey
+from .beside import teacher_product
 from .cast import scaled
 from .chosen import chosen_gradient_, chosen_logits
 from .dense import divergence, divergence_gradient_, readable

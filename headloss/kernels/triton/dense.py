@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..interface import Backward
-from ..pair import Pair
+from ..pair import Differences, Pair
 from .formulas import log_softmax
 from .launch import Launcher
 from .pair import Part, against_mixture, block_width, launch, softmax, tilt
@@ -106,16 +106,20 @@ def divergence(
 
 def divergence_gradient_(
     raw: Tensor,
-    raw_teacher: Tensor,
+    raw_teacher: Tensor | Differences,
     pair: Pair,
     pivot: Tensor,
     weight: Tensor,
     extra: Tensor | None = None,
     others: Backward | None = None,
 ) -> Tensor:
-    check_tile("raw_teacher", raw_teacher)
     student, teacher, kind, beta = pair
-    sides = (softmax(student), softmax(teacher))
-    extras = None if extra is None else matrix_of(extra)
-    part = Part(*sides, matrix_of(raw_teacher), None, pivot, weight, beta, extras)
+    extras, ratio, side = None if extra is None else matrix_of(extra), None, None
+    if isinstance(raw_teacher, Differences):
+        raw_teacher, ratio = raw_teacher
+    else:
+        side = softmax(teacher)
+    check_tile("raw_teacher", raw_teacher)
+    tile = matrix_of(raw_teacher)
+    part = Part(softmax(student), side, tile, ratio, None, pivot, weight, beta, extras)
     return launch(raw, part, kind, extra, others)

@@ -69,6 +69,7 @@ class Part(NamedTuple):
     student: Softmax  # or of all tokens but the stored ones
     teacher: Softmax | None
     teacher_tile: Matrix | None
+    ratio: Tensor | None  # the teacher's tile are differences from the student's
     stored: Stored | None
     pivot: Tensor  # of stored outcomes: the slope at the rest's log-sum-exp
     weight: Tensor
@@ -123,6 +124,17 @@ def slope(log_q, log_p, pivot, beta, KIND: tl.constexpr):
     return g
 
 
+@triton.jit
+def slope_of(difference, log_p, pivot, KIND: tl.constexpr):
+    """`slope` of a forward or reverse KL, from log q - log p."""
+    p = tl.exp(log_p)
+    if KIND == "forward_kl":
+        g = -p * expm1(difference)
+    else:
+        g = -p * (difference + pivot)
+    return g
+
+
 @triton.jit(do_not_specialize=["first"])
 def pair_gradient_kernel(
     tile,  # Matrix
@@ -148,8 +160,11 @@ def pair_gradient_kernel(
         bounds = d.stored.bounds + row * d.stored.stride
     else:
         teacher = d.teacher_tile.data + row * d.teacher_tile.stride
-        q_peak = tl.load(d.teacher.normalizer.peak + row)
-        q_log_sum = tl.load(d.teacher.normalizer.log_sum + row)
+        if d.ratio is not None:
+            ratio = tl.load(d.ratio + row)
+        else:
+            q_peak = tl.load(d.teacher.normalizer.peak + row)
+            q_log_sum = tl.load(d.teacher.normalizer.log_sum + row)
     if a.targets is not None:
         outer, factor = per_row(a.z.outer, a.z, row), per_row(a.z.factor, a.z, row)
         peak = tl.load(a.normalizer.peak + row)
@@ -172,8 +187,11 @@ def pair_gradient_kernel(
                 g = tl.where(columns == tl.load(places + k), tl.load(slopes + k), g)
         else:
             other = tl.load(teacher + columns, mask=inside, other=0.0)
-            log_q = log_softmax(other, d.teacher.z, d.teacher.z.outer, q_peak, q_log_sum)
-            g = slope(log_q, log_p, pivot, d.beta, KIND)
+            if d.ratio is not None:
+                g = slope_of(other.to(tl.float32) + ratio, log_p, pivot, KIND)
+            else:
+                log_q = log_softmax(other, d.teacher.z, d.teacher.z.outer, q_peak, q_log_sum)
+                g = slope(log_q, log_p, pivot, d.beta, KIND)
         g = tl.where(weight == 0, 0.0, g * weight * p_factor)  # such rows may hold anything
         if a.targets is not None:
             if p_z.inner is not None:  # the same soft cap, whose tanh is there

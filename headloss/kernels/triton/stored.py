@@ -74,5 +74,5 @@ def sparse_gradient_(
     columns, tail, slope_stored, slope_tail = outcomes
     stored = stored_in(columns, raw.shape[1], slope_stored)
     extras = None if extra is None else matrix_of(extra)
-    part = Part(softmax(tail), None, None, stored, slope_tail, weight, 0.0, extras)
+    part = Part(softmax(tail), None, None, None, stored, slope_tail, weight, 0.0, extras)
     return launch(raw, part, "stored", extra, others)
