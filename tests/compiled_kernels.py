@@ -30,7 +30,7 @@ if __name__ == "__main__" and "hip:" in " ".join(sys.argv):  # kernels know it f
 
 from headloss.kernels import triton as acts
 from headloss.kernels.interface import Backward, Forward, Held, Order, Scaling
-from headloss.kernels.pair import Chosen, Differences, Outcomes, Pair, Side
+from headloss.kernels.pair import Chosen, Compared, Differences, Outcomes, Pair, Side
 from headloss.kernels.support import ByColumn, Support
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton import beside, given, launch, product, slab, tape, tiles, versions
@@ -134,9 +134,9 @@ class Form:
         yield "product", lambda: acts.product_partials(x, w, forward)
         yield "slab", lambda: acts.product_gradient(x, w, backward)
         number = Transform(scale=0.5, softcap=30.0 if self.full else None, temperature=1.5)
-        beside = (some(N, V), Side(number, self.normalizer), number, self.targets)
         for kind in ("forward_kl", "reverse_kl"):
-            yield "teacher", lambda k=kind: acts.teacher_product(x, w, *beside, k)
+            to = Compared(Side(number, self.normalizer), number, self.targets, kind)
+            yield "teacher", lambda to=to: acts.teacher_product(x, w, some(N, V), to)
 
     def tiles(self) -> Iterator[tuple[str, Call]]:
         raw, held, order, backward = self.raw, self.held, self.order, self.backward
@@ -222,7 +222,7 @@ class Form:
                     self.raw, self.raw, p, some(N), some(N), **more
                 ),
             )
-        held = Differences(some(N, V, dtype=torch.float16), some(N))
+        held = Differences(some(N, V, dtype=torch.float16), some(N), some(N))
         for kind in KINDS[:2]:
             pair = Pair(side, side, kind, 0.5)
             yield (

@@ -25,7 +25,7 @@ from headloss.kernels import reference
 from headloss.kernels import reference as reference_divergence
 from headloss.kernels import triton as triton_divergence
 from headloss.kernels.interface import Backward, Forward
-from headloss.kernels.pair import Outcomes, Pair, Side
+from headloss.kernels.pair import Compared, Outcomes, Pair, Side
 from headloss.kernels.transform import Transform
 from headloss.objective.statistics import Coefficients, Normalizer, finish
 from headloss.softmax import products
@@ -510,12 +510,12 @@ def test_the_teachers_product_measures(kind, name):
     want, pivot = reference.divergence(raw, exact, pair)
     weights = torch.randn(n, device=DEVICE)
     oracle = reference.divergence_gradient_(raw.clone(), exact, pair, pivot, weights.double())
-    given = (x, other, raw.float(), student, teacher.transform, targets, kind)
+    to = Compared(student, teacher.transform, targets, kind)
     for acts in (triton_divergence, reference):
-        value, held = acts.teacher_product(*given)
+        held = acts.teacher_product(x, other, raw.float(), to)
         assert held.tile.dtype == torch.float16
-        assert error(value, want) <= 2e-5
-        args = (held, Pair(student, teacher, kind, BETA), value, weights)
+        assert error(held.value, want) <= 1e-5
+        args = (held, Pair(student, teacher, kind, BETA), held.value, weights)
         for backend in (triton_divergence, reference):
             found = backend.divergence_gradient_(raw.float(), *args)
             assert error(found, oracle) <= 2e-3

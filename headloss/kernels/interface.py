@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..objective.statistics import Coefficients, Normalizer, Partials, Statistics
-from .pair import Chosen, Differences, Outcomes, Pair, Side
+from .pair import Chosen, Compared, Differences, Outcomes, Pair
 from .support import ByColumn, Support
 from .transform import Transform
 from .walk import Rows, Walk
@@ -366,28 +366,21 @@ class Kernels(Protocol):
     def divergence(
         self, raw: Tensor, raw_teacher: Tensor, pair: Pair, onto: Tensor | None = None
     ) -> Tensor:
-        """[2, n]: a tile's share of the divergence and of its pivot. With `onto` [2, n], the shares
-        are added to it, in place."""
+        """[2, n]: a tile's shares of the divergence and of its pivot; added to `onto` if given."""
         ...
 
-    def teacher_product(
-        self, x: Tensor, w: Tensor, raw: Tensor, student: Side, teacher: Transform,
-        targets: Tensor, kind: str,
-    ) -> tuple[Tensor, Differences]:  # fmt: skip
-        """[n] forward or reverse KL of a teacher x @ w.T and a student's logits, of all columns,
-        and its tile as the gradient takes it, most exact near targets [n]. As `can_fuse`."""
+    def teacher_product(self, x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differences:
+        """Of a teacher x @ w.T from a student's raw logits, over all columns. As `can_fuse`."""
         ...
 
     def divergence_gradient_(
         self, raw: Tensor, raw_teacher: Tensor | Differences, pair: Pair, pivot: Tensor,
         weight: Tensor, extra: Tensor | None = None, others: Backward | None = None,
     ) -> Tensor:  # fmt: skip
-        """weight [n] * d divergence / d raw + extra [n, v].
-
-        In new float32 (or float64) memory, or over `extra`; with `others`, the rest of the
-        objective, the whole gradient over raw as in `logit_gradient_`: its transform differs from
-        the student's in the temperature alone. Where the weight is 0 the teacher's row and the
-        pivot may hold anything.
+        """weight [n] * d divergence / d raw + extra [n, v], in new float32 (or float64) memory, or
+        over `extra`; with `others`, the rest of the objective, the whole gradient over raw as in
+        `logit_gradient_`: its transform differs from the student's in the temperature alone. Where
+        the weight is 0 the teacher's row and the pivot may hold anything.
         """
         ...
 

@@ -46,11 +46,21 @@ class Pair(NamedTuple):
     beta: float
 
 
+class Compared(NamedTuple):
+    """What a teacher's product is compared with, over the whole vocabulary."""
+
+    student: Side
+    teacher: Transform
+    targets: Tensor  # [n] int64, columns near whose difference the others are taken to be
+    kind: str  # forward_kl or reverse_kl
+
+
 class Differences(NamedTuple):
     """A teacher's tile as it stands beside a student's: log q - log p = d + ratio."""
 
     tile: Tensor  # [n, v] d, in 16 bits
     ratio: Tensor  # [n]
+    value: Tensor  # [n] the divergence, of the reverse KL its pivot, too
 
 
 class Outcomes(NamedTuple):

@@ -63,7 +63,6 @@ class Prepared:
         slopes: the objective's gradient can be known before the statistics.
         taped: a tape may serve the objective in place of autograd.
         kinds: of the fields that a tape can read.
-        partial: holds something once a batch had positions that are not scored.
     """
 
     needs: frozenset[str]
@@ -79,7 +78,6 @@ class Prepared:
     slopes: bool = False
     taped: bool = False
     kinds: Mapping[str, torch.dtype | None] = field(default_factory=dict)
-    partial: set[bool] = field(default_factory=set)
     _tapes: dict[tuple[bool, bool], Tape | None] = field(default_factory=dict)
     _plans: dict[tuple, Plan] = field(default_factory=dict)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.interface import Backward, Forward, Kernels, Measured
-from ..kernels.pair import Differences, Pair, Side
+from ..kernels.pair import Compared, Differences, Pair, Side
 from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
 from ..objective.statistics import Normalizer, Partials, finish
@@ -131,11 +131,11 @@ class DenseTeacher:
         if not self.heads_own:
             p = self._normalizer([(slice(None), lambda: raw)], student, rows)
         x, w, targets = source.features[0][rows], source.weights[0], source.tokens.targets[rows]
-        side = Side(student, p)
-        value, found = self.acts.teacher_product(x, w, raw, side, teacher, targets, self.key.kind)
+        to = Compared(Side(student, p), teacher, targets, self.key.kind)
+        found = self.acts.teacher_product(x, w, raw, to)
         self.held = (rows.start or 0, found)
-        self.memory.write(rows, p_peak=p.peak, p_log_sum=p.log_sum, pivot=value)
-        return value
+        self.memory.write(rows, p_peak=p.peak, p_log_sum=p.log_sum, pivot=found.value)
+        return found.value
 
     def _normalizer(self, tiles: Tiles, transform: Transform, rows: slice) -> Normalizer:
         """log-sum-exp over tiles."""
@@ -162,7 +162,8 @@ class DenseTeacher:
         if isinstance(rows, slice):
             return raw
         if isinstance(raw, Differences):
-            return Differences(compact_(raw.tile, rows - first), raw.ratio[rows - first])
+            tile, *vectors = raw
+            return Differences(compact_(tile, rows - first), *(t[rows - first] for t in vectors))
         return compact_(raw, rows - first)
 
     def gradient(

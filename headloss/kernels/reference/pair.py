@@ -13,7 +13,7 @@ from torch import Tensor
 from ...objective.divergence import phi, tilt
 from ...objective.statistics import Partials, finish, merge
 from ..interface import Backward, Forward
-from ..pair import Differences, Outcomes, Pair, Side
+from ..pair import Compared, Differences, Outcomes, Pair, Side
 from ..transform import Transform
 from .tile import blocks, log_softmax, logit_gradient_, partials, wide
 
@@ -46,9 +46,8 @@ def divergence(
     return out
 
 
-def teacher_product(
-    x: Tensor, w: Tensor, raw: Tensor, student: Side, teacher: Transform, targets: Tensor, kind: str
-) -> tuple[Tensor, Differences]:
+def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differences:
+    student, teacher, targets, kind = to
     nowhere, other = torch.full_like(targets, -1), x.to(wide(x.dtype)) @ w.to(wide(x.dtype)).t()
     found = partials(other, Forward(nowhere, 0, teacher, NOTHING))
     pair = Pair(student, Side(teacher, finish(found, 1, NOTHING)[1]), kind, 0.5)
@@ -58,7 +57,7 @@ def teacher_product(
     difference = log_q - log_p
     ratio = difference.gather(1, targets.unsqueeze(1))
     tile = (difference - ratio).clamp_(-6e4, 6e4).to(torch.float16)
-    return divergence(raw, other, pair)[0], Differences(tile, ratio.squeeze(1))
+    return Differences(tile, ratio.squeeze(1), divergence(raw, other, pair)[0])
 
 
 def divergence_gradient_(

@@ -19,12 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...objective.statistics import Normalizer
-from ..pair import Differences, Side
-from ..transform import Transform
+from ..pair import Compared, Differences
 from .formulas import LOG2E, transformed
 from .launch import Launcher, cdiv
+from .product import check_operands
 from .records import LogitScaling, Matrix, constant, matrix_of, programs_on, scaling
-from .tiles import BM, BN, OPTIONS, READ, WIDTH, WRITE, check_operands, each_tile, halves
+from .tiles import BM, BN, OPTIONS, READ, WIDTH, WRITE, each_tile, halves
 from .tokens import ROWS, Reference, launch_reference
 from .versions import overlaps
 
@@ -142,16 +142,15 @@ launch_beside = Launcher(beside_kernel, tiles=READ | {"held": WRITE}, **OPTIONS)
 launch_finish = Launcher(beside_finish_kernel, num_warps=4)
 
 
-def teacher_product(
-    x: Tensor, w: Tensor, raw: Tensor, student: Side, teacher: Transform, targets: Tensor, kind: str
-) -> tuple[Tensor, Differences]:
+def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differences:
     check_operands(x, w)
+    student, teacher, targets, kind = to
     (n, h), v = x.shape, w.shape[0]
     pitch = -(-v // 8) * 8  # rows of whole 16 bytes
     held = x.new_empty(n, pitch, dtype=torch.float16)[:, :v]
     out = x.new_empty(2, n, dtype=torch.float32)
     if not n:
-        return out[0], Differences(held, out[1])
+        return Differences(held, out[1], out[0])
     own, logit, z = torch.empty_like(targets), torch.empty_like(out[0]), scaling(teacher)
     reference = Reference(own, logit, torch.empty_like(logit))
     pair = matrix_of(x), matrix_of(w)
@@ -170,4 +169,4 @@ def teacher_product(
     else:
         launch_beside(programs, x, w, held, of, n, v, h, PROGRAMS=programs)
     launch_finish(cdiv(n, 16), of, out, blocks, n, ROWS=16, BLOCKS=BLOCKS)
-    return out[0], Differences(held, out[1])
+    return Differences(held, out[1], out[0])

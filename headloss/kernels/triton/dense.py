@@ -116,7 +116,7 @@ def divergence_gradient_(
     student, teacher, kind, beta = pair
     extras, ratio, side = None if extra is None else matrix_of(extra), None, None
     if isinstance(raw_teacher, Differences):
-        raw_teacher, ratio = raw_teacher
+        raw_teacher, ratio, _ = raw_teacher
     else:
         side = softmax(teacher)
     check_tile("raw_teacher", raw_teacher)

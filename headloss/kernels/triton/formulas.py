@@ -30,15 +30,20 @@ def tanh(x):
 
 
 @triton.jit
-def log(x):
-    """Natural logarithm to 22 bits, by NVIDIA's own instruction: a library's would take ten times
-    as long, and outlast the memory."""
+def log2(x):
+    """Logarithm to 22 bits, by NVIDIA's own instruction: a library's would take ten times as
+    long, and outlast the memory."""
     if not PTX:
-        return tl.log(x)
-    found = tl.inline_asm_elementwise(
+        return tl.log2(x)
+    return tl.inline_asm_elementwise(
         "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
-    return found * LN2
+
+
+@triton.jit
+def log(x):
+    """The natural logarithm, likewise."""
+    return log2(x) * LN2
 
 
 @triton.jit

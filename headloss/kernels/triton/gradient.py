@@ -15,10 +15,12 @@ from torch import Tensor
 from ..interface import Backward, Order
 from .formulas import (
     FLOOR,
+    LN2,
     act_two,
     coefficient,
     coefficients,
     log,
+    log2,
     log_softmax,
     own_gradient,
     per_row,
@@ -26,6 +28,8 @@ from .formulas import (
 )
 from .launch import Launcher
 from .records import WARPS, Act, Matrix, act, block_width, check_tile, matrix_of, narrowed, overlap
+
+LEAST = tl.constexpr(1e-37)  # a normal number, whose logarithm is finite
 
 
 class Gradient(NamedTuple):
@@ -66,33 +70,53 @@ def gradient_kernel(
     if given.references is not None:
         offset = (peak - tl.load(given.references + row)) + log_sum
 
-    for start in range(0, v, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        inside = columns < v
-        value = tl.load(x + columns, mask=inside, other=0.0)
-        if given.references is not None:
-            e = value.to(tl.float32)
-            p = e * tl.exp(-offset)
-            log_p = tl.where(e > 0, log(e) - offset, FLOOR)
-        else:
-            log_p = log_softmax(value, a.z, outer, peak, log_sum)
-            p = tl.exp(log_p)
-        g = act_two(p, log_p, at, a.c)
-        if a.logps is not None:
-            g = tl.where(columns == target, own, g)
-        if a.z.inner is not None:
-            if given.references is not None:
-                if a.logps is not None:  # its term may be 0, which no longer tells its z
-                    log_p = tl.where(columns == target, target_log_p, log_p)
-                bend = (log_p + (peak + log_sum)) / outer
+    if given.references is not None and a.z.inner is None:
+        # e (level + slope log2 e); the target's own is written afterwards.
+        scale = tl.exp(-offset) * factor
+        level, slope = (at[0] - at[1] * offset) * scale, at[1] * scale * LN2
+        for start in range(0, v, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            inside = columns < v
+            e = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
+            if a.c.entropy is not None:
+                g = e * (level + slope * log2(tl.maximum(e, LEAST)))
             else:
-                bend = transformed(value, a.z, 1.0)
-            g *= 1 - bend * bend
-        g *= factor
-        if OVERLAP:
-            # Rows narrow in place: every thread has read this block before any writes over it.
-            tl.debug_barrier()
-        tl.store(out + columns, g.to(out.dtype.element_ty), mask=inside)
+                g = e * level
+            if a.c.uniform is not None:
+                g += at[2] * factor
+            tl.store(out + columns, g.to(out.dtype.element_ty), mask=inside)
+        if a.logps is not None:
+            tl.debug_barrier()  # another thread wrote this element
+            there = (target >= 0) & (target < v)
+            tl.store(out + target, (own * factor).to(out.dtype.element_ty), mask=there)
+    else:
+        for start in range(0, v, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            inside = columns < v
+            value = tl.load(x + columns, mask=inside, other=0.0)
+            if given.references is not None:
+                e = value.to(tl.float32)
+                p = e * tl.exp(-offset)
+                log_p = tl.where(e > 0, log(e) - offset, FLOOR)
+            else:
+                log_p = log_softmax(value, a.z, outer, peak, log_sum)
+                p = tl.exp(log_p)
+            g = act_two(p, log_p, at, a.c)
+            if a.logps is not None:
+                g = tl.where(columns == target, own, g)
+            if a.z.inner is not None:
+                if given.references is not None:
+                    if a.logps is not None:  # its term may be 0, which no longer tells its z
+                        log_p = tl.where(columns == target, target_log_p, log_p)
+                    bend = (log_p + (peak + log_sum)) / outer
+                else:
+                    bend = transformed(value, a.z, 1.0)
+                g *= 1 - bend * bend
+            g *= factor
+            if OVERLAP:
+                # Rows narrow in place: every thread has read this block before any writes over it.
+                tl.debug_barrier()
+            tl.store(out + columns, g.to(out.dtype.element_ty), mask=inside)
 
 
 launch_gradient = Launcher(gradient_kernel, num_warps=WARPS)
