@@ -65,7 +65,8 @@ class Resident(NamedTuple):
     turns: int  # rows of a cluster, one after another
 
 
-LEAST = tl.constexpr(-1e30)  # logits below count as -inf: their product with log2(e) is finite
+LEAST = tl.constexpr(-(2.0**99))  # logits below count as -inf
+LARGE = tl.constexpr(2.0**24)  # from here on numbers in bfloat16 are 65,536 apart
 
 
 @triton.jit
@@ -109,6 +110,9 @@ def resident_partials(
     top = tl.maximum(low, high, propagate_nan=tl.PropagateNan.ALL)
     top = tl.maximum(top, LEAST, propagate_nan=tl.PropagateNan.ALL)
     scale = tl.zeros_like(top) + outer * LOG2E
+    # A large product is rounded by more than an exponent holds; one of 16 bits is exact.
+    coarse = (scale.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    scale = tl.where(tl.abs(top) < LARGE, scale, coarse)
     shift = top * scale
     rest, spread, total = tl.zeros_like(top), tl.zeros_like(top), tl.zeros_like(top)
     top_a, top_b, top_c, top_d = least, least, least, least
