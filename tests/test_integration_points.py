@@ -356,13 +356,19 @@ def test_head_stats_does_not_break_the_graph(temperature):
         torch.testing.assert_close(a, b)
 
 
+AS_USUAL = "False, ['auto', None, None, False, True]"  # no candidates' rest, default options
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_the_operator_is_registered_well(dtype, with_bias):
     hidden, weight, batch = problem(dtype)
     hidden.requires_grad_(), weight.requires_grad_()
     bias = torch.randn(V).to(dtype).requires_grad_() if with_bias else None
-    arguments = ([hidden], [weight], bias, None, batch.targets, [], [], V, 1.0, None, 1.0, "")
+    named = {"bias": bias, "targets": batch.targets}
+    given = {name: t for name, t in named.items() if t is not None}
+    spelt = f"{list(given)}, {AS_USUAL}"
+    arguments = ([hidden, weight, *given.values()], V, [1.0, 0.0, 1.0], spelt)
     torch.library.opcheck(
         torch.ops.headloss.head_stats.default,
         arguments,
@@ -375,7 +381,7 @@ def test_the_operator_under_dynamic_shapes():
     hidden.requires_grad_()
     torch.library.opcheck(
         torch.ops.headloss.head_stats.default,
-        ([hidden], [weight], None, None, batch.targets, [], [], V, 1.0, 30.0, 1.0, ""),
+        ([hidden, weight, batch.targets], V, [1.0, 30.0, 1.0], f"['targets'], {AS_USUAL}"),
         test_utils=("test_aot_dispatch_dynamic",),
     )
 

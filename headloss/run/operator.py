@@ -1,17 +1,23 @@
 """`head_stats` inside a compiled graph: a registered operator, so that the graph need not break.
 
 N positions, T of them scored, V vocabulary, K candidates. Schedule: recompute. Adapters' features
-are made in the graph; what the operator gets are pairs of features and weights. The batch is made
-anew inside, of its targets, `candidates` (candidate_ids [N, K], or nothing) and `support`
-(support_ids [N, K], or ids and offsets, or nothing). The last argument of either operator spells
-its options, as `_spelt` does.
+are made in the graph. Both operators take a call as
+
+    tensors      features [N, ..] and weights [V, ..] pairwise, then those with names: bias [V],
+                 temperature [N], targets [N], candidate_ids [N, K], and support_ids, [N, K] or [P]
+                 with offsets [N + 1]; a bias is the first, next to what else carries a gradient
+    vocabulary   V
+    numbers      logit scale, soft cap (0: none), temperature where it is one number
+    spelt        the names that are there, and the options, as Python spells them
+
+and make the head and the batch anew inside.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +37,7 @@ from .pull_back import pull_back
 from .work import Swept
 
 SPELT = ("backend", "chunk_tokens", "memory_budget", "static", "skip_rows")  # options that it takes
+REFUSED = ("logits_dtype", "accumulate_dtype", "sequence_parallel", "main_grad", "batch_invariant")
 
 
 def in_graph(
@@ -44,15 +51,11 @@ def in_graph(
     """
     compute = autocast_dtype(hidden)
     head.validate(hidden, compute_dtype=compute)
-    candidates: list[Any] = []
-    support: list[Tensor] = []
+    ids: dict[str, Any] = {}
     if isinstance(given, Batch):
-        if "candidate_ids" in given.fields:
-            candidates = [given.fields["candidate_ids"].flatten(0, -2)]  # type: ignore[union-attr]
+        ids["candidate_ids"] = given.fields.get("candidate_ids")
         if given.support is not None:
-            support = list(given.support.tensors)
-            if given.support.width is not None:
-                support = [support[0].flatten(0, -2)]
+            ids.update(zip(("support_ids", "offsets"), given.support.tensors, strict=False))
         given = given.targets
     targets = check_targets(given, hidden, options).targets
     x = hidden.reshape(-1, hidden.shape[-1])
@@ -60,222 +63,164 @@ def in_graph(
         x = x.to(compute)
     if head.lora:  # poison in unscored rows must not reach the adapters' weights
         x = torch.where((targets.reshape(-1) != IGNORE).unsqueeze(1), x, 0)
-    pairs = head.factors(x)
-    temperature = head.temperature
-    tensor = temperature.reshape(-1) if isinstance(temperature, Tensor) else None
+    pairs = [(f, w if compute is None else w.to(compute)) for f, w in head.factors(x)]
+    number, per_token = head.temperature, None
+    if isinstance(number, Tensor):
+        number, per_token = 1.0, number.reshape(-1)
+    flat = {"bias": head.bias, "temperature": per_token, "targets": targets.reshape(-1)}
+    named = {name: t for name, t in (flat | ids).items() if t is not None}
+    for name, value in named.items():
+        named[name] = value.flatten(0, -2) if value.dim() > 1 else value
     found = _head_stats(
-        [f for f, _ in pairs],
-        [w if compute is None else w.to(compute) for _, w in pairs],
-        head.bias,
-        tensor,
-        targets.reshape(-1),
-        candidates,
-        support,
+        [*(t for pair in pairs for t in pair), *named.values()],
         head.vocabulary,
-        head.logit_scale,
-        head.softcap,
-        1.0 if tensor is not None else float(temperature),  # type: ignore[arg-type]
-        _spelt(options, CANDIDATE[1] in gradients),
+        [head.logit_scale, head.softcap or 0.0, float(number)],
+        _spelt(list(named), options, CANDIDATE[1] in gradients),
     )
     stats = [
         (t if name in gradients else t.detach()).view(targets.shape)
         for name, t in zip(READ, found, strict=False)
     ]
-    return [*stats, found[-2].unflatten(0, targets.shape)] if candidates else stats
+    return [*stats, *(t.unflatten(0, targets.shape) for t in found[5:6])]
 
 
-def _spelt(options: Options, tail: bool) -> str:
+def _spelt(names: list[str], options: Options, tail: bool) -> str:
+    """Checks the options; `tail`: the candidates' rest is asked for."""
     if options.schedule not in ("auto", "recompute"):
         raise ValueError(
             f'schedule: got "{options.schedule}", but a compiled graph is served by recompute'
         )
     default = Options()
-    refused = ["logits_dtype", "accumulate_dtype", "sequence_parallel"]
-    refused += ["main_grad", "batch_invariant"]
-    for name in refused:
+    for name in REFUSED:
         if getattr(options, name) is not getattr(default, name):
             raise ValueError(f"{name}: got {getattr(options, name)}, which no compiled graph takes")
-    return " ".join([f"{getattr(options, name)}" for name in SPELT] + [f"{tail}"])
+    values = [getattr(options, name) for name in SPELT]
+    return f"{names}, {tail}, {values}"
 
 
-def _options(spelt: str) -> tuple[Options, bool]:
-    """What the text spells, and whether the candidates' rest is asked for."""
-    known: dict[str, Any] = {"None": None, "True": True, "False": False}
-    words = [int(word) if word.isdecimal() else known.get(word, word) for word in spelt.split()]
-    values: dict[str, Any] = dict(zip(SPELT, words, strict=False))
-    return Options(schedule="recompute", **values), words[-1:] == [True]
+def _named(tensors: Sequence[Tensor], spelt: str) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The tensors that have names, and the pairs."""
+    names = ast.literal_eval(spelt)[0]
+    pairs = len(tensors) - len(names)
+    return dict(zip(names, tensors[pairs:], strict=True)), list(tensors[:pairs])
 
 
-class _Given(NamedTuple):
-    """What both operators take."""
-
-    features: Sequence[Tensor]  # [N, ..] each
-    weights: Sequence[Tensor]  # [V, ..] each
-    bias: Tensor | None
-    temperature: Tensor | None  # [N]
-    targets: Tensor  # [N]
-    candidates: Sequence[Tensor]
-    support: Sequence[Tensor]
-    vocabulary: int
-    scale: float
-    softcap: float | None
-    divisor: float
-    options: str
-
-    def open(self, wanted: Sequence[bool] = ()) -> tuple[Call, RawSoftmax]:
-        """The call that these are of, and its logits; `wanted`: features and weights pairwise,
-        bias."""
-        wanted = wanted or [False] * (2 * len(self.features) + 1)
-
-        def leaf(tensor: Tensor, at: int) -> Tensor:
-            return tensor.detach().requires_grad_(wanted[at])
-
-        hidden, *features = [leaf(f, 2 * i) for i, f in enumerate(self.features)]
-        weight, *weights = [leaf(w, 2 * i + 1) for i, w in enumerate(self.weights)]
-        plain = Head(
-            weight,
-            None if self.bias is None else leaf(self.bias, -1),
-            self.divisor if self.temperature is None else self.temperature.detach(),
-            self.softcap,
-            self.scale,
-            self.vocabulary,
-        )
-        # Adapters' inner sides, which stay in the graph, only tell that a gradient is wanted.
-        inner = [w.new_empty(w.shape[1], hidden.shape[1]) for w in weights]
-        for a, given in zip(inner, features, strict=True):
-            a.requires_grad_(given.requires_grad)
-        lora = tuple(Lora(a=a, b=b, scaling=1.0) for a, b in zip(inner, weights, strict=True))
-        options, tail = _options(self.options)
-        names = (*READ, *CANDIDATE[: 1 + tail]) if self.candidates else READ
-        objective = loss_elsewhere(frozenset(names), candidates=bool(self.candidates))
-        chosen = self.candidates[0] if self.candidates else None
-        kept: Any = tuple(self.support) if len(self.support) > 1 else next(iter(self.support), None)
-        with torch.set_grad_enabled(any(wanted)):
-            batch = Batch(self.targets, candidate_ids=chosen, support_ids=kept)
-            whole = replace(plain, lora=lora)
-            call = linear_call(hidden, whole, batch, objective, options, "head_stats")
-        index = call.packing.index
-        packed = features if index is None else [f[index] for f in features]
-        pairs = [t for pair in zip(packed, weights, strict=True) for t in pair]
-        x, own, *_, bias = call.tensors
-        tensors = [x, own, *pairs, bias]
-        return call, call.work.open([None if t is None else t.detach() for t in tensors])
+def _open(
+    tensors: Sequence[Tensor],
+    vocabulary: int,
+    numbers: Sequence[float],
+    spelt: str,
+    wanted: Sequence[bool],
+) -> tuple[Call, RawSoftmax]:
+    """The call that these are of, and its logits; `wanted`: which tensors want a gradient."""
+    _, tail, values = ast.literal_eval(spelt)
+    options = Options(schedule="recompute", **dict(zip(SPELT, values, strict=True)))
+    leaves = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
+    named, (hidden, weight, *adapters) = _named(leaves, spelt)
+    adapted, rows = adapters[::2], adapters[1::2]
+    lora = []
+    for features, b in zip(adapted, rows, strict=True):
+        # An inner side stays in the graph; this one only tells that a gradient is wanted.
+        a = b.new_empty(b.shape[1], hidden.shape[1]).requires_grad_(features.requires_grad)
+        lora.append(Lora(a=a, b=b, scaling=1.0))
+    scale, softcap, number = numbers
+    head = Head(
+        weight,
+        named.get("bias"),
+        named.get("temperature", number),
+        softcap or None,
+        scale,
+        vocabulary,
+        lora=tuple(lora),
+    )
+    chosen, kept = named.get("candidate_ids"), named.get("support_ids")
+    names = READ if chosen is None else (*READ, *CANDIDATE[: 1 + tail])
+    objective = loss_elsewhere(frozenset(names), candidates=chosen is not None)
+    if kept is not None and "offsets" in named:
+        kept = kept, named["offsets"]  # type: ignore[assignment]
+    with torch.set_grad_enabled(any(wanted)):
+        batch = Batch(named["targets"], candidate_ids=chosen, support_ids=kept)
+        call = linear_call(hidden, head, batch, objective, options, "head_stats")
+    x, own, *_, bias = call.tensors
+    index = call.packing.index
+    packed = adapted if index is None else [f[index] for f in adapted]
+    pairs = [t for pair in zip(packed, rows, strict=True) for t in pair]
+    opened = [None if t is None else t.detach() for t in (x, own, *pairs, bias)]
+    return call, call.work.open(opened)
 
 
 @torch.library.custom_op("headloss::head_stats", mutates_args=())
 def _head_stats(
-    features: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    bias: Tensor | None,
-    temperature: Tensor | None,
-    targets: Tensor,
-    candidates: Sequence[Tensor],
-    support: Sequence[Tensor],
-    vocabulary: int,
-    scale: float,
-    softcap: float | None,
-    divisor: float,
-    options: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """logp, lse, entropy, and the normalizer's two parts, [N] each; log-probs of candidates and the
-    rest [N, K + 1], and the rest's normalizer [N, 2], of no columns where there are none."""
-    given = (bias, temperature, targets, candidates, support)
-    numbers = (vocabulary, scale, softcap, divisor, options)
-    call, source = _Given(features, weights, *given, *numbers).open()
+    tensors: Sequence[Tensor], vocabulary: int, numbers: Sequence[float], spelt: str
+) -> list[Tensor]:
+    """logp, lse, entropy, and the normalizer's two parts, [N] each; of candidates also log-probs
+    and the rest [N, K + 1], and the rest's normalizer [N, 2]."""
+    call, source = _open(tensors, vocabulary, numbers, spelt, [False] * len(tensors))
     whole = sweep(call.work, source).whole
-    vectors = [*(getattr(whole.stats, name) for name in READ), *whole.normalizer]
-    vectors += [whole.stats.divergences[part.key] for part in source.beside]
-    vectors += [part.rest.t() for part in source.beside]
-    found = [call.packing.scatter(v, alone=True) for v in vectors]
-    found += [found[0].new_empty(len(targets), 0) for _ in range(7 - len(found))]
-    return tuple(found)  # type: ignore[return-value]
+    found = [*(getattr(whole.stats, name) for name in READ), *whole.normalizer]
+    for part in source.beside:
+        found += [whole.stats.divergences[part.key], part.rest.t()]
+    return [call.packing.scatter(t, alone=True) for t in found]
 
 
 @_head_stats.register_fake
-def _(features, weights, bias, temperature, targets, candidates, support, *numbers):
-    dtype = torch.float64 if features[0].dtype == torch.float64 else torch.float32
-    shapes = [targets.shape] * 5 + [(*targets.shape, 0)] * 2
-    if candidates:
-        shapes[5:] = [(*targets.shape, candidates[0].shape[1] + 1), (*targets.shape, 2)]
-    return tuple(targets.new_empty(shape, dtype=dtype) for shape in shapes)
+def _(tensors, vocabulary, numbers, spelt):
+    named, (hidden, *_) = _named(tensors, spelt)
+    count, dtype = len(named["targets"]), torch.promote_types(hidden.dtype, torch.float32)
+    shapes = [(count,)] * 5
+    if "candidate_ids" in named:
+        shapes += [(count, named["candidate_ids"].shape[1] + 1), (count, 2)]
+    return [hidden.new_empty(shape, dtype=dtype) for shape in shapes]
 
 
 @torch.library.custom_op("headloss::head_stats_backward", mutates_args=())
 def _head_stats_backward(
-    features: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    others: Sequence[Tensor | None],  # bias, temperature, targets
-    candidates: Sequence[Tensor],
-    support: Sequence[Tensor],
+    tensors: Sequence[Tensor],
     vocabulary: int,
-    numbers: Sequence[float],  # scale, soft cap (0: none), divisor
-    options: str,
-    measured: Sequence[Tensor],  # logp, entropy, the normalizer's two parts, candidates, their rest
+    numbers: Sequence[float],
+    spelt: str,
+    measured: Sequence[Tensor],  # what the other operator returned
     upstream: Sequence[Tensor],  # of logp, lse, entropy, candidates
-    wanted: Sequence[bool],  # features and weights pairwise, bias
+    wanted: Sequence[bool],  # which of `tensors`
 ) -> list[Tensor]:
-    """The wanted gradients, in the order of `wanted`."""
-    bias, temperature, targets = others
-    scale, softcap, divisor = numbers
-    assert targets is not None
-    given = (bias, temperature, targets, candidates, support)
-    fixed = (vocabulary, scale, softcap or None, divisor, options)
-    call, source = _Given(features, weights, *given, *fixed).open(wanted)
+    """The wanted gradients, in the order of `tensors`."""
+    call, source = _open(tensors, vocabulary, numbers, spelt, wanted)
     packing, work = call.packing, call.work
-    logp, entropy, *normalizer, chosen, rest = map(packing.gather, measured)
+    logp, _, entropy, peak, log_sum, *beside = map(packing.gather, measured)
     stats = Statistics(logp=logp, entropy=entropy)
-    slopes = dict(zip((*READ, CANDIDATES), map(packing.gather, upstream), strict=True))
+    slopes = dict(zip((*READ, CANDIDATES), map(packing.gather, upstream), strict=False))
     for part in source.beside:
-        stats.divergences[part.key], part.rest = chosen, rest.t()
+        stats.divergences[part.key], part.rest = beside[0], beside[1].t()
         slopes[CANDIDATES] = without_constants(slopes[CANDIDATES], stats, work.batch)
-    if not candidates:
-        del slopes[CANDIDATES]
     gradient, scale = gradient_of(slopes, stats, vocabulary, call.prepared.problem.rescaled)
-    swept = Swept(Measured(stats, Normalizer(*normalizer)), [])
+    swept = Swept(Measured(stats, Normalizer(peak, log_sum)), [])
     found = pull_back(work, source, swept, gradient, None if scale is None else 1 / scale)
     for i, value in enumerate(found[:-1:2]):
         if value is not None and packing.index is not None:
-            full = torch.zeros_like(features[i])
+            full = torch.zeros_like(tensors[2 * i])
             found[2 * i] = full.index_copy_(0, packing.index, value)
-    return [g for g, want in zip(found, wanted, strict=True) if want and g is not None]
+    return [g for g, want in zip(found, wanted, strict=False) if want and g is not None]
 
 
 @_head_stats_backward.register_fake
-def _(features, weights, others, *rest):
-    wanted = rest[-1]
-    tensors = [t for pair in zip(features, weights, strict=True) for t in pair] + [others[0]]
+def _(tensors, vocabulary, numbers, spelt, measured, upstream, wanted):
     return [torch.empty_like(t) for t, want in zip(tensors, wanted, strict=True) if want]
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    features, weights, bias, temperature, targets, candidates, support, *numbers = inputs
-    ctx.pairs, ctx.numbers = len(features), numbers
-    ctx.ids = len(candidates), len(support)
-    logp, _, entropy, peak, log_sum, chosen, rest = output
-    ctx.mark_non_differentiable(peak, log_sum, rest)
-    measured = (logp, entropy, peak, log_sum, chosen, rest)
-    given = (bias, temperature, targets, *measured, *candidates, *support)
-    ctx.save_for_backward(*features, *weights, *given)
-    tensors = [t for pair in zip(features, weights, strict=True) for t in pair] + [bias]
-    ctx.wanted = [t is not None and t.requires_grad for t in tensors]
+    tensors, *ctx.constants = inputs
+    ctx.mark_non_differentiable(*output[3:5], *output[6:])
+    ctx.save_for_backward(*tensors, *output)
+    ctx.wanted = [t.requires_grad for t in tensors]
 
 
-def _backward(ctx, *upstream):
+def _backward(ctx, upstream):
     refuse_second_derivatives("head_stats")
-    n, saved = ctx.pairs, list(ctx.saved_tensors)
-    vocabulary, scale, softcap, divisor, options = ctx.numbers
-    k, rest = ctx.ids[0], saved[2 * n :]
-    others, measured, ids = rest[:3], rest[3:9], rest[9:]
-    numbers = (ids[:k], ids[k:], vocabulary, [scale, softcap or 0.0, divisor], options)
-    slopes = [*upstream[:3], upstream[5]]
-    made = iter(
-        _head_stats_backward(
-            saved[:n], saved[n : 2 * n], others, *numbers, measured, slopes, ctx.wanted
-        )
-    )
-    found = [next(made) if wanted else None for wanted in ctx.wanted]
-    nothing = (None, None, *([None] * count for count in ctx.ids), *[None] * 5)
-    return found[:-1:2], found[1:-1:2], found[-1], *nothing
+    saved, count = list(ctx.saved_tensors), len(ctx.wanted)
+    slopes = [*upstream[:3], *upstream[5:6]]
+    given = (saved[:count], *ctx.constants, saved[count:], slopes, ctx.wanted)
+    found = iter(_head_stats_backward(*given))
+    return [next(found) if wanted else None for wanted in ctx.wanted], *[None] * 3
 
 
 _head_stats.register_autograd(_backward, setup_context=_setup_context)
