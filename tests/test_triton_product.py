@@ -209,6 +209,39 @@ def test_product_keeps_the_digits_of_a_nearly_certain_token():
     torch.testing.assert_close(found.rest, expected, rtol=3e-6, atol=0)
 
 
+needs_tensor_cores = pytest.mark.skipif(
+    DEVICE != "cuda" or torch.cuda.get_device_capability()[0] != 9,
+    reason="the rounding of a Hopper GPU's tensor cores",
+)
+
+
+def log_prob_errors(x, w, targets):
+    """Of a call, against float64; [T]."""
+    with torch.no_grad():
+        found = hl.head_stats(x, hl.Head(w), targets).logp.double()
+        logits = x.double() @ w.double().t()
+    return found - logits.log_softmax(1).gather(1, targets[:, None]).squeeze(1)
+
+
+@needs_tensor_cores
+@pytest.mark.parametrize(("h", "v"), [(896, 151936), (2048, 151936), (4096, 128256)])
+def test_log_probs_of_a_trained_head(h, v):
+    """Of all sizes: a likely target's logit is far above the others', which are rounded less."""
+    given = trained_looking(2048, h, v, torch.bfloat16, torch.device(DEVICE), 0)
+    assert log_prob_errors(*given).abs().max() <= 1e-5
+
+
+@needs_tensor_cores
+@pytest.mark.parametrize("h", [896, 4096])
+def test_log_probs_have_no_bias(h):
+    """Logits up to 45 are rounded toward zero by up to 6e-5 (h = 896) and 26e-5 (4096)."""
+    generator = torch.Generator(DEVICE).manual_seed(5)
+    x = torch.randn(2048, h, generator=generator, device=DEVICE).bfloat16()
+    w = (torch.randn(32000, h, generator=generator, device=DEVICE) * 8 * h**-0.5).bfloat16()
+    targets = torch.randint(0, 32000, (2048,), generator=generator, device=DEVICE)
+    assert log_prob_errors(x, w, targets).mean().abs() <= 2.5e-9 * h
+
+
 def test_product_names_what_it_cannot_take():
     x, w = (torch.zeros(k, 65, dtype=SIXTEEN, device=DEVICE) for k in (4, 300))
     targets = torch.zeros(4, dtype=torch.int64, device=DEVICE)

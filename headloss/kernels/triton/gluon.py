@@ -118,6 +118,8 @@ def halves(z):
 @gluon.jit
 def biased(z, of, block, v):
     """As in tiles.py."""
+    if of.restore is not None:
+        z = z * of.restore
     if of.bias is not None:
         columns = block * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, accumulator_layout(WIDTH)))
         z += gl.load(of.bias + columns, mask=columns < v, other=0.0).to(gl.float32)[None, :]

@@ -23,7 +23,7 @@ from ..interface import Forward, Held, Measured
 from .formulas import LN2, LOG2E, transformed
 from .launch import Launcher, cdiv
 from .merge import Epilogue, Finish, Sums, asked, launch_finish, measured, room, unpacked
-from .records import Matrix, constant, programs_on, scaling
+from .records import Matrix, constant, programs_on, restored, scaling
 from .tiles import (
     BM,
     BN,
@@ -37,7 +37,7 @@ from .tiles import (
     has_accelerator,
 )
 from .tokens import ROWS, Reference, launch_reference
-from .versions import overlaps
+from .versions import lost, overlaps
 
 __all__ = ["can_fuse", "product_partials", "product_statistics"]
 
@@ -161,12 +161,13 @@ def _product_act(
         logit, terms = held.reference, held.terms
     reference, z = Reference(torch.empty_like(targets), logit, target), scaling(transform)
     pair, v = (Matrix(x, x.stride(0)), Matrix(w, w.stride(0))), w.shape[0]
-    launch_reference(cdiv(n, ROWS.value), *pair, targets, z, reference, first, n, v, h)
+    given = (*pair, targets, z, reference, first, n, v, h)
+    launch_reference(cdiv(n, ROWS), *given, ROWS=ROWS, HALVES=8)
     blocks, pitch = cdiv(v, WIDTH), 16 * cdiv(n, 16)
     parts = x.new_empty(1 + entropy + mean, blocks, pitch, dtype=torch.float32)
     peaks = x.new_empty(blocks, pitch, dtype=torch.float32) if top1 else None
     sums = Sums(parts, pitch, blocks * pitch, peaks, constant(entropy), constant(mean))
-    run_product(x, w, terms, Epilogue(reference, z, sums))
+    run_product(x, w, terms, Epilogue(reference, restored(z, lost(x.device, h)), sums))
     tile = None if terms is None else Matrix(terms, terms.stride(0))
     of = Finish(*pair, tile, reference, z, sums, asked(needs), out)
     launch_finish(of, blocks, n, v, h, vocabulary)

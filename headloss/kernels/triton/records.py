@@ -40,6 +40,7 @@ class LogitScaling(NamedTuple):
     temperature: Tensor | None  # [n]: what outer and factor are still to be divided by
     same: tl.constexpr  # z is raw
     bias: Tensor | None = None  # [v]: what a product adds to raw first
+    restore: float | None = None  # what raw is multiplied by before that, see `restored`
 
 
 class Four(NamedTuple):
@@ -94,6 +95,17 @@ def _scaling(cap: float | None, scale: float, temperature: float) -> LogitScalin
     outer /= temperature
     same = YES if inner is None and outer == 1 else NO
     return LogitScaling(inner, outer, scale / temperature, None, same)
+
+
+def restored(z: LogitScaling, lost: float) -> LogitScaling:
+    """z of a raw product that lacks this share of its size (`versions.lost`)."""
+    if not lost:
+        return z
+    if z.bias is not None:
+        return z._replace(restore=1 + lost)
+    if z.inner is not None:
+        return z._replace(inner=z.inner * (1 + lost))
+    return z._replace(outer=z.outer * (1 + lost), same=NO)
 
 
 def constant(value: bool) -> tl.constexpr:

@@ -20,9 +20,9 @@ from .formulas import (
 )
 from .launch import Launcher, cdiv
 from .product import check_operands
-from .records import act, matrix_of, programs_on
+from .records import act, matrix_of, programs_on, restored
 from .tiles import BM, BN, OPTIONS, READ, ROWS, WRITE, biased, each_tile, halves
-from .versions import overlaps
+from .versions import lost, overlaps
 
 
 @triton.jit
@@ -108,13 +108,14 @@ def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
     n, v = len(x), len(w)
     out, a = Held.empty(x, v, x.dtype).terms, act(backward)
     if n:
+        of = a._replace(z=restored(a.z, lost(x.device, x.shape[1])))
         if overlaps(x.device):
             from . import gluon  # Gluon is not in every Triton
 
-            gluon.launch_gradient(x, w, out, a)
+            gluon.launch_gradient(x, w, out, of)
         else:
             programs = programs_on(x.device)
-            launch_slab(programs, x, w, out, a, n, v, x.shape[1], PROGRAMS=programs)
+            launch_slab(programs, x, w, out, of, n, v, x.shape[1], PROGRAMS=programs)
         given = (matrix_of(out), a, backward.first, n, v)
         launch_targets(cdiv(n, ROWS), *given, BLOCK=ROWS)
     return out

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .formulas import transformed
+from .formulas import folded, transformed
 from .launch import Launcher
 
 
@@ -23,7 +23,7 @@ class Reference(NamedTuple):
     target: Tensor  # z_y, -inf where it lies in another slice
 
 
-ROWS, DEPTH = tl.constexpr(16), tl.constexpr(128)  # of the smallest product of a tensor core
+ROWS = 8  # of a program
 
 
 @triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
@@ -37,30 +37,28 @@ def reference_kernel(
     n,
     v,
     h,
+    ROWS: tl.constexpr,
+    HALVES: tl.constexpr,
 ):
-    """The column that a token refers to, its target or a stand-in, and that column's logit.
-
-    A tensor core rounds toward zero, so that logits of the product are a little too small, by up to
-    6e-7 of their size. The diagonal of a product of 16 rows with their columns is rounded as they
-    are: then that cancels in a log-prob, and does not add up over a sequence.
-    """
-    i = tl.arange(0, ROWS)
-    row = tl.program_id(0).to(tl.int64) * ROWS + i
+    """The column that a token refers to, its target or a stand-in, and that column's logit: exact
+    to float32, summed in one order whatever the layout."""
+    DEPTH: tl.constexpr = 1 << HALVES
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     real = row < n
     target = tl.load(targets + row, mask=real, other=0) - first
     inside = (target >= 0) & (target < v)
     column = tl.where(inside, target, tl.abs(target) % v).to(tl.int64)
-    total = tl.zeros((ROWS, ROWS), tl.float32)
+    total = tl.zeros((DEPTH, ROWS), tl.float32)
     for start in range(0, h, DEPTH):
         at = start + tl.arange(0, DEPTH)
-        mask = real[:, None] & (at < h)[None, :]
-        a = tl.load(x.data + row[:, None] * x.stride + at[None, :], mask=mask, other=0.0)
-        b = tl.load(w.data + column[:, None] * w.stride + at[None, :], mask=mask, other=0.0)
-        total = tl.dot(a, tl.trans(b), total)
+        mask = (at < h)[:, None] & real[None, :]
+        a = tl.load(x.data + row[None, :] * x.stride + at[:, None], mask=mask, other=0.0)
+        b = tl.load(w.data + column[None, :] * w.stride + at[:, None], mask=mask, other=0.0)
+        total += a.to(tl.float32) * b.to(tl.float32)
     outer = z.outer
     if z.temperature is not None:
         outer = outer / tl.load(z.temperature + row, mask=real, other=1.0)
-    logit = tl.sum(tl.where(i[:, None] == i[None, :], total, 0.0), 1)
+    logit = folded(total, ROWS, HALVES)
     if z.bias is not None:
         logit += tl.load(z.bias + column, mask=real, other=0.0).to(tl.float32)
     logit = transformed(logit, z, outer)
