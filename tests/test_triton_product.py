@@ -232,14 +232,15 @@ def test_log_probs_of_a_trained_head(h, v):
 
 
 @needs_tensor_cores
-@pytest.mark.parametrize("h", [896, 4096])
-def test_log_probs_have_no_bias(h):
-    """Logits up to 45 are rounded toward zero by up to 6e-5 (h = 896) and 26e-5 (4096)."""
+@pytest.mark.parametrize(("h", "bound"), [(896, 6e-6), (4096, 1e-5)])
+def test_log_probs_have_little_bias(h, bound):
+    """Logits up to 45 are rounded toward zero by up to 6e-5 (h = 896) and 26e-5 (4096); those that
+    carry mass by 2.4e-5 and 12e-5 in the mean."""
     generator = torch.Generator(DEVICE).manual_seed(5)
     x = torch.randn(2048, h, generator=generator, device=DEVICE).bfloat16()
     w = (torch.randn(32000, h, generator=generator, device=DEVICE) * 8 * h**-0.5).bfloat16()
     targets = torch.randint(0, 32000, (2048,), generator=generator, device=DEVICE)
-    assert log_prob_errors(x, w, targets).mean().abs() <= 2.5e-9 * h
+    assert log_prob_errors(x, w, targets).mean().abs() <= bound
 
 
 def test_product_names_what_it_cannot_take():
