@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .dense import check_dense
+from .arguments import check_dense, check_number, not_negative, positive
 
 BACKENDS = ("auto", "reference", "triton")
 SCHEDULES = ("auto", "one_pass", "recompute", "frozen", "held")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,45 +84,29 @@ class Options:
     main_grad: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (("backend", BACKENDS), ("schedule", SCHEDULES)):
+        chosen = {"backend": BACKENDS, "schedule": SCHEDULES}
+        for name, allowed in chosen.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, want one of {allowed}")
         for name in ("chunk_tokens", "memory_budget"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name}: got {value!r}, want a positive integer or None")
-            if value < 1:
-                raise ValueError(f"{name}: got {value}, want a positive integer or None")
-        if self.logits_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(
-                f"logits_dtype: got {self.logits_dtype}, want None, torch.float32, torch.bfloat16 "
-                "or torch.float16"
-            )
-        if self.accumulate_dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(
-                f"accumulate_dtype: got {self.accumulate_dtype}, want torch.float32, "
-                "torch.bfloat16 or torch.float16"
-            )
-        self._check_tolerance()
-        if self.upstream is not None:
-            if isinstance(self.upstream, bool) or not isinstance(self.upstream, Real):
-                raise TypeError(f"upstream: got {self.upstream!r}, want a number or None")
-            if not math.isfinite(self.upstream):
-                raise ValueError(f"upstream: got {self.upstream!r}, want a finite number or None")
-        if self.main_grad is not None and not isinstance(self.main_grad, Tensor):
-            raise TypeError(f"main_grad: got {type(self.main_grad).__name__}, want a tensor")
-        if self.main_grad is not None:
-            check_dense("main_grad", self.main_grad)
-
-    def _check_tolerance(self) -> None:
+            if getattr(self, name) is not None:
+                want = "a positive integer or None"
+                check_number(name, getattr(self, name), want, want, positive, int)
+        for name, dtypes in {"logits_dtype": (None, *DTYPES), "accumulate_dtype": DTYPES}.items():
+            if getattr(self, name) not in dtypes:
+                *others, last = map(str, dtypes)
+                want = f"{', '.join(others)} or {last}"
+                raise ValueError(f"{name}: got {getattr(self, name)}, want {want}")
         x, name = self.gradient_tolerance, "gradient_tolerance"
-        if isinstance(x, bool) or not isinstance(x, Real):
-            raise TypeError(f"{name}: got {x!r}, want a number >= 0")
-        if not (math.isfinite(x) and x >= 0):
-            raise ValueError(f"{name}: got {x!r}, want a finite number >= 0")
+        check_number(name, x, "a number >= 0", "a finite number >= 0", not_negative)
         if x and self.static:
             raise ValueError(f"{name}: got {x!r} with static=True, which leaves no row out")
         if x and not self.skip_rows:
             raise ValueError(f"{name}: got {x!r} with skip_rows=False, want rows to be skipped")
+        if self.upstream is not None:
+            kind = "a number or None"
+            check_number("upstream", self.upstream, kind, "a finite number or None")
+        if self.main_grad is not None:
+            if not isinstance(self.main_grad, Tensor):
+                raise TypeError(f"main_grad: got {type(self.main_grad).__name__}, want a tensor")
+            check_dense("main_grad", self.main_grad)

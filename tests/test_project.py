@@ -29,7 +29,7 @@ PARTS = {
     "batch.packing",
     "batch.reduction",
     "batch.segments",
-    "dense",
+    "arguments",
     "objective.statistics",
 }
 TERMS = {"losses.distillation", "losses.scope", "losses.teacher", "losses.term", "objective.bound"}
@@ -39,16 +39,22 @@ LOGITS = {"kernels", "softmax.products", "softmax"}
 VERBS = {"check_term", "head_function", "head_loss", "head_stats", "head_topk"}
 PUBLIC = {"", *PARTS, "head.head", "losses", "options", "run.plan", "run.prepare", *VERBS}
 ALLOWED: dict[str, set[str]] = {
-    "dense": set(),
+    "arguments": set(),
     "objective.statistics": set(),
-    "batch.segments": {"ranks.collectives"},
+    "batch.segments": {"arguments", "ranks.collectives"},
     "objective.metrics": {"ranks.collectives"},
-    "batch.reduction": {"ranks.collectives", "batch.segments"},
-    "options": {"dense"},
+    "batch.reduction": {"arguments", "ranks.collectives", "batch.segments"},
+    "options": {"arguments"},
     "softmax.products": set(),
     "batch.survey": {"kernels", "batch.segments"},
-    "batch.support": {"kernels", "batch.survey", "dense"},
-    "batch.batch": {"batch.reduction", "batch.segments", "batch.support", "batch.survey", "dense"},
+    "batch.support": {"arguments", "kernels", "batch.survey"},
+    "batch.batch": {
+        "arguments",
+        "batch.reduction",
+        "batch.segments",
+        "batch.support",
+        "batch.survey",
+    },
     "batch.packing": {
         "batch.batch",
         "batch.segments",
@@ -71,7 +77,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {"kernels", "objective.divergence", "objective.statistics"},
     "run.pieces": set(),
     "run.plan": {"options", "run.pieces"},
-    "head": {"dense", "head", "softmax.products"},
+    "head": {"arguments", "head", "softmax.products"},
     "objective.sample": {*PARTS, "losses.term"},
     "objective.elsewhere": {*PARTS, "losses.identity", *TERMS},
     "objective.bound": {*PARTS, "losses.term", "objective.sample"},

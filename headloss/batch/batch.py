@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dense import check_dense
+from ..arguments import check_dense, check_device, is_integers
 from .reduction import Totals, count_totals
 from .segments import Segments
 from .support import Support
@@ -83,12 +83,7 @@ class Batch:
         ignore_index: int = IGNORE,
         **fields: Tensor | None,
     ) -> None:
-        if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
-            got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
-            raise TypeError(f"targets: got {got}, want an int64 tensor")
-        check_dense("targets", targets)
-        if targets.dim() == 0:
-            raise ValueError("targets: got a 0-dim tensor, want at least one dimension")
+        _check_targets(targets)
         if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
             raise TypeError(f"ignore_index: got {ignore_index!r}, want an integer")
         if ignore_index != IGNORE:
@@ -97,28 +92,23 @@ class Batch:
         self.segments = _default_segments(targets) if segments is None else segments
         if not isinstance(self.segments, Segments):
             raise TypeError(f"segments: got {type(segments).__name__}, want headloss.Segments")
-        if self.segments.ids.numel() != targets.numel():
-            raise ValueError(
-                f"segments: got {tuple(self.segments.ids.shape)} tokens, want the targets' "
-                f"shape {tuple(targets.shape)}"
-            )
+        _check_segments(self.segments, "targets", targets)
         if totals is not None and not isinstance(totals, Totals):
             raise TypeError(f"totals: got {type(totals).__name__}, want headloss.Totals")
         self.totals = totals
-        self.support = None if support_ids is None else Support(support_ids, targets)
+        self.support: Support | None = None
         self.fields: dict[str, Tensor | Current] = {}
-        named = {
-            "advantages": advantages,
-            "old_logps": old_logps,
-            "ref_logps": ref_logps,
-            "sampling_logps": sampling_logps,
-            "candidate_ids": candidate_ids,
-            **fields,
-        }
-        for name, value in named.items():
-            if value is not None:
-                self._check_field(name, value)
-                self.fields[name] = value
+        self._give(
+            {
+                "support_ids": support_ids,
+                "advantages": advantages,
+                "old_logps": old_logps,
+                "ref_logps": ref_logps,
+                "sampling_logps": sampling_logps,
+                "candidate_ids": candidate_ids,
+                **fields,
+            }
+        )
         self._found: Found | None = None
         if targets.is_cuda and _may_ask_device():
             self._found = self._survey()
@@ -133,12 +123,8 @@ class Batch:
         if not isinstance(labels, Tensor) or labels.dim() == 0:
             raise TypeError("labels: want an int64 tensor with at least one dimension")
         segments = _default_segments(labels) if segments is None else segments
+        _check_segments(segments, "labels", labels)
         flat, ids = labels.reshape(-1), segments.ids.reshape(-1)
-        if flat.shape != ids.shape:
-            raise ValueError(
-                f"segments: got {tuple(segments.ids.shape)} tokens, want the labels' shape "
-                f"{tuple(labels.shape)}"
-            )
         targets = torch.full_like(flat, IGNORE)
         targets[:-1] = torch.where(ids[1:] == ids[:-1], flat[1:], IGNORE)
         return cls(targets.reshape(labels.shape), segments, **fields)
@@ -151,29 +137,32 @@ class Batch:
         """
         found = copy(self)
         found.fields = {n: v for n, v in self.fields.items() if n not in fields}
-        anew = bool(fields.keys() & {"support_ids", *ID_FIELDS})
-        if "support_ids" in fields:
-            ids = fields.pop("support_ids")
-            found.support = None if ids is None else Support(ids, self.targets)
-        for name, value in fields.items():
-            if value is not None:
-                found._check_field(name, value)
-                found.fields[name] = value
-        found._found = None if anew else self._found
+        found._give(fields)
+        found._found = None if fields.keys() & {"support_ids", *ID_FIELDS} else self._found
         return found
+
+    def _give(self, fields: dict[str, Any]) -> None:
+        """Check and take fields; None leaves one out."""
+        for name, value in fields.items():
+            if name == "support_ids":
+                self.support = None if value is None else Support(value, self.targets)
+            elif value is not None:
+                self._check_field(name, value)
+                self.fields[name] = value
 
     def to(self, *args: Any, **options: Any) -> Batch:
         """The same batch elsewhere: every tensor moved as by `Tensor.to(device)`."""
-        segments = self.segments
-        ids = segments.ids.to(*args, **options)
-        fields: dict[str, Any] = {
-            n: v.to(*args, **options) if isinstance(v, Tensor) else v
-            for n, v in self.fields.items()
-        }
-        moved = Segments(ids, segments.count, segments.group)
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(moved, value))
+            return value.to(*args, **options) if isinstance(value, Tensor) else value
+
+        fields = {name: moved(value) for name, value in self.fields.items()}
         if self.support is not None:
-            fields["support_ids"] = self.support.moved(*args, **options)
-        return Batch(self.targets.to(*args, **options), moved, totals=self.totals, **fields)
+            fields["support_ids"] = moved(self.support.given)
+        segments = Segments(moved(self.segments.ids), self.segments.count, self.segments.group)
+        return Batch(moved(self.targets), segments, totals=self.totals, **fields)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles do not keep the order of the tokens; they find it again."""
@@ -199,26 +188,25 @@ class Batch:
 
     def _survey(self) -> Found:
         targets = self.targets
-        ids = {
-            name: value.reshape(targets.numel(), value.shape[-1])
-            for name in ID_FIELDS
-            if isinstance(value := self.fields.get(name), Tensor) and self._is_ids(value)
-        }
+        n = targets.numel()
+        ids = {name: t.reshape(n, t.shape[-1]) for name, t in self._id_fields().items()}
         more = None if self.support is None else self.support.survey(targets)
         return Found(Survey(targets, self.segments, ids, DISTINCT, more), self._surveyed())
 
     def _surveyed(self) -> tuple[Tensor, ...]:
         """The tensors that decide the order and its checks."""
-        ids = [self.fields[name] for name in ID_FIELDS if name in self.fields]
         support = () if self.support is None else self.support.tensors
-        return (self.targets, self.segments.ids, *filter(self._is_ids, ids), *support)  # type: ignore[return-value]
+        return (self.targets, self.segments.ids, *self._id_fields().values(), *support)
 
-    def _is_ids(self, value: object) -> bool:
-        """Whether a field is [.., K] integers, K >= 1."""
-        if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex():
-            return False
-        shape = self.targets.shape
-        return value.dtype != torch.bool and value.shape[:-1] == shape and value.shape[-1] > 0
+    def _id_fields(self) -> dict[str, Tensor]:
+        """The fields of columns that are [.., K] integers, K >= 1."""
+        found, shape = {}, self.targets.shape
+        for name in ID_FIELDS:
+            value = self.fields.get(name)
+            if isinstance(value, Tensor) and is_integers(value):
+                if value.shape[:-1] == shape and value.shape[-1] > 0:
+                    found[name] = value
+        return found
 
     def __getattr__(self, name: str) -> Any:
         fields, support = self.__dict__.get("fields", {}), self.__dict__.get("support")
@@ -242,10 +230,7 @@ class Batch:
             raise TypeError(f"{name}: got {value.dtype}, want a floating tensor")
         if value.requires_grad:
             raise ValueError(f"{name}: requires a gradient, which would be lost: detach it")
-        if value.device != self.targets.device:
-            raise ValueError(
-                f"{name}: got device {value.device}, want the targets' {self.targets.device}"
-            )
+        check_device(name, value, self.targets)
         if name in DISTINCT:
             check_ids(name, value, self.targets.shape, MOST_IDS)
         shape, targets = tuple(value.shape), tuple(self.targets.shape)
@@ -314,12 +299,29 @@ class Found:
         return same and not any(map(Tensor.is_inference, own))
 
 
+def _check_targets(targets: object) -> None:
+    if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
+        got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
+        raise TypeError(f"targets: got {got}, want an int64 tensor")
+    check_dense("targets", targets)
+    if targets.dim() == 0:
+        raise ValueError("targets: got a 0-dim tensor, want at least one dimension")
+
+
+def _check_segments(segments: Segments, of: str, value: Tensor) -> None:
+    got, want = segments.ids.shape, value.shape
+    if got.numel() != want.numel():
+        raise ValueError(
+            f"segments: got {tuple(got)} tokens, want the {of}' shape {tuple(want)}"
+        )
+
+
 def check_ids(name: str, ids: Tensor, shape: torch.Size, most: int | None = None) -> None:
     """ValueError or TypeError where ids of positions of a shape are not [.., K] integers."""
     want = f"{(*shape, 'K')} with " + ("K >= 1" if most is None else f"1 <= K <= {most}")
     if ids.shape[:-1] != shape or not 1 <= ids.shape[-1] <= (most or ids.shape[-1]):
         raise ValueError(f"{name}: got shape {tuple(ids.shape)}, want {want}")
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+    if not is_integers(ids):
         raise TypeError(f"{name}: got {ids.dtype}, want integers")
 
 

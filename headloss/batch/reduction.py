@@ -6,16 +6,15 @@ give the same loss and gradient however they are cut up: padded, packed, accumul
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from numbers import Real
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from ..ranks.collectives import together
+from ..arguments import check_number, not_negative, positive
+from ..ranks.collectives import summed
 from .segments import Segments, count_in
 
 if TYPE_CHECKING:
@@ -90,21 +89,19 @@ class Totals:
 
         if gradients not in ("mean", "sum"):
             raise ValueError(f'gradients: got {gradients!r}, want "mean" or "sum"')
-        numbers = [self.tokens, self.segments]
-        for name in sorted(self.kept):
-            numbers += self.kept[name]
+        names = sorted(self.kept)
+        numbers = [self.tokens, self.segments, *(n for name in names for n in self.kept[name])]
         device = next((n.device for n in numbers if isinstance(n, Tensor)), None)
         if device is None and distributed.get_backend(group) == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
-        packed = torch.stack(
-            [torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers]
-        )
-        together("Totals.all_reduce", group, lambda: distributed.all_reduce(packed, group=group))
+        wide = [torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers]
+        packed = torch.stack(wide)
+        summed("Totals.all_reduce", packed, group)
         if gradients == "mean":
             packed = packed / distributed.get_world_size(group)
         tokens, segments, *rest = packed.unbind()
-        kept = {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(sorted(self.kept))}
-        return replace(self, tokens=tokens, segments=segments, kept=kept)
+        pairs = zip(rest[::2], rest[1::2], strict=True)
+        return Totals(tokens, segments, dict(zip(names, pairs, strict=True)))
 
 
 def _check_total(name: str, value: object) -> None:
@@ -115,10 +112,7 @@ def _check_total(name: str, value: object) -> None:
             got = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
             raise TypeError(f"{name}: got {got}, want a number or a 0-dim tensor")
         return
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: got {value!r}, want a number or a 0-dim tensor")
-    if not (math.isfinite(value) and float(value) >= 0):
-        raise ValueError(f"{name}: got {value!r}, want a finite number >= 0")
+    check_number(name, value, "a number or a 0-dim tensor", "a finite number >= 0", not_negative)
 
 
 Mask = tuple[Tensor | None, Tensor | None]  # per token [..], per segment [S]: what its shape fits
@@ -140,14 +134,8 @@ def count_totals(scored: Tensor, segments: Segments, masks: dict[str, Mask]) -> 
     # [1 + 2 masks, S] kept tokens per segment, joined over the ranks that share the segments.
     counts = torch.stack([count_in(ids, segments.count, row) for row in rows])
     if segments.group is not None:
-        from torch import distributed
-
         joined = torch.cat([counts.reshape(-1), *against])
-        together(
-            "the count of tokens in segments",
-            segments.group,
-            lambda: distributed.all_reduce(joined, group=segments.group),
-        )
+        summed("the count of tokens in segments", joined, segments.group)
         counts, votes = joined.split([counts.numel(), len(masks)])
         counts, against = counts.view(len(rows), segments.count), list(votes)
     kept = {}
@@ -173,8 +161,7 @@ class Reduction:
     @property
     def key(self) -> Weigh | None:
         """What decides the weights; None where they may depend on more than the arguments."""
-        known = isinstance(self.weigh, _FixedLength) or self.weigh in OWN
-        return self.weigh if known else None
+        return self.weigh if getattr(self.weigh, "__module__", None) == __name__ else None
 
 
 def _token_mean(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
@@ -189,7 +176,6 @@ def _sequence_sum(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
     return segments.reciprocal().expand_as(lengths)
 
 
-OWN: tuple[Weigh, ...] = (_token_mean, _sequence_mean, _sequence_sum)
 token_mean = Reduction("token_mean", _token_mean)
 sequence_mean = Reduction("sequence_mean", _sequence_mean)
 sequence_sum = Reduction("sequence_sum", _sequence_sum)
@@ -205,10 +191,7 @@ class _FixedLength:
 
 def fixed_length(length: float) -> Reduction:
     """Sum over tokens divided by (segments * length), as in Dr. GRPO (Liu et al. 2025)."""
-    if isinstance(length, bool) or not isinstance(length, Real):
-        raise TypeError(f"length: got {length!r}, want a number > 0")
-    if not (math.isfinite(length) and length > 0):
-        raise ValueError(f"length: got {length}, want > 0")
+    check_number("length", length, "a number > 0", "> 0", positive)
     return Reduction(f"fixed_length({length})", _FixedLength(length))
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from ..ranks.collectives import together
+from ..arguments import is_integers
+from ..ranks.collectives import summed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,12 +58,9 @@ class Segments:
         >>> Segments.from_lengths([2, 3]).ids.tolist()
         [0, 0, 1, 1, 1]
         """
-        if not isinstance(lengths, Tensor):
-            lengths = _integers("lengths", lengths)
-        _check_integer_vector("lengths", lengths)
+        lengths = _vector("lengths", lengths)
         if bool((lengths < 0).any()):
             raise ValueError(f"lengths: got a negative length in {lengths.tolist()}, want all >= 0")
-        lengths = lengths.to(torch.int64)
         ids = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
         return cls(ids, len(lengths))
 
@@ -73,15 +71,12 @@ class Segments:
         >>> Segments.from_cu_seqlens([0, 2, 5]).lengths.tolist()
         [2, 3]
         """
-        if not isinstance(cu_seqlens, Tensor):
-            cu_seqlens = _integers("cu_seqlens", cu_seqlens)
-        _check_integer_vector("cu_seqlens", cu_seqlens)
-        if len(cu_seqlens) == 0 or int(cu_seqlens[0]) != 0:
-            raise ValueError(f"cu_seqlens: got {cu_seqlens.tolist()}, want it to start at 0")
-        lengths = cu_seqlens.to(torch.int64).diff()
-        if bool((lengths < 0).any()):
-            raise ValueError(f"cu_seqlens: got {cu_seqlens.tolist()}, want it not to decrease")
-        return cls.from_lengths(lengths)
+        ends = _vector("cu_seqlens", cu_seqlens)
+        if len(ends) == 0 or int(ends[0]) != 0:
+            raise ValueError(f"cu_seqlens: got {ends.tolist()}, want it to start at 0")
+        if bool((ends.diff() < 0).any()):
+            raise ValueError(f"cu_seqlens: got {ends.tolist()}, want it not to decrease")
+        return cls.from_lengths(ends.diff())
 
     @classmethod
     def from_ids(
@@ -91,14 +86,14 @@ class Segments:
 
         With `group`, `count` is required: the ranks of the group hold tokens of the same segments.
         """
-        if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
-            raise TypeError(f"ids: got {_describe(ids)}, want an integer tensor")
+        if not is_integers(ids):
+            got = f"{ids.dtype} tensor" if isinstance(ids, Tensor) else type(ids).__name__
+            raise TypeError(f"ids: got {got}, want an integer tensor")
         if count is None:
             if group is not None:
                 raise ValueError("count: got None with a group, want the number of segments")
             count = int(ids.max()) + 1 if ids.numel() else 0
-        count = _integer("count", count, 0)
-        return cls(ids.to(torch.int64), count, group)
+        return cls(ids.to(torch.int64), _integer("count", count, 0), group)
 
     @classmethod
     def rows(cls, rows: int, length: int, device: torch.device | str | None = None) -> Segments:
@@ -121,11 +116,7 @@ class Segments:
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum of [T] `values` inside each segment, [S]; over all ranks of the group."""
-        if values.shape != self.ids.shape:
-            raise ValueError(
-                f"values: got shape {tuple(values.shape)}, want one value per token, "
-                f"{tuple(self.ids.shape)}"
-            )
+        _check_values(values, "token", self.ids.shape)
         return cast(Tensor, _Sum.apply(values, self))
 
     def mean(self, values: Tensor) -> Tensor:
@@ -134,11 +125,7 @@ class Segments:
 
     def expand(self, values: Tensor) -> Tensor:
         """Give each token the value of its segment: [S] to [T]."""
-        if values.shape != (self.count,):
-            raise ValueError(
-                f"values: got shape {tuple(values.shape)}, want one value per segment, "
-                f"({self.count},)"
-            )
+        _check_values(values, "segment", (self.count,))
         return cast(Tensor, _Expand.apply(values, self))
 
     def split_pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,19 +224,14 @@ def count_in(ids: Tensor, count: int, kept: Tensor | None = None) -> Tensor:
 
 
 def _all_reduce(values: Tensor, group: ProcessGroup) -> Tensor:
-    from torch import distributed
-
-    values = values.clone()
-    together(
-        "a sum over segments that run across ranks",
-        group,
-        lambda: distributed.all_reduce(values, group=group),
-    )
-    return values
+    return summed("a sum over segments that run across ranks", values.clone(), group)
 
 
-def _describe(value: object) -> str:
-    return f"{value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
+def _check_values(values: Tensor, of: str, shape: tuple[int, ...]) -> None:
+    if values.shape != shape:
+        raise ValueError(
+            f"values: got shape {tuple(values.shape)}, want one value per {of}, {tuple(shape)}"
+        )
 
 
 def _integer(name: str, value: object, least: int | None = None) -> int:
@@ -264,10 +246,10 @@ def _integer(name: str, value: object, least: int | None = None) -> int:
     return found
 
 
-def _integers(name: str, values: Sequence[int]) -> Tensor:
-    return torch.tensor([_integer(name, value) for value in values], dtype=torch.int64)
-
-
-def _check_integer_vector(name: str, value: Tensor) -> None:
-    if value.is_floating_point() or value.dtype == torch.bool or value.dim() != 1:
+def _vector(name: str, value: Tensor | Sequence[int]) -> Tensor:
+    """[n] int64."""
+    if not isinstance(value, Tensor):
+        value = torch.tensor([_integer(name, one) for one in value], dtype=torch.int64)
+    if not is_integers(value) or value.dim() != 1:
         raise TypeError(f"{name}: got {value.dtype} of shape {tuple(value.shape)}, want [..] int64")
+    return value.to(torch.int64)

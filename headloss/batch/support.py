@@ -5,23 +5,18 @@ N positions, T of them scored, P pairs of a token and a column, K the most that 
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..dense import check_dense
+from ..arguments import check_dense, check_device, is_integers
 from ..kernels.support import ByColumn
 from ..kernels.support import Support as Window
 from .survey import IGNORE
 
 HIGH = 1 << 32
-
-
-def _is_integral(value: object) -> bool:
-    if not isinstance(value, Tensor) or value.dtype == torch.bool:
-        return False
-    return not (value.is_floating_point() or value.is_complex())
 
 
 class Support:
@@ -36,7 +31,7 @@ class Support:
         self.tensors: Any = given if isinstance(given, tuple) else (given,)
         self.width: int | None = None  # K, where all positions have as many slots
         want = "[.., K] integers, or ([P] ids, [N + 1] offsets)"
-        if len(self.tensors) > 2 or not all(map(_is_integral, self.tensors)):
+        if len(self.tensors) > 2 or not all(map(is_integers, self.tensors)):
             got = [getattr(t, "dtype", type(t).__name__) for t in self.tensors]
             raise TypeError(f"support_ids: got {got}, want {want}")
         for tensor in self.tensors:
@@ -53,28 +48,17 @@ class Support:
                 f"[P] ids and {(targets.numel() + 1,)} offsets"
             )
         for tensor in self.tensors:
-            if tensor.device != targets.device:
-                raise ValueError(
-                    f"support_ids: got device {tensor.device}, want the targets' {targets.device}"
-                )
+            check_device("support_ids", tensor, targets)
 
     @property
     def given(self) -> Any:
         return self.tensors if len(self.tensors) > 1 else self.tensors[0]
 
-    def moved(self, *args: Any, **options: Any) -> Any:
-        """What was given, every tensor moved as by `Tensor.to`."""
-        tensors = [t.to(*args, **options) for t in self.tensors]
-        return tuple(tensors) if len(tensors) > 1 else tensors[0]
-
-    def _pairs(self, count: int) -> tuple[Tensor, Tensor]:
-        """[P] ids and the position of each; wrong offsets do no harm here."""
-        ids = self.tensors[0].reshape(-1).long()
-        at = torch.arange(len(ids), device=ids.device)
-        if self.width is not None:
-            return ids, at // self.width
-        ends = self.tensors[1][1:].contiguous()
-        return ids, torch.searchsorted(ends, at.to(ends.dtype), right=True).clamp_max(count - 1)
+    @property
+    def _pairs(self) -> Packed:
+        """Of all positions."""
+        ids, *offsets = (t.reshape(-1).long() for t in self.tensors)
+        return Packed(ids, width=self.width, offsets=next(iter(offsets), None))
 
     def survey(self, targets: Tensor) -> Tensor:
         """[6] int64: the largest and the smallest id at a scored position; how often offsets are
@@ -86,7 +70,8 @@ class Support:
             return targets.new_zeros(6, dtype=torch.int64)
         if self.width is not None:
             return self._survey_rows(targets.unsqueeze(1))
-        ids, at = self._pairs(n)
+        pairs = self._pairs
+        ids, at = pairs.ids, pairs.tokens()
         offsets, kept = self.tensors[1], targets[at] != IGNORE
         bad = (offsets.diff() < 0).sum() + (offsets[0] != 0) + (offsets[-1] != len(ids))
         real = torch.where(kept, ids, 0)
@@ -123,7 +108,8 @@ class Support:
         if not (most >= vocabulary or least < 0 or twice or missing):
             return
         targets = targets.reshape(-1)
-        ids, at = self._pairs(len(targets))
+        pairs = self._pairs
+        ids, at = pairs.ids, pairs.tokens()
         for position in (targets != IGNORE).nonzero().squeeze(1).tolist():
             own = [i for i in ids[at == position].tolist() if i >= 0 or self.width is None]
             target = int(targets[position])
@@ -148,24 +134,15 @@ class Support:
             live: [T] bool, with static shapes: those that are scored, which all have ids.
             restricted: how many of them have ids; None: not known, all have.
         """
-        ids = self.tensors[0].long()
-        if self.width is not None:
-            ids = ids.reshape(-1, self.width)
-            ids = ids if index is None else ids[index]
-            if live is not None:  # unscored tokens get one column, whichever
-                ids = ids.masked_fill(~live.unsqueeze(1), -1)
-                ids[:, 0] = torch.where(live, ids[:, 0], 0)
+        if live is not None and self.width is None:
+            raise ValueError("static: got support_ids with offsets, want [.., K]")
+        found = self._pairs if index is None else self._pairs.take(index)
+        if live is not None:  # unscored tokens get one column, whichever
+            ids = found.ids.view(len(live), -1).masked_fill(~live.unsqueeze(1), -1)
+            ids[:, 0] = torch.where(live, ids[:, 0], 0)
             found = Packed(ids.reshape(-1), width=self.width)
-            here = (ids >= 0).sum(1)
-        else:
-            if live is not None:
-                raise ValueError("static: got support_ids with offsets, want [.., K]")
-            found = Packed(ids, offsets=self.tensors[1].long())
-            found = found if index is None else found.take(index)
-            here = found.offsets.diff()
-        found.counts = here
-        if restricted is not None and restricted < len(here):
-            found.free = (here == 0).cpu()
+        if restricted is not None and restricted < len(found):
+            found.free = (found.counts == 0).cpu()
         return found
 
 
@@ -175,12 +152,11 @@ class Packed:
     Attributes:
         ids: [P] int64; below 0: an empty slot.
         offsets: [T + 1] int64.
-        counts: [T] ids of each token.
+        width: pairs of each token, where all have as many.
         free: [T] bool on the host: tokens without ids, whose softmax runs over all columns; None:
             there are none.
     """
 
-    counts: Tensor
     free: Tensor | None = None
 
     def __init__(
@@ -197,6 +173,22 @@ class Packed:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """[T] ids of each token."""
+        if self.width is not None:
+            return (self.ids.view(-1, self.width) >= 0).sum(1)
+        return self.offsets.diff()
+
+    def tokens(self, pairs: Tensor | None = None) -> Tensor:
+        """The tokens of some pairs, of all by default; wrong offsets do no harm here."""
+        if pairs is None:
+            pairs = torch.arange(len(self.ids), device=self.ids.device)
+        if self.width is not None:
+            return pairs // self.width
+        ends = self.offsets[1:]
+        return torch.searchsorted(ends, pairs, right=True).clamp_max(len(ends) - 1)
 
     @property
     def restricted(self) -> int:
@@ -237,12 +229,7 @@ class Packed:
             begin, end = self._span(*key)
             # Columns fit into 32 bits, which a GPU sorts in half the passes.
             columns, order = self.ids[begin:end].int().sort(stable=True)
-            if self.width is not None:
-                tokens = order // self.width
-            else:
-                tokens = torch.searchsorted(self.offsets, order + begin, right=True) - 1
-                tokens -= rows.start
-            self._sorted[key] = order, tokens, columns
+            self._sorted[key] = order, self.tokens(order + begin) - rows.start, columns
         order, tokens, columns = self._sorted[key]
         bounds = torch.arange(first, first + size + 1, device=columns.device, dtype=columns.dtype)
         return ByColumn(order, tokens, torch.searchsorted(columns, bounds))
@@ -258,8 +245,6 @@ class Packed:
             places = torch.arange(len(shift), device=shift.device) + shift
             offsets = torch.cat([ends.new_zeros(1), ends])
             found = Packed(self.ids[places], offsets=offsets)
-        if hasattr(self, "counts"):
-            found.counts = self.counts[index]
         if self.free is not None:
             found.free = self.free[index.cpu()]
         return found

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from ..dense import check_dense
+from ..arguments import check_dense
 
 GATHER = (
     "call inside the forward of the module that FSDP2 wraps, where the weight is whole, or gather "

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dense import check_dense
+from ..arguments import check_dense
 from .adapters import read_model, read_module
 from .checks import check_matrix, check_number, check_plain, describe
 from .lora import Dropout, Fixed, Lora

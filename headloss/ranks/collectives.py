@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,6 +45,14 @@ def together(what: str, group: ProcessGroup | None, run: Callable[[], R]) -> R:
             f"{ranks}): one was killed, raised, or made another call, as its own log will say; "
             f"{UNUSABLE}. The backend says: {error}"
         ) from error
+
+
+def summed(what: str, values: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The sum over the ranks, in the tensor's own memory."""
+    from torch import distributed
+
+    together(what, group, lambda: distributed.all_reduce(values, group=group))
+    return values
 
 
 def inside(device: str, *groups: ProcessGroup | None) -> AbstractContextManager:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..arguments import check_dense
 from ..batch.batch import LOGPS, Batch, check_ids
 from ..batch.packing import PackedBatch
-from ..dense import check_dense
 from ..head.head import Head, autocast_dtype
 from ..losses.teacher import INPUTS, Teacher
 from ..losses.term import Objective, Reads, Term

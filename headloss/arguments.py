@@ -1,0 +1,55 @@
+"""What arguments of every verb have to be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def check_dense(name: str, value: Tensor) -> None:
+    """TypeError for a tensor without strides (sparse, mkldnn, nested), which no kernel can read."""
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else str(value.layout)
+        raise TypeError(f"{name}: got a tensor of layout {kind}, want a dense one, torch.strided")
+
+
+def check_device(name: str, value: Tensor, targets: Tensor) -> None:
+    """ValueError for a tensor on another device than the targets."""
+    if value.device != targets.device:
+        raise ValueError(f"{name}: got device {value.device}, want the targets' {targets.device}")
+
+
+def is_integers(value: object) -> bool:
+    """Whether it is a tensor of integers; booleans are none."""
+    if not isinstance(value, Tensor) or value.dtype == torch.bool:
+        return False
+    return not (value.is_floating_point() or value.is_complex())
+
+
+def check_number(
+    name: str,
+    value: Any,
+    kind: str,
+    want: str,
+    accept: Callable[[float], bool] = lambda x: True,
+    of: type = Real,
+) -> None:
+    """TypeError that wants a `kind`, ValueError that wants a `want`, for a number that is not
+    finite or not accepted."""
+    if isinstance(value, bool) or not isinstance(value, of):
+        raise TypeError(f"{name}: got {value!r}, want {kind}")
+    if not (math.isfinite(value) and accept(float(value))):
+        raise ValueError(f"{name}: got {value!r}, want {want}")
+
+
+def not_negative(x: float) -> bool:
+    return x >= 0
+
+
+def positive(x: float) -> bool:
+    return x > 0
