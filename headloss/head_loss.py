@@ -24,7 +24,7 @@ from .objective.tape import Taped
 from .options import Options
 from .ranks.collectives import inside
 from .ranks.dtensor import local_head
-from .run.calls import Call, given_call, linear_call, linear_plan
+from .run.calls import Call, given_call, linear_call, linear_plan, run_early
 from .run.checks import eagerly, outside
 from .run.loop import HeadLoss, Outcome
 from .run.plan import Plan
@@ -115,8 +115,8 @@ def head_loss(
         return outside(head_loss)(hidden, head, batch, objective, options)
     check_head(head)
     options = options or DEFAULT
-    given = (hidden, local_head(head), batch, objective, options, "head_loss")
-    return _run(options, linear_call, *given)
+    given = (hidden, local_head(head), batch, objective, options, "head_loss", True)
+    return run_early(lambda: _run(options, linear_call, *given))
 
 
 @eagerly
@@ -158,7 +158,7 @@ def logits_loss(
     options = options or DEFAULT
     transform = Transform(scale=logit_scale, softcap=softcap, temperature=temperature)
     given = (logits, batch, objective, transform, vocab_group, inplace, options)
-    return _run(options, given_call, *given)
+    return run_early(lambda: _run(options, given_call, *given))
 
 
 @eagerly

@@ -17,7 +17,7 @@ from .objective.elsewhere import CANDIDATE, READ, loss_elsewhere
 from .options import Options
 from .ranks.collectives import inside
 from .ranks.dtensor import local_head
-from .run.calls import linear_call
+from .run.calls import linear_call, run_early
 from .run.checks import check_targets
 from .run.loop import HeadStatistics
 from .run.operator import in_graph
@@ -105,12 +105,16 @@ def head_stats(
     batch = _batch(targets_or_batch, hidden, options)
     candidates = isinstance(batch, Batch) and "candidate_ids" in batch.fields
     objective = loss_elsewhere(names, candidates=candidates)
-    call = linear_call(hidden, head, batch, objective, options, "head_stats")  # type: ignore[arg-type]
-    with inside(hidden.device.type, *call.work.groups):
-        found = HeadStatistics.apply(call.work, call.packing, names, *call.tensors)
-    stats = _with_candidates(found, names)
-    stats.plan = call.work.plan
-    return stats
+
+    def run() -> HeadStats:
+        call = linear_call(hidden, head, batch, objective, options, "head_stats", early=True)  # type: ignore[arg-type]
+        with inside(hidden.device.type, *call.work.groups):
+            found = HeadStatistics.apply(call.work, call.packing, names, *call.tensors)
+        stats = _with_candidates(found, names)
+        stats.plan = call.work.plan
+        return stats
+
+    return run_early(run)
 
 
 def _with_candidates(found: Sequence[Tensor], names: frozenset[str]) -> HeadStats:

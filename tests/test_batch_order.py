@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import headloss as hl
+from headloss.batch.survey import Survey
 
 V = 9
 
@@ -87,3 +88,75 @@ def test_copies_find_their_order_anew(copied):
     other = copied(batch)
     assert other.found() is not batch.found()
     assert loss(other) == before
+
+
+@pytest.fixture
+def begun_early(monkeypatch):
+    """As on a GPU that is busy: a call finds that nobody has read its batch yet. The guesses."""
+    made, guessed = [], Survey.guessed
+    monkeypatch.setattr(Survey, "is_asked", property(lambda self: self._read is None))
+    monkeypatch.setattr(Survey, "guessed", lambda self: made.append(guessed(self)) or made[-1])
+    hl.clear_cache()
+    return made
+
+
+@pytest.mark.parametrize("segments", [None, [2, 3, 1]], ids=["one", "three"])
+@pytest.mark.parametrize("targets", [[3, 8, 2, 5, 1, 0], [3, -100, 2, -100, 1, 0], [-100] * 6])
+def test_a_call_that_begins_before_its_batch_is_read(begun_early, monkeypatch, targets, segments):
+    """Whole or not, it gives what it gives afterwards; a signature is guessed wrong once."""
+    objective = hl.cross_entropy().over("sequence_mean")
+
+    def run() -> tuple[float, float]:
+        among = None if segments is None else hl.Segments.from_lengths(segments)
+        batch = hl.Batch(torch.tensor(targets), among)
+        return loss(batch, objective), loss(batch, objective)
+
+    found = run()
+    assert len(begun_early) == 1 and begun_early[0] is not None
+    assert run() == found
+    assert len(begun_early) == 1 + (-100 not in targets)
+    monkeypatch.undo()
+    assert run() == found
+
+
+@pytest.mark.parametrize("schedule", ["auto", "recompute", "held"])
+def test_segments_out_of_order_are_found_out(begun_early, monkeypatch, schedule):
+    """Gradients too; nothing is added to a given main_grad before that."""
+    objective = hl.cross_entropy().over("sequence_sum")
+    ids, weight = torch.tensor([1, 0, 1, 0, 0, 1]), torch.randn(V, 4, requires_grad=True)
+    hidden, results = torch.randn(6, 4, requires_grad=True), []
+    for _ in range(2):
+        total = torch.zeros(V, 4)
+        options = hl.Options(schedule=schedule, main_grad=total, upstream=1.0)
+        batch = hl.Batch(torch.arange(6), hl.Segments.from_ids(ids, 2))
+        hl.head_loss(hidden, hl.Head(weight), batch, objective, options).loss.backward()
+        results += [(total, hidden.grad)]
+        hidden.grad = None
+        assert len(begun_early) == 1 and begun_early[0].index is None
+        monkeypatch.undo()
+    for early, late in zip(*results, strict=True):
+        assert torch.equal(early, late) and early.abs().max() > 0
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_bad_target_is_named_before_logits_are_overwritten(begun_early, inplace):
+    logits = torch.randn(6, V)
+    before, bad = logits.clone(), hl.Batch(torch.tensor([3, V, 2, 5, 1, 0]))
+    with pytest.raises(ValueError, match=f"targets: got {V} at position 1"):
+        hl.logits_loss(logits, bad, hl.cross_entropy(), inplace=inplace)
+    assert torch.equal(logits, before)
+    ids = hl.Segments.from_ids(torch.tensor([0, 0, 3, 0, 1, 1]), 2)
+    with pytest.raises(ValueError, match="segments: got 3 at position 2"):
+        hl.logits_loss(logits, hl.Batch(torch.arange(6), ids), hl.cross_entropy())
+    stats = hl.head_stats(torch.randn(6, 4), hl.Head(torch.randn(V, 4)), torch.arange(6))
+    assert stats.logp is not None and len(begun_early) == 3
+
+
+def test_adapters_and_temperatures_of_tokens_wait(begun_early):
+    """Dropout is drawn once; a temperature counts at scored positions alone."""
+    hidden, weight = torch.randn(6, 4), torch.randn(V, 4)
+    a, b = torch.randn(2, 4), torch.randn(V, 2)
+    lora = (hl.Lora(a=a, b=b, scaling=1.0),)
+    for head in (hl.Head(weight, lora=lora), hl.Head(weight, temperature=torch.ones(6))):
+        hl.head_loss(hidden, head, made(), hl.cross_entropy())
+    assert not begun_early

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import headloss as hl
+from headloss.kernels.transform import Transform
 from headloss.objective import tape as taped
 from headloss.run import prepare
+from headloss.run.calls import given_call
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = (5, 0, 7, 3)
@@ -127,6 +129,21 @@ def test_other_calls(objective: str, kind: str, monkeypatch: pytest.MonkeyPatch)
 def test_narrow_dtypes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float16 the tape's gradient is brought near 1 as autograd's is."""
     assert_same(monkeypatch, OBJECTIVES["mixed"], {}, dtype, "head")
+
+
+def test_what_is_known_beforehand() -> None:
+    """By the tape where it is the same whatever the statistics are; as the closed forms say."""
+    smoothed = hl.cross_entropy(label_smoothing=0.1).where("keep")
+    constant = smoothed - 0.2 * hl.entropy() + hl.reinforce()
+    for objective, by_tape in ((constant, True), (hl.grpo(), False)):
+        logits, given = torch.randn(19, 37, device=DEVICE), (Transform(), None, True, hl.Options())
+        work = given_call(logits, batch(), objective, *given).work
+        (found, *_), slopes = work.bound.beforehand(work.batch, work.needs)
+        assert ("bound" not in vars(work.bound)) == (slopes is None) == by_tape
+        (want, *_), _ = work.bound.bound.beforehand(work.batch, work.needs)
+        assert found.tensors().keys() == want.tensors().keys()
+        for name, value in want.tensors().items():
+            torch.testing.assert_close(getattr(found, name), value, rtol=1e-6, atol=1e-9)
 
 
 def test_what_autograd_serves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ segment. From there on there are no masks and no padding: every field is a vecto
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -167,14 +167,13 @@ class Packing:
         targets: [T].
         segments: sorted.
         index, live: see `Order`.
-        lengths: scored tokens of each segment; None with static shapes.
         shape: of the targets as given.
         count: S as given.
         support: the columns of each token; None where all have the whole vocabulary.
     """
 
     def __init__(self, batch: Batch, order: Order, restricted: int | None = None) -> None:
-        index, ids, counts, lengths, _, live, targets = order
+        index, ids, counts, _, _, live, targets = order
         if targets is None:
             targets = batch.targets.reshape(-1).long()
             targets = targets if index is None else targets.index_select(0, index)
@@ -186,8 +185,13 @@ class Packing:
         self.targets = targets if live is None else targets.masked_fill(~live, 0)
         group = batch.segments.group
         self.segments = Segments(ids, counts.shape[0], group, counts=counts)
-        self.order, self.index, self.live, self.lengths = order, index, live, lengths
+        self.order, self.index, self.live = order, index, live
         self.shape, self.count = batch.targets.shape, batch.segments.count
+
+    @property
+    def lengths(self) -> list[int] | None:
+        """Scored tokens of each segment; None with static shapes. (It may read the device.)"""
+        return None if self.order.lengths is None else self.order.lengths()
 
     def __len__(self) -> int:
         return self.targets.shape[0]
@@ -279,6 +283,40 @@ def packing_of(batch: Batch, vocabulary: int, static: bool = False, unit: int = 
     if found.packing is None:
         found.packing = Packing(batch, found.survey.order(), restricted)
     return found.packing
+
+
+class Misguessed(Exception):
+    """Not all positions of a batch are scored, by segment, and the call began as if they were."""
+
+
+def guessed(
+    batch: Batch, vocabulary: int, misses: list[bool]
+) -> tuple[Packing | None, Callable[[], object]]:
+    """Where the tokens of a batch go if all are scored and in order, before the device has said so;
+    and what waits for it, checks the batch as `packing_of` does, and raises `Misguessed` if it is
+    not so, which `misses` keeps. None where it is known."""
+    found = batch.found()
+    survey, total = found.survey, batch.targets.numel()
+    known = found.packing is not None or batch.support is not None
+    order = None if known else survey.guessed()
+    if order is None:
+        return None, bool
+
+    def lengths() -> list[int]:
+        if survey.is_whole():
+            return survey.lengths()
+        misses.append(True)
+        raise Misguessed
+
+    def confirm() -> None:
+        if found.packing is not packing:
+            survey.check(vocabulary)
+            lengths()
+            found.packing = packing
+
+    one = batch.segments.count == 1
+    packing = Packing(batch, order._replace(lengths=(lambda: [total]) if one else lengths))
+    return packing, confirm
 
 
 def _check_static(batch: Batch) -> None:

@@ -6,7 +6,7 @@ N positions, T of them scored, S segments.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ class Order(NamedTuple):
     index: Tensor | None  # [T], None: all N in order
     ids: Tensor  # [T] segments, ascending
     counts: Tensor  # [S] tokens of each
-    lengths: list[int] | None = None
+    lengths: Callable[[], list[int]] | None = None  # scored tokens of each segment, if known
     unscored: Tensor | None = None  # [N - T]
     live: Tensor | None = None  # [T] bool, with static shapes: which are scored
     targets: Tensor | None = None  # [T], where finding the order has given them
@@ -64,6 +64,7 @@ class Survey:
             self.facts = torch.cat([self.facts, torch.stack(twice)])
         self.more = more
         self.size = self.facts.shape[0]
+        self.bins = 4 + len(id_fields)  # the first segment's count among the facts
         self._read: list[int] | None = None
         self._copy: Tensor | None = None
         self._event: Any = None
@@ -91,11 +92,32 @@ class Survey:
             self._event.wait()
         return found
 
+    def lengths(self) -> list[int]:
+        """Scored tokens of each segment."""
+        return self.read()[self.bins : self.bins + self.segments.count]
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the device was asked, and nobody has read its answer yet."""
+        return self._copy is not None
+
+    def guessed(self) -> Order | None:
+        """The order if all positions are scored and segments ascend, while the device has not said
+        so; None where it has, or where it is asked for more."""
+        total, count = self.targets.numel(), self.segments.count
+        if not self.is_asked or self.id_fields or self.more is not None or not total:
+            return None
+        return Order(None, self.segments.ids.reshape(-1), self.facts[self.bins : self.bins + count])
+
+    def is_whole(self) -> bool:
+        """Whether it is that order: no segment precedes the one before, no position is unscored."""
+        found = self.read()
+        return not (found[0] or found[self.bins + self.segments.count + 1])
+
     def check(self, vocabulary: int) -> None:
         """ValueError for a bad target, segment id, or value of an id field at a scored position."""
-        found, bins = self.read(), 3 + len(self.id_fields)
-        lowest, most, below = found[1], found[2], found[bins]
-        beyond = found[bins + self.segments.count + 1]
+        found, end = self.read(), self.bins + self.segments.count
+        lowest, most, below, beyond = found[1], found[2], found[self.bins - 1], found[end]
         if lowest < 0 or most >= vocabulary:
             value = self.targets.reshape(-1)
             bad = (value < 0) | (value >= vocabulary)
@@ -104,7 +126,7 @@ class Survey:
             if found[at] >= vocabulary:
                 value = self.id_fields[name].amax(1)
                 self._refuse(name, value, value >= vocabulary, f"id < {vocabulary}")
-        for at, name in enumerate(self.distinct, bins + self.segments.count + 3):
+        for at, name in enumerate(self.distinct, end + 2):
             if found[at]:
                 value = self.id_fields[name]
                 self._refuse(name, value, _repeated(value), "distinct ids")
@@ -121,15 +143,12 @@ class Survey:
 
     def order(self) -> Order:
         """The scored positions by segment."""
-        names = 1 + len(self.id_fields)
-        segments = self.segments
-        last = 3 + names + segments.count  # of the segments' counts
-        found, total = self.read(), self.targets.numel()
-        descents, lengths, out = found[0], found[3 + names : last], found[last + 1]
-        counts = self.facts[3 + names : last]
-        if not (descents or out) or not total:
+        segments, lengths = self.segments, self.lengths
+        found, total, end = self.read(), self.targets.numel(), self.bins + segments.count
+        counts, out = self.facts[self.bins : end], found[end + 1]
+        if self.is_whole() or not total:
             return Order(None, segments.ids.reshape(-1), counts, lengths)
-        if not descents:
+        if not found[0]:
             index, ids, targets, unscored = self.acts.compact(
                 self.targets, segments.ids, IGNORE, self.scored, total - out
             )

@@ -6,7 +6,6 @@ T scored tokens, S segments, K terms.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -151,7 +150,7 @@ class Bound:
         found: dict[str, Tensor] = {}
         for part in self.parts:
             for slope in self._slopes(part, batch, factor):
-                if slope.sign == 0 and slope.low == -math.inf and slope.high == math.inf:
+                if slope.constant:
                     rate = zero + slope.rate
                     found[slope.of] = found[slope.of] + rate if slope.of in found else rate
                     continue

@@ -232,3 +232,10 @@ class Slope(NamedTuple):
     high: Tensor | float = math.inf
     sign: float = 1.0  # 0: a constant
     of: str = "logp"
+
+    @property
+    def constant(self) -> bool:
+        """Whether it is the same for all statistics."""
+        bounds = self.low, self.high
+        known = not any(isinstance(bound, Tensor) for bound in bounds)
+        return self.sign == 0 and known and bounds == (-math.inf, math.inf)

@@ -148,6 +148,7 @@ class Tape:
     Attributes:
         terms: K. The first K measurements are their values, the next is the loss.
         kinds: what each measurement is: SUM, LARGEST, SMALLEST or COUNT.
+        constant: whether its gradient is the same whatever the statistics are, once that is known.
         vectors: what the first token registers hold at the end, e.g. ("coefficient", "target").
     """
 
@@ -161,6 +162,7 @@ class Tape:
     reported: tuple[Reported, ...]
     dtype: torch.dtype
     segments_per_unit: int
+    constant: list[bool] = field(default_factory=list)
     linked: dict[object, Any] = field(default_factory=dict)  # a backend's own, by device
 
     def metrics(self, measured: Tensor) -> Metrics:
@@ -275,7 +277,7 @@ class Taped:
         rescaled: bool,
         declared: float | None,
     ) -> None:
-        self.declared = declared
+        self.declared, self.objective = declared, objective
         self.named = tuple((name, c) for name, c, _ in objective.named())
         self.coefficients = [c for _, c in self.named]
         self.tokens, self.totals, self.vocabulary = tokens, totals, vocabulary
@@ -295,8 +297,23 @@ class Taped:
     def parts(self) -> Any:
         return self.bound.parts
 
-    def beforehand(self, *arguments: Any) -> tuple[Gradient, Tensor | None]:
-        return self.bound.beforehand(*arguments)
+    def beforehand(
+        self, batch: PackedBatch, needs: frozenset[str], factor: float = 1.0
+    ) -> tuple[Gradient, Tensor | None]:
+        """As `Bound.beforehand`: by the tape where the gradient is the same whatever the statistics
+        are, such as 0."""
+        tape = self.find(False, True)
+        assert tape is not None
+        if not tape.constant:
+            terms = [term for _, term in self.objective.parts if term.slopes]
+            slopes = [slope for term in terms for slope in term.slopes(batch)]  # type: ignore[misc]
+            tape.constant.append(all(slope.constant for slope in slopes))
+        if not tape.constant[0] or factor != (self.declared or 1.0):
+            return self.bound.beforehand(batch, needs, factor)
+        zero = torch.zeros(len(batch), device=batch.targets.device)
+        zeros: dict[str, Any] = dict.fromkeys(needs, zero)
+        found = self._run(Statistics(**zeros), None, False, True)
+        return Gradient(found.coefficients, {}, zero), None
 
     def gradient(
         self, stats: Statistics, batch: PackedBatch, piece: Any, needed: bool = True

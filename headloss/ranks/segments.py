@@ -34,6 +34,7 @@ class Joined(NamedTuple):
 
     Attributes:
         prepared: what its signature decides.
+        confirm: of a packing that was guessed, see `packing.guessed`.
         per_segment: fields with one value per segment; None: by their shapes on this rank.
     """
 
@@ -42,6 +43,7 @@ class Joined(NamedTuple):
     place: Place
     packing: Packing
     plan: Plan
+    confirm: Callable[[], object] = bool  # nothing to do
     per_segment: frozenset[str] | None = None
 
 

@@ -5,15 +5,16 @@ N positions, T of them scored, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..batch.batch import Batch
-from ..batch.packing import PackedBatch, Packing, packing_of
+from ..batch.packing import Misguessed, PackedBatch, Packing, guessed, packing_of
 from ..batch.reduction import Totals
 from ..head.head import Head
 from ..kernels.transform import Transform
@@ -54,6 +55,17 @@ class Call(NamedTuple):
     tensors: list[Tensor | None]
 
 
+Found = TypeVar("Found")
+
+
+def run_early(run: Callable[[], Found]) -> Found:
+    """A call that may begin before its batch is read; and once more, if that was guessed wrong."""
+    try:
+        return run()
+    except Misguessed:
+        return run()
+
+
 def _linear_joined(
     hidden: Tensor,
     head: Head,
@@ -61,6 +73,7 @@ def _linear_joined(
     objective: Term | Objective,
     options: Options,
     verb: str,
+    early: bool = False,
 ) -> Joined:
     """What the arguments of `head_loss` come to before a logit is looked at."""
 
@@ -78,7 +91,9 @@ def _linear_joined(
 
     def joined() -> Joined:
         if head.vocab_group is None:
-            return _joined(*check(), Place(head.vocabulary), batch, options)
+            plain = not (head.lora or isinstance(head.temperature, Tensor))
+            given = Place(head.vocabulary), batch, options, early and plain
+            return _joined(*check(), *given)
         ready, place = join(
             head.vocab_group,
             lambda: (head.vocabulary, hidden.shape[:-1].numel()),
@@ -118,10 +133,12 @@ def linear_call(
     objective: Term | Objective,
     options: Options,
     verb: str,
+    early: bool = False,
 ) -> Call:
-    """The call that `head_loss` makes of its arguments."""
-    joined = _linear_joined(hidden, head, batch, objective, options, verb)
-    prepared, _, _, packing, plan, _ = joined
+    """The call that `head_loss` makes of its arguments; with `early` it may be one that `confirm`s
+    its batch as it runs (`run_early`)."""
+    joined = _linear_joined(hidden, head, batch, objective, options, verb, early)
+    prepared, packing, plan = joined.prepared, joined.packing, joined.plan
     work, given = _work(joined, batch, _transform(head), options)
     slices, index = work.slices, packing.index
     x = hidden.reshape(-1, hidden.shape[-1])
@@ -183,7 +200,8 @@ def given_call(
             None,
             options,
         )
-        return _joined(*ready, place, batch, options)
+        early = vocab_group is None and not isinstance(transform.temperature, Tensor)
+        return _joined(*ready, place, batch, options, early)
 
     found = over_segments(batch, options, joined)
     work, given = _work(found, batch, transform, options)
@@ -200,11 +218,20 @@ def given_call(
 
 
 def _joined(
-    prepared: Prepared, objective: Objective, place: Place, batch: Batch, options: Options
+    prepared: Prepared,
+    objective: Objective,
+    place: Place,
+    batch: Batch,
+    options: Options,
+    early: bool = False,  # nothing but packing depends on the batch's values
 ) -> Joined:
     """Packed and planned, without a collective over the segments' group."""
-    unit = prepared.problem.segments_per_unit
-    packing = packing_of(batch, place.vocabulary, options.static, unit)
+    packing, confirm = None, bool
+    if early and not (options.static or prepared.misses or batch.segments.group):
+        packing, confirm = guessed(batch, place.vocabulary, prepared.misses)
+    if packing is None:
+        unit = prepared.problem.segments_per_unit
+        packing = packing_of(batch, place.vocabulary, options.static, unit)
     support = packing.support
     numbers = {
         "tokens": packing.targets.shape[0],
@@ -215,15 +242,15 @@ def _joined(
         "memory": prepared.problem.memory if place.memory is None else place.memory,
         "weight_gradient": prepared.problem.weight_gradient or bool(place.weight_gradient),
     }
-    plan = prepared.plan(options, packing.lengths, numbers, packing.segments.count)
-    return Joined(prepared, objective, place, packing, plan)
+    plan = prepared.plan(options, packing, numbers)
+    return Joined(prepared, objective, place, packing, plan, confirm)
 
 
 def _work(
     joined: Joined, batch: Batch, transform: Transform, options: Options
 ) -> tuple[Work, dict[str, Any]]:
     """What the loop is to do; and what every source takes."""
-    prepared, objective, place, packing, plan, per_segment = joined
+    prepared, objective, place, packing, plan, confirm, per_segment = joined
     group, elsewhere = batch.segments.group, prepared.problem.scope == "elsewhere"
     if group is not None and options.static:
         view = voted(packing, batch, prepared.wide, group)
@@ -256,6 +283,7 @@ def _work(
         and prepared.slopes
         and not (place.group or group),
         tolerance=tolerance,
+        confirm=confirm,
     )
     if group is not None and not elsewhere:  # its collectives may not wait for a rank's own tokens
         _ = work.bound
@@ -310,7 +338,7 @@ def _bound(
 
 def _counted(batch: Batch, packing: Packing) -> Totals | None:
     """The totals of the batch, if packing has read them; else None."""
-    if packing.lengths is None or batch.segments.group is not None:
+    if packing.live is not None or batch.segments.group is not None:
         return None
     for field in batch.fields.values():
         if isinstance(field, Tensor) and field.dtype == torch.bool:

@@ -219,6 +219,7 @@ def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]
         rows = ALL if piece is None and uncut else block.rows
         given = (work.slices, work.vocabulary)
         measured, held = source.statistics(rows, [ALL], *given, keep=True)
+        work.confirm()
         found.append(measured)
         gradient = work.bound.gradient(measured.stats, work.batch, piece, True)
         if work.tolerance is not None:
@@ -264,6 +265,7 @@ def _walk_at_once(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack
     assert isinstance(source, WalkSoftmax)
     declared = 1.0 if bound.declared is None else bound.declared
     known = bound.beforehand(work.batch, work.needs, declared)
+    work.confirm()
     partials = source.partials_and_pull(known)
     stats = work.slices.measured(source.acts, partials, work.needs, work.vocabulary).stats
     found = bound.gradient(stats, work.batch, None, needed=False)

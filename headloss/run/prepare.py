@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..batch.batch import Batch
+from ..batch.packing import Packing
 from ..head.head import Head, check_transform
 from ..kernels.interface import Kernels
 from ..kernels.transform import Transform
@@ -63,6 +64,7 @@ class Prepared:
         slopes: the objective's gradient can be known before the statistics.
         taped: a tape may serve the objective in place of autograd.
         kinds: of the fields that a tape can read.
+        misses: not empty once a batch was guessed to be whole, and was not.
     """
 
     needs: frozenset[str]
@@ -78,6 +80,7 @@ class Prepared:
     slopes: bool = False
     taped: bool = False
     kinds: Mapping[str, torch.dtype | None] = field(default_factory=dict)
+    misses: list[bool] = field(default_factory=list)
     _tapes: dict[tuple[bool, bool], Tape | None] = field(default_factory=dict)
     _plans: dict[tuple, Plan] = field(default_factory=dict)
 
@@ -94,14 +97,15 @@ class Prepared:
         return kernels.load(self.backend)
 
     def plan(
-        self, options: Options, lengths: list[int] | None, numbers: dict[str, int], segments: int
+        self, options: Options, packing: Packing, numbers: dict[str, int]
     ) -> Plan:
         """What runs for the numbers of one call. One block of tokens does not depend on how they
         are spread over segments, so that its plan serves other lengths."""
-        key = (segments, *numbers.values())
+        key = (packing.segments.count, *numbers.values())
         found = self._plans.get(key)
         if found is None:
-            found = make_plan(self.problem.of(lengths=lengths, **numbers), options, self.backend)
+            problem = self.problem.of(lengths=packing.lengths, **numbers)
+            found = make_plan(problem, options, self.backend)
             if found.whole and options.memory_budget is None:  # which may be warned of
                 if len(self._plans) >= MOST:
                     self._plans.clear()

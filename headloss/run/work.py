@@ -54,6 +54,8 @@ class Work:
         constants: what both acts read beside the logits: none of it may change in between.
         at_once: the objective's gradient is known before the statistics are.
         tolerance: which rows are left out in addition to those without gradient.
+        confirm: raises where the packing was guessed and wrong; asked once the first product is
+            queued, and before anything is overwritten or given away.
         open: makes the source of the call's tensors.
         row_sums: of a source, takes its gradient in blocks of tokens.
         slab_sums: of a linear source, takes it in slabs of columns.
@@ -70,6 +72,7 @@ class Work:
     constants: list[Tensor]
     at_once: bool = False
     tolerance: Tolerance | None = None
+    confirm: Callable[[], object] = bool  # nothing to do
     open: Callable[[Sequence[Tensor | None]], RawSoftmax] = NOT_YET
     row_sums: Callable[[Any], Any] = NOT_YET
     slab_sums: Callable[..., Any] = NOT_YET
@@ -108,7 +111,9 @@ def measure(
     held."""
     columns = source.vocabulary if keep or work.plan.terms else work.plan.tile.columns
     tiles = [ALL] if columns >= source.vocabulary else steps(source.vocabulary, columns)
-    return source.statistics(rows, tiles, work.slices, work.vocabulary, keep)
+    found = source.statistics(rows, tiles, work.slices, work.vocabulary, keep)
+    work.confirm()
+    return found
 
 
 def join(work: Work, source: RawSoftmax, found: list[Measured]) -> Measured:

@@ -286,7 +286,8 @@ class ExpSoftmax(LinearSoftmax):
             found = slices.measured(self.acts, partials, forward.needs, vocabulary)
         for other in self.beside:
             other.add_product(rows, x, weight, self.bias)
-        self.measure_beside(rows, found)
+        if self.beside or PEAK in forward.needs:
+            self.measure_beside(rows, found)
         return found, held
 
     def _biased(self, given: Any, columns: slice = ALL) -> Any:

@@ -47,7 +47,7 @@ def reference_kernel(
     real = row < n
     target = tl.load(targets + row, mask=real, other=0) - first
     inside = (target >= 0) & (target < v)
-    column = tl.where(inside, target, tl.abs(target) % v).to(tl.int64)
+    column = tl.where(inside, target, tl.abs(target % v)).to(tl.int64)
     total = tl.zeros((DEPTH, ROWS), tl.float32)
     for start in range(0, h, DEPTH):
         at = start + tl.arange(0, DEPTH)
