@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from ..losses.teacher import INPUTS, Teacher
 from ..losses.term import Objective, Reads, Term
 from ..objective.bound import reads
 from ..objective.sample import Kinds
-from ..objective.statistics import Statistics
 from ..options import Options
 from ..ranks.dtensor import is_dtensor, local_head
 
@@ -78,11 +76,7 @@ def check_eager(verb: str, given: object = None, *others: object) -> None:
 
 
 def teachers_of(objective: Objective) -> list[Teacher]:
-    found: dict[Teacher, None] = {}
-    for _, term in objective.parts:
-        if term.teacher is not None:
-            found[term.teacher] = None
-    return list(found)
+    return list(dict.fromkeys(term.teacher for _, term in objective.parts if term.teacher))
 
 
 def check_linear(
@@ -251,20 +245,13 @@ def warn_of_misspelt_fields(batch: Batch, objective: Objective, asked: dict[str,
             )
 
 
-_HEEDS_DEAD_ROWS: WeakKeyDictionary[Term, bool] = WeakKeyDictionary()
-
-
 def check_dead_rows(
     objective: Objective, kinds: Kinds, dtype: torch.dtype, device: torch.device
 ) -> None:
     """ValueError for a batch-scoped term that would count unscored rows as tokens: with static
     shapes they are among the others, and only `batch.live` tells them apart."""
     for name, _, term in objective.named():
-        if term.scope != "batch":
-            continue
-        if term not in _HEEDS_DEAD_ROWS:
-            _HEEDS_DEAD_ROWS[term] = _heeds_dead_rows(term, kinds, dtype, device)
-        if not _HEEDS_DEAD_ROWS[term]:
+        if term.scope == "batch" and not _heeds_dead_rows(term, kinds, dtype, device):
             raise ValueError(
                 f"static: got True with term {name}, whose scope is batch, want False: with static "
                 "shapes it would see unscored rows (batch.live, which it does not read, marks the "
@@ -277,17 +264,12 @@ def _heeds_dead_rows(
 ) -> bool:
     """Whether every part of a term that needs the whole batch reads batch.live."""
     parts = [replace(term, modifiers=())] if (term.own_scope or term.scope) == "batch" else []
-    for modifier in term.modifiers:
-        if modifier.scope == "batch":
-            alone = {"function": _logp, "per": "token", "weight_fields": (), "observe": None}
-            parts.append(replace(term, modifiers=(modifier,), **alone))
+    alone = replace(
+        term, function=lambda stats, _: stats.logp, per="token", weight_fields=(), observe=None
+    )
+    parts += [replace(alone, modifiers=(m,)) for m in term.modifiers if m.scope == "batch"]
     found = [reads(Objective.of(part), kinds, dtype, device, observe=False) for part in parts]
     return all("live" in asked.fields for part in found for asked in part.values())
-
-
-def _logp(stats: Statistics, batch: PackedBatch) -> Tensor:
-    assert stats.logp is not None
-    return stats.logp
 
 
 def check_temperatures(

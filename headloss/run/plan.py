@@ -25,6 +25,13 @@ from .pieces import (
 
 Schedule = Literal["one_pass", "recompute", "frozen", "held", "statistics"]
 Pull = Literal["now", "unit", "held", "slabs", "blocks", "never"]
+PULLS: dict[Schedule, Pull] = {
+    "one_pass": "now",
+    "recompute": "slabs",
+    "frozen": "unit",
+    "held": "held",
+    "statistics": "never",
+}
 MIB = 1 << 20
 CPU_BUDGET, GPU_BUDGET = 256 * MIB, 1200 * MIB  # for a chunk, where the call names none
 GPU_SHARE = 28  # the budget is a GPU's memory divided by it, if that is more
@@ -123,12 +130,12 @@ class Plan:
 def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     """Choose a schedule; ValueError where an explicit one cannot serve the call."""
     p = problem
+    _warn_of_budget(p, options)
     rows = max(1, p.tokens) if p.rows else _chunk_rows(p, options)
-    wants_gradient = p.hidden_gradient or p.weight_gradient
     whole = p.tokens <= rows
     chunks = cut(p, rows, _limit(p, options))
     schedule, reason = _choose(p, options, chunks)
-    if not wants_gradient:
+    if not (p.hidden_gradient or p.weight_gradient):
         schedule, reason = "statistics", "nothing requires a gradient"
     if schedule in ("recompute", "statistics") and p.differences:
         p = p.of(differences=False, row_bytes=8)
@@ -144,7 +151,7 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         tile = _fixed_tile(p, rows)
     if p.spread:  # no more tokens than a chunk's are gathered at once
         tile = Tile(rows, p.vocabulary)
-    pull = _pull(p, schedule)
+    pull = "blocks" if schedule == "recompute" and p.spread else PULLS[schedule]
     once = _once(p, pull, len(chunks), tile)
     worth = not p.on_gpu or rows * p.width * p.vocabulary >= SKIP_WORTH
     return Plan(
@@ -157,7 +164,7 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         bytes=_bytes(p, schedule, rows, tile, options, once),
         plain_bytes=p.tokens * p.vocabulary * (4 + 2 * p.element_size),
         reason=reason,
-        budget=(_budget(p, options, warn=False), _why_budget(p, options)),
+        budget=_budget(p, options),
         chunks=chunks,
         tokens=p.tokens,
         whole=whole,
@@ -169,18 +176,6 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     )
 
 
-def _pull(p: Problem, schedule: Schedule) -> Pull:
-    if schedule == "recompute":
-        return "blocks" if p.spread else "slabs"
-    pulls: dict[Schedule, Pull] = {
-        "one_pass": "now",
-        "frozen": "unit",
-        "held": "held",
-        "statistics": "never",
-    }
-    return pulls[schedule]
-
-
 def _once(p: Problem, pull: Pull, chunks: int, tile: Tile) -> bool:
     """Whether one product is the whole weight gradient, so that no wider sum is needed. (In float16
     the sum is scaled, and rounded after it is scaled back.)"""
@@ -189,25 +184,29 @@ def _once(p: Problem, pull: Pull, chunks: int, tile: Tile) -> bool:
     return chunks <= 1 if pull in ("now", "held", "blocks") else p.tokens <= tile.rows
 
 
+def _first(*reasons: tuple[object, str]) -> str | None:
+    """The first one that holds."""
+    return next((text for holds, text in reasons if holds), None)
+
+
 def _choose(p: Problem, options: Options, chunks: tuple[Chunk, ...] | None) -> tuple[Schedule, str]:
-    frozen_error = None
-    if p.weight_gradient:
-        frozen_error = "the head requires a gradient"
-    elif not p.logp_only:
-        frozen_error = "the objective needs the gradient of more than logp"
-    elif p.candidates and p.sharded:
-        frozen_error = "slopes of candidates would be summed over ranks in the backward pass"
-    elif p.given:
-        frozen_error = "the logits are given"
-    one_pass_error = None
-    if p.scope == "elsewhere":
-        one_pass_error = "the loss lives elsewhere and needs all statistics first"
-    elif chunks is None:
-        one_pass_error = (
-            "segments run across ranks"
-            if p.grouped
-            else f"the objective is {p.scope}-scoped and does not fit chunks within the budget"
-        )
+    frozen_error = _first(
+        (p.weight_gradient, "the head requires a gradient"),
+        (not p.logp_only, "the objective needs the gradient of more than logp"),
+        (
+            p.candidates and p.sharded,
+            "slopes of candidates would be summed over ranks in the backward pass",
+        ),
+        (p.given, "the logits are given"),
+    )
+    one_pass_error = _first(
+        (p.scope == "elsewhere", "the loss lives elsewhere and needs all statistics first"),
+        (chunks is None and p.grouped, "segments run across ranks"),
+        (
+            chunks is None,
+            f"the objective is {p.scope}-scoped and does not fit chunks within the budget",
+        ),
+    )
     held_size, held_error = _held(p, options)
     errors = {"one_pass": one_pass_error, "frozen": frozen_error}
     if p.given or options.memory_budget is not None:
@@ -233,17 +232,17 @@ def _choose(p: Problem, options: Options, chunks: tuple[Chunk, ...] | None) -> t
 
 def _held(p: Problem, options: Options) -> tuple[str, str | None]:
     """What a held schedule keeps of all tokens, in words; and why it cannot, if so."""
-    size, budget = p.tokens * p.token_bytes, _budget(p, options, warn=False)
+    size, (budget, _), most = p.tokens * p.token_bytes, _budget(p, options), options.chunk_tokens
     what = "softmax terms" if p.terms else "logits"
     kept = f"the {what} of all tokens take {size / MIB:.1f} MiB"
-    error = None
-    if p.given:
-        error = "the logits are given"
-    elif size > budget:
-        error = f"{kept}, more than the budget of {budget / MIB:.1f} MiB"
-    elif options.chunk_tokens is not None and options.chunk_tokens < p.tokens:
-        error = f"no more than chunk_tokens={options.chunk_tokens} are to be held at once"
-    return kept, error
+    return kept, _first(
+        (p.given, "the logits are given"),
+        (size > budget, f"{kept}, more than the budget of {budget / MIB:.1f} MiB"),
+        (
+            most is not None and most < p.tokens,
+            f"no more than chunk_tokens={most} are to be held at once",
+        ),
+    )
 
 
 def _held_rows(p: Problem, options: Options) -> int:
@@ -253,31 +252,32 @@ def _held_rows(p: Problem, options: Options) -> int:
     return max(1, min(p.tokens, options.chunk_tokens or TERMS_ROWS))
 
 
-def _budget(p: Problem, options: Options, warn: bool = True) -> int:
+def _budget(p: Problem, options: Options) -> tuple[int, str]:
+    """Bytes, and where they come from."""
     if options.memory_budget is not None:
-        least = p.token_bytes
-        if warn and options.memory_budget < least and p.tokens and not p.rows:
-            warnings.warn(
-                f"memory_budget: got {options.memory_budget} bytes, want at least {least}, the "
-                "logits of one token, which are taken instead",
-                stacklevel=2,
-            )
-        return options.memory_budget
-    return max(GPU_BUDGET, p.memory // GPU_SHARE) if p.on_gpu else CPU_BUDGET
+        return options.memory_budget, "asked for"
+    if not p.on_gpu:
+        return CPU_BUDGET, "by default"
+    share = p.memory // GPU_SHARE
+    if share <= GPU_BUDGET:
+        return GPU_BUDGET, "by default"
+    least = "smallest GPU of the group" if p.sharded else "GPU"
+    return share, f"one part in {GPU_SHARE} of the {least}'s memory, {p.memory / MIB:.0f} MiB"
 
 
-def _why_budget(p: Problem, options: Options) -> str:
-    if options.memory_budget is not None:
-        return "asked for"
-    if p.on_gpu and p.memory // GPU_SHARE > GPU_BUDGET:
-        least = "smallest GPU of the group" if p.sharded else "GPU"
-        return f"one part in {GPU_SHARE} of the {least}'s memory, {p.memory / MIB:.0f} MiB"
-    return "by default"
+def _warn_of_budget(p: Problem, options: Options) -> None:
+    got, least = options.memory_budget, p.token_bytes
+    if got is not None and got < least and p.tokens and not p.rows:
+        warnings.warn(
+            f"memory_budget: got {got} bytes, want at least {least}, the logits of one token, "
+            "which are taken instead",
+            stacklevel=2,
+        )
 
 
 def _limit(p: Problem, options: Options) -> int:
     """The most tokens that a chunk may grow to in order to hold a segment."""
-    return max(1, _budget(p, options) // max(1, p.token_bytes))
+    return max(1, _budget(p, options)[0] // max(1, p.token_bytes))
 
 
 def _chunk_rows(p: Problem, options: Options) -> int:
