@@ -6,9 +6,9 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -17,7 +17,8 @@ from .losses.catalogue import TERMS, sample, table
 from .losses.term import Objective
 from .objective.bound import reads
 from .options import SCHEDULES, Options
-from .run.plan import MIB, Plan, Problem, make_plan
+from .run.pieces import equal_lengths
+from .run.plan import MIB, Problem, make_plan
 
 DTYPES = {str(d).removeprefix("torch."): d for d in (*gate.DTYPES, torch.float64)}
 EXAMPLES = """\
@@ -30,6 +31,8 @@ examples:
 
 headloss COMMAND --help says more of each."""
 COMMANDS = "plan | check | doctor | terms | train | compare"
+SHOWN = ("schedule", "reason", "backend", "chunk_tokens", "tile", "bytes", "total_bytes")
+SHOWN += ("plain_bytes",)  # of a plan
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -60,7 +63,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         chunk_tokens=arguments.chunk_tokens,
         memory_budget=arguments.memory_budget,
     )
-    device = torch.device(arguments.device or _default_device())
+    device = torch.device(arguments.device)
     backend = kernels.choose("auto", device, DTYPES[arguments.dtype])
     found = make_plan(problem, options, backend)
     sizes = f"hidden {problem.width}, vocabulary {problem.vocabulary}, {arguments.dtype}"
@@ -71,16 +74,13 @@ def _plan(arguments: argparse.Namespace) -> int:
         for note in plot.memory(problem, options, backend, title, arguments.plot):
             print(f"headloss: not drawn: {note}", file=sys.stderr)
     if arguments.json:
-        print(json.dumps(_as_dict(found), indent=2))
-        return 0
+        shown = {name: getattr(found, name) for name in SHOWN}
+        return _say(json.dumps(shown | {"chunks": len(found.chunks)}, indent=2))
     lengths = problem.lengths or []
-    print(
-        f"{problem.tokens} tokens in {len(lengths)} segments of at most {max(lengths, default=0)}, "
-        f"{sizes}, {device.type}"
-    )
+    segments = f"{len(lengths)} segments of at most {max(lengths, default=0)}"
+    print(f"{problem.tokens} tokens in {segments}, {sizes}, {device.type}")
     print(f"objective  {arguments.objective}: {problem.scope}-scoped")
-    print(found)
-    return 0
+    return _say(str(found))
 
 
 def _problem(arguments: argparse.Namespace) -> Problem:
@@ -91,16 +91,17 @@ def _problem(arguments: argparse.Namespace) -> Problem:
     kinds = sample()[1].kinds()
     asked = reads(objective, kinds, wide, torch.device("cpu"), observe=False)
     teachers = {term.teacher for _, term in objective.parts if term.teacher is not None}
-    full, rest = divmod(arguments.tokens, arguments.segment_length)
-    on_gpu = (arguments.device or _default_device()) == "cuda"
+    on_gpu = arguments.device == "cuda"
     # As `kernels.can_hold_terms` would say of a head without bias or adapters.
     terms = on_gpu and dtype == torch.bfloat16 and arguments.hidden % 8 == 0 and not teachers
+    gpu = torch.device("cuda", 0) if torch.cuda.is_available() else None
+    multiprocessors = kernels.multiprocessors(gpu) if gpu else 132  # those of an H100 or H200
     return Problem(
         tokens=arguments.tokens,
         width=arguments.hidden,
         vocabulary=arguments.vocab,
         scope=objective.scope,
-        lengths=[arguments.segment_length] * full + [rest] * (rest > 0),
+        lengths=equal_lengths(arguments.tokens, arguments.segment_length),
         segments_per_unit=objective.segments_per_unit,
         logp_only=all(term.gradients <= {"logp"} for term in asked.values()),
         weight_gradient=not arguments.frozen_head,
@@ -109,15 +110,10 @@ def _problem(arguments: argparse.Namespace) -> Problem:
         rescaled=dtype == torch.float16,
         row_bytes=2 if terms else wide.itemsize * (1 + len(teachers)),
         on_gpu=on_gpu,
-        multiprocessors=_multiprocessors() if on_gpu else 0,
-        memory=kernels.memory(torch.device("cuda", 0)) if torch.cuda.is_available() else 0,
+        multiprocessors=multiprocessors if on_gpu else 0,
+        memory=kernels.memory(gpu) if gpu else 0,
         terms=terms,
     )
-
-
-def _multiprocessors() -> int:
-    """Of this machine's GPU; of an H100 or H200 where there is none."""
-    return kernels.multiprocessors(torch.device("cuda", 0)) if torch.cuda.is_available() else 132
 
 
 def objective_of(names: str) -> Objective:
@@ -134,25 +130,11 @@ def objective_of(names: str) -> Objective:
     return sum(terms[1:], Objective.of(terms[0]))
 
 
-def _as_dict(found: Plan) -> dict:
-    return {
-        "schedule": found.schedule,
-        "reason": found.reason,
-        "backend": found.backend,
-        "chunk_tokens": found.chunk_tokens,
-        "chunks": len(found.chunks),
-        "tile": list(found.tile),
-        "bytes": found.bytes,
-        "total_bytes": found.total_bytes,
-        "plain_bytes": found.plain_bytes,
-    }
-
-
 # ---------------------------------------------------------------------- check
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    device = arguments.device or torch.device(_default_device())
+    device = arguments.device
     print(f"torch {torch.__version__} on {_describe(device)}")
     print("error against float64 / budget: 3 x the error of plain torch + 1e-6\n")
     verdicts = [gate.check(case, device) for case in gate.cases(arguments.quick)]
@@ -192,10 +174,11 @@ def _memory_rows(footprints: Iterable[gate.Footprint]) -> list[list[str]]:
     return rows
 
 
-def _print_table(rows: list[list[str]]) -> None:
+def _print_table(rows: list[list[str]]) -> int:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip(), flush=True)
+    return 0
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -208,21 +191,12 @@ def _describe(device: torch.device) -> str:
     return f"{device}, {torch.get_num_threads()} threads"
 
 
-# ---------------------------------------------------------------------- terms
-
-
-def _terms(arguments: argparse.Namespace) -> int:
-    print(table())
-    return 0
-
-
 # ---------------------------------------------------------------------- train
 
 
 def _train(arguments: argparse.Namespace) -> int:
     if arguments.list:
-        _print_table([list(pair) for pair in train.recipes().items()])
-        return 0
+        return _print_table([list(pair) for pair in train.recipes().items()])
     if arguments.recipe is None:
         raise train.RecipeError("train: want a recipe, see headloss train --list")
     try:
@@ -236,8 +210,8 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0 if result.finished else 130
 
 
-def _compare(arguments: argparse.Namespace) -> int:
-    print(train.compare(arguments.runs, arguments.output))
+def _say(text: str) -> int:
+    print(text)
     return 0
 
 
@@ -251,11 +225,6 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"headloss: {' '.join(message.splitlines())}\n")
 
 
-def _doctor(arguments: argparse.Namespace) -> int:
-    print("\n".join(doctor.report()))
-    return 0
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="headloss",
@@ -266,63 +235,53 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"headloss {__version__}")
     commands = parser.add_subparsers(required=True, metavar=COMMANDS)
 
-    plan = commands.add_parser(
-        "plan", help="what would run for a call of this size, in how many bytes"
-    )
-    plan.set_defaults(command=_plan, errors=(ValueError, TypeError))
-    for name, help_text in (
-        ("tokens", "scored tokens, T"),
-        ("hidden", "hidden width, H"),
-        ("vocab", "vocabulary, V"),
-    ):
-        plan.add_argument(f"--{name}", type=_positive, required=True, metavar="N", help=help_text)
-    plan.add_argument(
-        "--objective", default="cross_entropy", metavar="TERMS", help="e.g. gspo+z_loss+kl"
-    )
-    plan.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of hidden and weight")
-    plan.add_argument(
-        "--segment-length", type=_positive, default=2048, metavar="N", help="tokens per segment"
-    )
-    plan.add_argument("--device", choices=("cuda", "cpu"), help="the device to plan for")
-    plan.add_argument("--frozen-head", action="store_true", help="the head needs no gradient")
-    plan.add_argument("--chunk-tokens", type=_positive, metavar="N")
-    plan.add_argument("--memory-budget", type=_bytes, metavar="SIZE", help="e.g. 512MiB or 2GiB")
-    plan.add_argument("--schedule", choices=SCHEDULES, default="auto")
-    plan.add_argument("--json", action="store_true")
-    plan.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw memory against tokens for every schedule"
-    )
+    def command(name: str, run: Callable, errors: Any, about: str) -> Callable:
+        """What adds arguments to it; `errors` are what bad arguments raise."""
+        found = commands.add_parser(name, help=about)
+        found.set_defaults(command=run, errors=errors)
+        return found.add_argument
 
-    check = commands.add_parser(
-        "check", help="errors against float64 and peak memory, on this machine"
-    )
-    check.set_defaults(command=_check, errors=(ValueError, TypeError))
-    check.add_argument("--device", type=_device, help="e.g. cuda:1; default: cuda if there is one")
-    check.add_argument("--quick", action="store_true", help="a third of the cases")
+    number: dict[str, Any] = {"type": _positive, "metavar": "N"}
+    flag: dict[str, Any] = {"action": "store_true"}
+    default, bad = "cuda" if torch.cuda.is_available() else "cpu", (ValueError, TypeError)
 
-    diagnosis = commands.add_parser("doctor", help="what this machine can run, and what is missing")
-    diagnosis.set_defaults(command=_doctor, errors=())
+    add = command("plan", _plan, bad, "what would run for a call of this size, in how many bytes")
+    add("--tokens", **number, required=True, help="scored tokens, T")
+    add("--hidden", **number, required=True, help="hidden width, H")
+    add("--vocab", **number, required=True, help="vocabulary, V")
+    add("--objective", default="cross_entropy", metavar="TERMS", help="e.g. gspo+z_loss+kl")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of hidden and weight")
+    add("--segment-length", **number, default=2048, help="tokens per segment")
+    add("--device", choices=("cuda", "cpu"), default=default, help="the device to plan for")
+    add("--frozen-head", **flag, help="the head needs no gradient")
+    add("--chunk-tokens", **number)
+    add("--memory-budget", type=_bytes, metavar="SIZE", help="e.g. 512MiB or 2GiB")
+    add("--schedule", choices=SCHEDULES, default="auto")
+    add("--json", **flag)
+    about = "draw memory against tokens for every schedule"
+    add("--plot", type=Path, metavar="FILE", help=about)
 
-    terms = commands.add_parser("terms", help="the table of terms, in Markdown")
-    terms.set_defaults(command=_terms, errors=())
+    add = command("check", _check, bad, "errors against float64 and peak memory, on this machine")
+    about = "e.g. cuda:1; default: cuda if there is one"
+    add("--device", type=_device, default=default, help=about)
+    add("--quick", **flag, help="a third of the cases")
 
-    training = commands.add_parser("train", help="train a model by a recipe")
-    training.set_defaults(command=_train, errors=train.RecipeError)
-    training.add_argument("recipe", nargs="?", metavar="RECIPE", help="a YAML file, or a name")
-    training.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. model=gpt2")
-    training.add_argument("--list", action="store_true", help="the recipes there are")
+    about = "what this machine can run, and what is missing"
+    command("doctor", lambda _: _say("\n".join(doctor.report())), (), about)
+    command("terms", lambda _: _say(table()), (), "the table of terms, in Markdown")
 
-    comparison = commands.add_parser("compare", help="one page about several runs of train")
-    comparison.set_defaults(command=_compare, errors=train.RecipeError)
-    comparison.add_argument("runs", nargs="+", metavar="FOLDER", help="what a run wrote to")
-    comparison.add_argument(
-        "--output", default="compare.html", metavar="FILE", help="default: compare.html"
-    )
+    add = command("train", _train, train.RecipeError, "train a model by a recipe")
+    add("recipe", nargs="?", metavar="RECIPE", help="a YAML file, or a name")
+    add("overrides", nargs="*", metavar="key=value", help="e.g. model=gpt2")
+    add("--list", **flag, help="the recipes there are")
+
+    def compare(arguments: argparse.Namespace) -> int:
+        return _say(str(train.compare(arguments.runs, arguments.output)))
+
+    add = command("compare", compare, train.RecipeError, "one page about several runs of train")
+    add("runs", nargs="+", metavar="FOLDER", help="what a run wrote to")
+    add("--output", default="compare.html", metavar="FILE", help="default: compare.html")
     return parser
-
-
-def _default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _positive(text: str) -> int:

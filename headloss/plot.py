@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .options import SCHEDULES, Options
+from .run.pieces import equal_lengths
 from .run.plan import Problem, make_plan
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ def memory(problem: Problem, options: Options, backend: str, title: str, path: P
     figure = _figure(path)
     axes = figure.add_subplot()
     tokens = sorted({problem.tokens, *(1 << n for n in range(8, 1 + _last(problem.tokens)))})
-    problems = [_of_size(problem, count) for count in tokens]
+    longest = max(problem.lengths or [problem.tokens])
+    problems = [problem.of(tokens=n, lengths=equal_lengths(n, longest)) for n in tokens]
     curves: dict[str, list[float]] = {}
     notes = []
     for schedule in (s for s in SCHEDULES if s != "auto"):
@@ -85,14 +87,6 @@ def name_lines(axes: Axes, lines: Sequence[Line2D], size: int = 8) -> None:
 def _last(tokens: int) -> int:
     """The power of two up to which sizes are drawn: four times as many as asked, or 2 ** 17."""
     return max(17, (4 * tokens - 1).bit_length())
-
-
-def _of_size(problem: Problem, tokens: int) -> Problem:
-    """The same problem with segments as long as the first, and another number of tokens."""
-    longest = max(problem.lengths or [tokens])
-    full, rest = divmod(tokens, longest)
-    lengths = [longest] * full + [rest] * (rest > 0)
-    return dataclasses.replace(problem, tokens=tokens, lengths=lengths)
 
 
 def _figure(path: Path) -> Any:

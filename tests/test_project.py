@@ -200,8 +200,8 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {*PUBLIC, *TERMS},
     "gate": {*PUBLIC, *TERMS, "testing"},
     "doctor": {"", "kernels"},
-    "plot": {"options", "run.plan"},
-    "__main__": {*PUBLIC, *TERMS, "doctor", "gate", "kernels", "plot", "train"},
+    "plot": {"options", "run.pieces", "run.plan"},
+    "__main__": {*PUBLIC, *TERMS, "doctor", "gate", "kernels", "plot", "run.pieces", "train"},
     "integrations": {*PUBLIC, "head.adapters", "integrations"},  # how a model is looked into
     "rl": {*PUBLIC, "rl", "integrations"},
     "train": {*PUBLIC, "train", "rl", "integrations"},

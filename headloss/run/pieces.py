@@ -90,6 +90,11 @@ class Problem:
         return found
 
 
+def equal_lengths(tokens: int, length: int) -> list[int]:
+    """Of segments, of which the last may be shorter."""
+    return [min(length, tokens - start) for start in range(0, tokens, length)]
+
+
 def even(p: Problem, rows: int) -> int:
     """The size of equal chunks, so that the last one is as efficient as the others."""
     pieces = -(-p.tokens // rows)
