@@ -84,18 +84,16 @@ def _topk(
     x = hidden.reshape(-1, hidden.shape[-1])
     x = x if compute is None else x.to(compute)
     factors = slices.factors(head, x)
-    columns = slices.size or head.vocabulary
     temperature = head.temperature
     if isinstance(temperature, Tensor):
         temperature = temperature.reshape(-1).to(sum_dtype(x.dtype))
     transform = Transform(scale=head.logit_scale, softcap=head.softcap, temperature=temperature)
+    nowhere = hidden.new_full((len(x),), -1, dtype=torch.int64)
+    tensors = [*(tensor for pair in factors for tensor in pair), head.bias]
     source = LinearSoftmax(
-        [f for f, _ in factors],
-        [w for _, w in factors],
-        head.bias,
-        columns,
-        kernels.load("reference"),
-        Tokens(hidden.new_full((len(x),), -1, dtype=torch.int64), transform, NOTHING),
+        tensors,
+        Tokens(kernels.load("reference"), nowhere, transform, NOTHING),
+        slices.size or head.vocabulary,
         compute_dtype=compute,
     )
     tokens, device = len(x), hidden.device
@@ -125,7 +123,7 @@ def _rows(
     source: LinearSoftmax, rows: slice, width: int, k: int, slices: Whole
 ) -> tuple[Tensor, Tensor]:
     """Merge the best of each tile of columns with the best so far."""
-    forward = source.tokens.forward(rows, 0)
+    forward = source.tokens.forward(rows)
     transform, ids = forward.transform, forward.targets
     partials: Partials | None = None
     best: Tensor | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -139,7 +139,7 @@ def linear_call(
     its batch as it runs (`run_early`)."""
     joined = _linear_joined(hidden, head, batch, objective, options, verb, early)
     prepared, packing, plan = joined.prepared, joined.packing, joined.plan
-    work, given = _work(joined, batch, _transform(head), options)
+    work, of_tokens = _work(joined, batch, _transform(head), options)
     slices, index = work.slices, packing.index
     x = hidden.reshape(-1, hidden.shape[-1])
     if prepared.compute_dtype is not None:
@@ -153,16 +153,17 @@ def linear_call(
     fixed = prepared.acts.fixed_product if options.batch_invariant else None
     pairs = slices.factors(head, x, fixed) if head.lora else [(x, head.weight)]
     work.open = partial(
-        (ExpSoftmax if plan.terms else LinearSoftmax).of,
+        ExpSoftmax if plan.terms else LinearSoftmax,
+        tokens=of_tokens,
         vocabulary=slices.size or head.vocabulary,
-        rows=slices.open if slices.is_spread else None,
+        spread=slices.open if slices.is_spread else list,
         compute_dtype=prepared.compute_dtype,
         logits_dtype=options.logits_dtype,
         fixed=fixed,
-        **given,
     )
-    if packing.support is not None:
-        work.open = partial(SupportSoftmax.of, work.open, packing.support, work.vocabulary)
+    if (support := packing.support) is not None:
+        whole = work.open
+        work.open = lambda tensors: SupportSoftmax(whole(tensors), support, work.vocabulary)
     final = options.upstream is not None or prepared.problem.scope == "elsewhere"
     into = Into(
         prepared.wants,
@@ -204,15 +205,15 @@ def given_call(
         return _joined(*ready, place, batch, options, early)
 
     found = over_segments(batch, options, joined)
-    work, given = _work(found, batch, transform, options)
+    work, of_tokens = _work(found, batch, transform, options)
     packing = found.packing
     into = {"unscored": packing.order.unscored, "inplace": found.prepared.problem.inplace}
     into["live"] = packing.live
     if found.plan.rows:
-        work.open = partial(WalkSoftmax.of, index=packing.index, **given, **into)
+        work.open = partial(WalkSoftmax, tokens=of_tokens, index=packing.index, **into)
         work.row_sums = lambda source: source
     else:
-        work.open = partial(GivenSoftmax.of, index=packing.index, **given)
+        work.open = partial(GivenSoftmax, tokens=of_tokens, index=packing.index)
         work.row_sums = partial(GivenSums, **into)
     return Call(found.prepared, packing, work, [logits])
 
@@ -248,7 +249,7 @@ def _joined(
 
 def _work(
     joined: Joined, batch: Batch, transform: Transform, options: Options
-) -> tuple[Work, dict[str, Any]]:
+) -> tuple[Work, OfTokens]:
     """What the loop is to do; and what every source takes."""
     prepared, objective, place, packing, plan, confirm, per_segment = joined
     group, elsewhere = batch.segments.group, prepared.problem.scope == "elsewhere"
@@ -287,20 +288,17 @@ def _work(
     )
     if group is not None and not elsewhere:  # its collectives may not wait for a rank's own tokens
         _ = work.bound
-    given: dict[str, Any] = {
-        "acts": prepared.acts,
-        "tokens": OfTokens(packing.targets, transform, prepared.needs),
-        "first": slices.first,
-    }
+    found = OfTokens(prepared.acts, packing.targets, transform, prepared.needs, slices.first)
     if prepared.beside:
         teachers, index = teachers_of(objective), packing.index
-        given["teachers"] = tuple(
+        dense = tuple(
             open_teacher(teacher, view, index, transform, vocabulary, prepared, slices)
             for teacher in teachers
             if teacher.source(view) != "topk"
         )
-        given["beside"] = open_beside(teachers, view, index, transform, prepared, slices)
-    return work, given
+        beside = open_beside(teachers, view, index, transform, prepared, slices)
+        found = found._replace(teachers=dense, beside=beside)
+    return work, found
 
 
 def _bound(

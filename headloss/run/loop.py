@@ -25,7 +25,7 @@ from ..objective.statistics import BESIDE, CANDIDATES, Statistics
 from ..ranks.collectives import inside
 from ..softmax.given import WalkSoftmax
 from ..softmax.linear import RawSoftmax, unit_gradient
-from ..softmax.rows import ALL
+from ..softmax.rows import ALL, Known
 from .pull_back import from_held, pull_back
 from .work import Gradients, Swept, Work, join, measure
 
@@ -227,7 +227,7 @@ def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]
         values = gradient.values if values is None else values + gradient.values
         loss = gradient.loss if piece is None else None
         live = gradient.live() if work.plan.skip_rows else None
-        pulled = source.pull(rows, ALL, measured, gradient, held, live)
+        pulled = source.pull(rows, ALL, Known(measured, gradient, held, live))
         sums = sums or work.row_sums(source)  # after the first product is queued
         sums.add(pulled)
         del held, pulled  # they are used up
@@ -249,7 +249,7 @@ def sweep(work: Work, source: RawSoftmax) -> Swept:
         if pull == "unit":
             sums = sums or work.row_sums(source)
             unit = unit_gradient(measured.normalizer)
-            sums.add(source.pull(block.rows, ALL, measured, unit, held))
+            sums.add(source.pull(block.rows, ALL, Known(measured, unit, held)))
         elif pull == "held":
             kept.append(held)
         found.append(measured)

@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..kernels.interface import Measured
 from ..objective.bound import Gradient
 from ..softmax.given import WalkSoftmax
 from ..softmax.linear import LinearSoftmax, RawSoftmax, rows_left
-from ..softmax.rows import ALL
+from ..softmax.rows import ALL, Known
 from .work import Gradients, Swept, Work, measure, steps
 
 
@@ -28,13 +27,13 @@ def pull_back(
     if pull == "held":
         return from_held(work, source, swept, gradient).finish(factor)
     if isinstance(source, WalkSoftmax):
-        source.pull(ALL, ALL, whole, gradient)
+        source.pull(ALL, ALL, Known(whole, gradient))
         return source.finish(factor)
     if pull == "blocks":
         return _in_blocks(work, source, gradient, factor)
     if not isinstance(source, LinearSoftmax):
-        return _given_slabs(work, source, whole, gradient, factor)
-    return in_slabs(work, source, whole, gradient, factor)
+        return _given_slabs(work, source, Known(whole, gradient), factor)
+    return in_slabs(work, source, Known(whole, gradient), factor)
 
 
 def _scale(work: Work, swept: Swept, gradient: Gradient, factor: Tensor | None) -> Gradients:
@@ -63,16 +62,15 @@ def _scale(work: Work, swept: Swept, gradient: Gradient, factor: Tensor | None) 
 
 def from_held(work: Work, source: RawSoftmax, swept: Swept, gradient: Gradient) -> Any:
     """Act two of what was held, block by block."""
-    whole, sums, blocks = swept.whole, work.row_sums(source), work.plan.blocks
+    sums, blocks, whole = work.row_sums(source), work.plan.blocks, Known(swept.whole, gradient)
     for block in blocks:
-        rows, measured, part = block.rows, whole, gradient
-        if len(blocks) > 1:
-            measured, part = whole.rows(rows), gradient.rows(rows)
+        rows = block.rows
+        known = whole if len(blocks) == 1 else whole.rows(rows)
         if work.slices.is_spread:  # they come in a collective, whatever is live
             _ = [features[rows] for features in source.features]  # type: ignore[attr-defined]
-        held = swept.held.pop(0)
-        sums.add(source.pull(rows, ALL, measured, part, held, work.live(part)))
-        del held  # it is used up
+        known = known._replace(held=swept.held.pop(0), live=work.live(known.gradient))
+        sums.add(source.pull(rows, ALL, known))
+        del known  # what it held is used up
     return sums
 
 
@@ -85,31 +83,30 @@ def _in_blocks(
     for block in work.plan.chunks:
         part = gradient.rows(block.rows)
         measured, held = measure(work, source, block.rows, keep=True)
-        sums.add(source.pull(block.rows, ALL, measured, part, held, work.live(part)))
+        sums.add(source.pull(block.rows, ALL, Known(measured, part, held, work.live(part))))
         del held  # before the next one is made
     return sums.finish(factor)
 
 
 def _given_slabs(
-    work: Work, source: RawSoftmax, whole: Measured, gradient: Gradient, factor: Tensor | None
+    work: Work, source: RawSoftmax, known: Known, factor: Tensor | None
 ) -> Gradients:
     """The gradient of given logits, a tile at a time."""
     sums = work.row_sums(source)
     for columns in steps(source.vocabulary, work.plan.tile.columns):
         for rows in steps(len(source), work.plan.tile.rows):
-            found = source.pull(rows, columns, whole.rows(rows), gradient.rows(rows))
-            sums.add(found, columns)
+            sums.add(source.pull(rows, columns, known.rows(rows)), columns)
     return sums.finish(factor)
 
 
 def in_slabs(
-    work: Work, source: LinearSoftmax, whole: Measured, gradient: Gradient, factor: Tensor | None
+    work: Work, source: LinearSoftmax, known: Known, factor: Tensor | None
 ) -> Gradients:
     """In slabs of columns: each slab of the weight gradient is written once."""
-    live, all_of_it = work.live(gradient), source
+    live, all_of_it = work.live(known.gradient), source
     index = None if live is None else rows_left(live)
     if index is not None:  # once, and not for each slab
-        source, whole, gradient = source.take(index), whole.rows(index), gradient.rows(index)
+        source, known = source.take(index), known.rows(index)
     # Ranks send all rows, whether or not they carry a gradient: collectives never depend on data.
     dense = index is not None and bool(work.slices.name)
     target = all_of_it if dense else source
@@ -120,7 +117,7 @@ def in_slabs(
         sums.open(columns)
         for rows in steps(count, tile.rows):
             last = rows.stop == count and columns.stop == source.vocabulary
-            found = source.pull(rows, columns, whole.rows(rows), gradient.rows(rows))
+            found = source.pull(rows, columns, known.rows(rows))
             sums.add(found.at(index) if dense else found, last)  # type: ignore[arg-type]
             del found  # before the next one is made
         sums.close(factor)

@@ -117,12 +117,7 @@ def _of_hidden(
     transform = Transform(
         scale=head.logit_scale, softcap=head.softcap, temperature=teacher.temperature
     )
-    source = LinearSoftmax(
-        [f for f, _ in factors],
-        [w[own] for _, w in factors],
-        None if head.bias is None else head.bias[own],
-        size,
-        acts,
-        Tokens(batch.targets, transform, NOTHING),
-    )
-    return source, transform
+    pairs = [tensor for features, weight in factors for tensor in (features, weight[own])]
+    tensors = [*pairs, None if head.bias is None else head.bias[own]]
+    tokens = Tokens(acts, batch.targets, transform, NOTHING)
+    return LinearSoftmax(tensors, tokens, size), transform

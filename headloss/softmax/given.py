@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from ..kernels import interface as kernels
-from ..kernels.interface import Measured
 from ..objective.bound import Gradient
 from ..objective.statistics import Partials
 from . import products
 from .linear import RawSoftmax, Tokens
-from .rows import ALL, RowGradient, Rows
+from .rows import ALL, Known, RowGradient, Rows
 
 
 class View:
@@ -86,25 +85,12 @@ class GivenSoftmax(RawSoftmax):
     """Copies of given logits, a tile at a time."""
 
     def __init__(
-        self,
-        logits: Tensor,  # [.., V]
-        index: Tensor | None,
-        acts: Any,
-        tokens: Tokens,
-        *,
-        first: int = 0,
-        teachers: tuple[Any, ...] = (),
-        beside: tuple[Any, ...] = (),
+        self, tensors: Sequence[Any], tokens: Tokens, *, index: Tensor | None = None
     ) -> None:
+        super().__init__(tokens)
+        (logits,) = tensors  # [.., V]
         self.view = View(logits, index)
-        self.vocabulary, self.acts, self.tokens = logits.shape[-1], acts, tokens
-        self.first, self.teachers, self.beside = first, teachers, beside
-        self.dtype = products.sum_dtype(logits.dtype)
-
-    @classmethod
-    def of(cls, tensors: Sequence[Any], **given: Any) -> GivenSoftmax:
-        """From the logits alone, as other sources are from their tensors."""
-        return cls(tensors[0], **given)
+        self.vocabulary, self.dtype = logits.shape[-1], products.sum_dtype(logits.dtype)
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
         return self.view.read(rows, columns).to(self.dtype, copy=True)
@@ -186,11 +172,10 @@ class WalkSoftmax(GivenSoftmax):
         out = None
         if gradient is not None:
             out = self.out = self.destination()
-        targets, transform, _ = self.tokens
         coefficients = None if gradient is None else gradient.coefficients
-        given = (self.live, targets, self.first, transform)
-        walk = kernels.Walk(self.rows, out, *given, needs, coefficients, slopes, normalizer)
-        return self.acts.given_rows(walk)
+        given = self.tokens.forward(ALL)[:3]
+        walk = (self.rows, out, self.live, *given, needs, coefficients, slopes, normalizer)
+        return self.acts.given_rows(kernels.Walk(*walk))
 
     def partials(
         self, rows: slice, columns: slice = ALL, onto: Partials | None = None, keep: bool = False
@@ -205,16 +190,8 @@ class WalkSoftmax(GivenSoftmax):
         assert found is not None
         return found
 
-    def pull(
-        self,
-        rows: slice,
-        columns: slice,
-        measured: Measured,
-        gradient: Gradient,
-        held: Any = None,
-        live: Tensor | None = None,
-    ) -> RowGradient:
-        self._walk(None, gradient, None, measured.normalizer)
+    def pull(self, rows: slice, columns: slice, known: Known) -> RowGradient:
+        self._walk(None, known.gradient, None, known.measured.normalizer)
         return RowGradient(self.out.tensor, rows)
 
     def add(self, gradient: RowGradient) -> None:

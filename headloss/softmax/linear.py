@@ -23,7 +23,7 @@ from ..kernels.transform import Transform
 from ..objective.bound import Gradient
 from ..objective.statistics import PEAK, Coefficients, Normalizer, Partials
 from . import products
-from .rows import ALL, RowGradient, Rows, compact_
+from .rows import ALL, Known, RowGradient, Rows, compact_
 
 MOST = 15 / 16  # rows of a GPU: to leave out fewer costs more than it saves
 
@@ -49,26 +49,43 @@ NO_GRADIENT = Wants()
 
 
 class Tokens(NamedTuple):
-    """What a softmax needs to know of its tokens, in addition to their logits."""
+    """What a softmax needs to know of its tokens and its backend, in addition to the logits.
 
-    targets: Tensor  # [T] columns of the whole vocabulary
-    transform: Transform  # its temperature is a number or [T]
-    needs: frozenset[str]  # statistics
+    Attributes:
+        acts: the backend's.
+        targets: [T] columns of the whole vocabulary.
+        transform: its temperature is a number or [T].
+        needs: statistics.
+        first: column of the whole vocabulary at which this slice starts.
+        teachers: whose divergences are measured beside the student's logits.
+        beside: what else is measured of the tiles (`beside.Candidates`, `beside.Collision`).
+    """
 
-    def rows(self, rows: Rows) -> Tokens:
+    acts: Kernels
+    targets: Tensor
+    transform: Transform
+    needs: frozenset[str]
+    first: int = 0
+    teachers: tuple[Any, ...] = ()
+    beside: tuple[Any, ...] = ()
+
+    def take(self, index: Tensor) -> Tokens:
         """Of some of the tokens."""
-        return Tokens(self.targets[rows], self.transform.rows(rows), self.needs)
+        teachers, beside = (tuple(x.take(index) for x in t) for t in (self.teachers, self.beside))
+        given = self.targets[index], self.transform.rows(index), self.needs, self.first
+        return Tokens(self.acts, *given, teachers, beside)
 
-    def forward(self, rows: Rows, first: int) -> Forward:
-        """Arguments of act one beside the logits of a tile that starts at column `first`."""
+    def forward(self, rows: Rows, columns: slice = ALL) -> Forward:
+        """Arguments of act one beside the logits of a tile."""
+        first = self.first + (columns.start or 0)
         return Forward(self._targets(rows), first, self.transform.rows(rows), self.needs)
 
-    def backward(
-        self, rows: Rows, first: int, measured: Measured, gradient: Gradient
-    ) -> Backward:
-        """Arguments of act two, in addition to the logits of a tile."""
-        given = self._targets(rows), first, self.transform.rows(rows), measured.normalizer
-        return Backward(*given, gradient.coefficients, measured.stats.logp)
+    def backward(self, rows: Rows, columns: slice, known: Known) -> Backward:
+        """Arguments of act two beside the logits of a tile."""
+        (stats, normalizer), gradient = known.measured, known.gradient
+        first = self.first + (columns.start or 0)
+        given = self._targets(rows), first, self.transform.rows(rows), normalizer
+        return Backward(*given, gradient.coefficients, stats.logp)
 
     def _targets(self, rows: Rows) -> Tensor:
         return self.targets if rows is ALL else self.targets[rows]
@@ -86,23 +103,18 @@ class RawSoftmax:
     """Both acts over raw logits in float32 or float64; a subclass says where these come from.
 
     Attributes:
-        acts: the backend's.
-        first: column of the whole vocabulary at which this slice starts.
         vocabulary: columns of this slice.
         dtype: of statistics and of raw logits.
-        teachers: whose divergences are measured beside the student's logits.
-        beside: what else is measured of the tiles (`beside.Candidates`, `beside.Collision`).
     """
 
-    acts: Kernels
-    tokens: Tokens
-    first: int = 0
     vocabulary: int
     dtype: torch.dtype
     gradient_dtype: torch.dtype | None = None  # of dL/draw on a GPU; None: as the logits
-    teachers: tuple[Any, ...] = ()
-    beside: tuple[Any, ...] = ()
     additions: int = 1  # in which the weight gradient of a block of tokens comes
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens, self.acts, self.first = tokens, tokens.acts, tokens.first
+        self.teachers, self.beside = tokens.teachers, tokens.beside
 
     def __len__(self) -> int:
         return self.tokens.targets.shape[0]
@@ -117,9 +129,9 @@ class RawSoftmax:
         """Act one on a tile: its partial statistics, merged with those of the tiles before it; and,
         with `keep`, what act two will find of its logits."""
         raw = self.raw(rows, columns)
-        forward = self.tokens.forward(rows, self.first + (columns.start or 0))
         for other in self.beside:
             other.add(rows, columns, raw)
+        forward = self.tokens.forward(rows, columns)
         return self.acts.partials(raw, forward, onto), raw if keep else None
 
     def statistics(
@@ -135,12 +147,13 @@ class RawSoftmax:
         partials = held = None
         for columns in tiles:
             partials, held = self.partials(rows, columns, partials, keep)
-        needs = self.tokens.needs
-        measured: Measured = slices.measured(self.acts, partials, needs, vocabulary)
+        measured: Measured = slices.measured(self.acts, partials, self.tokens.needs, vocabulary)
         self.measure_beside(rows, measured)
-        if self.teachers:
-            found = self.divergences(rows, tiles, measured.normalizer, held)
-            measured.stats.divergences.update(found)
+        make = partial(self.raw, rows) if held is None else lambda columns: held
+        again = [(columns, partial(make, columns)) for columns in tiles]
+        for teacher in self.teachers:
+            value = teacher.measure(rows, again, measured.normalizer, hold=keep)
+            measured.stats.divergences[teacher.key] = value
         return measured, held
 
     def measure_beside(self, rows: slice, measured: Measured) -> None:
@@ -150,43 +163,22 @@ class RawSoftmax:
         for part in self.beside:
             measured.stats.divergences[part.key] = part.found(rows, measured.normalizer)
 
-    def divergences(
-        self, rows: slice, tiles: Sequence[slice], normalizer: Normalizer, held: Any = None
-    ) -> dict[object, Tensor]:
-        """[n] the divergence of each teacher, once the normalizer of the whole vocabulary is known.
-        `held`: what act one kept, and the next gradient will be that of the same tokens."""
-        keep = held is not None
-        make = (lambda columns: held) if keep else partial(self.raw, rows)
-        pairs = [(columns, partial(make, columns)) for columns in tiles]
-        return {t.key: t.measure(rows, pairs, normalizer, hold=keep) for t in self.teachers}
-
-    def pull(
-        self,
-        rows: slice,
-        columns: slice,
-        measured: Measured,  # of these rows, as the gradient
-        gradient: Gradient,
-        held: Any = None,
-        live: Tensor | None = None,  # [n] bool
-    ) -> RowGradient:
-        """Act two on a tile: dL/draw of the rows that carry a gradient. What is held is used up."""
-        raw = self.raw(rows, columns) if held is None else held
-        index = None if live is None else rows_left(live)
+    def pull(self, rows: slice, columns: slice, known: Known) -> RowGradient:
+        """Act two on a tile: dL/draw of the rows that carry a gradient."""
+        raw = self.raw(rows, columns) if known.held is None else known.held
+        index = None if known.live is None else rows_left(known.live)
         places: Rows = rows
         if index is not None:
             raw, places = compact_(raw, index), index + (rows.start or 0)
-            measured, gradient = measured.rows(index), gradient.rows(index)
-        return RowGradient(self.gradient_(raw, places, columns, measured, gradient), places)
+            known = known.rows(index)
+        return RowGradient(self.gradient_(raw, places, columns, known), places)
 
-    def gradient_(
-        self, raw: Tensor, rows: Rows, columns: slice, measured: Measured, gradient: Gradient
-    ) -> Tensor:
+    def gradient_(self, raw: Tensor, rows: Rows, columns: slice, known: Known) -> Tensor:
         """dL/draw of a tile, teachers' part included, in the tile's memory or in 16 bits."""
-        first = self.first + (columns.start or 0)
-        others = self.tokens.backward(rows, first, measured, gradient)
+        others = self.tokens.backward(rows, columns, known)
         if raw.is_cuda:  # the products take 16 bits
             others = others._replace(dtype=self.gradient_dtype)
-        given, slopes = (rows, columns, measured), gradient.divergences
+        given, slopes = (rows, columns, known.measured), known.gradient.divergences
         parts = [part for part in (*self.teachers, *self.beside) if part.key in slopes]
         if not parts:
             return self.acts.logit_gradient_(raw, others)
@@ -201,10 +193,10 @@ class LinearSoftmax(RawSoftmax):
     """Raw logits from products: the head's own, then one pair per adapter.
 
     Args:
-        features: each [T, H_i].
-        weights: each [V', H_i] with V' >= V; rows beyond V are padding and never scored.
-        bias: [V'] or None.
+        tensors: features [T, H_i] and weights [V', H_i] pairwise, and the bias [V'] or None; rows
+            of weights beyond V are padding and never scored.
         vocabulary: V.
+        spread: makes what can be indexed by tokens of features that are spread over ranks.
         compute_dtype: what products run in where it is not the tensors' own (autocast).
         logits_dtype: what logits are rounded to, if anything.
         fixed: the product for logits and dX where a row's bits may not depend on other rows.
@@ -212,49 +204,32 @@ class LinearSoftmax(RawSoftmax):
 
     def __init__(
         self,
-        features: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        bias: Tensor | None,
-        vocabulary: int,
-        acts: Kernels,
+        tensors: Sequence[Any],
         tokens: Tokens,
+        vocabulary: int,
         *,
-        first: int = 0,
-        teachers: tuple[Any, ...] = (),
-        beside: tuple[Any, ...] = (),
+        spread: Callable[[Sequence[Tensor]], Sequence[Any]] = list,
         compute_dtype: torch.dtype | None = None,
         logits_dtype: torch.dtype | None = None,
         fixed: products.Fixed | None = None,
     ) -> None:
-        self.features, self.full_weights, self.full_bias = list(features), list(weights), bias
-        self.vocabulary, self.acts, self.tokens = vocabulary, acts, tokens
-        self.first, self.logits_dtype, self.fixed = first, logits_dtype, fixed
-        self.teachers, self.beside = teachers, beside
-        self.weights = [w if w.shape[0] == vocabulary else w[:vocabulary] for w in weights]
-        self.bias = None if bias is None else bias[:vocabulary]
+        super().__init__(tokens)
+        self.features, self.full_weights = spread(tensors[:-1:2]), list(tensors[1:-1:2])
+        self.full_bias: Tensor | None = tensors[-1]
+        self.vocabulary, self.logits_dtype, self.fixed = vocabulary, logits_dtype, fixed
+        self.weights = [w if len(w) == vocabulary else w[:vocabulary] for w in self.full_weights]
+        self.bias = None if self.full_bias is None else self.full_bias[:vocabulary]
         if compute_dtype is not None:
             self.weights = [w.to(compute_dtype) for w in self.weights]
         dtype = self.features[0].dtype
         self.dtype = products.sum_dtype(dtype)
         self.gradient_dtype = dtype if dtype.itemsize == 2 else None
 
-    @classmethod
-    def of(
-        cls, tensors: Sequence[Any], vocabulary: int, acts: Kernels, tokens: Tokens,
-        rows: Callable[[Sequence[Tensor]], Sequence[Any]] | None = None, **given: Any,
-    ) -> LinearSoftmax:  # fmt: skip
-        """From features and weights pairwise, and the bias; `rows` makes what can be indexed by
-        tokens of features that are spread over ranks."""
-        features = tensors[:-1:2] if rows is None else rows(tensors[:-1:2])
-        return cls(features, tensors[1:-1:2], tensors[-1], vocabulary, acts, tokens, **given)
-
     def take(self, index: Tensor) -> LinearSoftmax:
         """The same head on some of the tokens, gathered."""
         found = copy(self)
+        RawSoftmax.__init__(found, self.tokens.take(index))
         found.features = [features[index] for features in self.features]
-        found.tokens = self.tokens.rows(index)
-        found.teachers = tuple(teacher.take(index) for teacher in self.teachers)
-        found.beside = tuple(part.take(index) for part in self.beside)
         return found
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
@@ -278,7 +253,7 @@ class ExpSoftmax(LinearSoftmax):
     ) -> tuple[Measured, Any]:
         x, weight = self._x(rows), self.weights[0]
         held = Held.room(x.shape[0], weight.shape[0], x.dtype, x.device) if keep else None
-        forward = self._biased(self.tokens.forward(rows, self.first))
+        forward = self._biased(self.tokens.forward(rows))
         if slices.size is None:
             found = self.acts.product_statistics(x, weight, forward, vocabulary, held)
         else:
@@ -297,55 +272,33 @@ class ExpSoftmax(LinearSoftmax):
         transform = replace(given.transform, bias=self.bias[columns])
         return given._replace(transform=transform)
 
-    def pull(
-        self,
-        rows: slice,
-        columns: slice,
-        measured: Measured,
-        gradient: Gradient,
-        held: Any = None,
-        live: Tensor | None = None,
-    ) -> RowGradient:
-        if held is None:
-            return RowGradient(self._slab(rows, columns, measured, gradient), rows)
-        return self._of_terms(rows, measured, gradient, held, live)
-
-    def _slab(self, rows: slice, columns: slice, measured: Measured, gradient: Gradient) -> Tensor:
-        """The product that would make the logits again makes their gradient."""
-        first = self.first + (columns.start or 0)
-        backward = self.tokens.backward(rows, first, measured, gradient)
+    def pull(self, rows: slice, columns: slice, known: Known) -> RowGradient:
+        backward = self.tokens.backward(rows, columns, known)
+        if known.held is not None:
+            return self._of_terms(rows, known, backward)
+        # The product that would make the logits again makes their gradient.
         x, weight = self.features[0][rows], self.weights[0][columns]
         found = self.acts.product_gradient(x, weight, self._biased(backward, columns))
-        for chosen in self._chosen(rows, columns, measured, gradient):
+        for chosen in self._chosen(rows, columns, known):
             self.acts.chosen_gradient_(found, chosen, backward)
-        return found
+        return RowGradient(found, rows)
 
     def _x(self, rows: slice) -> Tensor:
         return self.features[0] if rows is ALL else self.features[0][rows]
 
-    def _chosen(
-        self, rows: slice, columns: slice, measured: Measured, gradient: Gradient
-    ) -> list[Chosen]:
+    def _chosen(self, rows: slice, columns: slice, known: Known) -> list[Chosen]:
         """The candidates' columns, where they carry a gradient: at most one of them."""
-        slopes = gradient.divergences
+        slopes = known.gradient.divergences
         parts = [part for part in self.beside if part.key in slopes]
-        return [part.chosen(rows, columns, measured, slopes[part.key]) for part in parts]
+        return [part.chosen(rows, columns, known.measured, slopes[part.key]) for part in parts]
 
-    def _of_terms(
-        self,
-        rows: slice,
-        measured: Measured,
-        gradient: Gradient,
-        held: Held,
-        live: Tensor | None,
-    ) -> RowGradient:
+    def _of_terms(self, rows: slice, known: Known, backward: Backward) -> RowGradient:
         """Everything but the products is queued before the device is read, so that the products
         start at once."""
-        acts = self.acts
-        x, backward = self._x(rows), self.tokens.backward(rows, self.first, measured, gradient)
+        acts, x, held, live = self.acts, self._x(rows), known.held, known.live
         order = None if live is None else acts.dense_order(live, int(MOST * len(live)))
         multiple = features = None
-        chosen = self.beside and self._chosen(rows, ALL, measured, gradient)
+        chosen = self._chosen(rows, ALL, known)
         if is_multiple(backward.transform, backward.coefficients):
             least = chosen[0].slopes.abs().amax(1) if chosen else None
             options = {"x": x, "order": order, "least": least}

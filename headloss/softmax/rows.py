@@ -6,15 +6,29 @@ K of a block's n tokens, v columns, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..kernels.interface import Kernels
+from ..kernels.interface import Kernels, Measured
 from ..kernels.support import ByColumn, Support
+from ..objective.bound import Gradient
 
 Rows = slice | Tensor  # of a source's tokens
 ALL = slice(None)  # what `is` this is not cut: that would be an operation
+
+
+class Known(NamedTuple):
+    """What act two knows of some tokens beside their logits."""
+
+    measured: Measured
+    gradient: Gradient
+    held: Any = None  # what act one kept of their logits; act two uses it up
+    live: Tensor | None = None  # [n] bool, where those without gradient may be left out
+
+    def rows(self, rows: Rows) -> Known:
+        """Of some of them, of which nothing is held."""
+        return Known(self.measured.rows(rows), self.gradient.rows(rows))
 
 
 class PairGradient(NamedTuple):

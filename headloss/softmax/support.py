@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..kernels.interface import Measured
-from ..objective.bound import Gradient
 from ..objective.statistics import Normalizer, Statistics, finish
 from .linear import LinearSoftmax
-from .rows import ALL, PairGradient, RowGradient, Rows
+from .rows import ALL, Known, PairGradient, RowGradient, Rows
 
 if TYPE_CHECKING:
     from ..batch.support import Packed
@@ -35,13 +34,6 @@ class SupportSoftmax(LinearSoftmax):
         vars(self).update(vars(whole))
         self.whole, self.support, self.size = whole, support, size
         self.additions = 1 if support.free is None else 2
-
-    @staticmethod
-    def of(  # type: ignore[override]
-        whole: Any, support: Packed, size: int, tensors: Sequence[Tensor | None]
-    ) -> SupportSoftmax:
-        """Beside the source that `whole` makes of the tensors."""
-        return SupportSoftmax(whole(tensors), support, size)
 
     def take(self, index: Tensor) -> SupportSoftmax:
         return SupportSoftmax(self.whole.take(index), self.support.take(index), self.size)
@@ -63,8 +55,7 @@ class SupportSoftmax(LinearSoftmax):
         self, rows: slice, tiles: Sequence[slice], slices: Any, vocabulary: int, keep: bool
     ) -> tuple[Measured, Any]:
         raw, needs, support = self.raw(rows), self.tokens.needs, self._window(rows, ALL)
-        forward = self.tokens.forward(rows, self.first)
-        partials = self.acts.support_partials(raw, support, forward)
+        partials = self.acts.support_partials(raw, support, self.tokens.forward(rows))
         for part in self.beside:
             part.add_pairs(rows, raw, support)
         partials = slices.merge(partials)
@@ -83,37 +74,27 @@ class SupportSoftmax(LinearSoftmax):
                 part.put(index + (rows.start or 0), taken)
         return measured, (raw, whole, held) if keep else None
 
-    def pull(
-        self,
-        rows: slice,
-        columns: slice,
-        measured: Measured,
-        gradient: Gradient,
-        held: Any = None,
-        live: Tensor | None = None,
-    ) -> RowGradient:
-        raw, whole, kept = (self.raw(rows, columns), None, None) if held is None else held
+    def pull(self, rows: slice, columns: slice, known: Known) -> RowGradient:
+        raw, whole, kept = known.held or (self.raw(rows, columns), None, None)
         index = self.support.unrestricted(rows)
         found = RowGradient(raw.new_empty(0, self._width(columns)), slice(0, 0))
         if index is not None:
             places = index + (rows.start or 0)
             whole = self.whole.take(places) if whole is None else whole
-            every = slice(0, len(index))
-            own = measured.rows(index), gradient.rows(index)
-            live = None if live is None else live[index]
-            found = whole.pull(every, columns, *own, kept, live).at(places)
-        return found._replace(pairs=self._pairs(raw, rows, columns, measured, gradient))
+            live = None if known.live is None else known.live[index]
+            own = known.rows(index)._replace(held=kept, live=live)
+            found = whole.pull(slice(0, len(index)), columns, own).at(places)
+        return found._replace(pairs=self._pairs(raw, rows, columns, known))
 
-    def _pairs(
-        self, raw: Tensor, rows: slice, columns: slice, measured: Measured, gradient: Gradient
-    ) -> PairGradient:
+    def _pairs(self, raw: Tensor, rows: slice, columns: slice, known: Known) -> PairGradient:
         """dL/draw of pairs; a mean logit is that of the support."""
-        c, support = gradient.coefficients, self._window(rows, columns)
+        gradient, support = known.gradient, self._window(rows, columns)
+        c = gradient.coefficients
         if c.uniform is not None:
             counts = self.support.counts[rows].clamp_min(1)
             c = replace(c, uniform=c.uniform * self.size / counts)
-        gradient = gradient._replace(coefficients=c)
-        backward = self.tokens.backward(rows, support.first, measured, gradient)
+        known = known._replace(gradient=gradient._replace(coefficients=c))
+        backward = self.tokens.backward(rows, columns, known)
         values = self.acts.support_gradient(raw, support, backward)
         for part in self.beside:
             if part.key in gradient.divergences:
