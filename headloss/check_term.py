@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .batch.batch import Batch
 from .batch.packing import PackedBatch, outside_inference, pack
+from .batch.segments import Segments
 from .losses.term import Reads, Term
 from .objective.bound import reads
 from .objective.statistics import (
@@ -87,14 +88,13 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
         _compare(term, name, torch.cat(parts), whole)
         cuts.append(name)
     order, permuted = _permute(term, batch)
-    _compare(
-        term, "permuted segments", _evaluate(term, _pick(stats, order), permuted), whole[order]
-    )
+    cuts.append("permuted segments")
+    _compare(term, cuts[-1], _evaluate(term, _pick(stats, order), permuted), whole[order])
     return TermReport(
         statistics=tuple(sorted(asked.statistics & {*STATISTICS, *BESIDE})),
         fields=tuple(sorted(asked.fields - {"segments", "targets"})),
         gradients=_differentiable(asked),
-        cuts=(*cuts, "permuted segments"),
+        cuts=tuple(cuts),
     )
 
 
@@ -106,8 +106,6 @@ def _lengths(term: Term) -> tuple[int, ...]:
 
 def _batch(term: Term, given: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     """A batch with every field that the term asks for."""
-    from .batch.segments import Segments
-
     lengths = _lengths(term)
     tokens = sum(lengths)
     generator = torch.Generator().manual_seed(0)
@@ -182,8 +180,6 @@ def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[tuple[slice, PackedB
     """The cuts that the term's scope allows."""
     ends = torch.tensor(_lengths(term)).cumsum(0).tolist()
     starts = [0, *ends[:-1]]
-    if term.scope == "batch":
-        return {}
 
     def pieces(borders: list[int]) -> list[tuple[slice, PackedBatch]]:
         found = []
@@ -194,28 +190,23 @@ def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[tuple[slice, PackedB
             found.append((rows, batch.slice(rows, first, last)))
         return found
 
-    unit = term.segments_per_unit
-    cuts = {"segment borders": pieces(ends[unit - 1 : -1 : unit])}
+    unit, borders = term.segments_per_unit, {}
+    if term.scope != "batch":
+        borders["segment borders"] = ends[unit - 1 : -1 : unit]
     if term.scope == "token":
-        cuts["single tokens"] = pieces(list(range(1, ends[-1])))
-    return cuts
+        borders["single tokens"] = list(range(1, ends[-1]))
+    return {name: pieces(where) for name, where in borders.items()}
 
 
-def _permute(term: Term, batch: PackedBatch) -> tuple[Tensor, PackedBatch]:
-    """The same segments, the last unit first."""
-    from .batch.segments import Segments
-
-    given, unit = _lengths(term), term.segments_per_unit
-    rows = torch.arange(sum(given)).split(given)
-    units = [range(i, i + unit) for i in range(0, len(given), unit)][::-1]
-    segments = [i for u in units for i in u]
-    order = torch.cat([rows[i] for i in segments])
-    lengths = torch.tensor([given[i] for i in segments])
-    ids = torch.arange(len(given)).repeat_interleave(lengths)
-    fields = {name: getattr(batch, name)[order] for name in batch.kinds()}
-    return order, PackedBatch(
-        batch.targets[order], Segments(ids, len(given), counts=lengths), fields
-    )
+def _permute(term: Term, batch: PackedBatch) -> tuple[Tensor | slice, PackedBatch]:
+    """The same segments, the last unit first; and where their tokens come from."""
+    count = batch.segments.count
+    turned = torch.arange(count).view(-1, term.segments_per_unit).flip(0).flatten()
+    segments = Segments.from_ids(turned[batch.segments.ids], count)
+    fields = {name: getattr(batch, name) for name in batch.kinds()}
+    found = pack(Batch(batch.targets, segments, **fields), VOCABULARY, torch.float64)
+    index = found.packing.index
+    return slice(None) if index is None else index, found.batch
 
 
 def _check_purity(term: Term, stats: Statistics, batch: PackedBatch, whole: Tensor) -> None:

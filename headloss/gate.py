@@ -59,9 +59,10 @@ def judge(
     Raises:
         ValueError: a name that the oracle does not have, or another shape.
     """
-    oracle = _named(plain(hidden, head, batch, objective))
-    wide = _named(plain(hidden, head, batch, objective, mode="float32"))
-    same = _named(plain(hidden, head, batch, objective, mode="input"))
+    oracle, wide, same = (
+        _named(plain(hidden, head, batch, objective, mode))
+        for mode in ("float64", "float32", "input")
+    )
     unknown = found.keys() - oracle.keys()
     if unknown:
         raise ValueError(f"found: got {sorted(unknown)}, want names out of {sorted(oracle)}")
@@ -147,7 +148,7 @@ def cases(quick: bool = False) -> Iterator[Case]:
 def check(case: Case, device: torch.device | str = "cpu") -> Verdict:
     """Run one case on a ragged batch of trained-looking inputs with a prompt in each segment."""
     hidden, head, batch = _inputs(case, torch.device(device))
-    objective = OBJECTIVES[case.objective](_teacher(head))
+    objective = OBJECTIVES[case.objective](Head(head.weight.detach()))
     # Small enough for several chunks and tiles; a batch-scoped objective still takes them all.
     options = Options(schedule=case.schedule, chunk_tokens=64)
     try:
@@ -177,7 +178,8 @@ def _inputs(case: Case, device: torch.device) -> tuple[Tensor, Head, Batch]:
     made = random_batch(targets, segments, logps)
     fields = {name: value.to(device) for name, value in made.fields.items()}  # type: ignore[union-attr]
     if case.objective == "distillation":
-        fields["teacher_hidden"] = _near(hidden).to(device)
+        noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(7))
+        fields["teacher_hidden"] = (hidden + 0.3 * noise.to(hidden.dtype)).to(device)
     batch = Batch(
         targets.to(device),
         Segments.from_ids(segments.ids.to(device), segments.count),
@@ -185,15 +187,6 @@ def _inputs(case: Case, device: torch.device) -> tuple[Tensor, Head, Batch]:
     )
     weight = weight.to(device).requires_grad_(case.schedule != "frozen")
     return hidden.to(device).requires_grad_(), Head(weight), batch
-
-
-def _near(value: Tensor) -> Tensor:
-    noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(7))
-    return value + 0.3 * noise.to(value.dtype)
-
-
-def _teacher(head: Head) -> Head:
-    return Head(head.weight.detach())
 
 
 # ---------------------------------------------------------------------- memory

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -68,10 +69,9 @@ def plain(
         x = leaves["hidden"].reshape(-1, hidden.shape[-1])[index]
         temperature = head.temperature
         if isinstance(temperature, Tensor):
-            temperature = temperature.reshape(-1)[index]
-        of_leaves = replace(_with(head, leaves), temperature=1.0)
-        capped = _logits(x, of_leaves, wide)
-        rows = capped / _column(temperature, wide)
+            temperature = temperature.reshape(-1)[index].to(wide).unsqueeze(1)
+        capped = _logits(x, _with(head, leaves), wide)
+        rows = capped / temperature
         ids = packed.batch.get("candidate_ids")
         stats = _statistics(rows, packed.batch.targets, _supported(packing, rows), ids)
         for teacher in {t.teacher for _, t in objective.parts if t.teacher is not None}:
@@ -133,11 +133,6 @@ def _logits(hidden: Tensor, head: Head, wide: torch.dtype) -> Tensor:
     return z
 
 
-def _column(temperature: float | Tensor, wide: torch.dtype) -> float | Tensor:
-    tensor = isinstance(temperature, Tensor)
-    return temperature.to(wide).unsqueeze(1) if tensor else temperature
-
-
 def _supported(packing: Packing, z: Tensor) -> Tensor:
     """[T, V] bool, the columns that a token's softmax runs over."""
     found = torch.ones_like(z, dtype=torch.bool)
@@ -159,7 +154,7 @@ def _statistics(
     log_p = z.log_softmax(-1)
     target = targets.unsqueeze(1)
     beside: dict[object, Tensor] = {COLLISION: log_p.exp().square().sum(-1).detach()}
-    beside[PEAK] = z.amax(-1).detach() if z.shape[0] else z.new_zeros(0)
+    beside[PEAK] = peak = z.detach().amax(-1)
     if candidate_ids is not None:
         beside[CANDIDATES] = _candidates(log_p, candidate_ids)
     return Statistics(
@@ -167,9 +162,7 @@ def _statistics(
         lse=z.logsumexp(-1),
         entropy=-(log_p.exp() * log_p.clamp_min(-1e30)).sum(-1),
         mean_logit=mean,
-        top1=(z.gather(1, target).squeeze(1) >= z.max(-1).values).to(z.dtype).detach()
-        if z.shape[0]
-        else z.new_zeros(0),
+        top1=(z.gather(1, target).squeeze(1) >= peak).to(z.dtype),
         divergences=beside,
     )
 
@@ -196,29 +189,28 @@ def plain_divergence(student: Tensor, teacher: Teacher, batch: PackedBatch) -> T
             torch.cat([x, torch.log1p(-x.exp().sum(-1, keepdim=True))], 1) for x in (log_p, log_q)
         )
     else:
-        raw = (
-            batch.teacher_logits
-            if form == "logits"
-            else replace(teacher.head, temperature=1.0).logits(batch.teacher_hidden)  # type: ignore[type-var]
-        )
+        if form == "logits":
+            raw = batch.teacher_logits
+        else:
+            assert teacher.head is not None
+            raw = replace(teacher.head, temperature=1.0).logits(batch.teacher_hidden)
         log_q = (raw.to(log_p.dtype) / teacher.temperature).log_softmax(-1)
     p, q = log_p.exp(), log_q.exp()
 
     def kl(a: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
         return torch.where(a > 0, a * (log_a - log_b), 0).sum(-1)
 
-    if teacher.kind == "forward_kl":
-        return kl(q, log_q, log_p)
-    if teacher.kind == "reverse_kl":
-        return kl(p, log_p, log_q)
-    if teacher.kind == "total_variation":
-        return (p - q).abs().sum(-1) / 2
-    log_m = (teacher.beta * q + (1 - teacher.beta) * p).log()
-    if teacher.kind == "skew_forward_kl":
-        return kl(q, log_q, log_m)
-    if teacher.kind == "skew_reverse_kl":
-        return kl(p, log_p, log_m)
-    return teacher.beta * kl(q, log_q, log_m) + (1 - teacher.beta) * kl(p, log_p, log_m)
+    beta = teacher.beta
+    log_m = (beta * q + (1 - beta) * p).log()
+    kinds: dict[str, Callable[[], Tensor]] = {
+        "forward_kl": lambda: kl(q, log_q, log_p),
+        "reverse_kl": lambda: kl(p, log_p, log_q),
+        "total_variation": lambda: (p - q).abs().sum(-1) / 2,
+        "skew_forward_kl": lambda: kl(q, log_q, log_m),
+        "skew_reverse_kl": lambda: kl(p, log_p, log_m),
+        "js": lambda: beta * kl(q, log_q, log_m) + (1 - beta) * kl(p, log_p, log_m),
+    }
+    return kinds[teacher.kind]()
 
 
 # ---------------------------------------------------------------------- the error budget
