@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+IGNORE = -100  # the target of an unscored position, as in torch.nn.functional.cross_entropy
+
 
 def check_dense(name: str, value: Tensor) -> None:
     """TypeError for a tensor without strides (sparse, mkldnn, nested), which no kernel can read."""

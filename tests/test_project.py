@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "batch.reduction": {"arguments", "ranks.collectives", "batch.segments"},
     "options": {"arguments"},
     "softmax.products": set(),
-    "batch.survey": {"kernels", "batch.segments"},
+    "batch.survey": {"arguments", "kernels", "batch.segments"},
     "batch.support": {"arguments", "kernels", "batch.survey"},
     "batch.batch": {
         "arguments",

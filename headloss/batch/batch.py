@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import check_dense, check_device, is_integers
-from .reduction import Totals, count_totals
+from ..arguments import IGNORE, check_dense, check_device, is_integers
+from .reduction import Totals
 from .segments import Segments
 from .support import Support
-from .survey import IGNORE, Survey
+from .survey import Survey
 
 
 class Current:
@@ -233,19 +233,20 @@ class Batch:
         check_device(name, value, self.targets)
         if name in DISTINCT:
             check_ids(name, value, self.targets.shape, MOST_IDS)
-        shape, targets = tuple(value.shape), tuple(self.targets.shape)
-        per_segment = shape == (self.segments.count,) and name not in LOGPS
-        if shape[: len(targets)] != targets and not per_segment:
+        if not any(self._fits(name, value)):
             segment = "" if name in LOGPS else f", or ({self.segments.count},) per segment"
-            raise ValueError(f"{name}: got shape {shape}, want {targets} per token{segment}")
+            raise ValueError(
+                f"{name}: got shape {tuple(value.shape)}, want {tuple(self.targets.shape)} per "
+                f"token{segment}"
+            )
 
     def per_token(self, name: str) -> bool:
         """Whether a field has one value (or row) per position; else it has one per segment."""
         return self._fits(name)[0]
 
-    def _fits(self, name: str) -> tuple[bool, bool]:
+    def _fits(self, name: str, value: Any = None) -> tuple[bool, bool]:
         """Whether a field's shape is one of values per position, and one of values per segment."""
-        value = self.fields[name]
+        value = self.fields[name] if value is None else value
         if isinstance(value, Current):
             return True, False
         as_segment = name not in LOGPS and value.shape == (self.segments.count,)
@@ -264,15 +265,6 @@ class Batch:
             found[name] = (wide if floating else value.dtype), more
         return found
 
-    def totals_of_this_batch(self) -> Totals:
-        """Scored tokens and segments, and the same for each boolean field (see `Totals.of`)."""
-        masks = {}
-        for name, value in self.fields.items():
-            if isinstance(value, Tensor) and value.dtype == torch.bool:
-                as_token, as_segment = self._fits(name)
-                masks[name] = (value if as_token else None, value if as_segment else None)
-        return count_totals(self.targets.reshape(-1) != IGNORE, self.segments, masks)
-
 
 DISTINCT = ("candidate_ids",)  # those of a position must be distinct
 ID_FIELDS = ("teacher_topk_ids", *DISTINCT)  # values are columns of the vocabulary
@@ -281,7 +273,7 @@ MOST_IDS = 512  # of a position
 RESERVED = frozenset(
     {"targets", "segments", "totals", "fields", "get", "live", "on", "slice", "replacing", "kinds"}
     | {"wide", "index", "stats", "as_given", "found", "with_fields", "to", "per_token"}
-    | {"from_labels", "totals_of_this_batch", "support", "support_ids"}
+    | {"from_labels", "support", "support_ids"}
 )
 
 

@@ -8,25 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..arguments import check_number, not_negative, positive
+from ..arguments import IGNORE, check_number, not_negative, positive
 from ..ranks.collectives import summed
-from .segments import Segments, count_in
+from .segments import count_in
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Number = float | Tensor
-
-
-class Countable(Protocol):
-    """A batch."""
-
-    def totals_of_this_batch(self) -> Totals: ...
 
 
 @dataclass(frozen=True)
@@ -54,9 +48,35 @@ class Totals:
                 _check_total(f"kept[{name!r}]", count)
 
     @classmethod
-    def of(cls, batch: Countable) -> Totals:
-        """The totals of one batch (over the ranks of its segments' group)."""
-        return batch.totals_of_this_batch()
+    def of(cls, batch: Any) -> Totals:
+        """The totals of one `Batch` (over the ranks of its segments' group).
+
+        A boolean field is per token where its shape is that on all these ranks, else per segment.
+        """
+        segments, scored = batch.segments, batch.targets.reshape(-1) != IGNORE
+        ids = segments.ids.reshape(-1).clamp(0, max(segments.count - 1, 0))
+        fields = {n: v for n, v in batch.fields.items() if isinstance(v, Tensor)}
+        masks = {name: value for name, value in fields.items() if value.dtype == torch.bool}
+        rows, against, nothing = [scored], [], torch.zeros_like(scored)
+        for name, mask in masks.items():
+            as_token, as_segment = batch._fits(name)
+            rows.append(scored & mask.reshape(-1) if as_token else nothing)
+            rows.append(scored & mask[ids] if as_segment else nothing)
+            against.append(ids.new_full((1,), not as_token))
+        # [1 + 2 masks, S] kept tokens per segment, joined over the ranks that share the segments.
+        counts = torch.stack([count_in(ids, segments.count, row) for row in rows])
+        if segments.group is not None:
+            joined = torch.cat([counts.reshape(-1), *against])
+            summed("the count of tokens in segments", joined, segments.group)
+            counts, votes = joined.split([counts.numel(), len(masks)])
+            counts, against = counts.view(len(rows), segments.count), list(votes)
+        kept = {}
+        for i, (name, mask) in enumerate(masks.items()):
+            by_token, by_segment = counts[1 + 2 * i], counts[2 + 2 * i]
+            as_token = against[i].view(()) == 0
+            tokens = torch.where(as_token, by_token.sum(), by_segment.sum())
+            kept[name] = tokens, torch.where(as_token, (by_token > 0).sum(), mask.sum())
+        return cls(counts[0].sum(), segments.count, kept)
 
     def __add__(self, other: Totals) -> Totals:
         if not isinstance(other, Totals):
@@ -113,39 +133,6 @@ def _check_total(name: str, value: object) -> None:
             raise TypeError(f"{name}: got {got}, want a number or a 0-dim tensor")
         return
     check_number(name, value, "a number or a 0-dim tensor", "a finite number >= 0", not_negative)
-
-
-Mask = tuple[Tensor | None, Tensor | None]  # per token [..], per segment [S]: what its shape fits
-
-
-def count_totals(scored: Tensor, segments: Segments, masks: dict[str, Mask]) -> Totals:
-    """Totals of scored tokens ([N] bool), and of those that each mask keeps.
-
-    A mask is per token where its shape is that on all ranks of the segments' group, else per
-    segment.
-    """
-    ids = segments.ids.reshape(-1).clamp(0, max(segments.count - 1, 0))
-    rows, against = [scored], []
-    for by_token, by_segment in masks.values():
-        nothing = torch.zeros_like(scored)
-        rows.append(nothing if by_token is None else scored & by_token.reshape(-1))
-        rows.append(nothing if by_segment is None else scored & by_segment[ids])
-        against.append(ids.new_full((1,), by_token is None))
-    # [1 + 2 masks, S] kept tokens per segment, joined over the ranks that share the segments.
-    counts = torch.stack([count_in(ids, segments.count, row) for row in rows])
-    if segments.group is not None:
-        joined = torch.cat([counts.reshape(-1), *against])
-        summed("the count of tokens in segments", joined, segments.group)
-        counts, votes = joined.split([counts.numel(), len(masks)])
-        counts, against = counts.view(len(rows), segments.count), list(votes)
-    kept = {}
-    for i, (name, (_, by_segment)) in enumerate(masks.items()):
-        of_tokens, of_segments = counts[1 + 2 * i], counts[2 + 2 * i]
-        whole = of_segments.sum() if by_segment is None else by_segment.sum()
-        pairs = ((of_tokens.sum(), of_segments.sum()), ((of_tokens > 0).sum(), whole))
-        tokens, held = (torch.where(against[i].view(()) == 0, a, b) for a, b in pairs)
-        kept[name] = (tokens, held)
-    return Totals(counts[0].sum(), segments.count, kept)
 
 
 Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]

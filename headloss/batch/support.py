@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import check_dense, check_device, is_integers
+from ..arguments import IGNORE, check_dense, check_device, is_integers
 from ..kernels.support import ByColumn
 from ..kernels.support import Support as Window
-from .survey import IGNORE
 
 HIGH = 1 << 32
 

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import IGNORE
 from ..kernels import choose, load
 from .segments import Segments, count_in
-
-IGNORE = -100  # the target of an unscored position, as in torch.nn.functional.cross_entropy
 
 
 class Order(NamedTuple):
