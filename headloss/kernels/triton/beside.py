@@ -154,7 +154,8 @@ def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differen
     own, logit, z = torch.empty_like(targets), torch.empty_like(out[0]), scaling(teacher)
     reference = Reference(own, logit, torch.empty_like(logit))
     pair = matrix_of(x), matrix_of(w)
-    launch_reference(cdiv(n, ROWS.value), *pair, targets, z, reference, 0, n, v, h)
+    given = (*pair, targets, z, reference, 0, n, v, h)
+    launch_reference(cdiv(n, ROWS), *given, ROWS=ROWS, HALVES=8)
     blocks, wide = cdiv(v, WIDTH), 16 * cdiv(n, 16)
     sums = x.new_empty(3, blocks, wide, dtype=torch.float32)
     sides, reverse = (z, scaling(student.transform), student.normalizer), kind != "forward_kl"
