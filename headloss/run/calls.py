@@ -35,7 +35,7 @@ from .loop import GatherRows
 from .plan import Plan
 from .prepare import Prepared, known, prepare_given, prepare_linear
 from .signature import of_linear
-from .teachers import open_beside, open_teacher
+from .teachers import Beside
 from .work import Work
 
 if TYPE_CHECKING:
@@ -290,14 +290,8 @@ def _work(
         _ = work.bound
     found = OfTokens(prepared.acts, packing.targets, transform, prepared.needs, slices.first)
     if prepared.beside:
-        teachers, index = teachers_of(objective), packing.index
-        dense = tuple(
-            open_teacher(teacher, view, index, transform, vocabulary, prepared, slices)
-            for teacher in teachers
-            if teacher.source(view) != "topk"
-        )
-        beside = open_beside(teachers, view, index, transform, prepared, slices)
-        found = found._replace(teachers=dense, beside=beside)
+        beside = Beside(view, transform, vocabulary, prepared, slices)
+        found = beside.added_to(found, teachers_of(objective))
     return work, found
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..batch.packing import PackedBatch
-from ..kernels.interface import Kernels
 from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
 from ..objective.statistics import CANDIDATES, COLLISION
@@ -24,33 +24,83 @@ from .checks import wide_field
 from .prepare import Prepared
 
 
-def open_teacher(
-    teacher: Teacher,
-    batch: PackedBatch,
-    index: Tensor | None,  # [T] position of each token
-    transform: Transform,
-    vocabulary: int,
-    prepared: Prepared,
-    slices: Whole,
-) -> DenseTeacher:
-    """What measures a dense teacher and computes its gradient. Its fields are checked first."""
-    acts = prepared.acts
-    like = torch.zeros((), dtype=prepared.wide, device=batch.targets.device)
-    size = slices.size or vocabulary
-    student = _at(transform, teacher.temperature)
-    form = teacher.source(batch)
-    source: LinearSoftmax | View
-    if form == "logits":
-        given = wide_field("teacher_logits", batch, size, "the student's vocabulary")
-        source, other = View(given, index), Transform(temperature=teacher.temperature)
-    else:
-        source, other = _of_hidden(teacher, batch, index, vocabulary, size, acts, slices)
-    pair, fused = (student, other), prepared.problem.differences
-    if fused and isinstance(source, LinearSoftmax):
-        fused = acts.can_fuse(source.features[0], source.weights[0])
-    return DenseTeacher(
-        teacher, source, pair, student is transform, len(batch), acts, slices, like, fused
-    )
+class Beside(NamedTuple):
+    """Of a call, what decides how it is measured."""
+
+    batch: PackedBatch
+    transform: Transform  # the student's
+    vocabulary: int  # of the whole model
+    prepared: Prepared
+    slices: Whole
+
+    def added_to(self, tokens: Tokens, teachers: Sequence[Teacher]) -> Tokens:
+        """What a source takes, with dense teachers, stored outcomes, candidates and sum p^2; the
+        batch's fields are checked first."""
+        stored = [t for t in teachers if t.source(self.batch) == "topk"]
+        dense = tuple(self._dense(t) for t in teachers if t not in stored)
+        needs, own, found = self.prepared.needs, self.transform, []
+        for teacher in stored:
+            at = _at(own, teacher.temperature)
+            found.append(self._candidates(teacher, "teacher_topk_ids", at, False, True))
+        if needs & {"candidate_logps", "candidate_tail"}:
+            tail = "candidate_tail" in needs
+            found.append(self._candidates(CANDIDATES, "candidate_ids", own, True, tail))
+        if COLLISION in needs:
+            found.append(Collision(own, self.prepared.acts, self.slices))
+        return tokens._replace(teachers=dense, beside=tuple(found))
+
+    def _candidates(
+        self, key: object, field: str, at: Transform, heads_own: bool, tail: bool
+    ) -> Candidates:
+        batch, prepared = self.batch, self.prepared
+        ids = batch.as_given(field)
+        assert ids is not None
+        given = (key, ids, batch.index, at, heads_own, tail, len(batch))
+        return Candidates(*given, prepared.acts, self.slices, prepared.wide)
+
+    def _dense(self, teacher: Teacher) -> DenseTeacher:
+        batch, prepared, acts = self.batch, self.prepared, self.prepared.acts
+        like = torch.zeros((), dtype=prepared.wide, device=batch.targets.device)
+        size = self.slices.size or self.vocabulary
+        student = _at(self.transform, teacher.temperature)
+        source: LinearSoftmax | View
+        if teacher.source(batch) == "logits":
+            given = wide_field("teacher_logits", batch, size, "the student's vocabulary")
+            source, other = View(given, batch.index), Transform(temperature=teacher.temperature)
+        else:
+            source, other = self._of_hidden(teacher, size)
+        pair, fused = (student, other), prepared.problem.differences
+        if fused and isinstance(source, LinearSoftmax):
+            fused = acts.can_fuse(source.features[0], source.weights[0])
+        heads_own, count = student is self.transform, len(batch)
+        return DenseTeacher(
+            teacher, source, pair, heads_own, count, acts, self.slices, like, fused
+        )
+
+    def _of_hidden(self, teacher: Teacher, size: int) -> tuple[LinearSoftmax, Transform]:
+        """Logits from a teacher's hidden states and its head."""
+        assert teacher.head is not None
+        batch, slices, head = self.batch, self.slices, local_head(teacher.head)
+        width = head.weight.shape[1]
+        states = wide_field("teacher_hidden", batch, width, "the teacher head's width")
+        if head.vocab_group is None and head.vocabulary != self.vocabulary:
+            raise ValueError(
+                f"teacher_head: got a vocabulary of {head.vocabulary}, want the student's "
+                f"{self.vocabulary} (set vocab_size on both heads to leave padded rows out)"
+            )
+        with torch.no_grad():
+            rows = states if batch.index is None else states[batch.index]
+            factors = head.factors(rows, slices.dropout)
+        # A whole head beside a student's slice: its rows of that slice.
+        first = slices.first if head.vocab_group is None else 0
+        own = slice(first, first + size)
+        transform = Transform(
+            scale=head.logit_scale, softcap=head.softcap, temperature=teacher.temperature
+        )
+        pairs = [tensor for features, weight in factors for tensor in (features, weight[own])]
+        tensors = [*pairs, None if head.bias is None else head.bias[own]]
+        tokens = Tokens(self.prepared.acts, batch.targets, transform, NOTHING)
+        return LinearSoftmax(tensors, tokens, size), transform
 
 
 def _at(transform: Transform, temperature: float) -> Transform:
@@ -59,65 +109,3 @@ def _at(transform: Transform, temperature: float) -> Transform:
     if not isinstance(own, Tensor) and own == temperature:
         return transform
     return replace(transform, temperature=temperature)
-
-
-def open_beside(
-    teachers: Sequence[Teacher],
-    batch: PackedBatch,
-    index: Tensor | None,  # [T] position of each token
-    transform: Transform,
-    prepared: Prepared,
-    slices: Whole,
-) -> tuple[Candidates | Collision, ...]:
-    """What is measured beside the statistics: stored outcomes, candidates, sum p^2."""
-    acts, wide, needs = prepared.acts, prepared.wide, prepared.needs
-    found: list[Candidates | Collision] = []
-
-    def add(key: object, field: str, at: Transform, heads_own: bool, tail: bool) -> None:
-        ids = batch.as_given(field)
-        assert ids is not None
-        given = (key, ids, index, at, heads_own, tail, len(batch))
-        found.append(Candidates(*given, acts, slices, wide))
-
-    for teacher in teachers:
-        if teacher.source(batch) == "topk":
-            add(teacher, "teacher_topk_ids", _at(transform, teacher.temperature), False, True)
-    if needs & {"candidate_logps", "candidate_tail"}:
-        add(CANDIDATES, "candidate_ids", transform, True, "candidate_tail" in needs)
-    if COLLISION in needs:
-        found.append(Collision(transform, acts, slices))
-    return tuple(found)
-
-
-def _of_hidden(
-    teacher: Teacher,
-    batch: PackedBatch,
-    index: Tensor | None,
-    vocabulary: int,
-    size: int,
-    acts: Kernels,
-    slices: Whole,
-) -> tuple[LinearSoftmax, Transform]:
-    """Logits from a teacher's hidden states and its head."""
-    assert teacher.head is not None
-    head = local_head(teacher.head)
-    width = head.weight.shape[1]
-    states = wide_field("teacher_hidden", batch, width, "the teacher head's width")
-    if head.vocab_group is None and head.vocabulary != vocabulary:
-        raise ValueError(
-            f"teacher_head: got a vocabulary of {head.vocabulary}, want the student's "
-            f"{vocabulary} (set vocab_size on both heads to leave padded rows out)"
-        )
-    with torch.no_grad():
-        rows = states if index is None else states[index]
-        factors = head.factors(rows, slices.dropout)
-    # A whole head beside a student's slice: its rows of that slice.
-    first = slices.first if head.vocab_group is None else 0
-    own = slice(first, first + size)
-    transform = Transform(
-        scale=head.logit_scale, softcap=head.softcap, temperature=teacher.temperature
-    )
-    pairs = [tensor for features, weight in factors for tensor in (features, weight[own])]
-    tensors = [*pairs, None if head.bias is None else head.bias[own]]
-    tokens = Tokens(acts, batch.targets, transform, NOTHING)
-    return LinearSoftmax(tensors, tokens, size), transform
