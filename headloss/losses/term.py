@@ -247,6 +247,11 @@ class Objective(_Arithmetic):
         return functools.reduce(wider, (term.scope for _, term in self.parts), "token")
 
     @property
+    def teachers(self) -> list[Teacher]:
+        """Each once, in the order of its first term."""
+        return list(dict.fromkeys(term.teacher for _, term in self.parts if term.teacher))
+
+    @property
     def segments_per_unit(self) -> int:
         return math.lcm(*(term.segments_per_unit for _, term in self.parts))
 

@@ -34,6 +34,13 @@ class Part(NamedTuple):
     weights: Tensor  # [T]
     kept: Tensor | None  # [T] bool, where the term is restricted
 
+    def losses(self, stats: Statistics, batch: PackedBatch, rows: slice = ALL) -> Tensor:
+        """[n] of the tokens `rows`, which the batch holds: 0 where the term is restricted."""
+        if self.kept is None:
+            return self.term(stats, batch.on(stats))
+        kept = self.kept if rows is ALL else self.kept[rows]
+        return torch.where(kept, self.term(stats, without_poison(batch, kept).on(stats)), 0)
+
 
 class Piece(Protocol):
     """Some tokens, and the segments first..last that they lie in."""
@@ -125,7 +132,7 @@ class Bound:
                 torch.zeros((), dtype=torch.float64, device=batch.targets.device),
             )
         values = torch.stack([s.detach() for s in shares]) if shares else total.new_zeros(0)
-        found = _differentiate(total, inputs)
+        found = differentiate(total, inputs)
         if needed and not found:  # of these tokens: it may depend on the batch's values
             assert stats.logp is not None
             found["logp"] = torch.zeros_like(stats.logp)
@@ -180,11 +187,7 @@ class Bound:
         return replace(self, scale=power_of_two(largest))
 
     def _share(self, part: Part, stats: Statistics, batch: PackedBatch, rows: slice) -> Tensor:
-        kept = None if part.kept is None else part.kept[rows]
-        view = batch if kept is None else without_poison(batch, kept)
-        losses = part.term(stats, view.on(stats))
-        if kept is not None:
-            losses = torch.where(kept, losses, 0)
+        losses = part.losses(stats, batch, rows)
         if batch.live is not None:
             losses = torch.where(batch.live, losses, 0)
         return (part.weights[rows] * losses).sum(dtype=torch.float64)
@@ -196,7 +199,7 @@ def power_of_two(sizes: list[Tensor]) -> Tensor:
     return torch.where(largest > 0, -largest.log2().floor(), 0).exp2()
 
 
-def _differentiate(total: Tensor, inputs: dict[object, Tensor]) -> dict[object, Tensor]:
+def differentiate(total: Tensor, inputs: dict[object, Tensor]) -> dict[object, Tensor]:
     """d total / d input, for those inputs that the total depends on."""
     if not total.requires_grad:
         return {}

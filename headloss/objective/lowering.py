@@ -3,44 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
-
-import torch
 
 from ..kernels.opcodes import INPUTS, MEASUREMENTS, NUMBERS, Op
-from .recording import Node
-from .tape import Reported, Row, Source, Tape
+from .recording import Node, Recorder, Source
+from .tape import Row, Tape
 
 TENSORS = frozenset({"tokens", "segments", "factor"})  # numbers that may lie on the device
 
 
-class Written(NamedTuple):
-    """A recording: its nodes, and which of them are results."""
-
-    nodes: list[Node]
-    vectors: list[tuple[Source, int]]  # nodes of OUT
-    measured: list[tuple[int, int]]  # (measurement, node)
-    kinds: list[Op]
-    reported: list[Reported]
-
-
-
-def lowered(written: Written, terms: int, unit: int, dtype: torch.dtype) -> Tape | None:
+def lowered(recorder: Recorder, terms: int, unit: int) -> Tape | None:
     """The nodes that results need, in phases, each with a register; None if they are too many."""
-    nodes = written.nodes
+    nodes, vectors, measured, kinds, reported = recorder.written
     targets: dict[int, list[int]] = {}
-    for at, (_, node) in enumerate(written.vectors):
-        targets.setdefault(node, []).append(at)
-    for at, node in written.measured:
+    for at, node in [*((at, node) for at, (_, node) in enumerate(vectors)), *measured]:
         targets.setdefault(node, []).append(at)
     levels = _levels(nodes, list(targets))
     order = sorted(levels, key=levels.__getitem__)
     inputs = _sources(nodes, order, Op.LOAD)
     numbers = _sources(nodes, order, Op.NUMBER)
     addresses = len(inputs) + sum(kind in TENSORS for kind, _ in numbers)
-    if max(addresses - INPUTS, len(numbers) - NUMBERS, len(written.kinds) - MEASUREMENTS) > 0:
+    if max(addresses - INPUTS, len(numbers) - NUMBERS, len(kinds) - MEASUREMENTS) > 0:
         return None
-    rows, registers = _allocated(nodes, order, targets, [len(written.vectors), 0])
+    rows, registers = _allocated(nodes, order, targets, [len(vectors), 0])
     places = {Op.LOAD: inputs, Op.NUMBER: numbers}
     phases: list[list[Row]] = [[] for _ in range(max(levels.values(), default=0) + 1)]
     for v, row in rows:
@@ -52,24 +36,17 @@ def lowered(written: Written, terms: int, unit: int, dtype: torch.dtype) -> Tape
         registers=registers,
         inputs=tuple(inputs),
         numbers=tuple(numbers),
-        vectors=tuple(source for source, _ in written.vectors),
-        kinds=tuple(written.kinds),
+        vectors=tuple(source for source, _ in vectors),
+        kinds=tuple(kinds),
         terms=terms,
-        reported=tuple(written.reported),
-        dtype=dtype,
+        reported=tuple(reported),
+        dtype=recorder.dtype,
         segments_per_unit=unit,
     )
 
 
 def _sources(nodes: list[Node], order: Iterable[int], op: Op) -> list[Source]:
     return list(dict.fromkeys(nodes[v].operands[0] for v in order if nodes[v].op is op))
-
-
-def _operands(node: Node) -> list[int]:
-    """The nodes that a node reads."""
-    if node.op in (Op.LOAD, Op.NUMBER):
-        return []
-    return [o for o in node.operands if isinstance(o, int)]
 
 
 def _levels(nodes: list[Node], results: list[int]) -> dict[int, int]:
@@ -81,17 +58,17 @@ def _levels(nodes: list[Node], results: list[int]) -> dict[int, int]:
         if v in levels:
             return
         node = nodes[v]
-        for o in _operands(node):
+        for o in node.reads:
             visit(o)
-        crossed = [levels[o] + (nodes[o].kind != node.kind) for o in _operands(node)]
+        crossed = [levels[o] + (nodes[o].kind != node.kind) for o in node.reads]
         levels[v] = max(crossed, default=node.kind)
 
     for v in results:
         visit(v)
     first: dict[int, int] = {}
     for v, level in levels.items():
-        for o in _operands(nodes[v]):
-            if not _operands(nodes[o]):
+        for o in nodes[v].reads:
+            if not nodes[o].reads:
                 level_of_input = level - (nodes[o].kind != nodes[v].kind)
                 first[o] = min(first.get(o, level_of_input), level_of_input)
     return levels | first
@@ -102,7 +79,7 @@ def _allocated(
 ) -> tuple[list[tuple[int, Row]], tuple[int, int]]:
     """Instructions with registers, which are used again once nothing reads them any more; how many
     there are over tokens and over segments. No instruction writes what it reads."""
-    last = {o: at for at, v in enumerate(order) for o in _operands(nodes[v])}
+    last = {o: at for at, v in enumerate(order) for o in nodes[v].reads}
     free: tuple[list[int], list[int]] = ([], [])
     place: dict[int, int] = {}
     rows = []
@@ -117,7 +94,7 @@ def _allocated(
             outs = [place[v]]
         read = tuple(place[o] if isinstance(o, int) else o for o in operands)
         rows += [(v, Row(op, out, read, kind)) for out in outs]
-        for o in set(_operands(nodes[v])):
+        for o in set(nodes[v].reads):
             if last[o] == at:
                 free[nodes[o].kind].append(place[o])
     return rows, (taken[0], taken[1])

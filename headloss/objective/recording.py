@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..batch.segments import Segments
 from ..kernels.opcodes import ELEMENTWISE, Op
+
+if TYPE_CHECKING:
+    from .metrics import Measurement
 
 TOKENS, SEGMENTS = 0, 1
 
@@ -30,7 +33,9 @@ class Constant(NamedTuple):
     value: float
 
 
+ZERO, ONE, MINUS = Constant(0.0), Constant(1.0), Constant(-1.0)
 Operand = int | Constant  # the number of a node, or a constant
+Source = tuple[str, Any]  # ("field", "advantages"), ("tokens", None)...
 
 
 class Node(NamedTuple):
@@ -40,18 +45,48 @@ class Node(NamedTuple):
     operands: tuple[Any, ...]
     kind: int
 
+    @property
+    def reads(self) -> list[int]:
+        """The nodes that it is made of; of an input none."""
+        return [o for o in self.operands if isinstance(o, int)]
+
+
+class Reported(NamedTuple):
+    """A metric, by the places of its numbers among the measurements."""
+
+    name: str
+    kind: type[Measurement]
+    places: tuple[int, ...]
+
 
 class Recorder(TorchDispatchMode):
-    """Records nodes. A tensor is identified by its memory, so that a view counts as its base."""
+    """Records nodes. A tensor is identified by its memory, so that a view counts as its base.
+
+    Attributes:
+        nodes: of all operations.
+        vectors: results at each token: what they are, and nodes of OUT.
+        measured: (measurement, node); a measurement adds up its nodes.
+        kinds: of measurements: SUM, LARGEST, SMALLEST or COUNT.
+        reported: metrics.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.largest = Constant(torch.finfo(dtype).max)
+        self.dtype, self.largest = dtype, Constant(torch.finfo(dtype).max)
         self.nodes: list[Node] = []
+        self.vectors: list[tuple[Source, int]] = []
+        self.measured: list[tuple[int, int]] = []
+        self.kinds: list[Op] = []
+        self.reported: list[Reported] = []
         self._numbers: dict[Node, int] = {}
         self._of: dict[Any, Operand] = {}
         self._kept: list[Tensor] = []  # which is kept, so that no other tensor gets the same
         self._paused = False
+
+    @property
+    def written(self) -> tuple[list, ...]:
+        """All that was recorded."""
+        return self.nodes, self.vectors, self.measured, self.kinds, self.reported
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -76,10 +111,10 @@ class Recorder(TorchDispatchMode):
             raise Unrecorded("a tensor from outside")
         return found
 
-    def load(self, source: tuple[str, Any], kind: int = TOKENS) -> int:
+    def load(self, source: Source, kind: int = TOKENS) -> int:
         return self._node(Node(Op.LOAD, (source,), kind))
 
-    def number(self, source: tuple[str, Any]) -> int:
+    def number(self, source: Source) -> int:
         return self._node(Node(Op.NUMBER, (source,), TOKENS))
 
     def __call__(self, op: Op, *operands: Operand) -> Operand:
@@ -94,9 +129,27 @@ class Recorder(TorchDispatchMode):
         kind = {Op.EXPAND: TOKENS, Op.TOTAL: SEGMENTS}.get(op, kinds.pop())
         return self._node(Node(op, operands, kind))
 
-    def measure(self, op: Op, kind: int, *operands: Operand) -> int:
-        """A measurement: of values, a factor, and a mask."""
-        return self._node(Node(op, operands, kind))
+    def out(self, source: Source, vector: Tensor) -> None:
+        """Give a vector at each token back; one for each source, though they be equal."""
+        at = Constant(float(len(self.vectors)))
+        self.vectors.append((source, self._node(Node(Op.OUT, (self.of(vector), at), TOKENS))))
+
+    def measure(
+        self, op: Op, values: Operand, mask: Operand = ONE, kind: int = TOKENS
+    ) -> int:
+        """The place of a measurement; the same one twice is made once."""
+        node = self._node(Node(op, (values, ONE, mask), kind))
+        for at, known in self.measured:
+            if known == node:
+                return at
+        self.measured.append((len(self.kinds), node))
+        self.kinds.append(op)
+        return len(self.kinds) - 1
+
+    def add_up(self, values: Operand, factor: Operand, place: int) -> None:
+        """Add the sum of values times a factor to a measurement; a place of its own is made."""
+        self.measured.append((place, self._node(Node(Op.SUM, (values, factor, ONE), TOKENS))))
+        self.kinds += [Op.SUM] * (place + 1 - len(self.kinds))
 
     def _node(self, node: Node) -> int:
         constants = {o for o in node.operands if isinstance(o, Constant)}
@@ -175,7 +228,7 @@ class Recorder(TorchDispatchMode):
             outs = found if isinstance(found, tuple) else (found,)
             for out in outs:
                 self.know(out, made)
-        else:
+        elif name != "sum":  # of all tokens: it may be differentiated, but nothing may read it
             raise Unrecorded(str(func))
         return found
 
@@ -216,7 +269,6 @@ COMPUTE: dict[Op, Callable[..., Tensor]] = {
 
 # ---------------------------------------------------------------------- aten, in instructions
 
-ZERO, ONE, MINUS = Constant(0.0), Constant(1.0), Constant(-1.0)
 SAME = frozenset(
     ["detach", "alias", "view", "_unsafe_view", "expand", "clone", "_to_copy", "lift_fresh"]
 )
@@ -288,20 +340,15 @@ def _log_sigmoid_backward(e, g, x, buffer):
 
 
 OPERATIONS: dict[str, Callable[..., Operand]] = {
+    # aten's add and sub take a factor; its min and max are of one tensor
+    **{op.name.lower(): _plain(op) for op in COMPUTE if op not in (Op.MIN, Op.MAX)},
     "add": _sum(Op.ADD),
     "sub": _sum(Op.SUB),
     "rsub": lambda e, a, b, alpha=ONE: e(Op.SUB, b, e(Op.MUL, a, alpha)),
-    "mul": _plain(Op.MUL),
-    "div": _plain(Op.DIV),
     "neg": lambda e, x: e(Op.MUL, x, MINUS),
     "reciprocal": lambda e, x: e(Op.DIV, ONE, x),
     "pow": _power,
     "abs": _abs,
-    "exp": _plain(Op.EXP),
-    "log": _plain(Op.LOG),
-    "expm1": _plain(Op.EXPM1),
-    "log1p": _plain(Op.LOG1P),
-    "sigmoid": _plain(Op.SIGMOID),
     "sigmoid_backward": _sigmoid_backward,
     "log_sigmoid_forward": _log_sigmoid,
     "log_sigmoid_backward": _log_sigmoid_backward,
@@ -311,13 +358,9 @@ OPERATIONS: dict[str, Callable[..., Operand]] = {
     "clamp_min": _plain(Op.MAX),
     "clamp_max": _plain(Op.MIN),
     "nan_to_num": _nan_to_num,
-    "gt": _plain(Op.GT),
-    "ge": _plain(Op.GE),
     "lt": _turned(Op.GT),
     "le": _turned(Op.GE),
-    "eq": _plain(Op.EQ),
     "ne": lambda e, a, b: _not(e, e(Op.EQ, a, b)),
-    "where": _plain(Op.WHERE),
     "masked_fill": lambda e, x, mask, value: e(Op.WHERE, mask, value, x),
     **dict.fromkeys(("bitwise_and", "logical_and", "__and__"), _plain(Op.MIN)),
     **dict.fromkeys(("bitwise_or", "logical_or", "__or__"), _plain(Op.MAX)),
@@ -326,6 +369,10 @@ OPERATIONS: dict[str, Callable[..., Operand]] = {
 
 
 # ---------------------------------------------------------------------- segments
+
+
+def _linear(name: str) -> Any:
+    return lambda segments, *values: _Linear.apply(segments, name, *values)
 
 
 class RecordedSegments(Segments):
@@ -337,17 +384,8 @@ class RecordedSegments(Segments):
         self.recorder = recorder
         self._lengths = recorder.know(lengths.clone(), recorder.load(("lengths", None), SEGMENTS))
 
-    def sum(self, values: Tensor) -> Tensor:
-        return _Linear.apply(self, "sum", values)  # type: ignore[return-value]
-
-    def expand(self, values: Tensor) -> Tensor:
-        return _Linear.apply(self, "expand", values)  # type: ignore[return-value]
-
-    def split_pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        return _Linear.apply(self, "split_pairs", values)  # type: ignore[return-value]
-
-    def join_pairs(self, first: Tensor, second: Tensor) -> Tensor:
-        return _Linear.apply(self, "join_pairs", first, second)  # type: ignore[return-value]
+    sum, expand = _linear("sum"), _linear("expand")
+    split_pairs, join_pairs = _linear("split_pairs"), _linear("join_pairs")
 
 
 _ADJOINT = {

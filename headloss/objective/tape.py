@@ -24,12 +24,10 @@ from ..batch.segments import Segments
 from ..kernels.opcodes import Op, Way
 from ..losses.term import Objective
 from .bound import Bound, Gradient
-from .metrics import Measurement, Metrics
+from .metrics import Metrics
 from .plain import LAUNCH, SEGMENT, read, run_plain
-from .recording import Constant
+from .recording import Constant, Reported, Source
 from .statistics import Coefficients, Statistics
-
-Source = tuple[str, Any]  # ("field", "advantages"), ("tokens", None)...
 
 
 class Row(NamedTuple):
@@ -39,15 +37,6 @@ class Row(NamedTuple):
     out: int  # register, or measurement
     operands: tuple[int | Constant, ...]
     kind: int  # of vectors: TOKENS or SEGMENTS
-
-
-class Reported(NamedTuple):
-    """A metric, by its places among the measurements."""
-
-    name: str
-    kind: type[Measurement]
-    at: int
-    count: int = -1
 
 
 class Column(NamedTuple):
@@ -167,11 +156,8 @@ class Tape:
 
     def metrics(self, measured: Tensor) -> Metrics:
         """What [M] measured numbers say by name."""
-        found, numbers = Metrics(), measured.unbind()
-        for name, kind, at, count in self.reported:
-            parts = (numbers[at],) if count < 0 else (numbers[at], numbers[count])
-            found[name] = kind(*parts)  # type: ignore[call-arg]
-        return found
+        numbers = measured.unbind()
+        return Metrics({n: kind(*(numbers[p] for p in at)) for n, kind, at in self.reported})
 
     def run(
         self,

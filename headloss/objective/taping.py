@@ -18,13 +18,13 @@ from ..batch.reduction import Totals
 from ..kernels.opcodes import Op
 from ..losses.origin import key_of
 from ..losses.term import TRACING, Objective
-from .bound import Part, bind, without_poison
-from .lowering import Written, lowered
-from .metrics import Max, Min, Observed, Sum
-from .recording import ONE, SEGMENTS, TOKENS, Constant, Operand, Recorder, Unrecorded
+from .bound import Part, bind, differentiate
+from .lowering import lowered
+from .metrics import Max, Mean, Min, Observed, Sum
+from .recording import ONE, SEGMENTS, TOKENS, Operand, Recorder, Reported, Source, Unrecorded
 from .recording import RecordedSegments as Recorded
 from .statistics import DIFFERENTIABLE, Statistics, pull_back
-from .tape import Reported, Source, Tape
+from .tape import Tape
 
 Kinds = Mapping[str, torch.dtype | None]  # of fields; None: CURRENT
 SAMPLES = ((2, 0, 3, 1), (1, 4))  # lengths of segments
@@ -43,7 +43,7 @@ def tape_of(
     gradients: bool = True,
 ) -> Tape | None:
     """`record`, remembered for objectives of the same structure; coefficients are none of it."""
-    teachers, structure = _teachers(objective), []
+    teachers, structure = objective.teachers, []
     for _, term in objective.parts:
         known = key_of(term)
         if known is None:
@@ -60,12 +60,6 @@ def tape_of(
 
 def forget_tapes() -> None:
     _TAPES.clear()
-
-
-def _teachers(objective: Objective) -> list[Any]:
-    found = dict.fromkeys(term.teacher for _, term in objective.parts)
-    found.pop(None, None)
-    return list(found)
 
 
 def record(
@@ -94,27 +88,27 @@ def record(
         return None
     if objective.segments_per_unit > 2:  # an instruction knows of pairs alone
         return None
-    teachers = _teachers(objective)
-    written = []
+    recorders = []
     token = TRACING.set(True)
     try:
         with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
             for lengths in SAMPLES:
-                sample = _Sample(lengths, statistics, fields, dtype, teachers)
-                written.append(_write(sample, objective, observe, gradients))
+                sample = _Sample(lengths, statistics, fields, dtype, objective)
+                sample.record(gradients, observe)
+                recorders.append(sample.recorder)
     except Unrecorded:
         return None
     finally:
         TRACING.reset(token)
+    one, other = recorders
     # What hangs on the sample's values or sizes would differ.
-    if written[0] != written[1]:
+    if one.written != other.written:
         return None
-    terms, unit = len(objective.parts), objective.segments_per_unit
-    return lowered(written[0], terms, unit, dtype)
+    return lowered(one, len(objective.parts), objective.segments_per_unit)
 
 
 class _Sample:
-    """Made-up tokens whose vectors the recorder knows as inputs."""
+    """An objective on made-up tokens, whose vectors the recorder knows as inputs."""
 
     def __init__(
         self,
@@ -122,13 +116,14 @@ class _Sample:
         statistics: frozenset[str],
         fields: Kinds,
         dtype: torch.dtype,
-        teachers: list,
+        objective: Objective,
     ) -> None:
         self.recorder = recorder = Recorder(dtype)
-        self.count, self.dtype, self.gone = sum(lengths), dtype, 0
+        self.count, self.dtype, self.gone, self.objective = sum(lengths), dtype, 0, objective
         self.segments = Recorded(recorder, torch.tensor(lengths, device="cpu"))
         named = {name: self._leaf(("statistic", name), name) for name in sorted(statistics)}
-        slopes = {key: self._leaf(("divergence", k), "logp") for k, key in enumerate(teachers)}
+        teachers = enumerate(objective.teachers)
+        slopes = {key: self._leaf(("divergence", k), "logp") for k, key in teachers}
         self.stats = Statistics(**named, divergences=slopes)  # type: ignore[arg-type]
         made: dict[str, Tensor | Current] = {}
         for name, kind in fields.items():
@@ -151,158 +146,82 @@ class _Sample:
         source = "mask" if kind == torch.bool else "field"
         return self.recorder.know(values, self.recorder.load((source, name)))
 
-    def number(self, kind: str, name: Any = None, value: float = 3.0) -> Tensor:
+    def _number(self, kind: str, name: Any = None, value: float = 3.0) -> Tensor:
         number = torch.full((), value, dtype=torch.float64, device="cpu")
         return self.recorder.know(number, self.recorder.number((kind, name)))
 
+    def record(self, gradients: bool, observe: bool) -> None:
+        """Values and the loss; the gradient; metrics."""
+        of, named = self.recorder.of, list(self.objective.named())
+        kept = {term.kept_field for _, _, term in named} - {None}
+        totals = Totals(
+            self._number("tokens"),
+            self._number("segments"),
+            {f: (self._number("tokens", f), self._number("segments", f)) for f in kept},  # type: ignore[misc]
+        )
+        coefficients = [self._number("coefficient", k) for k in range(len(named))]
+        with torch.set_grad_enabled(gradients), self.recorder:
+            parts = bind(self.objective, self.batch, totals, 1, self.dtype).parts
+            shares = [part.weights * part.losses(self.stats, self.batch) for part in parts]
+            for k, (share, times) in enumerate(zip(shares, coefficients, strict=True)):
+                self.recorder.add_up(of(share), ONE, k)
+                self.recorder.add_up(of(share), of(times), len(shares))
+            if gradients:
+                pairs = zip(shares, coefficients, strict=True)
+                self._pull_back(sum(share * times for share, times in pairs))  # type: ignore[arg-type]
+            if observe:
+                with torch.no_grad():
+                    self._observe(parts)
 
-def _write(sample: _Sample, objective: Objective, observe: bool, gradients: bool) -> Written:
-    recorder, written = sample.recorder, Written([], [], [], [], [])
-    named = list(objective.named())
-    fields = {term.kept_field for _, _, term in named}
-    totals = Totals(
-        sample.number("tokens"),
-        sample.number("segments"),
-        {f: (sample.number("tokens", f), sample.number("segments", f)) for f in fields if f},
-    )
-    coefficients = [sample.number("coefficient", k) for k in range(len(named))]
-    with torch.set_grad_enabled(gradients), recorder:
-        parts = bind(objective, sample.batch, totals, 1, sample.dtype).parts
-        losses = [_loss(part, sample) for part in parts]
-        pairs = zip(parts, losses, strict=True)
-        shares = [recorder.of(part.weights * loss) for part, loss in pairs]
-        for k, share in enumerate(shares):  # each value, and the sum of them
-            factor = recorder.of(coefficients[k])
-            for at, times in ((k, ONE), (len(shares), factor)):
-                node = recorder.measure(Op.SUM, TOKENS, share, times, ONE)
-                written.measured.append((at, node))
-        written.kinds.extend([Op.SUM] * (len(shares) + 1))
-        if gradients:
-            _pull_back(sample, parts, losses, coefficients, written)
-        if observe:
-            with torch.no_grad():
-                _observe(sample, parts, written)
-    written.nodes.extend(recorder.nodes)
-    return written
-
-
-def _loss(part: Part, sample: _Sample) -> Tensor:
-    """A term at each token, 0 where it is left out."""
-    view = sample.batch if part.kept is None else without_poison(sample.batch, part.kept)
-    losses = part.term(sample.stats, view.on(sample.stats))
-    return losses if part.kept is None else torch.where(part.kept, losses, 0)
-
-
-class _Seeded(torch.autograd.Function):
-    """The sum of vectors times their seeds, of which only the gradient matters. (Given the seeds,
-    `torch.autograd.grad` would import symbolic shapes to look at theirs.)"""
-
-    @staticmethod
-    def forward(ctx, seeds: list[Tensor], *values: Tensor) -> Tensor:
-        ctx.seeds = seeds
-        return values[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[override]
-        return None, *ctx.seeds
-
-
-def _pull_back(
-    sample: _Sample,
-    parts: tuple[Part, ...],
-    losses: list[Tensor],
-    coefficients: list[Tensor],
-    written: Written,
-) -> None:
-    """The gradient of the sum with respect to the statistics, and what it means for the logits."""
-    stats, recorder = sample.stats, sample.recorder
-    leaves: dict[Any, Tensor] = {n: t for n, t in stats.tensors().items() if t.requires_grad}
-    leaves |= stats.divergences
-    chosen = [k for k, loss in enumerate(losses) if loss.requires_grad]
-    found: dict[Any, Tensor] = {}
-    if chosen:
-        seeds = [(coefficients[k] * parts[k].weights).to(losses[k].dtype) for k in chosen]
-        given = [losses[k] for k in chosen]
-        total = _Seeded.apply(seeds, *given)
-        gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-        factor = sample.number("factor")
+    def _pull_back(self, losses: Tensor) -> None:
+        """The gradient of the sum with respect to the statistics, and what it means for the
+        logits."""
+        stats = self.stats
+        leaves: dict[Any, Tensor] = {n: t for n, t in stats.tensors().items() if t.requires_grad}
+        found = differentiate(losses.sum(), leaves | stats.divergences)
         with torch.no_grad():
-            pairs = zip(leaves, gradients, strict=True)
-            found = {name: g * factor for name, g in pairs if g is not None}
-    with torch.no_grad():
-        divergences = [
-            (("divergence", k), found.pop(key, None)) for k, key in enumerate(stats.divergences)
-        ]
-        vocabulary: Any = sample.number("vocabulary")
-        pulled = pull_back(found, stats, vocabulary).tensors()
-    for source, vector in [*((("coefficient", n), v) for n, v in pulled.items()), *divergences]:
-        if vector is not None:
-            at = Constant(float(len(written.vectors)))  # one vector for each, though they be equal
-            node = recorder.measure(Op.OUT, TOKENS, recorder.of(vector), at)
-            written.vectors.append((source, node))
+            factor: Any = self._number("factor") if found else None
+            found = {name: g * factor for name, g in found.items()}
+            beside = [found.pop(key, None) for key in stats.divergences]
+            vocabulary: Any = self._number("vocabulary")
+            pulled = pull_back(found, stats, vocabulary).tensors()
+        for name, vector in pulled.items():
+            self.recorder.out(("coefficient", name), vector)
+        for k, vector in enumerate(beside):
+            if vector is not None:
+                self.recorder.out(("divergence", k), vector)
 
+    # ------------------------------------------------------------------ metrics
 
-# ---------------------------------------------------------------------- metrics
+    def _observe(self, parts: tuple[Part, ...]) -> None:
+        """What the terms report, and what is reported of every batch."""
+        recorder, stats, batch = self.recorder, self.stats, self.batch
+        assert stats.entropy is not None
+        for name, op in (("tokens", Op.SUM), ("segments", Op.COUNT)):
+            recorder.reported.append(Reported(name, Sum, (recorder.measure(op, ONE),)))
+        self._fold({"entropy": Observed(stats.entropy)}, ONE)
+        for part in parts:
+            seen: dict[str, Observed] = {}
+            for source in (part.term, *part.term.modifiers):
+                if source.observe is not None:
+                    seen |= source.observe(stats, batch)
+            seen = {f"{part.name}/{name}": o for name, o in seen.items()}
+            kept = ONE if part.kept is None else recorder.of(part.kept)
+            self._fold({n: o for n, o in seen.items() if o.per == "token"}, kept)
+            of_segments = {n: o for n, o in seen.items() if o.per == "segment"}
+            if of_segments:
+                present = batch.segments.lengths > 0
+                if part.kept is not None:
+                    present = present & (batch.segments.sum(part.kept.to(self.dtype)) > 0)
+                self._fold(of_segments, recorder.of(present), SEGMENTS)
 
-
-def _observe(sample: _Sample, parts: tuple[Part, ...], written: Written) -> None:
-    """What the terms report, and what is reported of every batch."""
-    recorder, stats, batch = sample.recorder, sample.stats, sample.batch
-    assert stats.entropy is not None
-    tokens = _measure(recorder, written, Op.SUM, ONE)
-    segments = _measure(recorder, written, Op.COUNT, ONE)
-    written.reported.append(Reported("tokens", Sum, tokens))
-    written.reported.append(Reported("segments", Sum, segments))
-    _fold(recorder, written, {"entropy": Observed(stats.entropy)}, ONE)
-    for part in parts:
-        seen: dict[str, Observed] = {}
-        for source in (part.term, *part.term.modifiers):
-            if source.observe is not None:
-                seen |= source.observe(stats, batch)
-        seen = {f"{part.name}/{name}": o for name, o in seen.items()}
-        kept = ONE if part.kept is None else recorder.of(part.kept)
-        _fold(recorder, written, {n: o for n, o in seen.items() if o.per == "token"}, kept)
-        of_segments = {n: o for n, o in seen.items() if o.per == "segment"}
-        if of_segments:
-            present = batch.segments.lengths > 0
-            if part.kept is not None:
-                present = present & (batch.segments.sum(part.kept.to(sample.dtype)) > 0)
-            _fold(recorder, written, of_segments, recorder.of(present), SEGMENTS)
-
-
-def _fold(
-    recorder: Recorder,
-    written: Written,
-    observed: dict[str, Observed],
-    mask: Operand,
-    kind: int = TOKENS,
-) -> None:
-    """As `metrics.fold_all`: sums first."""
-    extremes = {Max: Op.LARGEST, Min: Op.SMALLEST}
-    for name, o in sorted(observed.items(), key=lambda item: item[1].kind in extremes):
-        count = -1
-        counted = mask if o.where is None else recorder(Op.MIN, mask, recorder.of(o.where))
-        if o.kind not in extremes and o.kind is not Sum:
-            count = _measure(recorder, written, Op.SUM, ONE, counted, kind)
-        op = extremes.get(o.kind, Op.SUM)  # type: ignore[arg-type]
-        at = _measure(recorder, written, op, recorder.of(o.values), counted, kind)
-        written.reported.append(Reported(name, o.kind, at, count))
-
-
-def _measure(
-    recorder: Recorder,
-    written: Written,
-    op: Op,
-    values: Operand,
-    mask: Operand = ONE,
-    kind: int = TOKENS,
-) -> int:
-    """The place of a measurement; the same one twice is made once."""
-    node = recorder.measure(op, kind, values, ONE, mask)
-    for at, known in written.measured:
-        if known == node:
-            return at
-    written.measured.append((len(written.kinds), node))
-    written.kinds.append(op)
-    return len(written.kinds) - 1
-
+    def _fold(self, observed: dict[str, Observed], mask: Operand, kind: int = TOKENS) -> None:
+        """As `metrics.fold_all`: sums first."""
+        recorder, extremes = self.recorder, {Max: Op.LARGEST, Min: Op.SMALLEST}
+        for name, o in sorted(observed.items(), key=lambda item: item[1].kind in extremes):
+            counted = mask if o.where is None else recorder(Op.MIN, mask, recorder.of(o.where))
+            op = extremes.get(o.kind, Op.SUM)  # type: ignore[arg-type]
+            places = [recorder.measure(op, recorder.of(o.values), counted, kind)]
+            if issubclass(o.kind, Mean):
+                places.append(recorder.measure(Op.SUM, ONE, counted, kind))
+            recorder.reported.append(Reported(name, o.kind, tuple(places)))

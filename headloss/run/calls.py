@@ -30,7 +30,7 @@ from ..softmax.linear import ExpSoftmax, LinearSoftmax
 from ..softmax.linear import Tokens as OfTokens
 from ..softmax.sums import Hidden, Into, RowSums, SlabSums
 from ..softmax.support import SupportSoftmax
-from .checks import check_temperatures, teachers_of
+from .checks import check_temperatures
 from .loop import GatherRows
 from .plan import Plan
 from .prepare import Prepared, known, prepare_given, prepare_linear
@@ -291,7 +291,7 @@ def _work(
     found = OfTokens(prepared.acts, packing.targets, transform, prepared.needs, slices.first)
     if prepared.beside:
         beside = Beside(view, transform, vocabulary, prepared, slices)
-        found = beside.added_to(found, teachers_of(objective))
+        found = beside.added_to(found, objective.teachers)
     return work, found
 
 

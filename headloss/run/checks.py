@@ -16,7 +16,7 @@ from ..arguments import check_dense
 from ..batch.batch import LOGPS, Batch, check_ids
 from ..batch.packing import PackedBatch
 from ..head.head import Head, autocast_dtype
-from ..losses.teacher import INPUTS, Teacher
+from ..losses.teacher import INPUTS
 from ..losses.term import Objective, Reads, Term
 from ..objective.bound import reads
 from ..objective.sample import Kinds
@@ -75,10 +75,6 @@ def check_eager(verb: str, given: object = None, *others: object) -> None:
             )
 
 
-def teachers_of(objective: Objective) -> list[Teacher]:
-    return list(dict.fromkeys(term.teacher for _, term in objective.parts if term.teacher))
-
-
 def check_linear(
     hidden: Tensor,
     head: Head,
@@ -96,12 +92,12 @@ def check_linear(
     compute_dtype = autocast_dtype(hidden)
     head.validate(hidden, token_shape=batch.targets.shape, compute_dtype=compute_dtype)
     check_main_grad(head.weight, options)
-    if batch.support is not None and teachers_of(objective):
+    if batch.support is not None and objective.teachers:
         raise ValueError(
             f"support_ids: got them with {objective!r}, whose teachers have the whole vocabulary; "
             "want terms without distillation"
         )
-    for teacher in teachers_of(objective) if grouped else ():
+    for teacher in objective.teachers if grouped else ():
         other = teacher.head and local_head(teacher.head)
         if other and other.vocab_group is not None:
             got, want = ((h.weight.shape[0], h.vocab_size) for h in (other, head))
@@ -128,7 +124,7 @@ def check_objective(objective: Objective, batch: Batch, options: Options) -> Non
             f"segments: got {batch.segments.count}, want a multiple of "
             f"{objective.segments_per_unit} for {objective!r}"
         )
-    if options.gradient_tolerance and teachers_of(objective):
+    if options.gradient_tolerance and objective.teachers:
         raise ValueError(
             f"gradient_tolerance: got {options.gradient_tolerance} with {objective!r}, want 0: a "
             "divergence's gradient has no bound that is known before it is computed"

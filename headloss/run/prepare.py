@@ -39,7 +39,6 @@ from .checks import (
     check_objective,
     check_shape,
     check_topk,
-    teachers_of,
     warn_of_misspelt_fields,
 )
 from .plan import Plan, Problem, make_plan
@@ -293,7 +292,7 @@ def _prepared(
     wants: Wants,
 ) -> Prepared:
     """Trace the objective's terms, and say what follows for the plan."""
-    wide, teachers = sum_dtype(dtype), teachers_of(objective)
+    wide, teachers = sum_dtype(dtype), objective.teachers
     if teachers:
         check_topk(batch)
     kinds = batch.kinds(wide)
