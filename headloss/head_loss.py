@@ -18,7 +18,7 @@ from .head.head import Head, check_head
 from .kernels.transform import Transform
 from .losses.term import Objective, Term
 from .objective.elsewhere import READ, loss_elsewhere
-from .objective.metrics import Mean, Metrics, Observed, Sum, checked, fold, fold_all
+from .objective.metrics import Mean, Metrics, Observed, Sum, fold, fold_all
 from .objective.statistics import Statistics
 from .objective.tape import Taped
 from .options import Options
@@ -254,14 +254,6 @@ def _metrics(work: Work, packing: Packing, stats: Statistics) -> Callable[[], Me
         if part.kept is not None:
             live = part.kept if live is None else part.kept & live
             segments = present & (batch.segments.sum(part.kept.double()) > 0)
-        seen: dict[str, Observed] = {}
-        for source in (part.term, *part.term.modifiers):
-            if source.observe is not None:
-                found_here = source.observe(stats, batch)
-                seen |= checked(source.name, found_here, len(batch), batch.segments.count)
-        seen = {f"{part.name}/{name}": o for name, o in seen.items()}
-        per_token = {name: o for name, o in seen.items() if o.per == "token"}
-        per_segment = {name: o for name, o in seen.items() if o.per == "segment"}
-        found |= fold_all(per_token, live)
-        found |= fold_all(per_segment, segments, share)
+        of_tokens, of_segments = part.observed(stats, batch)
+        found |= fold_all(of_tokens, live) | fold_all(of_segments, segments, share)
     return lambda: found

@@ -359,8 +359,6 @@ class _Recorder:
         return self._target.get(name, default)
 
 
-
-
 def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = True) -> Reads:
     """Run a term once on a small sample and report what it reads.
 

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from ..batch.packing import MissingField, PackedBatch
 from ..batch.reduction import Totals
 from ..losses.term import Objective, Reads, Term, trace
-from .metrics import Metrics
+from .metrics import Metrics, Observed, checked
 from .sample import Kinds, sample_batch, sample_statistics
 from .statistics import CANDIDATES, DIFFERENTIABLE, Coefficients, Slope, Statistics, pull_back
 
@@ -40,6 +40,16 @@ class Part(NamedTuple):
             return self.term(stats, batch.on(stats))
         kept = self.kept if rows is ALL else self.kept[rows]
         return torch.where(kept, self.term(stats, without_poison(batch, kept).on(stats)), 0)
+
+    def observed(self, stats: Statistics, batch: PackedBatch) -> list[dict[str, Observed]]:
+        """What the term and its modifiers report of each token, and of each segment."""
+        seen: dict[str, Observed] = {}
+        for source in (self.term, *self.term.modifiers):
+            if source.observe is not None:
+                found = source.observe(stats, batch)
+                seen |= checked(source.name, found, len(batch), batch.segments.count)
+        seen = {f"{self.name}/{name}": o for name, o in seen.items()}
+        return [{n: o for n, o in seen.items() if o.per == per} for per in ("token", "segment")]
 
 
 class Piece(Protocol):

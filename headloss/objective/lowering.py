@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
 
 from ..kernels.opcodes import INPUTS, MEASUREMENTS, NUMBERS, Op
-from .recording import Node, Recorder, Source
-from .tape import Row, Tape
+from .recording import Node, Source
+from .tape import Reported, Row, Tape
 
 TENSORS = frozenset({"tokens", "segments", "factor"})  # numbers that may lie on the device
 
 
-def lowered(recorder: Recorder, terms: int, unit: int) -> Tape | None:
+class Written(NamedTuple):
+    """A recording: its nodes, and which of them are results."""
+
+    nodes: list[Node]
+    vectors: list[tuple[Source, int]]  # what they are, and nodes of OUT
+    measured: list[tuple[int, int]]  # (measurement, node); a measurement adds up its nodes
+    kinds: list[Op]  # of measurements
+    reported: list[Reported]
+
+
+def lowered(written: Written, terms: int, unit: int, dtype: torch.dtype) -> Tape | None:
     """The nodes that results need, in phases, each with a register; None if they are too many."""
-    nodes, vectors, measured, kinds, reported = recorder.written
+    nodes, vectors, measured, kinds, reported = written
     targets: dict[int, list[int]] = {}
     for at, node in [*((at, node) for at, (_, node) in enumerate(vectors)), *measured]:
         targets.setdefault(node, []).append(at)
@@ -40,7 +53,7 @@ def lowered(recorder: Recorder, terms: int, unit: int) -> Tape | None:
         kinds=tuple(kinds),
         terms=terms,
         reported=tuple(reported),
-        dtype=recorder.dtype,
+        dtype=dtype,
         segments_per_unit=unit,
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..batch.segments import Segments
 from ..kernels.opcodes import ELEMENTWISE, Op
-
-if TYPE_CHECKING:
-    from .metrics import Measurement
 
 TOKENS, SEGMENTS = 0, 1
 
@@ -51,42 +48,17 @@ class Node(NamedTuple):
         return [o for o in self.operands if isinstance(o, int)]
 
 
-class Reported(NamedTuple):
-    """A metric, by the places of its numbers among the measurements."""
-
-    name: str
-    kind: type[Measurement]
-    places: tuple[int, ...]
-
-
 class Recorder(TorchDispatchMode):
-    """Records nodes. A tensor is identified by its memory, so that a view counts as its base.
-
-    Attributes:
-        nodes: of all operations.
-        vectors: results at each token: what they are, and nodes of OUT.
-        measured: (measurement, node); a measurement adds up its nodes.
-        kinds: of measurements: SUM, LARGEST, SMALLEST or COUNT.
-        reported: metrics.
-    """
+    """Records nodes. A tensor is identified by its memory, so that a view counts as its base."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dtype, self.largest = dtype, Constant(torch.finfo(dtype).max)
+        self.largest = Constant(torch.finfo(dtype).max)
         self.nodes: list[Node] = []
-        self.vectors: list[tuple[Source, int]] = []
-        self.measured: list[tuple[int, int]] = []
-        self.kinds: list[Op] = []
-        self.reported: list[Reported] = []
         self._numbers: dict[Node, int] = {}
         self._of: dict[Any, Operand] = {}
         self._kept: list[Tensor] = []  # which is kept, so that no other tensor gets the same
         self._paused = False
-
-    @property
-    def written(self) -> tuple[list, ...]:
-        """All that was recorded."""
-        return self.nodes, self.vectors, self.measured, self.kinds, self.reported
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -129,27 +101,10 @@ class Recorder(TorchDispatchMode):
         kind = {Op.EXPAND: TOKENS, Op.TOTAL: SEGMENTS}.get(op, kinds.pop())
         return self._node(Node(op, operands, kind))
 
-    def out(self, source: Source, vector: Tensor) -> None:
-        """Give a vector at each token back; one for each source, though they be equal."""
-        at = Constant(float(len(self.vectors)))
-        self.vectors.append((source, self._node(Node(Op.OUT, (self.of(vector), at), TOKENS))))
-
-    def measure(
-        self, op: Op, values: Operand, mask: Operand = ONE, kind: int = TOKENS
-    ) -> int:
-        """The place of a measurement; the same one twice is made once."""
-        node = self._node(Node(op, (values, ONE, mask), kind))
-        for at, known in self.measured:
-            if known == node:
-                return at
-        self.measured.append((len(self.kinds), node))
-        self.kinds.append(op)
-        return len(self.kinds) - 1
-
-    def add_up(self, values: Operand, factor: Operand, place: int) -> None:
-        """Add the sum of values times a factor to a measurement; a place of its own is made."""
-        self.measured.append((place, self._node(Node(Op.SUM, (values, factor, ONE), TOKENS))))
-        self.kinds += [Op.SUM] * (place + 1 - len(self.kinds))
+    def result(self, op: Op, *operands: Operand, kind: int = TOKENS) -> int:
+        """The node of a vector that is given back, or of a measurement: of values, a factor, and a
+        mask."""
+        return self._node(Node(op, operands, kind))
 
     def _node(self, node: Node) -> int:
         constants = {o for o in node.operands if isinstance(o, Constant)}

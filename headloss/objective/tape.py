@@ -24,9 +24,9 @@ from ..batch.segments import Segments
 from ..kernels.opcodes import Op, Way
 from ..losses.term import Objective
 from .bound import Bound, Gradient
-from .metrics import Metrics
+from .metrics import Measurement, Metrics
 from .plain import LAUNCH, SEGMENT, read, run_plain
-from .recording import Constant, Reported, Source
+from .recording import Constant, Source
 from .statistics import Coefficients, Statistics
 
 
@@ -37,6 +37,14 @@ class Row(NamedTuple):
     out: int  # register, or measurement
     operands: tuple[int | Constant, ...]
     kind: int  # of vectors: TOKENS or SEGMENTS
+
+
+class Reported(NamedTuple):
+    """A metric, by the places of its numbers among the measurements."""
+
+    name: str
+    kind: type[Measurement]
+    places: tuple[int, ...]
 
 
 class Column(NamedTuple):

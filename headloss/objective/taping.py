@@ -19,12 +19,12 @@ from ..kernels.opcodes import Op
 from ..losses.origin import key_of
 from ..losses.term import TRACING, Objective
 from .bound import Part, bind, differentiate
-from .lowering import lowered
+from .lowering import Written, lowered
 from .metrics import Max, Mean, Min, Observed, Sum
-from .recording import ONE, SEGMENTS, TOKENS, Operand, Recorder, Reported, Source, Unrecorded
+from .recording import ONE, SEGMENTS, TOKENS, Constant, Operand, Recorder, Source, Unrecorded
 from .recording import RecordedSegments as Recorded
 from .statistics import DIFFERENTIABLE, Statistics, pull_back
-from .tape import Tape
+from .tape import Reported, Tape
 
 Kinds = Mapping[str, torch.dtype | None]  # of fields; None: CURRENT
 SAMPLES = ((2, 0, 3, 1), (1, 4))  # lengths of segments
@@ -88,23 +88,23 @@ def record(
         return None
     if objective.segments_per_unit > 2:  # an instruction knows of pairs alone
         return None
-    recorders = []
+    samples = []
     token = TRACING.set(True)
     try:
         with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
             for lengths in SAMPLES:
                 sample = _Sample(lengths, statistics, fields, dtype, objective)
                 sample.record(gradients, observe)
-                recorders.append(sample.recorder)
+                samples.append(sample)
     except Unrecorded:
         return None
     finally:
         TRACING.reset(token)
-    one, other = recorders
+    written, other = (sample.written for sample in samples)
     # What hangs on the sample's values or sizes would differ.
-    if one.written != other.written:
+    if written != other:
         return None
-    return lowered(one, len(objective.parts), objective.segments_per_unit)
+    return lowered(written, len(objective.parts), objective.segments_per_unit, dtype)
 
 
 class _Sample:
@@ -119,6 +119,7 @@ class _Sample:
         objective: Objective,
     ) -> None:
         self.recorder = recorder = Recorder(dtype)
+        self.written = Written(recorder.nodes, [], [], [], [])
         self.count, self.dtype, self.gone, self.objective = sum(lengths), dtype, 0, objective
         self.segments = Recorded(recorder, torch.tensor(lengths, device="cpu"))
         named = {name: self._leaf(("statistic", name), name) for name in sorted(statistics)}
@@ -164,8 +165,8 @@ class _Sample:
             parts = bind(self.objective, self.batch, totals, 1, self.dtype).parts
             shares = [part.weights * part.losses(self.stats, self.batch) for part in parts]
             for k, (share, times) in enumerate(zip(shares, coefficients, strict=True)):
-                self.recorder.add_up(of(share), ONE, k)
-                self.recorder.add_up(of(share), of(times), len(shares))
+                self._add_up(of(share), ONE, k)
+                self._add_up(of(share), of(times), len(shares))
             if gradients:
                 pairs = zip(shares, coefficients, strict=True)
                 self._pull_back(sum(share * times for share, times in pairs))  # type: ignore[arg-type]
@@ -178,7 +179,7 @@ class _Sample:
         logits."""
         stats = self.stats
         leaves: dict[Any, Tensor] = {n: t for n, t in stats.tensors().items() if t.requires_grad}
-        found = differentiate(losses.sum(), leaves | stats.divergences)
+        found: dict[Any, Tensor] = differentiate(losses.sum(), leaves | stats.divergences)
         with torch.no_grad():
             factor: Any = self._number("factor") if found else None
             found = {name: g * factor for name, g in found.items()}
@@ -186,10 +187,35 @@ class _Sample:
             vocabulary: Any = self._number("vocabulary")
             pulled = pull_back(found, stats, vocabulary).tensors()
         for name, vector in pulled.items():
-            self.recorder.out(("coefficient", name), vector)
+            self._out(("coefficient", name), vector)
         for k, vector in enumerate(beside):
             if vector is not None:
-                self.recorder.out(("divergence", k), vector)
+                self._out(("divergence", k), vector)
+
+    # ------------------------------------------------------------------ results
+
+    def _out(self, source: Source, vector: Tensor) -> None:
+        """Give a vector at each token back; one for each source, though they be equal."""
+        vectors, value = self.written.vectors, self.recorder.of(vector)
+        at = Constant(float(len(vectors)))
+        vectors.append((source, self.recorder.result(Op.OUT, value, at)))
+
+    def _measure(self, op: Op, values: Operand, mask: Operand = ONE, kind: int = TOKENS) -> int:
+        """The place of a measurement; the same one twice is made once."""
+        measured, kinds = self.written.measured, self.written.kinds
+        node = self.recorder.result(op, values, ONE, mask, kind=kind)
+        for at, known in measured:
+            if known == node:
+                return at
+        measured.append((len(kinds), node))
+        kinds.append(op)
+        return len(kinds) - 1
+
+    def _add_up(self, values: Operand, factor: Operand, place: int) -> None:
+        """Add the sum of values times a factor to a measurement, which may be a new one."""
+        node = self.recorder.result(Op.SUM, values, factor, ONE)
+        self.written.measured.append((place, node))
+        self.written.kinds.extend([Op.SUM] * (place + 1 - len(self.written.kinds)))
 
     # ------------------------------------------------------------------ metrics
 
@@ -198,17 +224,11 @@ class _Sample:
         recorder, stats, batch = self.recorder, self.stats, self.batch
         assert stats.entropy is not None
         for name, op in (("tokens", Op.SUM), ("segments", Op.COUNT)):
-            recorder.reported.append(Reported(name, Sum, (recorder.measure(op, ONE),)))
+            self.written.reported.append(Reported(name, Sum, (self._measure(op, ONE),)))
         self._fold({"entropy": Observed(stats.entropy)}, ONE)
         for part in parts:
-            seen: dict[str, Observed] = {}
-            for source in (part.term, *part.term.modifiers):
-                if source.observe is not None:
-                    seen |= source.observe(stats, batch)
-            seen = {f"{part.name}/{name}": o for name, o in seen.items()}
-            kept = ONE if part.kept is None else recorder.of(part.kept)
-            self._fold({n: o for n, o in seen.items() if o.per == "token"}, kept)
-            of_segments = {n: o for n, o in seen.items() if o.per == "segment"}
+            of_tokens, of_segments = part.observed(stats, batch)
+            self._fold(of_tokens, ONE if part.kept is None else recorder.of(part.kept))
             if of_segments:
                 present = batch.segments.lengths > 0
                 if part.kept is not None:
@@ -221,7 +241,7 @@ class _Sample:
         for name, o in sorted(observed.items(), key=lambda item: item[1].kind in extremes):
             counted = mask if o.where is None else recorder(Op.MIN, mask, recorder.of(o.where))
             op = extremes.get(o.kind, Op.SUM)  # type: ignore[arg-type]
-            places = [recorder.measure(op, recorder.of(o.values), counted, kind)]
+            places = [self._measure(op, recorder.of(o.values), counted, kind)]
             if issubclass(o.kind, Mean):
-                places.append(recorder.measure(Op.SUM, ONE, counted, kind))
-            recorder.reported.append(Reported(name, o.kind, tuple(places)))
+                places.append(self._measure(Op.SUM, ONE, counted, kind))
+            self.written.reported.append(Reported(name, o.kind, tuple(places)))
