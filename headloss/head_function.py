@@ -20,7 +20,7 @@ from .objective.elsewhere import Foreign, loss_elsewhere, scalar
 from .options import Options
 from .ranks.collectives import inside
 from .ranks.dtensor import local_head
-from .run.calls import linear_call
+from .run.calls import linear_call, run_early
 from .run.checks import eagerly, outside
 from .run.loop import HeadLoss
 
@@ -88,9 +88,13 @@ def head_function(
         return scalar(loss_fn(logps, entropies))
     head = local_head(head)
     objective = loss_elsewhere(READ, SCOPES[separable])
-    call = linear_call(hidden, head, batch, objective, options, "head_function")
-    wide = call.prepared.wide
-    foreign = Foreign(loss_fn, call.packing, call.work.vocabulary, wide, options.upstream)
-    work = replace(call.work, bind=lambda: foreign)
-    with inside(hidden.device.type, *work.groups):
-        return HeadLoss.apply(work, [], *call.tensors)
+
+    def run() -> Tensor:
+        call = linear_call(hidden, head, batch, objective, options, "head_function")
+        wide = call.prepared.wide
+        foreign = Foreign(loss_fn, call.packing, call.work.vocabulary, wide, options.upstream)
+        work = replace(call.work, bind=lambda: foreign)
+        with inside(hidden.device.type, *work.groups):
+            return HeadLoss.apply(work, [], *call.tensors)
+
+    return run_early(head.vocab_group, run)

@@ -115,8 +115,9 @@ def head_loss(
         return outside(head_loss)(hidden, head, batch, objective, options)
     check_head(head)
     options = options or DEFAULT
-    given = (hidden, local_head(head), batch, objective, options, "head_loss", True)
-    return run_early(lambda: _run(options, linear_call, *given))
+    head = local_head(head)
+    given = (hidden, head, batch, objective, options, "head_loss", True)
+    return run_early(head.vocab_group, lambda: _run(options, linear_call, *given))
 
 
 @eagerly
@@ -158,7 +159,7 @@ def logits_loss(
     options = options or DEFAULT
     transform = Transform(scale=logit_scale, softcap=softcap, temperature=temperature)
     given = (logits, batch, objective, transform, vocab_group, inplace, options)
-    return run_early(lambda: _run(options, given_call, *given))
+    return run_early(vocab_group, lambda: _run(options, given_call, *given))
 
 
 @eagerly

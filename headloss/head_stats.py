@@ -114,7 +114,7 @@ def head_stats(
         stats.plan = call.work.plan
         return stats
 
-    return run_early(run)
+    return run_early(head.vocab_group, run)
 
 
 def _with_candidates(found: Sequence[Tensor], names: frozenset[str]) -> HeadStats:

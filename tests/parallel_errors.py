@@ -11,6 +11,8 @@ from parallel_cases import groups
 from torch import Tensor, distributed
 
 import headloss as hl
+from headloss.ranks import agreement
+from headloss.softmax.linear import LinearSoftmax
 
 T, H, V = 6, 4, 10
 
@@ -245,3 +247,79 @@ def crossed() -> tuple[str, str]:
     except ValueError as error:
         return type(error).__name__, str(error)
     return "", "nothing was raised"
+
+
+def resized() -> None:
+    """The last rank's slice grows and shrinks; the others, whose own does not, take it for what it
+    was until they have heard: the call is made again, with the results of one rank."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    _, group = groups(1, world)
+    torch.manual_seed(0)
+    hidden, whole = torch.randn(T, H).double(), torch.randn(V * world + 2, H).double()
+    for more in (0, 0, 2, 0, 2):
+        vocabulary = V * world + more
+        own = slice(V * rank, V * rank + V + more * (rank == world - 1))
+        targets = torch.arange(T) + vocabulary - T  # of a larger vocabulary than that before
+        leaves = [t.clone().requires_grad_() for t in (hidden, whole[own], whole[:vocabulary])]
+        heads = hl.Head(leaves[1], vocab_group=group), hl.Head(leaves[2])
+        batches = [hl.Batch(targets) for _ in heads]
+        got, want = (
+            hl.head_loss(leaves[0], head, batch, hl.cross_entropy() + hl.z_loss())
+            for head, batch in zip(heads, batches, strict=True)
+        )
+        found = torch.autograd.grad(got.loss, leaves[:2])
+        right = torch.autograd.grad(want.loss, leaves[::2])
+        pairs = ((got.loss, want.loss), (found[0], right[0]), (found[1], right[1][own]))
+        assert all((one - other).abs().max() < 1e-12 for one, other in pairs)
+
+
+def read_late() -> list[list[str]]:
+    """What a rank does in the first call of its kind and in another: its first product, and reading
+    what the others said. The second may be other tokens, and nothing may be scored."""
+    seen: list[list[str]] = []
+    plain = agreement.Agreement._said, LinearSoftmax.raw
+
+    def noted(name: str, run: Any) -> Any:
+        return lambda *args: (seen[-1].append(name), run(*args))[1]
+
+    names = ("read", "product")
+    agreement.Agreement._said, LinearSoftmax.raw = map(noted, names, plain)  # type: ignore
+    try:
+        for ids in (torch.arange(T), torch.arange(T).flip(0), torch.full((T,), -100)):
+            s = setup("vocabulary")
+            s.targets, s.weight = ids, torch.ones(V + 1, H)  # sizes that no call before it had
+            seen.append([])
+            s.run()
+    finally:
+        agreement.Agreement._said, LinearSoftmax.raw = plain  # type: ignore[method-assign]
+    return seen
+
+
+def nothing_to_send() -> tuple[str, str]:
+    """Calls that differ, in which there is nothing to score, hence nothing to send."""
+    s = setup("vocabulary")
+    assert s.run().loss.isfinite()
+    s.targets = torch.full((T,), -100)
+    s.head["softcap"] = 2.0 + s.last
+    try:
+        s.run()
+    except ValueError as error:
+        return type(error).__name__, str(error)
+    return "", "nothing was raised"
+
+
+def own_mistake() -> tuple[str, str, list[str]]:
+    """A rank's own exception after the ranks have agreed, before it has read that: it is raised as
+    it is where the ranks do agree, with a note; else they hear that they do not."""
+    s = setup("vocabulary")
+    assert s.run().loss.isfinite()
+    plain = LinearSoftmax.raw
+    LinearSoftmax.raw = lambda *_: 1 / 0  # type: ignore[assignment, method-assign]
+    s.advantages = s.advantages + s.last
+    try:
+        s.run()
+    except (ValueError, ZeroDivisionError) as error:
+        return type(error).__name__, str(error), getattr(error, "__notes__", [])
+    finally:
+        LinearSoftmax.raw = plain  # type: ignore[method-assign]
+    return "", "nothing was raised", []

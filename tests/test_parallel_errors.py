@@ -28,3 +28,15 @@ def test_all_ranks_refuse(world: World) -> None:
 def test_errors_cross_a_grid(world: World) -> None:
     found = world.run(parallel_errors.crossed, seconds=SECONDS)
     assert all("targets: differs" in message for _, message in found), found
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+def test_the_host_does_not_wait_for_what_it_knows(world: World) -> None:
+    world.run(parallel_errors.resized, seconds=SECONDS)
+    for seen in world.run(parallel_errors.read_late, seconds=SECONDS):
+        assert [names[:2] for names in seen] == [["read", "product"], ["product", "read"], ["read"]]
+        assert all(names.count("read") == 1 for names in seen)
+    for kind, message in world.run(parallel_errors.nothing_to_send, seconds=SECONDS):
+        assert kind == "ValueError" and "softcap, temperature: differs" in message
+    for kind, message, notes in world.run(parallel_errors.own_mistake, seconds=SECONDS):
+        assert (kind, notes) == ("ValueError", []) and "values of fields: differs" in message

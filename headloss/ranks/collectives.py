@@ -1,4 +1,4 @@
-"""What is said where the ranks of a process group do not keep together.
+"""What is said where the ranks of a process group do not keep together; and what they exchange.
 
 A collective ends with an error, after the group's timeout at the latest, where another rank never
 comes to it: it was killed, or something raised there. Whatever exception ends a call on one rank
@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,8 +35,6 @@ def together(what: str, group: ProcessGroup | None, run: Callable[[], R]) -> R:
     try:
         return run()
     except RuntimeError as error:
-        from torch import distributed
-
         if not distributed.is_initialized():
             raise
         me, ranks = distributed.get_rank(group), distributed.get_process_group_ranks(group)
@@ -49,10 +47,20 @@ def together(what: str, group: ProcessGroup | None, run: Callable[[], R]) -> R:
 
 def summed(what: str, values: Tensor, group: ProcessGroup | None) -> Tensor:
     """The sum over the ranks, in the tensor's own memory."""
-    from torch import distributed
-
     together(what, group, lambda: distributed.all_reduce(values, group=group))
     return values
+
+
+def gather(values: Tensor, group: ProcessGroup) -> Tensor:
+    """[W, ..] of every rank's [..], in rank order."""
+    found = values.new_empty(distributed.get_world_size(group), *values.shape)
+    flat = values.contiguous().view(-1)  # gloo wants the output as one long tensor
+    # By the name that this torch does not call deprecated.
+    names = ("all_gather_single", "all_gather_into_tensor")
+    run = next(getattr(distributed, n) for n in names if hasattr(distributed, n))
+    what = "an exchange with the ranks of a group"
+    together(what, group, lambda: run(found.view(-1), flat, group=group))
+    return found
 
 
 def inside(device: str, *groups: ProcessGroup | None) -> AbstractContextManager:

@@ -7,7 +7,7 @@ sizes. H hidden width, V rows of the whole vocabulary.
 from __future__ import annotations
 
 import functools
-import weakref
+import itertools
 from collections.abc import Callable
 from dataclasses import fields
 from types import MethodType
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 from ..batch.batch import IGNORE
-from .agreement import Facts, agree
+from .agreement import Facts, Own, agree_later, known
 from .spread import Spread
 from .vocabulary import WHOLE, Shard, Whole
 
@@ -40,9 +40,36 @@ class Place(NamedTuple):
     vocabulary: int  # V
     group: ProcessGroup | None = None
     sizes: tuple[int, ...] = ()  # scored rows of each rank; empty: no group
-    tokens: tuple[int, ...] = ()  # rows of hidden states of each rank
+    tokens: tuple[int, ...] = ()  # rows of hidden states of each rank, where they are spread
     weight_gradient: bool | None = None  # whether any rank wants one
     memory: int | None = None  # bytes of the smallest GPU; None: no group
+
+    @classmethod
+    def of(cls, group: ProcessGroup, own: Own, vocab_size: int | None = None) -> Place:
+        """From what each rank says of its `own_facts`; ValueError where they do not fit."""
+        rows, vocabulary = own["rows"], sum(own["rows"])
+        if vocab_size is not None:
+            if vocab_size > vocabulary:
+                raise ValueError(
+                    f"vocab_size: got {vocab_size}, want at most {vocabulary}, the rows of all "
+                    "ranks"
+                )
+            vocabulary = vocab_size
+        firsts = itertools.accumulate(rows, initial=0)
+        sizes = tuple(min(n, vocabulary - at) for n, at in zip(rows, firsts, strict=False))
+        if min(sizes) < 1:
+            raise ValueError(
+                f"weight: got {rows} rows on the ranks of vocab_group, of which the first "
+                f"{vocabulary} are scored: want at least one on each rank"
+            )
+        for rank, theirs in enumerate(own["teacher_columns"]):
+            if theirs not in (-1, sizes[rank]):
+                raise ValueError(
+                    f"teacher: got {theirs} columns on rank {rank} of vocab_group, want the "
+                    f"student's {sizes[rank]} scored rows there"
+                )
+        wanted, tokens = any(own["weight_gradient"]), tuple(own["tokens"])
+        return cls(vocabulary, group, sizes, tokens, wanted, min(own["memory"]))
 
     @property
     def widest(self) -> int:
@@ -69,89 +96,78 @@ class Place(NamedTuple):
             )
 
 
-# Nothing may be read while a CUDA graph is captured: sizes are those of the call that warmed up.
-_KNOWN: weakref.WeakKeyDictionary[Any, dict[tuple, Place]] = weakref.WeakKeyDictionary()
-
-
 def join(
-    group: ProcessGroup | None,
-    here: Callable[[], tuple[int, int]],
+    group: ProcessGroup,
     check: Callable[[], R],
-    describe: Callable[[R], Facts],
-    vocab_size: int | None,
-    options: Options | None,
+    own: Callable[[R], dict[str, int]],
+    same: Callable[[R], dict[str, Any]],
+    vocab_size: int | None = None,
+    wait: bool = True,
 ) -> tuple[R, Place]:
     """Run `check` on every rank of a vocabulary group, and find this rank's place.
 
     Args:
-        group: None: the whole vocabulary is here.
-        here: columns of the vocabulary and rows of hidden states; known once `check` has run.
-        describe: what must be the same; `own` holds "rows", "tokens", "weight_gradient",
-            "teacher_columns" (-1: none) and "memory" of the GPU.
-        options: with static shapes the place is kept for a capture.
+        own: `own_facts`, from the result of `check`.
+        same: what must be the same.
+        wait: False inside `in_step`, where the place may be that of the last call like this one.
 
     Raises:
         ValueError, TypeError: on all ranks, for what is wrong on any.
     """
-    if group is None:
-        return check(), Place(here()[0])
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        result, known = check(), _KNOWN.get(group, {}).get((*here(), vocab_size))
-        if known is None:
+        result = check()  # nothing may be read: sizes are those of the call that warmed up
+        found = known(group, own(result))
+        if found is None:
             raise RuntimeError(
                 "vocab_group: a CUDA graph is being captured, in which the ranks cannot compare "
                 "their sizes, and no call of this size has run before it; run one with "
                 "Options(static=True) first, as a warm-up"
             )
-        return result, known
-    result, own = agree("vocab_group", group, check, describe)
-    rows, vocabulary = own["rows"], sum(own["rows"])
-    if vocab_size is not None:
-        if vocab_size > vocabulary:
-            raise ValueError(
-                f"vocab_size: got {vocab_size}, want at most {vocabulary}, the rows of all ranks"
-            )
-        vocabulary = vocab_size
-    firsts = [sum(rows[:rank]) for rank in range(len(rows))]
-    sizes = tuple(min(n, vocabulary - at) for n, at in zip(rows, firsts, strict=True))
-    if min(sizes) < 1:
-        raise ValueError(
-            f"weight: got {rows} rows on the ranks of vocab_group, of which the first {vocabulary} "
-            "are scored: want at least one on each rank"
-        )
-    for rank, theirs in enumerate(own["teacher_columns"]):
-        if theirs not in (-1, sizes[rank]):
-            raise ValueError(
-                f"teacher: got {theirs} columns on rank {rank} of vocab_group, want the "
-                f"student's {sizes[rank]} scored rows there"
-            )
-    wanted = any(own["weight_gradient"])
-    place = Place(vocabulary, group, sizes, tuple(own["tokens"]), wanted, min(own["memory"]))
-    if options is not None and options.static:
-        _KNOWN.setdefault(group, {})[*here(), vocab_size] = place
-    return result, place
+    else:
+        describe = lambda result: Facts(same(result), own(result))  # noqa: E731
+        result, found = agree_later("vocab_group", group, check, describe, wait)
+    return result, Place.of(group, found, vocab_size)
 
 
 def join_positions(
     head: Head, hidden: Tensor, check: Callable[[], None], targets: Tensor | None = None, k: int = 0
 ) -> Place:
     """`join` for the verbs on positions alone."""
+    group = head.vocab_group
+    if group is None:
+        check()
+        return Place(head.vocabulary)
 
-    def describe(_: None) -> Facts:
-        same: dict[str, Any] = {} if targets is None else {"targets": [targets]}
-        same |= of_head(head, hidden, targets)
-        same |= {"hidden.shape": str(tuple(hidden.shape)), "k": k}
-        own = {"rows": head.weight.shape[0], "tokens": 0, "weight_gradient": 0, "memory": 0}
-        return Facts(same, {**own, "teacher_columns": -1})
+    def same(_: None) -> dict[str, Any]:
+        found: dict[str, Any] = {} if targets is None else {"targets": [targets]}
+        found |= of_head(head, hidden, targets)
+        return found | {"hidden.shape": str(tuple(hidden.shape)), "k": k}
 
     def joined() -> Place:
-        return join(
-            head.vocab_group, lambda: (head.vocabulary, 0), check, describe, head.vocab_size, None
-        )[1]
+        own = own_facts(head.weight.shape[0])
+        return join(group, check, lambda _: own, same, head.vocab_size)[1]
 
-    if head.vocab_group is not None and torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return torch.compiler.disable(joined)()  # type: ignore[no-any-return]
     return joined()
+
+
+def own_facts(
+    rows: int,
+    batch: Batch | None = None,
+    memory: int = 0,
+    tokens: int = 0,
+    weight_gradient: bool = False,
+) -> dict[str, int]:
+    """What may differ between the ranks, and decides what all of them plan."""
+    given = None if batch is None else batch.fields.get("teacher_logits")
+    return {
+        "rows": rows,
+        "tokens": tokens,
+        "weight_gradient": weight_gradient,
+        "teacher_columns": given.shape[-1] if isinstance(given, Tensor) else -1,
+        "memory": memory,
+    }
 
 
 # ---------------------------------------------------------------------- what must be the same
@@ -189,24 +205,27 @@ def _kind(value: Any, rank: int) -> str:
 
 def of_head(head: Head, hidden: Tensor, targets: Tensor | None = None) -> dict[str, Any]:
     """Facts about a head and its hidden states; with targets, about the scored ones."""
-    temperature = head.temperature
-    per_token = isinstance(temperature, Tensor)
-    enabled = torch.is_grad_enabled()
     return {
         "hidden width": hidden.shape[-1],
         "dtype": f"{hidden.dtype} {head.weight.dtype}",
         "layout of weight": _suits(head.weight),
-        "hidden.requires_grad": enabled and hidden.requires_grad,
+        "hidden.requires_grad": torch.is_grad_enabled() and hidden.requires_grad,
         "vocab_size": -1 if head.vocab_size is None else head.vocab_size,
-        "logit_scale, softcap, temperature": str(
-            (head.logit_scale, head.softcap, None if per_token else temperature)
-        ),
-        "temperature": [temperature] if per_token else [],
+        **_of_transform(head.logit_scale, head.softcap, head.temperature),
         "lora": str(
             [(tuple(x.a.shape), x.scaling, x.dropout, x.a.requires_grad) for x in head.lora]
         ),
         "lora.a": [x.a for x in head.lora],
         "hidden": [_sampled(hidden, targets)],
+    }
+
+
+def _of_transform(scale: float, softcap: float | None, temperature: Any) -> dict[str, Any]:
+    per_token = isinstance(temperature, Tensor)
+    numbers = (scale, softcap, None if per_token else temperature)
+    return {
+        "logit_scale, softcap, temperature": str(numbers),
+        "temperature": [temperature] if per_token else [],
     }
 
 
@@ -273,63 +292,43 @@ def _spelt(value: Any, tensors: list[Tensor]) -> str:
     return repr(value)
 
 
-def linear_facts(
-    hidden: Tensor, head: Head, batch: Batch, objective: Objective, options: Options, memory: int
-) -> Facts:
-    enabled, spread = torch.is_grad_enabled(), options.sequence_parallel
+def own_of_linear(
+    hidden: Tensor, head: Head, batch: Batch, options: Options, memory: int
+) -> dict[str, int]:
+    """`own_facts` of a call on hidden states, whose number matters where they are spread."""
+    tokens = hidden.shape[:-1].numel() if options.sequence_parallel else 0
     trained = any(t.requires_grad for name, t in head._tensors() if not name.endswith(".a"))
-    own = {
-        "rows": head.weight.shape[0],
-        "tokens": hidden.shape[:-1].numel(),
-        "weight_gradient": enabled and trained,
-        "teacher_columns": _teacher_columns(batch),
-        "memory": memory,
-    }
+    enabled = torch.is_grad_enabled()
+    return own_facts(head.weight.shape[0], batch, memory, tokens, enabled and trained)
+
+
+def of_linear(
+    hidden: Tensor, head: Head, batch: Batch, objective: Objective, options: Options
+) -> dict[str, Any]:
+    """Facts about a call on hidden states; where these are spread, each rank has its own."""
     # What is scored first: it decides which hidden states are compared.
-    same = {**of_batch(batch), **of_head(head, hidden, batch.targets if not spread else None)}
-    if spread:  # each rank has its own
-        del same["hidden"]
-    same |= of_objective(objective, options, batch.targets.device)
-    return Facts(same, own)
+    spread = options.sequence_parallel
+    found = {**of_batch(batch), **of_head(head, hidden, None if spread else batch.targets)}
+    if spread:
+        del found["hidden"]
+    return found | of_objective(objective, options, batch.targets.device)
 
 
-def given_facts(
+def of_given(
     logits: Tensor,
     transform: Transform,
     batch: Batch,
     objective: Objective,
     options: Options,
     inplace: bool,
-    memory: int,
-) -> Facts:
-    temperature = transform.temperature
-    per_token = isinstance(temperature, Tensor)
-    same = {
+) -> dict[str, Any]:
+    """Facts about a call on given logits."""
+    contiguous = logits.stride(-1) == 1 or logits.shape[-1] <= 1
+    return {
         "dtype": f"{logits.dtype} {inplace}",
-        "logits, contiguous along the vocabulary": has_unit_stride(logits),
+        "logits, contiguous along the vocabulary": contiguous,
         "logits.requires_grad": logits.requires_grad and torch.is_grad_enabled(),
-        "logit_scale, softcap, temperature": str(
-            (transform.scale, transform.softcap, None if per_token else temperature)
-        ),
-        "temperature": [temperature] if per_token else [],
+        **_of_transform(transform.scale, transform.softcap, transform.temperature),
         **of_batch(batch),
         **of_objective(objective, options, batch.targets.device),
     }
-    own = {
-        "rows": logits.shape[-1],
-        "tokens": logits.shape[:-1].numel(),
-        "weight_gradient": False,
-        "teacher_columns": _teacher_columns(batch),
-        "memory": memory,
-    }
-    return Facts(same, own)
-
-
-def has_unit_stride(logits: Tensor) -> bool:
-    """Whether each row of the logits is contiguous."""
-    return logits.stride(-1) == 1 or logits.shape[-1] <= 1
-
-
-def _teacher_columns(batch: Batch) -> int:
-    given = batch.fields.get("teacher_logits")
-    return given.shape[-1] if isinstance(given, Tensor) else -1

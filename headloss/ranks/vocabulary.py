@@ -22,7 +22,8 @@ from ..softmax.linear import LinearSoftmax, Wants
 from ..softmax.products import Fixed, input_gradient
 from ..softmax.rows import RowGradient
 from ..softmax.sums import Hidden
-from .collectives import together
+from .agreement import settle
+from .collectives import gather, together
 from .spread import Pending, Spread, SpreadRows
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ class Whole:
     first = 0  # column of the whole vocabulary at which this rank's slice starts
     size: int | None = None  # columns of this rank's slice, None: all
     widest: int | None = None  # of all slices
-    name = ""
     is_spread = False  # whether hidden states of the packed tokens are on several ranks
 
     def merge(self, partials: Partials) -> Partials:
@@ -101,7 +101,6 @@ class Shard(Whole):
         self.spread, self.is_spread = spread, spread is not None
         self.tokens = tokens
         self.first, self.size, self.widest = sum(sizes[:rank]), sizes[rank], max(sizes)
-        self.name = f"{group.group_name}:{','.join(map(str, sizes))}"
 
     def hidden(
         self, source: LinearSoftmax, wants: Wants, blocks: Sequence[slice] | None
@@ -113,7 +112,7 @@ class Shard(Whole):
         """One packed all-gather; the same operations in rank order give all ranks the same bits."""
         named = {f.name: getattr(partials, f.name) for f in fields(partials)}
         named = {name: value for name, value in named.items() if value is not None}
-        gathered = gather(torch.stack(list(named.values())), self.group)
+        gathered = self.gather(torch.stack(list(named.values())))
         slices = zip(named, gathered.unbind(1), strict=True)
         return merge_all(Partials(**dict(slices)))
 
@@ -121,15 +120,20 @@ class Shard(Whole):
         self, kernels: Kernels, partials: Partials, needs: frozenset[str], vocabulary: int
     ) -> Measured:
         found = [t for f in fields(partials) if (t := getattr(partials, f.name)) is not None]
-        return kernels.finish(gather(torch.stack(found), self.group), needs, vocabulary)
+        return kernels.finish(self.gather(torch.stack(found)), needs, vocabulary)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """[W, ..] of every rank's [..], in rank order."""
+        settle(self.group)
+        return gather(values, self.group)
 
     def sum(self, values: Tensor) -> Tensor:
-        return gather(values, self.group).sum(0)
+        return self.gather(values).sum(0)
 
     def topk(self, values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
         missing = (0, k - values.shape[1])  # of a slice of fewer columns than k
         values, ids = (pad(t, missing, value=v) for t, v in ((values, -torch.inf), (ids, -1)))
-        values, ids = (gather(t, self.group).transpose(0, 1).flatten(1) for t in (values, ids))
+        values, ids = (self.gather(t).transpose(0, 1).flatten(1) for t in (values, ids))
         values, order = values.topk(k, dim=1)
         return values, ids.gather(1, order)
 
@@ -178,6 +182,7 @@ class Shard(Whole):
 
     def dropout(self, hidden: Tensor, p: float) -> Tensor:
         """The first rank's mask, on all ranks."""
+        settle(self.group)  # before a random number is drawn
         kept = dropout(hidden.new_ones(hidden.shape), p) != 0
         together(
             "an adapter's dropout",
@@ -220,32 +225,6 @@ class GatherTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[override]
         return gradient[ctx.rows].clone(), None, None  # a view would keep the others' rows alive
-
-
-def gather(values: Tensor, group: ProcessGroup) -> Tensor:
-    """[W, ..] of every rank's [..], in rank order."""
-    found = values.new_empty(distributed.get_world_size(group), *values.shape)
-    flat = values.contiguous().view(-1)  # gloo wants the output as one long tensor
-    _gather_flat(found.view(-1), flat, group)
-    return found
-
-
-def _gather_flat(found: Tensor, own: Tensor, group: ProcessGroup) -> None:
-    """`all_gather_into_tensor`, by the name that this torch does not call deprecated."""
-    names = ("all_gather_single", "all_gather_into_tensor")
-    run = next(getattr(distributed, n) for n in names if hasattr(distributed, n))
-    together("an exchange with the ranks of a group", group, lambda: run(found, own, group=group))
-
-
-def named(name: str) -> Whole:
-    """The slice of a `Shard.name`, which operators can carry; "" is the whole vocabulary."""
-    if not name:
-        return WHOLE
-    from torch.distributed import distributed_c10d
-
-    group, _, sizes = name.rpartition(":")
-    found = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    return Shard(found, [int(size) for size in sizes.split(",")])
 
 
 # ---------------------------------------------------------------------- gradients of features

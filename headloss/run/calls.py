@@ -23,7 +23,8 @@ from ..objective.bound import Bound, bind
 from ..objective.tape import Taped, Tokens
 from ..objective.tolerance import Tolerance
 from ..options import Options
-from ..ranks.place import Place, given_facts, join, linear_facts
+from ..ranks.agreement import in_step
+from ..ranks.place import Place, join, of_given, of_linear, own_facts, own_of_linear
 from ..ranks.segments import Joined, over_segments, voted
 from ..softmax.given import GivenSoftmax, GivenSums, WalkSoftmax
 from ..softmax.linear import ExpSoftmax, LinearSoftmax
@@ -34,7 +35,7 @@ from .checks import check_temperatures
 from .loop import GatherRows
 from .plan import Plan
 from .prepare import Prepared, known, prepare_given, prepare_linear
-from .signature import of_linear
+from .signature import of_linear as signature_of
 from .teachers import Beside
 from .work import Work
 
@@ -58,8 +59,11 @@ class Call(NamedTuple):
 Found = TypeVar("Found")
 
 
-def run_early(run: Callable[[], Found]) -> Found:
-    """A call that may begin before its batch is read; and once more, if that was guessed wrong."""
+def run_early(group: ProcessGroup | None, run: Callable[[], Found]) -> Found:
+    """A call that may begin before its batch is read, or what the other ranks of a vocabulary group
+    say of it; and once more, if that was guessed wrong."""
+    if group is not None:
+        return in_step(group, run)
     try:
         return run()
     except Misguessed:
@@ -77,9 +81,11 @@ def _linear_joined(
 ) -> Joined:
     """What the arguments of `head_loss` come to before a logit is looked at."""
 
+    alone = isinstance(batch, Batch) and batch.segments.group is None
+
     def check() -> tuple[Prepared, Objective]:
         whole = Objective.of(objective)
-        key = of_linear(hidden, head, batch, whole, options)
+        key = signature_of(hidden, head, batch, whole, options)
         found = None if key is None else known(key)
         if (
             found is None
@@ -96,19 +102,16 @@ def _linear_joined(
             return _joined(*check(), *given)
         ready, place = join(
             head.vocab_group,
-            lambda: (head.vocabulary, hidden.shape[:-1].numel()),
             check,
-            lambda ready: linear_facts(
-                hidden, head, batch, ready[1], options, ready[0].problem.memory
-            ),
+            lambda ready: own_of_linear(hidden, head, batch, options, ready[0].problem.memory),
+            lambda ready: of_linear(hidden, head, batch, ready[1], options),
             head.vocab_size,
-            options,
+            not alone or verb == "plan" or getattr(options, "sequence_parallel", True),
         )
         if options.sequence_parallel:
             place.check_tokens(batch)
         return _joined(*ready, place, batch, options)
 
-    alone = isinstance(batch, Batch) and batch.segments.group is None
     return joined() if alone else over_segments(batch, options, joined)
 
 
@@ -191,18 +194,20 @@ def given_call(
     """The call that `logits_loss` makes of its arguments."""
 
     def joined() -> Joined:
+        def check() -> tuple[Prepared, Objective]:
+            return prepare_given(logits, batch, objective, transform, inplace, options)
+
+        if vocab_group is None:
+            early = not isinstance(transform.temperature, Tensor)
+            return _joined(*check(), Place(logits.shape[-1]), batch, options, early)
         ready, place = join(
             vocab_group,
-            lambda: (logits.shape[-1], 0),
-            lambda: prepare_given(logits, batch, objective, transform, inplace, options),
-            lambda ready: given_facts(
-                logits, transform, batch, ready[1], options, inplace, ready[0].problem.memory
-            ),
-            None,
-            options,
+            check,
+            lambda ready: own_facts(logits.shape[-1], batch, ready[0].problem.memory),
+            lambda ready: of_given(logits, transform, batch, ready[1], options, inplace),
+            wait=batch.segments.group is not None,
         )
-        early = vocab_group is None and not isinstance(transform.temperature, Tensor)
-        return _joined(*ready, place, batch, options, early)
+        return _joined(*ready, place, batch, options)
 
     found = over_segments(batch, options, joined)
     work, of_tokens = _work(found, batch, transform, options)

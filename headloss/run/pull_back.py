@@ -108,7 +108,7 @@ def in_slabs(
     if index is not None:  # once, and not for each slab
         source, known = source.take(index), known.rows(index)
     # Ranks send all rows, whether or not they carry a gradient: collectives never depend on data.
-    dense = index is not None and bool(work.slices.name)
+    dense = index is not None and work.slices.group is not None
     target = all_of_it if dense else source
     count, tile = len(source), work.plan.tile
     once = count <= tile.rows and factor is None and source.additions == 1
