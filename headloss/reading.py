@@ -19,6 +19,9 @@ class Reading:
             self.event = torch.cuda.Event()
             self.event.record()
 
+    def __len__(self) -> int:
+        return len(self._values)
+
     def tolist(self) -> list[Any]:
         """The values; waits for their copy alone, and for nothing that was queued behind it."""
         if self.event is not None:

@@ -11,7 +11,7 @@ from parallel_cases import groups
 from torch import Tensor, distributed
 
 import headloss as hl
-from headloss.ranks import agreement
+from headloss.ranks.agreement import Agreement
 from headloss.softmax.linear import LinearSoftmax
 
 T, H, V = 6, 4, 10
@@ -274,16 +274,15 @@ def resized() -> None:
 
 
 def read_late() -> list[list[str]]:
-    """What a rank does in the first call of its kind and in another: its first product, and reading
-    what the others said. The second may be other tokens, and nothing may be scored."""
+    """What a rank does in the first call of its kind and in others: its first product, and reading
+    what the others said. In the last nothing is scored."""
     seen: list[list[str]] = []
-    plain = agreement.Agreement._said, LinearSoftmax.raw
+    plain = Agreement.said, LinearSoftmax.raw
 
     def noted(name: str, run: Any) -> Any:
         return lambda *args: (seen[-1].append(name), run(*args))[1]
 
-    names = ("read", "product")
-    agreement.Agreement._said, LinearSoftmax.raw = map(noted, names, plain)  # type: ignore
+    Agreement.said, LinearSoftmax.raw = map(noted, ("read", "product"), plain)  # type: ignore
     try:
         for ids in (torch.arange(T), torch.arange(T).flip(0), torch.full((T,), -100)):
             s = setup("vocabulary")
@@ -291,7 +290,7 @@ def read_late() -> list[list[str]]:
             seen.append([])
             s.run()
     finally:
-        agreement.Agreement._said, LinearSoftmax.raw = plain  # type: ignore[method-assign]
+        Agreement.said, LinearSoftmax.raw = plain  # type: ignore[method-assign]
     return seen
 
 

@@ -7,13 +7,14 @@ N positions, T of them scored, S segments.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..arguments import IGNORE
 from ..kernels import choose, load
+from ..reading import Reading
 from .segments import Segments, count_in
 
 
@@ -61,35 +62,22 @@ class Survey:
             scored = targets.reshape(-1) != IGNORE
             twice = [(_repeated(id_fields[name]) & scored).sum() for name in self.distinct]
             self.facts = torch.cat([self.facts, torch.stack(twice)])
-        self.more = more
         self.size = self.facts.shape[0]
         self.bins = 4 + len(id_fields)  # the first segment's count among the facts
         self._read: list[int] | None = None
-        self._copy: Tensor | None = None
-        self._event: Any = None
+        self._reading = Reading(self.facts if more is None else torch.cat([self.facts, more]))
         if targets.is_cuda:
-            facts = self.facts if more is None else torch.cat([self.facts, more])
-            self._copy = torch.empty(facts.shape, dtype=torch.int64, pin_memory=True)
-            self._copy.copy_(facts, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
             self._stream = _stream(targets)
 
     def read(self) -> list[int]:
         """The facts, and from `size` on the further ones, on the host; other streams than the
         batch's wait for them too."""
-        found = self._read
-        if found is None:
-            if self._copy is not None:
-                self._event.synchronize()
-                found = self._copy.tolist()
-            else:
-                facts = self.facts if self.more is None else torch.cat([self.facts, self.more])
-                found = facts.tolist()
-            self._read, self._copy = found, None
-        if self._event is not None and _stream(self.targets) != self._stream:
-            self._event.wait()
-        return found
+        if self._read is None:
+            self._read = self._reading.tolist()
+        event = self._reading.event
+        if event is not None and _stream(self.targets) != self._stream:
+            event.wait()
+        return self._read
 
     def lengths(self) -> list[int]:
         """Scored tokens of each segment."""
@@ -98,13 +86,13 @@ class Survey:
     @property
     def is_asked(self) -> bool:
         """Whether the device was asked, and nobody has read its answer yet."""
-        return self._copy is not None
+        return self._reading.event is not None and self._read is None
 
     def guessed(self) -> Order | None:
         """The order if all positions are scored and segments ascend, while the device has not said
         so; None where it has, or where it is asked for more."""
         total, count = self.targets.numel(), self.segments.count
-        if not self.is_asked or self.id_fields or self.more is not None or not total:
+        if not self.is_asked or self.id_fields or len(self._reading) > self.size or not total:
             return None
         return Order(None, self.segments.ids.reshape(-1), self.facts[self.bins : self.bins + count])
 

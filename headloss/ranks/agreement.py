@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, distributed
 
+from ..reading import Reading
 from .collectives import RankError, gather, together
 
 if TYPE_CHECKING:
@@ -46,6 +47,30 @@ class Facts(NamedTuple):
     same: Mapping[str, Any]
     own: Mapping[str, Any]
 
+    @property
+    def layout(self) -> int:
+        """A checksum of the names, and of which of them are tensors."""
+        named = {**self.same, **self.own}
+        return zlib.crc32(f"{[(n, isinstance(v, list)) for n, v in named.items()]}".encode())
+
+    def record(self, device: torch.device, failed: bool = False) -> Tensor:
+        """[WORDS] int64: whether the rank failed, a checksum of what must be the same and one of
+        the tensors among it; then this rank's own tensors' and its own numbers."""
+        texts = [_number(value) for value in self.same.values() if not isinstance(value, list)]
+        same = [t for value in self.same.values() if isinstance(value, list) for t in value]
+        own = self.own.values()
+        sums = checksums(same, *(value for value in own if isinstance(value, list)))
+        numbers = [int(value) for value in own if not isinstance(value, list)]
+        numbers = [failed, zlib.crc32(f"{self.layout} {texts}".encode()), *numbers]
+        rest = WORDS - len(sums) - len(numbers)
+        if rest < 0:
+            raise AssertionError(f"facts: got {len(own)}, want {-rest} less")
+        # Pinned, so that the host need not wait for the device before it may go on.
+        pinned = device.type == "cuda"
+        known = torch.tensor([*numbers, *[0] * rest], dtype=torch.int64, pin_memory=pinned)
+        known = known.to(device, non_blocking=True)
+        return torch.cat([known[:2], *(found.to(device) for found in sums), known[2:]])
+
 
 class Unsettled(RankError):
     """The ranks did not say what was expected of them: `in_step` finds out what they said."""
@@ -57,31 +82,30 @@ class Agreement:
     expected: Own | None = None  # what the call goes by until it is read
 
     def __init__(
-        self, name: str, group: ProcessGroup, facts: Facts, error: Exception | None, record: Tensor
+        self, name: str, group: ProcessGroup, act: Callable[[], Any], describe: Callable[..., Facts]
     ) -> None:
-        self.name, self.group, self.facts, self.error = name, group, facts, error
-        found, self._event = gather(record, group), None
-        if found.is_cuda:
-            self._records = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-            self._records.copy_(found, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._records = found
+        check_member(name, group)
+        self.name, self.group = name, group
+        self.error: Exception | None = None
+        device = _device(group)
+        try:
+            self.result = act()
+            self.facts = describe(self.result)
+            record = self.facts.record(device)
+        except Exception as caught:  # whatever it is: the others must not wait for this rank
+            self.facts, self.error = Facts({}, {}), caught
+            record = self.facts.record(device, failed=True)
+        self._records = Reading(gather(record, group))
+        if self.error is not None:
+            self.read()
 
-    def _said(self) -> Own | None:
+    def said(self) -> Own | None:
         """The `own` facts of each rank; None where something is wrong."""
-        if self._event is not None:
-            self._event.synchronize()
-        same, sums = slice(3), [n for n, v in self.facts.own.items() if isinstance(v, list)]
         records = self._records.tolist()
-        if any(record[0] or record[same] != records[0][same] for record in records):
+        if any(record[0] or record[:3] != records[0][:3] for record in records):
             return None
-        numbers = [name for name in self.facts.own if name not in sums]
-        return {name: [r[at] for r in records] for at, name in enumerate((*numbers, *sums), 3)}
-
-    def is_as_expected(self) -> bool:
-        return self._said() == self.expected
+        names = sorted(self.facts.own, key=lambda name: not isinstance(self.facts.own[name], list))
+        return {name: [record[at] for record in records] for at, name in enumerate(names, 3)}
 
     def read(self) -> Own:
         """The `own` facts of each rank.
@@ -90,36 +114,27 @@ class Agreement:
             ValueError, TypeError, RuntimeError: this rank's error, or another's; a fact that is not
                 the same on all.
         """
-        own = self._said()
+        own = self.said()
         if own is None:
             raise self._trouble() from None
         return own
 
     def _trouble(self) -> Exception:
         """What is wrong, of which the ranks tell each other."""
-        kind, numbers = None, {"call": _layout(self.facts)}
-        if self.error is None:
-            numbers |= {name: _number(value) for name, value in self.facts.same.items()}
-        else:
-            kind = next((k for k in ERRORS if isinstance(self.error, k)), ERRORS[-1])
-        mine = (kind and kind.__name__, str(self.error), numbers)
+        kind = next((i for i, kind in enumerate(ERRORS) if isinstance(self.error, kind)), -1)
+        numbers = {"call": self.facts.layout}
+        numbers |= {name: _number(value) for name, value in self.facts.same.items()}
+        mine = (None if self.error is None else (kind, str(self.error)), numbers)
         every: list[Any] = [None] * distributed.get_world_size(self.group)
-        together(
-            "what is wrong with a call",
-            self.group,
-            lambda: distributed.all_gather_object(every, mine, group=self.group),
-        )
+        exchange = distributed.all_gather_object
+        together("an exchange of errors", self.group, lambda: exchange(every, mine, self.group))
         if self.error is not None:
             return self.error
-        for rank, (error, text, _) in enumerate(every):
+        for rank, (error, _) in enumerate(every):
             if error is not None:
-                kind = next(k for k in ERRORS if k.__name__ == error)
-                return kind(f"{text} (on rank {rank} of {self.name})")
-        said = {fact: [theirs.get(fact) for *_, theirs in every] for fact in numbers}
-        return self._difference(next((f, s) for f, s in said.items() if len(set(s)) > 1))
-
-    def _difference(self, which: tuple[str, list[int]]) -> ValueError:
-        fact, found = which
+                return ERRORS[error[0]](f"{error[1]} (on rank {rank} of {self.name})")
+        said = {fact: [theirs.get(fact) for _, theirs in every] for fact in numbers}
+        fact, found = next((fact, found) for fact, found in said.items() if len(set(found)) > 1)
         me = distributed.get_rank(self.group)
         values = "" if isinstance(self.facts.same.get(fact, 0), list | str) else f": got {found}"
         return ValueError(
@@ -129,44 +144,9 @@ class Agreement:
         )
 
 
-# By group: what all ranks said of their own, by what this one said; of a call that is under way,
-# the agreement that is not read yet; and what it goes by where it is made again.
-_KNOWN: weakref.WeakKeyDictionary[Any, dict[tuple, Own]] = weakref.WeakKeyDictionary()
-_UNREAD: dict[Any, Agreement] = {}
-_AGAIN: dict[Any, Own] = {}
-
-
-def begin(
-    name: str,
-    group: ProcessGroup | None,
-    act: Callable[[], R],
-    describe: Callable[[R], Facts],
-) -> tuple[R, Agreement]:
-    """Run `act` on every rank of a group; its result, and what the ranks say of it.
-
-    Raises:
-        ValueError, TypeError: what `act` raised; a rank outside of the group.
-    """
-    check_member(name, group)
-    assert group is not None
-    result: Any = None
-    facts, error = Facts({}, {}), None
-    try:
-        result = act()
-        facts = describe(result)
-        record = _record(facts, group)
-    except Exception as caught:  # whatever it is: the others must not wait for this rank
-        facts, error = Facts({}, {}), caught
-        record = _record(facts, group, failed=True)
-    found = Agreement(name, group, facts, error, record)
-    if error is not None:
-        found.read()
-    return result, found
-
-
 def agree(
     name: str,
-    group: ProcessGroup | None,
+    group: ProcessGroup,
     act: Callable[[], R],
     describe: Callable[[R], Facts],
 ) -> tuple[R, Own]:
@@ -177,45 +157,59 @@ def agree(
             RuntimeError on the others); a fact that is not the same on all of them; a rank outside
             of the group.
     """
-    result, found = begin(name, group, act, describe)
-    return result, found.read()
+    found = Agreement(name, group, act, describe)
+    return found.result, found.read()
+
+
+# By group: what all ranks said of their own, by what this one said; of a call that is under way,
+# the agreement that is not read yet; and what it goes by where it is made again.
+_KNOWN: weakref.WeakKeyDictionary[Any, dict[tuple, Own]] = weakref.WeakKeyDictionary()
+_UNREAD: dict[Any, Agreement] = {}
+_AGAIN: dict[Any, Own] = {}
 
 
 def agree_later(
     name: str,
     group: ProcessGroup,
     act: Callable[[], R],
-    describe: Callable[[R], Facts],
+    own: Callable[[R], Mapping[str, int]],
+    same: Callable[[R], Mapping[str, Any]],
     wait: bool,
 ) -> tuple[R, Own]:
-    """`agree`, inside `in_step`; unless it has to `wait`, what the ranks said when this one last
-    said the same, if it ever has."""
-    check_member(name, group)
-    if group in _AGAIN:
+    """`agree`, inside `in_step`: what the ranks said when this one last said the same, if it ever
+    has and need not `wait`. It is all that there is while a CUDA graph is captured.
+
+    Raises:
+        RuntimeError: a capture without a call of this kind before it.
+    """
+    if _AGAIN and group in _AGAIN:
         again = _AGAIN.pop(group)
         return act(), again
-    result, found = begin(name, group, act, describe)
-    known = _KNOWN.setdefault(group, {})
-    kind = tuple(found.facts.own.values())
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        result = act()
+        said = _KNOWN.get(group, {}).get(tuple(own(result).values()))
+        if said is None:
+            raise RuntimeError(
+                f"{name}: a CUDA graph is being captured, in which the ranks cannot compare "
+                "their sizes, and no call of this size has run before it; run one with "
+                "Options(static=True) first, as a warm-up"
+            )
+        return result, said
+    found = Agreement(name, group, act, lambda result: Facts(same(result), own(result)))
+    known, kind = _KNOWN.setdefault(group, {}), tuple(found.facts.own.values())
     if wait or kind not in known:
         if len(known) >= KNOWN:
             known.clear()
         known[kind] = found.read()
     else:
         found.expected, _UNREAD[group] = known[kind], found
-    return result, known[kind]
-
-
-def known(group: ProcessGroup, own: Mapping[str, int]) -> Own | None:
-    """What the ranks said of their own when this one last said this."""
-    return _KNOWN.get(group, {}).get(tuple(own.values()))
+    return found.result, known[kind]
 
 
 def settle(group: ProcessGroup) -> None:
     """Read what was agreed; before a call's next collective."""
-    found = _UNREAD.get(group)
-    if found is not None:
-        if not found.is_as_expected():
+    if _UNREAD and group in _UNREAD:
+        if _UNREAD[group].said() != _UNREAD[group].expected:
             raise Unsettled("headloss: the ranks of a vocab_group do not make the expected call")
         del _UNREAD[group]
 
@@ -291,39 +285,8 @@ def _number(value: Any) -> int:
     return zlib.crc32(value.encode()) if isinstance(value, str) else int(value)
 
 
-def _layout(facts: Facts) -> int:
-    """A checksum of the facts' names, and of which of them are tensors."""
-    named = {**facts.same, **facts.own}
-    lists = [name for name, value in named.items() if isinstance(value, list)]
-    return zlib.crc32(f"{' '.join(named)} {lists}".encode())
-
-
-def _record(facts: Facts, group: ProcessGroup, failed: bool = False) -> Tensor:
-    """[WORDS] int64: whether the rank failed, a checksum of what must be the same and one of the
-    tensors among it; then numbers that are this rank's own, and the checksums of tensors."""
-    device = _device(group)
-    plain = [_number(value) for value in facts.same.values() if not isinstance(value, list)]
-    text = f"{_layout(facts)} {plain}"
-    own = [int(value) for value in facts.own.values() if not isinstance(value, list)]
-    tensors = [value for value in facts.own.values() if isinstance(value, list)]
-    if 3 + len(facts.own) > WORDS:
-        raise AssertionError(f"facts: got {len(facts.own)}, want at most {WORDS - 3}")
-    rest = [0] * (WORDS - 3 - len(facts.own))
-    # Pinned, so that the host need not wait for the device before it may go on.
-    known = torch.tensor(
-        [failed, zlib.crc32(text.encode()), *own, *rest],
-        dtype=torch.int64,
-        pin_memory=device.type == "cuda",
-    ).to(device, non_blocking=True)
-    same = [tensor for value in facts.same.values() if isinstance(value, list) for tensor in value]
-    first, *sums = (found.to(device) for found in checksums(same, *tensors))
-    head = 2 + len(own)
-    return torch.cat([known[:2], first, known[2:head], *sums, known[head:]])
-
-
 def _device(group: ProcessGroup) -> torch.device:
     """Where a group can send from."""
-    backends = str(distributed.get_backend_config(group))
-    if "nccl" in backends:
+    if "nccl" in str(distributed.get_backend_config(group)):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

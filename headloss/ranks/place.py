@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 from ..batch.batch import IGNORE
-from .agreement import Facts, Own, agree_later, known
+from .agreement import Own, agree_later
 from .spread import Spread
 from .vocabulary import WHOLE, Shard, Whole
 
@@ -114,18 +114,7 @@ def join(
     Raises:
         ValueError, TypeError: on all ranks, for what is wrong on any.
     """
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        result = check()  # nothing may be read: sizes are those of the call that warmed up
-        found = known(group, own(result))
-        if found is None:
-            raise RuntimeError(
-                "vocab_group: a CUDA graph is being captured, in which the ranks cannot compare "
-                "their sizes, and no call of this size has run before it; run one with "
-                "Options(static=True) first, as a warm-up"
-            )
-    else:
-        describe = lambda result: Facts(same(result), own(result))  # noqa: E731
-        result, found = agree_later("vocab_group", group, check, describe, wait)
+    result, found = agree_later("vocab_group", group, check, own, same, wait)
     return result, Place.of(group, found, vocab_size)
 
 

@@ -22,6 +22,7 @@ from ..kernels.pair import Chosen
 from ..kernels.transform import Transform
 from ..objective.bound import Gradient
 from ..objective.statistics import PEAK, Coefficients, Normalizer, Partials
+from ..reading import Reading
 from . import products
 from .rows import ALL, Known, RowGradient, Rows, compact_
 
@@ -293,10 +294,11 @@ class ExpSoftmax(LinearSoftmax):
         return [part.chosen(rows, columns, known.measured, slopes[part.key]) for part in parts]
 
     def _of_terms(self, rows: slice, known: Known, backward: Backward) -> RowGradient:
-        """Everything but the products is queued before the device is read, so that the products
-        start at once."""
+        """Everything but the products is queued before the host reads how many rows there are, and
+        most of it runs meanwhile: the products follow at once."""
         acts, x, held, live = self.acts, self._x(rows), known.held, known.live
         order = None if live is None else acts.dense_order(live, int(MOST * len(live)))
+        later = order and (order.rows + (rows.start or 0), Reading(order.count))
         multiple = features = None
         chosen = self._chosen(rows, ALL, known)
         if is_multiple(backward.transform, backward.coefficients):
@@ -308,12 +310,7 @@ class ExpSoftmax(LinearSoftmax):
         for sparse in chosen:
             options = {"multiples": multiple, "order": order}
             acts.chosen_gradient_(held.terms, sparse, backward, **options)
-        found = RowGradient(held.terms, rows, multiple, features, acts.scaled_rows)
-        if order is None:
-            return found
-        places = order.rows + (rows.start or 0)
-        count = int(order.count)  # the read
-        return found if count == len(held.terms) else found.first(count, places)
+        return RowGradient(held.terms, rows, multiple, features, acts.scaled_rows, later=later)
 
 
 def unit_gradient(normalizer: Normalizer) -> Gradient:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..kernels.interface import Kernels, Measured
 from ..kernels.support import ByColumn, Support
 from ..objective.bound import Gradient
+from ..reading import Reading
 
 Rows = slice | Tensor  # of a source's tokens
 ALL = slice(None)  # what `is` this is not cut: that would be an operation
@@ -69,7 +70,8 @@ class RowGradient(NamedTuple):
     """dL/draw of some rows, for the products: `values`, times `multiple` if that is given.
 
     `features` are the rows of hidden states, times `multiple` already; `scaled_rows` is the
-    backend's. `pairs` are other rows' gradients, in a few columns each.
+    backend's. `pairs` are other rows' gradients, in a few columns each. `later` are the places of
+    these rows in their order, and how many of them carry a gradient, until `known` has read it.
     """
 
     values: Tensor  # [K, v]
@@ -78,14 +80,23 @@ class RowGradient(NamedTuple):
     features: Tensor | None = None  # [K, H]
     scaled_rows: Callable[..., Tensor] | None = None
     pairs: PairGradient | None = None
+    later: tuple[Tensor, Reading] | None = None
 
     def at(self, index: Tensor) -> RowGradient:
         """The same rows where token i is token index[i]."""
+        if self.later is not None:
+            return self.known().at(index)
         pairs = self.pairs and self.pairs._replace(rows=index[self.pairs.rows])
         return self._replace(rows=index[self.rows], pairs=pairs)
 
-    def first(self, count: int, rows: Tensor) -> RowGradient:
-        """The first `count` of these rows, which are rows[:count] of the source's tokens."""
+    def known(self) -> RowGradient:
+        """The rows that carry a gradient, once the host has read how many these are."""
+        if self.later is None:
+            return self
+        rows, reading = self.later
+        (count,) = reading.tolist()
+        if count == len(rows):
+            return self._replace(later=None)
         multiple, features = (
             None if t is None else t[:count] for t in (self.multiple, self.features)
         )

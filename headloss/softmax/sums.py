@@ -67,7 +67,7 @@ class Hidden:
         return made(features.shape, dtype=dtype)
 
     def add(self, gradient: RowGradient, columns: slice) -> None:
-        values, rows, multiple, _, _, pairs = gradient
+        values, rows, multiple, _, _, pairs, _ = gradient
         block, fixed = None if self.blocks is None else next(self.blocks), self.source.fixed
         for i, weight in enumerate(self.source.weights):
             if not self.wanted[i]:
@@ -152,10 +152,11 @@ class _Sums:
     ) -> bool:
         """Take dL/draw of some rows and columns: dX, what the ranks do about it, then dW, which
         hides that. Whether there was any."""
+        gradient = gradient.known()
         self.hidden.add(gradient, columns)
         if last:
             self.hidden.last()
-        values, rows, multiple, given, scaled_rows, pairs = gradient
+        values, rows, multiple, given, scaled_rows, pairs, _ = gradient
         if pairs is None and not values.shape[0]:
             return False
         own = None if self.main_grad is None else self.main_grad.data_ptr()
