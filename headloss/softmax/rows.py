@@ -71,7 +71,7 @@ class RowGradient(NamedTuple):
 
     `features` are the rows of hidden states, times `multiple` already; `scaled_rows` is the
     backend's. `pairs` are other rows' gradients, in a few columns each. `later` are the places of
-    these rows in their order, and how many of them carry a gradient, until `known` has read it.
+    these rows in their order, and how many of them carry a gradient, until `counted` has read it.
     """
 
     values: Tensor  # [K, v]
@@ -85,14 +85,13 @@ class RowGradient(NamedTuple):
     def at(self, index: Tensor) -> RowGradient:
         """The same rows where token i is token index[i]."""
         if self.later is not None:
-            return self.known().at(index)
+            return self.counted().at(index)
         pairs = self.pairs and self.pairs._replace(rows=index[self.pairs.rows])
         return self._replace(rows=index[self.rows], pairs=pairs)
 
-    def known(self) -> RowGradient:
-        """The rows that carry a gradient, once the host has read how many these are."""
-        if self.later is None:
-            return self
+    def counted(self) -> RowGradient:
+        """The rows that carry a gradient, where the host has yet to read how many these are."""
+        assert self.later is not None
         rows, reading = self.later
         (count,) = reading.tolist()
         if count == len(rows):

@@ -152,7 +152,8 @@ class _Sums:
     ) -> bool:
         """Take dL/draw of some rows and columns: dX, what the ranks do about it, then dW, which
         hides that. Whether there was any."""
-        gradient = gradient.known()
+        if gradient.later is not None:
+            gradient = gradient.counted()
         self.hidden.add(gradient, columns)
         if last:
             self.hidden.last()
