@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tape_case import NEEDS, Case, objectives
+from tape_case import NEEDS, Case, measured_of, objectives
 
 from headloss import losses as h
 from headloss.batch.reduction import Reduction, Totals
 from headloss.losses.term import Objective, term
+from headloss.objective.bound import Gradient
 from headloss.objective.statistics import Coefficients
-from headloss.objective.tape import Evaluated, Piece, Tape
+from headloss.objective.tape import Piece, Tape
 from headloss.objective.taping import record, tape_of
 
 OBJECTIVES = objectives()
@@ -27,7 +28,7 @@ def tape_for(case: Case, **options: bool) -> Tape:
     return tape
 
 
-def run(case: Case, tape: Tape, piece: Piece | None = None, **options) -> Evaluated:
+def run(case: Case, tape: Tape, piece: Piece | None = None, **options) -> Gradient:
     return tape.run(
         case.stats,
         case.tokens,
@@ -52,17 +53,19 @@ def assert_close(got: dict, want: dict, tolerance: float) -> None:
         )
 
 
-def assert_evaluated(found: Evaluated, case: Case, tolerance: float, needed: bool = True) -> None:
+def assert_evaluated(found: Gradient, case: Case, tolerance: float, needed: bool = True) -> None:
     gradient, metrics = case.eager(needed)
     assert_close(found.coefficients.tensors(), gradient.coefficients.tensors(), tolerance)
     assert_close(found.divergences, gradient.divergences, tolerance)
     assert_close({"": found.values}, {"": gradient.values}, tolerance)
     loss = sum(c * v for (c, _), v in zip(case.objective.parts, gradient.values, strict=True))
     assert_close({"loss": found.loss}, {"loss": loss}, tolerance)
-    assert list(found.metrics) == list(metrics)
+    assert found.metrics is not None
+    measured = found.metrics()
+    assert list(measured) == list(metrics)
     for name, measurement in metrics.items():
-        assert type(found.metrics[name]) is type(measurement)
-        assert_close(vars(found.metrics[name]), vars(measurement), tolerance)
+        assert type(measured[name]) is type(measurement)
+        assert_close(vars(measured[name]), vars(measurement), tolerance)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -105,7 +108,7 @@ def test_one_tape_for_all_numbers() -> None:
             plain.coefficients.map(lambda t: 4 * t).tensors(),
             1e-12,
         )
-        assert torch.equal(scaled.measured, plain.measured)
+        assert torch.equal(measured_of(scaled), measured_of(plain))
 
 
 def test_pieces_of_a_batch_add_up() -> None:
@@ -156,7 +159,7 @@ def test_values_alone() -> None:
         found = run(case, tape_for(case, gradients=False))
         assert found.coefficients.tensors() == {}
         assert_evaluated(found, case, 1e-12, needed=False)
-    assert list(run(case, tape_for(case, observe=False)).metrics) == []
+    assert list(run(case, tape_for(case, observe=False)).metrics()) == []
 
 
 def test_a_poisoned_token_shows() -> None:
@@ -166,7 +169,7 @@ def test_a_poisoned_token_shows() -> None:
     case.stats.logp[3] = math.nan
     found = run(case, tape_for(case))
     assert_evaluated(found, case, 1e-12)
-    assert math.isnan(found.values[0]) and math.isnan(float(found.metrics["grpo/ratio_max"]))
+    assert math.isnan(found.values[0]) and math.isnan(float(found.metrics()["grpo/ratio_max"]))
 
 
 def test_what_is_not_recorded() -> None:

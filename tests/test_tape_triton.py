@@ -8,15 +8,16 @@ import pytest
 import torch
 from triton_cases import DEVICE
 
-from tape_case import NEEDS, Case, objectives  # isort: skip
+from tape_case import NEEDS, Case, measured_of, objectives  # isort: skip
 from headloss import losses as h
 from headloss.batch.reduction import Totals
 from headloss.kernels.opcodes import Op
 from headloss.kernels.triton import tape as triton_tape
 from headloss.losses.term import Objective
+from headloss.objective.bound import Gradient
 from headloss.objective.recording import Constant
 from headloss.objective.statistics import Statistics
-from headloss.objective.tape import Evaluated, Piece, Row, Tape
+from headloss.objective.tape import Piece, Row, Tape
 from headloss.objective.taping import record
 
 OBJECTIVES = objectives()
@@ -38,7 +39,7 @@ def tape_for(case: Case, **options: bool) -> Tape:
     return tape
 
 
-def run(case: Case, tape: Tape, backend: str, piece: Piece | None = None, **options) -> Evaluated:
+def run(case: Case, tape: Tape, backend: str, piece: Piece | None = None, **options) -> Gradient:
     coefficients = [c for c, _ in case.objective.parts]
     stats = case.stats if piece is None else case.stats.map(lambda t: t[piece.tokens])
     return tape.run(
@@ -53,7 +54,7 @@ def run(case: Case, tape: Tape, backend: str, piece: Piece | None = None, **opti
     )
 
 
-def assert_same(case: Case, tape: Tape, piece: Piece | None = None, **options) -> Evaluated:
+def assert_same(case: Case, tape: Tape, piece: Piece | None = None, **options) -> Gradient:
     found = run(case, tape, "triton", piece, **options)
     want = run(case, tape, "reference", piece, **options)
     got, expected = (
@@ -68,7 +69,8 @@ def assert_same(case: Case, tape: Tape, piece: Piece | None = None, **options) -
         torch.testing.assert_close(
             got[name], value, rtol=3e-6, atol=1e-7, equal_nan=True, msg=lambda m, n=name: f"{n} {m}"
         )
-    torch.testing.assert_close(found.measured, want.measured, rtol=3e-6, atol=1e-6, equal_nan=True)
+    numbers = measured_of(found), measured_of(want)
+    torch.testing.assert_close(*numbers, rtol=3e-6, atol=1e-6, equal_nan=True)
     return found
 
 
@@ -122,7 +124,7 @@ def test_a_poisoned_token_shows() -> None:
     assert case.stats.logp is not None
     case.stats.logp[3] = math.nan
     found = assert_same(case, tape_for(case))
-    assert math.isnan(found.values[0]) and math.isnan(float(found.metrics["grpo/ratio_max"]))
+    assert math.isnan(found.values[0]) and math.isnan(float(found.metrics()["grpo/ratio_max"]))
 
 
 LOGS = (1e-9, 3e-6, 0.3, 1.0, 1 + 1e-6, 7.0, 3e8)
@@ -168,7 +170,7 @@ def test_two_runs_give_the_same_bits() -> None:
     case = case_of("off policy", (9, 0, 8))
     tape = tape_for(case, observe=False)
     first, second = run(case, tape, "triton"), run(case, tape, "triton")
-    assert torch.equal(first.measured, second.measured)
+    assert torch.equal(measured_of(first), measured_of(second))
     for name, vector in first.coefficients.tensors().items():
         assert torch.equal(vector, getattr(second.coefficients, name))
 
@@ -186,6 +188,6 @@ def test_in_a_graph() -> None:
     case.stats.logp.mul_(1.1)
     graph.replay()
     again = run(case, tape, "triton")
-    assert torch.equal(captured.measured, again.measured)
+    assert torch.equal(measured_of(captured), measured_of(again))
     for name, vector in again.coefficients.tensors().items():
         assert torch.equal(vector, getattr(captured.coefficients, name))

@@ -70,6 +70,7 @@ class Gradient(NamedTuple):
     divergences: dict[object, Tensor]  # slopes of `Statistics.divergences`, [n] or [n, K + 1]
     values: Tensor  # [K] float64, each term's share of its reduced value
     loss: Tensor | None = None  # [] float64, where it is there
+    metrics: Callable[[], Metrics] | None = None  # where they were measured
 
     def rows(self, rows: Tensor | slice) -> Gradient:
         """Of some of the tokens."""

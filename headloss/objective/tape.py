@@ -110,34 +110,6 @@ class Launch(NamedTuple):
     numbers: list[Number]
 
 
-class Evaluated(NamedTuple):
-    """What an objective comes to on some tokens.
-
-    Attributes:
-        coefficients, divergences: [n] each.
-        measured: [M] float64.
-    """
-
-    coefficients: Coefficients
-    divergences: dict[object, Tensor]
-    measured: Tensor
-    tape: Tape
-
-    @property
-    def values(self) -> Tensor:
-        """[K] float64, each term's share of its reduced value."""
-        return self.measured[: self.tape.terms]
-
-    @property
-    def loss(self) -> Tensor:
-        """[] float64, the sum of them with their coefficients."""
-        return self.measured[self.tape.terms]
-
-    @property
-    def metrics(self) -> Metrics:
-        return self.tape.metrics(self.measured)
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Tape:
     """Instructions in phases over tokens (even) and over segments (odd).
@@ -178,7 +150,7 @@ class Tape:
         factor: Number = 1.0,
         piece: Piece | None = None,
         backend: str = "reference",
-    ) -> Evaluated:
+    ) -> Gradient:
         """Evaluate the objective.
 
         Args:
@@ -192,15 +164,14 @@ class Tape:
         numbers = [_number(s, totals, coefficients, vocabulary, factor) for s in self.numbers]
         launch = Launch(tokens, piece, inputs, numbers)
         vectors, measured = _runner(backend)(self, launch)
-        found: dict[str, Tensor] = {}
-        divergences: dict[object, Tensor] = {}
-        teachers = list(stats.divergences)
+        of: dict[str, dict[Any, Tensor]] = {"coefficient": {}, "divergence": {}}
         for (kind, name), vector in zip(self.vectors, vectors, strict=True):
-            if kind == "divergence":
-                divergences[teachers[name]] = vector
-            else:
-                found[name] = vector
-        return Evaluated(Coefficients(**found), divergences, measured, self)
+            of[kind][name] = vector
+        teachers = list(stats.divergences)
+        divergences = {teachers[k]: slope for k, slope in of["divergence"].items()}
+        values, loss = measured[: self.terms], measured[self.terms]
+        metrics = partial(self.metrics, measured)
+        return Gradient(Coefficients(**of["coefficient"]), divergences, values, loss, metrics)
 
 
 Runner = Callable[[Tape, Launch], tuple[Sequence[Tensor], Tensor]]
@@ -247,37 +218,34 @@ def _number(
 BACKEND = "triton"
 
 
+@dataclass(eq=False, kw_only=True)
 class Taped:
     """As `Bound`, of which one is made only if its weights are asked for.
 
-    Args:
+    Attributes:
         find: the tape by (whether it measures metrics, whether it gives gradients).
         observe: measure the metrics beside the gradient.
         by_autograd: the same objective without a tape.
         rescaled: the coefficients are to be brought near 1, as `Bound.scaled` does.
         declared: the upstream gradient, where it is known in advance.
+        measured: the metrics, once all tokens were at once.
     """
 
-    def __init__(
-        self,
-        objective: Objective,
-        tokens: Tokens,
-        totals: Totals,
-        vocabulary: int,
-        find: Callable[[bool, bool], Tape | None],
-        *,
-        observe: bool,
-        by_autograd: Callable[[], Bound],
-        rescaled: bool,
-        declared: float | None,
-    ) -> None:
-        self.declared, self.objective = declared, objective
-        self.named = tuple((name, c) for name, c, _ in objective.named())
-        self.coefficients = [c for _, c in self.named]
-        self.tokens, self.totals, self.vocabulary = tokens, totals, vocabulary
-        self.find, self.observe, self.rescaled = find, observe, rescaled
-        self.by_autograd = by_autograd
-        self.measured: Callable[[], Metrics] | None = None  # once all tokens were at once
+    objective: Objective
+    tokens: Tokens
+    totals: Totals
+    vocabulary: int
+    find: Callable[[bool, bool], Tape | None]
+    observe: bool
+    by_autograd: Callable[[], Bound]
+    rescaled: bool
+    declared: float | None
+    measured: Callable[[], Metrics] | None = None
+
+    @cached_property
+    def named(self) -> tuple[tuple[str, float], ...]:
+        """Each term's key and coefficient."""
+        return tuple((name, c) for name, c, _ in self.objective.named())
 
     @cached_property
     def bound(self) -> Bound:
@@ -314,11 +282,10 @@ class Taped:
     ) -> Gradient:
         """Of the tokens of a piece, or of all."""
         found = self._run(stats, piece, self.observe and piece is None, needed)
-        coefficients, divergences, numbers, tape = found
-        loss = None
-        if piece is None:
-            self.measured, loss = partial(tape.metrics, numbers), numbers[tape.terms]
-        return Gradient(coefficients, divergences, numbers[: tape.terms], loss)
+        if piece is not None:
+            return found._replace(loss=None)
+        self.measured = found.metrics
+        return found
 
     def total(self, values: Tensor) -> Tensor:
         """[] the loss."""
@@ -326,26 +293,24 @@ class Taped:
 
     def metrics(self, stats: Statistics) -> Callable[[], Metrics]:
         """Those of all tokens, that were evaluated in pieces."""
-        found = self._run(stats, None, True, False)
-        return partial(found.tape.metrics, found.measured)
+        found = self._run(stats, None, True, False).metrics
+        assert found is not None
+        return found
 
-    def _run(
-        self, stats: Statistics, piece: Any, observe: bool, needed: bool
-    ) -> Evaluated:
+    def _run(self, stats: Statistics, piece: Any, observe: bool, needed: bool) -> Gradient:
         tape = self.find(observe, needed)
         assert tape is not None
         factor: float | Tensor = 1.0 if self.declared is None or not needed else self.declared
         if needed and self.scale is not None:
             factor = self.scale * factor
-        place = None if piece is None else Piece(piece.rows, piece.first, piece.last)
         return tape.run(
             stats,
             self.tokens,
             self.totals,
-            self.coefficients,
+            [c for c, _ in self.objective.parts],
             vocabulary=self.vocabulary,
             factor=factor,
-            piece=place,
+            piece=None if piece is None else Piece(piece.rows, piece.first, piece.last),
             backend=BACKEND,
         )
 

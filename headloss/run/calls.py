@@ -321,11 +321,11 @@ def _bound(
     if not prepared.taped or prepared.tape(objective, options.metrics, True) is None:
         return by_autograd()
     return Taped(
-        objective,
-        Tokens(packing, batch),
-        totals,
-        vocabulary,
-        partial(prepared.tape, objective),
+        objective=objective,
+        tokens=Tokens(packing, batch),
+        totals=totals,
+        vocabulary=vocabulary,
+        find=partial(prepared.tape, objective),
         observe=options.metrics,
         by_autograd=by_autograd,
         rescaled=rescaled,
