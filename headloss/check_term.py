@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,12 +14,11 @@ from .batch.packing import PackedBatch, outside_inference, pack
 from .batch.segments import Segments
 from .losses.term import Reads, Term
 from .objective.bound import reads
+from .objective.sample import sample_statistics
 from .objective.statistics import (
     BESIDE,
     CANDIDATES,
-    COLLISION,
     DIFFERENTIABLE,
-    PEAK,
     STATISTICS,
     Statistics,
 )
@@ -78,7 +77,7 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     if term.teacher is not None:
         raise ValueError(f"term {term.name}: reads a teacher's divergences, not plain statistics")
     batch, asked = _batch(term, fields)
-    stats = _statistics(len(batch), batch.get("candidate_ids"))
+    stats = _statistics(batch)
     whole = _evaluate(term, stats, batch)
     _check_purity(term, stats, batch, whole)
     _check_gradient(term, asked, stats, batch)
@@ -137,23 +136,14 @@ def _batch(term: Term, given: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     raise ValueError(f"term {term.name}: asks for more than 64 fields")
 
 
-def _statistics(tokens: int, candidate_ids: Tensor | None) -> Statistics:
+def _statistics(batch: PackedBatch) -> Statistics:
+    """Of each token others, of the size that a sample's have."""
     generator = torch.Generator().manual_seed(1)
-
-    def vector(shift: float, *more: int) -> Tensor:
-        return torch.rand(tokens, *more, generator=generator, dtype=torch.float64) + shift
-
-    beside: dict[object, Tensor] = {COLLISION: vector(0.0), PEAK: vector(2.0)}
-    if candidate_ids is not None:
-        beside[CANDIDATES] = -vector(3.0, candidate_ids.shape[1] + 1)
-    return Statistics(
-        logp=-vector(0.1),
-        lse=vector(3.0),
-        entropy=vector(0.1),
-        mean_logit=vector(-0.5),
-        top1=(vector(0.0) > 0.5).double(),
-        divergences=beside,
-    )
+    kinds, device = batch.kinds(), batch.targets.device
+    stats = sample_statistics(torch.float64, device, kinds, [], len(batch))
+    stats = stats.map(lambda t: t.detach() * (1 - torch.rand(t.shape, generator=generator) / 2))
+    assert stats.top1 is not None
+    return replace(stats, top1=(stats.top1 > 0.75).double())
 
 
 def _differentiable(asked: Reads) -> tuple[str, ...]:

@@ -197,7 +197,7 @@ ALLOWED: dict[str, set[str]] = {
         "run",
     },
     "head_topk": {"run.checks", *PARTS, *LOGITS, "head.head", "options", "run.plan", "ranks"},
-    "check_term": {*PARTS, *TERMS},
+    "check_term": {*PARTS, *TERMS, "objective.sample"},
     "": PUBLIC,
     "testing": {*PUBLIC, *TERMS},
     "gate": {*PUBLIC, *TERMS, "testing"},

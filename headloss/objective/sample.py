@@ -46,12 +46,12 @@ def sample_batch(kinds: Kinds, term: Term, device: torch.device) -> PackedBatch:
 
 
 def sample_statistics(
-    dtype: torch.dtype, device: torch.device, kinds: Kinds, teachers: list
+    dtype: torch.dtype, device: torch.device, kinds: Kinds, teachers: list, tokens: int = _SAMPLE
 ) -> Statistics:
-    """Statistics of two made-up tokens, each a leaf that requires a gradient."""
+    """Statistics of made-up tokens, each a leaf that requires a gradient."""
 
     def leaf(value: float, *more: int) -> Tensor:
-        shape = (_SAMPLE, *more)
+        shape = (tokens, *more)
         return torch.full(shape, value, dtype=dtype, device=device, requires_grad=True)
 
     def outcomes(ids: str) -> Tensor:

@@ -5,8 +5,9 @@ T scored tokens, H hidden width, V vocabulary, S segments.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 WAVE_TILE = (128, 256)  # rows x columns of a product that one multiprocessor computes at once
@@ -120,30 +121,14 @@ def whole_waves(p: Problem, most: int) -> int:
 
 def cut_anywhere(p: Problem, rows: int) -> tuple[Chunk, ...]:
     """Chunks of equal size; a border may fall inside a segment."""
-    chunks, segment, end = [], 0, 0
-    lengths = p.lengths
-    for start in range(0, p.tokens, rows):
-        stop = min(start + rows, p.tokens)
-        if lengths is None:
-            chunks.append(Chunk(start, stop, 0, 0))
-            continue
-        while end <= start:  # the segment that holds `start`
-            end += lengths[segment]
-            segment += 1
-        first = segment - 1
-        while end < stop:
-            end += lengths[segment]
-            segment += 1
-        chunks.append(Chunk(start, stop, first, segment))
-    return tuple(chunks)
-
-
-def _units(p: Problem) -> Iterator[tuple[int, int]]:
-    """(segments, tokens) of each unit that may not be cut apart."""
-    assert p.lengths is not None
-    for first in range(0, len(p.lengths), p.segments_per_unit):
-        unit = p.lengths[first : first + p.segments_per_unit]
-        yield len(unit), sum(unit)
+    bounds = [(start, min(start + rows, p.tokens)) for start in range(0, p.tokens, rows)]
+    if p.lengths is None:
+        return tuple(Chunk(start, stop, 0, 0) for start, stop in bounds)
+    ends = list(accumulate(p.lengths))
+    return tuple(
+        Chunk(start, stop, bisect_right(ends, start), bisect_left(ends, stop) + 1)
+        for start, stop in bounds
+    )
 
 
 def cut(p: Problem, rows: int, limit: int) -> tuple[Chunk, ...] | None:
@@ -161,13 +146,15 @@ def cut(p: Problem, rows: int, limit: int) -> tuple[Chunk, ...] | None:
         return (Chunk(0, p.tokens, 0, len(p.lengths or ())),) if whole else None
     chunks: list[Chunk] = []
     start = stop = first = last = 0
-    for segments, tokens in _units(p):
+    for at in range(0, len(p.lengths), p.segments_per_unit):
+        unit = p.lengths[at : at + p.segments_per_unit]  # may not be cut apart
+        tokens = sum(unit)
         if tokens > max(rows, limit):
             return None
         if stop > start and stop + tokens - start > rows:
             chunks.append(Chunk(start, stop, first, last))
             start, first = stop, last
-        stop, last = stop + tokens, last + segments
+        stop, last = stop + tokens, last + len(unit)
     if last > first:
         chunks.append(Chunk(start, stop, first, last))
     return tuple(chunks)
