@@ -18,9 +18,10 @@ from .head_stats import head_stats
 from .losses.scope import Scope
 from .objective.elsewhere import Foreign, loss_elsewhere, scalar
 from .options import Options
+from .ranks.agreement import in_step
 from .ranks.collectives import inside
 from .ranks.dtensor import local_head
-from .run.calls import linear_call, run_early
+from .run.calls import linear_call
 from .run.checks import eagerly, outside
 from .run.loop import HeadLoss
 
@@ -97,4 +98,4 @@ def head_function(
         with inside(hidden.device.type, *work.groups):
             return HeadLoss.apply(work, [], *call.tensors)
 
-    return run_early(head.vocab_group, run)
+    return in_step(head.vocab_group, run)

@@ -22,9 +22,10 @@ from .objective.metrics import Mean, Metrics, Observed, Sum, fold, fold_all
 from .objective.statistics import Statistics
 from .objective.tape import Taped
 from .options import Options
+from .ranks.agreement import in_step
 from .ranks.collectives import inside
 from .ranks.dtensor import local_head
-from .run.calls import Call, given_call, linear_call, linear_plan, run_early
+from .run.calls import Call, given_call, linear_call, linear_plan
 from .run.checks import eagerly, outside
 from .run.loop import HeadLoss, Outcome
 from .run.plan import Plan
@@ -117,7 +118,7 @@ def head_loss(
     options = options or DEFAULT
     head = local_head(head)
     given = (hidden, head, batch, objective, options, "head_loss", True)
-    return run_early(head.vocab_group, lambda: _run(options, linear_call, *given))
+    return in_step(head.vocab_group, lambda: _run(options, linear_call, *given))
 
 
 @eagerly
@@ -159,7 +160,7 @@ def logits_loss(
     options = options or DEFAULT
     transform = Transform(scale=logit_scale, softcap=softcap, temperature=temperature)
     given = (logits, batch, objective, transform, vocab_group, inplace, options)
-    return run_early(vocab_group, lambda: _run(options, given_call, *given))
+    return in_step(vocab_group, lambda: _run(options, given_call, *given))
 
 
 @eagerly

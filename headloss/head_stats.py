@@ -15,9 +15,10 @@ from .batch.batch import Batch
 from .head.head import Head, check_head
 from .objective.elsewhere import CANDIDATE, READ, loss_elsewhere
 from .options import Options
+from .ranks.agreement import in_step
 from .ranks.collectives import inside
 from .ranks.dtensor import local_head
-from .run.calls import linear_call, run_early
+from .run.calls import linear_call
 from .run.checks import check_targets
 from .run.loop import HeadStatistics
 from .run.operator import in_graph
@@ -114,7 +115,7 @@ def head_stats(
         stats.plan = call.work.plan
         return stats
 
-    return run_early(head.vocab_group, run)
+    return in_step(head.vocab_group, run)
 
 
 def _with_candidates(found: Sequence[Tensor], names: frozenset[str]) -> HeadStats:

@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 
 
+class Misguessed(Exception):
+    """A call began before something was read that turned out otherwise: it is made again."""
+
+
 class Reading:
     """Values of a tensor that were copied when this was made; the host waits when it asks."""
 

@@ -11,6 +11,7 @@ from parallel_cases import groups
 from torch import Tensor, distributed
 
 import headloss as hl
+from headloss.batch.survey import Survey
 from headloss.ranks.agreement import Agreement
 from headloss.softmax.linear import LinearSoftmax
 
@@ -251,38 +252,45 @@ def crossed() -> tuple[str, str]:
 
 def resized() -> None:
     """The last rank's slice grows and shrinks; the others, whose own does not, take it for what it
-    was until they have heard: the call is made again, with the results of one rank."""
+    was until they have heard. And batches that nobody has read yet are not always whole. The call
+    is made again where either was guessed wrong: its results are those of one rank."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     _, group = groups(1, world)
     torch.manual_seed(0)
     hidden, whole = torch.randn(T, H).double(), torch.randn(V * world + 2, H).double()
-    for more in (0, 0, 2, 0, 2):
-        vocabulary = V * world + more
-        own = slice(V * rank, V * rank + V + more * (rank == world - 1))
-        targets = torch.arange(T) + vocabulary - T  # of a larger vocabulary than that before
-        leaves = [t.clone().requires_grad_() for t in (hidden, whole[own], whole[:vocabulary])]
-        heads = hl.Head(leaves[1], vocab_group=group), hl.Head(leaves[2])
-        batches = [hl.Batch(targets) for _ in heads]
-        got, want = (
-            hl.head_loss(leaves[0], head, batch, hl.cross_entropy() + hl.z_loss())
-            for head, batch in zip(heads, batches, strict=True)
-        )
-        found = torch.autograd.grad(got.loss, leaves[:2])
-        right = torch.autograd.grad(want.loss, leaves[::2])
-        pairs = ((got.loss, want.loss), (found[0], right[0]), (found[1], right[1][own]))
-        assert all((one - other).abs().max() < 1e-12 for one, other in pairs)
+    plain, Survey.is_asked = Survey.is_asked, property(lambda self: self._read is None)  # type: ignore
+    try:
+        for more, unscored in ((0, 0), (0, 0), (2, 0), (0, 3), (2, 3), (2, 0), (0, 0)):
+            vocabulary = V * world + more
+            own = slice(V * rank, V * rank + V + more * (rank == world - 1))
+            targets = torch.arange(T) + vocabulary - T  # of a larger vocabulary than that before
+            targets[:unscored] = -100
+            if rank == 0:  # which guesses where the others have been wrong before
+                hl.clear_cache()
+            leaves = [t.clone().requires_grad_() for t in (hidden, whole[own], whole[:vocabulary])]
+            heads = hl.Head(leaves[1], vocab_group=group), hl.Head(leaves[2])
+            got, want = (
+                hl.head_loss(leaves[0], head, hl.Batch(targets), hl.cross_entropy() + hl.z_loss())
+                for head in heads
+            )
+            found = torch.autograd.grad(got.loss, leaves[:2])
+            right = torch.autograd.grad(want.loss, leaves[::2])
+            pairs = ((got.loss, want.loss), (found[0], right[0]), (found[1], right[1][own]))
+            assert all((one - other).abs().max() < 1e-12 for one, other in pairs)
+    finally:
+        Survey.is_asked = plain  # type: ignore[method-assign]
 
 
 def read_late() -> list[list[str]]:
     """What a rank does in the first call of its kind and in others: its first product, and reading
     what the others said. In the last nothing is scored."""
     seen: list[list[str]] = []
-    plain = Agreement.said, LinearSoftmax.raw
+    plain = Agreement.said.func, LinearSoftmax.raw
 
     def noted(name: str, run: Any) -> Any:
         return lambda *args: (seen[-1].append(name), run(*args))[1]
 
-    Agreement.said, LinearSoftmax.raw = map(noted, ("read", "product"), plain)  # type: ignore
+    Agreement.said.func, LinearSoftmax.raw = map(noted, ("read", "product"), plain)  # type: ignore
     try:
         for ids in (torch.arange(T), torch.arange(T).flip(0), torch.full((T,), -100)):
             s = setup("vocabulary")
@@ -290,7 +298,7 @@ def read_late() -> list[list[str]]:
             seen.append([])
             s.run()
     finally:
-        Agreement.said, LinearSoftmax.raw = plain  # type: ignore[method-assign]
+        Agreement.said.func, LinearSoftmax.raw = plain  # type: ignore[method-assign]
     return seen
 
 
@@ -305,6 +313,21 @@ def nothing_to_send() -> tuple[str, str]:
     except ValueError as error:
         return type(error).__name__, str(error)
     return "", "nothing was raised"
+
+
+def bad_and_unread() -> tuple[str, str, list[str]]:
+    """A target outside the vocabulary, of a batch that is read behind the first product."""
+    plain, Survey.is_asked = Survey.is_asked, property(lambda self: self._read is None)  # type: ignore
+    s = setup("vocabulary")
+    assert s.run().loss.isfinite()
+    outside(s)
+    try:
+        s.run()
+    except ValueError as error:
+        return type(error).__name__, str(error), getattr(error, "__notes__", [])
+    finally:
+        Survey.is_asked = plain  # type: ignore[method-assign]
+    return "", "nothing was raised", []
 
 
 def own_mistake() -> tuple[str, str, list[str]]:

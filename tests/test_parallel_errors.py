@@ -38,5 +38,7 @@ def test_the_host_does_not_wait_for_what_it_knows(world: World) -> None:
         assert all(names.count("read") == 1 for names in seen)
     for kind, message in world.run(parallel_errors.nothing_to_send, seconds=SECONDS):
         assert kind == "ValueError" and "softcap, temperature: differs" in message
+    for kind, message, notes in world.run(parallel_errors.bad_and_unread, seconds=SECONDS):
+        assert (kind, notes) == ("ValueError", []) and "targets: got 20 at position 2" in message
     for kind, message, notes in world.run(parallel_errors.own_mistake, seconds=SECONDS):
         assert (kind, notes) == ("ValueError", []) and "values of fields: differs" in message

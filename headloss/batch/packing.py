@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..objective.statistics import Statistics
+from ..reading import Misguessed
 from .batch import Batch, Current
 from .segments import Segments
 from .support import Packed as PackedSupport
@@ -285,10 +286,6 @@ def packing_of(batch: Batch, vocabulary: int, static: bool = False, unit: int = 
     return found.packing
 
 
-class Misguessed(Exception):
-    """Not all positions of a batch are scored, by segment, and the call began as if they were."""
-
-
 def guessed(
     batch: Batch, vocabulary: int, misses: list[bool]
 ) -> tuple[Packing | None, Callable[[], object]]:
@@ -306,7 +303,7 @@ def guessed(
         if survey.is_whole():
             return survey.lengths()
         misses.append(True)
-        raise Misguessed
+        raise Misguessed("that all positions of a batch are scored, by segment")
 
     def confirm() -> None:
         if found.packing is not packing:

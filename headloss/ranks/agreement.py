@@ -12,6 +12,7 @@ Where they said something else, `in_step` raises it, or makes the call again.
 
 from __future__ import annotations
 
+import functools
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from ..reading import Reading
-from .collectives import RankError, gather, together
+from ..reading import Misguessed, Reading
+from .collectives import gather, together
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 WORDS = 72  # of a record: an error's mark, a checksum of facts, one of tensors, and own facts
 ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)  # the last: any other
+PROCESS_GROUP = getattr(distributed, "ProcessGroup", ())
 KNOWN = 256  # kinds of calls that are remembered of a group
 
 Own = dict[str, list[int]]  # of each rank
@@ -72,14 +74,10 @@ class Facts(NamedTuple):
         return torch.cat([known[:2], *(found.to(device) for found in sums), known[2:]])
 
 
-class Unsettled(RankError):
-    """The ranks did not say what was expected of them: `in_step` finds out what they said."""
-
-
 class Agreement:
     """What the ranks of a group say of a call, on its way to the host."""
 
-    expected: Own | None = None  # what the call goes by until it is read
+    expected: Own  # what the call goes by, before it is read
 
     def __init__(
         self, name: str, group: ProcessGroup, act: Callable[[], Any], describe: Callable[..., Facts]
@@ -99,6 +97,7 @@ class Agreement:
         if self.error is not None:
             self.read()
 
+    @functools.cached_property
     def said(self) -> Own | None:
         """The `own` facts of each rank; None where something is wrong."""
         records = self._records.tolist()
@@ -114,10 +113,9 @@ class Agreement:
             ValueError, TypeError, RuntimeError: this rank's error, or another's; a fact that is not
                 the same on all.
         """
-        own = self.said()
-        if own is None:
+        if self.said is None:
             raise self._trouble() from None
-        return own
+        return self.said
 
     def _trouble(self) -> Exception:
         """What is wrong, of which the ranks tell each other."""
@@ -161,14 +159,49 @@ def agree(
     return found.result, found.read()
 
 
-# By group: what all ranks said of their own, by what this one said; of a call that is under way,
-# the agreement that is not read yet; and what it goes by where it is made again.
+# By group: what all ranks said of their own, by what this one said; and of the call that is being
+# made, what the ranks say of it, None until they do.
 _KNOWN: weakref.WeakKeyDictionary[Any, dict[tuple, Own]] = weakref.WeakKeyDictionary()
-_UNREAD: dict[Any, Agreement] = {}
-_AGAIN: dict[Any, Own] = {}
+_CALLS: dict[Any, Agreement | None] = {}
 
 
-def agree_later(
+def in_step(group: ProcessGroup | None, call: Callable[[], R]) -> R:
+    """A call that may begin before it has read its batch, or what the other ranks of a group say;
+    made again where it went by something else. What ranks raise together comes first.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as `agree`.
+    """
+    if isinstance(group, PROCESS_GROUP):  # any other is refused by the call
+        _CALLS[group] = None
+    else:
+        group = None
+    try:
+        while True:
+            try:
+                found = call()
+            except Misguessed:
+                _is_right(group)
+            except Exception:
+                if _is_right(group):
+                    raise
+            else:
+                if _is_right(group):
+                    return found
+    finally:
+        _CALLS.pop(group, None)
+
+
+def _is_right(group: ProcessGroup | None) -> bool:
+    """Whether the other ranks said what a call went by; if not, it will go by what they said."""
+    found = _CALLS.get(group)
+    if found is None or found.read() == found.expected:
+        return True
+    found.expected = _KNOWN[group][tuple(found.facts.own.values())] = found.read()
+    return False
+
+
+def agree_early(
     name: str,
     group: ProcessGroup,
     act: Callable[[], R],
@@ -176,18 +209,19 @@ def agree_later(
     same: Callable[[R], Mapping[str, Any]],
     wait: bool,
 ) -> tuple[R, Own]:
-    """`agree`, inside `in_step`: what the ranks said when this one last said the same, if it ever
-    has and need not `wait`. It is all that there is while a CUDA graph is captured.
+    """`agree`; inside `in_step` and unless it has to `wait`, what the ranks said when this one last
+    said the same, if it ever has. That is all there is while a CUDA graph is captured.
 
     Raises:
         RuntimeError: a capture without a call of this kind before it.
     """
-    if _AGAIN and group in _AGAIN:
-        again = _AGAIN.pop(group)
-        return act(), again
+    check_member(name, group)
+    found, known = _CALLS.get(group), _KNOWN.setdefault(group, {})
+    if found is not None:  # the call is made again
+        return act(), found.expected
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         result = act()
-        said = _KNOWN.get(group, {}).get(tuple(own(result).values()))
+        said = known.get(tuple(own(result).values()))
         if said is None:
             raise RuntimeError(
                 f"{name}: a CUDA graph is being captured, in which the ranks cannot compare "
@@ -196,58 +230,27 @@ def agree_later(
             )
         return result, said
     found = Agreement(name, group, act, lambda result: Facts(same(result), own(result)))
-    known, kind = _KNOWN.setdefault(group, {}), tuple(found.facts.own.values())
-    if wait or kind not in known:
+    kind = tuple(found.facts.own.values())
+    if wait or kind not in known or group not in _CALLS:
         if len(known) >= KNOWN:
             known.clear()
         known[kind] = found.read()
-    else:
-        found.expected, _UNREAD[group] = known[kind], found
-    return found.result, known[kind]
+    found.expected = known[kind]
+    if group in _CALLS:
+        _CALLS[group] = found
+    return found.result, found.expected
 
 
 def settle(group: ProcessGroup) -> None:
-    """Read what was agreed; before a call's next collective."""
-    if _UNREAD and group in _UNREAD:
-        if _UNREAD[group].said() != _UNREAD[group].expected:
-            raise Unsettled("headloss: the ranks of a vocab_group do not make the expected call")
-        del _UNREAD[group]
-
-
-def in_step(group: ProcessGroup | None, call: Callable[[], R]) -> R:
-    """A call whose ranks agree; what is wrong comes before what it ran into by then.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: as `agree`.
-    """
-    if group is None:
-        return call()
-    try:
-        found = call()
-    except Exception:
-        if _is_as_expected(group):
-            raise
-    else:
-        if _is_as_expected(group):
-            return found
-    return call()
-
-
-def _is_as_expected(group: ProcessGroup) -> bool:
-    """Whether a call was right to go on before it had read what the others said."""
-    if not _UNREAD or group not in _UNREAD:
-        return True
-    unread = _UNREAD.pop(group)
-    own = _KNOWN[group][tuple(unread.facts.own.values())] = unread.read()
-    if own != unread.expected:
-        _AGAIN[group] = own
-    return own == unread.expected
+    """Read what the ranks of a call said, before its next collective."""
+    found = _CALLS.get(group)
+    if found is not None and found.said is not found.expected and found.said != found.expected:
+        raise Misguessed("what the ranks of a vocab_group say of their call")
 
 
 def check_member(name: str, group: Any) -> None:
     """ValueError for a process group that this rank is not in."""
-    kind = getattr(distributed, "ProcessGroup", ())
-    if not isinstance(group, kind) or distributed.get_rank(group) < 0:
+    if not isinstance(group, PROCESS_GROUP) or distributed.get_rank(group) < 0:
         raise ValueError(
             f"{name}: got {group!r}, want a process group that this rank is in (new_group returns "
             "a placeholder to the ranks that it leaves out)"

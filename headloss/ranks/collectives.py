@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor, distributed
 
+from ..reading import Misguessed
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -86,7 +88,7 @@ def attended(*groups: ProcessGroup | None) -> Iterator[None]:
     """An exception of this rank inside a call gets a note of what it means for the others."""
     try:
         yield
-    except RankError:
+    except (RankError, Misguessed):
         raise
     except Exception as error:
         if any(group is not None for group in groups):

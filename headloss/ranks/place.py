@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 from ..batch.batch import IGNORE
-from .agreement import Own, agree_later
+from .agreement import Own, agree_early
 from .spread import Spread
 from .vocabulary import WHOLE, Shard, Whole
 
@@ -76,13 +76,15 @@ class Place(NamedTuple):
         """The most columns that any rank holds; all ranks plan for these."""
         return max(self.sizes, default=self.vocabulary)
 
-    def slices(self, packed: Packing | None, device: torch.device) -> Whole:
+    def slices(
+        self, packed: Packing | None, device: torch.device, confirm: Callable[[], object] = bool
+    ) -> Whole:
         """This rank's slice; with `packed`, of tokens that are spread over the group. With static
         shapes the order of tokens is not known here: their hidden states are gathered at once."""
         if self.group is None:
             return WHOLE
         if packed is None:
-            return Shard(self.group, self.sizes)
+            return Shard(self.group, self.sizes, confirm=confirm)
         if packed.live is not None:
             return Shard(self.group, self.sizes, tokens=self.tokens)
         return Shard(self.group, self.sizes, Spread(self.group, packed.index, self.tokens, device))
@@ -109,12 +111,12 @@ def join(
     Args:
         own: `own_facts`, from the result of `check`.
         same: what must be the same.
-        wait: False inside `in_step`, where the place may be that of the last call like this one.
+        wait: for what the ranks say; else the place may be that of the last call like this one.
 
     Raises:
         ValueError, TypeError: on all ranks, for what is wrong on any.
     """
-    result, found = agree_later("vocab_group", group, check, own, same, wait)
+    result, found = agree_early("vocab_group", group, check, own, same, wait)
     return result, Place.of(group, found, vocab_size)
 
 

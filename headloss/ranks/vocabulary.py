@@ -8,7 +8,7 @@ so the number and the shapes of collectives are the same on all of them (law 7).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from torch.nn.functional import dropout, pad
 
 from ..kernels.interface import Kernels, Measured
 from ..objective.statistics import Partials, finish, merge_all
+from ..reading import Misguessed
 from ..softmax.linear import LinearSoftmax, Wants
 from ..softmax.products import Fixed, input_gradient
 from ..softmax.rows import RowGradient
@@ -87,6 +88,7 @@ class Shard(Whole):
         sizes: scored columns of each rank.
         spread: where the hidden states of the packed tokens are; None: all of them here.
         tokens: rows of hidden states of each rank, to be gathered at once; empty: not to be.
+        confirm: what a call that began early does before its first collective.
     """
 
     def __init__(
@@ -95,11 +97,12 @@ class Shard(Whole):
         sizes: Sequence[int],
         spread: Spread | None = None,
         tokens: Sequence[int] = (),
+        confirm: Callable[[], object] = bool,
     ) -> None:
         rank = distributed.get_rank(group)
         self.group: ProcessGroup = group
         self.spread, self.is_spread = spread, spread is not None
-        self.tokens = tokens
+        self.tokens, self._confirm = tokens, confirm
         self.first, self.size, self.widest = sum(sizes[:rank]), sizes[rank], max(sizes)
 
     def hidden(
@@ -124,8 +127,16 @@ class Shard(Whole):
 
     def gather(self, values: Tensor) -> Tensor:
         """[W, ..] of every rank's [..], in rank order."""
-        settle(self.group)
+        self._settle()
         return gather(values, self.group)
+
+    def _settle(self) -> None:
+        """Before a collective: read what the call went by so far."""
+        settle(self.group)
+        try:
+            self._confirm()
+        except ValueError as error:  # it is raised again where no rank has begun
+            raise Misguessed(str(error)) from error
 
     def sum(self, values: Tensor) -> Tensor:
         return self.gather(values).sum(0)
@@ -182,7 +193,7 @@ class Shard(Whole):
 
     def dropout(self, hidden: Tensor, p: float) -> Tensor:
         """The first rank's mask, on all ranks."""
-        settle(self.group)  # before a random number is drawn
+        self._settle()  # before a random number is drawn
         kept = dropout(hidden.new_ones(hidden.shape), p) != 0
         together(
             "an adapter's dropout",

@@ -5,16 +5,15 @@ N positions, T of them scored, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..batch.batch import Batch
-from ..batch.packing import Misguessed, PackedBatch, Packing, guessed, packing_of
+from ..batch.packing import PackedBatch, Packing, guessed, packing_of
 from ..batch.reduction import Totals
 from ..head.head import Head
 from ..kernels.transform import Transform
@@ -23,7 +22,6 @@ from ..objective.bound import Bound, bind
 from ..objective.tape import Taped, Tokens
 from ..objective.tolerance import Tolerance
 from ..options import Options
-from ..ranks.agreement import in_step
 from ..ranks.place import Place, join, of_given, of_linear, own_facts, own_of_linear
 from ..ranks.segments import Joined, over_segments, voted
 from ..softmax.given import GivenSoftmax, GivenSums, WalkSoftmax
@@ -56,20 +54,6 @@ class Call(NamedTuple):
     tensors: list[Tensor | None]
 
 
-Found = TypeVar("Found")
-
-
-def run_early(group: ProcessGroup | None, run: Callable[[], Found]) -> Found:
-    """A call that may begin before its batch is read, or what the other ranks of a vocabulary group
-    say of it; and once more, if that was guessed wrong."""
-    if group is not None:
-        return in_step(group, run)
-    try:
-        return run()
-    except Misguessed:
-        return run()
-
-
 def _linear_joined(
     hidden: Tensor,
     head: Head,
@@ -96,21 +80,20 @@ def _linear_joined(
         return found, whole
 
     def joined() -> Joined:
+        plain = early and not (head.lora or isinstance(head.temperature, Tensor))
         if head.vocab_group is None:
-            plain = not (head.lora or isinstance(head.temperature, Tensor))
-            given = Place(head.vocabulary), batch, options, early and plain
-            return _joined(*check(), *given)
+            return _joined(*check(), Place(head.vocabulary), batch, options, plain)
         ready, place = join(
             head.vocab_group,
             check,
             lambda ready: own_of_linear(hidden, head, batch, options, ready[0].problem.memory),
             lambda ready: of_linear(hidden, head, batch, ready[1], options),
             head.vocab_size,
-            not alone or verb == "plan" or getattr(options, "sequence_parallel", True),
+            not alone or getattr(options, "sequence_parallel", True),
         )
         if options.sequence_parallel:
             place.check_tokens(batch)
-        return _joined(*ready, place, batch, options)
+        return _joined(*ready, place, batch, options, plain and not options.sequence_parallel)
 
     return joined() if alone else over_segments(batch, options, joined)
 
@@ -139,7 +122,7 @@ def linear_call(
     early: bool = False,
 ) -> Call:
     """The call that `head_loss` makes of its arguments; with `early` it may be one that `confirm`s
-    its batch as it runs (`run_early`)."""
+    its batch as it runs (`in_step`)."""
     joined = _linear_joined(hidden, head, batch, objective, options, verb, early)
     prepared, packing, plan = joined.prepared, joined.packing, joined.plan
     work, of_tokens = _work(joined, batch, _transform(head), options)
@@ -197,8 +180,8 @@ def given_call(
         def check() -> tuple[Prepared, Objective]:
             return prepare_given(logits, batch, objective, transform, inplace, options)
 
+        early = not isinstance(transform.temperature, Tensor)
         if vocab_group is None:
-            early = not isinstance(transform.temperature, Tensor)
             return _joined(*check(), Place(logits.shape[-1]), batch, options, early)
         ready, place = join(
             vocab_group,
@@ -207,7 +190,7 @@ def given_call(
             lambda ready: of_given(logits, transform, batch, ready[1], options, inplace),
             wait=batch.segments.group is not None,
         )
-        return _joined(*ready, place, batch, options)
+        return _joined(*ready, place, batch, options, early)
 
     found = over_segments(batch, options, joined)
     work, of_tokens = _work(found, batch, transform, options)
@@ -262,7 +245,8 @@ def _work(
         view = voted(packing, batch, prepared.wide, group)
     else:
         view = packing.view(batch, prepared.wide, per_segment)
-    slices = place.slices(packing if options.sequence_parallel else None, batch.targets.device)
+    spread = packing if options.sequence_parallel else None
+    slices = place.slices(spread, batch.targets.device, confirm)
     if isinstance(transform.temperature, Tensor):
         transform = _of_tokens(transform, batch, packing, prepared.wide)
     vocabulary = place.vocabulary
