@@ -90,8 +90,7 @@ def _problem(arguments: argparse.Namespace) -> Problem:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     kinds = sample()[1].kinds()
     asked = reads(objective, kinds, wide, torch.device("cpu"), observe=False)
-    teachers = {term.teacher for _, term in objective.parts if term.teacher is not None}
-    on_gpu = arguments.device == "cuda"
+    on_gpu, teachers = arguments.device == "cuda", objective.teachers
     # As `kernels.can_hold_terms` would say of a head without bias or adapters.
     terms = on_gpu and dtype == torch.bfloat16 and arguments.hidden % 8 == 0 and not teachers
     gpu = torch.device("cuda", 0) if torch.cuda.is_available() else None

@@ -175,16 +175,11 @@ def _inputs(case: Case, device: torch.device) -> tuple[Tensor, Head, Batch]:
     segments = Segments.from_lengths(LENGTHS)
     places = torch.cat([torch.arange(n) - min(PROMPT, n - 1) for n in LENGTHS])
     targets = torch.where(places < 0, IGNORE, targets)
-    made = random_batch(targets, segments, logps)
-    fields = {name: value.to(device) for name, value in made.fields.items()}  # type: ignore[union-attr]
+    fields = {}
     if case.objective == "distillation":
         noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(7))
-        fields["teacher_hidden"] = (hidden + 0.3 * noise.to(hidden.dtype)).to(device)
-    batch = Batch(
-        targets.to(device),
-        Segments.from_ids(segments.ids.to(device), segments.count),
-        **fields,  # type: ignore[arg-type]
-    )
+        fields["teacher_hidden"] = hidden + 0.3 * noise.to(hidden.dtype)
+    batch = random_batch(targets, segments, logps, **fields).to(device)
     weight = weight.to(device).requires_grad_(case.schedule != "frozen")
     return hidden.to(device).requires_grad_(), Head(weight), batch
 
@@ -236,8 +231,7 @@ def memory(device: torch.device | str = "cpu") -> Iterator[Footprint]:
     hidden, weight, targets = trained_looking(tokens, width, vocabulary, dtype, device)
     hidden.requires_grad_()
     weight.requires_grad_()
-    lengths = [tokens // 8] * 8
-    segments = Segments.from_lengths(torch.tensor(lengths, device=device))
+    segments = Segments.from_lengths(torch.full((8,), tokens // 8, device=device))
     logps = torch.full((tokens,), -1.0, device=device)
     batch = random_batch(targets, segments, logps)
     sizes = f"T={tokens} H={width} V={vocabulary} {str(dtype).removeprefix('torch.')}"

@@ -74,7 +74,7 @@ def plain(
         rows = capped / temperature
         ids = packed.batch.get("candidate_ids")
         stats = _statistics(rows, packed.batch.targets, _supported(packing, rows), ids)
-        for teacher in {t.teacher for _, t in objective.parts if t.teacher is not None}:
+        for teacher in objective.teachers:
             stats.divergences[teacher] = plain_divergence(capped, teacher, packed.batch)
         check_weights(objective, packed.batch.kinds(), batch.totals)
         totals = batch.totals if batch.totals is not None else Totals.of(batch)
@@ -83,13 +83,11 @@ def plain(
         loss = sum(p.coefficient * s for p, s in zip(bound.parts, shares, strict=True))
         assert isinstance(loss, Tensor)
     wanted = {name: t for name, t in leaves.items() if t.requires_grad}
-    found: tuple = ()
+    gradients: dict[str, Tensor] = {}
     if wanted and loss.requires_grad:
-        found = torch.autograd.grad(upstream * loss, list(wanted.values()), allow_unused=True)
-    gradients = {
-        name: torch.zeros_like(t) if g is None else g
-        for (name, t), g in zip(wanted.items(), found, strict=False)
-    }
+        inputs = list(wanted.values())
+        found = torch.autograd.grad(upstream * loss, inputs, materialize_grads=True)
+        gradients = dict(zip(wanted, found, strict=True))
     assert stats.logp is not None and stats.entropy is not None
     return Plain(
         loss=loss.detach(),

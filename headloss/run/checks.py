@@ -66,13 +66,12 @@ def check_eager(verb: str, given: object = None, *others: object) -> None:
             f"headloss.{verb}: got a tensor of shape {tuple(given.shape)} on the meta device, want "
             "one with values; headloss.plan takes hidden states and a head without"
         )
-    for tensor in (given, *others):
-        if not isinstance(tensor, Tensor):
-            continue
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(
-                f"headloss.{verb}: got a dual tensor, want a plain one: there is no forward mode"
-            )
+    tensors = [t for t in (given, *others) if isinstance(t, Tensor)]
+    level = forward_ad._current_level
+    if level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(
+            f"headloss.{verb}: got a dual tensor, want a plain one: there is no forward mode"
+        )
 
 
 def check_linear(
