@@ -17,8 +17,9 @@ from .options import Options
 from .ranks.dtensor import local_head
 from .ranks.place import Place, join_positions
 from .ranks.vocabulary import Whole
-from .run.checks import check_eager
+from .run.checks import check_eager, check_temperatures
 from .run.plan import Problem, make_plan
+from .run.work import steps
 from .softmax.linear import LinearSoftmax, Tokens
 from .softmax.products import sum_dtype
 
@@ -69,10 +70,7 @@ def head_topk(
         raise ValueError(f"k: got {k!r}, want an integer in 1..{place.vocabulary}")
     temperature = head.temperature
     if isinstance(temperature, Tensor) and not options.static:
-        bad = ~((temperature > 0) & temperature.isfinite())
-        if bad.any():
-            got = temperature[bad][0].item()
-            raise ValueError(f"temperature: got {got}, want a finite number > 0 at every position")
+        check_temperatures(temperature.reshape(-1), None)
     with torch.autocast(hidden.device.type, enabled=False):  # its products would be rounded
         return _topk(hidden, head, k, options, place, compute)
 
@@ -112,8 +110,7 @@ def _topk(
     tile = make_plan(problem, replace(options, schedule="auto"), "reference").tile
     ids = torch.empty(tokens, k, dtype=torch.int64, device=device)
     logps = torch.empty(tokens, k, dtype=source.dtype, device=device)
-    for start in range(0, tokens, tile.rows):
-        rows = slice(start, min(start + tile.rows, tokens))
+    for rows in steps(tokens, tile.rows):
         ids[rows], logps[rows] = _rows(source, rows, tile.columns, k, slices)
     shape = (*hidden.shape[:-1], k)
     return HeadTopk(ids.view(shape), logps.view(shape))
@@ -124,21 +121,18 @@ def _rows(
 ) -> tuple[Tensor, Tensor]:
     """Merge the best of each tile of columns with the best so far."""
     forward = source.tokens.forward(rows)
-    transform, ids = forward.transform, forward.targets
     partials: Partials | None = None
-    best: Tensor | None = None
-    for first in range(0, source.vocabulary, width):
-        raw = source.raw(rows, slice(first, first + width))
+    ids = forward.targets.new_empty(len(forward.targets), 0)
+    best = ids.to(source.dtype)
+    for tile in steps(source.vocabulary, width):
+        raw = source.raw(rows, tile)
         partials = source.acts.partials(raw, forward, partials)
         # The transform is increasing when its scale is positive, but need not be: rank z, not raw.
-        values, columns = transform(raw).topk(min(k, raw.shape[1]), dim=1)
-        columns = columns + first
-        if best is not None:
-            values, columns = torch.cat([best, values], 1), torch.cat([ids, columns], 1)
-            values, order = values.topk(min(k, values.shape[1]), dim=1)
-            columns = columns.gather(1, order)
-        best, ids = values, columns
-    assert partials is not None and best is not None
+        values, columns = forward.transform(raw).topk(min(k, raw.shape[1]), dim=1)
+        best, ids = torch.cat([best, values], 1), torch.cat([ids, columns + tile.start], 1)
+        best, order = best.topk(min(k, best.shape[1]), dim=1)
+        ids = ids.gather(1, order)
+    assert partials is not None
     _, normalizer = finish(slices.merge(partials), source.vocabulary, NOTHING)
     best, ids = slices.topk(best, ids + slices.first, k)
     logps = (best - normalizer.peak.unsqueeze(1)) - normalizer.log_sum.unsqueeze(1)

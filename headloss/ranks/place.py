@@ -120,19 +120,15 @@ def join(
     return result, Place.of(group, found, vocab_size)
 
 
-def join_positions(
-    head: Head, hidden: Tensor, check: Callable[[], None], targets: Tensor | None = None, k: int = 0
-) -> Place:
-    """`join` for the verbs on positions alone."""
+def join_positions(head: Head, hidden: Tensor, check: Callable[[], None], k: int) -> Place:
+    """`join` for a verb on positions alone."""
     group = head.vocab_group
     if group is None:
         check()
         return Place(head.vocabulary)
 
     def same(_: None) -> dict[str, Any]:
-        found: dict[str, Any] = {} if targets is None else {"targets": [targets]}
-        found |= of_head(head, hidden, targets)
-        return found | {"hidden.shape": str(tuple(hidden.shape)), "k": k}
+        return of_head(head, hidden) | {"hidden.shape": str(tuple(hidden.shape)), "k": k}
 
     def joined() -> Place:
         own = own_facts(head.weight.shape[0])
