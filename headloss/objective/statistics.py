@@ -18,7 +18,7 @@ adds s p_j / (mass of the rest) at each of those, and -s to c_prob.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -42,8 +42,7 @@ FLOOR = -1e4
 SURE = -0.5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Partials:
+class Partials(NamedTuple):
     """A slice of the vocabulary, with e_j = exp(z_j - peak) over the slice; every field is [T].
 
     `rest` leaves the largest term out of the sum: log(sum e) = log1p(rest) then keeps its digits
@@ -59,7 +58,7 @@ class Partials:
 
 def merge(a: Partials, b: Partials) -> Partials:
     """The partials of the union of two disjoint slices."""
-    both = [(f.name, getattr(a, f.name), getattr(b, f.name)) for f in fields(Partials)]
+    both = zip(Partials._fields, a, b, strict=True)
     stacked = {name: torch.stack([x, y]) for name, x, y in both if x is not None and y is not None}
     return merge_all(Partials(**stacked))
 
@@ -171,8 +170,7 @@ def finish(
     return Statistics(**found), Normalizer(partials.peak, log_sum)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Coefficients:
+class Coefficients(NamedTuple):
     """The pull-back of an objective, [T] each; None where no token can have one."""
 
     target: Tensor | None = None
@@ -181,11 +179,10 @@ class Coefficients:
     uniform: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        named = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in named.items() if value is not None}
+        return {name: value for name, value in self._asdict().items() if value is not None}
 
     def map(self, function) -> Coefficients:
-        return replace(self, **{name: function(value) for name, value in self.tensors().items()})
+        return Coefficients(*(None if value is None else function(value) for value in self))
 
 
 def pull_back(

@@ -20,7 +20,6 @@ from .records import (
     block_width,
     check_tile,
     empty_partials,
-    found,
     matrix_of,
     scaling,
 )
@@ -70,7 +69,7 @@ def store_partials(to, row, sums):
 @triton.jit(do_not_specialize=["first"])
 def partials_kernel(
     raw,  # Matrix
-    to,  # Found
+    to,  # Partials
     targets,  # [n]
     z,  # LogitScaling
     first,
@@ -103,6 +102,6 @@ def partials(raw: Tensor, forward: Forward, onto: Partials | None = None) -> Par
     n, v = raw.shape
     result = empty_partials(raw, n, needs) if onto is None else onto
     if n:
-        given = (matrix_of(raw), found(result), targets, scaling(transform), first, v)
+        given = (matrix_of(raw), result, targets, scaling(transform), first, v)
         launch(n, *given, BLOCK=block_width(v), ONTO=onto is not None)
     return result
