@@ -73,6 +73,7 @@ def input_gradient(
     weight: Tensor,  # [v, H]
     dtype: torch.dtype,
     fixed: Fixed | None = None,
+    room: Tensor | None = None,  # [n, H] in that dtype, whose memory may be taken
 ) -> Tensor:  # [n, H]
     """gradient @ weight, in `dtype` (rounded once)."""
     if fixed is not None:
@@ -84,8 +85,8 @@ def input_gradient(
         if dtype == weight.dtype:
             rows = max(1, LARGE // weight.shape[1])
             if len(gradient) <= rows:
-                return torch.mm(gradient, weight)
-            out = gradient.new_empty(len(gradient), weight.shape[1])
+                return torch.mm(gradient, weight, out=room)
+            out = gradient.new_empty(len(gradient), weight.shape[1]) if room is None else room
             for part, values in zip(out.split(rows), gradient.split(rows), strict=True):
                 torch.mm(values, weight, out=part)
             return out

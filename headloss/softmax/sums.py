@@ -53,7 +53,6 @@ class Hidden:
         self.source, self.wanted = source, wants.features
         self.blocks = None if blocks is None else iter(blocks)
         self.totals: list[Tensor | None] = [None] * len(self.wanted)
-        self.unscaled: list[tuple[Tensor, Tensor]] = []  # products, and what their rows are times
         if not self.takes_products or blocks is None or len(blocks) != 1:
             self.totals = [
                 self.room(f, source.dtype if blocks is None else f.dtype) if wanted else None
@@ -67,7 +66,7 @@ class Hidden:
         return made(features.shape, dtype=dtype)
 
     def add(self, gradient: RowGradient, columns: slice) -> None:
-        values, rows, multiple, _, _, pairs, _ = gradient
+        values, rows, multiple, room, scaled_rows, pairs, _ = gradient
         block, fixed = None if self.blocks is None else next(self.blocks), self.source.fixed
         for i, weight in enumerate(self.source.weights):
             if not self.wanted[i]:
@@ -76,10 +75,10 @@ class Hidden:
             if total is None:
                 features = self.source.features[i]
                 if pairs is None and len(values) == len(features):
-                    made = products.input_gradient(values, weight, features.dtype, fixed)
+                    made = products.input_gradient(values, weight, features.dtype, fixed, room)
                     self.totals[i] = made
                     if multiple is not None:
-                        self.unscaled.append((made, multiple))
+                        scaled_rows(made, multiple, out=made)  # type: ignore[misc]
                     continue
                 total = self.totals[i] = self.room(features, features.dtype)
             if pairs is not None and block is not None:
@@ -91,7 +90,7 @@ class Hidden:
             if values.shape[0] == 0:
                 continue
             if block is not None:
-                made = products.input_gradient(values, weight, total.dtype, fixed)
+                made = products.input_gradient(values, weight, total.dtype, fixed, room)
                 gradient.put_(total, made)
             elif isinstance(rows, slice):
                 products.add_input_gradient_(total[rows], values, weight, fixed)
@@ -151,13 +150,25 @@ class _Sums:
         last: bool = False,
     ) -> bool:
         """Take dL/draw of some rows and columns: dX, what the ranks do about it, then dW, which
-        hides that. Whether there was any."""
+        hides that. Alone, dX comes after dW, in the memory of scaled features. Whether there was
+        any."""
         if gradient.later is not None:
             gradient = gradient.counted()
-        self.hidden.add(gradient, columns)
+        late = self.hidden.takes_products and gradient.features is not None
+        if not late:
+            self.hidden.add(gradient, columns)
         if last:
             self.hidden.last()
-        values, rows, multiple, given, scaled_rows, pairs, _ = gradient
+        found = self._into_weights(gradient, columns, totals, fresh)
+        if late:
+            self.hidden.add(gradient, columns)
+        return found
+
+    def _into_weights(
+        self, gradient: RowGradient, columns: slice, totals: Sequence[Tensor | None], fresh: bool
+    ) -> bool:
+        """dW and the bias's gradient of some rows and columns; whether there was any."""
+        values, rows, multiple, given, _, pairs, _ = gradient
         if pairs is None and not values.shape[0]:
             return False
         own = None if self.main_grad is None else self.main_grad.data_ptr()
@@ -182,9 +193,6 @@ class _Sums:
                 products.add_weight_gradient_(column, values, multiple.unsqueeze(1))
             if pairs is not None:
                 pairs.add_to_bias(place)
-        for made, factors in self.hidden.unscaled:
-            scaled_rows(made, factors, out=made)  # type: ignore[misc]
-        self.hidden.unscaled = []
         return True
 
     def _finished(
