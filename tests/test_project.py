@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "objective.metrics": {"ranks.collectives"},
     "batch.reduction": {"arguments", "ranks.collectives", "batch.segments"},
     "options": {"arguments"},
-    "softmax.products": set(),
+    "softmax.products": {"kernels"},
     "batch.survey": {"arguments", "kernels", "batch.segments", "reading"},
     "batch.support": {"arguments", "kernels", "batch.survey"},
     "batch.batch": {

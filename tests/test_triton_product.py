@@ -24,6 +24,7 @@ from headloss.kernels.held import is_multiple
 from headloss.kernels.interface import Backward, Forward, Held, Scaling
 from headloss.kernels.transform import Transform
 from headloss.objective.statistics import Coefficients, Normalizer, Partials, finish, merge
+from headloss.softmax.products import logits
 from headloss.testing import plain, trained_looking
 
 # The interpreter multiplies the bits of bf16 operands as integers: they are for the GPU.
@@ -240,6 +241,17 @@ def test_log_probs_have_little_bias(h, bound):
     w = (torch.randn(32000, h, generator=generator, device=DEVICE) * 8 * h**-0.5).bfloat16()
     targets = torch.randint(0, 32000, (2048,), generator=generator, device=DEVICE)
     assert log_prob_errors(x, w, targets).mean().abs() <= bound
+
+
+@needs_tensor_cores
+@pytest.mark.parametrize("h", [896, 4096])
+def test_raw_logits_lack_nothing_of_their_size(h):
+    """Where float32 logits are made, they get back what they lose, too."""
+    x, w, _ = trained_looking(1024, h, 8192, torch.bfloat16, torch.device(DEVICE), 0)
+    exact = x.double() @ w.double().t()
+    z = logits(x, w)
+    z = logits(x, w, z).double() / 2  # added to itself
+    assert abs(((exact - z) * exact).sum() / exact.square().sum()) <= 0.25e-9 * h
 
 
 def test_product_names_what_it_cannot_take():

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ..kernels.rounding import lost
+
 aten = torch.ops.aten
 Fixed = Callable[..., Tensor]  # `Kernels.fixed_product`, if a row may not depend on others
 LARGE = 1 << 25  # elements of dX: for more of them Hopper's library takes slower tiles
@@ -54,9 +56,12 @@ def logits(
             return features @ weight.t()
         return out.addmm_(features.to(out.dtype), weight.to(out.dtype).t())
     if _is_native(features, weight):
+        n, h = features.shape
+        beta, alpha = 0 if out is None else 1, 1 + lost(features.device, h)
         if out is None:
-            return torch.mm(features, weight.t(), out_dtype=torch.float32)
-        return aten.addmm.dtype_out(out, features, weight.t(), torch.float32, out=out)
+            out = features.new_empty(n, len(weight), dtype=torch.float32)
+        given = (out, features, weight.t(), torch.float32)
+        return aten.addmm.dtype_out(*given, beta=beta, alpha=alpha, out=out)
     wide = torch.promote_types(torch.promote_types(features.dtype, weight.dtype), torch.float32)
     wide = wide if out is None else out.dtype
     beta = 1

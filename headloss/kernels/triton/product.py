@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...objective.statistics import Partials
 from ..interface import Forward, Held, Measured
+from ..rounding import lost
 from .formulas import LN2, LOG2E, transformed
 from .launch import Launcher, cdiv
 from .merge import Epilogue, Finish, Sums, asked, launch_finish, measured, room, unpacked
@@ -37,7 +38,7 @@ from .tiles import (
     has_accelerator,
 )
 from .tokens import ROWS, Reference, launch_reference
-from .versions import lost, overlaps
+from .versions import overlaps
 
 __all__ = ["can_fuse", "product_partials", "product_statistics"]
 

@@ -79,7 +79,7 @@ def _scaling(cap: float | None, scale: float, temperature: float) -> LogitScalin
 
 
 def restored(z: LogitScaling, lost: float) -> LogitScaling:
-    """z of a raw product that lacks this share of its size (`versions.lost`)."""
+    """z of a raw product that lacks this share of its size (`rounding.lost`)."""
     if not lost:
         return z
     if z.bias is not None:

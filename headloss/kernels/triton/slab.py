@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..interface import Backward, Held
+from ..rounding import lost
 from .formulas import (
     LOG2E,
     act_two,
@@ -22,7 +23,7 @@ from .launch import Launcher, cdiv
 from .product import check_operands
 from .records import act, matrix_of, programs_on, restored
 from .tiles import BM, BN, OPTIONS, READ, ROWS, WRITE, biased, each_tile, halves
-from .versions import lost, overlaps
+from .versions import overlaps
 
 
 @triton.jit

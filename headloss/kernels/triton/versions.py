@@ -46,15 +46,6 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def lost(device: torch.device, h: int) -> float:
-    """Share of its size by which a product of 16-bit numbers over h of them is too small.
-
-    A tensor core's accumulator rounds toward zero. On Hopper that takes 0.8e-9 to 1.1e-9 of a
-    logit's size for each number, at h = 512 to 8192 and logits up to 60, of random and of trained
-    heads (benchmarks/NOTES.md). 0 where it was not measured, and for the interpreter."""
-    return 1e-9 * h if device.type == "cuda" and capability(device)[0] == 9 else 0.0
-
-
 def shared_memory(device: torch.device) -> int:
     """Bytes that a program may take of a multiprocessor."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
