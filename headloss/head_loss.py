@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .batch.batch import Batch
-from .batch.packing import Packing
+from .batch.packing import PackedBatch, Packing
 from .head.head import Head, check_head
 from .kernels.transform import Transform
 from .losses.term import Objective, Term
@@ -201,14 +201,14 @@ def plan(
 
 
 def _run(options: Options, make: Callable[..., Call], *given: Any) -> Output:
-    _, packing, work, tensors = make(*given)
+    prepared, packing, work, tensors = make(*given)
     outcome: list[Outcome] = []
     with inside(packing.targets.device.type, *work.groups):
         loss = HeadLoss.apply(work, outcome, *tensors)
         ((stats, values, _),) = outcome
         measured: Callable[[], Metrics] = Metrics
         if options.metrics:
-            measured = work.bound.measured or _metrics(work, packing, stats)
+            measured = work.bound.measured or _metrics(work, packing, stats, prepared.own)
             if work.tolerance is not None:
                 measured = _joined(measured, work.tolerance.metrics)
     logps, entropies, dtype = stats.logp, stats.entropy, loss.dtype
@@ -236,26 +236,42 @@ def _joined(*measured: Callable[[], Metrics]) -> Callable[[], Metrics]:
 
 
 @torch.no_grad()
-def _metrics(work: Work, packing: Packing, stats: Statistics) -> Callable[[], Metrics]:
-    """Fold what every term observes, on [T] vectors."""
-    if isinstance(work.bound, Taped):
-        return work.bound.metrics(stats)
-    batch = work.batch.on(stats)
-    group = batch.segments.group
+def _metrics(
+    work: Work, packing: Packing, stats: Statistics, own: bool
+) -> Callable[[], Metrics]:
+    """What every term observes, on [T] vectors: folded when it is asked for, where the terms are
+    the library's own and nothing can change before that."""
+    bound = work.bound
+    if isinstance(bound, Taped):
+        return bound.metrics(stats)
+    batch, group = work.batch.on(stats), work.batch.segments.group
+    alone = own and group is None and batch.live is None
+    kept = batch.kept() if alone else None
+    if kept is not None:
+        parts = [p._replace(kept=None if p.kept is None else p.kept.clone()) for p in bound.parts]
+        return lambda: _folded(parts, kept, stats, packing.count, 1.0)
     share = 1.0 if group is None else 1 / torch.distributed.get_world_size(group)
+    found = _folded(work.bound.parts, batch, stats, packing.count, share)
+    return lambda: found
+
+
+@torch.no_grad()
+def _folded(
+    parts: Any, batch: PackedBatch, stats: Statistics, count: int, share: float
+) -> Metrics:
     present = batch.segments.lengths > 0
     if batch.live is not None:
-        present[packing.count :] = False
+        present[count:] = False
     assert stats.entropy is not None
     one = torch.ones((), dtype=torch.float64, device=batch.targets.device)
     tokens = one * len(batch) if batch.live is None else batch.live.sum().double()
-    found = Metrics(tokens=Sum(tokens), segments=Sum(one * packing.count * share))
+    found = Metrics(tokens=Sum(tokens), segments=Sum(one * count * share))
     found["entropy"] = fold(Observed(stats.entropy, Mean), batch.live)
-    for part in work.bound.parts:
+    for part in parts:
         live, segments = batch.live, present
         if part.kept is not None:
             live = part.kept if live is None else part.kept & live
             segments = present & (batch.segments.sum(part.kept.double()) > 0)
         of_tokens, of_segments = part.observed(stats, batch)
         found |= fold_all(of_tokens, live) | fold_all(of_segments, segments, share)
-    return lambda: found
+    return found

@@ -242,3 +242,21 @@ def test_no_metrics():
         hidden, head, hl.Batch(targets, segments, **fields), hl.grpo(), hl.Options(metrics=False)
     )
     assert out.metrics == {} and out.entropies is None
+
+
+def test_metrics_that_are_asked_for_later_are_those_of_the_call():
+    """Also where what the call was given has been overwritten since."""
+    hidden, weight = torch.randn(12, 4), torch.randn(9, 4)
+    fields = {"advantages": torch.randn(3), "old_logps": -torch.rand(12), "keep": hidden[:, 0] > 0}
+    ids, targets = torch.arange(3).repeat_interleave(4), torch.arange(12) % 9
+    for labels in (targets, targets.where(targets != 4, -100)):
+        given = {name: value.clone() for name, value in fields.items()} | {"ids": ids.clone()}
+        batch = hl.Batch(
+            labels.clone(), hl.Segments.from_ids(given.pop("ids"), 3), **given  # type: ignore[arg-type]
+        )
+        objective = hl.gspo() + hl.cross_entropy().where("keep")
+        now = hl.head_loss(hidden, hl.Head(weight), batch, objective).metrics.compute()
+        out = hl.head_loss(hidden, hl.Head(weight), batch, objective)
+        for tensor in (*given.values(), batch.segments.ids, batch.targets):
+            tensor.zero_()
+        assert out.metrics.compute() == now and "gspo/ratio" in now

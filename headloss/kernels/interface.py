@@ -65,7 +65,7 @@ class Backward(NamedTuple):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Held:
     """The softmax terms of some tokens, e = exp(z - reference)."""
 
@@ -82,11 +82,10 @@ class Held:
         cls, n: int, v: int, of: torch.dtype, device: torch.device, dtype: torch.dtype | None = None
     ) -> Held:
         """Room for the terms of n hidden states of a dtype."""
-        wide = of if of.itemsize > 2 else torch.float32
-        if dtype is None:
-            dtype = wide if of.itemsize > 2 else torch.bfloat16
-        terms = torch.empty(n, 8 * -(-v // 8), dtype=dtype, device=device)[:, :v]
-        return cls(terms=terms, reference=torch.empty(n, dtype=wide, device=device))
+        narrow, wide = of.itemsize == 2, torch.promote_types(of, torch.float32)
+        dtype = dtype or (torch.bfloat16 if narrow else wide)
+        terms = torch.empty(n, 8 * -(-v // 8), dtype=dtype, device=device)
+        return cls(terms[:, :v] if v % 8 else terms, torch.empty(n, dtype=wide, device=device))
 
 
 class Measured(NamedTuple):

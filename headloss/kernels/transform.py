@@ -37,10 +37,15 @@ class Transform:
             return raw * (self.scale / self._divisor)
         return raw.mul(self.scale / self.softcap).tanh_().mul_(self.softcap / self._divisor)
 
+    def read(self, raw: Tensor) -> Tensor:
+        """z, which may be raw itself."""
+        known = self.softcap is None and not isinstance(self.temperature, Tensor)
+        return raw if known and self.scale == self.temperature else self(raw)
+
     def pull_back_(self, gradient: Tensor, z: Tensor) -> Tensor:
         """In place: d/dz to d/draw, at z = self(raw)."""
         factor = self.scale / self._divisor
         if self.softcap is not None:
             tanh = z * (self._divisor / self.softcap)
             gradient.mul_(1 - tanh.square_())
-        return gradient.mul_(factor)
+        return gradient if isinstance(factor, float) and factor == 1 else gradient.mul_(factor)

@@ -18,7 +18,7 @@ adds s p_j / (mass of the rest) at each of those, and -s to c_prob.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +42,8 @@ FLOOR = -1e4
 SURE = -0.5
 
 
-class Partials(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Partials:
     """A slice of the vocabulary, with e_j = exp(z_j - peak) over the slice; every field is [T].
 
     `rest` leaves the largest term out of the sum: log(sum e) = log1p(rest) then keeps its digits
@@ -58,7 +59,7 @@ class Partials(NamedTuple):
 
 def merge(a: Partials, b: Partials) -> Partials:
     """The partials of the union of two disjoint slices."""
-    both = zip(Partials._fields, a, b, strict=True)
+    both = [(f.name, getattr(a, f.name), getattr(b, f.name)) for f in fields(Partials)]
     stacked = {name: torch.stack([x, y]) for name, x, y in both if x is not None and y is not None}
     return merge_all(Partials(**stacked))
 
@@ -170,7 +171,8 @@ def finish(
     return Statistics(**found), Normalizer(partials.peak, log_sum)
 
 
-class Coefficients(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Coefficients:
     """The pull-back of an objective, [T] each; None where no token can have one."""
 
     target: Tensor | None = None
@@ -179,10 +181,11 @@ class Coefficients(NamedTuple):
     uniform: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in self._asdict().items() if value is not None}
+        named = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in named.items() if value is not None}
 
     def map(self, function) -> Coefficients:
-        return Coefficients(*(None if value is None else function(value) for value in self))
+        return replace(self, **{name: function(value) for name, value in self.tensors().items()})
 
 
 def pull_back(

@@ -58,6 +58,11 @@ def tape_of(
     return _TAPES[key]
 
 
+def is_own(objective: Objective) -> bool:
+    """Whether all terms are the library's own, so that it is known what they depend on."""
+    return all(key_of(term) is not None for _, term in objective.parts)
+
+
 def forget_tapes() -> None:
     _TAPES.clear()
 
@@ -84,7 +89,7 @@ def record(
         None where a term or reduction may depend on more than its arguments, needs the whole batch
         at once, or does what no instruction does. `Bound.gradient` serves those.
     """
-    if objective.scope == "batch" or any(key_of(term) is None for _, term in objective.parts):
+    if objective.scope == "batch" or not is_own(objective):
         return None
     if objective.segments_per_unit > 2:  # an instruction knows of pairs alone
         return None

@@ -9,7 +9,7 @@ so the number and the shapes of collectives are the same on all of them (law 7).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,7 +113,8 @@ class Shard(Whole):
 
     def merge(self, partials: Partials) -> Partials:
         """One packed all-gather; the same operations in rank order give all ranks the same bits."""
-        named = {name: t for name, t in partials._asdict().items() if t is not None}
+        named = {f.name: getattr(partials, f.name) for f in fields(partials)}
+        named = {name: value for name, value in named.items() if value is not None}
         gathered = self.gather(torch.stack(list(named.values())))
         slices = zip(named, gathered.unbind(1), strict=True)
         return merge_all(Partials(**dict(slices)))
@@ -121,7 +122,7 @@ class Shard(Whole):
     def measured(
         self, kernels: Kernels, partials: Partials, needs: frozenset[str], vocabulary: int
     ) -> Measured:
-        found = [t for t in partials if t is not None]
+        found = [t for f in fields(partials) if (t := getattr(partials, f.name)) is not None]
         return kernels.finish(self.gather(torch.stack(found)), needs, vocabulary)
 
     def gather(self, values: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from ..objective.bound import check_weights, has_slopes, reads
 from ..objective.sample import Kinds
 from ..objective.statistics import BESIDE, CANDIDATES, COLLISION, PEAK, STATISTICS
 from ..objective.tape import Tape, kinds_of, serves
-from ..objective.taping import forget_tapes, tape_of
+from ..objective.taping import forget_tapes, is_own, tape_of
 from ..options import Options
 from ..softmax.linear import Wants
 from ..softmax.products import sum_dtype
@@ -62,6 +62,7 @@ class Prepared:
         beside: something is measured beside the statistics: teachers, candidates.
         slopes: the objective's gradient can be known before the statistics.
         taped: a tape may serve the objective in place of autograd.
+        own: all terms are the library's own.
         kinds: of the fields that a tape can read.
         misses: not empty once a batch was guessed to be whole, and was not.
     """
@@ -78,6 +79,7 @@ class Prepared:
     beside: bool = True
     slopes: bool = False
     taped: bool = False
+    own: bool = False
     kinds: Mapping[str, torch.dtype | None] = field(default_factory=dict)
     misses: list[bool] = field(default_factory=list)
     _tapes: dict[tuple[bool, bool], Tape | None] = field(default_factory=dict)
@@ -336,6 +338,7 @@ def _prepared(
         slopes=has_slopes(objective, kinds) and not beside,
         taped=not (batch.segments.group or beside or (teachers and "teacher_topk_ids" in kinds))
         and serves(backend, wide, batch.targets.device),
+        own=is_own(objective),
         kinds=kinds_of(batch),
     )
 

@@ -43,9 +43,7 @@ def fixed_product(
     return found.to(dtype) if out is None else out.add_(found)
 
 
-def product_partials(
-    x: Tensor, w: Tensor, forward: Forward, held: Held | None = None
-) -> Partials:  # fmt: skip
+def product_partials(x: Tensor, w: Tensor, forward: Forward, held: Held | None = None) -> Partials:
     raw = _product(x, w, forward.transform.bias)
     found = partials(raw, forward)
     if held is not None:

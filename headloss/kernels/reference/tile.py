@@ -20,7 +20,7 @@ BLOCK_ELEMENTS = 1 << 20  # working memory of one step, so that temporaries stay
 
 def blocks(tile: Tensor) -> Iterator[slice]:
     rows = max(1, BLOCK_ELEMENTS // max(1, tile.shape[1]))
-    for start in range(0, tile.shape[0], rows):
+    for start in range(0, max(1, tile.shape[0]), rows):
         yield slice(start, start + rows)
 
 
@@ -30,40 +30,38 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def inside(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """Which targets fall into the tile, and the column of each (0 where it does not)."""
-    column = targets - first
-    found = (column >= 0) & (column < width)
-    return found, torch.where(found, column, 0).unsqueeze(1)
+    """Which targets fall into the tile, and a column of it for each: its own, where it does."""
+    column = targets - first if first else targets
+    near = column.clamp(0, width - 1)
+    return near == column, near.unsqueeze(1)
 
 
 def partials(raw: Tensor, forward: Forward, onto: Partials | None = None) -> Partials:
-    n, v = raw.shape
     targets, first, transform, needs = forward
-    found = [raw.new_empty(n, dtype=wide(raw.dtype)) for _ in range(5)]
-    peak, rest, target, spread, total = found
+    found = []
     for rows in blocks(raw):
-        z = transform.rows(rows)(raw[rows].to(peak.dtype))
-        here, column = inside(targets[rows], first, v)
-        target[rows] = torch.where(here, z.gather(1, column).squeeze(1), -math.inf)
-        top, likeliest = z.max(1)
-        peak[rows] = top
-        if "mean_logit" in needs:
-            total[rows] = z.sum(1)
-        # Where the whole tile is -inf there is no mass, and no largest term to leave out.
-        empty = top == -math.inf
-        shifted = z.sub_(torch.where(empty, 0, top).unsqueeze(1)).clamp_min_(FLOOR)
-        e = shifted.exp().scatter_(1, likeliest.unsqueeze(1), 0.0)
-        rest[rows] = e.sum(1) - empty.to(e.dtype)
-        if "entropy" in needs:
-            spread[rows] = e.mul_(shifted).sum(1)
-    found_here = Partials(
-        peak=peak,
-        rest=rest,
-        target=target,
-        spread=spread if "entropy" in needs else None,
-        total=total if "mean_logit" in needs else None,
-    )
-    return found_here if onto is None else merge(onto, found_here)
+        z = transform.rows(rows).read(raw[rows].to(wide(raw.dtype)))
+        found.append(_partials(z, *inside(targets[rows], first, raw.shape[1]), needs))
+    if len(found) > 1:
+        found = [{name: torch.cat([part[name] for part in found]) for name in found[0]}]
+    own = Partials(**found[0])
+    return own if onto is None else merge(onto, own)
+
+
+def _partials(z: Tensor, here: Tensor, column: Tensor, needs: frozenset[str]) -> dict[str, Tensor]:
+    target = z.gather(1, column).squeeze(1).masked_fill_(~here, -math.inf)
+    peak, likeliest = z.max(1)
+    found = {"peak": peak, "target": target}
+    if "mean_logit" in needs:
+        found["total"] = z.sum(1)
+    # Where the whole tile is -inf there is no mass, and no largest term to leave out.
+    finite = peak.clamp_min(torch.finfo(z.dtype).min).unsqueeze(1)
+    shifted = (z - finite).clamp_min_(FLOOR)
+    e = shifted.exp().scatter_(1, likeliest.unsqueeze(1), 0.0)
+    found["rest"] = e.sum(1).add_(peak == -math.inf, alpha=-1)
+    if "entropy" in needs:
+        found["spread"] = e.mul_(shifted).sum(1)
+    return found
 
 
 def log_softmax(z: Tensor, normalizer: Normalizer) -> Tensor:
@@ -126,9 +124,8 @@ def logit_gradient_(
         picked = rows if order is None else order.rows[rows]
         own = backward.rows(picked)
         c = in_columns(own.coefficients)
-        # A transform gives new memory, so that raw's may be written from here on.
-        z = own.transform(raw[picked].to(wide(raw.dtype)))
-        log_p = log_softmax(z, own.normalizer)
+        z = own.transform.read(raw[picked].to(wide(raw.dtype)))
+        log_p = log_softmax(z, own.normalizer)  # raw may be written from here on
         here = out[rows]
         g = z_gradient(log_p, c, here if here.dtype == z.dtype else torch.empty_like(z))
         if own.logps is not None:

@@ -11,11 +11,11 @@ from .cast import scaled
 from .chosen import chosen_gradient_, chosen_logits
 from .dense import divergence, divergence_gradient_, readable
 from .fixed import fixed_product
-from .given import given_rows
+from .given import given_rows, scale_rows_
 from .gradient import logit_gradient_
 from .held import held_gradient_, held_multiple_
 from .merge import finish
-from .order import dense_order, move_rows_, scale_rows_, scaled_rows
+from .order import dense_order, move_rows_, scaled_rows
 from .product import can_fuse, product_partials, product_statistics
 from .slab import product_gradient
 from .statistics import partials

@@ -1,14 +1,17 @@
 """Blocks of a cluster exchange a few numbers in Triton, on GPUs that have clusters (Hopper on).
 
-A launch of `OfClusters` has blocks that are programs of their own. Each sends its numbers into the
-shared memory of all of them; arrival is counted by a barrier there, so that nobody waits for stores
-to reach memory, and nothing is left to be zeroed. The interpreter has no clusters.
+A launch with num_ctas=P cuts tensors [P, ..] into P parts, one for each block. Every block sends
+its numbers into the shared memory of all of them; arrival is counted by a barrier there, so that
+nobody waits for stores to reach memory, and nothing is left to be zeroed. The interpreter has the
+whole tensor at hand.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from .versions import INTERPRETED
 
 # Two mailboxes, used in turn: 16 blocks x 16 bytes each, and a barrier for each. A block's next
 # message but one is sent after all have answered the last, so that no number is overwritten unread.
@@ -63,26 +66,30 @@ _READ = tl.constexpr("ld.volatile.shared.v4.f32 {$0, $1, $2, $3}, [$4];")
 @triton.jit
 def open_mail():
     """Call once; every block must."""
-    return tl.inline_asm_elementwise(
-        _OPEN, "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
-    )
+    if INTERPRETED:
+        return 0
+    else:
+        return tl.inline_asm_elementwise(
+            _OPEN, "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
 def post(mail, turn, numbers):
-    """Send four numbers to every block, and wait for theirs; `turn` counts from 0.
+    """Send four numbers [P] to every block, and wait for theirs; `turn` counts from 0.
 
-    Returns the mailbox that `letter` reads.
+    Returns the mailbox [P] that `letter` reads.
     """
     a, b, c, d = numbers
+    where = tl.zeros_like(a).to(tl.int32) + mail
     return tl.inline_asm_elementwise(
-        _SEND, "=r,r,r,f,f,f,f", [mail, turn, a, b, c, d], dtype=tl.int32, is_pure=False, pack=1
+        _SEND, "=r,r,r,f,f,f,f", [where, turn, a, b, c, d], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
 @triton.jit
 def letter(box, i: tl.constexpr):
-    """The four numbers of block `i`."""
+    """The four numbers of block `i`, [P] each: alike in all of them."""
     return tl.inline_asm_elementwise(
         _READ,
         "=f,=f,=f,=f,r",
@@ -90,4 +97,17 @@ def letter(box, i: tl.constexpr):
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
         is_pure=False,
         pack=1,
+    )
+
+
+@triton.jit
+def of_part(numbers, i: tl.constexpr, PARTS: tl.constexpr):
+    """What `letter` gives, from a whole tensor."""
+    a, b, c, d = numbers
+    own = tl.arange(0, PARTS) == i
+    return (
+        tl.zeros_like(a) + tl.sum(tl.where(own, a, 0.0), 0),
+        tl.zeros_like(b) + tl.sum(tl.where(own, b, 0.0), 0),
+        tl.zeros_like(c) + tl.sum(tl.where(own, c, 0.0), 0),
+        tl.zeros_like(d) + tl.sum(tl.where(own, d, 0.0), 0),
     )

@@ -66,8 +66,6 @@ class Launcher:
         tiles: which arguments are given as tensors and reach the kernel as descriptors.
     """
 
-    describe: Describe | None = None
-
     def __init__(self, kernel: Any, *, tiles: dict[str, Tile] | None = None, **options: Any):
         self.kernel, self.options = kernel, options
         if isinstance(kernel, JITFunction):  # a multiplication and an addition are one instruction
@@ -75,6 +73,7 @@ class Launcher:
         given = tiles or {}
         self.tiles = {i: given[name] for i, name in enumerate(kernel.arg_names) if name in given}
         self.direct = isinstance(kernel, JITFunction) and version() in VERSIONS
+        self.describe: Describe | None = None
         self.known: dict[tuple[Any, ...], Known | None] = {}
         _launchers.append(self)
 
@@ -137,12 +136,29 @@ class OfClusters(Launcher):
 
 
 class OfNumbers(Launcher):
-    """A launcher of a kernel whose arguments are one tensor and numbers, none of which is
-    specialized: it is compiled once for its constants, whatever the arguments are."""
+    """A launcher of a kernel whose arguments are all numbers, none of which is specialized: it is
+    compiled once for its constants, whatever the arguments are."""
 
-    @staticmethod
-    def describe(device: int, constants: dict[str, Any], first: Tensor, *numbers: Any) -> Any:
-        return (device, *constants.values()), [first.data_ptr(), *numbers]
+    def send(
+        self, device: torch.device, programs: int, arguments: tuple, **constants: Any
+    ) -> None:
+        if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                self._send(device, programs, arguments, constants)
+        else:
+            self._send(device, programs, arguments, constants)
+
+    def _send(
+        self, device: torch.device, programs: int, arguments: tuple, constants: dict[str, Any]
+    ) -> None:
+        key = device, *constants.values()
+        known = self.known.get(key)
+        if known is not None and not _is_watched():
+            known.send(programs, _stream(device.index), arguments)
+            return
+        compiled = self._slowly(programs, arguments, constants)
+        if self.direct and device.type == "cuda" and key not in self.known:
+            self.known[key] = VERSIONS[version()](compiled, len(arguments), {})
 
 
 def describer(arguments: Values, tiles: Sequence[int]) -> Describe:

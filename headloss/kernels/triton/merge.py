@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...objective.statistics import STATISTICS, Normalizer, Partials, Statistics
 from ..interface import Measured
-from .formulas import FLOOR, LN2, LOG2E, block_partials, folded, log1p, merged, per_row, transformed
+from .formulas import FLOOR, LN2, LOG2E, block_partials, folded, merged, per_row, transformed
 from .launch import Launcher, cdiv
 from .records import LogitScaling, Matrix, constant
 from .tokens import Reference
@@ -76,6 +76,14 @@ class Finish(NamedTuple):
     sums: Sums
     asked: Asked
     out: Tensor  # [.., n]
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x), to the last digits of x where it is small."""
+    u = 1 + x
+    near = tl.log(u) * (x / tl.where(u == 1, 1.0, u - 1))
+    return tl.where(u == 1, x, tl.where(x < 1, near, tl.log(u)))
 
 
 @triton.jit
@@ -307,9 +315,9 @@ def _names(needs: frozenset[str]) -> tuple[str, ...]:
     return tuple(name for name in STATISTICS if name in needs)
 
 
-def room(device: torch.device, n: int, needs: frozenset[str]) -> Tensor:
-    """[2 + statistics, n] float32, see `measured`."""
-    return torch.empty(2 + len(_names(needs)), n, dtype=torch.float32, device=device)
+def room(device: torch.device, n: int, needs: frozenset[str], rows: int | None = None) -> Tensor:
+    """[2 + statistics, n] float32, see `measured`; or [rows, n]."""
+    return torch.empty(rows or 2 + len(_names(needs)), n, dtype=torch.float32, device=device)
 
 
 def measured(out: Tensor, needs: frozenset[str]) -> Measured:

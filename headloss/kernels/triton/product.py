@@ -115,10 +115,11 @@ def can_fuse(x: Tensor, w: Tensor) -> bool:
     bytes, and a GPU that has one and room for the tiles (the interpreter has)."""
     if x.is_cuda and not has_accelerator(x.device):
         return False
-    return x.dtype in (torch.bfloat16, torch.float16) and all(
-        t.dtype == x.dtype and t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0
-        for t in (x, w)
-    )
+    if x.dtype != w.dtype or x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    (of_x, one_x), (of_w, one_w) = x.stride(), w.stride()
+    whole = (x.data_ptr() | w.data_ptr()) % 16 == 0 and (of_x | of_w) % 8 == 0
+    return whole and one_x == one_w == 1
 
 
 def check_operands(x: Tensor, w: Tensor) -> None:
@@ -130,9 +131,7 @@ def check_operands(x: Tensor, w: Tensor) -> None:
         )
 
 
-def product_partials(
-    x: Tensor, w: Tensor, forward: Forward, held: Held | None = None
-) -> Partials:  # fmt: skip
+def product_partials(x: Tensor, w: Tensor, forward: Forward, held: Held | None = None) -> Partials:
     return unpacked(_product_act(x, w, forward, None, held), forward.needs)
 
 
@@ -150,16 +149,13 @@ def _product_act(
     targets, first, transform, needs = forward
     n, h = x.shape
     entropy, mean, top1 = "entropy" in needs, "mean_logit" in needs, "top1" in needs
-    if vocabulary is None:
-        out = x.new_empty(3 + entropy + mean, n, dtype=torch.float32)
-    else:
-        out = room(x.device, n, needs)
+    rows = 3 + entropy + mean if vocabulary is None else None
+    out = room(x.device, n, needs, rows)
     if not n:
         return out
-    target, terms = x.new_empty(n, dtype=torch.float32), None
-    logit = torch.empty_like(target)
-    if held is not None:
-        logit, terms = held.reference, held.terms
+    target = x.new_empty(n, dtype=torch.float32)
+    logit = torch.empty_like(target) if held is None else held.reference
+    terms = None if held is None else held.terms
     reference, z = Reference(torch.empty_like(targets), logit, target), scaling(transform)
     pair, v = (Matrix(x, x.stride(0)), Matrix(w, w.stride(0))), w.shape[0]
     given = (*pair, targets, z, reference, first, n, v, h)

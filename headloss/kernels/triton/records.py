@@ -43,14 +43,33 @@ class LogitScaling(NamedTuple):
     restore: float | None = None  # what raw is multiplied by before that, see `restored`
 
 
+class Four(NamedTuple):
+    """`Coefficients`, [n] each; None where no token can have one."""
+
+    target: Tensor | None
+    prob: Tensor | None
+    entropy: Tensor | None
+    uniform: Tensor | None
+
+
 class Act(NamedTuple):
     """What act two takes of each token."""
 
     targets: Tensor | None  # [n], as all vectors
     z: LogitScaling | None
     normalizer: Normalizer | None
-    c: Coefficients
+    c: Four
     logps: Tensor | None  # of the targets; None: their elements are as others
+
+
+class Found(NamedTuple):
+    """`Partials`, [n] each, or one for each block of columns."""
+
+    peak: Tensor | None
+    rest: Tensor | None
+    target: Tensor | None
+    spread: Tensor | None
+    total: Tensor | None
 
 
 def matrix_of(matrix: Tensor) -> Matrix:
@@ -94,12 +113,23 @@ def constant(value: bool) -> tl.constexpr:
     return YES if value else NO
 
 
-NO_ACT = Act(None, None, None, Coefficients(), None)
+def four(c: Coefficients | None) -> Four:
+    return NOTHING if c is None else Four(c.target, c.prob, c.entropy, c.uniform)
+
+
+NOTHING = Four(None, None, None, None)
+NO_ACT = Act(None, None, None, NOTHING, None)
+NOT_FOUND = Found(None, None, None, None, None)
 
 
 def act(backward: Backward) -> Act:
     targets, _, transform, normalizer, c, logps, _ = backward
-    return Act(targets, scaling(transform), normalizer, c, logps)
+    return Act(targets, scaling(transform), normalizer, four(c), logps)
+
+
+def found(partials: Partials) -> Found:
+    p = partials
+    return Found(p.peak, p.rest, p.target, p.spread, p.total)
 
 
 def empty_partials(like: Tensor, n: int, needs: frozenset[str]) -> Partials:

@@ -20,6 +20,7 @@ from .records import (
     block_width,
     check_tile,
     empty_partials,
+    found,
     matrix_of,
     scaling,
 )
@@ -69,7 +70,7 @@ def store_partials(to, row, sums):
 @triton.jit(do_not_specialize=["first"])
 def partials_kernel(
     raw,  # Matrix
-    to,  # Partials
+    to,  # Found
     targets,  # [n]
     z,  # LogitScaling
     first,
@@ -102,6 +103,6 @@ def partials(raw: Tensor, forward: Forward, onto: Partials | None = None) -> Par
     n, v = raw.shape
     result = empty_partials(raw, n, needs) if onto is None else onto
     if n:
-        given = (matrix_of(raw), result, targets, scaling(transform), first, v)
+        given = (matrix_of(raw), found(result), targets, scaling(transform), first, v)
         launch(n, *given, BLOCK=block_width(v), ONTO=onto is not None)
     return result

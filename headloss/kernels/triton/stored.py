@@ -17,7 +17,7 @@ from ..transform import Transform
 from .formulas import per_row, transformed
 from .launch import Launcher
 from .pair import Part, block_width, launch, softmax, stored_in
-from .records import WARPS, check_tile, empty_partials, matrix_of, scaling
+from .records import WARPS, check_tile, empty_partials, found, matrix_of, scaling
 from .statistics import begun, store_partials, with_block
 
 
@@ -26,7 +26,7 @@ def tail_partials_kernel(
     raw,  # Matrix
     z,  # LogitScaling
     stored,  # Stored
-    to,  # Partials
+    to,  # Found
     v,
     BLOCK: tl.constexpr,
     ONTO: tl.constexpr,
@@ -58,7 +58,7 @@ def tail_partials(
     n, v = raw.shape
     result = empty_partials(raw, n, frozenset()) if onto is None else onto
     if n:
-        given = (matrix_of(raw), scaling(transform), stored_in(columns, v), result, v)
+        given = (matrix_of(raw), scaling(transform), stored_in(columns, v), found(result), v)
         options = {"BLOCK": block_width(v), "ONTO": onto is not None}
         launch_tail(n, *given, **options)
     return result

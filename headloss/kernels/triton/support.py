@@ -29,7 +29,7 @@ from .formulas import (
     transformed,
 )
 from .launch import Launcher
-from .records import act, empty_partials, scaling
+from .records import act, empty_partials, found, scaling
 from .statistics import begun, store_partials, with_block
 
 PAIRS = 128  # whose logits a program works on at once
@@ -115,7 +115,7 @@ def support_logits(
 def partials_kernel(
     raw,  # [P]
     support,
-    to,  # Partials
+    to,  # Found
     targets,  # [n]
     z,  # LogitScaling
     BLOCK: tl.constexpr,
@@ -142,7 +142,7 @@ def support_partials(raw: Tensor, support: Support, forward: Forward) -> Partial
     targets, _, transform, needs = forward
     result = empty_partials(raw, len(targets), needs)
     if len(targets):
-        given = (raw, support, result, targets, scaling(transform))
+        given = (raw, support, found(result), targets, scaling(transform))
         launch_partials(len(targets), *given, BLOCK=PAIRS)
     return result
 

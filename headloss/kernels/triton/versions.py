@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ GLUON = {
     "3.6": ("async_copy_global_to_shared", "async_copy_shared_to_global"),
     "3.9": ("async_load", "async_store"),
 }
+
+
+_answer = functools.cache(lambda question, device: question(device))
 
 
 def version() -> str:
@@ -43,7 +47,7 @@ def capability(device: torch.device) -> tuple[int, int]:
     """Of an NVIDIA GPU. ROCm counts its own generations with the same numbers: there (0, 0)."""
     if torch.version.hip is not None:
         return (0, 0)
-    return torch.cuda.get_device_capability(device)
+    return _answer(torch.cuda.get_device_capability, device)  # else some microseconds
 
 
 def shared_memory(device: torch.device) -> int:
@@ -52,5 +56,6 @@ def shared_memory(device: torch.device) -> int:
 
 
 def has_clusters(device: torch.device) -> bool:
-    """Whether blocks of a launch can share their memory: Hopper, and data centres' Blackwell."""
-    return device.type == "cuda" and 9 <= capability(device)[0] < 12
+    """Whether blocks of a launch can share their memory: Hopper and the Blackwell of data centres.
+    (The interpreter has the whole tensor at hand.)"""
+    return device.type != "cuda" or 9 <= capability(device)[0] < 12

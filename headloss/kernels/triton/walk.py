@@ -1,7 +1,7 @@
 """The two walks along a row of logits in Triton, and what stands between them.
 
-A block has a row, or a part of one. The first walk gives its partial statistics, the second its
-gradient; `given.py` puts them together. A NaN stays one.
+P parts of a row, side by side. The first walk gives the partial statistics of the row, the second
+its gradient; `given.py` puts them together. A NaN stays one.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .cluster import letter, post
+from .cluster import letter, of_part, post
 from .formulas import FLOOR, LOG2E, act_two, merged, tanh, transformed
+from .versions import INTERPRETED
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no difference of peaks is NaN
 
@@ -43,18 +44,20 @@ def smaller(a, b):
 
 
 @triton.jit
-def join_lanes(peak, rest, spread, ENTROPY: tl.constexpr):
-    """(peak, rest, spread) of a part from those of its lanes."""
-    top = tl.max(peak, 0)
-    shift = tl.maximum(peak - top, FLOOR)
+def join_lanes(peak, rest, spread, ENTROPY: tl.constexpr, AXIS: tl.constexpr = 1):
+    """(peak, rest, spread) of the parts from those of their lanes: [P] from [P, n], or of one part
+    from [n]."""
+    top = tl.max(peak, AXIS)
+    of_lanes = top[:, None] if AXIS == 1 else top
+    shift = tl.maximum(peak - of_lanes, FLOOR)
     scale = tl.exp2(shift * LOG2E)
     # The largest term is left out, once: its equals in other lanes, if any, count one each.
-    at_top = peak == top
-    others = tl.sum(rest * scale + tl.where(at_top, 0.0, scale), 0)
-    all_rest = others + (tl.sum(at_top.to(tl.float32), 0) - 1)
-    all_spread = 0.0
+    at_top = peak == of_lanes
+    others = tl.sum(rest * scale + tl.where(at_top, 0.0, scale), AXIS)
+    all_rest = others + (tl.sum(at_top.to(tl.float32), AXIS) - 1)
+    all_spread = tl.zeros_like(top)
     if ENTROPY:
-        all_spread = tl.sum(scale * (spread + (rest + 1) * shift), 0)
+        all_spread = tl.sum(scale * (spread + (rest + 1) * shift), AXIS)
     empty = top == LOWEST
     all_rest = tl.where(empty, -1.0, all_rest)
     return tl.where(empty, float("-inf"), top), all_rest, all_spread
@@ -63,23 +66,23 @@ def join_lanes(peak, rest, spread, ENTROPY: tl.constexpr):
 @triton.jit
 def part_partials(
     x,
-    begin,  # first column of the part
+    begin,  # [P, 1] first column of each part
     size,  # of a part
     length,  # of the row
     z,  # LogitScaling
     outer,
-    to,  # Partials that are wanted
     WIDTH: tl.constexpr,
     KEPT: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    MEAN: tl.constexpr,
 ):
-    """Partial statistics of the part's columns. Each of WIDTH lanes has its own until the end, so
-    that nothing is exchanged along the way.
+    """Partial statistics [P] of each part's columns. Each of WIDTH lanes has its own
+    until the end, so that nothing is exchanged along the way.
 
     A lane keeps its largest logit apart: of two values the larger goes on, the smaller is summed.
     """
-    ENTROPY: tl.constexpr = to.spread is not None
-    lanes = tl.arange(0, WIDTH)
-    nothing = tl.zeros((WIDTH,), tl.float32)
+    lanes = tl.arange(0, WIDTH)[None, :]
+    nothing = tl.zeros_like(begin).to(tl.float32) + tl.zeros_like(lanes).to(tl.float32)
     peak, rest, spread, total = nothing + LOWEST, nothing, nothing, nothing
     hint: tl.constexpr = "evict_last" if KEPT else ""
     none = float("-inf")
@@ -98,7 +101,7 @@ def part_partials(
         b = logits_of(b, in_b, z, outer)
         c = logits_of(c, in_c, z, outer)
         d = logits_of(d, in_d, z, outer)
-        if to.total is not None:
+        if MEAN:
             total += tl.where(in_a, a, 0.0) + tl.where(in_b, b, 0.0)
             total += tl.where(in_c, c, 0.0) + tl.where(in_d, d, 0.0)
         ab, cd = tl.maximum(a, b), tl.maximum(c, d)
@@ -115,7 +118,7 @@ def part_partials(
         rest, spread = add_term(smaller(peak, four), new, rest, spread, ENTROPY)
         peak = new
     part_peak, part_rest, part_spread = join_lanes(peak, rest, spread, ENTROPY)
-    return part_peak, part_rest, part_spread, tl.sum(total, 0)
+    return part_peak, part_rest, part_spread, tl.sum(total, 1)
 
 
 @triton.jit
@@ -126,7 +129,7 @@ def logit_gradient(
     outer,
     normalizer,  # (peak, log_sum)
     at,  # (c_prob, c_entropy, c_uniform), times dz/draw without the soft cap
-    c,  # Coefficients
+    c,  # Four
 ):
     """dL/draw of some logits of a row, but for the target's own term; and d(soft cap)."""
     peak, log_sum = normalizer
@@ -150,23 +153,25 @@ def logit_gradient(
 def write_gradient(
     x,
     y,
-    begin,  # first column of the part
+    begin,  # [P, 1] first column of each part
     size,  # of a part
     v,
     length,  # v, or 0: nothing is read
     z,  # LogitScaling
     outer,
-    normalizer,
-    at,
-    c,  # Coefficients
+    normalizer,  # [P] each
+    at,  # c_prob [P]
+    c,  # Four
     WIDTH: tl.constexpr,
     KEPT: tl.constexpr,
 ):
-    """The gradient of the part's columns but for the target's own term, last columns first."""
+    """The gradient of each part's columns but for the target's own term, last columns first."""
     hint: tl.constexpr = "evict_first" if KEPT else ""
+    normalizer = normalizer[0][:, None], normalizer[1][:, None]
+    at = at[0][:, None], at[1], at[2]
     steps = tl.cdiv(size, 4 * WIDTH)
     for step in range(0, steps):
-        own = (steps - 1 - step) * (4 * WIDTH) + tl.arange(0, 4 * WIDTH)
+        own = (steps - 1 - step) * (4 * WIDTH) + tl.arange(0, 4 * WIDTH)[None, :]
         columns = begin + own
         inside = (own < size) & (columns < length)
         value = tl.load(x + columns, mask=inside, other=float("-inf"), eviction_policy=hint)
@@ -210,13 +215,20 @@ def settled(partials, length):
 @triton.jit
 def store_partials(to, partials, row, part):
     """The row's, which all parts know, by the first of them."""
-    first = part == 0
-    tl.store(to.peak + row, partials[0], mask=first)
-    tl.store(to.rest + row, partials[1], mask=first)
+    at, first = row + part * 0, part == 0
+    tl.store(to.peak + at, partials[0], mask=first)
+    tl.store(to.rest + at, partials[1], mask=first)
     if to.spread is not None:
-        tl.store(to.spread + row, partials[2], mask=first)
+        tl.store(to.spread + at, partials[2], mask=first)
     if to.total is not None:
-        tl.store(to.total + row, partials[3], mask=first)
+        tl.store(to.total + at, partials[3], mask=first)
+
+
+@triton.jit
+def joined(a, b):
+    """Partial statistics of two pieces."""
+    peak, rest, spread = merged((a[0], a[1], a[2]), (b[0], b[1], b[2]))
+    return peak, rest, spread, a[3] + b[3]
 
 
 @triton.jit
@@ -224,10 +236,13 @@ def met(partials, mail, turn, PARTS: tl.constexpr):
     """Partial statistics of the row, on each of its parts, joined in the same order."""
     peak, rest, spread, total = partials
     own = tl.maximum(peak, LOWEST), rest, spread, total  # that no difference of peaks is NaN
-    box = post(mail, turn, own)
-    peak, rest, spread, total = letter(box, 0)
+    if INTERPRETED:
+        all_parts = of_part(own, 0, PARTS)
+    else:
+        box = post(mail, turn, own)
+        all_parts = letter(box, 0)
     for i in tl.static_range(1, PARTS):
-        other = letter(box, i)
-        peak, rest, spread = merged((peak, rest, spread), (other[0], other[1], other[2]))
-        total += other[3]
+        other = of_part(own, i, PARTS) if INTERPRETED else letter(box, i)
+        all_parts = joined(all_parts, other)
+    peak, rest, spread, total = all_parts
     return tl.where(peak == LOWEST, float("-inf"), peak), rest, spread, total

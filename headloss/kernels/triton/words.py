@@ -1,8 +1,8 @@
 """Logits in bfloat16 as words of two: brought into shared memory, read, compared and written.
 
-A block is four warps. Its room in shared memory is an array of PTX's own, and copies are the
-hardware's (bulk copies, counted by a barrier behind the array), of which Triton knows nothing. In
-the interpreter words are read from the logits themselves.
+A block's room in shared memory is an array of PTX's own, and copies are the hardware's (bulk
+copies, counted by a barrier behind the array), of which Triton knows nothing. In the interpreter
+words are read from the logits themselves.
 """
 
 from __future__ import annotations
@@ -12,12 +12,8 @@ import functools
 import triton
 import triton.language as tl
 
-from .launch import cdiv
 from .versions import INTERPRETED
 
-WARPS = 4  # so that five or six blocks are on a multiprocessor
-STEP = 32 * WARPS * 8  # columns that a block reads at once: 16 bytes a lane
-STRIDE = tl.constexpr(STEP)
 # $0: the array, behind which its barrier is.
 _OPEN = """{
 .shared .align 128 .b8 part_of_row[%d];
@@ -81,15 +77,10 @@ mov.b32 $0, larger;
 }""")
 
 
-def room_of(columns: int) -> int:
-    """The bytes of a part of so many columns."""
-    return 2 * STEP * cdiv(columns, STEP)
-
-
 @functools.cache
 def opening(columns: int) -> str:
-    """The instructions that make room for it."""
-    size = room_of(columns)
+    """The instructions that make room for a part of so many columns."""
+    size = 2 * columns
     return _OPEN % (size + 16, size)
 
 
@@ -191,6 +182,14 @@ def write(y, columns, inside, words):
 
 
 @triton.jit
+def open_room(OPEN: tl.constexpr):
+    """Where the room begins. `OPEN` is `opening(..)`; call once, and let all threads meet."""
+    return tl.inline_asm_elementwise(
+        OPEN, "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def fill(address, there):
     """Eight times -inf in a lane's place."""
     tl.inline_asm_elementwise(
@@ -199,43 +198,21 @@ def fill(address, there):
 
 
 @triton.jit
-def open_room(OPEN: tl.constexpr, begin, size, v):
-    """[LANES] addresses of each lane's first words, the room, and its barrier; columns that no copy
-    reaches are -inf. `OPEN` is `opening(size)`; call once."""
-    lanes = tl.arange(0, 128) * 8
-    if INTERPRETED:
-        return lanes, 0, 0
-    else:
-        room = tl.inline_asm_elementwise(
-            OPEN, "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
-        )
-        for start in range(0, size, STRIDE):
-            at = start + lanes
-            fill(room + at * 2, begin + at >= tl.minimum(begin + size, v))
-        tl.debug_barrier()
-        return room + lanes * 2, room, room + tl.cdiv(size, STRIDE) * (2 * STRIDE)
-
-
-@triton.jit
 def fetch(room, arrived, source, columns):
     """Begin to copy a part; nobody reads the room any more."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            _FETCH,
-            "=r,r,r,l,r",
-            [room, arrived, source.to(tl.int64), tl.maximum(columns, 0) * 2],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+    tl.inline_asm_elementwise(
+        _FETCH,
+        "=r,r,r,l,r",
+        [room, arrived, source.to(tl.int64), columns * 2],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
 def wait(address, arrived, turn):
     """Until the part of this turn, counted from 0, is there; the address once more."""
-    if INTERPRETED:
-        return address
-    else:
-        return tl.inline_asm_elementwise(
-            _WAIT, "=r,r,r,r", [address, arrived, turn], dtype=tl.int32, is_pure=False, pack=1
-        )
+    return tl.inline_asm_elementwise(
+        _WAIT, "=r,r,r,r", [address, arrived, turn], dtype=tl.int32, is_pure=False, pack=1
+    )
