@@ -246,7 +246,7 @@ def _metrics(
         return bound.metrics(stats)
     batch, group = work.batch.on(stats), work.batch.segments.group
     alone = own and group is None and batch.live is None
-    kept = batch.kept() if alone else None
+    kept = batch._apart() if alone else None
     if kept is not None:
         parts = [p._replace(kept=None if p.kept is None else p.kept.clone()) for p in bound.parts]
         return lambda: _folded(parts, kept, stats, packing.count, 1.0)

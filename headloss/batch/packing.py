@@ -135,7 +135,7 @@ class PackedBatch:
         found.__dict__.update(self.__dict__)
         return found
 
-    def kept(self) -> PackedBatch | None:
+    def _apart(self) -> PackedBatch | None:
         """The same tokens in memory of its own, whatever becomes of the caller's; None where fields
         are wider than vectors."""
         found = self._copy()

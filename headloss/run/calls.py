@@ -127,7 +127,7 @@ def linear_call(
     prepared, packing, plan = joined.prepared, joined.packing, joined.plan
     work, of_tokens = _work(joined, batch, _transform(head), options)
     slices, index = work.slices, packing.index
-    x = hidden.reshape(-1, hidden.shape[-1])
+    x = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)  # else autograd gets a step more
     if prepared.compute_dtype is not None:
         x = x.to(prepared.compute_dtype)
     if slices.group is not None:

@@ -137,16 +137,16 @@ def add_weight_gradient_(
         else:
             aten.addmm.dtype_out(total, left, features, torch.float32, out=total)
         return
-    if fresh:
-        total.zero_()
     wide = sum_dtype(features.dtype)
     features = features.to(wide)
     for block in _blocks(total, len(features)):
-        part = gradient[:, block].to(wide).t()
+        part, own = gradient[:, block].to(wide).t(), total[block]
         if total.dtype == wide:
-            total[block].addmm_(part, features)
+            own.addmm_(part, features, beta=0 if fresh else 1)
+        elif fresh:
+            own.copy_(part @ features)
         else:
-            total[block] += part @ features
+            own += part @ features
 
 
 class WideLinear(torch.autograd.Function):

@@ -73,10 +73,18 @@ def bins_at(of, at, there, count, ignore):
 
 
 @triton.jit(do_not_specialize=["ignore"])
-def survey_kernel(of, n, count, ignore, VALUES: tl.constexpr, BLOCK: tl.constexpr):
+def survey_kernel(
+    of, n, count, ignore, VALUES: tl.constexpr, BLOCK: tl.constexpr, ALONE: tl.constexpr
+):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     facts = of.facts
+    if ALONE:  # nobody else has set the facts to 0
+        size = count + VALUES + 5 + (of.positive is not None)
+        for start in range(0, size, BLOCK):
+            slots = start + tl.arange(0, BLOCK)
+            tl.store(facts + slots, tl.zeros((BLOCK,), tl.int64), mask=slots < size)
+        tl.debug_barrier()
     target = numbers_at(of.targets, at, inside, ignore).to(tl.int64)
     live = inside & (target != ignore)
     real = tl.where(live, target, 0)
@@ -177,12 +185,14 @@ def survey(
     positive: Tensor | None = None,
 ) -> Surveyed:
     n, values = targets.numel(), 1 + len(id_fields)
-    facts = ids.new_zeros(2 + values + (positive is not None) + count + 3, dtype=torch.int64)
+    make = ids.new_empty if 0 < n <= BLOCK else ids.new_zeros  # one program does that itself
+    facts = make(2 + values + (positive is not None) + count + 3, dtype=torch.int64)
     scored = ids.new_empty(cdiv(n, BLOCK), dtype=torch.int32)
     if n:
         of_positive = None if positive is None else grid_of(positive)
         of = Survey(grid_of(targets), grid_of(ids), of_positive, facts, scored)
-        launch_survey(len(scored), of, n, count, ignore, VALUES=values, BLOCK=BLOCK)
+        constants = {"VALUES": values, "BLOCK": BLOCK, "ALONE": n <= BLOCK}
+        launch_survey(cdiv(n, BLOCK), of, n, count, ignore, **constants)
         for i, field in enumerate(id_fields):
             rows = matrix_of(field if field.stride(1) == 1 else field.contiguous())
             given = (of.targets, rows, field.shape[1], facts, 3 + i, n, ignore)
