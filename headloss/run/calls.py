@@ -24,7 +24,7 @@ from ..objective.tolerance import Tolerance
 from ..options import Options
 from ..ranks.place import Place, join, of_given, of_linear, own_facts, own_of_linear
 from ..ranks.segments import Joined, over_segments, voted
-from ..softmax.given import GivenSoftmax, GivenSums, WalkSoftmax
+from ..softmax.given import GivenSoftmax, GivenSums, IntoLogits, WalkSoftmax
 from ..softmax.linear import ExpSoftmax, LinearSoftmax
 from ..softmax.linear import Tokens as OfTokens
 from ..softmax.sums import Hidden, Into, RowSums, SlabSums
@@ -195,14 +195,14 @@ def given_call(
     found = over_segments(batch, options, joined)
     work, of_tokens = _work(found, batch, transform, options)
     packing = found.packing
-    into = {"unscored": packing.order.unscored, "inplace": found.prepared.problem.inplace}
-    into["live"] = packing.live
+    inplace = found.prepared.problem.inplace
+    into = IntoLogits(packing.order.unscored, packing.live, inplace)
     if found.plan.rows:
-        work.open = partial(WalkSoftmax, tokens=of_tokens, index=packing.index, **into)
+        work.open = partial(WalkSoftmax, tokens=of_tokens, index=packing.index, into=into)
         work.row_sums = lambda source: source
     else:
         work.open = partial(GivenSoftmax, tokens=of_tokens, index=packing.index)
-        work.row_sums = partial(GivenSums, **into)
+        work.row_sums = partial(GivenSums, into=into)
     return Call(found.prepared, packing, work, [logits])
 
 

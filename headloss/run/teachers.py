@@ -55,8 +55,17 @@ class Beside(NamedTuple):
         batch, prepared = self.batch, self.prepared
         ids = batch.as_given(field)
         assert ids is not None
-        given = (key, ids, batch.index, at, heads_own, tail, len(batch))
-        return Candidates(*given, prepared.acts, self.slices, prepared.wide)
+        return Candidates(
+            key=key,
+            ids=ids,
+            index=batch.index,
+            transform=at,
+            heads_own=heads_own,
+            tail=tail,
+            rest=torch.empty(2, len(batch), dtype=prepared.wide, device=ids.device),
+            acts=prepared.acts,
+            slices=self.slices,
+        )
 
     def _dense(self, teacher: Teacher) -> DenseTeacher:
         batch, prepared, acts = self.batch, self.prepared, self.prepared.acts

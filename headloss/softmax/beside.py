@@ -6,7 +6,7 @@ T tokens, n of a step, v columns of a tile, K chosen columns, P pairs of a suppo
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -75,47 +75,44 @@ class Collision:
         return ((twice.peak - 2 * peak) + (twice.log_sum - 2 * log_sum)).exp()
 
 
+@dataclass(eq=False, kw_only=True)
 class Candidates:
     """Log-probs of K columns of each token, and of all others, in a softmax of the tiles' logits.
 
-    Args:
+    Attributes:
         key: of the [n, K + 1] log-probs and of their slopes; the rest's are the last.
         ids: [N, K] columns of the whole vocabulary, of token t at row `index[t]`; those of empty
             slots are below 0.
         transform: of the softmax.
         heads_own: the softmax is the head's own, and its share of c_prob is in the coefficients.
+            Log-probs of another one are in float64, so that slopes that cancel keep their digits.
         tail: whether the rest is asked for; else its log-prob stays 0.
-        wide: dtype of the tiles' statistics. Log-probs of a softmax that is not the head's are in
-            float64, so that slopes that cancel keep their digits.
+        rest: [2, T] the tail's normalizer, in the dtype of the tiles' statistics.
+        logits: of the tokens whose tiles are added, 0 elsewhere.
     """
 
-    def __init__(
-        self,
-        key: object,
-        ids: Tensor,
-        index: Tensor | None,
-        transform: Transform,
-        heads_own: bool,
-        tail: bool,
-        tokens: int,
-        acts: Kernels,
-        slices: Slices,
-        wide: torch.dtype,
-    ) -> None:
-        self.key, self.ids, self.index, self.more = key, ids, index, (ids.shape[-1] + 1,)
-        self.transform, self.heads_own, self.tail = transform, heads_own, tail
-        self.acts, self.slices = acts, slices
-        self.dtype = wide if heads_own else torch.float64
-        self.rest = torch.empty(2, tokens, dtype=wide, device=ids.device)  # the tail's normalizer
-        self.logits: Tensor | None = None  # of the tokens whose tiles are added, 0 elsewhere
-        self.partials: Partials | None = None
+    key: object
+    ids: Tensor
+    index: Tensor | None
+    transform: Transform
+    heads_own: bool
+    tail: bool
+    rest: Tensor
+    acts: Kernels
+    slices: Slices
+    logits: Tensor | None = None
+    partials: Partials | None = None
+
+    @property
+    def more(self) -> tuple[int, ...]:
+        """The shape of what is measured of a token."""
+        return (self.ids.shape[-1] + 1,)
 
     def take(self, index: Tensor) -> Candidates:
         """Of some of the tokens, after they were measured."""
-        found = copy(self)
-        found.index = index if self.index is None else self.index[index]
-        found.rest, found.transform = self.rest[:, index], self.transform.rows(index)
-        return found
+        places = index if self.index is None else self.index[index]
+        transform = self.transform.rows(index)
+        return replace(self, index=places, rest=self.rest[:, index], transform=transform)
 
     def put(self, index: Tensor, taken: Candidates) -> None:
         """Set what was measured of some of the tokens."""
@@ -201,13 +198,14 @@ class Candidates:
     def found(self, rows: Rows, normalizer: Normalizer) -> Tensor:
         """[n, K + 1], once all tiles were added; `normalizer` is that of the head's softmax."""
         assert self.logits is not None
-        z = self.slices.sum(self.logits).to(self.dtype)
+        dtype = self.rest.dtype if self.heads_own else torch.float64
+        z = self.slices.sum(self.logits).to(dtype)
         rest = Normalizer(torch.zeros_like(z[:, 0]), torch.zeros_like(z[:, 0]))
         if self.tail:
             assert self.partials is not None
             _, rest = finish(self.slices.merge(self.partials), 1, NOTHING)
             self.rest[0, rows], self.rest[1, rows] = rest
-            rest = Normalizer(*(t.to(self.dtype) for t in rest))
+            rest = Normalizer(*(t.to(dtype) for t in rest))
         self.logits = self.partials = None
         empty = self._ids(rows) < 0
         if not self.heads_own:

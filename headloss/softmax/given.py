@@ -9,7 +9,7 @@ tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ class GivenSoftmax(RawSoftmax):
     """Copies of given logits, a tile at a time."""
 
     def __init__(
-        self, tensors: Sequence[Any], tokens: Tokens, *, index: Tensor | None = None
+        self, tensors: Sequence[Any], tokens: Tokens, *, index: Tensor | None
     ) -> None:
         super().__init__(tokens)
         (logits,) = tensors  # [.., V]
@@ -96,25 +96,29 @@ class GivenSoftmax(RawSoftmax):
         return self.view.read(rows, columns).to(self.dtype, copy=True)
 
 
-class GivenSums:
-    """The gradient of given logits, in a tensor of its own or in the logits' memory.
+class IntoLogits(NamedTuple):
+    """Where the gradient of given logits goes: a tensor of its own, or the logits' memory.
 
-    `live` [T] bool marks the scored tokens where static shapes keep the others, which get 0.
+    Attributes:
+        unscored: positions whose gradient is 0.
+        live: [T] bool, the scored tokens, where static shapes keep the others, which get 0.
+        inplace: it may overwrite the logits.
     """
 
-    def __init__(
-        self,
-        source: GivenSoftmax,
-        unscored: Tensor | None,
-        inplace: bool,
-        live: Tensor | None = None,
-    ) -> None:
-        self.live = live
-        logits = source.view.logits
-        self.total = logits if inplace else torch.empty_like(logits)
+    unscored: Tensor | None
+    live: Tensor | None
+    inplace: bool
+
+
+class GivenSums:
+    """The gradient of given logits, a tile at a time."""
+
+    def __init__(self, source: GivenSoftmax, into: IntoLogits) -> None:
+        self.live, logits = into.live, source.view.logits
+        self.total = logits if into.inplace else torch.empty_like(logits)
         self.view, self.scaled = View(self.total, source.view.index), source.acts.scaled
-        if unscored is not None:
-            View(self.total, unscored).write(ALL, ALL, 0)
+        if into.unscored is not None:
+            View(self.total, into.unscored).write(ALL, ALL, 0)
 
     def add(self, gradient: RowGradient, columns: slice = ALL) -> None:
         """Take dL/draw of some rows and columns."""
@@ -129,24 +133,13 @@ class GivenSums:
 
 
 class WalkSoftmax(GivenSoftmax):
-    """Given logits that a kernel reads in place; all rows and columns at once.
-
-    Args:
-        live: [T] bool, with static shapes: rows that are read.
-        unscored: positions whose gradient is 0.
-        inplace: the gradient may overwrite the logits.
-    """
+    """Given logits that a kernel reads in place; all rows and columns at once."""
 
     def __init__(
-        self,
-        *args: Any,
-        live: Tensor | None = None,
-        unscored: Tensor | None = None,
-        inplace: bool = False,
-        **options: Any,
+        self, tensors: Sequence[Any], tokens: Tokens, *, index: Tensor | None, into: IntoLogits
     ) -> None:
-        super().__init__(*args, **options)
-        self.live, self.unscored, self.inplace = live, unscored, inplace
+        super().__init__(tensors, tokens, index=index)
+        self.into = into
         self.rows = self._rows(self.view)
         self.out: Any = None
 
@@ -155,8 +148,8 @@ class WalkSoftmax(GivenSoftmax):
 
     def destination(self) -> Any:
         """Where the gradient goes, with zeros where nothing is scored."""
-        sums = GivenSums(self, self.unscored, self.inplace)
-        if self.inplace:
+        sums = GivenSums(self, self.into)
+        if self.into.inplace:
             torch.autograd.graph.increment_version(sums.total)  # autograd misses kernels
             return self.rows
         return self._rows(sums.view)
@@ -174,7 +167,7 @@ class WalkSoftmax(GivenSoftmax):
             out = self.out = self.destination()
         coefficients = None if gradient is None else gradient.coefficients
         given = self.tokens.forward(ALL)[:3]
-        walk = (self.rows, out, self.live, *given, needs, coefficients, slopes, normalizer)
+        walk = (self.rows, out, self.into.live, *given, needs, coefficients, slopes, normalizer)
         return self.acts.given_rows(kernels.Walk(*walk))
 
     def partials(

@@ -11,7 +11,7 @@ Each addition keeps one order: the hidden gradient's product, what the ranks of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,11 +37,15 @@ class Into(NamedTuple):
     """
 
     wants: Wants
-    accumulate_dtype: torch.dtype = torch.float32
-    main_grad: Tensor | None = None
-    direct: bool = False
-    once: bool = False
-    hidden: Any = None
+    accumulate_dtype: torch.dtype
+    main_grad: Tensor | None
+    direct: bool
+    once: bool
+    hidden: Callable[..., Any]
+
+    def sum_dtype(self, wide: torch.dtype) -> torch.dtype:
+        """Of weight gradients, beside logits in `wide`."""
+        return wide if wide == torch.float64 else self.accumulate_dtype
 
 
 class Hidden:
@@ -109,37 +113,45 @@ class Hidden:
 
 
 class _Sums:
-    """What both orders share: the weights' own totals and the end."""
+    """What both orders share: the weights' own totals, an addition, and the end.
+
+    Args:
+        dtype: of the weights' totals; None: each one's own.
+        direct: the first is `main_grad`, into which gradients go as they come.
+    """
+
+    by_slab = False  # a slab's weight gradient is multiplied when it is closed
 
     def __init__(
-        self, source: LinearSoftmax, into: Into, blocks: Sequence[slice] | None
+        self,
+        source: LinearSoftmax,
+        into: Into,
+        blocks: Sequence[slice] | None,
+        dtype: torch.dtype | None,
+        direct: bool,
     ) -> None:
-        self.source, self.into = source, into
-        self.hidden: Hidden = (into.hidden or Hidden)(source, into.wants, blocks)
-        wide = source.dtype
-        self.sum_dtype = wide if wide == torch.float64 else into.accumulate_dtype
+        self.source = source
+        self.hidden: Hidden = into.hidden(source, into.wants, blocks)
+        self.sum_dtype = into.sum_dtype(source.dtype)
         self.main_grad = into.main_grad if into.wants.weights[0] else None
         self.fresh = True  # nothing was written yet
         self.bias = None
         if into.wants.bias:
             assert source.full_bias is not None
-            self.bias = torch.zeros_like(source.full_bias, dtype=wide)
-
-    def _rooms(self, dtype: torch.dtype | None, direct: bool) -> list[Tensor | None]:
-        """Where weight gradients go, in a dtype (None: each one's own); with `direct`, the first
-        into `main_grad` as they come."""
-        found: list[Tensor | None] = []
-        for weight, wanted in zip(self.source.full_weights, self.into.wants.weights, strict=True):
-            if not found and self.main_grad is not None and direct:
-                found.append(self.main_grad)
+            self.bias = torch.zeros_like(source.full_bias, dtype=source.dtype)
+        self.weights: list[Tensor | None] = []
+        for weight, wanted in zip(source.full_weights, into.wants.weights, strict=True):
+            if not self.weights and self.main_grad is not None and direct:
+                self.weights.append(self.main_grad)
                 continue
-            total = None
-            if wanted:
-                total = weight.new_empty(weight.shape, dtype=dtype or weight.dtype)
-                if self.source.vocabulary < weight.shape[0]:
-                    total[self.source.vocabulary :] = 0
-            found.append(total)
-        return found
+            total = weight.new_empty(weight.shape, dtype=dtype or weight.dtype) if wanted else None
+            if total is not None and source.vocabulary < len(total):
+                total[source.vocabulary :] = 0
+            self.weights.append(total)
+        padded = any(len(w) > source.vocabulary for w in source.full_weights)
+        self.places = self.weights
+        if padded:
+            self.places = [None if w is None else w[: source.vocabulary] for w in self.weights]
 
     def _add(
         self,
@@ -195,30 +207,27 @@ class _Sums:
                 pairs.add_to_bias(place)
         return True
 
-    def _finished(
-        self, weights: list[Tensor | None], factor: Tensor | None, by_slab: bool
-    ) -> list[Tensor | None]:
-        """Gradients in the inputs' dtypes: features and weights pairwise, bias."""
+    def finish(self, factor: Tensor | None) -> list[Tensor | None]:
+        """Gradients times `factor` in the inputs' dtypes: features and weights pairwise, bias."""
         self.hidden.settle()
-        scaled, sums = self.source.acts.scaled, []
-        by_factor = not by_slab  # a slab's weight gradient has it already
-        pairs = zip(self.source.features, self.source.full_weights, strict=True)
-        for i, (features, weight) in enumerate(pairs):
-            into, total = self.hidden.totals[i], weights[i]
+        source, scaled, by_factor = self.source, self.source.acts.scaled, not self.by_slab
+        sums: list[Scaling | None] = []
+        pairs = zip(source.features, source.full_weights, self.weights, strict=True)
+        for i, (features, weight, total) in enumerate(pairs):
+            into = self.hidden.totals[i]
             sums.append(None if into is None else Scaling(into, features.dtype))
-            if total is not None and self.fresh and total is not self.main_grad:
-                total.zero_()
-            if total is None or total is self.main_grad:
-                sums.append(None)
-            elif i == 0 and self.main_grad is not None:
-                own = Scaling(total, self.main_grad.dtype, by_factor)
+            own = None
+            if total is not None and total is not self.main_grad:
+                if self.fresh:
+                    total.zero_()
+                own = Scaling(total, weight.dtype, by_factor)
+            if own is not None and i == 0 and self.main_grad is not None:
+                own = own._replace(dtype=self.main_grad.dtype)
                 self.main_grad.add_(scaled([own], factor)[0])
-                sums.append(None)
-            else:
-                sums.append(Scaling(total, weight.dtype, by_factor))
-        bias = self.source.full_bias
-        ours = bias is not None and self.bias is not None
-        sums.append(Scaling(self.bias, bias.dtype) if ours else None)  # type: ignore[arg-type, union-attr]
+                own = None
+            sums.append(own)
+        bias = None if self.bias is None else Scaling(self.bias, source.full_bias.dtype)  # type: ignore[union-attr]
+        sums.append(bias)
         made = iter(scaled([s for s in sums if s is not None], factor))
         return [None if s is None else next(made) for s in sums]
 
@@ -227,21 +236,13 @@ class RowSums(_Sums):
     """Gradients that arrive in rows, one block of tokens after another, over all columns."""
 
     def __init__(self, source: LinearSoftmax, into: Into, blocks: Sequence[slice]) -> None:
-        super().__init__(source, into, blocks)
-        self.weights = self._rooms(None if into.once else self.sum_dtype, into.direct)
+        dtype = None if into.once else into.sum_dtype(source.dtype)
+        super().__init__(source, into, blocks, dtype, into.direct)
 
     def add(self, gradient: RowGradient) -> None:
         """Take dL/draw of the next block."""
-        places: list[Tensor | None] = self.weights
-        if any(w.shape[0] > self.source.vocabulary for w in self.source.full_weights):
-            columns = slice(self.source.vocabulary)
-            places = [None if total is None else total[columns] for total in self.weights]
-        if self._add(gradient, ALL, places, self.fresh):
+        if self._add(gradient, ALL, self.places, self.fresh):
             self.fresh = False
-
-    def finish(self, factor: Tensor | None) -> list[Tensor | None]:
-        """Gradients times `factor`."""
-        return self._finished(self.weights, factor, by_slab=False)
 
 
 class SlabSums(_Sums):
@@ -252,22 +253,20 @@ class SlabSums(_Sums):
     addition brings all its tokens (`once`), a product straight into its place.
     """
 
+    by_slab = True
+
     def __init__(self, source: LinearSoftmax, into: Into, once: bool) -> None:
-        super().__init__(source, into, None)
-        self.weights = self._rooms(None, direct=True)
+        super().__init__(source, into, None, None, direct=True)
         self.at_once = once and self.main_grad is None
 
     def open(self, columns: slice) -> None:
         self.columns, self.empty = columns, True
-        vocabulary = self.source.vocabulary
-        self.places = [
-            None if total is None else total[:vocabulary][columns] for total in self.weights
-        ]
-        self.sums: list[Any] = self.places
+        self.slabs = [None if place is None else place[columns] for place in self.places]
+        self.sums: list[Any] = self.slabs
         if not self.at_once:
             self.sums = [
-                None if place is None else torch.zeros_like(place, dtype=self.sum_dtype)
-                for place in self.places
+                None if slab is None else torch.zeros_like(slab, dtype=self.sum_dtype)
+                for slab in self.slabs
             ]
 
     def add(self, gradient: RowGradient, last: bool) -> None:
@@ -279,21 +278,16 @@ class SlabSums(_Sums):
     def close(self, factor: Tensor | None) -> None:
         """Put the slab's sums, times `factor`, into their place."""
         self.fresh = False
-        for place, total in zip(self.places, self.sums, strict=True):
-            if place is None:
+        for slab, total in zip(self.slabs, self.sums, strict=True):
+            if slab is None:
                 continue
             if self.at_once:
                 if self.empty:
-                    place.zero_()
+                    slab.zero_()
                 continue
             if factor is not None:
                 total.mul_(factor)
-            if self.main_grad is not None and place is self.places[0]:
-                place.add_(total)
+            if self.main_grad is not None and slab is self.slabs[0]:
+                slab.add_(total)
             else:
-                place.copy_(total)
-
-    def finish(self, factor: Tensor | None) -> list[Tensor | None]:
-        """Gradients; those that were summed over slabs times `factor`."""
-        return self._finished(self.weights, factor, by_slab=True)
-
+                slab.copy_(total)
