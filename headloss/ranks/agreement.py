@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 R = TypeVar("R")
-WORDS = 72  # of a record: an error's mark, a checksum of facts, one of tensors, and own facts
+WORDS = 128  # of a record: an error's mark, a checksum of facts, one of tensors, and own facts
 ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)  # the last: any other
 PROCESS_GROUP = getattr(distributed, "ProcessGroup", ())
 KNOWN = 256  # kinds of calls that are remembered of a group

@@ -37,11 +37,10 @@ def local_head(head: Head) -> Head:
                 )
             return value
         for i, placement in enumerate(value.placements):
-            want = placement.is_shard(0) if sharded and i == dim else placement.is_replicate()
+            here = sharded and i == dim
+            fits = placement.is_shard(0) if here else i == dim and placement.is_replicate()
             # Over a mesh dimension of one rank every placement is the same.
-            if not want and (i == dim or mesh.size(i) > 1):
-                raise _placed(what, value)
-            if i != dim and mesh.size(i) > 1:
+            if not fits and (i == dim or mesh.size(i) > 1):
                 raise _placed(what, value)
         return value.to_local()
 

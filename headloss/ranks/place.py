@@ -146,15 +146,12 @@ def own_facts(
     tokens: int = 0,
     weight_gradient: bool = False,
 ) -> dict[str, int]:
-    """What may differ between the ranks, and decides what all of them plan."""
+    """What may differ between the ranks, and decides what all of them plan; the number of tokens
+    where they are spread."""
     given = None if batch is None else batch.fields.get("teacher_logits")
-    return {
-        "rows": rows,
-        "tokens": tokens,
-        "weight_gradient": weight_gradient,
-        "teacher_columns": given.shape[-1] if isinstance(given, Tensor) else -1,
-        "memory": memory,
-    }
+    columns = given.shape[-1] if isinstance(given, Tensor) else -1
+    found = {"rows": rows, "tokens": tokens, "weight_gradient": weight_gradient, "memory": memory}
+    return found | {"teacher_columns": columns}
 
 
 # ---------------------------------------------------------------------- what must be the same
@@ -254,7 +251,7 @@ def of_objective(
     return {
         "objective": str(parts),
         "options": str(chosen),
-        "values of options": [t.to(device) for t in (torch.zeros(0), *tensors)],
+        "values of options": [t.to(device) for t in tensors],
     }
 
 
@@ -296,8 +293,7 @@ def of_linear(
     # What is scored first: it decides which hidden states are compared.
     spread = options.sequence_parallel
     found = {**of_batch(batch), **of_head(head, hidden, None if spread else batch.targets)}
-    if spread:
-        del found["hidden"]
+    found["hidden"] = [] if spread else found["hidden"]
     return found | of_objective(objective, options, batch.targets.device)
 
 

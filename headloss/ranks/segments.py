@@ -6,27 +6,25 @@ one rank may happen to number S.
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from ..batch.batch import Batch
 from ..batch.packing import PackedBatch, Packing
 from ..losses.term import Objective
 from ..options import Options
 from ..run.plan import Plan
-from .agreement import Facts, agree
-from .collectives import together
+from .agreement import WORDS, Facts, Own, agree
+from .collectives import summed
 from .place import Place, of_objective
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-FIELDS = 62  # bits of a fact
+FIELDS = (WORDS - 3) // 2  # two words of a record each
 
 
 class Joined(NamedTuple):
@@ -60,7 +58,7 @@ def over_segments(batch: Batch, options: Options, prepare: Callable[[], Joined])
         gradient = joined.plan.schedule != "statistics"
         same |= {"segments.count": batch.segments.count, "a gradient is wanted": gradient}
         same |= {"fields": " ".join(sorted(batch.fields))}
-        return Facts(same, _fits(batch) | _values(batch))
+        return Facts(same, _forms(batch))
 
     if getattr(options, "static", False):
         return prepare()  # see `voted`
@@ -68,36 +66,26 @@ def over_segments(batch: Batch, options: Options, prepare: Callable[[], Joined])
     return joined._replace(per_segment=_agreed(batch, own))
 
 
-def _fits(batch: Batch) -> dict[str, int]:
-    """Which fields, by name in order, have the shape of values per token, and per segment."""
-    fits = [batch._fits(name) for name in sorted(batch.fields)]
-    if len(fits) > FIELDS:
-        raise ValueError(f"fields: got {len(fits)}, want at most {FIELDS} across ranks")
-    kinds = zip(("per token", "per segment"), zip(*fits, strict=True), strict=False)
-    found = {"per token": 0, "per segment": 0}
-    return found | {kind: sum(fit << i for i, fit in enumerate(all_)) for kind, all_ in kinds}
-
-
-def _values(batch: Batch) -> dict[str, Any]:
-    """What may be one value per segment, and then has to be the same on all ranks."""
-    found = {}
+def _forms(batch: Batch) -> dict[str, Any]:
+    """Of each field, whether it has the shape of values per token (1) and per segment (2); and what
+    may be one value per segment, which then has to be the same on all ranks."""
+    if len(batch.fields) > FIELDS:
+        raise ValueError(f"fields: got {len(batch.fields)}, want at most {FIELDS} across ranks")
+    found: dict[str, Any] = {}
     for name, value in sorted(batch.fields.items()):
-        nothing = batch.targets.new_empty(0)
-        fits = isinstance(value, Tensor) and batch._fits(name)[1]
-        found[f"values of {name}"] = [value if fits else nothing]
+        per_token, per_segment = batch._fits(name)
+        found[name] = per_token + 2 * per_segment
+        given = isinstance(value, Tensor) and per_segment
+        found[f"values of {name}"] = [value if given else batch.targets.new_empty(0)]
     return found
 
 
-def _agreed(batch: Batch, own: dict[str, list[int]]) -> frozenset[str]:
+def _agreed(batch: Batch, own: Own) -> frozenset[str]:
     """The fields that are per segment; ValueError, on all, where there is no form for all ranks, or
     where the values of segments are not the same."""
-    kinds = ("per token", "per segment")
-    masks = {kind: functools.reduce(operator.and_, own[kind]) for kind in kinds}
-    found = set()
-    for i, name in enumerate(sorted(batch.fields)):
-        if masks["per token"] >> i & 1:
-            continue
-        if not masks["per segment"] >> i & 1:
+    found = frozenset(n for n in sorted(batch.fields) if not all(form & 1 for form in own[n]))
+    for name in sorted(found):
+        if not all(form & 2 for form in own[name]):
             raise ValueError(
                 f"{name}: is per token on some ranks of segments.group and per segment on others, "
                 "want the same on all"
@@ -107,8 +95,7 @@ def _agreed(batch: Batch, own: dict[str, list[int]]) -> frozenset[str]:
                 f"{name}: its values per segment differ between the ranks of segments.group, want "
                 "the same on all"
             )
-        found.add(name)
-    return frozenset(found)
+    return found
 
 
 def voted(
@@ -123,9 +110,7 @@ def voted(
         return view
     one = torch.ones((), dtype=torch.int64, device=batch.targets.device)
     against = torch.stack([one * (not fits[name][0]) for name in names])
-    together(
-        "what fields are", group, lambda: distributed.all_reduce(against, group=group)
-    )
+    against = summed("what fields are", against, group)
     other = packing.view(batch, wide, frozenset(n for n in names if fits[n][1]))
     fields = {
         name: torch.where(votes == 0, getattr(view, name), getattr(other, name))

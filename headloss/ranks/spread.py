@@ -6,6 +6,7 @@ chunk is gathered when it is read, and its gradients go back to the ranks that o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +28,7 @@ class Pending(NamedTuple):
     buffer: Tensor
     rows: slice  # where it goes
     count: int = 1  # terms, one after another, that are still to be added
+    sent: Tensor | None = None  # which must live until the work is done
 
     def wait(self) -> Tensor:
         """[n, k], complete."""
@@ -85,14 +87,8 @@ class Spread:
         counts, order = self._chunk(rows)
         part = own[self.own_rows(rows)]
         found = own.new_empty(sum(counts), own.shape[1])
-        sent = part.repeat(self.world, 1)
-        together(
-            "an exchange of hidden states",
-            self.group,
-            lambda: distributed.all_to_all_single(
-                found, sent, counts, [len(part)] * self.world, group=self.group
-            ),
-        )
+        counted = (counts, [len(part)] * self.world)
+        self._exchange("an exchange of hidden states", found, part.repeat(self.world, 1), *counted)
         if order is None:
             return found
         return torch.empty_like(found).index_copy_(0, order, found)
@@ -105,29 +101,13 @@ class Spread:
         if order is not None:
             dense = dense[order]
         found = dense.new_empty(self.world * count, dense.shape[1])
-        work = together(
-            "a sum of hidden gradients",
-            self.group,
-            lambda: distributed.all_to_all_single(
-                found,
-                dense.contiguous(),
-                [count] * self.world,
-                counts,
-                group=self.group,
-                async_op=True,
-            ),
-        )
-        return Pending(self.group, _Keeping(work, dense), found, own, self.world)
+        sent, counted = dense.contiguous(), ([count] * self.world, counts)
+        work = self._exchange("a sum of hidden gradients", found, sent, *counted, async_op=True)
+        return Pending(self.group, work, found, own, self.world, sent)
 
-
-class _Keeping:
-    """Work under way, and the tensors that it sends, which must live until it is done."""
-
-    def __init__(self, work: Any, sent: Tensor) -> None:
-        self.work, self.sent = work, sent
-
-    def wait(self) -> None:
-        self.work.wait()
+    def _exchange(self, what: str, *given: Any, **options: Any) -> Any:
+        run = functools.partial(distributed.all_to_all_single, *given, group=self.group, **options)
+        return together(what, self.group, run)
 
 
 class SpreadRows:

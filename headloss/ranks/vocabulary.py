@@ -9,7 +9,7 @@ so the number and the shapes of collectives are the same on all of them (law 7).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ from ..softmax.products import Fixed, input_gradient
 from ..softmax.rows import RowGradient
 from ..softmax.sums import Hidden
 from .agreement import settle
-from .collectives import gather, together
+from .collectives import gather, summed, together
 from .spread import Pending, Spread, SpreadRows
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ class Whole:
     group: ProcessGroup | None = None
     first = 0  # column of the whole vocabulary at which this rank's slice starts
     size: int | None = None  # columns of this rank's slice, None: all
-    widest: int | None = None  # of all slices
     is_spread = False  # whether hidden states of the packed tokens are on several ranks
 
     def merge(self, partials: Partials) -> Partials:
@@ -103,7 +102,7 @@ class Shard(Whole):
         self.group: ProcessGroup = group
         self.spread, self.is_spread = spread, spread is not None
         self.tokens, self._confirm = tokens, confirm
-        self.first, self.size, self.widest = sum(sizes[:rank]), sizes[rank], max(sizes)
+        self.first, self.size = sum(sizes[:rank]), sizes[rank]
 
     def hidden(
         self, source: LinearSoftmax, wants: Wants, blocks: Sequence[slice] | None
@@ -113,17 +112,17 @@ class Shard(Whole):
 
     def merge(self, partials: Partials) -> Partials:
         """One packed all-gather; the same operations in rank order give all ranks the same bits."""
-        named = {f.name: getattr(partials, f.name) for f in fields(partials)}
-        named = {name: value for name, value in named.items() if value is not None}
-        gathered = self.gather(torch.stack(list(named.values())))
-        slices = zip(named, gathered.unbind(1), strict=True)
+        named = _named(partials)
+        slices = zip(named, self._gathered(partials).unbind(1), strict=True)
         return merge_all(Partials(**dict(slices)))
 
     def measured(
         self, kernels: Kernels, partials: Partials, needs: frozenset[str], vocabulary: int
     ) -> Measured:
-        found = [t for f in fields(partials) if (t := getattr(partials, f.name)) is not None]
-        return kernels.finish(self.gather(torch.stack(found)), needs, vocabulary)
+        return kernels.finish(self._gathered(partials), needs, vocabulary)
+
+    def _gathered(self, partials: Partials) -> Tensor:
+        return self.gather(torch.stack([*_named(partials).values()]))
 
     def gather(self, values: Tensor) -> Tensor:
         """[W, ..] of every rank's [..], in rank order."""
@@ -203,6 +202,11 @@ class Shard(Whole):
         return hidden * kept / (1 - p)
 
 
+def _named(partials: Partials) -> dict[str, Tensor]:
+    """The fields that there are."""
+    return {name: value for name, value in vars(partials).items() if value is not None}
+
+
 class SumGradient(torch.autograd.Function):
     """The same tensor on every rank; its gradient is the sum of theirs."""
 
@@ -213,13 +217,8 @@ class SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[override]
-        gradient = gradient.contiguous().clone()
-        together(
-            "a sum of an adapter's gradients",
-            ctx.group,
-            lambda: distributed.all_reduce(gradient, group=ctx.group),
-        )
-        return gradient, None
+        what, gradient = "a sum of an adapter's gradients", gradient.contiguous().clone()
+        return summed(what, gradient, ctx.group), None
 
 
 class GatherTokens(torch.autograd.Function):
