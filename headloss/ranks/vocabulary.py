@@ -262,9 +262,11 @@ class SharedHidden(Hidden):
             return super().room(own, dtype)
         return own.new_empty(0, own.shape[1], dtype=dtype)  # until a sum of some rows arrives
 
-    def add(self, gradient: RowGradient, columns: slice) -> None:
+    def add(
+        self, gradient: RowGradient, columns: slice, last: bool, weights: Callable[[], bool]
+    ) -> bool:
         if self.blocks is None:
-            return super().add(gradient, columns)
+            return super().add(gradient, columns, last, weights)
         self.settle()
         block = next(self.blocks)
         for i, total in enumerate(self.totals):
@@ -274,8 +276,9 @@ class SharedHidden(Hidden):
             part = input_gradient(gradient.values, weight, self.source.dtype, self.source.fixed)
             whole = gradient.whole(part, block, weight)
             self.pending.append((i, self.slices.start_sum(whole, block)))
+        return weights()
 
-    def last(self) -> None:
+    def end(self) -> None:
         for i, total in enumerate(self.totals):
             if total is not None:
                 self.pending.append((i, self.slices.start_sum(total, slice(0, len(total)))))

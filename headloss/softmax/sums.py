@@ -6,12 +6,14 @@ of columns over all tokens: the hidden gradient is summed, each slab of the weig
 written once. Sums are in float32 and scaled once, at the end.
 
 Each addition keeps one order: the hidden gradient's product, what the ranks of a group do about it
-(`Hidden`), the weight gradient's product, which hides that.
+(`Hidden`), the weight gradient's product, which hides that. On a rank of its own the last comes first
+where it was given scaled features, whose memory the hidden gradient then takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,8 +71,14 @@ class Hidden:
         made = features.new_zeros if self.blocks is None else features.new_empty
         return made(features.shape, dtype=dtype)
 
-    def add(self, gradient: RowGradient, columns: slice) -> None:
+    def add(
+        self, gradient: RowGradient, columns: slice, last: bool, weights: Callable[[], bool]
+    ) -> bool:
+        """Take dL/draw of some rows and columns, the `last` that come or not. `weights` takes it
+        too: first where it leaves the memory of scaled features behind, else last, since it hides
+        what ranks do about dX. Returns what it does."""
         values, rows, multiple, room, scaled_rows, pairs, _ = gradient
+        found = None if room is None else weights()
         block, fixed = None if self.blocks is None else next(self.blocks), self.source.fixed
         for i, weight in enumerate(self.source.weights):
             if not self.wanted[i]:
@@ -101,9 +109,12 @@ class Hidden:
             else:
                 made = products.input_gradient(values, weight, total.dtype, fixed)
                 gradient.add_(total, made)
+        if last:
+            self.end()
+        return weights() if found is None else found
 
-    def last(self) -> None:
-        """Say that nothing more will be added."""
+    def end(self) -> None:
+        """Nothing more will be added."""
 
     def settle(self) -> None:
         """Wait until the gradients are whole."""
@@ -161,20 +172,11 @@ class _Sums:
         fresh: bool,
         last: bool = False,
     ) -> bool:
-        """Take dL/draw of some rows and columns: dX, what the ranks do about it, then dW, which
-        hides that. Alone, dX comes after dW, in the memory of scaled features. Whether there was
-        any."""
+        """Take dL/draw of some rows and columns; whether there was any."""
         if gradient.later is not None:
             gradient = gradient.counted()
-        late = self.hidden.takes_products and gradient.features is not None
-        if not late:
-            self.hidden.add(gradient, columns)
-        if last:
-            self.hidden.last()
-        found = self._into_weights(gradient, columns, totals, fresh)
-        if late:
-            self.hidden.add(gradient, columns)
-        return found
+        weights = partial(self._into_weights, gradient, columns, totals, fresh)
+        return self.hidden.add(gradient, columns, last, weights)
 
     def _into_weights(
         self, gradient: RowGradient, columns: slice, totals: Sequence[Tensor | None], fresh: bool
