@@ -6,8 +6,8 @@ of columns over all tokens: the hidden gradient is summed, each slab of the weig
 written once. Sums are in float32 and scaled once, at the end.
 
 Each addition keeps one order: the hidden gradient's product, what the ranks of a group do about it
-(`Hidden`), the weight gradient's product, which hides that. On a rank of its own the last comes first
-where it was given scaled features, whose memory the hidden gradient then takes.
+(`Hidden`), the weight gradient's product, which hides that. On one rank the last comes first where
+it was given scaled features, whose memory the hidden gradient then takes.
 """
 
 from __future__ import annotations
