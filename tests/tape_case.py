@@ -175,7 +175,7 @@ class Case:
         bound = self.bound
         gradient = bound.gradient(self.stats, self.view, None, needed)
         work: Any = SimpleNamespace(batch=self.view, bound=bound)
-        return gradient, _metrics(work, self.packing, self.stats)()
+        return gradient, _metrics(work, self.packing, self.stats, own=False)()
 
 
 NEEDS = frozenset(STATISTICS)

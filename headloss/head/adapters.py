@@ -171,15 +171,17 @@ DIVIDED = "granite granite_swa granitemoe granitemoe_swa granitemoeshared minicp
 
 # model_type -> what the model does to its raw logits, read from its config.
 FAMILIES: dict[str, Callable[[Any], Fields]] = {
-    **dict.fromkeys(PLAIN.split(), lambda config: {}),
-    **dict.fromkeys(
-        SOFT_CAPPED.split(), lambda config: {"softcap": config.final_logit_softcapping}
-    ),
-    **dict.fromkeys(SCALED.split(), lambda config: {"logit_scale": config.logit_scale}),
-    **dict.fromkeys(DIVIDED.split(), lambda config: {"logit_scale": 1 / config.logits_scaling}),
-    "hyperclovax": lambda config: {"logit_scale": config.logits_scaling},
-    "falcon_h1": lambda config: {"logit_scale": config.lm_head_multiplier},
-    "recurrent_gemma": lambda config: {"softcap": config.logits_soft_cap},
+    name: read
+    for names, read in (
+        (PLAIN, lambda config: {}),
+        (SOFT_CAPPED, lambda config: {"softcap": config.final_logit_softcapping}),
+        ("recurrent_gemma", lambda config: {"softcap": config.logits_soft_cap}),
+        (SCALED, lambda config: {"logit_scale": config.logit_scale}),
+        (DIVIDED, lambda config: {"logit_scale": 1 / config.logits_scaling}),
+        ("hyperclovax", lambda config: {"logit_scale": config.logits_scaling}),
+        ("falcon_h1", lambda config: {"logit_scale": config.lm_head_multiplier}),
+    )
+    for name in names.split()
 }
 
 

@@ -73,10 +73,8 @@ class Head:
         if self.bias is not None:
             _check_bias(self.bias, self.weight)
         check_transform(self.temperature, self.softcap, self.logit_scale)
-        if self.vocab_size is not None:
-            self._check_vocab_size()
-        if self.lora != ():
-            _check_lora(self.lora, self.weight)
+        self._check_vocab_size()
+        _check_lora(self.lora, self.weight)
 
     # ------------------------------------------------------------------ making them
 
@@ -272,19 +270,10 @@ def _check_lora(adapters: object, weight: Tensor) -> None:
         raise TypeError(f"lora: got {describe(adapters)}, want a tuple of headloss.Lora")
     rows, width = weight.shape
     for index, lora in enumerate(adapters):
-        if lora.a.shape[1] != width:
-            raise ValueError(
-                f"lora[{index}].a: got shape {tuple(lora.a.shape)}, want [r, {width}] for a weight "
-                f"of shape {tuple(weight.shape)}"
-            )
-        if lora.b.shape[0] != rows:
-            raise ValueError(
-                f"lora[{index}].b: got shape {tuple(lora.b.shape)}, want [{rows}, r] for a weight "
-                f"of shape {tuple(weight.shape)}"
-            )
-
-
-# What to do with a head of DTensors. The backward of a plain `full_tensor()` takes every rank's
-# gradient to be the same, and so keeps of each shard's gradient its own rank's part alone.
-
-
+        pairs = (("a", lora.a, 1, f"[r, {width}]"), ("b", lora.b, 0, f"[{rows}, r]"))
+        for name, value, side, want in pairs:
+            if value.shape[side] != weight.shape[side]:
+                raise ValueError(
+                    f"lora[{index}].{name}: got shape {tuple(value.shape)}, want {want} for a "
+                    f"weight of shape {tuple(weight.shape)}"
+                )

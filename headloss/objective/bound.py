@@ -81,6 +81,14 @@ class Gradient(NamedTuple):
         divergences = {key: function(g) for key, g in self.divergences.items()}
         return Gradient(self.coefficients.map(function), divergences, self.values)
 
+    def times(self, factor: float | None) -> Gradient:
+        """Multiplied by the upstream gradient, where it is known."""
+        return self if factor in (None, 1) else self.map(lambda t: t * factor)
+
+    def without(self, rows: Tensor) -> Gradient:
+        """With 0 at rows [n] bool."""
+        return self.map(lambda t: t.masked_fill(_at_rows(rows, t), 0))
+
     def live(self) -> Tensor:
         """[n] bool: tokens with any gradient at all."""
         given = [*self.coefficients.tensors().values(), *self.divergences.values()]
@@ -109,8 +117,7 @@ class Bound:
         found, values = self._differentiated(stats, batch, rows, needed)
         coefficients = pull_back(found, stats, self.vocabulary)  # type: ignore[arg-type]
         divergences = {key: found[key] for key in stats.divergences if key in found}
-        gradient, declared = Gradient(coefficients, divergences, values), self.declared
-        return gradient if declared in (None, 1) else gradient.map(lambda t: t * declared)
+        return Gradient(coefficients, divergences, values).times(self.declared)
 
     @property
     def named(self) -> tuple[tuple[str, float], ...]:

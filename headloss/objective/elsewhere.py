@@ -114,9 +114,7 @@ class Foreign:
         given = {n: g for n, g in zip(leaves, slopes, strict=True) if g is not None}
         for leaf in inputs:
             leaf.requires_grad_(False)
-        gradient = Gradient(pull_back(given, stats, self.vocabulary), {}, value)
-        times = self.declared
-        return gradient if times in (None, 1) else gradient.map(lambda t: t * times)
+        return Gradient(pull_back(given, stats, self.vocabulary), {}, value).times(self.declared)
 
     def total(self, values: Tensor) -> Tensor:
         """[] the loss."""

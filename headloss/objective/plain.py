@@ -32,8 +32,7 @@ def run_plain(tape: Tape, launch: Launch) -> tuple[list[Tensor], Tensor]:
         if op is Op.LOAD:
             column = launch.inputs[row.operands[0]]  # type: ignore[index]
             where = rows if row.kind == TOKENS else slice(first, last)
-            segment_rows = row.kind == SEGMENTS
-            own[row.out] = read(column, tokens, where, live, dtype, segment_rows)
+            own[row.out] = read(column, tokens, where, dtype, row.kind == SEGMENTS)
             continue
         if op is Op.NUMBER:
             number = launch.numbers[row.operands[0]]  # type: ignore[index]
@@ -62,12 +61,7 @@ def run_plain(tape: Tape, launch: Launch) -> tuple[list[Tensor], Tensor]:
 
 
 def read(
-    column: Column,
-    tokens: Tokens,
-    rows: slice,
-    live: Tensor | None,
-    dtype: torch.dtype,
-    of_segments: bool = False,
+    column: Column, tokens: Tokens, rows: slice, dtype: torch.dtype, of_segments: bool = False
 ) -> Tensor:
     """An input at some tokens, or at some segments; 0 at tokens that are not scored."""
     values, way = column

@@ -87,7 +87,7 @@ class Tokens:
     def kept(self, name: str) -> Tensor:
         """[S] tokens of each segment that a boolean field keeps, float64."""
         if name not in self._kept:
-            rows = read(self.column(name), self, slice(None), None, torch.float64)
+            rows = read(self.column(name), self, slice(None), torch.float64)
             segments = Segments(self.ids, len(self.counts), counts=self.counts)
             self._kept[name] = segments.sum(rows)
         return self._kept[name]

@@ -91,7 +91,7 @@ class Tolerance:
         self.rows = self.rows + (out & alive).sum().double()
         self.skipped = self.skipped + torch.where(out, mass, 0).sum()
         self.whole = self.whole + mass.sum()
-        return gradient.map(lambda t: t.masked_fill(out.view(-1, *[1] * (t.dim() - 1)), 0))
+        return gradient.without(out)
 
     def metrics(self) -> Metrics:
         """`skipped_rows`: rows with a gradient that were left out. `skipped_mass`: their share of
