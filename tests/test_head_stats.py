@@ -399,7 +399,8 @@ def test_options_in_a_compiled_graph():
     batch, head = hl.Batch(targets), hl.Head(weight.requires_grad_())
     x = hidden.nan_to_num(0).requires_grad_()
 
-    def step(x: Tensor, options: hl.Options) -> Tensor:
+    def step(x: Tensor, options: hl.Options, temperature: float = 1.0) -> Tensor:
+        head = hl.Head(weight, temperature=temperature)
         found = hl.head_stats(x, head, batch, options, ("logp", "entropy"))
         return foreign(*found, advantages)
 
@@ -408,10 +409,20 @@ def test_options_in_a_compiled_graph():
     logp, lse, entropy = by_logits(x, head, targets)
     loss = foreign(logp, lse.detach(), entropy, advantages)
     want = torch.autograd.grad(loss, (x, weight))
-    for options in (hl.Options(chunk_tokens=3), hl.Options(schedule="recompute", static=True)):
+    for options in (
+        *(hl.Options(chunk_tokens=n) for n in (3, 5)),
+        hl.Options(schedule="recompute", static=True),
+    ):
         got = torch.autograd.grad(compiled(x, options), (x, weight))
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b)
+    for options, t in (({"gradient_tolerance": 0.5}, 1.0), ({}, 0.9), ({}, 0.8)):
+        given = hl.Options(schedule="recompute", **options), t
+        other = torch.autograd.grad(step(x, *given), (x, weight))
+        got = torch.autograd.grad(compiled(x, *given), (x, weight))
+        for a, b, exact in zip(got, other, want, strict=True):
+            torch.testing.assert_close(a, b)
+            assert not torch.allclose(a, exact)
     for options, match in (
         (hl.Options(schedule="held"), 'got "held", but a compiled graph'),
         (hl.Options(logits_dtype=torch.bfloat16), "logits_dtype: .* no compiled graph"),

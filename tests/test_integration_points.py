@@ -356,7 +356,7 @@ def test_head_stats_does_not_break_the_graph(temperature):
         torch.testing.assert_close(a, b)
 
 
-AS_USUAL = "False, ['auto', None, None, False, True]"  # no candidates' rest, default options
+AS_USUAL = "False, ['auto', False, True]"  # no candidates' rest, default options
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -368,7 +368,7 @@ def test_the_operator_is_registered_well(dtype, with_bias):
     named = {"bias": bias, "targets": batch.targets}
     given = {name: t for name, t in named.items() if t is not None}
     spelt = f"{list(given)}, {AS_USUAL}"
-    arguments = ([hidden, weight, *given.values()], V, [1.0, 0.0, 1.0], spelt)
+    arguments = ([hidden, weight, *given.values()], [V, 0, 0], [1.0, 0.0, 1.0, 0.0], spelt)
     torch.library.opcheck(
         torch.ops.headloss.head_stats.default,
         arguments,
@@ -379,9 +379,10 @@ def test_the_operator_is_registered_well(dtype, with_bias):
 def test_the_operator_under_dynamic_shapes():
     hidden, weight, batch = problem(torch.float32)
     hidden.requires_grad_()
+    spelt = f"['targets'], {AS_USUAL}"
     torch.library.opcheck(
         torch.ops.headloss.head_stats.default,
-        ([hidden, weight, batch.targets], V, [1.0, 30.0, 1.0], f"['targets'], {AS_USUAL}"),
+        ([hidden, weight, batch.targets], [V, 0, 0], [1.0, 30.0, 1.0, 0.0], spelt),
         test_utils=("test_aot_dispatch_dynamic",),
     )
 

@@ -119,19 +119,26 @@ class HeadStatistics(torch.autograd.Function):
         source: Any = work.open(saved[: ctx.count]) if ctx.count else None
         tiles = iter(saved[ctx.rest :])
         swept = swept._replace(held=[again(tiles) for again in ctx.again])
-        names = (*READ, CANDIDATES)[: len(upstream)]
-        pairs = zip(names, upstream, strict=True)
-        given = {n: packing.gather(g) for n, g in pairs if g is not None}
-        stats, width = swept.whole.stats, work.vocabulary
-        if CANDIDATES in given:
-            given[CANDIDATES] = without_constants(given[CANDIDATES], stats, work.batch)
-        gradient, scale = gradient_of(given, stats, width, work.rescaled)
-        if work.tolerance is not None:
-            gradient = work.tolerance(gradient, stats, ALL, scale)
-        with inside(packing.targets.device.type, *work.groups):
-            factor = None if scale is None else 1 / scale
-            found = pull_back(work, source, swept, gradient, factor)
+        found = pull_slopes(work, packing, source, swept, upstream)
         return None, None, None, *found
+
+
+def pull_slopes(
+    work: Work, packing: Packing, source: Any, swept: Swept, upstream: Sequence[Tensor | None]
+) -> Gradients:
+    """Act two with the slopes that a loss outside sends: of each of `READ` and of candidates, in
+    the caller's shape."""
+    pairs = zip((*READ, CANDIDATES), upstream, strict=False)
+    given = {n: packing.gather(g) for n, g in pairs if g is not None}
+    stats, width = swept.whole.stats, work.vocabulary
+    if CANDIDATES in given:
+        given[CANDIDATES] = without_constants(given[CANDIDATES], stats, work.batch)
+    gradient, scale = gradient_of(given, stats, width, work.rescaled)
+    if work.tolerance is not None:
+        gradient = work.tolerance(gradient, stats, ALL, scale)
+    with inside(packing.targets.device.type, *work.groups):
+        factor = None if scale is None else 1 / scale
+        return pull_back(work, source, swept, gradient, factor)
 
 
 def refuse_second_derivatives(of: str) -> None:

@@ -6,9 +6,10 @@ are made in the graph. Both operators take a call as
     tensors      features [N, ..] and weights [V, ..] pairwise, then those with names: bias [V],
                  temperature [N], targets [N], candidate_ids [N, K], and support_ids, [N, K] or [P]
                  with offsets [N + 1]; a bias is the first, next to what else carries a gradient
-    vocabulary   V
-    numbers      logit scale, soft cap (0: none), temperature where it is one number
-    spelt        the names that are there, and the options, as Python spells them
+    sizes        V; chunk_tokens and memory_budget, 0 where there is none
+    numbers      logit scale, soft cap (0: none), temperature where it is one number,
+                 gradient_tolerance
+    spelt        the names that are there, and other options, as Python spells them
 
 and make the head and the batch anew inside.
 """
@@ -25,18 +26,16 @@ from torch import Tensor
 from ..batch.batch import IGNORE, Batch
 from ..head.head import Head, Lora, autocast_dtype
 from ..kernels.interface import Measured
-from ..objective.bound import without_constants
-from ..objective.elsewhere import CANDIDATE, READ, gradient_of, loss_elsewhere
-from ..objective.statistics import CANDIDATES, Normalizer, Statistics
+from ..objective.elsewhere import CANDIDATE, READ, loss_elsewhere
+from ..objective.statistics import Normalizer, Statistics
 from ..options import Options
 from ..softmax.linear import RawSoftmax
 from .calls import Call, linear_call
 from .checks import check_targets
-from .loop import refuse_second_derivatives, sweep
-from .pull_back import pull_back
+from .loop import pull_slopes, refuse_second_derivatives, sweep
 from .work import Swept
 
-SPELT = ("backend", "chunk_tokens", "memory_budget", "static", "skip_rows")  # options that it takes
+SPELT = ("backend", "static", "skip_rows")
 REFUSED = ("logits_dtype", "accumulate_dtype", "sequence_parallel", "main_grad", "batch_invariant")
 
 
@@ -73,8 +72,8 @@ def in_graph(
         named[name] = value.flatten(0, -2) if value.dim() > 1 else value
     found = _head_stats(
         [*(t for pair in pairs for t in pair), *named.values()],
-        head.vocabulary,
-        [head.logit_scale, head.softcap or 0.0, float(number)],
+        [head.vocabulary, options.chunk_tokens or 0, options.memory_budget or 0],
+        [head.logit_scale, head.softcap or 0.0, float(number), options.gradient_tolerance],
         _spelt(list(named), options, CANDIDATE[1] in gradients),
     )
     stats = [
@@ -107,14 +106,21 @@ def _named(tensors: Sequence[Tensor], spelt: str) -> tuple[dict[str, Tensor], li
 
 def _open(
     tensors: Sequence[Tensor],
-    vocabulary: int,
+    sizes: Sequence[int],
     numbers: Sequence[float],
     spelt: str,
     wanted: Sequence[bool],
 ) -> tuple[Call, RawSoftmax]:
     """The call that these are of, and its logits; `wanted`: which tensors want a gradient."""
     _, tail, values = ast.literal_eval(spelt)
-    options = Options(schedule="recompute", **dict(zip(SPELT, values, strict=True)))
+    (vocabulary, chunk, budget), (scale, softcap, number, tolerance) = sizes, numbers
+    options = Options(
+        schedule="recompute",
+        chunk_tokens=chunk or None,
+        memory_budget=budget or None,
+        gradient_tolerance=tolerance,
+        **dict(zip(SPELT, values, strict=True)),
+    )
     leaves = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
     named, (hidden, weight, *adapters) = _named(leaves, spelt)
     adapted, rows = adapters[::2], adapters[1::2]
@@ -123,7 +129,6 @@ def _open(
         # An inner side stays in the graph; this one only tells that a gradient is wanted.
         a = b.new_empty(b.shape[1], hidden.shape[1]).requires_grad_(features.requires_grad)
         lora.append(Lora(a=a, b=b, scaling=1.0))
-    scale, softcap, number = numbers
     head = Head(
         weight,
         named.get("bias"),
@@ -151,11 +156,11 @@ def _open(
 
 @torch.library.custom_op("headloss::head_stats", mutates_args=())
 def _head_stats(
-    tensors: Sequence[Tensor], vocabulary: int, numbers: Sequence[float], spelt: str
+    tensors: Sequence[Tensor], sizes: Sequence[int], numbers: Sequence[float], spelt: str
 ) -> list[Tensor]:
     """logp, lse, entropy, and the normalizer's two parts, [N] each; of candidates also log-probs
     and the rest [N, K + 1], and the rest's normalizer [N, 2]."""
-    call, source = _open(tensors, vocabulary, numbers, spelt, [False] * len(tensors))
+    call, source = _open(tensors, sizes, numbers, spelt, [False] * len(tensors))
     whole = sweep(call.work, source).whole
     found = [*(getattr(whole.stats, name) for name in READ), *whole.normalizer]
     for part in source.beside:
@@ -164,7 +169,7 @@ def _head_stats(
 
 
 @_head_stats.register_fake
-def _(tensors, vocabulary, numbers, spelt):
+def _(tensors, sizes, numbers, spelt):
     named, (hidden, *_) = _named(tensors, spelt)
     count, dtype = len(named["targets"]), torch.promote_types(hidden.dtype, torch.float32)
     shapes = [(count,)] * 5
@@ -176,7 +181,7 @@ def _(tensors, vocabulary, numbers, spelt):
 @torch.library.custom_op("headloss::head_stats_backward", mutates_args=())
 def _head_stats_backward(
     tensors: Sequence[Tensor],
-    vocabulary: int,
+    sizes: Sequence[int],
     numbers: Sequence[float],
     spelt: str,
     measured: Sequence[Tensor],  # what the other operator returned
@@ -184,17 +189,14 @@ def _head_stats_backward(
     wanted: Sequence[bool],  # which of `tensors`
 ) -> list[Tensor]:
     """The wanted gradients, in the order of `tensors`."""
-    call, source = _open(tensors, vocabulary, numbers, spelt, wanted)
-    packing, work = call.packing, call.work
+    call, source = _open(tensors, sizes, numbers, spelt, wanted)
+    packing = call.packing
     logp, _, entropy, peak, log_sum, *beside = map(packing.gather, measured)
     stats = Statistics(logp=logp, entropy=entropy)
-    slopes = dict(zip((*READ, CANDIDATES), map(packing.gather, upstream), strict=False))
     for part in source.beside:
         stats.divergences[part.key], part.rest = beside[0], beside[1].t()
-        slopes[CANDIDATES] = without_constants(slopes[CANDIDATES], stats, work.batch)
-    gradient, scale = gradient_of(slopes, stats, vocabulary, call.prepared.problem.rescaled)
     swept = Swept(Measured(stats, Normalizer(peak, log_sum)), [])
-    found = pull_back(work, source, swept, gradient, None if scale is None else 1 / scale)
+    found = pull_slopes(call.work, packing, source, swept, upstream)
     for i, value in enumerate(found[:-1:2]):
         if value is not None and packing.index is not None:
             full = torch.zeros_like(tensors[2 * i])
@@ -203,7 +205,7 @@ def _head_stats_backward(
 
 
 @_head_stats_backward.register_fake
-def _(tensors, vocabulary, numbers, spelt, measured, upstream, wanted):
+def _(tensors, sizes, numbers, spelt, measured, upstream, wanted):
     return [torch.empty_like(t) for t, want in zip(tensors, wanted, strict=True) if want]
 
 
