@@ -351,6 +351,9 @@ _ADJOINT = {
 }
 
 
+PAIRS = {"join_pairs": (Op.PAIR,), "split_pairs": (Op.FIRST, Op.SECOND)}
+
+
 class _Linear(torch.autograd.Function):
     """One of the four linear maps of segments, and its adjoint, which is another of them."""
 
@@ -373,15 +376,12 @@ def _run(segments: RecordedSegments, name: str, *values: Tensor) -> Any:
         found: Any = getattr(plain, name)(*values)
         found = tuple(f.clone() for f in found) if isinstance(found, tuple) else found.clone()
     operands = [recorder.of(v) for v in values]
-    if name == "sum":
-        recorder.know(found, recorder.total(*operands))
-    elif name == "expand":
-        recorder.know(found, recorder.expand(*operands))
+    if name in ("sum", "expand"):
+        (operand,) = operands
+        made = [recorder.total(operand) if name == "sum" else recorder.expand(operand)]
     else:
         operands = [recorder.register(o, SEGMENTS) for o in operands]
-        if name == "join_pairs":
-            recorder.know(found, recorder(Op.PAIR, *operands))
-        else:
-            for out, op in zip(found, (Op.FIRST, Op.SECOND), strict=True):
-                recorder.know(out, recorder(op, *operands))
+        made = [recorder(op, *operands) for op in PAIRS[name]]
+    for out, operand in zip(found if isinstance(found, tuple) else (found,), made, strict=True):
+        recorder.know(out, operand)
     return found

@@ -18,8 +18,9 @@ adds s p_j / (mass of the rest) at each of those, and -s to c_prob.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -42,8 +43,21 @@ FLOOR = -1e4
 SURE = -0.5
 
 
+class _Vectors:
+    """Tensors by name, of which some may be None."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that are present, by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Apply `function` to each."""
+        found = {name: function(value) for name, value in self.tensors().items()}
+        return replace(self, **found)  # type: ignore[type-var]
+
+
 @dataclass(frozen=True, kw_only=True)
-class Partials:
+class Partials(_Vectors):
     """A slice of the vocabulary, with e_j = exp(z_j - peak) over the slice; every field is [T].
 
     `rest` leaves the largest term out of the sum: log(sum e) = log1p(rest) then keeps its digits
@@ -59,9 +73,9 @@ class Partials:
 
 def merge(a: Partials, b: Partials) -> Partials:
     """The partials of the union of two disjoint slices."""
-    both = [(f.name, getattr(a, f.name), getattr(b, f.name)) for f in fields(Partials)]
-    stacked = {name: torch.stack([x, y]) for name, x, y in both if x is not None and y is not None}
-    return merge_all(Partials(**stacked))
+    theirs = b.tensors()
+    both = {name: (mine, theirs[name]) for name, mine in a.tensors().items() if name in theirs}
+    return merge_all(Partials(**{name: torch.stack(pair) for name, pair in both.items()}))
 
 
 def merge_all(slices: Partials) -> Partials:
@@ -83,7 +97,7 @@ def merge_all(slices: Partials) -> Partials:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Statistics:
+class Statistics(_Vectors):
     """What a term sees of each scored token: [T] vectors, float32 (float64 for float64 inputs).
 
     `logp` = z_y - lse, `lse` = log sum exp z, `entropy` = -sum p log p and `mean_logit` = sum z / V
@@ -126,16 +140,11 @@ class Statistics:
             raise ValueError(f"reads stats.candidate_{name}, but batch.candidate_ids was not given")
         return self.divergences[CANDIDATES]
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The statistics that are present, by name."""
-        named = {name: getattr(self, name) for name in STATISTICS}
-        return {name: value for name, value in named.items() if value is not None}
-
-    def map(self, function) -> Statistics:
-        """Apply `function` to every vector."""
+    def map(self, function: Callable[[Tensor], Tensor]) -> Statistics:
+        """Apply `function` to every vector, what is measured beside them included."""
         found: dict[str, Any] = {name: function(t) for name, t in self.tensors().items()}
-        found["divergences"] = {key: function(t) for key, t in self.divergences.items()}
-        return Statistics(**found)
+        beside = {key: function(t) for key, t in self.divergences.items()}
+        return Statistics(**found, divergences=beside)
 
 
 class Normalizer(NamedTuple):
@@ -172,20 +181,13 @@ def finish(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coefficients:
+class Coefficients(_Vectors):
     """The pull-back of an objective, [T] each; None where no token can have one."""
 
     target: Tensor | None = None
     prob: Tensor | None = None
     entropy: Tensor | None = None
     uniform: Tensor | None = None
-
-    def tensors(self) -> dict[str, Tensor]:
-        named = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in named.items() if value is not None}
-
-    def map(self, function) -> Coefficients:
-        return replace(self, **{name: function(value) for name, value in self.tensors().items()})
 
 
 def pull_back(

@@ -118,9 +118,9 @@ def _placed(measured: Measured, index: Tensor, found: Measured) -> Measured:
     def put(mine: Tensor, theirs: Tensor) -> Tensor:
         return mine.index_copy(0, index, theirs)
 
-    theirs, stats = found.stats.tensors(), Statistics()
-    for name, mine in measured.stats.tensors().items():
-        stats = replace(stats, **{name: put(mine, theirs[name])})
-    for key, mine in measured.stats.divergences.items():
-        stats.divergences[key] = put(mine, found.stats.divergences[key])
+    theirs, beside = found.stats.tensors(), found.stats.divergences
+    stats = Statistics(
+        **{name: put(mine, theirs[name]) for name, mine in measured.stats.tensors().items()},  # type: ignore[arg-type]
+        divergences={k: put(mine, beside[k]) for k, mine in measured.stats.divergences.items()},
+    )
     return Measured(stats, Normalizer(*map(put, measured.normalizer, found.normalizer)))
