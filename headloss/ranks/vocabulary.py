@@ -204,7 +204,8 @@ class Shard(Whole):
 
 def _named(partials: Partials) -> dict[str, Tensor]:
     """The fields that there are."""
-    return {name: value for name, value in vars(partials).items() if value is not None}
+    names = ("peak", "rest", "target", "spread", "total")
+    return {name: t for name in names if (t := getattr(partials, name)) is not None}
 
 
 class SumGradient(torch.autograd.Function):
