@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 
 import headloss as hl
 from headloss.batch.survey import Survey
-from headloss.ranks.agreement import Agreement
+from headloss.ranks.agreement import Agreement, Facts, agree
 from headloss.softmax.linear import LinearSoftmax
 
 T, H, V = 6, 4, 10
@@ -328,6 +328,21 @@ def bad_and_unread() -> tuple[str, str, list[str]]:
     finally:
         Survey.is_asked = plain  # type: ignore[method-assign]
     return "", "nothing was raised", []
+
+
+def long_error() -> str:
+    """What one rank raises is not cut on the others."""
+    s = setup("vocabulary")
+
+    def act() -> None:
+        if s.last:
+            raise ValueError("long " * 1000 + "end")
+
+    try:
+        agree("a group", s.group, act, lambda _: Facts({}, {}))
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
 
 
 def own_mistake() -> tuple[str, str, list[str]]:

@@ -38,6 +38,8 @@ def test_the_host_does_not_wait_for_what_it_knows(world: World) -> None:
         assert all(names.count("read") == 1 for names in seen)
     for kind, message in world.run(parallel_errors.nothing_to_send, seconds=SECONDS):
         assert kind == "ValueError" and "softcap, temperature: differs" in message
+    found = world.run(parallel_errors.long_error, seconds=SECONDS)
+    assert found == ["long " * 1000 + "end" + more for more in (" (on rank 1 of a group)", "")]
     for kind, message, notes in world.run(parallel_errors.bad_and_unread, seconds=SECONDS):
         assert (kind, notes) == ("ValueError", []) and "targets: got 20 at position 2" in message
     for kind, message, notes in world.run(parallel_errors.own_mistake, seconds=SECONDS):
