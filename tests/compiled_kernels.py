@@ -34,7 +34,6 @@ from headloss.kernels.pair import Chosen, Compared, Differences, Outcomes, Pair,
 from headloss.kernels.support import ByColumn, Support
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton import beside, given, launch, product, slab, tape, tiles, versions
-from headloss.kernels.triton.resident import Resident
 from headloss.kernels.walk import Rows, Walk
 from headloss.objective.statistics import Coefficients, Normalizer, Partials
 
@@ -113,7 +112,7 @@ class Form:
         self.one = Coefficients(target=some(N), prob=some(N))
         self.c, self.transform = self.one, Transform()
         if full:
-            self.c = replace(self.one, entropy=some(N), uniform=some(N))
+            self.c = self.one._replace(entropy=some(N), uniform=some(N))
             self.transform = Transform(scale=0.5, softcap=30.0, temperature=torch.ones(N))
         bias = some(V, dtype=dtype) if full else None
         self.plain = replace(self.transform, softcap=None)
@@ -140,7 +139,7 @@ class Form:
 
     def tiles(self) -> Iterator[tuple[str, Call]]:
         raw, held, order, backward = self.raw, self.held, self.order, self.backward
-        no_mean = backward._replace(coefficients=replace(self.c, uniform=None))
+        no_mean = backward._replace(coefficients=self.c._replace(uniform=None))
         onto = self.if_full(acts.partials)
         yield "partials", lambda: acts.partials(raw, self.forward)
         if onto is not None:
@@ -186,7 +185,7 @@ class Form:
         whole_walk = walk._replace(logits=rows, out=rows, coefficients=self.c)
         yield "walk, wide", lambda: acts.given_rows(whole_walk)
         if wide.dtype == torch.bfloat16 and given.has_clusters(wide.device):
-            shape = Resident(parts=16, turns=2)
+            shape = given.Shape(warps=4, parts=16, turns=2, resident=True)
             yield "walk, resident", lambda: acts.given_rows(whole_walk, shape=shape)
         yield "scaled in place", lambda: acts.scale_rows_(rows, some(1)[0])
 
@@ -264,10 +263,11 @@ class Form:
         names = tape.tape_kernel.arg_names[: -len(constants)]
         kinds = {"f": 0.5, "i": far}
         vectors = {n: kinds[n[0]] for n in names if n[1:].isdigit()}
-        addresses = ("code", "kinds", "index", "ids", "live", "counts", "scratch", "shares")
-        given = [vectors.get(n, far if n in addresses else N) for n in names]
-        yield "tape", lambda: tape._tape._slowly(1, given, constants)
-        yield "fold", lambda: tape._fold._slowly(1, (far, far, far, 2), {"BLOCK": tape.FOLD})
+        addresses = ("code", "kinds", "index", "ids", "live", "counts", "shares")
+        given = [vectors.get(n, far if n in addresses else N) for n in names[1:]]
+        scratch, results = some(1), some(1, dtype=torch.float64)
+        yield "tape", lambda: tape._tape._slowly(1, (scratch, *given), constants)
+        yield "fold", lambda: tape._fold._slowly(1, (results, far, far, 2), {"BLOCK": tape.FOLD})
 
 
 def partials_of(n: int) -> Partials:

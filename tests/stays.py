@@ -85,9 +85,6 @@ def start_of(tensor: Tensor) -> int:
 def without_kernels(followed: Followed) -> Iterator[None]:
     """The triton backend on a CPU: what a call does but for its kernels."""
 
-    def send(self: Any, device: Any, programs: int, arguments: tuple, **constants: Any) -> None:
-        followed.launched(*arguments)
-
     def call(self: Any, programs: int, *arguments: Any, **constants: Any) -> None:
         followed.launched(*arguments)
 
@@ -98,7 +95,6 @@ def without_kernels(followed: Followed) -> Iterator[None]:
             (prepare, "serves", lambda *_: True),
             (product, "overlaps", lambda *_: False),
             (launch.Launcher, "__call__", call),
-            (launch.OfNumbers, "send", send),
         ):
             stack.enter_context(patch.object(where, name, value))
         yield

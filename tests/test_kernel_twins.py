@@ -98,7 +98,7 @@ def test_products_and_held_terms(n, v, name):
     for dtype, which in itertools.product(SIXTEEN, ("tp", "tpe")):
         x, w, targets = head(n, 72, v, first, dtype)
         forward, c = Forward(targets, first, transform, NEEDS), coefficients_of(n, which)
-        c = replace(c, prob=-c.target)
+        c = c._replace(prob=-c.target)
         held = {a: Held.empty(x, v) for a in (triton_backend, reference)}
         for one in held.values():
             one.terms.fill_(math.nan)
@@ -159,9 +159,8 @@ def slices_of(x, w, forward: Forward) -> torch.Tensor:
         if forward.transform.bias is not None:
             part = replace(forward.transform, bias=forward.transform.bias[own])
             here = here._replace(transform=part)
-        parts.append(vars(reference.product_partials(x, w[own], here)))
-    names = ("peak", "rest", "target", "spread", "total")
-    return torch.stack([torch.stack([part[name] for name in names]) for part in parts])
+        parts.append(torch.stack([*reference.product_partials(x, w[own], here)]))
+    return torch.stack(parts)
 
 
 def test_what_held_terms_cannot_give_is_refused_by_both():
@@ -308,10 +307,9 @@ def test_walks(dtype, n, name):
         pair.append(backend.given_rows(walk._replace(coefficients=c)))
         assert n < 3 or not work.flatten(0, 1)[7].any()
     assert_rows(works, dtype)
-    for key in vars(pair[1]):
-        mine, theirs = (getattr(p, key)[live] for p in pair)
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-        assert not any(getattr(p, key)[~live].any() for p in pair)
+    for mine, theirs in zip(*pair, strict=True):
+        torch.testing.assert_close(mine[live], theirs[live], rtol=1e-5, atol=1e-5)
+        assert not mine[~live].any() and not theirs[~live].any()
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
@@ -400,7 +398,7 @@ def test_twins_are_the_gradient(form, name):
         out = torch.full_like(raw, math.nan)
         offsets = torch.arange(n, device=DEVICE) * v
         rows, to = (Rows(t, offsets, False) for t in (raw.detach(), out))
-        at_zero = replace(c, prob=-g)  # the act itself adds the entropy's part
+        at_zero = c._replace(prob=-g)  # the act itself adds the entropy's part
         walk = Walk(rows, to, None, targets, first, transform, NEEDS, at_zero)
         reference.given_rows(walk)
         found = out

@@ -80,7 +80,7 @@ class Stub:
         def send(programs, stream, values):
             self.fast.append((programs, stream, list(values)))
 
-        layouts = [launch.Layout(3, 4, 7, list(tile.block)) for tile in tiles.values()]
+        layouts = [(3, 4, 7, list(tile.block)) for tile in tiles.values()]
         return launch.Known(send, layouts, compiled)
 
 
@@ -153,7 +153,7 @@ def test_tiles_become_maps_shapes_and_strides(stub, monkeypatch):
         (9, 70, [x.data_ptr(), 5, f"map {i + 1}", rows, 56, 64, 1])
         for i, rows in enumerate((40, 24))
     ]
-    assert made[1] == (launch.Layout(3, 4, 7, [16, 32]), y.data_ptr(), (24, 56), (64, 1))
+    assert made[1] == ((3, 4, 7, [16, 32]), y.data_ptr(), (24, 56), (64, 1))
 
 
 def test_no_kernel_has_a_constant_before_an_argument():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -92,7 +91,7 @@ def test_product_partials_of_two_shards_merge():
 def test_product_of_no_tokens():
     x, w, targets, _ = head(2, 64, 40)
     found = triton_backend.product_partials(x[:0], w, Forward(targets[:0], 0, Transform(), NEEDS))
-    assert all(value.shape == (0,) for value in vars(found).values())
+    assert all(value.shape == (0,) for value in found if value is not None)
 
 
 @pytest.mark.parametrize("name", ["plain", "scaled", "rows", "capped rows"])
@@ -103,7 +102,7 @@ def test_held_gradient(which, name):
     x, w, targets, raw = head(n, 64, v, first=first)
     transform, c = transforms(n)[name], coefficients_of(n, which)
     if "t" in which:
-        c = replace(c, prob=-c.target)
+        c = c._replace(prob=-c.target)
     held = poisoned_held(n, v)
     found = triton_backend.product_partials(
         x, w, Forward(targets, first, transform, NEEDS), held=held
@@ -137,7 +136,7 @@ def test_product_gradient(which, name):
     x, w, targets, raw = head(n, 64, v, first=first)
     transform, c = transforms(n)[name], coefficients_of(n, which)
     if which.startswith("tp"):
-        c = replace(c, prob=-c.target)
+        c = c._replace(prob=-c.target)
     exact = reference.partials(raw, Forward(targets, first, in_float64(transform), NEEDS))
     stats, normalizer = finish(exact, v, frozenset({"logp"}))
     oracle = oracle_gradient(raw, targets, first, transform, normalizer, c)

@@ -69,14 +69,8 @@ class Way(IntEnum):
 
 
 DTYPES = {
-    torch.float32: 0,
-    torch.float64: 1,
-    torch.bfloat16: 2,
-    torch.float16: 3,
-    torch.int64: 4,
-    torch.int32: 5,
-    torch.bool: 6,
-    torch.uint8: 6,
+    torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int64: 4,
+    torch.int32: 5, torch.bool: 6, torch.uint8: 6
 }
 
 ELEMENTWISE = frozenset(range(Op.ADD, Op.SIGMOID + 1))

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,21 +43,12 @@ FLOOR = -1e4
 SURE = -0.5
 
 
-class _Vectors:
-    """Tensors by name, of which some may be None."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Those that are present, by name."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """Apply `function` to each."""
-        found = {name: function(value) for name, value in self.tensors().items()}
-        return replace(self, **found)  # type: ignore[type-var]
+def _present(named: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a record, by name."""
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Partials(_Vectors):
+class Partials(NamedTuple):
     """A slice of the vocabulary, with e_j = exp(z_j - peak) over the slice; every field is [T].
 
     `rest` leaves the largest term out of the sum: log(sum e) = log1p(rest) then keeps its digits
@@ -69,6 +60,9 @@ class Partials(_Vectors):
     target: Tensor  # z_y, or -inf where y lies in another slice
     spread: Tensor | None = None  # sum e (z - peak), for the entropy
     total: Tensor | None = None  # sum z, for the mean logit
+
+    def tensors(self) -> dict[str, Tensor]:
+        return _present(self._asdict())
 
 
 def merge(a: Partials, b: Partials) -> Partials:
@@ -97,7 +91,7 @@ def merge_all(slices: Partials) -> Partials:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Statistics(_Vectors):
+class Statistics:
     """What a term sees of each scored token: [T] vectors, float32 (float64 for float64 inputs).
 
     `logp` = z_y - lse, `lse` = log sum exp z, `entropy` = -sum p log p and `mean_logit` = sum z / V
@@ -140,6 +134,10 @@ class Statistics(_Vectors):
             raise ValueError(f"reads stats.candidate_{name}, but batch.candidate_ids was not given")
         return self.divergences[CANDIDATES]
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The statistics that are present, by name."""
+        return _present(vars(self))
+
     def map(self, function: Callable[[Tensor], Tensor]) -> Statistics:
         """Apply `function` to every vector, what is measured beside them included."""
         found: dict[str, Any] = {name: function(t) for name, t in self.tensors().items()}
@@ -180,14 +178,19 @@ def finish(
     return Statistics(**found), Normalizer(partials.peak, log_sum)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Coefficients(_Vectors):
+class Coefficients(NamedTuple):
     """The pull-back of an objective, [T] each; None where no token can have one."""
 
     target: Tensor | None = None
     prob: Tensor | None = None
     entropy: Tensor | None = None
     uniform: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        return _present(self._asdict())
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Coefficients:
+        return Coefficients(*(None if value is None else function(value) for value in self))
 
 
 def pull_back(

@@ -112,7 +112,7 @@ class Shard(Whole):
 
     def merge(self, partials: Partials) -> Partials:
         """One packed all-gather; the same operations in rank order give all ranks the same bits."""
-        named = _named(partials)
+        named = partials.tensors()
         slices = zip(named, self._gathered(partials).unbind(1), strict=True)
         return merge_all(Partials(**dict(slices)))
 
@@ -122,7 +122,7 @@ class Shard(Whole):
         return kernels.finish(self._gathered(partials), needs, vocabulary)
 
     def _gathered(self, partials: Partials) -> Tensor:
-        return self.gather(torch.stack([*_named(partials).values()]))
+        return self.gather(torch.stack([*partials.tensors().values()]))
 
     def gather(self, values: Tensor) -> Tensor:
         """[W, ..] of every rank's [..], in rank order."""
@@ -200,12 +200,6 @@ class Shard(Whole):
             lambda: distributed.broadcast(kept, group=self.group, group_src=0),
         )
         return hidden * kept / (1 - p)
-
-
-def _named(partials: Partials) -> dict[str, Tensor]:
-    """The fields that there are."""
-    names = ("peak", "rest", "target", "spread", "total")
-    return {name: t for name in names if (t := getattr(partials, name)) is not None}
 
 
 class SumGradient(torch.autograd.Function):

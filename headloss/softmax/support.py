@@ -92,7 +92,7 @@ class SupportSoftmax(LinearSoftmax):
         c = gradient.coefficients
         if c.uniform is not None:
             counts = self.support.counts[rows].clamp_min(1)
-            c = replace(c, uniform=c.uniform * self.size / counts)
+            c = c._replace(uniform=c.uniform * self.size / counts)
         known = known._replace(gradient=gradient._replace(coefficients=c))
         backward = self.tokens.backward(rows, columns, known)
         values = self.acts.support_gradient(raw, support, backward)

@@ -14,13 +14,8 @@ from ..interface import Compacted, Surveyed
 
 
 def survey(
-    targets: Tensor,
-    ids: Tensor,
-    count: int,
-    ignore: int,
-    *,
-    id_fields: Sequence[Tensor] = (),
-    positive: Tensor | None = None,
+    targets: Tensor, ids: Tensor, count: int, ignore: int, *, id_fields: Sequence[Tensor] = (),
+    positive: Tensor | None = None
 ) -> Surveyed:
     targets, ids = targets.reshape(-1), ids.reshape(-1)
     values = [targets, *(field.amax(1) for field in id_fields)]

@@ -30,12 +30,8 @@ def chosen_logits(x: Tensor, w: Tensor, columns: Tensor, transform: Transform) -
 
 
 def chosen_gradient_(
-    tile: Tensor,
-    chosen: Chosen,
-    backward: Backward,
-    *,
-    multiples: Tensor | None = None,
-    order: Order | None = None,
+    tile: Tensor, chosen: Chosen, backward: Backward, *, multiples: Tensor | None = None,
+    order: Order | None = None
 ) -> None:
     picked = slice(None) if order is None else order.rows[: int(order.count)]
     columns, log_p, slopes = (t[picked] for t in chosen)

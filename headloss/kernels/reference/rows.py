@@ -41,19 +41,14 @@ def _scaled(value: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
     # value is multiplied in float32.
     factor = factor.reshape(1).to(wide(value.dtype))
     return torch.mul(
-        value,
-        factor,
-        out=value if value.dtype == dtype else value.new_empty(value.shape, dtype=dtype),
+        value, factor,
+        out=value if value.dtype == dtype else value.new_empty(value.shape, dtype=dtype)
     )
 
 
 def scaled_rows(
-    x: Tensor,
-    scale: Tensor,
-    *,
-    source: Tensor | None = None,
-    out: Tensor | None = None,
-    places: Tensor | None = None,
+    x: Tensor, scale: Tensor, *, source: Tensor | None = None, out: Tensor | None = None,
+    places: Tensor | None = None
 ) -> Tensor:
     n = len(scale)
     value = x[:n] if source is None else x[source]
@@ -88,7 +83,7 @@ def given_rows(walk: Walk) -> Partials | None:
     if walk.needs is not None:
         if walk.out is not None:
             c = _completed(c, here, None if walk.slopes is None else walk.slopes[:, :, live])
-        named = {name: t for name, t in vars(here).items() if t is not None}
+        named = {name: t for name, t in here._asdict().items() if t is not None}
         found = Partials(**{k: t.new_zeros(n).index_copy_(0, live, t) for k, t in named.items()})
     if walk.out is not None and n:
         backward = Backward(targets, walk.first, transform, normalizer, c, stats.logp)

@@ -53,9 +53,7 @@ def _slots(block: _Block, targets: Tensor) -> Tensor:
     return torch.where(hit.any(1), hit.int().argmax(1), -1)
 
 
-def support_logits(
-    x: Tensor, w: Tensor, support: Support, onto: Tensor | None = None
-) -> Tensor:
+def support_logits(x: Tensor, w: Tensor, support: Support, onto: Tensor | None = None) -> Tensor:
     dtype = wide(torch.promote_types(x.dtype, w.dtype)) if onto is None else onto.dtype
     out = x.new_zeros(len(support.ids), dtype=dtype) if onto is None else onto
     for block in _blocks(support, x.shape[1]):

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from .batch import compact, survey
 from .beside import teacher_product
-from .cast import scaled
 from .chosen import chosen_gradient_, chosen_logits
 from .dense import divergence, divergence_gradient_, readable
 from .fixed import fixed_product
-from .given import given_rows, scale_rows_
-from .gradient import logit_gradient_
-from .held import held_gradient_, held_multiple_
+from .given import given_rows
+from .gradient import held_gradient_, held_multiple_, logit_gradient_
 from .merge import finish
-from .order import dense_order, move_rows_, scaled_rows
+from .order import dense_order, move_rows_, scale_rows_, scaled, scaled_rows
 from .product import can_fuse, product_partials, product_statistics
 from .slab import product_gradient
 from .statistics import partials

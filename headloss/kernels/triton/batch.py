@@ -125,12 +125,9 @@ def survey_kernel(
 def largest_kernel(
     targets,  # Grid
     values,  # Matrix [N, K]
-    k,
-    facts,
+    k, facts,
     fact,  # the place of this one
-    n,
-    ignore,
-    BLOCK: tl.constexpr,
+    n, ignore, BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = (at < n) & (numbers_at(targets, at, at < n, ignore) != ignore)
@@ -176,13 +173,8 @@ def grid_of(values: Tensor) -> Grid:
 
 
 def survey(
-    targets: Tensor,
-    ids: Tensor,
-    count: int,
-    ignore: int,
-    *,
-    id_fields: Sequence[Tensor] = (),
-    positive: Tensor | None = None,
+    targets: Tensor, ids: Tensor, count: int, ignore: int, *, id_fields: Sequence[Tensor] = (),
+    positive: Tensor | None = None
 ) -> Surveyed:
     n, values = targets.numel(), 1 + len(id_fields)
     make = ids.new_empty if 0 < n <= BLOCK else ids.new_zeros  # one program does that itself

@@ -16,9 +16,10 @@ from ..interface import Backward, Order
 from ..pair import Chosen
 from ..transform import Transform
 from .formulas import coefficient, coefficients, folded, own_gradient, per_row, transformed
-from .launch import Launcher
+from .launch import Launcher, cdiv
 from .records import Act, Matrix, act, check_tile, matrix_of, scaling
 
+ROWS = 128  # of a program that sets targets
 COLUMNS, DEPTH, HALVES = 8, 256, 8  # of a program: chosen columns, and 2 ** HALVES of H at once
 
 
@@ -29,12 +30,9 @@ def logits_kernel(
     columns,  # Matrix [n, K]
     z,  # LogitScaling
     out,  # [n, K]
-    v,
-    h,
+    v, h,
     count,  # K
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    HALVES: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HALVES: tl.constexpr,
 ):
     """Summed in one order, whatever the layout, so that a token's logits depend on it alone."""
     blocks = tl.cdiv(count, COLUMNS)
@@ -64,42 +62,51 @@ class Put(NamedTuple):
     a: Act
     columns: Matrix  # [n, K], as the next two
     logps: Matrix
-    slopes: Matrix
+    slopes: Matrix | None  # beside the targets' coefficients
     multiples: Tensor | None  # [n], of the rows of `to`
     order: Order | None
 
 
-@triton.jit(do_not_specialize=["first"])
-def gradient_kernel(of, first, v, count, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["from_column", "first", "n"])
+def gradient_kernel(
+    of,  # Put
+    from_column,  # the number of the first column
+    first, n, v, count, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):
     a = of.a
-    place = tl.program_id(0).to(tl.int64)
-    row = place
+    place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     if of.order is not None:
-        if place >= tl.load(of.order.count):
-            return
-        row = tl.load(of.order.rows + place)
-    k = tl.arange(0, BLOCK)
-    column = tl.load(of.columns.data + row * of.columns.stride + k, mask=k < count, other=-1)
-    here = (column >= 0) & (column < v)
-    log_p = tl.load(of.logps.data + row * of.logps.stride + k, mask=here, other=0.0)
-    slope = tl.load(of.slopes.data + row * of.slopes.stride + k, mask=here, other=0.0)
-    target = tl.load(a.targets + row) - first
-    slope += tl.where(column == target, coefficient(a.c.target, row), 0.0)
-    g = own_gradient(log_p, slope, coefficients(a.c, row), a.c)
+        n = tl.load(of.order.count)
+    row = tl.where(place < n, place, 0)
+    if of.order is not None:
+        row = tl.load(of.order.rows + row)
+    k = tl.arange(0, BLOCK)[None, :]
+    inside = (place < n)[:, None] & (k < count)
+    at = row[:, None]
+    column = tl.load(of.columns.data + at * of.columns.stride + k, mask=inside, other=-1)
+    column -= from_column
+    here = inside & (column >= 0) & (column < v)
+    log_p = tl.load(of.logps.data + at * of.logps.stride + k, mask=here, other=0.0)
+    own = coefficient(a.c.target, at)
+    if of.slopes is not None:
+        slope = tl.load(of.slopes.data + at * of.slopes.stride + k, mask=here, other=0.0)
+        own = slope + tl.where(column == tl.load(a.targets + at) - first, own, 0.0)
+    g = own_gradient(log_p, own, coefficients(a.c, at), a.c)
     if a.z.inner is not None:
-        z = log_p + tl.load(a.normalizer.peak + row) + tl.load(a.normalizer.log_sum + row)
-        bend = z / per_row(a.z.outer, a.z, row)
+        z = log_p + tl.load(a.normalizer.peak + at) + tl.load(a.normalizer.log_sum + at)
+        bend = z / per_row(a.z.outer, a.z, at)
         g *= 1 - bend * bend
-    g *= per_row(a.z.factor, a.z, row)
+    g *= per_row(a.z.factor, a.z, at)
     if of.multiples is not None:
-        multiple = tl.load(of.multiples + place)
+        multiple = tl.load(of.multiples + place, mask=place < n, other=0.0)[:, None]
         g = tl.where(multiple == 0, 0.0, g / tl.where(multiple == 0, 1.0, multiple))
-    out = of.to.data + place * of.to.stride + column
+    out = of.to.data + place[:, None] * of.to.stride + column
     tl.store(out, g.to(of.to.data.dtype.element_ty), mask=here)
 
 
 launch_logits = Launcher(logits_kernel, num_warps=4)
 launch_gradient = Launcher(gradient_kernel, num_warps=1)
+launch_targets = Launcher(gradient_kernel)
 
 
 def chosen_logits(x: Tensor, w: Tensor, columns: Tensor, transform: Transform) -> Tensor:
@@ -115,12 +122,8 @@ def chosen_logits(x: Tensor, w: Tensor, columns: Tensor, transform: Transform) -
 
 
 def chosen_gradient_(
-    tile: Tensor,
-    chosen: Chosen,
-    backward: Backward,
-    *,
-    multiples: Tensor | None = None,
-    order: Order | None = None,
+    tile: Tensor, chosen: Chosen, backward: Backward, *, multiples: Tensor | None = None,
+    order: Order | None = None
 ) -> None:
     check_tile("tile", tile)
     columns, logps, slopes = chosen
@@ -128,5 +131,13 @@ def chosen_gradient_(
     if n:
         sparse = (matrix_of(columns), matrix_of(logps), matrix_of(slopes))
         of = Put(matrix_of(tile), act(backward), *sparse, multiples, order)
-        block = triton.next_power_of_2(count)
-        launch_gradient(n, of, backward.first, tile.shape[1], count, BLOCK=block)
+        options = {"ROWS": 1, "BLOCK": triton.next_power_of_2(count)}
+        launch_gradient(n, of, 0, backward.first, n, tile.shape[1], count, **options)
+
+
+def target_gradient_(tile: Tensor, a: Act, first: int) -> None:
+    """The targets' own gradient, to the digits of their log-probs."""
+    assert a.targets is not None and a.logps is not None
+    n, v = tile.shape
+    of = Put(matrix_of(tile), a, Matrix(a.targets, 1), Matrix(a.logps, 1), None, None, None)
+    launch_targets(cdiv(n, ROWS), of, first, first, n, v, 1, ROWS=ROWS, BLOCK=1)

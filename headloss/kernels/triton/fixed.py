@@ -21,19 +21,11 @@ GROUP = 8  # tiles of rows that share one of columns while it is in the L2
 def fixed_product_kernel(
     a,  # Matrix [n, k]
     b,  # [k, m], of the next two strides
-    b_row,
-    b_column,
+    b_row, b_column,
     out,  # Matrix [n, m]
-    n,
-    m,
-    k,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
+    n, m, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
     WIDE: tl.constexpr,  # the operands' dtypes differ
-    PRECISION: tl.constexpr,
-    ADD: tl.constexpr,
+    PRECISION: tl.constexpr, ADD: tl.constexpr,
 ):
     tiles, across = tl.cdiv(n, ROWS), tl.cdiv(m, COLUMNS)
     group = tl.program_id(0) // (GROUP * across)
@@ -75,13 +67,8 @@ def fixed_product(
         tf32 = torch.backends.cuda.matmul.allow_tf32 and not wide
         launch(
             cdiv(n, ROWS) * cdiv(m, COLUMNS),
-            *(matrix_of(a), b, *b.stride(), Matrix(out, out.stride(0)), n, m, k),
-            ROWS=ROWS,
-            COLUMNS=COLUMNS,
-            DEPTH=BYTES // (4 if wide else a.element_size()),
-            GROUP=GROUP,
-            WIDE=wide,
-            PRECISION="tf32" if tf32 else "ieee",
-            ADD=add,
+            *(matrix_of(a), b, *b.stride(), Matrix(out, out.stride(0)), n, m, k), ROWS=ROWS,
+            COLUMNS=COLUMNS, DEPTH=BYTES // (4 if wide else a.element_size()), GROUP=GROUP,
+            WIDE=wide, PRECISION="tf32" if tf32 else "ieee", ADD=add
         )
     return out

@@ -61,9 +61,10 @@ def expm1(x):
 
 @triton.jit
 def log1p(x):
-    """log(1 + x): the rounding of 1 + x is divided out."""
+    """log(1 + x), to the last digits of x where it is small."""
     u = 1 + x
-    return tl.where(u == 1, x, tl.log(u) * (x / tl.where(u == 1, 1.0, u - 1)))
+    near = tl.log(u) * (x / tl.where(u == 1, 1.0, u - 1))
+    return tl.where(u == 1, x, tl.where(x < 1, near, tl.log(u)))
 
 
 @triton.jit
@@ -114,7 +115,7 @@ def coefficient(pointer, row):
 @triton.jit
 def act_two(p, log_p, at, c):
     """dL/dz but for the target's own term; `at` is (c_prob, c_entropy, c_uniform), of which `c`, a
-    `Four`, says what there is."""
+    `Coefficients`, says what there is."""
     if c.entropy is not None:
         g = p * (at[0] + at[1] * log_p)
     else:

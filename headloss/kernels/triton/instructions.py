@@ -25,33 +25,20 @@ LAUNCH, INDEX = tl.constexpr(int(Way.LAUNCH)), tl.constexpr(int(Way.INDEX))
 SEGMENT, SCALAR = tl.constexpr(int(Way.SEGMENT)), tl.constexpr(int(Way.SCALAR))
 ROW = tl.constexpr(WIDTH)
 SLOTS = tl.constexpr(MEASUREMENTS)
+# As `opcodes.DTYPES` counts them.
+TYPES = (tl.float32, tl.float64, tl.bfloat16, tl.float16, tl.int64, tl.int32, tl.uint8)
+TYPES = tl.constexpr(TYPES)
 ADDRESSES, FLOATS = tl.constexpr(INPUTS), tl.constexpr(NUMBERS)
 
 
 @triton.jit
 def read_as(address, at, mask, dtype):
     """Values of an input of any dtype, in float32."""
-    if dtype == 0:
-        p0 = address.to(tl.pointer_type(tl.float32))
-        value = tl.load(p0 + at, mask=mask, other=0.0).to(tl.float32)
-    elif dtype == 1:
-        p1 = address.to(tl.pointer_type(tl.float64))
-        value = tl.load(p1 + at, mask=mask, other=0.0).to(tl.float32)
-    elif dtype == 2:
-        p2 = address.to(tl.pointer_type(tl.bfloat16))
-        value = tl.load(p2 + at, mask=mask, other=0.0).to(tl.float32)
-    elif dtype == 3:
-        p3 = address.to(tl.pointer_type(tl.float16))
-        value = tl.load(p3 + at, mask=mask, other=0.0).to(tl.float32)
-    elif dtype == 4:
-        p4 = address.to(tl.pointer_type(tl.int64))
-        value = tl.load(p4 + at, mask=mask, other=0).to(tl.float32)
-    elif dtype == 5:
-        p5 = address.to(tl.pointer_type(tl.int32))
-        value = tl.load(p5 + at, mask=mask, other=0).to(tl.float32)
-    else:
-        p6 = address.to(tl.pointer_type(tl.uint8))
-        value = tl.load(p6 + at, mask=mask, other=0).to(tl.float32)
+    value = tl.zeros(at.shape, tl.float32)
+    for i in tl.static_range(7):
+        if dtype == i:
+            place = address.to(tl.pointer_type(TYPES[i])) + at
+            value = tl.load(place, mask=mask, other=0).to(tl.float32)
     return value
 
 
@@ -140,7 +127,7 @@ def store_totals(into, values, counts, low, high, start, BLOCK: tl.constexpr):
         start = end
 
 
-ARGUMENTS = ["code", "phases", "kinds", "index", "ids", "live", "counts", "scratch", "shares"]
+ARGUMENTS = ["scratch", "code", "phases", "kinds", "index", "ids", "live", "counts", "shares"]
 ARGUMENTS += ["has_live", "n", "first", "size", "first_segment", "segments", "token_registers"]
 ARGUMENTS += ["measurements", "per"]
 ARGUMENTS += [f"i{k}" for k in range(INPUTS)] + [f"f{k}" for k in range(NUMBERS)]
@@ -148,12 +135,11 @@ ARGUMENTS += [f"i{k}" for k in range(INPUTS)] + [f"f{k}" for k in range(NUMBERS)
 
 @triton.jit(do_not_specialize=ARGUMENTS)
 def tape_kernel(
-    code, phases, kinds, index, ids, live, counts, scratch, shares,  # addresses
+    scratch,  # float32
+    code, phases, kinds, index, ids, live, counts, shares,  # addresses
     has_live, n, first, size, first_segment, segments, token_registers, measurements, per,
     i0, i1, i2, i3, i4, i5, i6, i7, i8, i9, i10, i11, i12, i13, i14, i15, i16, i17, i18, i19,
-    f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11,
-    BY_SEGMENT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, BY_SEGMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     inputs = (i0, i1, i2, i3, i4, i5, i6, i7, i8, i9, i10, i11, i12, i13, i14, i15, i16, i17, i18, i19)  # noqa: E501
     numbers = (f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11)
@@ -162,9 +148,8 @@ def tape_kernel(
     index, ids = index.to(tl.pointer_type(tl.int64)), ids.to(tl.pointer_type(tl.int64))
     counts = counts.to(tl.pointer_type(tl.int64)) + first_segment
     live, shares = live.to(tl.pointer_type(tl.uint8)), shares.to(tl.pointer_type(tl.float64))
-    tokens = scratch.to(tl.pointer_type(tl.float32))
-    over_tokens, over_size, lane = tokens, n.to(tl.int64), tl.arange(0, BLOCK)
-    of_segments = tokens + token_registers * over_size
+    over_tokens, over_size, lane = scratch, n.to(tl.int64), tl.arange(0, BLOCK)
+    of_segments = scratch + token_registers * over_size
     # The tokens and the segments of this program.
     s_low, s_high, t_low = program * 0, program * 0, program * BLOCK
     t_high = tl.minimum(t_low + BLOCK, n)
@@ -255,8 +240,8 @@ def tape_kernel(
                 tl.debug_barrier()  # other threads may read what these wrote
 
 
-@triton.jit(do_not_specialize=["kinds", "shares", "results", "programs"])
-def fold_kernel(kinds, shares, results, programs, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["results", "kinds", "shares", "programs"])
+def fold_kernel(results, kinds, shares, programs, BLOCK: tl.constexpr):
     """A measurement from the shares of the programs, added in their order."""
     at = tl.program_id(0)
     kind = tl.load(kinds.to(tl.pointer_type(tl.int32)) + at)
@@ -266,7 +251,7 @@ def fold_kernel(kinds, shares, results, programs, BLOCK: tl.constexpr):
         total = tl.zeros((BLOCK,), tl.float64)
         for start in range(0, programs, BLOCK):
             total += tl.load(shares + start + lane, mask=start + lane < programs, other=0.0)
-        tl.store(results.to(tl.pointer_type(tl.float64)) + at, tl.sum(total, 0))
+        tl.store(results + at, tl.sum(total, 0))
     else:
         sign = tl.where(kind == LARGEST, 1.0, -1.0).to(tl.float64)
         best, unknown = tl.full((BLOCK,), float("-inf"), tl.float64), 0
@@ -277,4 +262,4 @@ def fold_kernel(kinds, shares, results, programs, BLOCK: tl.constexpr):
             unknown += tl.sum((share != share).to(tl.int32), 0)
             best = tl.maximum(best, share)
         found = tl.where(unknown > 0, float("nan"), sign * tl.max(best, 0))
-        tl.store(results.to(tl.pointer_type(tl.float64)) + at, found)
+        tl.store(results + at, found)

@@ -66,6 +66,8 @@ class Launcher:
         tiles: which arguments are given as tensors and reach the kernel as descriptors.
     """
 
+    describe: Describe | None = None
+
     def __init__(self, kernel: Any, *, tiles: dict[str, Tile] | None = None, **options: Any):
         self.kernel, self.options = kernel, options
         if isinstance(kernel, JITFunction):  # a multiplication and an addition are one instruction
@@ -73,7 +75,6 @@ class Launcher:
         given = tiles or {}
         self.tiles = {i: given[name] for i, name in enumerate(kernel.arg_names) if name in given}
         self.direct = isinstance(kernel, JITFunction) and version() in VERSIONS
-        self.describe: Describe | None = None
         self.known: dict[tuple[Any, ...], Known | None] = {}
         _launchers.append(self)
 
@@ -136,29 +137,12 @@ class OfClusters(Launcher):
 
 
 class OfNumbers(Launcher):
-    """A launcher of a kernel whose arguments are all numbers, none of which is specialized: it is
-    compiled once for its constants, whatever the arguments are."""
+    """A launcher of a kernel whose arguments are one tensor and numbers, none of which is
+    specialized: it is compiled once for its constants, whatever the arguments are."""
 
-    def send(
-        self, device: torch.device, programs: int, arguments: tuple, **constants: Any
-    ) -> None:
-        if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):
-                self._send(device, programs, arguments, constants)
-        else:
-            self._send(device, programs, arguments, constants)
-
-    def _send(
-        self, device: torch.device, programs: int, arguments: tuple, constants: dict[str, Any]
-    ) -> None:
-        key = device, *constants.values()
-        known = self.known.get(key)
-        if known is not None and not _is_watched():
-            known.send(programs, _stream(device.index), arguments)
-            return
-        compiled = self._slowly(programs, arguments, constants)
-        if self.direct and device.type == "cuda" and key not in self.known:
-            self.known[key] = VERSIONS[version()](compiled, len(arguments), {})
+    @staticmethod
+    def describe(device: int, constants: dict[str, Any], first: Tensor, *numbers: Any) -> Any:
+        return (device, *constants.values()), [first.data_ptr(), *numbers]
 
 
 def describer(arguments: Values, tiles: Sequence[int]) -> Describe:
@@ -254,19 +238,11 @@ def kind(number: float | None) -> Any:
     raise TypeError(f"a kernel takes tensors, int, float, bool and None, got {number!r}")
 
 
-class Layout(NamedTuple):
-    """How a compiled kernel has a tile in shared memory."""
-
-    swizzle: int
-    element_size: int
-    element_type: int
-    block: list[int]
-
-
 class Known:
     """A compiled kernel, ready to be sent."""
 
-    def __init__(self, send: Send, layouts: list[Layout], compiled: object) -> None:
+    def __init__(self, send: Send, layouts: list[Values], compiled: object) -> None:
+        # Of a tile in shared memory: its swizzle, the size and the type of its elements, its block.
         self.send, self.layouts = send, layouts
         self.compiled = compiled  # it is unloaded when nobody holds it
         self.maps: dict[tuple[Any, ...], list[Any]] = {}
@@ -290,7 +266,7 @@ class Known:
         return [*found, *values[done:]]
 
 
-def _tensor_map(layout: Layout, pointer: int, shape: Values, strides: Values) -> Any:
+def _tensor_map(layout: Values, pointer: int, shape: Values, strides: Values) -> Any:
     """The 128 bytes by which the hardware knows a matrix."""
     utils = triton.runtime.driver.active.utils
     fill = utils.fill_tma_descriptor if version() == "3.6" else utils.fill_tma_descriptor_tiled
@@ -336,10 +312,9 @@ def _known(sender: Sender, compiled: Any, count: int, tiles: dict[int, Tile]) ->
         return None
     if any(not m or m["fp4_padded"] or m.get("is_im2col") for m in given):
         return None
-    kinds = [TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]] for m in given]
+    types = TMA_DTYPE_DEVICE_TO_HOST
     layouts = [
-        Layout(m["swizzle"], m["elem_size"], kind, list(m["block_size"]))
-        for m, kind in zip(given, kinds, strict=True)
+        (m["swizzle"], m["elem_size"], types[m["elem_type"]], list(m["block_size"])) for m in given
     ]
     constants = len(compiled.src.fn.arg_names) - count  # the C launcher skips them
     send = sender(compiled, (None,) * constants)
@@ -382,6 +357,5 @@ def _sender_3_9(compiled: Any, constants: tuple[None, ...]) -> Send | None:
 
 
 VERSIONS: dict[str, Callable[[Any, int, dict[int, Tile]], Known | None]] = {
-    "3.6": functools.partial(_known, _sender_3_6),
-    "3.9": functools.partial(_known, _sender_3_9),
+    "3.6": functools.partial(_known, _sender_3_6), "3.9": functools.partial(_known, _sender_3_9)
 }

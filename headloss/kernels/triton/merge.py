@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...objective.statistics import STATISTICS, Normalizer, Partials, Statistics
 from ..interface import Measured
-from .formulas import FLOOR, LN2, LOG2E, block_partials, folded, merged, per_row, transformed
+from .formulas import FLOOR, LN2, LOG2E, block_partials, folded, log1p, merged, per_row, transformed
 from .launch import Launcher, cdiv
 from .records import LogitScaling, Matrix, constant
 from .tokens import Reference
@@ -76,14 +76,6 @@ class Finish(NamedTuple):
     sums: Sums
     asked: Asked
     out: Tensor  # [.., n]
-
-
-@triton.jit
-def log1p(x):
-    """log(1 + x), to the last digits of x where it is small."""
-    u = 1 + x
-    near = tl.log(u) * (x / tl.where(u == 1, 1.0, u - 1))
-    return tl.where(u == 1, x, tl.where(x < 1, near, tl.log(u)))
 
 
 @triton.jit

@@ -2,10 +2,13 @@
 device, so that all of it is queued before the host reads how many there are.
 
 n rows, of which `count` are kept.
+
+Sums become gradients: several of them in one launch, times one number, rounded to their dtypes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,11 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..interface import Order
-from .launch import Launcher
-from .records import Matrix, matrix_of
+from ..interface import Order, Scaling
+from ..walk import Rows
+from .launch import Launcher, cdiv
+from .records import Matrix, constant, matrix_of, programs_on
 
-BLOCK = 2048  # rows that are ranked at once
+BLOCK = 2048  # rows that are ranked at once, and columns that are moved
+PROGRAMS = 8  # of a multiprocessor, that move rows
+WIDEST = 4096  # numbers that a program scales at once
+AT_ONCE = 3  # tensors that a launch scales
+MOST = 132 * 8  # programs: where nothing is to be done, few of them find that out
 
 
 @triton.jit
@@ -61,66 +69,135 @@ def dense_order(keep: Tensor, most: int) -> Order:
     return Order(rows, count)
 
 
-@triton.jit
-def move_rows_kernel(tile, order, v, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64)
-    row = tl.load(order.rows + place)
-    if (row != place) & (place < tl.load(order.count)):
-        for start in range(0, v, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            inside = columns < v
-            value = tl.load(tile.data + row * tile.stride + columns, mask=inside)
-            tl.store(tile.data + place * tile.stride + columns, value, mask=inside)
-
-
-launch_move = Launcher(move_rows_kernel, num_warps=8)
-
-
-def move_rows_(tile: Tensor, order: Order) -> None:
-    if len(tile):
-        launch_move(len(tile), matrix_of(tile), order, tile.shape[1], BLOCK=4096)
-
-
 class Moves(NamedTuple):
-    """Rows of x, times their scale, to rows of out; the first n where nothing is said."""
+    """Rows of x, times a number of their own or one for all, to rows of out; the first n where
+    nothing is said."""
 
     x: Matrix
     out: Matrix
-    scale: Tensor  # [n]
+    scale: Tensor | None  # [n]
+    factor: Tensor | None  # []; where it is 1 nothing is done
     source: Tensor | None
     places: Tensor | None
+    count: Tensor | None  # [1] of rows, fewer than n; those that stay in their place are left alone
 
 
-@triton.jit
-def rows_kernel(of, h, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    factor = tl.load(of.scale + row)
-    read, write = row, row
-    if of.source is not None:
-        read = tl.load(of.source + row)
-    if of.places is not None:
-        write = tl.load(of.places + row)
-    x, out = of.x.data + read * of.x.stride, of.out.data + write * of.out.stride
-    for start in range(0, h, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        value = tl.load(x + at, mask=at < h, other=0.0).to(tl.float32) * factor
-        tl.store(out + at, value.to(out.dtype.element_ty), mask=at < h)
+@triton.jit(do_not_specialize=["n"])
+def rows_kernel(of, n, h, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    factor = 1.0
+    if of.factor is not None:
+        factor = tl.load(of.factor).to(tl.float32)
+        n = tl.where(factor == 1, 0, n)
+    if of.count is not None:
+        n = tl.load(of.count)
+    for row in range(tl.program_id(0).to(tl.int64), n, tl.num_programs(0)):
+        read, write = row, row
+        if of.source is not None:
+            read = tl.multiple_of(tl.load(of.source + row), ALIGNED)
+        if of.places is not None:
+            write = tl.multiple_of(tl.load(of.places + row), ALIGNED)
+        if of.scale is not None:
+            factor = tl.load(of.scale + row)
+        width = h
+        if of.count is not None:
+            width = tl.where(read == write, 0, h)
+        x, out = of.x.data + read * of.x.stride, of.out.data + write * of.out.stride
+        for start in range(0, width, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            value = tl.load(x + at, mask=at < h, other=0.0)
+            if of.count is None:
+                value = (value.to(tl.float32) * factor).to(out.dtype.element_ty)
+            tl.store(out + at, value, mask=at < h)
 
 
 launch_rows = Launcher(rows_kernel, num_warps=8)
 
 
+def move_rows_(tile: Tensor, order: Order) -> None:
+    n, h = tile.shape
+    if n:
+        rows = matrix_of(tile)
+        of = Moves(rows, rows, None, None, order.rows, None, order.count)
+        launch_rows(n, of, n, h, ALIGNED=1, BLOCK=WIDEST)
+
+
+def scale_rows_(rows: Rows, factor: Tensor) -> None:
+    # Whether it is 1, where nothing is read, the device alone knows: then few programs find it out.
+    x, n, aligned = Matrix(rows.tensor, 1), len(rows.offsets), 16 if rows.aligned else 1
+    if n:
+        of = Moves(x, x, None, factor, rows.offsets, rows.offsets, None)
+        programs = min(n, PROGRAMS * programs_on(x.data.device))
+        launch_rows(programs, of, n, rows.tensor.shape[-1], ALIGNED=aligned, BLOCK=WIDEST)
+
+
 def scaled_rows(
-    x: Tensor,
-    scale: Tensor,
-    *,
-    source: Tensor | None = None,
-    out: Tensor | None = None,
-    places: Tensor | None = None,
+    x: Tensor, scale: Tensor, *, source: Tensor | None = None, out: Tensor | None = None,
+    places: Tensor | None = None
 ) -> Tensor:
-    n, h = scale.shape[0], x.shape[1]
-    out = x.new_empty(n, h) if out is None else out
-    if n and h:
-        read, write = Matrix(x, x.stride(0)), Matrix(out, out.stride(0))
-        launch_rows(n, Moves(read, write, scale, source, places), h, BLOCK=2048)
+    n = len(scale)
+    out = x.new_empty(n, x.shape[1]) if out is None else out
+    read, write = Matrix(x, x.stride(0)), Matrix(out, out.stride(0))
+    if n and x.shape[1]:
+        of = Moves(read, write, scale, None, source, places, None)
+        launch_rows(n, of, n, x.shape[1], ALIGNED=1, BLOCK=BLOCK)
     return out
+
+
+class Cast(NamedTuple):
+    """A sum on its way to a gradient."""
+
+    value: Tensor
+    out: Tensor
+    count: int
+    times: tl.constexpr  # it is multiplied by the factor
+    in_place: tl.constexpr
+
+
+@triton.jit
+def scaled_blocks(of, factor, BLOCK: tl.constexpr):
+    """Every `programs`-th block of a tensor; nothing where nothing changes."""
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    count = of.count
+    number = 1.0
+    if of.times:
+        number = tl.load(factor).to(tl.float32)
+    if of.in_place:
+        count = tl.where(number == 1, 0, count)
+    for block in range(program, tl.cdiv(count, BLOCK), programs):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(of.value + at, mask=at < count, other=0.0).to(tl.float32) * number
+        tl.store(of.out + at, x.to(of.out.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
+def scaled_kernel(
+    factor,  # []
+    a,  # Cast, as the next two
+    b, c, BLOCK: tl.constexpr,
+):
+    scaled_blocks(a, factor, BLOCK)
+    scaled_blocks(b, factor, BLOCK)
+    scaled_blocks(c, factor, BLOCK)
+
+
+launch_scaled = Launcher(scaled_kernel, num_warps=8)
+
+
+def scaled(values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
+    found, work = [], []
+    for value, dtype, multiply in values:
+        multiply = multiply and factor is not None
+        if value.dtype == dtype and (not multiply or not value.numel()):
+            found.append(value)
+            continue
+        out = value if value.dtype == dtype else torch.empty_like(value, dtype=dtype)
+        found.append(out)
+        if value.numel():
+            flags = constant(multiply), constant(value is out)
+            work.append(Cast(value, out, value.numel(), *flags))
+    for start in range(0, len(work), AT_ONCE):
+        some = work[start : start + AT_ONCE]
+        programs = min(MOST, cdiv(max(cast.count for cast in some), WIDEST))
+        some += [some[0]._replace(count=0)] * (AT_ONCE - len(some))
+        launch_scaled(programs, some[0].value if factor is None else factor, *some, BLOCK=WIDEST)
+    return found

@@ -43,33 +43,14 @@ class LogitScaling(NamedTuple):
     restore: float | None = None  # what raw is multiplied by before that, see `restored`
 
 
-class Four(NamedTuple):
-    """`Coefficients`, [n] each; None where no token can have one."""
-
-    target: Tensor | None
-    prob: Tensor | None
-    entropy: Tensor | None
-    uniform: Tensor | None
-
-
 class Act(NamedTuple):
     """What act two takes of each token."""
 
     targets: Tensor | None  # [n], as all vectors
     z: LogitScaling | None
     normalizer: Normalizer | None
-    c: Four
+    c: Coefficients
     logps: Tensor | None  # of the targets; None: their elements are as others
-
-
-class Found(NamedTuple):
-    """`Partials`, [n] each, or one for each block of columns."""
-
-    peak: Tensor | None
-    rest: Tensor | None
-    target: Tensor | None
-    spread: Tensor | None
-    total: Tensor | None
 
 
 def matrix_of(matrix: Tensor) -> Matrix:
@@ -113,23 +94,12 @@ def constant(value: bool) -> tl.constexpr:
     return YES if value else NO
 
 
-def four(c: Coefficients | None) -> Four:
-    return NOTHING if c is None else Four(c.target, c.prob, c.entropy, c.uniform)
-
-
-NOTHING = Four(None, None, None, None)
-NO_ACT = Act(None, None, None, NOTHING, None)
-NOT_FOUND = Found(None, None, None, None, None)
+NO_ACT = Act(None, None, None, Coefficients(), None)
 
 
 def act(backward: Backward) -> Act:
     targets, _, transform, normalizer, c, logps, _ = backward
-    return Act(targets, scaling(transform), normalizer, four(c), logps)
-
-
-def found(partials: Partials) -> Found:
-    p = partials
-    return Found(p.peak, p.rest, p.target, p.spread, p.total)
+    return Act(targets, scaling(transform), normalizer, c, logps)
 
 
 def empty_partials(like: Tensor, n: int, needs: frozenset[str]) -> Partials:
@@ -137,11 +107,8 @@ def empty_partials(like: Tensor, n: int, needs: frozenset[str]) -> Partials:
     entropy, mean = "entropy" in needs, "mean_logit" in needs
     room = like.new_empty(3 + entropy + mean, n, dtype=torch.float32).unbind()
     return Partials(
-        peak=room[0],
-        rest=room[1],
-        target=room[2],
-        spread=room[3] if entropy else None,
-        total=room[-1] if mean else None,
+        peak=room[0], rest=room[1], target=room[2], spread=room[3] if entropy else None,
+        total=room[-1] if mean else None
     )
 
 

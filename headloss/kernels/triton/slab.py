@@ -10,19 +10,12 @@ from torch import Tensor
 
 from ..interface import Backward, Held
 from ..rounding import lost
-from .formulas import (
-    LOG2E,
-    act_two,
-    coefficient,
-    coefficients,
-    own_gradient,
-    per_row,
-    transformed,
-)
-from .launch import Launcher, cdiv
+from .chosen import target_gradient_
+from .formulas import LOG2E, act_two, transformed
+from .launch import Launcher
 from .product import check_operands
-from .records import act, matrix_of, programs_on, restored
-from .tiles import BM, BN, OPTIONS, READ, ROWS, WRITE, biased, each_tile, halves
+from .records import act, programs_on, restored
+from .tiles import BM, BN, OPTIONS, READ, WRITE, biased, each_tile, halves
 from .versions import overlaps
 
 
@@ -59,9 +52,8 @@ def gradient_tile(z, m, block, out, a, n, v):
     lse = tl.load(a.normalizer.peak + rows, mask=inside, other=0.0)
     lse += tl.load(a.normalizer.log_sum + rows, mask=inside, other=0.0)
     at = (
-        of_rows(a.c.prob, rows, inside, factor),
-        of_rows(a.c.entropy, rows, inside, factor),
-        of_rows(a.c.uniform, rows, inside, factor),
+        of_rows(a.c.prob, rows, inside, factor), of_rows(a.c.entropy, rows, inside, factor),
+        of_rows(a.c.uniform, rows, inside, factor)
     )
     left, right = halves(z)
     g = gradient_of(left, lse[:, None], at, cap, a)
@@ -75,33 +67,7 @@ def slab_kernel(x, w, out, a, n, v, h, PROGRAMS: tl.constexpr):
     each_tile(x, w, out, a, n, v, h, PROGRAMS, gradient_tile)
 
 
-@triton.jit(do_not_specialize=["first"])
-def target_kernel(
-    out,  # Matrix
-    a,  # Act
-    first,
-    n,
-    v,
-    BLOCK: tl.constexpr,
-):
-    """The targets' own gradient, to the digits of their log-probs."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.load(a.targets + row, mask=row < n, other=-1) - first
-    here = (row < n) & (column >= 0) & (column < v)
-    row = tl.where(here, row, 0)
-    log_p = tl.load(a.logps + row)
-    g = own_gradient(log_p, coefficient(a.c.target, row), coefficients(a.c, row), a.c)
-    if a.z.inner is not None:
-        z = log_p + tl.load(a.normalizer.peak + row) + tl.load(a.normalizer.log_sum + row)
-        bend = z / per_row(a.z.outer, a.z, row)
-        g *= 1 - bend * bend
-    g *= per_row(a.z.factor, a.z, row)
-    at = out.data + row * out.stride + column
-    tl.store(at, g.to(out.data.dtype.element_ty), mask=here)
-
-
 launch_slab = Launcher(slab_kernel, tiles=READ | {"out": WRITE}, **OPTIONS)
-launch_targets = Launcher(target_kernel)
 
 
 def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
@@ -117,6 +83,5 @@ def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
         else:
             programs = programs_on(x.device)
             launch_slab(programs, x, w, out, of, n, v, x.shape[1], PROGRAMS=programs)
-        given = (matrix_of(out), a, backward.first, n, v)
-        launch_targets(cdiv(n, ROWS), *given, BLOCK=ROWS)
+        target_gradient_(out, a, backward.first)
     return out

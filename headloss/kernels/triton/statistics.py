@@ -20,7 +20,6 @@ from .records import (
     block_width,
     check_tile,
     empty_partials,
-    found,
     matrix_of,
     scaling,
 )
@@ -70,31 +69,36 @@ def store_partials(to, row, sums):
 @triton.jit(do_not_specialize=["first"])
 def partials_kernel(
     raw,  # Matrix
-    to,  # Found
-    targets,  # [n]
+    to,  # Partials
+    targets,  # [n], or None: no column is one
+    stored,  # pair.Stored, or None: columns that are left out
     z,  # LogitScaling
-    first,
-    v,
-    BLOCK: tl.constexpr,
-    ONTO: tl.constexpr,
+    first, v, BLOCK: tl.constexpr, ONTO: tl.constexpr, STORED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     x = raw.data + row * raw.stride
     outer = per_row(z.outer, z, row)
     peak, rest, spread, target, total = begun(to, row, ONTO)
-    column = tl.load(targets + row) - first
-    if (column >= 0) & (column < v):
-        target = transformed(tl.load(x + column), z, outer)
+    if targets is not None:
+        column = tl.load(targets + row) - first
+        if (column >= 0) & (column < v):
+            target = transformed(tl.load(x + column), z, outer)
     sums = peak, rest, spread, target, total
     for start in range(0, v, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < v
         value = transformed(tl.load(x + columns, mask=inside, other=0.0), z, outer)
+        if STORED:
+            bound = stored.bounds + row * stored.stride + start // BLOCK
+            places = stored.places + row * stored.count
+            for k in range(tl.load(bound), tl.load(bound + 1)):
+                value = tl.where(columns == tl.load(places + k), float("-inf"), value)
         sums = with_block(sums, value, inside, to)
     store_partials(to, row, sums)
 
 
 launch = Launcher(partials_kernel, num_warps=WARPS)
+launch_tail = Launcher(partials_kernel, num_warps=WARPS)
 
 
 def partials(raw: Tensor, forward: Forward, onto: Partials | None = None) -> Partials:
@@ -103,6 +107,6 @@ def partials(raw: Tensor, forward: Forward, onto: Partials | None = None) -> Par
     n, v = raw.shape
     result = empty_partials(raw, n, needs) if onto is None else onto
     if n:
-        given = (matrix_of(raw), found(result), targets, scaling(transform), first, v)
-        launch(n, *given, BLOCK=block_width(v), ONTO=onto is not None)
+        given = (matrix_of(raw), result, targets, None, scaling(transform), first, v)
+        launch(n, *given, BLOCK=block_width(v), ONTO=onto is not None, STORED=False)
     return result

@@ -29,7 +29,7 @@ from .formulas import (
     transformed,
 )
 from .launch import Launcher
-from .records import act, empty_partials, found, scaling
+from .records import act, empty_partials, scaling
 from .statistics import begun, store_partials, with_block
 
 PAIRS = 128  # whose logits a program works on at once
@@ -72,10 +72,7 @@ def logits_kernel(
     w,  # Strided
     support,
     out,  # [P]
-    h,
-    ADD: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    h, ADD: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     end = tl.load(support.offsets + token + 1)
@@ -100,9 +97,7 @@ def logits_kernel(
 launch_logits = Launcher(logits_kernel, num_warps=4)
 
 
-def support_logits(
-    x: Tensor, w: Tensor, support: Support, onto: Tensor | None = None
-) -> Tensor:
+def support_logits(x: Tensor, w: Tensor, support: Support, onto: Tensor | None = None) -> Tensor:
     ids, n, h = support.ids, len(support.offsets) - 1, x.shape[1]
     out = torch.zeros(len(ids), dtype=torch.float32, device=x.device) if onto is None else onto
     if n and len(ids):
@@ -115,7 +110,7 @@ def support_logits(
 def partials_kernel(
     raw,  # [P]
     support,
-    to,  # Found
+    to,  # Partials
     targets,  # [n]
     z,  # LogitScaling
     BLOCK: tl.constexpr,
@@ -142,7 +137,7 @@ def support_partials(raw: Tensor, support: Support, forward: Forward) -> Partial
     targets, _, transform, needs = forward
     result = empty_partials(raw, len(targets), needs)
     if len(targets):
-        given = (raw, support, found(result), targets, scaling(transform))
+        given = (raw, support, result, targets, scaling(transform))
         launch_partials(len(targets), *given, BLOCK=PAIRS)
     return result
 
@@ -209,9 +204,7 @@ def input_kernel(
     out,  # Strided
     h,
     blocks,  # of columns
-    ADD: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    ADD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     token = program // blocks  # programs side by side read the same rows
@@ -267,10 +260,8 @@ def pieces_of(pairs: ByColumn, count: int, every: bool) -> Pieces:
     at = torch.arange((v if every else min(v, count)) + most, device=device)
     cut = torch.arange(1, most + 1, device=device)
     return Pieces(
-        torch.searchsorted(ends, at, right=True),
-        ends,
-        cut_ends,
-        torch.searchsorted(several.cumsum(0), cut),
+        torch.searchsorted(ends, at, right=True), ends, cut_ends,
+        torch.searchsorted(several.cumsum(0), cut)
     )
 
 
@@ -289,12 +280,7 @@ def weight_kernel(
     x,  # Strided
     out,  # Strided
     sums,  # [.., h] of pieces of columns that have several
-    h,
-    v,
-    ADD: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PIECE: tl.constexpr,
+    h, v, ADD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr,
 ):
     # One program has all of a row: what it loads first to find its pairs would take longer than a
     # part of the row does.
@@ -330,11 +316,9 @@ def pieces_kernel(
     sums,  # [.., h]
     pieces,  # Pieces
     out,  # Strided
-    h,
-    v,
+    h, v,
     count,  # R
-    ADD: tl.constexpr,
-    WIDTH: tl.constexpr,
+    ADD: tl.constexpr, WIDTH: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     depth = program // count * WIDTH + tl.arange(0, WIDTH)

@@ -100,18 +100,13 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor]:
     if not (n and size):  # a null pointer would have another type
         addresses = [address or code for address in addresses]
     arguments = (
-        code, len(tape.phases), program.kinds, *addresses[INPUTS:],
-        scratch.data_ptr(), shares.data_ptr(),
-        int(live is not None), n, rows.start, size, first_segment, tokens.segments,
-        over_tokens, measurements, per,
-        *addresses[:INPUTS],
-        *floats, *[0.0] * (NUMBERS - len(floats)),
+        code, len(tape.phases), program.kinds, *addresses[INPUTS:], shares.data_ptr(),
+        int(live is not None), n, rows.start, size, first_segment, tokens.segments, over_tokens,
+        measurements, per, *addresses[:INPUTS], *floats, *[0.0] * (NUMBERS - len(floats))
     )  # fmt: skip
-    _tape.send(device, count, arguments, BY_SEGMENT=by_segment, BLOCK=BLOCK)
+    _tape(count, scratch, *arguments, BY_SEGMENT=by_segment, BLOCK=BLOCK)
     if count > 1:
-        results_at = results.data_ptr()
-        folding = (program.kinds, shares.data_ptr(), results_at, count)
-        _fold.send(device, measurements, folding, BLOCK=FOLD)
+        _fold(measurements, results, program.kinds, shares.data_ptr(), count, BLOCK=FOLD)
     vectors = [scratch[k * n : (k + 1) * n] for k in range(len(tape.vectors))]
     return vectors, results
 

@@ -54,11 +54,7 @@ def each_tile(
     w,  # descriptor [v, H]
     out,  # descriptor [n, v], or None
     given,  # the epilogue's own record
-    n,
-    v,
-    h,
-    PROGRAMS: tl.constexpr,
-    EPILOGUE: tl.constexpr,
+    n, v, h, PROGRAMS: tl.constexpr, EPILOGUE: tl.constexpr,
 ):
     tiles_m = tl.cdiv(n, BM)
     blocks = tl.cdiv(v, BN)

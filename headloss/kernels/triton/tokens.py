@@ -33,12 +33,7 @@ def reference_kernel(
     targets,  # [n]
     z,  # LogitScaling
     to,  # Reference
-    first,
-    n,
-    v,
-    h,
-    ROWS: tl.constexpr,
-    HALVES: tl.constexpr,
+    first, n, v, h, ROWS: tl.constexpr, HALVES: tl.constexpr,
 ):
     """The column that a token refers to, its target or a stand-in, and that column's logit: exact
     to float32, summed in one order whatever the layout."""

@@ -56,6 +56,5 @@ def shared_memory(device: torch.device) -> int:
 
 
 def has_clusters(device: torch.device) -> bool:
-    """Whether blocks of a launch can share their memory: Hopper and the Blackwell of data centres.
-    (The interpreter has the whole tensor at hand.)"""
-    return device.type != "cuda" or 9 <= capability(device)[0] < 12
+    """Whether blocks of a launch can share their memory: Hopper, and data centres' Blackwell."""
+    return device.type == "cuda" and 9 <= capability(device)[0] < 12

@@ -1,7 +1,7 @@
 """The two walks along a row of logits in Triton, and what stands between them.
 
-P parts of a row, side by side. The first walk gives the partial statistics of the row, the second
-its gradient; `given.py` puts them together. A NaN stays one.
+A block has a row, or a part of one. The first walk gives its partial statistics, the second its
+gradient; `given.py` puts them together. A NaN stays one.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .cluster import letter, of_part, post
 from .formulas import FLOOR, LOG2E, act_two, merged, tanh, transformed
-from .versions import INTERPRETED
+from .words import letter, post
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no difference of peaks is NaN
 
@@ -23,6 +22,14 @@ def logits_of(raw, inside, z, outer):
         return raw.to(tl.float32)
     else:
         return tl.where(inside, transformed(raw, z, outer), float("-inf"))
+
+
+@triton.jit
+def logits_at(x, begin, own, size, length, z, outer, HINT: tl.constexpr):
+    """z of some columns of a part, and which are inside of it and of the row."""
+    inside = (own < size) & (begin + own < length)
+    raw = tl.load(x + begin + own, mask=inside, other=float("-inf"), eviction_policy=HINT)
+    return logits_of(raw, inside, z, outer), inside
 
 
 @triton.jit
@@ -44,20 +51,18 @@ def smaller(a, b):
 
 
 @triton.jit
-def join_lanes(peak, rest, spread, ENTROPY: tl.constexpr, AXIS: tl.constexpr = 1):
-    """(peak, rest, spread) of the parts from those of their lanes: [P] from [P, n], or of one part
-    from [n]."""
-    top = tl.max(peak, AXIS)
-    of_lanes = top[:, None] if AXIS == 1 else top
-    shift = tl.maximum(peak - of_lanes, FLOOR)
+def join_lanes(peak, rest, spread, ENTROPY: tl.constexpr):
+    """(peak, rest, spread) of a part from those of its lanes."""
+    top = tl.max(peak, 0)
+    shift = tl.maximum(peak - top, FLOOR)
     scale = tl.exp2(shift * LOG2E)
     # The largest term is left out, once: its equals in other lanes, if any, count one each.
-    at_top = peak == of_lanes
-    others = tl.sum(rest * scale + tl.where(at_top, 0.0, scale), AXIS)
-    all_rest = others + (tl.sum(at_top.to(tl.float32), AXIS) - 1)
-    all_spread = tl.zeros_like(top)
+    at_top = peak == top
+    others = tl.sum(rest * scale + tl.where(at_top, 0.0, scale), 0)
+    all_rest = others + (tl.sum(at_top.to(tl.float32), 0) - 1)
+    all_spread = 0.0
     if ENTROPY:
-        all_spread = tl.sum(scale * (spread + (rest + 1) * shift), AXIS)
+        all_spread = tl.sum(scale * (spread + (rest + 1) * shift), 0)
     empty = top == LOWEST
     all_rest = tl.where(empty, -1.0, all_rest)
     return tl.where(empty, float("-inf"), top), all_rest, all_spread
@@ -66,42 +71,30 @@ def join_lanes(peak, rest, spread, ENTROPY: tl.constexpr, AXIS: tl.constexpr = 1
 @triton.jit
 def part_partials(
     x,
-    begin,  # [P, 1] first column of each part
+    begin,  # first column of the part
     size,  # of a part
     length,  # of the row
     z,  # LogitScaling
     outer,
-    WIDTH: tl.constexpr,
-    KEPT: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    MEAN: tl.constexpr,
+    to,  # Partials that are wanted
+    WIDTH: tl.constexpr, KEPT: tl.constexpr,
 ):
-    """Partial statistics [P] of each part's columns. Each of WIDTH lanes has its own
-    until the end, so that nothing is exchanged along the way.
+    """Partial statistics of the part's columns. Each of WIDTH lanes has its own until the end, so
+    that nothing is exchanged along the way.
 
     A lane keeps its largest logit apart: of two values the larger goes on, the smaller is summed.
     """
-    lanes = tl.arange(0, WIDTH)[None, :]
-    nothing = tl.zeros_like(begin).to(tl.float32) + tl.zeros_like(lanes).to(tl.float32)
+    ENTROPY: tl.constexpr = to.spread is not None
+    lanes = tl.arange(0, WIDTH)
+    nothing = tl.zeros((WIDTH,), tl.float32)
     peak, rest, spread, total = nothing + LOWEST, nothing, nothing, nothing
     hint: tl.constexpr = "evict_last" if KEPT else ""
-    none = float("-inf")
     for start in tl.range(0, size, 4 * WIDTH, num_stages=1):
-        a_at, b_at = start + lanes, start + WIDTH + lanes
-        c_at, d_at = start + 2 * WIDTH + lanes, start + 3 * WIDTH + lanes
-        in_a = (a_at < size) & (begin + a_at < length)
-        in_b = (b_at < size) & (begin + b_at < length)
-        in_c = (c_at < size) & (begin + c_at < length)
-        in_d = (d_at < size) & (begin + d_at < length)
-        a = tl.load(x + begin + a_at, mask=in_a, other=none, eviction_policy=hint)
-        b = tl.load(x + begin + b_at, mask=in_b, other=none, eviction_policy=hint)
-        c = tl.load(x + begin + c_at, mask=in_c, other=none, eviction_policy=hint)
-        d = tl.load(x + begin + d_at, mask=in_d, other=none, eviction_policy=hint)
-        a = logits_of(a, in_a, z, outer)
-        b = logits_of(b, in_b, z, outer)
-        c = logits_of(c, in_c, z, outer)
-        d = logits_of(d, in_d, z, outer)
-        if MEAN:
+        a, in_a = logits_at(x, begin, start + lanes, size, length, z, outer, hint)
+        b, in_b = logits_at(x, begin, start + WIDTH + lanes, size, length, z, outer, hint)
+        c, in_c = logits_at(x, begin, start + 2 * WIDTH + lanes, size, length, z, outer, hint)
+        d, in_d = logits_at(x, begin, start + 3 * WIDTH + lanes, size, length, z, outer, hint)
+        if to.total is not None:
             total += tl.where(in_a, a, 0.0) + tl.where(in_b, b, 0.0)
             total += tl.where(in_c, c, 0.0) + tl.where(in_d, d, 0.0)
         ab, cd = tl.maximum(a, b), tl.maximum(c, d)
@@ -118,18 +111,17 @@ def part_partials(
         rest, spread = add_term(smaller(peak, four), new, rest, spread, ENTROPY)
         peak = new
     part_peak, part_rest, part_spread = join_lanes(peak, rest, spread, ENTROPY)
-    return part_peak, part_rest, part_spread, tl.sum(total, 1)
+    return part_peak, part_rest, part_spread, tl.sum(total, 0)
 
 
 @triton.jit
 def logit_gradient(
-    raw,
-    inside,
+    raw, inside,
     z,  # LogitScaling
     outer,
     normalizer,  # (peak, log_sum)
     at,  # (c_prob, c_entropy, c_uniform), times dz/draw without the soft cap
-    c,  # Four
+    c,  # Coefficients
 ):
     """dL/draw of some logits of a row, but for the target's own term; and d(soft cap)."""
     peak, log_sum = normalizer
@@ -151,27 +143,21 @@ def logit_gradient(
 
 @triton.jit
 def write_gradient(
-    x,
-    y,
-    begin,  # [P, 1] first column of each part
+    x, y,
+    begin,  # first column of the part
     size,  # of a part
     v,
     length,  # v, or 0: nothing is read
     z,  # LogitScaling
-    outer,
-    normalizer,  # [P] each
-    at,  # c_prob [P]
-    c,  # Four
-    WIDTH: tl.constexpr,
-    KEPT: tl.constexpr,
+    outer, normalizer, at,
+    c,  # Coefficients
+    WIDTH: tl.constexpr, KEPT: tl.constexpr,
 ):
-    """The gradient of each part's columns but for the target's own term, last columns first."""
+    """The gradient of the part's columns but for the target's own term, last columns first."""
     hint: tl.constexpr = "evict_first" if KEPT else ""
-    normalizer = normalizer[0][:, None], normalizer[1][:, None]
-    at = at[0][:, None], at[1], at[2]
     steps = tl.cdiv(size, 4 * WIDTH)
     for step in range(0, steps):
-        own = (steps - 1 - step) * (4 * WIDTH) + tl.arange(0, 4 * WIDTH)[None, :]
+        own = (steps - 1 - step) * (4 * WIDTH) + tl.arange(0, 4 * WIDTH)
         columns = begin + own
         inside = (own < size) & (columns < length)
         value = tl.load(x + columns, mask=inside, other=float("-inf"), eviction_policy=hint)
@@ -215,20 +201,13 @@ def settled(partials, length):
 @triton.jit
 def store_partials(to, partials, row, part):
     """The row's, which all parts know, by the first of them."""
-    at, first = row + part * 0, part == 0
-    tl.store(to.peak + at, partials[0], mask=first)
-    tl.store(to.rest + at, partials[1], mask=first)
+    first = part == 0
+    tl.store(to.peak + row, partials[0], mask=first)
+    tl.store(to.rest + row, partials[1], mask=first)
     if to.spread is not None:
-        tl.store(to.spread + at, partials[2], mask=first)
+        tl.store(to.spread + row, partials[2], mask=first)
     if to.total is not None:
-        tl.store(to.total + at, partials[3], mask=first)
-
-
-@triton.jit
-def joined(a, b):
-    """Partial statistics of two pieces."""
-    peak, rest, spread = merged((a[0], a[1], a[2]), (b[0], b[1], b[2]))
-    return peak, rest, spread, a[3] + b[3]
+        tl.store(to.total + row, partials[3], mask=first)
 
 
 @triton.jit
@@ -236,13 +215,10 @@ def met(partials, mail, turn, PARTS: tl.constexpr):
     """Partial statistics of the row, on each of its parts, joined in the same order."""
     peak, rest, spread, total = partials
     own = tl.maximum(peak, LOWEST), rest, spread, total  # that no difference of peaks is NaN
-    if INTERPRETED:
-        all_parts = of_part(own, 0, PARTS)
-    else:
-        box = post(mail, turn, own)
-        all_parts = letter(box, 0)
+    box = post(mail, turn, own)
+    peak, rest, spread, total = letter(box, 0)
     for i in tl.static_range(1, PARTS):
-        other = of_part(own, i, PARTS) if INTERPRETED else letter(box, i)
-        all_parts = joined(all_parts, other)
-    peak, rest, spread, total = all_parts
+        other = letter(box, i)
+        peak, rest, spread = merged((peak, rest, spread), (other[0], other[1], other[2]))
+        total += other[3]
     return tl.where(peak == LOWEST, float("-inf"), peak), rest, spread, total

@@ -1,8 +1,13 @@
-"""Logits in bfloat16 as words of two: brought into shared memory, read, compared and written.
+"""What blocks of a GPU do in PTX, unknown to Triton: logits in bfloat16 are brought into
+shared memory, read, compared and written as words of two; blocks of a cluster exchange numbers.
 
-A block's room in shared memory is an array of PTX's own, and copies are the hardware's (bulk
-copies, counted by a barrier behind the array), of which Triton knows nothing. In the interpreter
-words are read from the logits themselves.
+A block that has words is four warps. Its room in shared memory is an array of PTX's own, and copies
+are the hardware's (bulk copies, counted by a barrier behind the array). In the interpreter words
+are read from the logits themselves.
+
+A launch of `OfClusters` has blocks that are programs of their own. Each sends its numbers into the
+shared memory of all of them; arrival is counted by a barrier there, so that nobody waits for stores
+to reach memory, and nothing is left to be zeroed. The interpreter has no clusters.
 """
 
 from __future__ import annotations
@@ -12,8 +17,12 @@ import functools
 import triton
 import triton.language as tl
 
+from .launch import cdiv
 from .versions import INTERPRETED
 
+WARPS = 4  # so that five or six blocks are on a multiprocessor
+STEP = 32 * WARPS * 8  # columns that a block reads at once: 16 bytes a lane
+STRIDE = tl.constexpr(STEP)
 # $0: the array, behind which its barrier is.
 _OPEN = """{
 .shared .align 128 .b8 part_of_row[%d];
@@ -77,10 +86,15 @@ mov.b32 $0, larger;
 }""")
 
 
+def room_of(columns: int) -> int:
+    """The bytes of a part of so many columns."""
+    return 2 * STEP * cdiv(columns, STEP)
+
+
 @functools.cache
 def opening(columns: int) -> str:
-    """The instructions that make room for a part of so many columns."""
-    size = 2 * columns
+    """The instructions that make room for it."""
+    size = room_of(columns)
     return _OPEN % (size + 16, size)
 
 
@@ -99,12 +113,8 @@ def packed(low, high):
         return a | (b << 16)
     else:
         return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;",
-            "=r,f,f",
-            [low, high],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True,
+            pack=1
         )
 
 
@@ -145,19 +155,13 @@ def read(address, x, columns, inside):
     """Eight logits of each lane, as four words."""
     if INTERPRETED:
         return (
-            word_at(x, columns, inside),
-            word_at(x, columns + 2, inside),
-            word_at(x, columns + 4, inside),
-            word_at(x, columns + 6, inside),
+            word_at(x, columns, inside), word_at(x, columns + 2, inside),
+            word_at(x, columns + 4, inside), word_at(x, columns + 6, inside)
         )
     else:
         return tl.inline_asm_elementwise(
-            _READ,
-            "=r,=r,=r,=r,r",
-            [address],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=False,
-            pack=1,
+            _READ, "=r,=r,=r,=r,r", [address], dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False, pack=1
         )
 
 
@@ -172,21 +176,10 @@ def write(y, columns, inside, words):
     else:
         place = (y + columns).to(tl.int64)
         tl.inline_asm_elementwise(
-            _WRITE,
-            "=r,l,r,r,r,r,r",
-            [place, inside.to(tl.int32), words[0], words[1], words[2], words[3]],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
+            _WRITE, "=r,l,r,r,r,r,r",
+            [place, inside.to(tl.int32), words[0], words[1], words[2], words[3]], dtype=tl.int32,
+            is_pure=False, pack=1
         )
-
-
-@triton.jit
-def open_room(OPEN: tl.constexpr):
-    """Where the room begins. `OPEN` is `opening(..)`; call once, and let all threads meet."""
-    return tl.inline_asm_elementwise(
-        OPEN, "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -198,21 +191,118 @@ def fill(address, there):
 
 
 @triton.jit
+def open_room(OPEN: tl.constexpr, begin, size, v):
+    """[LANES] addresses of each lane's first words, the room, and its barrier; columns that no copy
+    reaches are -inf. `OPEN` is `opening(size)`; call once."""
+    lanes = tl.arange(0, 128) * 8
+    if INTERPRETED:
+        return lanes, 0, 0
+    else:
+        room = tl.inline_asm_elementwise(
+            OPEN, "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
+        )
+        for start in range(0, size, STRIDE):
+            at = start + lanes
+            fill(room + at * 2, begin + at >= tl.minimum(begin + size, v))
+        tl.debug_barrier()
+        return room + lanes * 2, room, room + tl.cdiv(size, STRIDE) * (2 * STRIDE)
+
+
+@triton.jit
 def fetch(room, arrived, source, columns):
     """Begin to copy a part; nobody reads the room any more."""
-    tl.inline_asm_elementwise(
-        _FETCH,
-        "=r,r,r,l,r",
-        [room, arrived, source.to(tl.int64), columns * 2],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            _FETCH, "=r,r,r,l,r", [room, arrived, source.to(tl.int64), tl.maximum(columns, 0) * 2],
+            dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
 def wait(address, arrived, turn):
     """Until the part of this turn, counted from 0, is there; the address once more."""
+    if INTERPRETED:
+        return address
+    else:
+        return tl.inline_asm_elementwise(
+            _WAIT, "=r,r,r,r", [address, arrived, turn], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+# Two mailboxes, used in turn: 16 blocks x 16 bytes each, and a barrier for each. A block's next
+# message but one is sent after all have answered the last, so that no number is overwritten unread.
+_OPEN_MAIL = tl.constexpr("""{
+.shared .align 16 .b8 mail[528];
+.reg .pred p;
+.reg .b32 t;
+mov.u32 $0, mail;
+mov.u32 t, %tid.x;
+setp.eq.u32 p, t, 0;
+@p mbarrier.init.shared::cta.b64 [mail+512], 1;
+@p mbarrier.init.shared::cta.b64 [mail+520], 1;
+@p fence.mbarrier_init.release.cluster;
+barrier.cluster.arrive.aligned;
+barrier.cluster.wait.aligned;
+mov.b32 t, $1;
+}""")
+
+# $0: anything; $1: mailboxes; $2: turn; $3 to $6: the numbers; $7: blocks.
+_SEND = tl.constexpr("""{
+.reg .pred p, q;
+.reg .b32 t, n, r, box, bar, phase, to, done;
+mov.u32 t, %tid.x;
+mov.u32 r, %cluster_ctarank;
+mov.u32 n, %cluster_nctarank;
+and.b32 box, $2, 1;
+shl.b32 bar, box, 3;
+add.u32 bar, bar, $1;
+add.u32 bar, bar, 512;
+shl.b32 box, box, 8;
+add.u32 box, box, $1;
+shr.u32 phase, $2, 1;
+and.b32 phase, phase, 1;
+shl.b32 to, n, 4;
+setp.eq.u32 p, t, 0;
+@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], to;
+shl.b32 to, r, 4;
+add.u32 to, to, box;
+mapa.shared::cluster.u32 to, to, t;
+mapa.shared::cluster.u32 done, bar, t;
+setp.lt.u32 q, t, n;
+@q st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {$3, $4, $5, $6}, [done];
+WAIT:
+mbarrier.try_wait.parity.shared::cta.b64 p, [bar], phase;
+@!p bra WAIT;
+mov.b32 $0, box;
+}""")
+
+_READ_MAIL = tl.constexpr("ld.volatile.shared.v4.f32 {$0, $1, $2, $3}, [$4];")
+
+
+@triton.jit
+def open_mail():
+    """Call once; every block must."""
     return tl.inline_asm_elementwise(
-        _WAIT, "=r,r,r,r", [address, arrived, turn], dtype=tl.int32, is_pure=False, pack=1
+        _OPEN_MAIL, "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def post(mail, turn, numbers):
+    """Send four numbers to every block, and wait for theirs; `turn` counts from 0.
+
+    Returns the mailbox that `letter` reads.
+    """
+    a, b, c, d = numbers
+    return tl.inline_asm_elementwise(
+        _SEND, "=r,r,r,f,f,f,f", [mail, turn, a, b, c, d], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def letter(box, i: tl.constexpr):
+    """The four numbers of block `i`."""
+    return tl.inline_asm_elementwise(
+        _READ_MAIL, "=f,=f,=f,=f,r", [box + 16 * i],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1
     )
