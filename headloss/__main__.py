@@ -20,7 +20,7 @@ from .options import SCHEDULES, Options
 from .run.pieces import equal_lengths
 from .run.plan import MIB, Problem, make_plan
 
-DTYPES = {str(d).removeprefix("torch."): d for d in (*gate.DTYPES, torch.float64)}
+DTYPES = {gate.name_of(d): d for d in (*gate.DTYPES, torch.float64)}
 EXAMPLES = """\
 examples:
   headloss doctor
@@ -145,7 +145,8 @@ def _check(arguments: argparse.Namespace) -> int:
     for verdict in red:
         if verdict.failure:
             case = verdict.case
-            print(f"{case.objective}, {case.schedule}, {_name(case.dtype)}: {verdict.failure}")
+            where = f"{case.objective}, {case.schedule}, {gate.name_of(case.dtype)}"
+            print(f"{where}: {verdict.failure}")
     return 1 if red else 0
 
 
@@ -159,7 +160,7 @@ def _error_rows(verdicts: Iterable[gate.Verdict]) -> list[list[str]]:
             for name in shown
         ]
         result = "ok" if verdict.ok else "FAIL"
-        place = [case.objective, case.schedule, _name(case.dtype), verdict.backend or "-"]
+        place = [case.objective, case.schedule, gate.name_of(case.dtype), verdict.backend or "-"]
         rows.append([*place, *cells, result])
     return rows
 
@@ -178,10 +179,6 @@ def _print_table(rows: list[list[str]]) -> int:
     for row in rows:
         print("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip(), flush=True)
     return 0
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _describe(device: torch.device) -> str:

@@ -136,6 +136,10 @@ QUICK = ("cross_entropy + z_loss", "gspo + kl - entropy", "grpo")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def cases(quick: bool = False) -> Iterator[Case]:
     """The cases of the gate; `quick` keeps about a third of them."""
     for objective in QUICK if quick else OBJECTIVES:
@@ -234,7 +238,7 @@ def memory(device: torch.device | str = "cpu") -> Iterator[Footprint]:
     segments = Segments.from_lengths(torch.full((8,), tokens // 8, device=device))
     logps = torch.full((tokens,), -1.0, device=device)
     batch = random_batch(targets, segments, logps)
-    sizes = f"T={tokens} H={width} V={vocabulary} {str(dtype).removeprefix('torch.')}"
+    sizes = f"T={tokens} H={width} V={vocabulary} {name_of(dtype)}"
     # An eighth of the logits: a default budget would hold all of so small a batch.
     budget = tokens * vocabulary * 4 // 8
     for name, objective in {"cross_entropy": cross_entropy(), "gspo": gspo()}.items():

@@ -99,8 +99,6 @@ def _topk(
         tokens=tokens,
         width=x.shape[1],
         vocabulary=place.widest,
-        scope="token",
-        lengths=None,
         hidden_gradient=False,
         weight_gradient=False,
         element_size=x.element_size(),
