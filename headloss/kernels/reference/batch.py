@@ -19,18 +19,19 @@ def survey(
 ) -> Surveyed:
     targets, ids = targets.reshape(-1), ids.reshape(-1)
     values = [targets, *(field.amax(1) for field in id_fields)]
-    scored = targets != ignore
+    dead = targets == ignore
+    scored = ~dead
     if not len(targets):
         size = 2 + len(values) + (positive is not None) + count + 3
         return Surveyed(ids.new_zeros(size), scored)
-    real = [torch.where(scored, value, 0) for value in values]
-    bins = ids.clamp(-1, count) + 1
-    facts = [(bins[1:] < bins[:-1]).sum(), real[0].amin().clamp_max(0)]
-    facts += [value.amax().clamp_min(0) for value in real]
+    real = [value.masked_fill(dead, 0) for value in values]
+    bins = ids.clamp(-1, count).add_(1)
+    facts = [(bins.diff() < 0).sum(), real[0].amin().clamp_max_(0)]
+    facts += [value.amax().clamp_min_(0) for value in real]
     if positive is not None:
         p = positive.reshape(-1)
         facts.append((scored & ~((p > 0) & p.isfinite())).sum())
-    bins = torch.where(scored, bins, count + 2)
+    bins.masked_fill_(dead, count + 2)
     counts = ids.new_zeros(count + 3).scatter_(0, bins, 1, reduce="add")
     return Surveyed(torch.cat([torch.stack(facts), counts]), scored)
 
