@@ -24,28 +24,6 @@ from .rows import Rows, compact_
 Tiles = Sequence[tuple[slice, Callable[[], Tensor]]]  # columns, and how to make their raw logits
 
 
-class _Memory:
-    """[T] vectors that `measure` fills and `gradient` reads."""
-
-    def __init__(self, tokens: int, names: Sequence[str], like: Tensor) -> None:
-        self._vectors = {name: like.new_zeros(tokens) for name in names}
-
-    def take(self, index: Tensor) -> _Memory:
-        found = copy(self)
-        found._vectors = {name: vector[index] for name, vector in self._vectors.items()}
-        return found
-
-    def write(self, rows: slice, **values: Tensor) -> None:
-        for name, value in values.items():
-            self._vectors[name][rows] = value
-
-    def normalizer(self, side: str, rows: Rows) -> Normalizer:
-        return Normalizer(self[f"{side}_peak"][rows], self[f"{side}_log_sum"][rows])
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._vectors[name]
-
-
 class DenseTeacher:
     """A teacher whose logits over the whole vocabulary are given or made from hidden states.
 
@@ -74,16 +52,25 @@ class DenseTeacher:
         self.key, self.source, self.slices, self.fused = key, source, slices, fused
         self.transforms, self.heads_own = transforms, heads_own
         self.acts = acts
-        names = ["p_peak", "p_log_sum", "q_peak", "q_log_sum", "pivot"]
-        self.memory, self.dtype = _Memory(tokens, names, like), like.dtype
+        # What `measure` fills and `gradient` reads: both sides' normalizers, and the pivot.
+        *rooms, self.pivot = (like.new_zeros(tokens) for _ in range(5))
+        self.normalizers = Normalizer(*rooms[:2]), Normalizer(*rooms[2:])
+        self.dtype = like.dtype
         # First token and logits, until the gradient.
         self.held: tuple[int, Tensor | Differences] | None = None
 
     def take(self, index: Tensor) -> DenseTeacher:
         """Of some of the tokens, after they were measured."""
         found = copy(self)
-        found.source, found.memory = self.source.take(index), self.memory.take(index)
+        found.source, found.pivot = self.source.take(index), self.pivot[index]
+        student, teacher = self.normalizers
+        found.normalizers = student.rows(index), teacher.rows(index)
         return found
+
+    def _keep(self, rows: slice, pivot: Tensor, *normalizers: Normalizer) -> None:
+        self.pivot[rows] = pivot
+        for room, found in zip(self.normalizers, normalizers, strict=False):
+            room.peak[rows], room.log_sum[rows] = found
 
     def measure(
         self, rows: slice, tiles: Tiles, normalizer: Normalizer, hold: bool = False
@@ -114,14 +101,7 @@ class DenseTeacher:
             total = self.acts.divergence(make(), make_teacher(), pair, total)
         assert total is not None
         value, pivot = self.slices.sum(total)
-        self.memory.write(
-            rows,
-            p_peak=p.peak,
-            p_log_sum=p.log_sum,
-            q_peak=q.peak,
-            q_log_sum=q.log_sum,
-            pivot=pivot,
-        )
+        self._keep(rows, pivot, p, q)
         return value
 
     def _measure_at_once(self, rows: slice, raw: Tensor, normalizer: Normalizer) -> Tensor:
@@ -134,12 +114,12 @@ class DenseTeacher:
         to = Compared(Side(student, p), teacher, targets, self.key.kind)
         found = self.acts.teacher_product(x, w, raw, to)
         self.held = (rows.start or 0, found)
-        self.memory.write(rows, p_peak=p.peak, p_log_sum=p.log_sum, pivot=found.value)
+        self._keep(rows, found.value, p)  # differences need none of the teacher's
         return found.value
 
     def _normalizer(self, tiles: Tiles, transform: Transform, rows: slice) -> Normalizer:
         """log-sum-exp over tiles."""
-        nowhere = torch.full_like(self.memory["pivot"][rows], -1, dtype=torch.int64)
+        nowhere = torch.full_like(self.pivot[rows], -1, dtype=torch.int64)
         forward = Forward(nowhere, 0, transform, NOTHING)
         partials: Partials | None = None
         for _, make in tiles:
@@ -179,14 +159,14 @@ class DenseTeacher:
         """weight * d divergence / d raw of a tile, plus `extra`, [n, v]; with `others`, the
         gradient of the whole objective, in raw's memory."""
         student, teacher = (
-            Side(transform, self.memory.normalizer(side, rows))
-            for side, transform in zip("pq", self.transforms, strict=True)
+            Side(transform, normalizer.rows(rows))
+            for transform, normalizer in zip(self.transforms, self.normalizers, strict=True)
         )
         return self.acts.divergence_gradient_(
             raw,
             self._teacher_again(rows, columns),
             Pair(student, teacher, self.key.kind, self.key.beta),
-            self.memory["pivot"][rows],
+            self.pivot[rows],
             weight,
             extra,
             others,
