@@ -11,6 +11,8 @@ ranks, and a Markdown table beside it. `--quick` runs it all on the CPU, on size
 "slice of 8" is vocabulary parallelism with as many rows on each rank as it would have among 8, and
 no more than these in all: what a rank of 8 computes, beside the collectives of fewer. "peers" are
 others at cross-entropy over slices of the vocabulary, each behind the loss and gradients of ours.
+"slice by itself" is the slowest rank's time, in a row, where each rank's slice is all there is.
+"timeline" prints rank 0's calls in a row, of the first objective, and times of their products.
 "grid" is two rows of ranks with other tokens of the same sequences, over slices of the vocabulary.
 
 T tokens (of each rank, but for vocabulary shards, where all have the same), H hidden width, V
@@ -32,6 +34,7 @@ from typing import Any
 import torch
 from parallel_checks import Tied, check
 from parallel_peers import agree, contestants, ours
+from parallel_timeline import products, timeline
 from ranks import Ranks, counted, middle, shares
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,7 +44,7 @@ from works import WORKS, Inputs, Setting, make_inputs
 import headloss as hl
 
 OBJECTIVES = ("grpo", "gspo")
-KINDS = ("vocabulary", "slice of 8", "peers", "grid", "segments", "fsdp")
+KINDS = ("vocabulary", "slice of 8", "peers", "grid", "segments", "fsdp", "timeline")
 SLICES = 8
 IN_A_ROW = 8
 
@@ -86,18 +89,19 @@ class Clock:
 
     ranks: Ranks
     repeats: int
+    timelines: bool = True
     alone: dict[tuple, dict[str, float]] = field(default_factory=dict)
 
     def here(self, step: Step, *names: Any) -> dict[str, float]:
         """A step without collectives, on rank 0 while the others rest; once for its names."""
         if names not in self.alone:
             with self.ranks.step(f"one rank, {' '.join(map(str, names))}"):
-                found = self._times(step, lambda ms: ms) if self.ranks.rank == 0 else {}
+                found = self.times(step, lambda ms: ms) if self.ranks.rank == 0 else {}
                 self.ranks.wait()
             self.alone[names] = found
         return self.alone[names]
 
-    def _times(self, step: Step, of_all: Callable[[float], float]) -> dict[str, float]:
+    def times(self, step: Step, of_all: Callable[[float], float]) -> dict[str, float]:
         """A step after a rest, and among others that follow on each other, as in training, where
         the host prepares a step while the device is busy with what comes before."""
         apart = self.ranks.milliseconds(step, self.repeats)
@@ -111,7 +115,7 @@ class Clock:
         with counted() as sent:
             step()
         ranks.wait()
-        found: Row = {**self._times(step, ranks.most), "collectives_per_call": sent["calls"]}
+        found: Row = {**self.times(step, ranks.most), "collectives_per_call": sent["calls"]}
         found["bytes_per_token"] = sent["bytes"] / tokens
         if ranks.on_gpu:
             found["share"] = shares(step, ranks)
@@ -143,15 +147,24 @@ def vocabulary_parallel(
         shard = cut.weight.detach().tensor_split(ranks.size)[ranks.rank]
         shard = shard.clone().requires_grad_()
         options = hl.Options(metrics=False)
+        own = cut.batch()
+        own = hl.Batch(own.targets % len(shard), own.segments, **own.fields)  # type: ignore[arg-type]
     for name in OBJECTIVES:
         objective = WORKS[name].objective(inputs)
-        row = {"work": work, "objective": name} | dict(zip("THV", shape, strict=True))
+        row: Row = {"work": work, "objective": name} | dict(zip("THV", shape, strict=True))
         step = loss_step(inputs.hidden, hl.Head(inputs.weight), inputs.batch(), objective, options)
         row["alone"] = clock.here(step, shape, name)
         head = hl.Head(shard, vocab_group=ranks.group)
         step = loss_step(cut.hidden, head, cut.batch(), objective, options)
         with ranks.step(f"{work} {shape} {name}, {ranks.size} ranks"):
             rows.append(row | clock.everywhere(step, tokens))
+        if name == OBJECTIVES[0] and clock.timelines:
+            with ranks.step("its timeline, and its products"):
+                timeline(step, ranks, f"{work} {shape} {name}")
+                products(ranks, tokens, width, len(shard))
+        step = loss_step(cut.hidden, hl.Head(shard), own, objective, options)
+        with ranks.step(f"{work} {shape} {name}, each rank's slice by itself"):
+            rows[-1]["slice"] = clock.times(step, ranks.most)
     return rows
 
 
@@ -268,7 +281,7 @@ def sharded_data(clock: Clock, sizes: Sizes) -> list[Row]:
 
 def measure(ranks: Ranks, sizes: Sizes, kinds: list[str], repeats: int) -> Iterator[list[Row]]:
     """The rows of one work after another, until the time is up."""
-    clock = Clock(ranks=ranks, repeats=repeats)
+    clock = Clock(ranks=ranks, repeats=repeats, timelines="timeline" in kinds)
     works: list[Callable[[], list[Row]]] = []
     for kind in [k for k in KINDS[:2] if k in kinds]:
         for shape in sizes.shapes:
@@ -310,8 +323,8 @@ def merged(results: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 KEYS = ("work", "objective", "T", "H", "V")
 HEAD = (*KEYS, "ranks", "one rank, ms", "ms", "efficiency", "in a row, ms", "efficiency in a row")
-HEAD = (*HEAD, "kB sent per token", "collectives", "in collectives", "exposed", "idle")
-HEAD = (*HEAD, "peak, MiB", "commit")
+HEAD = (*HEAD, "slice by itself", "kB sent per token", "collectives", "in collectives")
+HEAD = (*HEAD, "exposed", "idle", "peak, MiB", "commit")
 
 
 def table(results: dict[str, Any]) -> str:
@@ -325,6 +338,7 @@ def table(results: dict[str, Any]) -> str:
         for key in ("ms", "ms_in_a_row"):
             found = [f"{row[key]:.1f}", f"{efficiency(row, ranks, key):.2f}"] if key in row else []
             cells += found or ["", ""]
+        cells.append(f"{row['slice']['ms_in_a_row']:.1f}" if "slice" in row else "")
         sent = (row["bytes_per_token"] / 1e3, row["collectives_per_call"])
         cells += ["", ""] if row["work"] == "fsdp" else [f"{sent[0]:.2f}", f"{sent[1]:.0f}"]
         cells += [f"{share[k]:.1%}" if share else "" for k in ("collectives", "exposed", "idle")]

@@ -20,10 +20,10 @@ def check_dense(name: str, value: Tensor) -> None:
         raise TypeError(f"{name}: got a tensor of layout {kind}, want a dense one, torch.strided")
 
 
-def check_device(name: str, value: Tensor, targets: Tensor) -> None:
-    """ValueError for a tensor on another device than the targets."""
-    if value.device != targets.device:
-        raise ValueError(f"{name}: got device {value.device}, want the targets' {targets.device}")
+def check_device(name: str, value: Tensor, other: Tensor, whose: str = "the targets'") -> None:
+    """ValueError for a tensor on another device than the other one."""
+    if value.device != other.device:
+        raise ValueError(f"{name}: got device {value.device}, want {whose} {other.device}")
 
 
 def is_integers(value: object) -> bool:

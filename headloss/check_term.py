@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from .objective.statistics import (
 LENGTHS = (5, 1, 7, 4, 3, 8)
 TOLERANCE = 1e-9
 VOCABULARY = 1 << 31  # of a user's ids, any
+Piece = tuple[slice | Tensor, PackedBatch]  # where its tokens are in the whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +84,10 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     whole = _evaluate(term, stats, batch)
     _check_purity(term, stats, batch, whole)
     _check_gradient(term, asked, stats, batch)
-    cuts = []
-    for name, pieces in _cuts(term, batch).items():
-        parts = [_evaluate(term, _pick(stats, rows), part) for rows, part in pieces]
-        _compare(term, name, torch.cat(parts), whole)
-        cuts.append(name)
-    order, permuted = _permute(term, batch)
-    cuts.append("permuted segments")
-    _compare(term, cuts[-1], _evaluate(term, _pick(stats, order), permuted), whole[order])
+    cuts = _cuts(term, batch)
+    for name, pieces in cuts.items():
+        found = [_evaluate(term, stats.map(lambda t, r=rows: t[r]), b) for rows, b in pieces]
+        _compare(term, name, torch.cat(found), torch.cat([whole[rows] for rows, _ in pieces]))
     return TermReport(
         statistics=tuple(sorted(asked.statistics & {*STATISTICS, *BESIDE})),
         fields=tuple(sorted(asked.fields - {"segments", "targets"})),
@@ -157,38 +156,29 @@ def _all(stats: Statistics) -> dict[Any, Tensor]:
     return stats.tensors() | stats.divergences  # type: ignore[operator]
 
 
-def _pick(stats: Statistics, rows: Tensor | slice) -> Statistics:
-    return stats.map(lambda t: t[rows])
-
-
 def _evaluate(term: Term, stats: Statistics, batch: PackedBatch) -> Tensor:
     with torch.no_grad():
         return term(stats, batch.on(stats))
 
 
-def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[tuple[slice, PackedBatch]]]:
-    """The cuts that the term's scope allows."""
-    ends = torch.tensor(_lengths(term)).cumsum(0).tolist()
-    starts = [0, *ends[:-1]]
+def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[Piece]]:
+    """The cuts that the term's scope allows, and permuted segments."""
+    ends = list(accumulate(_lengths(term)))
 
-    def pieces(borders: list[int]) -> list[tuple[slice, PackedBatch]]:
-        found = []
-        for start, stop in zip([0, *borders], [*borders, ends[-1]], strict=True):
-            first = max(i for i, s in enumerate(starts) if s <= start)
-            last = min(i for i, e in enumerate(ends) if e >= stop) + 1
-            rows = slice(start, stop)
-            found.append((rows, batch.slice(rows, first, last)))
-        return found
+    def piece(start: int, stop: int) -> Piece:
+        rows = slice(start, stop)
+        return rows, batch.slice(rows, bisect_right(ends, start), bisect_left(ends, stop) + 1)
 
     unit, borders = term.segments_per_unit, {}
     if term.scope != "batch":
-        borders["segment borders"] = ends[unit - 1 : -1 : unit]
+        borders["segment borders"] = [0, *ends[unit - 1 :: unit]]
     if term.scope == "token":
-        borders["single tokens"] = list(range(1, ends[-1]))
-    return {name: pieces(where) for name, where in borders.items()}
+        borders["single tokens"] = [*range(ends[-1] + 1)]
+    cuts = {name: [piece(*both) for both in pairwise(at)] for name, at in borders.items()}
+    return {**cuts, "permuted segments": [_permute(term, batch)]}
 
 
-def _permute(term: Term, batch: PackedBatch) -> tuple[Tensor | slice, PackedBatch]:
+def _permute(term: Term, batch: PackedBatch) -> Piece:
     """The same segments, the last unit first; and where their tokens come from."""
     count = batch.segments.count
     turned = torch.arange(count).view(-1, term.segments_per_unit).flip(0).flatten()

@@ -19,7 +19,7 @@ from .ranks.agreement import in_step
 from .ranks.collectives import inside
 from .ranks.dtensor import local_head
 from .run.calls import linear_call
-from .run.checks import check_targets
+from .run.checks import check_targets, outside
 from .run.loop import HeadStatistics
 from .run.operator import in_graph
 from .run.plan import Plan
@@ -98,7 +98,7 @@ def head_stats(
             found = in_graph(hidden, head, targets_or_batch, options, names)
             return _with_candidates(found, names)
         # The ranks compare their calls, which no graph can hold.
-        return torch.compiler.disable(head_stats)(hidden, head, targets_or_batch, options, names)  # type: ignore[no-any-return]
+        return outside(head_stats)(hidden, head, targets_or_batch, options, names)
     if not names:
         with torch.no_grad():
             return head_stats(hidden, head, targets_or_batch, options)

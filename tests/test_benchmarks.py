@@ -23,6 +23,7 @@ import gradient_truth
 import measure
 import oracle
 import parallel
+import parallel_timeline
 import ranks
 import report
 import run
@@ -341,6 +342,29 @@ def test_parallel(tmp_path: Path) -> None:
     both = parallel.merged(found, {"4": found["2"], "2": {"rows": [], "checks": {}}})
     assert list(both) == ["2", "4"] and both["2"]["rows"] == found["2"]["rows"]
     assert parallel.table(both).count("\n| vocabulary |") == 6
+
+
+def test_a_timeline_of_calls_in_a_row() -> None:
+    """A period from one pause to the next: long kernels, gaps, and the short ones in between."""
+    names = ("spin_kernel", "gemm dW", "copy", "fill", "nvjet", "nccl", "spin_kernel", "gemm dW")
+    at = (0.0, 11.0, 500.0, 503.0, 530.0, 540.0, 900.0, 911.0)
+    takes = (11.0, 489.0, 3.0, 2.0, 370.0, 100.0, 11.0, 489.0)
+    events = [
+        {"cat": "kernel", "ts": begin, "dur": dur, "name": name}
+        for begin, dur, name in zip(at, takes, names, strict=True)
+    ]
+    spans = parallel_timeline.of_gpu([*reversed(events), {"cat": "cpu_op", "ts": 1, "dur": 2}])
+    found = parallel_timeline.period(spans)
+    assert [name for *_, name in found] == list(names[:6])
+    assert [tuple(line) for line in parallel_timeline.lines(found)] == [
+        (0.0, 0.011, 0, "1 x spin_kernel"),
+        (0.011, 0.489, 0, "gemm"),
+        (0.5, 0.005, 0, "2 x copy, fill"),
+        (0.53, 0.37, 25, "gemm"),
+        (0.54, 0.1, 0, "nccl"),
+    ]
+    with pytest.raises(ValueError, match="got 1 pauses"):
+        parallel_timeline.period(spans[:6])
 
 
 def test_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..arguments import check_dense
+from ..arguments import check_dense, check_device
 from .adapters import read_model, read_module
 from .checks import check_matrix, check_number, check_plain, describe
 from .lora import Dropout, Fixed, Lora
@@ -180,10 +180,7 @@ class Head:
                 f"one of them{way_out}"
             )
         for name, value in self._tensors():
-            if value.device != hidden.device:
-                raise ValueError(
-                    f"{name}: got device {value.device}, want that of hidden, {hidden.device}"
-                )
+            check_device(name, value, hidden, "that of hidden,")
         if isinstance(self.temperature, Tensor):
             want = hidden.shape[:-1] if token_shape is None else token_shape
             if self.temperature.shape != want:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..arguments import check_dense
+from ..arguments import check_dense, check_device
 from ..batch.batch import LOGPS, Batch, check_ids
 from ..batch.packing import PackedBatch
 from ..head.head import Head, autocast_dtype
@@ -161,10 +161,7 @@ def check_targets(given: object, hidden: Tensor, options: Options) -> Batch:
         raise TypeError(f"hidden: got {type(hidden).__name__}, want a floating tensor [.., H]")
     check_dense("targets", given)
     check_dense("hidden", hidden)
-    if given.device != hidden.device:
-        raise ValueError(
-            f"targets: got device {given.device}, want that of hidden, {hidden.device}"
-        )
+    check_device("targets", given, hidden, "that of hidden,")
     want = hidden.shape[:-1]
     if given.shape != want and not options.sequence_parallel:
         raise ValueError(

@@ -1,0 +1,150 @@
+"""Where the time of a call on several GPUs goes: calls in a row, on one rank's own clock.
+
+A period is what lies between the pauses that a call takes before its weight gradient: the rest of
+one call and the beginning of the next. Then the hidden gradient's product as ranks take it, whole
+and in parts, and the sum over the ranks, alone and beside the weight gradient's product.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from ranks import Ranks, covered
+from timeline import kind_of
+from torch import distributed
+
+PAUSE = "spin_kernel"  # of torch.cuda._sleep
+LONG, GAP = 20.0, 5.0  # microseconds: shorter kernels between shorter gaps are one line
+Span = tuple[float, float, str]  # begin and end in microseconds, and the kernel's name
+
+
+class Line(NamedTuple):
+    """Of a timeline: milliseconds from its beginning and of its own, idle microseconds before."""
+
+    at: float
+    takes: float
+    idle: float
+    what: str
+
+    def __str__(self) -> str:
+        idle = f"{self.idle:6.0f} us idle" if self.idle >= 1 else " " * 14
+        return f"   {self.at:7.3f} ms {self.takes:7.3f} ms {idle}  {self.what}"
+
+
+def recorded(step: Callable[[], Any], ranks: Ranks, calls: int = 5) -> list[dict[str, Any]]:
+    """What a profiler says of some calls in a row."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        ranks.wait()
+        for _ in range(calls):
+            step()
+        ranks.settle()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        found.export_chrome_trace(str(path))
+        return json.loads(path.read_text())["traceEvents"]  # type: ignore[no-any-return]
+
+
+def of_gpu(events: list[dict[str, Any]]) -> list[Span]:
+    """What the GPU did, in order."""
+    gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    return sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in gpu)
+
+
+def period(spans: list[Span]) -> list[Span]:
+    """From the last pause but one to the last."""
+    pauses = [begin for begin, _, name in spans if PAUSE in name]
+    if len(pauses) < 2:
+        raise ValueError(f"spans: got {len(pauses)} pauses of calls of ranks, want 2 or more")
+    return [span for span in spans if pauses[-2] <= span[0] < pauses[-1]]
+
+
+def lines(spans: list[Span]) -> Iterator[Line]:
+    """A line for each long kernel and each gap; the short kernels in between are one."""
+    first = reached = spans[0][0]
+    few: list[Span] = []
+
+    def short() -> Iterator[Line]:
+        if few:
+            begin, end = few[0][0], max(end for _, end, _ in few)
+            names = ", ".join(dict.fromkeys(kind_of(name) for *_, name in few))
+            yield Line((begin - first) / 1e3, (end - begin) / 1e3, 0, f"{len(few)} x {names[:90]}")
+            few.clear()
+
+    for begin, end, name in spans:
+        idle = max(0.0, begin - reached)
+        if idle >= GAP or end - begin >= LONG:
+            yield from short()
+            yield Line((begin - first) / 1e3, (end - begin) / 1e3, idle, kind_of(name))
+        else:
+            few.append((begin, end, name))
+        reached = max(reached, end)
+    yield from short()
+
+
+def timeline(step: Callable[[], Any], ranks: Ranks, title: str) -> None:
+    """Print rank 0's period; all ranks run it. Without GPUs `step` is run alone."""
+    if not ranks.on_gpu:
+        step()
+        return
+    events = recorded(step, ranks)
+    if ranks.rank:
+        return
+    try:
+        found = period(of_gpu(events))
+    except (KeyError, ValueError) as error:  # of one rank: the others go on
+        ranks.say(f"{title}: no timeline: {error}")
+        return
+    total = max(end for _, end, _ in found) - found[0][0]
+    idle = total - covered([span[:2] for span in found])
+    ranks.say(f"{title}: a period of {total / 1e3:.3f} ms, idle {idle / 1e3:.3f} ms")
+    print("\n".join(map(str, lines(found))), flush=True)
+
+
+def products(ranks: Ranks, tokens: int, width: int, rows: int) -> None:
+    """Print milliseconds of dX in one product and in parts, and of dW and the sum over the ranks,
+    one after another and beside each other; medians of 9 turns, the slowest rank's."""
+    if not ranks.on_gpu:
+        return
+    like: dict[str, Any] = {"device": ranks.device, "dtype": torch.bfloat16}
+    terms, weight = torch.randn(tokens, rows, **like), torch.randn(rows, width, **like)
+    x, into = torch.randn(tokens, width, **like), torch.empty(rows, width, **like)
+    dx = torch.empty(tokens, width, device=ranks.device)
+    mm = torch.ops.aten.mm.dtype_out
+
+    def parts(count: int) -> Callable[[], None]:
+        def run() -> None:
+            for part, e in zip(dx.chunk(count), terms.chunk(count), strict=True):
+                mm(e, weight, torch.float32, out=part)
+
+        return run
+
+    def dw() -> None:
+        torch.mm(terms.t(), x, out=into)
+
+    def total() -> Any:
+        return distributed.all_reduce(dx, async_op=True)
+
+    def beside() -> None:
+        work = total()
+        torch.cuda._sleep(20_000)
+        dw()
+        work.wait()
+
+    acts: dict[str, Callable[[], Any]] = {f"dX in {n}": parts(n) for n in (1, 2, 4)}
+    acts |= {"dW": dw, "the sum": lambda: total().wait(), "dW beside the sum": beside}
+    found: dict[str, list[float]] = {name: [] for name in acts}
+    for _ in range(11):
+        for name, act in acts.items():
+            dx.zero_()
+            found[name].append(ranks.milliseconds(act, 1, warm=0)[0])
+    slowest = {name: ranks.most(statistics.median(times[2:])) for name, times in found.items()}
+    said = ", ".join(f"{name} {ms:.3f}" for name, ms in slowest.items())
+    ranks.say(f"{tokens} x {width} x {rows}, ms: {said}")
