@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import headloss as hl
+from headloss.batch import survey
 from headloss.batch.survey import Survey
 
 V = 9
@@ -160,3 +161,14 @@ def test_adapters_and_temperatures_of_tokens_wait(begun_early):
     for head in (hl.Head(weight, lora=lora), hl.Head(weight, temperature=torch.ones(6))):
         hl.head_loss(hidden, head, made(), hl.cross_entropy())
     assert not begun_early
+
+
+def test_a_call_on_another_stream_waits(monkeypatch):
+    """What its kernels read of a batch's survey is not there before."""
+    found = made().found().survey
+    monkeypatch.setattr(found, "_read", None)
+    monkeypatch.setattr(found, "_stream", 1, raising=False)
+    monkeypatch.setattr(found._reading, "event", object())
+    for stream, order in ((1, True), (2, False)):
+        monkeypatch.setattr(survey, "_stream", lambda _, s=stream: s)
+        assert (found.guessed() is not None) is order

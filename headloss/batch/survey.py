@@ -85,8 +85,9 @@ class Survey:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the device was asked, and nobody has read its answer yet."""
-        return self._reading.event is not None and self._read is None
+        """Whether the device was asked on this stream, and nobody has read its answer yet."""
+        asked = self._reading.event is not None and self._read is None
+        return asked and _stream(self.targets) == self._stream
 
     def guessed(self) -> Order | None:
         """The order if all positions are scored and segments ascend, while the device has not said
