@@ -25,24 +25,15 @@ STEP = 32 * WARPS * 8  # columns that a block reads at once: 16 bytes a lane
 STRIDE = tl.constexpr(STEP)
 # $0: the array, behind which its barrier is.
 _OPEN = """{
-.shared .align 128 .b8 part_of_row[%d];
-.reg .pred p;
-.reg .b32 t, bar;
-mov.u32 bar, part_of_row;
-add.u32 bar, bar, %d;
-mov.u32 t, %%tid.x;
-setp.eq.u32 p, t, 0;
+.shared .align 128 .b8 part_of_row[%d]; .reg .pred p; .reg .b32 t, bar;
+mov.u32 bar, part_of_row; add.u32 bar, bar, %d; mov.u32 t, %%tid.x; setp.eq.u32 p, t, 0;
 @p mbarrier.init.shared::cta.b64 [bar], 1;
-@p fence.mbarrier_init.release.cluster;
-mov.u32 $0, part_of_row;
+@p fence.mbarrier_init.release.cluster; mov.u32 $0, part_of_row;
 }"""
 
 # $1: the array; $2: its barrier; $3: where the part lies; $4: its bytes.
 _FETCH = tl.constexpr("""{
-.reg .pred p, q;
-.reg .b32 t;
-mov.u32 t, %tid.x;
-setp.eq.u32 p, t, 0;
+.reg .pred p, q; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
 setp.gt.and.s32 q, $4, 0, p;
 @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$2], $4;
 @q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$1], [$3], $4, [$2];
@@ -51,38 +42,26 @@ mov.b32 $0, $1;
 
 # $1: an address, which is given back; $2: the barrier; $3: turn.
 _WAIT = tl.constexpr("""{
-.reg .pred p;
-.reg .b32 phase;
-and.b32 phase, $3, 1;
+.reg .pred p; .reg .b32 phase; and.b32 phase, $3, 1;
 WAIT:
 mbarrier.try_wait.parity.shared::cta.b64 p, [$2], phase;
-@!p bra WAIT;
-mov.b32 $0, $1;
+@!p bra WAIT; mov.b32 $0, $1;
 }""")
 
 _READ = tl.constexpr("ld.volatile.shared.v4.b32 {$0, $1, $2, $3}, [$4];")
 
 _FILL = tl.constexpr("""{
-.reg .pred q;
-.reg .b32 low;
-setp.ne.s32 q, $2, 0;
-mov.b32 low, 0xff80ff80;
-@q st.volatile.shared.v4.b32 [$1], {low, low, low, low};
-mov.b32 $0, 0;
+.reg .pred q; .reg .b32 low; setp.ne.s32 q, $2, 0; mov.b32 low, 0xff80ff80;
+@q st.volatile.shared.v4.b32 [$1], {low, low, low, low}; mov.b32 $0, 0;
 }""")
 
 _WRITE = tl.constexpr("""{
-.reg .pred q;
-setp.ne.s32 q, $2, 0;
-@q st.global.v4.b32 [$1], {$3, $4, $5, $6};
-mov.b32 $0, 0;
+.reg .pred q; setp.ne.s32 q, $2, 0;
+@q st.global.v4.b32 [$1], {$3, $4, $5, $6}; mov.b32 $0, 0;
 }""")
 
 _SIFT = tl.constexpr("""{
-.reg .b32 larger;
-max.NaN.bf16x2 larger, $2, $3;
-min.NaN.bf16x2 $1, $2, $3;
-mov.b32 $0, larger;
+.reg .b32 larger; max.NaN.bf16x2 larger, $2, $3; min.NaN.bf16x2 $1, $2, $3; mov.b32 $0, larger;
 }""")
 
 
@@ -232,51 +211,29 @@ def wait(address, arrived, turn):
 # Two mailboxes, used in turn: 16 blocks x 16 bytes each, and a barrier for each. A block's next
 # message but one is sent after all have answered the last, so that no number is overwritten unread.
 _OPEN_MAIL = tl.constexpr("""{
-.shared .align 16 .b8 mail[528];
-.reg .pred p;
-.reg .b32 t;
-mov.u32 $0, mail;
-mov.u32 t, %tid.x;
+.shared .align 16 .b8 mail[528]; .reg .pred p; .reg .b32 t; mov.u32 $0, mail; mov.u32 t, %tid.x;
 setp.eq.u32 p, t, 0;
 @p mbarrier.init.shared::cta.b64 [mail+512], 1;
 @p mbarrier.init.shared::cta.b64 [mail+520], 1;
-@p fence.mbarrier_init.release.cluster;
-barrier.cluster.arrive.aligned;
-barrier.cluster.wait.aligned;
-mov.b32 t, $1;
+@p fence.mbarrier_init.release.cluster; barrier.cluster.arrive.aligned;
+barrier.cluster.wait.aligned; mov.b32 t, $1;
 }""")
 
 # $0: anything; $1: mailboxes; $2: turn; $3 to $6: the numbers; $7: blocks.
 _SEND = tl.constexpr("""{
-.reg .pred p, q;
-.reg .b32 t, n, r, box, bar, phase, to, done;
-mov.u32 t, %tid.x;
-mov.u32 r, %cluster_ctarank;
-mov.u32 n, %cluster_nctarank;
-and.b32 box, $2, 1;
-shl.b32 bar, box, 3;
-add.u32 bar, bar, $1;
-add.u32 bar, bar, 512;
-shl.b32 box, box, 8;
-add.u32 box, box, $1;
-shr.u32 phase, $2, 1;
-and.b32 phase, phase, 1;
-shl.b32 to, n, 4;
+.reg .pred p, q; .reg .b32 t, n, r, box, bar, phase, to, done; mov.u32 t, %tid.x;
+mov.u32 r, %cluster_ctarank; mov.u32 n, %cluster_nctarank; and.b32 box, $2, 1;
+shl.b32 bar, box, 3; add.u32 bar, bar, $1; add.u32 bar, bar, 512; shl.b32 box, box, 8;
+add.u32 box, box, $1; shr.u32 phase, $2, 1; and.b32 phase, phase, 1; shl.b32 to, n, 4;
 setp.eq.u32 p, t, 0;
-@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], to;
-shl.b32 to, r, 4;
-add.u32 to, to, box;
-mapa.shared::cluster.u32 to, to, t;
-mapa.shared::cluster.u32 done, bar, t;
+@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], to; shl.b32 to, r, 4;
+add.u32 to, to, box; mapa.shared::cluster.u32 to, to, t; mapa.shared::cluster.u32 done, bar, t;
 setp.lt.u32 q, t, n;
 @q st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {$3, $4, $5, $6}, [done];
 WAIT:
 mbarrier.try_wait.parity.shared::cta.b64 p, [bar], phase;
-@!p bra WAIT;
-mov.b32 $0, box;
+@!p bra WAIT; mov.b32 $0, box;
 }""")
-
-_READ_MAIL = tl.constexpr("ld.volatile.shared.v4.f32 {$0, $1, $2, $3}, [$4];")
 
 
 @triton.jit
@@ -303,6 +260,6 @@ def post(mail, turn, numbers):
 def letter(box, i: tl.constexpr):
     """The four numbers of block `i`."""
     return tl.inline_asm_elementwise(
-        _READ_MAIL, "=f,=f,=f,=f,r", [box + 16 * i],
+        _READ, "=f,=f,=f,=f,r", [box + 16 * i],
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1
     )
