@@ -9,7 +9,7 @@ time for its gradient. In one launch the second walk starts with the columns tha
 together the rows at work fit into the L2 cache, and DRAM sees one read and one write. A wide row is
 cut into parts, one for each block of a cluster, so that a multiprocessor works on several rows and
 one's memory traffic covers another's waits; the blocks meet once, between the walks. Logits in
-bfloat16 stay in the blocks' shared memory in between (resident.py).
+bfloat16 stay in the blocks' shared memory in between (walk.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from .records import (
     power_of_2,
     scaling,
 )
-from .resident import resident_gradient, resident_partials
 from .versions import has_clusters
 from .walk import (
     closed_slope,
@@ -40,6 +39,8 @@ from .walk import (
     logits_of,
     met,
     part_partials,
+    resident_gradient,
+    resident_partials,
     settled,
     slope_parts,
     store_partials,
