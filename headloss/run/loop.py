@@ -268,11 +268,12 @@ def sweep(work: Work, source: RawSoftmax) -> Swept:
 
 def _walk_at_once(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]:
     """Both acts in one launch, where the gradient is known before the statistics."""
-    source, bound = work.open(tensors), work.bound
+    source = work.open(tensors)
     assert isinstance(source, WalkSoftmax)
+    work.confirm()  # what follows reads segments' ids, which may be anything where nothing is scored
+    bound = work.bound
     declared = 1.0 if bound.declared is None else bound.declared
     known = bound.beforehand(work.batch, work.needs, declared)
-    work.confirm()
     partials = source.partials_and_pull(known)
     stats = work.slices.measured(source.acts, partials, work.needs, work.vocabulary).stats
     found = bound.gradient(stats, work.batch, None, needed=False)
