@@ -270,7 +270,7 @@ def _walk_at_once(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack
     """Both acts in one launch, where the gradient is known before the statistics."""
     source = work.open(tensors)
     assert isinstance(source, WalkSoftmax)
-    work.confirm()  # what follows reads segments' ids, which may be anything where nothing is scored
+    work.confirm()  # what follows reads segments' ids, which may be anything if unscored
     bound = work.bound
     declared = 1.0 if bound.declared is None else bound.declared
     known = bound.beforehand(work.batch, work.needs, declared)
