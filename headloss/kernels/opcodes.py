@@ -75,4 +75,3 @@ DTYPES = {
 
 ELEMENTWISE = frozenset(range(Op.ADD, Op.SIGMOID + 1))
 MEASURED = frozenset({Op.SUM, Op.LARGEST, Op.SMALLEST, Op.COUNT})
-PAIRED = frozenset({Op.FIRST, Op.SECOND, Op.PAIR})

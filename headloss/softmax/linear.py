@@ -46,9 +46,6 @@ class Wants(NamedTuple):
         return any(self.features) or self.any_weight or self.logits
 
 
-NO_GRADIENT = Wants()
-
-
 class Tokens(NamedTuple):
     """What a softmax needs to know of its tokens and its backend, in addition to the logits.
 
