@@ -132,10 +132,18 @@ class Form:
         yield "terms", lambda: acts.product_statistics(x, w, forward, V, self.held)
         yield "product", lambda: acts.product_partials(x, w, forward)
         yield "slab", lambda: acts.product_gradient(x, w, backward)
-        number = Transform(scale=0.5, softcap=30.0 if self.full else None, temperature=1.5)
-        for kind in ("forward_kl", "reverse_kl"):
-            to = Compared(Side(number, self.normalizer), number, self.targets, kind)
-            yield "teacher", lambda to=to: acts.teacher_product(x, w, some(N, V), to)
+        uncapped = forward._replace(transform=replace(self.biased, softcap=None))
+        yield (
+            "raw product",
+            lambda: acts.product_statistics(x, w, uncapped, V, raw=some(N, V)),
+        )
+        number = Transform(scale=0.5, temperature=1.5)
+        own = self.if_full(Side(self.plain, self.normalizer))
+        for cap in (None, 30.0) if self.full else (None,):
+            for kind in ("forward_kl", "reverse_kl"):
+                side, capped = Side(number, self.normalizer), replace(number, softcap=cap)
+                to = Compared(side, capped, self.targets, kind, own)
+                yield "teacher", lambda to=to: acts.teacher_product(x, w, some(N, V), to)
 
     def tiles(self) -> Iterator[tuple[str, Call]]:
         raw, held, order, backward = self.raw, self.held, self.order, self.backward
@@ -221,13 +229,15 @@ class Form:
                     self.raw, self.raw, p, some(N), some(N), **more
                 ),
             )
-        held = Differences(some(N, V, dtype=torch.float16), some(N), some(N))
+        words = some(N, V)
+        held = Differences(some(N), some(N), self.if_full(Side(self.plain, self.normalizer)))
+        plain = Side(Transform(temperature=1.5), self.normalizer)
         for kind in KINDS[:2]:
-            pair = Pair(side, side, kind, 0.5)
+            pair = Pair(plain, plain, kind, 0.5)
             yield (
                 f"{kind}, gradient of differences",
                 lambda p=pair: acts.divergence_gradient_(
-                    self.raw, held, p, some(N), some(N), **more
+                    words, held, p, some(N), some(N), **more
                 ),
             )
 

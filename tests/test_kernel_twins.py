@@ -457,6 +457,36 @@ def test_whole_calls_through_the_twins(twins, multiples, bias, schedule, dtype):
         assert error(leaf.grad, want) <= 3 * error(coarse.gradients[key], want) + floor
 
 
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("schedule", ["one pass", "chunks", "static"])
+def test_distillation_through_the_twins(twins, kind, temperature, schedule):
+    """The student's logits give way to what the gradient needs, beside other terms, with a bias and
+    with rows that carry nothing."""
+    hidden, weight, targets = trained_looking(T, H, V, torch.float32, "cpu")
+    states, other, shift = torch.randn(T, 8), torch.randn(V, 8), torch.randn(V)
+    found = {}
+    for dtype in (torch.float64, torch.float32):  # the first has no words of 32 bits
+        leaves = [t.to(dtype).clone().requires_grad_() for t in (hidden, weight, shift)]
+        teacher = hl.Head(other.to(dtype), softcap=9.0)
+        term = hl.distillation(divergence=kind, teacher_head=teacher, temperature=temperature)
+        objective = term.where("kept") + 0.2 * hl.cross_entropy().where("kept")
+        batch = hl.Batch(
+            targets,
+            teacher_hidden=states.to(dtype),
+            kept=torch.arange(T) % 3 > 0,
+        )
+        head = hl.Head(leaves[1], bias=leaves[2])
+        out = hl.head_loss(leaves[0], head, batch, objective, hl.Options(**SCHEDULES[schedule]))
+        rows = 5 if schedule == "chunks" else T
+        assert out.plan.bytes["logits"] == rows * V * (16 if dtype == torch.float64 else 4)
+        found[dtype] = out.loss.detach(), *torch.autograd.grad(out.loss, leaves)
+    (loss, *gradients), (want, *exact) = found[torch.float32], found[torch.float64]
+    assert abs(loss - want) <= 1e-6 * want
+    for gradient, oracle in zip(gradients, exact, strict=True):
+        assert error(gradient, oracle) <= 2**-8  # p and differences have 8 and 11 bits
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("inplace", [True, False])
 def test_given_logits_through_the_twins(twins, inplace, dtype):

@@ -183,9 +183,10 @@ class Kernels(Protocol):
         ...
 
     def product_statistics(
-        self, x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: Held | None = None
-    ) -> Measured:
-        """`product_partials` of the whole vocabulary, and `stats.finish` of them."""
+        self, x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: Held | None = None,
+        raw: Tensor | None = None,
+    ) -> Measured:  # fmt: skip
+        """`product_partials` of all columns, and `stats.finish`; raw [n, v] takes raw logits."""
         ...
 
     def finish(self, slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
@@ -369,7 +370,7 @@ class Kernels(Protocol):
         ...
 
     def teacher_product(self, x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differences:
-        """Of a teacher x @ w.T from a student's raw logits, over all columns. As `can_fuse`."""
+        """Of a teacher x @ w.T from a student's raw logits, as `product_statistics` leaves them."""
         ...
 
     def divergence_gradient_(
@@ -379,8 +380,8 @@ class Kernels(Protocol):
         """weight [n] * d divergence / d raw + extra [n, v], in new float32 (or float64) memory, or
         over `extra`; with `others`, the rest of the objective, the whole gradient over raw as in
         `logit_gradient_`: its transform differs from the student's in the temperature alone. Where
-        the weight is 0 the teacher's row and the pivot may hold anything.
-        """
+        the weight is 0 the teacher's row and the pivot may hold anything. `Differences` stand in
+        raw's memory."""
         ...
 
     def tail_partials(

@@ -25,6 +25,8 @@ from torch import Tensor
 from ..objective.statistics import Normalizer
 from .transform import Transform
 
+DEEPEST = 86.0  # exp(-DEEPEST) is a normal number
+
 
 class Side(NamedTuple):
     """One side's logits: how raw ones become z, and the normalizer of its softmax [n]."""
@@ -32,7 +34,7 @@ class Side(NamedTuple):
     transform: Transform  # of a divergence, its temperature is a number
     normalizer: Normalizer
 
-    def rows(self, rows: slice) -> Side:
+    def rows(self, rows: slice | Tensor) -> Side:
         """Of some of the tokens."""
         return Side(self.transform.rows(rows), self.normalizer.rows(rows))
 
@@ -53,14 +55,22 @@ class Compared(NamedTuple):
     teacher: Transform
     targets: Tensor  # [n] int64, columns near whose difference the others are taken to be
     kind: str  # forward_kl or reverse_kl
+    own: Side | None = None  # the student's at its head's temperature, if that is another
 
 
 class Differences(NamedTuple):
-    """A teacher's tile as it stands beside a student's: log q - log p = d + ratio."""
+    """Where a student's logits gave way to what the gradient needs: p in bfloat16 at the head's own
+    temperature, and d in float16, of each 32 bits the low and the high half; log q - log p =
+    d + ratio at the term's temperature. p is at least exp(-DEEPEST) at both temperatures."""
 
-    tile: Tensor  # [n, v] d, in 16 bits
     ratio: Tensor  # [n]
     value: Tensor  # [n] the divergence, of the reverse KL its pivot, too
+    own: Side | None = None  # as in `Compared`
+
+    def rows(self, rows: Tensor) -> Differences:
+        """Of some of the tokens."""
+        own = self.own and self.own.rows(rows)
+        return Differences(self.ratio[rows], self.value[rows], own)
 
 
 class Outcomes(NamedTuple):

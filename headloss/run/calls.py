@@ -134,7 +134,7 @@ def linear_call(
         x, index = slices.given(x), slices.index(index)
     if index is not None:
         x = GatherRows.apply(x, index, packing.live)
-    elif plan.terms and not prepared.readable:
+    elif (plan.terms or prepared.problem.differences) and not prepared.readable:
         x = x.clone(memory_format=torch.contiguous_format)
     fixed = prepared.acts.fixed_product if options.batch_invariant else None
     pairs = slices.factors(head, x, fixed) if head.lora else [(x, head.weight)]

@@ -67,7 +67,7 @@ class Problem:
     rows: bool = False  # and a kernel works on them where they lie
     main_grad: bool = False  # the weight gradient is added to a tensor of the caller's
     teachers: bool = False  # stand beside the logits
-    differences: bool = False  # the teacher does in 16 bits, where a block of tokens is one tile
+    differences: bool = False  # the teacher takes the place of the student's logits, in one pass
     candidates: int = 0  # columns of a token that are measured apart
     support: int = 0  # pairs of a token and a column of its support
     restricted: int = 0  # tokens that have one

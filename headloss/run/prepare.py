@@ -180,6 +180,8 @@ def prepare_linear(
             "backend and at most 32 bits: no other product keeps its order for another batch"
         )
     wants = _wants(hidden, head)
+    fuses = not head.lora and options.logits_dtype is None
+    fuses = fuses and kernels.can_hold_terms(backend, dtype, head.weight)
     problem = Problem(
         width=hidden.shape[-1],
         hidden_gradient=any(wants.features),
@@ -191,10 +193,8 @@ def prepare_linear(
         multiprocessors=kernels.multiprocessors(hidden.device),
         memory=kernels.memory(hidden.device),
         main_grad=options.main_grad is not None,
-        differences=head.vocab_group is None and dtype.itemsize < 8,
-        terms=not head.lora
-        and options.logits_dtype is None
-        and kernels.can_hold_terms(backend, dtype, head.weight),
+        terms=fuses,
+        differences=fuses and head.vocab_group is None and head.softcap is None,
     )
     softcap = head.softcap is not None
     prepared = _prepared(objective, batch, options, problem, softcap, backend, dtype, wants)
@@ -311,7 +311,8 @@ def _prepared(
     of_tiles = bool(teachers or needs & {"candidate_tail", COLLISION})
     terms = problem.terms and not of_tiles and not (softcap and "mean_logit" in gradients)
     tiles = 1 + _more_tiles(teachers, kinds, CANDIDATES in gradients)
-    differences = problem.differences and tiles == 2 and _differences(teachers, kinds, backend)
+    differences = problem.differences and wide.itemsize == 4 and len(teachers) == 1 and not beside
+    differences = differences and _differences(teachers[0], kinds, backend)
     problem = replace(
         problem,
         scope=objective.scope,
@@ -324,7 +325,7 @@ def _prepared(
         terms=terms,
         teachers=any(teacher.source(kinds) != "topk" for teacher in teachers),
         differences=differences,
-        row_bytes=2 if terms else 6 if differences else wide.itemsize * tiles,
+        row_bytes=2 if terms else 4 if differences else wide.itemsize * tiles,
         candidates=_candidates(teachers, kinds, needs),
     )
     return Prepared(
@@ -360,11 +361,10 @@ def _candidates(teachers: list[Teacher], kinds: Kinds, needs: frozenset[str]) ->
     return sum(kinds[field][1][-1] for field in fields)
 
 
-def _differences(teachers: list[Teacher], kinds: Kinds, backend: str) -> bool:
+def _differences(teacher: Teacher, kinds: Kinds, backend: str) -> bool:
     """Whether the teacher's product measures its divergence from the student's logits."""
-    teacher, *others = teachers
     head = teacher.head
-    if others or teacher.source(kinds) != "hidden" or teacher.kind not in DIFFERENCES:
+    if teacher.source(kinds) != "hidden" or teacher.kind not in DIFFERENCES:
         return False
     assert head is not None
     weight = head.weight

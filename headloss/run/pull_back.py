@@ -104,7 +104,7 @@ def in_slabs(
 ) -> Gradients:
     """In slabs of columns: each slab of the weight gradient is written once."""
     live, all_of_it = work.live(known.gradient), source
-    index = None if live is None else rows_left(live)
+    index = rows_left(live)()
     if index is not None:  # once, and not for each slab
         source, known = source.take(index), known.rows(index)
     # Ranks send all rows, whether or not they carry a gradient: collectives never depend on data.

@@ -81,10 +81,8 @@ class Beside(NamedTuple):
         pair, fused = (student, other), prepared.problem.differences
         if fused and isinstance(source, LinearSoftmax):
             fused = acts.can_fuse(source.features[0], source.weights[0])
-        heads_own, count = student is self.transform, len(batch)
-        return DenseTeacher(
-            teacher, source, pair, heads_own, count, acts, self.slices, like, fused
-        )
+        own, count = self.transform, len(batch)
+        return DenseTeacher(teacher, source, pair, own, count, acts, self.slices, like, fused)
 
     def _of_hidden(self, teacher: Teacher, size: int) -> tuple[LinearSoftmax, Transform]:
         """Logits from a teacher's hidden states and its head."""

@@ -89,12 +89,14 @@ class Tokens(NamedTuple):
         return self.targets if rows is ALL else self.targets[rows]
 
 
-def rows_left(live: Tensor) -> Tensor | None:
-    """[K] the rows that carry a gradient, ascending, from [n] bool; None where it does not pay to
-    leave the others out (their coefficients are 0). Reads the device."""
-    index = live.nonzero().squeeze(1)
-    most = MOST if live.is_cuda else 1
-    return None if len(index) >= most * len(live) else index
+def rows_left(live: Tensor | None) -> Callable[[], Tensor | None]:
+    """Begins to read how many rows carry a gradient, of [n] bool. What it returns waits for that,
+    and gives [K] these rows, ascending; None where it does not pay to leave the others out (their
+    coefficients are 0)."""
+    if live is None:
+        return lambda: None
+    count, most = Reading(live.sum().view(1)), (MOST if live.is_cuda else 1) * len(live)
+    return lambda: None if count.tolist()[0] >= most else live.nonzero().squeeze(1)
 
 
 class RawSoftmax:
@@ -162,14 +164,20 @@ class RawSoftmax:
             measured.stats.divergences[part.key] = part.found(rows, measured.normalizer)
 
     def pull(self, rows: slice, columns: slice, known: Known) -> RowGradient:
-        """Act two on a tile: dL/draw of the rows that carry a gradient."""
+        """Act two on a tile: dL/draw of the rows that carry a gradient. On a GPU that of all rows
+        is queued before the host reads how many these are."""
         raw = self.raw(rows, columns) if known.held is None else known.held
-        index = None if known.live is None else rows_left(known.live)
+        left, at_once = rows_left(known.live), raw.is_cuda
         places: Rows = rows
+        if at_once:
+            raw = self.gradient_(raw, places, columns, known)
+        index = left()
         if index is not None:
             raw, places = compact_(raw, index), index + (rows.start or 0)
             known = known.rows(index)
-        return RowGradient(self.gradient_(raw, places, columns, known), places)
+        if not at_once:
+            raw = self.gradient_(raw, places, columns, known)
+        return RowGradient(raw, places)
 
     def gradient_(self, raw: Tensor, rows: Rows, columns: slice, known: Known) -> Tensor:
         """dL/draw of a tile, teachers' part included, in the tile's memory or in 16 bits."""
@@ -230,6 +238,29 @@ class LinearSoftmax(RawSoftmax):
         found.features = [features[index] for features in self.features]
         return found
 
+    def statistics(
+        self, rows: slice, tiles: Sequence[slice], slices: Any, vocabulary: int, keep: bool
+    ) -> tuple[Measured, Any]:
+        if not (keep and self.teachers and self.teachers[0].fused):
+            return super().statistics(rows, tiles, slices, vocabulary, keep)
+        x, width = self._x(rows), self.vocabulary
+        raw = x.new_empty(x.shape[0], 16 * -(-width // 16), dtype=self.dtype)[:, :width]
+        forward, teacher = self._biased(self.tokens.forward(rows)), self.teachers[0]
+        found = self.acts.product_statistics(x, self.weights[0], forward, vocabulary, raw=raw)
+        value = teacher.measure(rows, [(ALL, lambda: raw)], found.normalizer, hold=True)
+        found.stats.divergences[teacher.key] = value
+        return found, raw
+
+    def _x(self, rows: slice) -> Tensor:
+        return self.features[0] if rows is ALL else self.features[0][rows]
+
+    def _biased(self, given: Any, columns: slice = ALL) -> Any:
+        """Arguments of an act whose product has to add the bias of these columns."""
+        if self.bias is None:
+            return given
+        transform = replace(given.transform, bias=self.bias[columns])
+        return given._replace(transform=transform)
+
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
         """[n, v] raw logits in float32 or float64, in memory of their own."""
         out = None
@@ -263,13 +294,6 @@ class ExpSoftmax(LinearSoftmax):
             self.measure_beside(rows, found)
         return found, held
 
-    def _biased(self, given: Any, columns: slice = ALL) -> Any:
-        """Arguments of an act whose product has to add the bias of these columns."""
-        if self.bias is None:
-            return given
-        transform = replace(given.transform, bias=self.bias[columns])
-        return given._replace(transform=transform)
-
     def pull(self, rows: slice, columns: slice, known: Known) -> RowGradient:
         backward = self.tokens.backward(rows, columns, known)
         if known.held is not None:
@@ -280,9 +304,6 @@ class ExpSoftmax(LinearSoftmax):
         for chosen in self._chosen(rows, columns, known):
             self.acts.chosen_gradient_(found, chosen, backward)
         return RowGradient(found, rows)
-
-    def _x(self, rows: slice) -> Tensor:
-        return self.features[0] if rows is ALL else self.features[0][rows]
 
     def _chosen(self, rows: slice, columns: slice, known: Known) -> list[Chosen]:
         """The candidates' columns, where they carry a gradient: at most one of them."""

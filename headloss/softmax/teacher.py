@@ -31,10 +31,10 @@ class DenseTeacher:
         key: the term's description of it.
         source: its logits.
         transforms: the student's and the teacher's, at the term's temperature.
-        heads_own: the student's is that of its head: its normalizer is known already.
+        own: that of the student's head. Where it is the student's, its normalizer is known already.
         acts: the backend's.
-        fused: where a block is one tile, the teacher's product measures it at once, and leaves
-            differences in 16 bits to the gradient.
+        fused: where a block is one tile, the teacher's product measures it at once, and leaves in
+            the memory of the student's logits what the gradient needs.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class DenseTeacher:
         key: Teacher,
         source: LinearSoftmax | View,
         transforms: tuple[Transform, Transform],
-        heads_own: bool,
+        own: Transform,
         tokens: int,
         acts: Kernels,
         slices: Slices,
@@ -50,7 +50,7 @@ class DenseTeacher:
         fused: bool = False,
     ) -> None:
         self.key, self.source, self.slices, self.fused = key, source, slices, fused
-        self.transforms, self.heads_own = transforms, heads_own
+        self.transforms, self.own, self.heads_own = transforms, own, own is transforms[0]
         self.acts = acts
         # What `measure` fills and `gradient` reads: both sides' normalizers, and the pivot.
         *rooms, self.pivot = (like.new_zeros(tokens) for _ in range(5))
@@ -65,6 +65,7 @@ class DenseTeacher:
         found.source, found.pivot = self.source.take(index), self.pivot[index]
         student, teacher = self.normalizers
         found.normalizers = student.rows(index), teacher.rows(index)
+        found.own = self.own.rows(index)
         return found
 
     def _keep(self, rows: slice, pivot: Tensor, *normalizers: Normalizer) -> None:
@@ -111,7 +112,8 @@ class DenseTeacher:
         if not self.heads_own:
             p = self._normalizer([(slice(None), lambda: raw)], student, rows)
         x, w, targets = source.features[0][rows], source.weights[0], source.tokens.targets[rows]
-        to = Compared(Side(student, p), teacher, targets, self.key.kind)
+        own = None if self.heads_own else Side(self.own.rows(rows), normalizer)
+        to = Compared(Side(student, p), teacher, targets, self.key.kind, own)
         found = self.acts.teacher_product(x, w, raw, to)
         self.held = (rows.start or 0, found)
         self._keep(rows, found.value, p)  # differences need none of the teacher's
@@ -142,8 +144,7 @@ class DenseTeacher:
         if isinstance(rows, slice):
             return raw
         if isinstance(raw, Differences):
-            tile, *vectors = raw
-            return Differences(compact_(tile, rows - first), *(t[rows - first] for t in vectors))
+            return raw.rows(rows - first)
         return compact_(raw, rows - first)
 
     def gradient(

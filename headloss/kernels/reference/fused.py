@@ -55,9 +55,12 @@ def product_partials(x: Tensor, w: Tensor, forward: Forward, held: Held | None =
 
 
 def product_statistics(
-    x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: Held | None = None
-) -> Measured:
+    x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: Held | None = None,
+    raw: Tensor | None = None,
+) -> Measured:  # fmt: skip
     found = product_partials(x, w, forward, held)
+    if raw is not None:
+        raw.copy_(_product(x, w, forward.transform.bias))
     return Measured(*stats.finish(found, vocabulary, forward.needs))
 
 

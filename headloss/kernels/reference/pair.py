@@ -13,12 +13,13 @@ from torch import Tensor
 from ...objective.divergence import phi, tilt
 from ...objective.statistics import Partials, finish, merge
 from ..interface import Backward, Forward
-from ..pair import Compared, Differences, Outcomes, Pair, Side
+from ..pair import DEEPEST, Compared, Differences, Outcomes, Pair, Side
 from ..transform import Transform
 from .tile import blocks, log_softmax, logit_gradient_, partials, wide
 
 IDENTITY = Transform()
 NOTHING: frozenset[str] = frozenset()
+ALL = slice(None)
 
 
 def readable(tile: Tensor, dtype: torch.dtype) -> Tensor:
@@ -47,17 +48,35 @@ def divergence(
 
 
 def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differences:
-    student, teacher, targets, kind = to
+    student, teacher, targets, kind, own = to
     nowhere, other = torch.full_like(targets, -1), x.to(wide(x.dtype)) @ w.to(wide(x.dtype)).t()
     found = partials(other, Forward(nowhere, 0, teacher, NOTHING))
     pair = Pair(student, Side(teacher, finish(found, 1, NOTHING)[1]), kind, 0.5)
-    everything = slice(0, len(x))
-    _, log_q = _log_p(pair.teacher, other, everything)
-    _, log_p = _log_p(student, raw, everything)
-    difference = log_q - log_p
-    ratio = difference.gather(1, targets.unsqueeze(1))
-    tile = (difference - ratio).clamp_(-6e4, 6e4).to(torch.float16)
-    return Differences(tile, ratio.squeeze(1), divergence(raw, other, pair)[0])
+    value = divergence(raw, other, pair)[0]
+    _, log_q = _log_p(pair.teacher, other, ALL)
+    _, log_p = _log_p(student, raw, ALL)
+    ratio = (log_q - log_p).gather(1, (targets % w.shape[0]).unsqueeze(1))
+    side, one = own or student, torch.ones_like(ratio)
+    warmth = (student.transform(one) / side.transform(one)).clamp_min(1)
+    p = torch.maximum(_log_p(side, raw, ALL)[1], -DEEPEST / warmth)
+    _, log_p = _log_p(student, _again(side, p), ALL)
+    halves = p.exp().to(torch.bfloat16), (log_q - log_p - ratio).to(torch.float16)
+    low, high = (half.view(torch.int16).to(torch.int32) for half in halves)
+    raw.view(torch.int32).copy_(high << 16 | low & 0xFFFF)
+    return Differences(ratio.squeeze(1), value, own)
+
+
+def _again(side: Side, log_p: Tensor) -> Tensor:
+    """Raw logits from log p, without a soft cap."""
+    z = log_p + (side.normalizer.peak + side.normalizer.log_sum).unsqueeze(1)
+    return z / side.transform(torch.ones_like(z[:, :1]))
+
+
+def _parted(words: Tensor, side: Side) -> tuple[Tensor, Tensor]:
+    """Raw logits and differences: see `Differences`."""
+    words = words.view(torch.int32)
+    p = (words << 16).view(torch.float32)
+    return _again(side, p.log()), (words >> 16).to(torch.int16).view(torch.float16).float()
 
 
 def divergence_gradient_(
@@ -72,11 +91,13 @@ def divergence_gradient_(
     student, teacher, kind, beta = pair
     out = _place(raw, extra, others)
     for rows in blocks(raw):
-        z, log_p = _log_p(student, raw, rows)
         if isinstance(raw_teacher, Differences):
-            difference = raw_teacher.tile[rows].to(log_p.dtype)
-            log_q = log_p + difference.add_(raw_teacher.ratio[rows].unsqueeze(1))
+            own = (raw_teacher.own or student).rows(rows)
+            tile, difference = _parted(raw[rows], own)
+            z, log_p = _log_p(student.rows(rows), tile, ALL)
+            log_q = log_p + difference + raw_teacher.ratio[rows].unsqueeze(1)
         else:
+            tile, (z, log_p) = raw[rows], _log_p(student, raw, rows)
             _, log_q = _log_p(teacher, raw_teacher, rows)
         p = log_p.exp()
         if kind == "forward_kl":
@@ -86,7 +107,7 @@ def divergence_gradient_(
         w = weight[rows].unsqueeze(1)
         g = torch.where(w == 0, 0, g * w)  # such rows may hold anything
         g = student.transform.rows(rows).pull_back_(g, z)
-        _put(out, raw, rows, g, extra, others)
+        _put(out, tile, rows, g, extra, others)
     return _narrow(out, others)
 
 
@@ -97,13 +118,13 @@ def _place(raw: Tensor, extra: Tensor | None, others: Backward | None) -> Tensor
 
 
 def _put(
-    out: Tensor, raw: Tensor, rows: slice, g: Tensor, extra: Tensor | None, others: Backward | None
+    out: Tensor, tile: Tensor, rows: slice, g: Tensor, extra: Tensor | None, others: Backward | None
 ) -> None:
-    """Write g with the other parts of the gradient of some rows; g is overwritten."""
+    """Write g with the other parts of the gradient of a tile of rows; g is overwritten."""
     if extra is not None:
         g += extra[rows]
     if others is not None:
-        g += logit_gradient_(raw[rows].to(g.dtype), others.rows(rows))
+        g += logit_gradient_(tile.to(g.dtype), others.rows(rows))
     out[rows] = g.to(out.dtype)
 
 
@@ -147,7 +168,7 @@ def sparse_gradient_(
         g = side.transform.pull_back_(g, z)
         w = weight[rows].unsqueeze(1)
         g = torch.where(w == 0, 0, g * w)
-        _put(out, raw, rows, g, extra, others)
+        _put(out, raw[rows], rows, g, extra, others)
     return _narrow(out, others)
 
 

@@ -2,9 +2,10 @@
 
 n tokens, v columns, H' the teacher's hidden width. The float32 accumulator of each tile meets the
 student's logits in the epilogue, so that the divergence is as exact as of float32 logits on both
-sides. What stays for the gradient are differences d = z_q - z_p - offset in float16: they are small
-where the two are near, and then p - q = -p expm1(log q/p) keeps its digits. The offset is that of
-one column, the token's target.
+sides. What stays for the gradient takes the place of the student's logits, in two halves of their
+32 bits: p in bfloat16, at the head's own temperature, and the difference d = z_q - z_p - offset in
+float16. It is small where the two are near, and then p - q = -p expm1(log q/p) keeps its digits.
+The offset is that of one column, the token's target.
 
 Sums of a block of columns are taken against the teacher's largest logit in it.
 """
@@ -18,30 +19,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...objective.statistics import Normalizer
-from ..pair import Compared, Differences
+from ..pair import DEEPEST, Compared, Differences
+from ..rounding import lost
 from .formulas import LOG2E, transformed
 from .launch import Launcher, cdiv
-from .product import check_operands
-from .records import LogitScaling, Matrix, constant, matrix_of, programs_on, scaling
-from .tiles import BM, BN, OPTIONS, READ, WIDTH, WRITE, each_tile, halves
+from .pair import Softmax, softmax
+from .product import LEAST_SCALE, check_operands
+from .records import (
+    LogitScaling,
+    Matrix,
+    constant,
+    matrix_of,
+    programs_on,
+    restored,
+    scaling,
+)
+from .tiles import BM, BN, OPTIONS, READ, WIDTH, each_tile
 from .tokens import ROWS, Reference, launch_reference
 from .versions import overlaps
 
 LOWEST = tl.constexpr(-1e30)  # exp2 of it is 0, and it may be multiplied by that
-LARGEST = tl.constexpr(60000.0)  # of a difference in float16
+DEEP = tl.constexpr(DEEPEST)
 BLOCKS = 64  # that a program adds at once
 
 
 class Beside(NamedTuple):
     """What the product reads of each token, and writes of each block of columns."""
 
-    raw: Matrix  # [n, v], the student's
-    own: Tensor  # [n] column of the offset
-    logit: Tensor  # [n] the teacher's there
+    raw: Matrix  # [n, v], the student's, and then words
+    offset: Tensor  # [n]
     z: LogitScaling  # the teacher's
-    p_z: LogitScaling  # the student's, at the term's temperature
-    p: Normalizer  # [n], the student's
+    p: Softmax  # the student's, at the term's temperature
+    own: Softmax  # and at its head's own
     sums: Tensor  # [3, blocks, pitch]: peaks, masses, and sums of d under q or p
     pitch: int
     stride: int  # blocks * pitch
@@ -49,47 +58,58 @@ class Beside(NamedTuple):
 
 
 @triton.jit
-def pair_tile(z, m, block, held, of, n, v):
+def word(p, d):
+    """Two numbers in 32 bits."""
+    low = p.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    return low | (d.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+
+
+@triton.jit
+def pair_tile(z, m, block, out, of, n, v):
     """The epilogue of the teacher's product."""
     rows, columns = m * BM + tl.arange(0, BM), block * BN + tl.arange(0, BN)
     inside = rows < n
     real = inside[:, None] & (columns < v)[None, :]
-    raw = of.raw.data + rows.to(tl.int64) * of.raw.stride
-    own = tl.load(of.own + rows, mask=inside, other=0)
-    q, p_outer = transformed(z, of.z, of.z.outer), of.p_z.outer
-    offset = tl.load(of.logit + rows, mask=inside, other=0.0)
-    at_own = tl.load(raw + own, mask=inside, other=0.0)
-    offset -= transformed(at_own, of.p_z, p_outer)
-    p = tl.load(raw[:, None] + columns[None, :], mask=real, other=0.0)
-    p = transformed(p, of.p_z, p_outer)
-    d = tl.where(real, (q - p) - offset[:, None], 0.0)
-    q = tl.where(real, q, LOWEST)
-    peak = tl.max(q, 1)
-    e = tl.exp2((q - peak[:, None]) * LOG2E)
+    raw = (of.raw.data + rows.to(tl.int64) * of.raw.stride)[:, None] + columns[None, :]
+    offset = tl.load(of.offset + rows, mask=inside, other=0.0)
+    q, outer, own = transformed(z, of.z, of.z.outer), of.p.z.outer, of.own.z.outer
+    if of.own.z.temperature is not None:
+        own = own / tl.load(of.own.z.temperature + rows, mask=inside, other=1.0)
+    own_peak = tl.load(of.own.normalizer.peak + rows, mask=inside, other=0.0)
+    own_log_sum = tl.load(of.own.normalizer.log_sum + rows, mask=inside, other=0.0)
+    p = tl.load(raw, mask=real, other=0.0)
+    d = tl.where(real, (q - p * outer) - offset[:, None], 0.0)
+    masked = tl.where(real, q, LOWEST)
+    peak = tl.max(masked, 1)
+    e = tl.exp2((masked - peak[:, None]) * LOG2E)
     mass = tl.sum(e, 1)
     if of.reverse:
-        p_peak = tl.load(of.p.peak + rows, mask=inside, other=0.0)
-        p_log_sum = tl.load(of.p.log_sum + rows, mask=inside, other=0.0)
-        e = tl.exp2(((p - p_peak[:, None]) - p_log_sum[:, None]) * LOG2E)
-    moment = tl.sum(e * d, 1)
+        p_peak = tl.load(of.p.normalizer.peak + rows, mask=inside, other=0.0)
+        p_log_sum = tl.load(of.p.normalizer.log_sum + rows, mask=inside, other=0.0)
+        e = tl.exp2(((p * outer - p_peak[:, None]) - p_log_sum[:, None]) * LOG2E)
+    moment = tl.sum(tl.where(real, e * d, 0.0), 1)
     place = of.sums + block.to(tl.int64) * of.pitch + rows
     tl.store(place, peak, mask=inside)
     tl.store(place + of.stride, mass, mask=inside)
     tl.store(place + 2 * of.stride, moment, mask=inside)
-    left, right = halves(tl.minimum(tl.maximum(d, -LARGEST), LARGEST))
-    held.store([m * BM, block * BN], left.to(held.dtype))
-    held.store([m * BM, block * BN + BN // 2], right.to(held.dtype))
+    own += tl.zeros_like(own_peak)
+    lse = (own_peak + own_log_sum)[:, None]
+    warmth = (outer / own)[:, None]
+    high = tl.maximum(p * own[:, None], lse - DEEP / tl.maximum(warmth, 1.0))
+    d = (q - high * warmth) - offset[:, None]
+    to = raw.to(tl.pointer_type(tl.uint32), bitcast=True)
+    tl.store(to, word(tl.exp2((high - lse) * LOG2E), d), mask=real)
 
 
 @triton.jit(do_not_specialize=["n"])
-def beside_kernel(x, w, held, of, n, v, h, PROGRAMS: tl.constexpr):
-    each_tile(x, w, held, of, n, v, h, PROGRAMS, pair_tile)
+def beside_kernel(x, w, of, n, v, h, PROGRAMS: tl.constexpr):
+    each_tile(x, w, None, of, n, v, h, PROGRAMS, pair_tile)
 
 
 @triton.jit(do_not_specialize=["n"])
 def beside_finish_kernel(
     of,  # Beside
-    out,  # [3, n]: the divergence, log q_y - log p_y, and what log q_y is less than z_q,y
+    out,  # [2, n]: the divergence, and log q - log p where d is 0
     blocks,
     n,
     ROWS: tl.constexpr,
@@ -122,15 +142,11 @@ def beside_finish_kernel(
         moment = tl.sum(moments, 0)
     else:
         moment = tl.sum(moments * shift, 0) / mass
-    p_peak = tl.load(of.p.peak + rows, mask=inside, other=0.0)
-    p_log_sum = tl.load(of.p.log_sum + rows, mask=inside, other=0.0)
-    own = tl.load(of.own + rows, mask=inside, other=0)
-    raw = of.raw.data + rows * of.raw.stride
-    p_own = transformed(tl.load(raw + own, mask=inside, other=0.0), of.p_z, of.p_z.outer)
-    q_own = tl.load(of.logit + rows, mask=inside, other=0.0)
-    # log q - log p at the column of the offset; elsewhere d more. Differences of numbers that are
-    # near each other come first: they are exact.
-    ratio = ((q_own - p_own) - (peak - p_peak)) - (tl.log(mass) - p_log_sum)
+    p_peak = tl.load(of.p.normalizer.peak + rows, mask=inside, other=0.0)
+    p_log_sum = tl.load(of.p.normalizer.log_sum + rows, mask=inside, other=0.0)
+    offset = tl.load(of.offset + rows, mask=inside, other=0.0)
+    # Differences of numbers that are near each other come first: they are exact.
+    ratio = (offset - (peak - p_peak)) - (tl.log(mass) - p_log_sum)
     value = moment + ratio
     if of.reverse:
         value = -value
@@ -138,36 +154,35 @@ def beside_finish_kernel(
     tl.store(out + n + rows, ratio, mask=inside)
 
 
-launch_beside = Launcher(beside_kernel, tiles=READ | {"held": WRITE}, **OPTIONS)
+launch_beside = Launcher(beside_kernel, tiles=READ, **OPTIONS)
 launch_finish = Launcher(beside_finish_kernel, num_warps=4)
 
 
 def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differences:
     check_operands(x, w)
-    student, teacher, targets, kind = to
+    student, teacher, targets, kind, own = to
     (n, h), v = x.shape, w.shape[0]
-    pitch = -(-v // 8) * 8  # rows of whole 16 bytes
-    held = x.new_empty(n, pitch, dtype=torch.float16)[:, :v]
     out = x.new_empty(2, n, dtype=torch.float32)
     if not n:
-        return Differences(held, out[1], out[0])
-    own, logit, z = torch.empty_like(targets), torch.empty_like(out[0]), scaling(teacher)
-    reference = Reference(own, logit, torch.empty_like(logit))
-    pair = matrix_of(x), matrix_of(w)
-    given = (*pair, targets, z, reference, 0, n, v, h)
+        return Differences(out[1], out[0], own)
+    columns, logit = torch.empty_like(targets), torch.empty_like(out[0])
+    reference, z = Reference(columns, logit, torch.empty_like(logit)), scaling(teacher)
+    given = (matrix_of(x), matrix_of(w), targets, z, reference, 0, n, v, h)
     launch_reference(cdiv(n, ROWS), *given, ROWS=ROWS, HALVES=8)
+    offset = logit - student.transform(raw.gather(1, (targets % v).unsqueeze(1))).squeeze(1)
+    z = restored(z, lost(x.device, h))
     blocks, wide = cdiv(v, WIDTH), 16 * cdiv(n, 16)
     sums = x.new_empty(3, blocks, wide, dtype=torch.float32)
-    sides, reverse = (z, scaling(student.transform), student.normalizer), kind != "forward_kl"
-    of = Beside(
-        matrix_of(raw), own, logit, *sides, sums, wide, blocks * wide, constant(reverse)
-    )
-    programs = programs_on(x.device)
-    if of.z.inner is None and of.p_z.inner is None and overlaps(x.device):
+    p = softmax(student)
+    sides = z, p, p if own is None else softmax(own)
+    reverse = constant(kind != "forward_kl")
+    of = Beside(matrix_of(raw), offset, *sides, sums, wide, blocks * wide, reverse)
+    if z.inner is None and z.outer > LEAST_SCALE and overlaps(x.device):
         from . import gluon_beside  # Gluon is not in every Triton
 
-        gluon_beside.launch(x, w, held, of)
+        gluon_beside.launch(x, w, of)
     else:
-        launch_beside(programs, x, w, held, of, n, v, h, PROGRAMS=programs)
+        programs = programs_on(x.device)
+        launch_beside(programs, x, w, of, n, v, h, PROGRAMS=programs)
     launch_finish(cdiv(n, 16), of, out, blocks, n, ROWS=16, BLOCKS=BLOCKS)
-    return Differences(held, out[1], out[0])
+    return Differences(out[1], out[0], own)

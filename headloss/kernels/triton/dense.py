@@ -14,7 +14,7 @@ from ..interface import Backward
 from ..pair import Differences, Pair
 from .formulas import log_softmax
 from .launch import Launcher
-from .pair import Part, against_mixture, block_width, launch, softmax, tilt
+from .pair import NO_SIDE, Part, against_mixture, block_width, launch, softmax, tilt
 from .records import WARPS, check_tile, matrix_of
 
 
@@ -114,12 +114,12 @@ def divergence_gradient_(
     others: Backward | None = None,
 ) -> Tensor:
     student, teacher, kind, beta = pair
-    extras, ratio, side = None if extra is None else matrix_of(extra), None, None
+    tile, side, ratio, own = None, None, None, NO_SIDE
     if isinstance(raw_teacher, Differences):
-        raw_teacher, ratio, _ = raw_teacher
+        ratio, own = raw_teacher.ratio, softmax(raw_teacher.own) if raw_teacher.own else NO_SIDE
     else:
-        side = softmax(teacher)
-    check_tile("raw_teacher", raw_teacher)
-    tile = matrix_of(raw_teacher)
-    part = Part(softmax(student), side, tile, ratio, None, pivot, weight, beta, extras)
+        check_tile("raw_teacher", raw_teacher)
+        tile, side = matrix_of(raw_teacher), softmax(teacher)
+    extras = None if extra is None else matrix_of(extra)
+    part = Part(softmax(student), side, tile, ratio, own, None, pivot, weight, beta, extras)
     return launch(raw, part, kind, extra, others)

@@ -33,6 +33,7 @@ STAGES = gl.constexpr(tiles.STAGES)
 HALF = gl.constexpr(tiles.ROWS // 2)  # rows of one group
 PART = gl.constexpr(tiles.WIDTH // 4)  # columns whose terms leave together
 BUFFERS = gl.constexpr(2)  # of each group, for parts on their way out
+LINE = gl.constexpr(32)  # float32 numbers of 128 bytes
 # Of what is left out, before it is scaled: far below every logit, and finite under any scale.
 LOWEST = gl.constexpr(-1e20)
 # Registers of a thread: 3 x 128 threads start with all that there are, 128 hold z of a group.
@@ -71,8 +72,26 @@ def new_ring(x, w):
 
 
 @gluon.jit
-def load(x, w, ring, n, v, h, PROGRAMS: gl.constexpr):
-    """One warp: the slices of all tiles of this program."""
+def fetch(of, m, block, step, steps, n, v, SKIP: gl.constexpr):
+    """A share of a tile into the L2, by the lanes of one warp: of all but its first columns."""
+    LINES: gl.constexpr = (WIDTH - SKIP) // LINE
+    EACH: gl.constexpr = ROWS * LINES // 32
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    for i in range(step * EACH // steps, (step + 1) * EACH // steps):
+        line = i * 32 + lane
+        row = m * ROWS + line // LINES
+        column = block * WIDTH + SKIP + line % LINES * LINE
+        place = gl.where((row < n) & (column < v), row.to(gl.int64) * of.stride + column, 0)
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [of.data + place],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def load(x, w, ring, n, v, h, PROGRAMS: gl.constexpr, beside=None, SKIP: gl.constexpr = 0):
+    """One warp: the slices of all tiles of this program. `beside` is a float32 matrix [n, v] that
+    the epilogue is going to read, from column `SKIP` of each tile on."""
     xs, ws, full, empty = ring
     tiles_m, blocks = gl.cdiv(n, ROWS), gl.cdiv(v, WIDTH)
     stage, phase = 0, 1
@@ -84,6 +103,8 @@ def load(x, w, ring, n, v, h, PROGRAMS: gl.constexpr):
             mbarrier.expect(ready, x.block_type.nbytes + w.block_type.nbytes)
             bring(x, [m * ROWS, k], ready, xs.index(stage))
             bring(w, [block * WIDTH, k], ready, ws.index(stage))
+            if beside is not None:
+                fetch(beside, m, block, k // DEPTH, gl.cdiv(h, DEPTH), n, v, SKIP)
             stage, phase = following(stage, phase)
 
 
@@ -116,6 +137,21 @@ def halves(z):
 
 
 @gluon.jit
+def pieces(z):
+    """Eighths of the columns, of which 32 bits are 128 bytes of a row."""
+    left, right = halves(z)
+    a, b, c, d = halves(left) + halves(right)
+    return halves(a) + halves(b) + halves(c) + halves(d)
+
+
+@gluon.jit
+def new_buffers(to):
+    """For what is on its way out, of both groups."""
+    shape: gl.constexpr = [2 * BUFFERS, to.block_type.shape[0], to.block_type.shape[1]]
+    return gl.allocate_shared_memory(to.dtype, shape, to.layout)
+
+
+@gluon.jit
 def biased(z, of, block, v):
     """As in tiles.py."""
     if of.restore is not None:
@@ -141,18 +177,18 @@ def bent(raw, inner):
 
 @gluon.jit
 def write(part, to, out, first, block, WHO: gl.constexpr, PLACE: gl.constexpr):
-    """A quarter of the columns, by way of the next of this group's buffers."""
+    """A share of the columns, by way of the next of this group's buffers."""
     buffer = out.index(WHO * BUFFERS + PLACE % BUFFERS)
     tma.store_wait(BUFFERS - 1)
     buffer.store(part.to(to.dtype))
     fence_async_shared()
-    send(to, [first, block * WIDTH + PLACE * PART], buffer)
+    send(to, [first, block * WIDTH + PLACE * part.shape[1]], buffer)
 
 
 @gluon.jit
 def multiply(
     ring,
-    out,  # buffers of terms on their way out
+    out,  # buffers of terms or raw logits on their way out
     held,
     of,
     sums,  # [blocks, pitch] each: rests, and spreads and totals or None
@@ -203,6 +239,11 @@ def multiply(
         left, right = halves(z)
         parts = halves(left) + halves(right)
         for i in gl.static_range(4):
+            if held is not None:
+                if held.dtype == gl.float32:  # but for the target's, which is masked
+                    one, other = halves(parts[i])
+                    write(one, held, out, first, block, WHO, 2 * i)
+                    write(other, held, out, first, block, WHO, 2 * i + 1)
             below = parts[i] * scale - shift
             e = gl.exp2(below)
             if i == 0:
@@ -210,7 +251,8 @@ def multiply(
             else:
                 mass, spread = mass + e, spread + e * below
             if held is not None:
-                write(e, held, out, first, block, WHO, i)
+                if held.dtype != gl.float32:
+                    write(e, held, out, first, block, WHO, i)
         gl.store(rests + place, gl.sum(mass, 1), mask=inside)
         if spreads is not None:
             gl.store(spreads + place, gl.sum(spread, 1) * LN2, mask=inside)
@@ -222,7 +264,7 @@ def multiply(
 def overlapping_product_kernel(
     x,  # descriptor [n, H]
     w,  # descriptor [v, H]
-    held,  # descriptor [n, v], or None
+    held,  # descriptor [n, v], of terms or in float32 of raw logits, or None
     of,  # Epilogue
     n,
     v,
@@ -232,7 +274,7 @@ def overlapping_product_kernel(
     ring = new_ring(x, w)
     out = ring[0]
     if held is not None:
-        out = gl.allocate_shared_memory(held.dtype, [2 * BUFFERS, HALF, PART], held.layout)
+        out = new_buffers(held)
     # Told apart here: on their way into a group of warps flags cease to be constants.
     last = of.to.parts
     spreads, totals = None, None
@@ -315,7 +357,7 @@ def overlapping_slab_kernel(
     PROGRAMS: gl.constexpr,
 ):
     ring = new_ring(x, w)
-    out = gl.allocate_shared_memory(to.dtype, [2 * BUFFERS, HALF, PART], to.layout)
+    out = new_buffers(to)
     gl.warp_specialize(
         [
             (differentiate, (ring, out, to, a, n, v, h, 0, PROGRAMS)),
@@ -333,9 +375,12 @@ READ = {
     "w": Tile((tiles.WIDTH, tiles.DEPTH), LAYOUT),
 }
 WRITE = Tile((tiles.ROWS // 2, tiles.WIDTH // 4), LAYOUT)
+WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32)
+WRITE_WIDE = Tile((tiles.ROWS // 2, tiles.WIDTH // 8), WIDE)
 options = {"num_warps": 4, "maxnreg": AT_START}
 launch_product = Launcher(overlapping_product_kernel, tiles=READ, **options)
 launch_held = Launcher(overlapping_product_kernel, tiles=READ | {"held": WRITE}, **options)
+launch_raw = Launcher(overlapping_product_kernel, tiles=READ | {"held": WRITE_WIDE}, **options)
 launch_slab = Launcher(overlapping_slab_kernel, tiles=READ | {"to": WRITE}, **options)
 
 
@@ -343,6 +388,8 @@ def launch(x: Tensor, w: Tensor, terms: Tensor | None, of: Epilogue) -> None:
     """What product_kernel writes, for logits that grow with the product's or with their tanh."""
     programs = programs_on(x.device)
     run = launch_product if terms is None else launch_held
+    if of.raw is not None:
+        run, terms, of = launch_raw, of.raw.data, of._replace(raw=None)
     run(programs, x, w, terms, of, len(x), len(w), x.shape[1], PROGRAMS=programs)
 
 

@@ -1,58 +1,75 @@
 """The product of beside.py for Hopper, in Gluon: the main loop of gluon.py under another epilogue.
 
-The student's logits come straight from memory into the registers that hold the teacher's; the first
-quarter of them is asked for before the product.
+The student's logits come from memory into the registers of those threads that hold the teacher's.
+The left half of a tile is asked for before the product, and the warp that loads slices brings the
+right half as far as the L2 meanwhile: all programs come to their ends at the same time.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from ..pair import DEEPEST
 from .formulas import LOG2E
 from .gluon import (
     AT_START,
-    BUFFERS,
     HALF,
-    LOADING,
     LOWEST,
-    MULTIPLYING,
-    PART,
     READ,
     ROWS,
     WIDTH,
-    WRITE,
+    WRITE_WIDE,
     accumulator_layout,
-    halves,
     load,
     multiplied,
+    new_buffers,
     new_ring,
+    pieces,
     place_of,
     write,
 )
 from .launch import Launcher
 from .records import programs_on
 
+MULTIPLYING, LOADING = gl.constexpr(232), gl.constexpr(40)  # as in gluon.py
+DEEP = gl.constexpr(DEEPEST)
+
+PIECE = gl.constexpr(32)  # columns that are worked on at once: 128 bytes of a row
+AHEAD = gl.constexpr(2)  # pieces that are asked for before the product
+SKIP = gl.constexpr(AHEAD.value * PIECE.value)
+
 
 @gluon.jit
-def quarter(raw, columns, inside, start, v, scale):
-    """z of the student's logits in the columns from `start` on."""
-    at = start + columns
+def piece(raw, inside, start, v):
+    """The student's logits in the columns from `start` on."""
+    at = start + gl.arange(0, PIECE, gl.SliceLayout(0, accumulator_layout(PIECE)))
     real = inside[:, None] & (at < v)[None, :]
-    return gl.load(raw[:, None] + at[None, :], mask=real, other=LOWEST) * scale
+    return gl.load(raw[:, None] + at[None, :], mask=real, other=LOWEST)
+
+
+@gluon.jit
+def word(p, d):
+    """As in beside.py, of two columns at once."""
+    return gl.inline_asm_elementwise(
+        "{.reg .b32 a, b; cvt.rn.bf16x2.f32 a, $3, $2; cvt.rn.f16x2.f32 b, $5, $4; "
+        "prmt.b32 $0, a, b, 0x5410; prmt.b32 $1, a, b, 0x7632;}",
+        "=r,=r,f,f,f,f", [p, d], dtype=gl.int32, is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @gluon.jit
 def multiply(
     ring,
-    out,  # buffers of differences on their way out
-    held,
+    out,  # buffers of words on their way out
+    words,
     of,  # beside.Beside
-    p,  # the student's peak and log-sum, for means under it
+    p,  # the student's peak and log-sum at the term's temperature, for means under it
     n,
     v,
     h,
@@ -61,9 +78,8 @@ def multiply(
 ):
     """Four warps: the upper or lower half of the program's tiles, and their epilogues."""
     layout: gl.constexpr = accumulator_layout(WIDTH)
-    narrow: gl.constexpr = gl.SliceLayout(1, accumulator_layout(PART))
+    narrow: gl.constexpr = gl.SliceLayout(1, accumulator_layout(PIECE))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    of_part = gl.arange(0, PART, gl.SliceLayout(0, accumulator_layout(PART)))
     tiles_m, blocks = gl.cdiv(n, ROWS), gl.cdiv(v, WIDTH)
     stage, phase = 0, 0
     peaks, log_sums = p
@@ -71,42 +87,49 @@ def multiply(
         m, block = place_of(tile, tiles_m, blocks)
         first = m * ROWS + WHO * HALF
         rows = first + gl.arange(0, HALF, narrow)
-        inside = rows < n
+        inside, start = rows < n, block * WIDTH
         raw = of.raw.data + rows.to(gl.int64) * of.raw.stride
-        own = gl.load(of.own + rows, mask=inside, other=0)
-        offset = gl.load(of.logit + rows, mask=inside, other=0.0)
-        offset -= gl.load(raw + own, mask=inside, other=0.0) * of.p_z.outer
+        offset = gl.load(of.offset + rows, mask=inside, other=0.0)
+        own_peak = gl.load(of.own.normalizer.peak + rows, mask=inside, other=0.0)
+        own_log_sum = gl.load(of.own.normalizer.log_sum + rows, mask=inside, other=0.0)
+        waiting = ()
+        for i in gl.static_range(AHEAD):
+            waiting += (piece(raw, inside, start + i * PIECE, v),)
+        z, stage, phase = multiplied(ring, stage, phase, h, WHO)
+
+        own = gl.zeros_like(offset) + of.own.z.outer
+        if of.own.z.temperature is not None:
+            own = own / gl.load(of.own.z.temperature + rows, mask=inside, other=1.0)
+        lse = own_peak + own_log_sum
+        warmth = of.p.z.outer / own
+        depth = (lse - DEEP / gl.maximum(warmth, 1.0))[:, None]
+        scale, warmth, far = own[:, None], warmth[:, None], (lse * LOG2E)[:, None]
         if peaks is not None:
             shift = gl.load(peaks + rows, mask=inside, other=0.0)
             shift += gl.load(log_sums + rows, mask=inside, other=0.0)
-        start = block * WIDTH
-        other = quarter(raw, of_part, inside, start, v, of.p_z.outer)
-        z, stage, phase = multiplied(ring, stage, phase, h, WHO)
-
         if start + WIDTH > v:
             z = gl.where((columns < v - start)[None, :], z, LOWEST)
         peak = gl.convert_layout(gl.max(z, 1), narrow, assert_trivial=True) * of.z.outer
-        left, right = halves(z)
-        parts = halves(left) + halves(right)
-        for i in gl.static_range(4):
-            here = other
-            if i < 3:
-                other = quarter(raw, of_part, inside, start + (i + 1) * PART, v, of.p_z.outer)
-            q = parts[i] * of.z.outer
-            d = (q - here) - offset[:, None]
+        parts = pieces(z)
+        mass, moment = gl.zeros_like(offset), gl.zeros_like(offset)
+        for i in gl.static_range(8):
+            q, here = parts[i] * of.z.outer, waiting[i]
+            d = (q - here * of.p.z.outer) - offset[:, None]
             e = gl.exp2((q - peak[:, None]) * LOG2E)
             weight = e
             if peaks is not None:
-                weight = gl.exp2((here - shift[:, None]) * LOG2E)
-            if i == 0:
-                mass, moment = e, weight * d
-            else:
-                mass, moment = mass + e, moment + weight * d
-            write(d, held, out, first, block, WHO, i)
+                weight = gl.exp2((here * of.p.z.outer - shift[:, None]) * LOG2E)
+            mass += gl.sum(e, 1)  # at once: registers are few
+            moment += gl.sum(weight * d, 1)
+            high = gl.maximum(here * scale, depth)
+            d = (q - high * warmth) - offset[:, None]
+            write(word(gl.exp2(high * LOG2E - far), d), words, out, first, block, WHO, i)
+            if i + AHEAD < 8:
+                waiting += (piece(raw, inside, start + (i + AHEAD) * PIECE, v),)
         place = of.sums + block.to(gl.int64) * of.pitch + rows
         gl.store(place, peak, mask=inside)
-        gl.store(place + of.stride, gl.sum(mass, 1), mask=inside)
-        gl.store(place + 2 * of.stride, gl.sum(moment, 1), mask=inside)
+        gl.store(place + of.stride, mass, mask=inside)
+        gl.store(place + 2 * of.stride, moment, mask=inside)
     tma.store_wait(0)
 
 
@@ -114,24 +137,23 @@ def multiply(
 def overlapping_beside_kernel(
     x,  # descriptor [n, H']
     w,  # descriptor [v, H']
-    held,  # descriptor [n, v]
+    words,  # descriptor [n, v] of int32, in the memory of the student's logits
     of,  # beside.Beside
     n,
     v,
     h,
     PROGRAMS: gl.constexpr,
 ):
-    ring = new_ring(x, w)
-    out = gl.allocate_shared_memory(held.dtype, [2 * BUFFERS, HALF, PART], held.layout)
+    ring, out = new_ring(x, w), new_buffers(words)
     peak, log_sum = None, None
     if of.reverse:
-        peak, log_sum = of.p.peak, of.p.log_sum
+        peak, log_sum = of.p.normalizer.peak, of.p.normalizer.log_sum
     p = peak, log_sum
     gl.warp_specialize(
         [
-            (multiply, (ring, out, held, of, p, n, v, h, 0, PROGRAMS)),
-            (multiply, (ring, out, held, of, p, n, v, h, 1, PROGRAMS)),
-            (load, (x, w, ring, n, v, h, PROGRAMS)),
+            (multiply, (ring, out, words, of, p, n, v, h, 0, PROGRAMS)),
+            (multiply, (ring, out, words, of, p, n, v, h, 1, PROGRAMS)),
+            (load, (x, w, ring, n, v, h, PROGRAMS, of.raw, SKIP)),
         ],
         [4, 1],
         [MULTIPLYING, LOADING],
@@ -139,11 +161,12 @@ def overlapping_beside_kernel(
 
 
 launch_beside = Launcher(
-    overlapping_beside_kernel, tiles=READ | {"held": WRITE}, num_warps=4, maxnreg=AT_START
+    overlapping_beside_kernel, tiles=READ | {"words": WRITE_WIDE}, num_warps=4, maxnreg=AT_START
 )
 
 
-def launch(x: Tensor, w: Tensor, held: Tensor, of: Any) -> None:
-    """What beside_kernel writes, without soft caps and for scales > 0."""
+def launch(x: Tensor, w: Tensor, of: Any) -> None:
+    """What beside_kernel writes, without soft caps and for a teacher's scale > 0."""
     programs = programs_on(x.device)
-    launch_beside(programs, x, w, held, of, len(x), len(w), x.shape[1], PROGRAMS=programs)
+    words = of.raw.data.view(torch.int32)
+    launch_beside(programs, x, w, words, of, len(x), len(w), x.shape[1], PROGRAMS=programs)

@@ -53,6 +53,7 @@ class Epilogue(NamedTuple):
     reference: Reference
     z: LogitScaling
     to: Sums
+    raw: Matrix | None = None  # where raw logits go, in float32 and without a soft cap
 
 
 class Asked(NamedTuple):
@@ -76,6 +77,7 @@ class Finish(NamedTuple):
     sums: Sums
     asked: Asked
     out: Tensor  # [.., n]
+    raw: Matrix | None = None  # as in `Epilogue`
 
 
 @triton.jit
@@ -197,6 +199,12 @@ def finish_kernel(
     reference = tl.load(of.reference.logit + rows, mask=inside, other=0.0)
     target = tl.load(of.reference.target + rows, mask=inside, other=0.0)
 
+    if of.raw is not None:
+        column = tl.load(of.reference.own + rows, mask=inside, other=0)
+        outer = tl.zeros_like(reference) + of.z.outer
+        if of.z.temperature is not None:
+            outer /= tl.load(of.z.temperature + rows, mask=inside, other=1.0)
+        tl.store(of.raw.data + rows * of.raw.stride + column, reference / outer, mask=inside)
     far = inside & ((rest < FAR) == 0)
     if of.held is not None:
         column = tl.load(of.reference.own + rows, mask=inside, other=0)

@@ -43,14 +43,15 @@ from .records import (
 )
 from .records import block_width as width_of
 
+LEAST = tl.constexpr(1.2e-38)  # a normal number
 BLOCK = 2048  # columns a program works on at once, at most: of two tiles
 
 
 class Softmax(NamedTuple):
     """A side's log p of its raw logits."""
 
-    z: LogitScaling
-    normalizer: Normalizer  # [n]
+    z: LogitScaling | None
+    normalizer: Normalizer | None  # [n]
 
 
 class Stored(NamedTuple):
@@ -69,7 +70,8 @@ class Part(NamedTuple):
     student: Softmax  # or of all tokens but the stored ones
     teacher: Softmax | None
     teacher_tile: Matrix | None
-    ratio: Tensor | None  # the teacher's tile are differences from the student's
+    ratio: Tensor | None  # the tile holds words: `Differences`
+    own: Softmax  # at the head's own temperature; without a normalizer: the same
     stored: Stored | None
     pivot: Tensor  # of stored outcomes: the slope at the rest's log-sum-exp
     weight: Tensor
@@ -125,9 +127,8 @@ def slope(log_q, log_p, pivot, beta, KIND: tl.constexpr):
 
 
 @triton.jit
-def slope_of(difference, log_p, pivot, KIND: tl.constexpr):
+def slope_of(difference, p, pivot, KIND: tl.constexpr):
     """`slope` of a forward or reverse KL, from log q - log p."""
-    p = tl.exp(log_p)
     if KIND == "forward_kl":
         g = -p * expm1(difference)
     else:
@@ -135,9 +136,16 @@ def slope_of(difference, log_p, pivot, KIND: tl.constexpr):
     return g
 
 
+@triton.jit
+def parted(words):
+    """The two numbers of each: see beside.py."""
+    p = (words << 16).to(tl.float32, bitcast=True)
+    return p, (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["first"])
 def pair_gradient_kernel(
-    tile,  # Matrix
+    tile,  # Matrix, of int32 where it holds words
     to,  # Matrix
     d,  # Part
     a,  # Act: the rest of the objective, or NO_ACT
@@ -158,13 +166,15 @@ def pair_gradient_kernel(
         places = d.stored.places + row * d.stored.count
         slopes = d.stored.slopes + row * d.stored.count
         bounds = d.stored.bounds + row * d.stored.stride
+    elif d.ratio is not None:
+        ratio = tl.load(d.ratio + row)
+        if d.own.normalizer is not None:
+            own_lse = tl.load(d.own.normalizer.peak + row) + tl.load(d.own.normalizer.log_sum + row)
+            warmth = p_outer / per_row(d.own.z.outer, d.own.z, row)
     else:
         teacher = d.teacher_tile.data + row * d.teacher_tile.stride
-        if d.ratio is not None:
-            ratio = tl.load(d.ratio + row)
-        else:
-            q_peak = tl.load(d.teacher.normalizer.peak + row)
-            q_log_sum = tl.load(d.teacher.normalizer.log_sum + row)
+        q_peak = tl.load(d.teacher.normalizer.peak + row)
+        q_log_sum = tl.load(d.teacher.normalizer.log_sum + row)
     if a.targets is not None:
         outer, factor = per_row(a.z.outer, a.z, row), per_row(a.z.factor, a.z, row)
         peak = tl.load(a.normalizer.peak + row)
@@ -178,27 +188,34 @@ def pair_gradient_kernel(
     for start in range(0, v, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < v
-        value = tl.load(x + columns, mask=inside, other=0.0)
-        log_p = log_softmax(value, p_z, p_outer, p_peak, p_log_sum)
+        value = tl.load(x + columns, mask=inside, other=0)
+        if d.ratio is not None:
+            p, difference = parted(value)
+            own_log_p = log(tl.maximum(p, LEAST))
+            at_term = p
+            if d.own.normalizer is not None:
+                at_term = tl.exp(((own_log_p + own_lse) * warmth - p_peak) - p_log_sum)
+            g = slope_of(difference + ratio, at_term, pivot, KIND)
+        else:
+            log_p = log_softmax(value, p_z, p_outer, p_peak, p_log_sum)
         if d.stored is not None:
             g = pivot * tl.exp(tl.minimum(log_p, 0.0))
             bound = bounds + start // BLOCK
             for k in range(tl.load(bound), tl.load(bound + 1)):
                 g = tl.where(columns == tl.load(places + k), tl.load(slopes + k), g)
-        else:
+        elif d.ratio is None:
             other = tl.load(teacher + columns, mask=inside, other=0.0)
-            if d.ratio is not None:
-                g = slope_of(other.to(tl.float32) + ratio, log_p, pivot, KIND)
-            else:
-                log_q = log_softmax(other, d.teacher.z, d.teacher.z.outer, q_peak, q_log_sum)
-                g = slope(log_q, log_p, pivot, d.beta, KIND)
+            log_q = log_softmax(other, d.teacher.z, d.teacher.z.outer, q_peak, q_log_sum)
+            g = slope(log_q, log_p, pivot, d.beta, KIND)
         g = tl.where(weight == 0, 0.0, g * weight * p_factor)  # such rows may hold anything
         if a.targets is not None:
-            if p_z.inner is not None:  # the same soft cap, whose tanh is there
-                log_p = log_softmax(value, p_z, outer, peak, log_sum)
-            else:
-                log_p = log_softmax(value, a.z, outer, peak, log_sum)
-            h = act_two(tl.exp(log_p), log_p, at, a.c)
+            if d.ratio is None:
+                if p_z.inner is not None:  # the same soft cap, whose tanh is there
+                    own_log_p = log_softmax(value, p_z, outer, peak, log_sum)
+                else:
+                    own_log_p = log_softmax(value, a.z, outer, peak, log_sum)
+                p = tl.exp(own_log_p)
+            h = act_two(p, own_log_p, at, a.c)
             if a.logps is not None:
                 h = tl.where(columns == target, own, h)
             g += h * factor
@@ -214,6 +231,9 @@ def pair_gradient_kernel(
 
 
 launch_gradient = Launcher(pair_gradient_kernel, num_warps=WARPS)
+
+
+NO_SIDE = Softmax(None, None)
 
 
 def block_width(v: int) -> int:
@@ -251,7 +271,7 @@ def launch(
         return out
     rest = others is not None and others.coefficients.tensors()
     given = (
-        matrix_of(raw),
+        matrix_of(raw if part.ratio is None else raw.view(torch.int32)),
         matrix_of(out),
         part,
         act(others) if rest else NO_ACT,

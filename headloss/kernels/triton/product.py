@@ -67,14 +67,18 @@ def sum_tile(z, m, block, held, of, n, v):
     rows = m * BM + tl.arange(0, BM)
     inside = rows < n
     z = biased(z, of.z, block, v)
+    width = v - block * BN
+    columns = tl.arange(0, BN)
+    if of.raw is not None:
+        raw = of.raw.data + rows.to(tl.int64) * of.raw.stride + block * BN
+        real = inside[:, None] & (columns < width)[None, :]
+        tl.store(raw[:, None] + columns[None, :], z, mask=real)
     if not of.z.same:
         factor = of.z.outer
         if of.z.temperature is not None:
             factor = factor / tl.load(of.z.temperature + rows, mask=inside, other=1.0)[:, None]
         z = transformed(z, of.z, factor)
     place = block.to(tl.int64) * to.pitch + rows
-    width = v - block * BN
-    columns = tl.arange(0, BN)
     if to.mean:
         real = tl.where((columns < width)[None, :], z, 0.0)
         tl.store(totals + place, tl.sum(real, 1), mask=inside)
@@ -136,14 +140,16 @@ def product_partials(x: Tensor, w: Tensor, forward: Forward, held: Held | None =
 
 
 def product_statistics(
-    x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: Held | None = None
-) -> Measured:
-    return measured(_product_act(x, w, forward, vocabulary, held), forward.needs)
+    x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: Held | None = None,
+    raw: Tensor | None = None,
+) -> Measured:  # fmt: skip
+    return measured(_product_act(x, w, forward, vocabulary, held, raw), forward.needs)
 
 
 def _product_act(
-    x: Tensor, w: Tensor, forward: Forward, vocabulary: int | None, held: Held | None
-) -> Tensor:
+    x: Tensor, w: Tensor, forward: Forward, vocabulary: int | None, held: Held | None,
+    raw: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The rows of `measured`; those of `unpacked` without the size of the vocabulary."""
     check_operands(x, w)
     targets, first, transform, needs = forward
@@ -164,9 +170,11 @@ def _product_act(
     parts = x.new_empty(1 + entropy + mean, blocks, pitch, dtype=torch.float32)
     peaks = x.new_empty(blocks, pitch, dtype=torch.float32) if top1 else None
     sums = Sums(parts, pitch, blocks * pitch, peaks, constant(entropy), constant(mean))
-    run_product(x, w, terms, Epilogue(reference, restored(z, lost(x.device, h)), sums))
+    to, share = None if raw is None else Matrix(raw, raw.stride(0)), lost(x.device, h)
+    whole = restored(z, share) if raw is None else z._replace(restore=1 + share)
+    run_product(x, w, terms, Epilogue(reference, whole, sums, to))
     tile = None if terms is None else Matrix(terms, terms.stride(0))
-    of = Finish(*pair, tile, reference, z, sums, asked(needs), out)
+    of = Finish(*pair, tile, reference, z, sums, asked(needs), out, to)
     launch_finish(of, blocks, n, v, h, vocabulary)
     return out
 

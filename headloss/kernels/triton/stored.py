@@ -12,7 +12,7 @@ from ...objective.statistics import Partials
 from ..interface import Backward
 from ..pair import Outcomes
 from ..transform import Transform
-from .pair import Part, block_width, launch, softmax, stored_in
+from .pair import NO_SIDE, Part, block_width, launch, softmax, stored_in
 from .records import check_tile, empty_partials, matrix_of, scaling
 from .statistics import launch_tail
 
@@ -41,5 +41,5 @@ def sparse_gradient_(
     columns, tail, slope_stored, slope_tail = outcomes
     stored = stored_in(columns, raw.shape[1], slope_stored)
     extras = None if extra is None else matrix_of(extra)
-    part = Part(softmax(tail), None, None, None, stored, slope_tail, weight, 0.0, extras)
+    part = Part(softmax(tail), None, None, None, NO_SIDE, stored, slope_tail, weight, 0.0, extras)
     return launch(raw, part, "stored", extra, others)
