@@ -72,6 +72,15 @@ def bins_at(of, at, there, count, ignore):
     return id, there & (numbers_at(of.targets, at, there, ignore) != ignore)
 
 
+@triton.jit
+def clear(facts, size, BLOCK: tl.constexpr):
+    """A function of its own: behind a loop Triton 3.6 no longer knows a field of 1 in a record."""
+    for start in range(0, size, BLOCK):
+        slots = start + tl.arange(0, BLOCK)
+        tl.store(facts + slots, tl.zeros((BLOCK,), tl.int64), mask=slots < size)
+    tl.debug_barrier()
+
+
 @triton.jit(do_not_specialize=["ignore"])
 def survey_kernel(
     of, n, count, ignore, VALUES: tl.constexpr, BLOCK: tl.constexpr, ALONE: tl.constexpr
@@ -80,11 +89,7 @@ def survey_kernel(
     inside = at < n
     facts = of.facts
     if ALONE:  # nobody else has set the facts to 0
-        size = count + VALUES + 5 + (of.positive is not None)
-        for start in range(0, size, BLOCK):
-            slots = start + tl.arange(0, BLOCK)
-            tl.store(facts + slots, tl.zeros((BLOCK,), tl.int64), mask=slots < size)
-        tl.debug_barrier()
+        clear(facts, count + VALUES + 5 + (of.positive is not None), BLOCK)
     target = numbers_at(of.targets, at, inside, ignore).to(tl.int64)
     live = inside & (target != ignore)
     real = tl.where(live, target, 0)
