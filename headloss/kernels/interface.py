@@ -56,12 +56,9 @@ class Backward(NamedTuple):
     def rows(self, rows: slice | Tensor) -> Backward:
         """Of some of the tokens, in the tile's own dtype."""
         return Backward(
-            self.targets[rows],
-            self.first,
-            self.transform.rows(rows),
-            self.normalizer.rows(rows),
+            self.targets[rows], self.first, self.transform.rows(rows), self.normalizer.rows(rows),
             self.coefficients.map(lambda t: t[rows]),
-            None if self.logps is None else self.logps[rows],
+            None if self.logps is None else self.logps[rows]
         )
 
 

@@ -101,12 +101,8 @@ def held_gradient_(held: Held, backward: Backward, *, order: Order | None = None
 
 
 def held_multiple_(
-    held: Held,
-    backward: Backward,
-    *,
-    x: Tensor | None = None,
-    order: Order | None = None,
-    least: Tensor | None = None,
+    held: Held, backward: Backward, *, x: Tensor | None = None, order: Order | None = None,
+    least: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     transform, (peak, log_sum), c = backward.transform, backward.normalizer, backward.coefficients
     check_multiple(backward)

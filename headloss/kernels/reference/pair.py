@@ -80,13 +80,8 @@ def _parted(words: Tensor, side: Side) -> tuple[Tensor, Tensor]:
 
 
 def divergence_gradient_(
-    raw: Tensor,
-    raw_teacher: Tensor | Differences,
-    pair: Pair,
-    pivot: Tensor,
-    weight: Tensor,
-    extra: Tensor | None = None,
-    others: Backward | None = None,
+    raw: Tensor, raw_teacher: Tensor | Differences, pair: Pair, pivot: Tensor, weight: Tensor,
+    extra: Tensor | None = None, others: Backward | None = None
 ) -> Tensor:
     student, teacher, kind, beta = pair
     out = _place(raw, extra, others)
@@ -151,11 +146,8 @@ def tail_partials(
 
 
 def sparse_gradient_(
-    raw: Tensor,
-    outcomes: Outcomes,
-    weight: Tensor,
-    extra: Tensor | None = None,
-    others: Backward | None = None,
+    raw: Tensor, outcomes: Outcomes, weight: Tensor, extra: Tensor | None = None,
+    others: Backward | None = None
 ) -> Tensor:
     columns, tail, slope_stored, slope_tail = outcomes
     out = _place(raw, extra, others)

@@ -110,10 +110,7 @@ def beside_kernel(x, w, of, n, v, h, PROGRAMS: tl.constexpr):
 def beside_finish_kernel(
     of,  # Beside
     out,  # [2, n]: the divergence, and log q - log p where d is 0
-    blocks,
-    n,
-    ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    blocks, n, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n

@@ -50,10 +50,7 @@ def divergence_kernel(
     teacher,  # Softmax
     beta,
     to,  # Matrix [2, n]: values and pivots
-    v,
-    BLOCK: tl.constexpr,
-    KIND: tl.constexpr,
-    ONTO: tl.constexpr,
+    v, BLOCK: tl.constexpr, KIND: tl.constexpr, ONTO: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     x, y = raw.data + row * raw.stride, teacher_raw.data + row * teacher_raw.stride
@@ -105,13 +102,8 @@ def divergence(
 
 
 def divergence_gradient_(
-    raw: Tensor,
-    raw_teacher: Tensor | Differences,
-    pair: Pair,
-    pivot: Tensor,
-    weight: Tensor,
-    extra: Tensor | None = None,
-    others: Backward | None = None,
+    raw: Tensor, raw_teacher: Tensor | Differences, pair: Pair, pivot: Tensor, weight: Tensor,
+    extra: Tensor | None = None, others: Backward | None = None
 ) -> Tensor:
     student, teacher, kind, beta = pair
     tile, side, ratio, own = None, None, None, NO_SIDE

@@ -189,14 +189,9 @@ def write(part, to, out, first, block, WHO: gl.constexpr, PLACE: gl.constexpr):
 def multiply(
     ring,
     out,  # buffers of terms or raw logits on their way out
-    held,
-    of,
+    held, of,
     sums,  # [blocks, pitch] each: rests, and spreads and totals or None
-    n,
-    v,
-    h,
-    WHO: gl.constexpr,
-    PROGRAMS: gl.constexpr,
+    n, v, h, WHO: gl.constexpr, PROGRAMS: gl.constexpr,
 ):
     """Four warps: the upper or lower half of the program's tiles, and their epilogues."""
     to = of.to
@@ -266,10 +261,7 @@ def overlapping_product_kernel(
     w,  # descriptor [v, H]
     held,  # descriptor [n, v], of terms or in float32 of raw logits, or None
     of,  # Epilogue
-    n,
-    v,
-    h,
-    PROGRAMS: gl.constexpr,
+    n, v, h, PROGRAMS: gl.constexpr,
 ):
     ring = new_ring(x, w)
     out = ring[0]
@@ -351,10 +343,7 @@ def overlapping_slab_kernel(
     w,  # descriptor [v, H]
     to,  # descriptor [n, v]
     a,  # Act
-    n,
-    v,
-    h,
-    PROGRAMS: gl.constexpr,
+    n, v, h, PROGRAMS: gl.constexpr,
 ):
     ring = new_ring(x, w)
     out = new_buffers(to)
@@ -370,10 +359,7 @@ def overlapping_slab_kernel(
 
 
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
-READ = {
-    "x": Tile((tiles.ROWS, tiles.DEPTH), LAYOUT),
-    "w": Tile((tiles.WIDTH, tiles.DEPTH), LAYOUT),
-}
+READ = {"x": Tile((tiles.ROWS, tiles.DEPTH), LAYOUT), "w": Tile((tiles.WIDTH, tiles.DEPTH), LAYOUT)}
 WRITE = Tile((tiles.ROWS // 2, tiles.WIDTH // 4), LAYOUT)
 WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32)
 WRITE_WIDE = Tile((tiles.ROWS // 2, tiles.WIDTH // 8), WIDE)

@@ -70,11 +70,7 @@ def multiply(
     words,
     of,  # beside.Beside
     p,  # the student's peak and log-sum at the term's temperature, for means under it
-    n,
-    v,
-    h,
-    WHO: gl.constexpr,
-    PROGRAMS: gl.constexpr,
+    n, v, h, WHO: gl.constexpr, PROGRAMS: gl.constexpr,
 ):
     """Four warps: the upper or lower half of the program's tiles, and their epilogues."""
     layout: gl.constexpr = accumulator_layout(WIDTH)
@@ -139,10 +135,7 @@ def overlapping_beside_kernel(
     w,  # descriptor [v, H']
     words,  # descriptor [n, v] of int32, in the memory of the student's logits
     of,  # beside.Beside
-    n,
-    v,
-    h,
-    PROGRAMS: gl.constexpr,
+    n, v, h, PROGRAMS: gl.constexpr,
 ):
     ring, out = new_ring(x, w), new_buffers(words)
     peak, log_sum = None, None

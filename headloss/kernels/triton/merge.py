@@ -108,8 +108,7 @@ def far_row(
                 a = tl.load(x + at, mask=at < h, other=0.0).to(tl.float32)
                 b = tl.load(
                     w.data + columns.to(tl.int64)[None, :] * w.stride + at[:, None],
-                    mask=inside[None, :] & (at < h)[:, None],
-                    other=0.0,
+                    mask=inside[None, :] & (at < h)[:, None], other=0.0
                 )
                 products += b.to(tl.float32) * a[:, None]
             logit = folded(products, COLUMNS, DEPTH_HALVES)
@@ -157,15 +156,9 @@ def write_statistics(out, n, rows, inside, highest, sums, vocabulary, asked):
 @triton.jit(do_not_specialize=["n"])
 def finish_kernel(
     of,  # Finish
-    blocks,
-    n,
-    v,
-    h,
+    blocks, n, v, h,
     vocabulary,  # columns of the whole
-    ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    HALVES: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH_HALVES: tl.constexpr,
     PARTIALS: tl.constexpr,  # stop there: out is peak, rest, target, spread, total
 ):
@@ -252,10 +245,7 @@ def finish_kernel(
 @triton.jit(do_not_specialize=["rank_stride", "n"])
 def merge_kernel(
     slices,  # [W, fields, n]: peak, rest, target, spread, total
-    rank_stride,
-    ranks,
-    n,
-    vocabulary,
+    rank_stride, ranks, n, vocabulary,
     asked,  # Asked
     out,  # [.., n]
     ROWS: tl.constexpr,
@@ -297,9 +287,7 @@ launch_sums = Launcher(finish_kernel, num_warps=4)
 launch_merge = Launcher(merge_kernel, num_warps=4)
 
 
-def launch_finish(
-    of: Finish, blocks: int, n: int, v: int, h: int, vocabulary: int | None
-) -> None:
+def launch_finish(of: Finish, blocks: int, n: int, v: int, h: int, vocabulary: int | None) -> None:
     size, partials = float(vocabulary or 1), vocabulary is None
     launch_sums(cdiv(n, ROWS), of, blocks, n, v, h, size, **SIZES, PARTIALS=partials)
 
@@ -331,11 +319,8 @@ def unpacked(fields: Tensor, needs: frozenset[str]) -> Partials:
     """[fields, n] by name: peak, rest, target, then spread and total where they are needed."""
     peak, rest, target, *others = fields.unbind(0)
     return Partials(
-        peak=peak,
-        rest=rest,
-        target=target,
-        spread=others[0] if "entropy" in needs else None,
-        total=others[-1] if "mean_logit" in needs else None,
+        peak=peak, rest=rest, target=target, spread=others[0] if "entropy" in needs else None,
+        total=others[-1] if "mean_logit" in needs else None
     )
 
 

@@ -149,9 +149,7 @@ def pair_gradient_kernel(
     to,  # Matrix
     d,  # Part
     a,  # Act: the rest of the objective, or NO_ACT
-    first,
-    v,
-    BLOCK: tl.constexpr,
+    first, v, BLOCK: tl.constexpr,
     KIND: tl.constexpr,  # of the divergence, or "stored"
     OVERLAP: tl.constexpr,
 ):
@@ -271,12 +269,8 @@ def launch(
         return out
     rest = others is not None and others.coefficients.tensors()
     given = (
-        matrix_of(raw if part.ratio is None else raw.view(torch.int32)),
-        matrix_of(out),
-        part,
-        act(others) if rest else NO_ACT,
-        others.first if rest else 0,
-        v,
+        matrix_of(raw if part.ratio is None else raw.view(torch.int32)), matrix_of(out), part,
+        act(others) if rest else NO_ACT, others.first if rest else 0, v
     )
     options = {"BLOCK": block_width(v), "KIND": kind, "OVERLAP": overlap(raw, out)}
     launch_gradient(n, *given, **options)

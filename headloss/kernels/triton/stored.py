@@ -32,11 +32,8 @@ def tail_partials(
 
 
 def sparse_gradient_(
-    raw: Tensor,
-    outcomes: Outcomes,
-    weight: Tensor,
-    extra: Tensor | None = None,
-    others: Backward | None = None,
+    raw: Tensor, outcomes: Outcomes, weight: Tensor, extra: Tensor | None = None,
+    others: Backward | None = None
 ) -> Tensor:
     columns, tail, slope_stored, slope_tail = outcomes
     stored = stored_in(columns, raw.shape[1], slope_stored)
