@@ -71,8 +71,8 @@ def sum_tile(z, m, block, held, of, n, v):
     columns = tl.arange(0, BN)
     if of.raw is not None:
         raw = of.raw.data + rows.to(tl.int64) * of.raw.stride + block * BN
-        real = inside[:, None] & (columns < width)[None, :]
-        tl.store(raw[:, None] + columns[None, :], z, mask=real)
+        there = inside[:, None] & (columns < width)[None, :]
+        tl.store(raw[:, None] + columns[None, :], z, mask=there)
     if not of.z.same:
         factor = of.z.outer
         if of.z.temperature is not None:
