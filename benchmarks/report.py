@@ -72,8 +72,9 @@ def log_prob_errors(results: dict) -> str:
     ours = [row["errors"]["logps"] for row in rows if is_ours(row)]
     rounded = [r["errors"]["logps"] for r in rows if r["tolerance"] == "rounded" and not is_ours(r)]
     return (
-        f"The largest error of a log-prob against float64 is {max(ours):.1e} for headloss in all rows\n"
-        f"of this run, and {min(rounded):.0e} to {max(rounded):.0e} for others that round logits."
+        f"The largest error of a log-prob against float64 is {max(ours):.1e} for headloss in\n"
+        f"all rows of this run, and {min(rounded):.0e} to {max(rounded):.0e} for contestants that\n"
+        "round logits."
     )
 
 
