@@ -145,13 +145,14 @@ def own_facts(
     memory: int = 0,
     tokens: int = 0,
     weight_gradient: bool = False,
+    static: bool = False,
 ) -> dict[str, int]:
     """What may differ between the ranks, and decides what all of them plan; the number of tokens
-    where they are spread."""
+    where they are spread; and `static`, since a capture goes by a call with static shapes alone."""
     given = None if batch is None else batch.fields.get("teacher_logits")
     columns = given.shape[-1] if isinstance(given, Tensor) else -1
     found = {"rows": rows, "tokens": tokens, "weight_gradient": weight_gradient, "memory": memory}
-    return found | {"teacher_columns": columns}
+    return found | {"teacher_columns": columns, "static": static}
 
 
 # ---------------------------------------------------------------------- what must be the same
@@ -283,7 +284,8 @@ def own_of_linear(
     tokens = hidden.shape[:-1].numel() if options.sequence_parallel else 0
     trained = any(t.requires_grad for name, t in head._tensors() if not name.endswith(".a"))
     enabled = torch.is_grad_enabled()
-    return own_facts(head.weight.shape[0], batch, memory, tokens, enabled and trained)
+    rows, trained = head.weight.shape[0], enabled and trained
+    return own_facts(rows, batch, memory, tokens, trained, options.static)
 
 
 def of_linear(

@@ -186,7 +186,9 @@ def given_call(
         ready, place = join(
             vocab_group,
             check,
-            lambda ready: own_facts(logits.shape[-1], batch, ready[0].problem.memory),
+            lambda ready: own_facts(
+                logits.shape[-1], batch, ready[0].problem.memory, static=options.static
+            ),
             lambda ready: of_given(logits, transform, batch, ready[1], options, inplace),
             wait=batch.segments.group is not None,
         )
