@@ -66,3 +66,30 @@ def test_candidates_of_a_support(kind, head, dtype, schedule):
         want = z.softmax(1).square().sum(1).mean()
         assert abs(found["probe/peak"] - z.max()) <= tolerance * z.max().abs()
         assert abs(found["probe/collision"] - want) <= tolerance
+
+
+@pytest.mark.parametrize("scale", [2.0, -1.0])
+def test_the_rest_of_a_support_under_a_negative_scale(scale):
+    """Slots that a token leaves empty are below all of its logits, whatever the scale's sign."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(5, 6, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(30, 6, generator=generator, dtype=torch.float64)
+    ids = torch.rand(5, 30, generator=generator).argsort(1)[:, :4]
+    batch = hl.Batch(ids[:, 0].clone(), support_ids=ids, candidate_ids=ids[:, :1].clone())
+    rest = hl.term(lambda stats, batch: stats.candidate_tail.exp())
+    out = hl.head_loss(hidden, hl.Head(weight, logit_scale=scale), batch, rest())
+    (found,) = torch.autograd.grad(out.loss, hidden)
+    p = (scale * hidden @ weight.t()).gather(1, ids).softmax(1)
+    (exact,) = torch.autograd.grad((1 - p[:, 0]).mean(), hidden)
+    torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_support_of_no_tokens(static):
+    nothing = torch.zeros(0, dtype=torch.int64)
+    batch = hl.Batch(nothing, support_ids=nothing.view(0, 2))
+    hidden = torch.zeros(0, 4).requires_grad_()
+    head = hl.Head(torch.ones(7, 4))
+    out = hl.head_loss(hidden, head, batch, hl.cross_entropy(), hl.Options(static=static))
+    out.loss.backward()
+    assert out.loss == 0 and hidden.grad.shape == (0, 4)

@@ -86,7 +86,7 @@ class Support:
 
     def _survey_rows(self, targets: Tensor) -> Tensor:
         """The same for [N, K] ids, each row sorted by itself; targets [N, 1]."""
-        ids = self.tensors[0].reshape(len(targets), -1).long()
+        ids = self.tensors[0].flatten(0, -2).long()
         ids = ids.masked_fill(targets == IGNORE, -1)
         ordered = ids.sort(1).values
         twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).sum()
@@ -137,7 +137,7 @@ class Support:
             raise ValueError("static: got support_ids with offsets, want [.., K]")
         found = self._pairs if index is None else self._pairs.take(index)
         if live is not None:  # unscored tokens get one column, whichever
-            ids = found.ids.view(len(live), -1).masked_fill(~live.unsqueeze(1), -1)
+            ids = found.ids.view(len(live), self.width or 0).masked_fill(~live.unsqueeze(1), -1)
             ids[:, 0] = torch.where(live, ids[:, 0], 0)
             found = Packed(ids.reshape(-1), width=self.width)
         if restricted is not None and restricted < len(found):

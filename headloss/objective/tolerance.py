@@ -43,7 +43,7 @@ def masses(
     if c.uniform is not None:
         mass = mass + vocabulary * c.uniform.abs()
     for slopes in gradient.divergences.values():
-        mass = mass + slopes.double().abs().view(len(mass), -1).sum(1)
+        mass = mass + slopes.double().abs().unsqueeze(-1).flatten(1).sum(1)
     return (mass * abs(transform.scale) / transform.temperature).nan_to_num(nan=torch.inf)
 
 

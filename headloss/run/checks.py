@@ -157,8 +157,9 @@ def check_targets(given: object, hidden: Tensor, options: Options) -> Batch:
         raise TypeError(
             f"targets: got {type(given).__name__}, want an int64 tensor [..] or a headloss.Batch"
         )
-    if not isinstance(hidden, Tensor):
-        raise TypeError(f"hidden: got {type(hidden).__name__}, want a floating tensor [.., H]")
+    if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
+        got = hidden.dtype if isinstance(hidden, Tensor) else type(hidden).__name__
+        raise TypeError(f"hidden: got {got}, want a floating tensor [.., H]")
     check_dense("targets", given)
     check_dense("hidden", hidden)
     check_device("targets", given, hidden, "that of hidden,")

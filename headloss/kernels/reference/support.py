@@ -6,6 +6,7 @@ pairs that one of them has.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -84,9 +85,10 @@ def support_partials(raw: Tensor, support: Support, forward: Forward) -> Partial
 
 def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tensor:
     out = torch.zeros_like(raw)
+    least = math.copysign(math.inf, -backward.transform.scale)  # no logit of a token is below
     for block in _blocks(support):
         own = backward.rows(block.rows)._replace(targets=_slots(block, backward.targets), first=0)
-        g = logit_gradient_(torch.where(block.there, raw[block.pairs], -torch.inf), own)
+        g = logit_gradient_(torch.where(block.there, raw[block.pairs], least), own)
         out[block.pairs[block.there]] = g[block.there]
     return out
 
