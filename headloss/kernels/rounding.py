@@ -6,8 +6,6 @@ import functools
 
 import torch
 
-SHARE = 1e-9  # of a sum's size, for each product in it
-
 
 @functools.lru_cache(maxsize=64)
 def lost(device: torch.device, h: int) -> float:
@@ -18,4 +16,4 @@ def lost(device: torch.device, h: int) -> float:
     heads (benchmarks/NOTES.md). 0 where it was not measured."""
     if device.type != "cuda" or torch.version.hip is not None:
         return 0.0
-    return SHARE * h if torch.cuda.get_device_capability(device)[0] == 9 else 0.0
+    return 1e-9 * h if torch.cuda.get_device_capability(device)[0] == 9 else 0.0
