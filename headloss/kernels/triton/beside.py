@@ -24,7 +24,7 @@ from ..rounding import lost
 from .formulas import LOG2E, transformed
 from .launch import Launcher, cdiv
 from .pair import Softmax, softmax
-from .product import LEAST_SCALE, check_operands
+from .product import LEAST_SCALE, LOWEST, check_operands
 from .records import (
     LogitScaling,
     Matrix,
@@ -38,7 +38,6 @@ from .tiles import BM, BN, OPTIONS, READ, WIDTH, each_tile
 from .tokens import ROWS, Reference, launch_reference
 from .versions import overlaps
 
-LOWEST = tl.constexpr(-1e30)  # exp2 of it is 0, and it may be multiplied by that
 DEEP = tl.constexpr(DEEPEST)
 BLOCKS = 64  # that a program adds at once
 
