@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .batch.batch import Batch
 from .batch.packing import PackedBatch, outside_inference, pack
-from .batch.segments import Segments
+from .batch.segments import Chunk, Segments
 from .losses.term import Reads, Term
 from .objective.bound import reads
 from .objective.sample import sample_statistics
@@ -166,8 +166,8 @@ def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[Piece]]:
     ends = list(accumulate(_lengths(term)))
 
     def piece(start: int, stop: int) -> Piece:
-        rows = slice(start, stop)
-        return rows, batch.slice(rows, bisect_right(ends, start), bisect_left(ends, stop) + 1)
+        chunk = Chunk(start, stop, bisect_right(ends, start), bisect_left(ends, stop) + 1)
+        return chunk.rows, batch.slice(chunk)
 
     unit, borders = term.segments_per_unit, {}
     if term.scope != "batch":

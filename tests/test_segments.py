@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headloss.batch.segments import Segments
+from headloss.batch.segments import Chunk, Segments
 
 
 def loop_sum(ids: Tensor, count: int, values: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def test_slices(cut):
     start, stop = sum(lengths[:first]), sum(lengths[:last])
     ids = torch.arange(4).repeat_interleave(torch.tensor(lengths))
     whole = Segments(ids, 4, counts=torch.tensor(lengths))
-    part = whole.slice(first, last, slice(start, stop))
+    part = whole.slice(Chunk(start, stop, first, last))
     values = torch.randn(9)
     assert part.count == last - first
     assert part.sum(values[start:stop]).equal(whole.sum(values)[first:last])

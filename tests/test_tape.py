@@ -11,10 +11,11 @@ from tape_case import NEEDS, Case, measured_of, objectives
 
 from headloss import losses as h
 from headloss.batch.reduction import Reduction, Totals
+from headloss.batch.segments import Chunk
 from headloss.losses.term import Objective, term
 from headloss.objective.bound import Gradient
 from headloss.objective.statistics import Coefficients
-from headloss.objective.tape import Piece, Tape
+from headloss.objective.tape import Tape
 from headloss.objective.taping import record, tape_of
 
 OBJECTIVES = objectives()
@@ -28,14 +29,14 @@ def tape_for(case: Case, **options: bool) -> Tape:
     return tape
 
 
-def run(case: Case, tape: Tape, piece: Piece | None = None, **options) -> Gradient:
+def run(case: Case, tape: Tape, chunk: Chunk | None = None, **options) -> Gradient:
     return tape.run(
         case.stats,
         case.tokens,
         case.totals,
         [c for c, _ in case.objective.parts],
         vocabulary=case.vocabulary,
-        piece=piece,
+        chunk=chunk,
         **options,
     )
 
@@ -115,10 +116,10 @@ def test_pieces_of_a_batch_add_up() -> None:
     case = Case(OBJECTIVES["mixed"], RAGGED)
     tape = tape_for(case)
     whole = run(case, tape)
-    pieces = [Piece(slice(0, 4), 0, 3), Piece(slice(4, 15), 3, 6)]
+    pieces = [Chunk(0, 4, 0, 3), Chunk(4, 15, 3, 6)]
     found = []
-    for piece in pieces:
-        part = case.stats.map(lambda t, piece=piece: t[piece.tokens])
+    for chunk in pieces:
+        part = case.stats.map(lambda t, chunk=chunk: t[chunk.rows])
         found.append(
             tape.run(
                 part,
@@ -126,7 +127,7 @@ def test_pieces_of_a_batch_add_up() -> None:
                 case.totals,
                 [c for c, _ in case.objective.parts],
                 vocabulary=case.vocabulary,
-                piece=piece,
+                chunk=chunk,
             )
         )
     joined = Coefficients(
@@ -144,10 +145,11 @@ def test_token_terms_may_be_cut_anywhere() -> None:
     case = Case(Objective.of(h.grpo().where("keep")), RAGGED)
     tape = tape_for(case, observe=False)
     assert len(tape.phases) == 1
-    whole, rows = run(case, tape).coefficients.target, slice(5, 8)
+    whole, chunk = run(case, tape).coefficients.target, Chunk(5, 8, 3, 4)
+    rows = chunk.rows
     part = case.stats.map(lambda t: t[rows])
     found = tape.run(
-        part, case.tokens, case.totals, [1.0], vocabulary=1, piece=Piece(rows, 3, 4)
+        part, case.tokens, case.totals, [1.0], vocabulary=1, chunk=chunk
     ).coefficients.target
     assert found is not None and whole is not None
     torch.testing.assert_close(found, whole[rows], rtol=1e-14, atol=0)

@@ -11,13 +11,14 @@ from triton_cases import DEVICE
 from tape_case import NEEDS, Case, measured_of, objectives  # isort: skip
 from headloss import losses as h
 from headloss.batch.reduction import Totals
+from headloss.batch.segments import Chunk
 from headloss.kernels.opcodes import Op
 from headloss.kernels.triton import tape as triton_tape
 from headloss.losses.term import Objective
 from headloss.objective.bound import Gradient
 from headloss.objective.recording import Constant
 from headloss.objective.statistics import Statistics
-from headloss.objective.tape import Piece, Row, Tape
+from headloss.objective.tape import Row, Tape
 from headloss.objective.taping import record
 
 OBJECTIVES = objectives()
@@ -39,24 +40,24 @@ def tape_for(case: Case, **options: bool) -> Tape:
     return tape
 
 
-def run(case: Case, tape: Tape, backend: str, piece: Piece | None = None, **options) -> Gradient:
+def run(case: Case, tape: Tape, backend: str, chunk: Chunk | None = None, **options) -> Gradient:
     coefficients = [c for c, _ in case.objective.parts]
-    stats = case.stats if piece is None else case.stats.map(lambda t: t[piece.tokens])
+    stats = case.stats if chunk is None else case.stats.map(lambda t: t[chunk.rows])
     return tape.run(
         stats,
         case.tokens,
         case.totals,
         coefficients,
         vocabulary=case.vocabulary,
-        piece=piece,
+        chunk=chunk,
         backend=backend,
         **options,
     )
 
 
-def assert_same(case: Case, tape: Tape, piece: Piece | None = None, **options) -> Gradient:
-    found = run(case, tape, "triton", piece, **options)
-    want = run(case, tape, "reference", piece, **options)
+def assert_same(case: Case, tape: Tape, chunk: Chunk | None = None, **options) -> Gradient:
+    found = run(case, tape, "triton", chunk, **options)
+    want = run(case, tape, "reference", chunk, **options)
     got, expected = (
         {
             **{("coefficient", n): v for n, v in e.coefficients.tensors().items()},
@@ -107,10 +108,10 @@ def test_pieces_and_numbers_on_the_device() -> None:
     totals = Totals(torch.tensor(0, device=DEVICE), torch.tensor(3.5, device=DEVICE), kept)
     case = case_of("mixed", totals=totals)
     tape, factor = tape_for(case, observe=False), torch.tensor(4.0, device=DEVICE)
-    for piece in (Piece(slice(0, 4), 0, 3), Piece(slice(4, 15), 3, 6)):
-        assert_same(case, tape, piece, factor=factor)
+    for chunk in (Chunk(0, 4, 0, 3), Chunk(4, 15, 3, 6)):
+        assert_same(case, tape, chunk, factor=factor)
     case = Case(Objective.of(h.entropy().where("keep")), RAGGED, torch.float32, device=DEVICE)
-    assert_same(case, tape_for(case), Piece(slice(5, 8), 3, 4))
+    assert_same(case, tape_for(case), Chunk(5, 8, 3, 4))
 
 
 def test_programs_take_several_segments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..objective.statistics import Statistics
 from ..reading import Misguessed
 from .batch import Batch, Current
-from .segments import Segments
+from .segments import Chunk, Segments
 from .support import Packed as PackedSupport
 from .survey import IGNORE, Order, static_order
 
@@ -161,13 +161,10 @@ class PackedBatch:
         found._fields = {**self._fields, **fields}
         return found
 
-    def slice(self, tokens: slice, first: int, last: int) -> PackedBatch:
-        """The tokens in `tokens`, which lie in segments first..last (the outer two may be cut)."""
-        found = self._copy()
-        found.targets, found.segments = (
-            self.targets[tokens],
-            self.segments.slice(first, last, tokens),
-        )
+    def slice(self, chunk: Chunk) -> PackedBatch:
+        """Some of the tokens, in their segments."""
+        found, tokens = self._copy(), chunk.rows
+        found.targets, found.segments = self.targets[tokens], self.segments.slice(chunk)
         found._index = None if self._index is None else self._index[tokens]
         found.live = None if self.live is None else self.live[tokens]
         current, made = {}, dict(self._given)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,20 @@ from ..ranks.collectives import summed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+class Chunk(NamedTuple):
+    """Tokens [start, stop) of those that are sorted by segment; they lie in segments [first, last),
+    of which the outer two may be cut."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
 
 
 class Segments:
@@ -138,14 +152,11 @@ class Segments:
         both = torch.stack([first, second], 1).flatten()
         return torch.cat([both, both.new_zeros(self.count - len(both))])
 
-    def slice(self, first: int, last: int, tokens: slice) -> Segments:
-        """Segments first..last of a sorted vector, whose tokens are `tokens`."""
-        part = Segments(
-            self.ids[tokens] - first,
-            last - first,
-            self.group,
-            counts=self._local_counts[first:last],
-        )
+    def slice(self, chunk: Chunk) -> Segments:
+        """The segments of some tokens of a sorted vector; their lengths are those of the whole."""
+        start, stop, first, last = chunk
+        ids, counts = self.ids[start:stop] - first, self._local_counts[first:last]
+        part = Segments(ids, last - first, self.group, counts=counts)
         part._lengths = self.lengths[first:last]
         return part
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from ..batch.packing import MissingField, PackedBatch
 from ..batch.reduction import Totals
+from ..batch.segments import Chunk
 from ..losses.term import Objective, Reads, Term, trace
 from .metrics import Metrics, Observed, checked
 from .sample import Kinds, sample_batch, sample_statistics
@@ -50,17 +51,6 @@ class Part(NamedTuple):
                 seen |= checked(source.name, found, len(batch), batch.segments.count)
         seen = {f"{self.name}/{name}": o for name, o in seen.items()}
         return [{n: o for n, o in seen.items() if o.per == per} for per in ("token", "segment")]
-
-
-class Piece(Protocol):
-    """Some tokens, and the segments first..last that they lie in."""
-
-    @property
-    def rows(self) -> slice: ...
-    @property
-    def first(self) -> int: ...
-    @property
-    def last(self) -> int: ...
 
 
 class Gradient(NamedTuple):
@@ -107,13 +97,13 @@ class Bound:
     measured: Callable[[], Metrics] | None = None  # beside the gradient: nothing here
 
     def gradient(
-        self, stats: Statistics, batch: PackedBatch, piece: Piece | None, needed: bool = True
+        self, stats: Statistics, batch: PackedBatch, chunk: Chunk | None, needed: bool = True
     ) -> Gradient:
-        """Evaluate every term on the tokens of a piece (None: on all), and pull the sum back to
+        """Evaluate every term on the tokens of a chunk (None: on all), and pull the sum back to
         coefficients."""
         rows = ALL
-        if piece is not None:
-            rows, batch = piece.rows, batch.slice(piece.rows, piece.first, piece.last)
+        if chunk is not None:
+            rows, batch = chunk.rows, batch.slice(chunk)
         found, values = self._differentiated(stats, batch, rows, needed)
         coefficients = pull_back(found, stats, self.vocabulary)  # type: ignore[arg-type]
         divergences = {key: found[key] for key in stats.divergences if key in found}

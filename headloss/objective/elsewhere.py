@@ -16,10 +16,11 @@ from torch import Tensor
 
 from ..batch.packing import PackedBatch, Packing
 from ..batch.reduction import token_mean
+from ..batch.segments import Chunk
 from ..losses.identity import leaves_of
 from ..losses.scope import Scope
 from ..losses.term import Objective, Reads, Term
-from .bound import ALL, Gradient, Piece, power_of_two
+from .bound import ALL, Gradient, power_of_two
 from .statistics import BESIDE, CANDIDATES, Coefficients, Statistics, pull_back
 
 READ: tuple[str, ...] = ("logp", "lse", "entropy")
@@ -97,9 +98,9 @@ class Foreign:
         self.pieces: list[tuple[Tensor, Tensor]] = []  # log-probs and entropies of tokens so far
 
     def gradient(
-        self, stats: Statistics, batch: PackedBatch, piece: Piece | None, needed: bool = True
+        self, stats: Statistics, batch: PackedBatch, chunk: Chunk | None, needed: bool = True
     ) -> Gradient:
-        rows = ALL if piece is None else piece.rows
+        rows = ALL if chunk is None else chunk.rows
         assert stats.logp is not None and stats.entropy is not None
         leaves = {"logp": stats.logp.detach(), "entropy": stats.entropy.detach()}
         self.pieces.append((leaves["logp"], leaves["entropy"]))

@@ -18,7 +18,8 @@ LAUNCH, SEGMENT = int(Way.LAUNCH), int(Way.SEGMENT)
 
 def run_plain(tape: Tape, launch: Launch) -> tuple[list[Tensor], Tensor]:
     """The instructions in PyTorch, on any device and in any dtype."""
-    tokens, (rows, first, last), dtype = launch.tokens, launch.piece, tape.dtype
+    tokens, chunk, dtype = launch.tokens, launch.chunk, tape.dtype
+    rows, first, last = chunk.rows, chunk.first, chunk.last
     live = None if tokens.live is None else tokens.live[rows]
     segments = Segments(tokens.ids[rows] - first, last - first, counts=tokens.counts[first:last])
     count, device = len(segments.ids), tokens.ids.device

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..batch.batch import Batch, Current
 from ..batch.packing import PackedBatch, Packing
 from ..batch.reduction import Number, Totals
-from ..batch.segments import Segments
+from ..batch.segments import Chunk, Segments
 from ..kernels.opcodes import Op, Way
 from ..losses.term import Objective
 from .bound import Bound, Gradient
@@ -93,19 +93,11 @@ class Tokens:
         return self._kept[name]
 
 
-class Piece(NamedTuple):
-    """The tokens of a run, and the segments first..last that they lie in."""
-
-    tokens: slice
-    first: int
-    last: int
-
-
 class Launch(NamedTuple):
     """The arguments of one run."""
 
     tokens: Tokens
-    piece: Piece
+    chunk: Chunk
     inputs: list[Column]
     numbers: list[Number]
 
@@ -148,7 +140,7 @@ class Tape:
         *,
         vocabulary: int,
         factor: Number = 1.0,
-        piece: Piece | None = None,
+        chunk: Chunk | None = None,
         backend: str = "reference",
     ) -> Gradient:
         """Evaluate the objective.
@@ -156,13 +148,13 @@ class Tape:
         Args:
             coefficients: of the terms in the sum.
             factor: on the gradient alone, a number or [].
-            piece: which tokens `stats` are of; default: all.
+            chunk: which tokens `stats` are of; default: all.
         """
-        if piece is None:
-            piece = Piece(slice(0, len(tokens.ids)), 0, len(tokens.counts))
+        if chunk is None:
+            chunk = Chunk(0, len(tokens.ids), 0, len(tokens.counts))
         inputs = [_column(source, stats, tokens) for source in self.inputs]
         numbers = [_number(s, totals, coefficients, vocabulary, factor) for s in self.numbers]
-        launch = Launch(tokens, piece, inputs, numbers)
+        launch = Launch(tokens, chunk, inputs, numbers)
         vectors, measured = _runner(backend)(self, launch)
         of: dict[str, dict[Any, Tensor]] = {"coefficient": {}, "divergence": {}}
         for (kind, name), vector in zip(self.vectors, vectors, strict=True):
@@ -278,11 +270,11 @@ class Taped:
         return Gradient(found.coefficients, {}, zero), None
 
     def gradient(
-        self, stats: Statistics, batch: PackedBatch, piece: Any, needed: bool = True
+        self, stats: Statistics, batch: PackedBatch, chunk: Chunk | None, needed: bool = True
     ) -> Gradient:
-        """Of the tokens of a piece, or of all."""
-        found = self._run(stats, piece, self.observe and piece is None, needed)
-        if piece is not None:
+        """Of the tokens of a chunk, or of all."""
+        found = self._run(stats, chunk, self.observe and chunk is None, needed)
+        if chunk is not None:
             return found._replace(loss=None)
         self.measured = found.metrics
         return found
@@ -292,12 +284,14 @@ class Taped:
         return Bound.total(self, values)  # type: ignore[arg-type]
 
     def metrics(self, stats: Statistics) -> Callable[[], Metrics]:
-        """Those of all tokens, that were evaluated in pieces."""
+        """Those of all tokens, that were evaluated in chunks."""
         found = self._run(stats, None, True, False).metrics
         assert found is not None
         return found
 
-    def _run(self, stats: Statistics, piece: Any, observe: bool, needed: bool) -> Gradient:
+    def _run(
+        self, stats: Statistics, chunk: Chunk | None, observe: bool, needed: bool
+    ) -> Gradient:
         tape = self.find(observe, needed)
         assert tape is not None
         factor: float | Tensor = 1.0 if self.declared is None or not needed else self.declared
@@ -310,7 +304,7 @@ class Taped:
             [c for c, _ in self.objective.parts],
             vocabulary=self.vocabulary,
             factor=factor,
-            piece=None if piece is None else Piece(piece.rows, piece.first, piece.last),
+            chunk=chunk,
             backend=BACKEND,
         )
 

@@ -64,7 +64,7 @@ def _encoded(row: Row, inputs: int, layout: Layout) -> list[int]:
 
 def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor]:
     """As `tape.run_plain`, for registers in float32: two launches, or one for few tokens."""
-    tokens, (rows, first_segment, last), inputs, numbers = launch
+    tokens, (start, stop, first_segment, last), inputs, numbers = launch
     layout: list[Any] = [(way, values.dtype) for values, way in inputs]
     addresses = [values.data_ptr() for values, _ in inputs]
     floats: list[float] = []
@@ -81,7 +81,7 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor]:
     program = tape.linked.get(key)
     if program is None:
         program = tape.linked[key] = linked(tape, tuple(layout), device)
-    n, size = rows.stop - rows.start, last - first_segment
+    n, size = stop - start, last - first_segment
     by_segment = len(tape.phases) > 1
     per, count = 1, max(1, -(-n // BLOCK))
     if by_segment:
@@ -101,7 +101,7 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor]:
         addresses = [address or code for address in addresses]
     arguments = (
         code, len(tape.phases), program.kinds, *addresses[INPUTS:], shares.data_ptr(),
-        int(live is not None), n, rows.start, size, first_segment, tokens.segments, over_tokens,
+        int(live is not None), n, start, size, first_segment, tokens.segments, over_tokens,
         measurements, per, *addresses[:INPUTS], *floats, *[0.0] * (NUMBERS - len(floats))
     )  # fmt: skip
     _tape(count, scratch, *arguments, BY_SEGMENT=by_segment, BLOCK=BLOCK)
