@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .batch.batch import Batch
-from .batch.packing import PackedBatch, Packing
+from .batch.packing import PackedBatch
 from .head.head import Head, check_head
 from .kernels.transform import Transform
 from .losses.term import Objective, Term
@@ -208,7 +208,7 @@ def _run(options: Options, make: Callable[..., Call], *given: Any) -> Output:
         ((stats, values, _),) = outcome
         measured: Callable[[], Metrics] = Metrics
         if options.metrics:
-            measured = work.bound.measured or _metrics(work, packing, stats, prepared.own)
+            measured = work.bound.measured or _metrics(work, stats, prepared.own)
             if work.tolerance is not None:
                 measured = _joined(measured, work.tolerance.metrics)
     logps, entropies, dtype = stats.logp, stats.entropy, loss.dtype
@@ -236,9 +236,7 @@ def _joined(*measured: Callable[[], Metrics]) -> Callable[[], Metrics]:
 
 
 @torch.no_grad()
-def _metrics(
-    work: Work, packing: Packing, stats: Statistics, own: bool
-) -> Callable[[], Metrics]:
+def _metrics(work: Work, stats: Statistics, own: bool) -> Callable[[], Metrics]:
     """What every term observes, on [T] vectors: folded when it is asked for, where the terms are
     the library's own and nothing can change before that."""
     bound = work.bound
@@ -249,17 +247,15 @@ def _metrics(
     kept = batch._apart() if alone else None
     if kept is not None:
         parts = [p._replace(kept=None if p.kept is None else p.kept.clone()) for p in bound.parts]
-        return lambda: _folded(parts, kept, stats, packing.count, 1.0)
+        return lambda: _folded(parts, kept, stats, 1.0)
     share = 1.0 if group is None else 1 / torch.distributed.get_world_size(group)
-    found = _folded(work.bound.parts, batch, stats, packing.count, share)
+    found = _folded(bound.parts, batch, stats, share)
     return lambda: found
 
 
 @torch.no_grad()
-def _folded(
-    parts: Any, batch: PackedBatch, stats: Statistics, count: int, share: float
-) -> Metrics:
-    present = batch.segments.lengths > 0
+def _folded(parts: Any, batch: PackedBatch, stats: Statistics, share: float) -> Metrics:
+    present, count = batch.segments.lengths > 0, batch._count
     if batch.live is not None:
         present[count:] = False
     assert stats.entropy is not None

@@ -18,7 +18,6 @@ from headloss.losses.catalogue import TERMS
 from headloss.losses.term import Objective, Term
 from headloss.objective.bound import Bound, Gradient, bind
 from headloss.objective.statistics import STATISTICS, Statistics
-from headloss.objective.tape import Tokens
 
 LEVELS = ("sequence", "sequence_token", "sequence_product")
 UNRECORDED = ("aot", "clip_cov", "kl_cov", "soft_cross_entropy", "any_of")  # no tape holds them
@@ -146,7 +145,6 @@ class Case:
         self.kinds = {
             name: None if value is CURRENT else value.dtype for name, value in fields.items()
         }
-        self.tokens = Tokens(self.packing, self.batch)
         self.totals = totals or Totals.of(self.batch)
 
     def _statistics(self, logp: Tensor, place: Tensor, normal) -> Statistics:
@@ -175,7 +173,7 @@ class Case:
         bound = self.bound
         gradient = bound.gradient(self.stats, self.view, None, needed)
         work: Any = SimpleNamespace(batch=self.view, bound=bound)
-        return gradient, _metrics(work, self.packing, self.stats, own=False)()
+        return gradient, _metrics(work, self.stats, own=False)()
 
 
 NEEDS = frozenset(STATISTICS)

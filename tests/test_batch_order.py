@@ -165,7 +165,7 @@ def test_adapters_and_temperatures_of_tokens_wait(begun_early):
 
 def test_a_call_on_another_stream_waits(monkeypatch):
     """What its kernels read of a batch's survey is not there before."""
-    found = made().found().survey
+    found = made().found()
     monkeypatch.setattr(found, "_read", None)
     monkeypatch.setattr(found, "_stream", 1, raising=False)
     monkeypatch.setattr(found._reading, "event", object())

@@ -84,7 +84,7 @@ ALLOWED: dict[str, set[str]] = {
     "objective.elsewhere": {*PARTS, "losses.identity", *TERMS},
     "objective.bound": {*PARTS, "losses.term", "objective.sample"},
     "objective.recording": {"kernels", "batch.segments"},
-    "objective.plain": {"kernels", "batch.segments", "objective.recording"},
+    "objective.plain": {"kernels", "batch.packing", "batch.segments", "objective.recording"},
     "objective.tape": {*PARTS, *TERMS, "kernels", "objective.plain", "objective.recording"},
     "objective.lowering": {"kernels", "objective.recording", "objective.tape"},
     "objective.taping": {
@@ -221,7 +221,7 @@ ALLOWED: dict[str, set[str]] = {
 BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their names begin
 
 LINES_PER_FILE = 400
-CORE_LINES, KERNEL_LINES = 12_402, 6_951
+CORE_LINES, KERNEL_LINES = 12_334, 6_951
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
 

@@ -32,7 +32,7 @@ def tape_for(case: Case, **options: bool) -> Tape:
 def run(case: Case, tape: Tape, chunk: Chunk | None = None, **options) -> Gradient:
     return tape.run(
         case.stats,
-        case.tokens,
+        case.view,
         case.totals,
         [c for c, _ in case.objective.parts],
         vocabulary=case.vocabulary,
@@ -123,7 +123,7 @@ def test_pieces_of_a_batch_add_up() -> None:
         found.append(
             tape.run(
                 part,
-                case.tokens,
+                case.view,
                 case.totals,
                 [c for c, _ in case.objective.parts],
                 vocabulary=case.vocabulary,
@@ -149,7 +149,7 @@ def test_token_terms_may_be_cut_anywhere() -> None:
     rows = chunk.rows
     part = case.stats.map(lambda t: t[rows])
     found = tape.run(
-        part, case.tokens, case.totals, [1.0], vocabulary=1, chunk=chunk
+        part, case.view, case.totals, [1.0], vocabulary=1, chunk=chunk
     ).coefficients.target
     assert found is not None and whole is not None
     torch.testing.assert_close(found, whole[rows], rtol=1e-14, atol=0)

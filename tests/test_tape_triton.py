@@ -45,7 +45,7 @@ def run(case: Case, tape: Tape, backend: str, chunk: Chunk | None = None, **opti
     stats = case.stats if chunk is None else case.stats.map(lambda t: t[chunk.rows])
     return tape.run(
         stats,
-        case.tokens,
+        case.view,
         case.totals,
         coefficients,
         vocabulary=case.vocabulary,
@@ -160,7 +160,7 @@ def test_functions(op: Op) -> None:
     )
     case = Case(Objective.of(h.entropy()), (len(x),), device=DEVICE)
     found = tape.run(
-        Statistics(logp=x), case.tokens, case.totals, [1.0], vocabulary=1, backend="triton"
+        Statistics(logp=x), case.view, case.totals, [1.0], vocabulary=1, backend="triton"
     )
     want = function(x.double())
     assert found.coefficients.target is not None

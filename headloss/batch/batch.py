@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from copy import copy
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..arguments import IGNORE, check_dense, check_device, is_integers
 from .reduction import Totals
 from .segments import Segments
 from .support import Support
-from .survey import Survey
+from .survey import Survey, versions
 
 
 class Current:
@@ -109,7 +108,7 @@ class Batch:
                 **fields,
             }
         )
-        self._found: Found | None = None
+        self._found: Survey | None = None
         if targets.is_cuda and _may_ask_device():
             self._found = self._survey()
 
@@ -168,7 +167,7 @@ class Batch:
         """Copies and pickles do not keep the order of the tokens; they find it again."""
         return {**self.__dict__, "_found": None}
 
-    def found(self) -> Found:
+    def found(self) -> Survey:
         """What is known of the order of the tokens; if nothing is, it is asked for now.
 
         A tensor that has replaced one that was surveyed is surveyed again.
@@ -177,21 +176,21 @@ class Batch:
             RuntimeError: the targets, segments or stored ids were changed in place since.
         """
         tensors, known = self._surveyed(), self._found
-        if known is None or not known.are(tensors):
+        if known is None or not known.is_of(tensors):
             self._found = known = self._survey()
-        elif known.versions != _versions(tensors):
+        elif known.versions != versions(tensors):
             raise RuntimeError(
                 "batch: its targets, segments or stored ids were changed in place since it was "
                 "made; make a new Batch"
             )
         return known
 
-    def _survey(self) -> Found:
+    def _survey(self) -> Survey:
         targets = self.targets
         n = targets.numel()
         ids = {name: t.reshape(n, t.shape[-1]) for name, t in self._id_fields().items()}
         more = None if self.support is None else self.support.survey(targets)
-        return Found(Survey(targets, self.segments, ids, DISTINCT, more), self._surveyed())
+        return Survey(targets, self.segments, ids, DISTINCT, more, self._surveyed())
 
     def _surveyed(self) -> tuple[Tensor, ...]:
         """The tensors that decide the order and its checks."""
@@ -277,20 +276,6 @@ RESERVED = frozenset(
 )
 
 
-class Found:
-    """What is known of the order of a batch's tokens; shared by batches of the same tokens."""
-
-    def __init__(self, survey: Survey, tensors: tuple[Tensor, ...]) -> None:
-        self.survey, self.tensors, self.versions = survey, tensors, _versions(tensors)
-        self.packing: Any = None  # packing.Packing, made by the first call
-
-    def are(self, tensors: tuple[Tensor, ...]) -> bool:
-        """Whether these are the tensors, and can tell when they change."""
-        own = self.tensors
-        same = len(own) == len(tensors) and all(map(operator.is_, own, tensors))
-        return same and not any(map(Tensor.is_inference, own))
-
-
 def _check_targets(targets: object) -> None:
     if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
         got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
@@ -315,10 +300,6 @@ def check_ids(name: str, ids: Tensor, shape: torch.Size, most: int | None = None
         raise ValueError(f"{name}: got shape {tuple(ids.shape)}, want {want}")
     if not is_integers(ids):
         raise TypeError(f"{name}: got {ids.dtype}, want integers")
-
-
-def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
-    return tuple([0 if t.is_inference() else t._version for t in tensors])
 
 
 def _may_ask_device() -> bool:

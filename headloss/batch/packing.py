@@ -19,6 +19,8 @@ from .segments import Chunk, Segments
 from .support import Packed as PackedSupport
 from .survey import IGNORE, Order, static_order
 
+ALL = slice(None)  # what `is` this is not cut: that would be an operation
+
 
 class MissingField(ValueError):
     """A term reads a batch field that was not given."""
@@ -66,6 +68,8 @@ class PackedBatch:
         self._fields, self._given, self._index = dict(fields), given or {}, index
         self._stats, self._per_segment, self._dtype = stats, per_segment, dtype
         self._whole: tuple[PackedBatch, slice] | None = None  # what this is a cut of
+        self._count = segments.count  # S, without what static shapes add for unscored tokens
+        self._sums: dict[str, Tensor] = {}  # of `_kept`
 
     def __len__(self) -> int:
         return self.targets.shape[0]
@@ -112,6 +116,12 @@ class PackedBatch:
             value = value.to(self._dtype)
         value = outside_inference(value)
         return value if live is None else value.masked_fill(~live, 0)
+
+    def _kept(self, name: str) -> Tensor:
+        """[S] tokens of each segment that a boolean field keeps, float64."""
+        if name not in self._sums:
+            self._sums[name] = self.segments.sum(getattr(self, name).double())
+        return self._sums[name]
 
     def as_given(self, name: str) -> Tensor | None:
         """A field before it is gathered: [N, ..], or [S] if it is per segment."""
@@ -173,7 +183,7 @@ class PackedBatch:
                 current[name] = value
             else:
                 made[name] = value
-        found._fields, found._given, found._whole = current, made, (self, tokens)
+        found._fields, found._given, found._whole, found._sums = current, made, (self, tokens), {}
         return found
 
 
@@ -201,7 +211,7 @@ class Packing:
             self.support.ids = outside_inference(self.support.ids)
         self.targets = targets if live is None else targets.masked_fill(~live, 0)
         group = batch.segments.group
-        self.segments = Segments(ids, counts.shape[0], group, counts=counts)
+        self.segments = Segments(ids.contiguous(), counts.shape[0], group, counts=counts)
         self.order, self.index, self.live = order, index, live
         self.shape, self.count = batch.targets.shape, batch.segments.count
 
@@ -233,30 +243,30 @@ class Packing:
             if isinstance(value, Current):
                 current[name] = value
             elif name in per_segment or value.dim() == rank:
-                given[name] = value.reshape(-1)
+                given[name] = value.reshape(-1).contiguous()
             else:
                 given[name] = value.reshape(-1, *value.shape[rank:])
-        return PackedBatch(
-            self.targets,
-            self.segments,
-            current,
-            given,
-            self.index,
-            live=self.live,
-            per_segment=per_segment,
-            dtype=dtype,
-        )
+        options: Any = {"live": self.live, "per_segment": per_segment, "dtype": dtype}
+        view = PackedBatch(self.targets, self.segments, current, given, self.index, **options)
+        view._count = self.count
+        return view
 
-    def scatter(self, values: Tensor, alone: bool = False) -> Tensor:
-        """[T, ..] back to the caller's shape, 0 at unscored positions; `alone`: in new memory."""
-        rest = values.shape[1:]
-        if self.live is not None:
-            values = values.masked_fill(~_as_wide(self.live, values), 0)
-        if self.index is None and not alone:
+    def scatter(self, values: Tensor, alone: bool = False, rows: slice = ALL) -> Tensor:
+        """[T, ..] back to the caller's shape, 0 at unscored positions; `alone`: in new memory, then
+        also of the tokens `rows`, with 0 at all others."""
+        (index, live), rest = (self.index, self.live), values.shape[1:]
+        if rows is not ALL:
+            index, live = (t if t is None else t[rows] for t in (index, live))
+        if live is not None:
+            values = values.masked_fill(~_as_wide(live, values), 0)
+        if index is None and not alone:
             return values.reshape(*self.shape, *rest)
         full = values.new_zeros(*self.shape, *rest)
         flat = full.view(-1, *rest)
-        flat.copy_(values) if self.index is None else flat.index_copy_(0, self.index, values)
+        if index is None:
+            (flat if rows is ALL else flat[rows]).copy_(values)
+        else:
+            flat.index_copy_(0, index, values)
         return full
 
     def gather(self, values: Tensor) -> Tensor:
@@ -291,14 +301,14 @@ def packing_of(batch: Batch, vocabulary: int, static: bool = False, unit: int = 
         order = static_order(batch.targets.reshape(-1), batch.segments, unit)
         return Packing(batch, order)
     found = batch.found()
-    found.survey.check(vocabulary)
+    found.check(vocabulary)
     restricted = None
     if support is not None:
-        facts = found.survey.read()[found.survey.size :]
+        facts = found.read()[found.size :]
         support.check(facts, batch.targets, vocabulary)
         restricted = facts[-1]
     if found.packing is None:
-        found.packing = Packing(batch, found.survey.order(), restricted)
+        found.packing = Packing(batch, found.order(), restricted)
     return found.packing
 
 
@@ -308,9 +318,8 @@ def guessed(
     """Where the tokens of a batch go if all are scored and in order, before the device has said so;
     and what waits for it, checks the batch as `packing_of` does, and raises `Misguessed` if it is
     not so, which `misses` keeps. None where it is known."""
-    found = batch.found()
-    survey, total = found.survey, batch.targets.numel()
-    known = found.packing is not None or batch.support is not None
+    survey, total = batch.found(), batch.targets.numel()
+    known = survey.packing is not None or batch.support is not None
     order = None if known else survey.guessed()
     if order is None:
         return None, bool
@@ -322,10 +331,10 @@ def guessed(
         raise Misguessed("that all positions of a batch are scored, by segment")
 
     def confirm() -> None:
-        if found.packing is not packing:
+        if survey.packing is not packing:
             survey.check(vocabulary)
             lengths()
-            found.packing = packing
+            survey.packing = packing
 
     one = batch.segments.count == 1
     packing = Packing(batch, order._replace(lengths=(lambda: [total]) if one else lengths))

@@ -6,8 +6,9 @@ N positions, T of them scored, S segments.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +43,11 @@ class Survey:
             distinct field, at how many scored positions an id stands twice.
         more: further facts, int64 numbers that are read with the others.
         scored: what `compact` needs to know of the positions.
+        tensors, versions: all that was looked at, as it was then.
+        packing: `packing.Packing`, once a call has made it; other batches of these tokens share it.
     """
+
+    packing: Any = None
 
     def __init__(
         self,
@@ -51,7 +56,9 @@ class Survey:
         id_fields: dict[str, Tensor],
         distinct: Sequence[str] = (),
         more: Tensor | None = None,
+        tensors: tuple[Tensor, ...] = (),
     ) -> None:
+        self.tensors, self.versions = tensors, versions(tensors)
         self.targets, self.segments, self.id_fields = targets, segments, id_fields
         self.distinct = [name for name in distinct if name in id_fields]
         self.acts = load(choose("auto", targets.device, torch.float32))
@@ -68,6 +75,12 @@ class Survey:
         self._reading = Reading(self.facts if more is None else torch.cat([self.facts, more]))
         if targets.is_cuda:
             self._stream = _stream(targets)
+
+    def is_of(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Whether these are the tensors, and can tell when they change."""
+        own = self.tensors
+        same = len(own) == len(tensors) and all(map(operator.is_, own, tensors))
+        return same and not any(map(Tensor.is_inference, own))
 
     def read(self) -> list[int]:
         """The facts, and from `size` on the further ones, on the host; other streams than the
@@ -148,6 +161,11 @@ class Survey:
         order = _argsort(bins, count)
         index, unscored = order.split([total - out, out])
         return Order(index, ids[index], counts, lengths, unscored)
+
+
+def versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """How often each was changed in place."""
+    return tuple([0 if t.is_inference() else t._version for t in tensors])
 
 
 def _stream(tensor: Tensor) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..batch.packing import MissingField, PackedBatch
+from ..batch.packing import ALL, MissingField, PackedBatch
 from ..batch.reduction import Totals
 from ..batch.segments import Chunk
 from ..losses.term import Objective, Reads, Term, trace
@@ -22,7 +22,6 @@ from .metrics import Metrics, Observed, checked
 from .sample import Kinds, sample_batch, sample_statistics
 from .statistics import CANDIDATES, DIFFERENTIABLE, Coefficients, Slope, Statistics, pull_back
 
-ALL = slice(None)
 UNREAD = ("teacher_logits", "teacher_hidden")  # by terms: these are large, and stay as they are
 
 

@@ -109,7 +109,8 @@ class Foreign:
             return Gradient(Coefficients(), {}, value)
         with torch.enable_grad():
             inputs = [leaf.requires_grad_() for leaf in leaves.values()]
-            found = scalar(self.loss(*(self._full(leaf, rows) for leaf in inputs)))
+            full = (self.packing.scatter(leaf, alone=True, rows=rows) for leaf in inputs)
+            found = scalar(self.loss(*full))
             _check_leaves(found, inputs)
         slopes = torch.autograd.grad(found, inputs, allow_unused=True)
         given = {n: g for n, g in zip(leaves, slopes, strict=True) if g is not None}
@@ -122,19 +123,8 @@ class Foreign:
         empty = torch.empty(0, dtype=self.wide, device=self.packing.targets.device)
         whole = zip((empty, empty), *self.pieces, strict=True)
         with torch.no_grad():
-            return scalar(self.loss(*(self._full(torch.cat(parts), ALL) for parts in whole)))
-
-    def _full(self, values: Tensor, rows: slice) -> Tensor:
-        """Values of some tokens in the caller's shape, with 0 at all others."""
-        index, live, shape = self.packing.index, self.packing.live, self.packing.shape
-        if live is not None:
-            values = torch.where(live[rows], values, 0)
-        full = values.new_zeros(shape.numel())
-        if index is None:
-            full[rows] = values
-        else:
-            full = full.index_copy(0, index[rows], values)
-        return full.view(shape)
+            full = (self.packing.scatter(torch.cat(parts), alone=True) for parts in whole)
+            return scalar(self.loss(*full))
 
 
 def scalar(value: object) -> Tensor:

@@ -7,33 +7,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batch.segments import Segments
+from ..batch.packing import PackedBatch
+from ..batch.segments import Chunk, Segments
 from ..kernels.opcodes import ELEMENTWISE, MEASURED, Op, Way
 from .recording import COMPUTE, SEGMENTS, TOKENS, Constant
 
-Tape = Launch = Tokens = Column = Any  # of tape.py, which stands above
+Tape = Launch = Column = Any  # of tape.py, which stands above
 
-LAUNCH, SEGMENT = int(Way.LAUNCH), int(Way.SEGMENT)
+LAUNCH, TOKEN, INDEX, SEGMENT = map(int, (Way.LAUNCH, Way.TOKEN, Way.INDEX, Way.SEGMENT))
 
 
 def run_plain(tape: Tape, launch: Launch) -> tuple[list[Tensor], Tensor]:
     """The instructions in PyTorch, on any device and in any dtype."""
-    tokens, chunk, dtype = launch.tokens, launch.chunk, tape.dtype
-    rows, first, last = chunk.rows, chunk.first, chunk.last
-    live = None if tokens.live is None else tokens.live[rows]
-    segments = Segments(tokens.ids[rows] - first, last - first, counts=tokens.counts[first:last])
-    count, device = len(segments.ids), tokens.ids.device
-    real = torch.arange(first, last, device=device) < tokens.segments
+    batch, chunk, dtype = launch.batch, launch.chunk, tape.dtype
+    live = None if batch.live is None else batch.live[chunk.rows]
+    segments = batch.segments.slice(chunk)
+    device = segments.ids.device
+    real = torch.arange(chunk.first, chunk.last, device=device) < batch._count
     masks = (torch.ones_like(segments.ids, dtype=torch.bool) if live is None else live, real)
-    shapes = (count, last - first)
+    shapes = (len(segments.ids), segments.count)
     registers: tuple[list[Any], list[Any]] = tuple([None] * n for n in tape.registers)  # type: ignore[assignment]
     measured: list[Tensor | None] = [None] * len(tape.kinds)
     for row in (row for phase in tape.phases for row in phase):
         own, op = registers[row.kind], row.op
         if op is Op.LOAD:
             column = launch.inputs[row.operands[0]]  # type: ignore[index]
-            where = rows if row.kind == TOKENS else slice(first, last)
-            own[row.out] = read(column, tokens, where, dtype, row.kind == SEGMENTS)
+            own[row.out] = _read(column, batch, chunk, dtype, row.kind == SEGMENTS)
             continue
         if op is Op.NUMBER:
             number = launch.numbers[row.operands[0]]  # type: ignore[index]
@@ -48,7 +47,7 @@ def run_plain(tape: Tape, launch: Launch) -> tuple[list[Tensor], Tensor]:
             for o in row.operands
         ]
         if op in MEASURED:
-            found = _measure(op, values, masks[row.kind], tokens.segments)
+            found = _measure(op, values, masks[row.kind], batch._count)
             before = measured[row.out]
             measured[row.out] = found if before is None else before + found
         elif op in ELEMENTWISE:
@@ -61,20 +60,20 @@ def run_plain(tape: Tape, launch: Launch) -> tuple[list[Tensor], Tensor]:
     return registers[TOKENS][: len(tape.vectors)], torch.stack(sums)
 
 
-def read(
-    column: Column, tokens: Tokens, rows: slice, dtype: torch.dtype, of_segments: bool = False
+def _read(
+    column: Column, batch: PackedBatch, chunk: Chunk, dtype: torch.dtype, of_segments: bool
 ) -> Tensor:
-    """An input at some tokens, or at some segments; 0 at tokens that are not scored."""
-    values, way = column
+    """An input at the tokens of a chunk, or its segments; 0 at tokens that are not scored."""
+    (values, way), rows = column, chunk.rows
     if of_segments:
-        return values[rows].to(dtype)
+        return values[chunk.first : chunk.last].to(dtype)
     if way == LAUNCH:
         return values.to(dtype)
-    live = tokens.live[rows] if tokens.live is not None else None
-    if way == Way.TOKEN:
+    live = batch.live[rows] if batch.live is not None else None
+    if way == TOKEN:
         found = values[rows]
     else:
-        index = tokens.ids if way == SEGMENT else tokens.index
+        index = batch.segments.ids if way == SEGMENT else batch.index
         assert index is not None
         at = index[rows]
         found = values[at if live is None else at.masked_fill(~live, 0)] if len(values) else values

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from ..batch.batch import Batch, Current
-from ..batch.packing import PackedBatch, Packing
+from ..batch.packing import PackedBatch
 from ..batch.reduction import Number, Totals
-from ..batch.segments import Chunk, Segments
-from ..kernels.opcodes import Op, Way
+from ..batch.segments import Chunk
+from ..kernels.opcodes import Op
 from ..losses.term import Objective
 from .bound import Bound, Gradient
 from .metrics import Measurement, Metrics
-from .plain import LAUNCH, SEGMENT, read, run_plain
+from .plain import INDEX, LAUNCH, SEGMENT, TOKEN, run_plain
 from .recording import Constant, Source
 from .statistics import Coefficients, Statistics
 
@@ -54,49 +54,10 @@ class Column(NamedTuple):
     way: int  # a Way: an IntEnum is slow to hash
 
 
-class Tokens:
-    """What a run reads of a packed batch; nothing is gathered.
-
-    Attributes:
-        ids: [T] segments, ascending.
-        counts: [S] tokens of each, those of unscored tokens after the last included.
-        segments: S without those.
-        index: [T] the position of each token; None where no field is read through it.
-        live: [T] bool, with static shapes: which are scored.
-    """
-
-    def __init__(self, packing: Packing, batch: Batch) -> None:
-        self.batch = batch
-        self.ids = packing.segments.ids.contiguous()
-        self.counts = packing.segments._local_counts.contiguous()
-        self.segments, self.index, self.live = packing.count, packing.index, packing.live
-        self._columns: dict[str, Column] = {}
-        self._kept: dict[str, Tensor] = {}
-
-    def column(self, name: str) -> Column:
-        """A field with one value per token or segment."""
-        found = self._columns.get(name)
-        if found is None:
-            value = self.batch.fields[name]
-            assert isinstance(value, Tensor)
-            way = Way.TOKEN if self.index is None else Way.INDEX
-            way = way if self.batch.per_token(name) else Way.SEGMENT
-            found = self._columns[name] = Column(value.reshape(-1).contiguous(), int(way))
-        return found
-
-    def kept(self, name: str) -> Tensor:
-        """[S] tokens of each segment that a boolean field keeps, float64."""
-        if name not in self._kept:
-            rows = read(self.column(name), self, slice(None), torch.float64)
-            segments = Segments(self.ids, len(self.counts), counts=self.counts)
-            self._kept[name] = segments.sum(rows)
-        return self._kept[name]
-
-
 class Launch(NamedTuple):
-    """The arguments of one run."""
+    """The arguments of one run; no field of the batch is gathered."""
 
-    tokens: Tokens
+    batch: PackedBatch
     chunk: Chunk
     inputs: list[Column]
     numbers: list[Number]
@@ -134,7 +95,7 @@ class Tape:
     def run(
         self,
         stats: Statistics,  # [n]
-        tokens: Tokens,
+        batch: PackedBatch,
         totals: Totals,
         coefficients: Sequence[float],
         *,
@@ -151,10 +112,10 @@ class Tape:
             chunk: which tokens `stats` are of; default: all.
         """
         if chunk is None:
-            chunk = Chunk(0, len(tokens.ids), 0, len(tokens.counts))
-        inputs = [_column(source, stats, tokens) for source in self.inputs]
+            chunk = Chunk(0, len(batch), 0, batch.segments.count)
+        inputs = [_column(source, stats, batch) for source in self.inputs]
         numbers = [_number(s, totals, coefficients, vocabulary, factor) for s in self.numbers]
-        launch = Launch(tokens, chunk, inputs, numbers)
+        launch = Launch(batch, chunk, inputs, numbers)
         vectors, measured = _runner(backend)(self, launch)
         of: dict[str, dict[Any, Tensor]] = {"coefficient": {}, "divergence": {}}
         for (kind, name), vector in zip(self.vectors, vectors, strict=True):
@@ -178,16 +139,17 @@ def _runner(backend: str) -> Runner:
     return run
 
 
-def _column(source: Source, stats: Statistics, tokens: Tokens) -> Column:
+def _column(source: Source, stats: Statistics, batch: PackedBatch) -> Column:
     kind, name = source
     if kind == "statistic":
         return Column(getattr(stats, name).contiguous(), LAUNCH)
     if kind == "field" or kind == "mask":
-        return tokens.column(name)
+        by_segment, at_once = name in batch._per_segment, batch._index is None
+        return Column(batch._given[name], SEGMENT if by_segment else TOKEN if at_once else INDEX)
     if kind == "lengths":
-        return Column(tokens.counts, SEGMENT)
+        return Column(batch.segments._local_counts, SEGMENT)
     if kind == "kept":
-        return Column(tokens.kept(name), SEGMENT)
+        return Column(batch._kept(name), SEGMENT)
     return Column(list(stats.divergences.values())[name].contiguous(), LAUNCH)
 
 
@@ -224,7 +186,7 @@ class Taped:
     """
 
     objective: Objective
-    tokens: Tokens
+    batch: PackedBatch
     totals: Totals
     vocabulary: int
     find: Callable[[bool, bool], Tape | None]
@@ -299,7 +261,7 @@ class Taped:
             factor = self.scale * factor
         return tape.run(
             stats,
-            self.tokens,
+            self.batch,
             self.totals,
             [c for c, _ in self.objective.parts],
             vocabulary=self.vocabulary,

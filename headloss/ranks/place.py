@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import fields
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from ..kernels.transform import Transform
     from ..losses.term import Objective
     from ..options import Options
-
-R = TypeVar("R")
-
 
 class Place(NamedTuple):
     """What a rank knows about the whole vocabulary and the other ranks' slices."""
@@ -98,30 +95,8 @@ class Place(NamedTuple):
             )
 
 
-def join(
-    group: ProcessGroup,
-    check: Callable[[], R],
-    own: Callable[[R], dict[str, int]],
-    same: Callable[[R], dict[str, Any]],
-    vocab_size: int | None = None,
-    wait: bool = True,
-) -> tuple[R, Place]:
-    """Run `check` on every rank of a vocabulary group, and find this rank's place.
-
-    Args:
-        own: `own_facts`, from the result of `check`.
-        same: what must be the same.
-        wait: for what the ranks say; else the place may be that of the last call like this one.
-
-    Raises:
-        ValueError, TypeError: on all ranks, for what is wrong on any.
-    """
-    result, found = agree_early("vocab_group", group, check, own, same, wait)
-    return result, Place.of(group, found, vocab_size)
-
-
 def join_positions(head: Head, hidden: Tensor, check: Callable[[], None], k: int) -> Place:
-    """`join` for a verb on positions alone."""
+    """A rank's place for a verb on positions alone, which `check` refuses on all ranks."""
     group = head.vocab_group
     if group is None:
         check()
@@ -132,7 +107,8 @@ def join_positions(head: Head, hidden: Tensor, check: Callable[[], None], k: int
 
     def joined() -> Place:
         own = own_facts(head.weight.shape[0])
-        return join(group, check, lambda _: own, same, head.vocab_size)[1]
+        _, said = agree_early("vocab_group", group, check, lambda _: own, same, wait=True)
+        return Place.of(group, said, head.vocab_size)
 
     if torch.compiler.is_compiling():
         return torch.compiler.disable(joined)()  # type: ignore[no-any-return]

@@ -19,14 +19,14 @@ from ..head.head import Head
 from ..kernels.transform import Transform
 from ..losses.term import Objective, Term
 from ..objective.bound import Bound, bind
-from ..objective.tape import Taped, Tokens
+from ..objective.tape import Taped
 from ..objective.tolerance import Tolerance
 from ..options import Options
-from ..ranks.place import Place, join, of_given, of_linear, own_facts, own_of_linear
+from ..ranks.agreement import agree_early
+from ..ranks.place import Place, of_given, of_linear, own_facts, own_of_linear
 from ..ranks.segments import Joined, over_segments, voted
 from ..softmax.given import GivenSoftmax, GivenSums, IntoLogits, WalkSoftmax
-from ..softmax.linear import ExpSoftmax, LinearSoftmax
-from ..softmax.linear import Tokens as OfTokens
+from ..softmax.linear import ExpSoftmax, LinearSoftmax, Tokens
 from ..softmax.sums import Hidden, Into, RowSums, SlabSums
 from ..softmax.support import SupportSoftmax
 from .checks import check_temperatures
@@ -83,14 +83,15 @@ def _linear_joined(
         plain = early and not (head.lora or isinstance(head.temperature, Tensor))
         if head.vocab_group is None:
             return _joined(*check(), Place(head.vocabulary), batch, options, plain)
-        ready, place = join(
+        ready, own = agree_early(
+            "vocab_group",
             head.vocab_group,
             check,
             lambda ready: own_of_linear(hidden, head, batch, options, ready[0].problem.memory),
             lambda ready: of_linear(hidden, head, batch, ready[1], options),
-            head.vocab_size,
             not alone or getattr(options, "sequence_parallel", True),
         )
+        place = Place.of(head.vocab_group, own, head.vocab_size)
         if options.sequence_parallel:
             place.check_tokens(batch)
         return _joined(*ready, place, batch, options, plain and not options.sequence_parallel)
@@ -183,7 +184,8 @@ def given_call(
         early = not isinstance(transform.temperature, Tensor)
         if vocab_group is None:
             return _joined(*check(), Place(logits.shape[-1]), batch, options, early)
-        ready, place = join(
+        ready, own = agree_early(
+            "vocab_group",
             vocab_group,
             check,
             lambda ready: own_facts(
@@ -192,7 +194,7 @@ def given_call(
             lambda ready: of_given(logits, transform, batch, ready[1], options, inplace),
             wait=batch.segments.group is not None,
         )
-        return _joined(*ready, place, batch, options, early)
+        return _joined(*ready, Place.of(vocab_group, own), batch, options, early)
 
     found = over_segments(batch, options, joined)
     work, of_tokens = _work(found, batch, transform, options)
@@ -239,7 +241,7 @@ def _joined(
 
 def _work(
     joined: Joined, batch: Batch, transform: Transform, options: Options
-) -> tuple[Work, OfTokens]:
+) -> tuple[Work, Tokens]:
     """What the loop is to do; and what every source takes."""
     prepared, objective, place, packing, plan, confirm, per_segment = joined
     group, elsewhere = batch.segments.group, prepared.problem.scope == "elsewhere"
@@ -279,7 +281,7 @@ def _work(
     )
     if group is not None and not elsewhere:  # its collectives may not wait for a rank's own tokens
         _ = work.bound
-    found = OfTokens(prepared.acts, packing.targets, transform, prepared.needs, slices.first)
+    found = Tokens(prepared.acts, packing.targets, transform, prepared.needs, slices.first)
     if prepared.beside:
         beside = Beside(view, transform, vocabulary, prepared, slices)
         found = beside.added_to(found, objective.teachers)
@@ -308,7 +310,7 @@ def _bound(
         return by_autograd()
     return Taped(
         objective=objective,
-        tokens=Tokens(packing, batch),
+        batch=view,
         totals=totals,
         vocabulary=vocabulary,
         find=partial(prepared.tape, objective),

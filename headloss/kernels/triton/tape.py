@@ -64,7 +64,8 @@ def _encoded(row: Row, inputs: int, layout: Layout) -> list[int]:
 
 def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor]:
     """As `tape.run_plain`, for registers in float32: two launches, or one for few tokens."""
-    tokens, (start, stop, first_segment, last), inputs, numbers = launch
+    batch, (start, stop, first_segment, last), inputs, numbers = launch
+    ids, counts = batch.segments.ids, batch.segments._local_counts
     layout: list[Any] = [(way, values.dtype) for values, way in inputs]
     addresses = [values.data_ptr() for values, _ in inputs]
     floats: list[float] = []
@@ -76,7 +77,7 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor]:
         else:
             layout.append(None)
             floats.append(float(number))
-    device = tokens.ids.device
+    device = ids.device
     key = device, *layout
     program = tape.linked.get(key)
     if program is None:
@@ -93,15 +94,15 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor]:
     measurements = len(tape.kinds)
     results = torch.empty(measurements, dtype=torch.float64, device=device)
     shares = results if count == 1 else results.new_empty(measurements * count)
-    code, live, index = program.address, tokens.live, tokens.index
+    code, live, index = program.address, batch.live, batch._index
     addresses += [code] * (INPUTS - len(addresses))
-    addresses += [code if t is None else t.data_ptr() for t in (index, tokens.ids, live)]
-    addresses.append(tokens.counts.data_ptr())
+    addresses += [code if t is None else t.data_ptr() for t in (index, ids, live)]
+    addresses.append(counts.data_ptr())
     if not (n and size):  # a null pointer would have another type
         addresses = [address or code for address in addresses]
     arguments = (
         code, len(tape.phases), program.kinds, *addresses[INPUTS:], shares.data_ptr(),
-        int(live is not None), n, start, size, first_segment, tokens.segments, over_tokens,
+        int(live is not None), n, start, size, first_segment, batch._count, over_tokens,
         measurements, per, *addresses[:INPUTS], *floats, *[0.0] * (NUMBERS - len(floats))
     )  # fmt: skip
     _tape(count, scratch, *arguments, BY_SEGMENT=by_segment, BLOCK=BLOCK)
