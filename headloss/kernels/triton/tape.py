@@ -65,7 +65,7 @@ def _encoded(row: Row, inputs: int, layout: Layout) -> list[int]:
 def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor]:
     """As `tape.run_plain`, for registers in float32: two launches, or one for few tokens."""
     batch, (start, stop, first_segment, last), inputs, numbers = launch
-    ids, counts = batch.segments.ids, batch.segments._local_counts
+    ids, lengths = batch.segments.ids, batch.segments._local_counts
     layout: list[Any] = [(way, values.dtype) for values, way in inputs]
     addresses = [values.data_ptr() for values, _ in inputs]
     floats: list[float] = []
@@ -96,8 +96,7 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor]:
     shares = results if count == 1 else results.new_empty(measurements * count)
     code, live, index = program.address, batch.live, batch._index
     addresses += [code] * (INPUTS - len(addresses))
-    addresses += [code if t is None else t.data_ptr() for t in (index, ids, live)]
-    addresses.append(counts.data_ptr())
+    addresses += [code if t is None else t.data_ptr() for t in (index, ids, live, lengths)]
     if not (n and size):  # a null pointer would have another type
         addresses = [address or code for address in addresses]
     arguments = (
