@@ -29,12 +29,20 @@ if __name__ == "__main__" and "hip:" in " ".join(sys.argv):  # kernels know it f
     torch.version.hip = "7.0"  # type: ignore[assignment]
 
 from headloss.kernels import triton as acts
-from headloss.kernels.interface import Backward, Forward, Held, Order, Scaling
-from headloss.kernels.pair import Chosen, Compared, Differences, Outcomes, Pair, Side
-from headloss.kernels.support import ByColumn, Support
+from headloss.kernels.interface import (
+    Backward,
+    ByColumn,
+    Forward,
+    Held,
+    Order,
+    Rows,
+    Scaling,
+    Support,
+    Walk,
+)
+from headloss.kernels.pair import Chosen, Compared, Differences, Divergence, Outcomes, Pair, Side
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton import beside, given, launch, product, slab, tape, tiles, versions
-from headloss.kernels.walk import Rows, Walk
 from headloss.objective.statistics import Coefficients, Normalizer, Partials
 
 ALL = frozenset({"logp", "lse", "entropy", "mean_logit", "top1"})
@@ -152,7 +160,7 @@ class Form:
         yield "partials", lambda: acts.partials(raw, self.forward)
         if onto is not None:
             yield "partials onto", lambda: acts.partials(raw, self.forward, partials_of(N))
-        yield "gradient", lambda: acts.logit_gradient_(raw, backward, order=order)
+        yield "gradient", lambda: acts.logit_gradient_(raw, backward)
         yield "terms' gradient", lambda: acts.held_gradient_(held, no_mean, order=order)
         yield (
             "multiple",
@@ -168,9 +176,8 @@ class Form:
 
     def rows(self) -> Iterator[tuple[str, Call]]:
         index, x = whole(N), self.x
-        more = {"source": index, "places": index, "out": some(N, H)} if self.full else {}
+        more = {"places": index, "out": some(N, H)} if self.full else {}
         yield "order", lambda: acts.dense_order(some(N, dtype=torch.bool), N)
-        yield "moves", lambda: acts.move_rows_(x, Order(index, whole(1)))
         yield "scaled rows", lambda: acts.scaled_rows(x, some(N), **more)
         sums = [Scaling(some(V, H), x.dtype)] * 2
         yield "scaled", lambda: acts.scaled(sums, self.if_full(some(1)[0]))
@@ -204,14 +211,15 @@ class Form:
         onto = self.if_full(partials_of(N))
         side = Side(self.plain, self.normalizer)
         outcomes = Outcomes(columns, side, some(N, K), some(N))
+        tail = Forward(None, 0, self.plain, frozenset())
         given = {"extra": self.if_full(some(N, V)), "others": self.if_full(self.backward)}
         yield "chosen", lambda: acts.chosen_logits(x, w, columns, self.biased)
         yield (
             "chosen gradient",
             lambda: acts.chosen_gradient_(self.held.terms, chosen, self.backward, **more),
         )
-        yield "tail", lambda: acts.tail_partials(self.raw, columns, self.plain, onto)
-        yield "stored", lambda: acts.sparse_gradient_(self.raw, outcomes, some(N), **given)
+        yield "tail", lambda: acts.partials(self.raw, tail, onto, columns)
+        yield "stored", lambda: acts.part_gradient_(self.raw, outcomes, **given)
 
     def pairs(self) -> Iterator[tuple[str, Call]]:
         number = Transform(scale=0.5, softcap=30.0 if self.full else None, temperature=1.5)
@@ -225,8 +233,8 @@ class Form:
             yield f"{kind}", lambda p=pair, o=onto: acts.divergence(self.raw, self.raw, p, o)
             yield (
                 f"{kind}, gradient",
-                lambda p=pair: acts.divergence_gradient_(
-                    self.raw, self.raw, p, some(N), some(N), **more
+                lambda p=pair: acts.part_gradient_(
+                    self.raw, Divergence(self.raw, p, some(N), some(N)), **more
                 ),
             )
         words = some(N, V)
@@ -236,8 +244,8 @@ class Form:
             pair = Pair(plain, plain, kind, 0.5)
             yield (
                 f"{kind}, gradient of differences",
-                lambda p=pair: acts.divergence_gradient_(
-                    words, held, p, some(N), some(N), **more
+                lambda p=pair: acts.part_gradient_(
+                    words, Divergence(held, p, some(N), some(N)), **more
                 ),
             )
 

@@ -221,9 +221,10 @@ ALLOWED: dict[str, set[str]] = {
 BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their names begin
 
 LINES_PER_FILE = 400
-CORE_LINES, KERNEL_LINES = 12_333, 6_951
+CORE_LINES = 12_333
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
+KERNEL_LINES = 6_739
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

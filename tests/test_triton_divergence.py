@@ -26,7 +26,7 @@ from headloss.kernels import reference
 from headloss.kernels import reference as reference_divergence
 from headloss.kernels import triton as triton_divergence
 from headloss.kernels.interface import Backward, Forward
-from headloss.kernels.pair import Compared, Outcomes, Pair, Side
+from headloss.kernels.pair import Compared, Divergence, Outcomes, Pair, Side
 from headloss.kernels.transform import Transform
 from headloss.objective.statistics import Coefficients, Normalizer, finish
 from headloss.softmax import products
@@ -51,6 +51,7 @@ def small_blocks(monkeypatch):
     """Every row is several blocks, the last of them ragged."""
     monkeypatch.setattr("headloss.kernels.triton.pair.BLOCK", 64)
     monkeypatch.setattr("headloss.kernels.triton.records.BLOCK", 64)
+    monkeypatch.setattr("headloss.kernels.triton.statistics.NARROW", 64)
 
 
 def narrow(normalizer: Normalizer) -> Normalizer:
@@ -136,9 +137,8 @@ def test_no_divergence_from_oneself(kind):
     found = triton_divergence.divergence(raw, raw, Pair(p, q, kind, BETA))
     assert not found.any()
     weight = torch.ones(3, device=DEVICE)
-    gradient = triton_divergence.divergence_gradient_(
-        raw, raw, Pair(p, q, kind, BETA), found[1], weight
-    )
+    part = Divergence(raw, Pair(p, q, kind, BETA), found[1], weight)
+    gradient = triton_divergence.part_gradient_(raw, part)
     assert not gradient.any()
 
 
@@ -164,16 +164,14 @@ def test_ruled_out_tokens(kind):
     raw[1, 5] = -math.inf
     p, q = sides(raw, raw_teacher, PAIRS["plain"])
     found = triton_divergence.divergence(raw, raw_teacher, Pair(p, q, kind, BETA))
-    pair = (raw.double(), raw_teacher.double(), Pair(in_double(p), in_double(q), kind, BETA))
-    exact = reference_divergence.divergence(*pair)
+    pair = Pair(in_double(p), in_double(q), kind, BETA)
+    exact = reference_divergence.divergence(raw.double(), raw_teacher.double(), pair)
     assert error(found, exact) <= 1e-6
     weight = torch.ones(3, device=DEVICE)
-    gradient = triton_divergence.divergence_gradient_(
-        raw, raw_teacher, Pair(p, q, kind, BETA), found[1], weight
-    )
-    oracle = reference_divergence.divergence_gradient_(
-        *pair, found[1].double(), weight.double()
-    )
+    part = Divergence(raw_teacher, Pair(p, q, kind, BETA), found[1], weight)
+    gradient = triton_divergence.part_gradient_(raw, part)
+    part = Divergence(raw_teacher.double(), pair, found[1].double(), weight.double())
+    oracle = reference_divergence.part_gradient_(raw.double(), part)
     assert error(gradient, oracle) <= 3e-6
 
 
@@ -204,21 +202,14 @@ def others_in_double(others: Backward) -> Backward:
 def references(raw, raw_teacher, p, q, kind, pivot, weight, extra=None, others=None):
     """The gradient by the reference in float64 and in float32."""
     copy = None if extra is None else extra.clone()
-    plain = reference_divergence.divergence_gradient_(
-        raw.float().clone(),
-        raw_teacher.float(),
-        Pair(p, q, kind, BETA),
-        pivot,
-        weight,
-        copy,
-        None if others is None else others._replace(dtype=None),
+    part = Divergence(raw_teacher.float(), Pair(p, q, kind, BETA), pivot, weight)
+    plain = reference_divergence.part_gradient_(
+        raw.float().clone(), part, copy, None if others is None else others._replace(dtype=None)
     )
-    exact = reference_divergence.divergence_gradient_(
+    pair = Pair(in_double(p), in_double(q), kind, BETA)
+    exact = reference_divergence.part_gradient_(
         raw.double().clone(),
-        raw_teacher.double(),
-        Pair(in_double(p), in_double(q), kind, BETA),
-        pivot.double(),
-        weight.double(),
+        Divergence(raw_teacher.double(), pair, pivot.double(), weight.double()),
         None if extra is None else extra.double().clone(),
         None if others is None else others_in_double(others),
     )
@@ -245,9 +236,8 @@ def test_gradient(name, kind, which):
         others = None if which is None else others_of(n, v, which, p.transform)
         both = references(raw, raw_teacher, p, q, kind, pivot, weight, None, others)
         before, teacher_before = raw.clone(), raw_teacher.clone()
-        found = triton_divergence.divergence_gradient_(
-            raw, raw_teacher, Pair(p, q, kind, BETA), pivot, weight, None, others
-        )
+        part = Divergence(raw_teacher, Pair(p, q, kind, BETA), pivot, weight)
+        found = triton_divergence.part_gradient_(raw, part, None, others)
         in_place = found.data_ptr() == raw.data_ptr()
         assert in_place == (others is not None) and (in_place or torch.equal(raw, before))
         assert torch.equal(raw_teacher, teacher_before)
@@ -274,10 +264,10 @@ def test_gradient_narrows_in_place_onto_another_part(out_dtype):
     others = others_of(n, v, "tpe", p.transform, out_dtype)
     both = references(raw, raw_teacher, p, q, "js", pivot, weight, extra, others)
     alone = references(raw, raw_teacher, p, q, "js", pivot, weight, extra)
-    arguments = (raw_teacher, Pair(p, q, "js", BETA), pivot, weight, extra)
-    onto = triton_divergence.divergence_gradient_(raw, *arguments[:-1], extra.clone())
+    part = Divergence(raw_teacher, Pair(p, q, "js", BETA), pivot, weight)
+    onto = triton_divergence.part_gradient_(raw, part, extra.clone())
     assert_gradient(onto, alone, torch.float32)
-    found = triton_divergence.divergence_gradient_(raw, *arguments, others)
+    found = triton_divergence.part_gradient_(raw, part, extra, others)
     assert found.dtype == out_dtype and found.data_ptr() == raw.data_ptr()
     assert_gradient(found, both, out_dtype)
 
@@ -289,9 +279,8 @@ def test_poison_where_the_weight_is_zero():
     pivot = torch.tensor([0.1, math.nan, 0.2], device=DEVICE)
     weight = torch.tensor([1.0, 0.0, 1.0], device=DEVICE)
     for kind in KINDS:
-        found = triton_divergence.divergence_gradient_(
-            raw, raw_teacher, Pair(p, q, kind, BETA), pivot, weight
-        )
+        part = Divergence(raw_teacher, Pair(p, q, kind, BETA), pivot, weight)
+        found = triton_divergence.part_gradient_(raw, part)
         assert found.isfinite().all() and not found[1].any() and found[0].any()
 
 
@@ -302,9 +291,8 @@ def test_nothing_at_all():
     found = triton_divergence.divergence(raw, raw_teacher, Pair(side, side, "js", BETA))
     assert found.shape == (2, 0)
     others = Backward(nothing.long(), 0, Transform(), side.normalizer, Coefficients(), None)
-    found = triton_divergence.divergence_gradient_(
-        raw, raw_teacher, Pair(side, side, "js", BETA), nothing, nothing, None, others
-    )
+    part = Divergence(raw_teacher, Pair(side, side, "js", BETA), nothing, nothing)
+    found = triton_divergence.part_gradient_(raw, part, None, others)
     assert found.shape == (0, 97)
 
 
@@ -321,15 +309,15 @@ def columns_of(n: int, v: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["temperature", "capped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tail_partials(name, dtype):
-    n, v, transform = 4, 230, PAIRS[name][0]
+    n, v, forward = 4, 230, Forward(None, 0, PAIRS[name][0], frozenset())
     raw, columns = tile(n, v, dtype), columns_of(n, v)
     columns[0, 0] = v // 3  # the peak itself
     running = None
     for start in (0, 100, 200):
-        running = triton_divergence.tail_partials(
-            raw[:, start : start + 100], columns - start, transform, running
+        running = triton_divergence.partials(
+            raw[:, start : start + 100], forward, running, columns - start
         )
-    exact = reference_divergence.tail_partials(raw.double(), columns, transform)
+    exact = reference_divergence.partials(raw.double(), forward, None, columns)
     for name in ("peak", "rest"):
         assert error(getattr(running, name), getattr(exact, name)) <= 2e-6, name
     assert (running.target == -math.inf).all()
@@ -338,7 +326,8 @@ def test_tail_partials(name, dtype):
 def test_a_tile_with_nothing_but_stored_outcomes():
     raw = tile(2, 3, torch.float32)
     columns = torch.tensor([[2, 0, 1], [1, 2, 0]], device=DEVICE)
-    found = triton_divergence.tail_partials(raw, columns, Transform())
+    forward = Forward(None, 0, Transform(), frozenset())
+    found = triton_divergence.partials(raw, forward, None, columns)
     assert (found.peak == -math.inf).all() and (found.rest == -1).all()
 
 
@@ -348,22 +337,19 @@ def test_sparse_gradient(name, which):
     n, v, transform = 4, 230, PAIRS[name][0]
     raw, columns = tile(n, v, torch.float32), columns_of(n, v)
     slopes, slope_tail = torch.randn(n, 6, device=DEVICE), torch.randn(n, device=DEVICE)
-    slopes[2], slope_tail[2] = math.nan, math.nan
-    weight = torch.tensor([0.3, -2.0, 0.0, 1.0], device=DEVICE)
-    exact = reference_divergence.tail_partials(raw.double(), columns, transform)
+    forward = Forward(None, 0, transform, frozenset())
+    exact = reference_divergence.partials(raw.double(), forward, None, columns)
     tail = Side(transform, narrow(finish(exact, 1, frozenset())[1]))
     extra = torch.randn(n, v, device=DEVICE)
     others = None if which is None else others_of(n, v, which, transform)
-    oracle = reference_divergence.sparse_gradient_(
+    oracle = reference_divergence.part_gradient_(
         raw.double().clone(),
         Outcomes(columns, in_double(tail), slopes.double(), slope_tail.double()),
-        weight.double(),
         extra.double(),
         None if others is None else others_in_double(others),
     )
-    found = triton_divergence.sparse_gradient_(
-        raw, Outcomes(columns, tail, slopes, slope_tail), weight, extra, others
-    )
+    part = Outcomes(columns, tail, slopes, slope_tail)
+    found = triton_divergence.part_gradient_(raw, part, extra, others)
     assert error(found, oracle) <= 3e-6
 
 
@@ -465,12 +451,12 @@ def test_a_chunks_teacher_logits_are_made_once(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_given_teacher_logits_are_read_where_they_are(dtype, monkeypatch):
     seen = []
-    acts = ("divergence", "divergence_gradient_")
+    acts = ("divergence", "part_gradient_")
     for act in (getattr(triton_divergence, name) for name in acts):
 
-        def noted(raw, raw_teacher, *rest, act=act):
-            seen.append(raw_teacher)
-            return act(raw, raw_teacher, *rest)
+        def noted(raw, other, *rest, act=act):
+            seen.append(other.teacher if isinstance(other, Divergence) else other)
+            return act(raw, other, *rest)
 
         monkeypatch.setattr(triton_divergence, act.__name__, noted)
     hidden, weight, targets = (t.to(DEVICE) for t in trained_looking(T, H, V))
@@ -522,9 +508,9 @@ def test_the_teachers_product_measures(name, kind):
         if which is not None:
             given = targets, 0, side.transform, side.normalizer, coefficients_of(n, which)
             others = backward_of(raw.float(), *given)
-        double = None, None if others is None else others_in_double(others)
-        double = exact, pair, pivot, weights.double(), *double
-        oracle = reference.divergence_gradient_(raw.clone(), *double)
+        double = None if others is None else others_in_double(others)
+        part = Divergence(exact, pair, pivot, weights.double())
+        oracle = reference.part_gradient_(raw.clone(), part, None, double)
         to = Compared(student, teacher.transform, targets, kind, own and side)
         for acts in (triton_divergence, reference):
             if (acts, own) not in held:
@@ -532,9 +518,9 @@ def test_the_teachers_product_measures(name, kind):
                 held[acts, own] = words, acts.teacher_product(x, other, words, to)
             tile, words = held[acts, own]
             assert error(words.value, want) <= 1e-5
-            args = Pair(student, teacher, kind, BETA), words.value, weights, None, others
+            part = Divergence(words, Pair(student, teacher, kind, BETA), words.value, weights)
             for backend in (triton_divergence, reference):
-                found = backend.divergence_gradient_(tile.clone(), words, *args)
+                found = backend.part_gradient_(tile.clone(), part, None, others)
                 assert error(found, oracle) <= EPS[torch.bfloat16]
                 assert abs(found[3, 5] - oracle[3, 5]) <= 0.05 * abs(oracle[3, 5]) + 1e-15
 

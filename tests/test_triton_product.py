@@ -20,7 +20,6 @@ from triton_cases import (
 import headloss as hl
 from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
-from headloss.kernels.held import is_multiple
 from headloss.kernels.interface import Backward, Forward, Held, Scaling
 from headloss.kernels.transform import Transform
 from headloss.objective.statistics import Coefficients, Normalizer, Partials, finish, merge
@@ -111,7 +110,7 @@ def test_held_gradient(which, name):
     stats, normalizer = finish(found, v, frozenset({"logp"}))
     backward = Backward(targets, first, transform, normalizer, c, stats.logp)
     oracle = exact_gradient(raw, targets, first, transform, c)
-    if is_multiple(transform, c):
+    if backward.is_multiple:
         copy = Held(terms=held.terms.clone(), reference=held.reference)
         multiple, _ = triton_backend.held_multiple_(copy, backward)
         got = copy.terms.double() * multiple.double().unsqueeze(1)
@@ -284,11 +283,10 @@ def test_a_multiple_moved_and_with_its_features_in_one_launch(case, fresh_memory
     assert nothing is None and features is not None
     rows, count = torch.arange(n, device=DEVICE), n
     if order is not None:
-        triton_backend.move_rows_(other.terms, order)
         rows, count = order.rows, int(order.count)
         assert count == len(kept)
-    scaled = triton_backend.scaled_rows(x, expected[rows], source=rows)
-    assert torch.equal(one.terms[:count], other.terms[:count])
+    scaled = triton_backend.scaled_rows(x[rows], expected[rows])
+    assert torch.equal(one.terms[:count], other.terms[rows][:count])
     assert torch.equal(multiple[:count], expected[rows][:count])
     assert torch.equal(features[:count], scaled[:count])
 
@@ -328,19 +326,11 @@ def test_scaled_rows():
     expected = (x.float() * scale[:, None]).bfloat16()
     close = {"rtol": HELD_EPS, "atol": 0}
     torch.testing.assert_close(triton_backend.scaled_rows(x, scale), expected, **close)
-    source, places = (torch.tensor(r, device=DEVICE) for r in ([5, 0, 0], [4, 7, 1]))
+    places = torch.tensor([4, 7, 1], device=DEVICE)
     out = torch.full((8, 45), torch.nan, device=DEVICE)[:, :40]
-    triton_backend.scaled_rows(x, scale[:3], source=source, out=out, places=places)
-    torch.testing.assert_close(out[places], x[source].float() * scale[:3, None], rtol=1e-6, atol=0)
+    triton_backend.scaled_rows(x, scale[:3], out=out, places=places)
+    torch.testing.assert_close(out[places], x[:3].float() * scale[:3, None], rtol=1e-6, atol=0)
     assert out[[0, 2, 3, 5, 6]].isnan().all()
-
-
-def test_moved_rows():
-    x = torch.randn(6, 40, device=DEVICE).bfloat16()
-    order = triton_backend.dense_order(torch.tensor([0, 1, 0, 1, 1, 0], device=DEVICE).bool(), 5)
-    moved = x.clone()
-    triton_backend.move_rows_(moved, order)
-    assert int(order.count) == 3 and torch.equal(moved[:3], x[order.rows[:3]])
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..arguments import IGNORE, check_dense, check_device, is_integers
-from ..kernels.support import ByColumn
-from ..kernels.support import Support as Window
+from ..kernels.interface import ByColumn
+from ..kernels.interface import Support as Window
 
 HIGH = 1 << 32
 

@@ -11,6 +11,8 @@ columns is never touched. Vectors are contiguous, and float32 (float64 beside fl
 nothing else is said. n may be 0. An act only reads what it does not say that it writes. No act
 waits for the device: what it returns is complete when the device gets there.
 """
+# pyright: reportReturnType=false
+# An act's description is all of its body here.
 
 from __future__ import annotations
 
@@ -22,16 +24,15 @@ import torch
 from torch import Tensor
 
 from ..objective.statistics import Coefficients, Normalizer, Partials, Statistics
-from .pair import Chosen, Compared, Differences, Outcomes, Pair
-from .support import ByColumn, Support
+from .pair import Chosen, Compared, Differences, Divergence, Outcomes, Pair
 from .transform import Transform
-from .walk import Rows, Walk
 
 
 class Forward(NamedTuple):
     """Arguments of act one beside the logits."""
 
-    targets: Tensor  # [n] int64: columns of the whole vocabulary, some outside of this tile
+    targets: Tensor | None  # [n] int64: columns of the whole vocabulary, some outside of this tile;
+    # None, for `partials` alone: no column is one
     first: int
     transform: Transform  # with a temperature [n] or a number
     needs: frozenset[str]  # statistics
@@ -61,6 +62,13 @@ class Backward(NamedTuple):
             None if self.logps is None else self.logps[rows]
         )
 
+    @property
+    def is_multiple(self) -> bool:
+        """Whether the gradient of a token is a multiple of its terms, the target's apart."""
+        c = self.coefficients
+        plain = c.prob is not None and c.entropy is None and c.uniform is None
+        return plain and self.transform.softcap is None
+
 
 @dataclass(frozen=True)
 class Held:
@@ -69,18 +77,26 @@ class Held:
     terms: Tensor  # [n, v] bfloat16; float32 and float64 beside hidden states of those
     reference: Tensor  # [n]
 
-    @classmethod
-    def empty(cls, x: Tensor, v: int, dtype: torch.dtype | None = None) -> Held:
-        """Room for the terms of x [n, H]; rows are whole 16 bytes."""
-        return cls.room(x.shape[0], v, x.dtype, x.device, dtype)
+    def check(self, backward: Backward, multiple: bool = False) -> None:
+        """ValueError where they cannot give the gradient, or not as a multiple of themselves."""
+        if multiple and not backward.is_multiple:
+            raise ValueError("a soft cap or such coefficients need held_gradient_")
+        if backward.transform.softcap is not None and backward.coefficients.uniform is not None:
+            raise ValueError(
+                "held softmax terms cannot give the gradient of the mean logit under a soft cap; "
+                "keep the logits (logit_gradient_)"
+            )
 
     @classmethod
-    def room(
-        cls, n: int, v: int, of: torch.dtype, device: torch.device, dtype: torch.dtype | None = None
-    ) -> Held:
+    def empty(cls, x: Tensor, v: int) -> Held:
+        """Room for the terms of x [n, H]; rows are whole 16 bytes."""
+        return cls.room(len(x), v, x.dtype, x.device)
+
+    @classmethod
+    def room(cls, n: int, v: int, of: torch.dtype, device: torch.device) -> Held:
         """Room for the terms of n hidden states of a dtype."""
-        narrow, wide = of.itemsize == 2, torch.promote_types(of, torch.float32)
-        dtype = dtype or (torch.bfloat16 if narrow else wide)
+        wide = torch.promote_types(of, torch.float32)
+        dtype = torch.bfloat16 if of.itemsize == 2 else wide
         terms = torch.empty(n, 8 * -(-v // 8), dtype=dtype, device=device)
         return cls(terms[:, :v] if v % 8 else terms, torch.empty(n, dtype=wide, device=device))
 
@@ -94,6 +110,47 @@ class Measured(NamedTuple):
     def rows(self, rows: slice | Tensor) -> Measured:
         """Of some of the tokens."""
         return Measured(self.stats.map(lambda t: t[rows]), self.normalizer.rows(rows))
+
+
+class Rows(NamedTuple):
+    """The packed tokens' rows in a tensor of any layout with unit stride along the vocabulary."""
+
+    tensor: Tensor  # [.., V]
+    offsets: Tensor  # [n] int64, elements from the first
+    aligned: bool  # every offset is a multiple of 16
+
+
+class Walk(NamedTuple):
+    """One pass over rows of logits that exist already: statistics, a gradient, or both."""
+
+    logits: Rows
+    out: Rows | None  # of the logits' dtype; may be the logits. None: no gradient
+    live: Tensor | None  # [n] bool: other rows are not read, and have coefficients of 0
+    targets: Tensor  # [n] int64
+    first: int
+    transform: Transform
+    needs: frozenset[str] | None  # statistics; None: not taken, `normalizer` has them
+    coefficients: Coefficients | None = None  # [n]; with `needs`: at an entropy of 0
+    slopes: Tensor | None = None  # [parts, 5, n], with `needs`: more of dL/dlogp, see stats.Slope
+    normalizer: Normalizer | None = None  # [n]
+
+
+class Support(NamedTuple):
+    """The columns that the softmax of each of n tokens runs over: P pairs of a token and a column,
+    of which those in a window of the vocabulary count here."""
+
+    ids: Tensor  # [P] int64 columns of the whole vocabulary; below 0: an empty slot
+    offsets: Tensor  # [n + 1] int64: token t has ids[offsets[t]:offsets[t + 1]]; the first is 0
+    first: int  # the window is columns [first, first + size)
+    size: int
+
+
+class ByColumn(NamedTuple):
+    """The pairs of a support by column, those of one column by token."""
+
+    order: Tensor  # [P] int64 pairs
+    tokens: Tensor  # [P] int64 their tokens
+    starts: Tensor  # [v + 1] int64: column j of the window has order[starts[j]:starts[j + 1]]
 
 
 class Order(NamedTuple):
@@ -132,25 +189,20 @@ class Kernels(Protocol):
 
     # ------------------------------------------------------------------ a tile of logits
 
-    def partials(self, raw: Tensor, forward: Forward, onto: Partials | None = None) -> Partials:
+    def partials(
+        self, raw: Tensor, forward: Forward, onto: Partials | None = None,
+        without: Tensor | None = None,
+    ) -> Partials:  # fmt: skip
         """Act one. raw [n, v] float32, bfloat16, float16 (or float64) -> [n] vectors.
 
         Only what `needs` asks for is taken. With `onto`, the partials of the tile and of those
-        that gave `onto`, whose vectors may be overwritten and returned.
+        that gave `onto`, whose vectors may be overwritten and returned. With `without` [n, K]
+        int64, over all columns but these, of which some may lie outside of the tile: digits that
+        1 - sum would lose.
         """
-        ...
 
-    def logit_gradient_(
-        self, raw: Tensor, backward: Backward, *, out: Tensor | None = None,
-        order: Order | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Act two: dL/draw [n, v], over `raw`, or with `dtype` in the front of each of its rows.
-
-        With `out` [>= n, v], which is other memory or the front of each row of raw, it is written
-        there in out's dtype. With `order`, row i of it is that of raw's row order.rows[i], and rows
-        from `count` on hold anything.
-        """
-        ...
+    def logit_gradient_(self, raw: Tensor, backward: Backward) -> Tensor:
+        """Act two: dL/draw [n, v], over `raw`, or with `dtype` in the front of each of its rows."""
 
     def fixed_product(
         self, a: Tensor, b: Tensor, *, dtype: torch.dtype = torch.float32, out: Tensor | None = None
@@ -160,13 +212,11 @@ class Kernels(Protocol):
         b has any strides. Sums are in float32, in an order that depends neither on n nor on a row's
         place.
         """
-        ...
 
     # ------------------------------------------------------------------ products that end in an act
 
     def can_fuse(self, x: Tensor, w: Tensor) -> bool:
         """Whether the acts on a product accept these operands; if not, those raise ValueError."""
-        ...
 
     def product_partials(
         self, x: Tensor, w: Tensor, forward: Forward, held: Held | None = None
@@ -177,14 +227,12 @@ class Kernels(Protocol):
         the terms: any logit that is not far below the largest; the largest itself for `top1`.
         `merge` and `finish` of `stats` take any.
         """
-        ...
 
     def product_statistics(
         self, x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: Held | None = None,
         raw: Tensor | None = None,
     ) -> Measured:  # fmt: skip
         """`product_partials` of all columns, and `stats.finish`; raw [n, v] takes raw logits."""
-        ...
 
     def finish(self, slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
         """Statistics from the partials of W slices of a vocabulary, in the order of the slices.
@@ -192,26 +240,22 @@ class Kernels(Protocol):
         slices [W, 3 + .., n], contiguous: peak, rest and target, then spread where the entropy is
         needed and total where the mean logit is, `vocabulary` being the size of the whole.
         """
-        ...
 
     def product_gradient(self, x: Tensor, w: Tensor, backward: Backward) -> Tensor:
         """Act two of raw = x [n, H] @ w.T [H, v]: [n, v] in x's dtype, in new memory."""
-        ...
 
     # ------------------------------------------------------------------ held softmax terms
 
     def held_gradient_(
         self, held: Held, backward: Backward, *, order: Order | None = None
     ) -> Tensor:
-        """Act two from terms, over them: [n, v] in their dtype, for any coefficients.
-
-        `order` as in `logit_gradient_`.
+        """Act two from terms, over them: [n, v] in their dtype, for any coefficients. With `order`,
+        row i of it is that of terms' row order.rows[i], and rows from `count` on hold anything.
 
         Raises:
             ValueError: a soft cap with a coefficient of the mean logit, since z is read off log p
                 and a term of 0 no longer tells it.
         """
-        ...
 
     def held_multiple_(
         self, held: Held, backward: Backward, *,
@@ -228,14 +272,12 @@ class Kernels(Protocol):
         Raises:
             ValueError: it is no multiple.
         """
-        ...
 
     # ------------------------------------------------------------------ chosen columns
 
     def chosen_logits(self, x: Tensor, w: Tensor, columns: Tensor, transform: Transform) -> Tensor:
         """z [n, K] of raw = x [n, H] @ w.T [H, v] at columns [n, K] int64, in float32 or wider; 0
         where a column is outside [0, v)."""
-        ...
 
     def chosen_gradient_(
         self, tile: Tensor, chosen: Chosen, backward: Backward, *,
@@ -245,9 +287,8 @@ class Kernels(Protocol):
         the target's and the slopes', from the log-probs and so to the digits of 1 - p.
 
         With `multiples` [n], row i of the tile holds it over multiples[i]. `order` as in
-        `logit_gradient_`.
+        `held_gradient_`.
         """
-        ...
 
     # ------------------------------------------------------------------ rows
 
@@ -258,27 +299,19 @@ class Kernels(Protocol):
         after it is written, in whatever order the rows are worked on. Where more than `most` are
         kept, moving is not worth it: all stay, and all count.
         """
-        ...
-
-    def move_rows_(self, tile: Tensor, order: Order) -> None:
-        """Put the first `count` rows of [n, v] in order, in the same memory."""
-        ...
 
     def scaled_rows(
-        self, x: Tensor, scale: Tensor, *, source: Tensor | None = None,
-        out: Tensor | None = None, places: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """out[places] = x[source] * scale of each row, in float32 or wider and rounded once.
+        self, x: Tensor, scale: Tensor, *, out: Tensor | None = None, places: Tensor | None = None
+    ) -> Tensor:
+        """out[places] = x[:n] * scale of each row, in float32 or wider and rounded once.
 
-        x and out [.., H], scale [n] float32; `source` and `places` [n] int64 are the first n rows
-        where they are not given, no place twice; `out` is new and of x's dtype, or may be x.
+        x and out [.., H], scale [n] float32; `places` [n] int64, no place twice, are the first n
+        rows where they are not given; `out` is new and of x's dtype, or may be x.
         """
-        ...
 
     def scaled(self, values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
         """Each value times `factor` [], or as it is, in float32 or wider and rounded to its dtype
         once; where the dtypes are the same, in place."""
-        ...
 
     # ------------------------------------------------------------------ logits where they lie
 
@@ -288,13 +321,11 @@ class Kernels(Protocol):
         Statistics and gradients of rows that are not live are 0. In one call the coefficients are
         completed by the entropy's own part and by `slopes`, once the statistics are there.
         """
-        ...
 
     def scale_rows_(self, rows: Rows, factor: Tensor) -> None:
         """rows *= factor [], in float32 or wider and rounded once; left alone where it is 1."""
-        ...
 
-    # ------------------------------------------------------------------ a support: see `support`
+    # ------------------------------------------------------------------ a support
 
     def support_logits(
         self, x: Tensor, w: Tensor, support: Support, onto: Tensor | None = None
@@ -304,23 +335,19 @@ class Kernels(Protocol):
 
         x [n, H] and w [size, H] may have any strides and differ in dtype.
         """
-        ...
 
     def support_partials(self, raw: Tensor, support: Support, forward: Forward) -> Partials:
         """Act one over each token's pairs in the window, of their raw logits [P]. `forward.first`
         is the support's. A token without any is an empty slice: peak -inf, rest -1."""
-        ...
 
     def support_gradient(self, raw: Tensor, support: Support, backward: Backward) -> Tensor:
         """Act two: dL/draw of each pair [P], 0 outside of the window."""
-        ...
 
     def support_input_gradient(
         self, values: Tensor, w: Tensor, support: Support, out: Tensor, add: bool = False
     ) -> None:
         """out [n, H] = sum of values [P] * w[id - first] over each token's pairs in the window, in
         float32 or wider and rounded once; with `add`, added to what is there."""
-        ...
 
     def support_weight_gradient(
         self, values: Tensor, x: Tensor, pairs: ByColumn, out: Tensor, add: bool = False
@@ -328,7 +355,6 @@ class Kernels(Protocol):
         """out [v, H] = sum of values [P] * x[token] over each column's pairs, in their order, in
         float32 or wider and rounded once; with `add`, added to what is there. Rows of x whose value
         is 0 are not read."""
-        ...
 
     # ------------------------------------------------------------------ a batch
 
@@ -345,53 +371,30 @@ class Kernels(Protocol):
         `positive`, at how many scored positions it is not a finite number > 0; scored positions
         with an id below 0, in each segment, and with one beyond; positions that are not scored.
         """
-        ...
 
     def compact(
         self, targets: Tensor, ids: Tensor, ignore: int, scored: Tensor, count: int
     ) -> Compacted:
         """The scored positions, of which the facts of `survey` count T = count."""
-        ...
 
     # ------------------------------------------------------------------ pairs of tiles: see `pair`
 
     def readable(self, tile: Tensor, dtype: torch.dtype) -> Tensor:
         """A teacher's tile [n, v] in a form that the acts below read: itself where it serves, else
         a copy in `dtype`."""
-        ...
 
     def divergence(
         self, raw: Tensor, raw_teacher: Tensor, pair: Pair, onto: Tensor | None = None
     ) -> Tensor:
         """[2, n]: a tile's shares of the divergence and of its pivot; added to `onto` if given."""
-        ...
 
     def teacher_product(self, x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differences:
         """Of a teacher x @ w.T from a student's raw logits, as `product_statistics` leaves them."""
-        ...
 
-    def divergence_gradient_(
-        self, raw: Tensor, raw_teacher: Tensor | Differences, pair: Pair, pivot: Tensor,
-        weight: Tensor, extra: Tensor | None = None, others: Backward | None = None,
-    ) -> Tensor:  # fmt: skip
-        """weight [n] * d divergence / d raw + extra [n, v], in new float32 (or float64) memory, or
-        over `extra`; with `others`, the rest of the objective, the whole gradient over raw as in
-        `logit_gradient_`: its transform differs from the student's in the temperature alone. Where
-        the weight is 0 the teacher's row and the pivot may hold anything. `Differences` stand in
-        raw's memory."""
-        ...
-
-    def tail_partials(
-        self, raw: Tensor, columns: Tensor, transform: Transform, onto: Partials | None = None
-    ) -> Partials:
-        """Peak and rest over all columns but columns [n, K] int64, of which some may lie outside of
-        the tile: digits that 1 - sum would lose. `onto` as in `partials`."""
-        ...
-
-    def sparse_gradient_(
-        self, raw: Tensor, outcomes: Outcomes, weight: Tensor, extra: Tensor | None = None,
+    def part_gradient_(
+        self, raw: Tensor, part: Divergence | Outcomes, extra: Tensor | None = None,
         others: Backward | None = None,
     ) -> Tensor:  # fmt: skip
-        """weight [n] * d/draw of a function of the stored tokens' z and the others' log-sum-exp,
-        plus `extra`; written as by `divergence_gradient_`."""
-        ...
+        """d part / d raw + extra [n, v], in new float32 (or float64) memory, or over `extra`; with
+        `others`, the rest of the objective, the whole gradient over raw as in `logit_gradient_`:
+        its transform differs from the part's in the temperature alone."""

@@ -73,8 +73,17 @@ class Differences(NamedTuple):
         return Differences(self.ratio[rows], self.value[rows], own)
 
 
+class Divergence(NamedTuple):
+    """A part of an objective: a divergence, times a weight."""
+
+    teacher: Tensor | Differences  # [n, v] raw logits, or what is in the memory of the student's
+    pair: Pair
+    pivot: Tensor  # [n]
+    weight: Tensor  # [n]; where it is 0 the teacher's row and the pivot may hold anything
+
+
 class Outcomes(NamedTuple):
-    """Stored outcomes of a top-k teacher, and the slopes of a function of them."""
+    """A part of an objective: a function of some tokens' z and of the others' log-sum-exp."""
 
     columns: Tensor  # [n, K] of the tile; any value outside [0, v) is not in it
     tail: Side  # the softmax over all tokens but the stored ones

@@ -12,9 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.interface import Backward, Forward, Kernels, Measured
+from ..kernels.interface import Backward, Forward, Kernels, Measured, Support
 from ..kernels.pair import Chosen, Outcomes, Side
-from ..kernels.support import Support
 from ..kernels.transform import Transform
 from ..objective.statistics import COLLISION, Coefficients, Normalizer, Partials, finish
 from .rows import ALL, Rows
@@ -134,7 +133,8 @@ class Candidates:
         z = torch.where(here, z, 0)
         self.logits = z if self.logits is None else self.logits.add_(z)
         if self.tail:
-            self.partials = self.acts.tail_partials(raw, column, transform, onto=self.partials)
+            forward = Forward(None, 0, transform, NOTHING)
+            self.partials = self.acts.partials(raw, forward, self.partials, column)
 
     def add_product(self, rows: Rows, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """Take x [n, H] @ weight.T [H, V] + bias [V] without storing it; not for the rest."""
@@ -255,5 +255,4 @@ class Candidates:
             gradient[:, :-1].contiguous(),
             gradient[:, -1].contiguous(),
         )
-        weight = torch.ones_like(outcomes.slope_tail)
-        return self.acts.sparse_gradient_(raw, outcomes, weight, extra, others)
+        return self.acts.part_gradient_(raw, outcomes, extra, others)

@@ -166,8 +166,8 @@ class WalkSoftmax(GivenSoftmax):
         if gradient is not None:
             out = self.out = self.destination()
         coefficients = None if gradient is None else gradient.coefficients
-        given = self.tokens.forward(ALL)[:3]
-        walk = (self.rows, out, self.into.live, *given, needs, coefficients, slopes, normalizer)
+        given = self.tokens.targets, self.first, self.tokens.transform, needs
+        walk = (self.rows, out, self.into.live, *given, coefficients, slopes, normalizer)
         return self.acts.given_rows(kernels.Walk(*walk))
 
     def partials(

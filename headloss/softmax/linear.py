@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.held import is_multiple
 from ..kernels.interface import Backward, Forward, Held, Kernels, Measured
 from ..kernels.pair import Chosen
 from ..kernels.transform import Transform
@@ -319,7 +318,7 @@ class ExpSoftmax(LinearSoftmax):
         later = order and (order.rows + (rows.start or 0), Reading(order.count))
         multiple = features = None
         chosen = self._chosen(rows, ALL, known)
-        if is_multiple(backward.transform, backward.coefficients):
+        if backward.is_multiple:
             least = chosen[0].slopes.abs().amax(1) if chosen else None
             options = {"x": x, "order": order, "least": least}
             multiple, features = acts.held_multiple_(held, backward, **options)

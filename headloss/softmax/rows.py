@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..kernels.interface import Kernels, Measured
-from ..kernels.support import ByColumn, Support
+from ..kernels.interface import ByColumn, Kernels, Measured, Support
 from ..objective.bound import Gradient
 from ..reading import Reading
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.interface import Backward, Forward, Kernels, Measured
-from ..kernels.pair import Compared, Differences, Pair, Side
+from ..kernels.pair import Compared, Differences, Divergence, Pair, Side
 from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
 from ..objective.statistics import Normalizer, Partials, finish
@@ -163,12 +163,6 @@ class DenseTeacher:
             Side(transform, normalizer.rows(rows))
             for transform, normalizer in zip(self.transforms, self.normalizers, strict=True)
         )
-        return self.acts.divergence_gradient_(
-            raw,
-            self._teacher_again(rows, columns),
-            Pair(student, teacher, self.key.kind, self.key.beta),
-            self.pivot[rows],
-            weight,
-            extra,
-            others,
-        )
+        pair = Pair(student, teacher, self.key.kind, self.key.beta)
+        part = Divergence(self._teacher_again(rows, columns), pair, self.pivot[rows], weight)
+        return self.acts.part_gradient_(raw, part, extra, others)

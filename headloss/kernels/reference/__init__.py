@@ -19,16 +19,13 @@ from .fused import (
 )
 from .pair import (
     divergence,
-    divergence_gradient_,
+    part_gradient_,
     readable,
-    sparse_gradient_,
-    tail_partials,
     teacher_product,
 )
 from .rows import (
     dense_order,
     given_rows,
-    move_rows_,
     scale_rows_,
     scaled,
     scaled_rows,

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ...objective import statistics as stats
 from ...objective.statistics import FLOOR, Partials, merge_all
-from ..held import check_held, check_multiple
 from ..interface import Backward, Forward, Held, Measured, Order
-from .rows import move_rows_, scaled_rows
+from .rows import scaled_rows
 from .tile import (
     blocks,
     in_columns,
@@ -81,7 +80,7 @@ def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
 
 
 def held_gradient_(held: Held, backward: Backward, *, order: Order | None = None) -> Tensor:
-    check_held(backward)
+    held.check(backward)
     terms = held.terms
     for rows in blocks(terms):
         picked = rows if order is None else order.rows[rows]
@@ -105,7 +104,7 @@ def held_multiple_(
     least: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     transform, (peak, log_sum), c = backward.transform, backward.normalizer, backward.coefficients
-    check_multiple(backward)
+    held.check(backward, multiple=True)
     assert c.prob is not None and backward.logps is not None
     multiple = c.prob * ((held.reference - peak) - log_sum).exp()
     own = own_gradient(backward.logps, c.target, c)
@@ -117,7 +116,7 @@ def held_multiple_(
     put_(held.terms, backward, own)
     multiple = transform.pull_back_(multiple.unsqueeze(1), multiple.unsqueeze(1)).squeeze(1)
     if order is not None:
-        move_rows_(held.terms, order)
+        held.terms.copy_(held.terms[order.rows])
         multiple = multiple[order.rows]
         x = None if x is None else x[order.rows]
     return multiple, None if x is None else scaled_rows(x, multiple)

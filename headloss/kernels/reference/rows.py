@@ -1,4 +1,4 @@
-"""Rows that are moved, scaled, or walked along where they lie, in plain PyTorch.
+"""Rows that are ordered, scaled, or walked along where they lie, in plain PyTorch.
 
 n rows, v columns of the vocabulary.
 """
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ...objective.statistics import Coefficients, Partials, finish
-from ..interface import Backward, Forward, Order, Scaling
-from ..walk import Rows, Walk
+from ..interface import Backward, Forward, Order, Rows, Scaling, Walk
 from .tile import logit_gradient_, partials, wide
 
 
@@ -24,10 +23,6 @@ def dense_order(keep: Tensor, most: int) -> Order:
     movers = torch.where(some & keep & (place >= kept), place, n).sort().values
     rows = torch.arange(n + 1, device=keep.device).scatter_(0, gaps, movers)[:n]
     return Order(rows, torch.where(some, kept, n).reshape(1))
-
-
-def move_rows_(tile: Tensor, order: Order) -> None:
-    tile.copy_(tile[order.rows])
 
 
 def scaled(values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
@@ -47,16 +42,14 @@ def _scaled(value: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_rows(
-    x: Tensor, scale: Tensor, *, source: Tensor | None = None, out: Tensor | None = None,
-    places: Tensor | None = None
+    x: Tensor, scale: Tensor, *, out: Tensor | None = None, places: Tensor | None = None
 ) -> Tensor:
     n = len(scale)
-    value = x[:n] if source is None else x[source]
     out = x.new_empty(n, x.shape[1]) if out is None else out
     if places is None:
-        torch.mul(value, scale.unsqueeze(1), out=out[:n])
+        torch.mul(x[:n], scale.unsqueeze(1), out=out[:n])
     else:
-        out[places] = (value * scale.unsqueeze(1)).to(out.dtype)
+        out[places] = (x[:n] * scale.unsqueeze(1)).to(out.dtype)
     return out
 
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ...objective.statistics import Partials
-from ..interface import Backward, Forward
-from ..support import ByColumn, Support
+from ..interface import Backward, ByColumn, Forward, Support
 from ..transform import Transform
 from .tile import BLOCK_ELEMENTS, logit_gradient_, partials, wide
 
@@ -65,6 +64,7 @@ def support_logits(x: Tensor, w: Tensor, support: Support, onto: Tensor | None =
 
 def support_partials(raw: Tensor, support: Support, forward: Forward) -> Partials:
     targets, _, transform, needs = forward
+    assert targets is not None
     n = len(targets)
     names = ["peak", "rest", "target"]
     names += ["spread"] * ("entropy" in needs) + ["total"] * ("mean_logit" in needs)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...objective.statistics import FLOOR, SURE, Coefficients, Normalizer, Partials, merge
-from ..interface import Backward, Forward, Order
+from ..interface import Backward, Forward
 
 BLOCK_ELEMENTS = 1 << 20  # working memory of one step, so that temporaries stay small
 
@@ -36,16 +36,30 @@ def inside(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
     return near == column, near.unsqueeze(1)
 
 
-def partials(raw: Tensor, forward: Forward, onto: Partials | None = None) -> Partials:
+def partials(
+    raw: Tensor, forward: Forward, onto: Partials | None = None, without: Tensor | None = None
+) -> Partials:
     targets, first, transform, needs = forward
+    if targets is None:
+        targets = torch.full((len(raw),), first - 1, device=raw.device)
     found = []
     for rows in blocks(raw):
         z = transform.rows(rows).read(raw[rows].to(wide(raw.dtype)))
+        if without is not None:
+            z = with_columns(z, without[rows], -math.inf)
         found.append(_partials(z, *inside(targets[rows], first, raw.shape[1]), needs))
     if len(found) > 1:
         found = [{name: torch.cat([part[name] for part in found]) for name in found[0]}]
     own = Partials(**found[0])
     return own if onto is None else merge(onto, own)
+
+
+def with_columns(tile: Tensor, columns: Tensor, values: Tensor | float) -> Tensor:
+    """The tile [n, v] with `values` at those of columns [n, K] that lie in it."""
+    n, v = tile.shape
+    wider = torch.cat([tile, tile.new_empty(n, 1)], 1)  # a column for all that lie elsewhere
+    place = torch.where((columns >= 0) & (columns < v), columns, v)
+    return wider.scatter_(1, place, values)[:, :v]  # type: ignore[arg-type]
 
 
 def _partials(z: Tensor, here: Tensor, column: Tensor, needs: frozenset[str]) -> dict[str, Tensor]:
@@ -116,21 +130,16 @@ def in_columns(c: Coefficients) -> Coefficients:
     return c.map(lambda t: t.unsqueeze(1))
 
 
-def logit_gradient_(
-    raw: Tensor, backward: Backward, *, out: Tensor | None = None, order: Order | None = None
-) -> Tensor:
-    out = raw if out is None else out[: len(raw)]
+def logit_gradient_(raw: Tensor, backward: Backward) -> Tensor:
     for rows in blocks(raw):
-        picked = rows if order is None else order.rows[rows]
-        own = backward.rows(picked)
+        here, own = raw[rows], backward.rows(rows)
         c = in_columns(own.coefficients)
-        z = own.transform.read(raw[picked].to(wide(raw.dtype)))
+        z = own.transform.read(here.to(wide(raw.dtype)))
         log_p = log_softmax(z, own.normalizer)  # raw may be written from here on
-        here = out[rows]
         g = z_gradient(log_p, c, here if here.dtype == z.dtype else torch.empty_like(z))
         if own.logps is not None:
             put_(g, own, own_gradient(own.logps, own.coefficients.target, own.coefficients))
         own.transform.pull_back_(g, z)
         if g.dtype != here.dtype:
             here.copy_(g)
-    return out if backward.dtype is None else out.to(backward.dtype)
+    return raw if backward.dtype is None else raw.to(backward.dtype)

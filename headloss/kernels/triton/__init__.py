@@ -8,16 +8,15 @@ from __future__ import annotations
 from .batch import compact, survey
 from .beside import teacher_product
 from .chosen import chosen_gradient_, chosen_logits
-from .dense import divergence, divergence_gradient_, readable
 from .fixed import fixed_product
 from .given import given_rows
 from .gradient import held_gradient_, held_multiple_, logit_gradient_
 from .merge import finish
-from .order import dense_order, move_rows_, scale_rows_, scaled, scaled_rows
+from .order import dense_order, scale_rows_, scaled, scaled_rows
+from .pair import divergence, part_gradient_, readable
 from .product import can_fuse, product_partials, product_statistics
 from .slab import product_gradient
 from .statistics import partials
-from .stored import sparse_gradient_, tail_partials
 from .support import (
     support_gradient,
     support_input_gradient,

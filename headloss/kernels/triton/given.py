@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...objective.statistics import Coefficients, Normalizer, Partials
-from ..walk import Walk
+from ..interface import Walk
 from .formulas import coefficient, coefficients, log1p, per_row
 from .launch import Launcher, OfClusters, cdiv
 from .records import (

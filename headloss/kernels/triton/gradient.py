@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..held import check_held, check_multiple
 from ..interface import Backward, Held, Order
 from .formulas import (
     FLOOR,
@@ -33,7 +32,7 @@ from .formulas import (
     transformed,
 )
 from .launch import Launcher
-from .records import WARPS, Act, Matrix, act, block_width, check_tile, matrix_of, narrowed, overlap
+from .records import WARPS, Act, Matrix, act, block_width, check_tile, matrix_of, narrowed
 
 LEAST = tl.constexpr(1e-37)  # a normal number, whose logarithm is finite
 
@@ -126,24 +125,19 @@ launch_gradient = Launcher(gradient_kernel, num_warps=WARPS)
 
 
 def launch(
-    x: Tensor, out: Tensor, order: Order | None, backward: Backward,
-    references: Tensor | None = None
+    tile: Tensor, backward: Backward, order: Order | None = None, references: Tensor | None = None
 ) -> Tensor:
-    check_tile("tile", x)
-    check_tile("out", out)
-    n, v = x.shape
-    out = out[:n]
+    check_tile("tile", tile)
+    (n, v), out = tile.shape, narrowed(tile, backward.dtype)
     if n:
-        given = Gradient(matrix_of(x), matrix_of(out), order, act(backward), references)
-        options = {"BLOCK": block_width(v), "OVERLAP": overlap(x, out)}
+        given = Gradient(matrix_of(tile), matrix_of(out), order, act(backward), references)
+        options = {"BLOCK": block_width(v), "OVERLAP": out.dtype != tile.dtype}
         launch_gradient(n, given, backward.first, v, **options)
     return out
 
 
-def logit_gradient_(
-    raw: Tensor, backward: Backward, *, out: Tensor | None = None, order: Order | None = None
-) -> Tensor:
-    return launch(raw, narrowed(raw, backward.dtype) if out is None else out, order, backward)
+def logit_gradient_(raw: Tensor, backward: Backward) -> Tensor:
+    return launch(raw, backward)
 
 
 SMALLEST = tl.constexpr(2.0**-90)  # of |c_target|, for s: what else is in the row weighs nothing
@@ -214,7 +208,7 @@ def held_multiple_(
     held: Held, backward: Backward, *, x: Tensor | None = None, order: Order | None = None,
     least: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    check_multiple(backward)
+    held.check(backward, multiple=True)
     a, (n, v) = act(backward), held.terms.shape
     multiples = held.reference.new_empty(n)
     features = None if x is None else x.new_empty(n, x.shape[1])
@@ -228,5 +222,5 @@ def held_multiple_(
 
 
 def held_gradient_(held: Held, backward: Backward, *, order: Order | None = None) -> Tensor:
-    check_held(backward)
-    return launch(held.terms, held.terms, order, backward, held.reference)
+    held.check(backward)
+    return launch(held.terms, backward._replace(dtype=None), order, held.reference)

@@ -1,7 +1,6 @@
-"""Rows without a gradient leave: which row goes where is found, and the rows are moved, on the
-device, so that all of it is queued before the host reads how many there are.
-
-n rows, of which `count` are kept.
+"""Rows without a gradient leave: which row goes where is found on the device, so that all that
+follows is queued before the host reads how many there are. Rows times a number of their own, or of
+all of them.
 
 Sums become gradients: several of them in one launch, times one number, rounded to their dtypes.
 """
@@ -16,13 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..interface import Order, Scaling
-from ..walk import Rows
+from ..interface import Order, Rows, Scaling
 from .launch import Launcher, cdiv
-from .records import Matrix, constant, matrix_of, programs_on
+from .records import Matrix, constant, programs_on
 
-BLOCK = 2048  # rows that are ranked at once, and columns that are moved
-PROGRAMS = 8  # of a multiprocessor, that move rows
+BLOCK = 2048  # rows that are ranked at once, and columns of a row that is scaled
+PROGRAMS = 8  # of a multiprocessor, that scale rows
 WIDEST = 4096  # numbers that a program scales at once
 AT_ONCE = 3  # tensors that a launch scales
 MOST = 132 * 8  # programs: where nothing is to be done, few of them find that out
@@ -79,7 +77,6 @@ class Moves(NamedTuple):
     factor: Tensor | None  # []; where it is 1 nothing is done
     source: Tensor | None
     places: Tensor | None
-    count: Tensor | None  # [1] of rows, fewer than n; those that stay in their place are left alone
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -88,8 +85,6 @@ def rows_kernel(of, n, h, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     if of.factor is not None:
         factor = tl.load(of.factor).to(tl.float32)
         n = tl.where(factor == 1, 0, n)
-    if of.count is not None:
-        n = tl.load(of.count)
     for row in range(tl.program_id(0).to(tl.int64), n, tl.num_programs(0)):
         read, write = row, row
         if of.source is not None:
@@ -98,47 +93,33 @@ def rows_kernel(of, n, h, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
             write = tl.multiple_of(tl.load(of.places + row), ALIGNED)
         if of.scale is not None:
             factor = tl.load(of.scale + row)
-        width = h
-        if of.count is not None:
-            width = tl.where(read == write, 0, h)
         x, out = of.x.data + read * of.x.stride, of.out.data + write * of.out.stride
-        for start in range(0, width, BLOCK):
+        for start in range(0, h, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            value = tl.load(x + at, mask=at < h, other=0.0)
-            if of.count is None:
-                value = (value.to(tl.float32) * factor).to(out.dtype.element_ty)
-            tl.store(out + at, value, mask=at < h)
+            value = tl.load(x + at, mask=at < h, other=0.0).to(tl.float32) * factor
+            tl.store(out + at, value.to(out.dtype.element_ty), mask=at < h)
 
 
 launch_rows = Launcher(rows_kernel, num_warps=8)
-
-
-def move_rows_(tile: Tensor, order: Order) -> None:
-    n, h = tile.shape
-    if n:
-        rows = matrix_of(tile)
-        of = Moves(rows, rows, None, None, order.rows, None, order.count)
-        launch_rows(n, of, n, h, ALIGNED=1, BLOCK=WIDEST)
 
 
 def scale_rows_(rows: Rows, factor: Tensor) -> None:
     # Whether it is 1, where nothing is read, the device alone knows: then few programs find it out.
     x, n, aligned = Matrix(rows.tensor, 1), len(rows.offsets), 16 if rows.aligned else 1
     if n:
-        of = Moves(x, x, None, factor, rows.offsets, rows.offsets, None)
+        of = Moves(x, x, None, factor, rows.offsets, rows.offsets)
         programs = min(n, PROGRAMS * programs_on(x.data.device))
         launch_rows(programs, of, n, rows.tensor.shape[-1], ALIGNED=aligned, BLOCK=WIDEST)
 
 
 def scaled_rows(
-    x: Tensor, scale: Tensor, *, source: Tensor | None = None, out: Tensor | None = None,
-    places: Tensor | None = None
+    x: Tensor, scale: Tensor, *, out: Tensor | None = None, places: Tensor | None = None
 ) -> Tensor:
     n = len(scale)
     out = x.new_empty(n, x.shape[1]) if out is None else out
     read, write = Matrix(x, x.stride(0)), Matrix(out, out.stride(0))
     if n and x.shape[1]:
-        of = Moves(read, write, scale, None, source, places, None)
+        of = Moves(read, write, scale, None, None, places)
         launch_rows(n, of, n, x.shape[1], ALIGNED=1, BLOCK=BLOCK)
     return out
 

@@ -1,4 +1,5 @@
-"""The gradient of distillation in Triton: a divergence's part and all others, in one pass.
+"""Full-distribution distillation in Triton: divergences, and their part of the gradient beside all
+others; see `kernels.pair` for the formulas.
 
 n tokens, v columns, K stored outcomes. One program per row. The gradient of the rest of the
 objective goes through the four coefficients of a token (see `stats`) and is added in the same step,
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ...objective.statistics import Normalizer
 from ..interface import Backward
-from ..pair import Side
+from ..pair import Differences, Divergence, Outcomes, Pair, Side
 from .formulas import (
     act_two,
     coefficient,
@@ -28,20 +29,21 @@ from .formulas import (
     per_row,
     transformed,
 )
-from .launch import Launcher, cdiv
+from .launch import Launcher
 from .records import (
     NO_ACT,
     WARPS,
+    Apart,
     LogitScaling,
     Matrix,
     act,
+    apart,
+    block_width,
     check_tile,
     matrix_of,
     narrowed,
-    overlap,
     scaling,
 )
-from .records import block_width as width_of
 
 LEAST = tl.constexpr(1.2e-38)  # a normal number
 BLOCK = 2048  # columns a program works on at once, at most: of two tiles
@@ -54,29 +56,23 @@ class Softmax(NamedTuple):
     normalizer: Normalizer | None  # [n]
 
 
-class Stored(NamedTuple):
-    """A tile's stored outcomes, for kernels that walk along its rows in blocks."""
-
-    places: Tensor  # [n, K] columns, ascending; some may lie outside of the tile
-    count: int  # K
-    bounds: Tensor  # [n, blocks + 1]: block b holds places[bounds[b]:bounds[b + 1]]
-    stride: int  # blocks + 1
-    slopes: Tensor | None  # [n, K] d/dz of each
+NO_SIDE = Softmax(None, None)
 
 
 class Part(NamedTuple):
-    """A divergence's part of the gradient; [n] each."""
+    """A part of the gradient; [n] each."""
 
     student: Softmax  # or of all tokens but the stored ones
-    teacher: Softmax | None
-    teacher_tile: Matrix | None
-    ratio: Tensor | None  # the tile holds words: `Differences`
-    own: Softmax  # at the head's own temperature; without a normalizer: the same
-    stored: Stored | None
     pivot: Tensor  # of stored outcomes: the slope at the rest's log-sum-exp
-    weight: Tensor
-    beta: float
-    extra: Matrix | None  # another part of the gradient
+    weight: Tensor | None = None
+    beta: float = 0.0
+    teacher: Softmax = NO_SIDE
+    teacher_tile: Matrix | None = None
+    ratio: Tensor | None = None  # the tile holds words: `Differences`
+    own: Softmax = NO_SIDE  # at the head's own temperature; without a normalizer: the same
+    stored: Apart | None = None
+    slopes: Tensor | None = None  # [n, K] d/dz of the stored ones
+    extra: Matrix | None = None  # another part of the gradient
 
 
 @triton.jit
@@ -137,6 +133,97 @@ def slope_of(difference, p, pivot, KIND: tl.constexpr):
 
 
 @triton.jit
+def shares(log_q, log_p, beta, KIND: tl.constexpr):
+    """What each column of a block adds to the divergence, and to the pivot of its gradient."""
+    if KIND == "forward_kl":
+        value = tl.exp(log_q) * (log_q - log_p)
+        pivot = tl.zeros_like(value)
+    else:
+        p = tl.exp(log_p)
+        pivot = p * tilt(log_q, log_p, beta, KIND)
+        value = pivot  # of reverse_kl
+        if KIND == "total_variation":
+            value = tl.abs(p - tl.exp(log_q)) / 2
+        elif KIND != "reverse_kl":
+            p_to_m = against_mixture(log_q, log_p, beta)
+            q_to_m = tl.exp(log_q) * (p_to_m - (log_p - log_q))
+            if KIND == "js":
+                value = beta * q_to_m + pivot
+            elif KIND == "skew_forward_kl":
+                value = q_to_m
+            else:
+                value = p * p_to_m
+    return value, pivot
+
+
+@triton.jit
+def divergence_kernel(
+    raw,  # Matrix
+    teacher_raw,  # Matrix
+    student,  # Softmax
+    teacher,  # Softmax
+    beta,
+    to,  # Matrix [2, n]: values and pivots
+    v, BLOCK: tl.constexpr, KIND: tl.constexpr, ONTO: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    x, y = raw.data + row * raw.stride, teacher_raw.data + row * teacher_raw.stride
+    p_peak = tl.load(student.normalizer.peak + row)
+    p_log_sum = tl.load(student.normalizer.log_sum + row)
+    q_peak = tl.load(teacher.normalizer.peak + row)
+    q_log_sum = tl.load(teacher.normalizer.log_sum + row)
+    value = tl.full((), 0.0, tl.float32)
+    pivot = tl.full((), 0.0, tl.float32)
+    if ONTO:
+        value, pivot = tl.load(to.data + row), tl.load(to.data + to.stride + row)
+    for start in range(0, v, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < v
+        mine = tl.load(x + columns, mask=inside, other=0.0)
+        other = tl.load(y + columns, mask=inside, other=0.0)
+        log_p = log_softmax(mine, student.z, student.z.outer, p_peak, p_log_sum)
+        log_q = log_softmax(other, teacher.z, teacher.z.outer, q_peak, q_log_sum)
+        add_value, add_pivot = shares(log_q, log_p, beta, KIND)
+        value += tl.sum(tl.where(inside, add_value, 0.0), 0)
+        pivot += tl.sum(tl.where(inside, add_pivot, 0.0), 0)
+    tl.store(to.data + row, value)
+    tl.store(to.data + to.stride + row, pivot)
+
+
+launch_divergence = Launcher(divergence_kernel, num_warps=WARPS)
+
+
+def softmax(side: Side | None) -> Softmax:
+    """One side."""
+    return NO_SIDE if side is None else Softmax(scaling(side.transform), side.normalizer)
+
+
+def readable(tile: Tensor, dtype: torch.dtype) -> Tensor:
+    if tile.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        tile = tile.to(dtype)
+    return tile if tile.shape[1] < 2 or tile.stride(1) == 1 else tile.contiguous()
+
+
+def divergence(
+    raw: Tensor, raw_teacher: Tensor, pair: Pair, onto: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    check_tile("raw", raw)
+    check_tile("raw_teacher", raw_teacher)
+    student, teacher, kind, beta = pair
+    n, v = raw.shape
+    out = raw.new_empty(2, n, dtype=torch.float32) if onto is None else onto
+    if n:
+        tiles = (matrix_of(raw), matrix_of(raw_teacher))
+        sides = (softmax(student), softmax(teacher))
+        options = {"BLOCK": block_width(v, BLOCK), "KIND": kind, "ONTO": onto is not None}
+        launch_divergence(n, *tiles, *sides, beta, matrix_of(out), v, **options)
+    return out
+
+
+# ---------------------------------------------------------------------- the gradient
+
+
+@triton.jit
 def parted(words):
     """The two numbers of each: see beside.py."""
     p = (words << 16).to(tl.float32, bitcast=True)
@@ -159,10 +246,12 @@ def pair_gradient_kernel(
     p_outer, p_factor = per_row(p_z.outer, p_z, row), per_row(p_z.factor, p_z, row)
     p_peak = tl.load(d.student.normalizer.peak + row)
     p_log_sum = tl.load(d.student.normalizer.log_sum + row)
-    pivot, weight = tl.load(d.pivot + row), tl.load(d.weight + row)
+    pivot = tl.load(d.pivot + row)
+    if d.weight is not None:
+        weight = tl.load(d.weight + row)
     if d.stored is not None:
         places = d.stored.places + row * d.stored.count
-        slopes = d.stored.slopes + row * d.stored.count
+        slopes = d.slopes + row * d.stored.count
         bounds = d.stored.bounds + row * d.stored.stride
     elif d.ratio is not None:
         ratio = tl.load(d.ratio + row)
@@ -205,7 +294,10 @@ def pair_gradient_kernel(
             other = tl.load(teacher + columns, mask=inside, other=0.0)
             log_q = log_softmax(other, d.teacher.z, d.teacher.z.outer, q_peak, q_log_sum)
             g = slope(log_q, log_p, pivot, d.beta, KIND)
-        g = tl.where(weight == 0, 0.0, g * weight * p_factor)  # such rows may hold anything
+        if d.weight is not None:
+            g = tl.where(weight == 0, 0.0, g * weight * p_factor)  # such rows may hold anything
+        else:
+            g *= p_factor
         if a.targets is not None:
             if d.ratio is None:
                 if p_z.inner is not None:  # the same soft cap, whose tanh is there
@@ -231,34 +323,10 @@ def pair_gradient_kernel(
 launch_gradient = Launcher(pair_gradient_kernel, num_warps=WARPS)
 
 
-NO_SIDE = Softmax(None, None)
-
-
-def block_width(v: int) -> int:
-    return width_of(v, BLOCK)
-
-
-def softmax(side: Side) -> Softmax:
-    """One side."""
-    return Softmax(scaling(side.transform), side.normalizer)
-
-
-def stored_in(columns: Tensor, v: int, slopes: Tensor | None = None) -> Stored:
-    """The columns [n, K] of a tile in ascending order, and their slopes."""
-    places, order = columns.sort(1)
-    block = block_width(v)
-    blocks = cdiv(v, block)
-    borders = torch.arange(0, (blocks + 1) * block, block, device=columns.device)
-    bounds = torch.searchsorted(places, borders.expand(len(places), -1).contiguous())
-    if slopes is not None:
-        slopes = slopes.gather(1, order)
-    return Stored(places, columns.shape[1], bounds, blocks + 1, slopes)
-
-
-def launch(
-    raw: Tensor, part: Part, kind: str, extra: Tensor | None, others: Backward | None
+def part_gradient_(
+    raw: Tensor, part: Divergence | Outcomes, extra: Tensor | None = None,
+    others: Backward | None = None
 ) -> Tensor:
-    """The gradient in raw's memory where it is whole, else in that of `extra` or of its own."""
     check_tile("raw", raw)
     n, v = raw.shape
     if others is not None:
@@ -267,11 +335,23 @@ def launch(
         out = torch.empty_like(raw, dtype=torch.float32) if extra is None else extra
     if n == 0:
         return out
+    block, overlap = block_width(v, BLOCK), others is not None and out.dtype != raw.dtype
+    if isinstance(part, Outcomes):
+        stored, order = apart(part.columns, v, block)
+        slopes, kind = part.slope_stored.gather(1, order), "stored"
+        of = Part(softmax(part.tail), part.slope_tail, stored=stored, slopes=slopes)
+    else:
+        teacher, (student, side, kind, beta), *given = part
+        of = Part(softmax(student), *given, beta)
+        if isinstance(teacher, Differences):
+            of = of._replace(ratio=teacher.ratio, own=softmax(teacher.own))
+            raw = raw.view(torch.int32)
+        else:
+            check_tile("raw_teacher", teacher)
+            of = of._replace(teacher=softmax(side), teacher_tile=matrix_of(teacher))
+    of = of if extra is None else of._replace(extra=matrix_of(extra))
     rest = others is not None and others.coefficients.tensors()
-    given = (
-        matrix_of(raw if part.ratio is None else raw.view(torch.int32)), matrix_of(out), part,
-        act(others) if rest else NO_ACT, others.first if rest else 0, v
-    )
-    options = {"BLOCK": block_width(v), "KIND": kind, "OVERLAP": overlap(raw, out)}
-    launch_gradient(n, *given, **options)
+    a, first = (act(others), others.first) if rest else (NO_ACT, 0)
+    given = matrix_of(raw), matrix_of(out), of, a, first, v
+    launch_gradient(n, *given, BLOCK=block, KIND=kind, OVERLAP=overlap)
     return out

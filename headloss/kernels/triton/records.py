@@ -53,6 +53,23 @@ class Act(NamedTuple):
     logps: Tensor | None  # of the targets; None: their elements are as others
 
 
+class Apart(NamedTuple):
+    """Columns of each row of a tile, for kernels that walk along it in blocks."""
+
+    places: Tensor  # [n, K] ascending; some may lie outside of the tile
+    count: int  # K
+    bounds: Tensor  # [n, blocks + 1]: block b holds places[bounds[b]:bounds[b + 1]]
+    stride: int  # blocks + 1
+
+
+def apart(columns: Tensor, v: int, block: int) -> tuple[Apart, Tensor]:
+    """Columns [n, K] of a tile that has v, and the order [n, K] in which they ascend."""
+    places, order = columns.sort(1)
+    borders = torch.arange(0, v + block, block, device=columns.device)
+    bounds = torch.searchsorted(places, borders.expand(len(places), -1).contiguous())
+    return Apart(places, columns.shape[1], bounds, len(borders)), order
+
+
 def matrix_of(matrix: Tensor) -> Matrix:
     return Matrix(matrix, matrix.stride(0))
 
@@ -147,15 +164,3 @@ def narrowed(tile: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is None or tile.dtype == dtype:
         return tile
     return tile.view(dtype)[:, : tile.shape[1]]
-
-
-def overlap(x: Tensor, out: Tensor) -> bool:
-    """Whether `out` lies in x's own rows with another element size; other overlaps are refused."""
-    if out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
-        return False
-    same_rows = x.data_ptr() == out.data_ptr() and (
-        x.stride(0) * x.element_size() == out.stride(0) * out.element_size()
-    )
-    if not same_rows or out.element_size() > x.element_size():
-        raise ValueError("out must be separate memory, or the front of each row of the tile")
-    return out.element_size() != x.element_size()

@@ -7,6 +7,8 @@ what earlier tiles left.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,12 +19,18 @@ from .formulas import block_partials, merged, per_row, transformed
 from .launch import Launcher
 from .records import (
     WARPS,
+    Apart,
+    LogitScaling,
+    Matrix,
+    apart,
     block_width,
     check_tile,
     empty_partials,
     matrix_of,
     scaling,
 )
+
+NARROW = 2048  # columns that a program works on at once, at most, where it has to look for some
 
 
 @triton.jit
@@ -66,31 +74,39 @@ def store_partials(to, row, sums):
         tl.store(to.total + row, sums[4])
 
 
+class Tile(NamedTuple):
+    """What the kernel takes."""
+
+    raw: Matrix
+    to: Partials
+    targets: Tensor | None  # [n]
+    without: Apart | None
+    z: LogitScaling
+
+
 @triton.jit(do_not_specialize=["first"])
 def partials_kernel(
-    raw,  # Matrix
-    to,  # Partials
-    targets,  # [n], or None: no column is one
-    stored,  # pair.Stored, or None: columns that are left out
-    z,  # LogitScaling
-    first, v, BLOCK: tl.constexpr, ONTO: tl.constexpr, STORED: tl.constexpr,
+    of,  # Tile
+    first, v, BLOCK: tl.constexpr, ONTO: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    x = raw.data + row * raw.stride
+    row, to, z = tl.program_id(0).to(tl.int64), of.to, of.z
+    x = of.raw.data + row * of.raw.stride
     outer = per_row(z.outer, z, row)
     peak, rest, spread, target, total = begun(to, row, ONTO)
-    if targets is not None:
-        column = tl.load(targets + row) - first
+    if of.targets is not None:
+        column = tl.load(of.targets + row) - first
         if (column >= 0) & (column < v):
             target = transformed(tl.load(x + column), z, outer)
+    if of.without is not None:
+        places = of.without.places + row * of.without.count
+        bounds = of.without.bounds + row * of.without.stride
     sums = peak, rest, spread, target, total
     for start in range(0, v, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < v
         value = transformed(tl.load(x + columns, mask=inside, other=0.0), z, outer)
-        if STORED:
-            bound = stored.bounds + row * stored.stride + start // BLOCK
-            places = stored.places + row * stored.count
+        if of.without is not None:
+            bound = bounds + start // BLOCK
             for k in range(tl.load(bound), tl.load(bound + 1)):
                 value = tl.where(columns == tl.load(places + k), float("-inf"), value)
         sums = with_block(sums, value, inside, to)
@@ -98,15 +114,18 @@ def partials_kernel(
 
 
 launch = Launcher(partials_kernel, num_warps=WARPS)
-launch_tail = Launcher(partials_kernel, num_warps=WARPS)
 
 
-def partials(raw: Tensor, forward: Forward, onto: Partials | None = None) -> Partials:
+def partials(
+    raw: Tensor, forward: Forward, onto: Partials | None = None, without: Tensor | None = None
+) -> Partials:
     check_tile("raw", raw)
     targets, first, transform, needs = forward
     n, v = raw.shape
-    result = empty_partials(raw, n, needs) if onto is None else onto
+    to = empty_partials(raw, n, needs) if onto is None else onto
     if n:
-        given = (matrix_of(raw), result, targets, None, scaling(transform), first, v)
-        launch(n, *given, BLOCK=block_width(v), ONTO=onto is not None, STORED=False)
-    return result
+        block = block_width(v, None if without is None else NARROW)
+        left_out = None if without is None else apart(without, v, block)[0]
+        of = Tile(matrix_of(raw), to, targets, left_out, scaling(transform))
+        launch(n, of, first, v, BLOCK=block, ONTO=onto is not None)
+    return to

@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...objective.statistics import Partials
-from ..interface import Backward, Forward
-from ..support import ByColumn, Support
+from ..interface import Backward, ByColumn, Forward, Support
 from .formulas import (
     act_two,
     coefficient,
