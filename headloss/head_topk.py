@@ -120,7 +120,7 @@ def _rows(
     """Merge the best of each tile of columns with the best so far."""
     forward = source.tokens.forward(rows)
     partials: Partials | None = None
-    ids = forward.targets.new_empty(len(forward.targets), 0)
+    ids = source.tokens.targets[rows, None][:, :0]
     best = ids.to(source.dtype)
     for tile in steps(source.vocabulary, width):
         raw = source.raw(rows, tile)
