@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from headloss.plot import name_lines
+from named_lines import name_lines
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -33,6 +33,7 @@ headloss COMMAND --help says more of each."""
 COMMANDS = "plan | check | doctor | terms | train | compare"
 SHOWN = ("schedule", "reason", "backend", "chunk_tokens", "tile", "bytes", "total_bytes")
 SHOWN += ("plain_bytes",)  # of a plan
+ASKED = ("schedule", "chunk_tokens", "memory_budget")  # options of the command that a call has too
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     arguments = parser.parse_args(argv)
     try:
-        return arguments.command(arguments)
+        return arguments.command(arguments) or 0
     except arguments.errors as error:
         parser.error(str(error))
 
@@ -56,13 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 # ---------------------------------------------------------------------- plan
 
 
-def _plan(arguments: argparse.Namespace) -> int:
+def _plan(arguments: argparse.Namespace) -> None:
     problem = _problem(arguments)
-    options = Options(
-        schedule=arguments.schedule,
-        chunk_tokens=arguments.chunk_tokens,
-        memory_budget=arguments.memory_budget,
-    )
+    options = Options(**{name: getattr(arguments, name) for name in ASKED})
     device = torch.device(arguments.device)
     backend = kernels.choose("auto", device, DTYPES[arguments.dtype])
     found = make_plan(problem, options, backend)
@@ -75,12 +72,12 @@ def _plan(arguments: argparse.Namespace) -> int:
             print(f"headloss: not drawn: {note}", file=sys.stderr)
     if arguments.json:
         shown = {name: getattr(found, name) for name in SHOWN}
-        return _say(json.dumps(shown | {"chunks": len(found.chunks)}, indent=2))
+        return print(json.dumps(shown | {"chunks": len(found.chunks)}, indent=2))
     lengths = problem.lengths or []
     segments = f"{len(lengths)} segments of at most {max(lengths, default=0)}"
     print(f"{problem.tokens} tokens in {segments}, {sizes}, {device.type}")
     print(f"objective  {arguments.objective}: {problem.scope}-scoped")
-    return _say(str(found))
+    print(found)
 
 
 def _problem(arguments: argparse.Namespace) -> Problem:
@@ -117,15 +114,14 @@ def _problem(arguments: argparse.Namespace) -> Problem:
 
 def objective_of(names: str) -> Objective:
     """Terms with their default options, joined by "+": "gspo+z_loss+kl"."""
-    factories = {factory.__name__: factory for factory in TERMS}
-    terms = []
-    for name in names.split("+"):
-        if name.strip() not in factories:
-            raise ValueError(
-                f"--objective: got {name.strip()!r}, want term names joined by '+', out of "
-                f"{', '.join(factories)}"
-            )
-        terms.append(factories[name.strip()]())
+    factories, asked = {f.__name__: f for f in TERMS}, [name.strip() for name in names.split("+")]
+    unknown = next((name for name in asked if name not in factories), None)
+    if unknown is not None:
+        known = ", ".join(factories)
+        raise ValueError(
+            f"--objective: got {unknown!r}, want term names joined by '+', out of {known}"
+        )
+    terms: list[Any] = [factories[name]() for name in asked]
     return sum(terms[1:], Objective.of(terms[0]))
 
 
@@ -174,11 +170,10 @@ def _memory_rows(footprints: Iterable[gate.Footprint]) -> list[list[str]]:
     return rows
 
 
-def _print_table(rows: list[list[str]]) -> int:
+def _print_table(rows: list[list[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip(), flush=True)
-    return 0
 
 
 def _describe(device: torch.device) -> str:
@@ -190,7 +185,7 @@ def _describe(device: torch.device) -> str:
 # ---------------------------------------------------------------------- train
 
 
-def _train(arguments: argparse.Namespace) -> int:
+def _train(arguments: argparse.Namespace) -> int | None:
     if arguments.list:
         return _print_table([list(pair) for pair in train.recipes().items()])
     if arguments.recipe is None:
@@ -204,11 +199,6 @@ def _train(arguments: argparse.Namespace) -> int:
         print("headloss: stopped at once; what was saved before stays", file=sys.stderr)
         return 130
     return 0 if result.finished else 130
-
-
-def _say(text: str) -> int:
-    print(text)
-    return 0
 
 
 # ---------------------------------------------------------------------- arguments
@@ -263,18 +253,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--quick", **flag, help="a third of the cases")
 
     about = "what this machine can run, and what is missing"
-    command("doctor", lambda _: _say("\n".join(doctor.report())), (), about)
-    command("terms", lambda _: _say(table()), (), "the table of terms, in Markdown")
+    command("doctor", lambda _: print(*doctor.report(), sep="\n"), (), about)
+    command("terms", lambda _: print(table()), (), "the table of terms, in Markdown")
 
     add = command("train", _train, train.RecipeError, "train a model by a recipe")
     add("recipe", nargs="?", metavar="RECIPE", help="a YAML file, or a name")
     add("overrides", nargs="*", metavar="key=value", help="e.g. model=gpt2")
     add("--list", **flag, help="the recipes there are")
 
-    def compare(arguments: argparse.Namespace) -> int:
-        return _say(str(train.compare(arguments.runs, arguments.output)))
-
-    add = command("compare", compare, train.RecipeError, "one page about several runs of train")
+    about = "one page about several runs of train"
+    add = command(
+        "compare", lambda a: print(train.compare(a.runs, a.output)), train.RecipeError, about
+    )
     add("runs", nargs="+", metavar="FOLDER", help="what a run wrote to")
     add("--output", default="compare.html", metavar="FILE", help="default: compare.html")
     return parser

@@ -191,13 +191,12 @@ def _permute(term: Term, batch: PackedBatch) -> Piece:
 
 def _check_purity(term: Term, stats: Statistics, batch: PackedBatch, whole: Tensor) -> None:
     fields = [name for name, (dtype, _) in batch.kinds().items() if dtype is not None]
-    before: dict[Any, Tensor] = {name: getattr(batch, name).clone() for name in fields}
-    copies = stats.map(torch.clone)
+    given: dict[Any, Tensor] = {name: getattr(batch, name) for name in fields} | _all(stats)
+    before = {name: value.clone() for name, value in given.items()}
     if not torch.equal(_evaluate(term, stats, batch), whole):
         raise ValueError(f"term {term.name}: gives two values for one input; it must be pure")
-    now: dict[Any, Tensor] = {name: getattr(batch, name) for name in fields}
-    for name, value in (before | _all(copies)).items():
-        if not torch.equal((now | _all(stats))[name], value):
+    for name, value in given.items():
+        if not torch.equal(value, before[name]):
             raise ValueError(f"term {term.name}: changes {name} in place; it must be pure")
 
 

@@ -91,11 +91,10 @@ def head_function(
     objective = loss_elsewhere(READ, SCOPES[separable])
 
     def run() -> Tensor:
-        call = linear_call(hidden, head, batch, objective, options, "head_function")
-        wide = call.prepared.wide
-        foreign = Foreign(loss_fn, call.packing, call.work.vocabulary, wide, options.upstream)
-        work = replace(call.work, bind=lambda: foreign)
+        work, tensors = linear_call(hidden, head, batch, objective, options, "head_function")
+        foreign = Foreign(loss_fn, work.packing, work.vocabulary, work.dtype, options.upstream)
+        work = replace(work, bind=lambda: foreign)
         with inside(hidden.device.type, *work.groups):
-            return HeadLoss.apply(work, [], *call.tensors)
+            return HeadLoss.apply(work, *tensors)[0]
 
     return in_step(head.vocab_group, run)

@@ -27,7 +27,7 @@ from .ranks.collectives import inside
 from .ranks.dtensor import local_head
 from .run.calls import Call, given_call, linear_call, linear_plan
 from .run.checks import eagerly, outside
-from .run.loop import HeadLoss, Outcome
+from .run.loop import HeadLoss
 from .run.plan import Plan
 from .run.work import Work
 
@@ -201,14 +201,12 @@ def plan(
 
 
 def _run(options: Options, make: Callable[..., Call], *given: Any) -> Output:
-    prepared, packing, work, tensors = make(*given)
-    outcome: list[Outcome] = []
-    with inside(packing.targets.device.type, *work.groups):
-        loss = HeadLoss.apply(work, outcome, *tensors)
-        ((stats, values, _),) = outcome
+    work, tensors = make(*given)
+    with inside(work.batch.targets.device.type, *work.groups):
+        loss, (stats, values, _) = HeadLoss.apply(work, *tensors)
         measured: Callable[[], Metrics] = Metrics
         if options.metrics:
-            measured = work.bound.measured or _metrics(work, stats, prepared.own)
+            measured = work.bound.measured or _metrics(work, stats)
             if work.tolerance is not None:
                 measured = _joined(measured, work.tolerance.metrics)
     logps, entropies, dtype = stats.logp, stats.entropy, loss.dtype
@@ -219,8 +217,8 @@ def _run(options: Options, make: Callable[..., Call], *given: Any) -> Output:
         return {
             "terms": {name: value for (name, _), value in pairs},
             "metrics": measured(),
-            "logps": packing.scatter(logps),
-            "entropies": None if entropies is None else packing.scatter(entropies),
+            "logps": work.packing.scatter(logps),
+            "entropies": None if entropies is None else work.packing.scatter(entropies),
         }
 
     # All else is found when a part of it is asked for: a step often asks for none.
@@ -236,14 +234,14 @@ def _joined(*measured: Callable[[], Metrics]) -> Callable[[], Metrics]:
 
 
 @torch.no_grad()
-def _metrics(work: Work, stats: Statistics, own: bool) -> Callable[[], Metrics]:
+def _metrics(work: Work, stats: Statistics) -> Callable[[], Metrics]:
     """What every term observes, on [T] vectors: folded when it is asked for, where the terms are
     the library's own and nothing can change before that."""
     bound = work.bound
     if isinstance(bound, Taped):
         return bound.metrics(stats)
     batch, group = work.batch.on(stats), work.batch.segments.group
-    alone = own and group is None and batch.live is None
+    alone = work.own and group is None and batch.live is None
     kept = batch._apart() if alone else None
     if kept is not None:
         parts = [p._replace(kept=None if p.kept is None else p.kept.clone()) for p in bound.parts]

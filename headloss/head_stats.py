@@ -108,11 +108,12 @@ def head_stats(
     objective = loss_elsewhere(names, candidates=candidates)
 
     def run() -> HeadStats:
-        call = linear_call(hidden, head, batch, objective, options, "head_stats", early=True)  # type: ignore[arg-type]
-        with inside(hidden.device.type, *call.work.groups):
-            found = HeadStatistics.apply(call.work, call.packing, names, *call.tensors)
+        given = (hidden, head, batch, objective, options, "head_stats")
+        work, tensors = linear_call(*given, early=True)  # type: ignore[arg-type]
+        with inside(hidden.device.type, *work.groups):
+            found = HeadStatistics.apply(work, names, *tensors)
         stats = _with_candidates(found, names)
-        stats.plan = call.work.plan
+        stats.plan = work.plan
         return stats
 
     return in_step(head.vocab_group, run)

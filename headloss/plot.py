@@ -1,22 +1,16 @@
-"""Drawings with matplotlib: the memory of a call against its tokens, and names beside lines."""
+"""A drawing with matplotlib: the memory of a call against its tokens."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .options import SCHEDULES, Options
 from .run.pieces import equal_lengths
 from .run.plan import Problem, make_plan
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.lines import Line2D
-
 GIB = 1 << 30
-GAP = 0.055  # between two names, as a share of the height of the axes
 
 
 def memory(problem: Problem, options: Options, backend: str, title: str, path: Path) -> list[str]:
@@ -44,10 +38,8 @@ def memory(problem: Problem, options: Options, backend: str, title: str, path: P
             continue
         curves[schedule] = [plan.total_bytes / GIB for plan in plans]
         curves["plain logits"] = [plan.plain_bytes / GIB for plan in plans]
-    lines = [
-        axes.plot(tokens, curve, "k:" if name == "plain logits" else "-", label=name)[0]
-        for name, curve in curves.items()
-    ]
+    for name, curve in curves.items():
+        axes.plot(tokens, curve, "k:" if name == "plain logits" else "-", label=name)
     axes.axvline(problem.tokens, color="gray", linewidth=0.8, linestyle="--")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -55,33 +47,9 @@ def memory(problem: Problem, options: Options, backend: str, title: str, path: P
     axes.set_ylabel("planned memory of loss and gradients, GiB")
     axes.set_title(title, fontsize=9)
     axes.grid(alpha=0.3)
-    name_lines(axes, lines)
+    figure.legend(loc="outside right upper", fontsize=8)
     _save(figure, path)
     return notes
-
-
-def name_lines(axes: Axes, lines: Sequence[Line2D], size: int = 8) -> None:
-    """Write the label of each line at its right end, apart from one another."""
-    axes.figure.canvas.draw()  # which settles the scales
-    ends = []
-    for line in lines:
-        end = line.get_xydata()[-1]  # type: ignore[index]
-        shown = axes.transAxes.inverted().transform(axes.transData.transform(end))
-        ends.append((float(shown[1]), line, end))
-    ends.sort(key=lambda end: end[0])
-    heights: list[float] = []
-    for height, _, _ in ends:
-        heights.append(max(height, heights[-1] + GAP) if heights else max(height, 0.0))
-    below = 1.0
-    for i in reversed(range(len(heights))):
-        heights[i] = min(heights[i], below)
-        below = heights[i] - GAP
-    for (_, line, end), height in zip(ends, heights, strict=True):
-        axes.annotate(
-            str(line.get_label()), end, (1.03, height), textcoords="axes fraction", va="center",
-            color=line.get_color(), fontsize=size, annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": line.get_color(), "lw": 0.5, "alpha": 0.6},
-        )  # fmt: skip
 
 
 def _last(tokens: int) -> int:

@@ -133,15 +133,12 @@ def _logits(hidden: Tensor, head: Head, wide: torch.dtype) -> Tensor:
 
 def _supported(packing: Packing, z: Tensor) -> Tensor:
     """[T, V] bool, the columns that a token's softmax runs over."""
-    found = torch.ones_like(z, dtype=torch.bool)
+    found = torch.zeros_like(z, dtype=torch.bool)
     if packing.support is not None:
-        ids, ends = packing.support.ids.tolist(), packing.support.offsets.tolist()
-        for row in range(len(z)):
-            own = [i for i in ids[ends[row] : ends[row + 1]] if i >= 0]
-            if own:
-                found[row] = False
-                found[row, own] = True
-    return found
+        counts, ids = packing.support.offsets.diff(), packing.support.ids
+        rows = torch.arange(len(z), device=z.device).repeat_interleave(counts)
+        found[rows[ids >= 0], ids[ids >= 0]] = True
+    return found | ~found.any(1, keepdim=True)
 
 
 def _statistics(

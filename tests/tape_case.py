@@ -172,8 +172,8 @@ class Case:
         """By autograd and `fold_all`."""
         bound = self.bound
         gradient = bound.gradient(self.stats, self.view, None, needed)
-        work: Any = SimpleNamespace(batch=self.view, bound=bound)
-        return gradient, _metrics(work, self.stats, own=False)()
+        work: Any = SimpleNamespace(batch=self.view, bound=bound, own=False)
+        return gradient, _metrics(work, self.stats)()
 
 
 NEEDS = frozenset(STATISTICS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -290,7 +291,7 @@ def test_what_is_known_beforehand_is_the_gradient(objective):
     )
     bound = bind(objective, inside, Totals.of(batch), 10, torch.float64)
     want = bound.gradient(stats, inside, None).coefficients
-    (c, *_), slopes = bound.beforehand(inside, frozenset(stats.tensors()), factor=2.0)
+    (c, *_), slopes = replace(bound, declared=2.0).beforehand(inside, frozenset(stats.tensors()))
     slope = torch.zeros_like(logp)
     for rate, anchor, low, high, sign in () if slopes is None else slopes:
         slope += torch.where(

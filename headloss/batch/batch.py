@@ -31,6 +31,20 @@ LOGPS = ("old_logps", "ref_logps", "sampling_logps")
 REAL = ("advantages", *LOGPS)
 
 
+# A field as terms see it: its dtype (None: CURRENT), and its shape at each token, () where it has
+# one value there, of the token or its segment.
+Kind = tuple[torch.dtype | None, tuple[int, ...]]
+
+
+def kind_of(value: Tensor | Current, rank: int, wide: torch.dtype | None) -> Kind:
+    """The kind of a field [.., K] with `rank` dimensions before K; floating vectors are read in
+    `wide`."""
+    if isinstance(value, Current):
+        return None, ()
+    more = tuple(value.shape[rank:])
+    return (wide if wide and not more and value.is_floating_point() else value.dtype), more
+
+
 class Batch:
     """Targets and everything else that terms read, in the caller's own shape.
 
@@ -251,18 +265,13 @@ class Batch:
         as_segment = name not in LOGPS and value.shape == (self.segments.count,)
         return value.shape[: self.targets.dim()] == self.targets.shape, as_segment
 
-    def kinds(self, wide: torch.dtype) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:
-        """The fields by name as terms see them: dtype (None: CURRENT; floating vectors in `wide`),
-        and the shape at each token, () for a value per token or per segment."""
-        found: dict[str, tuple[torch.dtype | None, tuple[int, ...]]] = {}
-        for name, value in self.fields.items():
-            if isinstance(value, Current):
-                found[name] = None, ()
-                continue
-            more = tuple(value.shape[self.targets.dim() :]) if self.per_token(name) else ()
-            floating = not more and value.is_floating_point()
-            found[name] = (wide if floating else value.dtype), more
-        return found
+    def kinds(self, wide: torch.dtype) -> dict[str, Kind]:
+        """The fields as terms see them, by name, with floating vectors in `wide`."""
+        rank = self.targets.dim()
+        return {
+            name: kind_of(value, rank if self.per_token(name) else 1, wide)
+            for name, value in self.fields.items()
+        }
 
 
 DISTINCT = ("candidate_ids",)  # those of a position must be distinct

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..objective.statistics import Statistics
 from ..reading import Misguessed
-from .batch import Batch, Current
+from .batch import Batch, Current, Kind, kind_of
 from .segments import Chunk, Segments
 from .support import Packed as PackedSupport
 from .survey import IGNORE, Order, static_order
@@ -127,17 +127,10 @@ class PackedBatch:
         """A field before it is gathered: [N, ..], or [S] if it is per segment."""
         return self._given.get(name)
 
-    def kinds(self) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:
-        """The fields by name: dtype (None: CURRENT; floating vectors in that of the statistics) and
-        the shape at each token."""
-        found: dict[str, tuple[torch.dtype | None, tuple[int, ...]]] = {}
-        for name, value in (*self._given.items(), *self._fields.items()):
-            if isinstance(value, Current):
-                found[name] = None, ()
-                continue
-            narrow = value.dim() == 1 and value.is_floating_point() and self._dtype is not None
-            found[name] = (self._dtype if narrow else value.dtype), tuple(value.shape[1:])
-        return found
+    def kinds(self) -> dict[str, Kind]:
+        """The fields by name, with floating vectors in the dtype of the statistics."""
+        fields = {**self._given, **self._fields}
+        return {name: kind_of(value, 1, self._dtype) for name, value in fields.items()}
 
     def _copy(self) -> PackedBatch:
         """(`copy.copy` takes eight times as long.)"""
@@ -258,7 +251,7 @@ class Packing:
         if rows is not ALL:
             index, live = (t if t is None else t[rows] for t in (index, live))
         if live is not None:
-            values = values.masked_fill(~_as_wide(live, values), 0)
+            values = values.masked_fill(~as_wide(live, values), 0)
         if index is None and not alone:
             return values.reshape(*self.shape, *rest)
         full = values.new_zeros(*self.shape, *rest)
@@ -273,11 +266,12 @@ class Packing:
         """[T, ..] from the caller's shape, 0 at what static shapes keep of unscored positions."""
         values = values.reshape(self.shape.numel(), *values.shape[len(self.shape) :])
         values = values.contiguous() if self.index is None else values[self.index]
-        return values if self.live is None else values.masked_fill(~_as_wide(self.live, values), 0)
+        return values if self.live is None else values.masked_fill(~as_wide(self.live, values), 0)
 
 
-def _as_wide(live: Tensor, values: Tensor) -> Tensor:
-    return live.view(-1, *[1] * (values.dim() - 1))
+def as_wide(of_rows: Tensor, like: Tensor) -> Tensor:
+    """[n, 1, ..] of a vector [n], beside a tensor [n, ..]."""
+    return of_rows.view(-1, *[1] * (like.dim() - 1))
 
 
 def packing_of(batch: Batch, vocabulary: int, static: bool = False, unit: int = 1) -> Packing:

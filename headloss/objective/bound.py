@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..batch.packing import ALL, MissingField, PackedBatch
+from ..batch.packing import ALL, MissingField, PackedBatch, as_wide
 from ..batch.reduction import Totals
 from ..batch.segments import Chunk
 from ..losses.term import Objective, Reads, Term, trace
@@ -76,7 +76,7 @@ class Gradient(NamedTuple):
 
     def without(self, rows: Tensor) -> Gradient:
         """With 0 at rows [n] bool."""
-        return self.map(lambda t: t.masked_fill(_at_rows(rows, t), 0))
+        return self.map(lambda t: t.masked_fill(as_wide(rows, t), 0))
 
     def live(self) -> Tensor:
         """[n] bool: tokens with any gradient at all."""
@@ -145,7 +145,7 @@ class Bound:
             found["logp"] = torch.zeros_like(stats.logp)
         if batch.live is not None:
             dead = ~batch.live
-            found = {n: g.masked_fill(_at_rows(dead, g), 0) for n, g in found.items()}
+            found = {n: g.masked_fill(as_wide(dead, g), 0) for n, g in found.items()}
         if CANDIDATES in found:
             found[CANDIDATES] = without_constants(found[CANDIDATES], stats, batch)
         if self.scale is not None:
@@ -153,17 +153,17 @@ class Bound:
         return found, values
 
     def beforehand(
-        self, batch: PackedBatch, needs: frozenset[str], factor: float = 1.0
+        self, batch: PackedBatch, needs: frozenset[str]
     ) -> tuple[Gradient, Tensor | None]:
-        """What `gradient` is going to be, times `factor`: coefficients at an entropy of 0, and
-        slopes [P, 5, T] in closed form. The objective must have slopes (`has_slopes`)."""
+        """What `gradient` is going to be: coefficients at an entropy of 0, and slopes [P, 5, T] in
+        closed form. The objective must have slopes (`has_slopes`)."""
         zero = torch.zeros(
             len(batch), dtype=self.parts[0].weights.dtype, device=batch.targets.device
         )
         closed: list[Tensor] = []
         found: dict[str, Tensor] = {}
         for part in self.parts:
-            for slope in self._slopes(part, batch, factor):
+            for slope in self._slopes(part, batch):
                 if slope.constant:
                     rate = zero + slope.rate
                     found[slope.of] = found[slope.of] + rate if slope.of in found else rate
@@ -177,10 +177,14 @@ class Bound:
         known = Gradient(coefficients, {}, zero.new_zeros(0))
         return known, torch.stack(closed) if closed else None
 
-    def _slopes(self, part: Part, batch: PackedBatch, factor: float) -> list[Slope]:
+    def _slopes(self, part: Part, batch: PackedBatch) -> list[Slope]:
         view = batch if part.kept is None else without_poison(batch, part.kept)
         assert part.term.slopes is not None
-        times = part.coefficient * factor * _live(part.weights, batch)
+        declared = 1.0 if self.declared is None else self.declared
+        weights = part.weights
+        if batch.live is not None:
+            weights = torch.where(batch.live, weights, 0)
+        times = part.coefficient * declared * weights
         for field in part.term.weight_fields:
             times = times * getattr(view, field)
         return [slope._replace(rate=slope.rate * times) for slope in part.term.slopes(view)]
@@ -222,22 +226,13 @@ def without_constants(slopes: Tensor, stats: Statistics, batch: PackedBatch) -> 
     return slopes.masked_fill(constant | pad(batch.candidate_ids < 0, (0, 1)), 0)
 
 
-def _at_rows(of_rows: Tensor, like: Tensor) -> Tensor:
-    """[n, 1, ..] of a vector [n], beside a tensor [n, ..]."""
-    return of_rows.view(-1, *[1] * (like.dim() - 1))
-
-
-def _live(values: Tensor, batch: PackedBatch) -> Tensor:
-    return values if batch.live is None else torch.where(batch.live, values, 0)
-
-
 def without_poison(batch: PackedBatch, kept: Tensor) -> PackedBatch:
     """Fields with 0 for non-finite values: tokens that a term leaves out may hold anything."""
     fields = {}
-    for name, (dtype, _) in batch.kinds().items():
-        if dtype is not None and dtype.is_floating_point and name not in UNREAD:
+    for name, given in {**batch._given, **batch._fields}.items():
+        if name not in UNREAD and isinstance(given, Tensor) and given.is_floating_point():
             value = getattr(batch, name)
-            fields[name] = torch.where(_at_rows(kept, value) | value.isfinite(), value, 0)
+            fields[name] = torch.where(as_wide(kept, value) | value.isfinite(), value, 0)
     return batch.replacing(fields)
 
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..batch.batch import CURRENT, Current
+from ..batch.batch import CURRENT, Current, Kind
 from ..batch.packing import PackedBatch
 from ..batch.segments import Segments
 from ..losses.term import Term
 from .statistics import CANDIDATES, COLLISION, PEAK, Statistics
 
-Kinds = Mapping[str, tuple[torch.dtype | None, tuple[int, ...]]]  # of fields: see Batch.kinds
+Kinds = Mapping[str, Kind]  # of fields, by name
 _SAMPLE = 2  # tokens, in a segment each: enough for a pair
 
 

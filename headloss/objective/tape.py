@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..batch.batch import Batch, Current
 from ..batch.packing import PackedBatch
 from ..batch.reduction import Number, Totals
 from ..batch.segments import Chunk
@@ -214,7 +213,7 @@ class Taped:
         return self.bound.parts
 
     def beforehand(
-        self, batch: PackedBatch, needs: frozenset[str], factor: float = 1.0
+        self, batch: PackedBatch, needs: frozenset[str]
     ) -> tuple[Gradient, Tensor | None]:
         """As `Bound.beforehand`: by the tape where the gradient is the same whatever the statistics
         are, such as 0."""
@@ -224,8 +223,8 @@ class Taped:
             terms = [term for _, term in self.objective.parts if term.slopes]
             slopes = [slope for term in terms for slope in term.slopes(batch)]  # type: ignore[misc]
             tape.constant.append(all(slope.constant for slope in slopes))
-        if not tape.constant[0] or factor != (self.declared or 1.0):
-            return self.bound.beforehand(batch, needs, factor)
+        if not tape.constant[0]:
+            return self.bound.beforehand(batch, needs)
         zero = torch.zeros(len(batch), device=batch.targets.device)
         zeros: dict[str, Any] = dict.fromkeys(needs, zero)
         found = self._run(Statistics(**zeros), None, False, True)
@@ -269,16 +268,6 @@ class Taped:
             chunk=chunk,
             backend=BACKEND,
         )
-
-
-def kinds_of(batch: Batch) -> dict[str, torch.dtype | None]:
-    """The fields that a tape can read: those of one value per token or segment. What reads K values
-    per token, candidates or stored outcomes, is left to autograd."""
-    return {
-        name: None if isinstance(value := batch.fields[name], Current) else value.dtype
-        for name, (_, more) in batch.kinds(torch.float32).items()
-        if not more
-    }
 
 
 def serves(backend: str, dtype: torch.dtype, device: torch.device) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -41,17 +41,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Call(NamedTuple):
-    """A validated, packed and planned call.
-
-    Attributes:
-        tensors: of its logits: features and weights pairwise, bias; or the given logits.
-    """
-
-    prepared: Prepared
-    packing: Packing
-    work: Work
-    tensors: list[Tensor | None]
+# What to do for a call, and the tensors of its logits: features and weights pairwise, bias; or the
+# given logits.
+Call = tuple[Work, list[Tensor | None]]
 
 
 def _linear_joined(
@@ -163,7 +155,7 @@ def linear_call(
     work.row_sums = partial(RowSums, into=into, blocks=[block.rows for block in plan.chunks])
     work.slab_sums = partial(SlabSums, into=into)
     tensors = [tensor for pair in pairs for tensor in pair]
-    return Call(prepared, packing, work, [*tensors, head.bias])
+    return work, [*tensors, head.bias]
 
 
 def given_call(
@@ -198,8 +190,7 @@ def given_call(
 
     found = over_segments(batch, options, joined)
     work, of_tokens = _work(found, batch, transform, options)
-    packing = found.packing
-    inplace = found.prepared.problem.inplace
+    packing, inplace = work.packing, found.prepared.problem.inplace
     into = IntoLogits(packing.order.unscored, packing.live, inplace)
     if found.plan.rows:
         work.open = partial(WalkSoftmax, tokens=of_tokens, index=packing.index, into=into)
@@ -207,7 +198,7 @@ def given_call(
     else:
         work.open = partial(GivenSoftmax, tokens=of_tokens, index=packing.index)
         work.row_sums = partial(GivenSums, into=into)
-    return Call(found.prepared, packing, work, [logits])
+    return work, [logits]
 
 
 def _joined(
@@ -264,12 +255,14 @@ def _work(
     constants = [packing.targets, transform.temperature, packing.support and packing.support.ids]
     work = Work(
         plan=plan,
+        packing=packing,
         batch=view,
         bind=partial(_bound, prepared, objective, batch, packing, view, vocabulary, options),
         slices=slices,
         vocabulary=vocabulary,
         needs=prepared.needs,
         dtype=prepared.wide,
+        own=prepared.own,
         rescaled=prepared.problem.rescaled,
         constants=[value for value in constants if isinstance(value, Tensor)],
         at_once=plan.rows

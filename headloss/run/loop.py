@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..batch.packing import Packing
 from ..kernels.interface import Held, Measured
 from ..objective.bound import without_constants
 from ..objective.elsewhere import READ, gradient_of
@@ -44,24 +43,24 @@ PullBack = Callable[[Tensor | None, Any], Gradients]
 
 
 class HeadLoss(torch.autograd.Function):
-    """The scalar loss. Its backward runs act two of the loop, and may be called once.
+    """The scalar loss, and its `Outcome`. The backward runs act two of the loop, and may be called
+    once.
 
     `tensors` are the source's own, in the order of its gradients.
     """
 
     @staticmethod
-    def forward(ctx, work: Work, outcome: list[Outcome], *tensors):
+    def forward(ctx, work: Work, *tensors):
         measured, ctx.pull = forward(work, tensors)
-        outcome.append(measured)
         ctx.work, ctx.used, ctx.count, aside = work, False, 0, []
         if work.plan.pull in ("slabs", "blocks"):  # autograd sees to it that none of these changes
             aside, ctx.count = [*tensors, *work.constants], len(tensors)
         ctx.save_for_backward(*aside)
         loss = work.bound.total(measured.values) if measured.loss is None else measured.loss
-        return loss.to(work.dtype)
+        return loss.to(work.dtype), measured
 
     @staticmethod
-    def backward(ctx, upstream: Tensor):  # type: ignore[override]
+    def backward(ctx, upstream: Tensor, _):  # type: ignore[override]
         refuse_second_derivatives("out.loss")
         if ctx.used:
             raise RuntimeError(
@@ -73,7 +72,7 @@ class HeadLoss(torch.autograd.Function):
         saved = ctx.saved_tensors[: ctx.count]  # read once: checkpointing recomputes them
         with inside(upstream.device.type, *work.groups):
             gradients = pull(owed(work.bound, upstream), work.open(saved) if saved else None)
-        return None, None, *gradients
+        return None, *gradients
 
 
 class HeadStatistics(torch.autograd.Function):
@@ -85,17 +84,17 @@ class HeadStatistics(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, work: Work, packing: Packing, gradients, *tensors):
-        swept = sweep(work, work.open(tensors))
+    def forward(ctx, work: Work, gradients, *tensors):
+        swept, scatter = sweep(work, work.open(tensors)), work.packing.scatter
         stats = swept.whole.stats
         given = {n: getattr(stats, n) for n in READ}
         if CANDIDATES in stats.divergences:
             given[CANDIDATES] = stats.divergences[CANDIDATES]
-        found = {n: packing.scatter(t, alone=True) for n, t in given.items()}
+        found = {n: scatter(t, alone=True) for n, t in given.items()}
         carry = {BESIDE.get(name, name) for name in gradients}
         ctx.mark_non_differentiable(*(t for n, t in found.items() if n not in carry))
         ctx.set_materialize_grads(False)
-        ctx.given, ctx.swept = (work, packing), swept._replace(held=[])
+        ctx.work, ctx.swept = work, swept._replace(held=[])
         ctx.used, ctx.count, aside = False, 0, []
         if work.plan.pull in ("held", "slabs", "blocks"):
             aside, ctx.count = [*tensors, *work.constants], len(tensors)
@@ -107,7 +106,7 @@ class HeadStatistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *upstream: Tensor | None):  # type: ignore[override]
         refuse_second_derivatives("head_stats")
-        (work, packing), swept = ctx.given, ctx.swept
+        work, swept = ctx.work, ctx.swept
         if ctx.used and work.plan.pull in ("held", "unit"):
             raise RuntimeError(
                 f"headloss: backward through head_stats a second time, but its schedule, "
@@ -119,24 +118,24 @@ class HeadStatistics(torch.autograd.Function):
         source: Any = work.open(saved[: ctx.count]) if ctx.count else None
         tiles = iter(saved[ctx.rest :])
         swept = swept._replace(held=[again(tiles) for again in ctx.again])
-        found = pull_slopes(work, packing, source, swept, upstream)
-        return None, None, None, *found
+        found = pull_slopes(work, source, swept, upstream)
+        return None, None, *found
 
 
 def pull_slopes(
-    work: Work, packing: Packing, source: Any, swept: Swept, upstream: Sequence[Tensor | None]
+    work: Work, source: Any, swept: Swept, upstream: Sequence[Tensor | None]
 ) -> Gradients:
     """Act two with the slopes that a loss outside sends: of each of `READ` and of candidates, in
     the caller's shape."""
     pairs = zip((*READ, CANDIDATES), upstream, strict=False)
-    given = {n: packing.gather(g) for n, g in pairs if g is not None}
+    given = {n: work.packing.gather(g) for n, g in pairs if g is not None}
     stats, width = swept.whole.stats, work.vocabulary
     if CANDIDATES in given:
         given[CANDIDATES] = without_constants(given[CANDIDATES], stats, work.batch)
     gradient, scale = gradient_of(given, stats, width, work.rescaled)
     if work.tolerance is not None:
         gradient = work.tolerance(gradient, stats, ALL, scale)
-    with inside(packing.targets.device.type, *work.groups):
+    with inside(work.batch.targets.device.type, *work.groups):
         factor = None if scale is None else 1 / scale
         return pull_back(work, source, swept, gradient, factor)
 
@@ -272,8 +271,7 @@ def _walk_at_once(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack
     assert isinstance(source, WalkSoftmax)
     work.confirm()  # what follows reads segments' ids, which may be anything if unscored
     bound = work.bound
-    declared = 1.0 if bound.declared is None else bound.declared
-    known = bound.beforehand(work.batch, work.needs, declared)
+    known = bound.beforehand(work.batch, work.needs)
     partials = source.partials_and_pull(known)
     stats = work.slices.measured(source.acts, partials, work.needs, work.vocabulary).stats
     found = bound.gradient(stats, work.batch, None, needed=False)

@@ -30,10 +30,10 @@ from ..objective.elsewhere import CANDIDATE, READ, loss_elsewhere
 from ..objective.statistics import Normalizer, Statistics
 from ..options import Options
 from ..softmax.linear import RawSoftmax
-from .calls import Call, linear_call
+from .calls import linear_call
 from .checks import check_targets
 from .loop import pull_slopes, refuse_second_derivatives, sweep
-from .work import Swept
+from .work import Swept, Work
 
 SPELT = ("backend", "static", "skip_rows")
 REFUSED = ("logits_dtype", "accumulate_dtype", "sequence_parallel", "main_grad", "batch_invariant")
@@ -110,8 +110,9 @@ def _open(
     numbers: Sequence[float],
     spelt: str,
     wanted: Sequence[bool],
-) -> tuple[Call, RawSoftmax]:
-    """The call that these are of, and its logits; `wanted`: which tensors want a gradient."""
+) -> tuple[Work, RawSoftmax]:
+    """What to do for the call that these are of, and its logits; `wanted`: which tensors want a
+    gradient."""
     _, tail, values = ast.literal_eval(spelt)
     (vocabulary, chunk, budget), (scale, softcap, number, tolerance) = sizes, numbers
     options = Options(
@@ -145,13 +146,14 @@ def _open(
         kept = kept, named["offsets"]  # type: ignore[assignment]
     with torch.set_grad_enabled(any(wanted)):
         batch = Batch(named["targets"], candidate_ids=chosen, support_ids=kept)
-        call = linear_call(hidden, head, batch, objective, options, "head_stats")
-    x, own, *_, bias = call.tensors
-    index = call.packing.index
+        work, (x, own, *_, bias) = linear_call(
+            hidden, head, batch, objective, options, "head_stats"
+        )
+    index = work.packing.index
     packed = adapted if index is None else [f[index] for f in adapted]
     pairs = [t for pair in zip(packed, rows, strict=True) for t in pair]
     opened = [None if t is None else t.detach() for t in (x, own, *pairs, bias)]
-    return call, call.work.open(opened)
+    return work, work.open(opened)
 
 
 @torch.library.custom_op("headloss::head_stats", mutates_args=())
@@ -160,12 +162,12 @@ def _head_stats(
 ) -> list[Tensor]:
     """logp, lse, entropy, and the normalizer's two parts, [N] each; of candidates also log-probs
     and the rest [N, K + 1], and the rest's normalizer [N, 2]."""
-    call, source = _open(tensors, sizes, numbers, spelt, [False] * len(tensors))
-    whole = sweep(call.work, source).whole
+    work, source = _open(tensors, sizes, numbers, spelt, [False] * len(tensors))
+    whole = sweep(work, source).whole
     found = [*(getattr(whole.stats, name) for name in READ), *whole.normalizer]
     for part in source.beside:
         found += [whole.stats.divergences[part.key], part.rest.t()]
-    return [call.packing.scatter(t, alone=True) for t in found]
+    return [work.packing.scatter(t, alone=True) for t in found]
 
 
 @_head_stats.register_fake
@@ -189,14 +191,14 @@ def _head_stats_backward(
     wanted: Sequence[bool],  # which of `tensors`
 ) -> list[Tensor]:
     """The wanted gradients, in the order of `tensors`."""
-    call, source = _open(tensors, sizes, numbers, spelt, wanted)
-    packing = call.packing
+    work, source = _open(tensors, sizes, numbers, spelt, wanted)
+    packing = work.packing
     logp, _, entropy, peak, log_sum, *beside = map(packing.gather, measured)
     stats = Statistics(logp=logp, entropy=entropy)
     for part in source.beside:
         stats.divergences[part.key], part.rest = beside[0], beside[1].t()
     swept = Swept(Measured(stats, Normalizer(peak, log_sum)), [])
-    found = pull_slopes(call.work, packing, source, swept, upstream)
+    found = pull_slopes(work, source, swept, upstream)
     for i, value in enumerate(found[:-1:2]):
         if value is not None and packing.index is not None:
             full = torch.zeros_like(tensors[2 * i])

@@ -191,13 +191,13 @@ def _first(*reasons: tuple[object, str]) -> str | None:
 
 def _choose(p: Problem, options: Options, chunks: tuple[Chunk, ...] | None) -> tuple[Schedule, str]:
     frozen_error = _first(
+        (p.given, "the logits are given"),
         (p.weight_gradient, "the head requires a gradient"),
         (not p.logp_only, "the objective needs the gradient of more than logp"),
         (
             p.candidates and p.sharded,
             "slopes of candidates would be summed over ranks in the backward pass",
         ),
-        (p.given, "the logits are given"),
     )
     one_pass_error = _first(
         (p.scope == "elsewhere", "the loss lives elsewhere and needs all statistics first"),

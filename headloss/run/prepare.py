@@ -26,7 +26,7 @@ from ..losses.term import Objective, Reads, Term
 from ..objective.bound import check_weights, has_slopes, reads
 from ..objective.sample import Kinds
 from ..objective.statistics import BESIDE, CANDIDATES, COLLISION, PEAK, STATISTICS
-from ..objective.tape import Tape, kinds_of, serves
+from ..objective.tape import Tape, serves
 from ..objective.taping import forget_tapes, is_own, tape_of
 from ..options import Options
 from ..softmax.linear import Wants
@@ -63,7 +63,7 @@ class Prepared:
         slopes: the objective's gradient can be known before the statistics.
         taped: a tape may serve the objective in place of autograd.
         own: all terms are the library's own.
-        kinds: of the fields that a tape can read.
+        kinds: of the fields that a tape can read: those of one value per token or segment.
         misses: not empty once a batch was guessed to be whole, and was not.
     """
 
@@ -229,8 +229,6 @@ def prepare_given(
         raise ValueError("main_grad: got a tensor, but given logits have no weight")
     if options.sequence_parallel:
         raise ValueError("sequence_parallel: got logits, want hidden states before a head")
-    if options.schedule == "frozen":
-        raise ValueError('schedule: got "frozen", but the logits are given')
     if options.gradient_tolerance:
         raise ValueError(
             f"gradient_tolerance: got {options.gradient_tolerance}, want 0: given logits have no "
@@ -340,7 +338,7 @@ def _prepared(
         taped=not (batch.segments.group or beside or (teachers and "teacher_topk_ids" in kinds))
         and serves(backend, wide, batch.targets.device),
         own=is_own(objective),
-        kinds=kinds_of(batch),
+        kinds={name: dtype for name, (dtype, more) in kinds.items() if not more},
     )
 
 

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..batch.packing import PackedBatch
+from ..batch.packing import PackedBatch, Packing
 from ..kernels.interface import Measured
 from ..objective.bound import Bound, Gradient
 from ..objective.statistics import PEAK, STATISTICS, Normalizer, Statistics
 from ..objective.tape import Taped
 from ..objective.tolerance import Tolerance
 from ..softmax.linear import RawSoftmax
-from ..softmax.rows import ALL
+from ..softmax.rows import ALL, of_several
 from .plan import Chunk, Plan
 
 Gradients = list[Tensor | None]
@@ -46,10 +46,13 @@ class Work:
     """What the loop is to do with a source.
 
     Attributes:
+        packing: where the packed tokens are in the batch.
+        batch: as terms see it.
         bind: binds the objective to `batch`, while the first product runs: see `bound`.
         slices: of the vocabulary on the ranks of a group.
         vocabulary: of the whole model.
         dtype: of statistics and the loss.
+        own: all terms are the library's own.
         rescaled: coefficients are brought near 1, against 16-bit underflow.
         constants: what both acts read beside the logits: none of it may change in between.
         at_once: the objective's gradient is known before the statistics are.
@@ -62,12 +65,14 @@ class Work:
     """
 
     plan: Plan
+    packing: Packing
     batch: PackedBatch
     bind: Callable[[], Bound | Taped]
     slices: Any
     vocabulary: int
     needs: frozenset[str]
     dtype: torch.dtype
+    own: bool
     rescaled: bool
     constants: list[Tensor]
     at_once: bool = False
@@ -130,17 +135,7 @@ def join(work: Work, source: RawSoftmax, found: list[Measured]) -> Measured:
             divergences=beside,
         )
         return Measured(stats, Normalizer(empty, empty))
-    all_stats = [m.stats for m in found]
-    names, keys = all_stats[0].tensors(), all_stats[0].divergences
-    stats = Statistics(
-        **{name: torch.cat([getattr(s, name) for s in all_stats]) for name in names},  # type: ignore[arg-type]
-        divergences={key: torch.cat([s.divergences[key] for s in all_stats]) for key in keys},
-    )
-    normalizer = Normalizer(
-        torch.cat([m.normalizer.peak for m in found]),
-        torch.cat([m.normalizer.log_sum for m in found]),
-    )
-    return Measured(stats, normalizer)
+    return of_several(torch.cat, found)
 
 
 def steps(total: int, step: int) -> list[slice]:

@@ -5,13 +5,14 @@ K of a block's n tokens, v columns, H hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..kernels.interface import ByColumn, Kernels, Measured, Support
 from ..objective.bound import Gradient
+from ..objective.statistics import Normalizer, Statistics
 from ..reading import Reading
 
 Rows = slice | Tensor  # of a source's tokens
@@ -134,6 +135,18 @@ class RowGradient(NamedTuple):
             total.index_add_(0, self.rows, part)
         else:
             total[self.rows] += part
+
+
+def of_several(make: Callable[[Any], Tensor], found: Sequence[Measured]) -> Measured:
+    """Each vector made from a list of those that others have in its place."""
+    stats = [m.stats for m in found]
+    named = {name: make([getattr(s, name) for s in stats]) for name in stats[0].tensors()}
+    beside = {key: make([s.divergences[key] for s in stats]) for key in stats[0].divergences}
+    normalizers = zip(*(m.normalizer for m in found), strict=True)
+    return Measured(
+        Statistics(**named, divergences=beside),  # type: ignore[arg-type]
+        Normalizer(*map(make, normalizers)),
+    )
 
 
 def compact_(raw: Tensor, index: Tensor) -> Tensor:

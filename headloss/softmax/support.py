@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..kernels.interface import Measured
-from ..objective.statistics import Normalizer, Statistics, finish
+from ..objective.statistics import finish
 from .linear import LinearSoftmax
-from .rows import ALL, Known, PairGradient, RowGradient, Rows
+from .rows import ALL, Known, PairGradient, RowGradient, Rows, of_several
 
 if TYPE_CHECKING:
     from ..batch.support import Packed
@@ -69,7 +69,9 @@ class SupportSoftmax(LinearSoftmax):
             whole = self.whole.take(index + (rows.start or 0))
             every = slice(0, len(index))
             found, held = whole.statistics(every, tiles, slices, vocabulary, keep)
-            measured = _placed(measured, index, found)
+            measured = of_several(
+                lambda pair: pair[0].index_copy(0, index, pair[1]), [measured, found]
+            )
             for part, taken in zip(self.beside, whole.beside, strict=True):
                 part.put(index + (rows.start or 0), taken)
         return measured, (raw, whole, held) if keep else None
@@ -110,17 +112,3 @@ class SupportSoftmax(LinearSoftmax):
     def _window(self, rows: slice, columns: slice) -> Any:
         first = self.first + (columns.start or 0)
         return self.support.window(rows, first, self._width(columns))
-
-
-def _placed(measured: Measured, index: Tensor, found: Measured) -> Measured:
-    """With the numbers of some of the tokens in place of their own."""
-
-    def put(mine: Tensor, theirs: Tensor) -> Tensor:
-        return mine.index_copy(0, index, theirs)
-
-    theirs, beside = found.stats.tensors(), found.stats.divergences
-    stats = Statistics(
-        **{name: put(mine, theirs[name]) for name, mine in measured.stats.tensors().items()},  # type: ignore[arg-type]
-        divergences={k: put(mine, beside[k]) for k, mine in measured.stats.divergences.items()},
-    )
-    return Measured(stats, Normalizer(*map(put, measured.normalizer, found.normalizer)))
