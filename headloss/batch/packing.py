@@ -249,7 +249,8 @@ class Packing:
         also of the tokens `rows`, with 0 at all others."""
         (index, live), rest = (self.index, self.live), values.shape[1:]
         if rows is not ALL:
-            index, live = (t if t is None else t[rows] for t in (index, live))
+            index = None if index is None else index[rows]
+            live = None if live is None else live[rows]
         if live is not None:
             values = values.masked_fill(~as_wide(live, values), 0)
         if index is None and not alone:

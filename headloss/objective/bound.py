@@ -113,9 +113,9 @@ class Bound:
         """Each term's key and coefficient."""
         return tuple((part.name, part.coefficient) for part in self.parts)
 
-    def total(self, values: Tensor) -> Tensor:
-        """[] the loss from its terms' values, added one by one: a tensor of the coefficients would
-        have to be copied to the device, and the copy would wait."""
+    def total(self, values: Tensor, stats: Statistics) -> Tensor:
+        """[] the loss of all tokens, from its terms' values. They are added one by one: a tensor of
+        the coefficients would have to be copied to the device, and the copy would wait."""
         loss = values.new_zeros(())
         for (_, coefficient), value in zip(self.named, values.unbind(), strict=True):
             loss = loss.add(value, alpha=coefficient)

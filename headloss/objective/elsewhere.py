@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,42 +72,34 @@ def gradient_of(
     return gradient.map(lambda t: t * scale), scale
 
 
+@dataclass(eq=False)
 class Foreign:
     """A scalar loss that is a sum over tokens or segments, as the loop sees an objective (`Bound`).
 
     The gradient on some tokens is taken with 0 at all other positions: in a sum it depends on
     nothing else. The value is taken once, of all tokens.
 
-    Args:
+    Attributes:
         loss: of log-probs and entropies in the targets' shape.
         declared: the upstream gradient, where it is known in advance.
     """
 
-    named = (("loss", 1.0),)
-    scale = None
-
-    def __init__(
-        self,
-        loss: Callable[[Tensor, Tensor], Tensor],
-        packing: Packing,
-        vocabulary: int,
-        wide: torch.dtype,
-        declared: float | None,
-    ) -> None:
-        self.loss, self.packing, self.vocabulary = loss, packing, vocabulary
-        self.wide, self.declared = wide, declared
-        self.pieces: list[tuple[Tensor, Tensor]] = []  # log-probs and entropies of tokens so far
+    loss: Callable[[Tensor, Tensor], Tensor]
+    packing: Packing
+    vocabulary: int
+    declared: float | None
+    named: ClassVar = (("loss", 1.0),)
+    scale: ClassVar = None
 
     def gradient(
         self, stats: Statistics, batch: PackedBatch, chunk: Chunk | None, needed: bool = True
     ) -> Gradient:
         rows = ALL if chunk is None else chunk.rows
         assert stats.logp is not None and stats.entropy is not None
-        leaves = {"logp": stats.logp.detach(), "entropy": stats.entropy.detach()}
-        self.pieces.append((leaves["logp"], leaves["entropy"]))
         value = stats.logp.new_zeros(1, dtype=torch.float64)
         if not needed:
             return Gradient(Coefficients(), {}, value)
+        leaves = {"logp": stats.logp.detach(), "entropy": stats.entropy.detach()}
         with torch.enable_grad():
             inputs = [leaf.requires_grad_() for leaf in leaves.values()]
             full = (self.packing.scatter(leaf, alone=True, rows=rows) for leaf in inputs)
@@ -114,16 +107,13 @@ class Foreign:
             _check_leaves(found, inputs)
         slopes = torch.autograd.grad(found, inputs, allow_unused=True)
         given = {n: g for n, g in zip(leaves, slopes, strict=True) if g is not None}
-        for leaf in inputs:
-            leaf.requires_grad_(False)
         return Gradient(pull_back(given, stats, self.vocabulary), {}, value).times(self.declared)
 
-    def total(self, values: Tensor) -> Tensor:
+    def total(self, values: Tensor, stats: Statistics) -> Tensor:
         """[] the loss."""
-        empty = torch.empty(0, dtype=self.wide, device=self.packing.targets.device)
-        whole = zip((empty, empty), *self.pieces, strict=True)
+        assert stats.logp is not None and stats.entropy is not None
         with torch.no_grad():
-            full = (self.packing.scatter(torch.cat(parts), alone=True) for parts in whole)
+            full = (self.packing.scatter(t, alone=True) for t in (stats.logp, stats.entropy))
             return scalar(self.loss(*full))
 
 

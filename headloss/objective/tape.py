@@ -240,9 +240,9 @@ class Taped:
         self.measured = found.metrics
         return found
 
-    def total(self, values: Tensor) -> Tensor:
+    def total(self, values: Tensor, stats: Statistics) -> Tensor:
         """[] the loss."""
-        return Bound.total(self, values)  # type: ignore[arg-type]
+        return Bound.total(self, values, stats)  # type: ignore[arg-type]
 
     def metrics(self, stats: Statistics) -> Callable[[], Metrics]:
         """Those of all tokens, that were evaluated in chunks."""

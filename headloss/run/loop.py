@@ -56,7 +56,9 @@ class HeadLoss(torch.autograd.Function):
         if work.plan.pull in ("slabs", "blocks"):  # autograd sees to it that none of these changes
             aside, ctx.count = [*tensors, *work.constants], len(tensors)
         ctx.save_for_backward(*aside)
-        loss = work.bound.total(measured.values) if measured.loss is None else measured.loss
+        stats, values, loss = measured
+        if loss is None:
+            loss = work.bound.total(values, stats)
         return loss.to(work.dtype), measured
 
     @staticmethod
