@@ -213,7 +213,7 @@ def _run(options: Options, make: Callable[..., Call], *given: Any) -> Output:
     assert logps is not None
 
     def found() -> dict[str, Any]:
-        pairs = zip(work.bound.named, values.to(dtype).unbind(), strict=True)
+        pairs = zip(work.bound.named, values.to(dtype).unbind(), strict=False)
         return {
             "terms": {name: value for (name, _), value in pairs},
             "metrics": measured(),

@@ -179,7 +179,7 @@ class Form:
         more = {"places": index, "out": some(N, H)} if self.full else {}
         yield "order", lambda: acts.dense_order(some(N, dtype=torch.bool), N)
         yield "scaled rows", lambda: acts.scaled_rows(x, some(N), **more)
-        sums = [Scaling(some(V, H), x.dtype)] * 2
+        sums = [Scaling(some(V, H), x.dtype), Scaling(some(N, H), x.dtype, rows=some(N))]
         yield "scaled", lambda: acts.scaled(sums, self.if_full(some(1)[0]))
 
     def walks(self) -> Iterator[tuple[str, Call]]:
@@ -281,11 +281,12 @@ class Form:
         names = tape.tape_kernel.arg_names[: -len(constants)]
         kinds = {"f": 0.5, "i": far}
         vectors = {n: kinds[n[0]] for n in names if n[1:].isdigit()}
-        addresses = ("code", "kinds", "index", "ids", "live", "counts", "shares")
+        addresses = ("code", "kinds", "index", "ids", "live", "counts", "shares", "loss")
         given = [vectors.get(n, far if n in addresses else N) for n in names[1:]]
         scratch, results = some(1), some(1, dtype=torch.float64)
         yield "tape", lambda: tape._tape._slowly(1, (scratch, *given), constants)
-        yield "fold", lambda: tape._fold._slowly(1, (results, far, far, 2), {"BLOCK": tape.FOLD})
+        folded = results, far, far, 2, far, 0
+        yield "fold", lambda: tape._fold._slowly(1, folded, {"BLOCK": tape.FOLD})
 
 
 def partials_of(n: int) -> Partials:

@@ -183,4 +183,4 @@ def measured_of(gradient: Gradient) -> torch.Tensor:
     """The terms' values, the loss, and all numbers of the metrics."""
     assert gradient.loss is not None and gradient.metrics is not None
     parts = [part for metric in gradient.metrics().values() for part in vars(metric).values()]
-    return torch.stack([*gradient.values, gradient.loss, *parts])
+    return torch.stack([*gradient.values, gradient.loss.double(), *parts])

@@ -58,7 +58,8 @@ def assert_evaluated(found: Gradient, case: Case, tolerance: float, needed: bool
     gradient, metrics = case.eager(needed)
     assert_close(found.coefficients.tensors(), gradient.coefficients.tensors(), tolerance)
     assert_close(found.divergences, gradient.divergences, tolerance)
-    assert_close({"": found.values}, {"": gradient.values}, tolerance)
+    values = found.values[: len(case.objective.parts)]
+    assert_close({"": values}, {"": gradient.values}, tolerance)
     loss = sum(c * v for (c, _), v in zip(case.objective.parts, gradient.values, strict=True))
     assert_close({"loss": found.loss}, {"loss": loss}, tolerance)
     assert found.metrics is not None
@@ -137,7 +138,8 @@ def test_pieces_of_a_batch_add_up() -> None:
         }
     )
     assert_close(joined.tensors(), whole.coefficients.tensors(), 1e-12)
-    torch.testing.assert_close(sum(f.values for f in found), whole.values, rtol=1e-12, atol=0)
+    k = len(case.objective.parts)
+    torch.testing.assert_close(sum(f.values for f in found)[:k], whole.values[:k], rtol=1e-12, atol=0)
 
 
 def test_token_terms_may_be_cut_anywhere() -> None:

@@ -163,9 +163,10 @@ class Order(NamedTuple):
 class Scaling(NamedTuple):
     """A sum that becomes a gradient."""
 
-    value: Tensor  # contiguous, of any shape
+    value: Tensor  # contiguous, of any shape; may be overwritten
     dtype: torch.dtype  # of the gradient
     multiplied: bool = True
+    rows: Tensor | None = None  # [n] float32, which the rows of value [n, H] are multiplied by first
 
 
 class Surveyed(NamedTuple):
@@ -311,7 +312,8 @@ class Kernels(Protocol):
 
     def scaled(self, values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
         """Each value times `factor` [], or as it is, in float32 or wider and rounded to its dtype
-        once; where the dtypes are the same, in place."""
+        once; where the dtypes are the same, in place. Rows that are multiplied first are rounded
+        to the value's own dtype."""
 
     # ------------------------------------------------------------------ logits where they lie
 

@@ -57,8 +57,8 @@ class Gradient(NamedTuple):
 
     coefficients: Coefficients  # [n]
     divergences: dict[object, Tensor]  # slopes of `Statistics.divergences`, [n] or [n, K + 1]
-    values: Tensor  # [K] float64, each term's share of its reduced value
-    loss: Tensor | None = None  # [] float64, where it is there
+    values: Tensor  # [>= K] float64, first each term's share of its reduced value
+    loss: Tensor | None = None  # [] in the statistics' dtype, where it is there
     metrics: Callable[[], Metrics] | None = None  # where they were measured
 
     def rows(self, rows: Tensor | slice) -> Gradient:
@@ -117,7 +117,7 @@ class Bound:
         """[] the loss of all tokens, from its terms' values. They are added one by one: a tensor of
         the coefficients would have to be copied to the device, and the copy would wait."""
         loss = values.new_zeros(())
-        for (_, coefficient), value in zip(self.named, values.unbind(), strict=True):
+        for (_, coefficient), value in zip(self.named, values.unbind(), strict=False):
             loss = loss.add(value, alpha=coefficient)
         return loss
 

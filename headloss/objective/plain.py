@@ -17,8 +17,9 @@ Tape = Launch = Column = Any  # of tape.py, which stands above
 LAUNCH, TOKEN, INDEX, SEGMENT = map(int, (Way.LAUNCH, Way.TOKEN, Way.INDEX, Way.SEGMENT))
 
 
-def run_plain(tape: Tape, launch: Launch) -> tuple[list[Tensor], Tensor]:
-    """The instructions in PyTorch, on any device and in any dtype."""
+def run_plain(tape: Tape, launch: Launch) -> tuple[list[Tensor], Tensor, Tensor]:
+    """The instructions in PyTorch, on any device and in any dtype: vectors, measurements, and the
+    loss in the tape's dtype."""
     batch, chunk, dtype = launch.batch, launch.chunk, tape.dtype
     live = None if batch.live is None else batch.live[chunk.rows]
     segments = batch.segments.slice(chunk)
@@ -56,8 +57,8 @@ def run_plain(tape: Tape, launch: Launch) -> tuple[list[Tensor], Tensor]:
             own[row.out] = values[0] if live is None else torch.where(live, values[0], 0)
         else:
             own[row.out] = _of_segments(op, values, segments)
-    sums = [m for m in measured if m is not None]
-    return registers[TOKENS][: len(tape.vectors)], torch.stack(sums)
+    sums = torch.stack([m for m in measured if m is not None])
+    return registers[TOKENS][: len(tape.vectors)], sums, sums[tape.terms].to(dtype)
 
 
 def _read(

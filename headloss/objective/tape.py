@@ -115,18 +115,17 @@ class Tape:
         inputs = [_column(source, stats, batch) for source in self.inputs]
         numbers = [_number(s, totals, coefficients, vocabulary, factor) for s in self.numbers]
         launch = Launch(batch, chunk, inputs, numbers)
-        vectors, measured = _runner(backend)(self, launch)
+        vectors, measured, loss = _runner(backend)(self, launch)
         of: dict[str, dict[Any, Tensor]] = {"coefficient": {}, "divergence": {}}
         for (kind, name), vector in zip(self.vectors, vectors, strict=True):
             of[kind][name] = vector
         teachers = list(stats.divergences)
         divergences = {teachers[k]: slope for k, slope in of["divergence"].items()}
-        values, loss = measured[: self.terms], measured[self.terms]
         metrics = partial(self.metrics, measured)
-        return Gradient(Coefficients(**of["coefficient"]), divergences, values, loss, metrics)
+        return Gradient(Coefficients(**of["coefficient"]), divergences, measured, loss, metrics)
 
 
-Runner = Callable[[Tape, Launch], tuple[Sequence[Tensor], Tensor]]
+Runner = Callable[[Tape, Launch], tuple[Sequence[Tensor], Tensor, Tensor]]
 
 
 @cache

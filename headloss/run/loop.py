@@ -30,8 +30,8 @@ from .work import Gradients, Swept, Work, join, measure
 
 
 class Outcome(NamedTuple):
-    """What a forward pass measured: statistics [T], each term's value [K] in float64, the loss
-    where it is there already."""
+    """What a forward pass measured: statistics [T], first each term's value [>= K] in float64, the
+    loss where it is there already."""
 
     stats: Statistics
     values: Tensor

@@ -45,10 +45,13 @@ def _scale(work: Work, swept: Swept, gradient: Gradient, factor: Tensor | None) 
     if factor is not None:
         row = row * factor.to(row.dtype)
     row = work.slices.own(row)
+    multiple, sums.hidden.multiple = sums.hidden.multiple, None
     chosen = [part for part in source.beside if part.key in gradient.divergences]
     for i, total in enumerate(sums.hidden.totals):
         if total is None:
             continue
+        if multiple is not None:
+            source.acts.scaled_rows(total, multiple, out=total)
         sums.hidden.totals[i] = total = source.acts.scaled_rows(total, row, out=total)
         for part in chosen:
             slopes, targets = gradient.divergences[part.key], source.tokens.targets

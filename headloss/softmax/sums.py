@@ -59,6 +59,8 @@ class Hidden:
         self.source, self.wanted = source, wants.features
         self.blocks = None if blocks is None else iter(blocks)
         self.totals: list[Tensor | None] = [None] * len(self.wanted)
+        self.multiple: Tensor | None = None  # [T] that rows of whole products are still to be
+        # multiplied by
         if not self.takes_products or blocks is None or len(blocks) != 1:
             self.totals = [
                 self.room(f, source.dtype if blocks is None else f.dtype) if wanted else None
@@ -77,7 +79,7 @@ class Hidden:
         """Take dL/draw of some rows and columns, the `last` that come or not. `weights` takes it
         too: first where it leaves the memory of scaled features behind, else last, since it hides
         what ranks do about dX. Returns what it does."""
-        values, rows, multiple, room, scaled_rows, pairs, _ = gradient
+        values, rows, multiple, room, _, pairs, _ = gradient
         found = None if room is None else weights()
         block, fixed = None if self.blocks is None else next(self.blocks), self.source.fixed
         for i, weight in enumerate(self.source.weights):
@@ -88,9 +90,7 @@ class Hidden:
                 features = self.source.features[i]
                 if pairs is None and len(values) == len(features):
                     made = products.input_gradient(values, weight, features.dtype, fixed, room)
-                    self.totals[i] = made
-                    if multiple is not None:
-                        scaled_rows(made, multiple, out=made)  # type: ignore[misc]
+                    self.totals[i], self.multiple = made, multiple
                     continue
                 total = self.totals[i] = self.room(features, features.dtype)
             if pairs is not None and block is not None:
@@ -212,12 +212,13 @@ class _Sums:
     def finish(self, factor: Tensor | None) -> list[Tensor | None]:
         """Gradients times `factor` in the inputs' dtypes: features and weights pairwise, bias."""
         self.hidden.settle()
+        multiple = self.hidden.multiple
         source, scaled, by_factor = self.source, self.source.acts.scaled, not self.by_slab
         sums: list[Scaling | None] = []
         pairs = zip(source.features, source.full_weights, self.weights, strict=True)
         for i, (features, weight, total) in enumerate(pairs):
             into = self.hidden.totals[i]
-            sums.append(None if into is None else Scaling(into, features.dtype))
+            sums.append(None if into is None else Scaling(into, features.dtype, rows=multiple))
             own = None
             if total is not None and total is not self.main_grad:
                 if self.fresh:

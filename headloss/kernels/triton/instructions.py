@@ -128,7 +128,7 @@ def store_totals(into, values, counts, low, high, start, BLOCK: tl.constexpr):
 
 
 ARGUMENTS = ["scratch", "code", "phases", "kinds", "index", "ids", "live", "counts", "shares"]
-ARGUMENTS += ["has_live", "n", "first", "size", "first_segment", "segments", "token_registers"]
+ARGUMENTS += ["loss", "terms", "has_live", "n", "first", "size", "first_segment", "segments", "token_registers"]
 ARGUMENTS += ["measurements", "per"]
 ARGUMENTS += [f"i{k}" for k in range(INPUTS)] + [f"f{k}" for k in range(NUMBERS)]
 
@@ -136,8 +136,8 @@ ARGUMENTS += [f"i{k}" for k in range(INPUTS)] + [f"f{k}" for k in range(NUMBERS)
 @triton.jit(do_not_specialize=ARGUMENTS)
 def tape_kernel(
     scratch,  # float32
-    code, phases, kinds, index, ids, live, counts, shares,  # addresses
-    has_live, n, first, size, first_segment, segments, token_registers, measurements, per,
+    code, phases, kinds, index, ids, live, counts, shares, loss,  # addresses
+    terms, has_live, n, first, size, first_segment, segments, token_registers, measurements, per,
     i0, i1, i2, i3, i4, i5, i6, i7, i8, i9, i10, i11, i12, i13, i14, i15, i16, i17, i18, i19,
     f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, BY_SEGMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -238,11 +238,14 @@ def tape_kernel(
                         value = over_segments(op, x, y, i, inside, size, high)
                         tl.store(into + i, value, mask=inside)
                 tl.debug_barrier()  # other threads may read what these wrote
+    if programs == 1:
+        tl.store(loss.to(tl.pointer_type(tl.float32)), tl.load(shares + terms).to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["results", "kinds", "shares", "programs"])
-def fold_kernel(results, kinds, shares, programs, BLOCK: tl.constexpr):
-    """A measurement from the shares of the programs, added in their order."""
+@triton.jit(do_not_specialize=["results", "kinds", "shares", "programs", "loss", "terms"])
+def fold_kernel(results, kinds, shares, programs, loss, terms, BLOCK: tl.constexpr):
+    """A measurement from the shares of the programs, added in their order; that of the place
+    `terms` is also the loss, in float32."""
     at = tl.program_id(0)
     kind = tl.load(kinds.to(tl.pointer_type(tl.int32)) + at)
     shares = shares.to(tl.pointer_type(tl.float64)) + at * programs
@@ -251,7 +254,10 @@ def fold_kernel(results, kinds, shares, programs, BLOCK: tl.constexpr):
         total = tl.zeros((BLOCK,), tl.float64)
         for start in range(0, programs, BLOCK):
             total += tl.load(shares + start + lane, mask=start + lane < programs, other=0.0)
-        tl.store(results + at, tl.sum(total, 0))
+        found = tl.sum(total, 0)
+        tl.store(results + at, found)
+        if at == terms:
+            tl.store(loss.to(tl.pointer_type(tl.float32)), found.to(tl.float32))
     else:
         sign = tl.where(kind == LARGEST, 1.0, -1.0).to(tl.float64)
         best, unknown = tl.full((BLOCK,), float("-inf"), tl.float64), 0

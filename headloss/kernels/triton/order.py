@@ -132,6 +132,8 @@ class Cast(NamedTuple):
     count: int
     times: tl.constexpr  # it is multiplied by the factor
     in_place: tl.constexpr
+    rows: Tensor | None  # what its rows are multiplied by first
+    width: int  # of a row
 
 
 @triton.jit
@@ -142,12 +144,22 @@ def scaled_blocks(of, factor, BLOCK: tl.constexpr):
     number = 1.0
     if of.times:
         number = tl.load(factor).to(tl.float32)
-    if of.in_place:
-        count = tl.where(number == 1, 0, count)
-    for block in range(program, tl.cdiv(count, BLOCK), programs):
-        at = block * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(of.value + at, mask=at < count, other=0.0).to(tl.float32) * number
-        tl.store(of.out + at, x.to(of.out.dtype.element_ty), mask=at < count)
+    if of.rows is None:
+        if of.in_place:
+            count = tl.where(number == 1, 0, count)
+        for block in range(program, tl.cdiv(count, BLOCK), programs):
+            at = block * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(of.value + at, mask=at < count, other=0.0).to(tl.float32) * number
+            tl.store(of.out + at, x.to(of.out.dtype.element_ty), mask=at < count)
+    else:
+        blocks = tl.cdiv(of.width, BLOCK)  # of a row
+        for block in range(program, count * blocks, programs):
+            row = block // blocks
+            at = (block - row * blocks) * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(of.value + row * of.width + at, mask=at < of.width, other=0.0)
+            x = (x.to(tl.float32) * tl.load(of.rows + row)).to(of.value.dtype.element_ty)
+            x = (x.to(tl.float32) * number).to(of.out.dtype.element_ty)
+            tl.store(of.out + row * of.width + at, x, mask=at < of.width)
 
 
 @triton.jit
@@ -166,19 +178,20 @@ launch_scaled = Launcher(scaled_kernel, num_warps=8)
 
 def scaled(values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
     found, work = [], []
-    for value, dtype, multiply in values:
-        multiply = multiply and factor is not None
-        if value.dtype == dtype and (not multiply or not value.numel()):
-            found.append(value)
-            continue
-        out = value if value.dtype == dtype else torch.empty_like(value, dtype=dtype)
+    most = 0
+    for value, dtype, multiply, rows in values:
+        multiply, size = multiply and factor is not None, value.numel()
+        changes = value.dtype != dtype
+        out = torch.empty_like(value, dtype=dtype) if changes else value
         found.append(out)
-        if value.numel():
-            flags = constant(multiply), constant(value is out)
-            work.append(Cast(value, out, value.numel(), *flags))
+        if size and (changes or multiply or rows is not None):
+            flags = constant(multiply), constant(not changes)
+            count, width = (size, 1) if rows is None else value.shape
+            work.append(Cast(value, out, count, *flags, rows, width))
+            most = max(most, count if rows is not None else cdiv(size, WIDEST))
     for start in range(0, len(work), AT_ONCE):
         some = work[start : start + AT_ONCE]
-        programs = min(MOST, cdiv(max(cast.count for cast in some), WIDEST))
+        programs = min(MOST, most)
         some += [some[0]._replace(count=0)] * (AT_ONCE - len(some))
         launch_scaled(programs, some[0].value if factor is None else factor, *some, BLOCK=WIDEST)
     return found

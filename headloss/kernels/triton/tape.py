@@ -62,8 +62,8 @@ def _encoded(row: Row, inputs: int, layout: Layout) -> list[int]:
     return [int(op), out, *places, *[-1] * (3 - len(places)), bits]
 
 
-def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor]:
-    """As `tape.run_plain`, for registers in float32: two launches, or one for few tokens."""
+def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
+    """As `plain.run_plain`, for registers in float32: two launches, or one for few tokens."""
     batch, (start, stop, first_segment, last), inputs, numbers = launch
     ids, lengths = batch.segments.ids, batch.segments._local_counts
     layout: list[Any] = [(way, values.dtype) for values, way in inputs]
@@ -94,6 +94,7 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor]:
     measurements = len(tape.kinds)
     results = torch.empty(measurements, dtype=torch.float64, device=device)
     shares = results if count == 1 else results.new_empty(measurements * count)
+    loss = torch.empty((), device=device)
     code, live, index = program.address, batch.live, batch._index
     addresses += [code] * (INPUTS - len(addresses))
     addresses += [code if t is None else t.data_ptr() for t in (index, ids, live, lengths)]
@@ -101,14 +102,16 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor]:
         addresses = [address or code for address in addresses]
     arguments = (
         code, len(tape.phases), program.kinds, *addresses[INPUTS:], shares.data_ptr(),
-        int(live is not None), n, start, size, first_segment, batch._count, over_tokens,
+        loss.data_ptr(), tape.terms, int(live is not None), n, start, size, first_segment,
+        batch._count, over_tokens,
         measurements, per, *addresses[:INPUTS], *floats, *[0.0] * (NUMBERS - len(floats))
     )  # fmt: skip
     _tape(count, scratch, *arguments, BY_SEGMENT=by_segment, BLOCK=BLOCK)
     if count > 1:
-        _fold(measurements, results, program.kinds, shares.data_ptr(), count, BLOCK=FOLD)
+        given = program.kinds, shares.data_ptr(), count, loss.data_ptr(), tape.terms
+        _fold(measurements, results, *given, BLOCK=FOLD)
     vectors = [scratch[k * n : (k + 1) * n] for k in range(len(tape.vectors))]
-    return vectors, results
+    return vectors, results, loss
 
 
 _tape = OfNumbers(tape_kernel, num_warps=8, num_stages=1)
