@@ -139,7 +139,8 @@ def test_pieces_of_a_batch_add_up() -> None:
     )
     assert_close(joined.tensors(), whole.coefficients.tensors(), 1e-12)
     k = len(case.objective.parts)
-    torch.testing.assert_close(sum(f.values for f in found)[:k], whole.values[:k], rtol=1e-12, atol=0)
+    values = sum(f.values for f in found)[:k]
+    torch.testing.assert_close(values, whole.values[:k], rtol=1e-12, atol=0)
 
 
 def test_token_terms_may_be_cut_anywhere() -> None:

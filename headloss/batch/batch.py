@@ -189,8 +189,8 @@ class Batch:
         Raises:
             RuntimeError: the targets, segments or stored ids were changed in place since.
         """
-        tensors, known = self._surveyed(), self._found
-        if known is None or not known.is_of(tensors):
+        known = self._found
+        if known is None or not known.is_of(tensors := self._surveyed()):
             self._found = known = self._survey()
         elif known.versions != versions(tensors):
             raise RuntimeError(
@@ -320,4 +320,6 @@ def _may_ask_device() -> bool:
 
 def _default_segments(targets: Tensor) -> Segments:
     *rows, length = targets.shape
+    if not rows:
+        return Segments(torch.zeros(length, dtype=torch.int64, device=targets.device), 1)
     return Segments.rows(math.prod(rows), length, device=targets.device)

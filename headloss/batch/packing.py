@@ -17,7 +17,7 @@ from ..reading import Misguessed
 from .batch import Batch, Current, Kind, kind_of
 from .segments import Chunk, Segments
 from .support import Packed as PackedSupport
-from .survey import IGNORE, Order, static_order
+from .survey import IGNORE, Order, flat, static_order
 
 ALL = slice(None)  # what `is` this is not cut: that would be an operation
 
@@ -195,7 +195,7 @@ class Packing:
     def __init__(self, batch: Batch, order: Order, restricted: int | None = None) -> None:
         index, ids, counts, _, _, live, targets = order
         if targets is None:
-            targets = batch.targets.reshape(-1).long()
+            targets = flat(batch.targets).long()
             targets = targets if index is None else targets.index_select(0, index)
         targets = outside_inference(targets)
         self.support: PackedSupport | None = None
@@ -314,9 +314,7 @@ def guessed(
     and what waits for it, checks the batch as `packing_of` does, and raises `Misguessed` if it is
     not so, which `misses` keeps. None where it is known."""
     survey, total = batch.found(), batch.targets.numel()
-    known = survey.packing is not None or batch.support is not None
-    order = None if known else survey.guessed()
-    if order is None:
+    if survey.packing is not None or batch.support is not None:
         return None, bool
 
     def lengths() -> list[int]:
@@ -327,12 +325,15 @@ def guessed(
 
     def confirm() -> None:
         if survey.packing is not packing:
-            survey.check(vocabulary)
-            lengths()
+            if not survey.is_whole(survey.check(vocabulary)):
+                lengths()
             survey.packing = packing
 
     one = batch.segments.count == 1
-    packing = Packing(batch, order._replace(lengths=(lambda: [total]) if one else lengths))
+    order = survey.guessed((lambda: [total]) if one else lengths)
+    if order is None:
+        return None, bool
+    packing = Packing(batch, order)
     return packing, confirm
 
 

@@ -69,7 +69,7 @@ class Survey:
             scored = targets.reshape(-1) != IGNORE
             twice = [(_repeated(id_fields[name]) & scored).sum() for name in self.distinct]
             self.facts = torch.cat([self.facts, torch.stack(twice)])
-        self.size = self.facts.shape[0]
+        self.size, self._alone = self.facts.shape[0], more is None
         self.bins = 4 + len(id_fields)  # the first segment's count among the facts
         self._read: list[int] | None = None
         self._reading = Reading(self.facts if more is None else torch.cat([self.facts, more]))
@@ -80,7 +80,7 @@ class Survey:
         """Whether these are the tensors, and can tell when they change."""
         own = self.tensors
         same = len(own) == len(tensors) and all(map(operator.is_, own, tensors))
-        return same and not any(map(Tensor.is_inference, own))
+        return same and self.versions is not None
 
     def read(self) -> list[int]:
         """The facts, and from `size` on the further ones, on the host; other streams than the
@@ -102,21 +102,22 @@ class Survey:
         asked = self._reading.event is not None and self._read is None
         return asked and _stream(self.targets) == self._stream
 
-    def guessed(self) -> Order | None:
+    def guessed(self, lengths: Callable[[], list[int]]) -> Order | None:
         """The order if all positions are scored and segments ascend, while the device has not said
         so; None where it has, or where it is asked for more."""
-        total, count = self.targets.numel(), self.segments.count
-        if not self.is_asked or self.id_fields or len(self._reading) > self.size or not total:
+        if self.id_fields or not (self._alone and self.is_asked and self.targets.numel()):
             return None
-        return Order(None, self.segments.ids.reshape(-1), self.facts[self.bins : self.bins + count])
+        counts = self.facts[self.bins : self.bins + self.segments.count]
+        return Order(None, flat(self.segments.ids), counts, lengths)
 
-    def is_whole(self) -> bool:
+    def is_whole(self, found: list[int] | None = None) -> bool:
         """Whether it is that order: no segment precedes the one before, no position is unscored."""
-        found = self.read()
+        found = self.read() if found is None else found
         return not (found[0] or found[self.bins + self.segments.count + 1])
 
-    def check(self, vocabulary: int) -> None:
-        """ValueError for a bad target, segment id, or value of an id field at a scored position."""
+    def check(self, vocabulary: int) -> list[int]:
+        """The facts; ValueError for a bad target, segment id, or value of an id field at a scored
+        position."""
         found, end = self.read(), self.bins + self.segments.count
         lowest, most, below, beyond = found[1], found[2], found[self.bins - 1], found[end]
         if lowest < 0 or most >= vocabulary:
@@ -136,6 +137,7 @@ class Survey:
             bad = (ids < 0) | (ids >= self.segments.count)
             want = f"0 <= id < {self.segments.count} at a scored position"
             self._refuse("segments", ids, bad, want)
+        return found
 
     def _refuse(self, name: str, value: Tensor, bad: Tensor, want: str) -> None:
         position = int((bad & (self.targets.reshape(-1) != IGNORE)).nonzero()[0])
@@ -147,8 +149,8 @@ class Survey:
         segments, lengths = self.segments, self.lengths
         found, total, end = self.read(), self.targets.numel(), self.bins + segments.count
         counts, out = self.facts[self.bins : end], found[end + 1]
-        if self.is_whole() or not total:
-            return Order(None, segments.ids.reshape(-1), counts, lengths)
+        if self.is_whole(found) or not total:
+            return Order(None, flat(segments.ids), counts, lengths)
         if not found[0]:
             index, ids, targets, unscored = self.acts.compact(
                 self.targets, segments.ids, IGNORE, self.scored, total - out
@@ -163,9 +165,17 @@ class Survey:
         return Order(index, ids[index], counts, lengths, unscored)
 
 
-def versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
-    """How often each was changed in place."""
-    return tuple([0 if t.is_inference() else t._version for t in tensors])
+def versions(tensors: tuple[Tensor, ...]) -> list[int] | None:
+    """How often each was changed in place; None where some were made in inference mode, and cannot
+    tell."""
+    if any(map(Tensor.is_inference, tensors)):
+        return None
+    return [t._version for t in tensors]
+
+
+def flat(values: Tensor) -> Tensor:
+    """[N] (A view costs a host a microsecond or two.)"""
+    return values if values.dim() == 1 else values.reshape(-1)
 
 
 def _stream(tensor: Tensor) -> int:

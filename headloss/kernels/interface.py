@@ -166,7 +166,7 @@ class Scaling(NamedTuple):
     value: Tensor  # contiguous, of any shape; may be overwritten
     dtype: torch.dtype  # of the gradient
     multiplied: bool = True
-    rows: Tensor | None = None  # [n] float32, which the rows of value [n, H] are multiplied by first
+    rows: Tensor | None = None  # [n] float32: multiplies rows of [n, H] first
 
 
 class Surveyed(NamedTuple):

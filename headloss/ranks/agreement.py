@@ -172,10 +172,13 @@ def in_step(group: ProcessGroup | None, call: Callable[[], R]) -> R:
     Raises:
         ValueError, TypeError, RuntimeError: as `agree`.
     """
-    if isinstance(group, PROCESS_GROUP):  # any other is refused by the call
-        _CALLS[group] = None
-    else:
-        group = None
+    if group is None or not isinstance(group, PROCESS_GROUP):  # one that the call refuses
+        while True:
+            try:
+                return call()
+            except Misguessed:
+                pass
+    _CALLS[group] = None
     try:
         while True:
             try:

@@ -56,29 +56,17 @@ def _linear_joined(
     early: bool = False,
 ) -> Joined:
     """What the arguments of `head_loss` come to before a logit is looked at."""
-
+    given = hidden, head, batch, objective, options, verb
     alone = isinstance(batch, Batch) and batch.segments.group is None
-
-    def check() -> tuple[Prepared, Objective]:
-        whole = Objective.of(objective)
-        key = signature_of(hidden, head, batch, whole, options)
-        found = None if key is None else known(key)
-        if (
-            found is None
-            or found.per_call
-            or batch.segments.count % found.problem.segments_per_unit
-        ):
-            found = prepare_linear(hidden, head, batch, whole, options, verb, key)
-        return found, whole
+    plain = early and not (head.lora or isinstance(head.temperature, Tensor))
 
     def joined() -> Joined:
-        plain = early and not (head.lora or isinstance(head.temperature, Tensor))
         if head.vocab_group is None:
-            return _joined(*check(), Place(head.vocabulary), batch, options, plain)
+            return _joined(*_checked(*given), Place(head.vocabulary), batch, options, plain)
         ready, own = agree_early(
             "vocab_group",
             head.vocab_group,
-            check,
+            partial(_checked, *given),
             lambda ready: own_of_linear(hidden, head, batch, options, ready[0].problem.memory),
             lambda ready: of_linear(hidden, head, batch, ready[1], options),
             not alone or getattr(options, "sequence_parallel", True),
@@ -89,6 +77,22 @@ def _linear_joined(
         return _joined(*ready, place, batch, options, plain and not options.sequence_parallel)
 
     return joined() if alone else over_segments(batch, options, joined)
+
+
+def _checked(
+    hidden: Tensor,
+    head: Head,
+    batch: Batch,
+    objective: Term | Objective,
+    options: Options,
+    verb: str,
+) -> tuple[Prepared, Objective]:
+    whole = Objective.of(objective)
+    key = signature_of(hidden, head, batch, whole, options)
+    found = None if key is None else known(key)
+    if found is None or found.per_call or batch.segments.count % found.problem.segments_per_unit:
+        found = prepare_linear(hidden, head, batch, whole, options, verb, key)
+    return found, whole
 
 
 def linear_plan(

@@ -74,18 +74,20 @@ class Tokens(NamedTuple):
 
     def forward(self, rows: Rows, columns: slice = ALL) -> Forward:
         """Arguments of act one beside the logits of a tile."""
-        first = self.first + (columns.start or 0)
-        return Forward(self._targets(rows), first, self.transform.rows(rows), self.needs)
+        targets, transform = self._at(rows)
+        return Forward(targets, self.first + (columns.start or 0), transform, self.needs)
 
     def backward(self, rows: Rows, columns: slice, known: Known) -> Backward:
         """Arguments of act two beside the logits of a tile."""
         (stats, normalizer), gradient = known.measured, known.gradient
-        first = self.first + (columns.start or 0)
-        given = self._targets(rows), first, self.transform.rows(rows), normalizer
+        targets, transform = self._at(rows)
+        given = targets, self.first + (columns.start or 0), transform, normalizer
         return Backward(*given, gradient.coefficients, stats.logp)
 
-    def _targets(self, rows: Rows) -> Tensor:
-        return self.targets if rows is ALL else self.targets[rows]
+    def _at(self, rows: Rows) -> tuple[Tensor, Transform]:
+        if rows is ALL:
+            return self.targets, self.transform
+        return self.targets[rows], self.transform.rows(rows)
 
 
 def rows_left(live: Tensor | None) -> Callable[[], Tensor | None]:

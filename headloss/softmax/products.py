@@ -17,6 +17,7 @@ from ..kernels.rounding import lost
 
 aten = torch.ops.aten
 Fixed = Callable[..., Tensor]  # `Kernels.fixed_product`, if a row may not depend on others
+WIDE = (torch.float32, torch.float64)
 LARGE = 1 << 25  # elements of dX: for more of them Hopper's library takes slower tiles
 BLOCK_ELEMENTS = 1 << 22  # of a matrix, widened at a time
 
@@ -26,8 +27,8 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _is_wide(*tensors: Tensor) -> bool:
-    return all(t.dtype in (torch.float32, torch.float64) for t in tensors)
+def _is_wide(tensor: Tensor) -> bool:
+    return tensor.dtype in WIDE
 
 
 def _is_native(a: Tensor, b: Tensor) -> bool:
@@ -51,7 +52,7 @@ def logits(
     """features @ weight.T, added to `out` where it is given."""
     if fixed is not None:
         return fixed(features, weight.t(), out=out)
-    if _is_wide(features, weight) and features.dtype == weight.dtype:
+    if _is_wide(features) and features.dtype == weight.dtype:
         if out is None:
             return features @ weight.t()
         return out.addmm_(features.to(out.dtype), weight.to(out.dtype).t())
@@ -89,7 +90,7 @@ def input_gradient(
         gradient = gradient.to(weight.dtype)
         if dtype == weight.dtype:
             rows = max(1, LARGE // weight.shape[1])
-            if len(gradient) <= rows:
+            if gradient.shape[0] <= rows:
                 return torch.mm(gradient, weight, out=room)
             out = gradient.new_empty(len(gradient), weight.shape[1]) if room is None else room
             for part, values in zip(out.split(rows), gradient.split(rows), strict=True):
@@ -127,7 +128,7 @@ def add_weight_gradient_(
     fresh: bool = False,  # `total` holds nothing yet
 ) -> None:
     """total += gradient.T @ features."""
-    if features.is_cuda and not _is_wide(features, gradient):
+    if features.is_cuda and not (_is_wide(features) and _is_wide(gradient)):
         dtype = gradient.dtype if _is_wide(features) else features.dtype
         left, features = gradient.to(dtype).t(), features.to(dtype)
         if total.dtype != torch.float32:

@@ -128,8 +128,8 @@ def store_totals(into, values, counts, low, high, start, BLOCK: tl.constexpr):
 
 
 ARGUMENTS = ["scratch", "code", "phases", "kinds", "index", "ids", "live", "counts", "shares"]
-ARGUMENTS += ["loss", "terms", "has_live", "n", "first", "size", "first_segment", "segments", "token_registers"]
-ARGUMENTS += ["measurements", "per"]
+ARGUMENTS += ["loss", "terms", "has_live", "n", "first", "size", "first_segment", "segments"]
+ARGUMENTS += ["token_registers", "measurements", "per"]
 ARGUMENTS += [f"i{k}" for k in range(INPUTS)] + [f"f{k}" for k in range(NUMBERS)]
 
 
