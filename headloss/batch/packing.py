@@ -314,7 +314,9 @@ def guessed(
     and what waits for it, checks the batch as `packing_of` does, and raises `Misguessed` if it is
     not so, which `misses` keeps. None where it is known."""
     survey, total = batch.found(), batch.targets.numel()
-    if survey.packing is not None or batch.support is not None:
+    known = survey.packing is not None or batch.support is not None
+    order = None if known else survey.guessed()
+    if order is None:
         return None, bool
 
     def lengths() -> list[int]:
@@ -330,10 +332,7 @@ def guessed(
             survey.packing = packing
 
     one = batch.segments.count == 1
-    order = survey.guessed((lambda: [total]) if one else lengths)
-    if order is None:
-        return None, bool
-    packing = Packing(batch, order)
+    packing = Packing(batch, Order(*order[:3], (lambda: [total]) if one else lengths))
     return packing, confirm
 
 

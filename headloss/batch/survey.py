@@ -102,13 +102,13 @@ class Survey:
         asked = self._reading.event is not None and self._read is None
         return asked and _stream(self.targets) == self._stream
 
-    def guessed(self, lengths: Callable[[], list[int]]) -> Order | None:
+    def guessed(self) -> Order | None:
         """The order if all positions are scored and segments ascend, while the device has not said
         so; None where it has, or where it is asked for more."""
         if self.id_fields or not (self._alone and self.is_asked and self.targets.numel()):
             return None
         counts = self.facts[self.bins : self.bins + self.segments.count]
-        return Order(None, flat(self.segments.ids), counts, lengths)
+        return Order(None, flat(self.segments.ids), counts)
 
     def is_whole(self, found: list[int] | None = None) -> bool:
         """Whether it is that order: no segment precedes the one before, no position is unscored."""

@@ -242,6 +242,7 @@ def bind(
     totals: Totals,
     vocabulary: int,
     dtype: torch.dtype,
+    declared: float | None = None,
 ) -> Bound:
     """Fix every token's weight from global totals (law 3), after `check_weights`."""
     parts = []
@@ -261,7 +262,7 @@ def bind(
         if kept is not None:
             weights = torch.where(kept, weights, 0)
         parts.append(Part(name, coefficient, term, weights, kept))
-    return Bound(tuple(parts), vocabulary)
+    return Bound(tuple(parts), vocabulary, declared=declared)
 
 
 class _Counted(NamedTuple):

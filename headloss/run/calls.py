@@ -295,12 +295,14 @@ def _bound(
     options: Options,
 ) -> Bound | Taped:
     """The objective bound to its totals, while the first product runs."""
-    totals = batch.totals or _counted(batch, packing) or Totals.of(batch)
+    totals = batch.totals
+    if totals is None:  # packing may have read them
+        read = prepared.counted and packing.live is None
+        totals = Totals(packing.targets.shape[0], packing.count) if read else Totals.of(batch)
     rescaled, declared = prepared.problem.rescaled, options.upstream
 
     def by_autograd() -> Bound:
-        found = bind(objective, view, totals, vocabulary, prepared.wide)
-        found = replace(found, declared=declared)
+        found = bind(objective, view, totals, vocabulary, prepared.wide, declared)
         return found.scaled() if rescaled else found
 
     if not prepared.taped or prepared.tape(objective, options.metrics, True) is None:
@@ -316,16 +318,6 @@ def _bound(
         rescaled=rescaled,
         declared=declared,
     )
-
-
-def _counted(batch: Batch, packing: Packing) -> Totals | None:
-    """The totals of the batch, if packing has read them; else None."""
-    if packing.live is not None or batch.segments.group is not None:
-        return None
-    for field in batch.fields.values():
-        if isinstance(field, Tensor) and field.dtype == torch.bool:
-            return None
-    return Totals(packing.targets.shape[0], packing.count)
 
 
 def _of_tokens(

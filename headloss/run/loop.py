@@ -26,7 +26,7 @@ from ..softmax.given import WalkSoftmax
 from ..softmax.linear import RawSoftmax, unit_gradient
 from ..softmax.rows import ALL, Known
 from .pull_back import from_held, pull_back
-from .work import Gradients, Swept, Work, join, measure
+from .work import NOT_YET, Gradients, Swept, Work, join, measure
 
 
 class Outcome(NamedTuple):
@@ -217,31 +217,21 @@ def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]
     """Both acts block by block."""
     source = work.open(tensors)
     found: list[Measured] = []
-    sums: Any = None
-    values: Tensor | None = None
-    loss: Tensor | None = None
+    sums = values = loss = NOT_YET
     blocks = work.plan.blocks
-    uncut = not (work.plan.support or work.slices.is_spread)
+    uncut = len(blocks) == 1 and not (work.plan.support or work.slices.is_spread)
     for block in blocks:
-        piece = block if len(blocks) > 1 else None
-        rows = ALL if piece is None and uncut else block.rows
-        given = (work.slices, work.vocabulary)
-        measured, held = source.statistics(rows, [ALL], *given, keep=True)
-        work.confirm()
+        rows = ALL if uncut else block.rows
+        measured, held = measure(work, source, rows, keep=True)
         found.append(measured)
-        gradient = work.bound.gradient(measured.stats, work.batch, piece, True)
-        if work.tolerance is not None:
-            gradient = work.less(gradient, measured.stats, piece)
+        gradient = work.gradient(measured.stats, block if len(blocks) > 1 else None)
         values = gradient.values if values is None else values + gradient.values
-        loss = gradient.loss if piece is None else None
-        live = gradient.live() if work.plan.skip_rows else None
-        pulled = source.pull(rows, ALL, Known(measured, gradient, held, live))
+        loss = gradient.loss
+        pulled = source.pull(rows, ALL, Known(measured, gradient, held, work.live(gradient)))
         sums = sums or work.row_sums(source)  # after the first product is queued
         sums.add(pulled)
         del held, pulled  # they are used up
-    if not found:
-        sums = work.row_sums(source)
-    whole = found[0] if len(found) == 1 else join(work, source, found)
+    sums, whole = sums or work.row_sums(source), join(work, source, found)
     if values is None:
         values = whole.normalizer.peak.new_zeros(len(work.bound.named), dtype=torch.float64)
     return Outcome(whole.stats, values, loss), lambda factor, _: sums.finish(factor)

@@ -63,6 +63,7 @@ class Prepared:
         slopes: the objective's gradient can be known before the statistics.
         taped: a tape may serve the objective in place of autograd.
         own: all terms are the library's own.
+        counted: the batch's totals are numbers of tokens and segments, on this rank alone.
         kinds: of the fields that a tape can read: those of one value per token or segment.
         misses: not empty once a batch was guessed to be whole, and was not.
     """
@@ -80,6 +81,7 @@ class Prepared:
     slopes: bool = False
     taped: bool = False
     own: bool = False
+    counted: bool = False
     kinds: Mapping[str, torch.dtype | None] = field(default_factory=dict)
     misses: list[bool] = field(default_factory=list)
     _tapes: dict[tuple[bool, bool], Tape | None] = field(default_factory=dict)
@@ -97,9 +99,7 @@ class Prepared:
     def acts(self) -> Kernels:
         return kernels.load(self.backend)
 
-    def plan(
-        self, options: Options, packing: Packing, numbers: dict[str, int]
-    ) -> Plan:
+    def plan(self, options: Options, packing: Packing, numbers: dict[str, int]) -> Plan:
         """What runs for the numbers of one call. One block of tokens does not depend on how they
         are spread over segments, so that its plan serves other lengths."""
         key = (packing.segments.count, *numbers.values())
@@ -338,6 +338,7 @@ def _prepared(
         taped=not (batch.segments.group or beside or (teachers and "teacher_topk_ids" in kinds))
         and serves(backend, wide, batch.targets.device),
         own=is_own(objective),
+        counted=batch.segments.group is None and torch.bool not in (k for k, _ in kinds.values()),
         kinds={name: dtype for name, (dtype, more) in kinds.items() if not more},
     )
 

@@ -96,13 +96,10 @@ class Work:
     ) -> Gradient:
         """The objective's coefficients on some tokens; on all of them without a block."""
         found = self.bound.gradient(stats, self.batch, block, needed)
-        return found if self.tolerance is None or not needed else self.less(found, stats, block)
-
-    def less(self, gradient: Gradient, stats: Statistics, block: Chunk | None) -> Gradient:
-        """Without the rows that carry almost nothing."""
-        assert self.tolerance is not None
+        if self.tolerance is None or not needed:
+            return found
         rows = ALL if block is None else block.rows
-        return self.tolerance(gradient, stats, rows, self.bound.scale)
+        return self.tolerance(found, stats, rows, self.bound.scale)
 
     def live(self, gradient: Gradient) -> Tensor | None:
         """[n] bool, the rows that carry a gradient, if the others are to be left out (law 5)."""

@@ -31,11 +31,6 @@ def _is_wide(tensor: Tensor) -> bool:
     return tensor.dtype in WIDE
 
 
-def _is_native(a: Tensor, b: Tensor) -> bool:
-    """Whether a GPU product takes both dtypes as they are and returns float32."""
-    return a.is_cuda and a.dtype == b.dtype
-
-
 def _blocks(matrix: Tensor, width: int = 0) -> Iterator[slice]:
     """Rows of a matrix, in blocks of limited size (at `width` elements a row, if that is more)."""
     rows = max(1, BLOCK_ELEMENTS // max(1, matrix.shape[1], width))
@@ -56,7 +51,7 @@ def logits(
         if out is None:
             return features @ weight.t()
         return out.addmm_(features.to(out.dtype), weight.to(out.dtype).t())
-    if _is_native(features, weight):
+    if features.is_cuda and features.dtype == weight.dtype:
         n, h = features.shape
         beta, alpha = 0 if out is None else 1, 1 + lost(features.device, h)
         if out is None:

@@ -59,8 +59,7 @@ class Hidden:
         self.source, self.wanted = source, wants.features
         self.blocks = None if blocks is None else iter(blocks)
         self.totals: list[Tensor | None] = [None] * len(self.wanted)
-        self.multiple: Tensor | None = None  # [T] that rows of whole products are still to be
-        # multiplied by
+        self.multiple: Tensor | None = None  # [T] what rows are still to be multiplied by
         if not self.takes_products or blocks is None or len(blocks) != 1:
             self.totals = [
                 self.room(f, source.dtype if blocks is None else f.dtype) if wanted else None

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -287,31 +286,22 @@ launch_sums = Launcher(finish_kernel, num_warps=4)
 launch_merge = Launcher(merge_kernel, num_warps=4)
 
 
-def launch_finish(of: Finish, blocks: int, n: int, v: int, h: int, vocabulary: int | None) -> None:
-    size, partials = float(vocabulary or 1), vocabulary is None
-    launch_sums(cdiv(n, ROWS), of, blocks, n, v, h, size, **SIZES, PARTIALS=partials)
-
-
 @functools.lru_cache(maxsize=64)
 def asked(needs: frozenset[str]) -> Asked:
     return Asked(*(constant(name in needs) for name in STATISTICS))
 
 
 @functools.lru_cache(maxsize=64)
-def _names(needs: frozenset[str]) -> tuple[str, ...]:
+def names(needs: frozenset[str]) -> tuple[str, ...]:
     """Of the statistics, in their order."""
     return tuple(name for name in STATISTICS if name in needs)
-
-
-def room(device: torch.device, n: int, needs: frozenset[str], rows: int | None = None) -> Tensor:
-    """[2 + statistics, n] float32, see `measured`; or [rows, n]."""
-    return torch.empty(rows or 2 + len(_names(needs)), n, dtype=torch.float32, device=device)
 
 
 def measured(out: Tensor, needs: frozenset[str]) -> Measured:
     """The rows that `write_statistics` wrote, by name."""
     peak, log_sum, *found = out.unbind(0)
-    stats = Statistics(**dict(zip(_names(needs), found, strict=True)))
+    stats = object.__new__(Statistics)  # a frozen dataclass takes its time
+    stats.__dict__.update(zip(names(needs), found, strict=True), divergences={})
     return Measured(stats, Normalizer(peak, log_sum))
 
 
@@ -326,7 +316,7 @@ def unpacked(fields: Tensor, needs: frozenset[str]) -> Partials:
 
 def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
     ranks, _, n = slices.shape
-    out = room(slices.device, n, needs)
+    out = slices.new_empty(2 + len(names(needs)), n)
     if n:
         given = slices, slices.stride(0), ranks, n, float(vocabulary), asked(needs), out
         launch_merge(cdiv(n, 128), *given, ROWS=128)

@@ -22,9 +22,9 @@ from ...objective.statistics import Partials
 from ..interface import Forward, Held, Measured
 from ..rounding import lost
 from .formulas import LN2, LOG2E, transformed
-from .launch import Launcher, cdiv
-from .merge import Epilogue, Finish, Sums, asked, launch_finish, measured, room, unpacked
-from .records import Matrix, constant, programs_on, restored, scaling
+from .launch import Launcher
+from .merge import SIZES, Epilogue, Finish, Sums, asked, launch_sums, measured, names, unpacked
+from .records import Matrix, programs_on, restored, scaling
 from .tiles import (
     BM,
     BN,
@@ -153,29 +153,30 @@ def _product_act(
     """The rows of `measured`; those of `unpacked` without the size of the vocabulary."""
     check_operands(x, w)
     targets, first, transform, needs = forward
-    n, h = x.shape
-    entropy, mean, top1 = "entropy" in needs, "mean_logit" in needs, "top1" in needs
-    rows = 3 + entropy + mean if vocabulary is None else None
-    out = room(x.device, n, needs, rows)
+    (n, h), v, flags = x.shape, w.shape[0], asked(needs)
+    more = flags.entropy.value + flags.mean.value
+    rows = 3 + more if vocabulary is None else 2 + len(names(needs))
+    out = x.new_empty(rows, n, dtype=torch.float32)
     if not n:
         return out
     target = x.new_empty(n, dtype=torch.float32)
     logit = torch.empty_like(target) if held is None else held.reference
     terms = None if held is None else held.terms
     reference, z = Reference(torch.empty_like(targets), logit, target), scaling(transform)
-    pair, v = (Matrix(x, x.stride(0)), Matrix(w, w.stride(0))), w.shape[0]
+    pair = Matrix(x, x.stride(0)), Matrix(w, w.stride(0))
     given = (*pair, targets, z, reference, first, n, v, h)
-    launch_reference(cdiv(n, ROWS), *given, ROWS=ROWS, HALVES=8)
-    blocks, pitch = cdiv(v, WIDTH), 16 * cdiv(n, 16)
-    parts = x.new_empty(1 + entropy + mean, blocks, pitch, dtype=torch.float32)
-    peaks = x.new_empty(blocks, pitch, dtype=torch.float32) if top1 else None
-    sums = Sums(parts, pitch, blocks * pitch, peaks, constant(entropy), constant(mean))
+    launch_reference(-(-n // ROWS), *given, ROWS=ROWS, HALVES=8)
+    blocks, pitch = -(-v // WIDTH), -(-n // 16) * 16
+    parts = x.new_empty(1 + more, blocks, pitch, dtype=torch.float32)
+    peaks = x.new_empty(blocks, pitch, dtype=torch.float32) if flags.top1.value else None
+    sums = Sums(parts, pitch, blocks * pitch, peaks, flags.entropy, flags.mean)
     to, share = None if raw is None else Matrix(raw, raw.stride(0)), lost(x.device, h)
     whole = restored(z, share) if raw is None else z._replace(restore=1 + share)
     run_product(x, w, terms, Epilogue(reference, whole, sums, to))
     tile = None if terms is None else Matrix(terms, terms.stride(0))
-    of = Finish(*pair, tile, reference, z, sums, asked(needs), out, to)
-    launch_finish(of, blocks, n, v, h, vocabulary)
+    of, size = Finish(*pair, tile, reference, z, sums, flags, out, to), float(vocabulary or 1)
+    given = of, blocks, n, v, h, size
+    launch_sums(-(-n // SIZES["ROWS"]), *given, **SIZES, PARTIALS=vocabulary is None)
     return out
 
 

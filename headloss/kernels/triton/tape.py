@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,19 +21,13 @@ PROGRAMS = 2048  # at most, where a program takes whole segments
 _SCALAR = int(Way.SCALAR)
 
 
-class Linked(NamedTuple):
-    """A tape's instructions for inputs of some layout, on one device."""
-
-    code: Tensor  # int32, which the addresses point into
-    address: int
-    kinds: int  # address of what each measurement is
+# Way and dtype of each input, then of each number that lies on the device; None: an argument.
+Layout = tuple[tuple[int, torch.dtype] | None, ...]
 
 
-Layout = tuple[tuple[int, torch.dtype] | None, ...]  # way and dtype; None: a number, an argument
-
-
-def linked(tape: Tape, layout: Layout, device: torch.device) -> Linked:
-    """The phases' heads, the instructions, and the kinds of measurements as one vector."""
+def linked(tape: Tape, layout: Layout, device: torch.device) -> tuple[Tensor, int, int]:
+    """The phases' heads, the instructions, and the kinds of measurements as one vector of int32,
+    its address and that of the kinds."""
     heads: list[list[int]] = []
     rows: list[list[int]] = []
     begin = len(tape.phases)
@@ -43,7 +37,7 @@ def linked(tape: Tape, layout: Layout, device: torch.device) -> Linked:
     kinds = [int(kind) for kind in tape.kinds] + [0] * (MEASUREMENTS - len(tape.kinds))
     table = [number for row in (*heads, *rows, kinds) for number in row]
     code = torch.tensor(table, dtype=torch.int32).to(device)
-    return Linked(code, code.data_ptr(), code.data_ptr() + 4 * WIDTH * begin)
+    return code, code.data_ptr(), code.data_ptr() + 4 * WIDTH * begin
 
 
 def _encoded(row: Row, inputs: int, layout: Layout) -> list[int]:
@@ -66,22 +60,19 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     """As `plain.run_plain`, for registers in float32: two launches, or one for few tokens."""
     batch, (start, stop, first_segment, last), inputs, numbers = launch
     ids, lengths = batch.segments.ids, batch.segments._local_counts
-    layout: list[Any] = [(way, values.dtype) for values, way in inputs]
+    placed = [n if isinstance(n, Tensor) else None for n in numbers]
+    floats = [float(n) if t is None else 0.0 for n, t in zip(numbers, placed, strict=True)]
+    layout = (
+        *[(way, values.dtype) for values, way in inputs],
+        *[None if t is None else (_SCALAR, t.dtype) for t in placed],
+    )
     addresses = [values.data_ptr() for values, _ in inputs]
-    floats: list[float] = []
-    for number in numbers:
-        if isinstance(number, Tensor):
-            layout.append((_SCALAR, number.dtype))
-            addresses.append(number.data_ptr())
-            floats.append(0.0)
-        else:
-            layout.append(None)
-            floats.append(float(number))
+    addresses += [t.data_ptr() for t in placed if t is not None]
     device = ids.device
-    key = device, *layout
-    program = tape.linked.get(key)
+    program = tape.linked.get((device, layout))
     if program is None:
-        program = tape.linked[key] = linked(tape, tuple(layout), device)
+        program = tape.linked[device, layout] = linked(tape, layout, device)
+    _, code, kinds = program
     n, size = stop - start, last - first_segment
     by_segment = len(tape.phases) > 1
     per, count = 1, max(1, -(-n // BLOCK))
@@ -95,20 +86,20 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     results = torch.empty(measurements, dtype=torch.float64, device=device)
     shares = results if count == 1 else results.new_empty(measurements * count)
     loss = torch.empty((), device=device)
-    code, live, index = program.address, batch.live, batch._index
+    live, index = batch.live, batch._index
     addresses += [code] * (INPUTS - len(addresses))
     addresses += [code if t is None else t.data_ptr() for t in (index, ids, live, lengths)]
     if not (n and size):  # a null pointer would have another type
         addresses = [address or code for address in addresses]
     arguments = (
-        code, len(tape.phases), program.kinds, *addresses[INPUTS:], shares.data_ptr(),
+        code, len(tape.phases), kinds, *addresses[INPUTS:], shares.data_ptr(),
         loss.data_ptr(), tape.terms, int(live is not None), n, start, size, first_segment,
-        batch._count, over_tokens,
-        measurements, per, *addresses[:INPUTS], *floats, *[0.0] * (NUMBERS - len(floats))
+        batch._count, over_tokens, measurements, per, *addresses[:INPUTS],
+        *floats, *[0.0] * (NUMBERS - len(floats))
     )  # fmt: skip
     _tape(count, scratch, *arguments, BY_SEGMENT=by_segment, BLOCK=BLOCK)
     if count > 1:
-        given = program.kinds, shares.data_ptr(), count, loss.data_ptr(), tape.terms
+        given = kinds, shares.data_ptr(), count, loss.data_ptr(), tape.terms
         _fold(measurements, results, *given, BLOCK=FOLD)
     vectors = [scratch[k * n : (k + 1) * n] for k in range(len(tape.vectors))]
     return vectors, results, loss
