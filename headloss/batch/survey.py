@@ -166,8 +166,7 @@ class Survey:
 
 
 def versions(tensors: tuple[Tensor, ...]) -> list[int] | None:
-    """How often each was changed in place; None where some were made in inference mode, and cannot
-    tell."""
+    """How often each was changed in place; None where one of inference mode cannot tell."""
     if any(map(Tensor.is_inference, tensors)):
         return None
     return [t._version for t in tensors]

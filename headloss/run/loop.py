@@ -222,16 +222,22 @@ def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]
     uncut = len(blocks) == 1 and not (work.plan.support or work.slices.is_spread)
     for block in blocks:
         rows = ALL if uncut else block.rows
-        measured, held = measure(work, source, rows, keep=True)
+        given = work.slices, work.vocabulary
+        measured, held = source.statistics(rows, [ALL], *given, keep=True)
+        work.confirm()
         found.append(measured)
-        gradient = work.gradient(measured.stats, block if len(blocks) > 1 else None)
+        piece = block if len(blocks) > 1 else None
+        gradient = work.bound.gradient(measured.stats, work.batch, piece, True)
+        if work.tolerance is not None:
+            gradient = work.tolerance(gradient, measured.stats, rows, work.bound.scale)
         values = gradient.values if values is None else values + gradient.values
-        loss = gradient.loss
-        pulled = source.pull(rows, ALL, Known(measured, gradient, held, work.live(gradient)))
+        loss, live = gradient.loss, gradient.live() if work.plan.skip_rows else None
+        pulled = source.pull(rows, ALL, Known(measured, gradient, held, live))
         sums = sums or work.row_sums(source)  # after the first product is queued
         sums.add(pulled)
         del held, pulled  # they are used up
-    sums, whole = sums or work.row_sums(source), join(work, source, found)
+    sums = sums or work.row_sums(source)
+    whole = found[0] if len(found) == 1 else join(work, source, found)
     if values is None:
         values = whole.normalizer.peak.new_zeros(len(work.bound.named), dtype=torch.float64)
     return Outcome(whole.stats, values, loss), lambda factor, _: sums.finish(factor)
