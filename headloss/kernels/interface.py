@@ -166,7 +166,7 @@ class Scaling(NamedTuple):
     value: Tensor  # contiguous, of any shape; may be overwritten
     dtype: torch.dtype  # of the gradient
     multiplied: bool = True
-    rows: Tensor | None = None  # [n] float32: multiplies rows of [n, H] first
+    rows: Tensor | None = None  # [n] float32 multiplies [n, H] first, in its own dtype
 
 
 class Surveyed(NamedTuple):
@@ -304,16 +304,13 @@ class Kernels(Protocol):
     def scaled_rows(
         self, x: Tensor, scale: Tensor, *, out: Tensor | None = None, places: Tensor | None = None
     ) -> Tensor:
-        """out[places] = x[:n] * scale of each row, in float32 or wider and rounded once.
-
-        x and out [.., H], scale [n] float32; `places` [n] int64, no place twice, are the first n
-        rows where they are not given; `out` is new and of x's dtype, or may be x.
-        """
+        """out[places] = x[:n] * scale of each row, in float32 or wider and rounded once: x and out
+        [.., H], scale [n] float32, places [n] int64, none twice, or the first n; out is new and of
+        x's dtype, or may be x."""
 
     def scaled(self, values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
         """Each value times `factor` [], or as it is, in float32 or wider and rounded to its dtype
-        once; where the dtypes are the same, in place. Rows that are multiplied first are rounded
-        to the value's own dtype."""
+        once; where the dtypes are the same, in place."""
 
     # ------------------------------------------------------------------ logits where they lie
 

@@ -26,14 +26,13 @@ def dense_order(keep: Tensor, most: int) -> Order:
 
 
 def scaled(values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
-    return [_scaled(v, factor if times else None, d, rows) for v, d, times, rows in values]
+    for value, _, _, rows in values:
+        if rows is not None:
+            scaled_rows(value, rows, out=value)
+    return [_scaled(v, factor if times else None, dtype) for v, dtype, times, _ in values]
 
 
-def _scaled(
-    value: Tensor, factor: Tensor | None, dtype: torch.dtype, rows: Tensor | None
-) -> Tensor:
-    if rows is not None:
-        value = scaled_rows(value, rows, out=value)
+def _scaled(value: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
     if factor is None:
         return value.to(dtype)
     # A one-element vector takes part in type promotion, where a 0-dim tensor would not: a 16-bit

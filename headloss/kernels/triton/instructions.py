@@ -244,8 +244,7 @@ def tape_kernel(
 
 @triton.jit(do_not_specialize=["results", "kinds", "shares", "programs", "loss", "terms"])
 def fold_kernel(results, kinds, shares, programs, loss, terms, BLOCK: tl.constexpr):
-    """A measurement from the shares of the programs, added in their order; that of the place
-    `terms` is also the loss, in float32."""
+    """A measurement from the programs' shares, added in order; that at `terms` is the loss."""
     at = tl.program_id(0)
     kind = tl.load(kinds.to(tl.pointer_type(tl.int32)) + at)
     shares = shares.to(tl.pointer_type(tl.float64)) + at * programs

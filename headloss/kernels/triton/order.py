@@ -177,8 +177,7 @@ launch_scaled = Launcher(scaled_kernel, num_warps=8)
 
 
 def scaled(values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
-    found, work = [], []
-    most = 0
+    found, work, programs = [], [], 1
     for value, dtype, multiply, rows in values:
         multiply, size = multiply and factor is not None, value.numel()
         changes = value.dtype != dtype
@@ -188,10 +187,10 @@ def scaled(values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
             flags = constant(multiply), constant(not changes)
             count, width = (size, 1) if rows is None else value.shape
             work.append(Cast(value, out, count, *flags, rows, width))
-            most = max(most, count if rows is not None else cdiv(size, WIDEST))
+            most = count if rows is not None else cdiv(size, WIDEST)
+            programs = min(MOST, max(programs, most))
     for start in range(0, len(work), AT_ONCE):
         some = work[start : start + AT_ONCE]
-        programs = min(MOST, most)
         some += [some[0]._replace(count=0)] * (AT_ONCE - len(some))
         launch_scaled(programs, some[0].value if factor is None else factor, *some, BLOCK=WIDEST)
     return found

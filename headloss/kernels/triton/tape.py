@@ -59,7 +59,7 @@ def _encoded(row: Row, inputs: int, layout: Layout) -> list[int]:
 def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     """As `plain.run_plain`, for registers in float32: two launches, or one for few tokens."""
     batch, (start, stop, first_segment, last), inputs, numbers = launch
-    ids, lengths = batch.segments.ids, batch.segments._local_counts
+    ids, live = batch.segments.ids, batch.live
     placed = [n if isinstance(n, Tensor) else None for n in numbers]
     floats = [float(n) if t is None else 0.0 for n, t in zip(numbers, placed, strict=True)]
     layout = (
@@ -77,24 +77,22 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     by_segment = len(tape.phases) > 1
     per, count = 1, max(1, -(-n // BLOCK))
     if by_segment:
-        unit = tape.segments_per_unit
-        per = unit * -(-size // (unit * PROGRAMS)) or unit
+        per = tape.segments_per_unit * max(1, -(-size // (tape.segments_per_unit * PROGRAMS)))
         count = max(1, -(-size // per))
-    over_tokens, over_segments = tape.registers
-    scratch = torch.empty(over_tokens * n + over_segments * size + 1, device=device)
+    scratch = torch.empty(tape.registers[0] * n + tape.registers[1] * size + 1, device=device)
     measurements = len(tape.kinds)
     results = torch.empty(measurements, dtype=torch.float64, device=device)
     shares = results if count == 1 else results.new_empty(measurements * count)
     loss = torch.empty((), device=device)
-    live, index = batch.live, batch._index
     addresses += [code] * (INPUTS - len(addresses))
-    addresses += [code if t is None else t.data_ptr() for t in (index, ids, live, lengths)]
+    addresses += [code if t is None else t.data_ptr() for t in (batch._index, ids, live)]
+    addresses.append(batch.segments._local_counts.data_ptr())
     if not (n and size):  # a null pointer would have another type
         addresses = [address or code for address in addresses]
     arguments = (
         code, len(tape.phases), kinds, *addresses[INPUTS:], shares.data_ptr(),
         loss.data_ptr(), tape.terms, int(live is not None), n, start, size, first_segment,
-        batch._count, over_tokens, measurements, per, *addresses[:INPUTS],
+        batch._count, tape.registers[0], measurements, per, *addresses[:INPUTS],
         *floats, *[0.0] * (NUMBERS - len(floats))
     )  # fmt: skip
     _tape(count, scratch, *arguments, BY_SEGMENT=by_segment, BLOCK=BLOCK)
