@@ -116,8 +116,7 @@ class Survey:
         return not (found[0] or found[self.bins + self.segments.count + 1])
 
     def check(self, vocabulary: int) -> list[int]:
-        """The facts; ValueError for a bad target, segment id, or value of an id field at a scored
-        position."""
+        """The facts; ValueError for a bad target, segment id or id field, where it is scored."""
         found, end = self.read(), self.bins + self.segments.count
         lowest, most, below, beyond = found[1], found[2], found[self.bins - 1], found[end]
         if lowest < 0 or most >= vocabulary:

@@ -18,8 +18,7 @@ LAUNCH, TOKEN, INDEX, SEGMENT = map(int, (Way.LAUNCH, Way.TOKEN, Way.INDEX, Way.
 
 
 def run_plain(tape: Tape, launch: Launch) -> tuple[list[Tensor], Tensor, Tensor]:
-    """The instructions in PyTorch, on any device and in any dtype: vectors, measurements, and the
-    loss in the tape's dtype."""
+    """Vectors, measurements and the loss, in PyTorch, on any device and in any dtype."""
     batch, chunk, dtype = launch.batch, launch.chunk, tape.dtype
     live = None if batch.live is None else batch.live[chunk.rows]
     segments = batch.segments.slice(chunk)

@@ -80,11 +80,7 @@ def _linear_joined(
 
 
 def _checked(
-    hidden: Tensor,
-    head: Head,
-    batch: Batch,
-    objective: Term | Objective,
-    options: Options,
+    hidden: Tensor, head: Head, batch: Batch, objective: Term | Objective, options: Options,
     verb: str,
 ) -> tuple[Prepared, Objective]:
     whole = Objective.of(objective)
