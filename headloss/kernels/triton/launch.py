@@ -83,13 +83,18 @@ class Launcher:
         while isinstance(first, tuple):
             first = first[0]
         device = first.get_device()
-        if not self.direct or device < 0 or self.kernel.pre_run_hooks or _is_watched():
-            with torch.cuda.device(device):  # none below 0
-                self._slowly(programs, arguments, constants)
-            return
-        if device != torch._C._cuda_getDevice():
+        if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
-                return self(programs, *arguments, **constants)
+                self._launch(device, programs, arguments, constants)
+        else:
+            self._launch(device, programs, arguments, constants)
+
+    def _launch(
+        self, device: int, programs: int, arguments: Values, constants: dict[str, Any]
+    ) -> None:
+        if not self.direct or device < 0 or self.kernel.pre_run_hooks or _is_watched():
+            self._slowly(programs, arguments, constants)
+            return
         describe = self.describe
         if describe is None:
             describe = self.describe = describer(arguments, tuple(self.tiles))
