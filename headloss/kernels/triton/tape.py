@@ -13,16 +13,13 @@ from ..opcodes import DTYPES, INPUTS, MEASUREMENTS, NUMBERS, WIDTH, Op, Way
 from .instructions import fold_kernel, tape_kernel
 from .launch import OfNumbers
 
+Layout = tuple[tuple[int, torch.dtype] | None, ...]  # of inputs, numbers; None: an argument
 Tape = Row = Launch = Any  # of objective.tape, which stands above the kernels
 
 BLOCK = 1024  # tokens at once
 FOLD = 256  # programs whose shares are added at once
 PROGRAMS = 2048  # at most, where a program takes whole segments
 _SCALAR = int(Way.SCALAR)
-
-
-# Way and dtype of each input, then of each number that lies on the device; None: an argument.
-Layout = tuple[tuple[int, torch.dtype] | None, ...]
 
 
 def linked(tape: Tape, layout: Layout, device: torch.device) -> tuple[Tensor, int, int]:
