@@ -55,7 +55,6 @@ class Prepared:
     Attributes:
         needs: statistics.
         problem: what the planner knows of it, without what differs from call to call.
-        dtype: that products run in.
         wide: of statistics.
         readable: hidden states lie as the product that writes terms reads them.
         per_call: some checks have to be made in every call.
@@ -71,7 +70,6 @@ class Prepared:
     needs: frozenset[str]
     problem: Problem
     backend: str
-    dtype: torch.dtype
     wide: torch.dtype
     wants: Wants
     compute_dtype: torch.dtype | None = None
@@ -308,7 +306,13 @@ def _prepared(
     # These are measured of tiles of logits; candidates alone also of hidden states and weights.
     of_tiles = bool(teachers or needs & {"candidate_tail", COLLISION})
     terms = problem.terms and not of_tiles and not (softcap and "mean_logit" in gradients)
-    tiles = 1 + _more_tiles(teachers, kinds, CANDIDATES in gradients)
+    # Beside the student's tile: logits of each dense teacher, and parts of the gradient of all
+    # that is measured beside the statistics but the last.
+    dense = sum(teacher.source(kinds) != "topk" for teacher in teachers)
+    tiles = 1 + dense + (len(teachers) + (CANDIDATES in gradients) > 1)
+    # Columns that are measured one by one.
+    listed = ["teacher_topk_ids"] * (len(teachers) - dense)
+    listed += ["candidate_ids"] * bool(needs & {"candidate_logps", "candidate_tail"})
     differences = problem.differences and wide.itemsize == 4 and len(teachers) == 1 and not beside
     differences = differences and _differences(teachers[0], kinds, backend)
     problem = replace(
@@ -321,16 +325,15 @@ def _prepared(
         logp_only=gradients <= ({"logp"} if "candidate_tail" in needs else {"logp", CANDIDATES}),
         rows=problem.rows and not of_tiles and "candidate_logps" not in needs,
         terms=terms,
-        teachers=any(teacher.source(kinds) != "topk" for teacher in teachers),
+        teachers=dense > 0,
         differences=differences,
         row_bytes=2 if terms else 4 if differences else wide.itemsize * tiles,
-        candidates=_candidates(teachers, kinds, needs),
+        candidates=sum(kinds[field][1][-1] for field in listed),
     )
     return Prepared(
         needs=needs,
         problem=problem,
         backend=backend,
-        dtype=dtype,
         wide=wide,
         wants=wants,
         beside=bool(teachers or beside),
@@ -352,14 +355,6 @@ def _needs(asked: dict[str, Reads], options: Options) -> frozenset[str]:
     return frozenset(needs)
 
 
-def _candidates(teachers: list[Teacher], kinds: Kinds, needs: frozenset[str]) -> int:
-    """Columns of a token that are measured one by one: stored teachers' outcomes, candidates."""
-    stored = [t for t in teachers if t.source(kinds) == "topk"]
-    fields = ["teacher_topk_ids"] * len(stored)
-    fields += ["candidate_ids"] * bool(needs & {"candidate_logps", "candidate_tail"})
-    return sum(kinds[field][1][-1] for field in fields)
-
-
 def _differences(teacher: Teacher, kinds: Kinds, backend: str) -> bool:
     """Whether the teacher's product measures its divergence from the student's logits."""
     head = teacher.head
@@ -373,10 +368,3 @@ def _differences(teacher: Teacher, kinds: Kinds, backend: str) -> bool:
         and kinds["teacher_hidden"][0] == weight.dtype
         and kernels.can_hold_terms(backend, weight.dtype, weight)
     )
-
-
-def _more_tiles(teachers: list[Teacher], kinds: Kinds, candidates: bool) -> int:
-    """Tiles beside the student's: logits of each dense teacher, and parts of the gradient of all
-    that is measured beside the statistics but the last."""
-    dense = sum(teacher.source(kinds) != "topk" for teacher in teachers)
-    return dense + (len(teachers) + candidates > 1)

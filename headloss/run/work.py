@@ -16,7 +16,7 @@ from torch import Tensor
 from ..batch.packing import PackedBatch, Packing
 from ..kernels.interface import Measured
 from ..objective.bound import Bound, Gradient
-from ..objective.statistics import PEAK, STATISTICS, Normalizer, Statistics
+from ..objective.statistics import PEAK, Partials, Statistics, finish
 from ..objective.tape import Taped
 from ..objective.tolerance import Tolerance
 from ..softmax.linear import RawSoftmax
@@ -124,14 +124,12 @@ def join(work: Work, source: RawSoftmax, found: list[Measured]) -> Measured:
         return found[0]
     if not found:
         empty = torch.empty(0, dtype=source.dtype, device=work.batch.targets.device)
-        beside: dict[object, Tensor] = {t.key: empty.clone() for t in source.teachers}
-        beside |= {part.key: empty.new_empty(0, *part.more) for part in source.beside}
+        measured = Measured(*finish(Partials(*[empty] * 5), work.vocabulary, work.needs))
+        beside = measured.stats.divergences
         beside |= {key: empty.clone() for key in work.needs & {PEAK}}
-        stats = Statistics(
-            **{name: empty.clone() for name in work.needs if name in STATISTICS},  # type: ignore[arg-type]
-            divergences=beside,
-        )
-        return Measured(stats, Normalizer(empty, empty))
+        beside |= {t.key: empty.clone() for t in source.teachers}
+        beside |= {part.key: empty.new_empty(0, *part.more) for part in source.beside}
+        return measured
     return of_several(torch.cat, found)
 
 

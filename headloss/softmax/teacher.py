@@ -50,11 +50,11 @@ class DenseTeacher:
         fused: bool = False,
     ) -> None:
         self.key, self.source, self.slices, self.fused = key, source, slices, fused
-        self.transforms, self.own, self.heads_own = transforms, own, own is transforms[0]
-        self.acts = acts
+        self.own, self.heads_own, self.acts = own, own is transforms[0], acts
         # What `measure` fills and `gradient` reads: both sides' normalizers, and the pivot.
         *rooms, self.pivot = (like.new_zeros(tokens) for _ in range(5))
-        self.normalizers = Normalizer(*rooms[:2]), Normalizer(*rooms[2:])
+        normalizers = Normalizer(*rooms[:2]), Normalizer(*rooms[2:])
+        self.sides = tuple(map(Side, transforms, normalizers))
         self.dtype = like.dtype
         # First token and logits, until the gradient.
         self.held: tuple[int, Tensor | Differences] | None = None
@@ -63,15 +63,15 @@ class DenseTeacher:
         """Of some of the tokens, after they were measured."""
         found = copy(self)
         found.source, found.pivot = self.source.take(index), self.pivot[index]
-        student, teacher = self.normalizers
-        found.normalizers = student.rows(index), teacher.rows(index)
+        found.sides = tuple(side.rows(index) for side in self.sides)
         found.own = self.own.rows(index)
         return found
 
     def _keep(self, rows: slice, pivot: Tensor, *normalizers: Normalizer) -> None:
         self.pivot[rows] = pivot
-        for room, found in zip(self.normalizers, normalizers, strict=False):
-            room.peak[rows], room.log_sum[rows] = found
+        for side, found in zip(self.sides, normalizers, strict=False):
+            peak, log_sum = side.normalizer
+            peak[rows], log_sum[rows] = found
 
     def measure(
         self, rows: slice, tiles: Tiles, normalizer: Normalizer, hold: bool = False
@@ -93,7 +93,7 @@ class DenseTeacher:
             teacher_tiles = [(columns, lambda: raw)]
             if hold and isinstance(self.source, LinearSoftmax):
                 self.held = (rows.start or 0, raw)
-        student, teacher = self.transforms
+        student, teacher = self.sides[0].transform, self.sides[1].transform
         p = normalizer if self.heads_own else self._normalizer(tiles, student, rows)
         q = self._normalizer(teacher_tiles, teacher, rows)
         pair = Pair(Side(student, p), Side(teacher, q), self.key.kind, self.key.beta)
@@ -106,7 +106,7 @@ class DenseTeacher:
         return value
 
     def _measure_at_once(self, rows: slice, raw: Tensor, normalizer: Normalizer) -> Tensor:
-        source, (student, teacher) = self.source, self.transforms
+        source, student, teacher = self.source, self.sides[0].transform, self.sides[1].transform
         assert isinstance(source, LinearSoftmax)
         p = normalizer
         if not self.heads_own:
@@ -159,10 +159,7 @@ class DenseTeacher:
     ) -> Tensor:
         """weight * d divergence / d raw of a tile, plus `extra`, [n, v]; with `others`, the
         gradient of the whole objective, in raw's memory."""
-        student, teacher = (
-            Side(transform, normalizer.rows(rows))
-            for transform, normalizer in zip(self.transforms, self.normalizers, strict=True)
-        )
+        student, teacher = (Side(s.transform, s.normalizer.rows(rows)) for s in self.sides)
         pair = Pair(student, teacher, self.key.kind, self.key.beta)
         part = Divergence(self._teacher_again(rows, columns), pair, self.pivot[rows], weight)
         return self.acts.part_gradient_(raw, part, extra, others)
