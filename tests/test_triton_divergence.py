@@ -525,6 +525,37 @@ def test_the_teachers_product_measures(name, kind):
                 assert abs(found[3, 5] - oracle[3, 5]) <= 0.05 * abs(oracle[3, 5]) + 1e-15
 
 
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+def test_what_is_nothing_at_the_heads_temperature_counts_at_the_terms(kind):
+    """Logits 40 to 160 below the largest, at a term's temperature of 20: p is below the least
+    float32 at the head's own, and all of these columns together hold most of the term's mass."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    n, h, v = 200 if DEVICE == "cuda" else 9, 72, 328
+    x, other = torch.randn(n, h, device=DEVICE), torch.randn(v, h, device=DEVICE) * 3
+    x, other = x.to(dtype), other.to(dtype)
+    targets = torch.randint(v, (n,), device=DEVICE)
+    raw = -40 - 120 * torch.rand(n, v, device=DEVICE, dtype=torch.float64)
+    raw.scatter_(1, targets.unsqueeze(1), 0.0)
+    exact = x.double() @ other.double().t()
+    warm = Transform(temperature=20.0)
+    student, teacher = sides(raw, exact, (warm, warm))
+    pair = Pair(in_double(student), in_double(teacher), kind, BETA)
+    want, pivot = reference.divergence(raw, exact, pair)
+    weights = torch.randn(n, device=DEVICE)
+    own = Side(Transform(), normalizer_of(raw, Transform()))
+    to = Compared(student, teacher.transform, targets, kind, own)
+    part = Divergence(exact, pair, pivot, weights.double())
+    oracle = reference.part_gradient_(raw.clone(), part)
+    for acts in (triton_divergence, reference):
+        tile = raw.float()
+        words = acts.teacher_product(x, other, tile, to)
+        assert error(words.value, want) <= 1e-5
+        part = Divergence(words, Pair(student, teacher, kind, BETA), words.value, weights)
+        for backend in (triton_divergence, reference):
+            found = backend.part_gradient_(tile.clone(), part)
+            assert error(found, oracle) <= EPS[torch.bfloat16]
+
+
 def test_a_product_leaves_raw_logits():
     """And its statistics are the same bits as without."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16

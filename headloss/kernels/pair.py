@@ -26,6 +26,7 @@ from ..objective.statistics import Normalizer
 from .transform import Transform
 
 DEEPEST = 86.0  # exp(-DEEPEST) is a normal number
+ROOT = 8  # of a smaller probability, this root is stored, with a minus before it
 
 
 class Side(NamedTuple):
@@ -61,7 +62,9 @@ class Compared(NamedTuple):
 class Differences(NamedTuple):
     """Where a student's logits gave way to what the gradient needs: p in bfloat16 at the head's own
     temperature, and d in float16, of each 32 bits the low and the high half; log q - log p =
-    d + ratio at the term's temperature. p is at least exp(-DEEPEST) at both temperatures."""
+    d + ratio at the term's temperature. p is at least exp(-DEEPEST) at both temperatures; where the
+    term's is the higher one, it is at least the ROOT-th power of that at the head's own, since a
+    column that has nothing there may count at the term's."""
 
     ratio: Tensor  # [n]
     value: Tensor  # [n] the divergence, of the reverse KL its pivot, too

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...objective.divergence import phi, tilt
 from ...objective.statistics import finish
 from ..interface import Backward, Forward
-from ..pair import DEEPEST, Compared, Differences, Divergence, Outcomes, Pair, Side
+from ..pair import DEEPEST, ROOT, Compared, Differences, Divergence, Outcomes, Pair, Side
 from .tile import blocks, log_softmax, logit_gradient_, partials, wide, with_columns
 
 NOTHING: frozenset[str] = frozenset()
@@ -56,10 +56,12 @@ def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differen
     _, log_p = _log_p(student, raw, ALL)
     ratio = (log_q - log_p).gather(1, (targets % w.shape[0]).unsqueeze(1))
     side, one = own or student, torch.ones_like(ratio)
-    warmth = (student.transform(one) / side.transform(one)).clamp_min(1)
-    p = torch.maximum(_log_p(side, raw, ALL)[1], -DEEPEST / warmth)
+    warmth = student.transform(one) / side.transform(one)
+    depth = torch.where(warmth < 1, ROOT * DEEPEST, DEEPEST / warmth.clamp_min(1))
+    p = torch.maximum(_log_p(side, raw, ALL)[1], -depth)
     _, log_p = _log_p(student, _again(side, p), ALL)
-    halves = p.exp().to(torch.bfloat16), (log_q - log_p - ratio).to(torch.float16)
+    kept = torch.where(p < -DEEPEST, -(p / ROOT).exp(), p.exp())
+    halves = kept.to(torch.bfloat16), (log_q - log_p - ratio).to(torch.float16)
     low, high = (half.view(torch.int16).to(torch.int32) for half in halves)
     raw.view(torch.int32).copy_(high << 16 | low & 0xFFFF)
     return Differences(ratio.squeeze(1), value, own)
@@ -75,7 +77,8 @@ def _parted(words: Tensor, side: Side) -> tuple[Tensor, Tensor]:
     """Raw logits and differences: see `Differences`."""
     words = words.view(torch.int32)
     p = (words << 16).view(torch.float32)
-    return _again(side, p.log()), (words >> 16).to(torch.int16).view(torch.float16).float()
+    log_p = torch.where(p < 0, ROOT * p.abs().log(), p.log())
+    return _again(side, log_p), (words >> 16).to(torch.int16).view(torch.float16).float()
 
 
 def part_gradient_(

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..pair import DEEPEST, Compared, Differences
+from ..pair import DEEPEST, ROOT, Compared, Differences
 from ..rounding import lost
 from .formulas import LOG2E, transformed
 from .launch import Launcher, cdiv
@@ -39,6 +39,7 @@ from .tokens import ROWS, Reference, launch_reference
 from .versions import overlaps
 
 DEEP = tl.constexpr(DEEPEST)
+POWER = tl.constexpr(float(ROOT))
 BLOCKS = 64  # that a program adds at once
 
 
@@ -54,6 +55,7 @@ class Beside(NamedTuple):
     pitch: int
     stride: int  # blocks * pitch
     reverse: tl.constexpr  # under p
+    apart: tl.constexpr  # the two temperatures of the student's differ
 
 
 @triton.jit
@@ -94,10 +96,20 @@ def pair_tile(z, m, block, out, of, n, v):
     own += tl.zeros_like(own_peak)
     lse = (own_peak + own_log_sum)[:, None]
     warmth = (outer / own)[:, None]
-    high = tl.maximum(p * own[:, None], lse - DEEP / tl.maximum(warmth, 1.0))
+    depth = DEEP / tl.maximum(warmth, 1.0)
+    if of.apart:
+        depth = tl.where(warmth < 1.0, DEEP * POWER, depth)
+    high = tl.maximum(p * own[:, None], lse - depth)
     d = (q - high * warmth) - offset[:, None]
+    far = (high - lse) * LOG2E
+    if of.apart:
+        deep = far < -DEEP * LOG2E
+        root = tl.exp2(tl.where(deep, far / POWER, far))
+        p = tl.where(deep, -root, root)
+    else:
+        p = tl.exp2(far)
     to = raw.to(tl.pointer_type(tl.uint32), bitcast=True)
-    tl.store(to, word(tl.exp2((high - lse) * LOG2E), d), mask=real)
+    tl.store(to, word(p, d), mask=real)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -172,7 +184,8 @@ def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differen
     p = softmax(student)
     sides = z, p, p if own is None else softmax(own)
     reverse = constant(kind != "forward_kl")
-    of = Beside(matrix_of(raw), offset, *sides, sums, wide, blocks * wide, reverse)
+    apart = constant(own is not None)
+    of = Beside(matrix_of(raw), offset, *sides, sums, wide, blocks * wide, reverse, apart)
     if z.inner is None and z.outer > LEAST_SCALE and overlaps(x.device):
         from . import gluon_beside  # Gluon is not in every Triton
 

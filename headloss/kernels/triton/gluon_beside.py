@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ..pair import DEEPEST
+from ..pair import DEEPEST, ROOT
 from .formulas import LOG2E
 from .gluon import (
     AT_START,
@@ -39,6 +39,7 @@ from .records import programs_on
 
 MULTIPLYING, LOADING = gl.constexpr(232), gl.constexpr(40)  # as in gluon.py
 DEEP = gl.constexpr(DEEPEST)
+POWER = gl.constexpr(float(ROOT))
 
 PIECE = gl.constexpr(32)  # columns that are worked on at once: 128 bytes of a row
 AHEAD = gl.constexpr(2)  # pieces that are asked for before the product
@@ -98,7 +99,10 @@ def multiply(
             own = own / gl.load(of.own.z.temperature + rows, mask=inside, other=1.0)
         lse = own_peak + own_log_sum
         warmth = of.p.z.outer / own
-        depth = (lse - DEEP / gl.maximum(warmth, 1.0))[:, None]
+        depth = DEEP / gl.maximum(warmth, 1.0)
+        if of.apart:
+            depth = gl.where(warmth < 1.0, DEEP * POWER, depth)
+        depth = (lse - depth)[:, None]
         scale, warmth, far = own[:, None], warmth[:, None], (lse * LOG2E)[:, None]
         if peaks is not None:
             shift = gl.load(peaks + rows, mask=inside, other=0.0)
@@ -119,7 +123,14 @@ def multiply(
             moment += gl.sum(weight * d, 1)
             high = gl.maximum(here * scale, depth)
             d = (q - high * warmth) - offset[:, None]
-            write(word(gl.exp2(high * LOG2E - far), d), words, out, first, block, WHO, i)
+            log_p = high * LOG2E - far
+            if of.apart:
+                deep = log_p < -DEEP * LOG2E
+                root = gl.exp2(gl.where(deep, log_p / POWER, log_p))
+                kept = gl.where(deep, -root, root)
+            else:
+                kept = gl.exp2(log_p)
+            write(word(kept, d), words, out, first, block, WHO, i)
             if i + AHEAD < 8:
                 waiting += (piece(raw, inside, start + (i + AHEAD) * PIECE, v),)
         place = of.sums + block.to(gl.int64) * of.pitch + rows

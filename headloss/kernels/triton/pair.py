@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...objective.statistics import Normalizer
 from ..interface import Backward
-from ..pair import Differences, Divergence, Outcomes, Pair, Side
+from ..pair import ROOT, Differences, Divergence, Outcomes, Pair, Side
 from .formulas import (
     act_two,
     coefficient,
@@ -46,6 +46,7 @@ from .records import (
 )
 
 LEAST = tl.constexpr(1.2e-38)  # a normal number
+POWER = tl.constexpr(float(ROOT))
 BLOCK = 2048  # columns a program works on at once, at most: of two tiles
 
 
@@ -278,9 +279,11 @@ def pair_gradient_kernel(
         value = tl.load(x + columns, mask=inside, other=0)
         if d.ratio is not None:
             p, difference = parted(value)
-            own_log_p = log(tl.maximum(p, LEAST))
+            own_log_p = log(tl.maximum(tl.abs(p), LEAST))
             at_term = p
             if d.own.normalizer is not None:
+                own_log_p = tl.where(p < 0, POWER * own_log_p, own_log_p)
+                p = tl.maximum(p, 0.0)
                 at_term = tl.exp(((own_log_p + own_lse) * warmth - p_peak) - p_log_sum)
             g = slope_of(difference + ratio, at_term, pivot, KIND)
         else:
