@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -96,15 +96,10 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     )
 
 
-def _lengths(term: Term) -> tuple[int, ...]:
-    """Of segments; as many as hold a whole number of units."""
-    unit = term.segments_per_unit
-    return LENGTHS if len(LENGTHS) % unit == 0 else LENGTHS * unit
-
-
 def _batch(term: Term, given: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     """A batch with every field that the term asks for."""
-    lengths = _lengths(term)
+    unit = term.segments_per_unit
+    lengths = LENGTHS if len(LENGTHS) % unit == 0 else LENGTHS * unit  # a whole number of units
     tokens = sum(lengths)
     generator = torch.Generator().manual_seed(0)
     fields = {
@@ -163,7 +158,7 @@ def _evaluate(term: Term, stats: Statistics, batch: PackedBatch) -> Tensor:
 
 def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[Piece]]:
     """The cuts that the term's scope allows, and permuted segments."""
-    ends = list(accumulate(_lengths(term)))
+    ends = batch.segments.lengths.cumsum(0).tolist()
 
     def piece(start: int, stop: int) -> Piece:
         chunk = Chunk(start, stop, bisect_right(ends, start), bisect_left(ends, stop) + 1)

@@ -44,12 +44,7 @@ class PackedBatch:
         targets: [T] int64.
         segments: sorted.
         fields: [T] vectors, and `CURRENT`.
-        given: fields as they were given, [N, ..]; gathered when a term reads them.
-        index: [T] position of each token, None: all N in order.
-        stats: this call's, for CURRENT.
         live: [T] bool, only with static shapes: which tokens are scored.
-        per_segment: those of `given` that hold one value per segment, [S].
-        dtype: of gathered floating vectors; None: their own.
     """
 
     def __init__(
@@ -57,27 +52,21 @@ class PackedBatch:
         targets: Tensor,
         segments: Segments,
         fields: Mapping[str, Tensor | Current],
-        given: Mapping[str, Tensor] | None = None,
-        index: Tensor | None = None,
-        stats: Statistics | None = None,
         live: Tensor | None = None,
-        per_segment: frozenset[str] = frozenset(),
-        dtype: torch.dtype | None = None,
     ) -> None:
         self.targets, self.segments, self.live = targets, segments, live
-        self._fields, self._given, self._index = dict(fields), given or {}, index
-        self._stats, self._per_segment, self._dtype = stats, per_segment, dtype
+        self.index: Tensor | None = None  # [T] position of each token, None: all N in order
+        self._fields = dict(fields)
+        self._given: Mapping[str, Tensor] = {}  # fields [N, ..], gathered when a term reads them
+        self._per_segment: frozenset[str] = frozenset()  # those of them that are [S]
+        self._dtype: torch.dtype | None = None  # of gathered floating vectors; None: their own
+        self._stats: Statistics | None = None  # this call's, for CURRENT
         self._whole: tuple[PackedBatch, slice] | None = None  # what this is a cut of
         self._count = segments.count  # S, without what static shapes add for unscored tokens
         self._sums: dict[str, Tensor] = {}  # of `_kept`
 
     def __len__(self) -> int:
         return self.targets.shape[0]
-
-    @property
-    def index(self) -> Tensor | None:
-        """[T] position of each token, None: all N in order."""
-        return self._index
 
     def __contains__(self, name: str) -> bool:
         return name in self._fields or name in self._given
@@ -108,8 +97,8 @@ class PackedBatch:
             if live is not None:  # of the segments that are not scored
                 value = torch.cat([value, value.new_zeros(1)])
             value = value[self.segments.ids.clamp_max(len(value) - 1)]
-        elif self._index is not None:
-            value = value[self._index]
+        elif self.index is not None:
+            value = value[self.index]
         if value.dim() > 1:
             return outside_inference(value)
         if self._dtype is not None and value.is_floating_point():
@@ -168,7 +157,7 @@ class PackedBatch:
         """Some of the tokens, in their segments."""
         found, tokens = self._copy(), chunk.rows
         found.targets, found.segments = self.targets[tokens], self.segments.slice(chunk)
-        found._index = None if self._index is None else self._index[tokens]
+        found.index = None if self.index is None else self.index[tokens]
         found.live = None if self.live is None else self.live[tokens]
         current, made = {}, dict(self._given)
         for name, value in self._fields.items():
@@ -239,9 +228,9 @@ class Packing:
                 given[name] = value.reshape(-1).contiguous()
             else:
                 given[name] = value.reshape(-1, *value.shape[rank:])
-        options: Any = {"live": self.live, "per_segment": per_segment, "dtype": dtype}
-        view = PackedBatch(self.targets, self.segments, current, given, self.index, **options)
-        view._count = self.count
+        view = PackedBatch(self.targets, self.segments, current, self.live)
+        view.index, view._given, view._count = self.index, given, self.count
+        view._per_segment, view._dtype = per_segment, dtype
         return view
 
     def scatter(self, values: Tensor, alone: bool = False, rows: slice = ALL) -> Tensor:

@@ -142,7 +142,7 @@ def _column(source: Source, stats: Statistics, batch: PackedBatch) -> Column:
     if kind == "statistic":
         return Column(getattr(stats, name).contiguous(), LAUNCH)
     if kind == "field" or kind == "mask":
-        by_segment, at_once = name in batch._per_segment, batch._index is None
+        by_segment, at_once = name in batch._per_segment, batch.index is None
         return Column(batch._given[name], SEGMENT if by_segment else TOKEN if at_once else INDEX)
     if kind == "lengths":
         return Column(batch.segments._local_counts, SEGMENT)

@@ -146,11 +146,7 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         chunks = cut_anywhere(p, rows)
     if schedule == "one_pass":
         rows = max((c.stop - c.start for c in chunks), default=rows)
-    tile = _tile(p, rows, explicit=options.chunk_tokens is not None)
-    if options.batch_invariant and not p.narrow:
-        tile = _fixed_tile(p, rows)
-    if p.spread:  # no more tokens than a chunk's are gathered at once
-        tile = Tile(rows, p.vocabulary)
+    tile = _tile(p, rows, options)
     pull = "blocks" if schedule == "recompute" and p.spread else PULLS[schedule]
     once = _once(p, pull, len(chunks), tile)
     worth = not p.on_gpu or rows * p.width * p.vocabulary >= SKIP_WORTH
@@ -291,11 +287,16 @@ def _chunk_rows(p: Problem, options: Options) -> int:
     return max(1, min(rows, p.tokens))
 
 
-def _tile(p: Problem, rows: int, explicit: bool) -> Tile:
+def _tile(p: Problem, rows: int, options: Options) -> Tile:
     """A sweep's tile, of no more logits than `rows` tokens have over the whole vocabulary."""
-    if p.narrow:
+    if p.narrow or p.spread:  # of spread tokens no more than a chunk's are gathered at once
         return Tile(rows, p.vocabulary)
-    elements = rows * p.vocabulary
+    elements, explicit = rows * p.vocabulary, options.chunk_tokens is not None
+    if options.batch_invariant:
+        # A width that does not depend on the tokens: a slab of dX adds to the others' sum, and raw
+        # logits give their statistics over all columns at once.
+        columns = min(p.vocabulary, FIXED_COLUMNS) if p.terms else p.vocabulary
+        return Tile(max(1, min(p.tokens, elements // columns)), columns)
     if p.terms and not explicit:
         least, most = SLAB_ELEMENTS
         room = (SWEEP_BYTES - p.tokens * p.width * 4) // p.row_bytes  # beside the sums of dX
@@ -306,13 +307,6 @@ def _tile(p: Problem, rows: int, explicit: bool) -> Tile:
     if columns > GRAIN:
         columns = min(p.vocabulary, columns - columns % GRAIN)
     return Tile(tall, columns)
-
-
-def _fixed_tile(p: Problem, rows: int) -> Tile:
-    """Of a width that does not depend on the tokens: a slab of dX adds to the others' sum, and raw
-    logits give their statistics over all columns at once."""
-    columns = min(p.vocabulary, FIXED_COLUMNS) if p.terms else p.vocabulary
-    return Tile(max(1, min(p.tokens, rows * p.vocabulary // columns)), columns)
 
 
 def _bytes(

@@ -53,16 +53,15 @@ class Collision:
 
     def add(self, rows: Rows, columns: slice, raw: Tensor) -> None:
         """Take one of the tiles of some tokens."""
-        self.partials = self.acts.partials(raw, self._forward(rows, raw), self.partials)
+        self.partials = self.acts.partials(raw, self._forward(rows, len(raw), raw), self.partials)
 
     def add_pairs(self, rows: slice, raw: Tensor, support: Support) -> None:
         """Take the pairs [P] of some tokens and the columns of their support."""
-        self.partials = self.acts.support_partials(raw, support, self._forward(rows, support))
+        forward = self._forward(rows, len(support.offsets) - 1, raw)
+        self.partials = self.acts.support_partials(raw, support, forward)
 
-    def _forward(self, rows: Rows, like: Tensor | Support) -> Forward:
-        n = len(like.offsets) - 1 if isinstance(like, Support) else len(like)
-        device = like.ids.device if isinstance(like, Support) else like.device
-        nowhere = torch.full((n,), -1, device=device)
+    def _forward(self, rows: Rows, count: int, raw: Tensor) -> Forward:
+        nowhere = torch.full((count,), -1, device=raw.device)
         return Forward(nowhere, 0, self.transform.rows(rows), NOTHING)
 
     def found(self, rows: Rows, normalizer: Normalizer) -> Tensor:

@@ -82,7 +82,7 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     shares = results if count == 1 else results.new_empty(measurements * count)
     loss = torch.empty((), device=device)
     addresses += [code] * (INPUTS - len(addresses))
-    addresses += [code if t is None else t.data_ptr() for t in (batch._index, ids, live)]
+    addresses += [code if t is None else t.data_ptr() for t in (batch.index, ids, live)]
     addresses.append(batch.segments._local_counts.data_ptr())
     if not (n and size):  # a null pointer would have another type
         addresses = [address or code for address in addresses]
