@@ -130,7 +130,10 @@ def objective_of(names: str) -> Objective:
 
 def _check(arguments: argparse.Namespace) -> int:
     device = arguments.device
-    print(f"torch {torch.__version__} on {_describe(device)}")
+    where = f"{device}, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        where = doctor.described(device)
+    print(f"torch {torch.__version__} on {where}")
     print("error against float64 / budget: 3 x the error of plain torch + 1e-6\n")
     verdicts = [gate.check(case, device) for case in gate.cases(arguments.quick)]
     _print_table(_error_rows(verdicts))
@@ -174,12 +177,6 @@ def _print_table(rows: list[list[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip(), flush=True)
-
-
-def _describe(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device}, {torch.get_num_threads()} threads"
 
 
 # ---------------------------------------------------------------------- train

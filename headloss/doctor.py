@@ -29,7 +29,7 @@ def report() -> list[str]:
         f"headloss  {__version__}, Python {platform.python_version()}",
         f"torch     {torch.__version__}",
         f"triton    {_version('triton') or 'not installed'}",
-        f"GPU       {_described(device)}",
+        f"GPU       {described(device)}",
         *(f"{str(d)[6:]:<9} {b}" for d, b in zip(dtypes, backends, strict=True)),
         f"product   {_product(place, backends[0])}",
         f"extras    {', '.join(name for name in EXTRAS if not _wanting(name)) or 'none'}",
@@ -59,7 +59,7 @@ def _wanting(extra: str) -> str | None:
     return f"for headloss[{extra}]: {', '.join(lacks)}" if lacks else None
 
 
-def _described(device: torch.device | None) -> str:
+def described(device: torch.device | None) -> str:
     if device is None:
         return "none"
     found = torch.cuda.get_device_properties(device)

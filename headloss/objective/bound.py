@@ -246,7 +246,7 @@ def bind(
 ) -> Bound:
     """Fix every token's weight from global totals (law 3), after `check_weights`."""
     parts = []
-    counted: dict[str | None, _Counted] = {}
+    counted: dict[str | None, Any] = {}
     for name, coefficient, term in objective.named():
         assert term.reduction is not None
         field = term.kept_field
@@ -265,16 +265,11 @@ def bind(
     return Bound(tuple(parts), vocabulary, declared=declared)
 
 
-class _Counted(NamedTuple):
-    """What a reduction needs to know of all tokens, or of those that a field keeps."""
-
-    kept: Tensor | None  # [T] bool
-    lengths: Tensor  # [T] of each token's segment
-    tokens: Tensor  # [] float64
-    segments: Tensor  # [] float64
-
-
-def _count(batch: PackedBatch, totals: Totals, field: str | None, dtype: torch.dtype) -> _Counted:
+def _count(
+    batch: PackedBatch, totals: Totals, field: str | None, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+    """What a reduction needs to know of all tokens, or of those that a field keeps, [T] bool: the
+    length of each token's segment [T], and the totals of tokens and segments, [] float64."""
     kept, lengths = None, batch.segments.lengths
     counts = (totals.tokens, totals.segments)
     if field is not None:
@@ -282,7 +277,8 @@ def _count(batch: PackedBatch, totals: Totals, field: str | None, dtype: torch.d
         counts = totals.kept[field]
         lengths = batch.segments.sum(kept.to(dtype))
     at_token = batch.segments.expand(lengths.to(dtype).clamp_min(1))
-    return _Counted(kept, at_token, *(_at_least_one(c, batch.targets.device) for c in counts))
+    tokens, segments = [_at_least_one(count, batch.targets.device) for count in counts]
+    return kept, at_token, tokens, segments
 
 
 def check_weights(objective: Objective, kinds: Kinds, totals: Totals | None) -> None:
@@ -329,10 +325,9 @@ def reads(
         stats = sample_statistics(dtype, device, kinds, teachers)
         try:
             found[name] = trace(term, stats, sample.on(stats), observe)
-        except MissingField as error:
-            raise ValueError(f"term {name}: {error}") from None
         except ValueError as error:
-            if str(error).startswith(("sums over", "reads stats.")):
+            ours = str(error).startswith(("sums over", "reads stats."))
+            if ours or isinstance(error, MissingField):
                 raise ValueError(f"term {name}: {error}") from None
             raise
     return found
