@@ -153,6 +153,36 @@ def test_a_bad_target_is_named_before_logits_are_overwritten(begun_early, inplac
     assert stats.logp is not None and len(begun_early) == 3
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("segments", ["rows", "ids"])
+@pytest.mark.parametrize("targets", [[3, 8, 2, 5, 1, 0], [3, -100, 2, -100, 1, 0], [3, V] * 3])
+def test_logits_are_overwritten_before_the_host_has_read_their_batch(
+    begun_early, monkeypatch, targets, segments, backend
+):
+    """Where the device finds it to be as it was guessed, and segments' ids are known to be ids."""
+    pristine, results = torch.randn(6, V), []
+    for _ in range(2):
+        logits = pristine.clone().requires_grad_()
+        ids = torch.tensor([0, 0, 0, 1, 1, 1])
+        among = hl.Segments.from_ids(ids, 2) if segments == "ids" else hl.Segments.rows(2, 3)
+        given = torch.tensor(targets).view_as(among.ids)
+        options = hl.Options(backend=backend)
+        try:
+            out = hl.logits_loss(
+                logits.view(*given.shape, V), hl.Batch(given, among), hl.cross_entropy(),
+                inplace=True, options=options,
+            )  # fmt: skip
+            (gradient,) = torch.autograd.grad(out.loss, logits)
+            results.append((out.loss.detach(), gradient))
+        except ValueError as error:
+            assert torch.equal(logits, pristine) and V in targets
+            results.append((str(error),))
+        assert len(begun_early) == (segments == "rows")
+        monkeypatch.undo()
+    for early, late in zip(*results, strict=True):
+        assert torch.equal(early, late) if isinstance(early, torch.Tensor) else early == late
+
+
 def test_adapters_and_temperatures_of_tokens_wait(begun_early):
     """Dropout is drawn once; a temperature counts at scored positions alone."""
     hidden, weight = torch.randn(6, 4), torch.randn(V, 4)

@@ -106,8 +106,8 @@ def test_rows_that_stay_in_shared_memory(name, which):
     oracle = oracle_gradient(before, targets, 0, transform, normalizer, whole)
     aligned = torch.empty(n, v, dtype=dtype, device=DEVICE).copy_(raw)
     walk = Walk(rows_of(aligned), rows_of(out), live, targets, 0, transform, NEEDS, c)
-    for parts in (1, 2, 8) if DEVICE == "cuda" else (1,):
-        found = given_rows(walk, shape=Shape(4, parts, turns=2, resident=True))
+    for parts, turns in ((1, 2), (2, 4), (8, 2)) if DEVICE == "cuda" else ((1, 2),):
+        found = given_rows(walk, shape=Shape(4, parts, turns, resident=True))
         kept = Partials(*(t[live] for t in found))
         assert_statistics(kept, before[live], targets[live], 0, transform.rows(live))
         assert not out[2].any()
@@ -523,28 +523,37 @@ def test_static_calls_can_be_captured():
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs clusters of a GPU")
+@pytest.mark.parametrize("resident", [False, True])
 @pytest.mark.parametrize("parts", [2, 4, 8])
-def test_parts_of_a_row_meet_in_a_cluster(parts):
+def test_parts_of_a_row_meet_in_a_cluster(parts, resident):
     """More rows than fit at once, some dead, columns that leave the last part short; the same bits
     twice, and when replayed from a CUDA graph."""
-    n, v = 3000, 20011
+    n, v, transform = 3000, 20011, Transform(softcap=9.0)
+    if resident:
+        v, transform = 20016, Transform(scale=0.5)
     raw, targets = tile(n, v, torch.bfloat16), targets_of(n, v)
     live = torch.arange(n, device=DEVICE) % 7 != 3
     c = coefficients_of(n, "tpeu").map(lambda t: t * live)
-    shape, work = Shape(warps=8, parts=parts, turns=5), raw.clone()
+    shape = Shape(4 if resident else 8, parts, turns=5, resident=resident)
+    work = raw.clone()
     rows = rows_of(work)
 
     def run():
         work.copy_(raw)
-        walk = Walk(rows, rows, live, targets, 0, Transform(softcap=9.0), NEEDS, c)
+        walk = Walk(rows, rows, live, targets, 0, transform, NEEDS, c)
         return given_rows(walk, shape=shape)
 
     found = run()
     some = torch.arange(0, n, 50, device=DEVICE)[live[::50]]
     named, of_some, gradient = raw[some], targets[some], work.clone()
     of_found = Partials(*(t[some] for t in found))
-    assert_statistics(of_found, named, of_some, 0, Transform(softcap=9.0))
+    assert_statistics(of_found, named, of_some, 0, transform)
     assert not gradient[~live].any()
+    stats, normalizer = exactly(named, of_some, 0, transform)
+    c = c.map(lambda t: t[some])
+    c = c._replace(prob=c.prob + c.entropy * stats.entropy)
+    oracle = oracle_gradient(named, of_some, 0, transform, normalizer, c)
+    assert error(gradient[some], oracle) <= EPS[torch.bfloat16] + 3e-6
     again = run()
     assert all(map(torch.equal, again, found))
     assert torch.equal(work, gradient)

@@ -321,5 +321,5 @@ def _may_ask_device() -> bool:
 def _default_segments(targets: Tensor) -> Segments:
     *rows, length = targets.shape
     if not rows:
-        return Segments(torch.zeros(length, dtype=torch.int64, device=targets.device), 1)
+        return Segments(torch.zeros(length, dtype=torch.int64, device=targets.device), 1, made=True)
     return Segments.rows(math.prod(rows), length, device=targets.device)

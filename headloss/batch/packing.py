@@ -182,7 +182,7 @@ class Packing:
     """
 
     def __init__(self, batch: Batch, order: Order, restricted: int | None = None) -> None:
-        index, ids, counts, _, _, live, targets = order
+        index, ids, counts, _, _, live, targets, _ = order
         if targets is None:
             targets = flat(batch.targets).long()
             targets = targets if index is None else targets.index_select(0, index)
@@ -303,8 +303,8 @@ def guessed(
     and what waits for it, checks the batch as `packing_of` does, and raises `Misguessed` if it is
     not so, which `misses` keeps. None where it is known."""
     survey, total = batch.found(), batch.targets.numel()
-    known = survey.packing is not None or batch.support is not None
-    order = None if known else survey.guessed()
+    found = survey.packing is not None or batch.support is not None
+    order = None if found else survey.guessed()
     if order is None:
         return None, bool
 
@@ -321,7 +321,8 @@ def guessed(
             survey.packing = packing
 
     one = batch.segments.count == 1
-    packing = Packing(batch, Order(*order[:3], (lambda: [total]) if one else lengths))
+    known = (lambda: [total]) if one else lengths
+    packing = Packing(batch, Order(*order[:3], known, facts=order.facts))
     return packing, confirm
 
 

@@ -54,9 +54,11 @@ class Totals:
         A boolean field is per token where its shape is that on all these ranks, else per segment.
         """
         segments, scored = batch.segments, batch.targets.reshape(-1) != IGNORE
-        ids = segments.ids.reshape(-1).clamp(0, max(segments.count - 1, 0))
         fields = {n: v for n, v in batch.fields.items() if isinstance(v, Tensor)}
         masks = {name: value for name, value in fields.items() if value.dtype == torch.bool}
+        if not masks and segments.group is None and segments.count:
+            return cls(scored.sum(), segments.count)
+        ids = segments.ids.reshape(-1).clamp(0, max(segments.count - 1, 0))
         rows, against, nothing = [scored], [], torch.zeros_like(scored)
         for name, mask in masks.items():
             as_token, as_segment = batch._fits(name)

@@ -51,10 +51,10 @@ class Segments:
         group: ProcessGroup | None = None,
         *,
         counts: Tensor | None = None,
+        made: bool = False,
     ) -> None:
-        self.ids = ids
-        self.count = count
-        self.group = group
+        self.ids, self.count, self.group = ids, count, group
+        self.made = made  # ids are this class's own, each in its range
         # This rank's tokens per segment; given only for a vector that is sorted by segment.
         self._counts = counts
         self._sorted = counts is not None
@@ -76,7 +76,7 @@ class Segments:
         if bool((lengths < 0).any()):
             raise ValueError(f"lengths: got a negative length in {lengths.tolist()}, want all >= 0")
         ids = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
-        return cls(ids, len(lengths))
+        return cls(ids, len(lengths), made=True)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor | Sequence[int]) -> Segments:
@@ -114,9 +114,9 @@ class Segments:
         """Each row of a [rows, length] batch is one segment."""
         rows, length = _integer("rows", rows, 0), _integer("length", length, 0)
         if rows == 1:  # contiguous, so that nobody has to copy it
-            return cls(torch.zeros(1, length, dtype=torch.int64, device=device), 1)
+            return cls(torch.zeros(1, length, dtype=torch.int64, device=device), 1, made=True)
         ids = torch.arange(rows, device=device).unsqueeze(1).expand(rows, length)
-        return cls(ids, rows)
+        return cls(ids, rows, made=True)
 
     # ------------------------------------------------------------------ using them
 
@@ -224,13 +224,11 @@ class _Expand(torch.autograd.Function):
         return ctx.segments._local_sum(gradient).to(gradient.dtype), None
 
 
-def count_in(ids: Tensor, count: int, kept: Tensor | None = None) -> Tensor:
-    """[count] int64, how often each id occurs, or is kept ([n] bool)."""
+def count_in(ids: Tensor, count: int, kept: Tensor) -> Tensor:
+    """[count] int64, how often each id is kept ([n] bool)."""
     counts = ids.new_zeros(count)
     if not count:  # no token of any is scored
         return counts
-    if kept is None:
-        return counts.scatter_(0, ids, 1, reduce="add")
     return counts.scatter_add_(0, ids, kept.to(counts.dtype))
 
 

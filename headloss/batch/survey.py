@@ -16,7 +16,7 @@ from torch import Tensor
 from ..arguments import IGNORE
 from ..kernels import choose, load
 from ..reading import Reading
-from .segments import Segments, count_in
+from .segments import Segments
 
 
 class Order(NamedTuple):
@@ -29,6 +29,7 @@ class Order(NamedTuple):
     unscored: Tensor | None = None  # [N - T]
     live: Tensor | None = None  # [T] bool, with static shapes: which are scored
     targets: Tensor | None = None  # [T], where finding the order has given them
+    facts: Tensor | None = None  # of a survey: it is the order only if they fit, see `guessed`
 
 
 class Survey:
@@ -108,7 +109,7 @@ class Survey:
         if self.id_fields or not (self._alone and self.is_asked and self.targets.numel()):
             return None
         counts = self.facts[self.bins : self.bins + self.segments.count]
-        return Order(None, flat(self.segments.ids), counts)
+        return Order(None, flat(self.segments.ids), counts, facts=self.facts)
 
     def is_whole(self, found: list[int] | None = None) -> bool:
         """Whether it is that order: no segment precedes the one before, no position is unscored."""
@@ -193,9 +194,11 @@ def static_order(targets: Tensor, segments: Segments, unit: int) -> Order:
     ids, count = segments.ids.reshape(-1), segments.count
     bad = (ids < 0) | (ids >= count) | (targets == IGNORE)
     ids = ids.masked_fill(bad, count)
-    index, counts = _argsort(ids, count), count_in(ids, count + unit)
+    index = _argsort(ids, count)
     ids = ids[index]
-    return Order(index, ids, counts, live=ids < count)
+    # Where each segment begins: a GPU adds ones to few counts one after another.
+    ends = torch.searchsorted(ids, torch.arange(count + unit + 1, device=ids.device))
+    return Order(index, ids, ends.diff(), live=ids < count)
 
 
 def _argsort(bins: Tensor, count: int) -> Tensor:

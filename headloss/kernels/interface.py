@@ -65,9 +65,8 @@ class Backward(NamedTuple):
     @property
     def is_multiple(self) -> bool:
         """Whether the gradient of a token is a multiple of its terms, the target's apart."""
-        c = self.coefficients
-        plain = c.prob is not None and c.entropy is None and c.uniform is None
-        return plain and self.transform.softcap is None
+        c, cap = self.coefficients, self.transform.softcap
+        return c.prob is not None and c.entropy is None and c.uniform is None and cap is None
 
 
 @dataclass(frozen=True)
@@ -133,6 +132,7 @@ class Walk(NamedTuple):
     coefficients: Coefficients | None = None  # [n]; with `needs`: at an entropy of 0
     slopes: Tensor | None = None  # [parts, 5, n], with `needs`: more of dL/dlogp, see stats.Slope
     normalizer: Normalizer | None = None  # [n]
+    facts: Tensor | None = None  # of a survey: nothing is written unless it found the batch whole
 
 
 class Support(NamedTuple):

@@ -175,7 +175,10 @@ def given_call(
 
         early = not isinstance(transform.temperature, Tensor)
         if vocab_group is None:
-            return _joined(*check(), Place(logits.shape[-1]), batch, options, early)
+            ready = check()
+            # What is known beforehand may go by ids: anything, where a position is not scored.
+            early = early and (batch.segments.made or not (inplace and ready[0].slopes))
+            return _joined(*ready, Place(logits.shape[-1]), batch, options, early)
         ready, own = agree_early(
             "vocab_group",
             vocab_group,
@@ -191,7 +194,7 @@ def given_call(
     found = over_segments(batch, options, joined)
     work, of_tokens = _work(found, batch, transform, options)
     packing, inplace = work.packing, found.prepared.problem.inplace
-    into = IntoLogits(packing.order.unscored, packing.live, inplace)
+    into = IntoLogits(packing.order, inplace)
     if found.plan.rows:
         work.open = partial(WalkSoftmax, tokens=of_tokens, index=packing.index, into=into)
         work.row_sums = lambda source: source

@@ -267,10 +267,10 @@ def _walk_at_once(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack
     """Both acts in one launch, where the gradient is known before the statistics."""
     source = work.open(tensors)
     assert isinstance(source, WalkSoftmax)
-    work.confirm()  # what follows reads segments' ids, which may be anything if unscored
     bound = work.bound
     known = bound.beforehand(work.batch, work.needs)
-    partials = source.partials_and_pull(known)
+    partials = source.walk(work.needs, *known)
+    work.confirm()  # the launch has gone by what the device knew of the batch
     stats = work.slices.measured(source.acts, partials, work.needs, work.vocabulary).stats
     found = bound.gradient(stats, work.batch, None, needed=False)
     return Outcome(stats, found.values, found.loss), lambda factor, _: source.finish(factor)

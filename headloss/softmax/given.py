@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..kernels import interface as kernels
-from ..objective.bound import Gradient
 from ..objective.statistics import Partials
 from . import products
 from .linear import RawSoftmax, Tokens
@@ -100,13 +99,12 @@ class IntoLogits(NamedTuple):
     """Where the gradient of given logits goes: a tensor of its own, or the logits' memory.
 
     Attributes:
-        unscored: positions whose gradient is 0.
-        live: [T] bool, the scored tokens, where static shapes keep the others, which get 0.
+        order: of the tokens (`batch.survey`). Unscored positions get 0; where the host has not read
+            the survey's facts, nothing is overwritten unless the batch is as it was guessed.
         inplace: it may overwrite the logits.
     """
 
-    unscored: Tensor | None
-    live: Tensor | None
+    order: Any
     inplace: bool
 
 
@@ -114,11 +112,11 @@ class GivenSums:
     """The gradient of given logits, a tile at a time."""
 
     def __init__(self, source: GivenSoftmax, into: IntoLogits) -> None:
-        self.live, logits = into.live, source.view.logits
+        self.live, logits = into.order.live, source.view.logits
         self.total = logits if into.inplace else torch.empty_like(logits)
         self.view, self.scaled = View(self.total, source.view.index), source.acts.scaled
-        if into.unscored is not None:
-            View(self.total, into.unscored).write(ALL, ALL, 0)
+        if into.order.unscored is not None:
+            View(self.total, into.order.unscored).write(ALL, ALL, 0)
 
     def add(self, gradient: RowGradient, columns: slice = ALL) -> None:
         """Take dL/draw of some rows and columns."""
@@ -154,8 +152,10 @@ class WalkSoftmax(GivenSoftmax):
             return self.rows
         return self._rows(sums.view)
 
-    def _walk(self, needs: frozenset[str] | None, gradient=None, slopes=None, normalizer=None):
-        """One launch.
+    def walk(
+        self, needs: frozenset[str] | None, gradient=None, slopes=None, normalizer=None
+    ) -> Any:
+        """One launch: both acts, where a gradient is known before the statistics, or one.
 
         Args:
             needs: statistics; None: none, `normalizer` is known.
@@ -167,24 +167,16 @@ class WalkSoftmax(GivenSoftmax):
             out = self.out = self.destination()
         coefficients = None if gradient is None else gradient.coefficients
         given = self.tokens.targets, self.first, self.tokens.transform, needs
-        walk = (self.rows, out, self.into.live, *given, coefficients, slopes, normalizer)
-        return self.acts.given_rows(kernels.Walk(*walk))
+        walk = (self.rows, out, self.into.order.live, *given, coefficients, slopes, normalizer)
+        return self.acts.given_rows(kernels.Walk(*walk, self.into.order.facts))
 
     def partials(
         self, rows: slice, columns: slice = ALL, onto: Partials | None = None, keep: bool = False
     ) -> tuple[Partials, None]:
-        found = self._walk(self.tokens.needs)
-        assert found is not None
-        return found, None
-
-    def partials_and_pull(self, known: tuple[Gradient, Tensor | None]) -> Partials:
-        """Both acts in one launch, for a gradient that is known before the statistics."""
-        found = self._walk(self.tokens.needs, *known)
-        assert found is not None
-        return found
+        return self.walk(self.tokens.needs), None
 
     def pull(self, rows: slice, columns: slice, known: Known) -> RowGradient:
-        self._walk(None, known.gradient, None, known.measured.normalizer)
+        self.walk(None, known.gradient, None, known.measured.normalizer)
         return RowGradient(self.out.tensor, rows)
 
     def add(self, gradient: RowGradient) -> None:

@@ -26,18 +26,12 @@ from ...objective.statistics import Coefficients, Normalizer, Partials
 from ..interface import Walk
 from .formulas import coefficient, coefficients, log1p, per_row
 from .launch import Launcher, OfClusters, cdiv
-from .records import (
-    LogitScaling,
-    empty_partials,
-    power_of_2,
-    scaling,
-)
+from .records import LogitScaling, empty_partials, power_of_2, scaling
 from .versions import has_clusters
 from .walk import (
     closed_slope,
     logit_gradient,
     logits_of,
-    met,
     part_partials,
     resident_gradient,
     resident_partials,
@@ -46,7 +40,7 @@ from .walk import (
     store_partials,
     write_gradient,
 )
-from .words import WARPS, fetch, open_mail, open_room, opening, room_of, wait
+from .words import PIECES, WARPS, fetch, met, open_mail, open_room, opening, room_of
 
 
 class Shape(NamedTuple):
@@ -69,6 +63,7 @@ APART = Shape(warps=16, turns=1)  # of one walk alone
 LEAST_COLUMNS = 16384  # shorter rows stay in the L2 in any case
 # A static array may have 48 KiB, of which the barriers and a reduction take some.
 PART_BYTES = 46 << 10
+REGISTERS = 80  # six blocks of four warps on a multiprocessor, which then holds 192 KiB of rows
 VECTOR = 16  # bytes that a thread loads at once
 ALIGNMENT = 64  # columns that parts begin at multiples of
 
@@ -89,14 +84,33 @@ class Given(NamedTuple):
     c: Coefficients  # with statistics: at an entropy of 0
     slopes: Tensor | None  # [SLOPES, 5, T]
     out: Tensor | None  # where the gradient goes
+    facts: Tensor | None  # of a survey: nothing is done unless they say that the batch is whole
 
 
-@triton.jit(do_not_specialize=["first", "count"])
+@triton.jit
+def is_whole(facts, segments, v):
+    """Whether a survey found all positions scored, by segment, and all numbers in their range."""
+    out = tl.load(facts) + tl.load(facts + 3) + tl.load(facts + segments + 4)
+    out += tl.load(facts + segments + 5)
+    return (out == 0) & (tl.load(facts + 1) >= 0) & (tl.load(facts + 2) < v)
+
+
+@triton.jit
+def columns_there(of, row, count, v):
+    """How many columns of a row are read."""
+    there = tl.where(row < count, v, 0)
+    if of.live is not None:
+        there *= tl.load(of.live + row, mask=row < count, other=0).to(tl.int32)
+    return there
+
+
+@triton.jit(do_not_specialize=["first", "count", "segments"])
 def given_kernel(
     raw,
     of,  # Given
     first,
     count,  # T
+    segments,  # S
     v,
     size,  # columns of a part
     PARTS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, SLOPES: tl.constexpr,
@@ -107,19 +121,22 @@ def given_kernel(
     part, cluster = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
     clusters = tl.num_programs(0) // PARTS
     begin = part * size
-    if OPEN is not None:
-        address, room, arrived = open_room(OPEN, begin, size, v)
-    mail = open_mail() if PARTS > 1 else 0
+    if of.facts is not None:
+        count = tl.where(is_whole(of.facts, segments, v), count, 0)
     turn = 0
     offset = tl.load(of.offsets + cluster, mask=cluster < count, other=0)
+    if OPEN is not None:
+        room = open_room(OPEN, begin, size, v)
+        there = columns_there(of, cluster, count, v)
+        for piece in range(PIECES):
+            fetch(room, raw + offset + begin, there - begin, size, piece)
+    mail = open_mail() if PARTS > 1 else 0
     # Blocks at work at once have rows close to one another.
     for row in range(cluster, count, clusters):
         x = raw + offset // ALIGNED * ALIGNED  # a loop's variable takes no hint
         length = v
         if of.live is not None:
             length = v * tl.load(of.live + row).to(tl.int32)  # a multiple of what v is one of
-        if OPEN is not None:
-            fetch(room, arrived, x + begin, tl.minimum(begin + size, length) - begin)
         outer = per_row(of.z.outer, of.z, row)
         column = tl.load(of.targets + row) - first
         mine = (column >= 0) & (column < length)
@@ -131,11 +148,12 @@ def given_kernel(
             closed = slope_parts(of.slopes, row, count, SLOPES)
         following = row + clusters
         offset = tl.load(of.offsets + following, mask=following < count, other=0)
+        if OPEN is not None:
+            there = columns_there(of, following, count, v)
 
         if STATISTICS:
             if OPEN is not None:
-                address = wait(address, arrived, turn)
-                partials = resident_partials(address, x, begin, size, v, outer, of.to)
+                partials = resident_partials(room, turn, x, begin, size, v, outer, of.to)
             else:
                 partials = part_partials(
                     x, begin, size, length, of.z, outer, of.to, WIDTH, GRADIENT
@@ -148,7 +166,7 @@ def given_kernel(
                 target_logit = tl.where(length > 0, target_logit, 0.0)
             tl.store(of.to.target + row, target_logit)
             if PARTS > 1:
-                partials = met(partials, mail, turn, PARTS)
+                partials = met(partials, mail, turn, PARTS, of.to.spread is not None)
             if of.live is not None:
                 partials = settled(partials, length)
             peak, rest, spread, _ = partials
@@ -173,13 +191,16 @@ def given_kernel(
                 keep = None
                 if of.live is not None:
                     keep = length > 0
-                resident_gradient(address, x, y, begin, size, v, outer, normalizer, at, of.c, keep)
+                resident_gradient(
+                    room, x, y, begin, size, v, outer, normalizer, at, of.c, keep,
+                    (raw + offset + begin, there - begin),
+                )  # fmt: skip
             else:
                 write_gradient(
                     x, y, begin, size, v, length, of.z, outer, normalizer, at, of.c, WIDTH,
                     STATISTICS,
                 )  # fmt: skip
-            # Another thread wrote the target's element; the next row takes the room of this one.
+            # Another thread wrote the target's element.
             tl.debug_barrier()
             if of.c.target is not None or SLOPES > 0:
                 g, bend = logit_gradient(target, mine, of.z, outer, normalizer, at, of.c)
@@ -188,7 +209,7 @@ def given_kernel(
 
 
 def given_rows(walk: Walk, *, shape: Shape | None = None) -> Partials | None:
-    logits, out, live, targets, first, transform, needs, c, slopes, normalizer = walk
+    logits, out, live, targets, first, transform, needs, c, slopes, normalizer, facts = walk
     x, count, both = logits.tensor, len(targets), needs is not None and out is not None
     v, aligned = x.shape[-1], logits.aligned and (out is None or out.aligned)
     partials = empty_partials(x, count, needs) if needs is not None else None
@@ -196,14 +217,15 @@ def given_rows(walk: Walk, *, shape: Shape | None = None) -> Partials | None:
         return partials
     offsets, where = (None, None) if out is None else (out.offsets, out.tensor)
     z, c = scaling(transform), c or Coefficients()
-    of = Given(logits.offsets, offsets, live, targets, z, normalizer, partials, c, slopes, where)
+    measured = normalizer, partials, c, slopes
+    of = Given(logits.offsets, offsets, live, targets, z, *measured, where, facts)
     if shape is None and both and aligned:
         shape = resident_for(x, where, z)
     shape = shape or shape_of(v, both, x.device)
     parts = shape.parts if both else 1
-    size = part_of(v, parts)
+    size, segments = part_of(v, parts), 0 if facts is None else len(facts) - 6
     launcher(shape.warps, parts, shape.registers)(
-        cdiv(count, shape.turns), *(x, of, first, count, v, size), PARTS=parts,
+        cdiv(count, shape.turns), *(x, of, first, count, segments, v, size), PARTS=parts,
         WIDTH=lane_count(size, x.element_size(), shape.warps), ALIGNED=16 if aligned else 1,
         SLOPES=0 if slopes is None else len(slopes), OPEN=opening(size) if shape.resident else None
     )
@@ -226,22 +248,20 @@ def resident_for(x: Tensor, out: Tensor, z: LogitScaling) -> Shape | None:
         return None
     for parts in (1, 2, 4, 8, 16):
         if room_of(part_of(v, parts)) <= PART_BYTES:
-            return Shape(WARPS, parts, turns=max(2, min(8, parts)), resident=True)
+            return Shape(WARPS, parts, max(4, min(8, parts)), REGISTERS, resident=True)
     return None
 
 
 def shape_of(v: int, both: bool, device: torch.device) -> Shape:
-    """For rows of v columns; `both`: two walks. Without clusters one block takes a row, and only
-    NVIDIA's compilers are told how many registers to take."""
+    """For rows of v columns; `both`: two walks. Only NVIDIA's compilers take `maxnreg`."""
     shape = next(s for width, s in SHAPES.items() if v >= width) if both else APART
-    if not has_clusters(device):
-        shape = shape._replace(parts=1)
+    shape = shape if has_clusters(device) else shape._replace(parts=1)
     return shape._replace(registers=None) if torch.version.hip is not None else shape
 
 
 @functools.cache
 def launcher(warps: int, parts: int, registers: int | None) -> Launcher:
-    options = {} if registers is None else {"maxnreg": registers}
+    options = {"maxnreg": registers} if registers else {}
     if parts == 1:
         return Launcher(given_kernel, num_warps=warps, **options)
     return OfClusters(given_kernel, parts, num_warps=warps, **options)

@@ -3,12 +3,12 @@
 A block has a row, or a part of one. The first walk gives its partial statistics, the second its
 gradient; `given.py` puts them together. A NaN stays one.
 
-A part in bfloat16 may stay in shared memory in between: it is copied there by the hardware (a bulk
-copy, which a barrier counts), so that device memory sees one read and one write whatever the L2
-holds. A block is four warps and a part at most 46 KiB, so that several blocks are on a
-multiprocessor: while one waits for its row, or for the other parts of it, the others work. Of two
-words of two logits (words.py) the larger goes on, half by half, and the smaller is summed, so that
-a lane's largest logit stays out of its sum.
+A part in bfloat16 may stay in shared memory in between: the hardware copies it there in bulk, piece
+by piece, so that device memory sees one read and one write whatever the L2 holds. A piece that the
+gradient has read makes room for the next row's. A block is four warps and a part at most 46 KiB, so
+that several blocks are on a multiprocessor: while one waits for its row, or for other parts of it,
+the others work. Of two words of two logits (words.py) the larger goes on, half by half, and the
+smaller is summed, so that a lane's largest logit stays out of its sum.
 """
 
 from __future__ import annotations
@@ -16,10 +16,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .formulas import FLOOR, LN2, LOG2E, act_two, merged, tanh, transformed
-from .words import STRIDE, larger, letter, packed, post, read, sifted, unpacked, write
-
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no difference of peaks is NaN
+from .formulas import FLOOR, LN2, LOG2E, act_two, tanh, transformed
+from .words import (
+    LOWEST,
+    NOTHING,
+    PIECES,
+    STRIDE,
+    fetch,
+    packed,
+    piece_of,
+    read,
+    sifted,
+    unpacked,
+    wait,
+    write,
+)
 
 
 @triton.jit
@@ -179,9 +190,8 @@ def slope_parts(slopes, row, count, SLOPES: tl.constexpr):
     found = ()
     for i in tl.static_range(SLOPES):
         part = slopes + i * 5 * count.to(tl.int64) + row
-        rate, anchor = tl.load(part), tl.load(part + count)
-        low, high = tl.load(part + 2 * count), tl.load(part + 3 * count)
-        found = found + (rate, anchor, low, high, tl.load(part + 4 * count))  # noqa: RUF005
+        for k in tl.static_range(5):
+            found = found + (tl.load(part + k * count),)  # noqa: RUF005
     return found
 
 
@@ -217,66 +227,46 @@ def store_partials(to, partials, row, part):
         tl.store(to.total + row, partials[3], mask=first)
 
 
-@triton.jit
-def met(partials, mail, turn, PARTS: tl.constexpr):
-    """Partial statistics of the row, on each of its parts, joined in the same order."""
-    peak, rest, spread, total = partials
-    own = tl.maximum(peak, LOWEST), rest, spread, total  # that no difference of peaks is NaN
-    box = post(mail, turn, own)
-    peak, rest, spread, total = letter(box, 0)
-    for i in tl.static_range(1, PARTS):
-        other = letter(box, i)
-        peak, rest, spread = merged((peak, rest, spread), (other[0], other[1], other[2]))
-        total += other[3]
-    return tl.where(peak == LOWEST, float("-inf"), peak), rest, spread, total
-
-
-UNROLL = tl.constexpr(2)
+UNROLL = tl.constexpr(4)
 LEAST = tl.constexpr(-(2.0**99))  # logits below count as -inf
 LARGE = tl.constexpr(2.0**24)  # from here on numbers in bfloat16 are 65,536 apart
 
 
 @triton.jit
-def add_word(word, scale, shift, rest, spread, ENTROPY: tl.constexpr):
-    """Add e = 2 ** (z scale - shift) of both logits, and e times the exponent."""
-    low, high = unpacked(word)
-    a, b = tl.fma(low, scale, -shift), tl.fma(high, scale, -shift)
+def add_raw(raw, scale, shift, rest, spread, ENTROPY: tl.constexpr):
+    """Add e = 2 ** (raw scale - shift), and e times the exponent."""
+    a = tl.fma(raw, scale, -shift)
     if ENTROPY:
         a = tl.maximum(a, FLOOR, propagate_nan=tl.PropagateNan.ALL)
-        b = tl.maximum(b, FLOOR, propagate_nan=tl.PropagateNan.ALL)
-    e, f = tl.exp2(a), tl.exp2(b)
-    rest += e
-    rest += f
+    e = tl.exp2(a)
     if ENTROPY:
         spread = tl.fma(e, a, spread)
-        spread = tl.fma(f, b, spread)
-    return rest, spread
-
-
-@triton.jit
-def columns_of(begin, size, v):
-    """[LANES] columns of each lane's first words, the column at which the part ends, and steps."""
-    return begin + tl.arange(0, 128) * 8, tl.minimum(begin + size, v), tl.cdiv(size, STRIDE)
+    return rest + e, spread
 
 
 @triton.jit
 def resident_partials(
-    address,  # [LANES] of each lane's first words
-    x, begin, size, v,
+    room,  # see `open_room`
+    turn, x, begin, size, v,
     outer,  # z = raw * outer
     to,  # Partials that are wanted
 ):
-    """Partial statistics of the part."""
+    """Partial statistics of the part, which begin with its first piece."""
     ENTROPY: tl.constexpr = to.spread is not None
-    first, end, steps = columns_of(begin, size, v)
-    least = first * 0 + -8323200  # two of -inf
-    top_a, top_b, top_c, top_d = least, least, least, least
-    for step in tl.range(0, steps, loop_unroll_factor=UNROLL):
-        columns = first + step * STRIDE
-        a, b, c, d = read(address + step * (2 * STRIDE), x, columns, columns < end)
-        top_a, top_b = larger(top_a, a), larger(top_b, b)
-        top_c, top_d = larger(top_c, c), larger(top_d, d)
-    low, high = unpacked(larger(larger(top_a, top_b), larger(top_c, top_d)))
+    address, _, arrived = room
+    first, end = begin + tl.arange(0, 128) * 8, tl.minimum(begin + size, v)
+    steps = tl.cdiv(size, STRIDE)
+    largest = first * 0 + NOTHING
+    most = piece_of(size) // STRIDE
+    for piece in range(PIECES):
+        address = wait(address, arrived, turn, piece)
+        start = tl.minimum(piece * most, steps)  # an unrolled loop must not end before it starts
+        for step in tl.range(start, tl.minimum(start + most, steps), loop_unroll_factor=UNROLL):
+            columns = first + step * STRIDE
+            words = read(address + step * (2 * STRIDE), x, columns, columns < end)
+            for i in tl.static_range(4):
+                largest, _smaller = sifted(largest, words[i])
+    low, high = unpacked(largest)
     top = tl.maximum(low, high, propagate_nan=tl.PropagateNan.ALL)
     top = tl.maximum(top, LEAST, propagate_nan=tl.PropagateNan.ALL)
     scale = tl.zeros_like(top) + outer * LOG2E
@@ -285,83 +275,74 @@ def resident_partials(
     scale = tl.where(tl.abs(top) < LARGE, scale, coarse)
     shift = top * scale
     rest, spread, total = tl.zeros_like(top), tl.zeros_like(top), tl.zeros_like(top)
-    top_a, top_b, top_c, top_d = least, least, least, least
+    largest = first * 0 + NOTHING
     for step in tl.range(0, steps, loop_unroll_factor=UNROLL):
         columns = first + step * STRIDE
         inside = columns < end
-        a, b, c, d = read(address + step * (2 * STRIDE), x, columns, inside)
-        if to.total is not None:
-            part = tl.zeros_like(top)
-            words = (a, b, c, d)
-            for i in tl.static_range(4):
+        words = read(address + step * (2 * STRIDE), x, columns, inside)
+        for i in tl.static_range(4):
+            if to.total is not None:
                 low, high = unpacked(words[i])
-                part += low + high
-            total += tl.where(inside, part, 0.0)
-        top_a, a = sifted(top_a, a)
-        top_b, b = sifted(top_b, b)
-        top_c, c = sifted(top_c, c)
-        top_d, d = sifted(top_d, d)
-        rest, spread = add_word(a, scale, shift, rest, spread, ENTROPY)
-        rest, spread = add_word(b, scale, shift, rest, spread, ENTROPY)
-        rest, spread = add_word(c, scale, shift, rest, spread, ENTROPY)
-        rest, spread = add_word(d, scale, shift, rest, spread, ENTROPY)
-    top_a, b = sifted(top_a, top_b)
-    top_c, d = sifted(top_c, top_d)
-    top_a, c = sifted(top_a, top_c)
-    rest, spread = add_word(b, scale, shift, rest, spread, ENTROPY)
-    rest, spread = add_word(d, scale, shift, rest, spread, ENTROPY)
-    rest, spread = add_word(c, scale, shift, rest, spread, ENTROPY)
-    low, high = unpacked(top_a)
+                total += tl.where(inside, low + high, 0.0)
+            largest, word = sifted(largest, words[i])
+            low, high = unpacked(word)
+            rest, spread = add_raw(low, scale, shift, rest, spread, ENTROPY)
+            rest, spread = add_raw(high, scale, shift, rest, spread, ENTROPY)
+    low, high = unpacked(largest)
     # The larger of the two is the lane's largest logit, which is left out.
-    last = tl.fma(tl.minimum(low, high, propagate_nan=tl.PropagateNan.ALL), scale, -shift)
-    if ENTROPY:
-        last = tl.maximum(last, FLOOR, propagate_nan=tl.PropagateNan.ALL)
-    rest += tl.exp2(last)
+    rest, spread = add_raw(smaller(low, high), scale, shift, rest, spread, ENTROPY)
     # What rounding `shift` did to all terms alike.
     right = tl.exp2(-tl.fma(top, scale, -shift))
     rest *= right
-    if ENTROPY:
-        spread += tl.exp2(last) * last
-        spread *= right * LN2
+    spread *= right * LN2
     peak = tl.where(top == LEAST, LOWEST, top * outer)
     part_peak, part_rest, part_spread = join_lanes(peak, rest, spread, ENTROPY)
     return part_peak, part_rest, part_spread, tl.sum(total, 0) * outer
 
 
 @triton.jit
-def gradient_word(word, scale, shift, at, c):
-    """dL/draw of two logits but for the target's own term."""
-    low, high = unpacked(word)
-    a, b = tl.fma(low, scale, -shift), tl.fma(high, scale, -shift)
+def raw_gradient(raw, scale, shift, at, c):
+    """dL/draw of a logit but for the target's own term."""
+    a, times = tl.fma(raw, scale, -shift), at[0]
     if c.entropy is not None:
         a = tl.maximum(a, FLOOR, propagate_nan=tl.PropagateNan.ALL)
-        b = tl.maximum(b, FLOOR, propagate_nan=tl.PropagateNan.ALL)
-        g = tl.exp2(a) * (at[0] + at[1] * (a * LN2))
-        h = tl.exp2(b) * (at[0] + at[1] * (b * LN2))
-    else:
-        g = tl.exp2(a) * at[0]
-        h = tl.exp2(b) * at[0]
+        times += at[1] * (a * LN2)
+    g = tl.exp2(a) * times
     if c.uniform is not None:
         g += at[2]
-        h += at[2]
-    return packed(g, h)
+    return g
 
 
 @triton.jit
-def resident_gradient(address, x, y, begin, size, v, outer, normalizer, at, c, keep):  # fmt: skip
-    """Write the gradient of the part but for the target's own term. `keep`: None, or whether it is
-    not 0."""
-    first, end, steps = columns_of(begin, size, v)
+def resident_gradient(
+    room, x, y, begin, size, v, outer, normalizer, at, c,
+    keep,  # None, or whether it is not 0
+    following,  # where the next row's part lies, and how many columns of it
+):  # fmt: skip
+    """Write the gradient of the part but for the target's own term, and fetch that of the next row
+    behind it, piece by piece."""
+    address, _, _ = room
+    source, there = following
+    first, end = begin + tl.arange(0, 128) * 8, tl.minimum(begin + size, v)
+    steps = tl.cdiv(size, STRIDE)
     zeros = (first * 0).to(tl.float32)
     scale = zeros + outer * LOG2E
     shift = zeros + (normalizer[0] * LOG2E + normalizer[1] * LOG2E)
-    for step in tl.range(0, steps, loop_unroll_factor=UNROLL):
-        columns = first + step * STRIDE
-        inside = columns < end
-        a, b, c_, d = read(address + step * (2 * STRIDE), x, columns, inside)
-        a, b = gradient_word(a, scale, shift, at, c), gradient_word(b, scale, shift, at, c)
-        c_, d = gradient_word(c_, scale, shift, at, c), gradient_word(d, scale, shift, at, c)
-        if keep is not None:
-            bits = first * 0 - keep.to(tl.int32)
-            a, b, c_, d = a & bits, b & bits, c_ & bits, d & bits
-        write(y, columns, inside, (a, b, c_, d))
+    most = piece_of(size) // STRIDE
+    for piece in range(PIECES):
+        start = tl.minimum(piece * most, steps)
+        for step in tl.range(start, tl.minimum(start + most, steps), loop_unroll_factor=UNROLL):
+            columns = first + step * STRIDE
+            inside = columns < end
+            words = read(address + step * (2 * STRIDE), x, columns, inside)
+            written = ()
+            for i in tl.static_range(4):
+                low, high = unpacked(words[i])
+                low = raw_gradient(low, scale, shift, at, c)
+                word = packed(low, raw_gradient(high, scale, shift, at, c))
+                if keep is not None:
+                    word &= first * 0 - keep.to(tl.int32)
+                written = written + (word,)  # noqa: RUF005
+            write(y, columns, inside, written)
+        tl.debug_barrier()  # all have read what is overwritten now
+        fetch(room, source, there, size, piece)

@@ -17,21 +17,26 @@ import functools
 import triton
 import triton.language as tl
 
+from .formulas import FLOOR, LOG2E
 from .launch import cdiv
 from .versions import INTERPRETED
 
 WARPS = 4  # so that five or six blocks are on a multiprocessor
 STEP = 32 * WARPS * 8  # columns that a block reads at once: 16 bytes a lane
 STRIDE = tl.constexpr(STEP)
-# $0: the array, behind which its barrier is.
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no difference of peaks is NaN
+NOTHING = tl.constexpr(-8323200)  # a word of two of -inf
+PIECES = tl.constexpr(4)  # of a part, each copied by itself
+# $0: the array, behind which the barriers of its pieces are.
 _OPEN = """{
 .shared .align 128 .b8 part_of_row[%d]; .reg .pred p; .reg .b32 t, bar;
-mov.u32 bar, part_of_row; add.u32 bar, bar, %d; mov.u32 t, %%tid.x; setp.eq.u32 p, t, 0;
+mov.u32 bar, part_of_row; add.u32 bar, bar, %d; mov.u32 t, %%tid.x; shl.b32 t, t, 3;
+setp.lt.u32 p, t, %d; add.u32 bar, bar, t;
 @p mbarrier.init.shared::cta.b64 [bar], 1;
 @p fence.mbarrier_init.release.cluster; mov.u32 $0, part_of_row;
 }"""
 
-# $1: the array; $2: its barrier; $3: where the part lies; $4: its bytes.
+# $1: the place in the array; $2: its barrier; $3: where the piece lies; $4: its bytes.
 _FETCH = tl.constexpr("""{
 .reg .pred p, q; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
 setp.gt.and.s32 q, $4, 0, p;
@@ -73,8 +78,14 @@ def room_of(columns: int) -> int:
 @functools.cache
 def opening(columns: int) -> str:
     """The instructions that make room for it."""
-    size = room_of(columns)
-    return _OPEN % (size + 16, size)
+    size, barriers = room_of(columns), 8 * PIECES.value
+    return _OPEN % (size + barriers, size, barriers)
+
+
+@triton.jit
+def ptx(CODE: tl.constexpr, FORM: tl.constexpr, given):
+    """Instructions of each lane that do more than compute the number that they return."""
+    return tl.inline_asm_elementwise(CODE, FORM, given, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -112,35 +123,15 @@ def sifted(a, b):
 
 
 @triton.jit
-def larger(a, b):
-    """The larger of two words, half by half."""
-    if INTERPRETED:
-        return sifted(a, b)[0]
-    else:
-        return tl.inline_asm_elementwise(
-            "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
-def word_at(x, columns, inside):
-    low = tl.load(x + columns, mask=inside, other=float("-inf"))
-    high = tl.load(x + columns + 1, mask=inside, other=float("-inf"))
-    return packed(low.to(tl.float32), high.to(tl.float32))
-
-
-@triton.jit
 def read(address, x, columns, inside):
     """Eight logits of each lane, as four words."""
     if INTERPRETED:
-        return (
-            word_at(x, columns, inside), word_at(x, columns + 2, inside),
-            word_at(x, columns + 4, inside), word_at(x, columns + 6, inside)
-        )
+        at = (x + columns).to(tl.pointer_type(tl.int32))
+        a, b = tl.load(at, inside, NOTHING), tl.load(at + 1, inside, NOTHING)
+        return a, b, tl.load(at + 2, inside, NOTHING), tl.load(at + 3, inside, NOTHING)
     else:
         return tl.inline_asm_elementwise(
-            _READ, "=r,=r,=r,=r,r", [address], dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=False, pack=1
+            _READ, "=r,=r,=r,=r,r", [address], (tl.int32, tl.int32, tl.int32, tl.int32), False, 1
         )
 
 
@@ -149,63 +140,55 @@ def write(y, columns, inside, words):
     """Eight numbers of each lane."""
     if INTERPRETED:
         for i in tl.static_range(4):
-            low, high = unpacked(words[i])
-            tl.store(y + columns + 2 * i, low.to(tl.bfloat16), mask=inside)
-            tl.store(y + columns + 2 * i + 1, high.to(tl.bfloat16), mask=inside)
+            tl.store((y + columns).to(tl.pointer_type(tl.int32)) + i, words[i], mask=inside)
     else:
-        place = (y + columns).to(tl.int64)
-        tl.inline_asm_elementwise(
-            _WRITE, "=r,l,r,r,r,r,r",
-            [place, inside.to(tl.int32), words[0], words[1], words[2], words[3]], dtype=tl.int32,
-            is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def fill(address, there):
-    """Eight times -inf in a lane's place."""
-    tl.inline_asm_elementwise(
-        _FILL, "=r,r,r", [address, there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
-    )
+        at = (y + columns).to(tl.int64), inside.to(tl.int32)
+        ptx(_WRITE, "=r,l,r,r,r,r,r", [at[0], at[1], words[0], words[1], words[2], words[3]])
 
 
 @triton.jit
 def open_room(OPEN: tl.constexpr, begin, size, v):
-    """[LANES] addresses of each lane's first words, the room, and its barrier; columns that no copy
-    reaches are -inf. `OPEN` is `opening(size)`; call once."""
+    """Room: [LANES] addresses of each lane's first words, where it begins, and its barriers;
+    columns that no copy reaches are -inf. `OPEN` is `opening(size)`; call once."""
     lanes = tl.arange(0, 128) * 8
     if INTERPRETED:
         return lanes, 0, 0
     else:
-        room = tl.inline_asm_elementwise(
-            OPEN, "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
-        )
+        room = ptx(OPEN, "=r,r", [tl.program_id(0)])
         for start in range(0, size, STRIDE):
             at = start + lanes
-            fill(room + at * 2, begin + at >= tl.minimum(begin + size, v))
+            beyond = begin + at >= tl.minimum(begin + size, v)
+            ptx(_FILL, "=r,r,r", [room + at * 2, beyond.to(tl.int32)])
         tl.debug_barrier()
         return room + lanes * 2, room, room + tl.cdiv(size, STRIDE) * (2 * STRIDE)
 
 
 @triton.jit
-def fetch(room, arrived, source, columns):
-    """Begin to copy a part; nobody reads the room any more."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            _FETCH, "=r,r,r,l,r", [room, arrived, source.to(tl.int64), tl.maximum(columns, 0) * 2],
-            dtype=tl.int32, is_pure=False, pack=1
-        )
+def piece_of(size):
+    """Columns of a piece."""
+    return tl.cdiv(size, PIECES * STRIDE) * STRIDE
 
 
 @triton.jit
-def wait(address, arrived, turn):
-    """Until the part of this turn, counted from 0, is there; the address once more."""
+def fetch(room, source, columns, size, piece):
+    """Begin to copy a piece of a part, of a row that has `columns` from where the part begins;
+    nobody reads its room any more."""
+    if not INTERPRETED:
+        _, start, arrived = room
+        most = piece_of(size)
+        first = piece * most
+        there = tl.minimum(tl.maximum(tl.minimum(columns, size) - first, 0), most)
+        to, place = start + first * 2, (source + first).to(tl.int64)
+        ptx(_FETCH, "=r,r,r,l,r", [to, arrived + piece * 8, place, there * 2])
+
+
+@triton.jit
+def wait(address, arrived, turn, piece):
+    """Until the piece of this turn, counted from 0, is there; the address once more."""
     if INTERPRETED:
         return address
     else:
-        return tl.inline_asm_elementwise(
-            _WAIT, "=r,r,r,r", [address, arrived, turn], dtype=tl.int32, is_pure=False, pack=1
-        )
+        return ptx(_WAIT, "=r,r,r,r", [address, arrived + piece * 8, turn])
 
 
 # Two mailboxes, used in turn: 16 blocks x 16 bytes each, and a barrier for each. A block's next
@@ -239,27 +222,39 @@ mbarrier.try_wait.parity.shared::cta.b64 p, [bar], phase;
 @triton.jit
 def open_mail():
     """Call once; every block must."""
-    return tl.inline_asm_elementwise(
-        _OPEN_MAIL, "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def post(mail, turn, numbers):
-    """Send four numbers to every block, and wait for theirs; `turn` counts from 0.
-
-    Returns the mailbox that `letter` reads.
-    """
-    a, b, c, d = numbers
-    return tl.inline_asm_elementwise(
-        _SEND, "=r,r,r,f,f,f,f", [mail, turn, a, b, c, d], dtype=tl.int32, is_pure=False, pack=1
-    )
+    return ptx(_OPEN_MAIL, "=r,r", [tl.program_id(0)])
 
 
 @triton.jit
 def letter(box, i: tl.constexpr):
     """The four numbers of block `i`."""
     return tl.inline_asm_elementwise(
-        _READ, "=f,=f,=f,=f,r", [box + 16 * i],
-        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1
+        _READ, "=f,=f,=f,=f,r", [box + 16 * i], (tl.float32, tl.float32, tl.float32, tl.float32),
+        False, 1
     )
+
+
+@triton.jit
+def met(partials, mail, turn, PARTS: tl.constexpr, ENTROPY: tl.constexpr):
+    """Partial statistics of the row, on each of its parts, joined in the same order. No part waits
+    for the one before it: all are taken against the largest logit, which is found first."""
+    peak, rest, spread, total = partials
+    peak = tl.maximum(peak, LOWEST)  # that no difference of peaks is NaN
+    box = ptx(_SEND, "=r,r,r,f,f,f,f", [mail, turn, peak, rest, spread, total])
+    peak, _, _, _ = letter(box, 0)
+    for i in tl.static_range(1, PARTS):
+        other, _, _, _ = letter(box, i)
+        peak = tl.maximum(peak, other)
+    all_rest, all_spread, all_total, taken = 0.0, 0.0, 0.0, peak != peak
+    for i in tl.static_range(PARTS):
+        own_peak, rest, spread, total = letter(box, i)
+        top = own_peak == peak
+        shift = tl.maximum(own_peak - peak, FLOOR)
+        scale, mass = tl.exp2(shift * LOG2E), 1 + rest
+        # The largest term stays out of one part's sum alone, also where several hold its equal.
+        all_rest += tl.where(top & (taken == 0), rest, mass * scale)
+        taken = taken | top
+        if ENTROPY:
+            all_spread += scale * (spread + mass * shift)
+        all_total += total
+    return tl.where(peak == LOWEST, float("-inf"), peak), all_rest, all_spread, all_total
