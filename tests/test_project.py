@@ -224,7 +224,7 @@ LINES_PER_FILE = 400
 CORE_LINES = 12_195
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-KERNEL_LINES = 6_771
+KERNEL_LINES = 6_752
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..pair import DEEPEST, ROOT, Compared, Differences
 from ..rounding import lost
+from .chosen import TOKENS, Reference, launch_reference
 from .formulas import LOG2E, transformed
 from .launch import Launcher, cdiv
 from .pair import Softmax, softmax
@@ -35,7 +36,6 @@ from .records import (
     scaling,
 )
 from .tiles import BM, BN, OPTIONS, READ, WIDTH, each_tile
-from .tokens import ROWS, Reference, launch_reference
 from .versions import overlaps
 
 DEEP = tl.constexpr(DEEPEST)
@@ -173,10 +173,10 @@ def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differen
     out = x.new_empty(2, n, dtype=torch.float32)
     if not n:
         return Differences(out[1], out[0], own)
-    columns, logit = torch.empty_like(targets), torch.empty_like(out[0])
-    reference, z = Reference(columns, logit, torch.empty_like(logit)), scaling(teacher)
-    given = (matrix_of(x), matrix_of(w), targets, z, reference, 0, n, v, h)
-    launch_reference(cdiv(n, ROWS), *given, ROWS=ROWS, HALVES=8)
+    logit, z = torch.empty_like(out[0]), scaling(teacher)
+    reference = Reference(torch.empty_like(targets), logit, torch.empty_like(logit))
+    given = matrix_of(x), matrix_of(w), targets, z, reference, 0, n, v, h
+    launch_reference(cdiv(n, TOKENS), *given, TOKENS=TOKENS)
     offset = logit - student.transform(raw.gather(1, (targets % v).unsqueeze(1))).squeeze(1)
     z = restored(z, lost(x.device, h))
     blocks, wide = cdiv(v, WIDTH), 16 * cdiv(n, 16)

@@ -1,6 +1,8 @@
-"""Chosen columns of each token in Triton: their logits, and their gradient over a tile's.
+"""Chosen columns of each token in Triton: their logits, and their gradient over a tile's. One is
+chosen by a product itself: what the token's terms are taken against.
 
-n tokens, v columns, H hidden width, K chosen columns of a token.
+n tokens, v columns of the vocabulary starting at `first`, H hidden width, K chosen columns of a
+token.
 """
 
 from __future__ import annotations
@@ -15,12 +17,48 @@ from torch import Tensor
 from ..interface import Backward, Order
 from ..pair import Chosen
 from ..transform import Transform
-from .formulas import coefficient, coefficients, folded, own_gradient, per_row, transformed
+from .formulas import coefficient, coefficients, dots, own_gradient, per_row, transformed
 from .launch import Launcher, cdiv
 from .records import Act, Matrix, act, check_tile, matrix_of, scaling
 
 ROWS = 128  # of a program that sets targets
-COLUMNS, DEPTH, HALVES = 8, 256, 8  # of a program: chosen columns, and 2 ** HALVES of H at once
+COLUMNS, TOKENS = 8, 8  # chosen columns of one token, or tokens, of a program
+
+
+class Reference(NamedTuple):
+    """The column that a token's terms are taken against; [n] each."""
+
+    own: Tensor  # its number, in this slice
+    logit: Tensor
+    target: Tensor  # z_y, -inf where it lies in another slice
+
+
+@triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
+def reference_kernel(
+    x,  # Matrix [n, H]
+    w,  # Matrix [v, H]
+    targets,  # [n]
+    z,  # LogitScaling
+    to,  # Reference
+    first, n, v, h, TOKENS: tl.constexpr,
+):
+    """The column that a token refers to, its target or a stand-in, and that column's logit."""
+    row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    real = row < n
+    target = tl.load(targets + row, mask=real, other=0) - first
+    inside = (target >= 0) & (target < v)
+    column = tl.where(inside, target, tl.abs(target % v)).to(tl.int64)
+    at_row = x.data + tl.where(real, row, 0) * x.stride
+    logit = dots(at_row, w.data + column * w.stride, real, h, TOKENS)
+    outer = z.outer
+    if z.temperature is not None:
+        outer = outer / tl.load(z.temperature + row, mask=real, other=1.0)
+    if z.bias is not None:
+        logit += tl.load(z.bias + column, mask=real, other=0.0).to(tl.float32)
+    logit = transformed(logit, z, outer)
+    tl.store(to.own + row, column, mask=real)
+    tl.store(to.logit + row, logit, mask=real)
+    tl.store(to.target + row, tl.where(inside, logit, float("-inf")), mask=real)
 
 
 @triton.jit
@@ -32,23 +70,16 @@ def logits_kernel(
     out,  # [n, K]
     v, h,
     count,  # K
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HALVES: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Summed in one order, whatever the layout, so that a token's logits depend on it alone."""
     blocks = tl.cdiv(count, COLUMNS)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     k = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
     column = tl.load(columns.data + row * columns.stride + k, mask=k < count, other=-1)
     here = (column >= 0) & (column < v)
-    at_column = w.data + tl.where(here, column, 0)[None, :] * w.stride
-    total = tl.zeros((DEPTH, COLUMNS), tl.float32)
-    for start in range(0, h, DEPTH):
-        at = start + tl.arange(0, DEPTH)
-        a = tl.load(x.data + row * x.stride + at, mask=at < h, other=0.0).to(tl.float32)
-        inside = (at < h)[:, None] & here[None, :]
-        b = tl.load(at_column + at[:, None], mask=inside, other=0.0).to(tl.float32)
-        total += a[:, None] * b
-    logit = folded(total, COLUMNS, HALVES)
+    at_row = x.data + row * x.stride + tl.zeros((1,), tl.int64)
+    at_column = w.data + tl.where(here, column, 0) * w.stride
+    logit = dots(at_row, at_column, here, h, COLUMNS)
     if z.bias is not None:
         logit += tl.load(z.bias + column, mask=here, other=0.0).to(tl.float32)
     logit = transformed(logit, z, per_row(z.outer, z, row))
@@ -104,6 +135,7 @@ def gradient_kernel(
     tl.store(out, g.to(of.to.data.dtype.element_ty), mask=here)
 
 
+launch_reference = Launcher(reference_kernel)
 launch_logits = Launcher(logits_kernel, num_warps=4)
 launch_gradient = Launcher(gradient_kernel, num_warps=1)
 launch_targets = Launcher(gradient_kernel)
@@ -116,8 +148,7 @@ def chosen_logits(x: Tensor, w: Tensor, columns: Tensor, transform: Transform) -
     out = x.new_empty(n, count, dtype=torch.float32)
     if n:
         given = (matrix_of(x), matrix_of(w), matrix_of(columns), scaling(transform), out)
-        sizes = {"COLUMNS": COLUMNS, "DEPTH": DEPTH, "HALVES": HALVES}
-        launch_logits(n * triton.cdiv(count, COLUMNS), *given, v, h, count, **sizes)
+        launch_logits(n * cdiv(count, COLUMNS), *given, v, h, count, COLUMNS=COLUMNS)
     return out
 
 

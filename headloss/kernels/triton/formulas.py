@@ -76,6 +76,21 @@ def folded(tile, ROWS: tl.constexpr, HALVES: tl.constexpr):
 
 
 @triton.jit
+def dots(x, w, inside, h, WIDTH: tl.constexpr, HALVES: tl.constexpr = 8):
+    """[WIDTH] products of rows of x and w [H], from pointers to them (of x, one may serve all); 0
+    where not `inside`. Exact to float32, and summed in one order, 2 ** HALVES of H at once, so that
+    they depend on the two rows alone."""
+    DEPTH: tl.constexpr = 1 << HALVES
+    total = tl.zeros((DEPTH, WIDTH), tl.float32)
+    for start in range(0, h, DEPTH):
+        at = (start + tl.arange(0, DEPTH))[:, None]
+        a = tl.load(x[None, :] + at, mask=at < h, other=0.0)
+        b = tl.load(w[None, :] + at, mask=(at < h) & inside[None, :], other=0.0)
+        total += a.to(tl.float32) * b.to(tl.float32)
+    return folded(total, WIDTH, HALVES)
+
+
+@triton.jit
 def per_row(value, z, row):
     """`outer` or `factor` of a scaling, over the token's own temperature if tokens have their
     own."""

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from ...objective.statistics import STATISTICS, Normalizer, Partials, Statistics
 from ..interface import Measured
+from .chosen import Reference
 from .formulas import FLOOR, LN2, LOG2E, block_partials, folded, log1p, merged, per_row, transformed
 from .launch import Launcher, cdiv
 from .records import LogitScaling, Matrix, constant
-from .tokens import Reference
 
 FAR = tl.constexpr(2.0**80)  # sum of terms beyond which the reference is too far below
 LOG2E_LOW = tl.constexpr(1.925963033500e-08)  # what float32 leaves of it

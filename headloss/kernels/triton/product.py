@@ -21,6 +21,7 @@ from torch import Tensor
 from ...objective.statistics import Partials
 from ..interface import Forward, Held, Measured
 from ..rounding import lost
+from .chosen import TOKENS, Reference, launch_reference
 from .formulas import LN2, LOG2E, transformed
 from .launch import Launcher
 from .merge import SIZES, Epilogue, Finish, Sums, asked, launch_sums, measured, names, unpacked
@@ -37,7 +38,6 @@ from .tiles import (
     halves,
     has_accelerator,
 )
-from .tokens import ROWS, Reference, launch_reference
 from .versions import overlaps
 
 __all__ = ["can_fuse", "product_partials", "product_statistics"]
@@ -165,7 +165,7 @@ def _product_act(
     reference, z = Reference(torch.empty_like(targets), logit, target), scaling(transform)
     pair = Matrix(x, x.stride(0)), Matrix(w, w.stride(0))
     given = (*pair, targets, z, reference, first, n, v, h)
-    launch_reference(-(-n // ROWS), *given, ROWS=ROWS, HALVES=8)
+    launch_reference(-(-n // TOKENS), *given, TOKENS=TOKENS)
     blocks, pitch = -(-v // WIDTH), -(-n // 16) * 16
     parts = x.new_empty(1 + more, blocks, pitch, dtype=torch.float32)
     peaks = x.new_empty(blocks, pitch, dtype=torch.float32) if flags.top1.value else None
