@@ -91,7 +91,7 @@ def head_function(
     objective = loss_elsewhere(READ, SCOPES[separable])
 
     def run() -> Tensor:
-        work, tensors = linear_call(hidden, head, batch, objective, options, "head_function")
+        work, tensors = linear_call((hidden, head, batch, objective, options, "head_function"))
         foreign = Foreign(loss_fn, work.packing, work.vocabulary, options.upstream)
         work = replace(work, bind=lambda: foreign)
         with inside(hidden.device.type, *work.groups):

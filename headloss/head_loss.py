@@ -117,8 +117,8 @@ def head_loss(
     check_head(head)
     options = options or DEFAULT
     head = local_head(head)
-    given = (hidden, head, batch, objective, options, "head_loss", True)
-    return in_step(head.vocab_group, lambda: _run(options, linear_call, *given))
+    given = (hidden, head, batch, objective, options, "head_loss")
+    return in_step(head.vocab_group, lambda: _run(options, linear_call, given, True))
 
 
 @eagerly
@@ -194,7 +194,7 @@ def plan(
     head, options = local_head(head), options or DEFAULT
     if objective is None:
         objective = loss_elsewhere(frozenset(READ))
-    return linear_plan(hidden, head, batch, objective, options)
+    return linear_plan((hidden, head, batch, objective, options, "plan"))
 
 
 # ---------------------------------------------------------------------- running a call

@@ -29,7 +29,7 @@ from ..softmax.given import GivenSoftmax, GivenSums, IntoLogits, WalkSoftmax
 from ..softmax.linear import ExpSoftmax, LinearSoftmax, Tokens
 from ..softmax.sums import Hidden, Into, RowSums, SlabSums
 from ..softmax.support import SupportSoftmax
-from .checks import check_temperatures
+from .checks import Given, check_temperatures
 from .loop import GatherRows
 from .plan import Plan
 from .prepare import Prepared, known, prepare_given, prepare_linear
@@ -46,27 +46,19 @@ if TYPE_CHECKING:
 Call = tuple[Work, list[Tensor | None]]
 
 
-def _linear_joined(
-    hidden: Tensor,
-    head: Head,
-    batch: Batch,
-    objective: Term | Objective,
-    options: Options,
-    verb: str,
-    early: bool = False,
-) -> Joined:
+def _linear_joined(given: Given, early: bool = False) -> Joined:
     """What the arguments of `head_loss` come to before a logit is looked at."""
-    given = hidden, head, batch, objective, options, verb
+    hidden, head, batch, _, options, _ = given
     alone = isinstance(batch, Batch) and batch.segments.group is None
     plain = early and not (head.lora or isinstance(head.temperature, Tensor))
 
     def joined() -> Joined:
         if head.vocab_group is None:
-            return _joined(*_checked(*given), Place(head.vocabulary), batch, options, plain)
+            return _joined(*_checked(given), Place(head.vocabulary), batch, options, plain)
         ready, own = agree_early(
             "vocab_group",
             head.vocab_group,
-            partial(_checked, *given),
+            partial(_checked, given),
             lambda ready: own_of_linear(hidden, head, batch, options, ready[0].problem.memory),
             lambda ready: of_linear(hidden, head, batch, ready[1], options),
             not alone or getattr(options, "sequence_parallel", True),
@@ -79,23 +71,19 @@ def _linear_joined(
     return joined() if alone else over_segments(batch, options, joined)
 
 
-def _checked(
-    hidden: Tensor, head: Head, batch: Batch, objective: Term | Objective, options: Options,
-    verb: str,
-) -> tuple[Prepared, Objective]:
+def _checked(given: Given) -> tuple[Prepared, Objective]:
+    hidden, head, batch, objective, options, _ = given
     whole = Objective.of(objective)
     key = signature_of(hidden, head, batch, whole, options)
     found = None if key is None else known(key)
     if found is None or found.per_call or batch.segments.count % found.problem.segments_per_unit:
-        found = prepare_linear(hidden, head, batch, whole, options, verb, key)
+        found = prepare_linear(given, whole, key)
     return found, whole
 
 
-def linear_plan(
-    hidden: Tensor, head: Head, batch: Batch, objective: Term | Objective, options: Options
-) -> Plan:
+def linear_plan(given: Given) -> Plan:
     """What `head_loss` would run; hidden states may be on the meta device."""
-    joined = _linear_joined(hidden, head, batch, objective, options, "plan")
+    (_, head, batch, _, options, _), joined = given, _linear_joined(given)
     _work(joined, batch, _transform(head), options)  # it checks what it is made of
     return joined.plan
 
@@ -105,18 +93,10 @@ def _transform(head: Head) -> Transform:
     return Transform(scale=scale, softcap=softcap, temperature=temperature)
 
 
-def linear_call(
-    hidden: Tensor,
-    head: Head,
-    batch: Batch,
-    objective: Term | Objective,
-    options: Options,
-    verb: str,
-    early: bool = False,
-) -> Call:
+def linear_call(given: Given, early: bool = False) -> Call:
     """The call that `head_loss` makes of its arguments; with `early` it may be one that `confirm`s
     its batch as it runs (`in_step`)."""
-    joined = _linear_joined(hidden, head, batch, objective, options, verb, early)
+    (hidden, head, batch, _, options, _), joined = given, _linear_joined(given, early)
     prepared, packing, plan = joined.prepared, joined.packing, joined.plan
     work, of_tokens = _work(joined, batch, _transform(head), options)
     slices, index = work.slices, packing.index
@@ -260,7 +240,7 @@ def _work(
         plan=plan,
         packing=packing,
         batch=view,
-        bind=partial(_bound, prepared, objective, batch, packing, view, vocabulary, options),
+        bind=partial(_bound, joined, batch, view, options),
         slices=slices,
         vocabulary=vocabulary,
         needs=prepared.needs,
@@ -284,16 +264,10 @@ def _work(
     return work, found
 
 
-def _bound(
-    prepared: Prepared,
-    objective: Objective,
-    batch: Batch,
-    packing: Packing,
-    view: PackedBatch,
-    vocabulary: int,
-    options: Options,
-) -> Bound | Taped:
+def _bound(joined: Joined, batch: Batch, view: PackedBatch, options: Options) -> Bound | Taped:
     """The objective bound to its totals, while the first product runs."""
+    prepared, objective, place, packing, *_ = joined
+    vocabulary = place.vocabulary
     totals = batch.totals
     if totals is None:  # packing may have read them
         read = prepared.counted and packing.live is None

@@ -31,6 +31,10 @@ UNCOMPILED = (
 )
 
 
+# What a verb on hidden states is given, options and its name included.
+Given = tuple[Tensor, Head, Batch, Term | Objective, Options, str]
+
+
 def eagerly(verb: Callable[P, R]) -> Callable[P, R]:
     """Says with fullgraph=True why a compiled graph has no such call; without, the verb breaks the
     graph by itself, where it is being compiled. (`torch.compiler.disable` as a decorator would
@@ -74,15 +78,14 @@ def check_eager(verb: str, given: object = None, *others: object) -> None:
         )
 
 
-def check_linear(
-    hidden: Tensor,
-    head: Head,
-    batch: Batch,
-    objective: Objective,
-    options: Options,
-    on_meta: bool,
-) -> torch.dtype | None:
+def check_linear(given: Given, objective: Objective) -> torch.dtype | None:
     """What autocast computes in, where all arguments are what they must be."""
+    hidden, head, batch, _, options, verb = given
+    on_meta = verb == "plan"  # hidden states may have no values
+    if on_meta:
+        check_eager(verb, getattr(batch, "targets", None))
+    else:
+        check_eager(verb, hidden, head.weight)
     check_objective(objective, batch, options)
     grouped = head.vocab_group is not None
     if options.sequence_parallel and not grouped:

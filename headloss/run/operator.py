@@ -146,9 +146,8 @@ def _open(
         kept = kept, named["offsets"]  # type: ignore[assignment]
     with torch.set_grad_enabled(any(wanted)):
         batch = Batch(named["targets"], candidate_ids=chosen, support_ids=kept)
-        work, (x, own, *_, bias) = linear_call(
-            hidden, head, batch, objective, options, "head_stats"
-        )
+        given = hidden, head, batch, objective, options, "head_stats"
+        work, (x, own, *_, bias) = linear_call(given)
     index = work.packing.index
     packed = adapted if index is None else [f[index] for f in adapted]
     pairs = [t for pair in zip(packed, rows, strict=True) for t in pair]

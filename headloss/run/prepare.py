@@ -32,6 +32,7 @@ from ..options import Options
 from ..softmax.linear import Wants
 from ..softmax.products import sum_dtype
 from .checks import (
+    Given,
     check_dead_rows,
     check_eager,
     check_gradient,
@@ -146,27 +147,15 @@ def clear_cache() -> None:
 # ---------------------------------------------------------------------- the calls
 
 
-def prepare_linear(
-    hidden: Tensor,
-    head: Head,
-    batch: Batch,
-    objective: Objective,
-    options: Options,
-    verb: str,
-    key: object,
-) -> Prepared:
+def prepare_linear(given: Given, objective: Objective, key: object) -> Prepared:
     """What the signature of `head_loss` decides, after all that it asks of its arguments is seen to
     hold.
 
     Raises:
         ValueError, TypeError: for bad input, naming the argument, what it got and what it wanted.
     """
-    on_meta = verb == "plan"  # hidden states may have no values
-    if on_meta:
-        check_eager(verb, getattr(batch, "targets", None))
-    else:
-        check_eager(verb, hidden, head.weight)
-    compute_dtype = check_linear(hidden, head, batch, objective, options, on_meta)
+    compute_dtype = check_linear(given, objective)
+    hidden, head, batch, _, options, _ = given
     found = known(key)
     if found is not None:
         return found
