@@ -57,7 +57,7 @@ def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differen
     ratio = (log_q - log_p).gather(1, (targets % w.shape[0]).unsqueeze(1))
     side, one = own or student, torch.ones_like(ratio)
     warmth = student.transform(one) / side.transform(one)
-    depth = torch.where(warmth < 1, ROOT * DEEPEST, DEEPEST / warmth.clamp_min(1))
+    depth = (DEEPEST / warmth).clamp_max(ROOT * DEEPEST)
     p = torch.maximum(_log_p(side, raw, ALL)[1], -depth)
     _, log_p = _log_p(student, _again(side, p), ALL)
     kept = torch.where(p < -DEEPEST, -(p / ROOT).exp(), p.exp())

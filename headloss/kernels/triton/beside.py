@@ -96,9 +96,9 @@ def pair_tile(z, m, block, out, of, n, v):
     own += tl.zeros_like(own_peak)
     lse = (own_peak + own_log_sum)[:, None]
     warmth = (outer / own)[:, None]
-    depth = DEEP / tl.maximum(warmth, 1.0)
+    depth = DEEP
     if of.apart:
-        depth = tl.where(warmth < 1.0, DEEP * POWER, depth)
+        depth = tl.minimum(DEEP / warmth, DEEP * POWER)
     high = tl.maximum(p * own[:, None], lse - depth)
     d = (q - high * warmth) - offset[:, None]
     far = (high - lse) * LOG2E

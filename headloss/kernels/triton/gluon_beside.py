@@ -99,9 +99,9 @@ def multiply(
             own = own / gl.load(of.own.z.temperature + rows, mask=inside, other=1.0)
         lse = own_peak + own_log_sum
         warmth = of.p.z.outer / own
-        depth = DEEP / gl.maximum(warmth, 1.0)
+        depth = DEEP
         if of.apart:
-            depth = gl.where(warmth < 1.0, DEEP * POWER, depth)
+            depth = gl.minimum(DEEP / warmth, DEEP * POWER)
         depth = (lse - depth)[:, None]
         scale, warmth, far = own[:, None], warmth[:, None], (lse * LOG2E)[:, None]
         if peaks is not None:
