@@ -160,7 +160,7 @@ def logits_loss(
     options = options or DEFAULT
     transform = Transform(scale=logit_scale, softcap=softcap, temperature=temperature)
     given = (logits, batch, objective, transform, vocab_group, inplace, options)
-    return in_step(vocab_group, lambda: _run(options, given_call, *given))
+    return in_step(vocab_group, lambda: _run(options, given_call, given))
 
 
 @eagerly

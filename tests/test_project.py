@@ -113,7 +113,15 @@ ALLOWED: dict[str, set[str]] = {
     "ranks.place": {"batch.batch", "ranks"},
     "ranks.segments": {*PARTS, "losses.term", "options", "run.plan", "ranks"},
     "ranks": set(),
-    "run.checks": {*PARTS, *TERMS, "objective.sample", "head.head", "options", "ranks.dtensor"},
+    "run.checks": {
+        *PARTS,
+        *TERMS,
+        "kernels",
+        "objective.sample",
+        "head.head",
+        "options",
+        "ranks.dtensor",
+    },
     "run.work": {*PARTS, *LOGITS, "objective.bound", "run.plan", *ENGINE},
     "run.pull_back": {*PARTS, *LOGITS, "objective.bound", "run.work"},
     "run.loop": {
@@ -221,7 +229,7 @@ ALLOWED: dict[str, set[str]] = {
 BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their names begin
 
 LINES_PER_FILE = 400
-CORE_LINES = 12_160
+CORE_LINES = 12_137
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
 KERNEL_LINES = 6_752

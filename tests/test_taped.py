@@ -138,7 +138,7 @@ def test_what_is_known_beforehand() -> None:
     for objective, by_tape in ((constant, True), (hl.grpo(), False)):
         logits, given = torch.randn(19, 37, device=DEVICE), (Transform(), None, True, hl.Options())
         hl.logits_loss(logits, batch(), objective)  # finds out that not all positions are scored
-        work, _ = given_call(logits, batch(), objective, *given)
+        work, _ = given_call((logits, batch(), objective, *given))
         (found, *_), slopes = work.bound.beforehand(work.batch, work.needs)
         assert ("bound" not in vars(work.bound)) == (slopes is None) == by_tape
         (want, *_), _ = work.bound.bound.beforehand(work.batch, work.needs)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from ..batch.packing import PackedBatch, Packing, guessed, packing_of
 from ..batch.reduction import Totals
 from ..head.head import Head
 from ..kernels.transform import Transform
-from ..losses.term import Objective, Term
+from ..losses.term import Objective
 from ..objective.bound import Bound, bind
 from ..objective.tape import Taped
 from ..objective.tolerance import Tolerance
@@ -29,17 +28,13 @@ from ..softmax.given import GivenSoftmax, GivenSums, IntoLogits, WalkSoftmax
 from ..softmax.linear import ExpSoftmax, LinearSoftmax, Tokens
 from ..softmax.sums import Hidden, Into, RowSums, SlabSums
 from ..softmax.support import SupportSoftmax
-from .checks import Given, check_temperatures
+from .checks import Given, GivenLogits, check_temperatures
 from .loop import GatherRows
 from .plan import Plan
 from .prepare import Prepared, known, prepare_given, prepare_linear
 from .signature import of_linear as signature_of
 from .teachers import Beside
 from .work import Work
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 # What to do for a call, and the tensors of its logits: features and weights pairwise, bias; or the
 # given logits.
@@ -54,7 +49,7 @@ def _linear_joined(given: Given, early: bool = False) -> Joined:
 
     def joined() -> Joined:
         if head.vocab_group is None:
-            return _joined(*_checked(given), Place(head.vocabulary), batch, options, plain)
+            return _joined(_checked(given), Place(head.vocabulary), batch, options, plain)
         ready, own = agree_early(
             "vocab_group",
             head.vocab_group,
@@ -66,7 +61,7 @@ def _linear_joined(given: Given, early: bool = False) -> Joined:
         place = Place.of(head.vocab_group, own, head.vocab_size)
         if options.sequence_parallel:
             place.check_tokens(batch)
-        return _joined(*ready, place, batch, options, plain and not options.sequence_parallel)
+        return _joined(ready, place, batch, options, plain and not options.sequence_parallel)
 
     return joined() if alone else over_segments(batch, options, joined)
 
@@ -138,38 +133,28 @@ def linear_call(given: Given, early: bool = False) -> Call:
     return work, [*tensors, head.bias]
 
 
-def given_call(
-    logits: Tensor,
-    batch: Batch,
-    objective: Term | Objective,
-    transform: Transform,
-    vocab_group: ProcessGroup | None,
-    inplace: bool,
-    options: Options,
-) -> Call:
+def given_call(given: GivenLogits) -> Call:
     """The call that `logits_loss` makes of its arguments."""
+    logits, batch, _, transform, vocab_group, inplace, options = given
 
     def joined() -> Joined:
-        def check() -> tuple[Prepared, Objective]:
-            return prepare_given(logits, batch, objective, transform, inplace, options)
-
         early = not isinstance(transform.temperature, Tensor)
         if vocab_group is None:
-            ready = check()
+            ready = prepare_given(given)
             # What is known beforehand may go by ids: anything, where a position is not scored.
             early = early and (batch.segments.made or not (inplace and ready[0].slopes))
-            return _joined(*ready, Place(logits.shape[-1]), batch, options, early)
+            return _joined(ready, Place(logits.shape[-1]), batch, options, early)
         ready, own = agree_early(
             "vocab_group",
             vocab_group,
-            check,
+            partial(prepare_given, given),
             lambda ready: own_facts(
                 logits.shape[-1], batch, ready[0].problem.memory, static=options.static
             ),
             lambda ready: of_given(logits, transform, batch, ready[1], options, inplace),
             wait=batch.segments.group is not None,
         )
-        return _joined(*ready, Place.of(vocab_group, own), batch, options, early)
+        return _joined(ready, Place.of(vocab_group, own), batch, options, early)
 
     found = over_segments(batch, options, joined)
     work, of_tokens = _work(found, batch, transform, options)
@@ -185,15 +170,11 @@ def given_call(
 
 
 def _joined(
-    prepared: Prepared,
-    objective: Objective,
-    place: Place,
-    batch: Batch,
-    options: Options,
-    early: bool = False,  # nothing but packing depends on the batch's values
+    ready: tuple[Prepared, Objective], place: Place, batch: Batch, options: Options, early: bool
 ) -> Joined:
-    """Packed and planned, without a collective over the segments' group."""
-    packing, confirm = None, bool
+    """Packed and planned, without a collective over the segments' group; `early`: nothing but
+    packing depends on the batch's values."""
+    (prepared, objective), packing, confirm = ready, None, bool
     if early and not (options.static or prepared.misses or batch.segments.group):
         packing, confirm = guessed(batch, place.vocabulary, prepared.misses)
     if packing is None:

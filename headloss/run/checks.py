@@ -16,6 +16,7 @@ from ..arguments import check_dense, check_device
 from ..batch.batch import LOGPS, Batch, check_ids
 from ..batch.packing import PackedBatch
 from ..head.head import Head, autocast_dtype
+from ..kernels.transform import Transform
 from ..losses.teacher import INPUTS
 from ..losses.term import Objective, Reads, Term
 from ..objective.bound import reads
@@ -33,6 +34,8 @@ UNCOMPILED = (
 
 # What a verb on hidden states is given, options and its name included.
 Given = tuple[Tensor, Head, Batch, Term | Objective, Options, str]
+# And a verb on logits, with what is done to them, their group, and whether they may be overwritten.
+GivenLogits = tuple[Tensor, Batch, Term | Objective, Transform, Any, bool, Options]
 
 
 def eagerly(verb: Callable[P, R]) -> Callable[P, R]:

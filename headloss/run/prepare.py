@@ -20,9 +20,8 @@ from ..batch.batch import Batch
 from ..batch.packing import Packing
 from ..head.head import Head, check_transform
 from ..kernels.interface import Kernels
-from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
-from ..losses.term import Objective, Reads, Term
+from ..losses.term import Objective, Reads
 from ..objective.bound import check_weights, has_slopes, reads
 from ..objective.sample import Kinds
 from ..objective.statistics import BESIDE, CANDIDATES, COLLISION, PEAK, STATISTICS
@@ -33,6 +32,7 @@ from ..softmax.linear import Wants
 from ..softmax.products import sum_dtype
 from .checks import (
     Given,
+    GivenLogits,
     check_dead_rows,
     check_eager,
     check_gradient,
@@ -194,15 +194,9 @@ def prepare_linear(given: Given, objective: Objective, key: object) -> Prepared:
     return _kept(key, found)
 
 
-def prepare_given(
-    logits: Tensor,
-    batch: Batch,
-    objective: Term | Objective,
-    transform: Transform,
-    inplace: bool,
-    options: Options,
-) -> tuple[Prepared, Objective]:
+def prepare_given(given: GivenLogits) -> tuple[Prepared, Objective]:
     """What the signature of `logits_loss` decides; raises as `prepare_linear`."""
+    logits, batch, objective, transform, _, inplace, options = given
     check_eager("logits_loss", logits)
     found = Objective.of(objective)
     check_objective(found, batch, options)
