@@ -20,6 +20,7 @@ from timeline import kind_of
 from torch import distributed
 
 PAUSE = "spin_kernel"  # of torch.cuda._sleep
+CALLS = 5  # in a row, of which the last but one is shown
 LONG, GAP = 20.0, 5.0  # microseconds: shorter kernels between shorter gaps are one line
 Span = tuple[float, float, str]  # begin and end in microseconds, and the kernel's name
 
@@ -37,7 +38,7 @@ class Line(NamedTuple):
         return f"   {self.at:7.3f} ms {self.takes:7.3f} ms {idle}  {self.what}"
 
 
-def recorded(step: Callable[[], Any], ranks: Ranks, calls: int = 5) -> list[dict[str, Any]]:
+def recorded(step: Callable[[], Any], ranks: Ranks, calls: int = CALLS) -> list[dict[str, Any]]:
     """What a profiler says of some calls in a row."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -58,12 +59,15 @@ def of_gpu(events: list[dict[str, Any]]) -> list[Span]:
     return sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in gpu)
 
 
-def period(spans: list[Span]) -> list[Span]:
-    """From the last pause but one to the last."""
+def period(spans: list[Span], calls: int = 0) -> list[Span]:
+    """From the first pause of the last call but one to that of the last; without the number of
+    `calls`, each has one pause."""
     pauses = [begin for begin, _, name in spans if PAUSE in name]
-    if len(pauses) < 2:
+    each = max(1, len(pauses) // calls) if calls else 1
+    if len(pauses) < 2 * each or len(pauses) < 2:
         raise ValueError(f"spans: got {len(pauses)} pauses of calls of ranks, want 2 or more")
-    return [span for span in spans if pauses[-2] <= span[0] < pauses[-1]]
+    begin, end = pauses[-2 * each], pauses[-each]
+    return [span for span in spans if begin <= span[0] < end]
 
 
 def lines(spans: list[Span]) -> Iterator[Line]:
@@ -98,7 +102,7 @@ def timeline(step: Callable[[], Any], ranks: Ranks, title: str) -> None:
     if ranks.rank:
         return
     try:
-        found = period(of_gpu(events))
+        found = period(of_gpu(events), CALLS)
     except (KeyError, ValueError) as error:  # of one rank: the others go on
         ranks.say(f"{title}: no timeline: {error}")
         return

@@ -153,6 +153,7 @@ SENT: dict[str, tuple[int, Callable[[Any], float]]] = {
     "all_gather_single": (1, _others),
     "all_reduce": (0, lambda group: 2 * _share(group)),
     "reduce_scatter_tensor": (1, _share),
+    "reduce_scatter_single": (1, _share),
     "all_to_all_single": (1, _share),
 }
 

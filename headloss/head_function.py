@@ -97,4 +97,4 @@ def head_function(
         with inside(hidden.device.type, *work.groups):
             return HeadLoss.apply(work, *tensors)[0]
 
-    return in_step(head.vocab_group, run)
+    return in_step(head.vocab_group, batch, run)

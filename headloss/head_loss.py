@@ -118,7 +118,7 @@ def head_loss(
     options = options or DEFAULT
     head = local_head(head)
     given = (hidden, head, batch, objective, options, "head_loss")
-    return in_step(head.vocab_group, lambda: _run(options, linear_call, given, True))
+    return in_step(head.vocab_group, batch, lambda: _run(options, linear_call, given, True))
 
 
 @eagerly
@@ -160,7 +160,7 @@ def logits_loss(
     options = options or DEFAULT
     transform = Transform(scale=logit_scale, softcap=softcap, temperature=temperature)
     given = (logits, batch, objective, transform, vocab_group, inplace, options)
-    return in_step(vocab_group, lambda: _run(options, given_call, given))
+    return in_step(vocab_group, batch, lambda: _run(options, given_call, given))
 
 
 @eagerly

@@ -116,7 +116,7 @@ def head_stats(
         stats.plan = work.plan
         return stats
 
-    return in_step(head.vocab_group, run)
+    return in_step(head.vocab_group, batch, run)
 
 
 def _with_candidates(found: Sequence[Tensor], names: frozenset[str]) -> HeadStats:

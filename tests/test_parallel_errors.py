@@ -30,6 +30,18 @@ def test_errors_cross_a_grid(world: World) -> None:
     assert all("targets: differs" in message for _, message in found), found
 
 
+@pytest.mark.parametrize("world", [4], indirect=True)
+def test_a_grid_goes_by_what_it_knows(world: World) -> None:
+    """Both groups' records are read behind the first product; what is wrong anywhere is raised
+    everywhere, and the groups stay usable."""
+    for found in world.run(parallel_errors.grid_known, seconds=SECONDS):
+        for match, message in zip(parallel_errors.GRID_ERRORS, found, strict=True):
+            assert match in message, (match, message)
+    for first, second in world.run(parallel_errors.grid_read_late, seconds=SECONDS):
+        assert first[0] == "read" and first.count("read") == 2, first
+        assert second[0] == "product" and second.count("read") == 2, second
+
+
 @pytest.mark.parametrize("world", [2], indirect=True)
 def test_the_host_does_not_wait_for_what_it_knows(world: World) -> None:
     world.run(parallel_errors.resized, seconds=SECONDS)

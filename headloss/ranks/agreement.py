@@ -8,6 +8,11 @@ A record holds numbers of the device, which is busy with what came before the ca
 not wait for the records of a call like one that it knows: it goes on as if the others said the same
 as then, queues its first product, and reads what they said before its next collective (`settle`).
 Where they said something else, `in_step` raises it, or makes the call again.
+
+Where segments run across ranks too, each rank is in two groups, and the second one's records come
+behind the first one's. A rank may not raise what it hears in the first, since ranks of other rows
+know nothing of it: its record in the second says so, by the device alone. So whatever is wrong
+anywhere is heard everywhere, and all ranks make the call again and wait, as those of one group do.
 """
 
 from __future__ import annotations
@@ -55,47 +60,83 @@ class Facts(NamedTuple):
         named = {**self.same, **self.own}
         return zlib.crc32(f"{[(n, isinstance(v, list)) for n, v in named.items()]}".encode())
 
-    def record(self, device: torch.device, failed: bool = False) -> Tensor:
+    def record(self, device: torch.device, failed: bool = False, expects: int = 0) -> Tensor:
         """[WORDS] int64: whether the rank failed, a checksum of what must be the same and one of
-        the tensors among it; then this rank's own tensors' and its own numbers."""
+        the tensors among it; then this rank's own tensors' and its own numbers; last, a checksum of
+        what the call goes by."""
         texts = [_number(value) for value in self.same.values() if not isinstance(value, list)]
         same = [t for value in self.same.values() if isinstance(value, list) for t in value]
         own = self.own.values()
         sums = checksums(same, *(value for value in own if isinstance(value, list)))
         numbers = [int(value) for value in own if not isinstance(value, list)]
         numbers = [failed, zlib.crc32(f"{self.layout} {texts}".encode()), *numbers]
-        rest = WORDS - len(sums) - len(numbers)
+        rest = WORDS - 1 - len(sums) - len(numbers)
         if rest < 0:
             raise AssertionError(f"facts: got {len(own)}, want {-rest} less")
         # Pinned, so that the host need not wait for the device before it may go on.
         pinned = device.type == "cuda"
-        known = torch.tensor([*numbers, *[0] * rest], dtype=torch.int64, pin_memory=pinned)
+        words = [*numbers, *[0] * rest, expects]
+        known = torch.tensor(words, dtype=torch.int64, pin_memory=pinned)
         known = known.to(device, non_blocking=True)
         return torch.cat([known[:2], *(found.to(device) for found in sums), known[2:]])
 
 
 class Agreement:
-    """What the ranks of a group say of a call, on its way to the host."""
+    """What the ranks of a group say of a call, on its way to the host.
 
-    expected: Own  # what the call goes by, before it is read
+    Args:
+        quiet: what is wrong is not raised here: another group's records follow and say so, or the
+            call is made again.
+        known: what calls went by, of which one like this will be one.
+        behind: the group whose records came before, which this one's follow.
+        digest: what a call goes by, of what the ranks said; ValueError where nothing will do.
+    """
+
+    expected: Any  # what the call goes by, before it is read
 
     def __init__(
-        self, name: str, group: ProcessGroup, act: Callable[[], Any], describe: Callable[..., Facts]
+        self,
+        name: str,
+        group: ProcessGroup,
+        act: Callable[[], Any],
+        describe: Callable[..., Facts],
+        quiet: bool = False,
+        known: Mapping[tuple, Any] | None = None,
+        behind: ProcessGroup | None = None,
+        digest: Callable[[Own], Any] | None = None,
     ) -> None:
         check_member(name, group)
-        self.name, self.group = name, group
+        self.name, self.group, self.quiet, self.digest = name, group, quiet, digest
         self.error: Exception | None = None
         device = _device(group)
         try:
             self.result = act()
             self.facts = describe(self.result)
-            record = self.facts.record(device)
+            said = known.get(self.kind) if known and quiet and digest is None else None
+            record = self.facts.record(device, expects=0 if said is None else _expects(said))
         except Exception as caught:  # whatever it is: the others must not wait for this rank
             self.facts, self.error = Facts({}, {}), caught
             record = self.facts.record(device, failed=True)
-        self._records = Reading(gather(record, group))
-        if self.error is not None:
+        before = _CALLS.get(behind)
+        if before is not None:
+            record[0] += before.is_wrong()
+        self._gathered = gather(record, group)
+        self._records = Reading(self._gathered)
+        if self.error is not None and not quiet:
             self.read()
+
+    @property
+    def kind(self) -> tuple:
+        """Of the call: this rank's own numbers."""
+        return tuple(value for value in self.facts.own.values() if not isinstance(value, list))
+
+    def is_wrong(self) -> Tensor:
+        """[] bool of the device, the same on all ranks: whether something is wrong, or other than a
+        rank goes by."""
+        found, count = self._gathered, len(self.facts.own)
+        same = (found[:, :3] == found[:1, :3]).all() & (found[:, 0] == 0).all()
+        (bits,) = checksums([found[:, 3 : 3 + count]])
+        return ~(same & ((found[:, -1] == 0) | (found[:, -1] == bits)).all())
 
     @functools.cached_property
     def said(self) -> Own | None:
@@ -106,8 +147,8 @@ class Agreement:
         names = sorted(self.facts.own, key=lambda name: not isinstance(self.facts.own[name], list))
         return {name: [record[at] for record in records] for at, name in enumerate(names, 3)}
 
-    def read(self) -> Own:
-        """The `own` facts of each rank.
+    def read(self) -> Any:
+        """The `own` facts of each rank, or their digest.
 
         Raises:
             ValueError, TypeError, RuntimeError: this rank's error, or another's; a fact that is not
@@ -115,7 +156,7 @@ class Agreement:
         """
         if self.said is None:
             raise self._trouble() from None
-        return self.said
+        return self.said if self.digest is None else self.digest(self.said)
 
     def _trouble(self) -> Exception:
         """What is wrong, of which the ranks tell each other."""
@@ -161,59 +202,76 @@ def agree(
 
 # By group: what all ranks said of their own, by what this one said; and of the call that is being
 # made, what the ranks say of it, None until they do.
-_KNOWN: weakref.WeakKeyDictionary[Any, dict[tuple, Own]] = weakref.WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[Any, dict[tuple, Any]] = weakref.WeakKeyDictionary()
 _CALLS: dict[Any, Agreement | None] = {}
 
 
-def in_step(group: ProcessGroup | None, call: Callable[[], R]) -> R:
-    """A call that may begin before it has read its batch, or what the other ranks of a group say;
-    made again where it went by something else. What ranks raise together comes first.
+def in_step(group: ProcessGroup | None, batch: Any, call: Callable[[], R]) -> R:
+    """A call that may begin before it has read its batch, or what the other ranks of its groups
+    say (the vocabulary's, and that of the batch's segments); made again where it went by something
+    else. What ranks raise together comes first.
 
     Raises:
         ValueError, TypeError, RuntimeError: as `agree`.
     """
-    if group is None or not isinstance(group, PROCESS_GROUP):  # one that the call refuses
+    groups = [group, getattr(getattr(batch, "segments", None), "group", None)]
+    groups = [g for g in groups if isinstance(g, PROCESS_GROUP)]  # others are refused by the call
+    if not groups:
         while True:
             try:
                 return call()
             except Misguessed:
                 pass
-    _CALLS[group] = None
+    _CALLS.update(dict.fromkeys(groups))
     try:
         while True:
             try:
                 found = call()
             except Misguessed:
-                _is_right(group)
+                _is_right(groups)
             except Exception:
-                if _is_right(group):
+                if _is_right(groups):
                     raise
             else:
-                if _is_right(group):
+                if _is_right(groups):
                     return found
     finally:
-        _CALLS.pop(group, None)
+        for one in groups:
+            _CALLS.pop(one, None)
 
 
-def _is_right(group: ProcessGroup | None) -> bool:
-    """Whether the other ranks said what a call went by; if not, it will go by what they said."""
-    found = _CALLS.get(group)
-    if found is None or found.read() == found.expected:
-        return True
-    found.expected = _KNOWN[group][tuple(found.facts.own.values())] = found.read()
-    return False
+def _is_right(groups: Sequence[ProcessGroup]) -> bool:
+    """Whether the other ranks said what a call went by; if not, it will go by what they said, or
+    wait for them."""
+    right, last = True, _CALLS.get(groups[-1])
+    if last is not None and last.quiet and last.said is None:  # as all ranks hear
+        for group in groups:
+            del _CALLS[group]
+        return False
+    for group in groups:
+        found = _CALLS.get(group)
+        if found is not None and (said := found.read()) != found.expected:
+            found.expected = _KNOWN[group][found.kind] = said
+            right = False
+    return right
 
 
 def agree_early(
     name: str,
     group: ProcessGroup,
     act: Callable[[], R],
-    own: Callable[[R], Mapping[str, int]],
+    own: Callable[[R], Mapping[str, Any]],
     same: Callable[[R], Mapping[str, Any]],
-    wait: bool,
-) -> tuple[R, Own]:
+    wait: bool = False,
+    quiet: bool = False,
+    behind: ProcessGroup | None = None,
+    digest: Callable[[Own], Any] | None = None,
+) -> tuple[R, Any]:
     """`agree`; inside `in_step` and unless it has to `wait`, what the ranks said when this one last
     said the same, if it ever has. That is all there is while a CUDA graph is captured.
+
+    Args:
+        quiet, behind, digest: as `Agreement`; `quiet` inside `in_step` and without `wait`.
 
     Raises:
         RuntimeError: a capture without a call of this kind before it.
@@ -232,23 +290,40 @@ def agree_early(
                 "Options(static=True) first, as a warm-up"
             )
         return result, said
-    found = Agreement(name, group, act, lambda result: Facts(same(result), own(result)))
-    kind = tuple(found.facts.own.values())
-    if wait or kind not in known or group not in _CALLS:
+    early = group in _CALLS and not (quiet and wait)
+    quiet, given = quiet and early, (name, group, act, lambda made: Facts(same(made), own(made)))
+    found = Agreement(*given, quiet, known, behind, digest)
+    if quiet:
+        _CALLS[group] = found
+        if found.error is not None or (found.kind not in known and found.said is None):
+            raise Misguessed(f"what the ranks of {name} say of their call")
+    if wait or not early or found.kind not in known:
         if len(known) >= KNOWN:
             known.clear()
-        known[kind] = found.read()
-    found.expected = known[kind]
-    if group in _CALLS:
+        known[found.kind] = found.read()
+    found.expected = known[found.kind]
+    if early:
         _CALLS[group] = found
     return found.result, found.expected
 
 
-def settle(group: ProcessGroup) -> None:
+def settle(group: ProcessGroup | None) -> None:
     """Read what the ranks of a call said, before its next collective."""
     found = _CALLS.get(group)
-    if found is not None and found.said is not found.expected and found.said != found.expected:
-        raise Misguessed("what the ranks of a vocab_group say of their call")
+    if found is None or found.said is found.expected:
+        return
+    if found.said is None or found.read() != found.expected:
+        raise Misguessed(f"what the ranks of {found.name} say of their call")
+
+
+def _expects(said: Own) -> int:
+    """What `Agreement.is_wrong` finds of records that say the same."""
+    return _checksum(tuple(zip(*said.values(), strict=True)))
+
+
+@functools.lru_cache(KNOWN)
+def _checksum(rows: tuple[tuple[int, ...], ...]) -> int:
+    return int(checksums([torch.tensor(rows)])[0])
 
 
 def check_member(name: str, group: Any) -> None:

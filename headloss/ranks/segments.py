@@ -7,6 +7,7 @@ one rank may happen to number S.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from ..batch.packing import PackedBatch, Packing
 from ..losses.term import Objective
 from ..options import Options
 from ..run.plan import Plan
-from .agreement import WORDS, Facts, Own, agree
+from .agreement import WORDS, Own, agree_early, settle
 from .collectives import summed
 from .place import Place, of_objective
 
@@ -45,25 +46,36 @@ class Joined(NamedTuple):
     per_segment: frozenset[str] | None = None
 
 
-def over_segments(batch: Batch, options: Options, prepare: Callable[[], Joined]) -> Joined:
-    """Prepare a call; where segments run across ranks, what is wrong on one is raised on all."""
+def over_segments(
+    batch: Batch,
+    options: Options,
+    prepare: Callable[[], Joined],
+    behind: ProcessGroup | None = None,
+    wait: bool = False,
+) -> Joined:
+    """Prepare a call; where segments run across ranks, what is wrong on one is raised on all.
+
+    Args:
+        behind: the group of the vocabulary, whose ranks agree in `prepare`.
+        wait: for what the ranks say, also in a call like one that is known.
+    """
     group = batch.segments.group if hasattr(batch, "segments") else None
     if group is None:
         return prepare()
 
-    def describe(joined: Joined) -> Facts:
+    def same(joined: Joined) -> dict[str, Any]:
         # Other choices (schedule, chunks) may differ; these decide what is summed over segments.
         chosen = type(options)(metrics=options.metrics)
-        same = of_objective(joined.objective, chosen, batch.targets.device)
+        found = of_objective(joined.objective, chosen, batch.targets.device)
         gradient = joined.plan.schedule != "statistics"
-        same |= {"segments.count": batch.segments.count, "a gradient is wanted": gradient}
-        same |= {"fields": " ".join(sorted(batch.fields))}
-        return Facts(same, _forms(batch))
+        found |= {"segments.count": batch.segments.count, "a gradient is wanted": gradient}
+        return found | {"fields": " ".join(sorted(batch.fields))}
 
     if getattr(options, "static", False):
         return prepare()  # see `voted`
-    joined, own = agree("segments.group", group, prepare, describe)
-    return joined._replace(per_segment=_agreed(batch, own))
+    given = "segments.group", group, prepare, lambda _: _forms(batch), same
+    joined, per_segment = agree_early(*given, wait, True, behind, partial(_agreed, batch))
+    return joined._replace(per_segment=per_segment, confirm=partial(settle, group))
 
 
 def _forms(batch: Batch) -> dict[str, Any]:

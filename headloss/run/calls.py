@@ -21,7 +21,7 @@ from ..objective.bound import Bound, bind
 from ..objective.tape import Taped
 from ..objective.tolerance import Tolerance
 from ..options import Options
-from ..ranks.agreement import agree_early
+from ..ranks.agreement import agree_early, settle
 from ..ranks.place import Place, of_given, of_linear, own_facts, own_of_linear
 from ..ranks.segments import Joined, over_segments, voted
 from ..softmax.given import GivenSoftmax, GivenSums, IntoLogits, WalkSoftmax
@@ -44,7 +44,9 @@ Call = tuple[Work, list[Tensor | None]]
 def _linear_joined(given: Given, early: bool = False) -> Joined:
     """What the arguments of `head_loss` come to before a logit is looked at."""
     hidden, head, batch, _, options, _ = given
-    alone = isinstance(batch, Batch) and batch.segments.group is None
+    over = isinstance(batch, Batch) and batch.segments.group is not None
+    known_batch = isinstance(batch, Batch) and isinstance(options, Options)
+    wait = not known_batch or options.sequence_parallel or (over and options.static)
     plain = early and not (head.lora or isinstance(head.temperature, Tensor))
 
     def joined() -> Joined:
@@ -56,14 +58,15 @@ def _linear_joined(given: Given, early: bool = False) -> Joined:
             partial(_checked, given),
             lambda ready: own_of_linear(hidden, head, batch, options, ready[0].problem.memory),
             lambda ready: of_linear(hidden, head, batch, ready[1], options),
-            not alone or getattr(options, "sequence_parallel", True),
+            wait,
+            quiet=over,
         )
         place = Place.of(head.vocab_group, own, head.vocab_size)
         if options.sequence_parallel:
             place.check_tokens(batch)
         return _joined(ready, place, batch, options, plain and not options.sequence_parallel)
 
-    return joined() if alone else over_segments(batch, options, joined)
+    return over_segments(batch, options, joined, head.vocab_group, wait) if over else joined()
 
 
 def _checked(given: Given) -> tuple[Prepared, Objective]:
@@ -136,6 +139,7 @@ def linear_call(given: Given, early: bool = False) -> Call:
 def given_call(given: GivenLogits) -> Call:
     """The call that `logits_loss` makes of its arguments."""
     logits, batch, _, transform, vocab_group, inplace, options = given
+    over = isinstance(batch, Batch) and batch.segments.group is not None
 
     def joined() -> Joined:
         early = not isinstance(transform.temperature, Tensor)
@@ -152,11 +156,12 @@ def given_call(given: GivenLogits) -> Call:
                 logits.shape[-1], batch, ready[0].problem.memory, static=options.static
             ),
             lambda ready: of_given(logits, transform, batch, ready[1], options, inplace),
-            wait=batch.segments.group is not None,
+            wait=over and getattr(options, "static", True),
+            quiet=over,
         )
         return _joined(ready, Place.of(vocab_group, own), batch, options, early)
 
-    found = over_segments(batch, options, joined)
+    found = over_segments(batch, options, joined, vocab_group)
     work, of_tokens = _work(found, batch, transform, options)
     packing, inplace = work.packing, found.prepared.problem.inplace
     into = IntoLogits(packing.order, inplace)
@@ -199,7 +204,7 @@ def _work(
 ) -> tuple[Work, Tokens]:
     """What the loop is to do; and what every source takes."""
     prepared, objective, place, packing, plan, confirm, per_segment = joined
-    group, elsewhere = batch.segments.group, prepared.problem.scope == "elsewhere"
+    group = batch.segments.group
     if group is not None and options.static:
         view = voted(packing, batch, prepared.wide, group)
     else:
@@ -236,8 +241,6 @@ def _work(
         tolerance=tolerance,
         confirm=confirm,
     )
-    if group is not None and not elsewhere:  # its collectives may not wait for a rank's own tokens
-        _ = work.bound
     found = Tokens(prepared.acts, packing.targets, transform, prepared.needs, slices.first)
     if prepared.beside:
         beside = Beside(view, transform, vocabulary, prepared, slices)
@@ -247,6 +250,8 @@ def _work(
 
 def _bound(joined: Joined, batch: Batch, view: PackedBatch, options: Options) -> Bound | Taped:
     """The objective bound to its totals, while the first product runs."""
+    if batch.segments.group is not None:
+        settle(batch.segments.group)  # before its collectives
     prepared, objective, place, packing, *_ = joined
     vocabulary = place.vocabulary
     totals = batch.totals
