@@ -1,4 +1,4 @@
-"""What every rank runs for `test_parallel.test_rounded_sums`."""
+"""What every rank runs for `test_parallel.test_hidden_gradients_in_parts`."""
 
 from __future__ import annotations
 
@@ -9,52 +9,46 @@ import headloss as hl
 from headloss.ranks import vocabulary
 from headloss.ranks.vocabulary import Shard
 
-WIDTH = 16
-
-
-def exact(count: int) -> bool:
-    """Whole numbers whose sum float32 holds: rounded once, and as many rows as there are."""
-    rank, world = distributed.get_rank(), distributed.get_world_size()
-    shard = Shard(distributed.group.WORLD, [1] * world)
-    padded = shard.padded(count)
-    generator = torch.Generator().manual_seed(count)
-    every = torch.randint(-4000, 4000, (world, padded, WIDTH), generator=generator).float()
-    into = torch.full((3 + padded, WIDTH), torch.nan, dtype=torch.bfloat16)
-    pending = shard.start_sum(every[rank].clone(), slice(3, 3 + count), into)
-    pending.wait()
-    want = every.sum(0).bfloat16()
-    return torch.equal(into[3:], want) and bool(into[:3].isnan().all())
+WIDTH, VOCABULARY = 16, 96
+WAYS = (("one_pass", None), ("one_pass", 16), ("recompute", None), ("frozen", None))
 
 
 def problem(count: int) -> tuple[torch.Tensor, torch.Tensor, hl.Batch]:
     """Hidden states, the whole weight, a batch of which some tokens carry no gradient."""
     torch.manual_seed(count)
-    hidden, weight = torch.randn(count, WIDTH).bfloat16(), torch.randn(96, WIDTH).bfloat16()
-    targets, old = torch.randint(0, 96, (count,)), -3 * torch.rand(count)
+    hidden, weight = torch.randn(count, WIDTH), torch.randn(VOCABULARY, WIDTH)
+    targets, old = torch.randint(0, VOCABULARY, (count,)), -3 * torch.rand(count)
     targets[3::5] = -100
     advantages = torch.linspace(-1, 1, count)
-    return hidden, weight, hl.Batch(targets, advantages=advantages, old_logps=old)
+    return (
+        hidden.bfloat16(),
+        weight.bfloat16(),
+        hl.Batch(targets, advantages=advantages, old_logps=old),
+    )
 
 
-def gradients(counts: tuple[int, ...]) -> list[tuple[int, list[list[float]]]]:
-    """For each number of tokens and schedule: how many sums were rounded by their ranks, and the
+def gradients(counts: tuple[int, ...], skip: bool) -> list[tuple[list[slice], list[list[float]]]]:
+    """For each number of tokens and schedule: the rows that were summed, in their order, and the
     gradient of the hidden states."""
-    before, made = (vocabulary.ROUNDED, vocabulary.PART, vocabulary.RoundedSum), []
-    vocabulary.ROUNDED, vocabulary.PART = 1, 8 * WIDTH
-    vocabulary.RoundedSum = lambda *given: made.append(given) or before[2](*given)  # type: ignore
+    before, sent = (vocabulary.PART, Shard.start_sum), []
+    vocabulary.PART = 7 * WIDTH
+    Shard.start_sum = lambda self, dense, rows: sent.append(rows) or before[1](self, dense, rows)  # type: ignore
     found, rank, world = [], distributed.get_rank(), distributed.get_world_size()
     try:
         for count in counts:
-            for schedule, chunk in (("one_pass", None), ("one_pass", 16), ("recompute", None)):
+            for schedule, chunk in WAYS:
                 hidden, weight, batch = problem(count)
-                hidden.requires_grad_()
-                shard = weight.tensor_split(world)[rank].clone().requires_grad_()
+                shard = weight.tensor_split(world)[rank].clone()
+                shard.requires_grad_(schedule != "frozen")
                 head = hl.Head(shard, vocab_group=distributed.group.WORLD)
-                options = hl.Options(schedule=schedule, chunk_tokens=chunk, metrics=False)
-                made.clear()
+                options = hl.Options(
+                    schedule=schedule, chunk_tokens=chunk, metrics=False, skip_rows=skip
+                )
+                sent.clear()
+                hidden.requires_grad_()
                 loss = hl.head_loss(hidden, head, batch, hl.grpo(), options).loss
                 (gradient,) = torch.autograd.grad(loss, hidden)
-                found.append((len(made), gradient.float().tolist()))
+                found.append((list(sent), gradient.float().tolist()))
     finally:
-        vocabulary.ROUNDED, vocabulary.PART, vocabulary.RoundedSum = before
+        vocabulary.PART, Shard.start_sum = before  # type: ignore[method-assign]
     return found
