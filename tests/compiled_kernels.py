@@ -273,7 +273,8 @@ class Form:
         scored = torch.zeros(1, dtype=torch.int32)
         yield "survey", lambda: acts.survey(grid, whole(N), 3, -100, **more)
         few = {name: value[:9] for name, value in more.items() if name == "positive"}
-        yield "survey", lambda: acts.survey(whole(9), whole(9), 1, -100, **few)
+        for ids in (whole(9), None):
+            yield "survey", lambda ids=ids: acts.survey(whole(9), ids, 1, -100, **few)
         yield "compact", lambda: acts.compact(grid, whole(N), -100, scored, 1)
 
     def tape(self) -> Iterator[tuple[str, Call]]:

@@ -83,6 +83,8 @@ def test_facts_and_order(backend, name):
     assert found.facts.tolist() == counted(targets, ids, count, field, heat)
     few = backend.survey(targets, ids, count, IGNORE)
     assert few.facts.tolist() == [*found.facts[:3].tolist(), *found.facts[5:].tolist()]
+    one, zeros = (backend.survey(targets, i, 1, IGNORE) for i in (None, torch.zeros_like(targets)))
+    assert torch.equal(one.facts, zeros.facts)
     flat, scored = targets.reshape(-1), targets.reshape(-1) != IGNORE
     order = backend.compact(targets, ids, IGNORE, found.scored, int(scored.sum()))
     index = scored.nonzero().squeeze(1)

@@ -105,7 +105,8 @@ class Batch:
         self.segments = _default_segments(targets) if segments is None else segments
         if not isinstance(self.segments, Segments):
             raise TypeError(f"segments: got {type(segments).__name__}, want headloss.Segments")
-        _check_segments(self.segments, "targets", targets)
+        if segments is not None:
+            _check_segments(segments, "targets", targets)
         if totals is not None and not isinstance(totals, Totals):
             raise TypeError(f"totals: got {type(totals).__name__}, want headloss.Totals")
         self.totals = totals
@@ -209,7 +210,8 @@ class Batch:
     def _surveyed(self) -> tuple[Tensor, ...]:
         """The tensors that decide the order and its checks."""
         support = () if self.support is None else self.support.tensors
-        return (self.targets, self.segments.ids, *self._id_fields().values(), *support)
+        ids = () if self.segments.given is None else (self.segments.given,)
+        return (self.targets, *ids, *self._id_fields().values(), *support)
 
     def _id_fields(self) -> dict[str, Tensor]:
         """The fields of columns that are [.., K] integers, K >= 1."""
@@ -321,5 +323,5 @@ def _may_ask_device() -> bool:
 def _default_segments(targets: Tensor) -> Segments:
     *rows, length = targets.shape
     if not rows:
-        return Segments(torch.zeros(length, dtype=torch.int64, device=targets.device), 1, made=True)
+        return Segments(None, 1, made=True, like=targets)
     return Segments.rows(math.prod(rows), length, device=targets.device)

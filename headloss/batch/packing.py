@@ -137,7 +137,10 @@ class PackedBatch:
         found._given = {name: value.clone() for name, value in self._given.items()}
         found._fields = {n: v for n, v in self._fields.items() if isinstance(v, Current)}
         found.segments = Segments(
-            self.segments.ids.clone(), self.segments.count, counts=self.segments._local_counts
+            None if self.segments.given is None else self.segments.given.clone(),
+            self.segments.count,
+            counts=self.segments._local_counts,
+            like=self.targets,
         )
         return found
 
@@ -193,7 +196,9 @@ class Packing:
             self.support.ids = outside_inference(self.support.ids)
         self.targets = targets if live is None else targets.masked_fill(~live, 0)
         group = batch.segments.group
-        self.segments = Segments(ids.contiguous(), counts.shape[0], group, counts=counts)
+        ids = None if ids is None else ids.contiguous()
+        options: Any = {"counts": counts, "like": self.targets}
+        self.segments = Segments(ids, counts.shape[0], group, **options)
         self.order, self.index, self.live = order, index, live
         self.shape, self.count = batch.targets.shape, batch.segments.count
 

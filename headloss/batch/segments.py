@@ -6,6 +6,7 @@ runs and two ranks give the same bits (law 7).
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -46,19 +47,29 @@ class Segments:
 
     def __init__(
         self,
-        ids: Tensor,
+        ids: Tensor | None,
         count: int,
         group: ProcessGroup | None = None,
         *,
         counts: Tensor | None = None,
         made: bool = False,
+        like: Tensor | None = None,
     ) -> None:
-        self.ids, self.count, self.group = ids, count, group
+        # Without ids there is one segment: they are made when they are read, shaped as `like`.
+        self.given, self._like = ids, like
+        self.count, self.group = count, group
         self.made = made  # ids are this class's own, each in its range
         # This rank's tokens per segment; given only for a vector that is sorted by segment.
         self._counts = counts
         self._sorted = counts is not None
         self._lengths: Tensor | None = None
+
+    @functools.cached_property
+    def ids(self) -> Tensor:
+        if self.given is not None:
+            return self.given
+        assert self._like is not None
+        return torch.zeros_like(self._like, dtype=torch.int64)
 
     def __repr__(self) -> str:
         return f"Segments(count={self.count}, shape={tuple(self.ids.shape)})"

@@ -23,7 +23,7 @@ class Order(NamedTuple):
     """The position that each packed token comes from."""
 
     index: Tensor | None  # [T], None: all N in order
-    ids: Tensor  # [T] segments, ascending
+    ids: Tensor | None  # [T] segments, ascending; None: there is one
     counts: Tensor  # [S] tokens of each
     lengths: Callable[[], list[int]] | None = None  # scored tokens of each segment, if known
     unscored: Tensor | None = None  # [N - T]
@@ -64,7 +64,7 @@ class Survey:
         self.distinct = [name for name in distinct if name in id_fields]
         self.acts = load(choose("auto", targets.device, torch.float32))
         self.facts, self.scored = self.acts.survey(
-            targets, segments.ids, segments.count, IGNORE, id_fields=tuple(id_fields.values())
+            targets, segments.given, segments.count, IGNORE, id_fields=tuple(id_fields.values())
         )
         if self.distinct:
             scored = targets.reshape(-1) != IGNORE
@@ -109,7 +109,7 @@ class Survey:
         if self.id_fields or not (self._alone and self.is_asked and self.targets.numel()):
             return None
         counts = self.facts[self.bins : self.bins + self.segments.count]
-        return Order(None, flat(self.segments.ids), counts, facts=self.facts)
+        return Order(None, flat(self.segments.given), counts, facts=self.facts)
 
     def is_whole(self, found: list[int] | None = None) -> bool:
         """Whether it is that order: no segment precedes the one before, no position is unscored."""
@@ -150,7 +150,7 @@ class Survey:
         found, total, end = self.read(), self.targets.numel(), self.bins + segments.count
         counts, out = self.facts[self.bins : end], found[end + 1]
         if self.is_whole(found) or not total:
-            return Order(None, flat(segments.ids), counts, lengths)
+            return Order(None, flat(segments.given), counts, lengths)
         if not found[0]:
             index, ids, targets, unscored = self.acts.compact(
                 self.targets, segments.ids, IGNORE, self.scored, total - out
@@ -172,9 +172,9 @@ def versions(tensors: tuple[Tensor, ...]) -> list[int] | None:
     return [t._version for t in tensors]
 
 
-def flat(values: Tensor) -> Tensor:
-    """[N] (A view costs a host a microsecond or two.)"""
-    return values if values.dim() == 1 else values.reshape(-1)
+def flat(values: Any) -> Any:
+    """[N] (A view costs a host a microsecond or two); None of None."""
+    return values if values is None or values.dim() == 1 else values.reshape(-1)
 
 
 def _stream(tensor: Tensor) -> int:

@@ -358,13 +358,13 @@ class Kernels(Protocol):
     # ------------------------------------------------------------------ a batch
 
     def survey(
-        self, targets: Tensor, ids: Tensor, count: int, ignore: int, *,
+        self, targets: Tensor, ids: Tensor | None, count: int, ignore: int, *,
         id_fields: Sequence[Tensor] = (), positive: Tensor | None = None,
     ) -> Surveyed:  # fmt: skip
         """What packing has to know of N positions, of which those of a target `ignore` are not
         scored; S = count segments.
 
-        targets, ids [N] or [B, N / B] int64 of any strides, id_fields [N, K] int64 each, positive
+        targets, ids (or None) [N] or [B, N / B] int64 of any strides, id_fields [N, K], positive
         like targets. Facts: how often a segment's id is followed by a lower one; the smallest
         scored target, or 0; the largest, or 0, of targets and of each of id_fields; with
         `positive`, at how many scored positions it is not a finite number > 0; scored positions

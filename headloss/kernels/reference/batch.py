@@ -14,10 +14,11 @@ from ..interface import Compacted, Surveyed
 
 
 def survey(
-    targets: Tensor, ids: Tensor, count: int, ignore: int, *, id_fields: Sequence[Tensor] = (),
-    positive: Tensor | None = None
-) -> Surveyed:
-    targets, ids = targets.reshape(-1), ids.reshape(-1)
+    targets: Tensor, ids: Tensor | None, count: int, ignore: int, *,
+    id_fields: Sequence[Tensor] = (), positive: Tensor | None = None
+) -> Surveyed:  # fmt: skip
+    targets = targets.reshape(-1)
+    ids = torch.zeros_like(targets, dtype=torch.int64) if ids is None else ids.reshape(-1)
     values = [targets, *(field.amax(1) for field in id_fields)]
     dead = targets == ignore
     scored = ~dead

@@ -26,22 +26,18 @@ def dense_order(keep: Tensor, most: int) -> Order:
 
 
 def scaled(values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
-    for value, _, _, rows in values:
+    found = []
+    for value, dtype, multiplied, rows in values:
         if rows is not None:
             scaled_rows(value, rows, out=value)
-    return [_scaled(v, factor if times else None, dtype) for v, dtype, times, _ in values]
-
-
-def _scaled(value: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if factor is None:
-        return value.to(dtype)
-    # A one-element vector takes part in type promotion, where a 0-dim tensor would not: a 16-bit
-    # value is multiplied in float32.
-    factor = factor.reshape(1).to(wide(value.dtype))
-    return torch.mul(
-        value, factor,
-        out=value if value.dtype == dtype else value.new_empty(value.shape, dtype=dtype)
-    )
+        if factor is not None and multiplied:
+            # A one-element vector takes part in type promotion, where a 0-dim tensor would not: a
+            # 16-bit value is multiplied in float32.
+            number = factor.reshape(1).to(wide(value.dtype))
+            out = value if value.dtype == dtype else torch.empty_like(value, dtype=dtype)
+            value = torch.mul(value, number, out=out)
+        found.append(value.to(dtype))
+    return found
 
 
 def scaled_rows(

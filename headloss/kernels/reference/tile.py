@@ -7,7 +7,6 @@ column of the whole vocabulary; it counts where it falls into the tile.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -15,18 +14,20 @@ from torch import Tensor
 from ...objective.statistics import FLOOR, SURE, Coefficients, Normalizer, Partials, merge
 from ..interface import Backward, Forward
 
+ALL = slice(None)
 BLOCK_ELEMENTS = 1 << 20  # working memory of one step, so that temporaries stay small
 
 
-def blocks(tile: Tensor) -> Iterator[slice]:
+def blocks(tile: Tensor) -> list[slice]:
+    """Rows, in blocks of limited size; ALL, which is not to be cut, where there is one block."""
     rows = max(1, BLOCK_ELEMENTS // max(1, tile.shape[1]))
-    for start in range(0, max(1, tile.shape[0]), rows):
-        yield slice(start, start + rows)
+    starts = range(0, tile.shape[0], rows)
+    return [slice(start, start + rows) for start in starts] if len(starts) > 1 else [ALL]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What a tile of this dtype is worked on in."""
-    return torch.promote_types(dtype, torch.float32)
+    return dtype if dtype.itemsize > 2 else torch.float32
 
 
 def inside(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
@@ -44,10 +45,11 @@ def partials(
         targets = torch.full((len(raw),), first - 1, device=raw.device)
     found = []
     for rows in blocks(raw):
-        z = transform.rows(rows).read(raw[rows].to(wide(raw.dtype)))
+        part, those = (raw, targets) if rows is ALL else (raw[rows], targets[rows])
+        z = transform.rows(rows).read(part.to(wide(raw.dtype)))
         if without is not None:
             z = with_columns(z, without[rows], -math.inf)
-        found.append(_partials(z, *inside(targets[rows], first, raw.shape[1]), needs))
+        found.append(_partials(z, *inside(those, first, raw.shape[1]), needs))
     if len(found) > 1:
         found = [{name: torch.cat([part[name] for part in found]) for name in found[0]}]
     own = Partials(**found[0])
@@ -132,7 +134,7 @@ def in_columns(c: Coefficients) -> Coefficients:
 
 def logit_gradient_(raw: Tensor, backward: Backward) -> Tensor:
     for rows in blocks(raw):
-        here, own = raw[rows], backward.rows(rows)
+        here, own = (raw, backward) if rows is ALL else (raw[rows], backward.rows(rows))
         c = in_columns(own.coefficients)
         z = own.transform.read(here.to(wide(raw.dtype)))
         log_p = log_softmax(z, own.normalizer)  # raw may be written from here on

@@ -34,7 +34,7 @@ class Survey(NamedTuple):
     """What is read of N positions, and where the facts go."""
 
     targets: Grid
-    ids: Grid
+    ids: Grid | None  # None: all in segment 0
     positive: Grid | None
     facts: Tensor  # [2 + VALUES + (positive) + count + 3]
     scored: Tensor  # [blocks]
@@ -60,15 +60,18 @@ def numbers_at(grid, at, mask, other):
 
 
 @triton.jit
-def bin_of(id, count):
+def ids_at(of, at, there, count):
     """0 for ids below 0, then one for each segment, and one for those beyond."""
-    return tl.minimum(tl.maximum(id.to(tl.int64), -1), count) + 1
+    id = tl.zeros_like(at)
+    if of.ids is not None:
+        id = numbers_at(of.ids, at, there, 0).to(tl.int64)
+    return tl.minimum(tl.maximum(id, -1), count) + 1
 
 
 @triton.jit
 def bins_at(of, at, there, count, ignore):
     """The bin of each position's segment, and whether it is scored."""
-    id = bin_of(numbers_at(of.ids, at, there, 0), count)
+    id = ids_at(of, at, there, count)
     return id, there & (numbers_at(of.targets, at, there, ignore) != ignore)
 
 
@@ -106,7 +109,7 @@ def survey_kernel(
 
     # Neighbours are found by reading again: they are in the cache.
     has_before, has_after = inside & (at > 0), at + 1 < n
-    id = bin_of(numbers_at(of.ids, at, inside, 0), count)
+    id = ids_at(of, at, inside, count)
     id_before, live_before = bins_at(of, tl.maximum(at - 1, 0), has_before, count, ignore)
     id_after, live_after = bins_at(of, tl.minimum(at + 1, n - 1), has_after, count, ignore)
     descents = tl.sum((has_before & (id < id_before)).to(tl.int64), 0)
@@ -178,16 +181,17 @@ def grid_of(values: Tensor) -> Grid:
 
 
 def survey(
-    targets: Tensor, ids: Tensor, count: int, ignore: int, *, id_fields: Sequence[Tensor] = (),
-    positive: Tensor | None = None
-) -> Surveyed:
+    targets: Tensor, ids: Tensor | None, count: int, ignore: int, *,
+    id_fields: Sequence[Tensor] = (), positive: Tensor | None = None,
+) -> Surveyed:  # fmt: skip
     n, values = targets.numel(), 1 + len(id_fields)
-    make = ids.new_empty if 0 < n <= BLOCK else ids.new_zeros  # one program does that itself
+    make = targets.new_empty if 0 < n <= BLOCK else targets.new_zeros  # one program does it itself
     facts = make(2 + values + (positive is not None) + count + 3, dtype=torch.int64)
-    scored = ids.new_empty(cdiv(n, BLOCK), dtype=torch.int32)
+    scored = targets.new_empty(cdiv(n, BLOCK), dtype=torch.int32)
     if n:
         of_positive = None if positive is None else grid_of(positive)
-        of = Survey(grid_of(targets), grid_of(ids), of_positive, facts, scored)
+        of_ids = None if ids is None else grid_of(ids)
+        of = Survey(grid_of(targets), of_ids, of_positive, facts, scored)
         constants = {"VALUES": values, "BLOCK": BLOCK, "ALONE": n <= BLOCK}
         launch_survey(cdiv(n, BLOCK), of, n, count, ignore, **constants)
         for i, field in enumerate(id_fields):

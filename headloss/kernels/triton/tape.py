@@ -19,7 +19,7 @@ Tape = Row = Launch = Any  # of objective.tape, which stands above the kernels
 BLOCK = 1024  # tokens at once
 FOLD = 256  # programs whose shares are added at once
 PROGRAMS = 2048  # at most, where a program takes whole segments
-_SCALAR = int(Way.SCALAR)
+_SCALAR, _SEGMENT = int(Way.SCALAR), int(Way.SEGMENT)
 
 
 def linked(tape: Tape, layout: Layout, device: torch.device) -> tuple[Tensor, int, int]:
@@ -56,7 +56,7 @@ def _encoded(row: Row, inputs: int, layout: Layout) -> list[int]:
 def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     """As `plain.run_plain`, for registers in float32: two launches, or one for few tokens."""
     batch, (start, stop, first_segment, last), inputs, numbers = launch
-    ids, live = batch.segments.ids, batch.live
+    live = batch.live
     placed = [n if isinstance(n, Tensor) else None for n in numbers]
     floats = [float(n) if t is None else 0.0 for n, t in zip(numbers, placed, strict=True)]
     layout = (
@@ -65,13 +65,15 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     )
     addresses = [values.data_ptr() for values, _ in inputs]
     addresses += [t.data_ptr() for t in placed if t is not None]
-    device = ids.device
+    device = batch.targets.device
     program = tape.linked.get((device, layout))
     if program is None:
         program = tape.linked[device, layout] = linked(tape, layout, device)
     _, code, kinds = program
     n, size = stop - start, last - first_segment
     by_segment = len(tape.phases) > 1
+    named = by_segment or any(way == _SEGMENT for _, way in inputs)
+    ids = batch.segments.ids if named else batch.segments.given
     per, count = 1, max(1, -(-n // BLOCK))
     if by_segment:
         per = tape.segments_per_unit * max(1, -(-size // (tape.segments_per_unit * PROGRAMS)))
