@@ -210,7 +210,7 @@ class Batch:
     def _surveyed(self) -> tuple[Tensor, ...]:
         """The tensors that decide the order and its checks."""
         support = () if self.support is None else self.support.tensors
-        ids = () if self.segments.given is None else (self.segments.given,)
+        ids = () if self.segments._given is None else (self.segments._given,)
         return (self.targets, *ids, *self._id_fields().values(), *support)
 
     def _id_fields(self) -> dict[str, Tensor]:

@@ -137,10 +137,7 @@ class PackedBatch:
         found._given = {name: value.clone() for name, value in self._given.items()}
         found._fields = {n: v for n, v in self._fields.items() if isinstance(v, Current)}
         found.segments = Segments(
-            None if self.segments.given is None else self.segments.given.clone(),
-            self.segments.count,
-            counts=self.segments._local_counts,
-            like=self.targets,
+            self.segments.ids.clone(), self.segments.count, counts=self.segments._local_counts
         )
         return found
 
@@ -195,10 +192,8 @@ class Packing:
             self.support = batch.support.pack(index, live, restricted)
             self.support.ids = outside_inference(self.support.ids)
         self.targets = targets if live is None else targets.masked_fill(~live, 0)
-        group = batch.segments.group
-        ids = None if ids is None else ids.contiguous()
-        options: Any = {"counts": counts, "like": self.targets}
-        self.segments = Segments(ids, counts.shape[0], group, **options)
+        count, group = counts.shape[0], batch.segments.group
+        self.segments = Segments(ids, count, group, counts=counts, like=self.targets)
         self.order, self.index, self.live = order, index, live
         self.shape, self.count = batch.targets.shape, batch.segments.count
 

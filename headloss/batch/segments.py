@@ -56,7 +56,7 @@ class Segments:
         like: Tensor | None = None,
     ) -> None:
         # Without ids there is one segment: they are made when they are read, shaped as `like`.
-        self.given, self._like = ids, like
+        self._given, self._like = ids, like
         self.count, self.group = count, group
         self.made = made  # ids are this class's own, each in its range
         # This rank's tokens per segment; given only for a vector that is sorted by segment.
@@ -66,10 +66,8 @@ class Segments:
 
     @functools.cached_property
     def ids(self) -> Tensor:
-        if self.given is not None:
-            return self.given
-        assert self._like is not None
-        return torch.zeros_like(self._like, dtype=torch.int64)
+        made = self._given is None
+        return torch.zeros_like(self._like, dtype=torch.int64) if made else self._given  # type: ignore
 
     def __repr__(self) -> str:
         return f"Segments(count={self.count}, shape={tuple(self.ids.shape)})"

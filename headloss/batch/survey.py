@@ -64,7 +64,7 @@ class Survey:
         self.distinct = [name for name in distinct if name in id_fields]
         self.acts = load(choose("auto", targets.device, torch.float32))
         self.facts, self.scored = self.acts.survey(
-            targets, segments.given, segments.count, IGNORE, id_fields=tuple(id_fields.values())
+            targets, segments._given, segments.count, IGNORE, id_fields=tuple(id_fields.values())
         )
         if self.distinct:
             scored = targets.reshape(-1) != IGNORE
@@ -109,7 +109,7 @@ class Survey:
         if self.id_fields or not (self._alone and self.is_asked and self.targets.numel()):
             return None
         counts = self.facts[self.bins : self.bins + self.segments.count]
-        return Order(None, flat(self.segments.given), counts, facts=self.facts)
+        return Order(None, flat(self.segments._given), counts, facts=self.facts)
 
     def is_whole(self, found: list[int] | None = None) -> bool:
         """Whether it is that order: no segment precedes the one before, no position is unscored."""
@@ -150,7 +150,7 @@ class Survey:
         found, total, end = self.read(), self.targets.numel(), self.bins + segments.count
         counts, out = self.facts[self.bins : end], found[end + 1]
         if self.is_whole(found) or not total:
-            return Order(None, flat(segments.given), counts, lengths)
+            return Order(None, flat(segments._given), counts, lengths)
         if not found[0]:
             index, ids, targets, unscored = self.acts.compact(
                 self.targets, segments.ids, IGNORE, self.scored, total - out
@@ -167,14 +167,12 @@ class Survey:
 
 def versions(tensors: tuple[Tensor, ...]) -> list[int] | None:
     """How often each was changed in place; None where one of inference mode cannot tell."""
-    if any(map(Tensor.is_inference, tensors)):
-        return None
-    return [t._version for t in tensors]
+    return None if any(map(Tensor.is_inference, tensors)) else [t._version for t in tensors]
 
 
-def flat(values: Any) -> Any:
-    """[N] (A view costs a host a microsecond or two); None of None."""
-    return values if values is None or values.dim() == 1 else values.reshape(-1)
+def flat(x: Any) -> Any:
+    """[N] contiguous (a view costs a host a microsecond or two); None of None."""
+    return x if x is None else (x if x.dim() == 1 else x.reshape(-1)).contiguous()
 
 
 def _stream(tensor: Tensor) -> int:

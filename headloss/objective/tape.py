@@ -125,11 +125,8 @@ class Tape:
         return Gradient(Coefficients(**of["coefficient"]), divergences, measured, loss, metrics)
 
 
-Runner = Callable[[Tape, Launch], tuple[Sequence[Tensor], Tensor, Tensor]]
-
-
 @cache
-def _runner(backend: str) -> Runner:
+def _runner(backend: str) -> Callable[..., tuple[Sequence[Tensor], Tensor, Tensor]]:
     if backend == "reference":
         return run_plain
     from ..kernels.triton.tape import run

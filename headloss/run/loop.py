@@ -222,8 +222,7 @@ def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]
     uncut = len(blocks) == 1 and not (work.plan.support or work.slices.is_spread)
     for block in blocks:
         rows = ALL if uncut else block.rows
-        given = work.slices, work.vocabulary
-        measured, held = source.statistics(rows, [ALL], *given, keep=True)
+        measured, held = source.statistics(rows, [ALL], work.slices, work.vocabulary, keep=True)
         work.confirm()
         found.append(measured)
         piece = block if len(blocks) > 1 else None

@@ -129,37 +129,32 @@ class Cast(NamedTuple):
 
     value: Tensor
     out: Tensor
-    count: int
+    n: int  # rows
+    width: int
     times: tl.constexpr  # it is multiplied by the factor
     in_place: tl.constexpr
-    rows: Tensor | None  # what its rows are multiplied by first
-    width: int  # of a row
+    rows: Tensor | None  # what these are multiplied by first
 
 
 @triton.jit
 def scaled_blocks(of, factor, BLOCK: tl.constexpr):
     """Every `programs`-th block of a tensor; nothing where nothing changes."""
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    count = of.count
-    number = 1.0
+    n, number = of.n, 1.0
     if of.times:
         number = tl.load(factor).to(tl.float32)
-    if of.rows is None:
-        if of.in_place:
-            count = tl.where(number == 1, 0, count)
-        for block in range(program, tl.cdiv(count, BLOCK), programs):
-            at = block * BLOCK + tl.arange(0, BLOCK)
-            x = tl.load(of.value + at, mask=at < count, other=0.0).to(tl.float32) * number
-            tl.store(of.out + at, x.to(of.out.dtype.element_ty), mask=at < count)
-    else:
-        blocks = tl.cdiv(of.width, BLOCK)  # of a row
-        for block in range(program, count * blocks, programs):
-            row = block // blocks
-            at = (block - row * blocks) * BLOCK + tl.arange(0, BLOCK)
-            x = tl.load(of.value + row * of.width + at, mask=at < of.width, other=0.0)
-            x = (x.to(tl.float32) * tl.load(of.rows + row)).to(of.value.dtype.element_ty)
-            x = (x.to(tl.float32) * number).to(of.out.dtype.element_ty)
-            tl.store(of.out + row * of.width + at, x, mask=at < of.width)
+    if of.in_place:
+        if of.rows is None:
+            n = tl.where(number == 1, 0, n)
+    blocks = tl.cdiv(of.width, BLOCK)  # of a row
+    for block in range(program, n * blocks, programs):
+        row = block // blocks
+        at = (block - row * blocks) * BLOCK + tl.arange(0, BLOCK)
+        place = row * of.width + at
+        x = tl.load(of.value + place, mask=at < of.width, other=0.0).to(tl.float32)
+        if of.rows is not None:
+            x = (x * tl.load(of.rows + row)).to(of.value.dtype.element_ty).to(tl.float32)
+        tl.store(of.out + place, (x * number).to(of.out.dtype.element_ty), mask=at < of.width)
 
 
 @triton.jit
@@ -185,12 +180,11 @@ def scaled(values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
         found.append(out)
         if size and (changes or multiply or rows is not None):
             flags = constant(multiply), constant(not changes)
-            count, width = (size, 1) if rows is None else value.shape
-            work.append(Cast(value, out, count, *flags, rows, width))
-            most = count if rows is not None else cdiv(size, WIDEST)
-            programs = min(MOST, max(programs, most))
+            n, width = (1, size) if rows is None else value.shape
+            work.append(Cast(value, out, n, width, *flags, rows))
+            programs = min(MOST, max(programs, n * cdiv(width, WIDEST)))
     for start in range(0, len(work), AT_ONCE):
         some = work[start : start + AT_ONCE]
-        some += [some[0]._replace(count=0)] * (AT_ONCE - len(some))
+        some += [some[0]._replace(n=0)] * (AT_ONCE - len(some))
         launch_scaled(programs, some[0].value if factor is None else factor, *some, BLOCK=WIDEST)
     return found

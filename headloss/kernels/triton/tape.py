@@ -56,7 +56,7 @@ def _encoded(row: Row, inputs: int, layout: Layout) -> list[int]:
 def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     """As `plain.run_plain`, for registers in float32: two launches, or one for few tokens."""
     batch, (start, stop, first_segment, last), inputs, numbers = launch
-    live = batch.live
+    segments, live = batch.segments, batch.live
     placed = [n if isinstance(n, Tensor) else None for n in numbers]
     floats = [float(n) if t is None else 0.0 for n, t in zip(numbers, placed, strict=True)]
     layout = (
@@ -72,8 +72,7 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     _, code, kinds = program
     n, size = stop - start, last - first_segment
     by_segment = len(tape.phases) > 1
-    named = by_segment or any(way == _SEGMENT for _, way in inputs)
-    ids = batch.segments.ids if named else batch.segments.given
+    ids = segments.ids if by_segment or any(w == _SEGMENT for _, w in inputs) else segments._given
     per, count = 1, max(1, -(-n // BLOCK))
     if by_segment:
         per = tape.segments_per_unit * max(1, -(-size // (tape.segments_per_unit * PROGRAMS)))
@@ -85,7 +84,7 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     loss = torch.empty((), device=device)
     addresses += [code] * (INPUTS - len(addresses))
     addresses += [code if t is None else t.data_ptr() for t in (batch.index, ids, live)]
-    addresses.append(batch.segments._local_counts.data_ptr())
+    addresses.append(segments._local_counts.data_ptr())
     if not (n and size):  # a null pointer would have another type
         addresses = [address or code for address in addresses]
     arguments = (
