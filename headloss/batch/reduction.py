@@ -184,6 +184,7 @@ def fixed_length(length: float) -> Reduction:
     return Reduction(f"fixed_length({length})", _FixedLength(length))
 
 
+FLAT = (_token_mean, _sequence_sum)  # read no length
 REDUCTIONS = {r.name: r for r in (token_mean, sequence_mean, sequence_sum)}
 
 

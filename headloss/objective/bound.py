@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..batch.packing import ALL, MissingField, PackedBatch, as_wide
-from ..batch.reduction import Totals
+from ..batch.reduction import FLAT, Totals
 from ..batch.segments import Chunk
 from ..losses.term import Objective, Reads, Term, trace
 from .metrics import Metrics, Observed, checked
@@ -246,13 +246,13 @@ def bind(
 ) -> Bound:
     """Fix every token's weight from global totals (law 3), after `check_weights`."""
     parts = []
-    counted: dict[str | None, Any] = {}
+    counted: dict[Any, Any] = {}
     for name, coefficient, term in objective.named():
         assert term.reduction is not None
-        field = term.kept_field
-        if field not in counted:
-            counted[field] = _count(batch, totals, field, dtype)
-        kept, lengths, tokens, segments = counted[field]
+        key = term.kept_field, term.reduction.weigh in FLAT
+        if key not in counted:
+            counted[key] = _count(batch, totals, *key, dtype)
+        kept, lengths, tokens, segments = counted[key]
         weights = term.reduction.weigh(lengths, tokens, segments).to(dtype)
         if weights.shape != lengths.shape:
             raise ValueError(
@@ -266,19 +266,21 @@ def bind(
 
 
 def _count(
-    batch: PackedBatch, totals: Totals, field: str | None, dtype: torch.dtype
+    batch: PackedBatch, totals: Totals, field: str | None, flat: bool, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
-    """What a reduction needs to know of all tokens, or of those that a field keeps, [T] bool: the
-    length of each token's segment [T], and the totals of tokens and segments, [] float64."""
+    """What a reduction needs to know of all tokens, or of those that a field keeps, [T] bool:
+    lengths of their segments [T] (`flat`: any), and the totals of tokens and segments, [] float64.
+    """
     kept, lengths = None, batch.segments.lengths
     counts = (totals.tokens, totals.segments)
     if field is not None:
         kept = getattr(batch, field)
         counts = totals.kept[field]
         lengths = batch.segments.sum(kept.to(dtype))
-    at_token = batch.segments.expand(lengths.to(dtype).clamp_min(1))
     tokens, segments = [_at_least_one(count, batch.targets.device) for count in counts]
-    return kept, at_token, tokens, segments
+    if flat:
+        return kept, tokens.expand(len(batch)), tokens, segments
+    return kept, batch.segments.expand(lengths.to(dtype).clamp_min(1)), tokens, segments
 
 
 def check_weights(objective: Objective, kinds: Kinds, totals: Totals | None) -> None:

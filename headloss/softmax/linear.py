@@ -224,7 +224,7 @@ class LinearSoftmax(RawSoftmax):
         self.features, self.full_weights = spread(tensors[:-1:2]), list(tensors[1:-1:2])
         self.full_bias: Tensor | None = tensors[-1]
         self.vocabulary, self.logits_dtype, self.fixed = vocabulary, logits_dtype, fixed
-        self.weights = [w if len(w) == vocabulary else w[:vocabulary] for w in self.full_weights]
+        self.weights = [w if w.shape[0] == vocabulary else w[:vocabulary] for w in tensors[1:-1:2]]
         self.bias = None if self.full_bias is None else self.full_bias[:vocabulary]
         if compute_dtype is not None:
             self.weights = [w.to(compute_dtype) for w in self.weights]

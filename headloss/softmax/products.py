@@ -128,8 +128,10 @@ def add_weight_gradient_(
     if features.is_cuda and not (_is_wide(features) and _is_wide(gradient)):
         dtype = gradient.dtype if _is_wide(features) else features.dtype
         left, features = gradient.to(dtype).t(), features.to(dtype)
-        if total.dtype != torch.float32:
-            total.addmm_(left, features, beta=0 if fresh else 1)
+        if total.dtype != torch.float32 and not fresh:
+            total.addmm_(left, features)
+        elif total.dtype != torch.float32:
+            torch.mm(left, features, out=total)
         elif fresh:
             aten.mm.dtype_out(left, features, torch.float32, out=total)
         else:
@@ -137,7 +139,7 @@ def add_weight_gradient_(
         return
     wide = sum_dtype(features.dtype)
     features = features.to(wide)
-    for block in _blocks(total, len(features)):
+    for block in _blocks(total, features.shape[0]):
         part, own = gradient[:, block].to(wide).t(), total[block]
         if total.dtype == wide:
             own.addmm_(part, features, beta=0 if fresh else 1)

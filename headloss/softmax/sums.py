@@ -87,7 +87,7 @@ class Hidden:
             total, weight = self.totals[i], weight if columns is ALL else weight[columns]
             if total is None:
                 features = self.source.features[i]
-                if pairs is None and len(values) == len(features):
+                if pairs is None and values.shape[0] == features.shape[0]:
                     made = products.input_gradient(values, weight, features.dtype, fixed, room)
                     self.totals[i], self.multiple = made, multiple
                     continue
@@ -155,10 +155,10 @@ class _Sums:
                 self.weights.append(self.main_grad)
                 continue
             total = weight.new_empty(weight.shape, dtype=dtype or weight.dtype) if wanted else None
-            if total is not None and source.vocabulary < len(total):
+            if total is not None and source.vocabulary < total.shape[0]:
                 total[source.vocabulary :] = 0
             self.weights.append(total)
-        padded = any(len(w) > source.vocabulary for w in source.full_weights)
+        padded = any(w.shape[0] > source.vocabulary for w in source.full_weights)
         self.places = self.weights
         if padded:
             self.places = [None if w is None else w[: source.vocabulary] for w in self.weights]
