@@ -136,9 +136,8 @@ class PackedBatch:
             return None
         found._given = {name: value.clone() for name, value in self._given.items()}
         found._fields = {n: v for n, v in self._fields.items() if isinstance(v, Current)}
-        found.segments = Segments(
-            self.segments.ids.clone(), self.segments.count, counts=self.segments._local_counts
-        )
+        own = self.segments
+        found.segments = Segments(own.ids.clone(), own.count, counts=own._local_counts)
         return found
 
     def on(self, stats: Statistics) -> PackedBatch:

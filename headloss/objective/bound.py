@@ -268,9 +268,8 @@ def bind(
 def _count(
     batch: PackedBatch, totals: Totals, field: str | None, flat: bool, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
-    """What a reduction needs to know of all tokens, or of those that a field keeps, [T] bool:
-    lengths of their segments [T] (`flat`: any), and the totals of tokens and segments, [] float64.
-    """
+    """What a reduction needs: of all tokens, or of those that a field keeps, [T] bool, lengths of
+    their segments [T] (`flat`: any), and the totals of tokens and segments, [] float64."""
     kept, lengths = None, batch.segments.lengths
     counts = (totals.tokens, totals.segments)
     if field is not None:

@@ -87,8 +87,7 @@ def linear_plan(given: Given) -> Plan:
 
 
 def _transform(head: Head) -> Transform:
-    scale, softcap, temperature = head.logit_scale, head.softcap, head.temperature
-    return Transform(scale=scale, softcap=softcap, temperature=temperature)
+    return Transform(scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature)
 
 
 def linear_call(given: Given, early: bool = False) -> Call:

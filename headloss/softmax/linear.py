@@ -85,9 +85,8 @@ class Tokens(NamedTuple):
         return Backward(*given, gradient.coefficients, stats.logp)
 
     def _at(self, rows: Rows) -> tuple[Tensor, Transform]:
-        if rows is ALL:
-            return self.targets, self.transform
-        return self.targets[rows], self.transform.rows(rows)
+        whole = self.targets, self.transform
+        return whole if rows is ALL else (self.targets[rows], self.transform.rows(rows))
 
 
 def rows_left(live: Tensor | None) -> Callable[[], Tensor | None]:
