@@ -33,28 +33,21 @@ REMEMBERED = 256
 _TAPES: OrderedDict[object, Tape | None] = OrderedDict()
 
 
-def tape_of(
-    objective: Objective,
-    statistics: frozenset[str],
-    fields: Kinds,
-    dtype: torch.dtype,
-    *,
-    observe: bool = True,
-    gradients: bool = True,
-) -> Tape | None:
+def tape_of(objective: Objective, *given: Any, **options: bool) -> Tape | None:
     """`record`, remembered for objectives of the same structure; coefficients are none of it."""
+    statistics, fields, dtype = given
     teachers, structure = objective.teachers, []
     for _, term in objective.parts:
         known = key_of(term)
         if known is None:
             return None
         structure.append((known, term.teacher and teachers.index(term.teacher)))
-    key = tuple(structure), statistics, frozenset(fields.items()), dtype, observe, gradients
+    kinds = frozenset(fields.items())
+    key = tuple(structure), statistics, kinds, dtype, frozenset(options.items())
     if key not in _TAPES:
         while len(_TAPES) >= REMEMBERED:
             _TAPES.popitem(last=False)
-        options = {"observe": observe, "gradients": gradients}
-        _TAPES[key] = record(objective, statistics, fields, dtype, **options)
+        _TAPES[key] = record(objective, *given, **options)
     return _TAPES[key]
 
 

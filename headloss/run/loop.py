@@ -12,7 +12,7 @@ two runs (`Plan.pull`). Autograd sees one function: the loss, or statistics for 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,16 +28,9 @@ from ..softmax.rows import ALL, Known
 from .pull_back import from_held, pull_back
 from .work import NOT_YET, Gradients, Swept, Work, join, measure
 
-
-class Outcome(NamedTuple):
-    """What a forward pass measured: statistics [T], first each term's value [>= K] in float64, the
-    loss where it is there already."""
-
-    stats: Statistics
-    values: Tensor
-    loss: Tensor | None = None
-
-
+# What a forward pass measured: statistics [T], first each term's value [>= K] in float64, the loss
+# where it is there already.
+Outcome = tuple[Statistics, Tensor, Tensor | None]
 # With the factor that is owed and, where it is made again, the source.
 PullBack = Callable[[Tensor | None, Any], Gradients]
 
@@ -197,7 +190,7 @@ def forward(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack | Non
     swept = sweep(work, source)
     stats = swept.whole.stats
     gradient = work.gradient(stats, needed=pull != "never")
-    outcome = Outcome(stats, gradient.values, gradient.loss)
+    outcome = stats, gradient.values, gradient.loss
     if pull == "never":
         return outcome, None
     if pull == "held":  # no later: what is held takes more than the gradients do
@@ -239,7 +232,7 @@ def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]
     whole = found[0] if len(found) == 1 else join(work, source, found)
     if values is None:
         values = whole.normalizer.peak.new_zeros(len(work.bound.named), dtype=torch.float64)
-    return Outcome(whole.stats, values, loss), lambda factor, _: sums.finish(factor)
+    return (whole.stats, values, loss), lambda factor, _: sums.finish(factor)
 
 
 def sweep(work: Work, source: RawSoftmax) -> Swept:
@@ -272,7 +265,7 @@ def _walk_at_once(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack
     work.confirm()  # the launch has gone by what the device knew of the batch
     stats = work.slices.measured(source.acts, partials, work.needs, work.vocabulary).stats
     found = bound.gradient(stats, work.batch, None, needed=False)
-    return Outcome(stats, found.values, found.loss), lambda factor, _: source.finish(factor)
+    return (stats, found.values, found.loss), lambda factor, _: source.finish(factor)
 
 
 def stored(held: Any, tensors: list[Tensor]) -> Callable[[Iterator[Tensor]], Any]:
