@@ -66,8 +66,8 @@ class Segments:
 
     @functools.cached_property
     def ids(self) -> Tensor:
-        made = self._given is None
-        return torch.zeros_like(self._like, dtype=torch.int64) if made else self._given  # type: ignore
+        given, like = self._given, self._like
+        return torch.zeros_like(like, dtype=torch.int64) if given is None else given  # type: ignore
 
     def __repr__(self) -> str:
         return f"Segments(count={self.count}, shape={tuple(self.ids.shape)})"

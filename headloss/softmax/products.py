@@ -17,7 +17,6 @@ from ..kernels.rounding import lost
 
 aten = torch.ops.aten
 Fixed = Callable[..., Tensor]  # `Kernels.fixed_product`, if a row may not depend on others
-WIDE = (torch.float32, torch.float64)
 LARGE = 1 << 25  # elements of dX: for more of them Hopper's library takes slower tiles
 BLOCK_ELEMENTS = 1 << 22  # of a matrix, widened at a time
 
@@ -28,7 +27,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _is_wide(tensor: Tensor) -> bool:
-    return tensor.dtype in WIDE
+    return tensor.dtype in (torch.float32, torch.float64)
 
 
 def _blocks(matrix: Tensor, width: int = 0) -> Iterator[slice]:
