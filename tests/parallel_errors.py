@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 
 import headloss as hl
 from headloss.batch.survey import Survey
-from headloss.ranks.agreement import Agreement, Facts, agree
+from headloss.ranks.agreement import Agreement, Facts
 from headloss.softmax.linear import LinearSoftmax
 
 T, H, V = 6, 4, 10
@@ -339,7 +339,7 @@ def long_error() -> str:
             raise ValueError("long " * 1000 + "end")
 
     try:
-        agree("a group", s.group, act, lambda _: Facts({}, {}))
+        Agreement("a group", s.group, act, lambda _: Facts({}, {})).read()
     except ValueError as error:
         return str(error)
     return "nothing was raised"

@@ -183,23 +183,6 @@ class Agreement:
         )
 
 
-def agree(
-    name: str,
-    group: ProcessGroup,
-    act: Callable[[], R],
-    describe: Callable[[R], Facts],
-) -> tuple[R, Own]:
-    """Run `act` on every rank of a group; its result, and the `own` facts of each rank.
-
-    Raises:
-        ValueError, TypeError: what `act` raised on any of the ranks (another exception: as a
-            RuntimeError on the others); a fact that is not the same on all of them; a rank outside
-            of the group.
-    """
-    found = Agreement(name, group, act, describe)
-    return found.result, found.read()
-
-
 # By group: what all ranks said of their own, by what this one said; and of the call that is being
 # made, what the ranks say of it, None until they do.
 _KNOWN: weakref.WeakKeyDictionary[Any, dict[tuple, Any]] = weakref.WeakKeyDictionary()
@@ -212,7 +195,7 @@ def in_step(group: ProcessGroup | None, batch: Any, call: Callable[[], R]) -> R:
     else. What ranks raise together comes first.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as `agree`.
+        ValueError, TypeError, RuntimeError: as `agree_early`.
     """
     groups = [group, getattr(getattr(batch, "segments", None), "group", None)]
     groups = [g for g in groups if isinstance(g, PROCESS_GROUP)]  # others are refused by the call
@@ -267,13 +250,17 @@ def agree_early(
     behind: ProcessGroup | None = None,
     digest: Callable[[Own], Any] | None = None,
 ) -> tuple[R, Any]:
-    """`agree`; inside `in_step` and unless it has to `wait`, what the ranks said when this one last
-    said the same, if it ever has. That is all there is while a CUDA graph is captured.
+    """Run `act` on every rank of a group; its result, and the `own` facts of each rank: inside
+    `in_step`, and unless it has to `wait`, what they said when this one last said the same, if it
+    ever has. That is all there is while a CUDA graph is captured.
 
     Args:
         quiet, behind, digest: as `Agreement`; `quiet` inside `in_step` and without `wait`.
 
     Raises:
+        ValueError, TypeError: what `act` raised on any of the ranks (another exception: as a
+            RuntimeError on the others); a fact that is not the same on all of them; a rank outside
+            of the group.
         RuntimeError: a capture without a call of this kind before it.
     """
     check_member(name, group)
