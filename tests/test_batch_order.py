@@ -162,6 +162,8 @@ def test_logits_are_overwritten_before_the_host_has_read_their_batch(
     begun_early, monkeypatch, targets, segments, backend
 ):
     """Where the device finds it to be as it was guessed, and segments' ids are known to be ids."""
+    if backend == "triton" and torch.cuda.is_available():
+        pytest.skip("the tensors are on the CPU, where Triton only interprets")
     pristine, results = torch.randn(6, V), []
     for _ in range(2):
         logits = pristine.clone().requires_grad_()

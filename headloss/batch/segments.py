@@ -6,7 +6,6 @@ runs and two ranks give the same bits (law 7).
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -55,7 +54,8 @@ class Segments:
         made: bool = False,
         like: Tensor | None = None,
     ) -> None:
-        # Without ids there is one segment: they are made when they are read, shaped as `like`.
+        # Without ids there is one segment. They are made where they are read, shaped as `like`, and
+        # not kept: a graph that is captured would own them.
         self._given, self._like = ids, like
         self.count, self.group = count, group
         self.made = made  # ids are this class's own, each in its range
@@ -64,7 +64,7 @@ class Segments:
         self._sorted = counts is not None
         self._lengths: Tensor | None = None
 
-    @functools.cached_property
+    @property
     def ids(self) -> Tensor:
         given, like = self._given, self._like
         return torch.zeros_like(like, dtype=torch.int64) if given is None else given  # type: ignore
