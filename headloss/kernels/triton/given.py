@@ -40,7 +40,7 @@ from .walk import (
     store_partials,
     write_gradient,
 )
-from .words import PIECES, WARPS, fetch, met, open_mail, open_room, opening, room_of
+from .words import WARPS, fetch, met, open_mail, open_room, opening, room_of
 
 
 class Shape(NamedTuple):
@@ -115,6 +115,7 @@ def given_kernel(
     size,  # columns of a part
     PARTS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, SLOPES: tl.constexpr,
     OPEN: tl.constexpr,  # how room for a part is made in shared memory; None: it is read again
+    PIECES: tl.constexpr,  # of such a part, each copied by itself
 ):
     STATISTICS: tl.constexpr = of.normalizer is None
     GRADIENT: tl.constexpr = of.out_offsets is not None
@@ -129,7 +130,7 @@ def given_kernel(
         room = open_room(OPEN, begin, size, v)
         there = columns_there(of, cluster, count, v)
         for piece in range(PIECES):
-            fetch(room, raw + offset + begin, there - begin, size, piece)
+            fetch(room, raw + offset + begin, there - begin, size, piece, PIECES)
     mail = open_mail() if PARTS > 1 else 0
     # Blocks at work at once have rows close to one another.
     for row in range(cluster, count, clusters):
@@ -153,7 +154,8 @@ def given_kernel(
 
         if STATISTICS:
             if OPEN is not None:
-                partials = resident_partials(room, turn, x, begin, size, v, outer, of.to)
+                where = room, turn, x, begin, size, v
+                partials = resident_partials(*where, outer, of.to, PIECES)
             else:
                 partials = part_partials(
                     x, begin, size, length, of.z, outer, of.to, WIDTH, GRADIENT
@@ -193,7 +195,7 @@ def given_kernel(
                     keep = length > 0
                 resident_gradient(
                     room, x, y, begin, size, v, outer, normalizer, at, of.c, keep,
-                    (raw + offset + begin, there - begin),
+                    (raw + offset + begin, there - begin), PIECES
                 )  # fmt: skip
             else:
                 write_gradient(
@@ -224,10 +226,13 @@ def given_rows(walk: Walk, *, shape: Shape | None = None) -> Partials | None:
     shape = shape or shape_of(v, both, x.device)
     parts = shape.parts if both else 1
     size, segments = part_of(v, parts), 0 if facts is None else len(facts) - 6
+    lanes = 32 * shape.warps * VECTOR // x.element_size()  # fewer where a row is short
+    pieces = 8 if parts < 4 else 4
     launcher(shape.warps, parts, shape.registers)(
         cdiv(count, shape.turns), *(x, of, first, count, segments, v, size), PARTS=parts,
-        WIDTH=lane_count(size, x.element_size(), shape.warps), ALIGNED=16 if aligned else 1,
-        SLOPES=0 if slopes is None else len(slopes), OPEN=opening(size) if shape.resident else None
+        WIDTH=min(lanes, max(16, power_of_2(size) // 4)), ALIGNED=16 if aligned else 1,
+        SLOPES=0 if slopes is None else len(slopes),
+        OPEN=opening(size, pieces) if shape.resident else None, PIECES=pieces
     )
     return partials
 
@@ -240,11 +245,9 @@ def part_of(v: int, parts: int) -> int:
 def resident_for(x: Tensor, out: Tensor, z: LogitScaling) -> Shape | None:
     """How to cut rows that can stay in shared memory; None where they cannot."""
     v = x.shape[-1]
-    if x.dtype != torch.bfloat16 or v % 8 or v < LEAST_COLUMNS or not x.is_cuda:
-        return None
-    if z.inner is not None or not z.outer > 0 or not has_clusters(x.device):
-        return None
-    if x.data_ptr() % 16 or out.data_ptr() % 16:
+    fits = x.dtype == torch.bfloat16 and v >= LEAST_COLUMNS and z.inner is None and z.outer > 0
+    aligned = not (v % 8 or x.data_ptr() % 16 or out.data_ptr() % 16)
+    if not (fits and aligned and x.is_cuda and has_clusters(x.device)):
         return None
     for parts in (1, 2, 4, 8, 16):
         if room_of(part_of(v, parts)) <= PART_BYTES:
@@ -265,8 +268,3 @@ def launcher(warps: int, parts: int, registers: int | None) -> Launcher:
     if parts == 1:
         return Launcher(given_kernel, num_warps=warps, **options)
     return OfClusters(given_kernel, parts, num_warps=warps, **options)
-
-
-def lane_count(v: int, element_size: int, warps: int) -> int:
-    """Lanes of a program: one load of VECTOR bytes per thread, less where a row is short."""
-    return min(32 * warps * VECTOR // element_size, max(16, power_of_2(v) // 4))

@@ -20,7 +20,6 @@ from .formulas import FLOOR, LN2, LOG2E, act_two, tanh, transformed
 from .words import (
     LOWEST,
     NOTHING,
-    PIECES,
     STRIDE,
     fetch,
     packed,
@@ -250,6 +249,7 @@ def resident_partials(
     turn, x, begin, size, v,
     outer,  # z = raw * outer
     to,  # Partials that are wanted
+    PIECES: tl.constexpr,
 ):
     """Partial statistics of the part, which begin with its first piece."""
     ENTROPY: tl.constexpr = to.spread is not None
@@ -257,7 +257,7 @@ def resident_partials(
     first, end = begin + tl.arange(0, 128) * 8, tl.minimum(begin + size, v)
     steps = tl.cdiv(size, STRIDE)
     largest = first * 0 + NOTHING
-    most = piece_of(size) // STRIDE
+    most = piece_of(size, PIECES) // STRIDE
     for piece in range(PIECES):
         address = wait(address, arrived, turn, piece)
         start = tl.minimum(piece * most, steps)  # an unrolled loop must not end before it starts
@@ -318,6 +318,7 @@ def resident_gradient(
     room, x, y, begin, size, v, outer, normalizer, at, c,
     keep,  # None, or whether it is not 0
     following,  # where the next row's part lies, and how many columns of it
+    PIECES: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of the part but for the target's own term, and fetch that of the next row
     behind it, piece by piece."""
@@ -328,7 +329,7 @@ def resident_gradient(
     zeros = (first * 0).to(tl.float32)
     scale = zeros + outer * LOG2E
     shift = zeros + (normalizer[0] * LOG2E + normalizer[1] * LOG2E)
-    most = piece_of(size) // STRIDE
+    most = piece_of(size, PIECES) // STRIDE
     for piece in range(PIECES):
         start = tl.minimum(piece * most, steps)
         for step in tl.range(start, tl.minimum(start + most, steps), loop_unroll_factor=UNROLL):
@@ -345,4 +346,4 @@ def resident_gradient(
                 written = written + (word,)  # noqa: RUF005
             write(y, columns, inside, written)
         tl.debug_barrier()  # all have read what is overwritten now
-        fetch(room, source, there, size, piece)
+        fetch(room, source, there, size, piece, PIECES)

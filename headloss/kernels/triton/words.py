@@ -26,7 +26,6 @@ STEP = 32 * WARPS * 8  # columns that a block reads at once: 16 bytes a lane
 STRIDE = tl.constexpr(STEP)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no difference of peaks is NaN
 NOTHING = tl.constexpr(-8323200)  # a word of two of -inf
-PIECES = tl.constexpr(4)  # of a part, each copied by itself
 # $0: the array, behind which the barriers of its pieces are.
 _OPEN = """{
 .shared .align 128 .b8 part_of_row[%d]; .reg .pred p; .reg .b32 t, bar;
@@ -76,9 +75,9 @@ def room_of(columns: int) -> int:
 
 
 @functools.cache
-def opening(columns: int) -> str:
-    """The instructions that make room for it."""
-    size, barriers = room_of(columns), 8 * PIECES.value
+def opening(columns: int, pieces: int) -> str:
+    """The instructions that make room for it, and for the barriers of its pieces."""
+    size, barriers = room_of(columns), 8 * pieces
     return _OPEN % (size + barriers, size, barriers)
 
 
@@ -164,18 +163,18 @@ def open_room(OPEN: tl.constexpr, begin, size, v):
 
 
 @triton.jit
-def piece_of(size):
+def piece_of(size, PIECES: tl.constexpr):
     """Columns of a piece."""
     return tl.cdiv(size, PIECES * STRIDE) * STRIDE
 
 
 @triton.jit
-def fetch(room, source, columns, size, piece):
+def fetch(room, source, columns, size, piece, PIECES: tl.constexpr):
     """Begin to copy a piece of a part, of a row that has `columns` from where the part begins;
     nobody reads its room any more."""
     if not INTERPRETED:
         _, start, arrived = room
-        most = piece_of(size)
+        most = piece_of(size, PIECES)
         first = piece * most
         there = tl.minimum(tl.maximum(tl.minimum(columns, size) - first, 0), most)
         to, place = start + first * 2, (source + first).to(tl.int64)
