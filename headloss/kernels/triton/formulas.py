@@ -160,6 +160,23 @@ def coefficients(c, row):
 
 
 @triton.jit
+def normalizer_of(normalizer, row):
+    """(peak, log_sum) of a token."""
+    return tl.load(normalizer.peak + row), tl.load(normalizer.log_sum + row)
+
+
+@triton.jit
+def token_of(a, row):
+    """What act two needs of a token: `outer` and `factor` of its scaling, its normalizer, its
+    coefficients for `act_two`, and the target's own gradient, 0 where it is as others."""
+    outer, factor = per_row(a.z.outer, a.z, row), per_row(a.z.factor, a.z, row)
+    at, own = coefficients(a.c, row), 0.0
+    if a.logps is not None:
+        own = own_gradient(tl.load(a.logps + row), coefficient(a.c.target, row), at, a.c)
+    return outer, factor, normalizer_of(a.normalizer, row), at, own
+
+
+@triton.jit
 def block_partials(z, inside, ENTROPY: tl.constexpr):
     """Peak, rest and spread of a block. Where all is -inf there is no mass."""
     peak = tl.max(z, 0)

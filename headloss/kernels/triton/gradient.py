@@ -27,8 +27,10 @@ from .formulas import (
     log,
     log2,
     log_softmax,
+    normalizer_of,
     own_gradient,
     per_row,
+    token_of,
     transformed,
 )
 from .launch import Launcher
@@ -61,16 +63,13 @@ def gradient_kernel(
         row = tl.load(given.order.rows + place)
     x = given.tile.data + row * given.tile.stride
     out = given.to.data + place * given.to.stride
-    outer, factor = per_row(a.z.outer, a.z, row), per_row(a.z.factor, a.z, row)
-    peak = tl.load(a.normalizer.peak + row)
-    log_sum = tl.load(a.normalizer.log_sum + row)
-    at = coefficients(a.c, row)
+    outer, factor, normalizer, at, own = token_of(a, row)
+    peak, log_sum = normalizer
     target = tl.load(a.targets + row) - first
-    if a.logps is not None:
-        target_log_p = tl.maximum(tl.load(a.logps + row), FLOOR)
-        own = own_gradient(target_log_p, coefficient(a.c.target, row), at, a.c)
     if given.references is not None:
         offset = (peak - tl.load(given.references + row)) + log_sum
+        if a.logps is not None:
+            target_log_p = tl.maximum(tl.load(a.logps + row), FLOOR)
 
     if given.references is not None and a.z.inner is None:
         # e (level + slope log2 e); the target's own is written afterwards.
@@ -165,8 +164,7 @@ def multiple_rows_kernel(of, first, v, h, BLOCK: tl.constexpr):
         row = tl.load(of.order.rows + place)
         if place >= tl.load(of.order.count):
             return
-    peak = tl.load(a.normalizer.peak + row)
-    log_sum = tl.load(a.normalizer.log_sum + row)
+    peak, log_sum = normalizer_of(a.normalizer, row)
     multiple = tl.load(a.c.prob + row)
     multiple *= tl.exp((tl.load(of.references + row) - peak) - log_sum)
     at_target = coefficient(a.c.target, row)

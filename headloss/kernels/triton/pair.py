@@ -20,13 +20,12 @@ from ..interface import Backward
 from ..pair import ROOT, Differences, Divergence, Outcomes, Pair, Side
 from .formulas import (
     act_two,
-    coefficient,
-    coefficients,
     expm1,
     log,
     log_softmax,
-    own_gradient,
+    normalizer_of,
     per_row,
+    token_of,
     transformed,
 )
 from .launch import Launcher
@@ -169,10 +168,8 @@ def divergence_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     x, y = raw.data + row * raw.stride, teacher_raw.data + row * teacher_raw.stride
-    p_peak = tl.load(student.normalizer.peak + row)
-    p_log_sum = tl.load(student.normalizer.log_sum + row)
-    q_peak = tl.load(teacher.normalizer.peak + row)
-    q_log_sum = tl.load(teacher.normalizer.log_sum + row)
+    p_peak, p_log_sum = normalizer_of(student.normalizer, row)
+    q_peak, q_log_sum = normalizer_of(teacher.normalizer, row)
     value = tl.full((), 0.0, tl.float32)
     pivot = tl.full((), 0.0, tl.float32)
     if ONTO:
@@ -245,8 +242,7 @@ def pair_gradient_kernel(
     x, out = tile.data + row * tile.stride, to.data + row * to.stride
     p_z = d.student.z
     p_outer, p_factor = per_row(p_z.outer, p_z, row), per_row(p_z.factor, p_z, row)
-    p_peak = tl.load(d.student.normalizer.peak + row)
-    p_log_sum = tl.load(d.student.normalizer.log_sum + row)
+    p_peak, p_log_sum = normalizer_of(d.student.normalizer, row)
     pivot = tl.load(d.pivot + row)
     if d.weight is not None:
         weight = tl.load(d.weight + row)
@@ -261,16 +257,10 @@ def pair_gradient_kernel(
             warmth = p_outer / per_row(d.own.z.outer, d.own.z, row)
     else:
         teacher = d.teacher_tile.data + row * d.teacher_tile.stride
-        q_peak = tl.load(d.teacher.normalizer.peak + row)
-        q_log_sum = tl.load(d.teacher.normalizer.log_sum + row)
+        q_peak, q_log_sum = normalizer_of(d.teacher.normalizer, row)
     if a.targets is not None:
-        outer, factor = per_row(a.z.outer, a.z, row), per_row(a.z.factor, a.z, row)
-        peak = tl.load(a.normalizer.peak + row)
-        log_sum = tl.load(a.normalizer.log_sum + row)
-        at = coefficients(a.c, row)
-        if a.logps is not None:
-            own_slope = coefficient(a.c.target, row)
-            own = own_gradient(tl.load(a.logps + row), own_slope, at, a.c)
+        outer, factor, normalizer, at, own = token_of(a, row)
+        peak, log_sum = normalizer
         target = tl.load(a.targets + row) - first
 
     for start in range(0, v, BLOCK):

@@ -17,16 +17,7 @@ from torch import Tensor
 
 from ...objective.statistics import Partials
 from ..interface import Backward, ByColumn, Forward, Support
-from .formulas import (
-    act_two,
-    coefficient,
-    coefficients,
-    log_softmax,
-    own_gradient,
-    per_row,
-    tanh,
-    transformed,
-)
+from .formulas import act_two, log_softmax, per_row, tanh, token_of, transformed
 from .launch import Launcher
 from .records import act, empty_partials, scaling
 from .statistics import begun, store_partials, with_block
@@ -150,12 +141,8 @@ def gradient_kernel(
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    outer, factor = per_row(a.z.outer, a.z, token), per_row(a.z.factor, a.z, token)
-    peak, log_sum = tl.load(a.normalizer.peak + token), tl.load(a.normalizer.log_sum + token)
-    of_token = coefficients(a.c, token)
-    if a.logps is not None:
-        own_slope = coefficient(a.c.target, token)
-        own = own_gradient(tl.load(a.logps + token), own_slope, of_token, a.c)
+    outer, factor, normalizer, of_token, own = token_of(a, token)
+    peak, log_sum = normalizer
     y = tl.load(a.targets + token) - support.first
     end = tl.load(support.offsets + token + 1)
     for start in range(tl.load(support.offsets + token), end, BLOCK):
