@@ -146,8 +146,8 @@ def acts(hidden: Tensor, weight: Tensor, ids: Tensor, repeats: int) -> dict[str,
     dx, dw = torch.empty_like(x), torch.empty_like(w)
     runs = {
         "logits": lambda: backend.support_logits(x, w, support),
-        "hidden gradient": lambda: backend.support_input_gradient(values, w, support, dx),
-        "weight gradient": lambda: backend.support_weight_gradient(values, x, by, dw),
+        "hidden gradient": lambda: backend.support_sums(values, w, support, dx),
+        "weight gradient": lambda: backend.support_sums(values[by[0]], x, by[1], dw, uneven=True),
         "sort": lambda: Packed(ids.reshape(-1), width=ids.shape[1]).by_column(slice(0, n), 0, v),
     }
     moved = int((ids >= 0).sum()) * x.shape[1] * x.element_size()

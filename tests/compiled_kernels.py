@@ -31,7 +31,6 @@ if __name__ == "__main__" and "hip:" in " ".join(sys.argv):  # kernels know it f
 from headloss.kernels import triton as acts
 from headloss.kernels.interface import (
     Backward,
-    ByColumn,
     Forward,
     Held,
     Order,
@@ -252,7 +251,7 @@ class Form:
     def support(self) -> Iterator[tuple[str, Call]]:
         count = N * K
         support = Support(whole(count), torch.arange(N + 1) * K, 0, V)
-        columns = ByColumn(whole(count), whole(count), whole(V + 1))
+        columns = Support(whole(count), whole(V + 1), 0, N)
         values, out, add = some(count), some(N, H, dtype=self.x.dtype), self.full
         onto = self.if_full(values)
         yield "support", lambda: acts.support_logits(self.x, self.w, support, onto)
@@ -260,11 +259,11 @@ class Form:
         yield "support, act two", lambda: acts.support_gradient(values, support, self.backward)
         yield (
             "support, into hidden",
-            lambda: acts.support_input_gradient(values, self.w, support, out, add),
+            lambda: acts.support_sums(values, self.w, support, out, add),
         )
         yield (
             "support, into weight",
-            lambda: acts.support_weight_gradient(values, self.x, columns, some(V, H), add),
+            lambda: acts.support_sums(values, self.x, columns, some(V, H), add, True),
         )
 
     def batch(self) -> Iterator[tuple[str, Call]]:

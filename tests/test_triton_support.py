@@ -88,13 +88,13 @@ def test_acts_against_dense_products(backend, n, most, h, ragged, transposed):
         values[::5] = 0
         scattered = torch.zeros_like(dense)
         scattered[tokens[there], support.ids[there] - first] = values[there].double()
-        by = pairs.by_column(slice(0, n), first, size)
+        order, by = pairs.by_column(slice(0, n), first, size)
         for add, out_dtype in ((False, dtype), (True, torch.float32)):
             out = torch.full((n, h), 0.25 if add else math.nan, dtype=out_dtype, device=DEVICE)
-            acts.support_input_gradient(values, w, support, out, add)
+            acts.support_sums(values, w, support, out, add)
             close(out, scattered @ w.double() + 0.25 * add, out_dtype)
             out = torch.full((size, h), 0.25 if add else math.nan, dtype=out_dtype, device=DEVICE)
-            acts.support_weight_gradient(values, x, by, out, add)
+            acts.support_sums(values[order], x, by, out, add, uneven=True)
             close(out, scattered.t() @ x.double() + 0.25 * add, out_dtype)
 
     for name, transform in transforms(n).items():
@@ -154,14 +154,14 @@ def test_a_column_of_many_tokens_is_summed_in_pieces(monkeypatch):
     pairs = Packed(ids.reshape(-1).to(DEVICE), width=3)
     x = torch.randn(n, h, device=DEVICE)
     values = torch.randn(3 * n, device=DEVICE)
-    by = pairs.by_column(slice(0, n), 0, v)
+    order, by = pairs.by_column(slice(0, n), 0, v)
     dense = torch.zeros(n, v, dtype=torch.float64, device=DEVICE)
     for slot, column in enumerate((4, 9, 11)):
         rows = slice(None, None, 7 if slot == 2 else 1)
         dense[rows, column] = values.view(n, 3)[rows, slot].double()
     for add, dtype in itertools.product((False, True), (torch.float32, torch.float16)):
         out = torch.full((v, h), 0.5 if add else math.nan, dtype=dtype, device=DEVICE)
-        triton_backend.support_weight_gradient(values, x, by, out, add)
+        triton_backend.support_sums(values[order], x, by, out, add, uneven=True)
         close(out, dense.t() @ x.double() + 0.5 * add, dtype)
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..arguments import IGNORE, check_dense, check_device, is_integers
-from ..kernels.interface import ByColumn
 from ..kernels.interface import Support as Window
 
 HIGH = 1 << 32
@@ -221,8 +220,8 @@ class Packed:
         index = self._free[key]
         return index if len(index) else None
 
-    def by_column(self, rows: slice, first: int, size: int) -> ByColumn:
-        """The pairs of some tokens by column; sorted when they are first asked for."""
+    def by_column(self, rows: slice, first: int, size: int) -> tuple[Tensor, Window]:
+        """[P] the pairs of some tokens by column, and each column's tokens; sorted on first use."""
         key = rows.start, rows.stop
         if key not in self._sorted:
             begin, end = self._span(*key)
@@ -231,7 +230,7 @@ class Packed:
             self._sorted[key] = order, self.tokens(order + begin) - rows.start, columns
         order, tokens, columns = self._sorted[key]
         bounds = torch.arange(first, first + size + 1, device=columns.device, dtype=columns.dtype)
-        return ByColumn(order, tokens, torch.searchsorted(columns, bounds))
+        return order, Window(tokens, torch.searchsorted(columns, bounds), 0, rows.stop - rows.start)
 
     def take(self, index: Tensor) -> Packed:
         """The pairs of some of the tokens."""

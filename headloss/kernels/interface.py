@@ -145,14 +145,6 @@ class Support(NamedTuple):
     size: int
 
 
-class ByColumn(NamedTuple):
-    """The pairs of a support by column, those of one column by token."""
-
-    order: Tensor  # [P] int64 pairs
-    tokens: Tensor  # [P] int64 their tokens
-    starts: Tensor  # [v + 1] int64: column j of the window has order[starts[j]:starts[j + 1]]
-
-
 class Order(NamedTuple):
     """The row that goes to each place. Places from `count` on hold arbitrary rows."""
 
@@ -342,18 +334,14 @@ class Kernels(Protocol):
     def support_gradient(self, raw: Tensor, support: Support, backward: Backward) -> Tensor:
         """Act two: dL/draw of each pair [P], 0 outside of the window."""
 
-    def support_input_gradient(
-        self, values: Tensor, w: Tensor, support: Support, out: Tensor, add: bool = False
-    ) -> None:
-        """out [n, H] = sum of values [P] * w[id - first] over each token's pairs in the window, in
-        float32 or wider and rounded once; with `add`, added to what is there."""
-
-    def support_weight_gradient(
-        self, values: Tensor, x: Tensor, pairs: ByColumn, out: Tensor, add: bool = False
-    ) -> None:
-        """out [v, H] = sum of values [P] * x[token] over each column's pairs, in their order, in
-        float32 or wider and rounded once; with `add`, added to what is there. Rows of x whose value
-        is 0 are not read."""
+    def support_sums(
+        self, values: Tensor, rows: Tensor, support: Support, out: Tensor, add: bool = False,
+        uneven: bool = False,
+    ) -> None:  # fmt: skip
+        """out [n, H] = sum of values [P] * rows[id - first] over each token's pairs in the window,
+        in their order, in float32 or wider and rounded once; with `add`, added to what is there.
+        Rows whose value is 0 are not read. So are gradients of hidden states, and with tokens and
+        columns in exchange, of a weight: of `uneven` pairs one may have far more than another."""
 
     # ------------------------------------------------------------------ a batch
 

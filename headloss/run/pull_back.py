@@ -59,7 +59,7 @@ def _scale(work: Work, swept: Swept, gradient: Gradient, factor: Tensor | None) 
             if factor is not None:
                 values = values * factor.to(values.dtype)
             weight = source.weights[i]
-            source.acts.support_input_gradient(values, weight, pairs, total, add=True)
+            source.acts.support_sums(values, weight, pairs, total, add=True)
     return sums.finish(None)
 
 

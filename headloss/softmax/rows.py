@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..kernels.interface import ByColumn, Kernels, Measured, Support
+from ..kernels.interface import Kernels, Measured, Support
 from ..objective.bound import Gradient
 from ..objective.statistics import Normalizer, Statistics
 from ..reading import Reading
@@ -37,7 +37,7 @@ class PairGradient(NamedTuple):
 
     values: Tensor  # [P]
     support: Support
-    by_column: ByColumn
+    by_column: tuple[Tensor, Support]  # [P] their order, and the tokens of each column
     rows: Rows  # the tokens
     acts: Kernels
 
@@ -52,18 +52,19 @@ class PairGradient(NamedTuple):
 
     def into_hidden(self, total: Tensor, weight: Tensor, add: bool = False) -> None:
         """total [n, H] = values @ weight, or added to it."""
-        self.acts.support_input_gradient(self.values, weight, self.support, total, add)
+        self.acts.support_sums(self.values, weight, self.support, total, add)
 
     def into_weight(self, total: Tensor, features: Tensor, add: bool) -> None:
         """total [v, k] = values.T @ features of all tokens, or added to it."""
-        x = features[self.rows]
-        self.acts.support_weight_gradient(self.values, x, self.by_column, total, add)
+        order, columns = self.by_column
+        x, values = features[self.rows], self.values[order]
+        self.acts.support_sums(values, x, columns, total, add, uneven=True)
 
     def add_to_bias(self, total: Tensor) -> None:
         """total [v] += the sum of values."""
-        one = self.values.new_ones(len(self.support.offsets) - 1, 1)
-        column = total.unsqueeze(1)
-        self.acts.support_weight_gradient(self.values, one, self.by_column, column, add=True)
+        (order, columns), column = self.by_column, total.unsqueeze(1)
+        one, values = self.values.new_ones(columns.size, 1), self.values[order]
+        self.acts.support_sums(values, one, columns, column, add=True, uneven=True)
 
 
 class RowGradient(NamedTuple):

@@ -32,9 +32,8 @@ from .rows import (
 )
 from .support import (
     support_gradient,
-    support_input_gradient,
     support_logits,
     support_partials,
-    support_weight_gradient,
+    support_sums,
 )
 from .tile import logit_gradient_, partials

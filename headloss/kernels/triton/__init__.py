@@ -19,8 +19,7 @@ from .slab import product_gradient
 from .statistics import partials
 from .support import (
     support_gradient,
-    support_input_gradient,
     support_logits,
     support_partials,
-    support_weight_gradient,
+    support_sums,
 )

@@ -1,9 +1,9 @@
 """A support in Triton: K dot products for each token, both acts on them, and their two products.
 
-n tokens, P pairs of a token and a column, v columns of the window, H hidden width. One program per
-token, or per column where the weight gradient is summed. Rows of the weight are gathered twice and
-those of the hidden states once, 2PH bytes each time in 16 bits: the loads of a program are so many
-at once that memory or L2 sets the pace, and products need no tensor cores.
+n tokens, P pairs of a token and a column, H hidden width. One program per token; tokens and columns
+change places where the weight gradient is summed. Rows of the weight are gathered twice and those
+of the hidden states once, 2PH bytes each time in 16 bits: the loads of a program are so many at
+once that memory or L2 sets the pace, and products need no tensor cores.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ...objective.statistics import Partials
-from ..interface import Backward, ByColumn, Forward, Support
+from ..interface import Backward, Forward, Support
 from .formulas import act_two, log_softmax, per_row, tanh, token_of, transformed
-from .launch import Launcher
-from .records import act, empty_partials, scaling
+from .launch import Launcher, cdiv
+from .records import act, block_width, empty_partials, scaling
 from .statistics import begun, store_partials, with_block
 
 PAIRS = 128  # whose logits a program works on at once
 ROWS, DEPTH = 16, 256  # of the weight that a program has at once, where it makes logits
 SUMMED, WIDTH = 8, 1024  # rows that a program sums at once, and columns: a thread has all rows
-PIECE = 512  # pairs of a column that a program sums; of more, the sums are summed in turn
+PIECE = 512  # pairs that a program sums, where some have many; the sums are summed in turn
 
 
 class Strided(NamedTuple):
@@ -38,10 +38,6 @@ class Strided(NamedTuple):
 
 def strided(matrix: Tensor) -> Strided:
     return Strided(matrix, matrix.stride(0), matrix.stride(1))
-
-
-def _width(h: int, most: int) -> int:
-    return min(most, triton.next_power_of_2(max(h, 16)))
 
 
 # ---------------------------------------------------------------------- both acts
@@ -92,7 +88,7 @@ def support_logits(x: Tensor, w: Tensor, support: Support, onto: Tensor | None =
     out = torch.zeros(len(ids), dtype=torch.float32, device=x.device) if onto is None else onto
     if n and len(ids):
         given = (strided(x), strided(w), support, out, h)
-        launch_logits(n, *given, ADD=onto is not None, ROWS=ROWS, DEPTH=_width(h, DEPTH))
+        launch_logits(n, *given, ADD=onto is not None, ROWS=ROWS, DEPTH=block_width(h, DEPTH))
     return out
 
 
@@ -170,7 +166,32 @@ def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tenso
     return out
 
 
-# ---------------------------------------------------------------------- the hidden gradient
+# ---------------------------------------------------------------------- their products
+
+
+class Pieces(NamedTuple):
+    """How the pairs of tokens are cut: token t has pieces ends[t - 1] to ends[t]."""
+
+    tokens: Tensor  # [M] of each piece; n where there is none
+    ends: Tensor  # [n]
+    cut_ends: Tensor  # [n] the same, of the tokens that have several
+    cut: Tensor  # [R] these tokens; n where there is none
+
+
+def pieces_of(starts: Tensor, count: int, every: bool) -> Pieces:
+    """Of `count` pairs; with `every`, a token without pairs has a piece too."""
+    n, device = len(starts) - 1, starts.device
+    pieces = (starts.diff() + (PIECE - 1)).div(PIECE, rounding_mode="floor")
+    pieces = pieces.clamp_min(1) if every else pieces
+    several = pieces > 1
+    most = count // PIECE
+    ends, cut_ends = pieces.cumsum(0), torch.where(several, pieces, 0).cumsum(0)
+    at = torch.arange((n if every else min(n, count)) + most, device=device)
+    cut = torch.arange(1, most + 1, device=device)
+    return Pieces(
+        torch.searchsorted(ends, at, right=True), ends, cut_ends,
+        torch.searchsorted(several.cumsum(0), cut)
+    )
 
 
 @triton.jit
@@ -183,118 +204,68 @@ def store_row(out, row, depth, h, value, ADD: tl.constexpr):
 
 
 @triton.jit
-def input_kernel(
+def count_of(ends, token):
+    """The end of a token's pieces, and how many they are."""
+    end = tl.load(ends + token)
+    return end, end - tl.load(ends + token - 1, mask=token > 0, other=0)
+
+
+@triton.jit
+def gathered(
+    values, support, rows, begin, end, depth, h,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The sum of some pairs, over a part of a row; without WINDOW all have a row."""
+    total = tl.zeros((WIDTH,), tl.float32)
+    for start in range(begin, end, ROWS):
+        at = start + tl.arange(0, ROWS)
+        g = tl.load(values + at, mask=at < end, other=0.0)
+        column = tl.load(support.ids + at, mask=at < end, other=0)
+        if WINDOW:
+            column -= support.first
+            g = tl.where((column >= 0) & (column < support.size), g, 0.0)
+        inside = (g != 0)[:, None] & (depth < h)[None, :]
+        place = column[:, None] * rows.stride + (depth * rows.step)[None, :]
+        x = tl.load(rows.data + place, mask=inside, other=0.0).to(tl.float32)
+        total += tl.sum(g[:, None] * x, 0)
+    return total
+
+
+@triton.jit
+def sums_kernel(
     values,  # [P]
-    w,  # Strided
     support,
+    rows,  # Strided
     out,  # Strided
-    h,
-    blocks,  # of columns
-    ADD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    pieces,  # Pieces, or None
+    sums,  # [.., h] of pieces of tokens that have several
+    h, n,
+    blocks,  # of a row, each a program where there are no pieces
+    ADD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
-    token = program // blocks  # programs side by side read the same rows
-    depth = program % blocks * WIDTH + tl.arange(0, WIDTH)
-    end = tl.load(support.offsets + token + 1)
-    value = tl.zeros((WIDTH,), tl.float32)
-    for start in range(tl.load(support.offsets + token), end, ROWS):
-        at = start + tl.arange(0, ROWS)
-        column, there = columns_at(support, at, end)
-        g = tl.load(values + at, mask=there, other=0.0)
-        inside = (there & (g != 0))[:, None] & (depth < h)[None, :]
-        place = column[:, None] * w.stride + (depth * w.step)[None, :]
-        rows = tl.load(w.data + place, mask=inside, other=0.0).to(tl.float32)
-        value += tl.sum(g[:, None] * rows, 0)
-    store_row(out, token, depth, h, value, ADD)
-
-
-launch_input = Launcher(input_kernel, num_warps=4)
-
-
-def support_input_gradient(
-    values: Tensor, w: Tensor, support: Support, out: Tensor, add: bool = False
-) -> None:
-    n, h = out.shape
-    width = _width(h, WIDTH)
-    blocks = triton.cdiv(h, width)
-    if n:
-        given = (values, strided(w), support, strided(out), h, blocks)
-        launch_input(n * blocks, *given, ADD=add, ROWS=SUMMED, WIDTH=width)
-
-
-# ---------------------------------------------------------------------- the weight gradient
-
-
-class Pieces(NamedTuple):
-    """How the pairs of columns are cut: column j has pieces ends[j - 1] to ends[j]."""
-
-    columns: Tensor  # [M] of each piece; v where there is none
-    ends: Tensor  # [v]
-    cut_ends: Tensor  # [v] the same, of the columns that have several
-    cut: Tensor  # [R] these columns; v where there is none
-
-
-def pieces_of(pairs: ByColumn, count: int, every: bool) -> Pieces:
-    """Of `count` pairs; with `every`, a column without pairs has a piece too."""
-    starts, device = pairs.starts, pairs.starts.device
-    v = len(starts) - 1
-    pieces = (starts.diff() + (PIECE - 1)).div(PIECE, rounding_mode="floor")
-    pieces = pieces.clamp_min(1) if every else pieces
-    several = pieces > 1
-    most = count // PIECE
-    ends, cut_ends = pieces.cumsum(0), torch.where(several, pieces, 0).cumsum(0)
-    at = torch.arange((v if every else min(v, count)) + most, device=device)
-    cut = torch.arange(1, most + 1, device=device)
-    return Pieces(
-        torch.searchsorted(ends, at, right=True), ends, cut_ends,
-        torch.searchsorted(several.cumsum(0), cut)
-    )
-
-
-@triton.jit
-def count_of(ends, column):
-    """The end of a column's pieces, and how many they are."""
-    end = tl.load(ends + column)
-    return end, end - tl.load(ends + column - 1, mask=column > 0, other=0)
-
-
-@triton.jit
-def weight_kernel(
-    values,  # [P] by column
-    pairs,  # ByColumn
-    pieces,  # Pieces
-    x,  # Strided
-    out,  # Strided
-    sums,  # [.., h] of pieces of columns that have several
-    h, v, ADD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr,
-):
-    # One program has all of a row: what it loads first to find its pairs would take longer than a
-    # part of the row does.
-    piece = tl.program_id(0).to(tl.int64)
-    column = tl.load(pieces.columns + piece)
-    if column < v:
-        last, several = count_of(pieces.ends, column)
-        begin = tl.load(pairs.starts + column) + (piece - (last - several)) * PIECE
-        end = tl.minimum(begin + PIECE, tl.load(pairs.starts + column + 1))
-        slot = tl.load(pieces.cut_ends + column) - (last - piece)
-        for k in range(0, h, WIDTH):
-            depth = k + tl.arange(0, WIDTH)
-            value = tl.zeros((WIDTH,), tl.float32)
-            for start in range(begin, end, ROWS):
-                at = start + tl.arange(0, ROWS)
-                g = tl.load(values + at, mask=at < end, other=0.0)
-                token = tl.load(pairs.tokens + at, mask=at < end, other=0)
-                inside = (g != 0)[:, None] & (depth < h)[None, :]
-                place = token[:, None] * x.stride + (depth * x.step)[None, :]
-                rows = tl.load(x.data + place, mask=inside, other=0.0).to(tl.float32)
-                value += tl.sum(g[:, None] * rows, 0)
-            if several == 1:
-                store_row(out, column, depth, h, value, ADD)
-            else:
-                tl.store(sums + slot * h + depth, value, mask=depth < h)
-
-
-launch_weight = Launcher(weight_kernel, num_warps=4)
+    if pieces is None:
+        token = program // blocks  # programs side by side read the same rows
+        depth = program % blocks * WIDTH + tl.arange(0, WIDTH)
+        begin, end = tl.load(support.offsets + token), tl.load(support.offsets + token + 1)
+        value = gathered(values, support, rows, begin, end, depth, h, ROWS, WIDTH, True)
+        store_row(out, token, depth, h, value, ADD)
+    else:
+        # One program has all of a row: what it loads first to find its pairs would take longer
+        # than a part of the row does.
+        token = tl.load(pieces.tokens + program)
+        if token < n:
+            last, several = count_of(pieces.ends, token)
+            begin = tl.load(support.offsets + token) + (program - (last - several)) * PIECE
+            end = tl.minimum(begin + PIECE, tl.load(support.offsets + token + 1))
+            slot = tl.load(pieces.cut_ends + token) - (last - program)
+            for k in range(0, h, WIDTH):
+                depth = k + tl.arange(0, WIDTH)
+                value = gathered(values, support, rows, begin, end, depth, h, ROWS, WIDTH, False)
+                if several == 1:
+                    store_row(out, token, depth, h, value, ADD)
+                else:
+                    tl.store(sums + slot * h + depth, value, mask=depth < h)
 
 
 @triton.jit
@@ -302,38 +273,44 @@ def pieces_kernel(
     sums,  # [.., h]
     pieces,  # Pieces
     out,  # Strided
-    h, v,
+    h, n,
     count,  # R
     ADD: tl.constexpr, WIDTH: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     depth = program // count * WIDTH + tl.arange(0, WIDTH)
-    column = tl.load(pieces.cut + program % count)
-    if column < v:
-        end, several = count_of(pieces.cut_ends, column)
+    token = tl.load(pieces.cut + program % count)
+    if token < n:
+        end, several = count_of(pieces.cut_ends, token)
         total = tl.zeros((WIDTH,), tl.float32)
         for piece in range(end - several, end):
             total += tl.load(sums + piece * h + depth, mask=depth < h, other=0.0)
-        store_row(out, column, depth, h, total, ADD)
+        store_row(out, token, depth, h, total, ADD)
 
 
+launch_sums = Launcher(sums_kernel, num_warps=4)
+launch_sums_of_pieces = Launcher(sums_kernel, num_warps=4)
 launch_pieces = Launcher(pieces_kernel, num_warps=4)
 
 
-def support_weight_gradient(
-    values: Tensor, x: Tensor, pairs: ByColumn, out: Tensor, add: bool = False
+def support_sums(
+    values: Tensor, rows: Tensor, support: Support, out: Tensor, add: bool = False,
+    uneven: bool = False
 ) -> None:
-    v, h = out.shape
-    count = len(pairs.order)
-    pieces = pieces_of(pairs, count, every=not add)
-    width = _width(h, WIDTH)
-    blocks, programs = triton.cdiv(h, width), len(pieces.columns)
-    if not programs:
+    (n, h), count = out.shape, len(values)
+    width = block_width(h, WIDTH)
+    blocks, options = cdiv(h, width), {"ADD": add, "ROWS": SUMMED, "WIDTH": width, "PIECE": PIECE}
+    given = values, support, strided(rows), strided(out)
+    if not uneven:
+        if n:
+            launch_sums(n * blocks, *given, None, None, h, n, blocks, **options)
         return
-    # A column that is cut has more than PIECE pairs, so at most twice as many pieces as it fills.
+    pieces = pieces_of(support.offsets, count, every=not add)
+    if not len(pieces.tokens):
+        return
+    # A token that is cut has more than PIECE pairs, so at most twice as many pieces as it fills.
     sums = torch.empty(2 * (count // PIECE) + 1, h, dtype=torch.float32, device=out.device)
-    given = (values[pairs.order], pairs, pieces, strided(x), strided(out), sums, h, v)
-    launch_weight(programs, *given, ADD=add, ROWS=SUMMED, WIDTH=width, PIECE=PIECE)
-    if len(pieces.cut) and len(x) > PIECE:  # ids of a token are distinct
-        arguments = (sums, pieces, strided(out), h, v, len(pieces.cut))
+    launch_sums_of_pieces(len(pieces.tokens), *given, pieces, sums, h, n, blocks, **options)
+    if len(pieces.cut) and len(rows) > PIECE:  # ids of a token are distinct
+        arguments = (sums, pieces, strided(out), h, n, len(pieces.cut))
         launch_pieces(len(pieces.cut) * blocks, *arguments, ADD=add, WIDTH=width)
