@@ -11,9 +11,8 @@ from triton_cases import DEVICE, NEEDS, transforms
 
 from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
-from headloss.kernels.interface import Forward
+from headloss.kernels.interface import Forward, partials_of
 from headloss.kernels.transform import Transform
-from headloss.kernels.triton import merge as triton_merge
 from headloss.objective.statistics import STATISTICS, Partials, finish, merge
 
 SOME = [NEEDS, frozenset({"logp", "entropy"}), frozenset({"lse"}), frozenset({"top1", "logp"})]
@@ -116,7 +115,7 @@ def test_statistics_of_slices(needs, ranks, n):
         rtol=2e-6,
         atol=4e-6,
     )
-    parts = [triton_merge.unpacked(part, needs) for part in wide]
+    parts = [partials_of(part, needs) for part in wide]
     joined: Partials = parts[0]
     for part in parts[1:]:
         joined = merge(joined, part)

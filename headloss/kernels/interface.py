@@ -100,6 +100,14 @@ class Held:
         return cls(terms[:, :v] if v % 8 else terms, torch.empty(n, dtype=wide, device=device))
 
 
+def partials_of(fields: Tensor, needs: frozenset[str]) -> Partials:
+    """By name: peak, rest, target, then spread where the entropy is needed and total where the
+    mean logit is."""
+    peak, rest, target, *more = fields.unbind()
+    spread = more[0] if "entropy" in needs else None
+    return Partials(peak, rest, target, spread, more[-1] if "mean_logit" in needs else None)
+
+
 class Measured(NamedTuple):
     """The statistics of some tokens over the whole vocabulary."""
 

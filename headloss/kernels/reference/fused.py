@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...objective import statistics as stats
 from ...objective.statistics import FLOOR, Partials, merge_all
-from ..interface import Backward, Forward, Held, Measured, Order
+from ..interface import Backward, Forward, Held, Measured, Order, partials_of
 from .rows import scaled_rows
 from .tile import (
     blocks,
@@ -64,13 +64,7 @@ def product_statistics(
 
 
 def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
-    names = ["peak", "rest", "target"]
-    names += [
-        name
-        for name, need in (("spread", "entropy"), ("total", "mean_logit"))
-        if need in needs
-    ]
-    found = merge_all(Partials(**dict(zip(names, slices.unbind(1), strict=True))))
+    found = merge_all(partials_of(slices.transpose(0, 1), needs))
     return Measured(*stats.finish(found, vocabulary, needs))
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...objective.statistics import STATISTICS, Normalizer, Partials, Statistics
+from ...objective.statistics import STATISTICS, Normalizer, Statistics
 from ..interface import Measured
 from .chosen import Reference
 from .formulas import FLOOR, LN2, LOG2E, block_partials, folded, log1p, merged, per_row, transformed
@@ -303,15 +303,6 @@ def measured(out: Tensor, needs: frozenset[str]) -> Measured:
     stats = object.__new__(Statistics)  # a frozen dataclass takes its time
     stats.__dict__.update(zip(names(needs), found, strict=True), divergences={})
     return Measured(stats, Normalizer(peak, log_sum))
-
-
-def unpacked(fields: Tensor, needs: frozenset[str]) -> Partials:
-    """[fields, n] by name: peak, rest, target, then spread and total where they are needed."""
-    peak, rest, target, *others = fields.unbind(0)
-    return Partials(
-        peak=peak, rest=rest, target=target, spread=others[0] if "entropy" in needs else None,
-        total=others[-1] if "mean_logit" in needs else None
-    )
 
 
 def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:

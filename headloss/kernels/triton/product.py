@@ -19,12 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...objective.statistics import Partials
-from ..interface import Forward, Held, Measured
+from ..interface import Forward, Held, Measured, partials_of
 from ..rounding import lost
 from .chosen import TOKENS, Reference, launch_reference
 from .formulas import LN2, LOG2E, transformed
 from .launch import Launcher
-from .merge import SIZES, Epilogue, Finish, Sums, asked, launch_sums, measured, names, unpacked
+from .merge import SIZES, Epilogue, Finish, Sums, asked, launch_sums, measured, names
 from .records import Matrix, programs_on, restored, scaling
 from .tiles import (
     BM,
@@ -136,7 +136,7 @@ def check_operands(x: Tensor, w: Tensor) -> None:
 
 
 def product_partials(x: Tensor, w: Tensor, forward: Forward, held: Held | None = None) -> Partials:
-    return unpacked(_product_act(x, w, forward, None, held), forward.needs)
+    return partials_of(_product_act(x, w, forward, None, held), forward.needs)
 
 
 def product_statistics(
@@ -150,7 +150,7 @@ def _product_act(
     x: Tensor, w: Tensor, forward: Forward, vocabulary: int | None, held: Held | None,
     raw: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The rows of `measured`; those of `unpacked` without the size of the vocabulary."""
+    """The rows of `measured`; those of `partials_of` without the size of the vocabulary."""
     check_operands(x, w)
     targets, first, transform, needs = forward
     (n, h), v, flags = x.shape, w.shape[0], asked(needs)
