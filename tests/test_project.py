@@ -232,7 +232,7 @@ LINES_PER_FILE = 400
 CORE_LINES = 12_266
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-KERNEL_LINES = 6_670
+KERNEL_LINES = 6_668
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
