@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 
 GIVE_WAY = 20_000  # clocks, about 11 microseconds, in which a collective gets its multiprocessors
-PART = 1 << 25  # elements of a gradient whose sum begins while the next ones are multiplied
 
 
 class Whole:
@@ -239,9 +238,8 @@ class GatherTokens(torch.autograd.Function):
 class SharedHidden(Hidden):
     """Gradients of features that are summed over the group, in float32.
 
-    The sum of a block's part is under way while the next part and the weight gradient are computed,
-    and ends before the next block begins. Rows are sent whether or not they carry a gradient:
-    skipping is local.
+    A block's sum is under way while its weight gradient is computed, and ends before the next one
+    begins. Rows are sent whether or not they carry a gradient: skipping is local.
     """
 
     takes_products = False
@@ -250,28 +248,14 @@ class SharedHidden(Hidden):
         self, slices: Shard, source: LinearSoftmax, wants: Wants, blocks: Sequence[slice] | None
     ) -> None:
         self.slices = slices
-        self.pending: list[tuple[int, list[Pending], Tensor | None]] = []
+        self.pending: list[tuple[int, Pending]] = []
         super().__init__(source, wants, blocks)
-        most = max((b.stop - b.start for b in blocks or ()), default=0)
-        # Of parts, here, since the host reads how many rows carry a gradient before their product.
-        self.rooms = [
-            w.new_empty(most, w.shape[1], dtype=source.dtype)
-            if t is not None and len(self._parts(most, w)) > 1
-            else None
-            for t, w in zip(self.totals, source.weights, strict=True)
-        ]
 
     def room(self, features: Any, dtype: torch.dtype) -> Tensor:
         own = _own(features)
         if self.blocks is None:
             return super().room(own, dtype)
         return own.new_empty(0, own.shape[1], dtype=dtype)  # until a sum of some rows arrives
-
-    def _parts(self, count: int, weight: Tensor) -> list[slice]:
-        """Of a block's rows: the same on all ranks, whatever carries a gradient (law 7)."""
-        number = 1 if self.slices.is_spread else max(1, count * weight.shape[1] // PART)
-        step = max(1, -(-count // number))
-        return [slice(at, min(at + step, count)) for at in range(0, max(1, count), step)]
 
     def add(
         self, gradient: RowGradient, columns: slice, last: bool, weights: Callable[[], bool]
@@ -281,49 +265,29 @@ class SharedHidden(Hidden):
         self.settle()
         block = next(self.blocks)
         for i, total in enumerate(self.totals):
-            if total is not None:
-                self._send(i, gradient, block)
+            if total is None:
+                continue
+            weight = self.source.weights[i]
+            part = input_gradient(gradient.values, weight, self.source.dtype, self.source.fixed)
+            whole = gradient.whole(part, block, weight)
+            self.pending.append((i, self.slices.start_sum(whole, block)))
         return weights()
-
-    def _send(self, i: int, gradient: RowGradient, block: slice) -> None:
-        """Begin the sums of a block's parts, each as soon as it is there. Where rows are left out,
-        the device alone knows in which parts: then all come first."""
-        source, weight, start = self.source, self.source.weights[i], self.slices.start_sum
-        count = block.stop - block.start
-        parts = self._parts(count, weight)
-        whole = None if len(parts) == 1 else self.rooms[i][:count]  # type: ignore[index]
-        together = whole is None or not gradient.is_dense
-        if together:
-            made = input_gradient(gradient.values, weight, source.dtype, source.fixed)
-            whole = gradient.whole(made, block, weight, whole)
-        sums = []
-        for rows in parts:
-            part = whole[rows]  # type: ignore[index]
-            if not together:
-                some = gradient.part(rows)
-                made = input_gradient(some.values, weight, source.dtype, source.fixed, part)
-                made = some.whole(made, rows, weight)
-                part = made if made.data_ptr() == part.data_ptr() else part.copy_(made)
-            sums.append(start(part, slice(block.start + rows.start, block.start + rows.stop)))
-        self.pending.append((i, sums, whole if len(parts) > 1 else None))
 
     def end(self) -> None:
         for i, total in enumerate(self.totals):
             if total is not None:
-                sums = [self.slices.start_sum(total, slice(0, len(total)))]
-                self.pending.append((i, sums, None))
+                self.pending.append((i, self.slices.start_sum(total, slice(0, len(total)))))
 
     def settle(self) -> None:
-        for i, sums, whole in self.pending:
-            values, own = [sum_.wait() for sum_ in sums], _own(self.source.features[i])
-            value, total = values[0] if whole is None else whole, self.totals[i]
+        for i, sum_ in self.pending:
+            value, total, own = sum_.wait(), self.totals[i], _own(self.source.features[i])
             assert total is not None
             if len(value) == len(own):  # all of them: not rounded before they are scaled
                 self.totals[i] = value
                 continue
             if len(total) < len(own):
                 total = self.totals[i] = own.new_empty(own.shape, dtype=total.dtype)
-            total[sums[0].rows.start : sums[-1].rows.stop].copy_(value)
+            total[sum_.rows].copy_(value)
         self.pending = []
 
 

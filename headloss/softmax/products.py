@@ -90,8 +90,6 @@ def input_gradient(
             for part, values in zip(out.split(rows), gradient.split(rows), strict=True):
                 torch.mm(values, weight, out=part)
             return out
-        if room is not None and dtype == torch.float32:
-            return aten.mm.dtype_out(gradient, weight, torch.float32, out=room)
         return torch.mm(gradient, weight, out_dtype=torch.float32).to(dtype)
     total = gradient.new_zeros(gradient.shape[0], weight.shape[1], dtype=torch.float32)
     for block in _blocks(weight):

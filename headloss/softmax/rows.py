@@ -102,30 +102,15 @@ class RowGradient(NamedTuple):
         )
         return RowGradient(self.values[:count], rows[:count], multiple, features, self.scaled_rows)
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether all rows of a block are here, in order, and nothing else is."""
-        return isinstance(self.rows, slice) and self.pairs is None
-
-    def part(self, rows: slice) -> RowGradient:
-        """Some rows of a dense one, for the hidden gradient."""
-        multiple = None if self.multiple is None else self.multiple[rows]
-        return RowGradient(self.values[rows], rows, multiple, scaled_rows=self.scaled_rows)
-
-    def whole(
-        self, part: Tensor, block: slice, weight: Tensor, room: Tensor | None = None
-    ) -> Tensor:
+    def whole(self, part: Tensor, block: slice, weight: Tensor | None = None) -> Tensor:
         """[n, H] of all rows of a block from [K, H] `part`, times `multiple`, and from pairs, of
-        `weight`; 0 where there is no gradient. `part` may be overwritten, and `room` is [n, H]
-        whose memory may be taken."""
-        if self.is_dense:
+        `weight`; 0 where there is no gradient. `part` may be overwritten."""
+        if isinstance(self.rows, slice) and self.pairs is None:
             if self.multiple is not None:
                 self._replace(rows=ALL).put_(part, part)
             return part
-        if room is None:
-            room = part.new_empty(block.stop - block.start, part.shape[1])
-        total = room.zero_()
-        if self.pairs is not None:
+        total = part.new_zeros(block.stop - block.start, part.shape[1])
+        if self.pairs is not None and weight is not None:
             self.pairs.into_hidden(total, weight)
         if isinstance(self.rows, Tensor):
             self._replace(rows=self.rows - block.start).put_(total, part)
