@@ -1,11 +1,11 @@
-"""The product of product.py for Hopper, in Gluon, with an epilogue that overlaps.
+"""The products of product.py and slab.py for Hopper, in Gluon, with epilogues that overlap.
 
 One warp brings slices of x and w into a ring in shared memory. Two groups of four warps read the
 same slices of w, and each multiplies half of the rows. Only the ring ties them together: while one
 group is in its epilogue the other multiplies what the ring still holds, so that the tensor cores do
 not wait.
 
-Triton's own kernel, whose warps do all steps together, runs everywhere and has the soft cap.
+Triton's own kernel, whose warps do all steps together, runs everywhere.
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ HALF = gl.constexpr(tiles.ROWS // 2)  # rows of one group
 PART = gl.constexpr(tiles.WIDTH // 4)  # columns whose terms leave together
 BUFFERS = gl.constexpr(2)  # of each group, for parts on their way out
 LINE = gl.constexpr(32)  # float32 numbers of 128 bytes
-# Of what is left out, before it is scaled: far below every logit, and finite under any scale.
-LOWEST = gl.constexpr(-1e20)
-# Registers of a thread: 3 x 128 threads start with all that there are, 128 hold z of a group.
-AT_START, MULTIPLYING, LOADING = 168, gl.constexpr(240), gl.constexpr(24)
+LOWEST = gl.constexpr(-1e20)  # for what is left out: below all logits, finite under any scale
+AT_START = gl.constexpr(168)  # registers of a thread: 3 x 128 threads start with all there are
 
 place_of, act_two = gluon.jit(tiles.place_of.fn), gluon.jit(formulas.act_two.fn)
 bring, send = copies()
@@ -152,6 +150,66 @@ def new_buffers(to):
 
 
 @gluon.jit
+def write(part, to, out, first, block, WHO: gl.constexpr, PLACE: gl.constexpr):
+    """A share of the columns, by way of the next of this group's buffers."""
+    buffer = out.index(WHO * BUFFERS + PLACE % BUFFERS)
+    tma.store_wait(BUFFERS - 1)
+    buffer.store(part.to(to.dtype))
+    fence_async_shared()
+    send(to, [first, block * WIDTH + PLACE * part.shape[1]], buffer)
+
+
+@gluon.jit
+def each_half(
+    ring,
+    out,  # buffers of parts on their way to `to`
+    to, of,  # of the acts
+    n, v, h, WHO: gl.constexpr, PROGRAMS: gl.constexpr, ASK: gl.constexpr, END: gl.constexpr,
+):
+    """Four warps: the upper or lower half of the program's tiles. What `ASK` loads before a tile's
+    product is there when `END` takes the product."""
+    tiles_m, blocks = gl.cdiv(n, ROWS), gl.cdiv(v, WIDTH)
+    stage, phase = 0, 0
+    for tile in range(gl.program_id(0), tiles_m * blocks, PROGRAMS):
+        m, block = place_of(tile, tiles_m, blocks)
+        first = m * ROWS + WHO * HALF
+        asked = ASK(of, first, block, n, v)
+        z, stage, phase = multiplied(ring, stage, phase, h, WHO)
+        END(z, asked, out, to, of, first, block, n, v, WHO)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def each_tile(
+    x, w, to, of, n, v, h, PROGRAMS: gl.constexpr, ASK: gl.constexpr, END: gl.constexpr,
+    LOADING: gl.constexpr = 24, beside=None, SKIP: gl.constexpr = 0,
+):  # fmt: skip
+    """All warps of a program. `to` is a descriptor of what END writes in parts, or None; LOADING
+    are the registers of a thread that loads, see `load` for what follows."""
+    MULTIPLYING: gl.constexpr = (3 * AT_START - LOADING) // 2  # 128 of them hold z
+    ring = new_ring(x, w)
+    out = ring[0]
+    if to is not None:
+        out = new_buffers(to)
+    gl.warp_specialize(
+        [
+            (each_half, (ring, out, to, of, n, v, h, 0, PROGRAMS, ASK, END)),
+            (each_half, (ring, out, to, of, n, v, h, 1, PROGRAMS, ASK, END)),
+            (load, (x, w, ring, n, v, h, PROGRAMS, beside, SKIP)),
+        ],
+        [4, 1],
+        [MULTIPLYING, LOADING],
+    )
+
+
+@gluon.jit
+def rows_of(first, n, PART: gl.constexpr):
+    """Of half a tile, and which of them there are."""
+    rows = first + gl.arange(0, HALF, gl.SliceLayout(1, accumulator_layout(PART)))
+    return rows, rows < n
+
+
+@gluon.jit
 def biased(z, of, block, v):
     """As in tiles.py."""
     if of.restore is not None:
@@ -176,83 +234,65 @@ def bent(raw, inner):
 
 
 @gluon.jit
-def write(part, to, out, first, block, WHO: gl.constexpr, PLACE: gl.constexpr):
-    """A share of the columns, by way of the next of this group's buffers."""
-    buffer = out.index(WHO * BUFFERS + PLACE % BUFFERS)
-    tma.store_wait(BUFFERS - 1)
-    buffer.store(part.to(to.dtype))
-    fence_async_shared()
-    send(to, [first, block * WIDTH + PLACE * part.shape[1]], buffer)
+def ask_of_tokens(given, first, block, n, v):
+    """Each row's factor, and its reference and its column in the block."""
+    of, _ = given
+    rows, inside = rows_of(first, n, PART)
+    factor = gl.zeros_like(rows, dtype=gl.float32) + of.z.outer
+    if of.z.temperature is not None:
+        factor = factor / gl.load(of.z.temperature + rows, mask=inside, other=1.0)
+    reference = gl.load(of.reference.logit + rows, mask=inside, other=0.0)
+    column = gl.load(of.reference.own + rows, mask=inside, other=-1).to(gl.int32)
+    return factor, reference, column - block * WIDTH
 
 
 @gluon.jit
-def multiply(
-    ring,
-    out,  # buffers of terms or raw logits on their way out
-    held, of,
-    sums,  # [blocks, pitch] each: rests, and spreads and totals or None
-    n, v, h, WHO: gl.constexpr, PROGRAMS: gl.constexpr,
-):
-    """Four warps: the upper or lower half of the program's tiles, and their epilogues."""
-    to = of.to
+def sum_tile(z, asked, out, held, given, first, block, n, v, WHO: gl.constexpr):
+    """Act one: sums of a tile's terms, and the terms or raw logits."""
+    of, sums = given
     rests, spreads, totals = sums
+    factor, reference, column = asked
+    to = of.to
     layout: gl.constexpr = accumulator_layout(WIDTH)
-    narrow: gl.constexpr = gl.SliceLayout(1, accumulator_layout(PART))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    tiles_m, blocks = gl.cdiv(n, ROWS), gl.cdiv(v, WIDTH)
-    stage, phase = 0, 0
-    for tile in range(gl.program_id(0), tiles_m * blocks, PROGRAMS):
-        m, block = place_of(tile, tiles_m, blocks)
-        first = m * ROWS + WHO * HALF
-        rows = first + gl.arange(0, HALF, narrow)
-        inside = rows < n
-        place = block.to(gl.int64) * to.pitch + rows
-        factor = gl.zeros_like(rows, dtype=gl.float32) + of.z.outer
-        if of.z.temperature is not None:
-            factor = factor / gl.load(of.z.temperature + rows, mask=inside, other=1.0)
-        reference = gl.load(of.reference.logit + rows, mask=inside, other=0.0)
-        column = gl.load(of.reference.own + rows, mask=inside, other=-1).to(gl.int32)
-        column -= block * WIDTH
-        z, stage, phase = multiplied(ring, stage, phase, h, WHO)
+    rows, inside = rows_of(first, n, PART)
+    place = block.to(gl.int64) * to.pitch + rows
+    z = biased(z, of.z, block, v)
+    if of.z.inner is not None:
+        z = bent(z, of.z.inner)
+    if totals is not None:  # columns beyond the last were read as 0
+        total = gl.convert_layout(gl.sum(z, 1), rows.type.layout, assert_trivial=True)
+        gl.store(totals + place, total * factor, mask=inside)
+    if gl.max(((column >= 0) & (column < WIDTH)).to(gl.int32), 0) > 0:
+        of_z = gl.convert_layout(column, gl.SliceLayout(1, layout), assert_trivial=True)
+        z = gl.where(columns[None, :] == of_z[:, None], LOWEST, z)
+    if (block + 1) * WIDTH > v:
+        z = gl.where((columns < v - block * WIDTH)[None, :], z, LOWEST)
+    if to.peaks is not None:
+        peak = gl.convert_layout(gl.max(z, 1), rows.type.layout, assert_trivial=True)
+        gl.store(to.peaks + place, peak * factor, mask=inside)
 
-        z = biased(z, of.z, block, v)
-        if of.z.inner is not None:
-            z = bent(z, of.z.inner)
-        if totals is not None:  # columns beyond the last were read as 0
-            total = gl.convert_layout(gl.sum(z, 1), narrow, assert_trivial=True)
-            gl.store(totals + place, total * factor, mask=inside)
-        if gl.max(((column >= 0) & (column < WIDTH)).to(gl.int32), 0) > 0:
-            of_z = gl.convert_layout(column, gl.SliceLayout(1, layout), assert_trivial=True)
-            z = gl.where(columns[None, :] == of_z[:, None], LOWEST, z)
-        if (block + 1) * WIDTH > v:
-            z = gl.where((columns < v - block * WIDTH)[None, :], z, LOWEST)
-        if to.peaks is not None:
-            peak = gl.convert_layout(gl.max(z, 1), narrow, assert_trivial=True)
-            gl.store(to.peaks + place, peak * factor, mask=inside)
-
-        scale, shift = (factor * LOG2E)[:, None], (reference * LOG2E)[:, None]
-        left, right = halves(z)
-        parts = halves(left) + halves(right)
-        for i in gl.static_range(4):
-            if held is not None:
-                if held.dtype == gl.float32:  # but for the target's, which is masked
-                    one, other = halves(parts[i])
-                    write(one, held, out, first, block, WHO, 2 * i)
-                    write(other, held, out, first, block, WHO, 2 * i + 1)
-            below = parts[i] * scale - shift
-            e = gl.exp2(below)
-            if i == 0:
-                mass, spread = e, e * below
-            else:
-                mass, spread = mass + e, spread + e * below
-            if held is not None:
-                if held.dtype != gl.float32:
-                    write(e, held, out, first, block, WHO, i)
-        gl.store(rests + place, gl.sum(mass, 1), mask=inside)
-        if spreads is not None:
-            gl.store(spreads + place, gl.sum(spread, 1) * LN2, mask=inside)
-    if held is not None:
-        tma.store_wait(0)
+    scale, shift = (factor * LOG2E)[:, None], (reference * LOG2E)[:, None]
+    left, right = halves(z)
+    parts = halves(left) + halves(right)
+    for i in gl.static_range(4):
+        if held is not None:
+            if held.dtype == gl.float32:  # but for the target's, which is masked
+                one, other = halves(parts[i])
+                write(one, held, out, first, block, WHO, 2 * i)
+                write(other, held, out, first, block, WHO, 2 * i + 1)
+        below = parts[i] * scale - shift
+        e = gl.exp2(below)
+        if i == 0:
+            mass, spread = e, e * below
+        else:
+            mass, spread = mass + e, spread + e * below
+        if held is not None:
+            if held.dtype != gl.float32:
+                write(e, held, out, first, block, WHO, i)
+    gl.store(rests + place, gl.sum(mass, 1), mask=inside)
+    if spreads is not None:
+        gl.store(spreads + place, gl.sum(spread, 1) * LN2, mask=inside)
 
 
 @gluon.jit(do_not_specialize=["n"])
@@ -263,10 +303,6 @@ def overlapping_product_kernel(
     of,  # Epilogue
     n, v, h, PROGRAMS: gl.constexpr,
 ):
-    ring = new_ring(x, w)
-    out = ring[0]
-    if held is not None:
-        out = new_buffers(held)
     # Told apart here: on their way into a group of warps flags cease to be constants.
     last = of.to.parts
     spreads, totals = None, None
@@ -276,16 +312,9 @@ def overlapping_product_kernel(
     if of.to.mean:
         last += of.to.stride
         totals = last
-    sums = of.to.parts, spreads, totals
-    gl.warp_specialize(
-        [
-            (multiply, (ring, out, held, of, sums, n, v, h, 0, PROGRAMS)),
-            (multiply, (ring, out, held, of, sums, n, v, h, 1, PROGRAMS)),
-            (load, (x, w, ring, n, v, h, PROGRAMS)),
-        ],
-        [4, 1],
-        [MULTIPLYING, LOADING],
-    )
+    sums = of.to.parts, spreads, totals  # [blocks, pitch] each
+    given = of, sums
+    each_tile(x, w, held, given, n, v, h, PROGRAMS, ask_of_tokens, sum_tile)
 
 
 @gluon.jit
@@ -298,43 +327,39 @@ def of_rows(pointer, rows, inside, factor):
 
 
 @gluon.jit
-def differentiate(ring, out, to, a, n, v, h, WHO: gl.constexpr, PROGRAMS: gl.constexpr):
-    """As `multiply`, with act two as the epilogue: the gradient but for the targets' own."""
-    narrow: gl.constexpr = gl.SliceLayout(1, accumulator_layout(PART))
-    tiles_m, blocks = gl.cdiv(n, ROWS), gl.cdiv(v, WIDTH)
-    stage, phase = 0, 0
-    for tile in range(gl.program_id(0), tiles_m * blocks, PROGRAMS):
-        m, block = place_of(tile, tiles_m, blocks)
-        first = m * ROWS + WHO * HALF
-        rows = first + gl.arange(0, HALF, narrow)
-        inside = rows < n
-        outer = gl.zeros_like(rows, dtype=gl.float32) + a.z.outer
-        factor = gl.zeros_like(rows, dtype=gl.float32) + a.z.factor
-        if a.z.temperature is not None:
-            own = gl.load(a.z.temperature + rows, mask=inside, other=1.0)
-            outer, factor = outer / own, factor / own
-        lse = gl.load(a.normalizer.peak + rows, mask=inside, other=0.0)
-        lse += gl.load(a.normalizer.log_sum + rows, mask=inside, other=0.0)
-        at = (
-            of_rows(a.c.prob, rows, inside, factor),
-            of_rows(a.c.entropy, rows, inside, factor * LN2),
-            of_rows(a.c.uniform, rows, inside, factor),
-        )
-        z, stage, phase = multiplied(ring, stage, phase, h, WHO)
+def ask_of_coefficients(a, first, block, n, v):
+    """Each row's scale and shift of log p in units of log 2, and its coefficients."""
+    rows, inside = rows_of(first, n, PART)
+    outer = gl.zeros_like(rows, dtype=gl.float32) + a.z.outer
+    factor = gl.zeros_like(rows, dtype=gl.float32) + a.z.factor
+    if a.z.temperature is not None:
+        own = gl.load(a.z.temperature + rows, mask=inside, other=1.0)
+        outer, factor = outer / own, factor / own
+    lse = gl.load(a.normalizer.peak + rows, mask=inside, other=0.0)
+    lse += gl.load(a.normalizer.log_sum + rows, mask=inside, other=0.0)
+    at = (
+        of_rows(a.c.prob, rows, inside, factor),
+        of_rows(a.c.entropy, rows, inside, factor * LN2),
+        of_rows(a.c.uniform, rows, inside, factor),
+    )
+    return (outer * LOG2E)[:, None], (lse * LOG2E)[:, None], at
 
-        z = biased(z, a.z, block, v)
+
+@gluon.jit
+def differentiate(z, asked, out, to, a, first, block, n, v, WHO: gl.constexpr):
+    """Act two: the gradient but for the targets' own."""
+    scale, shift, at = asked
+    z = biased(z, a.z, block, v)
+    if a.z.inner is not None:
+        z = bent(z, a.z.inner)
+    left, right = halves(z)
+    parts = halves(left) + halves(right)
+    for i in gl.static_range(4):
+        below = parts[i] * scale - shift  # log p in units of log 2
+        g = act_two(gl.exp2(below), below, at, a.c)
         if a.z.inner is not None:
-            z = bent(z, a.z.inner)
-        scale, shift = (outer * LOG2E)[:, None], (lse * LOG2E)[:, None]
-        left, right = halves(z)
-        parts = halves(left) + halves(right)
-        for i in gl.static_range(4):
-            below = parts[i] * scale - shift  # log p in units of log 2
-            g = act_two(gl.exp2(below), below, at, a.c)
-            if a.z.inner is not None:
-                g *= 1 - parts[i] * parts[i]
-            write(g, to, out, first, block, WHO, i)
-    tma.store_wait(0)
+            g *= 1 - parts[i] * parts[i]
+        write(g, to, out, first, block, WHO, i)
 
 
 @gluon.jit
@@ -345,17 +370,7 @@ def overlapping_slab_kernel(
     a,  # Act
     n, v, h, PROGRAMS: gl.constexpr,
 ):
-    ring = new_ring(x, w)
-    out = new_buffers(to)
-    gl.warp_specialize(
-        [
-            (differentiate, (ring, out, to, a, n, v, h, 0, PROGRAMS)),
-            (differentiate, (ring, out, to, a, n, v, h, 1, PROGRAMS)),
-            (load, (x, w, ring, n, v, h, PROGRAMS)),
-        ],
-        [4, 1],
-        [MULTIPLYING, LOADING],
-    )
+    each_tile(x, w, to, a, n, v, h, PROGRAMS, ask_of_coefficients, differentiate)
 
 
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
@@ -363,11 +378,11 @@ READ = {"x": Tile((tiles.ROWS, tiles.DEPTH), LAYOUT), "w": Tile((tiles.WIDTH, ti
 WRITE = Tile((tiles.ROWS // 2, tiles.WIDTH // 4), LAYOUT)
 WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32)
 WRITE_WIDE = Tile((tiles.ROWS // 2, tiles.WIDTH // 8), WIDE)
-options = {"num_warps": 4, "maxnreg": AT_START}
-launch_product = Launcher(overlapping_product_kernel, tiles=READ, **options)
-launch_held = Launcher(overlapping_product_kernel, tiles=READ | {"held": WRITE}, **options)
-launch_raw = Launcher(overlapping_product_kernel, tiles=READ | {"held": WRITE_WIDE}, **options)
-launch_slab = Launcher(overlapping_slab_kernel, tiles=READ | {"to": WRITE}, **options)
+OPTIONS = {"num_warps": 4, "maxnreg": AT_START.value}
+launch_product = Launcher(overlapping_product_kernel, tiles=READ, **OPTIONS)
+launch_held = Launcher(overlapping_product_kernel, tiles=READ | {"held": WRITE}, **OPTIONS)
+launch_raw = Launcher(overlapping_product_kernel, tiles=READ | {"held": WRITE_WIDE}, **OPTIONS)
+launch_slab = Launcher(overlapping_slab_kernel, tiles=READ | {"to": WRITE}, **OPTIONS)
 
 
 def launch(x: Tensor, w: Tensor, terms: Tensor | None, of: Epilogue) -> None:

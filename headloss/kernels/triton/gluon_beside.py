@@ -13,34 +13,25 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..pair import DEEPEST, ROOT
 from .formulas import LOG2E
 from .gluon import (
-    AT_START,
-    HALF,
     LOWEST,
+    OPTIONS,
     READ,
-    ROWS,
     WIDTH,
     WRITE_WIDE,
     accumulator_layout,
-    load,
-    multiplied,
-    new_buffers,
-    new_ring,
+    each_tile,
     pieces,
-    place_of,
+    rows_of,
     write,
 )
 from .launch import Launcher
 from .records import programs_on
 
-MULTIPLYING, LOADING = gl.constexpr(232), gl.constexpr(40)  # as in gluon.py
-DEEP = gl.constexpr(DEEPEST)
-POWER = gl.constexpr(float(ROOT))
-
+DEEP, POWER = gl.constexpr(DEEPEST), gl.constexpr(float(ROOT))
 PIECE = gl.constexpr(32)  # columns that are worked on at once: 128 bytes of a row
 AHEAD = gl.constexpr(2)  # pieces that are asked for before the product
 SKIP = gl.constexpr(AHEAD.value * PIECE.value)
@@ -65,79 +56,72 @@ def word(p, d):
 
 
 @gluon.jit
-def multiply(
-    ring,
-    out,  # buffers of words on their way out
-    words,
-    of,  # beside.Beside
-    p,  # the student's peak and log-sum at the term's temperature, for means under it
-    n, v, h, WHO: gl.constexpr, PROGRAMS: gl.constexpr,
-):
-    """Four warps: the upper or lower half of the program's tiles, and their epilogues."""
-    layout: gl.constexpr = accumulator_layout(WIDTH)
-    narrow: gl.constexpr = gl.SliceLayout(1, accumulator_layout(PIECE))
-    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    tiles_m, blocks = gl.cdiv(n, ROWS), gl.cdiv(v, WIDTH)
-    stage, phase = 0, 0
-    peaks, log_sums = p
-    for tile in range(gl.program_id(0), tiles_m * blocks, PROGRAMS):
-        m, block = place_of(tile, tiles_m, blocks)
-        first = m * ROWS + WHO * HALF
-        rows = first + gl.arange(0, HALF, narrow)
-        inside, start = rows < n, block * WIDTH
-        raw = of.raw.data + rows.to(gl.int64) * of.raw.stride
-        offset = gl.load(of.offset + rows, mask=inside, other=0.0)
-        own_peak = gl.load(of.own.normalizer.peak + rows, mask=inside, other=0.0)
-        own_log_sum = gl.load(of.own.normalizer.log_sum + rows, mask=inside, other=0.0)
-        waiting = ()
-        for i in gl.static_range(AHEAD):
-            waiting += (piece(raw, inside, start + i * PIECE, v),)
-        z, stage, phase = multiplied(ring, stage, phase, h, WHO)
+def ask_of_raw(given, first, block, n, v):
+    """What a row's formulas take, and the first pieces of the student's logits."""
+    of, _ = given
+    rows, inside = rows_of(first, n, PIECE)
+    raw = of.raw.data + rows.to(gl.int64) * of.raw.stride
+    offset = gl.load(of.offset + rows, mask=inside, other=0.0)
+    own_peak = gl.load(of.own.normalizer.peak + rows, mask=inside, other=0.0)
+    own_log_sum = gl.load(of.own.normalizer.log_sum + rows, mask=inside, other=0.0)
+    waiting = ()
+    for i in gl.static_range(AHEAD):
+        waiting += (piece(raw, inside, block * WIDTH + i * PIECE, v),)
+    return raw, offset, own_peak, own_log_sum, waiting
 
-        own = gl.zeros_like(offset) + of.own.z.outer
-        if of.own.z.temperature is not None:
-            own = own / gl.load(of.own.z.temperature + rows, mask=inside, other=1.0)
-        lse = own_peak + own_log_sum
-        warmth = of.p.z.outer / own
-        depth = DEEP
-        if of.apart:
-            depth = gl.minimum(DEEP / warmth, DEEP * POWER)
-        depth = (lse - depth)[:, None]
-        scale, warmth, far = own[:, None], warmth[:, None], (lse * LOG2E)[:, None]
+
+@gluon.jit
+def compare_tile(z, asked, out, words, given, first, block, n, v, WHO: gl.constexpr):
+    """Words of a tile, and its sums."""
+    of, p = given
+    peaks, log_sums, apart = p
+    raw, offset, own_peak, own_log_sum, waiting = asked
+    rows, inside = rows_of(first, n, PIECE)
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, accumulator_layout(WIDTH)))
+    start = block * WIDTH
+    own = gl.zeros_like(offset) + of.own.z.outer
+    if of.own.z.temperature is not None:
+        own = own / gl.load(of.own.z.temperature + rows, mask=inside, other=1.0)
+    lse = own_peak + own_log_sum
+    warmth = of.p.z.outer / own
+    depth = lse - DEEP
+    if apart is not None:
+        depth = lse - gl.minimum(DEEP / warmth, DEEP * POWER)
+    depth = depth[:, None]
+    scale, warmth, far = own[:, None], warmth[:, None], (lse * LOG2E)[:, None]
+    if peaks is not None:
+        shift = gl.load(peaks + rows, mask=inside, other=0.0)
+        shift += gl.load(log_sums + rows, mask=inside, other=0.0)
+    if start + WIDTH > v:
+        z = gl.where((columns < v - start)[None, :], z, LOWEST)
+    peak = gl.convert_layout(gl.max(z, 1), rows.type.layout, assert_trivial=True) * of.z.outer
+    parts = pieces(z)
+    mass, moment = gl.zeros_like(offset), gl.zeros_like(offset)
+    for i in gl.static_range(8):
+        q, here = parts[i] * of.z.outer, waiting[i]
+        d = (q - here * of.p.z.outer) - offset[:, None]
+        e = gl.exp2((q - peak[:, None]) * LOG2E)
+        weight = e
         if peaks is not None:
-            shift = gl.load(peaks + rows, mask=inside, other=0.0)
-            shift += gl.load(log_sums + rows, mask=inside, other=0.0)
-        if start + WIDTH > v:
-            z = gl.where((columns < v - start)[None, :], z, LOWEST)
-        peak = gl.convert_layout(gl.max(z, 1), narrow, assert_trivial=True) * of.z.outer
-        parts = pieces(z)
-        mass, moment = gl.zeros_like(offset), gl.zeros_like(offset)
-        for i in gl.static_range(8):
-            q, here = parts[i] * of.z.outer, waiting[i]
-            d = (q - here * of.p.z.outer) - offset[:, None]
-            e = gl.exp2((q - peak[:, None]) * LOG2E)
-            weight = e
-            if peaks is not None:
-                weight = gl.exp2((here * of.p.z.outer - shift[:, None]) * LOG2E)
-            mass += gl.sum(e, 1)  # at once: registers are few
-            moment += gl.sum(weight * d, 1)
-            high = gl.maximum(here * scale, depth)
-            d = (q - high * warmth) - offset[:, None]
-            log_p = high * LOG2E - far
-            if of.apart:
-                deep = log_p < -DEEP * LOG2E
-                root = gl.exp2(gl.where(deep, log_p / POWER, log_p))
-                kept = gl.where(deep, -root, root)
-            else:
-                kept = gl.exp2(log_p)
-            write(word(kept, d), words, out, first, block, WHO, i)
-            if i + AHEAD < 8:
-                waiting += (piece(raw, inside, start + (i + AHEAD) * PIECE, v),)
-        place = of.sums + block.to(gl.int64) * of.pitch + rows
-        gl.store(place, peak, mask=inside)
-        gl.store(place + of.stride, mass, mask=inside)
-        gl.store(place + 2 * of.stride, moment, mask=inside)
-    tma.store_wait(0)
+            weight = gl.exp2((here * of.p.z.outer - shift[:, None]) * LOG2E)
+        mass += gl.sum(e, 1)  # at once: registers are few
+        moment += gl.sum(weight * d, 1)
+        high = gl.maximum(here * scale, depth)
+        d = (q - high * warmth) - offset[:, None]
+        log_p = high * LOG2E - far
+        if apart is not None:
+            deep = log_p < -DEEP * LOG2E
+            root = gl.exp2(gl.where(deep, log_p / POWER, log_p))
+            kept = gl.where(deep, -root, root)
+        else:
+            kept = gl.exp2(log_p)
+        write(word(kept, d), words, out, first, block, WHO, i)
+        if i + AHEAD < 8:
+            waiting += (piece(raw, inside, start + (i + AHEAD) * PIECE, v),)
+    place = of.sums + block.to(gl.int64) * of.pitch + rows
+    gl.store(place, peak, mask=inside)
+    gl.store(place + of.stride, mass, mask=inside)
+    gl.store(place + 2 * of.stride, moment, mask=inside)
 
 
 @gluon.jit(do_not_specialize=["n"])
@@ -148,25 +132,18 @@ def overlapping_beside_kernel(
     of,  # beside.Beside
     n, v, h, PROGRAMS: gl.constexpr,
 ):
-    ring, out = new_ring(x, w), new_buffers(words)
-    peak, log_sum = None, None
-    if of.reverse:
+    peak, log_sum, apart = None, None, None  # flags, as in gluon.py
+    if of.reverse:  # the student's at the term's temperature, for means under it
         peak, log_sum = of.p.normalizer.peak, of.p.normalizer.log_sum
-    p = peak, log_sum
-    gl.warp_specialize(
-        [
-            (multiply, (ring, out, words, of, p, n, v, h, 0, PROGRAMS)),
-            (multiply, (ring, out, words, of, p, n, v, h, 1, PROGRAMS)),
-            (load, (x, w, ring, n, v, h, PROGRAMS, of.raw, SKIP)),
-        ],
-        [4, 1],
-        [MULTIPLYING, LOADING],
-    )
+    if of.apart:
+        apart = of.offset
+    p = peak, log_sum, apart
+    given = of, p
+    each_tile(x, w, words, given, n, v, h, PROGRAMS, ask_of_raw, compare_tile, 40, of.raw, SKIP)
 
 
-launch_beside = Launcher(
-    overlapping_beside_kernel, tiles=READ | {"words": WRITE_WIDE}, num_warps=4, maxnreg=AT_START
-)
+TILES = READ | {"words": WRITE_WIDE}
+launch_beside = Launcher(overlapping_beside_kernel, tiles=TILES, **OPTIONS)
 
 
 def launch(x: Tensor, w: Tensor, of: Any) -> None:
