@@ -13,7 +13,7 @@ from triton_cases import DEVICE
 
 triton = pytest.importorskip("triton")
 
-from headloss.kernels.triton import launch, merge, tokens  # noqa: E402
+from headloss.kernels.triton import chosen, launch, merge  # noqa: E402
 
 if DEVICE == "cpu":
     SIXTEEN = torch.zeros(64)
@@ -162,7 +162,7 @@ def test_no_kernel_has_a_constant_before_an_argument():
         parameters = inspect.signature(launcher.kernel.fn).parameters.values()
         constant = ["constexpr" in str(p.annotation) for p in parameters]
         assert constant == sorted(constant), launcher.kernel
-    assert {merge.launch_merge, tokens.launch_reference} <= set(launch._launchers)
+    assert {merge.launch_merge, chosen.launch_reference} <= set(launch._launchers)
 
 
 def test_forgetting(stub):
