@@ -217,7 +217,8 @@ class Form:
             "chosen gradient",
             lambda: acts.chosen_gradient_(self.held.terms, chosen, self.backward, **more),
         )
-        yield "tail", lambda: acts.partials(self.raw, tail, onto, columns)
+        for few in (columns, whole(N, 1)):
+            yield "tail", lambda few=few: acts.partials(self.raw, tail, onto, few)
         yield "stored", lambda: acts.part_gradient_(self.raw, outcomes, **given)
 
     def pairs(self) -> Iterator[tuple[str, Call]]:

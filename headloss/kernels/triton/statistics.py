@@ -97,7 +97,8 @@ def partials_kernel(
         column = tl.load(of.targets + row) - first
         if (column >= 0) & (column < v):
             target = transformed(tl.load(x + column), z, outer)
-    if of.without is not None:
+    WITHOUT: tl.constexpr = of.without is not None  # Triton 3.6 cannot ask behind a loop
+    if WITHOUT:
         places = of.without.places + row * of.without.count
         bounds = of.without.bounds + row * of.without.stride
     sums = peak, rest, spread, target, total
@@ -105,7 +106,7 @@ def partials_kernel(
         columns = start + tl.arange(0, BLOCK)
         inside = columns < v
         value = transformed(tl.load(x + columns, mask=inside, other=0.0), z, outer)
-        if of.without is not None:
+        if WITHOUT:
             bound = bounds + start // BLOCK
             for k in range(tl.load(bound), tl.load(bound + 1)):
                 value = tl.where(columns == tl.load(places + k), float("-inf"), value)
