@@ -232,7 +232,7 @@ LINES_PER_FILE = 400
 CORE_LINES = 12_212
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-KERNEL_LINES = 6_669
+KERNEL_LINES = 6_661
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
