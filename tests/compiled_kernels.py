@@ -220,6 +220,8 @@ class Form:
         for few in (columns, whole(N, 1)):
             yield "tail", lambda few=few: acts.partials(self.raw, tail, onto, few)
         yield "stored", lambda: acts.part_gradient_(self.raw, outcomes, **given)
+        lone = Outcomes(whole(N, 1), side, some(N, 1), some(N))
+        yield "stored", lambda: acts.part_gradient_(self.raw, lone, **given)
 
     def pairs(self) -> Iterator[tuple[str, Call]]:
         number = Transform(scale=0.5, softcap=30.0 if self.full else None, temperature=1.5)

@@ -246,7 +246,7 @@ def pair_gradient_kernel(
     pivot = tl.load(d.pivot + row)
     if d.weight is not None:
         weight = tl.load(d.weight + row)
-    if d.stored is not None:
+    if KIND == "stored":
         places = d.stored.places + row * d.stored.count
         slopes = d.slopes + row * d.stored.count
         bounds = d.stored.bounds + row * d.stored.stride
@@ -278,7 +278,7 @@ def pair_gradient_kernel(
             g = slope_of(difference + ratio, at_term, pivot, KIND)
         else:
             log_p = log_softmax(value, p_z, p_outer, p_peak, p_log_sum)
-        if d.stored is not None:
+        if KIND == "stored":
             g = pivot * tl.exp(tl.minimum(log_p, 0.0))
             bound = bounds + start // BLOCK
             for k in range(tl.load(bound), tl.load(bound + 1)):
