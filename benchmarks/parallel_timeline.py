@@ -64,7 +64,7 @@ def period(spans: list[Span], calls: int = 0) -> list[Span]:
     `calls`, each has one pause."""
     pauses = [begin for begin, _, name in spans if PAUSE in name]
     each = max(1, len(pauses) // calls) if calls else 1
-    if len(pauses) < 2 * each or len(pauses) < 2:
+    if len(pauses) < 2 * each:
         raise ValueError(f"spans: got {len(pauses)} pauses of calls of ranks, want 2 or more")
     begin, end = pauses[-2 * each], pauses[-each]
     return [span for span in spans if begin <= span[0] < end]

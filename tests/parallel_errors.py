@@ -459,8 +459,9 @@ def grid_known() -> list[str]:
     """On a grid whose calls are known: other sizes on one rank, another form of a field on a row,
     and what is wrong on some ranks; after each of them, a call that is right."""
     rank, found = distributed.get_rank(), []
-    for changes in ({}, {}, {"rows": (V, V + 2)}, {}, {"forms": 1}, {"rows": (V, V + 2)}, {}):
-        if rank == len(found):  # which waits where the others do not
+    other = {"rows": (V, V + 2)}
+    for turn, changes in enumerate(({}, {}, other, {}, {"forms": 1}, other, {})):
+        if rank == turn:  # which waits where the others do not
             hl.clear_cache()
         right_on_a_grid(**changes)
     for spoil in GRID_ERRORS.values():

@@ -162,8 +162,8 @@ def test_logits_are_overwritten_before_the_host_has_read_their_batch(
     begun_early, monkeypatch, targets, segments, backend
 ):
     """Where the device finds it to be as it was guessed, and segments' ids are known to be ids."""
-    if backend == "triton" and torch.cuda.is_available():
-        pytest.skip("the tensors are on the CPU, where Triton only interprets")
+    if backend == "triton":
+        pytest.importorskip("triton")
     pristine, results = torch.randn(6, V), []
     for _ in range(2):
         logits = pristine.clone().requires_grad_()
@@ -206,3 +206,36 @@ def test_a_call_on_another_stream_waits(monkeypatch):
     for stream, order in ((1, True), (2, False)):
         monkeypatch.setattr(survey, "_stream", lambda _, s=stream: s)
         assert (found.guessed() is not None) is order
+
+
+def test_ids_of_ones_own_are_known_to_be_unchanged():
+    segments = hl.Segments.from_lengths([1, 2])
+    batch = hl.Batch(torch.tensor([3, 1, 2]), segments)
+    assert segments.made and batch.to("cpu").segments.made
+    segments.ids[0] = 7
+    assert not segments.made
+    other = hl.Batch(torch.tensor([3, 1, 2])).to("cpu").segments
+    assert other.made and other.ids.tolist() == [0, 0, 0]
+    other.ids = torch.tensor([0, 0, 1])
+    assert not other.made and other.ids.tolist() == [0, 0, 1]
+
+
+def test_a_group_of_vocabulary_and_of_segments(tmp_path):
+    """One group may be both; what is wrong with a later call is said as in the first."""
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        group, weight = torch.distributed.group.WORLD, torch.randn(V, 4, requires_grad=True)
+        losses = []
+        for last in (0, 0, V, 0):
+            targets, ids = torch.tensor([1, 2, 3, last]), torch.zeros(4, dtype=torch.int64)
+            batch = hl.Batch(targets, hl.Segments.from_ids(ids, 1, group))
+            call = torch.ones(4, 4), hl.Head(weight, vocab_group=group), batch, hl.cross_entropy()
+            if last == V:
+                with pytest.raises(ValueError, match=f"targets: got {V} at position 3"):
+                    hl.head_loss(*call)
+            else:
+                losses.append(hl.head_loss(*call).loss.item())
+        assert losses[0] == losses[1] == losses[2]
+    finally:
+        torch.distributed.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ import headloss as hl
 from headloss.batch.packing import pack
 from headloss.batch.reduction import Totals
 from headloss.kernels import reference
+from headloss.kernels import triton as triton_backend
 from headloss.kernels.interface import Forward, Rows, Walk
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton.given import Shape, given_rows
@@ -39,6 +41,8 @@ from headloss.objective.statistics import (
     Statistics,
     finish,
 )
+from headloss.softmax.given import IntoLogits, WalkSoftmax
+from headloss.softmax.linear import Tokens
 from headloss.testing import plain
 
 SMALL = Shape(warps=1)
@@ -520,6 +524,19 @@ def test_static_calls_can_be_captured():
         work.data.copy_(pristine)
         graph.replay()
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("acts", [reference, triton_backend], ids=["reference", "triton"])
+def test_a_slice_is_measured_whatever_lies_beyond_it(acts):
+    """A batch's targets are columns of the whole vocabulary, of which a rank has a slice."""
+    raw, targets = tile(4, 16, torch.float32), torch.tensor([3, 20, 31, 9], device=DEVICE)
+    facts = reference.survey(targets, None, 1, -100).facts
+    order = SimpleNamespace(facts=facts, live=None, unscored=None)
+    tokens = Tokens(acts, targets, Transform(), NEEDS)
+    into = IntoLogits(order, inplace=False)
+    source = WalkSoftmax([raw], tokens, index=None, into=into)
+    found, _ = source.partials(slice(None))
+    assert_statistics(found, raw, targets, 0, Transform())
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs clusters of a GPU")

@@ -175,8 +175,10 @@ class Batch:
         fields = {name: moved(value) for name, value in self.fields.items()}
         if self.support is not None:
             fields["support_ids"] = moved(self.support.given)
-        segments = Segments(moved(self.segments.ids), self.segments.count, self.segments.group)
-        return Batch(moved(self.targets), segments, totals=self.totals, **fields)
+        targets, own = moved(self.targets), self.segments
+        ids = None if own._given is None else moved(own._given)
+        segments = Segments(ids, own.count, own.group, made=own.made, like=targets)
+        return Batch(targets, segments, totals=self.totals, **fields)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles do not keep the order of the tokens; they find it again."""

@@ -19,7 +19,7 @@ from .segments import Chunk, Segments
 from .support import Packed as PackedSupport
 from .survey import IGNORE, Order, flat, static_order
 
-ALL = slice(None)  # what `is` this is not cut: that would be an operation
+ALL = slice(None)  # compared by `is`: such rows are not cut, since a slice is an operation
 
 
 class MissingField(ValueError):
@@ -302,8 +302,8 @@ def guessed(
     and what waits for it, checks the batch as `packing_of` does, and raises `Misguessed` if it is
     not so, which `misses` keeps. None where it is known."""
     survey, total = batch.found(), batch.targets.numel()
-    found = survey.packing is not None or batch.support is not None
-    order = None if found else survey.guessed()
+    known = survey.packing is not None or batch.support is not None
+    order = None if known else survey.guessed()
     if order is None:
         return None, bool
 
@@ -320,8 +320,8 @@ def guessed(
             survey.packing = packing
 
     one = batch.segments.count == 1
-    known = (lambda: [total]) if one else lengths
-    packing = Packing(batch, Order(*order[:3], known, facts=order.facts))
+    lengths_of = (lambda: [total]) if one else lengths
+    packing = Packing(batch, Order(*order[:3], lengths_of, facts=order.facts))
     return packing, confirm
 
 

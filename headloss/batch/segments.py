@@ -58,7 +58,7 @@ class Segments:
         # not kept: a graph that is captured would own them.
         self._given, self._like = ids, like
         self.count, self.group = count, group
-        self.made = made  # ids are this class's own, each in its range
+        self._made, self._version = made, _version(ids)
         # This rank's tokens per segment; given only for a vector that is sorted by segment.
         self._counts = counts
         self._sorted = counts is not None
@@ -68,6 +68,15 @@ class Segments:
     def ids(self) -> Tensor:
         given, like = self._given, self._like
         return torch.zeros_like(like, dtype=torch.int64) if given is None else given  # type: ignore
+
+    @ids.setter
+    def ids(self, ids: Tensor) -> None:
+        self._given, self._made = ids, False
+
+    @property
+    def made(self) -> bool:
+        """Whether ids are this class's own and unchanged, so that each is in its range."""
+        return self._made and self._version == _version(self._given)
 
     def __repr__(self) -> str:
         return f"Segments(count={self.count}, shape={tuple(self.ids.shape)})"
@@ -262,6 +271,11 @@ def _integer(name: str, value: object, least: int | None = None) -> int:
     if least is not None and found < least:
         raise ValueError(f"{name}: got {found}, want >= {least}")
     return found
+
+
+def _version(ids: Tensor | None) -> int:
+    """How often it was changed in place."""
+    return 0 if ids is None or ids.is_inference() else ids._version
 
 
 def _vector(name: str, value: Tensor | Sequence[int]) -> Tensor:

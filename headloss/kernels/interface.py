@@ -140,7 +140,9 @@ class Walk(NamedTuple):
     coefficients: Coefficients | None = None  # [n]; with `needs`: at an entropy of 0
     slopes: Tensor | None = None  # [parts, 5, n], with `needs`: more of dL/dlogp, see stats.Slope
     normalizer: Normalizer | None = None  # [n]
-    facts: Tensor | None = None  # of a survey: nothing is written unless it found the batch whole
+    # Of a survey of this vocabulary, without id_fields and positive: unless it found the batch
+    # whole, nothing is written, and the statistics may be anything.
+    facts: Tensor | None = None
 
 
 class Support(NamedTuple):
@@ -198,8 +200,8 @@ class Kernels(Protocol):
 
         Only what `needs` asks for is taken. With `onto`, the partials of the tile and of those
         that gave `onto`, whose vectors may be overwritten and returned. With `without` [n, K]
-        int64, over all columns but these, of which some may lie outside of the tile: digits that
-        1 - sum would lose.
+        int64, and targets that are nowhere, over all columns but these, of which some may lie
+        outside of the tile: digits that 1 - sum would lose.
         """
 
     def logit_gradient_(self, raw: Tensor, backward: Backward) -> Tensor:
@@ -348,8 +350,9 @@ class Kernels(Protocol):
     ) -> None:  # fmt: skip
         """out [n, H] = sum of values [P] * rows[id - first] over each token's pairs in the window,
         in their order, in float32 or wider and rounded once; with `add`, added to what is there.
-        Rows whose value is 0 are not read. So are gradients of hidden states, and with tokens and
-        columns in exchange, of a weight: of `uneven` pairs one may have far more than another."""
+        Rows whose value is 0 are not read. This is the gradient of hidden states; with tokens and
+        columns exchanged it is a weight's, whose pairs are `uneven`: one row may have far more than
+        another, `first` is 0, and all pairs lie in the window."""
 
     # ------------------------------------------------------------------ a batch
 

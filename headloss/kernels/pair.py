@@ -62,9 +62,9 @@ class Compared(NamedTuple):
 class Differences(NamedTuple):
     """Where a student's logits gave way to what the gradient needs: p in bfloat16 at the head's own
     temperature, and d in float16, of each 32 bits the low and the high half; log q - log p =
-    d + ratio at the term's temperature. p is at least exp(-DEEPEST) at the term's temperature, so
-    that q / p is finite, and at the head's own; where the term's is the higher one, as much less
-    at the head's own as that takes, up to a power of ROOT."""
+    d + ratio at the term's temperature. p is kept at exp(-DEEPEST) or more at both temperatures.
+    Where the term's is the higher one, that holds at the term's alone; at the head's own p may be
+    as small as exp(-ROOT * DEEPEST)."""
 
     ratio: Tensor  # [n]
     value: Tensor  # [n] the divergence, of the reverse KL its pivot, too

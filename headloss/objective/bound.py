@@ -269,7 +269,8 @@ def _count(
     batch: PackedBatch, totals: Totals, field: str | None, flat: bool, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
     """What a reduction needs: of all tokens, or of those that a field keeps, [T] bool, lengths of
-    their segments [T] (`flat`: any), and the totals of tokens and segments, [] float64."""
+    their segments [T], and the totals of tokens and segments, [] float64. A reduction that reads no
+    length (`flat`) gets the number of tokens in its place."""
     kept, lengths = None, batch.segments.lengths
     counts = (totals.tokens, totals.segments)
     if field is not None:

@@ -199,7 +199,7 @@ def in_step(group: ProcessGroup | None, batch: Any, call: Callable[[], R]) -> R:
     """
     groups = [group, getattr(getattr(batch, "segments", None), "group", None)]
     groups = [g for g in groups if isinstance(g, PROCESS_GROUP)]  # others are refused by the call
-    if not groups:
+    if len(set(groups)) < len(groups) or not groups:  # one in both roles: its ranks say two things
         while True:
             try:
                 return call()

@@ -82,7 +82,9 @@ def _checked(given: Given) -> tuple[Prepared, Objective]:
 def linear_plan(given: Given) -> Plan:
     """What `head_loss` would run; hidden states may be on the meta device."""
     (_, head, batch, _, options, _), joined = given, _linear_joined(given)
-    _work(joined, batch, _transform(head), options)  # it checks what it is made of
+    work, _ = _work(joined, batch, _transform(head), options)  # it checks what it is made of
+    if batch.segments.group is not None:
+        _ = work.bound  # and what its ranks' totals and weights are
     return joined.plan
 
 

@@ -218,8 +218,8 @@ def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]
         measured, held = source.statistics(rows, [ALL], work.slices, work.vocabulary, keep=True)
         work.confirm()
         found.append(measured)
-        piece = block if len(blocks) > 1 else None
-        gradient = work.bound.gradient(measured.stats, work.batch, piece, True)
+        chunk = block if len(blocks) > 1 else None
+        gradient = work.bound.gradient(measured.stats, work.batch, chunk, True)
         if work.tolerance is not None:
             gradient = work.tolerance(gradient, measured.stats, rows, work.bound.scale)
         values = gradient.values if values is None else values + gradient.values

@@ -168,7 +168,10 @@ class WalkSoftmax(GivenSoftmax):
         coefficients = None if gradient is None else gradient.coefficients
         given = self.tokens.targets, self.first, self.tokens.transform, needs
         walk = (self.rows, out, self.into.order.live, *given, coefficients, slopes, normalizer)
-        return self.acts.given_rows(kernels.Walk(*walk, self.into.order.facts))
+        # Only what is written before the host has read its batch goes by what the device knows; a
+        # batch in a vocabulary group, whose facts are not of this slice alone, is read before that.
+        at_once = gradient is not None and needs is not None
+        return self.acts.given_rows(kernels.Walk(*walk, self.into.order.facts if at_once else None))
 
     def partials(
         self, rows: slice, columns: slice = ALL, onto: Partials | None = None, keep: bool = False
