@@ -141,6 +141,9 @@ def test_pieces_of_a_batch_add_up() -> None:
     k = len(case.objective.parts)
     values = sum(f.values for f in found)[:k]
     torch.testing.assert_close(values, whole.values[:k], rtol=1e-12, atol=0)
+    named = case.objective.parts
+    total = sum(c * value for (c, _), value in zip(named, values, strict=True))
+    torch.testing.assert_close(whole.loss.double(), total, rtol=1e-6, atol=1e-9)
 
 
 def test_token_terms_may_be_cut_anywhere() -> None:
