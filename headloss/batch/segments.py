@@ -58,7 +58,8 @@ class Segments:
         # not kept: a graph that is captured would own them.
         self._given, self._like = ids, like
         self.count, self.group = count, group
-        self._made, self._version = made, _version(ids)
+        self._made = made and not torch.compiler.is_compiling()  # a graph knows of no version
+        self._version = _version(ids) if self._made else 0
         # This rank's tokens per segment; given only for a vector that is sorted by segment.
         self._counts = counts
         self._sorted = counts is not None
