@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -281,24 +282,31 @@ def resized() -> None:
         Survey.is_asked = plain  # type: ignore[method-assign]
 
 
+@contextmanager
+def noted(seen: list[list[str]]) -> Iterator[None]:
+    """Products, and reading what the others said, are noted in the last of `seen`."""
+    plain = Agreement.said.func, LinearSoftmax.raw
+
+    def noting(name: str, run: Any) -> Any:
+        return lambda *args: (seen[-1].append(name), run(*args))[1]
+
+    Agreement.said.func, LinearSoftmax.raw = map(noting, ("read", "product"), plain)  # type: ignore
+    try:
+        yield
+    finally:
+        Agreement.said.func, LinearSoftmax.raw = plain  # type: ignore[method-assign]
+
+
 def read_late() -> list[list[str]]:
     """What a rank does in the first call of its kind and in others: its first product, and reading
     what the others said. In the last nothing is scored."""
     seen: list[list[str]] = []
-    plain = Agreement.said.func, LinearSoftmax.raw
-
-    def noted(name: str, run: Any) -> Any:
-        return lambda *args: (seen[-1].append(name), run(*args))[1]
-
-    Agreement.said.func, LinearSoftmax.raw = map(noted, ("read", "product"), plain)  # type: ignore
-    try:
+    with noted(seen):
         for ids in (torch.arange(T), torch.arange(T).flip(0), torch.full((T,), -100)):
             s = setup("vocabulary")
             s.targets, s.weight = ids, torch.ones(V + 1, H)  # sizes that no call before it had
             seen.append([])
             s.run()
-    finally:
-        Agreement.said.func, LinearSoftmax.raw = plain  # type: ignore[method-assign]
     return seen
 
 
@@ -480,16 +488,8 @@ def grid_known() -> list[str]:
 def grid_read_late() -> list[list[str]]:
     """What a rank of a grid does in the first call of its kind and in the next."""
     seen: list[list[str]] = []
-    plain = Agreement.said.func, LinearSoftmax.raw
-
-    def noted(name: str, run: Any) -> Any:
-        return lambda *args: (seen[-1].append(name), run(*args))[1]
-
-    Agreement.said.func, LinearSoftmax.raw = map(noted, ("read", "product"), plain)  # type: ignore
-    try:
+    with noted(seen):
         for _ in range(2):
             seen.append([])
             run_grid(of_grid(rows=(V + 1, V + 3)))
-    finally:
-        Agreement.said.func, LinearSoftmax.raw = plain  # type: ignore[method-assign]
     return seen
