@@ -327,6 +327,17 @@ def test_float16_says_that_its_gradient_is_a_tensor_of_its_own() -> None:
     assert "float16" in (hl.logits_loss.__doc__ or "").partition("inplace:")[2]
 
 
+def test_expanded_logits_are_not_overwritten() -> None:
+    """A row's gradient would take the place of logits that other rows are yet to be read from."""
+    logits = torch.randn(1, V, requires_grad=True)
+    with pytest.raises(ValueError, match="inplace: got expanded logits"):
+        hl.logits_loss((logits * 1).expand(T, V), batch(), hl.cross_entropy(), inplace=True)
+    one = hl.Batch(torch.zeros(1, dtype=torch.int64))
+    hl.logits_loss((logits * 1).expand(T, V)[:1], one, hl.z_loss(), inplace=True).loss.backward()
+    (want,) = torch.autograd.grad(logits.logsumexp(-1).square().sum(), logits)
+    torch.testing.assert_close(logits.grad, want)
+
+
 CLIPPED = [hl.grpo(), hl.ppo(dual_clip=2.0), hl.dapo(delta=1.5)]
 
 

@@ -215,7 +215,8 @@ def prepare_given(given: GivenLogits) -> tuple[Prepared, Objective]:
             f"gradient_tolerance: got {options.gradient_tolerance}, want 0: given logits have no "
             "products that leaving rows out would save"
         )
-
+    if inplace and 0 in logits.squeeze().stride():
+        raise ValueError("inplace: got expanded logits, whose rows share memory, want a clone")
     temperature = transform.temperature
     key = (
         logits.shape[-1] <= 1,
@@ -232,7 +233,6 @@ def prepare_given(given: GivenLogits) -> tuple[Prepared, Objective]:
         return prepared, found
     backend = kernels.choose(options.backend, logits.device, logits.dtype)
     wants = Wants(logits=logits.requires_grad and torch.is_grad_enabled())
-    unit_stride = logits.stride(-1) == 1 or logits.shape[-1] <= 1
     problem = Problem(
         hidden_gradient=wants.logits,
         weight_gradient=False,
@@ -243,10 +243,10 @@ def prepare_given(given: GivenLogits) -> tuple[Prepared, Objective]:
         # In float16 it is written in the backward pass, where the upstream gradient is known.
         inplace=inplace and logits.dtype != torch.float16,
         # A kernel serves the logits where they lie: with unit stride along the vocabulary.
-        rows=backend == "triton" and unit_stride,
+        rows=backend == "triton" and (logits.stride(-1) == 1 or logits.shape[-1] <= 1),
     )
-    softcap = transform.softcap is not None
-    made = _prepared(found, batch, options, problem, softcap, backend, logits.dtype, wants)
+    kind = transform.softcap is not None, backend, logits.dtype
+    made = _prepared(found, batch, options, problem, *kind, wants)
     return _kept(key, made), found
 
 
