@@ -34,7 +34,7 @@ PULLS: dict[Schedule, Pull] = {
 }
 MIB = 1 << 20
 CPU_BUDGET, GPU_BUDGET = 256 * MIB, 1200 * MIB  # for a chunk, where the call names none
-GPU_SHARE = 28  # the budget is a GPU's memory divided by it, if that is more
+GPU_SHARE = 16  # the budget is a GPU's memory divided by it, if that is more
 TERMS_ROWS = 16384  # tokens per product that writes statistics alone
 SKIP_WORTH = 2 * 10**11  # multiply-adds of a block's product: below it, reading which rows carry a
 # gradient keeps a GPU waiting longer than leaving them out can save
@@ -95,8 +95,8 @@ class Plan:
         """The tokens of one step of the statistics, in order."""
         if self.pull in ("now", "unit", "held", "blocks"):
             return self.chunks
-        step = TERMS_ROWS if self.terms else self.tile.rows
-        starts = range(0, self.tokens, max(1, step))
+        step = TERMS_ROWS if self.terms else max(1, self.tile.rows)
+        starts = range(0, self.tokens, step)
         return tuple(Chunk(s, min(s + step, self.tokens), 0, 0) for s in starts)
 
     @property
@@ -133,15 +133,20 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     _warn_of_budget(p, options)
     rows = max(1, p.tokens) if p.rows else _chunk_rows(p, options)
     whole = p.tokens <= rows
-    chunks = cut(p, rows, _limit(p, options))
+    limit = _limit(p, options)
+    chunks = cut(p, rows, limit)
+    if chunks and p.scope == "segment" and options.chunk_tokens is None:
+        # Equal chunks may be more of them, and each adds to the float32 sum of dW.
+        chunks = min(chunks, cut(p, limit, limit) or chunks, key=len)
     schedule, reason = _choose(p, options, chunks)
     if not (p.hidden_gradient or p.weight_gradient):
         schedule, reason = "statistics", "nothing requires a gradient"
     if schedule in ("recompute", "statistics") and p.differences:
         p = p.of(differences=False, row_bytes=8)
         rows = _chunk_rows(p, options)
-    if schedule == "held":
-        rows = _held_rows(p, options)
+    if schedule == "held":  # a teacher measures all tokens before it differentiates any
+        most = p.tokens if p.teachers else options.chunk_tokens or TERMS_ROWS
+        rows = max(1, min(p.tokens, most))
     if schedule in ("frozen", "held") or chunks is None or (schedule == "recompute" and p.spread):
         chunks = cut_anywhere(p, rows)
     if schedule == "one_pass":
@@ -241,13 +246,6 @@ def _held(p: Problem, options: Options) -> tuple[str, str | None]:
     )
 
 
-def _held_rows(p: Problem, options: Options) -> int:
-    """Tokens of one product; a teacher measures them all before it differentiates any."""
-    if p.teachers:
-        return max(1, p.tokens)
-    return max(1, min(p.tokens, options.chunk_tokens or TERMS_ROWS))
-
-
 def _budget(p: Problem, options: Options) -> tuple[int, str]:
     """Bytes, and where they come from."""
     if options.memory_budget is not None:
@@ -280,8 +278,7 @@ def _chunk_rows(p: Problem, options: Options) -> int:
     if options.chunk_tokens is not None:
         return max(1, min(options.chunk_tokens, p.tokens))
     rows = _limit(p, options)
-    if rows > GRAIN:
-        rows -= rows % GRAIN
+    rows -= rows % GRAIN if rows > GRAIN else 0
     if p.tokens > rows:
         rows = whole_waves(p, rows) if p.multiprocessors and p.width else even(p, rows)
     return max(1, min(rows, p.tokens))
