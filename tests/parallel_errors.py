@@ -88,6 +88,23 @@ def candidates(s: Setup) -> None:
     s.run = lambda: hl.head_loss(s.hidden, head, batch, hl.cross_entropy())  # type: ignore[method-assign]
 
 
+def wide_field(s: Setup, k: int, more: int = 0) -> None:
+    """A field [T, K] of which the last rank was given other values, or more of them."""
+    many = torch.full((T, k + more * s.last), float(s.last and not more))
+    batch, head = hl.Batch(s.targets, many=many), hl.Head(s.weight, **s.head)
+    s.run = lambda: hl.head_loss(s.hidden, head, batch, hl.cross_entropy())  # type: ignore[method-assign]
+
+
+def autocast(s: Setup) -> None:
+    batch, head = hl.Batch(s.targets), hl.Head(s.weight, **s.head)
+
+    def run() -> hl.Output:
+        with torch.autocast("cpu", enabled=s.last):
+            return hl.head_loss(s.hidden, head, batch, hl.cross_entropy())
+
+    s.run = run  # type: ignore[method-assign]
+
+
 def width(s: Setup) -> None:
     if s.last:
         s.hidden, s.weight = torch.ones(T, H + 1), torch.ones(V, H + 1)
@@ -192,6 +209,10 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "targets": ("vocabulary", targets, "targets: differs between the ranks of vocab_group"),
     "fields": ("vocabulary", fields, "values of fields: differs"),
     "candidates": ("vocabulary", candidates, "candidate_ids: differs"),
+    "narrow": ("vocabulary", lambda s: wide_field(s, 3), "values of fields: differs"),
+    "wide": ("vocabulary", lambda s: wide_field(s, 600), "values of fields: differs"),
+    "wider": ("vocabulary", lambda s: wide_field(s, 3, more=1), "fields: differs"),
+    "autocast": ("vocabulary", autocast, "dtype: differs"),
     "width": ("vocabulary", width, r"hidden width: differs .*got \[4,.* 5\]"),
     "dtype": ("vocabulary", dtype, "dtype: differs"),
     "mismatch": ("vocabulary", mismatch, "hidden: got shape .*want .*5"),

@@ -110,7 +110,7 @@ ALLOWED: dict[str, set[str]] = {
     "ranks.spread": {"ranks.collectives", "softmax"},
     "ranks.vocabulary": {*LOGITS, "ranks", "objective.statistics", "reading"},
     "ranks.agreement": {"ranks.collectives", "reading"},
-    "ranks.place": {"batch.batch", "ranks"},
+    "ranks.place": {"batch.batch", "head.head", "ranks"},
     "ranks.segments": {*PARTS, "losses.term", "options", "run.plan", "ranks"},
     "ranks": set(),
     "run.checks": {

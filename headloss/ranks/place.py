@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import fields
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
 
-from ..batch.batch import IGNORE
+from ..batch.batch import IGNORE, MOST_IDS
+from ..head.head import autocast_dtype
 from .agreement import Own, agree_early
 from .spread import Spread
 from .vocabulary import WHOLE, Shard, Whole
@@ -133,11 +133,16 @@ def own_facts(
 
 # ---------------------------------------------------------------------- what must be the same
 
+# Fields of columns: a sharded teacher's are each rank's own, candidates are compared by their name.
+APART = ("teacher_logits", "candidate_ids")
+
 
 def of_batch(batch: Batch) -> dict[str, Any]:
     """Facts about a batch, which every rank of a vocabulary group is given whole."""
-    ordered = sorted(batch.fields.items())
-    tensors = [t for _, t in ordered if isinstance(t, Tensor) and t.dim() <= batch.targets.dim()]
+    ordered, rank = sorted(batch.fields.items()), batch.targets.dim()
+    shared = [t for n, t in ordered if isinstance(t, Tensor) and n not in APART]
+    wide = [t.dim() == rank + 1 and t.shape[-1] > MOST_IDS for t in shared]
+    pairs = zip(shared, wide, strict=True)
     totals: list[Any] = []
     if batch.totals is not None:
         totals = [batch.totals.tokens, batch.totals.segments]
@@ -152,15 +157,15 @@ def of_batch(batch: Batch) -> dict[str, Any]:
         "segments": [batch.segments.ids],
         "candidate_ids": [candidates] if isinstance(candidates, Tensor) else [],
         "support_ids": [] if batch.support is None else list(batch.support.tensors),
-        "fields": " ".join(f"{n}:{_kind(t, batch.targets.dim())}" for n, t in ordered),
-        "values of fields": tensors,
+        "fields": " ".join(f"{n}:{_kind(t, rank if n in APART else None)}" for n, t in ordered),
+        "values of fields": [_sampled(t, batch.targets) if w else t for t, w in pairs],
         "totals": str([None if isinstance(t, Tensor) else float(t) for t in totals]),
         "values of totals": on_device,
     }
 
 
-def _kind(value: Any, rank: int) -> str:
-    """A field's dtype and shape; a sharded teacher's last dimension is each rank's own."""
+def _kind(value: Any, rank: int | None) -> str:
+    """A field's dtype and the first dimensions of its shape; None: all."""
     return f"{value.dtype}{tuple(value.shape[:rank])}" if isinstance(value, Tensor) else ""
 
 
@@ -168,7 +173,7 @@ def of_head(head: Head, hidden: Tensor, targets: Tensor | None = None) -> dict[s
     """Facts about a head and its hidden states; with targets, about the scored ones."""
     return {
         "hidden width": hidden.shape[-1],
-        "dtype": f"{hidden.dtype} {head.weight.dtype}",
+        "dtype": f"{hidden.dtype} {head.weight.dtype} {autocast_dtype(hidden)}",
         "layout of weight": _suits(head.weight),
         "hidden.requires_grad": torch.is_grad_enabled() and hidden.requires_grad,
         "vocab_size": -1 if head.vocab_size is None else head.vocab_size,
@@ -183,9 +188,8 @@ def of_head(head: Head, hidden: Tensor, targets: Tensor | None = None) -> dict[s
 
 def _of_transform(scale: float, softcap: float | None, temperature: Any) -> dict[str, Any]:
     per_token = isinstance(temperature, Tensor)
-    numbers = (scale, softcap, None if per_token else temperature)
     return {
-        "logit_scale, softcap, temperature": str(numbers),
+        "logit_scale, softcap, temperature": str((scale, softcap, per_token or temperature)),
         "temperature": [temperature] if per_token else [],
     }
 
@@ -220,11 +224,7 @@ def of_objective(
         )
         for c, t in objective.parts
     ]
-    chosen = [
-        (f.name, value)
-        for f in fields(options)
-        if not isinstance(value := getattr(options, f.name), Tensor)
-    ]
+    chosen = [(n, value) for n, value in vars(options).items() if not isinstance(value, Tensor)]
     return {
         "objective": str(parts),
         "options": str(chosen),
