@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -206,6 +208,28 @@ def test_a_call_on_another_stream_waits(monkeypatch):
     for stream, order in ((1, True), (2, False)):
         monkeypatch.setattr(survey, "_stream", lambda _, s=stream: s)
         assert (found.guessed() is not None) is order
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("support", [None, torch.tensor([[3, 8, 2]]).expand(3, 3)])
+@pytest.mark.parametrize("targets", [[3, 8, 2], [3, -100, 2]])
+def test_a_batch_is_freed_with_its_last_name(begun_early, monkeypatch, targets, support, early):
+    """Without a collection of cycles, and though the loss is kept."""
+    if not early:
+        monkeypatch.undo()
+    hidden, head = torch.randn(3, 4, requires_grad=True), hl.Head(torch.randn(V, 4))
+    gc.disable()
+    try:
+        for _ in range(2):  # guessed wrong once
+            batch = hl.Batch(torch.tensor(targets), support_ids=support, more=torch.ones(3, 5))
+            kept = weakref.ref(batch.targets), weakref.ref(batch.more), weakref.ref(batch.found())
+            out = hl.head_loss(hidden, head, batch, hl.cross_entropy())
+            out.loss.backward()
+            assert out.metrics["tokens"].value == 3 - targets.count(-100)
+            del batch
+            assert [found() for found in kept] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_ids_of_ones_own_are_known_to_be_unchanged():

@@ -309,7 +309,7 @@ def guessed(
 
     def lengths() -> list[int]:
         if survey.is_whole():
-            return survey.lengths()
+            return survey.lengths()()
         misses.append(True)
         raise Misguessed("that all positions of a batch are scored, by segment")
 
@@ -317,10 +317,10 @@ def guessed(
         if survey.packing is not packing:
             if not survey.is_whole(survey.check(vocabulary)):
                 lengths()
+            packing.order = packing.order._replace(lengths=survey.lengths())
             survey.packing = packing
 
-    one = batch.segments.count == 1
-    lengths_of = (lambda: [total]) if one else lengths
+    lengths_of = (lambda: [total]) if batch.segments.count == 1 else lengths
     packing = Packing(batch, Order(*order[:3], lengths_of, facts=order.facts))
     return packing, confirm
 

@@ -79,8 +79,7 @@ class Survey:
 
     def is_of(self, tensors: tuple[Tensor, ...]) -> bool:
         """Whether these are the tensors, and can tell when they change."""
-        own = self.tensors
-        same = len(own) == len(tensors) and all(map(operator.is_, own, tensors))
+        same = len(self.tensors) == len(tensors) and all(map(operator.is_, self.tensors, tensors))
         return same and self.versions is not None
 
     def read(self) -> list[int]:
@@ -93,9 +92,10 @@ class Survey:
             event.wait()
         return self._read
 
-    def lengths(self) -> list[int]:
-        """Scored tokens of each segment."""
-        return self.read()[self.bins : self.bins + self.segments.count]
+    def lengths(self) -> Callable[[], list[int]]:
+        """Scored tokens of each segment; it keeps no survey, whose packing will keep it."""
+        found, at = self.read(), slice(self.bins, self.bins + self.segments.count)
+        return lambda: found[at]
 
     @property
     def is_asked(self) -> bool:
@@ -146,7 +146,7 @@ class Survey:
 
     def order(self) -> Order:
         """The scored positions by segment."""
-        segments, lengths = self.segments, self.lengths
+        segments, lengths = self.segments, self.lengths()
         found, total, end = self.read(), self.targets.numel(), self.bins + segments.count
         counts, out = self.facts[self.bins : end], found[end + 1]
         if self.is_whole(found) or not total:

@@ -120,8 +120,8 @@ def linear_call(given: Given, early: bool = False) -> Call:
         fixed=fixed,
     )
     if (support := packing.support) is not None:
-        whole = work.open
-        work.open = lambda tensors: SupportSoftmax(whole(tensors), support, work.vocabulary)
+        whole, width = work.open, work.vocabulary  # `work` itself would be in a cycle
+        work.open = lambda tensors: SupportSoftmax(whole(tensors), support, width)
     final = options.upstream is not None or prepared.problem.scope == "elsewhere"
     into = Into(
         prepared.wants,

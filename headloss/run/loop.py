@@ -63,7 +63,7 @@ class HeadLoss(torch.autograd.Function):
                 "per call, call head_loss again"
             )
         ctx.used, work, pull = True, ctx.work, ctx.pull
-        ctx.pull = None
+        ctx.work = ctx.pull = None  # who keeps the loss keeps no batch
         saved = ctx.saved_tensors[: ctx.count]  # read once: checkpointing recomputes them
         with inside(upstream.device.type, *work.groups):
             gradients = pull(owed(work.bound, upstream), work.open(saved) if saved else None)
