@@ -150,6 +150,24 @@ def test_terms_with_fields() -> None:
     torch.testing.assert_close(got, want.loss)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_no_document(side: str) -> None:
+    """Positions of padding stand still; by place as by name, packed or not."""
+    model, real = tiny("llama"), torch.tensor([[1] * 5 + [0] * 2, [1] * 7])
+    real = real if side == "right" else real.flip(1)
+    labels = IDS.masked_fill(real == 0, -100)
+    position = (real.cumsum(1) - 1).masked_fill(real == 0, 1)
+    with apply(model, hl.cross_entropy().over("sequence_mean")) as applied:
+        one = model(input_ids=IDS, labels=labels, attention_mask=real, position_ids=position).loss
+        assert applied.metrics is not None and applied.metrics["segments"].value == 2
+        two = model(IDS, real, position, labels=labels).loss
+    logits = model(IDS, real, position).logits[:, :-1].transpose(1, 2)
+    each = torch.nn.functional.cross_entropy(logits, labels[:, 1:], reduction="none")
+    want = (each.sum(1) / (labels[:, 1:] != -100).sum(1)).mean()
+    torch.testing.assert_close(one, want)
+    torch.testing.assert_close(two, want)
+
+
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
     with apply(model):

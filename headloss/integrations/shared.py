@@ -101,9 +101,13 @@ def needs_segments(objective: Objective) -> bool:
     )
 
 
-def as_documents(positions: Tensor, shape: torch.Size) -> Segments:
-    """Segments of [B, L] tokens: each begins where positions ([B, L] or [1, L]) do not go on."""
+def as_documents(positions: Tensor, shape: torch.Size, attended: Any = None) -> Segments:
+    """Segments of [B, L] tokens: each begins where positions ([B, L] or [1, L]) do not go on.
+    Padding, where `attended` is a mask [B, L] and 0, begins none: it is in the one beside it."""
     starts = positions.expand(shape).diff(dim=1) != 1
+    if isinstance(attended, Tensor) and attended.shape == shape:
+        real = attended.to(starts.device) != 0
+        starts = starts & real[:, 1:] & real[:, :-1]
     ids = nn.functional.pad(starts, (1, 0), value=True).reshape(-1).cumsum(0) - 1
     return Segments.from_ids(ids.view(shape), int(ids[-1]) + 1)
 

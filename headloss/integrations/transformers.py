@@ -146,7 +146,8 @@ class Applied:
     @_eagerly(recursive=False)  # the model's own forward is compiled
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = inspect.signature(self.original).parameters
-        labels = {**dict(zip(names, args, strict=False)), **kwargs}.get("labels")
+        call = {**dict(zip(names, args, strict=False)), **kwargs}
+        labels = call.get("labels")
         self.given = {name: kwargs.pop(name) for name in self.fields if name in kwargs}
         if labels is None:
             if "num_items_in_batch" in kwargs:
@@ -158,7 +159,7 @@ class Applied:
             return self.original(*args, **kwargs)
         if kwargs.get("return_dict", self.model.config.return_dict) is False:
             raise ValueError("return_dict: got False, want True, as there are no logits to return")
-        self.given |= {name: kwargs.get(name) for name in CALL}
+        self.given |= {name: call.get(name) for name in CALL}
         self.labels, head = labels, self.model.get_output_embeddings()
         before = vars(head).get("forward"), vars(self.model).get("_loss_function")
         self.sharded = externals(head) or is_fsdp2(self.model)
@@ -216,13 +217,13 @@ class Applied:
         if shifted is None:
             shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
         segments = None
-        position = self.given["position_ids"]
+        position, attended = self.given["position_ids"], self.given["attention_mask"]
         if position is not None and needs_segments(self.objective):
-            segments = as_documents(position.to(hidden.device), shape)
+            segments = as_documents(position.to(hidden.device), shape, attended)
         return Batch(shifted.to(hidden.device), segments, **fields)
 
 
-CALL = ("num_items_in_batch", "shift_labels", "position_ids")
+CALL = ("num_items_in_batch", "shift_labels", "position_ids", "attention_mask")
 
 
 def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
