@@ -427,3 +427,34 @@ def test_the_command_line_plans_what_a_call_takes(
     options = hl.Options(schedule="recompute")
     found = hl.plan(hidden, head, batch, hl.cross_entropy(), options)
     assert shown["bytes"] == found.bytes
+
+
+# ---------------------------------------------------------------------- terms that go by values
+
+
+@hl.term
+def explores_where_asked(stats, batch):
+    if (batch.asked > 0).any():
+        return -stats.logp - 0.5 * stats.entropy
+    return -stats.logp
+
+
+@pytest.mark.parametrize("asked", [-1.0, 1.0])
+def test_a_gradient_that_depends_on_the_values_of_a_batch(asked: float) -> None:
+    """A frozen head's schedule has kept what the gradient of logp needs, and nothing else."""
+    hidden, weight, _, _, targets = problem(torch.float64)
+    batch, head = hl.Batch(targets, asked=torch.full((N,), asked)), hl.Head(weight)
+    z = hidden.requires_grad_() @ weight.T
+    logp = z.log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1) * (asked > 0)
+    want = -(logp[torch.arange(N), targets] + 0.5 * entropy).mean()
+    (gradient,) = torch.autograd.grad(want, hidden)
+    for schedule in ("recompute", "frozen"):
+        options = hl.Options(schedule=schedule)
+        call = hidden, head, batch, explores_where_asked(), options
+        if asked > 0 and schedule == "frozen":
+            with pytest.raises(ValueError, match="gradient of more than logp for the values"):
+                hl.head_loss(*call)
+            continue
+        (found,) = torch.autograd.grad(hl.head_loss(*call).loss, hidden)
+        torch.testing.assert_close(found, gradient)

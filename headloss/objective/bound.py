@@ -94,6 +94,7 @@ class Bound:
     scale: Tensor | None = None  # [] power of two on the coefficients, against 16-bit underflow
     declared: float | None = None  # the upstream gradient, where it is known in advance
     measured: Callable[[], Metrics] | None = None  # beside the gradient: nothing here
+    logp_only: bool = False  # nothing will be pulled back from other statistics
 
     def gradient(
         self, stats: Statistics, batch: PackedBatch, chunk: Chunk | None, needed: bool = True
@@ -140,6 +141,11 @@ class Bound:
             )
         values = torch.stack([s.detach() for s in shares]) if shares else total.new_zeros(0)
         found = differentiate(total, inputs)
+        if self.logp_only and found.keys() - {"logp", CANDIDATES}:
+            raise ValueError(
+                "objective: its terms have a gradient of more than logp for the values of this "
+                'batch, which a frozen schedule cannot serve; want Options(schedule="recompute")'
+            )
         if needed and not found:  # of these tokens: it may depend on the batch's values
             assert stats.logp is not None
             found["logp"] = torch.zeros_like(stats.logp)
@@ -157,9 +163,7 @@ class Bound:
     ) -> tuple[Gradient, Tensor | None]:
         """What `gradient` is going to be: coefficients at an entropy of 0, and slopes [P, 5, T] in
         closed form. The objective must have slopes (`has_slopes`)."""
-        zero = torch.zeros(
-            len(batch), dtype=self.parts[0].weights.dtype, device=batch.targets.device
-        )
+        zero = self.parts[0].weights.new_zeros(len(batch))
         closed: list[Tensor] = []
         found: dict[str, Tensor] = {}
         for part in self.parts:
@@ -181,9 +185,7 @@ class Bound:
         view = batch if part.kept is None else without_poison(batch, part.kept)
         assert part.term.slopes is not None
         declared = 1.0 if self.declared is None else self.declared
-        weights = part.weights
-        if batch.live is not None:
-            weights = torch.where(batch.live, weights, 0)
+        weights = part.weights if batch.live is None else part.weights.where(batch.live, 0)
         times = part.coefficient * declared * weights
         for field in part.term.weight_fields:
             times = times * getattr(view, field)
@@ -192,9 +194,7 @@ class Bound:
     def scaled(self) -> Bound:
         """The same objective with coefficients near 1, whatever the weights are, so that in float16
         only gradients that do not matter underflow. Multiply by 1 / scale afterwards."""
-        largest = [
-            abs(part.coefficient) * part.weights.max() for part in self.parts if len(part.weights)
-        ]
+        largest = [abs(p.coefficient) * p.weights.max() for p in self.parts if len(p.weights)]
         return replace(self, scale=power_of_two(largest))
 
     def _share(self, part: Part, stats: Statistics, batch: PackedBatch, rows: slice) -> Tensor:

@@ -204,9 +204,7 @@ def pull_back(
     dmean_logit/dz_j = 1/V.
     """
     g_logp, g_lse, g_entropy, g_mean = (gradients.get(name) for name in DIFFERENTIABLE)
-    parts = []
-    if g_lse is not None:
-        parts.append(g_lse)
+    parts = [] if g_lse is None else [g_lse]
     if g_logp is not None:
         parts.append(-g_logp)
     if g_entropy is not None:

@@ -253,9 +253,8 @@ def _bound(joined: Joined, batch: Batch, view: PackedBatch, options: Options) ->
     """The objective bound to its totals, while the first product runs."""
     if batch.segments.group is not None:
         settle(batch.segments.group)  # before its collectives
-    prepared, objective, place, packing, *_ = joined
-    vocabulary = place.vocabulary
-    totals = batch.totals
+    prepared, objective, place, packing, plan, *_ = joined
+    vocabulary, totals = place.vocabulary, batch.totals
     if totals is None:  # packing may have read them
         read = prepared.counted and packing.live is None
         totals = Totals(packing.targets.shape[0], packing.count) if read else Totals.of(batch)
@@ -263,6 +262,7 @@ def _bound(joined: Joined, batch: Batch, view: PackedBatch, options: Options) ->
 
     def by_autograd() -> Bound:
         found = bind(objective, view, totals, vocabulary, prepared.wide, declared)
+        found = replace(found, logp_only=plan.pull == "unit")
         return found.scaled() if rescaled else found
 
     if not prepared.taped or prepared.tape(objective, options.metrics, True) is None:
