@@ -172,6 +172,16 @@ def test_hidden_and_head(error, match, make):
             r"mine: got shape \(2, 6\), want \(6,\) per token, or \(2,\)",
             lambda: batch(mine=torch.zeros(2, 6)),
         ),
+        (  # beside vectors of tokens, a column would make a matrix
+            ValueError,
+            r"sampling_logps: got shape \(6, 1\), want \(6,\) per token$",
+            lambda: batch(sampling_logps=torch.zeros(T, 1)),
+        ),
+        (
+            ValueError,
+            r"advantages: got shape \(6, 3\), want \(6,\) per token",
+            lambda: batch(advantages=torch.zeros(T, 3)),
+        ),
         (TypeError, "advantages: got float, want a tensor", lambda: batch(advantages=1.0)),
         (TypeError, "totals: got tuple, want headloss.Totals", lambda: batch(totals=(6, 2))),
         (
@@ -314,6 +324,18 @@ def test_an_epsilon_below_zero(factory, name):
             ValueError,
             "dr_grpo: max_completion_length: got 0",
             lambda: hl.dr_grpo(max_completion_length=0),
+        ),
+        (
+            ValueError,
+            r"share: got \(1,\) values at each token, want one for cross_entropy",
+            lambda: call(
+                hl.cross_entropy().weighted("share"), data=batch(share=torch.zeros(T, 1))
+            ),
+        ),
+        (
+            ValueError,
+            r"kept: got \(1,\) values at each token, want one for z_loss",
+            lambda: call(hl.z_loss().where("kept"), data=batch(kept=torch.ones(T, 1).bool())),
         ),
         (TypeError, "objective: got str, want terms", lambda: call("grpo")),
         (

@@ -267,15 +267,13 @@ class Batch:
         if isinstance(value, Current):
             return True, False
         as_segment = name not in LOGPS and value.shape == (self.segments.count,)
-        return value.shape[: self.targets.dim()] == self.targets.shape, as_segment
+        rank = None if name in REAL else self.targets.dim()
+        return value.shape[:rank] == self.targets.shape, as_segment
 
     def kinds(self, wide: torch.dtype) -> dict[str, Kind]:
         """The fields as terms see them, by name, with floating vectors in `wide`."""
-        rank = self.targets.dim()
-        return {
-            name: kind_of(value, rank if self.per_token(name) else 1, wide)
-            for name, value in self.fields.items()
-        }
+        rank, given = self.targets.dim(), self.fields.items()
+        return {n: kind_of(v, rank if self.per_token(n) else 1, wide) for n, v in given}
 
 
 DISTINCT = ("candidate_ids",)  # those of a position must be distinct

@@ -287,6 +287,9 @@ def check_weights(objective: Objective, kinds: Kinds, totals: Totals | None) -> 
     """ValueError or TypeError where the weights of a term cannot be found out."""
     for name, _, term in objective.named():
         field = term.kept_field
+        for one in {*term.weight_fields, field} & kinds.keys():
+            if more := kinds[one][1]:
+                raise ValueError(f"{one}: got {more} values at each token, want one for {name}")
         if term.reduction is None:
             raise ValueError(term.missing_reduction or f"term {name}: has no reduction, use .over")
         if field is None:

@@ -277,8 +277,8 @@ def _prepared(
     if teachers:
         check_topk(batch)
     kinds = batch.kinds(wide)
-    asked = reads(objective, kinds, wide, batch.targets.device, observe=options.metrics)
     check_weights(objective, kinds, batch.totals)
+    asked = reads(objective, kinds, wide, batch.targets.device, observe=options.metrics)
     if options.static:
         check_dead_rows(objective, kinds, wide, batch.targets.device)
     warn_of_misspelt_fields(batch, objective, asked)
