@@ -327,6 +327,27 @@ def test_an_epsilon_below_zero(factory, name):
         ),
         (
             ValueError,
+            r"teacher_topk_ids: got \[1, 1, -1\] at position 0, want distinct ids",
+            lambda: call(
+                hl.distillation(),
+                data=batch(
+                    teacher_topk_ids=torch.tensor([1, 1, -1]).expand(T, 3),
+                    teacher_topk_logps=torch.full((T, 3), -2.0),
+                ),
+            ),
+        ),
+        (
+            ValueError,
+            r"candidate_probs: got \(1,\) at each token, want \(3,\)",
+            lambda: call(
+                hl.soft_cross_entropy(),
+                data=batch(
+                    candidate_ids=torch.arange(3).expand(T, 3), candidate_probs=torch.ones(T, 1)
+                ),
+            ),
+        ),
+        (
+            ValueError,
             r"share: got \(1,\) values at each token, want one for cross_entropy",
             lambda: call(
                 hl.cross_entropy().weighted("share"), data=batch(share=torch.zeros(T, 1))

@@ -207,7 +207,7 @@ class Batch:
         n = targets.numel()
         ids = {name: t.reshape(n, t.shape[-1]) for name, t in self._id_fields().items()}
         more = None if self.support is None else self.support.survey(targets)
-        return Survey(targets, self.segments, ids, DISTINCT, more, self._surveyed())
+        return Survey(targets, self.segments, ids, more, self._surveyed())
 
     def _surveyed(self) -> tuple[Tensor, ...]:
         """The tensors that decide the order and its checks."""
@@ -248,7 +248,7 @@ class Batch:
         if value.requires_grad:
             raise ValueError(f"{name}: requires a gradient, which would be lost: detach it")
         check_device(name, value, self.targets)
-        if name in DISTINCT:
+        if name == "candidate_ids":
             check_ids(name, value, self.targets.shape, MOST_IDS)
         if not any(self._fits(name, value)):
             segment = "" if name in LOGPS else f", or ({self.segments.count},) per segment"
@@ -276,8 +276,7 @@ class Batch:
         return {n: kind_of(v, rank if self.per_token(n) else 1, wide) for n, v in given}
 
 
-DISTINCT = ("candidate_ids",)  # those of a position must be distinct
-ID_FIELDS = ("teacher_topk_ids", *DISTINCT)  # values are columns of the vocabulary
+ID_FIELDS = ("teacher_topk_ids", "candidate_ids")  # of columns, each once at a position
 MOST_IDS = 512  # of a position
 # Names of the batch itself, as it is given and as terms see it.
 RESERVED = frozenset(

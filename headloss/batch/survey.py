@@ -7,7 +7,7 @@ N positions, T of them scored, S segments.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ class Survey:
     Attributes:
         id_fields: [N, K] each, whose values are columns of the vocabulary where they are not < 0.
         facts: [2 + values + S + 3] int64, see `kernels.interface.Kernels.survey`; then, for each
-            distinct field, at how many scored positions an id stands twice.
+            of `id_fields`, at how many scored positions an id stands twice.
         more: further facts, int64 numbers that are read with the others.
         scored: what `compact` needs to know of the positions.
         tensors, versions: all that was looked at, as it was then.
@@ -55,20 +55,18 @@ class Survey:
         targets: Tensor,
         segments: Segments,
         id_fields: dict[str, Tensor],
-        distinct: Sequence[str] = (),
         more: Tensor | None = None,
         tensors: tuple[Tensor, ...] = (),
     ) -> None:
         self.tensors, self.versions = tensors, versions(tensors)
         self.targets, self.segments, self.id_fields = targets, segments, id_fields
-        self.distinct = [name for name in distinct if name in id_fields]
         self.acts = load(choose("auto", targets.device, torch.float32))
         self.facts, self.scored = self.acts.survey(
             targets, segments._given, segments.count, IGNORE, id_fields=tuple(id_fields.values())
         )
-        if self.distinct:
+        if id_fields:
             scored = targets.reshape(-1) != IGNORE
-            twice = [(_repeated(id_fields[name]) & scored).sum() for name in self.distinct]
+            twice = [(_repeated(ids) & scored).sum() for ids in id_fields.values()]
             self.facts = torch.cat([self.facts, torch.stack(twice)])
         self.size, self._alone = self.facts.shape[0], more is None
         self.bins = 4 + len(id_fields)  # the first segment's count among the facts
@@ -128,9 +126,8 @@ class Survey:
             if found[at] >= vocabulary:
                 value = self.id_fields[name].amax(1)
                 self._refuse(name, value, value >= vocabulary, f"id < {vocabulary}")
-        for at, name in enumerate(self.distinct, end + 2):
+        for at, (name, value) in enumerate(self.id_fields.items(), end + 2):
             if found[at]:
-                value = self.id_fields[name]
                 self._refuse(name, value, _repeated(value), "distinct ids")
         if below or beyond:
             ids = self.segments.ids.reshape(-1)
