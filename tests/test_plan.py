@@ -373,3 +373,23 @@ def test_plan_of_shipped_objectives():
     trained = hl.Head(torch.zeros(30, 8, requires_grad=True))
     assert hl.plan(hidden, trained, batch, hl.gspo(), tight).schedule == "recompute"
     assert hl.plan(hidden, trained, batch, hl.gspo()).schedule == "one_pass"
+
+
+@pytest.mark.parametrize(
+    ("objective", "options", "skips"),
+    [
+        (hl.cross_entropy(label_smoothing=0.1) + 0.1 * hl.entropy(), {}, False),
+        (hl.cross_entropy(), {"gradient_tolerance": 0.01}, True),
+        (hl.cross_entropy().weighted("old_logps"), {}, True),
+        (hl.cross_entropy().where("some"), {}, True),
+        (hl.cross_entropy() + hl.grpo(), {}, True),
+        (hl.cross_entropy().top_entropy(quantile=0.5), {}, True),
+    ],
+)
+def test_rows_without_a_gradient_are_looked_for_where_there_may_be_some(objective, options, skips):
+    """A constant slope at every token leaves none: then a GPU is not waited for."""
+    some = {"advantages": torch.ones(4), "old_logps": -torch.ones(4)}
+    batch = hl.Batch(torch.arange(4), **some, some=torch.arange(4) > 0)
+    head = hl.Head(torch.randn(8, 3, requires_grad=True))
+    plan = hl.plan(torch.randn(4, 3), head, batch, objective, hl.Options(**options))
+    assert plan.skip_rows is skips

@@ -40,6 +40,7 @@ class Problem:
     spread: bool = False  # tokens do, chunk by chunk gathered
     gathered: bool = False  # or at once
     sharded: bool = False  # hidden gradients are summed over ranks
+    sparse: bool = True  # some tokens may be without a gradient
     logp_only: bool = False  # the gradient needs nothing but d/dlogp, or K of them per token
     hidden_gradient: bool = True
     weight_gradient: bool = True

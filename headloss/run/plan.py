@@ -154,7 +154,7 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     tile = _tile(p, rows, options)
     pull = "blocks" if schedule == "recompute" and p.spread else PULLS[schedule]
     once = _once(p, pull, len(chunks), tile)
-    worth = not p.on_gpu or rows * p.width * p.vocabulary >= SKIP_WORTH
+    worth = p.sparse and (not p.on_gpu or rows * p.width * p.vocabulary >= SKIP_WORTH)
     return Plan(
         schedule=schedule,
         backend=backend,
@@ -301,8 +301,7 @@ def _tile(p: Problem, rows: int, options: Options) -> Tile:
     least = 1 if explicit else min(p.vocabulary, 4 * GRAIN)
     tall = max(1, min(p.tokens, elements // least))
     columns = max(1, min(p.vocabulary, elements // tall))
-    if columns > GRAIN:
-        columns = min(p.vocabulary, columns - columns % GRAIN)
+    columns -= columns % GRAIN if columns > GRAIN else 0
     return Tile(tall, columns)
 
 

@@ -298,9 +298,14 @@ def _prepared(
     listed += ["candidate_ids"] * bool(needs & {"candidate_logps", "candidate_tail"})
     differences = problem.differences and wide.itemsize == 4 and len(teachers) == 1 and not beside
     differences = differences and _differences(teachers[0], kinds, backend)
+    slopes = has_slopes(objective, kinds) and not beside
+    # Who depends on statistics may clip, who reads a field may weigh by 0 or leave out.
+    constant = slopes and not any(term.fields for term in asked.values())
+    constant &= not any(term.weight_fields or term.kept_field for _, term in objective.parts)
     problem = replace(
         problem,
         scope=objective.scope,
+        sparse=not constant or options.gradient_tolerance > 0,
         segments_per_unit=objective.segments_per_unit,
         grouped=batch.segments.group is not None,
         spread=options.sequence_parallel and not options.static,
@@ -320,7 +325,7 @@ def _prepared(
         wide=wide,
         wants=wants,
         beside=bool(teachers or beside),
-        slopes=has_slopes(objective, kinds) and not beside,
+        slopes=slopes,
         taped=not (batch.segments.group or beside or (teachers and "teacher_topk_ids" in kinds))
         and serves(backend, wide, batch.targets.device),
         own=is_own(objective),
