@@ -100,17 +100,18 @@ def _batch(term: Term, given: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     """A batch with every field that the term asks for."""
     unit = term.segments_per_unit
     lengths = LENGTHS if len(LENGTHS) % unit == 0 else LENGTHS * unit  # a whole number of units
-    tokens = sum(lengths)
+    tokens, segments = sum(lengths), Segments.from_lengths(torch.tensor(lengths, device="cpu"))
     generator = torch.Generator().manual_seed(0)
     fields = {
         name: outside_inference(value) if isinstance(value, Tensor) else value
         for name, value in given.items()
     }
     if term.kept_field is not None:
-        fields.setdefault(term.kept_field, torch.rand(tokens, generator=generator) > 0.3)
+        kept = torch.rand(tokens, generator=generator, device="cpu") > 0.3
+        fields.setdefault(term.kept_field, kept)
     for _ in range(64):  # one more field per round, as the term asks for them
-        targets = torch.zeros(tokens, dtype=torch.int64)
-        batch = Batch(targets, Segments.from_lengths(lengths), **fields)  # type: ignore[arg-type]
+        targets = torch.zeros(tokens, dtype=torch.int64, device="cpu")
+        batch = Batch(targets, segments, **fields)  # type: ignore[arg-type]
         packed = pack(batch, VOCABULARY, torch.float64).batch
         try:
             asked = reads(
@@ -119,13 +120,13 @@ def _batch(term: Term, given: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
             return packed, asked[term.name]
         except ValueError as error:
             text = str(error)
-            if "batch.candidate_ids was not given" in text:
-                fields["candidate_ids"] = torch.arange(4).expand(tokens, 4)
+            if "batch.candidate_ids" in text:
+                fields["candidate_ids"] = torch.arange(4, device="cpu").expand(tokens, 4)
                 continue
             name = text.partition("reads batch.")[2].partition(",")[0]
             if not name:
                 raise
-            values = torch.randn(tokens, generator=generator, dtype=torch.float64)
+            values = torch.randn(tokens, generator=generator, dtype=torch.float64, device="cpu")
             fields[name] = -values.abs() if name.endswith("logps") else values
     raise ValueError(f"term {term.name}: asks for more than 64 fields")
 
@@ -135,7 +136,8 @@ def _statistics(batch: PackedBatch) -> Statistics:
     generator = torch.Generator().manual_seed(1)
     kinds, device = batch.kinds(), batch.targets.device
     stats = sample_statistics(torch.float64, device, kinds, [], len(batch))
-    stats = stats.map(lambda t: t.detach() * (1 - torch.rand(t.shape, generator=generator) / 2))
+    shares = {"generator": generator, "device": device}
+    stats = stats.map(lambda t: t.detach() * (1 - torch.rand(t.shape, **shares) / 2))
     assert stats.top1 is not None
     return replace(stats, top1=(stats.top1 > 0.75).double())
 
@@ -176,7 +178,7 @@ def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[Piece]]:
 def _permute(term: Term, batch: PackedBatch) -> Piece:
     """The same segments, the last unit first; and where their tokens come from."""
     count = batch.segments.count
-    turned = torch.arange(count).view(-1, term.segments_per_unit).flip(0).flatten()
+    turned = torch.arange(count, device="cpu").view(-1, term.segments_per_unit).flip(0).flatten()
     segments = Segments.from_ids(turned[batch.segments.ids], count)
     fields = {name: getattr(batch, name) for name in batch.kinds()}
     found = pack(Batch(batch.targets, segments, **fields), VOCABULARY, torch.float64)

@@ -18,7 +18,7 @@ class Reading:
     def __init__(self, values: Tensor) -> None:
         self._values, self.event = values, None
         if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values = torch.empty_like(values, device="cpu", pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self.event = torch.Event("cuda")  # torch.cuda.Event takes the host four times as long
             self.event.record()

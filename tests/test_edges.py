@@ -435,3 +435,44 @@ def test_what_a_later_sweep_reads_may_not_change(changed):
             continue
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.loss.backward()
+
+
+# ---------------------------------------------------------------------- a default device
+
+
+def test_the_default_device_decides_nothing(tmp_path) -> None:
+    """Tensors are made where the call's are, also where a script has set another default."""
+    hidden, weight = torch.randn(6, H), torch.randn(V, H, requires_grad=True)
+    targets = torch.tensor([3, -100, 5, 1, 0, 2])
+    fields = policy_fields(6)
+
+    def run(group=None) -> list[Tensor]:
+        batch, found = hl.Batch(targets, **fields), []
+        for given in ({"gradient_tolerance": 0.3}, {"sequence_parallel": group is not None}):
+            head = hl.Head(weight, vocab_group=group)
+            out = hl.head_loss(hidden, head, batch, hl.gspo() + hl.z_loss(), hl.Options(**given))
+            (gradient,) = torch.autograd.grad(out.loss, weight)
+            figures = list(out.metrics.compute().values())
+            found += [out.loss.detach(), gradient, torch.tensor(figures, device="cpu")]
+        frozen = hl.Options(gradient_tolerance=0.3, schedule="frozen")
+        x = hidden.clone().requires_grad_()
+        out = hl.head_loss(x, hl.Head(weight.detach()), batch, hl.grpo(), frozen)
+        assert {m.value.device.type for m in out.metrics.values()} == {"cpu"}
+        return found
+
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        for group in (None, torch.distributed.group.WORLD):
+            want = run(group)
+            hl.clear_cache()
+            with torch.device("meta"):
+                found = run(group)
+            for got, expected in zip(found, want, strict=True):
+                torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    finally:
+        torch.distributed.destroy_process_group()
+    with torch.device("meta"):
+        for term in (hl.gspo(), hl.any_of(), hl.grpo().where("kept")):
+            hl.check_term(term)
+        hl.check_term(hl.soft_cross_entropy(), candidate_probs=torch.ones(28, 4, device="cpu"))

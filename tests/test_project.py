@@ -457,6 +457,20 @@ def test_sizes(name: str) -> None:
     assert too_long == {}
 
 
+FACTORIES = "as_tensor arange empty eye full linspace ones rand randint randn randperm tensor zeros"
+OF_THE_DEFAULT_DEVICE = {"batch.segments", "gate", "losses.catalogue"}  # of lists; samples
+
+
+@pytest.mark.parametrize("name", sorted(MODULES.keys() - OF_THE_DEFAULT_DEVICE))
+def test_tensors_are_made_on_a_device_that_is_named(name: str) -> None:
+    """A script's default device is not where a call's tensors are."""
+    calls = [n for n in ast.walk(ast.parse(MODULES[name].read_text())) if isinstance(n, ast.Call)]
+    made = {f"torch.{factory}" for factory in FACTORIES.split()}
+    found = [call for call in calls if ast.unparse(call.func) in made]
+    bare = [c.lineno for c in found if not {"device", None} & {k.arg for k in c.keywords}]
+    assert bare == []
+
+
 def test_no_path_of_any_machine() -> None:
     places = ["headloss", "tests", "benchmarks", "examples", "docs", ".ci"]
     suffixes = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".json", ".csv", ".svg", ""}

@@ -78,8 +78,8 @@ def per(denominator: float | Tensor) -> Reduction:
     """A sum over tokens divided by a number that a framework has counted."""
 
     def weigh(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
-        count = torch.as_tensor(denominator, device=lengths.device).to(lengths.dtype)
-        return (1 / count).expand_as(lengths)
+        count = torch.as_tensor(denominator, dtype=torch.float64, device=lengths.device)
+        return (1 / count).to(lengths.dtype).expand_as(lengths)
 
     return Reduction("per_count", weigh)
 
@@ -115,7 +115,6 @@ def as_documents(positions: Tensor, shape: torch.Size, attended: Any = None) -> 
 def over_count(objective: Objective, count: float | Tensor) -> Objective:
     """Terms over the mean of tokens are divided by `count` tokens in place of this batch's; a count
     of 0 acts as 1."""
-    count = torch.as_tensor(count)
     over = per(count + (count == 0))
     return Objective(
         tuple(

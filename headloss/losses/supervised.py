@@ -225,7 +225,7 @@ def soft_cross_entropy(stats: Statistics, batch: PackedBatch) -> Tensor:
     Inputs: candidate_ids, candidate_probs [.., K], q, of which empty slots count as 0.
     Default reduction: token_mean.
     """
-    got, want = batch.candidate_probs.shape[1:], batch.candidate_ids.shape[1:]
+    got, want = batch.candidate_probs.shape[1:], stats.candidate_logps.shape[1:]
     if got != want:
         raise ValueError(f"candidate_probs: got {tuple(got)} at each token, want {tuple(want)}")
     probs = batch.candidate_probs.to(stats.candidate_logps.dtype)

@@ -206,7 +206,7 @@ class Bound:
 
 def power_of_two(sizes: list[Tensor]) -> Tensor:
     """[] the power of two that brings the largest of some numbers to between 1 and 2."""
-    largest = torch.stack(sizes).max() if sizes else torch.zeros(())
+    largest = torch.stack(sizes).max() if sizes else torch.zeros((), device="cpu")
     return torch.where(largest > 0, -largest.log2().floor(), 0).exp2()
 
 

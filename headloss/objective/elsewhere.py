@@ -64,7 +64,7 @@ def gradient_of(
     """The coefficients that follow from the slopes. With `rescaled` a power of two scales them to
     near 1, and is returned too."""
     sparse: dict[object, Tensor] = {key: slopes[key] for key in (CANDIDATES,) if key in slopes}
-    gradient = Gradient(pull_back(slopes, stats, vocabulary), sparse, torch.empty(0))
+    gradient = Gradient(pull_back(slopes, stats, vocabulary), sparse, torch.empty(0, device="cpu"))
     if not rescaled:
         return gradient, None
     found = [*gradient.coefficients.tensors().values(), *sparse.values()]

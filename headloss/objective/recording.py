@@ -191,7 +191,7 @@ class Recorder(TorchDispatchMode):
 def _simplified(op: Op, operands: tuple[Operand, ...]) -> Operand | None:
     """The result where it needs no instruction."""
     if all(isinstance(o, Constant) for o in operands):
-        values = [torch.tensor(o.value, dtype=torch.float64) for o in operands]  # type: ignore[union-attr]
+        values = [torch.tensor(o.value, dtype=torch.float64, device="cpu") for o in operands]  # type: ignore[union-attr]
         return Constant(float(COMPUTE[op](*values)))
     neutral = {Op.MUL: 1.0, Op.DIV: 1.0, Op.ADD: 0.0, Op.SUB: 0.0}.get(op)
     if neutral is not None and operands[1] == Constant(neutral):
@@ -334,7 +334,7 @@ class RecordedSegments(Segments):
     """Segments of a sample whose sums, expansions and pairs are recorded."""
 
     def __init__(self, recorder: Recorder, lengths: Tensor) -> None:
-        ids = torch.arange(len(lengths)).repeat_interleave(lengths)
+        ids = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)
         super().__init__(ids, len(lengths), counts=lengths)
         self.recorder = recorder
         self._lengths = recorder.know(lengths.clone(), recorder.load(("lengths", None), SEGMENTS))

@@ -67,15 +67,14 @@ class Tolerance:
 
     Args:
         share: of a chunk's mass that may be left out; with 0 nothing is looked at.
+        none: [] float64, 0 on the device of the call.
         transform: of all tokens' logits.
         vocabulary: V of the whole model.
     """
 
-    def __init__(self, share: float, transform: Transform, vocabulary: int) -> None:
+    def __init__(self, share: float, transform: Transform, vocabulary: int, none: Tensor) -> None:
         self.share, self.transform, self.vocabulary = share, transform, vocabulary
-        self.rows: Tensor | float = 0.0
-        self.skipped: Tensor | float = 0.0
-        self.whole: Tensor | float = 0.0
+        self.rows = self.skipped = self.whole = none
 
     def __call__(
         self, gradient: Gradient, stats: Statistics, rows: slice, scale: Tensor | None
@@ -96,6 +95,4 @@ class Tolerance:
     def metrics(self) -> Metrics:
         """`skipped_rows`: rows with a gradient that were left out. `skipped_mass`: their share of
         the whole mass; its `sum` is their mass, which bounds the error."""
-        counts = [torch.as_tensor(t, dtype=torch.float64) for t in (self.skipped, self.whole)]
-        rows = torch.as_tensor(self.rows, dtype=torch.float64)
-        return Metrics(skipped_rows=Sum(rows), skipped_mass=Mean(*counts))
+        return Metrics(skipped_rows=Sum(self.rows), skipped_mass=Mean(self.skipped, self.whole))

@@ -76,7 +76,7 @@ class Facts(NamedTuple):
         # Pinned, so that the host need not wait for the device before it may go on.
         pinned = device.type == "cuda"
         words = [*numbers, *[0] * rest, expects]
-        known = torch.tensor(words, dtype=torch.int64, pin_memory=pinned)
+        known = torch.tensor(words, dtype=torch.int64, device="cpu", pin_memory=pinned)
         known = known.to(device, non_blocking=True)
         return torch.cat([known[:2], *(found.to(device) for found in sums), known[2:]])
 
@@ -310,7 +310,7 @@ def _expects(said: Own) -> int:
 
 @functools.lru_cache(KNOWN)
 def _mixed_numbers(rows: tuple[tuple[int, ...], ...]) -> int:
-    return int(_mixed(torch.tensor(rows)))
+    return int(_mixed(torch.tensor(rows, device="cpu")))
 
 
 def _mixed(own: Tensor) -> Tensor:
@@ -336,7 +336,7 @@ def checksums(*groups: Sequence[Tensor]) -> list[Tensor]:
     """[1] int64 each, of the bits of some tensors, in their order and places in their group."""
     words = [[_words(tensor) for tensor in group] for group in groups]
     if not any(words):
-        return [torch.zeros(1, dtype=torch.int64) for _ in groups]
+        return [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in groups]
     flat = torch.cat([word for group in words for word in group])
     sizes = [sum(word.numel() for word in group) for group in words]
     # Sums of integers wrap and do not round. The factors follow no line: values that change places

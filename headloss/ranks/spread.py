@@ -55,13 +55,13 @@ class Spread:
     ) -> None:
         self.group, self.world = group, len(sizes)
         rank = distributed.get_rank(group)
-        ends = torch.tensor(sizes).cumsum(0)
-        positions = torch.arange(int(ends[-1])) if index is None else index.cpu()
+        ends = torch.tensor(sizes, device="cpu").cumsum(0)
+        positions = torch.arange(sum(sizes), device="cpu") if index is None else index.cpu()
         self.offset = int(ends[rank]) - sizes[rank]
         self.owners = torch.bucketize(positions, ends, right=True)  # [T] on the host
         self.on_device = self.owners.to(device)
         mine = self.owners == rank
-        self.before = torch.cat([torch.zeros(1, dtype=torch.int64), mine.cumsum(0)])
+        self.before = torch.cat([ends.new_zeros(1), mine.cumsum(0)])
         self.mine = mine.nonzero().squeeze(1).to(device)
 
     def __len__(self) -> int:

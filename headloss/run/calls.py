@@ -221,7 +221,8 @@ def _work(
         # before any coefficient is known.
         saves = plan.skip_rows and plan.pull not in ("unit", "never")
         share = options.gradient_tolerance if saves else 0.0
-        tolerance = Tolerance(share, transform, vocabulary)
+        none = packing.targets.new_zeros((), dtype=torch.float64)
+        tolerance = Tolerance(share, transform, vocabulary, none)
     constants = [packing.targets, transform.temperature, packing.support and packing.support.ids]
     work = Work(
         plan=plan,

@@ -69,8 +69,9 @@ def liger_fused_linear_cross_entropy(
     if not (return_z_loss or return_token_accuracy):
         return out.loss
     z_loss = lse_square_scale * out.terms["z_loss"] if return_z_loss else None
-    top1 = out.metrics.compute()[f"{kind.name}/top1"] if return_token_accuracy else None
-    return CrossEntropyOutput(out.loss, z_loss, None if top1 is None else torch.tensor(top1))
+    if not return_token_accuracy:
+        return CrossEntropyOutput(out.loss, z_loss)
+    return CrossEntropyOutput(out.loss, z_loss, out.metrics[f"{kind.name}/top1"].value.float())
 
 
 class LigerFusedLinearCrossEntropyFunction:

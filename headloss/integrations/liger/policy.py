@@ -133,7 +133,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         if count is None:
             tokens = Totals(scored.sum(), 0)
             return per((tokens.all_reduce() if ranks > 1 else tokens).tokens)
-        return per(torch.as_tensor(count / ranks, dtype=torch.float32).clamp(min=1))
+        share = torch.as_tensor(count / ranks, dtype=torch.float32, device=scored.device)
+        return per(share.clamp(min=1))
 
     @torch.no_grad()
     def _metrics(self, out: Output, batch: Batch, scored: Tensor) -> list[Tensor]:

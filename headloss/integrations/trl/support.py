@@ -69,14 +69,15 @@ def padded(kept: Kept, completions: int, columns: int, device: torch.device) -> 
         raise ValueError(
             f"support_ids: got {len(kept)} entries, want one for each of {completions} completions"
         )
+    like: Any = {"dtype": torch.int64, "device": "cpu"}
     rows = [
         row
         if isinstance(row, Tensor)
-        else [torch.as_tensor([] if ids is None else ids, dtype=torch.int64) for ids in row or ()]
+        else [torch.as_tensor([] if ids is None else ids, **like) for ids in row or ()]
         for row in kept
     ]
     most = max((len(ids) for row in rows for ids in row), default=0)
-    found = torch.full((completions, columns, max(1, most)), -1, dtype=torch.int64)
+    found = torch.full((completions, columns, max(1, most)), -1, **like)
     for place, row in zip(found, rows, strict=True):
         if isinstance(row, Tensor):
             part = row[:columns].cpu()

@@ -33,7 +33,7 @@ def linked(tape: Tape, layout: Layout, device: torch.device) -> tuple[Tensor, in
         rows += [_encoded(row, len(tape.inputs), layout) for row in instructions]
     kinds = [int(kind) for kind in tape.kinds] + [0] * (MEASUREMENTS - len(tape.kinds))
     table = [number for row in (*heads, *rows, kinds) for number in row]
-    code = torch.tensor(table, dtype=torch.int32).to(device)
+    code = torch.tensor(table, dtype=torch.int32, device="cpu").to(device)
     return code, code.data_ptr(), code.data_ptr() + 4 * WIDTH * begin
 
 
