@@ -224,6 +224,11 @@ def test_unknown_modules_are_refused_by_name():
     hooked.register_forward_hook(lambda module, args, output: output * 2)
     with pytest.raises(TypeError, match=r"forward hook .*<lambda> would not run"):
         Head.of(hooked)
+    for register in ("register_full_backward_hook", "register_full_backward_pre_hook"):
+        hooked = nn.Linear(H, V)
+        getattr(hooked, register)(lambda module, *gradients: None)
+        with pytest.raises(TypeError, match=r"hook .*<lambda> would not run"):
+            Head.of(hooked)
     patched.forward = lambda input: input
     with pytest.raises(TypeError, match="replaced on the instance"):
         Head.of(patched)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
 from .lora import Lora
@@ -77,12 +77,13 @@ def _check_unpatched(module: nn.Module) -> None:
     if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
         raise _unknown(module, "its forward has been replaced on the instance")
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    hooks += [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
     for hook in hooks:
         home = getattr(hook, "__module__", None) or type(hook).__module__
         # Sharding can be seen in the weight itself: a DTensor, or a parameter of ZeRO-3.
         if not home.startswith(("torch.distributed.", "deepspeed.")):
-            name = getattr(hook, "__qualname__", type(hook).__name__)
-            raise _unknown(module, f"its forward hook {home}.{name} would not run; remove it")
+            name = f"{home}.{getattr(hook, '__qualname__', type(hook).__name__)}"
+            raise _unknown(module, f"its backward or forward hook {name} would not run; remove it")
 
 
 # ---------------------------------------------------------------------- PEFT
@@ -142,8 +143,7 @@ def _read_lora(module: nn.Module, layer: Any, name: str) -> Lora:
 
 def _read_embedding_lora(module: nn.Module, layer: Any, name: str) -> Lora:
     """Row v of the embedding gains scaling * A[:, v] @ B.T, with A [r, V] and B [H, r]."""
-    a: Tensor = layer.lora_embedding_B[name].T
-    b: Tensor = layer.lora_embedding_A[name].T
+    a, b = layer.lora_embedding_B[name].T, layer.lora_embedding_A[name].T
     return Lora(a=a, b=b, scaling=layer.scaling[name])
 
 
