@@ -17,13 +17,7 @@ from .batch.segments import Chunk, Segments
 from .losses.term import Reads, Term
 from .objective.bound import reads
 from .objective.sample import sample_statistics
-from .objective.statistics import (
-    BESIDE,
-    CANDIDATES,
-    DIFFERENTIABLE,
-    STATISTICS,
-    Statistics,
-)
+from .objective.statistics import BESIDE, CANDIDATES, DIFFERENTIABLE, STATISTICS, Statistics
 
 LENGTHS = (5, 1, 7, 4, 3, 8)
 TOLERANCE = 1e-9

@@ -241,7 +241,7 @@ def _metrics(work: Work, stats: Statistics) -> Callable[[], Metrics]:
     if isinstance(bound, Taped):
         return bound.metrics(stats)
     batch, group = work.batch.on(stats), work.batch.segments.group
-    alone = work.own and group is None and batch.live is None
+    alone = work.prepared.own and group is None and batch.live is None
     kept = batch._apart() if alone else None
     if kept is not None:
         parts = [p._replace(kept=None if p.kept is None else p.kept.clone()) for p in bound.parts]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import defaultdict
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,19 +13,52 @@ class Misguessed(Exception):
     """A call began before something was read that turned out otherwise: it is made again."""
 
 
-class Reading:
-    """Values of a tensor that were copied when this was made; the host waits when it asks."""
+class Room(NamedTuple):
+    """Pinned memory that a kernel writes to, and the event behind it; to make them takes long."""
 
-    def __init__(self, values: Tensor) -> None:
-        self._values, self.event = values, None
-        if values.is_cuda:
+    values: Tensor  # [a power of two] int64
+    event: torch.Event  # torch.cuda.Event takes the host four times as long
+    device: int
+
+
+_FREE: defaultdict[tuple[int, int], list[Room]] = defaultdict(list)  # by size and device
+
+
+def room_for(size: int, device: int) -> Room:
+    """Room for at least so many values, that nothing writes to any more."""
+    free = _FREE[size := 1 << (size - 1).bit_length(), device]
+    try:
+        room = free.pop()
+        if room.event.query():
+            return room
+        free.insert(0, room)  # nobody has waited for it, and it is still written to
+    except IndexError:  # there is none, or another thread was faster
+        pass
+    values = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
+    return Room(values, torch.Event("cuda"), device)
+
+
+class Reading:
+    """Values of a tensor that were on their way when this was made: they were copied, or a kernel
+    writes them to a `room`. The host waits when it asks."""
+
+    def __init__(self, values: Tensor, room: Room | None = None) -> None:
+        self._values, self._room, self.event = values, room, None
+        if room is not None:
+            self._values, self.event = room.values, room.event
+        elif values.is_cuda:
             self._values = torch.empty_like(values, device="cpu", pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self.event = torch.Event("cuda")  # torch.cuda.Event takes the host four times as long
+            self.event = torch.Event("cuda")
+        if self.event is not None:
             self.event.record()
 
     def tolist(self) -> list[Any]:
-        """The values; waits for their copy alone, and for nothing that was queued behind it."""
+        """The values, or all that there is room for; waits for nothing that was queued behind."""
         if self.event is not None:
             self.event.synchronize()
         return self._values.tolist()  # type: ignore[no-any-return]
+
+    def __del__(self) -> None:
+        if self._room is not None:
+            _FREE[len(self._room.values), self._room.device].append(self._room)

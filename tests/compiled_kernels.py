@@ -270,13 +270,12 @@ class Form:
         )
 
     def batch(self) -> Iterator[tuple[str, Call]]:
-        more = {"id_fields": [whole(N, K)], "positive": some(N)} if self.full else {}
+        more = {"id_fields": [whole(N, K)]} if self.full else {"host": whole(9)}
         grid = whole(3, N // 3) if self.full else whole(N)
         scored = torch.zeros(1, dtype=torch.int32)
         yield "survey", lambda: acts.survey(grid, whole(N), 3, -100, **more)
-        few = {name: value[:9] for name, value in more.items() if name == "positive"}
         for ids in (whole(9), None):
-            yield "survey", lambda ids=ids: acts.survey(whole(9), ids, 1, -100, **few)
+            yield "survey", lambda ids=ids: acts.survey(whole(9), ids, 1, -100, host=whole(7))
         yield "compact", lambda: acts.compact(grid, whole(N), -100, scored, 1)
 
     def tape(self) -> Iterator[tuple[str, Call]]:
@@ -343,7 +342,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if versions.INTERPRETED.value:
         parser.error("TRITON_INTERPRET is set")
-    known = {launcher.kernel.__name__ for launcher in launch._launchers}
+    known = {turn.kernel.__name__ for each in launch._launchers for turn in each.turns}
     for number, name in enumerate(arguments.targets):
         target = target_of(name)
         pretend(target, number)
@@ -359,7 +358,7 @@ def main() -> None:
                     if fnmatch.fnmatch(act, arguments.only):
                         seen |= {"act": act, "form": form, "dtype": dtype}
                         call()
-        known |= {launcher.kernel.__name__ for launcher in launch._launchers}
+        known |= {turn.kernel.__name__ for each in launch._launchers for turn in each.turns}
     print(json.dumps({"kernels": sorted(known)}))
 
 

@@ -172,7 +172,8 @@ class Case:
         """By autograd and `fold_all`."""
         bound = self.bound
         gradient = bound.gradient(self.stats, self.view, None, needed)
-        work: Any = SimpleNamespace(batch=self.view, bound=bound, own=False)
+        foreign = SimpleNamespace(own=False)
+        work: Any = SimpleNamespace(batch=self.view, bound=bound, prepared=foreign)
         return gradient, _metrics(work, self.stats)()
 
 

@@ -45,7 +45,7 @@ def test_other_arguments_are_refused():
 def test_tensors_by_dtype_and_alignment():
     tensors = [SIXTEEN[i:] for i in (0, 1, 2, 4, 8)]
     tensors += [SIXTEEN.to(dtype) for dtype in (torch.bfloat16, torch.int64, torch.bool)]
-    describe = launch.describer((SIXTEEN, 3, SIXTEEN), ())
+    describe = launch.describer((SIXTEEN, 3, SIXTEEN))
     keys = [describe(0, {}, t, 3, SIXTEEN)[0] for t in tensors]
     for key, tensor in zip(keys, tensors, strict=True):
         for other, found in zip(keys, tensors, strict=True):
@@ -57,7 +57,7 @@ def test_tensors_by_dtype_and_alignment():
 
 
 def test_constants_and_devices_are_told_apart():
-    describe = launch.describer((SIXTEEN,), ())
+    describe = launch.describer((SIXTEEN,))
     keys = [describe(d, {"A": a}, SIXTEEN)[0] for d in (0, 1) for a in (True, False, 64)]
     assert len(set(keys)) == 6
     assert describe(0, {"A": 1}, SIXTEEN)[1] == [SIXTEEN.data_ptr()]
@@ -103,18 +103,18 @@ def test_the_second_launch_is_direct(stub):
     launcher = launcher_of(stub, num_warps=8)
     x, y = torch.zeros(64), torch.zeros(64, dtype=torch.int64)
     for n in (5, 6, 16, 7):
-        launcher._launch(0, 9, (x, n, y), {"BLOCK": 32})
+        launcher._launch(0, (9,), (x, n, y), {"BLOCK": 32})
     assert [args[1] for _, args, _ in stub.slow] == [5, 16]
     assert stub.slow[0] == ((9,), (x, 5, y), {"BLOCK": 32, "num_warps": 8})
     pointers = (x.data_ptr(), y.data_ptr())
     assert stub.fast == [(9, 70, [pointers[0], n, pointers[1]]) for n in (6, 7)]
-    launcher._launch(1, 9, (x, 5, y), {"BLOCK": 32})  # another device
+    launcher._launch(1, (9,), (x, 5, y), {"BLOCK": 32})  # another device
     assert len(stub.slow) == 3
 
 
 def test_hooks_are_called_by_triton(stub, monkeypatch):
     launcher = launcher_of(stub)
-    given = (0, 9, (torch.zeros(64), 5, torch.zeros(64)), {"BLOCK": 32})
+    given = (0, (9,), (torch.zeros(64), 5, torch.zeros(64)), {"BLOCK": 32})
     launcher._launch(*given)
     hook = SimpleNamespace(calls=[print])
     with monkeypatch.context() as patch:
@@ -132,7 +132,7 @@ def test_what_only_triton_can_send(stub, monkeypatch):
     monkeypatch.setitem(launch.VERSIONS, launch.version(), lambda *_: None)
     launcher = launcher_of(stub)
     for _ in range(3):
-        launcher._launch(0, 9, (torch.zeros(64), 5, torch.zeros(64)), {"BLOCK": 32})
+        launcher._launch(0, (9,), (torch.zeros(64), 5, torch.zeros(64)), {"BLOCK": 32})
     assert len(stub.slow) == 3 and len(launcher.known) == 1
 
 
@@ -147,7 +147,7 @@ def test_tiles_become_maps_shapes_and_strides(stub, monkeypatch):
     launcher = launcher_of(stub, tiles={"y": launch.Tile((16, 32))})
     x, y = torch.zeros(64), torch.zeros(40, 64)[:, :56]
     for rows in (40, 40, 24):
-        launcher._launch(0, 9, (x, 5, y[:rows]), {"BLOCK": 32})
+        launcher._launch(0, (9,), (x, 5, y[:rows]), {"BLOCK": 32})
     assert type(stub.slow[0][1][2]).__name__ == "TensorDescriptor"
     assert stub.fast == [
         (9, 70, [x.data_ptr(), 5, f"map {i + 1}", rows, 56, 64, 1])
@@ -158,18 +158,33 @@ def test_tiles_become_maps_shapes_and_strides(stub, monkeypatch):
 
 def test_no_kernel_has_a_constant_before_an_argument():
     """Constants follow the arguments: the C launcher is given as many placeholders at the end."""
-    for launcher in launch._launchers:
+    for launcher in {turn for each in launch._launchers for turn in each.turns}:
         parameters = inspect.signature(launcher.kernel.fn).parameters.values()
         constant = ["constexpr" in str(p.annotation) for p in parameters]
         assert constant == sorted(constant), launcher.kernel
-    assert {merge.launch_merge, chosen.launch_reference} <= set(launch._launchers)
+    assert {merge.launch_merge, chosen.launch_logits} <= set(launch._launchers)
+
+
+def test_kernels_in_turn_are_described_once(stub, monkeypatch):
+    monkeypatch.setattr(launch, "_tensor_map", lambda *_: "map")
+    tiled = launcher_of(stub, tiles={"y": launch.Tile((16, 32))})
+    turns = launch.Series(launcher_of(stub, num_warps=8), tiled)
+    launch._launchers.remove(turns)
+    x, y = torch.zeros(64), torch.zeros(40, 64)
+    for _ in range(2):
+        turns._launch(0, (9, 3), (x, 5, y), {"BLOCK": 32})
+    assert [grid for grid, *_ in stub.slow] == [(9,), (3,)]
+    (_, _, plain), (_, _, as_map) = stub.fast
+    assert plain == [x.data_ptr(), 5, y.data_ptr()]
+    assert as_map == [x.data_ptr(), 5, "map", 40, 64, 64, 1]
+    assert [programs for programs, *_ in stub.fast] == [9, 3]
 
 
 def test_forgetting(stub):
     launcher = launcher_of(stub)
     launch._launchers.append(launcher)
     try:
-        launcher._launch(0, 9, (torch.zeros(64), 5, torch.zeros(64)), {"BLOCK": 32})
+        launcher._launch(0, (9,), (torch.zeros(64), 5, torch.zeros(64)), {"BLOCK": 32})
         assert launcher.known
         launch.clear()
         assert not launcher.known
@@ -196,7 +211,7 @@ INNER = Inner(SIXTEEN, 4, YES)
 
 def test_records_are_described_field_by_field():
     """All that Triton tells apart in a record, and its values in the shape that it has."""
-    describe = launch.describer((SIXTEEN, Outer(INNER, None, None, None)), ())
+    describe = launch.describer((SIXTEEN, Outer(INNER, None, None, None)))
     records = [
         Outer(inner, other, maybe, number)
         for inner in (INNER, INNER._replace(data=SIXTEEN[1:]), INNER._replace(stride=1))

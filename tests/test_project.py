@@ -122,7 +122,7 @@ ALLOWED: dict[str, set[str]] = {
         "options",
         "ranks.dtensor",
     },
-    "run.work": {*PARTS, *LOGITS, "objective.bound", "run.plan", *ENGINE},
+    "run.work": {*PARTS, *LOGITS, "objective.bound", "run.plan", "run.prepare", *ENGINE},
     "run.pull_back": {*PARTS, *LOGITS, "objective.bound", "run.work"},
     "run.loop": {
         *PARTS,

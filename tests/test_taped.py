@@ -139,9 +139,9 @@ def test_what_is_known_beforehand() -> None:
         logits, given = torch.randn(19, 37, device=DEVICE), (Transform(), None, True, hl.Options())
         hl.logits_loss(logits, batch(), objective)  # finds out that not all positions are scored
         work, _ = given_call((logits, batch(), objective, *given))
-        (found, *_), slopes = work.bound.beforehand(work.batch, work.needs)
+        (found, *_), slopes = work.bound.beforehand(work.batch, work.prepared.needs)
         assert ("bound" not in vars(work.bound)) == (slopes is None) == by_tape
-        (want, *_), _ = work.bound.bound.beforehand(work.batch, work.needs)
+        (want, *_), _ = work.bound.bound.beforehand(work.batch, work.prepared.needs)
         assert found.tensors().keys() == want.tensors().keys()
         for name, value in want.tensors().items():
             torch.testing.assert_close(getattr(found, name), value, rtol=1e-6, atol=1e-9)

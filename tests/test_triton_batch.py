@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ def poisoned(fresh_memory_is_nan):
 
 
 def case_of(name: str):
-    """Targets and ids (strided where they are rows), a field of ids, and temperatures."""
+    """Targets and ids (strided where they are rows), and a field of ids."""
     n, count = CASES[name]
     generator = torch.Generator().manual_seed(n)
     targets = torch.randint(0, 90, (n,), generator=generator)
@@ -43,9 +42,6 @@ def case_of(name: str):
         share = 2 if name == "none scored" else 0.4
         targets[torch.rand(n, generator=generator) < share] = IGNORE
     ids = torch.randint(0, count, (n,), generator=generator).sort().values
-    heat = torch.rand(n, generator=generator) + 0.1
-    heat[::5] = 0
-    heat[1::7], heat[2::9] = math.nan, math.inf
     if name == "any order":
         ids = torch.randint(-2, count + 2, (n,), generator=generator)
     field = torch.randint(-1, 200, (n, 3), generator=generator)
@@ -53,13 +49,12 @@ def case_of(name: str):
         both = torch.stack([targets, targets], 1).view(count, -1)
         targets = both.to(DEVICE)[:, ::2]
         ids = hl.Segments.rows(count, n // count, DEVICE).ids
-        heat = heat.view(count, -1)
-    return targets.to(DEVICE), ids.to(DEVICE), count, field.to(DEVICE), heat.to(DEVICE)
+    return targets.to(DEVICE), ids.to(DEVICE), count, field.to(DEVICE)
 
 
-def counted(targets, ids, count, field, heat) -> list[int]:
+def counted(targets, ids, count, field) -> list[int]:
     """The same facts, one position after another."""
-    targets, ids, heat = (t.reshape(-1).tolist() for t in (targets, ids, heat))
+    targets, ids = (t.reshape(-1).tolist() for t in (targets, ids))
     clamped = [min(max(i, -1), count) for i in ids]
     scored = [i for i, target in enumerate(targets) if target != IGNORE]
     bins = [0] * (count + 3)
@@ -70,7 +65,6 @@ def counted(targets, ids, count, field, heat) -> list[int]:
         min([0, *(targets[i] for i in scored)]),
         max([0, *(targets[i] for i in scored)]),
         max([0, *(max(field[i].tolist()) for i in scored)]),
-        sum(not (heat[i] > 0 and math.isfinite(heat[i])) for i in scored),
         *bins,
     ]
 
@@ -78,11 +72,13 @@ def counted(targets, ids, count, field, heat) -> list[int]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
 def test_facts_and_order(backend, name):
-    targets, ids, count, field, heat = case_of(name)
-    found = backend.survey(targets, ids, count, IGNORE, id_fields=(field,), positive=heat)
-    assert found.facts.tolist() == counted(targets, ids, count, field, heat)
-    few = backend.survey(targets, ids, count, IGNORE)
-    assert few.facts.tolist() == [*found.facts[:3].tolist(), *found.facts[5:].tolist()]
+    targets, ids, count, field = case_of(name)
+    found = backend.survey(targets, ids, count, IGNORE, id_fields=(field,))
+    assert found.facts.tolist() == counted(targets, ids, count, field)
+    host = torch.full((count + 6,), 7, pin_memory=DEVICE != "cpu")
+    few = backend.survey(targets, ids, count, IGNORE, host=host)
+    assert few.facts.tolist() == [*found.facts[:3].tolist(), *found.facts[4:].tolist()]
+    assert host.tolist() == few.facts.tolist()  # behind the wait
     one, zeros = (backend.survey(targets, i, 1, IGNORE) for i in (None, torch.zeros_like(targets)))
     assert torch.equal(one.facts, zeros.facts)
     flat, scored = targets.reshape(-1), targets.reshape(-1) != IGNORE

@@ -298,9 +298,7 @@ def _check_targets(targets: object) -> None:
 def _check_segments(segments: Segments, of: str, value: Tensor) -> None:
     got, want = segments.ids.shape, value.shape
     if got.numel() != want.numel():
-        raise ValueError(
-            f"segments: got {tuple(got)} tokens, want the {of}' shape {tuple(want)}"
-        )
+        raise ValueError(f"segments: got {tuple(got)} tokens, want the {of}' shape {tuple(want)}")
 
 
 def check_ids(name: str, ids: Tensor, shape: torch.Size, most: int | None = None) -> None:
@@ -314,7 +312,7 @@ def check_ids(name: str, ids: Tensor, shape: torch.Size, most: int | None = None
 
 def _may_ask_device() -> bool:
     """False while a graph is captured or compiled, and in a data loader's worker."""
-    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+    if torch.compiler.is_compiling() or torch._C._cuda_isCurrentStreamCapturing():
         return False
     return torch.utils.data.get_worker_info() is None
 

@@ -7,6 +7,7 @@ segment. From there on there are no masks and no padding: every field is a vecto
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,13 @@ class PackedBatch:
         live: [T] bool, only with static shapes: which tokens are scored.
     """
 
+    index: Tensor | None = None  # [T] position of each token, None: all N in order
+    _given: Mapping[str, Tensor] = MappingProxyType({})  # [N, ..], gathered when a term reads them
+    _per_segment: frozenset[str] = frozenset()  # those of them that are [S]
+    _dtype: torch.dtype | None = None  # of gathered floating vectors; None: their own
+    _stats: Statistics | None = None  # this call's, for CURRENT
+    _whole: tuple[PackedBatch, slice] | None = None  # what this is a cut of
+
     def __init__(
         self,
         targets: Tensor,
@@ -55,13 +63,7 @@ class PackedBatch:
         live: Tensor | None = None,
     ) -> None:
         self.targets, self.segments, self.live = targets, segments, live
-        self.index: Tensor | None = None  # [T] position of each token, None: all N in order
         self._fields = dict(fields)
-        self._given: Mapping[str, Tensor] = {}  # fields [N, ..], gathered when a term reads them
-        self._per_segment: frozenset[str] = frozenset()  # those of them that are [S]
-        self._dtype: torch.dtype | None = None  # of gathered floating vectors; None: their own
-        self._stats: Statistics | None = None  # this call's, for CURRENT
-        self._whole: tuple[PackedBatch, slice] | None = None  # what this is a cut of
         self._count = segments.count  # S, without what static shapes add for unscored tokens
         self._sums: dict[str, Tensor] = {}  # of `_kept`
 

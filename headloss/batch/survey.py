@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..arguments import IGNORE
 from ..kernels import choose, load
-from ..reading import Reading
+from ..reading import Reading, room_for
 from .segments import Segments
 
 
@@ -61,9 +61,11 @@ class Survey:
         self.tensors, self.versions = tensors, versions(tensors)
         self.targets, self.segments, self.id_fields = targets, segments, id_fields
         self.acts = load(choose("auto", targets.device, torch.float32))
-        self.facts, self.scored = self.acts.survey(
-            targets, segments._given, segments.count, IGNORE, id_fields=tuple(id_fields.values())
-        )
+        told = targets.is_cuda and more is None and not id_fields  # by one kernel
+        room = room_for(segments.count + 6, targets.get_device()) if told else None
+        ids, host = tuple(id_fields.values()), None if room is None else room.values
+        given = targets, segments._given, segments.count, IGNORE
+        self.facts, self.scored = self.acts.survey(*given, id_fields=ids, host=host)
         if id_fields:
             scored = targets.reshape(-1) != IGNORE
             twice = [(_repeated(ids) & scored).sum() for ids in id_fields.values()]
@@ -71,7 +73,7 @@ class Survey:
         self.size, self._alone = self.facts.shape[0], more is None
         self.bins = 4 + len(id_fields)  # the first segment's count among the facts
         self._read: list[int] | None = None
-        self._reading = Reading(self.facts if more is None else torch.cat([self.facts, more]))
+        self._reading = Reading(self.facts if more is None else torch.cat([self.facts, more]), room)
         if targets.is_cuda:
             self._stream = _stream(targets)
 
@@ -81,13 +83,9 @@ class Survey:
         return same and self.versions is not None
 
     def read(self) -> list[int]:
-        """The facts, and from `size` on the further ones, on the host; other streams than the
-        batch's wait for them too."""
+        """The facts, and from `size` on the further ones, on the host."""
         if self._read is None:
             self._read = self._reading.tolist()
-        event = self._reading.event
-        if event is not None and _stream(self.targets) != self._stream:
-            event.wait()
         return self._read
 
     def lengths(self) -> Callable[[], list[int]]:

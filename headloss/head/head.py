@@ -11,6 +11,7 @@ are, in this order,
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,8 +74,10 @@ class Head:
         if self.bias is not None:
             _check_bias(self.bias, self.weight)
         check_transform(self.temperature, self.softcap, self.logit_scale)
-        self._check_vocab_size()
-        _check_lora(self.lora, self.weight)
+        if self.vocab_size is not None:
+            self._check_vocab_size(self.vocab_size)
+        if self.lora != ():
+            _check_lora(self.lora, self.weight)
 
     # ------------------------------------------------------------------ making them
 
@@ -197,10 +200,8 @@ class Head:
             named += [(f"lora[{index}].a", lora.a), (f"lora[{index}].b", lora.b)]
         return [(name, value) for name, value in named if isinstance(value, Tensor)]
 
-    def _check_vocab_size(self) -> None:
-        size, rows = self.vocab_size, self.weight.shape[0]
-        if size is None:
-            return
+    def _check_vocab_size(self, size: object) -> None:
+        rows = self.weight.shape[0]
         if not isinstance(size, int) or isinstance(size, bool):
             raise TypeError(f"vocab_size: got {describe(size)}, want an integer or None")
         # A slice of the vocabulary may hold fewer rows than `vocab_size`.
@@ -227,6 +228,9 @@ def check_head(head: object) -> None:
 
 def check_transform(temperature: object, softcap: object, logit_scale: object) -> None:
     """Check what is done to raw logits."""
+    if softcap is None and isinstance(temperature, float) and isinstance(logit_scale, float):
+        if 0 < temperature < math.inf and -math.inf < logit_scale < math.inf:
+            return
     _check_temperature(temperature)
     check_number("logit_scale", logit_scale)
     if softcap is not None:

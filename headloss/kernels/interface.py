@@ -89,21 +89,16 @@ class Held:
     @classmethod
     def empty(cls, x: Tensor, v: int) -> Held:
         """Room for the terms of x [n, H]; rows are whole 16 bytes."""
-        return cls.room(len(x), v, x.dtype, x.device)
-
-    @classmethod
-    def room(cls, n: int, v: int, of: torch.dtype, device: torch.device) -> Held:
-        """Room for the terms of n hidden states of a dtype."""
-        wide = torch.promote_types(of, torch.float32)
-        dtype = torch.bfloat16 if of.itemsize == 2 else wide
-        terms = torch.empty(n, 8 * -(-v // 8), dtype=dtype, device=device)
-        return cls(terms[:, :v] if v % 8 else terms, torch.empty(n, dtype=wide, device=device))
+        n, wide = x.shape[0], torch.promote_types(x.dtype, torch.float32)
+        dtype = torch.bfloat16 if x.dtype.itemsize == 2 else wide
+        terms = x.new_empty(n, 8 * -(-v // 8), dtype=dtype)
+        return cls(terms[:, :v] if v % 8 else terms, x.new_empty(n, dtype=wide))
 
 
-def partials_of(fields: Tensor, needs: frozenset[str]) -> Partials:
+def partials_of(fields: Sequence[Tensor], needs: frozenset[str]) -> Partials:
     """By name: peak, rest, target, then spread where the entropy is needed and total where the
     mean logit is."""
-    peak, rest, target, *more = fields.unbind()
+    peak, rest, target, *more = fields
     spread = more[0] if "entropy" in needs else None
     return Partials(peak, rest, target, spread, more[-1] if "mean_logit" in needs else None)
 
@@ -140,8 +135,8 @@ class Walk(NamedTuple):
     coefficients: Coefficients | None = None  # [n]; with `needs`: at an entropy of 0
     slopes: Tensor | None = None  # [parts, 5, n], with `needs`: more of dL/dlogp, see stats.Slope
     normalizer: Normalizer | None = None  # [n]
-    # Of a survey of this vocabulary, without id_fields and positive: unless it found the batch
-    # whole, nothing is written, and the statistics may be anything.
+    # Of a survey of this vocabulary, without id_fields: unless it found the batch whole, nothing is
+    # written, and the statistics may be anything.
     facts: Tensor | None = None
 
 
@@ -358,16 +353,16 @@ class Kernels(Protocol):
 
     def survey(
         self, targets: Tensor, ids: Tensor | None, count: int, ignore: int, *,
-        id_fields: Sequence[Tensor] = (), positive: Tensor | None = None,
+        id_fields: Sequence[Tensor] = (), host: Tensor | None = None,
     ) -> Surveyed:  # fmt: skip
         """What packing has to know of N positions, of which those of a target `ignore` are not
         scored; S = count segments.
 
-        targets, ids (or None) [N] or [B, N / B] int64 of any strides, id_fields [N, K], positive
-        like targets. Facts: how often a segment's id is followed by a lower one; the smallest
-        scored target, or 0; the largest, or 0, of targets and of each of id_fields; with
-        `positive`, at how many scored positions it is not a finite number > 0; scored positions
-        with an id below 0, in each segment, and with one beyond; positions that are not scored.
+        targets, ids (or None) [N] or [B, N / B] int64 of any strides, id_fields [N, K]. Facts: how
+        often a segment's id is followed by a lower one; the smallest scored target, or 0; the
+        largest, or 0, of targets and of each of id_fields; scored positions with an id below 0, in
+        each segment, and with one beyond; positions that are not scored. `host`, pinned memory for
+        the facts where there are no id_fields, has them too, as the other results.
         """
 
     def compact(

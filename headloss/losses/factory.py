@@ -38,7 +38,8 @@ def factory(function: Callable[P, Term]) -> Callable[P, Term]:
 
     @functools.wraps(function)
     def make(*args: P.args, **kwargs: P.kwargs) -> Term:
-        plain = all(type(option) in PLAIN for option in (*args, *kwargs.values()))
+        given = (*args, *kwargs.values())
+        plain = not given or all(type(option) in PLAIN for option in given)
         return (remembered if plain else build)(*args, **kwargs)
 
     return make

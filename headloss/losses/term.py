@@ -216,7 +216,7 @@ class Objective(_Arithmetic):
     @classmethod
     def of(cls, value: Term | Objective) -> Objective:
         """An objective from a term or an objective."""
-        if not isinstance(value, Term | Objective):
+        if not isinstance(value, _Arithmetic):
             hint = ""
             if callable(value):
                 hint = " (a term's function must be called: hl.grpo(), not hl.grpo)"

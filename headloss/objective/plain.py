@@ -18,8 +18,9 @@ LAUNCH, TOKEN, INDEX, SEGMENT = map(int, (Way.LAUNCH, Way.TOKEN, Way.INDEX, Way.
 
 
 def run_plain(tape: Tape, launch: Launch) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Vectors, measurements and the loss, in PyTorch, on any device and in any dtype."""
-    batch, chunk, dtype = launch.batch, launch.chunk, tape.dtype
+    """Vectors, measurements and the loss, in PyTorch, on any device and in any dtype. A launch is
+    of a batch, of which no field is gathered, a chunk, inputs and numbers."""
+    (batch, chunk, inputs, numbers), dtype = launch, tape.dtype
     live = None if batch.live is None else batch.live[chunk.rows]
     segments = batch.segments.slice(chunk)
     device = segments.ids.device
@@ -31,11 +32,11 @@ def run_plain(tape: Tape, launch: Launch) -> tuple[list[Tensor], Tensor, Tensor]
     for row in (row for phase in tape.phases for row in phase):
         own, op = registers[row.kind], row.op
         if op is Op.LOAD:
-            column = launch.inputs[row.operands[0]]  # type: ignore[index]
+            column = inputs[row.operands[0]]  # type: ignore[index]
             own[row.out] = _read(column, batch, chunk, dtype, row.kind == SEGMENTS)
             continue
         if op is Op.NUMBER:
-            number = launch.numbers[row.operands[0]]  # type: ignore[index]
+            number = numbers[row.operands[0]]  # type: ignore[index]
             number = torch.as_tensor(number, dtype=dtype, device=device)
             own[row.out] = number.expand(shapes[row.kind])
             continue

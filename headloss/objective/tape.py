@@ -46,20 +46,8 @@ class Reported(NamedTuple):
     places: tuple[int, ...]
 
 
-class Column(NamedTuple):
-    """A field of the batch, and how the value of a token is found in it."""
-
-    values: Tensor  # [T], [N] or [S], contiguous
-    way: int  # a Way: an IntEnum is slow to hash
-
-
-class Launch(NamedTuple):
-    """The arguments of one run; no field of the batch is gathered."""
-
-    batch: PackedBatch
-    chunk: Chunk
-    inputs: list[Column]
-    numbers: list[Number]
+# A field of the batch, [T], [N] or [S] contiguous, and the Way of a token's value (quick to hash).
+Column = tuple[Tensor, int]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -110,12 +98,17 @@ class Tape:
             factor: on the gradient alone, a number or [].
             chunk: which tokens `stats` are of; default: all.
         """
-        if chunk is None:
-            chunk = Chunk(0, len(batch), 0, batch.segments.count)
-        inputs = [_column(source, stats, batch) for source in self.inputs]
-        numbers = [_number(s, totals, coefficients, vocabulary, factor) for s in self.numbers]
-        launch = Launch(batch, chunk, inputs, numbers)
-        vectors, measured, loss = _runner(backend)(self, launch)
+        part = chunk or Chunk(0, batch.targets.shape[0], 0, batch.segments.count)
+        inputs = [
+            (getattr(stats, name).contiguous(), LAUNCH) if kind == "statistic"
+            else _column(kind, name, stats, batch) for kind, name in self.inputs
+        ]  # fmt: skip
+        given = {"vocabulary": vocabulary, "factor": factor}
+        numbers = [
+            coefficients[name] if kind == "coefficient" else given[kind] if kind in given
+            else _total(kind, name, totals) for kind, name in self.numbers
+        ]  # fmt: skip
+        vectors, measured, loss = _runner(backend)(self, (batch, part, inputs, numbers))
         of: dict[str, dict[Any, Tensor]] = {"coefficient": {}, "divergence": {}}
         for (kind, name), vector in zip(self.vectors, vectors, strict=True):
             of[kind][name] = vector
@@ -134,30 +127,18 @@ def _runner(backend: str) -> Callable[..., tuple[Sequence[Tensor], Tensor, Tenso
     return run
 
 
-def _column(source: Source, stats: Statistics, batch: PackedBatch) -> Column:
-    kind, name = source
-    if kind == "statistic":
-        return Column(getattr(stats, name).contiguous(), LAUNCH)
+def _column(kind: str, name: Any, stats: Statistics, batch: PackedBatch) -> Column:
     if kind == "field" or kind == "mask":
         by_segment, at_once = name in batch._per_segment, batch.index is None
-        return Column(batch._given[name], SEGMENT if by_segment else TOKEN if at_once else INDEX)
+        return batch._given[name], SEGMENT if by_segment else TOKEN if at_once else INDEX
     if kind == "lengths":
-        return Column(batch.segments._local_counts, SEGMENT)
+        return batch.segments._local_counts, SEGMENT
     if kind == "kept":
-        return Column(batch._kept(name), SEGMENT)
-    return Column(list(stats.divergences.values())[name].contiguous(), LAUNCH)
+        return batch._kept(name), SEGMENT
+    return list(stats.divergences.values())[name].contiguous(), LAUNCH
 
 
-def _number(
-    source: Source, totals: Totals, coefficients: Sequence[float], vocabulary: int, factor: Number
-) -> Number:
-    kind, name = source
-    if kind == "coefficient":
-        return coefficients[name]
-    if kind == "vocabulary":
-        return vocabulary
-    if kind == "factor":
-        return factor
+def _total(kind: str, name: str | None, totals: Totals) -> Number:
     counts = (totals.tokens, totals.segments) if name is None else totals.kept[name]
     return counts[kind == "segments"]
 
@@ -244,14 +225,12 @@ class Taped:
         """Those of all tokens, that were evaluated in chunks."""
         return self._run(stats, None, True, False).metrics or Metrics
 
-    def _run(
-        self, stats: Statistics, chunk: Chunk | None, observe: bool, needed: bool
-    ) -> Gradient:
+    def _run(self, stats: Statistics, chunk: Chunk | None, observe: bool, needed: bool) -> Gradient:
         tape = self.find(observe, needed)
         assert tape is not None
         factor: float | Tensor = 1.0 if self.declared is None or not needed else self.declared
-        if needed and self.scale is not None:
-            factor = self.scale * factor
+        if needed and self.rescaled:
+            factor = self.scale * factor  # type: ignore[operator]
         return tape.run(
             stats,
             self.batch,

@@ -15,7 +15,7 @@ def local_head(head: Head) -> Head:
     Raises:
         ValueError, TypeError: placements other than rows sharded over one mesh dimension.
     """
-    if not is_dtensor(head.weight):
+    if not hasattr(head.weight, "device_mesh"):
         if head.vocab_mesh_dim is not None:
             raise ValueError(
                 f"vocab_mesh_dim: got {head.vocab_mesh_dim!r} with a plain weight, want a DTensor; "

@@ -34,7 +34,7 @@ class Joined(NamedTuple):
     Attributes:
         prepared: what its signature decides.
         confirm: of a packing that was guessed, see `packing.guessed`.
-        per_segment: fields with one value per segment; None: by their shapes on this rank.
+        per_segment: fields with one value per segment.
     """
 
     prepared: Any
@@ -42,8 +42,8 @@ class Joined(NamedTuple):
     place: Place
     packing: Packing
     plan: Plan
-    confirm: Callable[[], object] = bool  # nothing to do
-    per_segment: frozenset[str] | None = None
+    confirm: Callable[[], object]
+    per_segment: frozenset[str]
 
 
 def over_segments(

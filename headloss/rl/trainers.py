@@ -20,14 +20,7 @@ from ..integrations.trl.forward import Unrounded, require
 from ..integrations.trl.grpo_objective import completion_mask, tokens_of_the_step
 from ..losses import Term
 from .advantages import discounted, generalised, leave_one_out, normalised, rewards_at_tokens
-from .config import (
-    CISPOConfig,
-    GRPOConfig,
-    GSPOConfig,
-    PPOConfig,
-    REINFORCEConfig,
-    RLConfig,
-)
+from .config import CISPOConfig, GRPOConfig, GSPOConfig, PPOConfig, REINFORCEConfig, RLConfig
 
 
 class _Trainer(GRPOTrainer):

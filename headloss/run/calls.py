@@ -26,7 +26,7 @@ from ..ranks.place import Place, of_given, of_linear, own_facts, own_of_linear
 from ..ranks.segments import Joined, over_segments, voted
 from ..softmax.given import GivenSoftmax, GivenSums, IntoLogits, WalkSoftmax
 from ..softmax.linear import ExpSoftmax, LinearSoftmax, Tokens
-from ..softmax.sums import Hidden, Into, RowSums, SlabSums
+from ..softmax.sums import Hidden, Into, RowSums
 from ..softmax.support import SupportSoftmax
 from .checks import Given, GivenLogits, check_temperatures
 from .loop import GatherRows
@@ -123,16 +123,14 @@ def linear_call(given: Given, early: bool = False) -> Call:
         whole, width = work.open, work.vocabulary  # `work` itself would be in a cycle
         work.open = lambda tensors: SupportSoftmax(whole(tensors), support, width)
     final = options.upstream is not None or prepared.problem.scope == "elsewhere"
-    into = Into(
+    work.into = Into(
         prepared.wants,
         options.accumulate_dtype,
         options.main_grad,
         final and not prepared.problem.rescaled,  # coefficients hold the upstream gradient
-        plan.once,
         Hidden if slices.group is None else slices.hidden,
     )
-    work.row_sums = partial(RowSums, into=into, blocks=[block.rows for block in plan.chunks])
-    work.slab_sums = partial(SlabSums, into=into)
+    work.sums = RowSums
     tensors = [tensor for pair in pairs for tensor in pair]
     return work, [*tensors, head.bias]
 
@@ -165,13 +163,13 @@ def given_call(given: GivenLogits) -> Call:
     found = over_segments(batch, options, joined, vocab_group)
     work, of_tokens = _work(found, batch, transform, options)
     packing, inplace = work.packing, found.prepared.problem.inplace
-    into = IntoLogits(packing.order, inplace)
+    work.into = into = IntoLogits(packing.order, inplace)
     if found.plan.rows:
         work.open = partial(WalkSoftmax, tokens=of_tokens, index=packing.index, into=into)
-        work.row_sums = lambda source: source
+        work.sums = lambda source, *_: source
     else:
         work.open = partial(GivenSoftmax, tokens=of_tokens, index=packing.index)
-        work.row_sums = partial(GivenSums, into=into)
+        work.sums = GivenSums
     return work, [logits]
 
 
@@ -197,7 +195,7 @@ def _joined(
         "weight_gradient": prepared.problem.weight_gradient or bool(place.weight_gradient),
     }
     plan = prepared.plan(options, packing, numbers)
-    return Joined(prepared, objective, place, packing, plan, confirm)
+    return Joined(prepared, objective, place, packing, plan, confirm, prepared.per_segment)
 
 
 def _work(
@@ -223,19 +221,15 @@ def _work(
         share = options.gradient_tolerance if saves else 0.0
         none = packing.targets.new_zeros((), dtype=torch.float64)
         tolerance = Tolerance(share, transform, vocabulary, none)
-    constants = [packing.targets, transform.temperature, packing.support and packing.support.ids]
     work = Work(
+        prepared=prepared,
         plan=plan,
         packing=packing,
         batch=view,
         bind=partial(_bound, joined, batch, view, options),
         slices=slices,
         vocabulary=vocabulary,
-        needs=prepared.needs,
-        dtype=prepared.wide,
-        own=prepared.own,
-        rescaled=prepared.problem.rescaled,
-        constants=[value for value in constants if isinstance(value, Tensor)],
+        transform=transform,
         at_once=plan.rows
         and plan.schedule == "one_pass"
         and prepared.slopes

@@ -52,7 +52,7 @@ class HeadLoss(torch.autograd.Function):
         stats, values, loss = measured
         if loss is None:
             loss = work.bound.total(values, stats)
-        return loss.to(work.dtype), measured
+        return loss.to(work.prepared.wide), measured
 
     @staticmethod
     def backward(ctx, upstream: Tensor, _):  # type: ignore[override]
@@ -127,7 +127,7 @@ def pull_slopes(
     stats, width = swept.whole.stats, work.vocabulary
     if CANDIDATES in given:
         given[CANDIDATES] = without_constants(given[CANDIDATES], stats, work.batch)
-    gradient, scale = gradient_of(given, stats, width, work.rescaled)
+    gradient, scale = gradient_of(given, stats, width, work.prepared.problem.rescaled)
     if work.tolerance is not None:
         gradient = work.tolerance(gradient, stats, ALL, scale)
     with inside(work.batch.targets.device.type, *work.groups):
@@ -225,10 +225,10 @@ def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]
         values = gradient.values if values is None else values + gradient.values
         loss, live = gradient.loss, gradient.live() if work.plan.skip_rows else None
         pulled = source.pull(rows, ALL, Known(measured, gradient, held, live))
-        sums = sums or work.row_sums(source)  # after the first product is queued
+        sums = sums or work.sums(source, work.into, work.plan)  # after the first product is queued
         sums.add(pulled)
         del held, pulled  # they are used up
-    sums = sums or work.row_sums(source)
+    sums = sums or work.sums(source, work.into, work.plan)
     whole = found[0] if len(found) == 1 else join(work, source, found)
     if values is None:
         values = whole.normalizer.peak.new_zeros(len(work.bound.named), dtype=torch.float64)
@@ -243,7 +243,7 @@ def sweep(work: Work, source: RawSoftmax) -> Swept:
     for block in work.plan.blocks:
         measured, held = measure(work, source, block.rows, keep=pull in ("unit", "held"))
         if pull == "unit":
-            sums = sums or work.row_sums(source)
+            sums = sums or work.sums(source, work.into, work.plan)
             unit = unit_gradient(measured.normalizer)
             sums.add(source.pull(block.rows, ALL, Known(measured, unit, held)))
         elif pull == "held":
@@ -251,7 +251,7 @@ def sweep(work: Work, source: RawSoftmax) -> Swept:
         found.append(measured)
         del held  # before the next one is made
     if pull == "unit":
-        sums = sums or work.row_sums(source)
+        sums = sums or work.sums(source, work.into, work.plan)
     return Swept(join(work, source, found), kept, sums)
 
 
@@ -259,11 +259,10 @@ def _walk_at_once(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack
     """Both acts in one launch, where the gradient is known before the statistics."""
     source = work.open(tensors)
     assert isinstance(source, WalkSoftmax)
-    bound = work.bound
-    known = bound.beforehand(work.batch, work.needs)
-    partials = source.walk(work.needs, *known)
+    needs, bound = work.prepared.needs, work.bound
+    partials = source.walk(needs, *bound.beforehand(work.batch, needs))
     work.confirm()  # the launch has gone by what the device knew of the batch
-    stats = work.slices.measured(source.acts, partials, work.needs, work.vocabulary).stats
+    stats = work.slices.measured(source.acts, partials, needs, work.vocabulary).stats
     found = bound.gradient(stats, work.batch, None, needed=False)
     return (stats, found.values, found.loss), lambda factor, _: source.finish(factor)
 

@@ -64,7 +64,7 @@ class Prepared:
         taped: a tape may serve the objective in place of autograd.
         own: all terms are the library's own.
         counted: the batch's totals are numbers of tokens and segments, on this rank alone.
-        kinds: of the fields that a tape can read: those of one value per token or segment.
+        kinds: of the fields that a tape can read: those of one value per token or `per_segment`.
         misses: not empty once a batch was guessed to be whole, and was not.
     """
 
@@ -82,6 +82,7 @@ class Prepared:
     own: bool = False
     counted: bool = False
     kinds: Mapping[str, torch.dtype | None] = field(default_factory=dict)
+    per_segment: frozenset[str] = frozenset()
     misses: list[bool] = field(default_factory=list)
     _tapes: dict[tuple[bool, bool], Tape | None] = field(default_factory=dict)
     _plans: dict[tuple, Plan] = field(default_factory=dict)
@@ -117,9 +118,7 @@ _KEPT: dict[object, Prepared] = {}
 _LOCK = threading.Lock()
 
 
-def known(key: object) -> Prepared | None:
-    """What was prepared for a signature. (One lookup in a dict is safe under threads.)"""
-    return _KEPT.get(key)
+known = _KEPT.get  # what was prepared for a signature: one lookup in a dict is safe under threads
 
 
 def _kept(key: object, made: Prepared) -> Prepared:
@@ -331,6 +330,7 @@ def _prepared(
         own=is_own(objective),
         counted=batch.segments.group is None and torch.bool not in (k for k, _ in kinds.values()),
         kinds={name: dtype for name, (dtype, more) in kinds.items() if not more},
+        per_segment=frozenset([name for name in kinds if not batch.per_token(name)]),
     )
 
 

@@ -13,6 +13,7 @@ from ..objective.bound import Gradient
 from ..softmax.given import WalkSoftmax
 from ..softmax.linear import LinearSoftmax, RawSoftmax, rows_left
 from ..softmax.rows import ALL, Known
+from ..softmax.sums import SlabSums
 from .work import Gradients, Swept, Work, measure, steps
 
 
@@ -65,7 +66,8 @@ def _scale(work: Work, swept: Swept, gradient: Gradient, factor: Tensor | None) 
 
 def from_held(work: Work, source: RawSoftmax, swept: Swept, gradient: Gradient) -> Any:
     """Act two of what was held, block by block."""
-    sums, blocks, whole = work.row_sums(source), work.plan.blocks, Known(swept.whole, gradient)
+    sums, blocks = work.sums(source, work.into, work.plan), work.plan.blocks
+    whole = Known(swept.whole, gradient)
     for block in blocks:
         rows = block.rows
         known = whole if len(blocks) == 1 else whole.rows(rows)
@@ -82,7 +84,7 @@ def _in_blocks(
 ) -> Gradients:
     """In blocks of tokens, whose logits are computed again. Their statistics are merged again too:
     where p is near 1, 1 - p needs the very logits that p comes from."""
-    sums = work.row_sums(source)
+    sums = work.sums(source, work.into, work.plan)
     for block in work.plan.chunks:
         part = gradient.rows(block.rows)
         measured, held = measure(work, source, block.rows, keep=True)
@@ -91,20 +93,16 @@ def _in_blocks(
     return sums.finish(factor)
 
 
-def _given_slabs(
-    work: Work, source: RawSoftmax, known: Known, factor: Tensor | None
-) -> Gradients:
+def _given_slabs(work: Work, source: RawSoftmax, known: Known, factor: Tensor | None) -> Gradients:
     """The gradient of given logits, a tile at a time."""
-    sums = work.row_sums(source)
+    sums = work.sums(source, work.into, work.plan)
     for columns in steps(source.vocabulary, work.plan.tile.columns):
         for rows in steps(len(source), work.plan.tile.rows):
             sums.add(source.pull(rows, columns, known.rows(rows)), columns)
     return sums.finish(factor)
 
 
-def in_slabs(
-    work: Work, source: LinearSoftmax, known: Known, factor: Tensor | None
-) -> Gradients:
+def in_slabs(work: Work, source: LinearSoftmax, known: Known, factor: Tensor | None) -> Gradients:
     """In slabs of columns: each slab of the weight gradient is written once."""
     live, all_of_it = work.live(known.gradient), source
     index = rows_left(live)()
@@ -115,7 +113,7 @@ def in_slabs(
     target = all_of_it if dense else source
     count, tile = len(source), work.plan.tile
     once = count <= tile.rows and factor is None and source.additions == 1
-    sums = work.slab_sums(target, once=once)
+    sums = SlabSums(target, work.into, once)
     for columns in steps(source.vocabulary, tile.columns):
         sums.open(columns)
         for rows in steps(count, tile.rows):

@@ -69,7 +69,7 @@ def of_mode(device: torch.device) -> tuple:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_autocast_dtype(kind) if autocast else None,
-        torch.are_deterministic_algorithms_enabled(),
+        torch._C._get_deterministic_algorithms(),
     )
 
 
@@ -80,14 +80,10 @@ def of_batch(batch: Batch) -> tuple:
         rank,
         targets.device,
         batch.segments.group is None,
-        tuple(
-            [
-                (name, v.dtype, v.shape[rank:], batch.per_token(name))
-                if isinstance(v, Tensor)
-                else name
-                for name, v in sorted(batch.fields.items())
-            ]
-        ),
+        *[
+            (n, v.dtype, v.shape[rank:], batch.per_token(n)) if isinstance(v, Tensor) else n
+            for n, v in sorted(batch.fields.items())
+        ],
         batch.support is None,
         None if totals is None else tuple(totals.kept),
     )

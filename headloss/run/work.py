@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..batch.packing import PackedBatch, Packing
 from ..kernels.interface import Measured
+from ..kernels.transform import Transform
 from ..objective.bound import Bound, Gradient
 from ..objective.statistics import PEAK, Partials, Statistics, finish
 from ..objective.tape import Taped
@@ -22,6 +23,7 @@ from ..objective.tolerance import Tolerance
 from ..softmax.linear import RawSoftmax
 from ..softmax.rows import ALL, of_several
 from .plan import Chunk, Plan
+from .prepare import Prepared
 
 Gradients = list[Tensor | None]
 NOT_YET: Any = None
@@ -46,41 +48,34 @@ class Work:
     """What the loop is to do with a source.
 
     Attributes:
+        prepared: what the call's signature decides.
         packing: where the packed tokens are in the batch.
         batch: as terms see it.
         bind: binds the objective to `batch`, while the first product runs: see `bound`.
         slices: of the vocabulary on the ranks of a group.
         vocabulary: of the whole model.
-        dtype: of statistics and the loss.
-        own: all terms are the library's own.
-        rescaled: coefficients are brought near 1, against 16-bit underflow.
-        constants: what both acts read beside the logits: none of it may change in between.
+        transform: of raw logits, of the packed tokens.
         at_once: the objective's gradient is known before the statistics are.
         tolerance: which rows are left out in addition to those without gradient.
         confirm: raises where the packing was guessed and wrong; asked once the first product is
             queued, and before anything is overwritten or given away.
-        open: makes the source of the call's tensors.
-        row_sums: of a source, takes its gradient in blocks of tokens.
-        slab_sums: of a linear source, takes it in slabs of columns.
+        open: makes the source of the call's tensors; `sums` takes its gradient in blocks of tokens.
     """
 
+    prepared: Prepared
     plan: Plan
     packing: Packing
     batch: PackedBatch
     bind: Callable[[], Bound | Taped]
     slices: Any
     vocabulary: int
-    needs: frozenset[str]
-    dtype: torch.dtype
-    own: bool
-    rescaled: bool
-    constants: list[Tensor]
+    transform: Transform
     at_once: bool = False
     tolerance: Tolerance | None = None
     confirm: Callable[[], object] = bool  # nothing to do
     open: Callable[[Sequence[Tensor | None]], RawSoftmax] = NOT_YET
-    row_sums: Callable[[Any], Any] = NOT_YET
-    slab_sums: Callable[..., Any] = NOT_YET
+    sums: Callable[[Any, Any, Plan], Any] = NOT_YET
+    into: Any = None
 
     @cached_property
     def bound(self) -> Bound | Taped:
@@ -90,6 +85,13 @@ class Work:
     def groups(self) -> tuple[Any, ...]:
         """Of the vocabulary's slices, and of segments that run across ranks."""
         return self.slices.group, self.batch.segments.group
+
+    @property
+    def constants(self) -> list[Tensor]:
+        """What both acts read beside the logits: none of it may change in between."""
+        packing, support = self.packing, self.packing.support
+        given = packing.targets, self.transform.temperature, support and support.ids
+        return [value for value in given if isinstance(value, Tensor)]
 
     def gradient(
         self, stats: Statistics, block: Chunk | None = None, needed: bool = True
@@ -124,9 +126,9 @@ def join(work: Work, source: RawSoftmax, found: list[Measured]) -> Measured:
         return found[0]
     if not found:
         empty = torch.empty(0, dtype=source.dtype, device=work.batch.targets.device)
-        measured = Measured(*finish(Partials(*[empty] * 5), work.vocabulary, work.needs))
+        measured = Measured(*finish(Partials(*[empty] * 5), work.vocabulary, work.prepared.needs))
         beside = measured.stats.divergences
-        beside |= {key: empty.clone() for key in work.needs & {PEAK}}
+        beside |= {key: empty.clone() for key in work.prepared.needs & {PEAK}}
         beside |= {t.key: empty.clone() for t in source.teachers}
         beside |= {part.key: empty.new_empty(0, *part.more) for part in source.beside}
         return measured

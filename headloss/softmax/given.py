@@ -83,9 +83,7 @@ class View:
 class GivenSoftmax(RawSoftmax):
     """Copies of given logits, a tile at a time."""
 
-    def __init__(
-        self, tensors: Sequence[Any], tokens: Tokens, *, index: Tensor | None
-    ) -> None:
+    def __init__(self, tensors: Sequence[Any], tokens: Tokens, *, index: Tensor | None) -> None:
         super().__init__(tokens)
         (logits,) = tensors  # [.., V]
         self.view = View(logits, index)
@@ -111,7 +109,7 @@ class IntoLogits(NamedTuple):
 class GivenSums:
     """The gradient of given logits, a tile at a time."""
 
-    def __init__(self, source: GivenSoftmax, into: IntoLogits) -> None:
+    def __init__(self, source: GivenSoftmax, into: IntoLogits, _: Any = None) -> None:
         self.live, logits = into.order.live, source.view.logits
         self.total = logits if into.inplace else torch.empty_like(logits)
         self.view, self.scaled = View(self.total, source.view.index), source.acts.scaled

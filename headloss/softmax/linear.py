@@ -74,19 +74,18 @@ class Tokens(NamedTuple):
 
     def forward(self, rows: Rows, columns: slice = ALL) -> Forward:
         """Arguments of act one beside the logits of a tile."""
-        targets, transform = self._at(rows)
+        targets, transform = (self.targets, self.transform) if rows is ALL else self._at(rows)
         return Forward(targets, self.first + (columns.start or 0), transform, self.needs)
 
     def backward(self, rows: Rows, columns: slice, known: Known) -> Backward:
         """Arguments of act two beside the logits of a tile."""
         (stats, normalizer), gradient = known.measured, known.gradient
-        targets, transform = self._at(rows)
+        targets, transform = (self.targets, self.transform) if rows is ALL else self._at(rows)
         given = targets, self.first + (columns.start or 0), transform, normalizer
         return Backward(*given, gradient.coefficients, stats.logp)
 
     def _at(self, rows: Rows) -> tuple[Tensor, Transform]:
-        whole = self.targets, self.transform
-        return whole if rows is ALL else (self.targets[rows], self.transform.rows(rows))
+        return self.targets[rows], self.transform.rows(rows)
 
 
 def rows_left(live: Tensor | None) -> Callable[[], Tensor | None]:
@@ -281,8 +280,10 @@ class ExpSoftmax(LinearSoftmax):
         self, rows: slice, tiles: Sequence[slice], slices: Any, vocabulary: int, keep: bool
     ) -> tuple[Measured, Any]:
         x, weight = self._x(rows), self.weights[0]
-        held = Held.room(x.shape[0], weight.shape[0], x.dtype, x.device) if keep else None
-        forward = self._biased(self.tokens.forward(rows))
+        held = Held.empty(x, weight.shape[0]) if keep else None
+        forward = self.tokens.forward(rows)
+        if self.bias is not None:
+            forward = self._biased(forward)
         if slices.size is None:
             found = self.acts.product_statistics(x, weight, forward, vocabulary, held)
         else:
@@ -318,7 +319,7 @@ class ExpSoftmax(LinearSoftmax):
         order = None if live is None else acts.dense_order(live, int(MOST * len(live)))
         later = order and (order.rows + (rows.start or 0), Reading(order.count))
         multiple = features = None
-        chosen = self._chosen(rows, ALL, known)
+        chosen = self._chosen(rows, ALL, known) if self.beside else []
         if backward.is_multiple:
             least = chosen[0].slopes.abs().amax(1) if chosen else None
             options = {"x": x, "order": order, "least": least}

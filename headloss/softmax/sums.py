@@ -34,7 +34,6 @@ class Into(NamedTuple):
         main_grad: float32 [V, H] that the weight gradient is added to, in place of returning it.
         direct: blocks are added to it as they come; else their sum at the end, times the factor.
             (Slabs always are.)
-        once: one block holds all tokens: its product is rounded to the weight's dtype at once.
         hidden: makes what takes the gradients of features: `Hidden`, or the ranks' own.
     """
 
@@ -42,7 +41,6 @@ class Into(NamedTuple):
     accumulate_dtype: torch.dtype
     main_grad: Tensor | None
     direct: bool
-    once: bool
     hidden: Callable[..., Any]
 
     def sum_dtype(self, wide: torch.dtype) -> torch.dtype:
@@ -150,7 +148,9 @@ class _Sums:
             assert source.full_bias is not None
             self.bias = torch.zeros_like(source.full_bias, dtype=source.dtype)
         self.weights: list[Tensor | None] = []
+        padded = False
         for weight, wanted in zip(source.full_weights, into.wants.weights, strict=True):
+            padded = padded or weight.shape[0] > source.vocabulary
             if not self.weights and self.main_grad is not None and direct:
                 self.weights.append(self.main_grad)
                 continue
@@ -158,7 +158,6 @@ class _Sums:
             if total is not None and source.vocabulary < total.shape[0]:
                 total[source.vocabulary :] = 0
             self.weights.append(total)
-        padded = any(w.shape[0] > source.vocabulary for w in source.full_weights)
         self.places = self.weights
         if padded:
             self.places = [None if w is None else w[: source.vocabulary] for w in self.weights]
@@ -237,9 +236,10 @@ class _Sums:
 class RowSums(_Sums):
     """Gradients that arrive in rows, one block of tokens after another, over all columns."""
 
-    def __init__(self, source: LinearSoftmax, into: Into, blocks: Sequence[slice]) -> None:
-        dtype = None if into.once else into.sum_dtype(source.dtype)
-        super().__init__(source, into, blocks, dtype, into.direct)
+    def __init__(self, source: LinearSoftmax, into: Into, plan: Any) -> None:
+        # Where one block holds all tokens its product is rounded to the weight's dtype at once.
+        dtype = None if plan.once else into.sum_dtype(source.dtype)
+        super().__init__(source, into, [c.rows for c in plan.chunks], dtype, into.direct)
 
     def add(self, gradient: RowGradient) -> None:
         """Take dL/draw of the next block."""

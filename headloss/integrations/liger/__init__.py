@@ -14,12 +14,8 @@ from .cross_entropy import (
     LigerFusedLinearScaledCrossEntropyFunction,
     liger_fused_linear_cross_entropy,
 )
-from .distillation import (
-    LigerFusedLinearJSDLoss,
-)
-from .policy import (
-    LigerFusedLinearGRPOLoss,
-)
+from .distillation import LigerFusedLinearJSDLoss
+from .policy import LigerFusedLinearGRPOLoss
 from .preference import (
     LigerFusedLinearCPOLoss,
     LigerFusedLinearDPOLoss,

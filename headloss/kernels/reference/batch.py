@@ -15,7 +15,7 @@ from ..interface import Compacted, Surveyed
 
 def survey(
     targets: Tensor, ids: Tensor | None, count: int, ignore: int, *,
-    id_fields: Sequence[Tensor] = (), positive: Tensor | None = None
+    id_fields: Sequence[Tensor] = (), host: Tensor | None = None
 ) -> Surveyed:  # fmt: skip
     targets = targets.reshape(-1)
     ids = torch.zeros_like(targets, dtype=torch.int64) if ids is None else ids.reshape(-1)
@@ -23,18 +23,20 @@ def survey(
     dead = targets == ignore
     scored = ~dead
     if not len(targets):
-        size = 2 + len(values) + (positive is not None) + count + 3
-        return Surveyed(ids.new_zeros(size), scored)
+        return Surveyed(_told(ids.new_zeros(2 + len(values) + count + 3), host), scored)
     real = [value.masked_fill(dead, 0) for value in values]
     bins = ids.clamp(-1, count).add_(1)
     facts = [(bins.diff() < 0).sum(), real[0].amin().clamp_max_(0)]
     facts += [value.amax().clamp_min_(0) for value in real]
-    if positive is not None:
-        p = positive.reshape(-1)
-        facts.append((scored & ~((p > 0) & p.isfinite())).sum())
     bins.masked_fill_(dead, count + 2)
     counts = ids.new_zeros(count + 3).scatter_(0, bins, 1, reduce="add")
-    return Surveyed(torch.cat([torch.stack(facts), counts]), scored)
+    return Surveyed(_told(torch.cat([torch.stack(facts), counts]), host), scored)
+
+
+def _told(facts: Tensor, host: Tensor | None) -> Tensor:
+    if host is not None:
+        host.copy_(facts, non_blocking=True)
+    return facts
 
 
 def compact(targets: Tensor, ids: Tensor, ignore: int, scored: Tensor, count: int) -> Compacted:

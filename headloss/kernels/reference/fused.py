@@ -64,7 +64,7 @@ def product_statistics(
 
 
 def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
-    found = merge_all(partials_of(slices.transpose(0, 1), needs))
+    found = merge_all(partials_of(slices.unbind(1), needs))
     return Measured(*stats.finish(found, vocabulary, needs))
 
 

@@ -17,9 +17,4 @@ from .pair import divergence, part_gradient_, readable
 from .product import can_fuse, product_partials, product_statistics
 from .slab import product_gradient
 from .statistics import partials
-from .support import (
-    support_gradient,
-    support_logits,
-    support_partials,
-    support_sums,
-)
+from .support import support_gradient, support_logits, support_partials, support_sums

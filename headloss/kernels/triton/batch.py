@@ -35,8 +35,8 @@ class Survey(NamedTuple):
 
     targets: Grid
     ids: Grid | None  # None: all in segment 0
-    positive: Grid | None
-    facts: Tensor  # [2 + VALUES + (positive) + count + 3]
+    facts: Tensor  # [2 + VALUES + count + 3], and a number of programs where there are several
+    host: Tensor | None  # pinned memory, which takes the facts too
     scored: Tensor  # [blocks]
 
 
@@ -84,6 +84,15 @@ def clear(facts, size, BLOCK: tl.constexpr):
     tl.debug_barrier()
 
 
+@triton.jit
+def tell(facts, host, size, BLOCK: tl.constexpr):
+    """Past the caches: other multiprocessors have added to these."""
+    for start in range(0, size, BLOCK):
+        slots = start + tl.arange(0, BLOCK)
+        found = tl.load(facts + slots, mask=slots < size, volatile=True)
+        tl.store(host + slots, found, mask=slots < size)
+
+
 @triton.jit(do_not_specialize=["ignore"])
 def survey_kernel(
     of, n, count, ignore, VALUES: tl.constexpr, BLOCK: tl.constexpr, ALONE: tl.constexpr
@@ -92,7 +101,7 @@ def survey_kernel(
     inside = at < n
     facts = of.facts
     if ALONE:  # nobody else has set the facts to 0
-        clear(facts, count + VALUES + 5 + (of.positive is not None), BLOCK)
+        clear(facts, count + VALUES + 5, BLOCK)
     target = numbers_at(of.targets, at, inside, ignore).to(tl.int64)
     live = inside & (target != ignore)
     real = tl.where(live, target, 0)
@@ -100,12 +109,6 @@ def survey_kernel(
     tl.atomic_max(facts + 2, tl.max(real, 0))
     tl.store(of.scored + tl.program_id(0), tl.sum(live.to(tl.int32), 0))
     bins = facts + 2 + VALUES
-    if of.positive is not None:
-        value = numbers_at(of.positive, at, live, 1.0).to(tl.float32)
-        bad = live & (((value > 0) & (value < float("inf"))) == 0)
-        bad = tl.sum(bad.to(tl.int64), 0)
-        tl.atomic_add(bins, bad, mask=bad > 0)  # no branch: see `compact_kernel`
-        bins += 1
 
     # Neighbours are found by reading again: they are in the cache.
     has_before, has_after = inside & (at > 0), at + 1 < n
@@ -127,6 +130,13 @@ def survey_kernel(
     tl.atomic_add(bins + bin, -lane.to(tl.int64), mask=begins & (ends == 0))
     tl.atomic_add(bins + bin, (lane + 1).to(tl.int64), mask=ends & (begins == 0))
     tl.atomic_add(bins + bin, tl.full((BLOCK,), 1, tl.int64), mask=begins & ends)
+    if of.host is not None:
+        tl.debug_barrier()
+        size, before = count + VALUES + 5, 0
+        if not ALONE:  # the program that is done last sees what all have added
+            before = tl.atomic_add(facts + size, 1).to(tl.int32)
+        if before == tl.num_programs(0) - 1:
+            tell(facts, of.host, size, BLOCK)
 
 
 @triton.jit(do_not_specialize=["fact", "ignore"])
@@ -182,16 +192,20 @@ def grid_of(values: Tensor) -> Grid:
 
 def survey(
     targets: Tensor, ids: Tensor | None, count: int, ignore: int, *,
-    id_fields: Sequence[Tensor] = (), positive: Tensor | None = None,
+    id_fields: Sequence[Tensor] = (), host: Tensor | None = None,
 ) -> Surveyed:  # fmt: skip
     n, values = targets.numel(), 1 + len(id_fields)
-    make = targets.new_empty if 0 < n <= BLOCK else targets.new_zeros  # one program does it itself
-    facts = make(2 + values + (positive is not None) + count + 3, dtype=torch.int64)
+    size = 2 + values + count + 3
+    if 0 < n <= BLOCK:  # one program sets them to 0 itself
+        facts = targets.new_empty(size, dtype=torch.int64)
+    else:
+        facts = targets.new_zeros(size + 1, dtype=torch.int64)[:size]
     scored = targets.new_empty(cdiv(n, BLOCK), dtype=torch.int32)
+    if not n and host is not None:
+        host.zero_()
     if n:
-        of_positive = None if positive is None else grid_of(positive)
         of_ids = None if ids is None else grid_of(ids)
-        of = Survey(grid_of(targets), of_ids, of_positive, facts, scored)
+        of = Survey(grid_of(targets), of_ids, facts, host, scored)
         constants = {"VALUES": values, "BLOCK": BLOCK, "ALONE": n <= BLOCK}
         launch_survey(cdiv(n, BLOCK), of, n, count, ignore, **constants)
         for i, field in enumerate(id_fields):

@@ -21,20 +21,12 @@ from torch import Tensor
 
 from ..pair import DEEPEST, ROOT, Compared, Differences
 from ..rounding import lost
-from .chosen import TOKENS, Reference, launch_reference
+from .chosen import chosen_logits
 from .formulas import LOG2E, transformed
 from .launch import Launcher, cdiv
 from .pair import Softmax, softmax
 from .product import LEAST_SCALE, LOWEST, check_operands
-from .records import (
-    LogitScaling,
-    Matrix,
-    constant,
-    matrix_of,
-    programs_on,
-    restored,
-    scaling,
-)
+from .records import LogitScaling, Matrix, constant, matrix_of, programs_on, restored, scaling
 from .tiles import BM, BN, OPTIONS, READ, WIDTH, each_tile
 from .versions import overlaps
 
@@ -173,12 +165,10 @@ def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differen
     out = x.new_empty(2, n, dtype=torch.float32)
     if not n:
         return Differences(out[1], out[0], own)
-    logit, z = torch.empty_like(out[0]), scaling(teacher)
-    reference = Reference(torch.empty_like(targets), logit, torch.empty_like(logit))
-    given = matrix_of(x), matrix_of(w), targets, z, reference, 0, n, v, h
-    launch_reference(cdiv(n, TOKENS), *given, TOKENS=TOKENS)
-    offset = logit - student.transform(raw.gather(1, (targets % v).unsqueeze(1))).squeeze(1)
-    z = restored(z, lost(x.device, h))
+    own_column = (targets % v).unsqueeze(1)
+    offset = chosen_logits(x, w, own_column, teacher)
+    offset = (offset - student.transform(raw.gather(1, own_column))).squeeze(1)
+    z = restored(scaling(teacher), lost(x.device, h))
     blocks, wide = cdiv(v, WIDTH), 16 * cdiv(n, 16)
     sums = x.new_empty(3, blocks, wide, dtype=torch.float32)
     p = softmax(student)

@@ -26,39 +26,43 @@ COLUMNS, TOKENS = 8, 8  # chosen columns of one token, or tokens, of a program
 
 
 class Reference(NamedTuple):
-    """The column that a token's terms are taken against; [n] each."""
+    """The column that a token's terms are taken against."""
 
-    own: Tensor  # its number, in this slice
-    logit: Tensor
-    target: Tensor  # z_y, -inf where it lies in another slice
+    logit: Tensor  # [n]
+    more: Tensor  # [2, n]: z_y, -inf where it lies in another slice; bits of the column's number
 
 
 @triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
-def reference_kernel(
-    x,  # Matrix [n, H]
-    w,  # Matrix [v, H]
-    targets,  # [n]
-    z,  # LogitScaling
-    to,  # Reference
-    first, n, v, h, TOKENS: tl.constexpr,
-):
+def references_kernel(
+    x, w, held, targets,
+    of,  # merge.ActOne
+    first, n, v, h, vocabulary, PROGRAMS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """The column that a token refers to, its target or a stand-in, and that column's logit."""
     row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     real = row < n
     target = tl.load(targets + row, mask=real, other=0) - first
     inside = (target >= 0) & (target < v)
     column = tl.where(inside, target, tl.abs(target % v)).to(tl.int64)
-    at_row = x.data + tl.where(real, row, 0) * x.stride
-    logit = dots(at_row, w.data + column * w.stride, real, h, TOKENS)
-    outer = z.outer
-    if z.temperature is not None:
-        outer = outer / tl.load(z.temperature + row, mask=real, other=1.0)
-    if z.bias is not None:
-        logit += tl.load(z.bias + column, mask=real, other=0.0).to(tl.float32)
-    logit = transformed(logit, z, outer)
-    tl.store(to.own + row, column, mask=real)
-    tl.store(to.logit + row, logit, mask=real)
-    tl.store(to.target + row, tl.where(inside, logit, float("-inf")), mask=real)
+    at_row = of.x.data + tl.where(real, row, 0) * of.x.stride
+    logit = dots(at_row, of.w.data + column * of.w.stride, real, h, TOKENS)
+    outer = of.z.outer
+    if of.z.temperature is not None:
+        outer = outer / tl.load(of.z.temperature + row, mask=real, other=1.0)
+    if of.z.bias is not None:
+        logit += tl.load(of.z.bias + column, mask=real, other=0.0).to(tl.float32)
+    logit = transformed(logit, of.z, outer)
+    to = of.epilogue.reference.more + row
+    tl.store(of.epilogue.reference.logit + row, logit, mask=real)
+    tl.store(to, tl.where(inside, logit, float("-inf")), mask=real)
+    tl.store(to + n, column.to(tl.int32).to(tl.float32, bitcast=True), mask=real)
+
+
+@triton.jit
+def own_column(to, n, rows, inside):
+    """The column's number in this slice, -1 beyond the last token."""
+    bits = tl.load(to.more + n + rows, mask=inside, other=0.0)
+    return tl.where(inside, bits.to(tl.int32, bitcast=True), -1)
 
 
 @triton.jit
@@ -135,7 +139,6 @@ def gradient_kernel(
     tl.store(out, g.to(of.to.data.dtype.element_ty), mask=here)
 
 
-launch_reference = Launcher(reference_kernel)
 launch_logits = Launcher(logits_kernel, num_warps=4)
 launch_gradient = Launcher(gradient_kernel, num_warps=1)
 launch_targets = Launcher(gradient_kernel)

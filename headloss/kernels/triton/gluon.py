@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from . import formulas, tiles
 from .formulas import LN2, LOG2E
 from .launch import Launcher, Tile
-from .merge import Epilogue
+from .merge import act_one
 from .records import Act, programs_on
 from .versions import copies
 
@@ -242,7 +242,8 @@ def ask_of_tokens(given, first, block, n, v):
     if of.z.temperature is not None:
         factor = factor / gl.load(of.z.temperature + rows, mask=inside, other=1.0)
     reference = gl.load(of.reference.logit + rows, mask=inside, other=0.0)
-    column = gl.load(of.reference.own + rows, mask=inside, other=-1).to(gl.int32)
+    bits = gl.load(of.reference.more + n + rows, mask=inside, other=0.0)
+    column = gl.where(inside, bits.to(gl.int32, bitcast=True), -1)
     return factor, reference, column - block * WIDTH
 
 
@@ -250,7 +251,7 @@ def ask_of_tokens(given, first, block, n, v):
 def sum_tile(z, asked, out, held, given, first, block, n, v, WHO: gl.constexpr):
     """Act one: sums of a tile's terms, and the terms or raw logits."""
     of, sums = given
-    rests, spreads, totals = sums
+    rests, spreads, totals, peaks = sums
     factor, reference, column = asked
     to = of.to
     layout: gl.constexpr = accumulator_layout(WIDTH)
@@ -268,9 +269,9 @@ def sum_tile(z, asked, out, held, given, first, block, n, v, WHO: gl.constexpr):
         z = gl.where(columns[None, :] == of_z[:, None], LOWEST, z)
     if (block + 1) * WIDTH > v:
         z = gl.where((columns < v - block * WIDTH)[None, :], z, LOWEST)
-    if to.peaks is not None:
+    if peaks is not None:
         peak = gl.convert_layout(gl.max(z, 1), rows.type.layout, assert_trivial=True)
-        gl.store(to.peaks + place, peak * factor, mask=inside)
+        gl.store(peaks + place, peak * factor, mask=inside)
 
     scale, shift = (factor * LOG2E)[:, None], (reference * LOG2E)[:, None]
     left, right = halves(z)
@@ -295,25 +296,29 @@ def sum_tile(z, asked, out, held, given, first, block, n, v, WHO: gl.constexpr):
         gl.store(spreads + place, gl.sum(spread, 1) * LN2, mask=inside)
 
 
-@gluon.jit(do_not_specialize=["n"])
+@gluon.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
 def overlapping_product_kernel(
     x,  # descriptor [n, H]
     w,  # descriptor [v, H]
     held,  # descriptor [n, v], of terms or in float32 of raw logits, or None
-    of,  # Epilogue
-    n, v, h, PROGRAMS: gl.constexpr,
+    targets,
+    of,  # ActOne
+    first, n, v, h, vocabulary, PROGRAMS: gl.constexpr,
 ):
     # Told apart here: on their way into a group of warps flags cease to be constants.
-    last = of.to.parts
-    spreads, totals = None, None
-    if of.to.entropy:
-        last += of.to.stride
+    last = of.epilogue.to.parts
+    spreads, totals, peaks = None, None, None
+    if of.epilogue.to.entropy:
+        last += of.epilogue.to.stride
         spreads = last
-    if of.to.mean:
-        last += of.to.stride
+    if of.epilogue.to.mean:
+        last += of.epilogue.to.stride
         totals = last
-    sums = of.to.parts, spreads, totals  # [blocks, pitch] each
-    given = of, sums
+    if of.epilogue.to.top1:
+        last += of.epilogue.to.stride
+        peaks = last
+    sums = of.epilogue.to.parts, spreads, totals, peaks  # [blocks, pitch] each
+    given = of.epilogue, sums
     each_tile(x, w, held, given, n, v, h, PROGRAMS, ask_of_tokens, sum_tile)
 
 
@@ -379,19 +384,10 @@ WRITE = Tile((tiles.ROWS // 2, tiles.WIDTH // 4), LAYOUT)
 WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32)
 WRITE_WIDE = Tile((tiles.ROWS // 2, tiles.WIDTH // 8), WIDE)
 OPTIONS = {"num_warps": 4, "maxnreg": AT_START.value}
-launch_product = Launcher(overlapping_product_kernel, tiles=READ, **OPTIONS)
-launch_held = Launcher(overlapping_product_kernel, tiles=READ | {"held": WRITE}, **OPTIONS)
-launch_raw = Launcher(overlapping_product_kernel, tiles=READ | {"held": WRITE_WIDE}, **OPTIONS)
+launch_product = act_one(overlapping_product_kernel, READ, **OPTIONS)
+launch_held = act_one(overlapping_product_kernel, READ | {"held": WRITE}, **OPTIONS)
+launch_raw = act_one(overlapping_product_kernel, READ | {"held": WRITE_WIDE}, **OPTIONS)
 launch_slab = Launcher(overlapping_slab_kernel, tiles=READ | {"to": WRITE}, **OPTIONS)
-
-
-def launch(x: Tensor, w: Tensor, terms: Tensor | None, of: Epilogue) -> None:
-    """What product_kernel writes, for logits that grow with the product's or with their tanh."""
-    programs = programs_on(x.device)
-    run = launch_product if terms is None else launch_held
-    if of.raw is not None:
-        run, terms, of = launch_raw, of.raw.data, of._replace(raw=None)
-    run(programs, x, w, terms, of, len(x), len(w), x.shape[1], PROGRAMS=programs)
 
 
 def launch_gradient(x: Tensor, w: Tensor, to: Tensor, a: Act) -> None:

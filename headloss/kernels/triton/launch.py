@@ -54,7 +54,7 @@ class Tile(NamedTuple):
 
 
 class Launcher:
-    """A kernel under fixed options (num_warps, ..), launched over one row of programs.
+    """A kernel under fixed options (num_warps, .., constexprs), launched over one row of programs.
 
     launcher(programs, *arguments, **constants) is kernel[(programs,)](*arguments, **constants): the
     arguments in the kernel's order, of which each is always a tensor, always a number or always a
@@ -75,47 +75,63 @@ class Launcher:
         given = tiles or {}
         self.tiles = {i: given[name] for i, name in enumerate(kernel.arg_names) if name in given}
         self.direct = isinstance(kernel, JITFunction) and version() in VERSIONS
-        self.known: dict[tuple[Any, ...], Known | None] = {}
+        self.turns: tuple[Launcher, ...] = (self,)
+        self.known: dict[tuple[Any, ...], list[Known | None]] = {}
         _launchers.append(self)
 
-    def __call__(self, programs: int, *arguments: Any, **constants: Any) -> None:
+    def __call__(self, programs: int | Sequence[int], *arguments: Any, **constants: Any) -> None:
         first = arguments[0]
         while isinstance(first, tuple):
             first = first[0]
         device = first.get_device()
-        if device >= 0 and device != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):
-                self._launch(device, programs, arguments, constants)
-        else:
-            self._launch(device, programs, arguments, constants)
+        counts = (programs,) if type(programs) is int else programs
+        if device < 0 or device == torch._C._cuda_getDevice():
+            return self._launch(device, counts, arguments, constants)
+        with torch.cuda.device(device):
+            return self._launch(device, counts, arguments, constants)
 
     def _launch(
-        self, device: int, programs: int, arguments: Values, constants: dict[str, Any]
+        self, device: int, counts: Sequence[int], arguments: Values, constants: dict[str, Any]
     ) -> None:
-        if not self.direct or device < 0 or self.kernel.pre_run_hooks or _is_watched():
-            self._slowly(programs, arguments, constants)
+        turns = zip(self.turns, counts, strict=True)
+        if not self.direct or device < 0 or _is_watched():
+            for turn, count in turns:
+                turn._slowly(count, arguments, constants)
             return
         describe = self.describe
         if describe is None:
-            describe = self.describe = describer(arguments, tuple(self.tiles))
+            describe = self.describe = describer(arguments)
         key, values = describe(device, constants, *arguments)
-        known = self.known.get(key, self)
-        if known is self:
-            compiled = self._slowly(programs, arguments, constants)
-            self.known[key] = VERSIONS[version()](compiled, len(arguments), self.tiles)
-        elif known is None:
-            self._slowly(programs, arguments, constants)
-        else:
-            assert isinstance(known, Known)
-            if self.tiles:
-                values = known.with_maps(values, self.tiles)
-            known.send(programs, _stream(device), values)
+        known = self.known.get(key)
+        if known is None:
+            made = [(turn._slowly(n, arguments, constants), turn.tiles) for turn, n in turns]
+            ready, given = VERSIONS[version()], len(arguments)
+            self.known[key] = [ready(compiled, given, tiles) for compiled, tiles in made]
+            return
+        stream = _stream(device)
+        for (turn, count), ready in zip(turns, known, strict=True):
+            if ready is None or turn.kernel.pre_run_hooks:
+                turn._slowly(count, arguments, constants)
+            else:
+                tiles = turn.tiles
+                given = ready.with_maps(values, arguments, tiles) if tiles else values
+                ready.send(count, stream, given)
 
     def _slowly(self, programs: int, arguments: Values, constants: dict[str, Any]) -> Any:
         given = list(arguments)
         for i, tile in self.tiles.items():
             given[i] = tile.descriptor(given[i])
         return self.kernel[(programs,)](*given, **constants, **self.options)
+
+
+class Series(Launcher):
+    """Kernels that take the same arguments and constexprs, launched one after another: these are
+    described once. Called with the programs of each."""
+
+    def __init__(self, *turns: Launcher):
+        self.turns, self.known = turns, {}
+        self.direct = all(turn.direct for turn in turns)
+        _launchers.append(self)
 
 
 class OfClusters(Launcher):
@@ -145,16 +161,16 @@ class OfNumbers(Launcher):
         return (device, *constants.values()), [first.data_ptr(), *numbers]
 
 
-def describer(arguments: Values, tiles: Sequence[int]) -> Describe:
+def describer(arguments: Values) -> Describe:
     """A function of (device, constants, *arguments) that finds all that Triton may compile another
-    kernel for, and what the C launcher takes (tiles are left as they are).
+    kernel for, and what the C launcher takes, tiles as pointers.
 
     Of a pointer, its dtype and its address modulo 16 count; of a number see `kind`. A loop over the
     arguments would take three times as long as a function that is written for them.
     """
     names = [f"a{i}" for i in range(len(arguments))]
     lines, key, lows, values = [], ["device"], [], []
-    for i, (name, argument) in enumerate(zip(names, arguments, strict=True)):
+    for name, argument in zip(names, arguments, strict=True):
         value = name
         if isinstance(argument, tuple):
             value = _describe_record(name, type(argument), lines, lows)
@@ -162,11 +178,10 @@ def describer(arguments: Values, tiles: Sequence[int]) -> Describe:
         elif not isinstance(argument, Tensor):
             key.append(f"kind({name})")
         else:
+            value = f"p{name}"
             key.append(f"{name}.dtype")
-            if i not in tiles:
-                value = f"p{name}"
-                lines.append(f"p{name} = {name}.data_ptr()")
-                lows.append(value)
+            lines.append(f"p{name} = {name}.data_ptr()")
+            lows.append(value)
         values.append(value)
     each = "".join(f"{low} & 15, " for low in lows)
     lines += [
@@ -247,12 +262,12 @@ class Known:
         self.compiled = compiled  # it is unloaded when nobody holds it
         self.maps: dict[tuple[Any, ...], list[Any]] = {}
 
-    def with_maps(self, values: Values, tiles: dict[int, Tile]) -> Values:
-        """Arguments with each tile as the C launcher takes it: its map, its shape and strides."""
+    def with_maps(self, values: Values, arguments: Values, tiles: dict[int, Tile]) -> Values:
+        """`values` with each tile as the C launcher takes it: its map, its shape and strides."""
         found, done = [], 0
         for at, i in enumerate(tiles):
-            tensor = values[i]
-            key = (at, tensor.data_ptr(), tensor.shape, tensor.stride())
+            tensor = arguments[i]
+            key = (at, values[i], tensor.shape, tensor.stride())
             made = self.maps.get(key)
             if made is None:
                 tiles[i].descriptor(tensor)  # it checks

@@ -12,7 +12,8 @@ that kernels are compiled for, so that all sizes run the same instructions.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -20,10 +21,11 @@ from torch import Tensor
 
 from ...objective.statistics import STATISTICS, Normalizer, Statistics
 from ..interface import Measured
-from .chosen import Reference
+from .chosen import TOKENS, Reference, own_column, references_kernel
 from .formulas import FLOOR, LN2, LOG2E, block_partials, folded, log1p, merged, per_row, transformed
-from .launch import Launcher, cdiv
+from .launch import Launcher, Series, Tile, cdiv
 from .records import LogitScaling, Matrix, constant
+from .tiles import WIDTH
 
 FAR = tl.constexpr(2.0**80)  # sum of terms beyond which the reference is too far below
 LOG2E_LOW = tl.constexpr(1.925963033500e-08)  # what float32 leaves of it
@@ -35,15 +37,15 @@ SIZES |= {"COLUMNS": COLUMNS, "DEPTH_HALVES": DEPTH_HALVES}
 
 
 class Sums(NamedTuple):
-    """What a product sums for each block of columns: parts [1 + entropy + mean, blocks, pitch] are
-    rests, spreads and totals of n tokens."""
+    """What a product sums for each block of columns: parts [.., blocks, pitch] are rests, and where
+    they are asked for spreads, totals and peaks, of n tokens."""
 
     parts: Tensor
     pitch: int  # a multiple of 16 for any n
     stride: int  # from one of the parts to the next: blocks * pitch
-    peaks: Tensor | None  # [blocks, pitch]
     entropy: tl.constexpr
     mean: tl.constexpr
+    top1: tl.constexpr
 
 
 class Epilogue(NamedTuple):
@@ -65,18 +67,17 @@ class Asked(NamedTuple):
     top1: tl.constexpr
 
 
-class Finish(NamedTuple):
-    """What `finish_kernel` takes."""
+class ActOne(NamedTuple):
+    """What the kernels of an act one on a product take. What they write of each token follows
+    `epilogue.reference.more`: the rows of `measured`, or of `partials_of`."""
 
     x: Matrix  # [n, H]
     w: Matrix  # [v, H]
     held: Matrix | None  # [n, v]
-    reference: Reference
     z: LogitScaling
-    sums: Sums
     asked: Asked
-    out: Tensor  # [.., n]
-    raw: Matrix | None = None  # as in `Epilogue`
+    partials: tl.constexpr
+    epilogue: Epilogue
 
 
 @triton.jit
@@ -152,30 +153,34 @@ def write_statistics(out, n, rows, inside, highest, sums, vocabulary, asked):
         tl.store(out + rows, (target >= top).to(tl.float32), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
 def finish_kernel(
-    of,  # Finish
-    blocks, n, v, h,
+    x, w, held, targets,
+    of,  # ActOne
+    first, n, v, h,
     vocabulary,  # columns of the whole
+    PROGRAMS: tl.constexpr,  # of the product
+    WIDTH: tl.constexpr,  # of its tiles
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH_HALVES: tl.constexpr,
-    PARTIALS: tl.constexpr,  # stop there: out is peak, rest, target, spread, total
-):
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n
-    ENTROPY: tl.constexpr = of.sums.entropy
-    MEAN: tl.constexpr = of.sums.mean
+    blocks, more = tl.cdiv(v, WIDTH), of.epilogue.reference.more
+    ENTROPY: tl.constexpr = of.epilogue.to.entropy
+    MEAN: tl.constexpr = of.epilogue.to.mean
     TOP1: tl.constexpr = of.asked.top1
-    parts, out = of.sums.parts, of.out
-    spreads = parts + of.sums.stride
-    totals = spreads + of.sums.stride if ENTROPY else spreads
+    parts, out = of.epilogue.to.parts, more + 2 * n
+    spreads = parts + of.epilogue.to.stride
+    totals = spreads + of.epilogue.to.stride if ENTROPY else spreads
+    peaks = totals + of.epilogue.to.stride if MEAN else totals
     rest_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
     spread_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
     total_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
     peak_tile = tl.full((BLOCKS, ROWS), float("-inf"), tl.float32)
     for start in range(0, blocks, BLOCKS):
         block = start + tl.arange(0, BLOCKS)
-        place = block.to(tl.int64)[:, None] * of.sums.pitch + rows[None, :]
+        place = block.to(tl.int64)[:, None] * of.epilogue.to.pitch + rows[None, :]
         here = (block < blocks)[:, None] & inside[None, :]
         rest_tile += tl.load(parts + place, mask=here, other=0.0)
         if ENTROPY:
@@ -183,23 +188,24 @@ def finish_kernel(
         if MEAN:
             total_tile += tl.load(totals + place, mask=here, other=0.0)
         if TOP1:
-            found = tl.load(of.sums.peaks + place, mask=here, other=float("-inf"))
+            found = tl.load(peaks + place, mask=here, other=float("-inf"))
             peak_tile = tl.maximum(peak_tile, found)
     rest = folded(rest_tile, ROWS, HALVES)
     spread = folded(spread_tile, ROWS, HALVES)
     total = folded(total_tile, ROWS, HALVES)
-    reference = tl.load(of.reference.logit + rows, mask=inside, other=0.0)
-    target = tl.load(of.reference.target + rows, mask=inside, other=0.0)
+    reference = tl.load(of.epilogue.reference.logit + rows, mask=inside, other=0.0)
+    target = tl.load(more + rows, mask=inside, other=0.0)
 
-    if of.raw is not None:
-        column = tl.load(of.reference.own + rows, mask=inside, other=0)
+    if of.epilogue.raw is not None:
+        column = own_column(of.epilogue.reference, n, rows, inside)
         outer = tl.zeros_like(reference) + of.z.outer
         if of.z.temperature is not None:
             outer /= tl.load(of.z.temperature + rows, mask=inside, other=1.0)
-        tl.store(of.raw.data + rows * of.raw.stride + column, reference / outer, mask=inside)
+        raw = of.epilogue.raw.data + rows * of.epilogue.raw.stride
+        tl.store(raw + column, reference / outer, mask=inside)
     far = inside & ((rest < FAR) == 0)
     if of.held is not None:
-        column = tl.load(of.reference.own + rows, mask=inside, other=0)
+        column = own_column(of.epilogue.reference, n, rows, inside)
         one = tl.full((ROWS,), 1.0, tl.float32).to(tl.bfloat16)
         tl.store(of.held.data + rows * of.held.stride + column, one, mask=inside & (far == 0))
     if tl.max(far.to(tl.int32), 0) > 0:
@@ -207,7 +213,7 @@ def finish_kernel(
             this = far & (tl.arange(0, ROWS) == i)
             if tl.max(this.to(tl.int32), 0) > 0:
                 row = tl.program_id(0).to(tl.int64) * ROWS + i
-                terms = of.out
+                terms = more
                 if of.held is not None:
                     terms = of.held.data + row * of.held.stride
                 found_peak, found_rest, found_spread = far_row(
@@ -218,7 +224,7 @@ def finish_kernel(
                 reference = tl.where(this, found_peak, reference)
                 rest = tl.where(this, found_rest, rest)
                 spread = tl.where(this, found_spread, spread)
-        tl.store(of.reference.logit + rows, reference, mask=far)
+        tl.store(of.epilogue.reference.logit + rows, reference, mask=far)
 
     peak, above = reference, rest
     if TOP1:  # the same sums against the largest logit; untouched where the reference is it
@@ -226,7 +232,7 @@ def finish_kernel(
         shift = reference - peak
         scale, mass = exp(shift), 1 + rest
         above = tl.where(shift == 0, rest, mass * scale - 1)
-    if PARTIALS:
+    if of.partials:
         tl.store(out + rows, peak, mask=inside)
         tl.store(out + n + rows, above, mask=inside)
         tl.store(out + 2 * n + rows, target, mask=inside)
@@ -237,8 +243,8 @@ def finish_kernel(
         if MEAN:
             tl.store(out + (4 if ENTROPY else 3) * n + rows, total, mask=inside)
     else:
-        sums = reference, rest, spread, total, target
-        write_statistics(out, n, rows, inside, (peak, above), sums, vocabulary, of.asked)
+        found = reference, rest, spread, total, target
+        write_statistics(out, n, rows, inside, (peak, above), found, vocabulary, of.asked)
 
 
 @triton.jit(do_not_specialize=["rank_stride", "n"])
@@ -282,8 +288,14 @@ def merge_kernel(
     write_statistics(out, n, rows, inside, (peak, rest), sums, vocabulary, asked)
 
 
-launch_sums = Launcher(finish_kernel, num_warps=4)
+set_of_all = Launcher(references_kernel, TOKENS=TOKENS)
+finish_all = Launcher(finish_kernel, num_warps=4, WIDTH=WIDTH, **SIZES)
 launch_merge = Launcher(merge_kernel, num_warps=4)
+
+
+def act_one(product: Any, tiles: dict[str, Tile], **options: Any) -> Series:
+    """The reference of each token, a product, and what its blocks come to."""
+    return Series(set_of_all, Launcher(product, tiles=tiles, **options), finish_all)
 
 
 @functools.lru_cache(maxsize=64)
@@ -297,9 +309,9 @@ def names(needs: frozenset[str]) -> tuple[str, ...]:
     return tuple(name for name in STATISTICS if name in needs)
 
 
-def measured(out: Tensor, needs: frozenset[str]) -> Measured:
+def measured(rows: Sequence[Tensor], needs: frozenset[str]) -> Measured:
     """The rows that `write_statistics` wrote, by name."""
-    peak, log_sum, *found = out.unbind(0)
+    peak, log_sum, *found = rows
     stats = object.__new__(Statistics)  # a frozen dataclass takes its time
     stats.__dict__.update(zip(names(needs), found, strict=True), divergences={})
     return Measured(stats, Normalizer(peak, log_sum))
@@ -311,4 +323,4 @@ def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
     if n:
         given = slices, slices.stride(0), ranks, n, float(vocabulary), asked(needs), out
         launch_merge(cdiv(n, 128), *given, ROWS=128)
-    return measured(out, needs)
+    return measured(out.unbind(0), needs)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..interface import Order, Rows, Scaling
-from .launch import Launcher, cdiv
+from .launch import Launcher
 from .records import Matrix, constant, programs_on
 
 BLOCK = 2048  # rows that are ranked at once, and columns of a row that is scaled
@@ -182,9 +182,10 @@ def scaled(values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
             flags = constant(multiply), constant(not changes)
             n, width = (1, size) if rows is None else value.shape
             work.append(Cast(value, out, n, width, *flags, rows))
-            programs = min(MOST, max(programs, n * cdiv(width, WIDEST)))
+            programs = min(MOST, max(programs, n * -(-width // WIDEST)))
     for start in range(0, len(work), AT_ONCE):
         some = work[start : start + AT_ONCE]
-        some += [some[0]._replace(n=0)] * (AT_ONCE - len(some))
+        value, out, _, *others = some[0]
+        some += [Cast(value, out, 0, *others)] * (AT_ONCE - len(some))
         launch_scaled(programs, some[0].value if factor is None else factor, *some, BLOCK=WIDEST)
     return found

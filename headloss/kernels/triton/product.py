@@ -13,6 +13,8 @@ suits that is not far below the largest logit. Tokens for which it is are done a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -21,23 +23,11 @@ from torch import Tensor
 from ...objective.statistics import Partials
 from ..interface import Forward, Held, Measured, partials_of
 from ..rounding import lost
-from .chosen import TOKENS, Reference, launch_reference
+from .chosen import TOKENS, Reference, own_column
 from .formulas import LN2, LOG2E, transformed
-from .launch import Launcher
-from .merge import SIZES, Epilogue, Finish, Sums, asked, launch_sums, measured, names
-from .records import Matrix, programs_on, restored, scaling
-from .tiles import (
-    BM,
-    BN,
-    OPTIONS,
-    READ,
-    WIDTH,
-    WRITE,
-    biased,
-    each_tile,
-    halves,
-    has_accelerator,
-)
+from .merge import ROWS, ActOne, Epilogue, Sums, act_one, asked, measured, names
+from .records import Matrix, constant, programs_on, restored, scaling
+from .tiles import BM, BN, OPTIONS, READ, WIDTH, WRITE, biased, each_tile, halves, has_accelerator
 from .versions import overlaps
 
 __all__ = ["can_fuse", "product_partials", "product_statistics"]
@@ -64,6 +54,7 @@ def sum_tile(z, m, block, held, of, n, v):
     to = of.to
     rests, spreads = to.parts, to.parts + to.stride
     totals = spreads + to.stride if to.entropy else spreads
+    peaks = totals + to.stride if to.mean else totals
     rows = m * BM + tl.arange(0, BM)
     inside = rows < n
     z = biased(z, of.z, block, v)
@@ -84,11 +75,11 @@ def sum_tile(z, m, block, held, of, n, v):
         tl.store(totals + place, tl.sum(real, 1), mask=inside)
     if width < BN:
         z = tl.where((columns < width)[None, :], z, LOWEST)
-    column = tl.load(of.reference.own + rows, mask=inside, other=-1) - block * BN
+    column = own_column(of.reference, n, rows, inside) - block * BN
     if tl.max(((column >= 0) & (column < BN)).to(tl.int32), 0) > 0:
         z = tl.where(columns[None, :] == column[:, None], LOWEST, z)
-    if to.peaks is not None:  # of the others: the reference itself was summed in another order
-        tl.store(to.peaks + place, tl.max(z, 1), mask=inside)
+    if to.top1:  # of the others: the reference itself was summed in another order
+        tl.store(peaks + place, tl.max(z, 1), mask=inside)
 
     shift = tl.load(of.reference.logit + rows, mask=inside, other=0.0) * LOG2E
     left, right = halves(z)  # also where no terms are held: the sums are the same then
@@ -105,13 +96,15 @@ def sum_tile(z, m, block, held, of, n, v):
         tl.store(spreads + place, spread * LN2, mask=inside)
 
 
-@triton.jit(do_not_specialize=["n"])
-def product_kernel(x, w, held, of, n, v, h, PROGRAMS: tl.constexpr):
-    each_tile(x, w, held, of, n, v, h, PROGRAMS, sum_tile)
+@triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
+def product_kernel(
+    x, w, held, targets, of, first, n, v, h, vocabulary, PROGRAMS: tl.constexpr
+):  # fmt: skip
+    each_tile(x, w, held, of.epilogue, n, v, h, PROGRAMS, sum_tile)
 
 
-launch_product = Launcher(product_kernel, tiles=READ, **OPTIONS)
-launch_held = Launcher(product_kernel, tiles=READ | {"held": WRITE}, **OPTIONS)
+launch_product = act_one(product_kernel, READ, **OPTIONS)
+launch_held = act_one(product_kernel, READ | {"held": WRITE}, **OPTIONS)
 
 
 def can_fuse(x: Tensor, w: Tensor) -> bool:
@@ -136,57 +129,47 @@ def check_operands(x: Tensor, w: Tensor) -> None:
 
 
 def product_partials(x: Tensor, w: Tensor, forward: Forward, held: Held | None = None) -> Partials:
-    return partials_of(_product_act(x, w, forward, None, held), forward.needs)
+    return partials_of(_act_one(x, w, forward, None, held), forward.needs)
 
 
 def product_statistics(
     x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: Held | None = None,
     raw: Tensor | None = None,
 ) -> Measured:  # fmt: skip
-    return measured(_product_act(x, w, forward, vocabulary, held, raw), forward.needs)
+    return measured(_act_one(x, w, forward, vocabulary, held, raw), forward.needs)
 
 
-def _product_act(
+def _act_one(
     x: Tensor, w: Tensor, forward: Forward, vocabulary: int | None, held: Held | None,
     raw: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Sequence[Tensor]:  # fmt: skip
     """The rows of `measured`; those of `partials_of` without the size of the vocabulary."""
     check_operands(x, w)
     targets, first, transform, needs = forward
     (n, h), v, flags = x.shape, w.shape[0], asked(needs)
-    more = flags.entropy.value + flags.mean.value
-    rows = 3 + more if vocabulary is None else 2 + len(names(needs))
-    out = x.new_empty(rows, n, dtype=torch.float32)
-    if not n:
-        return out
-    target = x.new_empty(n, dtype=torch.float32)
-    logit = torch.empty_like(target) if held is None else held.reference
-    terms = None if held is None else held.terms
-    reference, z = Reference(torch.empty_like(targets), logit, target), scaling(transform)
-    pair = Matrix(x, x.stride(0)), Matrix(w, w.stride(0))
-    given = (*pair, targets, z, reference, first, n, v, h)
-    launch_reference(-(-n // TOKENS), *given, TOKENS=TOKENS)
-    blocks, pitch = -(-v // WIDTH), -(-n // 16) * 16
-    parts = x.new_empty(1 + more, blocks, pitch, dtype=torch.float32)
-    peaks = x.new_empty(blocks, pitch, dtype=torch.float32) if flags.top1.value else None
-    sums = Sums(parts, pitch, blocks * pitch, peaks, flags.entropy, flags.mean)
-    to, share = None if raw is None else Matrix(raw, raw.stride(0)), lost(x.device, h)
-    whole = restored(z, share) if raw is None else z._replace(restore=1 + share)
-    run_product(x, w, terms, Epilogue(reference, whole, sums, to))
-    tile = None if terms is None else Matrix(terms, terms.stride(0))
-    of, size = Finish(*pair, tile, reference, z, sums, flags, out, to), float(vocabulary or 1)
-    given = of, blocks, n, v, h, size
-    launch_sums(-(-n // SIZES["ROWS"]), *given, **SIZES, PARTIALS=vocabulary is None)
-    return out
+    entropy, mean, top1 = flags.entropy.value, flags.mean.value, flags.top1.value
+    rows = 3 + entropy + mean if vocabulary is None else 2 + len(names(needs))
+    out = x.new_empty(2 + rows, n, dtype=torch.float32)
+    if n:
+        blocks, pitch = -(-v // WIDTH), -(-n // 16) * 16
+        parts = x.new_empty(1 + entropy + mean + top1, blocks, pitch, dtype=torch.float32)
+        logit = torch.empty_like(out[0]) if held is None else held.reference
+        reference, z = Reference(logit, out), scaling(transform)
+        sums = Sums(parts, pitch, blocks * pitch, flags.entropy, flags.mean, flags.top1)
+        share, terms = lost(x.device, h), None if held is None else held.terms
+        whole = restored(z, share) if raw is None else z._replace(restore=1 + share)
+        run = launch_product if terms is None else launch_held
+        to = None if raw is None else Matrix(raw, raw.stride(0))
+        tile = None if terms is None else Matrix(terms, terms.stride(0))
+        if whole.outer > LEAST_SCALE and overlaps(x.device):
+            from . import gluon  # Gluon is not in every Triton
 
-
-def run_product(x: Tensor, w: Tensor, terms: Tensor | None, of: Epilogue) -> None:
-    """The product itself, by the kernel that suits."""
-    if of.z.outer > LEAST_SCALE and overlaps(x.device):
-        from . import gluon  # Gluon is not in every Triton
-
-        gluon.launch(x, w, terms, of)
-        return
-    programs = programs_on(x.device)
-    launch = launch_product if terms is None else launch_held
-    launch(programs, x, w, terms, of, *x.shape[:1], *w.shape, PROGRAMS=programs)
+            run = gluon.launch_product if terms is None else gluon.launch_held
+            if raw is not None:  # written tile by tile, as terms are
+                run, terms = gluon.launch_raw, raw
+        pair, stop = (Matrix(x, x.stride(0)), Matrix(w, w.stride(0))), constant(vocabulary is None)
+        of = ActOne(*pair, tile, z, flags, stop, Epilogue(reference, whole, sums, to))
+        programs = programs_on(x.device)
+        given = x, w, terms, targets, of, first, n, v, h, float(vocabulary or 1)
+        run((-(-n // TOKENS), programs, -(-n // ROWS)), *given, PROGRAMS=programs)
+    return out.unbind(0)[2:]

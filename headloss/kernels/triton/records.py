@@ -106,9 +106,7 @@ def restored(z: LogitScaling, lost: float) -> LogitScaling:
     return z._replace(outer=z.outer * (1 + lost), same=NO)
 
 
-def constant(value: bool) -> tl.constexpr:
-    """A field that is known when a kernel is compiled."""
-    return YES if value else NO
+constant = {False: NO, True: YES}.__getitem__  # of a field that is known when a kernel is compiled
 
 
 NO_ACT = Act(None, None, None, Coefficients(), None)

@@ -56,23 +56,28 @@ def _encoded(row: Row, inputs: int, layout: Layout) -> list[int]:
 def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     """As `plain.run_plain`, for registers in float32: two launches, or one for few tokens."""
     batch, (start, stop, first_segment, last), inputs, numbers = launch
-    segments, live = batch.segments, batch.live
-    placed = [n if isinstance(n, Tensor) else None for n in numbers]
-    floats = [float(n) if t is None else 0.0 for n, t in zip(numbers, placed, strict=True)]
-    layout = (
-        *[(way, values.dtype) for values, way in inputs],
-        *[None if t is None else (_SCALAR, t.dtype) for t in placed],
-    )
-    addresses = [values.data_ptr() for values, _ in inputs]
-    addresses += [t.data_ptr() for t in placed if t is not None]
-    device = batch.targets.device
-    program = tape.linked.get((device, layout))
+    segments, live, device = batch.segments, batch.live, batch.targets.device
+    by_segment = len(tape.phases) > 1
+    layout: list[Any] = []
+    addresses, floats, by_id = [], [0.0] * NUMBERS, by_segment
+    for values, way in inputs:
+        layout.append((way, values.dtype))
+        addresses.append(values.data_ptr())
+        by_id = by_id or way == _SEGMENT
+    for i, number in enumerate(numbers):
+        if isinstance(number, Tensor):
+            layout.append((_SCALAR, number.dtype))
+            addresses.append(number.data_ptr())
+        else:
+            layout.append(None)
+            floats[i] = float(number)
+    key = device, *layout
+    program = tape.linked.get(key)
     if program is None:
-        program = tape.linked[device, layout] = linked(tape, layout, device)
+        program = tape.linked[key] = linked(tape, tuple(layout), device)
     _, code, kinds = program
     n, size = stop - start, last - first_segment
-    by_segment = len(tape.phases) > 1
-    ids = segments.ids if by_segment or any(w == _SEGMENT for _, w in inputs) else segments._given
+    ids = segments.ids if by_id else segments._given
     per, count = 1, max(1, -(-n // BLOCK))
     if by_segment:
         per = tape.segments_per_unit * max(1, -(-size // (tape.segments_per_unit * PROGRAMS)))
@@ -83,15 +88,14 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     shares = results if count == 1 else results.new_empty(measurements * count)
     loss = torch.empty((), device=device)
     addresses += [code] * (INPUTS - len(addresses))
-    addresses += [code if t is None else t.data_ptr() for t in (batch.index, ids, live)]
-    addresses.append(segments._local_counts.data_ptr())
+    places = [code if t is None else t.data_ptr() for t in (batch.index, ids, live)]
+    places.append(segments._local_counts.data_ptr())
     if not (n and size):  # a null pointer would have another type
-        addresses = [address or code for address in addresses]
+        addresses, places = [a or code for a in addresses], [a or code for a in places]
     arguments = (
-        code, len(tape.phases), kinds, *addresses[INPUTS:], shares.data_ptr(),
+        code, len(tape.phases), kinds, *places, shares.data_ptr(),
         loss.data_ptr(), tape.terms, int(live is not None), n, start, size, first_segment,
-        batch._count, tape.registers[0], measurements, per, *addresses[:INPUTS],
-        *floats, *[0.0] * (NUMBERS - len(floats))
+        batch._count, tape.registers[0], measurements, per, *addresses, *floats
     )  # fmt: skip
     _tape(count, scratch, *arguments, BY_SEGMENT=by_segment, BLOCK=BLOCK)
     if count > 1:
