@@ -144,6 +144,15 @@ def test_the_dtype_of_the_values_stays(dtype):
     assert segments.sum(values).tolist() == [3, 1]
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32])
+def test_sums_of_integers_are_counts(dtype):
+    values = torch.ones(405, dtype=dtype)
+    segments = Segments.from_lengths([400, 0, 5])
+    assert segments.sum(values).tolist() == [400, 0, 5]
+    some = values * (torch.arange(405) < 300)
+    assert segments.mean(some).tolist() == [0.75, 0, 0]
+
+
 def test_a_long_segment_keeps_the_digits_of_float32():
     values = torch.full((1 << 18,), 0.1)
     exact = float(values.double().sum())

@@ -150,13 +150,13 @@ class Segments:
         return self._lengths
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum of [T] `values` inside each segment, [S]; over all ranks of the group."""
+        """[S] sums of [T] `values` over all ranks of the group; int64 of integers and booleans."""
         _check_values(values, "token", self.ids.shape)
         return cast(Tensor, _Sum.apply(values, self))
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean of [T] `values` inside each segment, [S]; 0 for an empty one."""
-        return self.sum(values) / self.lengths.clamp_min(1).to(values.dtype)
+        return self.sum(values) / self.lengths.clamp_min(1)
 
     def expand(self, values: Tensor) -> Tensor:
         """Give each token the value of its segment: [S] to [T]."""
@@ -222,7 +222,7 @@ class _Sum(torch.autograd.Function):
         total = segments._local_sum(values)
         if segments.group is not None:
             total = _all_reduce(total, segments.group)
-        return total.to(values.dtype)
+        return total.to(values.dtype if values.is_floating_point() else torch.int64)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
