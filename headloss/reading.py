@@ -18,7 +18,7 @@ class Room(NamedTuple):
 
     values: Tensor  # [a power of two] int64
     event: torch.Event  # torch.cuda.Event takes the host four times as long
-    device: int
+    free: list[Any]  # where it goes when nobody needs it any more
 
 
 _FREE: defaultdict[tuple[int, int], list[Room]] = defaultdict(list)  # by size and device
@@ -35,7 +35,7 @@ def room_for(size: int, device: int) -> Room:
     except IndexError:  # there is none, or another thread was faster
         pass
     values = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
-    return Room(values, torch.Event("cuda"), device)
+    return Room(values, torch.Event("cuda"), free)
 
 
 class Reading:
@@ -51,7 +51,8 @@ class Reading:
             self._values.copy_(values, non_blocking=True)
             self.event = torch.Event("cuda")
         if self.event is not None:
-            self.event.record()
+            here = values.get_device() == torch._C._cuda_getDevice()  # whose stream is the default
+            self.event.record(*([] if here else [torch.cuda.current_stream(values.device)]))
 
     def tolist(self) -> list[Any]:
         """The values, or all that there is room for; waits for nothing that was queued behind."""
@@ -61,4 +62,4 @@ class Reading:
 
     def __del__(self) -> None:
         if self._room is not None:
-            _FREE[len(self._room.values), self._room.device].append(self._room)
+            self._room.free.append(self._room)

@@ -44,8 +44,6 @@ class Segments:
         group: process group whose ranks each hold some of the tokens of the same S segments.
     """
 
-    _lengths: Tensor | None = None
-
     def __init__(
         self,
         ids: Tensor | None,
@@ -60,12 +58,13 @@ class Segments:
         # not kept: a graph that is captured would own them.
         self._given, self._like = ids, like
         self.count, self.group = count, group
-        # A graph knows of no version.
-        self._made = made and (ids is None or not torch.compiler.is_compiling())
+        made = made and (ids is None or not torch.compiler.is_compiling())
+        self._made = made  # a graph knows of no version
         self._version = _version(ids) if self._made and ids is not None else 0
         # This rank's tokens per segment; given only for a vector that is sorted by segment.
         self._counts = counts
         self._sorted = counts is not None
+        self._lengths: Tensor | None = None
 
     @property
     def ids(self) -> Tensor:

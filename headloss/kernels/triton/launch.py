@@ -289,6 +289,7 @@ def _tensor_map(layout: Values, pointer: int, shape: Values, strides: Values) ->
 
 
 _launchers: list[Launcher] = []
+_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # there where CUDA is
 
 
 def clear() -> None:
@@ -296,10 +297,6 @@ def clear() -> None:
     for launcher in _launchers:
         launcher.known.clear()
     kind.cache_clear()
-
-
-def _stream(device: int) -> int:
-    return torch._C._cuda_getCurrentRawStream(device)
 
 
 def _is_watched() -> bool:
