@@ -224,3 +224,34 @@ def test_jsd(beta: float, temperature: float) -> None:
 def test_what_is_refused(make: Any, named: str) -> None:
     with pytest.raises(ValueError, match=f"{named}: is not supported"):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: ours.liger_fused_linear_cross_entropy(
+                HIDDEN.flatten(0, 1), WEIGHT, LABELS.flatten(), reduction="total"
+            ),
+            "reduction: got 'total', want one of 'mean', 'sum', 'none'",
+        ),
+        (lambda: ours.LigerFusedLinearGRPOLoss(loss_type="kl"), "loss_type: got 'kl', want one of"),
+        (
+            lambda: ours.LigerFusedLinearGRPOLoss(loss_type="dr_grpo"),
+            "max_completion_length: got None",
+        ),
+        (
+            lambda: ours.LigerFusedLinearGRPOLoss()(
+                HIDDEN, WEIGHT, LABELS.clamp_min(0), LABELS != -100, torch.ones(B)
+            ),
+            "ref_per_token_logps: got None",
+        ),
+        (
+            lambda: ours.LigerFusedLinearDPOLoss()(WEIGHT, HIDDEN[:1], LABELS[:1]),
+            r"target: got shape \(1, ",
+        ),
+    ],
+)
+def test_bad_input_is_named(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -14,6 +14,7 @@ from ...batch.reduction import token_mean
 from ...head.head import Head
 from ...head_loss import head_loss
 from ...head_stats import head_stats
+from ...losses.arguments import one_of
 from .. import shared
 from ..shared import per
 
@@ -50,6 +51,7 @@ def liger_fused_linear_cross_entropy(
     Weight gradients accumulate in float32 whatever `accum_dtype`. Per class weights and
     `return_predicted_tokens` are refused.
     """
+    one_of(("mean", "sum", "none"), reduction=reduction)
     refuse(ce_weight=ce_weight is not None, return_predicted_tokens=return_predicted_tokens)
     head = Head(weight, bias, softcap=softcap)
     batch = Batch(target, ignore_index=ignore_index)

@@ -19,8 +19,11 @@ from ...head.head import Head
 from ...head_loss import Output, head_loss
 from ...head_stats import head_stats
 from ...losses import Objective, Term
+from ...losses.arguments import one_of
 from ..shared import per, raw_cispo
 from .cross_entropy import refuse
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):
@@ -51,6 +54,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         for name, value in locals().items():
             if name not in ("self", "__class__"):
                 setattr(self, name, value)
+        one_of(LOSS_TYPES, loss_type=loss_type)
+        if loss_type == "dr_grpo" and max_completion_length is None:
+            raise ValueError('max_completion_length: got None, want a number for "dr_grpo"')
         sequence = importance_sampling_level == "sequence"
         refuse(
             importance_sampling_level=sequence and loss_type in ("cispo", "sapo", "vespo"),
@@ -87,9 +93,14 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         objective = Objective.of(policy.over(over))
         if self.beta and self.use_ref_model:  # without one the divergence is 0, and its gradient
             if ref_per_token_logps is None:
-                head = Head(ref_weight, ref_bias, temperature=self.temperature)  # type: ignore[arg-type]
+                if ref_input is None or ref_weight is None:
+                    raise ValueError(
+                        "ref_per_token_logps: got None without ref_input and ref_weight, want "
+                        "these, or the log-probs, or use_ref_model=False"
+                    )
+                head = Head(ref_weight, ref_bias, temperature=self.temperature)
                 with torch.no_grad():
-                    ref_per_token_logps = head_stats(ref_input, head, targets).logp  # type: ignore[arg-type]
+                    ref_per_token_logps = head_stats(ref_input, head, targets).logp
             objective += self.beta * self._kl().over(over)
             fields["ref_logps"] = ref_per_token_logps
         old = CURRENT if old_per_token_logps is None else old_per_token_logps

@@ -46,6 +46,9 @@ class _Pairs(nn.Module):
         reference: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         weight, hidden, bias = tensors
+        if target.dim() != 2 or len(target) % 2:
+            got = tuple(target.shape)
+            raise ValueError(f"target: got shape {got}, want [B, T] of B / 2 chosen, then rejected")
         pairs = torch.arange(len(target) // 2, device=target.device)
         rows = torch.cat([2 * pairs, 2 * pairs + 1])[:, None].expand(target.shape)
         segments = Segments.from_ids(rows, len(target))
