@@ -233,7 +233,6 @@ def _joined(*measured: Callable[[], Metrics]) -> Callable[[], Metrics]:
     return lambda: Metrics({name: m for found in measured for name, m in found().items()})
 
 
-@torch.no_grad()
 def _metrics(work: Work, stats: Statistics) -> Callable[[], Metrics]:
     """What every term observes, on [T] vectors: folded when it is asked for, where the terms are
     the library's own and nothing can change before that."""

@@ -79,7 +79,7 @@ def plain(
         check_weights(objective, packed.batch.kinds(), batch.totals)
         totals = batch.totals if batch.totals is not None else Totals.of(batch)
         bound = bind(objective, packed.batch, totals, head.vocabulary, wide)
-        shares = [bound._share(p, stats, packed.batch, slice(None)) for p in bound.parts]
+        shares = [part.share(stats, packed.batch) for part in bound.parts]
         loss = sum(p.coefficient * s for p, s in zip(bound.parts, shares, strict=True))
         assert isinstance(loss, Tensor)
     wanted = {name: t for name, t in leaves.items() if t.requires_grad}
@@ -229,12 +229,8 @@ def within_budget(value: Tensor, oracle: Tensor, yardstick: Tensor) -> bool:
 
 
 def trained_looking(
-    tokens: int,
-    width: int,
-    vocabulary: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
+    tokens: int, width: int, vocabulary: int, dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu", seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """hidden [T, H], weight [V, H] and targets [T] whose p(target) has a mean near one half."""
     generator = torch.Generator(device=device).manual_seed(seed)

@@ -186,7 +186,7 @@ class Form:
             Rows(self.raw, whole(N), self.full),
             self.if_full(Rows(self.raw, whole(N), self.full)),
             self.if_full(some(N, dtype=torch.bool)),
-            *self.forward,
+            *self.forward[:4],
             self.if_full(self.c),
             self.if_full(some(2, 5, N)),
         )

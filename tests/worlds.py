@@ -19,6 +19,9 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     import torch
     from torch import distributed
 
+    from headloss.run import plan
+
+    plan.CPU_SKIP_WORTH = 0  # as in conftest
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world

@@ -56,11 +56,8 @@ class PackedBatch:
     _whole: tuple[PackedBatch, slice] | None = None  # what this is a cut of
 
     def __init__(
-        self,
-        targets: Tensor,
-        segments: Segments,
-        fields: Mapping[str, Tensor | Current],
-        live: Tensor | None = None,
+        self, targets: Tensor, segments: Segments, fields: Mapping[str, Tensor | Current],
+        live: Tensor | None = None
     ) -> None:
         self.targets, self.segments, self.live = targets, segments, live
         self._fields = dict(fields)
@@ -139,11 +136,14 @@ class PackedBatch:
         found._given = {name: value.clone() for name, value in self._given.items()}
         found._fields = {n: v for n, v in self._fields.items() if isinstance(v, Current)}
         own = self.segments
-        found.segments = Segments(own.ids.clone(), own.count, counts=own._local_counts)
+        ids = None if own._given is None else own._given.clone()
+        found.segments = Segments(ids, own.count, counts=own._local_counts, like=own._like)
         return found
 
     def on(self, stats: Statistics) -> PackedBatch:
         """The same tokens beside their statistics (for CURRENT)."""
+        if not self._fields:
+            return self
         found = self._copy()
         found._stats = stats
         return found
@@ -207,10 +207,7 @@ class Packing:
         return self.targets.shape[0]
 
     def view(
-        self,
-        batch: Batch,
-        dtype: torch.dtype,
-        per_segment: frozenset[str] | None = None,
+        self, batch: Batch, dtype: torch.dtype, per_segment: frozenset[str] | None = None
     ) -> PackedBatch:
         """The batch as terms see it, with float vectors in `dtype`.
 

@@ -153,16 +153,17 @@ class Reduction:
         return self.weigh if getattr(self.weigh, "__module__", None) == __name__ else None
 
 
-def _token_mean(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
-    return tokens.reciprocal().expand_as(lengths)
+# The library's own take totals that are numbers, too; those that read no length return one for all.
+def _token_mean(lengths: Any, tokens: Any, segments: Any) -> Any:
+    return 1 / tokens
 
 
-def _sequence_mean(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
+def _sequence_mean(lengths: Any, tokens: Any, segments: Any) -> Any:
     return (lengths * segments).reciprocal()
 
 
-def _sequence_sum(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
-    return segments.reciprocal().expand_as(lengths)
+def _sequence_sum(lengths: Any, tokens: Any, segments: Any) -> Any:
+    return 1 / segments
 
 
 token_mean = Reduction("token_mean", _token_mean)
@@ -174,8 +175,8 @@ sequence_sum = Reduction("sequence_sum", _sequence_sum)
 class _FixedLength:
     length: float
 
-    def __call__(self, lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
-        return (1 / (segments * self.length)).expand_as(lengths)
+    def __call__(self, lengths: Any, tokens: Any, segments: Any) -> Any:
+        return 1 / (segments * self.length)
 
 
 def fixed_length(length: float) -> Reduction:
@@ -184,7 +185,6 @@ def fixed_length(length: float) -> Reduction:
     return Reduction(f"fixed_length({length})", _FixedLength(length))
 
 
-FLAT = (_token_mean, _sequence_sum)  # read no length
 REDUCTIONS = {r.name: r for r in (token_mean, sequence_mean, sequence_sum)}
 
 

@@ -45,14 +45,8 @@ class Segments:
     """
 
     def __init__(
-        self,
-        ids: Tensor | None,
-        count: int,
-        group: ProcessGroup | None = None,
-        *,
-        counts: Tensor | None = None,
-        made: bool = False,
-        like: Tensor | None = None,
+        self, ids: Tensor | None, count: int, group: ProcessGroup | None = None, *,
+        counts: Tensor | None = None, made: bool = False, like: Tensor | None = None
     ) -> None:
         # Without ids there is one segment. They are made where they are read, shaped as `like`, and
         # not kept: a graph that is captured would own them.
@@ -160,7 +154,8 @@ class Segments:
     def expand(self, values: Tensor) -> Tensor:
         """Give each token the value of its segment: [S] to [T]."""
         _check_values(values, "segment", (self.count,))
-        return cast(Tensor, _Expand.apply(values, self))
+        found = _Expand.apply(values, self) if values.requires_grad else self._at_tokens(values)
+        return cast(Tensor, found)
 
     def split_pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """[S] to the values of segments 2k and of segments 2k + 1, [S // 2] each."""

@@ -51,12 +51,8 @@ class Survey:
     packing: Any = None
 
     def __init__(
-        self,
-        targets: Tensor,
-        segments: Segments,
-        id_fields: dict[str, Tensor],
-        more: Tensor | None = None,
-        tensors: tuple[Tensor, ...] = (),
+        self, targets: Tensor, segments: Segments, id_fields: dict[str, Tensor],
+        more: Tensor | None = None, tensors: tuple[Tensor, ...] = ()
     ) -> None:
         self.tensors, self.versions = tensors, versions(tensors)
         self.targets, self.segments, self.id_fields = targets, segments, id_fields

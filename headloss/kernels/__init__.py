@@ -67,17 +67,15 @@ def forget() -> None:
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """How many multiprocessors a GPU has; 0 for any other device."""
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    cuda = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).multi_processor_count if cuda else 0
 
 
 @functools.cache
 def memory(device: torch.device) -> int:
     """The bytes of a GPU's memory, in use or not; 0 for any other device."""
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.get_device_properties(device).total_memory
+    cuda = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).total_memory if cuda else 0
 
 
 def _has_triton() -> bool:

@@ -36,6 +36,7 @@ class Forward(NamedTuple):
     first: int
     transform: Transform  # with a temperature [n] or a number
     needs: frozenset[str]  # statistics
+    whole: bool = False  # the tile has all columns, and so those of all targets
 
 
 class Backward(NamedTuple):
@@ -53,13 +54,14 @@ class Backward(NamedTuple):
     coefficients: Coefficients  # [n]
     logps: Tensor | None  # [n] of the targets; None: these have no coefficient, and are as others
     dtype: torch.dtype | None = None  # of the gradient, at most as wide as the tile's, its default
+    whole: bool = False  # the tile is the one of act one, and has all columns
 
     def rows(self, rows: slice | Tensor) -> Backward:
         """Of some of the tokens, in the tile's own dtype."""
         return Backward(
             self.targets[rows], self.first, self.transform.rows(rows), self.normalizer.rows(rows),
             self.coefficients.map(lambda t: t[rows]),
-            None if self.logps is None else self.logps[rows]
+            None if self.logps is None else self.logps[rows], whole=self.whole
         )
 
     @property

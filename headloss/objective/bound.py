@@ -6,7 +6,7 @@ T scored tokens, S segments, K terms.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..batch.packing import ALL, MissingField, PackedBatch, as_wide
-from ..batch.reduction import FLAT, Totals
+from ..batch.packing import MissingField, PackedBatch, as_wide
+from ..batch.reduction import Totals, sequence_mean
 from ..batch.segments import Chunk
 from ..losses.term import Objective, Reads, Term, trace
 from .metrics import Metrics, Observed, checked
@@ -31,15 +31,39 @@ class Part(NamedTuple):
     name: str
     coefficient: float
     term: Term
-    weights: Tensor  # [T]
+    weights: Tensor | float  # [T], or one for all tokens
     kept: Tensor | None  # [T] bool, where the term is restricted
 
-    def losses(self, stats: Statistics, batch: PackedBatch, rows: slice = ALL) -> Tensor:
-        """[n] of the tokens `rows`, which the batch holds: 0 where the term is restricted."""
+    def rows(self, rows: slice) -> Part:
+        """Of some of the tokens."""
+        given = {"weights": self.weights, "kept": self.kept}
+        vectors = {n: v for n, v in given.items() if isinstance(v, Tensor) and v.dim()}
+        return self._replace(**{name: value[rows] for name, value in vectors.items()})
+
+    def losses(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        """[n] of the tokens that the batch holds: 0 where the term is restricted."""
         if self.kept is None:
             return self.term(stats, batch.on(stats))
-        kept = self.kept if rows is ALL else self.kept[rows]
-        return torch.where(kept, self.term(stats, without_poison(batch, kept).on(stats)), 0)
+        losses = self.term(stats, without_poison(batch, self.kept).on(stats))
+        return torch.where(self.kept, losses, 0)
+
+    def share(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        """[] float64, what these tokens add to the term's reduced value."""
+        losses, weights = self.losses(stats, batch), self.weights
+        if batch.live is not None:
+            losses = torch.where(batch.live, losses, 0)
+        if isinstance(weights, Tensor):
+            return (weights * losses).sum(dtype=torch.float64)
+        return losses.sum(dtype=torch.float64) * weights
+
+    def slopes(self, batch: PackedBatch, declared: float | None = None) -> list[Slope]:
+        """Of the loss in closed form, times its upstream gradient where that is declared."""
+        view = batch if self.kept is None else without_poison(batch, self.kept)
+        times: Any = self.weights * (self.coefficient * (1.0 if declared is None else declared))
+        for field in self.term.weight_fields:
+            times = times * getattr(view, field)
+        assert self.term.slopes is not None
+        return [slope._replace(rate=slope.rate * times) for slope in self.term.slopes(view)]
 
     def observed(self, stats: Statistics, batch: PackedBatch) -> list[dict[str, Observed]]:
         """What the term and its modifiers report of each token, and of each segment."""
@@ -91,6 +115,8 @@ class Bound:
 
     parts: tuple[Part, ...]
     vocabulary: int
+    dtype: torch.dtype  # of the statistics
+    closed: bool = False  # all terms declare their slopes, so that no gradient needs autograd
     scale: Tensor | None = None  # [] power of two on the coefficients, against 16-bit underflow
     declared: float | None = None  # the upstream gradient, where it is known in advance
     measured: Callable[[], Metrics] | None = None  # beside the gradient: nothing here
@@ -101,53 +127,53 @@ class Bound:
     ) -> Gradient:
         """Evaluate every term on the tokens of a chunk (None: on all), and pull the sum back to
         coefficients."""
-        rows = ALL
+        parts = self.parts
         if chunk is not None:
-            rows, batch = chunk.rows, batch.slice(chunk)
-        found, values = self._differentiated(stats, batch, rows, needed)
-        coefficients = pull_back(found, stats, self.vocabulary)  # type: ignore[arg-type]
+            batch, parts = batch.slice(chunk), tuple([p.rows(chunk.rows) for p in parts])
+        found, shares = self._differentiated(parts, stats, batch, needed)
+        coefficients = pull_back(found, stats, self.vocabulary)
         divergences = {key: found[key] for key in stats.divergences if key in found}
-        return Gradient(coefficients, divergences, values).times(self.declared)
+        loss = self.total(shares) if chunk is None else None
+        values = torch.stack(shares)  # in memory of its own: the loss gets a graph
+        return Gradient(coefficients, divergences, values, loss).times(self.declared)
 
     @property
     def named(self) -> tuple[tuple[str, float], ...]:
         """Each term's key and coefficient."""
         return tuple((part.name, part.coefficient) for part in self.parts)
 
-    def total(self, values: Tensor, stats: Statistics) -> Tensor:
+    def total(self, values: Iterable[Tensor], stats: Statistics | None = None) -> Tensor:
         """[] the loss of all tokens, from its terms' values. They are added one by one: a tensor of
         the coefficients would have to be copied to the device, and the copy would wait."""
-        loss = values.new_zeros(())
-        for (_, coefficient), value in zip(self.named, values.unbind(), strict=False):
-            loss = loss.add(value, alpha=coefficient)
-        return loss
+        pairs = zip(self.named, values, strict=False)
+        return functools.reduce(torch.add, [v if c == 1 else c * v for (_, c), v in pairs])
 
     def _differentiated(
-        self, stats: Statistics, batch: PackedBatch, rows: slice, needed: bool = True
-    ) -> tuple[dict[object, Tensor], Tensor]:
-        """The gradient with respect to each statistic [n], and the terms' values [K]."""
-        leaves = stats.map(lambda t: t.detach())
-        inputs: dict[object, Tensor] = {}
-        if needed:
-            inputs = {n: t for n, t in leaves.tensors().items() if n in DIFFERENTIABLE}
-            inputs |= leaves.divergences
+        self, parts: Sequence[Part], stats: Statistics, batch: PackedBatch, needed: bool
+    ) -> tuple[dict[Any, Tensor], list[Tensor]]:
+        """The gradient with respect to each statistic [n], and each term's value []."""
+        assert stats.logp is not None
+        found: dict[Any, Tensor] = {}
+        if needed and not self.closed:
+            leaves = stats.map(lambda t: t.detach())
+            inputs: dict[Any, Tensor] = {n: getattr(leaves, n) for n in DIFFERENTIABLE}
+            inputs = {n: t for n, t in (inputs | leaves.divergences).items() if t is not None}
             for leaf in inputs.values():
                 leaf.requires_grad_()
-        with torch.set_grad_enabled(needed):
-            shares = [self._share(part, leaves, batch, rows) for part in self.parts]
-            total = sum(
-                (part.coefficient * share for part, share in zip(self.parts, shares, strict=True)),
-                torch.zeros((), dtype=torch.float64, device=batch.targets.device),
-            )
-        values = torch.stack([s.detach() for s in shares]) if shares else total.new_zeros(0)
-        found = differentiate(total, inputs)
+            with torch.enable_grad():
+                shares = [part.share(leaves, batch) for part in parts]
+                found = differentiate(self.total(shares), inputs)
+            shares = [share.detach() for share in shares]
+        else:
+            shares = [part.share(stats, batch) for part in parts]
+            if needed:
+                found = in_closed_form((s for p in parts for s in p.slopes(batch)), stats.logp)
         if self.logp_only and found.keys() - {"logp", CANDIDATES}:
             raise ValueError(
                 "objective: its terms have a gradient of more than logp for the values of this "
                 'batch, which a frozen schedule cannot serve; want Options(schedule="recompute")'
             )
         if needed and not found:  # of these tokens: it may depend on the batch's values
-            assert stats.logp is not None
             found["logp"] = torch.zeros_like(stats.logp)
         if batch.live is not None:
             dead = ~batch.live
@@ -156,52 +182,42 @@ class Bound:
             found[CANDIDATES] = without_constants(found[CANDIDATES], stats, batch)
         if self.scale is not None:
             found = {name: g * self.scale for name, g in found.items()}
-        return found, values
+        return found, shares
 
     def beforehand(
         self, batch: PackedBatch, needs: frozenset[str]
     ) -> tuple[Gradient, Tensor | None]:
         """What `gradient` is going to be: coefficients at an entropy of 0, and slopes [P, 5, T] in
         closed form. The objective must have slopes (`has_slopes`)."""
-        zero = self.parts[0].weights.new_zeros(len(batch))
-        closed: list[Tensor] = []
-        found: dict[str, Tensor] = {}
-        for part in self.parts:
-            for slope in self._slopes(part, batch):
-                if slope.constant:
-                    rate = zero + slope.rate
-                    found[slope.of] = found[slope.of] + rate if slope.of in found else rate
-                    continue
-                # Numbers are filled in and not copied, since a copy would wait for the device.
-                numbers = (slope.rate, slope.anchor, slope.low, slope.high, slope.sign)
-                rows = [x if isinstance(x, Tensor) else zero + x for x in numbers]
-                closed.append(torch.stack([row.to(zero.dtype) for row in rows]))
+        zero = torch.zeros(len(batch), dtype=self.dtype, device=batch.targets.device)
+        slopes = [slope for part in self.parts for slope in part.slopes(batch, self.declared)]
+        found = in_closed_form([slope for slope in slopes if slope.constant], zero)
         zeros: dict[str, Any] = dict.fromkeys(needs, zero)
         coefficients = pull_back(found, Statistics(**zeros), self.vocabulary)
-        known = Gradient(coefficients, {}, zero.new_zeros(0))
-        return known, torch.stack(closed) if closed else None
+        # Numbers are filled in and not copied, since a copy would wait for the device.
+        moving = [
+            torch.stack([x if isinstance(x, Tensor) and x.dim() else zero + x for x in slope[:5]])
+            for slope in slopes
+            if not slope.constant
+        ]
+        known = Gradient(coefficients, {}, zero[:0])
+        return known, torch.stack(moving).to(zero.dtype) if moving else None
 
-    def _slopes(self, part: Part, batch: PackedBatch) -> list[Slope]:
-        view = batch if part.kept is None else without_poison(batch, part.kept)
-        assert part.term.slopes is not None
-        declared = 1.0 if self.declared is None else self.declared
-        weights = part.weights if batch.live is None else part.weights.where(batch.live, 0)
-        times = part.coefficient * declared * weights
-        for field in part.term.weight_fields:
-            times = times * getattr(view, field)
-        return [slope._replace(rate=slope.rate * times) for slope in part.term.slopes(view)]
-
-    def scaled(self) -> Bound:
+    def scaled(self, device: torch.device) -> Bound:
         """The same objective with coefficients near 1, whatever the weights are, so that in float16
         only gradients that do not matter underflow. Multiply by 1 / scale afterwards."""
-        largest = [abs(p.coefficient) * p.weights.max() for p in self.parts if len(p.weights)]
-        return replace(self, scale=power_of_two(largest))
+        given = {"dtype": self.dtype, "device": device}
+        sizes = [abs(p.coefficient) * torch.as_tensor(p.weights, **given) for p in self.parts]
+        return replace(self, scale=power_of_two([size.max() for size in sizes if size.numel()]))
 
-    def _share(self, part: Part, stats: Statistics, batch: PackedBatch, rows: slice) -> Tensor:
-        losses = part.losses(stats, batch, rows)
-        if batch.live is not None:
-            losses = torch.where(batch.live, losses, 0)
-        return (part.weights[rows] * losses).sum(dtype=torch.float64)
+
+def in_closed_form(slopes: Iterable[Slope], logp: Tensor) -> dict[Any, Tensor]:
+    """The sum of the slopes of each statistic, [n]."""
+    found: dict[Any, Tensor] = {}
+    for slope in slopes:
+        rate = slope.at(logp)
+        found[slope.of] = found[slope.of] + rate if slope.of in found else rate
+    return found
 
 
 def power_of_two(sizes: list[Tensor]) -> Tensor:
@@ -237,50 +253,52 @@ def without_poison(batch: PackedBatch, kept: Tensor) -> PackedBatch:
 
 
 def bind(
-    objective: Objective,
-    batch: PackedBatch,
-    totals: Totals,
-    vocabulary: int,
-    dtype: torch.dtype,
-    declared: float | None = None,
+    objective: Objective, batch: PackedBatch, totals: Totals, vocabulary: int, dtype: torch.dtype,
+    **more: Any
 ) -> Bound:
-    """Fix every token's weight from global totals (law 3), after `check_weights`."""
+    """Fix every token's weight from global totals (law 3), after `check_weights`; with `more` of a
+    `Bound`."""
     parts = []
     counted: dict[Any, Any] = {}
     for name, coefficient, term in objective.named():
-        assert term.reduction is not None
-        key = term.kept_field, term.reduction.weigh in FLAT
+        reduction = term.reduction
+        assert reduction is not None
+        flat = reduction.key not in (None, sequence_mean.key)
+        key = term.kept_field, reduction.key is not None, flat
         if key not in counted:
             counted[key] = _count(batch, totals, *key, dtype)
         kept, lengths, tokens, segments = counted[key]
-        weights = term.reduction.weigh(lengths, tokens, segments).to(dtype)
-        if weights.shape != lengths.shape:
+        weights = reduction.weigh(lengths, tokens, segments)
+        if not flat and weights.shape != lengths.shape:
             raise ValueError(
-                f"reduction {term.reduction.name}: returned shape {tuple(weights.shape)}, want one "
+                f"reduction {reduction.name}: returned shape {tuple(weights.shape)}, want one "
                 f"weight per token, {tuple(lengths.shape)}"
             )
-        if kept is not None:
-            weights = torch.where(kept, weights, 0)
+        if isinstance(weights, Tensor):
+            weights = weights.to(dtype)
+        if (some := batch.live if kept is None else kept) is not None:
+            weights = some.to(dtype) * weights
         parts.append(Part(name, coefficient, term, weights, kept))
-    return Bound(tuple(parts), vocabulary, declared=declared)
+    return Bound(tuple(parts), vocabulary, dtype, **more)
 
 
 def _count(
-    batch: PackedBatch, totals: Totals, field: str | None, flat: bool, dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+    batch: PackedBatch, totals: Totals, field: str | None, own: bool, flat: bool,
+    dtype: torch.dtype,
+) -> tuple[Any, ...]:  # fmt: skip
     """What a reduction needs: of all tokens, or of those that a field keeps, [T] bool, lengths of
-    their segments [T], and the totals of tokens and segments, [] float64. A reduction that reads no
-    length (`flat`) gets the number of tokens in its place."""
+    their segments [T], and the totals of tokens and segments, [] float64 or, for the library's
+    `own`, as they are. A reduction that reads no length (`flat`) gets none."""
     kept, lengths = None, batch.segments.lengths
     counts = (totals.tokens, totals.segments)
     if field is not None:
         kept = getattr(batch, field)
         counts = totals.kept[field]
         lengths = batch.segments.sum(kept.to(dtype))
-    tokens, segments = [_at_least_one(count, batch.targets.device) for count in counts]
-    if flat:
-        return kept, tokens.expand(len(batch)), tokens, segments
-    return kept, batch.segments.expand(lengths.to(dtype).clamp_min(1)), tokens, segments
+    tokens, segments = [_at_least_one(count, batch.targets.device, own) for count in counts]
+    if not flat:
+        lengths = batch.segments.expand(lengths.to(dtype).clamp_min(1))
+    return kept, lengths, tokens, segments
 
 
 def check_weights(objective: Objective, kinds: Kinds, totals: Totals | None) -> None:
@@ -305,10 +323,11 @@ def check_weights(objective: Objective, kinds: Kinds, totals: Totals | None) -> 
             )
 
 
-def _at_least_one(count: float | Tensor, device: torch.device) -> Tensor:
+def _at_least_one(count: float | Tensor, device: torch.device, own: bool) -> float | Tensor:
     """A total as a float64 scalar; a zero total acts as one."""
     if not isinstance(count, Tensor):
-        return torch.full((), float(count) or 1.0, dtype=torch.float64, device=device)
+        number = float(count) or 1.0
+        return number if own else torch.full((), number, dtype=torch.float64, device=device)
     count = count.to(device, torch.float64)
     return count.masked_fill(count == 0, 1.0)
 

@@ -15,13 +15,13 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..batch.packing import PackedBatch, Packing
+from ..batch.packing import ALL, PackedBatch, Packing
 from ..batch.reduction import token_mean
 from ..batch.segments import Chunk
 from ..losses.identity import leaves_of
 from ..losses.scope import Scope
 from ..losses.term import Objective, Reads, Term
-from .bound import ALL, Gradient, power_of_two
+from .bound import Gradient, power_of_two
 from .statistics import BESIDE, CANDIDATES, Coefficients, Statistics, pull_back
 
 READ: tuple[str, ...] = ("logp", "lse", "entropy")

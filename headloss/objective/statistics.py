@@ -169,7 +169,7 @@ def finish(
         found["lse"] = partials.peak + log_sum
     if "entropy" in needs:
         assert partials.spread is not None
-        found["entropy"] = log_sum - partials.spread / (1 + partials.rest)
+        found["entropy"] = torch.addcdiv(log_sum, partials.spread, 1 + partials.rest, value=-1)
     if "mean_logit" in needs:
         assert partials.total is not None
         found["mean_logit"] = partials.total / vocabulary
@@ -233,7 +233,7 @@ class Slope(NamedTuple):
     anchor: Tensor | float = 0.0
     low: Tensor | float = -math.inf
     high: Tensor | float = math.inf
-    sign: float = 1.0  # 0: a constant
+    sign: Tensor | float = 1.0  # 0: a constant
     of: str = "logp"
 
     @property
@@ -241,4 +241,14 @@ class Slope(NamedTuple):
         """Whether it is the same for all statistics."""
         bounds = self.low, self.high
         known = not any(isinstance(bound, Tensor) for bound in bounds)
-        return self.sign == 0 and known and bounds == (-math.inf, math.inf)
+        return known and bool(self.sign == 0) and bounds == (-math.inf, math.inf)
+
+    def at(self, logp: Tensor) -> Tensor:
+        """[n] its values at the tokens' log-probs."""
+        rate = self.rate
+        if self.constant:
+            many = isinstance(rate, Tensor)
+            return torch.zeros_like(logp).add_(rate) if many else torch.full_like(logp, rate)
+        plain, power = isinstance(self.sign, float) and self.sign == 1, logp - self.anchor
+        found = (power if plain else power * self.sign).exp_().mul_(rate)
+        return found.where((logp >= self.low).logical_and_(logp <= self.high), 0)

@@ -61,13 +61,8 @@ def forget_tapes() -> None:
 
 
 def record(
-    objective: Objective,
-    statistics: frozenset[str],
-    fields: Kinds,
-    dtype: torch.dtype,
-    *,
-    observe: bool = True,
-    gradients: bool = True,
+    objective: Objective, statistics: frozenset[str], fields: Kinds, dtype: torch.dtype, *,
+    observe: bool = True, gradients: bool = True
 ) -> Tape | None:
     """The tape of an objective of the library's own terms.
 
@@ -109,12 +104,8 @@ class _Sample:
     """An objective on made-up tokens, whose vectors the recorder knows as inputs."""
 
     def __init__(
-        self,
-        lengths: tuple[int, ...],
-        statistics: frozenset[str],
-        fields: Kinds,
-        dtype: torch.dtype,
-        objective: Objective,
+        self, lengths: tuple[int, ...], statistics: frozenset[str], fields: Kinds,
+        dtype: torch.dtype, objective: Objective
     ) -> None:
         self.recorder = recorder = Recorder(dtype)
         self.written = Written(recorder.nodes, [], [], [], [])

@@ -237,7 +237,10 @@ def _work(
         tolerance=tolerance,
         confirm=confirm,
     )
-    found = Tokens(prepared.acts, packing.targets, transform, prepared.needs, slices.first)
+    targets, whole = packing.targets, place.group is None and packing.live is None
+    if packing.order.facts is not None and prepared.backend == "reference":
+        targets = targets.clamp(0, vocabulary - 1)  # until the batch is read they may be anything
+    found = Tokens(prepared.acts, targets, transform, prepared.needs, slices.first, whole)
     if prepared.beside:
         beside = Beside(view, transform, vocabulary, prepared, slices)
         found = beside.added_to(found, objective.teachers)
@@ -256,9 +259,9 @@ def _bound(joined: Joined, batch: Batch, view: PackedBatch, options: Options) ->
     rescaled, declared = prepared.problem.rescaled, options.upstream
 
     def by_autograd() -> Bound:
-        found = bind(objective, view, totals, vocabulary, prepared.wide, declared)
-        found = replace(found, logp_only=plan.pull == "unit")
-        return found.scaled() if rescaled else found
+        given, closed = (objective, view, totals, vocabulary, prepared.wide), prepared.slopes
+        found = bind(*given, declared=declared, closed=closed, logp_only=plan.pull == "unit")
+        return found.scaled(view.targets.device) if rescaled else found
 
     if not prepared.taped or prepared.tape(objective, options.metrics, True) is None:
         return by_autograd()

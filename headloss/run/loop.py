@@ -45,10 +45,10 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, work: Work, *tensors):
         measured, ctx.pull = forward(work, tensors)
-        ctx.work, ctx.used, ctx.count, aside = work, False, 0, []
+        ctx.work, ctx.used, ctx.count = work, False, 0
         if work.plan.pull in ("slabs", "blocks"):  # autograd sees to it that none of these changes
-            aside, ctx.count = [*tensors, *work.constants], len(tensors)
-        ctx.save_for_backward(*aside)
+            ctx.count = len(tensors)
+            ctx.save_for_backward(*tensors, *work.constants)
         stats, values, loss = measured
         if loss is None:
             loss = work.bound.total(values, stats)
@@ -66,7 +66,7 @@ class HeadLoss(torch.autograd.Function):
         ctx.work = ctx.pull = None  # who keeps the loss keeps no batch
         saved = ctx.saved_tensors[: ctx.count]  # read once: checkpointing recomputes them
         with inside(upstream.device.type, *work.groups):
-            gradients = pull(owed(work.bound, upstream), work.open(saved) if saved else None)
+            gradients = pull(owed(work, upstream), work.open(saved) if saved else None)
         return None, *gradients
 
 
@@ -145,11 +145,13 @@ def refuse_second_derivatives(of: str) -> None:
         )
 
 
-def owed(bound: Any, upstream: Tensor) -> Tensor | None:
+def owed(work: Work, upstream: Tensor) -> Tensor | None:
     """The factor between gradients of a bound objective's coefficients and those that are owed,
-    None where it is one."""
-    declared, scale = bound.declared, bound.scale
+    None where it is one, as far as the host may know."""
+    declared, scale, seen = work.bound.declared, work.bound.scale, work.packing.live is None
     if declared is None:
+        if seen and scale is None and upstream.is_cpu and upstream.equal(torch.ones_like(upstream)):
+            return None
         factor = upstream if upstream.dtype == torch.float64 else upstream.float()
         return factor if scale is None else factor / scale
     same = (upstream - declared).abs() <= 1e-6 * abs(declared)

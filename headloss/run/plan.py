@@ -36,8 +36,9 @@ MIB = 1 << 20
 CPU_BUDGET, GPU_BUDGET = 256 * MIB, 1200 * MIB  # for a chunk, where the call names none
 GPU_SHARE = 16  # the budget is a GPU's memory divided by it, if that is more
 TERMS_ROWS = 16384  # tokens per product that writes statistics alone
-SKIP_WORTH = 2 * 10**11  # multiply-adds of a block's product: below it, reading which rows carry a
-# gradient keeps a GPU waiting longer than leaving them out can save
+# Multiply-adds of a block's product: below it, reading which rows carry a gradient keeps a GPU
+# waiting longer, and takes a CPU more operations, than leaving them out can save.
+SKIP_WORTH, CPU_SKIP_WORTH = 2 * 10**11, 1 << 24
 FIXED_COLUMNS = 16384  # of a slab, if a token's bits may not depend on other tokens
 WORKING_BLOCK = 1 << 20  # logits that a reference act works on at once
 SWEEP_BYTES = 480 << 20  # of a sweep that writes terms or gradients in 16 bits
@@ -154,7 +155,8 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     tile = _tile(p, rows, options)
     pull = "blocks" if schedule == "recompute" and p.spread else PULLS[schedule]
     once = _once(p, pull, len(chunks), tile)
-    worth = p.sparse and (not p.on_gpu or rows * p.width * p.vocabulary >= SKIP_WORTH)
+    least = SKIP_WORTH if p.on_gpu else 0 if options.gradient_tolerance else CPU_SKIP_WORTH
+    worth = p.sparse and rows * p.width * p.vocabulary >= least
     return Plan(
         schedule=schedule,
         backend=backend,

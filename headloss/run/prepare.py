@@ -262,14 +262,8 @@ def _wants(hidden: Tensor, head: Head) -> Wants:
 
 
 def _prepared(
-    objective: Objective,
-    batch: Batch,
-    options: Options,
-    problem: Problem,
-    softcap: bool,
-    backend: str,
-    dtype: torch.dtype,
-    wants: Wants,
+    objective: Objective, batch: Batch, options: Options, problem: Problem, softcap: bool,
+    backend: str, dtype: torch.dtype, wants: Wants
 ) -> Prepared:
     """Trace the objective's terms, and say what follows for the plan."""
     wide, teachers = sum_dtype(dtype), objective.teachers

@@ -54,6 +54,7 @@ class Tokens(NamedTuple):
         transform: its temperature is a number or [T].
         needs: statistics.
         first: column of the whole vocabulary at which this slice starts.
+        whole: the slice is all of it, and all targets are known to lie in it.
         teachers: whose divergences are measured beside the student's logits.
         beside: what else is measured of the tiles (`beside.Candidates`, `beside.Collision`).
     """
@@ -63,26 +64,31 @@ class Tokens(NamedTuple):
     transform: Transform
     needs: frozenset[str]
     first: int = 0
+    whole: bool = False
     teachers: tuple[Any, ...] = ()
     beside: tuple[Any, ...] = ()
 
     def take(self, index: Tensor) -> Tokens:
         """Of some of the tokens."""
         teachers, beside = (tuple(x.take(index) for x in t) for t in (self.teachers, self.beside))
-        given = self.targets[index], self.transform.rows(index), self.needs, self.first
+        given = self.targets[index], self.transform.rows(index), self.needs, self.first, self.whole
         return Tokens(self.acts, *given, teachers, beside)
 
     def forward(self, rows: Rows, columns: slice = ALL) -> Forward:
         """Arguments of act one beside the logits of a tile."""
         targets, transform = (self.targets, self.transform) if rows is ALL else self._at(rows)
-        return Forward(targets, self.first + (columns.start or 0), transform, self.needs)
+        whole = self.whole and columns is ALL
+        return Forward(targets, self.first + (columns.start or 0), transform, self.needs, whole)
 
-    def backward(self, rows: Rows, columns: slice, known: Known) -> Backward:
+    def backward(
+        self, rows: Rows, columns: slice, known: Known, dtype: torch.dtype | None = None
+    ) -> Backward:
         """Arguments of act two beside the logits of a tile."""
         (stats, normalizer), gradient = known.measured, known.gradient
         targets, transform = (self.targets, self.transform) if rows is ALL else self._at(rows)
         given = targets, self.first + (columns.start or 0), transform, normalizer
-        return Backward(*given, gradient.coefficients, stats.logp)
+        whole = self.whole and columns is ALL and isinstance(known.held, Tensor)
+        return Backward(*given, gradient.coefficients, stats.logp, dtype, whole)
 
     def _at(self, rows: Rows) -> tuple[Tensor, Transform]:
         return self.targets[rows], self.transform.rows(rows)
@@ -173,20 +179,20 @@ class RawSoftmax:
         index = left()
         if index is not None:
             raw, places = compact_(raw, index), index + (rows.start or 0)
-            known = known.rows(index)
+            known = known.rows(index)._replace(held=None if known.held is None else raw)
         if not at_once:
             raw = self.gradient_(raw, places, columns, known)
         return RowGradient(raw, places)
 
     def gradient_(self, raw: Tensor, rows: Rows, columns: slice, known: Known) -> Tensor:
         """dL/draw of a tile, teachers' part included, in the tile's memory or in 16 bits."""
-        others = self.tokens.backward(rows, columns, known)
-        if raw.is_cuda:  # the products take 16 bits
-            others = others._replace(dtype=self.gradient_dtype)
+        dtype = self.gradient_dtype if raw.is_cuda else None  # the products take 16 bits
+        others = self.tokens.backward(rows, columns, known, dtype)
         given, slopes = (rows, columns, known.measured), known.gradient.divergences
         parts = [part for part in (*self.teachers, *self.beside) if part.key in slopes]
         if not parts:
             return self.acts.logit_gradient_(raw, others)
+        others = others._replace(whole=False)  # where logits may stand for those of act one
         extra = None  # all but the last need the student's logits unchanged
         for part in parts[:-1]:
             extra = part.gradient(raw, *given, slopes[part.key], extra)
@@ -208,15 +214,10 @@ class LinearSoftmax(RawSoftmax):
     """
 
     def __init__(
-        self,
-        tensors: Sequence[Any],
-        tokens: Tokens,
-        vocabulary: int,
-        *,
+        self, tensors: Sequence[Any], tokens: Tokens, vocabulary: int, *,
         spread: Callable[[Sequence[Tensor]], Sequence[Any]] = list,
-        compute_dtype: torch.dtype | None = None,
-        logits_dtype: torch.dtype | None = None,
-        fixed: products.Fixed | None = None,
+        compute_dtype: torch.dtype | None = None, logits_dtype: torch.dtype | None = None,
+        fixed: products.Fixed | None = None
     ) -> None:
         super().__init__(tokens)
         self.features, self.full_weights = spread(tensors[:-1:2]), list(tensors[1:-1:2])

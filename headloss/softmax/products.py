@@ -48,7 +48,7 @@ def logits(
         return fixed(features, weight.t(), out=out)
     if _is_wide(features) and features.dtype == weight.dtype:
         if out is None:
-            return features @ weight.t()
+            return torch.nn.functional.linear(features, weight)
         return out.addmm_(features.to(out.dtype), weight.to(out.dtype).t())
     if features.is_cuda and features.dtype == weight.dtype:
         n, h = features.shape
@@ -135,6 +135,9 @@ def add_weight_gradient_(
             aten.addmm.dtype_out(total, left, features, torch.float32, out=total)
         return
     wide = sum_dtype(features.dtype)
+    if fresh and total.dtype == wide == features.dtype == gradient.dtype:
+        torch.mm(gradient.t(), features, out=total)
+        return
     features = features.to(wide)
     for block in _blocks(total, features.shape[0]):
         part, own = gradient[:, block].to(wide).t(), total[block]

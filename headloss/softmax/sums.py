@@ -131,12 +131,8 @@ class _Sums:
     by_slab = False  # a slab's weight gradient is multiplied when it is closed
 
     def __init__(
-        self,
-        source: LinearSoftmax,
-        into: Into,
-        blocks: Sequence[slice] | None,
-        dtype: torch.dtype | None,
-        direct: bool,
+        self, source: LinearSoftmax, into: Into, blocks: Sequence[slice] | None,
+        dtype: torch.dtype | None, direct: bool
     ) -> None:
         self.source = source
         self.hidden: Hidden = into.hidden(source, into.wants, blocks)
@@ -163,12 +159,8 @@ class _Sums:
             self.places = [None if w is None else w[: source.vocabulary] for w in self.weights]
 
     def _add(
-        self,
-        gradient: RowGradient,
-        columns: slice,
-        totals: Sequence[Tensor | None],
-        fresh: bool,
-        last: bool = False,
+        self, gradient: RowGradient, columns: slice, totals: Sequence[Tensor | None], fresh: bool,
+        last: bool = False
     ) -> bool:
         """Take dL/draw of some rows and columns; whether there was any."""
         if gradient.later is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..interface import Backward, Order
 from ..pair import Chosen
 from ..transform import Transform
-from .tile import BLOCK_ELEMENTS, in_columns, own_gradient, wide
+from .tile import BLOCK_ELEMENTS, own_gradient, wide
 
 
 def chosen_logits(x: Tensor, w: Tensor, columns: Tensor, transform: Transform) -> Tensor:
@@ -36,12 +36,12 @@ def chosen_gradient_(
     picked = slice(None) if order is None else order.rows[: int(order.count)]
     columns, log_p, slopes = (t[picked] for t in chosen)
     own, places = backward.rows(picked), slice(len(columns))
-    c, peak, log_sum = in_columns(own.coefficients), *own.normalizer
+    c, (peak, log_sum) = own.coefficients.map(lambda t: t.unsqueeze(1)), own.normalizer
     here = (columns >= 0) & (columns < tile.shape[1])
     slopes = slopes.clone()
     if c.target is not None:
         slopes += torch.where(columns == (own.targets - own.first).unsqueeze(1), c.target, 0)
-    g = own_gradient(log_p, slopes, c)
+    g = own_gradient(log_p.clamp_max(0), slopes, c)
     g = own.transform.pull_back_(g, log_p + (peak + log_sum).unsqueeze(1))
     if multiples is not None:
         multiple = multiples[places].unsqueeze(1)

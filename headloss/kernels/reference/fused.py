@@ -11,17 +11,9 @@ from torch import Tensor
 from ...objective import statistics as stats
 from ...objective.statistics import FLOOR, Partials, merge_all
 from ..interface import Backward, Forward, Held, Measured, Order, partials_of
+from . import tile
 from .rows import scaled_rows
-from .tile import (
-    blocks,
-    in_columns,
-    logit_gradient_,
-    own_gradient,
-    partials,
-    put_,
-    wide,
-    z_gradient,
-)
+from .tile import blocks, own_gradient, partials, put_, wide
 
 SMALLEST = 2.0**-90  # of |c_target|, for a multiple: what else is in the row weighs nothing
 
@@ -70,7 +62,7 @@ def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
 
 def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
     raw = _product(x, w, backward.transform.bias)
-    return logit_gradient_(raw, backward._replace(dtype=None)).to(x.dtype)
+    return tile.logit_gradient_(raw, backward._replace(dtype=None)).to(x.dtype)
 
 
 def held_gradient_(held: Held, backward: Backward, *, order: Order | None = None) -> Tensor:
@@ -79,14 +71,14 @@ def held_gradient_(held: Held, backward: Backward, *, order: Order | None = None
     for rows in blocks(terms):
         picked = rows if order is None else order.rows[rows]
         own = backward.rows(picked)
-        (peak, log_sum), c = own.normalizer, in_columns(own.coefficients)
+        (peak, log_sum), c = own.normalizer, own.coefficients.map(lambda t: t.unsqueeze(1))
         e = terms[picked].to(peak.dtype)
         log_p = e.log().sub_(((peak - held.reference[picked]) + log_sum).unsqueeze(1))
         log_p.masked_fill_(e <= 0, FLOOR)
         if own.logps is not None:  # a term of 0 no longer tells its z
             put_(log_p, own, own.logps.clamp_min(FLOOR))
         z = log_p + (peak + log_sum).unsqueeze(1)
-        g = z_gradient(log_p, c, e)
+        g = tile.z_gradient(log_p, c, e)
         if own.logps is not None:
             put_(g, own, own_gradient(own.logps, own.coefficients.target, own.coefficients))
         terms[rows] = own.transform.pull_back_(g, z).to(terms.dtype)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...objective.statistics import Coefficients, Partials, finish
+from ...objective.statistics import Coefficients, Partials, Slope, finish
 from ..interface import Backward, Forward, Order, Rows, Scaling, Walk
 from .tile import logit_gradient_, partials, wide
 
@@ -99,9 +99,8 @@ def _completed(c: Coefficients, found: Partials, slopes: Tensor | None) -> Coeff
     if slopes is not None:
         logp = (found.target - found.peak) - log_sum
         slope = torch.zeros_like(logp)
-        for rate, anchor, low, high, sign in slopes:
-            value = rate * (sign * (logp - anchor)).exp()
-            slope += torch.where((logp >= low) & (logp <= high), value, 0)
+        for row in slopes:
+            slope += Slope(*row).at(logp)  # type: ignore[arg-type]
         prob = prob - slope
         target = slope if target is None else target + slope
     return Coefficients(target=target, prob=prob, entropy=c.entropy, uniform=c.uniform)

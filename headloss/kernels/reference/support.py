@@ -54,7 +54,7 @@ def support_logits(x: Tensor, w: Tensor, support: Support, onto: Tensor | None =
 
 
 def support_partials(raw: Tensor, support: Support, forward: Forward) -> Partials:
-    targets, _, transform, needs = forward
+    targets, _, transform, needs, _ = forward
     assert targets is not None
     nothing = {"peak": -math.inf, "rest": -1.0, "target": -math.inf}
     nothing |= {"spread": 0.0} if "entropy" in needs else {}
@@ -76,7 +76,7 @@ def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tenso
     least = math.copysign(math.inf, -backward.transform.scale)  # no logit of a token is below
     for rows, pairs, columns, there in _blocks(support):
         slots = _slots(columns, there, backward.targets[rows] - support.first)
-        own = backward.rows(rows)._replace(targets=slots, first=0)
+        own = backward.rows(rows)._replace(targets=slots, first=0, whole=False)
         g = logit_gradient_(torch.where(there, raw[pairs], least), own)
         out[pairs[there]] = g[there]
     return out

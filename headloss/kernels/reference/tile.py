@@ -30,17 +30,17 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.itemsize > 2 else torch.float32
 
 
-def inside(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """Which targets fall into the tile, and a column of it for each: its own, where it does."""
-    column = targets - first if first else targets
+def outside(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
+    """[n, 1] which targets are not in the tile, and a column of it for each: its own, if it is."""
+    column = (targets - first if first else targets).unsqueeze(1)
     near = column.clamp(0, width - 1)
-    return near == column, near.unsqueeze(1)
+    return near != column, near
 
 
 def partials(
     raw: Tensor, forward: Forward, onto: Partials | None = None, without: Tensor | None = None
 ) -> Partials:
-    targets, first, transform, needs = forward
+    targets, first, transform, needs, whole = forward
     if targets is None:
         targets = torch.full((len(raw),), first - 1, device=raw.device)
     found = []
@@ -49,7 +49,7 @@ def partials(
         z = transform.rows(rows).read(part.to(wide(raw.dtype)))
         if without is not None:
             z = with_columns(z, without[rows], -math.inf)
-        found.append(_partials(z, *inside(those, first, raw.shape[1]), needs))
+        found.append(_partials(z, those, None if whole else first, needs))
     if len(found) > 1:
         found = [{name: torch.cat([part[name] for part in found]) for name in found[0]}]
     own = Partials(**found[0])
@@ -64,17 +64,21 @@ def with_columns(tile: Tensor, columns: Tensor, values: Tensor | float) -> Tenso
     return wider.scatter_(1, place, values)[:, :v]  # type: ignore[arg-type]
 
 
-def _partials(z: Tensor, here: Tensor, column: Tensor, needs: frozenset[str]) -> dict[str, Tensor]:
-    target = z.gather(1, column).squeeze(1).masked_fill_(~here, -math.inf)
-    peak, likeliest = z.max(1)
-    found = {"peak": peak, "target": target}
+def _partials(z: Tensor, targets: Tensor, first: int | None, needs: frozenset[str]) -> dict:
+    """Without `first` it is the whole vocabulary: all targets are columns, some logit is finite."""
+    peak, likeliest = z.max(1, keepdim=True)
+    if first is None:
+        target, shifted = z.gather(1, targets.unsqueeze(1)), z - peak
+    else:
+        elsewhere, column = outside(targets, first, z.shape[1])
+        target = z.gather(1, column).masked_fill_(elsewhere, -math.inf)
+        shifted = z - peak.clamp_min(torch.finfo(z.dtype).min)
+    e = shifted.clamp_min_(FLOOR).exp().scatter_(1, likeliest, 0.0)
+    found = {"peak": peak.view(-1), "target": target.view(-1), "rest": e.sum(1)}
+    if first is not None:  # a tile of -inf alone has no mass, and no largest term
+        found["rest"].add_(found["peak"] == -math.inf, alpha=-1)
     if "mean_logit" in needs:
         found["total"] = z.sum(1)
-    # Where the whole tile is -inf there is no mass, and no largest term to leave out.
-    finite = peak.clamp_min(torch.finfo(z.dtype).min).unsqueeze(1)
-    shifted = (z - finite).clamp_min_(FLOOR)
-    e = shifted.exp().scatter_(1, likeliest.unsqueeze(1), 0.0)
-    found["rest"] = e.sum(1).add_(peak == -math.inf, alpha=-1)
     if "entropy" in needs:
         found["spread"] = e.mul_(shifted).sum(1)
     return found
@@ -92,11 +96,11 @@ def log_softmax(z: Tensor, normalizer: Normalizer) -> Tensor:
 
 def own_gradient(log_p: Tensor, slope: Tensor | None, c: Coefficients) -> Tensor:
     """dL/dz of columns that have a slope of their own, to the last digit of 1 - p where that and
-    c_prob cancel. Coefficients have the dimensions of log_p."""
-    log_p = log_p.clamp(FLOOR, 0)
+    c_prob cancel. log_p is at most 0; coefficients have its dimensions."""
     prob = torch.zeros_like(log_p) if c.prob is None else c.prob
-    g = prob * log_p.expm1() + (prob if slope is None else prob + slope)
+    g = torch.addcmul(prob if slope is None else prob + slope, prob, log_p.expm1())
     if c.entropy is not None:
+        log_p = log_p.clamp_min(FLOOR)
         g += c.entropy * log_p.exp() * log_p
     if c.uniform is not None:
         g += c.uniform
@@ -105,16 +109,18 @@ def own_gradient(log_p: Tensor, slope: Tensor | None, c: Coefficients) -> Tensor
 
 def put_(tile: Tensor, backward: Backward, values: Tensor) -> None:
     """Set the element of each token's target, to values [n], where it lies in the tile [n, v]."""
-    here, column = inside(backward.targets, backward.first, tile.shape[1])
     values = values.to(tile.dtype).unsqueeze(1)
-    tile.scatter_(1, column, torch.where(here.unsqueeze(1), values, tile.gather(1, column)))
+    if backward.whole:
+        column = backward.targets.unsqueeze(1)
+    else:
+        elsewhere, column = outside(backward.targets, backward.first, tile.shape[1])
+        values = torch.where(elsewhere, tile.gather(1, column), values)
+    tile.scatter_(1, column, values)
 
 
 def z_gradient(log_p: Tensor, c: Coefficients, out: Tensor) -> Tensor:
-    """p (c_prob + c_entropy log p) + c_uniform [n, v], into `out`: act two but for the targets.
-
-    Coefficients are [n, 1]; log_p is overwritten.
-    """
+    """p (c_prob + c_entropy log p) + c_uniform [n, v], into `out`: act two but for the targets, of
+    coefficients [n, 1]. log_p is overwritten."""
     g = torch.exp(log_p, out=out)
     if c.entropy is not None:
         assert c.prob is not None
@@ -128,19 +134,20 @@ def z_gradient(log_p: Tensor, c: Coefficients, out: Tensor) -> Tensor:
     return g
 
 
-def in_columns(c: Coefficients) -> Coefficients:
-    return c.map(lambda t: t.unsqueeze(1))
-
-
 def logit_gradient_(raw: Tensor, backward: Backward) -> Tensor:
     for rows in blocks(raw):
         here, own = (raw, backward) if rows is ALL else (raw[rows], backward.rows(rows))
-        c = in_columns(own.coefficients)
-        z = own.transform.read(here.to(wide(raw.dtype)))
-        log_p = log_softmax(z, own.normalizer)  # raw may be written from here on
-        g = z_gradient(log_p, c, here if here.dtype == z.dtype else torch.empty_like(z))
+        c, z = own.coefficients, own.transform.read(here.to(wide(raw.dtype)))
+        g = here if here.dtype == z.dtype else torch.empty_like(z)  # z may be overwritten
+        if own.whole and c.prob is not None and c.entropy is c.uniform is None:
+            # z - peak is exact where p is not small; the sum divides one number per token.
+            peak, log_sum = own.normalizer
+            torch.sub(z, peak.unsqueeze(1), out=g).exp_()
+            g.mul_((c.prob * log_sum.neg().exp_()).unsqueeze(1))
+        else:
+            z_gradient(log_softmax(z, own.normalizer), c.map(lambda t: t.unsqueeze(1)), g)
         if own.logps is not None:
-            put_(g, own, own_gradient(own.logps, own.coefficients.target, own.coefficients))
+            put_(g, own, own_gradient(own.logps, c.target, c))
         own.transform.pull_back_(g, z)
         if g.dtype != here.dtype:
             here.copy_(g)

@@ -113,7 +113,7 @@ NO_ACT = Act(None, None, None, Coefficients(), None)
 
 
 def act(backward: Backward) -> Act:
-    targets, _, transform, normalizer, c, logps, _ = backward
+    targets, _, transform, normalizer, c, logps, *_ = backward
     return Act(targets, scaling(transform), normalizer, c, logps)
 
 

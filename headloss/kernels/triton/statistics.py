@@ -121,7 +121,7 @@ def partials(
     raw: Tensor, forward: Forward, onto: Partials | None = None, without: Tensor | None = None
 ) -> Partials:
     check_tile("raw", raw)
-    targets, first, transform, needs = forward
+    targets, first, transform, needs, _ = forward
     n, v = raw.shape
     to = empty_partials(raw, n, needs) if onto is None else onto
     if n:

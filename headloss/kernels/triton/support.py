@@ -120,7 +120,7 @@ launch_partials = Launcher(partials_kernel, num_warps=1)
 
 
 def support_partials(raw: Tensor, support: Support, forward: Forward) -> Partials:
-    targets, _, transform, needs = forward
+    targets, _, transform, needs, _ = forward
     result = empty_partials(raw, len(targets), needs)
     if len(targets):
         given = (raw, support, result, targets, scaling(transform))
