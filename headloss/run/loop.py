@@ -213,7 +213,7 @@ def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]
     source = work.open(tensors)
     found: list[Measured] = []
     sums = values = loss = NOT_YET
-    blocks = work.plan.blocks
+    blocks = work.plan.chunks
     uncut = len(blocks) == 1 and not (work.plan.support or work.slices.is_spread)
     for block in blocks:
         rows = ALL if uncut else block.rows
