@@ -173,8 +173,8 @@ def describer(arguments: Values) -> Describe:
     for name, argument in zip(names, arguments, strict=True):
         value = name
         if isinstance(argument, tuple):
-            value = _describe_record(name, type(argument), lines, lows)
-            key.append(f"k{name}")
+            value, counts = _describe_record(name, type(argument), lines, lows)
+            key += counts
         elif not isinstance(argument, Tensor):
             key.append(f"kind({name})")
         else:
@@ -196,10 +196,10 @@ def describer(arguments: Values) -> Describe:
 
 def _describe_record(
     name: str, record: type, lines: list[str], lows: list[str] | None
-) -> str:  # fmt: skip
-    """Lines that set k<name>, all that counts of a record, and its value for the C launcher, whose
-    name is returned. A field that may be None says so in its annotation. Pointers go to `lows`, or
-    without it, into k<name> by their alignment."""
+) -> tuple[str, list[str]]:  # fmt: skip
+    """Lines that find a record's value for the C launcher; its name, and all that counts of it. A
+    field that may be None says so in its annotation. Pointers go to `lows`, or without it, to what
+    counts by their alignment."""
     fields = [f"{name}_{i}" for i in range(len(get_type_hints(record)))]
     lines.append(f"{', '.join(fields)}, = {name}")
     keys, values = [], []
@@ -209,12 +209,14 @@ def _describe_record(
         if inner is not None:
             here: list[str] = []
             optional = type(None) in kinds
-            value = _describe_record(field, inner, here, None if optional else lows)
+            value, counts = _describe_record(field, inner, here, None if optional else lows)
             if optional:
                 lines.append(f"k{field} = {value} = None")
+                here.append(f"k{field} = ({', '.join(counts)},)")
                 here = [f"if {field} is not None:", *(f"    {line}" for line in here)]
+                counts = [f"k{field}"]
             lines += here
-            keys.append(f"k{field}")
+            keys += counts
         elif Tensor in kinds:
             value = f"p{field}"
             if type(None) in kinds:  # what is 0 here is a constant to the kernel
@@ -234,8 +236,8 @@ def _describe_record(
             value = field
             keys.append(f"kind({field})")
         values.append(value)
-    lines += [f"k{name} = ({', '.join(keys)},)", f"v{name} = ({', '.join(values)},)"]
-    return f"v{name}"
+    lines.append(f"v{name} = ({', '.join(values)},)")
+    return f"v{name}", keys
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
