@@ -154,6 +154,11 @@ def test_hidden_and_head(error, match, make):
         ),
         (
             ValueError,
+            "segments: got device meta, want the targets' cpu",
+            lambda: batch(segments=hl.Segments.rows(1, T, device="meta")),
+        ),
+        (
+            ValueError,
             r"old_logps: got shape \(5,\), want \(6,\) per token$",
             lambda: batch(old_logps=torch.zeros(5)),
         ),

@@ -463,12 +463,15 @@ OF_THE_DEFAULT_DEVICE = {"batch.segments", "gate", "losses.catalogue"}  # of lis
 
 @pytest.mark.parametrize("name", sorted(MODULES.keys() - OF_THE_DEFAULT_DEVICE))
 def test_tensors_are_made_on_a_device_that_is_named(name: str) -> None:
-    """A script's default device is not where a call's tensors are."""
+    """A script's default device is not where a call's tensors are; nor is its dtype theirs."""
     calls = [n for n in ast.walk(ast.parse(MODULES[name].read_text())) if isinstance(n, ast.Call)]
     made = {f"torch.{factory}" for factory in FACTORIES.split()}
     found = [call for call in calls if ast.unparse(call.func) in made]
     bare = [c.lineno for c in found if not {"device", None} & {k.arg for k in c.keywords}]
     assert bare == []
+    wide = [c for c in found if ast.unparse(c.func) in {"torch.empty", "torch.ones", "torch.zeros"}]
+    full = [c for c in wide if ast.unparse(c.args[0]) != "0"]
+    assert [c.lineno for c in full if not {"dtype", None} & {k.arg for k in c.keywords}] == []
 
 
 def test_no_path_of_any_machine() -> None:

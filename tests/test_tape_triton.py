@@ -103,6 +103,20 @@ def test_ways_to_a_field(options: dict) -> None:
     assert_same(case, tape_for(case))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_decides_nothing(dtype: torch.dtype) -> None:
+    """Scripts set it for their models."""
+    case = case_of("entropy")
+    tape, before = tape_for(case, observe=False), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found = assert_same(case, tape)
+    finally:
+        torch.set_default_dtype(before)
+    vectors = [*found.coefficients.tensors().values(), found.loss]
+    assert {v.dtype for v in vectors if v is not None} == {torch.float32}
+
+
 def test_pieces_and_numbers_on_the_device() -> None:
     kept = {"keep": (2.5, 3), "keep_segment": (1, 1)}
     totals = Totals(torch.tensor(0, device=DEVICE), torch.tensor(3.5, device=DEVICE), kept)

@@ -219,10 +219,9 @@ class Batch:
         """The fields of columns that are [.., K] integers, K >= 1."""
         found, shape = {}, self.targets.shape
         for name in ID_FIELDS:
-            value = self.fields.get(name)
-            if isinstance(value, Tensor) and is_integers(value):
-                if value.shape[:-1] == shape and value.shape[-1] > 0:
-                    found[name] = value
+            value: Any = self.fields.get(name)
+            if is_integers(value) and value.shape[:-1] == shape and value.shape[-1] > 0:
+                found[name] = value
         return found
 
     def __getattr__(self, name: str) -> Any:
@@ -296,9 +295,10 @@ def _check_targets(targets: object) -> None:
 
 
 def _check_segments(segments: Segments, of: str, value: Tensor) -> None:
-    got, want = segments.ids.shape, value.shape
-    if got.numel() != want.numel():
-        raise ValueError(f"segments: got {tuple(got)} tokens, want the {of}' shape {tuple(want)}")
+    if (ids := segments.ids).numel() != value.numel():
+        got, want = tuple(ids.shape), tuple(value.shape)
+        raise ValueError(f"segments: got {got} tokens, want the {of}' shape {want}")
+    check_device("segments", ids, value, f"the {of}'")
 
 
 def check_ids(name: str, ids: Tensor, shape: torch.Size, most: int | None = None) -> None:

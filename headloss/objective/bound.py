@@ -222,7 +222,7 @@ def in_closed_form(slopes: Iterable[Slope], logp: Tensor) -> dict[Any, Tensor]:
 
 def power_of_two(sizes: list[Tensor]) -> Tensor:
     """[] the power of two that brings the largest of some numbers to between 1 and 2."""
-    largest = torch.stack(sizes).max() if sizes else torch.zeros((), device="cpu")
+    largest = torch.stack(sizes).max() if sizes else torch.tensor(0.0, device="cpu")
     return torch.where(largest > 0, -largest.log2().floor(), 0).exp2()
 
 

@@ -202,7 +202,7 @@ class Taped:
             tape.constant.append(all(slope.constant for slope in slopes))
         if not tape.constant[0]:
             return self.bound.beforehand(batch, needs)
-        zero = torch.zeros(len(batch), device=batch.targets.device)
+        zero = batch.targets.new_zeros(len(batch), dtype=torch.float32)
         zeros: dict[str, Any] = dict.fromkeys(needs, zero)
         found = self._run(Statistics(**zeros), None, False, True)
         return Gradient(found.coefficients, {}, zero), None

@@ -236,7 +236,8 @@ def _rehearse(trainer: Any) -> None:
         kind, options = trainer.get_optimizer_cls_and_kwargs(args, of)
         if options.keys() & {"params", "model", "optimizer_dict"}:  # made of the model itself
             return
-        optimizer = kind([torch.nn.Parameter(torch.zeros(1, device=args.device))], **options)
+        like: Any = {"dtype": torch.float32, "device": args.device}
+        optimizer = kind([torch.nn.Parameter(torch.zeros(1, **like))], **options)
         get_scheduler(
             args.lr_scheduler_type,
             optimizer=optimizer,

@@ -95,7 +95,7 @@ def reference_logps(
 ) -> Tensor:
     """[B, T] of the reference model; zeros where there is none."""
     if hidden is None or weight is None:
-        return torch.zeros(target.shape, device=target.device)
+        return target.new_zeros(target.shape, dtype=torch.float32)
     with torch.no_grad():
         return head_stats(hidden, Head(weight, bias), Batch(target, ignore_index=ignore_index)).logp
 

@@ -82,11 +82,12 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     if by_segment:
         per = tape.segments_per_unit * max(1, -(-size // (tape.segments_per_unit * PROGRAMS)))
         count = max(1, -(-size // per))
-    scratch = torch.empty(tape.registers[0] * n + tape.registers[1] * size + 1, device=device)
+    like: Any = {"dtype": torch.float32, "device": device}
+    scratch = torch.empty(tape.registers[0] * n + tape.registers[1] * size + 1, **like)
     measurements = len(tape.kinds)
     results = torch.empty(measurements, dtype=torch.float64, device=device)
     shares = results if count == 1 else results.new_empty(measurements * count)
-    loss = torch.empty((), device=device)
+    loss = torch.empty((), **like)
     addresses += [code] * (INPUTS - len(addresses))
     places = [code if t is None else t.data_ptr() for t in (batch.index, ids, live)]
     places.append(segments._local_counts.data_ptr())
