@@ -476,3 +476,11 @@ def test_the_default_device_decides_nothing(tmp_path) -> None:
         for term in (hl.gspo(), hl.any_of(), hl.grpo().where("kept")):
             hl.check_term(term)
         hl.check_term(hl.soft_cross_entropy(), candidate_probs=torch.ones(28, 4, device="cpu"))
+
+
+def test_a_plan_of_temperatures_without_values() -> None:
+    hidden, weight = (torch.empty(n, H, device="meta", requires_grad=True) for n in (6, V))
+    head = hl.Head(weight, temperature=torch.ones(6, device="meta"))
+    batch = hl.Batch(torch.tensor([3, -100, 5, 1, 0, 2]))
+    found = hl.plan(hidden, head, batch, hl.cross_entropy())
+    assert (found.schedule, found.tokens) == ("one_pass", 5)

@@ -277,7 +277,7 @@ def check_temperatures(
 ) -> None:
     """ValueError for one that is not a finite number > 0. Reads the device."""
     bad = ~((rows > 0) & rows.isfinite())
-    if bad.any():
+    if not rows.is_meta and bad.any():
         token = int(bad.nonzero()[0])
         position = token if index is None else int(index[token])
         raise ValueError(
