@@ -113,7 +113,7 @@ def linear_call(given: Given, early: bool = False) -> Call:
     work.open = partial(
         ExpSoftmax if plan.terms else LinearSoftmax,
         tokens=of_tokens,
-        vocabulary=slices.size or head.vocabulary,
+        vocabulary=slices.size or work.vocabulary,
         spread=slices.open if slices.is_spread else list,
         compute_dtype=prepared.compute_dtype,
         logits_dtype=options.logits_dtype,

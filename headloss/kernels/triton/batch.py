@@ -187,7 +187,7 @@ def grid_of(values: Tensor) -> Grid:
         return Grid(values, max(1, values.shape[1]), *values.stride())
     if values.dim() != 1:
         values = values.reshape(-1)
-    return Grid(values, max(1, len(values)), 0, values.stride(0))
+    return Grid(values, max(1, values.shape[0]), 0, values.stride(0))
 
 
 def survey(
@@ -195,19 +195,19 @@ def survey(
     id_fields: Sequence[Tensor] = (), host: Tensor | None = None,
 ) -> Surveyed:  # fmt: skip
     n, values = targets.numel(), 1 + len(id_fields)
-    size = 2 + values + count + 3
+    size, blocks = 2 + values + count + 3, cdiv(n, BLOCK)
     if 0 < n <= BLOCK:  # one program sets them to 0 itself
         facts = targets.new_empty(size, dtype=torch.int64)
     else:
         facts = targets.new_zeros(size + 1, dtype=torch.int64)[:size]
-    scored = targets.new_empty(cdiv(n, BLOCK), dtype=torch.int32)
+    scored = targets.new_empty(blocks, dtype=torch.int32)
     if not n and host is not None:
         host.zero_()
     if n:
         of_ids = None if ids is None else grid_of(ids)
         of = Survey(grid_of(targets), of_ids, facts, host, scored)
         constants = {"VALUES": values, "BLOCK": BLOCK, "ALONE": n <= BLOCK}
-        launch_survey(cdiv(n, BLOCK), of, n, count, ignore, **constants)
+        launch_survey(blocks, of, n, count, ignore, **constants)
         for i, field in enumerate(id_fields):
             rows = matrix_of(field if field.stride(1) == 1 else field.contiguous())
             given = (of.targets, rows, field.shape[1], facts, 3 + i, n, ignore)

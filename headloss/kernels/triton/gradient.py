@@ -207,15 +207,16 @@ def held_multiple_(
     least: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     held.check(backward, multiple=True)
-    a, (n, v) = act(backward), held.terms.shape
-    multiples = held.reference.new_empty(n)
-    features = None if x is None else x.new_empty(n, x.shape[1])
+    a, terms, (n, v), h = act(backward), held.terms, held.terms.shape, 0
+    multiples, features = held.reference.new_empty(n), None
+    read = write = None
+    if x is not None:
+        features = x.new_empty(n, h := x.shape[1])
+        read, write = Matrix(x, x.stride(0)), Matrix(features, h)
     if n:
-        of = Multiple(
-            matrix_of(held.terms), a, held.reference, order, None if x is None else matrix_of(x),
-            None if features is None else matrix_of(features), multiples, least
-        )
-        launch_rows(n, of, backward.first, v, 0 if x is None else x.shape[1], BLOCK=2048)
+        to = Matrix(terms, terms.stride(0))
+        of = Multiple(to, a, held.reference, order, read, write, multiples, least)
+        launch_rows(n, of, backward.first, v, h, BLOCK=2048)
     return multiples, features
 
 
