@@ -114,7 +114,7 @@ def _batch(term: Term, given: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
             return packed, asked[term.name]
         except ValueError as error:
             text = str(error)
-            if "batch.candidate_ids" in text:
+            if "batch.candidate_ids" in text and "candidate_ids" not in fields:
                 fields["candidate_ids"] = torch.arange(4, device="cpu").expand(tokens, 4)
                 continue
             name = text.partition("reads batch.")[2].partition(",")[0]

@@ -126,6 +126,11 @@ def rejects(error, match, make) -> None:
             "vocab_size: got 10, want 1 <= vocab_size <= 9",
             lambda: hl.Head(weight(), vocab_size=10),
         ),
+        (
+            ValueError,
+            r"vocab_group: got tensor\(\[1., 1.\]\), want a process group",
+            lambda: call(head=hl.Head(weight(), vocab_group=torch.ones(2))),
+        ),
     ],
 )
 def test_hidden_and_head(error, match, make):

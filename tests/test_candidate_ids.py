@@ -140,12 +140,19 @@ def test_the_rest_keeps_its_digits() -> None:
     torch.testing.assert_close(leaf.grad.double(), wide.grad, rtol=1e-6, atol=1e-12)
 
 
+def refuse(ids: torch.Tensor) -> torch.Tensor:
+    raise ValueError(f"got {ids.shape}, want other batch.candidate_ids")
+
+
 def test_what_terms_read_is_known() -> None:
     report = hl.check_term(everything(), outcome_scores=torch.randn(28, 5).double())
     assert report.statistics == tuple(
         sorted(["candidate_logps", "candidate_tail", "logp", "peak", "sum_p_squared"])
     )
     assert report.gradients == ("candidate_logps", "candidate_tail", "logp")
+    refusing = hl.term(lambda stats, batch: refuse(batch.candidate_ids), name="refusing")
+    with pytest.raises(ValueError, match="want other batch.candidate_ids"):
+        hl.check_term(refusing())
     with pytest.raises(ValueError, match="everything: reads stats.candidate_logps, but batch.cand"):
         gradients(torch.ones(2, 4), torch.ones(5, 4), hl.Batch(torch.ones(2).long()), everything())
 

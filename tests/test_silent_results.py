@@ -15,6 +15,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.__main__ import main
+from headloss.run import plan
 
 N, H, V = 24, 8, 32
 LENGTHS = [5, 1, 8, 10]
@@ -458,3 +459,44 @@ def test_a_gradient_that_depends_on_the_values_of_a_batch(asked: float) -> None:
             continue
         (found,) = torch.autograd.grad(hl.head_loss(*call).loss, hidden)
         torch.testing.assert_close(found, gradient)
+
+
+# ---------------------------------------------------------------------- what a term leaves out
+
+
+@pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held"])
+def test_what_a_term_leaves_out_may_be_nan(monkeypatch, schedule: str) -> None:
+    """In a small call too, for which leaving a row out of the products saves nothing."""
+    monkeypatch.setattr(plan, "CPU_SKIP_WORTH", 1 << 24)
+    hidden, weight, _, _, targets = problem(torch.float64)
+    kept = torch.arange(N) != 1
+    batch, found = hl.Batch(targets, kept=kept), []
+    for poison in (0.0, math.nan):
+        x = torch.where(kept[:, None], hidden, poison).requires_grad_()
+        head = hl.Head(weight.clone().requires_grad_())
+        objective = hl.cross_entropy().where("kept")
+        out = hl.head_loss(x, head, batch, objective, hl.Options(schedule=schedule))
+        found.append(torch.autograd.grad(out.loss, (x, head.weight)))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_reduction_of_what_a_term_leaves_out_may_be_infinite() -> None:
+    """Here of segments with one token at most: the second keeps none."""
+    hidden, weight, _, _, targets = problem(torch.float64)
+    kept = torch.arange(N) < N // 2
+    batch = hl.Batch(targets, hl.Segments.from_lengths([N // 2, N - N // 2]), kept=kept)
+    over = hl.Reduction("pairs", lambda lengths, tokens, segments: 1 / (lengths - 1))
+    got = hl.head_loss(hidden, hl.Head(weight), batch, hl.cross_entropy().over(over).where("kept"))
+    logp = (hidden @ weight.T).log_softmax(-1)[torch.arange(N), targets]
+    torch.testing.assert_close(got.loss, -logp[kept].sum() / (N // 2 - 1))
+
+
+@pytest.mark.parametrize("own", [hl.token_mean, hl.sequence_sum, hl.fixed_length(7)])
+def test_a_reduction_that_is_made_of_the_librarys(own: hl.Reduction) -> None:
+    """`weigh` is public, and gives a weight per token."""
+    hidden, weight, _, _, targets = problem(torch.float64)
+    half = hl.Reduction("half", lambda *given: own.weigh(*given) / 2)
+    call = hidden, hl.Head(weight), hl.Batch(targets)
+    one, two = (hl.head_loss(*call, hl.cross_entropy().over(over)).loss for over in (half, own))
+    torch.testing.assert_close(2 * one, two)

@@ -168,6 +168,14 @@ def test_padding_is_no_document(side: str) -> None:
     torch.testing.assert_close(two, want)
 
 
+def test_padding_between_documents() -> None:
+    """It ends no document that goes on behind it, and hides no beginning of another."""
+    real = torch.tensor([[0, 1, 1, 0, 1, 1, 0, 1, 1, 0]])
+    position = torch.tensor([[1, 0, 1, 1, 2, 3, 1, 0, 1, 1]])
+    found = shared.as_documents(position, real.shape, real)
+    assert found.ids.tolist() == [[0, 0, 0, 0, 0, 0, 0, 1, 1, 1]]
+
+
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
     with apply(model):

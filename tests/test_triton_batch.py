@@ -89,6 +89,15 @@ def test_facts_and_order(backend, name):
     assert torch.equal(order.unscored, (~scored).nonzero().squeeze(1))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_facts_take_part_of_a_larger_room(backend):
+    """Pinned memory is kept in sizes of powers of two."""
+    targets = torch.arange(4, device=DEVICE)
+    host = torch.full((8,), 7, pin_memory=DEVICE != "cpu")
+    found = backend.survey(targets, None, 1, IGNORE, host=host)
+    assert [*found.facts.tolist(), 7] == host.tolist() == [0, 0, 3, 0, 4, 0, 0, 7]
+
+
 @pytest.mark.parametrize("kind", ["rows", "packed", "any order", "dense"])
 def test_a_batch_packed_by_kernels(kind, monkeypatch):
     """Order, lengths and fields are those of a stable sort, whichever way they are found."""

@@ -153,9 +153,13 @@ class Reduction:
         return self.weigh if getattr(self.weigh, "__module__", None) == __name__ else None
 
 
-# The library's own take totals that are numbers, too; those that read no length return one for all.
+# The library's own take totals that are numbers, too.
+def _for_all(weight: Any, lengths: Tensor | None) -> Any:
+    return weight if lengths is None else weight.expand_as(lengths)
+
+
 def _token_mean(lengths: Any, tokens: Any, segments: Any) -> Any:
-    return 1 / tokens
+    return _for_all(1 / tokens, lengths)
 
 
 def _sequence_mean(lengths: Any, tokens: Any, segments: Any) -> Any:
@@ -163,7 +167,7 @@ def _sequence_mean(lengths: Any, tokens: Any, segments: Any) -> Any:
 
 
 def _sequence_sum(lengths: Any, tokens: Any, segments: Any) -> Any:
-    return 1 / segments
+    return _for_all(1 / segments, lengths)
 
 
 token_mean = Reduction("token_mean", _token_mean)
@@ -176,7 +180,7 @@ class _FixedLength:
     length: float
 
     def __call__(self, lengths: Any, tokens: Any, segments: Any) -> Any:
-        return 1 / (segments * self.length)
+        return _for_all(1 / (segments * self.length), lengths)
 
 
 def fixed_length(length: float) -> Reduction:

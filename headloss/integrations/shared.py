@@ -103,11 +103,15 @@ def needs_segments(objective: Objective) -> bool:
 
 def as_documents(positions: Tensor, shape: torch.Size, attended: Any = None) -> Segments:
     """Segments of [B, L] tokens: each begins where positions ([B, L] or [1, L]) do not go on.
-    Padding, where `attended` is a mask [B, L] and 0, begins none: it is in the one beside it."""
-    starts = positions.expand(shape).diff(dim=1) != 1
+    Padding, where `attended` is a mask [B, L] and 0, begins none: it is in the one before it."""
+    positions = positions.expand(shape)
+    starts = positions.diff(dim=1) != 1
     if isinstance(attended, Tensor) and attended.shape == shape:
         real = attended.to(starts.device) != 0
-        starts = starts & real[:, 1:] & real[:, :-1]
+        places = torch.arange(shape[1], device=starts.device).where(real, -1)
+        last = places.cummax(1).values[:, :-1]  # token that is no padding, -1: there was none
+        goes_on = positions[:, 1:] - positions.gather(1, last.clamp_min(0)) == 1
+        starts = real[:, 1:] & (last >= 0) & ~goes_on
     ids = nn.functional.pad(starts, (1, 0), value=True).reshape(-1).cumsum(0) - 1
     return Segments.from_ids(ids.view(shape), int(ids[-1]) + 1)
 

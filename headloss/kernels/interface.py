@@ -363,8 +363,8 @@ class Kernels(Protocol):
         targets, ids (or None) [N] or [B, N / B] int64 of any strides, id_fields [N, K]. Facts: how
         often a segment's id is followed by a lower one; the smallest scored target, or 0; the
         largest, or 0, of targets and of each of id_fields; scored positions with an id below 0, in
-        each segment, and with one beyond; positions that are not scored. `host`, pinned memory for
-        the facts where there are no id_fields, has them too, as the other results.
+        each segment, and with one beyond; positions that are not scored. `host`, pinned memory with
+        room for the facts where there are no id_fields, has them too, as the other results.
         """
 
     def compact(

@@ -277,7 +277,7 @@ def bind(
         if isinstance(weights, Tensor):
             weights = weights.to(dtype)
         if (some := batch.live if kept is None else kept) is not None:
-            weights = some.to(dtype) * weights
+            weights = torch.where(some, weights, some.new_zeros((), dtype=dtype))
         parts.append(Part(name, coefficient, term, weights, kept))
     return Bound(tuple(parts), vocabulary, dtype, **more)
 
@@ -296,8 +296,7 @@ def _count(
         counts = totals.kept[field]
         lengths = batch.segments.sum(kept.to(dtype))
     tokens, segments = [_at_least_one(count, batch.targets.device, own) for count in counts]
-    if not flat:
-        lengths = batch.segments.expand(lengths.to(dtype).clamp_min(1))
+    lengths = None if flat else batch.segments.expand(lengths.to(dtype).clamp_min(1))
     return kept, lengths, tokens, segments
 
 

@@ -198,7 +198,7 @@ def in_step(group: ProcessGroup | None, batch: Any, call: Callable[[], R]) -> R:
         ValueError, TypeError, RuntimeError: as `agree_early`.
     """
     groups = [group, getattr(getattr(batch, "segments", None), "group", None)]
-    groups = [g for g in groups if g and isinstance(g, PROCESS_GROUP)]  # the call refuses others
+    groups = [g for g in groups if g is not None and isinstance(g, PROCESS_GROUP)]  # others raise
     if len(set(groups)) < len(groups) or not groups:  # one in both roles: its ranks say two things
         while True:
             try:

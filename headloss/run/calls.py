@@ -124,15 +124,12 @@ def linear_call(given: Given, early: bool = False) -> Call:
         work.open = lambda tensors: SupportSoftmax(whole(tensors), support, width)
     final = options.upstream is not None or prepared.problem.scope == "elsewhere"
     work.into = Into(
-        prepared.wants,
-        options.accumulate_dtype,
-        options.main_grad,
+        prepared.wants, options.accumulate_dtype, options.main_grad,
         final and not prepared.problem.rescaled,  # coefficients hold the upstream gradient
         Hidden if slices.group is None else slices.hidden,
     )
     work.sums = RowSums
-    tensors = [tensor for pair in pairs for tensor in pair]
-    return work, [*tensors, head.bias]
+    return work, [*(tensor for pair in pairs for tensor in pair), head.bias]
 
 
 def given_call(given: GivenLogits) -> Call:
@@ -212,8 +209,7 @@ def _work(
     slices = place.slices(spread, batch.targets.device, confirm)
     if isinstance(transform.temperature, Tensor):
         transform = _of_tokens(transform, batch, packing, prepared.wide)
-    vocabulary = place.vocabulary
-    tolerance = None
+    vocabulary, tolerance = place.vocabulary, None
     if options.gradient_tolerance:
         # Of nothing where leaving rows out would save no product: those of a frozen head are made
         # before any coefficient is known.
@@ -230,10 +226,8 @@ def _work(
         slices=slices,
         vocabulary=vocabulary,
         transform=transform,
-        at_once=plan.rows
-        and plan.schedule == "one_pass"
-        and prepared.slopes
-        and not (place.group or group),
+        at_once=plan.rows and plan.schedule == "one_pass"
+        and prepared.slopes and not (place.group or group),
         tolerance=tolerance,
         confirm=confirm,
     )

@@ -41,6 +41,7 @@ class Problem:
     gathered: bool = False  # or at once
     sharded: bool = False  # hidden gradients are summed over ranks
     sparse: bool = True  # some tokens may be without a gradient
+    thorough: bool = False  # a CPU leaves them out at any size: it is asked to, or they may be NaN
     logp_only: bool = False  # the gradient needs nothing but d/dlogp, or K of them per token
     hidden_gradient: bool = True
     weight_gradient: bool = True

@@ -155,7 +155,7 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     tile = _tile(p, rows, options)
     pull = "blocks" if schedule == "recompute" and p.spread else PULLS[schedule]
     once = _once(p, pull, len(chunks), tile)
-    least = SKIP_WORTH if p.on_gpu else 0 if options.gradient_tolerance else CPU_SKIP_WORTH
+    least = SKIP_WORTH if p.on_gpu else 0 if p.thorough else CPU_SKIP_WORTH
     worth = p.sparse and rows * p.width * p.vocabulary >= least
     return Plan(
         schedule=schedule,

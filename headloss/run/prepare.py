@@ -293,12 +293,14 @@ def _prepared(
     differences = differences and _differences(teachers[0], kinds, backend)
     slopes = has_slopes(objective, kinds) and not beside
     # Who depends on statistics may clip, who reads a field may weigh by 0 or leave out.
-    constant = slopes and not any(term.fields for term in asked.values())
-    constant &= not any(term.weight_fields or term.kept_field for _, term in objective.parts)
+    restricted = any(term.kept_field for _, term in objective.parts)
+    constant = slopes and not (restricted or any(term.fields for term in asked.values()))
+    constant &= not any(term.weight_fields for _, term in objective.parts)
     problem = replace(
         problem,
         scope=objective.scope,
         sparse=not constant or options.gradient_tolerance > 0,
+        thorough=restricted or options.gradient_tolerance > 0,
         segments_per_unit=objective.segments_per_unit,
         grouped=batch.segments.group is not None,
         spread=options.sequence_parallel and not options.static,

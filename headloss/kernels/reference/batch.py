@@ -19,7 +19,7 @@ def survey(
     id_fields: Sequence[Tensor] = (), host: Tensor | None = None
 ) -> Surveyed:  # fmt: skip
     targets, ids = targets.reshape(-1), None if ids is None else ids.reshape(-1)
-    if ignore < 0 < len(targets) and not (targets.is_cuda or id_fields):
+    if ignore < 0 < len(targets) and targets.is_cpu and not id_fields:
         least, most = map(int, targets.aminmax())
         ids_fit = ids is None or (ids[0] >= 0 and ids[-1] < count and (ids[1:] >= ids[:-1]).all())
         if least >= 0 and ids_fit:  # no more has to be found out
@@ -42,7 +42,7 @@ def survey(
 
 def _told(facts: Tensor, host: Tensor | None) -> Tensor:
     if host is not None:
-        host.copy_(facts, non_blocking=True)
+        host[: len(facts)].copy_(facts, non_blocking=True)
     return facts
 
 
