@@ -150,7 +150,12 @@ class Form:
             for kind in ("forward_kl", "reverse_kl"):
                 side, capped = Side(number, self.normalizer), replace(number, softcap=cap)
                 to = Compared(side, capped, self.targets, kind, own)
-                yield "teacher", lambda to=to: acts.teacher_product(x, w, some(N, V), to)
+                for keep in (True, False):
+                    given = x, w, some(N, V), to._replace(keep=keep)
+                    yield "teacher", lambda given=given: acts.teacher_product(*given)
+                part = Divergence(None, Pair(side, side, kind, 0.5), some(N), some(N))
+                given = x, w, some(N, V), part, some(N, V, dtype=x.dtype)
+                yield "teacher's gradient", lambda given=given: acts.teacher_gradient(*given)
 
     def tiles(self) -> Iterator[tuple[str, Call]]:
         raw, held, order, backward = self.raw, self.held, self.order, self.backward
@@ -231,8 +236,7 @@ class Form:
         more |= {"others": self.if_full(others)}
         for kind in KINDS:
             pair = Pair(side, side, kind, 0.5)
-            onto = self.if_full(some(2, N))
-            yield f"{kind}", lambda p=pair, o=onto: acts.divergence(self.raw, self.raw, p, o)
+            yield f"{kind}", lambda p=pair: acts.divergence(self.raw, self.raw, p)
             yield (
                 f"{kind}, gradient",
                 lambda p=pair: acts.part_gradient_(

@@ -468,10 +468,13 @@ def test_whole_calls_through_the_twins(twins, multiples, bias, schedule, dtype):
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-@pytest.mark.parametrize("schedule", ["one pass", "chunks", "static"])
-def test_distillation_through_the_twins(twins, kind, temperature, schedule):
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "slabs", "left to tiles"])
+def test_distillation_through_the_twins(twins, monkeypatch, kind, temperature, schedule):
     """The student's logits give way to what the gradient needs, beside other terms, with a bias and
-    with rows that carry nothing."""
+    with rows that carry nothing; or the teacher's product ends in the gradient, where it can."""
+    monkeypatch.setattr("headloss.softmax.linear.GRAIN", 1)
+    if schedule == "left to tiles":
+        monkeypatch.setattr(kernels.load("reference"), "teacher_gradient", lambda *_: False)
     hidden, weight, targets = trained_looking(T, H, V, torch.float32, "cpu")
     states, other, shift = torch.randn(T, 8), torch.randn(V, 8), torch.randn(V)
     found = {}
@@ -486,9 +489,11 @@ def test_distillation_through_the_twins(twins, kind, temperature, schedule):
             kept=torch.arange(T) % 3 > 0,
         )
         head = hl.Head(leaves[1], bias=leaves[2])
-        out = hl.head_loss(leaves[0], head, batch, objective, hl.Options(**SCHEDULES[schedule]))
-        rows = 5 if schedule == "chunks" else T
-        assert out.plan.bytes["logits"] == rows * V * (16 if dtype == torch.float64 else 4)
+        options = SCHEDULES.get(schedule, {"schedule": "recompute", "chunk_tokens": 5})
+        out = hl.head_loss(leaves[0], head, batch, objective, hl.Options(**options))
+        rows = 5 if "chunk_tokens" in options else T
+        if options.get("schedule") != "recompute":
+            assert out.plan.bytes["logits"] == rows * V * (16 if dtype == torch.float64 else 4)
         found[dtype] = out.loss.detach(), *torch.autograd.grad(out.loss, leaves)
     (loss, *gradients), (want, *exact) = found[torch.float32], found[torch.float64]
     assert abs(loss - want) <= 1e-6 * want

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 import headloss as hl
 from headloss.ranks import place
+from headloss.run import pieces
 from headloss.run.plan import GRAIN, MIB, Chunk, Plan, Problem, make_plan
+from headloss.softmax.linear import PARTS
 
 BASE = Problem(tokens=1000, width=64, vocabulary=5000, scope="token", lengths=[1000])
 
@@ -393,3 +395,22 @@ def test_rows_without_a_gradient_are_looked_for_where_there_may_be_some(objectiv
     head = hl.Head(torch.randn(8, 3, requires_grad=True))
     plan = hl.plan(torch.randn(4, 3), head, batch, objective, hl.Options(**options))
     assert plan.skip_rows is skips
+
+
+def test_slabs_beside_a_teacher_are_whole_waves():
+    """One sweep's logits take no more than the other's slab and sums of dX."""
+    sizes = {"tokens": 16384, "width": 4096, "vocabulary": 128256, "lengths": [16384]}
+    gpu = {"on_gpu": True, "multiprocessors": 132, "memory": 139 << 30, "element_size": 2}
+    teacher = {"teachers": True, "differences": True, "row_bytes": 4, "weight_size": 2}
+    options = hl.Options(schedule="recompute")
+    p = Problem(**sizes, **gpu, **teacher)  # type: ignore[arg-type]
+    plan = make_plan(p, options, "triton")
+    assert plan.tile == (16384, 33 * 256) and 16384 // PARTS // 128 * 33 % 132 == 0
+    assert PARTS == pieces.PARTS
+    assert plan.bytes["logits"] == 16384 * 33 * 256 * 3  # a gradient, and two logits of an eighth
+    assert plan.total_bytes <= 660 << 20
+    rows = {block.stop - block.start for block in plan.blocks}
+    assert rows == {1280, 16384 % 1280}
+    assert max(rows) * 128256 * 4 <= plan.total_bytes
+    long = make_plan(p.of(tokens=32768, lengths=None), options, "triton")
+    assert long.tile.columns == 4096  # of fewer, adding to dX takes as long as the product

@@ -229,10 +229,10 @@ ALLOWED: dict[str, set[str]] = {
 BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their names begin
 
 LINES_PER_FILE = 400
-CORE_LINES = 12_232
+CORE_LINES = 12_251
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-KERNEL_LINES = 6_664
+KERNEL_LINES = 6_761
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -116,21 +116,6 @@ def test_divergence(n, v, dtype, teacher_dtype, name, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_divergence_onto_earlier_tiles(kind):
-    n, v, width = 2, 200, 75
-    raw, raw_teacher = pair_of(n, v, torch.float32)
-    p, q = sides(raw, raw_teacher, PAIRS["capped"])
-    whole = triton_divergence.divergence(raw, raw_teacher, Pair(p, q, kind, BETA))
-    running = None
-    for start in range(0, v, width):
-        part = slice(start, start + width)
-        running = triton_divergence.divergence(
-            raw[:, part], raw_teacher[:, part], Pair(p, q, kind, BETA), running
-        )
-    torch.testing.assert_close(running, whole, rtol=2e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_no_divergence_from_oneself(kind):
     raw = tile(3, 97, torch.float32)
     p, q = sides(raw, raw, PAIRS["plain"])
@@ -407,6 +392,44 @@ def test_head_loss(schedule, form, kind):
         assert within_budget(mine, oracle, theirs)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs the products of a GPU")
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "temperature"), [("forward_kl", 1.0), ("reverse_kl", 1.7), ("js", 1.0)]
+)
+def test_recompute_in_bfloat16_is_one_pass(kind, temperature, mixed):
+    """Several slabs, of which both models' logits are made for a part of the tokens at once; some
+    rows carry nothing."""
+    count, width, columns = 700, 64, 3000
+    hidden, weight, targets = trained_looking(count, width, columns, torch.bfloat16, DEVICE)
+    states = torch.randn(count, 72, device=DEVICE).bfloat16()
+    other = (torch.randn(columns, 72, device=DEVICE) / 3).bfloat16()
+    found = {}
+    for schedule, dtype in (
+        ("exact", torch.float64),
+        ("one_pass", torch.bfloat16),
+        ("recompute", torch.bfloat16),
+    ):
+        x, w = (t.to(dtype).clone().requires_grad_() for t in (hidden, weight))
+        term = hl.distillation(
+            divergence=kind, temperature=temperature, teacher_head=hl.Head(other.to(dtype))
+        )
+        term = term.where("kept")
+        if mixed:
+            term += 0.2 * hl.cross_entropy().where("kept")
+        kept = torch.arange(count, device=DEVICE) % 5 > 0
+        batch = hl.Batch(targets, teacher_hidden=states.to(dtype), kept=kept)
+        options = hl.Options(schedule="one_pass" if schedule == "exact" else schedule)
+        if schedule == "recompute":
+            options = replace(options, memory_budget=300 * columns * 4)
+        out = hl.head_loss(x, hl.Head(w), batch, term, options)
+        assert schedule != "recompute" or out.plan.tile.columns < columns
+        found[schedule] = out.loss.detach(), *torch.autograd.grad(out.loss, (x, w))
+    for exact, once, again in zip(*found.values(), strict=True):
+        assert error(again, exact) <= 1.2 * error(once, exact) + 1e-6
+    assert error(found["recompute"][0], found["exact"][0]) <= 1e-5
+
+
 def test_several_teachers_and_skipped_rows():
     """Three divergences of two temperatures, and tokens that only some of them count."""
     found = {}
@@ -516,6 +539,9 @@ def test_the_teachers_product_measures(name, kind):
             if (acts, own) not in held:
                 words = raw.float()
                 held[acts, own] = words, acts.teacher_product(x, other, words, to)
+                assert error(sum(held[acts, own][1].teacher), sum(teacher.normalizer)) <= 1e-5
+                alone = acts.teacher_product(x, other, raw.float(), to._replace(keep=False))
+                assert error(alone.value, want) <= 1e-5
             tile, words = held[acts, own]
             assert error(words.value, want) <= 1e-5
             part = Divergence(words, Pair(student, teacher, kind, BETA), words.value, weights)
@@ -554,6 +580,37 @@ def test_what_is_nothing_at_the_heads_temperature_counts_at_the_terms(kind):
         for backend in (triton_divergence, reference):
             found = backend.part_gradient_(tile.clone(), part)
             assert error(found, oracle) <= EPS[torch.bfloat16]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("plain", "forward_kl"), ("temperature", "reverse_kl")])
+def test_the_teachers_product_ends_in_the_gradient(name, kind):
+    """From float32 logits on both sides, in a slab of columns, with rows that carry nothing."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    n, h, v, first = 300 if DEVICE == "cuda" else 9, 72, 840, 512
+    x, weight = torch.randn(n, h, device=DEVICE), torch.randn(v, h, device=DEVICE) / 3
+    weight[first + 7] *= 12  # nearly certain, where it is
+    other = (weight + 0.05 * torch.randn_like(weight)).to(dtype)
+    x, weight = x.to(dtype), weight.to(dtype)
+    raw, exact = x.double() @ weight.double().t(), x.double() @ other.double().t()
+    ours, theirs = (replace(t, softcap=None) for t in PAIRS[name])
+    student, teacher = sides(raw, exact, (ours, theirs))
+    pair = Pair(in_double(student), in_double(teacher), kind, BETA)
+    _, pivot = reference.divergence(raw, exact, pair)
+    weights, slab = torch.randn(n, device=DEVICE), slice(first, v)
+    weights[5] = 0
+    pivot[5] = math.nan
+    part = Divergence(exact[:, slab], pair, pivot, weights.double())
+    oracle = reference.part_gradient_(raw[:, slab].clone(), part)
+    part = Divergence(None, Pair(student, teacher, kind, BETA), pivot.float(), weights)
+    for acts in (triton_divergence, reference):
+        tile, out = raw.float()[:, slab], torch.full((n, 400), math.nan, device=DEVICE, dtype=dtype)
+        found = out[:, : v - first]
+        served = acts.teacher_gradient(x, other[slab], tile, part, found)
+        assert served == (acts is reference or DEVICE == "cuda")
+        if served:
+            assert error(found, oracle) <= EPS[dtype]
+            assert (found - oracle).abs().amax() <= 2 * EPS[dtype] * oracle.abs().amax()
+            assert out[:, v - first :].isnan().all()
 
 
 def test_a_product_leaves_raw_logits():

@@ -55,6 +55,7 @@ class Backward(NamedTuple):
     logps: Tensor | None  # [n] of the targets; None: these have no coefficient, and are as others
     dtype: torch.dtype | None = None  # of the gradient, at most as wide as the tile's, its default
     whole: bool = False  # the tile is the one of act one, and has all columns
+    to: Tensor | None = None  # [n, v] of that dtype, where the gradient may go in place of the tile
 
     def rows(self, rows: slice | Tensor) -> Backward:
         """Of some of the tokens, in the tile's own dtype."""
@@ -375,16 +376,18 @@ class Kernels(Protocol):
     # ------------------------------------------------------------------ pairs of tiles: see `pair`
 
     def readable(self, tile: Tensor, dtype: torch.dtype) -> Tensor:
-        """A teacher's tile [n, v] in a form that the acts below read: itself where it serves, else
-        a copy in `dtype`."""
+        """A teacher's tile [n, v] as the acts below read it: itself, or a copy in `dtype`."""
 
-    def divergence(
-        self, raw: Tensor, raw_teacher: Tensor, pair: Pair, onto: Tensor | None = None
-    ) -> Tensor:
-        """[2, n]: a tile's shares of the divergence and of its pivot; added to `onto` if given."""
+    def divergence(self, raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
+        """[2, n]: a tile's shares of the divergence and of its pivot."""
 
     def teacher_product(self, x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differences:
         """Of a teacher x @ w.T from a student's raw logits, as `product_statistics` leaves them."""
+
+    def teacher_gradient(
+        self, x: Tensor, w: Tensor, raw: Tensor, part: Divergence, to: Tensor
+    ) -> bool:  # fmt: skip
+        """`part_gradient_` beside a teacher x @ w.T, into `to` [n, v]; False if it cannot."""
 
     def part_gradient_(
         self, raw: Tensor, part: Divergence | Outcomes, extra: Tensor | None = None,

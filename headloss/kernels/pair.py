@@ -57,6 +57,7 @@ class Compared(NamedTuple):
     targets: Tensor  # [n] int64, columns near whose difference the others are taken to be
     kind: str  # forward_kl or reverse_kl
     own: Side | None = None  # the student's at its head's temperature, if that is another
+    keep: bool = True  # the logits give way to what the gradient needs, else to anything
 
 
 class Differences(NamedTuple):
@@ -68,18 +69,20 @@ class Differences(NamedTuple):
 
     ratio: Tensor  # [n]
     value: Tensor  # [n] the divergence, of the reverse KL its pivot, too
+    teacher: Normalizer  # [n]
     own: Side | None = None  # as in `Compared`
 
     def rows(self, rows: Tensor) -> Differences:
         """Of some of the tokens."""
         own = self.own and self.own.rows(rows)
-        return Differences(self.ratio[rows], self.value[rows], own)
+        return Differences(self.ratio[rows], self.value[rows], self.teacher.rows(rows), own)
 
 
 class Divergence(NamedTuple):
     """A part of an objective: a divergence, times a weight."""
 
-    teacher: Tensor | Differences  # [n, v] raw logits, or what is in the memory of the student's
+    # [n, v] raw logits, or what is in the memory of the student's; None: a product makes them
+    teacher: Tensor | Differences | None
     pair: Pair
     pivot: Tensor  # [n]
     weight: Tensor  # [n]; where it is 0 the teacher's row and the pivot may hold anything

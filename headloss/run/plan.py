@@ -14,6 +14,8 @@ from .pieces import (
     CANDIDATE_BYTES,
     GRAIN,
     PAIR_BYTES,
+    PARTS,
+    WAVE_TILE,
     Chunk,
     Problem,
     Tile,
@@ -42,6 +44,7 @@ SKIP_WORTH, CPU_SKIP_WORTH = 2 * 10**11, 1 << 24
 FIXED_COLUMNS = 16384  # of a slab, if a token's bits may not depend on other tokens
 WORKING_BLOCK = 1 << 20  # logits that a reference act works on at once
 SWEEP_BYTES = 480 << 20  # of a sweep that writes terms or gradients in 16 bits
+TEACHER_BYTES = 660 << 20  # the same beside a teacher
 SLAB_ELEMENTS = (48 << 20, 192 << 20)  # of its slabs, least and most
 
 
@@ -56,6 +59,7 @@ class Plan:
         chunk_tokens: most tokens whose logits over the whole vocabulary are held at once; in a
             sweep, the same number of logits in another shape (`tile`).
         tile: rows and columns of one step of a sweep.
+        sweep_rows: of a step of a sweep for statistics that has all columns; 0: it is a tile.
         terms: whether the logits product writes softmax terms in 16 bits in place of logits.
         rows: whether kernels read given logits, and write their gradient, where they lie.
         bytes: peak working memory beyond inputs and returned gradients, by part.
@@ -76,6 +80,7 @@ class Plan:
     backend: str
     chunk_tokens: int
     tile: Tile
+    sweep_rows: int
     terms: bool
     rows: bool
     bytes: dict[str, int]
@@ -96,7 +101,7 @@ class Plan:
         """The tokens of one step of the statistics, in order."""
         if self.pull in ("now", "unit", "held", "blocks"):
             return self.chunks
-        step = TERMS_ROWS if self.terms else max(1, self.tile.rows)
+        step = self.sweep_rows or max(1, self.tile.rows)
         starts = range(0, self.tokens, step)
         return tuple(Chunk(s, min(s + step, self.tokens), 0, 0) for s in starts)
 
@@ -142,9 +147,6 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     schedule, reason = _choose(p, options, chunks)
     if not (p.hidden_gradient or p.weight_gradient):
         schedule, reason = "statistics", "nothing requires a gradient"
-    if schedule in ("recompute", "statistics") and p.differences:
-        p = p.of(differences=False, row_bytes=8)
-        rows = _chunk_rows(p, options)
     if schedule == "held":  # a teacher measures all tokens before it differentiates any
         most = p.tokens if p.teachers else options.chunk_tokens or TERMS_ROWS
         rows = max(1, min(p.tokens, most))
@@ -152,8 +154,12 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         chunks = cut_anywhere(p, rows)
     if schedule == "one_pass":
         rows = max((c.stop - c.start for c in chunks), default=rows)
-    tile = _tile(p, rows, options)
     pull = "blocks" if schedule == "recompute" and p.spread else PULLS[schedule]
+    tile = _tile(p, rows, options)
+    if p.teachers and pull in ("slabs", "never") and options.chunk_tokens is None:
+        # The logits of one sweep take the memory that the other has for a slab and sums of dX.
+        room = (tile.rows * tile.columns * _slab_bytes(p) + _hidden_sums(p)) // p.token_bytes
+        rows = even(p, min(rows, max(1, room // GRAIN * GRAIN or room)))
     once = _once(p, pull, len(chunks), tile)
     least = SKIP_WORTH if p.on_gpu else 0 if p.thorough else CPU_SKIP_WORTH
     worth = p.sparse and rows * p.width * p.vocabulary >= least
@@ -162,6 +168,7 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         backend=backend,
         chunk_tokens=rows,
         tile=tile,
+        sweep_rows=rows if p.teachers else TERMS_ROWS if p.terms and not p.narrow else 0,
         terms=p.terms and not p.narrow,
         rows=p.rows,
         bytes=_bytes(p, schedule, rows, tile, options, once),
@@ -294,17 +301,37 @@ def _tile(p: Problem, rows: int, options: Options) -> Tile:
     if options.batch_invariant:
         # A width that does not depend on the tokens: a slab of dX adds to the others' sum, and raw
         # logits give their statistics over all columns at once.
-        columns = min(p.vocabulary, FIXED_COLUMNS) if p.terms else p.vocabulary
+        columns = min(p.vocabulary, FIXED_COLUMNS) if p.terms or p.teachers else p.vocabulary
         return Tile(max(1, min(p.tokens, elements // columns)), columns)
-    if p.terms and not explicit:
+    if (p.terms or (p.teachers and p.on_gpu)) and not explicit:
         least, most = SLAB_ELEMENTS
-        room = (SWEEP_BYTES - p.tokens * p.width * 4) // p.row_bytes  # beside the sums of dX
-        elements = min(elements, max(least, min(most, room)))
+        least = max(least, p.tokens * p.width)  # a slab takes less, as it adds to all of dX
+        room = (TEACHER_BYTES if p.teachers else SWEEP_BYTES) - _hidden_sums(p)
+        elements = min(elements, max(least, min(most, room // _slab_bytes(p))))
     least = 1 if explicit else min(p.vocabulary, 4 * GRAIN)
     tall = max(1, min(p.tokens, elements // least))
     columns = max(1, min(p.vocabulary, elements // tall))
-    columns -= columns % GRAIN if columns > GRAIN else 0
+    if columns > WAVE_TILE[1]:
+        columns -= columns % WAVE_TILE[1]
+        if p.teachers and p.multiprocessors:  # whole waves of a part of the tokens
+            across = -(-tall // (WAVE_TILE[0] * PARTS))
+            waves = round(across * columns / WAVE_TILE[1] / p.multiprocessors)
+            whole = waves * p.multiprocessors // across * WAVE_TILE[1]
+            columns = min(columns, whole or columns)
     return Tile(tall, columns)
+
+
+def _hidden_sums(p: Problem) -> int:
+    """Bytes of the hidden gradient of slabs, where it is summed apart."""
+    return p.tokens * p.width * 4 if p.hidden_gradient and p.element_size < 4 else 0
+
+
+def _slab_bytes(p: Problem) -> int:
+    """Of a slab, per token and column: its logits or, beside a teacher, its gradient and the logits
+    of a part of the tokens."""
+    if p.given or not p.teachers:
+        return p.row_bytes
+    return (p.element_size if p.on_gpu else max(4, p.element_size)) + max(8, p.row_bytes) // PARTS
 
 
 def _bytes(
@@ -314,7 +341,10 @@ def _bytes(
         return {"statistics": p.tokens * 64}
     sweeps = schedule in ("recompute", "statistics")
     elements = tile.rows * tile.columns if sweeps else rows * p.vocabulary
-    found = {} if p.narrow else {"logits": elements * p.row_bytes}
+    each = _slab_bytes(p) if sweeps else p.row_bytes
+    found = {} if p.narrow else {"logits": elements * each}
+    if sweeps and p.teachers:
+        found["logits"] = max(found["logits"], rows * p.token_bytes - _hidden_sums(p))
     if schedule == "held" and not p.narrow:
         found["logits"] = p.tokens * p.vocabulary * p.row_bytes
     if p.support:
@@ -340,6 +370,6 @@ def _bytes(
     if schedule == "recompute" and not by_chunk and not p.given:
         if p.weight_gradient and not once:
             found["weight gradient slab"] = tile.columns * p.width * accumulate
-        if p.hidden_gradient and p.element_size < 4:
-            found["hidden gradient accumulator"] = p.tokens * p.width * 4
+        if _hidden_sums(p):
+            found["hidden gradient accumulator"] = _hidden_sums(p)
     return found

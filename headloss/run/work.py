@@ -113,7 +113,7 @@ def measure(
 ) -> tuple[Measured, Any]:
     """Act one on some tokens over the whole vocabulary; with `keep`, their logits are one tile and
     held."""
-    columns = source.vocabulary if keep or work.plan.terms else work.plan.tile.columns
+    columns = source.vocabulary if keep or work.plan.sweep_rows else work.plan.tile.columns
     tiles = [ALL] if columns >= source.vocabulary else steps(source.vocabulary, columns)
     found = source.statistics(rows, tiles, work.slices, work.vocabulary, keep)
     work.confirm()

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from . import products
 from .rows import ALL, Known, RowGradient, Rows, compact_
 
 MOST = 15 / 16  # rows of a GPU: to leave out fewer costs more than it saves
+PARTS, GRAIN = 8, 128  # a share of a slab's tokens, whose logits are in memory at once
 
 
 class Wants(NamedTuple):
@@ -120,6 +120,7 @@ class RawSoftmax:
     def __init__(self, tokens: Tokens) -> None:
         self.tokens, self.acts, self.first = tokens, tokens.acts, tokens.first
         self.teachers, self.beside = tokens.teachers, tokens.beside
+        self.fused = any(teacher.fused for teacher in self.teachers)
 
     def __len__(self) -> int:
         return self.tokens.targets.shape[0]
@@ -150,19 +151,19 @@ class RawSoftmax:
             vocabulary: of the whole model.
         """
         partials = held = None
-        for columns in tiles:
-            partials, held = self.partials(rows, columns, partials, keep)
+        for columns in tiles:  # one, where there are teachers, who read it too
+            partials, held = self.partials(rows, columns, partials, keep or bool(self.teachers))
         measured: Measured = slices.measured(self.acts, partials, self.tokens.needs, vocabulary)
-        self.measure_beside(rows, measured)
-        make = partial(self.raw, rows) if held is None else lambda columns: held
-        again = [(columns, partial(make, columns)) for columns in tiles]
-        for teacher in self.teachers:
-            value = teacher.measure(rows, again, measured.normalizer, hold=keep)
-            measured.stats.divergences[teacher.key] = value
-        return measured, held
+        self.measure_beside(rows, measured, held, keep)
+        return measured, held if keep else None
 
-    def measure_beside(self, rows: slice, measured: Measured) -> None:
+    def measure_beside(
+        self, rows: slice, measured: Measured, raw: Tensor | None = None, keep: bool = False
+    ) -> None:
         """Finish what was measured in addition to the statistics."""
+        for teacher in self.teachers:
+            value = teacher.measure(rows, raw, measured.normalizer, keep)
+            measured.stats.divergences[teacher.key] = value
         if PEAK in self.tokens.needs:
             measured.stats.divergences[PEAK] = measured.normalizer.peak.clone()
         for part in self.beside:
@@ -184,10 +185,13 @@ class RawSoftmax:
             raw = self.gradient_(raw, places, columns, known)
         return RowGradient(raw, places)
 
-    def gradient_(self, raw: Tensor, rows: Rows, columns: slice, known: Known) -> Tensor:
-        """dL/draw of a tile, teachers' part included, in the tile's memory or in 16 bits."""
+    def gradient_(
+        self, raw: Tensor, rows: Rows, columns: slice, known: Known, to: Tensor | None = None
+    ) -> Tensor:
+        """dL/draw of a tile, teachers' part included, in the tile's memory or in 16 bits, or where
+        it may go."""
         dtype = self.gradient_dtype if raw.is_cuda else None  # the products take 16 bits
-        others = self.tokens.backward(rows, columns, known, dtype)
+        others = self.tokens.backward(rows, columns, known, dtype)._replace(to=to)
         given, slopes = (rows, columns, known.measured), known.gradient.divergences
         parts = [part for part in (*self.teachers, *self.beside) if part.key in slopes]
         if not parts:
@@ -241,15 +245,31 @@ class LinearSoftmax(RawSoftmax):
     def statistics(
         self, rows: slice, tiles: Sequence[slice], slices: Any, vocabulary: int, keep: bool
     ) -> tuple[Measured, Any]:
-        if not (keep and self.teachers and self.teachers[0].fused):
+        if not self.fused:
             return super().statistics(rows, tiles, slices, vocabulary, keep)
         x, width = self._x(rows), self.vocabulary
         raw = x.new_empty(x.shape[0], 16 * -(-width // 16), dtype=self.dtype)[:, :width]
-        forward, teacher = self._biased(self.tokens.forward(rows)), self.teachers[0]
+        forward = self._biased(self.tokens.forward(rows))
         found = self.acts.product_statistics(x, self.weights[0], forward, vocabulary, raw=raw)
-        value = teacher.measure(rows, [(ALL, lambda: raw)], found.normalizer, hold=True)
-        found.stats.divergences[teacher.key] = value
-        return found, raw
+        self.measure_beside(rows, found, raw, keep)
+        return found, raw if keep else None
+
+    def pull(self, rows: slice, columns: slice, known: Known) -> RowGradient:
+        if known.held is not None or not self.teachers:
+            return super().pull(rows, columns, known)
+        # Both models' logits are in memory for some of the tokens at once.
+        x, v = self.features[0], len(self.weights[0][columns])
+        count, start = rows.stop - rows.start, rows.start
+        dtype = self.gradient_dtype if x.is_cuda else None
+        width = v if dtype is None else 8 * -(-v // 8)  # rows of whole 16 bytes
+        found = x.new_empty(count, width, dtype=dtype or self.dtype)[:, :v]
+        for to in found.split(GRAIN * -(-count // (GRAIN * PARTS))):
+            at, of = slice(start, start + len(to)), start - rows.start
+            part, start = known.rows(slice(of, of + len(to))), at.stop
+            made = self.gradient_(self.raw(at, columns), at, columns, part, to)
+            if made is not to:
+                to.copy_(made)
+        return RowGradient(found, rows)
 
     def _x(self, rows: slice) -> Tensor:
         return self.features[0] if rows is ALL else self.features[0][rows]

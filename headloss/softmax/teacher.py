@@ -1,27 +1,24 @@
-"""A teacher beside a student's softmax: measures divergences tile by tile and pulls them back.
+"""A teacher beside a student's softmax: measures divergences and pulls them back.
 
-T tokens, n tokens of a step, v columns of a tile, V vocabulary.
+T tokens, n tokens of a step, v columns of a slab.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from copy import copy
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..kernels.interface import Backward, Forward, Kernels, Measured
 from ..kernels.pair import Compared, Differences, Divergence, Pair, Side
 from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
-from ..objective.statistics import Normalizer, Partials, finish
+from ..objective.statistics import Normalizer, finish
 from .beside import NOTHING, Slices
 from .given import View
 from .linear import LinearSoftmax
-from .rows import Rows, compact_
-
-Tiles = Sequence[tuple[slice, Callable[[], Tensor]]]  # columns, and how to make their raw logits
+from .rows import ALL, Rows, compact_
 
 
 class DenseTeacher:
@@ -33,8 +30,8 @@ class DenseTeacher:
         transforms: the student's and the teacher's, at the term's temperature.
         own: that of the student's head. Where it is the student's, its normalizer is known already.
         acts: the backend's.
-        fused: where a block is one tile, the teacher's product measures it at once, and leaves in
-            the memory of the student's logits what the gradient needs.
+        fused: the teacher's product measures a block of tokens at once, and leaves in the memory
+            of the student's logits what the gradient needs; or it ends in the gradient.
     """
 
     def __init__(
@@ -49,7 +46,8 @@ class DenseTeacher:
         like: Tensor,
         fused: bool = False,
     ) -> None:
-        self.key, self.source, self.slices, self.fused = key, source, slices, fused
+        self.key, self.slices, self.fused = key, slices, fused
+        self.source: Any = source
         self.own, self.heads_own, self.acts = own, own is transforms[0], acts
         # What `measure` fills and `gradient` reads: both sides' normalizers, and the pivot.
         *rooms, self.pivot = (like.new_zeros(tokens) for _ in range(5))
@@ -67,66 +65,37 @@ class DenseTeacher:
         found.own = self.own.rows(index)
         return found
 
-    def _keep(self, rows: slice, pivot: Tensor, *normalizers: Normalizer) -> None:
-        self.pivot[rows] = pivot
-        for side, found in zip(self.sides, normalizers, strict=False):
-            peak, log_sum = side.normalizer
-            peak[rows], log_sum[rows] = found
-
-    def measure(
-        self, rows: slice, tiles: Tiles, normalizer: Normalizer, hold: bool = False
-    ) -> Tensor:
-        """[n] divergences of some tokens, from the student's tiles over the whole vocabulary.
+    def measure(self, rows: slice, raw: Tensor, normalizer: Normalizer, hold: bool) -> Tensor:
+        """[n] divergences of some tokens, from the student's logits over the whole vocabulary.
 
         `normalizer` is that of the student at its head's own temperature. With `hold`, the next
         gradient will be that of the same tokens.
         """
         self.held = None
-        if self.fused and hold:
-            return self._measure_at_once(rows, tiles[0][1](), normalizer)
-        teacher_tiles: Tiles = [
-            (columns, lambda columns=columns: self._teacher(rows, columns)) for columns, _ in tiles
-        ]
-        if len(teacher_tiles) == 1:  # a whole block: its teacher logits are made once
-            columns, make = teacher_tiles[0]
-            raw = make()
-            teacher_tiles = [(columns, lambda: raw)]
-            if hold and isinstance(self.source, LinearSoftmax):
-                self.held = (rows.start or 0, raw)
         student, teacher = self.sides[0].transform, self.sides[1].transform
-        p = normalizer if self.heads_own else self._normalizer(tiles, student, rows)
-        q = self._normalizer(teacher_tiles, teacher, rows)
-        pair = Pair(Side(student, p), Side(teacher, q), self.key.kind, self.key.beta)
-        total: Tensor | None = None
-        for (_, make), (_, make_teacher) in zip(tiles, teacher_tiles, strict=True):
-            total = self.acts.divergence(make(), make_teacher(), pair, total)
-        assert total is not None
-        value, pivot = self.slices.sum(total)
-        self._keep(rows, pivot, p, q)
+        p = normalizer if self.heads_own else self._normalizer(raw, student)
+        source = self.source
+        if self.fused:
+            x, w, targets = source.features[0][rows], source.weights[0], source.tokens.targets[rows]
+            own = None if self.heads_own else Side(self.own.rows(rows), normalizer)
+            to = Compared(Side(student, p), teacher, targets, self.key.kind, own, hold)
+            held = self.acts.teacher_product(x, w, raw, to)
+            value, pivot, q = held.value, held.value, held.teacher
+        else:
+            held = self._teacher(rows, ALL)
+            q = self._normalizer(held, teacher)
+            pair = Pair(Side(student, p), Side(teacher, q), self.key.kind, self.key.beta)
+            value, pivot = self.slices.sum(self.acts.divergence(raw, held, pair))
+        if hold and isinstance(source, LinearSoftmax):
+            self.held = (rows.start or 0, held)
+        self.pivot[rows] = pivot
+        for side, (peak, log_sum) in zip(self.sides, (p, q), strict=True):
+            side.normalizer.peak[rows], side.normalizer.log_sum[rows] = peak, log_sum
         return value
 
-    def _measure_at_once(self, rows: slice, raw: Tensor, normalizer: Normalizer) -> Tensor:
-        source, student, teacher = self.source, self.sides[0].transform, self.sides[1].transform
-        assert isinstance(source, LinearSoftmax)
-        p = normalizer
-        if not self.heads_own:
-            p = self._normalizer([(slice(None), lambda: raw)], student, rows)
-        x, w, targets = source.features[0][rows], source.weights[0], source.tokens.targets[rows]
-        own = None if self.heads_own else Side(self.own.rows(rows), normalizer)
-        to = Compared(Side(student, p), teacher, targets, self.key.kind, own)
-        found = self.acts.teacher_product(x, w, raw, to)
-        self.held = (rows.start or 0, found)
-        self._keep(rows, found.value, p)  # differences need none of the teacher's
-        return found.value
-
-    def _normalizer(self, tiles: Tiles, transform: Transform, rows: slice) -> Normalizer:
-        """log-sum-exp over tiles."""
-        nowhere = torch.full_like(self.pivot[rows], -1, dtype=torch.int64)
-        forward = Forward(nowhere, 0, transform, NOTHING)
-        partials: Partials | None = None
-        for _, make in tiles:
-            partials = self.acts.partials(make(), forward, partials)
-        assert partials is not None
+    def _normalizer(self, raw: Tensor, transform: Transform) -> Normalizer:
+        """log-sum-exp."""
+        partials = self.acts.partials(raw, Forward(None, 0, transform, NOTHING))
         return finish(self.slices.merge(partials), 1, NOTHING)[1]
 
     def _teacher(self, rows: Rows, columns: slice) -> Tensor:
@@ -134,18 +103,6 @@ class DenseTeacher:
         if isinstance(self.source, View):
             return self.acts.readable(self.source.read(rows, columns), self.dtype)
         return self.source.raw(rows, columns)
-
-    def _teacher_again(self, rows: Rows, columns: slice) -> Tensor | Differences:
-        """The same, where they may be those of the last measurement."""
-        held, self.held = self.held, None
-        if held is None:
-            return self._teacher(rows, columns)
-        first, raw = held
-        if isinstance(rows, slice):
-            return raw
-        if isinstance(raw, Differences):
-            return raw.rows(rows - first)
-        return compact_(raw, rows - first)
 
     def gradient(
         self,
@@ -158,8 +115,19 @@ class DenseTeacher:
         others: Backward | None = None,
     ) -> Tensor:
         """weight * d divergence / d raw of a tile, plus `extra`, [n, v]; with `others`, the
-        gradient of the whole objective, in raw's memory."""
+        gradient of the whole objective, in raw's memory or in `others.to`."""
         student, teacher = (Side(s.transform, s.normalizer.rows(rows)) for s in self.sides)
         pair = Pair(student, teacher, self.key.kind, self.key.beta)
-        part = Divergence(self._teacher_again(rows, columns), pair, self.pivot[rows], weight)
-        return self.acts.part_gradient_(raw, part, extra, others)
+        part = Divergence(None, pair, self.pivot[rows], weight)
+        to = None if others is None or others.coefficients.tensors() else others.to
+        if to is not None and self.fused:
+            x, w = self.source.features[0][rows], self.source.weights[0][columns]
+            if self.acts.teacher_gradient(x, w, raw, part, to):
+                return to
+        (first, found), self.held = self.held or (0, None), None  # of the last measurement
+        if found is None:
+            found = self._teacher(rows, columns)
+        elif isinstance(rows, Tensor):
+            at = rows - first
+            found = found.rows(at) if isinstance(found, Differences) else compact_(found, at)
+        return self.acts.part_gradient_(raw, part._replace(teacher=found), extra, others)

@@ -32,22 +32,18 @@ def _log_p(side: Side, raw: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
     return z, log_softmax(z, part.normalizer)
 
 
-def divergence(
-    raw: Tensor, raw_teacher: Tensor, pair: Pair, onto: Tensor | None = None
-) -> Tensor:  # fmt: skip
+def divergence(raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
     student, teacher, kind, beta = pair
-    out = raw.new_zeros(2, raw.shape[0], dtype=wide(raw.dtype)) if onto is None else onto
+    out = raw.new_empty(2, raw.shape[0], dtype=wide(raw.dtype))
     for rows in blocks(raw):
         _, log_q = _log_p(teacher, raw_teacher, rows)
         _, log_p = _log_p(student, raw, rows)
-        value, pivot = phi(log_q, log_p, kind, beta)
-        out[0, rows] += value
-        out[1, rows] += pivot
+        out[0, rows], out[1, rows] = phi(log_q, log_p, kind, beta)
     return out
 
 
 def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differences:
-    student, teacher, targets, kind, own = to
+    student, teacher, targets, kind, own, _ = to
     other = x.to(wide(x.dtype)) @ w.to(wide(x.dtype)).t()
     found = partials(other, Forward(None, 0, teacher, NOTHING))
     pair = Pair(student, Side(teacher, finish(found, 1, NOTHING)[1]), kind, 0.5)
@@ -64,7 +60,13 @@ def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differen
     halves = kept.to(torch.bfloat16), (log_q - log_p - ratio).to(torch.float16)
     low, high = (half.view(torch.int16).to(torch.int32) for half in halves)
     raw.view(torch.int32).copy_(high << 16 | low & 0xFFFF)
-    return Differences(ratio.squeeze(1), value, own)
+    return Differences(ratio.squeeze(1), value, pair.teacher.normalizer, own)
+
+
+def teacher_gradient(x: Tensor, w: Tensor, raw: Tensor, part: Divergence, to: Tensor) -> bool:
+    other = x.to(wide(x.dtype)) @ w.to(wide(x.dtype)).t()
+    to.copy_(part_gradient_(raw, part._replace(teacher=other)))
+    return True
 
 
 def _again(side: Side, log_p: Tensor) -> Tensor:
@@ -107,6 +109,7 @@ def _of_divergence(raw: Tensor, part: Divergence, rows: slice) -> tuple[Any, ...
         z, log_p = _log_p(student.rows(rows), tile, ALL)
         log_q = log_p + difference + part.teacher.ratio[rows].unsqueeze(1)
     else:
+        assert part.teacher is not None
         tile, (z, log_p) = raw[rows], _log_p(student, raw, rows)
         _, log_q = _log_p(teacher, part.teacher, rows)
     p = log_p.exp()

@@ -5,7 +5,8 @@ student's logits in the epilogue, so that the divergence is as exact as of float
 sides. What stays for the gradient takes the place of the student's logits, in two halves of their
 32 bits: p in bfloat16, at the head's own temperature, and the difference d = z_q - z_p - offset in
 float16. It is small where the two are near, and then p - q = -p expm1(log q/p) keeps its digits.
-The offset is that of one column, the token's target.
+The offset is that of one column, the token's target. Where both models' logits are made a second
+time, normalizers are known, and the epilogue of the teacher's product is the gradient.
 
 Sums of a block of columns are taken against the teacher's largest logit in it.
 """
@@ -19,12 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..pair import DEEPEST, ROOT, Compared, Differences
+from ...objective.statistics import Normalizer
+from ..pair import DEEPEST, ROOT, Compared, Differences, Divergence
 from ..rounding import lost
 from .chosen import chosen_logits
 from .formulas import LOG2E, transformed
 from .launch import Launcher, cdiv
-from .pair import Softmax, softmax
+from .pair import Part, Softmax, softmax
 from .product import LEAST_SCALE, LOWEST, check_operands
 from .records import LogitScaling, Matrix, constant, matrix_of, programs_on, restored, scaling
 from .tiles import BM, BN, OPTIONS, READ, WIDTH, each_tile
@@ -112,7 +114,7 @@ def beside_kernel(x, w, of, n, v, h, PROGRAMS: tl.constexpr):
 @triton.jit(do_not_specialize=["n"])
 def beside_finish_kernel(
     of,  # Beside
-    out,  # [2, n]: the divergence, and log q - log p where d is 0
+    out,  # [4, n]: the divergence, log q - log p where d is 0, and the teacher's normalizer
     blocks, n, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -146,12 +148,15 @@ def beside_finish_kernel(
     p_log_sum = tl.load(of.p.normalizer.log_sum + rows, mask=inside, other=0.0)
     offset = tl.load(of.offset + rows, mask=inside, other=0.0)
     # Differences of numbers that are near each other come first: they are exact.
-    ratio = (offset - (peak - p_peak)) - (tl.log(mass) - p_log_sum)
+    log_sum = tl.log(mass)
+    ratio = (offset - (peak - p_peak)) - (log_sum - p_log_sum)
     value = moment + ratio
     if of.reverse:
         value = -value
     tl.store(out + rows, value, mask=inside)
     tl.store(out + n + rows, ratio, mask=inside)
+    tl.store(out + 2 * n + rows, peak, mask=inside)
+    tl.store(out + 3 * n + rows, log_sum, mask=inside)
 
 
 launch_beside = Launcher(beside_kernel, tiles=READ, **OPTIONS)
@@ -160,11 +165,13 @@ launch_finish = Launcher(beside_finish_kernel, num_warps=4)
 
 def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differences:
     check_operands(x, w)
-    student, teacher, targets, kind, own = to
+    student, teacher, targets, kind, own, keep = to
     (n, h), v = x.shape, w.shape[0]
-    out = x.new_empty(2, n, dtype=torch.float32)
+    out = x.new_empty(4, n, dtype=torch.float32)
+    value, ratio, *normalizer = out.unbind()
+    found = Differences(ratio, value, Normalizer(*normalizer), own)
     if not n:
-        return Differences(out[1], out[0], own)
+        return found
     own_column = (targets % v).unsqueeze(1)
     offset = chosen_logits(x, w, own_column, teacher)
     offset = (offset - student.transform(raw.gather(1, own_column))).squeeze(1)
@@ -179,9 +186,23 @@ def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differen
     if z.inner is None and z.outer > LEAST_SCALE and overlaps(x.device):
         from . import gluon_beside  # Gluon is not in every Triton
 
-        gluon_beside.launch(x, w, of)
+        gluon_beside.launch(x, w, of, keep)
     else:
         programs = programs_on(x.device)
         launch_beside(programs, x, w, of, n, v, h, PROGRAMS=programs)
     launch_finish(cdiv(n, 16), of, out, blocks, n, ROWS=16, BLOCKS=BLOCKS)
-    return Differences(out[1], out[0], own)
+    return found
+
+
+def teacher_gradient(x: Tensor, w: Tensor, raw: Tensor, part: Divergence, to: Tensor) -> bool:
+    check_operands(x, w)
+    (student, teacher, kind, _), z = part.pair, scaling(part.pair.teacher.transform)
+    if z.inner is not None or z.outer <= LEAST_SCALE or not overlaps(x.device):
+        return False
+    from . import gluon_beside  # Gluon is not in every Triton
+
+    q = Softmax(restored(z, lost(x.device, x.shape[1])), teacher.normalizer)
+    pivot = None if kind == "forward_kl" else part.pivot
+    of = Part(softmax(student), pivot, part.weight, teacher=q)
+    gluon_beside.launch_gradient(x, w, to, matrix_of(raw), of)
+    return True

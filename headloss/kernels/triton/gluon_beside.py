@@ -15,7 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..pair import DEEPEST, ROOT
-from .formulas import LOG2E
+from . import tiles
+from .formulas import LN2, LOG2E, SURE
 from .gluon import (
     LOWEST,
     OPTIONS,
@@ -28,7 +29,7 @@ from .gluon import (
     rows_of,
     write,
 )
-from .launch import Launcher
+from .launch import Launcher, Tile
 from .records import programs_on
 
 DEEP, POWER = gl.constexpr(DEEPEST), gl.constexpr(float(ROOT))
@@ -56,18 +57,24 @@ def word(p, d):
 
 
 @gluon.jit
+def first_pieces(of, rows, inside, block, v):
+    """Pointers to the student's logits in a tile's rows, and the first of its pieces."""
+    raw = of.data + rows.to(gl.int64) * of.stride
+    waiting = ()
+    for i in gl.static_range(AHEAD):
+        waiting += (piece(raw, inside, block * WIDTH + i * PIECE, v),)
+    return raw, waiting
+
+
+@gluon.jit
 def ask_of_raw(given, first, block, n, v):
     """What a row's formulas take, and the first pieces of the student's logits."""
     of, _ = given
     rows, inside = rows_of(first, n, PIECE)
-    raw = of.raw.data + rows.to(gl.int64) * of.raw.stride
     offset = gl.load(of.offset + rows, mask=inside, other=0.0)
     own_peak = gl.load(of.own.normalizer.peak + rows, mask=inside, other=0.0)
     own_log_sum = gl.load(of.own.normalizer.log_sum + rows, mask=inside, other=0.0)
-    waiting = ()
-    for i in gl.static_range(AHEAD):
-        waiting += (piece(raw, inside, block * WIDTH + i * PIECE, v),)
-    return raw, offset, own_peak, own_log_sum, waiting
+    return offset, own_peak, own_log_sum, first_pieces(of.raw, rows, inside, block, v)
 
 
 @gluon.jit
@@ -75,7 +82,8 @@ def compare_tile(z, asked, out, words, given, first, block, n, v, WHO: gl.conste
     """Words of a tile, and its sums."""
     of, p = given
     peaks, log_sums, apart = p
-    raw, offset, own_peak, own_log_sum, waiting = asked
+    offset, own_peak, own_log_sum, ready = asked
+    raw, waiting = ready
     rows, inside = rows_of(first, n, PIECE)
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, accumulator_layout(WIDTH)))
     start = block * WIDTH
@@ -106,16 +114,17 @@ def compare_tile(z, asked, out, words, given, first, block, n, v, WHO: gl.conste
             weight = gl.exp2((here * of.p.z.outer - shift[:, None]) * LOG2E)
         mass += gl.sum(e, 1)  # at once: registers are few
         moment += gl.sum(weight * d, 1)
-        high = gl.maximum(here * scale, depth)
-        d = (q - high * warmth) - offset[:, None]
-        log_p = high * LOG2E - far
-        if apart is not None:
-            deep = log_p < -DEEP * LOG2E
-            root = gl.exp2(gl.where(deep, log_p / POWER, log_p))
-            kept = gl.where(deep, -root, root)
-        else:
-            kept = gl.exp2(log_p)
-        write(word(kept, d), words, out, first, block, WHO, i)
+        if words is not None:
+            high = gl.maximum(here * scale, depth)
+            d = (q - high * warmth) - offset[:, None]
+            log_p = high * LOG2E - far
+            if apart is not None:
+                deep = log_p < -DEEP * LOG2E
+                root = gl.exp2(gl.where(deep, log_p / POWER, log_p))
+                kept = gl.where(deep, -root, root)
+            else:
+                kept = gl.exp2(log_p)
+            write(word(kept, d), words, out, first, block, WHO, i)
         if i + AHEAD < 8:
             waiting += (piece(raw, inside, start + (i + AHEAD) * PIECE, v),)
     place = of.sums + block.to(gl.int64) * of.pitch + rows
@@ -128,7 +137,7 @@ def compare_tile(z, asked, out, words, given, first, block, n, v, WHO: gl.conste
 def overlapping_beside_kernel(
     x,  # descriptor [n, H']
     w,  # descriptor [v, H']
-    words,  # descriptor [n, v] of int32, in the memory of the student's logits
+    words,  # descriptor [n, v] of int32, in the memory of the student's logits, or None
     of,  # beside.Beside
     n, v, h, PROGRAMS: gl.constexpr,
 ):
@@ -142,12 +151,74 @@ def overlapping_beside_kernel(
     each_tile(x, w, words, given, n, v, h, PROGRAMS, ask_of_raw, compare_tile, 40, of.raw, SKIP)
 
 
-TILES = READ | {"words": WRITE_WIDE}
-launch_beside = Launcher(overlapping_beside_kernel, tiles=TILES, **OPTIONS)
+@gluon.jit
+def side_of(of, rows, inside):
+    """Scale and shift of log p in units of log 2, and what that is for a likely column."""
+    log_sum = gl.load(of.normalizer.log_sum + rows, mask=inside, other=0.0)
+    lse = gl.load(of.normalizer.peak + rows, mask=inside, other=0.0) + log_sum
+    return of.z.outer * LOG2E, (lse * LOG2E)[:, None], (-log_sum * LOG2E)[:, None]
 
 
-def launch(x: Tensor, w: Tensor, of: Any) -> None:
+@gluon.jit
+def log_2(raw, side):
+    """log p as in `formulas.log_softmax`."""
+    below = raw * side[0] - side[1]
+    return gl.where(below > SURE * LOG2E, side[2], below)
+
+
+@gluon.jit
+def ask_of_sides(given, first, block, n, v):
+    """As `ask_of_raw`, for the gradient."""
+    raw, of = given
+    rows, inside = rows_of(first, n, PIECE)
+    weight = gl.load(of.weight + rows, mask=inside, other=0.0)[:, None] * of.student.z.factor
+    p, q = side_of(of.student, rows, inside), side_of(of.teacher, rows, inside)
+    return weight, p, q, first_pieces(raw, rows, inside, block, v)
+
+
+@gluon.jit
+def slope_tile(z, asked, out, to, given, first, block, n, v, WHO: gl.constexpr):
+    """The gradient of a tile: see pair.py."""
+    of, parts = given[1], pieces(z)
+    weight, p, q, ready = asked
+    raw, waiting = ready
+    rows, inside = rows_of(first, n, PIECE)
+    for i in gl.static_range(8):
+        log_p, log_q = log_2(waiting[i], p), log_2(parts[i], q)
+        g = gl.exp2(log_p)
+        if of.pivot is not None:
+            pivot = gl.load(of.pivot + rows, mask=inside, other=0.0)[:, None]
+            g *= (log_p - log_q) * LN2 - pivot
+        else:
+            g -= gl.exp2(log_q)
+        write(gl.where(weight == 0, 0.0, g * weight), to, out, first, block, WHO, i)
+        if i + AHEAD < 8:
+            waiting += (piece(raw, inside, block * WIDTH + (i + AHEAD) * PIECE, v),)
+
+
+@gluon.jit(do_not_specialize=["n"])
+def overlapping_slope_kernel(x, w, to, raw, of, n, v, h, PROGRAMS: gl.constexpr):
+    """To a descriptor [n, v]; `raw` is a Matrix of the student's logits, `of` a pair.Part."""
+    given = raw, of
+    each_tile(x, w, to, given, n, v, h, PROGRAMS, ask_of_sides, slope_tile, 40, raw, SKIP)
+
+
+LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16)
+WRITE = Tile((tiles.ROWS // 2, PIECE.value), LAYOUT)
+launch_measuring = Launcher(overlapping_beside_kernel, tiles=READ, **OPTIONS)
+launch_beside = Launcher(overlapping_beside_kernel, tiles=READ | {"words": WRITE_WIDE}, **OPTIONS)
+launch_slope = Launcher(overlapping_slope_kernel, tiles=READ | {"to": WRITE}, **OPTIONS)
+
+
+def launch(x: Tensor, w: Tensor, of: Any, keep: bool) -> None:
     """What beside_kernel writes, without soft caps and for a teacher's scale > 0."""
+    programs, words, run = programs_on(x.device), None, launch_measuring
+    if keep:
+        words, run = of.raw.data.view(torch.int32), launch_beside
+    run(programs, x, w, words, of, len(x), len(w), x.shape[1], PROGRAMS=programs)
+
+
+def launch_gradient(x: Tensor, w: Tensor, *given: Any) -> None:
+    """The gradient, likewise."""
     programs = programs_on(x.device)
-    words = of.raw.data.view(torch.int32)
-    launch_beside(programs, x, w, words, of, len(x), len(w), x.shape[1], PROGRAMS=programs)
+    launch_slope(programs, x, w, *given, len(x), len(w), x.shape[1], PROGRAMS=programs)

@@ -127,7 +127,7 @@ def launch(
     tile: Tensor, backward: Backward, order: Order | None = None, references: Tensor | None = None
 ) -> Tensor:
     check_tile("tile", tile)
-    (n, v), out = tile.shape, narrowed(tile, backward.dtype)
+    (n, v), out = tile.shape, narrowed(tile, backward)
     if n:
         given = Gradient(matrix_of(tile), matrix_of(out), order, act(backward), references)
         options = {"BLOCK": block_width(v), "OVERLAP": out.dtype != tile.dtype}

@@ -63,7 +63,7 @@ class Part(NamedTuple):
     """A part of the gradient; [n] each."""
 
     student: Softmax  # or of all tokens but the stored ones
-    pivot: Tensor  # of stored outcomes: the slope at the rest's log-sum-exp
+    pivot: Tensor | None  # of stored outcomes: the slope at the rest's log-sum-exp
     weight: Tensor | None = None
     beta: float = 0.0
     teacher: Softmax = NO_SIDE
@@ -164,7 +164,7 @@ def divergence_kernel(
     teacher,  # Softmax
     beta,
     to,  # Matrix [2, n]: values and pivots
-    v, BLOCK: tl.constexpr, KIND: tl.constexpr, ONTO: tl.constexpr,
+    v, BLOCK: tl.constexpr, KIND: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     x, y = raw.data + row * raw.stride, teacher_raw.data + row * teacher_raw.stride
@@ -172,8 +172,6 @@ def divergence_kernel(
     q_peak, q_log_sum = normalizer_of(teacher.normalizer, row)
     value = tl.full((), 0.0, tl.float32)
     pivot = tl.full((), 0.0, tl.float32)
-    if ONTO:
-        value, pivot = tl.load(to.data + row), tl.load(to.data + to.stride + row)
     for start in range(0, v, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < v
@@ -202,18 +200,16 @@ def readable(tile: Tensor, dtype: torch.dtype) -> Tensor:
     return tile if tile.shape[1] < 2 or tile.stride(1) == 1 else tile.contiguous()
 
 
-def divergence(
-    raw: Tensor, raw_teacher: Tensor, pair: Pair, onto: Tensor | None = None
-) -> Tensor:  # fmt: skip
+def divergence(raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
     check_tile("raw", raw)
     check_tile("raw_teacher", raw_teacher)
     student, teacher, kind, beta = pair
     n, v = raw.shape
-    out = raw.new_empty(2, n, dtype=torch.float32) if onto is None else onto
+    out = raw.new_empty(2, n, dtype=torch.float32)
     if n:
         tiles = (matrix_of(raw), matrix_of(raw_teacher))
         sides = (softmax(student), softmax(teacher))
-        options = {"BLOCK": block_width(v, BLOCK), "KIND": kind, "ONTO": onto is not None}
+        options = {"BLOCK": block_width(v, BLOCK), "KIND": kind}
         launch_divergence(n, *tiles, *sides, beta, matrix_of(out), v, **options)
     return out
 
@@ -323,7 +319,7 @@ def part_gradient_(
     check_tile("raw", raw)
     n, v = raw.shape
     if others is not None:
-        out = narrowed(raw, others.dtype)
+        out = narrowed(raw, others)
     else:
         out = torch.empty_like(raw, dtype=torch.float32) if extra is None else extra
     if n == 0:

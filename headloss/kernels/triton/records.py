@@ -157,8 +157,9 @@ def check_tile(name: str, tile: Tensor) -> None:
         )
 
 
-def narrowed(tile: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """[n, v] of a dtype at most as wide, in the front of each row's own memory."""
-    if dtype is None or tile.dtype == dtype:
-        return tile
-    return tile.view(dtype)[:, : tile.shape[1]]
+def narrowed(tile: Tensor, backward: Backward) -> Tensor:
+    """[n, v] of a dtype at most as wide, in the front of each row's own memory, or where it may
+    go."""
+    if backward.to is not None or backward.dtype in (None, tile.dtype):
+        return tile if backward.to is None else backward.to
+    return tile.view(backward.dtype)[:, : tile.shape[1]]
