@@ -87,6 +87,17 @@ def test_nothing_scored(schedule, objective):
     assert figures["tokens"] == 0 and figures["segments"] == 2
 
 
+@pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held"])
+@pytest.mark.parametrize("given", ["logits", "hidden"])
+def test_nothing_scored_beside_a_teacher(given, schedule):
+    term = hl.distillation(teacher_head=hl.Head(torch.randn(V, H)) if given == "hidden" else None)
+    teacher = {f"teacher_{given}": torch.randn(5, H if given == "hidden" else V)}
+    batch = hl.Batch(torch.full((5,), -100), **teacher)  # type: ignore[arg-type]
+    out, dx, dw = run(schedule, torch.zeros(5, H), torch.randn(V, H), batch, term)
+    assert out.loss.item() == 0 and zero(dx) and zero(dw)
+    assert hl.head_loss(torch.zeros(5, H), hl.Head(torch.zeros(V, H)), batch, term).loss == 0
+
+
 def test_nothing_scored_without_a_gradient():
     batch = hl.Batch(torch.full((5,), -100))
     out = hl.head_loss(torch.zeros(5, H), hl.Head(torch.zeros(V, H)), batch, hl.cross_entropy())
