@@ -36,8 +36,8 @@ class Options:
             the device, no row is skipped, no value is checked. Hidden rows of unscored positions
             count as zeros. A batch-scoped term sees them too and has to use `batch.live`, [T] bool;
             one that does not is refused.
-        skip_rows: leave rows without gradient out of the two backward products. This reads their
-            number from the device once per chunk.
+        skip_rows: leave rows without gradient out of the two backward products, if these are large.
+            This reads their number from the device once per chunk.
         gradient_tolerance: x >= 0. Rows that carry almost no gradient leave these products too: in
             each chunk (in the whole call under "held" and "recompute") those with the least
             |dL/dz|, as long as their sum stays within x of the chunk's. The metrics `skipped_rows`

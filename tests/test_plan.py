@@ -414,3 +414,13 @@ def test_slabs_beside_a_teacher_are_whole_waves():
     assert max(rows) * 128256 * 4 <= plan.total_bytes
     long = make_plan(p.of(tokens=32768, lengths=None), options, "triton")
     assert long.tile.columns == 4096  # of fewer, adding to dX takes as long as the product
+
+
+def test_a_small_call_on_a_cpu_does_not_look_for_rows_without_a_gradient(monkeypatch):
+    """Reading which they are costs more than it saves, unless they are asked for."""
+    monkeypatch.setattr("headloss.run.plan.CPU_SKIP_WORTH", 1 << 24)
+    p = Problem(tokens=64, width=32, vocabulary=128, lengths=[64])
+    assert not make_plan(p, hl.Options(), "reference").skip_rows
+    assert make_plan(p.of(thorough=True), hl.Options(), "reference").skip_rows
+    large = p.of(tokens=4096, lengths=[4096])
+    assert make_plan(large, hl.Options(), "reference").skip_rows

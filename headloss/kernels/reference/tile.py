@@ -43,17 +43,16 @@ def partials(
     targets, first, transform, needs, whole = forward
     if targets is None:
         targets = torch.full((len(raw),), first - 1, device=raw.device)
-    found = []
+    found, room = [], []
     for rows in blocks(raw):
         part, those = (raw, targets) if rows is ALL else (raw[rows], targets[rows])
         z = transform.rows(rows).read(part.to(wide(raw.dtype)))
         if without is not None:
             z = with_columns(z, without[rows], -math.inf)
-        found.append(_partials(z, those, None if whole else first, needs))
+        found.append(_partials(z, those, None if whole else first, needs, room))
     if len(found) > 1:
         found = [{name: torch.cat([part[name] for part in found]) for name in found[0]}]
-    own = Partials(**found[0])
-    return own if onto is None else merge(onto, own)
+    return Partials(**found[0]) if onto is None else merge(onto, Partials(**found[0]))
 
 
 def with_columns(tile: Tensor, columns: Tensor, values: Tensor | float) -> Tensor:
@@ -64,16 +63,19 @@ def with_columns(tile: Tensor, columns: Tensor, values: Tensor | float) -> Tenso
     return wider.scatter_(1, place, values)[:, :v]  # type: ignore[arg-type]
 
 
-def _partials(z: Tensor, targets: Tensor, first: int | None, needs: frozenset[str]) -> dict:
+def _partials(z: Tensor, y: Tensor, first: int | None, needs: frozenset[str], room: list) -> dict:
     """Without `first` it is the whole vocabulary: all targets are columns, some logit is finite."""
     peak, likeliest = z.max(1, keepdim=True)
+    top, own = peak, [tile[: len(z)] for tile in room] or [None, None]
     if first is None:
-        target, shifted = z.gather(1, targets.unsqueeze(1)), z - peak
+        target = z.gather(1, y.unsqueeze(1))
     else:
-        elsewhere, column = outside(targets, first, z.shape[1])
+        elsewhere, column = outside(y, first, z.shape[1])
         target = z.gather(1, column).masked_fill_(elsewhere, -math.inf)
-        shifted = z - peak.clamp_min(torch.finfo(z.dtype).min)
-    e = shifted.clamp_min_(FLOOR).exp().scatter_(1, likeliest, 0.0)
+        top = peak.clamp_min(torch.finfo(z.dtype).min)
+    shifted = torch.sub(z, top, out=own[0]).clamp_min_(FLOOR)
+    e = torch.exp(shifted, out=own[1]).scatter_(1, likeliest, 0.0)
+    room[:] = room or (shifted, e)  # for the next block: a heap grows by tiles between vectors
     found = {"peak": peak.view(-1), "target": target.view(-1), "rest": e.sum(1)}
     if first is not None:  # a tile of -inf alone has no mass, and no largest term
         found["rest"].add_(found["peak"] == -math.inf, alpha=-1)
@@ -110,9 +112,8 @@ def own_gradient(log_p: Tensor, slope: Tensor | None, c: Coefficients) -> Tensor
 def put_(tile: Tensor, backward: Backward, values: Tensor) -> None:
     """Set the element of each token's target, to values [n], where it lies in the tile [n, v]."""
     values = values.to(tile.dtype).unsqueeze(1)
-    if backward.whole:
-        column = backward.targets.unsqueeze(1)
-    else:
+    column = backward.targets.unsqueeze(1)
+    if not backward.whole:
         elsewhere, column = outside(backward.targets, backward.first, tile.shape[1])
         values = torch.where(elsewhere, tile.gather(1, column), values)
     tile.scatter_(1, column, values)
@@ -140,8 +141,7 @@ def logit_gradient_(raw: Tensor, backward: Backward) -> Tensor:
         c, z = own.coefficients, own.transform.read(here.to(wide(raw.dtype)))
         g = here if here.dtype == z.dtype else torch.empty_like(z)  # z may be overwritten
         if own.whole and c.prob is not None and c.entropy is c.uniform is None:
-            # z - peak is exact where p is not small; the sum divides one number per token.
-            peak, log_sum = own.normalizer
+            peak, log_sum = own.normalizer  # z - peak loses nothing where p is not small
             torch.sub(z, peak.unsqueeze(1), out=g).exp_()
             g.mul_((c.prob * log_sum.neg().exp_()).unsqueeze(1))
         else:
