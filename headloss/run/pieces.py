@@ -90,8 +90,8 @@ def equal_lengths(tokens: int, length: int) -> list[int]:
 
 def even(p: Problem, rows: int) -> int:
     """The size of equal chunks, so that the last one is as efficient as the others."""
-    pieces = -(-p.tokens // rows)
-    even = -(-p.tokens // pieces)
+    pieces = -(-p.tokens // rows) or 1
+    even = -(-p.tokens // pieces) or 1
     return min(rows, -(-even // GRAIN) * GRAIN) if even > GRAIN else even
 
 
