@@ -35,7 +35,7 @@ class Order(NamedTuple):
 class Survey:
     """Extremes and counts of a batch, and the order of its tokens that follows.
 
-    On a GPU the facts are launched and copied without waiting; `read` waits for that copy alone.
+    On a GPU the facts are on their way when this was made; `read` waits for them alone.
     Nothing here knows the vocabulary: a call compares the extremes with its own.
 
     Attributes:
