@@ -495,13 +495,3 @@ def test_a_plan_of_temperatures_without_values() -> None:
     batch = hl.Batch(torch.tensor([3, -100, 5, 1, 0, 2]))
     found = hl.plan(hidden, head, batch, hl.cross_entropy())
     assert (found.schedule, found.tokens) == ("one_pass", 5)
-
-
-@pytest.mark.parametrize("schedule", ["auto", "recompute", "held"])
-def test_a_teacher_of_no_token(schedule: str) -> None:
-    hidden, weight = (torch.zeros(n, H, requires_grad=True) for n in (2, V))
-    batch = hl.Batch(torch.full((2,), -100), teacher_logits=torch.zeros(2, V))
-    call = hidden, hl.Head(weight), batch, hl.distillation(), hl.Options(schedule=schedule)
-    out = hl.head_loss(*call)
-    out.loss.backward()
-    assert out.loss == 0 and not hidden.grad.any() and not weight.grad.any()  # type: ignore[union-attr]

@@ -156,7 +156,7 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         rows = max((c.stop - c.start for c in chunks), default=rows)
     pull = "blocks" if schedule == "recompute" and p.spread else PULLS[schedule]
     tile = _tile(p, rows, options)
-    if p.tokens and p.teachers and pull in ("slabs", "never") and options.chunk_tokens is None:
+    if p.teachers and pull in ("slabs", "never") and options.chunk_tokens is None:
         # The logits of one sweep take the memory that the other has for a slab and sums of dX.
         room = (tile.rows * tile.columns * _slab_bytes(p) + _hidden_sums(p)) // p.token_bytes
         rows = even(p, min(rows, max(1, room // GRAIN * GRAIN or room)))
