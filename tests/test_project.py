@@ -232,7 +232,7 @@ LINES_PER_FILE = 400
 CORE_LINES = 12_251
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-KERNEL_LINES = 6_761
+KERNEL_LINES = 6_739
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

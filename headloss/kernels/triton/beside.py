@@ -28,7 +28,7 @@ from .formulas import LOG2E, transformed
 from .launch import Launcher, cdiv
 from .pair import Part, Softmax, softmax
 from .product import LEAST_SCALE, LOWEST, check_operands
-from .records import LogitScaling, Matrix, constant, matrix_of, programs_on, restored, scaling
+from .records import LogitScaling, Matrix, constant, matrix_of, over_tiles, restored, scaling
 from .tiles import BM, BN, OPTIONS, READ, WIDTH, each_tile
 from .versions import overlaps
 
@@ -183,13 +183,14 @@ def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differen
     reverse = constant(kind != "forward_kl")
     apart = constant(own is not None)
     of = Beside(matrix_of(raw), offset, *sides, sums, wide, blocks * wide, reverse, apart)
+    run, words = launch_beside, ()
     if z.inner is None and z.outer > LEAST_SCALE and overlaps(x.device):
         from . import gluon_beside  # Gluon is not in every Triton
 
-        gluon_beside.launch(x, w, of, keep)
-    else:
-        programs = programs_on(x.device)
-        launch_beside(programs, x, w, of, n, v, h, PROGRAMS=programs)
+        run, words = gluon_beside.launch_measuring, (None,)
+        if keep:
+            run, words = gluon_beside.launch_beside, (raw.view(torch.int32),)
+    over_tiles(run, x, w, *words, of)
     launch_finish(cdiv(n, 16), of, out, blocks, n, ROWS=16, BLOCKS=BLOCKS)
     return found
 
@@ -204,5 +205,5 @@ def teacher_gradient(x: Tensor, w: Tensor, raw: Tensor, part: Divergence, to: Te
     q = Softmax(restored(z, lost(x.device, x.shape[1])), teacher.normalizer)
     pivot = None if kind == "forward_kl" else part.pivot
     of = Part(softmax(student), pivot, part.weight, teacher=q)
-    gluon_beside.launch_gradient(x, w, to, matrix_of(raw), of)
+    over_tiles(gluon_beside.launch_slope, x, w, to, matrix_of(raw), of)
     return True

@@ -10,7 +10,6 @@ Triton's own kernel, whose warps do all steps together, runs everywhere.
 
 from __future__ import annotations
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -25,7 +24,6 @@ from . import formulas, tiles
 from .formulas import LN2, LOG2E
 from .launch import Launcher, Tile
 from .merge import act_one
-from .records import Act, programs_on
 from .versions import copies
 
 ROWS, WIDTH, DEPTH = tiles.BM, tiles.BN, tiles.BK
@@ -388,9 +386,3 @@ launch_product = act_one(overlapping_product_kernel, READ, **OPTIONS)
 launch_held = act_one(overlapping_product_kernel, READ | {"held": WRITE}, **OPTIONS)
 launch_raw = act_one(overlapping_product_kernel, READ | {"held": WRITE_WIDE}, **OPTIONS)
 launch_slab = Launcher(overlapping_slab_kernel, tiles=READ | {"to": WRITE}, **OPTIONS)
-
-
-def launch_gradient(x: Tensor, w: Tensor, to: Tensor, a: Act) -> None:
-    """What slab_kernel writes."""
-    programs = programs_on(x.device)
-    launch_slab(programs, x, w, to, a, len(x), len(w), x.shape[1], PROGRAMS=programs)

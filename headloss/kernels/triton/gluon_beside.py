@@ -7,10 +7,6 @@ right half as far as the L2 meanwhile: all programs come to their ends at the sa
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -30,7 +26,6 @@ from .gluon import (
     write,
 )
 from .launch import Launcher, Tile
-from .records import programs_on
 
 DEEP, POWER = gl.constexpr(DEEPEST), gl.constexpr(float(ROOT))
 PIECE = gl.constexpr(32)  # columns that are worked on at once: 128 bytes of a row
@@ -208,17 +203,3 @@ WRITE = Tile((tiles.ROWS // 2, PIECE.value), LAYOUT)
 launch_measuring = Launcher(overlapping_beside_kernel, tiles=READ, **OPTIONS)
 launch_beside = Launcher(overlapping_beside_kernel, tiles=READ | {"words": WRITE_WIDE}, **OPTIONS)
 launch_slope = Launcher(overlapping_slope_kernel, tiles=READ | {"to": WRITE}, **OPTIONS)
-
-
-def launch(x: Tensor, w: Tensor, of: Any, keep: bool) -> None:
-    """What beside_kernel writes, without soft caps and for a teacher's scale > 0."""
-    programs, words, run = programs_on(x.device), None, launch_measuring
-    if keep:
-        words, run = of.raw.data.view(torch.int32), launch_beside
-    run(programs, x, w, words, of, len(x), len(w), x.shape[1], PROGRAMS=programs)
-
-
-def launch_gradient(x: Tensor, w: Tensor, *given: Any) -> None:
-    """The gradient, likewise."""
-    programs = programs_on(x.device)
-    launch_slope(programs, x, w, *given, len(x), len(w), x.shape[1], PROGRAMS=programs)

@@ -8,7 +8,7 @@ of fields: Triton 3.6 cannot compare a record that has a None in it.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -127,12 +127,17 @@ def empty_partials(like: Tensor, n: int, needs: frozenset[str]) -> Partials:
     )
 
 
+def over_tiles(run: Any, x: Tensor, w: Tensor, *given: Any) -> None:
+    """Launch a kernel that ends the tiles of x @ w.T in an act: as many programs as run at once."""
+    programs = programs_on(x.device)
+    run(programs, x, w, *given, x.shape[0], w.shape[0], x.shape[1], PROGRAMS=programs)
+
+
 @functools.cache
 def programs_on(device: torch.device) -> int:
     """One for each multiprocessor; a few in the interpreter."""
-    if device.type != "cuda":
-        return 8
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    cuda = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).multi_processor_count if cuda else 8
 
 
 def block_width(v: int, most: int | None = None) -> int:

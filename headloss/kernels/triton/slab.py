@@ -14,7 +14,7 @@ from .chosen import target_gradient_
 from .formulas import LOG2E, act_two, transformed
 from .launch import Launcher, cdiv
 from .product import check_operands
-from .records import act, programs_on, restored
+from .records import act, over_tiles, restored
 from .tiles import BM, BN, OPTIONS, READ, WRITE, biased, each_tile, halves
 from .versions import overlaps
 
@@ -76,12 +76,11 @@ def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
     out, a = x.new_empty(n, 8 * cdiv(v, 8))[:, :v], act(backward)  # rows of whole 16 bytes
     if n:
         of = a._replace(z=restored(a.z, lost(x.device, x.shape[1])))
+        run = launch_slab
         if overlaps(x.device):
             from . import gluon  # Gluon is not in every Triton
 
-            gluon.launch_gradient(x, w, out, of)
-        else:
-            programs = programs_on(x.device)
-            launch_slab(programs, x, w, out, of, n, v, x.shape[1], PROGRAMS=programs)
+            run = gluon.launch_slab
+        over_tiles(run, x, w, out, of)
         target_gradient_(out, a, backward.first)
     return out
