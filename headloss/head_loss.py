@@ -210,7 +210,6 @@ def _run(options: Options, make: Callable[..., Call], *given: Any) -> Output:
             if work.tolerance is not None:
                 measured = _joined(measured, work.tolerance.metrics)
     logps, entropies, dtype = stats.logp, stats.entropy, loss.dtype
-    assert logps is not None
 
     def found() -> dict[str, Any]:
         pairs = zip(work.bound.named, values.to(dtype).unbind(), strict=False)
@@ -255,7 +254,6 @@ def _folded(parts: Any, batch: PackedBatch, stats: Statistics, share: float) -> 
     present, count = batch.segments.lengths > 0, batch._count
     if batch.live is not None:
         present[count:] = False
-    assert stats.entropy is not None
     one = torch.ones((), dtype=torch.float64, device=batch.targets.device)
     tokens = one * len(batch) if batch.live is None else batch.live.sum().double()
     found = Metrics(tokens=Sum(tokens), segments=Sum(one * count * share))

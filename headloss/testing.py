@@ -88,7 +88,6 @@ def plain(
         inputs = list(wanted.values())
         found = torch.autograd.grad(upstream * loss, inputs, materialize_grads=True)
         gradients = dict(zip(wanted, found, strict=True))
-    assert stats.logp is not None and stats.entropy is not None
     return Plain(
         loss=loss.detach(),
         terms={p.name: s.detach() for p, s in zip(bound.parts, shares, strict=True)},

@@ -86,13 +86,11 @@ ALLOWED: dict[str, set[str]] = {
     "objective.recording": {"kernels", "batch.segments"},
     "objective.plain": {"kernels", "batch.packing", "batch.segments", "objective.recording"},
     "objective.tape": {*PARTS, *TERMS, "kernels", "objective.plain", "objective.recording"},
-    "objective.lowering": {"kernels", "objective.recording", "objective.tape"},
     "objective.taping": {
         *PARTS,
         *TERMS,
         "kernels",
         "losses.origin",
-        "objective.lowering",
         "objective.recording",
         "objective.tape",
     },
@@ -155,7 +153,7 @@ ALLOWED: dict[str, set[str]] = {
         "options",
         "run.plan",
     },
-    "run.teachers": {*PARTS, *TERMS, *LOGITS, "run.checks", "ranks", "run.prepare"},
+    "run.teachers": {*PARTS, *TERMS, *LOGITS, "run.checks", "ranks", "run.work"},
     "run.calls": {
         *PARTS,
         *TERMS,

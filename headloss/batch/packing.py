@@ -83,7 +83,7 @@ class PackedBatch:
                 raise MissingField(f"reads batch.{name}, which was not given")
             value = self._fields[name] = self._gathered(name)
         if isinstance(value, Current):
-            assert self._stats is not None and self._stats.logp is not None
+            assert self._stats is not None
             return self._stats.logp.detach()
         return value
 

@@ -7,8 +7,8 @@ runs and two ranks give the same bits (law 7).
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -138,14 +138,13 @@ class Segments:
     def lengths(self) -> Tensor:
         """[S] int64, tokens in each segment (over the ranks of the group)."""
         if self._lengths is None:
-            counts = self._local_counts
-            self._lengths = counts if self.group is None else _all_reduce(counts, self.group)
+            self._lengths = self._over_ranks(self._local_counts)
         return self._lengths
 
     def sum(self, values: Tensor) -> Tensor:
         """[S] sums of [T] `values` over all ranks of the group; int64 of integers and booleans."""
         _check_values(values, "token", self.ids.shape)
-        return cast(Tensor, _Sum.apply(values, self))
+        return cast(Tensor, Linear.apply(self._total, self._at_totals, values))
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean of [T] `values` inside each segment, [S]; 0 for an empty one."""
@@ -154,8 +153,9 @@ class Segments:
     def expand(self, values: Tensor) -> Tensor:
         """Give each token the value of its segment: [S] to [T]."""
         _check_values(values, "segment", (self.count,))
-        found = _Expand.apply(values, self) if values.requires_grad else self._at_tokens(values)
-        return cast(Tensor, found)
+        if not values.requires_grad:
+            return self._at_tokens(values)
+        return cast(Tensor, Linear.apply(self._at_tokens, self._own_sum, values))
 
     def split_pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """[S] to the values of segments 2k and of segments 2k + 1, [S // 2] each."""
@@ -206,37 +206,38 @@ class Segments:
         # whose parts on several ranks cancel.
         return torch.segment_reduce(values.double(), "sum", offsets=offsets, initial=0, unsafe=True)
 
-
-class _Sum(torch.autograd.Function):
-    """Segment sum; its adjoint is the expansion (the total over ranks, where there is a group)."""
-
-    @staticmethod
-    def forward(ctx, values: Tensor, segments: Segments) -> Tensor:
-        ctx.segments = segments
-        total = segments._local_sum(values)
-        if segments.group is not None:
-            total = _all_reduce(total, segments.group)
+    def _total(self, values: Tensor) -> Tensor:
+        total = self._over_ranks(self._local_sum(values))
         return total.to(values.dtype if values.is_floating_point() else torch.int64)
 
+    def _at_totals(self, gradient: Tensor) -> Tensor:
+        """The adjoint of a sum: the total over ranks, at each token."""
+        if self.group is not None:
+            gradient = self._over_ranks(gradient.double()).to(gradient.dtype)
+        return self._at_tokens(gradient)
+
+    def _own_sum(self, gradient: Tensor) -> Tensor:
+        """The adjoint of an expansion: this rank's sum, since other ranks add their own."""
+        return self._local_sum(gradient).to(gradient.dtype)
+
+    def _over_ranks(self, values: Tensor) -> Tensor:
+        if self.group is None:
+            return values
+        return summed("a sum over segments that run across ranks", values.clone(), self.group)
+
+
+class Linear(torch.autograd.Function):
+    """A linear map between tokens and segments, and its adjoint."""
+
     @staticmethod
-    def backward(ctx, gradient: Tensor):
-        group = ctx.segments.group
-        if group is not None:
-            gradient = _all_reduce(gradient.double(), group).to(gradient.dtype)
-        return ctx.segments._at_tokens(gradient), None
-
-
-class _Expand(torch.autograd.Function):
-    """Segment value to its tokens; its adjoint is this rank's sum: other ranks add their own."""
+    def forward(ctx, run: Callable[..., Any], adjoint: Callable[..., Any], *values: Tensor):
+        ctx.adjoint = adjoint
+        return run(*values)
 
     @staticmethod
-    def forward(ctx, values: Tensor, segments: Segments) -> Tensor:
-        ctx.segments = segments
-        return segments._at_tokens(values)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return ctx.segments._local_sum(gradient).to(gradient.dtype), None
+    def backward(ctx, *gradients: Tensor):
+        found = ctx.adjoint(*gradients)
+        return None, None, *(found if isinstance(found, tuple) else (found,))
 
 
 def count_in(ids: Tensor, count: int, kept: Tensor) -> Tensor:
@@ -245,10 +246,6 @@ def count_in(ids: Tensor, count: int, kept: Tensor) -> Tensor:
     if not count:  # no token of any is scored
         return counts
     return counts.scatter_add_(0, ids, kept.to(counts.dtype))
-
-
-def _all_reduce(values: Tensor, group: ProcessGroup) -> Tensor:
-    return summed("a sum over segments that run across ranks", values.clone(), group)
 
 
 def _check_values(values: Tensor, of: str, shape: tuple[int, ...]) -> None:

@@ -152,7 +152,6 @@ class Bound:
         self, parts: Sequence[Part], stats: Statistics, batch: PackedBatch, needed: bool
     ) -> tuple[dict[Any, Tensor], list[Tensor]]:
         """The gradient with respect to each statistic [n], and each term's value []."""
-        assert stats.logp is not None
         found: dict[Any, Tensor] = {}
         if needed and not self.closed:
             leaves = stats.map(lambda t: t.detach())

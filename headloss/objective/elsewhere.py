@@ -95,7 +95,6 @@ class Foreign:
         self, stats: Statistics, batch: PackedBatch, chunk: Chunk | None, needed: bool = True
     ) -> Gradient:
         rows = ALL if chunk is None else chunk.rows
-        assert stats.logp is not None and stats.entropy is not None
         value = stats.logp.new_zeros(1, dtype=torch.float64)
         if not needed:
             return Gradient(Coefficients(), {}, value)
@@ -111,7 +110,6 @@ class Foreign:
 
     def total(self, values: Tensor, stats: Statistics) -> Tensor:
         """[] the loss."""
-        assert stats.logp is not None and stats.entropy is not None
         with torch.no_grad():
             full = (self.packing.scatter(t, alone=True) for t in (stats.logp, stats.entropy))
             return scalar(self.loss(*full))

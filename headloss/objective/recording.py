@@ -8,15 +8,15 @@ cannot be recorded raises `Unrecorded`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ..batch.segments import Segments
+from ..batch.segments import Linear, Segments
 from ..kernels.opcodes import ELEMENTWISE, Op
 
 TOKENS, SEGMENTS = 0, 1
@@ -58,7 +58,6 @@ class Recorder(TorchDispatchMode):
         self._numbers: dict[Node, int] = {}
         self._of: dict[Any, Operand] = {}
         self._kept: list[Tensor] = []  # which is kept, so that no other tensor gets the same
-        self._paused = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -148,22 +147,11 @@ class Recorder(TorchDispatchMode):
             return operand
         return self._node(Node(Op.MIN, (operand, operand), kind))
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """What runs here leaves no trace."""
-        self._paused, before = True, self._paused
-        try:
-            yield
-        finally:
-            self._paused = before
-
     # ------------------------------------------------------------------ operations of torch
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
-        if self._paused:
-            return found
         name = func.overloadpacket.__name__
         inplace = name.endswith("_") and not name.endswith("__")
         name = name.rstrip("_") if inplace else name
@@ -173,10 +161,8 @@ class Recorder(TorchDispatchMode):
                 raise Unrecorded("rounding to integers")
             self.know(found, self.of(source))
         elif name in FILLED:
-            value = FILLED[name](args)
-            if not isinstance(value, int | float):
-                raise Unrecorded(name)
-            self.know(found, Constant(float(value)))
+            value = FILLED[name]
+            self.know(found, self.of(args[value]) if isinstance(value, int) else value)
         elif name in OPERATIONS:
             values = [a if a is None else self.of(a) for a in args]
             made = OPERATIONS[name](self, *values, **{k: self.of(v) for k, v in kwargs.items()})
@@ -227,17 +213,11 @@ COMPUTE: dict[Op, Callable[..., Tensor]] = {
 SAME = frozenset(
     ["detach", "alias", "view", "_unsafe_view", "expand", "clone", "_to_copy", "lift_fresh"]
 )
-FILLED: dict[str, Callable[[tuple], Any]] = {
-    "ones_like": lambda args: 1,
-    "zeros_like": lambda args: 0,
-    "new_zeros": lambda args: 0,
-    "new_ones": lambda args: 1,
-    "zeros": lambda args: 0,
-    "ones": lambda args: 1,
-    "full_like": lambda args: args[1],
-    "new_full": lambda args: args[2],
-    "full": lambda args: args[1],
-    "scalar_tensor": lambda args: args[0],
+# What fills a tensor: a constant, or the place of the value among the arguments.
+FILLED: dict[str, Constant | int] = {
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), ZERO),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), ONE),
+    **{"scalar_tensor": 0, "full": 1, "full_like": 1, "new_full": 2},
 }
 
 
@@ -326,8 +306,14 @@ OPERATIONS: dict[str, Callable[..., Operand]] = {
 # ---------------------------------------------------------------------- segments
 
 
-def _linear(name: str) -> Any:
-    return lambda segments, *values: _Linear.apply(segments, name, *values)
+def _recorded(name: str, adjoint: str) -> Any:
+    """A linear map of segments, whose adjoint is another of them."""
+
+    def run(segments: RecordedSegments, *values: Tensor) -> Any:
+        there, back = (partial(_run, segments, one) for one in (name, adjoint))
+        return Linear.apply(there, back, *values)
+
+    return run
 
 
 class RecordedSegments(Segments):
@@ -336,52 +322,29 @@ class RecordedSegments(Segments):
     def __init__(self, recorder: Recorder, lengths: Tensor) -> None:
         ids = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)
         super().__init__(ids, len(lengths), counts=lengths)
-        self.recorder = recorder
+        self.recorder, self.plain = recorder, Segments(ids, len(lengths), counts=lengths)
         self._lengths = recorder.know(lengths.clone(), recorder.load(("lengths", None), SEGMENTS))
 
-    sum, expand = _linear("sum"), _linear("expand")
-    split_pairs, join_pairs = _linear("split_pairs"), _linear("join_pairs")
-
-
-_ADJOINT = {
-    "sum": "expand",
-    "expand": "sum",
-    "split_pairs": "join_pairs",
-    "join_pairs": "split_pairs",
-}
+    sum, expand = _recorded("sum", "expand"), _recorded("expand", "sum")
+    split_pairs = _recorded("split_pairs", "join_pairs")
+    join_pairs = _recorded("join_pairs", "split_pairs")
 
 
 PAIRS = {"join_pairs": (Op.PAIR,), "split_pairs": (Op.FIRST, Op.SECOND)}
 
 
-class _Linear(torch.autograd.Function):
-    """One of the four linear maps of segments, and its adjoint, which is another of them."""
-
-    @staticmethod
-    def forward(ctx, segments: RecordedSegments, name: str, *values: Tensor):
-        ctx.segments, ctx.name = segments, name
-        return _run(segments, name, *values)
-
-    @staticmethod
-    def backward(ctx, *gradients: Tensor):
-        found = _run(ctx.segments, _ADJOINT[ctx.name], *gradients)
-        return None, None, *(found if isinstance(found, tuple) else (found,))
-
-
 def _run(segments: RecordedSegments, name: str, *values: Tensor) -> Any:
     """A map on the sample's values and on the nodes they stand for."""
     recorder = segments.recorder
-    with recorder.paused(), torch.no_grad():
-        plain = Segments(segments.ids, segments.count, counts=segments._counts)
-        found: Any = getattr(plain, name)(*values)
-        found = tuple(f.clone() for f in found) if isinstance(found, tuple) else found.clone()
+    with _disable_current_modes(), torch.no_grad():  # what runs here leaves no trace
+        found: Any = getattr(segments.plain, name)(*values)
+        outs: Any = tuple(f.clone() for f in (found if isinstance(found, tuple) else (found,)))
     operands = [recorder.of(v) for v in values]
-    if name in ("sum", "expand"):
-        (operand,) = operands
-        made = [recorder.total(operand) if name == "sum" else recorder.expand(operand)]
-    else:
+    if name in PAIRS:
         operands = [recorder.register(o, SEGMENTS) for o in operands]
         made = [recorder(op, *operands) for op in PAIRS[name]]
-    for out, operand in zip(found if isinstance(found, tuple) else (found,), made, strict=True):
+    else:
+        made = [{"sum": recorder.total, "expand": recorder.expand}[name](*operands)]
+    for out, operand in zip(outs, made, strict=True):
         recorder.know(out, operand)
-    return found
+    return outs if len(outs) > 1 else outs[0]

@@ -36,6 +36,7 @@ BESIDE = {
     "peak": PEAK,
 }
 DIFFERENTIABLE = ("logp", "lse", "entropy", "mean_logit")
+NOT_ASKED: Any = None
 
 # exp(FLOOR) is 0 in float32 and float64 and FLOOR is finite, so that 0 * log 0 is 0 and not NaN.
 FLOOR = -1e4
@@ -103,11 +104,12 @@ class Statistics:
     teacher of a distillation term, [T, K + 1] log-probs of stored outcomes and of the rest.
     """
 
-    logp: Tensor | None = None
-    lse: Tensor | None = None
-    entropy: Tensor | None = None
-    mean_logit: Tensor | None = None
-    top1: Tensor | None = None
+    # None where nobody has asked for it: whoever reads one has asked.
+    logp: Tensor = NOT_ASKED
+    lse: Tensor = NOT_ASKED
+    entropy: Tensor = NOT_ASKED
+    mean_logit: Tensor = NOT_ASKED
+    top1: Tensor = NOT_ASKED
     divergences: dict[object, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -208,7 +210,6 @@ def pull_back(
     if g_logp is not None:
         parts.append(-g_logp)
     if g_entropy is not None:
-        assert stats.entropy is not None
         parts.append(-g_entropy * stats.entropy)
     if CANDIDATES in gradients:
         parts.append(-gradients[CANDIDATES].sum(1))

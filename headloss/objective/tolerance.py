@@ -28,7 +28,6 @@ def masses(
     |logit_scale| / temperature
     """
     c = gradient.coefficients.map(lambda t: t.double())
-    assert stats.logp is not None
     logp = stats.logp.double().clamp_min(FLOOR)
     p, rest = logp.exp(), -logp.expm1()
     zero = torch.zeros_like(logp)
@@ -36,7 +35,6 @@ def masses(
     # c_target + c_prob p_y, to the last digit of 1 - p_y where the two cancel
     own, others = (target + prob) - prob * rest, rest * prob.abs()
     if c.entropy is not None:
-        assert stats.entropy is not None
         own = own + c.entropy * (p * logp)
         others = others + c.entropy.abs() * (stats.entropy.double() + p * logp).clamp_min(0)
     mass = own.abs() + others

@@ -105,7 +105,6 @@ class Agreement:
         behind: ProcessGroup | None = None,
         digest: Callable[[Own], Any] | None = None,
     ) -> None:
-        check_member(name, group)
         self.name, self.group, self.quiet, self.digest = name, group, quiet, digest
         self.error: Exception | None = None
         device = _device(group)
@@ -113,7 +112,8 @@ class Agreement:
             self.result = act()
             self.facts = describe(self.result)
             said = known.get(self.kind) if known and quiet and digest is None else None
-            record = self.facts.record(device, expects=0 if said is None else _expects(said))
+            expects = 0 if said is None else _expects(tuple(zip(*said.values(), strict=True)))
+            record = self.facts.record(device, expects=expects)
         except Exception as caught:  # whatever it is: the others must not wait for this rank
             self.facts, self.error = Facts({}, {}), caught
             record = self.facts.record(device, failed=True)
@@ -199,12 +199,8 @@ def in_step(group: ProcessGroup | None, batch: Any, call: Callable[[], R]) -> R:
     """
     groups = [group, getattr(getattr(batch, "segments", None), "group", None)]
     groups = [g for g in groups if g is not None and isinstance(g, PROCESS_GROUP)]  # others raise
-    if len(set(groups)) < len(groups) or not groups:  # one in both roles: its ranks say two things
-        while True:
-            try:
-                return call()
-            except Misguessed:
-                pass
+    if len(set(groups)) < len(groups):  # one in both roles: its ranks say two things
+        groups = []
     _CALLS.update(dict.fromkeys(groups))
     try:
         while True:
@@ -226,7 +222,7 @@ def in_step(group: ProcessGroup | None, batch: Any, call: Callable[[], R]) -> R:
 def _is_right(groups: Sequence[ProcessGroup]) -> bool:
     """Whether the other ranks said what a call went by; if not, it will go by what they said, or
     wait for them."""
-    right, last = True, _CALLS.get(groups[-1])
+    right, last = True, _CALLS.get(groups[-1]) if groups else None
     if last is not None and last.quiet and last.said is None:  # as all ranks hear
         for group in groups:
             del _CALLS[group]
@@ -303,14 +299,10 @@ def settle(group: ProcessGroup | None) -> None:
         raise Misguessed(f"what the ranks of {found.name} say of their call")
 
 
-def _expects(said: Own) -> int:
-    """What `Agreement.is_wrong` makes of records that say the same."""
-    return _mixed_numbers(tuple(zip(*said.values(), strict=True)))
-
-
 @functools.lru_cache(KNOWN)
-def _mixed_numbers(rows: tuple[tuple[int, ...], ...]) -> int:
-    return int(_mixed(torch.tensor(rows, device="cpu")))
+def _expects(said: tuple[tuple[int, ...], ...]) -> int:
+    """What `Agreement.is_wrong` makes of records that say the same."""
+    return int(_mixed(torch.tensor(said, device="cpu")))
 
 
 def _mixed(own: Tensor) -> Tensor:

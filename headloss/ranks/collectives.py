@@ -76,7 +76,7 @@ def inside(device: str, *groups: ProcessGroup | None) -> AbstractContextManager:
     if autocast:
         found.enter_context(torch.autocast(device, enabled=False))
     if not alone:
-        found.enter_context(attended(*groups))
+        found.enter_context(attended())
     return found
 
 
@@ -84,17 +84,16 @@ _NOTHING = nullcontext()
 
 
 @contextmanager
-def attended(*groups: ProcessGroup | None) -> Iterator[None]:
+def attended() -> Iterator[None]:
     """An exception of this rank inside a call gets a note of what it means for the others."""
     try:
         yield
     except (RankError, Misguessed):
         raise
     except Exception as error:
-        if any(group is not None for group in groups):
-            error.add_note(
-                "headloss: this was raised between the collectives of a call. Unless every rank "
-                "raised it at the same point, the others wait for this one until their group's "
-                f"timeout, and {UNUSABLE}"
-            )
+        error.add_note(
+            "headloss: this was raised between the collectives of a call. Unless every rank "
+            "raised it at the same point, the others wait for this one until their group's "
+            f"timeout, and {UNUSABLE}"
+        )
         raise

@@ -33,7 +33,7 @@ from .loop import GatherRows
 from .plan import Plan
 from .prepare import Prepared, known, prepare_given, prepare_linear
 from .signature import of_linear as signature_of
-from .teachers import Beside
+from .teachers import with_beside
 from .work import Work
 
 # What to do for a call, and the tensors of its logits: features and weights pairwise, bias; or the
@@ -236,8 +236,7 @@ def _work(
         targets = targets.clamp(0, vocabulary - 1)  # until the batch is read they may be anything
     found = Tokens(prepared.acts, targets, transform, prepared.needs, slices.first, whole)
     if prepared.beside:
-        beside = Beside(view, transform, vocabulary, prepared, slices)
-        found = beside.added_to(found, objective.teachers)
+        found = with_beside(found, work, objective.teachers)
     return work, found
 
 

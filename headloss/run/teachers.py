@@ -5,109 +5,100 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..batch.packing import PackedBatch
 from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
 from ..objective.statistics import CANDIDATES, COLLISION
 from ..ranks.dtensor import local_head
-from ..ranks.vocabulary import Whole
 from ..softmax.beside import NOTHING, Candidates, Collision
 from ..softmax.given import View
 from ..softmax.linear import LinearSoftmax, Tokens
 from ..softmax.teacher import DenseTeacher
 from .checks import wide_field
-from .prepare import Prepared
+from .work import Work
 
 
-class Beside(NamedTuple):
-    """Of a call, what decides how it is measured."""
+def with_beside(tokens: Tokens, work: Work, teachers: Sequence[Teacher]) -> Tokens:
+    """What a source takes, with dense teachers, stored outcomes, candidates and sum p^2; the
+    batch's fields are checked first."""
+    stored = [t for t in teachers if t.source(work.batch) == "topk"]
+    dense = tuple(_dense(work, t) for t in teachers if t not in stored)
+    needs, own, found = work.prepared.needs, work.transform, []
+    for teacher in stored:
+        at = _at(own, teacher.temperature)
+        found.append(_candidates(work, teacher, "teacher_topk_ids", at, False, True))
+    if needs & {"candidate_logps", "candidate_tail"}:
+        tail = "candidate_tail" in needs
+        found.append(_candidates(work, CANDIDATES, "candidate_ids", own, True, tail))
+    if COLLISION in needs:
+        found.append(Collision(own, work.prepared.acts, work.slices))
+    return tokens._replace(teachers=dense, beside=tuple(found))
 
-    batch: PackedBatch
-    transform: Transform  # the student's
-    vocabulary: int  # of the whole model
-    prepared: Prepared
-    slices: Whole
 
-    def added_to(self, tokens: Tokens, teachers: Sequence[Teacher]) -> Tokens:
-        """What a source takes, with dense teachers, stored outcomes, candidates and sum p^2; the
-        batch's fields are checked first."""
-        stored = [t for t in teachers if t.source(self.batch) == "topk"]
-        dense = tuple(self._dense(t) for t in teachers if t not in stored)
-        needs, own, found = self.prepared.needs, self.transform, []
-        for teacher in stored:
-            at = _at(own, teacher.temperature)
-            found.append(self._candidates(teacher, "teacher_topk_ids", at, False, True))
-        if needs & {"candidate_logps", "candidate_tail"}:
-            tail = "candidate_tail" in needs
-            found.append(self._candidates(CANDIDATES, "candidate_ids", own, True, tail))
-        if COLLISION in needs:
-            found.append(Collision(own, self.prepared.acts, self.slices))
-        return tokens._replace(teachers=dense, beside=tuple(found))
+def _candidates(
+    work: Work, key: object, field: str, at: Transform, heads_own: bool, tail: bool
+) -> Candidates:
+    batch, prepared = work.batch, work.prepared
+    ids = batch.as_given(field)
+    assert ids is not None
+    return Candidates(
+        key=key,
+        ids=ids,
+        index=batch.index,
+        transform=at,
+        heads_own=heads_own,
+        tail=tail,
+        rest=torch.empty(2, len(batch), dtype=prepared.wide, device=ids.device),
+        acts=prepared.acts,
+        slices=work.slices,
+    )
 
-    def _candidates(
-        self, key: object, field: str, at: Transform, heads_own: bool, tail: bool
-    ) -> Candidates:
-        batch, prepared = self.batch, self.prepared
-        ids = batch.as_given(field)
-        assert ids is not None
-        return Candidates(
-            key=key,
-            ids=ids,
-            index=batch.index,
-            transform=at,
-            heads_own=heads_own,
-            tail=tail,
-            rest=torch.empty(2, len(batch), dtype=prepared.wide, device=ids.device),
-            acts=prepared.acts,
-            slices=self.slices,
+
+def _dense(work: Work, teacher: Teacher) -> DenseTeacher:
+    batch, prepared, acts = work.batch, work.prepared, work.prepared.acts
+    like = torch.zeros((), dtype=prepared.wide, device=batch.targets.device)
+    size = work.slices.size or work.vocabulary
+    student = _at(work.transform, teacher.temperature)
+    source: LinearSoftmax | View
+    if teacher.source(batch) == "logits":
+        given = wide_field("teacher_logits", batch, size, "the student's vocabulary")
+        source, other = View(given, batch.index), Transform(temperature=teacher.temperature)
+    else:
+        source, other = _of_hidden(work, teacher, size)
+    pair, fused = (student, other), prepared.problem.differences
+    if fused and isinstance(source, LinearSoftmax):
+        fused = acts.can_fuse(source.features[0], source.weights[0])
+    own, count = work.transform, len(batch)
+    return DenseTeacher(teacher, source, pair, own, count, acts, work.slices, like, fused)
+
+
+def _of_hidden(work: Work, teacher: Teacher, size: int) -> tuple[LinearSoftmax, Transform]:
+    """Logits from a teacher's hidden states and its head."""
+    assert teacher.head is not None
+    batch, slices, head = work.batch, work.slices, local_head(teacher.head)
+    width = head.weight.shape[1]
+    states = wide_field("teacher_hidden", batch, width, "the teacher head's width")
+    if head.vocab_group is None and head.vocabulary != work.vocabulary:
+        raise ValueError(
+            f"teacher_head: got a vocabulary of {head.vocabulary}, want the student's "
+            f"{work.vocabulary} (set vocab_size on both heads to leave padded rows out)"
         )
-
-    def _dense(self, teacher: Teacher) -> DenseTeacher:
-        batch, prepared, acts = self.batch, self.prepared, self.prepared.acts
-        like = torch.zeros((), dtype=prepared.wide, device=batch.targets.device)
-        size = self.slices.size or self.vocabulary
-        student = _at(self.transform, teacher.temperature)
-        source: LinearSoftmax | View
-        if teacher.source(batch) == "logits":
-            given = wide_field("teacher_logits", batch, size, "the student's vocabulary")
-            source, other = View(given, batch.index), Transform(temperature=teacher.temperature)
-        else:
-            source, other = self._of_hidden(teacher, size)
-        pair, fused = (student, other), prepared.problem.differences
-        if fused and isinstance(source, LinearSoftmax):
-            fused = acts.can_fuse(source.features[0], source.weights[0])
-        own, count = self.transform, len(batch)
-        return DenseTeacher(teacher, source, pair, own, count, acts, self.slices, like, fused)
-
-    def _of_hidden(self, teacher: Teacher, size: int) -> tuple[LinearSoftmax, Transform]:
-        """Logits from a teacher's hidden states and its head."""
-        assert teacher.head is not None
-        batch, slices, head = self.batch, self.slices, local_head(teacher.head)
-        width = head.weight.shape[1]
-        states = wide_field("teacher_hidden", batch, width, "the teacher head's width")
-        if head.vocab_group is None and head.vocabulary != self.vocabulary:
-            raise ValueError(
-                f"teacher_head: got a vocabulary of {head.vocabulary}, want the student's "
-                f"{self.vocabulary} (set vocab_size on both heads to leave padded rows out)"
-            )
-        with torch.no_grad():
-            rows = states if batch.index is None else states[batch.index]
-            factors = head.factors(rows, slices.dropout)
-        # A whole head beside a student's slice: its rows of that slice.
-        first = slices.first if head.vocab_group is None else 0
-        own = slice(first, first + size)
-        transform = Transform(
-            scale=head.logit_scale, softcap=head.softcap, temperature=teacher.temperature
-        )
-        pairs = [tensor for features, weight in factors for tensor in (features, weight[own])]
-        tensors = [*pairs, None if head.bias is None else head.bias[own]]
-        tokens = Tokens(self.prepared.acts, batch.targets, transform, NOTHING)
-        return LinearSoftmax(tensors, tokens, size), transform
+    with torch.no_grad():
+        rows = states if batch.index is None else states[batch.index]
+        factors = head.factors(rows, slices.dropout)
+    # A whole head beside a student's slice: its rows of that slice.
+    first = slices.first if head.vocab_group is None else 0
+    own = slice(first, first + size)
+    transform = Transform(
+        scale=head.logit_scale, softcap=head.softcap, temperature=teacher.temperature
+    )
+    pairs = [tensor for features, weight in factors for tensor in (features, weight[own])]
+    tensors = [*pairs, None if head.bias is None else head.bias[own]]
+    tokens = Tokens(work.prepared.acts, batch.targets, transform, NOTHING)
+    return LinearSoftmax(tensors, tokens, size), transform
 
 
 def _at(transform: Transform, temperature: float) -> Transform:
