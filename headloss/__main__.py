@@ -82,8 +82,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 def _problem(arguments: argparse.Namespace) -> Problem:
     """What the engine would find out from tensors of these sizes."""
-    objective = objective_of(arguments.objective)
-    dtype = DTYPES[arguments.dtype]
+    objective, dtype = objective_of(arguments.objective), DTYPES[arguments.dtype]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     kinds = sample()[1].kinds()
     asked = reads(objective, kinds, wide, torch.device("cpu"), observe=False)
@@ -115,14 +114,10 @@ def _problem(arguments: argparse.Namespace) -> Problem:
 def objective_of(names: str) -> Objective:
     """Terms with their default options, joined by "+": "gspo+z_loss+kl"."""
     factories, asked = {f.__name__: f for f in TERMS}, [name.strip() for name in names.split("+")]
-    unknown = next((name for name in asked if name not in factories), None)
-    if unknown is not None:
-        known = ", ".join(factories)
-        raise ValueError(
-            f"--objective: got {unknown!r}, want term names joined by '+', out of {known}"
-        )
-    terms: list[Any] = [factories[name]() for name in asked]
-    return sum(terms[1:], Objective.of(terms[0]))
+    for name in (name for name in asked if name not in factories):
+        want = f"want term names joined by '+', out of {', '.join(factories)}"
+        raise ValueError(f"--objective: got {name!r}, {want}")
+    return Objective(tuple((1.0, factories[name]()) for name in asked))
 
 
 # ---------------------------------------------------------------------- check
@@ -139,14 +134,11 @@ def _check(arguments: argparse.Namespace) -> int:
     _print_table(_error_rows(verdicts))
     print("\npeak memory beyond inputs and returned gradients, forward and backward\n")
     _print_table(_memory_rows(gate.memory(device)))
-    red = [verdict for verdict in verdicts if not verdict.ok]
-    print(f"\n{len(verdicts) - len(red)} of {len(verdicts)} cases within budget")
-    for verdict in red:
-        if verdict.failure:
-            case = verdict.case
-            where = f"{case.objective}, {case.schedule}, {gate.name_of(case.dtype)}"
-            print(f"{where}: {verdict.failure}")
-    return 1 if red else 0
+    well = sum(verdict.ok for verdict in verdicts)
+    print(f"\n{well} of {len(verdicts)} cases within budget")
+    for case, failure in ((v.case, v.failure) for v in verdicts if v.failure):
+        print(f"{case.objective}, {case.schedule}, {gate.name_of(case.dtype)}: {failure}")
+    return 0 if well == len(verdicts) else 1
 
 
 def _error_rows(verdicts: Iterable[gate.Verdict]) -> list[list[str]]:
@@ -158,9 +150,8 @@ def _error_rows(verdicts: Iterable[gate.Verdict]) -> list[list[str]]:
             f"{compared[name].error:.0e}/{compared[name].budget:.0e}" if name in compared else "-"
             for name in shown
         ]
-        result = "ok" if verdict.ok else "FAIL"
         place = [case.objective, case.schedule, gate.name_of(case.dtype), verdict.backend or "-"]
-        rows.append([*place, *cells, result])
+        rows.append([*place, *cells, "ok" if verdict.ok else "FAIL"])
     return rows
 
 

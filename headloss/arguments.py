@@ -20,6 +20,17 @@ def check_dense(name: str, value: Tensor) -> None:
         raise TypeError(f"{name}: got a tensor of layout {kind}, want a dense one, torch.strided")
 
 
+def check_own_places(name: str, value: Tensor, what: str = "memory") -> None:
+    """ValueError for a tensor that is to be written and may have two elements at one address: in
+    some order, each dimension has to step over all inner ones."""
+    reach = 0
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            got = f"expanded {what}, or others whose elements share memory: {value.stride()}"
+            raise ValueError(f"{name}: got {got} for {tuple(value.shape)}, want a clone")
+        reach += stride * (size - 1)
+
+
 def check_device(name: str, value: Tensor, other: Tensor, whose: str = "the targets'") -> None:
     """ValueError for a tensor on another device than the other one."""
     if value.device != other.device:

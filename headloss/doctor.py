@@ -17,14 +17,12 @@ EXTRAS = {
 
 def report() -> list[str]:
     """Versions, the GPU, what serves each dtype, and what is missing."""
-    device = None
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-    why = _without_triton(device)
+    gpus = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if gpus else None
     place = device or torch.device("cpu")
     dtypes = (torch.bfloat16, torch.float32, torch.float64)
     backends = [kernels.choose("auto", place, dtype) for dtype in dtypes]
-    missing = [line for line in (why, _wanting("trl"), _wanting("train")) if line]
+    missing = filter(None, [_without_triton(device), _wanting("trl"), _wanting("train")])
     return [
         f"headloss  {__version__}, Python {platform.python_version()}",
         f"torch     {torch.__version__}",

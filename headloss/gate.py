@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from .head_loss import head_loss, plan
 from .losses import cross_entropy, distillation, dpo, entropy, grpo, gspo, kl, z_loss
 from .losses.term import Objective, Term
 from .options import Options
-from .testing import LiveTensors, error, parameters, plain, random_batch, trained_looking
+from .testing import LiveTensors, Mode, error, parameters, plain, random_batch, trained_looking
 
 # ---------------------------------------------------------------------- errors
 
@@ -59,25 +60,21 @@ def judge(
     Raises:
         ValueError: a name that the oracle does not have, or another shape.
     """
+    values = ("loss", "logps", "entropies")
     oracle, wide, same = (
-        _named(plain(hidden, head, batch, objective, mode))
-        for mode in ("float64", "float32", "input")
+        {name: getattr(computed, name) for name in values} | computed.gradients
+        for computed in (plain(hidden, head, batch, objective, m) for m in get_args(Mode))
     )
     unknown = found.keys() - oracle.keys()
     if unknown:
         raise ValueError(f"found: got {sorted(unknown)}, want names out of {sorted(oracle)}")
     compared = []
     for name, value in found.items():
-        yardstick = wide[name] if name in ("loss", "logps", "entropies") else same[name]
+        yardstick = wide[name] if name in values else same[name]
         budget = 3 * error(yardstick, oracle[name]) + 1e-6
         measured = error(value, oracle[name])
         compared.append(Comparison(quantity=name, error=measured, budget=budget))
     return compared
-
-
-def _named(computed) -> dict[str, Tensor]:
-    values = {name: getattr(computed, name) for name in ("loss", "logps", "entropies")}
-    return {**values, **computed.gradients}
 
 
 def run(
@@ -143,8 +140,7 @@ def name_of(dtype: torch.dtype) -> str:
 def cases(quick: bool = False) -> Iterator[Case]:
     """The cases of the gate; `quick` keeps about a third of them."""
     for objective in QUICK if quick else OBJECTIVES:
-        schedules = ["one_pass", "recompute"] + ["frozen"] * (objective in LOGP_ONLY)
-        for schedule in schedules:
+        for schedule in ("one_pass", "recompute", *["frozen"] * (objective in LOGP_ONLY)):
             for dtype in DTYPES[:2] if quick else DTYPES:
                 yield Case(objective=objective, schedule=schedule, dtype=dtype)
 
@@ -228,8 +224,7 @@ def peak_bytes(contestant: Contestant, device: torch.device) -> int | None:
 
 def memory(device: torch.device | str = "cpu") -> Iterator[Footprint]:
     """headloss beside eager PyTorch, on cross-entropy and GSPO."""
-    device = torch.device(device)
-    gpu = device.type == "cuda"
+    gpu = (device := torch.device(device)).type == "cuda"
     tokens, width, vocabulary = (4096, 2048, 128256) if gpu else (1024, 128, 16384)
     dtype = torch.bfloat16 if gpu else torch.float32
     hidden, weight, targets = trained_looking(tokens, width, vocabulary, dtype, device)

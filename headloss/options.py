@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import check_dense, check_number, not_negative, positive
+from .arguments import check_dense, check_number, check_own_places, not_negative, positive
 
 BACKENDS = ("auto", "reference", "triton")
 SCHEDULES = ("auto", "one_pass", "recompute", "frozen", "held")
@@ -84,8 +84,7 @@ class Options:
     main_grad: Tensor | None = None
 
     def __post_init__(self) -> None:
-        chosen = {"backend": BACKENDS, "schedule": SCHEDULES}
-        for name, allowed in chosen.items():
+        for name, allowed in {"backend": BACKENDS, "schedule": SCHEDULES}.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, want one of {allowed}")
         for name in ("chunk_tokens", "memory_budget"):
@@ -104,9 +103,9 @@ class Options:
         if x and not self.skip_rows:
             raise ValueError(f"{name}: got {x!r} with skip_rows=False, want rows to be skipped")
         if self.upstream is not None:
-            kind = "a number or None"
-            check_number("upstream", self.upstream, kind, "a finite number or None")
+            check_number("upstream", self.upstream, "a number or None", "a finite number or None")
         if self.main_grad is not None:
             if not isinstance(self.main_grad, Tensor):
                 raise TypeError(f"main_grad: got {type(self.main_grad).__name__}, want a tensor")
             check_dense("main_grad", self.main_grad)
+            check_own_places("main_grad", self.main_grad)

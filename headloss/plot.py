@@ -24,7 +24,8 @@ def memory(problem: Problem, options: Options, backend: str, title: str, path: P
     """
     figure = _figure(path)
     axes = figure.add_subplot()
-    tokens = sorted({problem.tokens, *(1 << n for n in range(8, 1 + _last(problem.tokens)))})
+    last = max(17, (4 * problem.tokens - 1).bit_length())  # four times as many, or 2 ** 17
+    tokens = sorted({problem.tokens, *(1 << n for n in range(8, 1 + last))})
     longest = max(problem.lengths or [problem.tokens])
     problems = [problem.of(tokens=n, lengths=equal_lengths(n, longest)) for n in tokens]
     curves: dict[str, list[float]] = {}
@@ -42,19 +43,13 @@ def memory(problem: Problem, options: Options, backend: str, title: str, path: P
         axes.plot(tokens, curve, "k:" if name == "plain logits" else "-", label=name)
     axes.axvline(problem.tokens, color="gray", linewidth=0.8, linestyle="--")
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("scored tokens of a call")
-    axes.set_ylabel("planned memory of loss and gradients, GiB")
+    label = "planned memory of loss and gradients, GiB"
+    axes.set(yscale="log", xlabel="scored tokens of a call", ylabel=label)
     axes.set_title(title, fontsize=9)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8)
     _save(figure, path)
     return notes
-
-
-def _last(tokens: int) -> int:
-    """The power of two up to which sizes are drawn: four times as many as asked, or 2 ** 17."""
-    return max(17, (4 * tokens - 1).bit_length())
 
 
 def _figure(path: Path) -> Any:

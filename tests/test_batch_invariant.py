@@ -154,6 +154,22 @@ def test_a_row_of_a_product_is_its_own(dtypes: tuple[torch.dtype, torch.dtype]) 
         assert torch.equal(narrow, whole.to(SIXTEEN))
 
 
+def test_a_product_heeds_how_float32_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set by `fp32_precision`, which torch lets nobody read as `allow_tf32` once it was set."""
+    from headloss.kernels.triton import fixed
+
+    asked: list[str] = []
+    monkeypatch.setattr(fixed, "launch", lambda *_, PRECISION, **__: asked.append(PRECISION))
+    x, flags = torch.zeros(3, 8), torch.backends.cuda.matmul
+    before = flags.fp32_precision
+    try:
+        for flags.fp32_precision in ("tf32", "ieee"):
+            fixed.fixed_product(x, x.t())
+    finally:
+        flags.fp32_precision = before
+    assert asked == ["tf32", "ieee"]
+
+
 KINDS = ("plain", "bias", "adapter", "float32")
 
 

@@ -332,6 +332,15 @@ def test_expanded_logits_are_not_overwritten() -> None:
     logits = torch.randn(1, V, requires_grad=True)
     with pytest.raises(ValueError, match="inplace: got expanded logits"):
         hl.logits_loss((logits * 1).expand(T, V), batch(), hl.cross_entropy(), inplace=True)
+    windows = torch.randn(T + V, requires_grad=True).mul(1).as_strided((T, V), (1, 1))
+    with pytest.raises(ValueError, match="inplace: got .* whose elements share memory"):
+        hl.logits_loss(windows, batch(), hl.cross_entropy(), inplace=True)
+    for shared in (torch.zeros(1, H).expand(V, H), torch.zeros(V + H).as_strided((V, H), (1, 1))):
+        with pytest.raises(ValueError, match="main_grad: got expanded memory, or others"):
+            hl.Options(main_grad=shared)
+    for own in (logits.expand(T, V).mul(1).t().contiguous().t(), torch.randn(T, 2 * V)[:, ::2]):
+        given = own.detach().requires_grad_() * 1
+        hl.logits_loss(given, batch(), hl.cross_entropy(), inplace=True).loss.backward()
     one = hl.Batch(torch.zeros(1, dtype=torch.int64))
     hl.logits_loss((logits * 1).expand(T, V)[:1], one, hl.z_loss(), inplace=True).loss.backward()
     (want,) = torch.autograd.grad(logits.logsumexp(-1).square().sum(), logits)

@@ -155,6 +155,33 @@ def test_a_reduction_that_returns_the_wrong_shape():
         run(hl.cross_entropy().over(wrong))
 
 
+@pytest.mark.parametrize(
+    ("weights", "kind", "match"),
+    [
+        (lambda n: None, TypeError, "returned None, want one weight"),
+        (lambda n: 0.5, TypeError, "returned 0.5, want one weight"),
+        (lambda n: n * 1j, ValueError, "torch.complex128"),
+        (lambda n: torch.ones_like(n, requires_grad=True) * 2, ValueError, "gradient True"),
+    ],
+    ids=["nothing", "number", "complex", "learned"],
+)
+def test_a_reduction_that_returns_no_weights(weights, kind, match):
+    wrong = hl.Reduction("wrong", lambda lengths, tokens, segments: weights(lengths))
+    with pytest.raises(kind, match=f"reduction wrong: .*{match}"):
+        run(hl.cross_entropy().over(wrong))
+
+
+def test_a_statistic_that_was_not_read_of_the_sample():
+    @hl.term
+    def by_size(stats, batch):
+        return -stats.logp if len(batch) < 3 else 2 * stats.entropy
+
+    with pytest.raises(TypeError) as raised:
+        hl.head_loss(*problem(), by_size(), hl.Options(metrics=False))
+    (note,) = raised.value.__notes__
+    assert note == "term by_size: was given ['logp'], as it read of a small sample"
+
+
 def test_an_unknown_reduction():
     with pytest.raises(ValueError, match="reduction: got 'mean', want one of .*token_mean"):
         hl.cross_entropy().over("mean")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..batch.packing import MissingField, PackedBatch, as_wide
-from ..batch.reduction import Totals, sequence_mean
+from ..batch.reduction import Reduction, Totals, sequence_mean
 from ..batch.segments import Chunk
 from ..losses.term import Objective, Reads, Term, trace
 from .metrics import Metrics, Observed, checked
@@ -42,10 +42,14 @@ class Part(NamedTuple):
 
     def losses(self, stats: Statistics, batch: PackedBatch) -> Tensor:
         """[n] of the tokens that the batch holds: 0 where the term is restricted."""
-        if self.kept is None:
-            return self.term(stats, batch.on(stats))
-        losses = self.term(stats, without_poison(batch, self.kept).on(stats))
-        return torch.where(self.kept, losses, 0)
+        seen = batch if self.kept is None else without_poison(batch, self.kept)
+        try:
+            losses = self.term(stats, seen.on(stats))
+        except Exception as error:
+            there = sorted(stats.tensors())
+            error.add_note(f"term {self.name}: was given {there}, as it read of a small sample")
+            raise
+        return losses if self.kept is None else torch.where(self.kept, losses, 0)
 
     def share(self, stats: Statistics, batch: PackedBatch) -> Tensor:
         """[] float64, what these tokens add to the term's reduced value."""
@@ -230,8 +234,7 @@ def differentiate(total: Tensor, inputs: dict[object, Tensor]) -> dict[object, T
     if not total.requires_grad:
         return {}
     gradients = torch.autograd.grad(total, list(inputs.values()), allow_unused=True)
-    pairs = zip(inputs, gradients, strict=True)
-    return {name: gradient for name, gradient in pairs if gradient is not None}
+    return {name: g for name, g in zip(inputs, gradients, strict=True) if g is not None}
 
 
 def without_constants(slopes: Tensor, stats: Statistics, batch: PackedBatch) -> Tensor:
@@ -267,18 +270,25 @@ def bind(
         if key not in counted:
             counted[key] = _count(batch, totals, *key, dtype)
         kept, lengths, tokens, segments = counted[key]
-        weights = reduction.weigh(lengths, tokens, segments)
-        if not flat and weights.shape != lengths.shape:
-            raise ValueError(
-                f"reduction {reduction.name}: returned shape {tuple(weights.shape)}, want one "
-                f"weight per token, {tuple(lengths.shape)}"
-            )
+        with torch.set_grad_enabled(reduction.key is None):
+            weights = reduction.weigh(lengths, tokens, segments)
+        if reduction.key is None:
+            _check_returned(reduction, weights, lengths)
         if isinstance(weights, Tensor):
             weights = weights.to(dtype)
         if (some := batch.live if kept is None else kept) is not None:
             weights = torch.where(some, weights, some.new_zeros((), dtype=dtype))
         parts.append(Part(name, coefficient, term, weights, kept))
     return Bound(tuple(parts), vocabulary, dtype, **more)
+
+
+def _check_returned(reduction: Reduction, weights: object, lengths: Tensor) -> None:
+    want = f"want one weight per token, {tuple(lengths.shape)}, without a gradient"
+    if not isinstance(weights, Tensor):
+        raise TypeError(f"reduction {reduction.name}: returned {weights!r}, {want}")
+    if weights.shape != lengths.shape or weights.is_complex() or weights.requires_grad:
+        got = f"shape {tuple(weights.shape)}, {weights.dtype}, gradient {weights.requires_grad}"
+        raise ValueError(f"reduction {reduction.name}: returned {got}, {want}")
 
 
 def _count(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..arguments import check_own_places
 from ..batch.batch import Batch
 from ..batch.packing import Packing
 from ..head.head import Head, check_transform
@@ -214,8 +215,8 @@ def prepare_given(given: GivenLogits) -> tuple[Prepared, Objective]:
             f"gradient_tolerance: got {options.gradient_tolerance}, want 0: given logits have no "
             "products that leaving rows out would save"
         )
-    if inplace and 0 in logits.squeeze().stride():
-        raise ValueError("inplace: got expanded logits, whose rows share memory, want a clone")
+    if inplace:
+        check_own_places("inplace", logits, "logits")
     temperature = transform.temperature
     key = (
         logits.shape[-1] <= 1,

@@ -64,7 +64,7 @@ def fixed_product(
     out = a.new_empty(n, m, dtype=dtype) if out is None else out
     if n and m:
         wide = a.dtype != b.dtype
-        tf32 = torch.backends.cuda.matmul.allow_tf32 and not wide
+        tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32" and not wide
         launch(
             cdiv(n, ROWS) * cdiv(m, COLUMNS),
             *(matrix_of(a), b, *b.stride(), Matrix(out, out.stride(0)), n, m, k), ROWS=ROWS,
