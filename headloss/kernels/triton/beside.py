@@ -24,7 +24,7 @@ from ...objective.statistics import Normalizer
 from ..pair import DEEPEST, ROOT, Compared, Differences, Divergence
 from ..rounding import lost
 from .chosen import chosen_logits
-from .formulas import LOG2E, transformed
+from .formulas import LOG2E, normalizer_of, per_row, transformed
 from .launch import Launcher, cdiv
 from .pair import Part, Softmax, softmax
 from .product import LEAST_SCALE, LOWEST, check_operands
@@ -67,11 +67,9 @@ def pair_tile(z, m, block, out, of, n, v):
     real = inside[:, None] & (columns < v)[None, :]
     raw = (of.raw.data + rows.to(tl.int64) * of.raw.stride)[:, None] + columns[None, :]
     offset = tl.load(of.offset + rows, mask=inside, other=0.0)
-    q, outer, own = transformed(z, of.z, of.z.outer), of.p.z.outer, of.own.z.outer
-    if of.own.z.temperature is not None:
-        own = own / tl.load(of.own.z.temperature + rows, mask=inside, other=1.0)
-    own_peak = tl.load(of.own.normalizer.peak + rows, mask=inside, other=0.0)
-    own_log_sum = tl.load(of.own.normalizer.log_sum + rows, mask=inside, other=0.0)
+    q, outer = transformed(z, of.z, of.z.outer), of.p.z.outer
+    own = per_row(of.own.z.outer, of.own.z, rows, inside)
+    own_peak, own_log_sum = normalizer_of(of.own.normalizer, rows, inside)
     p = tl.load(raw, mask=real, other=0.0)
     d = tl.where(real, (q - p * outer) - offset[:, None], 0.0)
     masked = tl.where(real, q, LOWEST)
@@ -79,8 +77,7 @@ def pair_tile(z, m, block, out, of, n, v):
     e = tl.exp2((masked - peak[:, None]) * LOG2E)
     mass = tl.sum(e, 1)
     if of.reverse:
-        p_peak = tl.load(of.p.normalizer.peak + rows, mask=inside, other=0.0)
-        p_log_sum = tl.load(of.p.normalizer.log_sum + rows, mask=inside, other=0.0)
+        p_peak, p_log_sum = normalizer_of(of.p.normalizer, rows, inside)
         e = tl.exp2(((p * outer - p_peak[:, None]) - p_log_sum[:, None]) * LOG2E)
     moment = tl.sum(tl.where(real, e * d, 0.0), 1)
     place = of.sums + block.to(tl.int64) * of.pitch + rows
@@ -144,8 +141,7 @@ def beside_finish_kernel(
         moment = tl.sum(moments, 0)
     else:
         moment = tl.sum(moments * shift, 0) / mass
-    p_peak = tl.load(of.p.normalizer.peak + rows, mask=inside, other=0.0)
-    p_log_sum = tl.load(of.p.normalizer.log_sum + rows, mask=inside, other=0.0)
+    p_peak, p_log_sum = normalizer_of(of.p.normalizer, rows, inside)
     offset = tl.load(of.offset + rows, mask=inside, other=0.0)
     # Differences of numbers that are near each other come first: they are exact.
     log_sum = tl.log(mass)

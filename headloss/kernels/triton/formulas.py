@@ -91,11 +91,11 @@ def dots(x, w, inside, h, WIDTH: tl.constexpr, HALVES: tl.constexpr = 8):
 
 
 @triton.jit
-def per_row(value, z, row):
-    """`outer` or `factor` of a scaling, over the token's own temperature if tokens have their
-    own."""
+def per_row(value, z, row, inside=None):
+    """`outer` or `factor` of a scaling, over the token's own temperature if tokens have their own;
+    of several rows, which are there."""
     if z.temperature is not None:
-        value = value / tl.load(z.temperature + row)
+        value = value / tl.load(z.temperature + row, inside, None if inside is None else 1.0)
     return value
 
 
@@ -119,11 +119,11 @@ def log_softmax(raw, z, outer, peak, log_sum):
 
 
 @triton.jit
-def coefficient(pointer, row):
+def coefficient(pointer, row, inside=None):
     """A token's coefficient, 0 where no token has it."""
     value = 0.0
     if pointer is not None:
-        value = tl.load(pointer + row).to(tl.float32)
+        value = tl.load(pointer + row, inside, None if inside is None else 0.0).to(tl.float32)
     return value
 
 
@@ -160,9 +160,10 @@ def coefficients(c, row):
 
 
 @triton.jit
-def normalizer_of(normalizer, row):
-    """(peak, log_sum) of a token."""
-    return tl.load(normalizer.peak + row), tl.load(normalizer.log_sum + row)
+def normalizer_of(normalizer, row, inside=None):
+    """(peak, log_sum) of a token, or of several, which are there."""
+    peak = tl.load(normalizer.peak + row, inside, None if inside is None else 0.0)
+    return peak, tl.load(normalizer.log_sum + row, inside, None if inside is None else 0.0)
 
 
 @triton.jit

@@ -36,6 +36,8 @@ LOWEST = gl.constexpr(-1e20)  # for what is left out: below all logits, finite u
 AT_START = gl.constexpr(168)  # registers of a thread: 3 x 128 threads start with all there are
 
 place_of, act_two = gluon.jit(tiles.place_of.fn), gluon.jit(formulas.act_two.fn)
+per_row, normalizer_of = gluon.jit(formulas.per_row.fn), gluon.jit(formulas.normalizer_of.fn)
+coefficient = gluon.jit(formulas.coefficient.fn)
 bring, send = copies()
 
 
@@ -321,31 +323,17 @@ def overlapping_product_kernel(
 
 
 @gluon.jit
-def of_rows(pointer, rows, inside, factor):
-    """A vector of coefficients, times dz/draw."""
-    values = gl.zeros_like(rows, dtype=gl.float32)
-    if pointer is not None:
-        values = gl.load(pointer + rows, mask=inside, other=0.0).to(gl.float32) * factor
-    return values[:, None]
-
-
-@gluon.jit
 def ask_of_coefficients(a, first, block, n, v):
     """Each row's scale and shift of log p in units of log 2, and its coefficients."""
     rows, inside = rows_of(first, n, PART)
-    outer = gl.zeros_like(rows, dtype=gl.float32) + a.z.outer
-    factor = gl.zeros_like(rows, dtype=gl.float32) + a.z.factor
-    if a.z.temperature is not None:
-        own = gl.load(a.z.temperature + rows, mask=inside, other=1.0)
-        outer, factor = outer / own, factor / own
-    lse = gl.load(a.normalizer.peak + rows, mask=inside, other=0.0)
-    lse += gl.load(a.normalizer.log_sum + rows, mask=inside, other=0.0)
-    at = (
-        of_rows(a.c.prob, rows, inside, factor),
-        of_rows(a.c.entropy, rows, inside, factor * LN2),
-        of_rows(a.c.uniform, rows, inside, factor),
-    )
-    return (outer * LOG2E)[:, None], (lse * LOG2E)[:, None], at
+    none = gl.zeros_like(rows, dtype=gl.float32)
+    outer = per_row(none + a.z.outer, a.z, rows, inside)
+    factor = per_row(none + a.z.factor, a.z, rows, inside)
+    peak, log_sum = normalizer_of(a.normalizer, rows, inside)
+    prob = (coefficient(a.c.prob, rows, inside) * factor)[:, None]
+    entropy = (coefficient(a.c.entropy, rows, inside) * (factor * LN2))[:, None]
+    uniform = (coefficient(a.c.uniform, rows, inside) * factor)[:, None]
+    return (outer * LOG2E)[:, None], ((peak + log_sum) * LOG2E)[:, None], (prob, entropy, uniform)
 
 
 @gluon.jit

@@ -21,6 +21,8 @@ from .gluon import (
     WRITE_WIDE,
     accumulator_layout,
     each_tile,
+    normalizer_of,
+    per_row,
     pieces,
     rows_of,
     write,
@@ -67,34 +69,31 @@ def ask_of_raw(given, first, block, n, v):
     of, _ = given
     rows, inside = rows_of(first, n, PIECE)
     offset = gl.load(of.offset + rows, mask=inside, other=0.0)
-    own_peak = gl.load(of.own.normalizer.peak + rows, mask=inside, other=0.0)
-    own_log_sum = gl.load(of.own.normalizer.log_sum + rows, mask=inside, other=0.0)
-    return offset, own_peak, own_log_sum, first_pieces(of.raw, rows, inside, block, v)
+    own = normalizer_of(of.own.normalizer, rows, inside)
+    raw, waiting = first_pieces(of.raw, rows, inside, block, v)
+    return offset, own, raw, waiting
 
 
 @gluon.jit
 def compare_tile(z, asked, out, words, given, first, block, n, v, WHO: gl.constexpr):
     """Words of a tile, and its sums."""
     of, p = given
-    peaks, log_sums, apart = p
-    offset, own_peak, own_log_sum, ready = asked
-    raw, waiting = ready
+    student, apart = p
+    offset, normalizer, raw, waiting = asked
     rows, inside = rows_of(first, n, PIECE)
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, accumulator_layout(WIDTH)))
     start = block * WIDTH
-    own = gl.zeros_like(offset) + of.own.z.outer
-    if of.own.z.temperature is not None:
-        own = own / gl.load(of.own.z.temperature + rows, mask=inside, other=1.0)
-    lse = own_peak + own_log_sum
+    own = per_row(gl.zeros_like(offset) + of.own.z.outer, of.own.z, rows, inside)
+    lse = normalizer[0] + normalizer[1]
     warmth = of.p.z.outer / own
     depth = lse - DEEP
     if apart is not None:
         depth = lse - gl.minimum(DEEP / warmth, DEEP * POWER)
     depth = depth[:, None]
     scale, warmth, far = own[:, None], warmth[:, None], (lse * LOG2E)[:, None]
-    if peaks is not None:
-        shift = gl.load(peaks + rows, mask=inside, other=0.0)
-        shift += gl.load(log_sums + rows, mask=inside, other=0.0)
+    if student is not None:
+        at_term = normalizer_of(student, rows, inside)
+        shift = at_term[0] + at_term[1]
     if start + WIDTH > v:
         z = gl.where((columns < v - start)[None, :], z, LOWEST)
     peak = gl.convert_layout(gl.max(z, 1), rows.type.layout, assert_trivial=True) * of.z.outer
@@ -105,7 +104,7 @@ def compare_tile(z, asked, out, words, given, first, block, n, v, WHO: gl.conste
         d = (q - here * of.p.z.outer) - offset[:, None]
         e = gl.exp2((q - peak[:, None]) * LOG2E)
         weight = e
-        if peaks is not None:
+        if student is not None:
             weight = gl.exp2((here * of.p.z.outer - shift[:, None]) * LOG2E)
         mass += gl.sum(e, 1)  # at once: registers are few
         moment += gl.sum(weight * d, 1)
@@ -136,12 +135,12 @@ def overlapping_beside_kernel(
     of,  # beside.Beside
     n, v, h, PROGRAMS: gl.constexpr,
 ):
-    peak, log_sum, apart = None, None, None  # flags, as in gluon.py
+    student, apart = None, None  # flags, as in gluon.py
     if of.reverse:  # the student's at the term's temperature, for means under it
-        peak, log_sum = of.p.normalizer.peak, of.p.normalizer.log_sum
+        student = of.p.normalizer
     if of.apart:
         apart = of.offset
-    p = peak, log_sum, apart
+    p = student, apart
     given = of, p
     each_tile(x, w, words, given, n, v, h, PROGRAMS, ask_of_raw, compare_tile, 40, of.raw, SKIP)
 
@@ -149,9 +148,8 @@ def overlapping_beside_kernel(
 @gluon.jit
 def side_of(of, rows, inside):
     """Scale and shift of log p in units of log 2, and what that is for a likely column."""
-    log_sum = gl.load(of.normalizer.log_sum + rows, mask=inside, other=0.0)
-    lse = gl.load(of.normalizer.peak + rows, mask=inside, other=0.0) + log_sum
-    return of.z.outer * LOG2E, (lse * LOG2E)[:, None], (-log_sum * LOG2E)[:, None]
+    peak, log_sum = normalizer_of(of.normalizer, rows, inside)
+    return of.z.outer * LOG2E, ((peak + log_sum) * LOG2E)[:, None], (-log_sum * LOG2E)[:, None]
 
 
 @gluon.jit
@@ -168,15 +166,15 @@ def ask_of_sides(given, first, block, n, v):
     rows, inside = rows_of(first, n, PIECE)
     weight = gl.load(of.weight + rows, mask=inside, other=0.0)[:, None] * of.student.z.factor
     p, q = side_of(of.student, rows, inside), side_of(of.teacher, rows, inside)
-    return weight, p, q, first_pieces(raw, rows, inside, block, v)
+    raw, waiting = first_pieces(raw, rows, inside, block, v)
+    return weight, p, q, raw, waiting
 
 
 @gluon.jit
 def slope_tile(z, asked, out, to, given, first, block, n, v, WHO: gl.constexpr):
     """The gradient of a tile: see pair.py."""
     of, parts = given[1], pieces(z)
-    weight, p, q, ready = asked
-    raw, waiting = ready
+    weight, p, q, raw, waiting = asked
     rows, inside = rows_of(first, n, PIECE)
     for i in gl.static_range(8):
         log_p, log_q = log_2(waiting[i], p), log_2(parts[i], q)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...objective.statistics import Partials
-from ..interface import Forward
+from ..interface import Forward, Support
 from .formulas import block_partials, merged, per_row, transformed
 from .launch import Launcher
 from .records import (
@@ -33,55 +33,24 @@ from .records import (
 NARROW = 2048  # columns that a program works on at once, at most, where it has to look for some
 
 
-@triton.jit
-def begun(to, row, ONTO: tl.constexpr):
-    """(peak, rest, spread, target, total) of no column, or what earlier tiles left."""
-    peak = tl.full((), float("-inf"), tl.float32)
-    rest = tl.full((), -1.0, tl.float32)
-    spread = tl.full((), 0.0, tl.float32)
-    target = tl.full((), float("-inf"), tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    if ONTO:
-        peak, rest = tl.load(to.peak + row), tl.load(to.rest + row)
-        target = tl.load(to.target + row)
-        if to.spread is not None:
-            spread = tl.load(to.spread + row)
-        if to.total is not None:
-            total = tl.load(to.total + row)
-    return peak, rest, spread, target, total
-
-
-@triton.jit
-def with_block(sums, z, inside, to):
-    """With a block's columns, but for its target."""
-    peak, rest, spread, target, total = sums
-    if to.total is not None:
-        total += tl.sum(tl.where(inside, z, 0.0), 0)
-    z = tl.where(inside, z, float("-inf"))
-    block = block_partials(z, inside, to.spread is not None)
-    peak, rest, spread = merged((peak, rest, spread), block)
-    return peak, rest, spread, target, total
-
-
-@triton.jit
-def store_partials(to, row, sums):
-    tl.store(to.peak + row, sums[0])
-    tl.store(to.rest + row, sums[1])
-    tl.store(to.target + row, sums[3])
-    if to.spread is not None:
-        tl.store(to.spread + row, sums[2])
-    if to.total is not None:
-        tl.store(to.total + row, sums[4])
-
-
 class Tile(NamedTuple):
     """What the kernel takes."""
 
-    raw: Matrix
+    raw: Matrix  # of a support, [P] of all rows
     to: Partials
     targets: Tensor | None  # [n]
     without: Apart | None
     z: LogitScaling
+    support: Support | None = None
+
+
+@triton.jit
+def columns_at(support, at, end):
+    """Columns of some pairs in the window, and which of these are there."""
+    inside = at < end
+    column = tl.load(support.ids + at, mask=inside, other=-1) - support.first
+    there = inside & (column >= 0) & (column < support.size)
+    return tl.where(there, column, 0), there
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -92,26 +61,54 @@ def partials_kernel(
     row, to, z = tl.program_id(0).to(tl.int64), of.to, of.z
     x = of.raw.data + row * of.raw.stride
     outer = per_row(z.outer, z, row)
-    peak, rest, spread, target, total = begun(to, row, ONTO)
-    if of.targets is not None:
+    peak, rest, spread, total = float("-inf"), -1.0, 0.0, 0.0
+    target = float("-inf")
+    if ONTO:
+        peak, rest = tl.load(to.peak + row), tl.load(to.rest + row)
+        target = tl.load(to.target + row)
+        if to.spread is not None:
+            spread = tl.load(to.spread + row)
+        if to.total is not None:
+            total = tl.load(to.total + row)
+    WITHOUT: tl.constexpr = of.without is not None  # Triton 3.6 cannot ask behind a loop
+    SUPPORT: tl.constexpr = of.support is not None
+    begin, end = 0, v
+    if SUPPORT:
+        x, column = of.raw.data, tl.load(of.targets + row) - first
+        end = tl.load(of.support.offsets + row + 1)
+        begin = tl.load(of.support.offsets + row)
+    elif of.targets is not None:
         column = tl.load(of.targets + row) - first
         if (column >= 0) & (column < v):
             target = transformed(tl.load(x + column), z, outer)
-    WITHOUT: tl.constexpr = of.without is not None  # Triton 3.6 cannot ask behind a loop
     if WITHOUT:
         places = of.without.places + row * of.without.count
         bounds = of.without.bounds + row * of.without.stride
-    sums = peak, rest, spread, target, total
-    for start in range(0, v, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        inside = columns < v
-        value = transformed(tl.load(x + columns, mask=inside, other=0.0), z, outer)
+    for start in range(begin, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        columns, inside = at, at < end
+        if SUPPORT:
+            columns, inside = columns_at(of.support, at, end)
+        value = transformed(tl.load(x + at, mask=inside, other=0.0), z, outer)
+        if SUPPORT:
+            own = tl.where(inside & (columns == column), value, float("-inf"))
+            target = tl.maximum(target, tl.max(own, 0))
         if WITHOUT:
             bound = bounds + start // BLOCK
             for k in range(tl.load(bound), tl.load(bound + 1)):
                 value = tl.where(columns == tl.load(places + k), float("-inf"), value)
-        sums = with_block(sums, value, inside, to)
-    store_partials(to, row, sums)
+        if to.total is not None:
+            total += tl.sum(tl.where(inside, value, 0.0), 0)
+        value = tl.where(inside, value, float("-inf"))
+        block = block_partials(value, inside, to.spread is not None)
+        peak, rest, spread = merged((peak, rest, spread), block)
+    tl.store(to.peak + row, peak)
+    tl.store(to.rest + row, rest)
+    tl.store(to.target + row, target)
+    if to.spread is not None:
+        tl.store(to.spread + row, spread)
+    if to.total is not None:
+        tl.store(to.total + row, total)
 
 
 launch = Launcher(partials_kernel, num_warps=WARPS)

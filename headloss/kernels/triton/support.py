@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ...objective.statistics import Partials
 from ..interface import Backward, Forward, Support
-from .formulas import act_two, log_softmax, per_row, tanh, token_of, transformed
+from .formulas import act_two, log_softmax, tanh, token_of
 from .launch import Launcher, cdiv
-from .records import act, block_width, empty_partials, scaling
-from .statistics import begun, store_partials, with_block
+from .records import Matrix, act, block_width, empty_partials, scaling
+from .statistics import Tile, columns_at, partials_kernel
 
 PAIRS = 128  # whose logits a program works on at once
 ROWS, DEPTH = 16, 256  # of the weight that a program has at once, where it makes logits
@@ -41,15 +41,6 @@ def strided(matrix: Tensor) -> Strided:
 
 
 # ---------------------------------------------------------------------- both acts
-
-
-@triton.jit
-def columns_at(support, at, end):
-    """Columns of some pairs in the window, and which of these are there."""
-    inside = at < end
-    column = tl.load(support.ids + at, mask=inside, other=-1) - support.first
-    there = inside & (column >= 0) & (column < support.size)
-    return tl.where(there, column, 0), there
 
 
 @triton.jit
@@ -92,30 +83,6 @@ def support_logits(x: Tensor, w: Tensor, support: Support, onto: Tensor | None =
     return out
 
 
-@triton.jit
-def partials_kernel(
-    raw,  # [P]
-    support,
-    to,  # Partials
-    targets,  # [n]
-    z,  # LogitScaling
-    BLOCK: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    outer = per_row(z.outer, z, token)
-    y = tl.load(targets + token) - support.first
-    sums, target = begun(to, token, False), tl.full((), float("-inf"), tl.float32)
-    end = tl.load(support.offsets + token + 1)
-    for start in range(tl.load(support.offsets + token), end, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        column, there = columns_at(support, at, end)
-        value = transformed(tl.load(raw + at, mask=there, other=0.0), z, outer)
-        own = tl.where(there & (column == y), value, float("-inf"))
-        target = tl.maximum(target, tl.max(own, 0))
-        sums = with_block(sums, value, there, to)
-    store_partials(to, token, (sums[0], sums[1], sums[2], target, sums[4]))
-
-
 launch_partials = Launcher(partials_kernel, num_warps=1)
 
 
@@ -123,8 +90,8 @@ def support_partials(raw: Tensor, support: Support, forward: Forward) -> Partial
     targets, _, transform, needs, _ = forward
     result = empty_partials(raw, len(targets), needs)
     if len(targets):
-        given = (raw, support, result, targets, scaling(transform))
-        launch_partials(len(targets), *given, BLOCK=PAIRS)
+        of = Tile(Matrix(raw, 0), result, targets, None, scaling(transform), support)
+        launch_partials(len(targets), of, support.first, 0, BLOCK=PAIRS, ONTO=False)
     return result
 
 
