@@ -129,10 +129,9 @@ def beside_finish_kernel(
         peak = tl.maximum(peaks, found)
         before, now = tl.exp2((peaks - peak) * LOG2E), tl.exp2((found - peak) * LOG2E)
         masses = masses * before + mass * now
-        if of.reverse:
-            moments += moment
-        else:
-            moments = moments * before + moment * now
+        if of.reverse:  # under p, which is what it is
+            before, now = 1.0, 1.0
+        moments = moments * before + moment * now
         peaks = peak
     peak = tl.max(peaks, 0)
     shift = tl.exp2((peaks - peak[None, :]) * LOG2E)

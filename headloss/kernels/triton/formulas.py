@@ -207,3 +207,14 @@ def merged(a, b):
     rest = tl.where(peak_a == peak, rest_a + mass_b * scale_b, rest_b + mass_a * scale_a)
     spread = scale_a * (spread_a + mass_a * shift_a) + scale_b * (spread_b + mass_b * shift_b)
     return peak, rest, spread
+
+
+@triton.jit
+def store_partials(to, row, partials, mask=None):
+    """(peak, rest, spread, total) of a token, of which `to` has some."""
+    tl.store(to.peak + row, partials[0], mask)
+    tl.store(to.rest + row, partials[1], mask)
+    if to.spread is not None:
+        tl.store(to.spread + row, partials[2], mask)
+    if to.total is not None:
+        tl.store(to.total + row, partials[3], mask)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...objective.statistics import Coefficients, Normalizer, Partials
 from ..interface import Walk
-from .formulas import coefficient, coefficients, log1p, per_row
+from .formulas import coefficient, coefficients, log1p, per_row, store_partials
 from .launch import Launcher, OfClusters, cdiv
 from .records import LogitScaling, empty_partials, power_of_2, scaling
 from .versions import has_clusters
@@ -37,7 +37,6 @@ from .walk import (
     resident_partials,
     settled,
     slope_parts,
-    store_partials,
     write_gradient,
 )
 from .words import WARPS, fetch, met, open_mail, open_room, opening, room_of
@@ -172,7 +171,7 @@ def given_kernel(
             if of.live is not None:
                 partials = settled(partials, length)
             peak, rest, spread, _ = partials
-            store_partials(of.to, partials, row, part)
+            store_partials(of.to, row, partials, part == 0)  # all parts know them
             log_sum = log1p(rest)
         else:
             peak = tl.load(of.normalizer.peak + row)

@@ -168,8 +168,7 @@ def divergence_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     x, y = raw.data + row * raw.stride, teacher_raw.data + row * teacher_raw.stride
-    p_peak, p_log_sum = normalizer_of(student.normalizer, row)
-    q_peak, q_log_sum = normalizer_of(teacher.normalizer, row)
+    p, q = normalizer_of(student.normalizer, row), normalizer_of(teacher.normalizer, row)
     value = tl.full((), 0.0, tl.float32)
     pivot = tl.full((), 0.0, tl.float32)
     for start in range(0, v, BLOCK):
@@ -177,8 +176,8 @@ def divergence_kernel(
         inside = columns < v
         mine = tl.load(x + columns, mask=inside, other=0.0)
         other = tl.load(y + columns, mask=inside, other=0.0)
-        log_p = log_softmax(mine, student.z, student.z.outer, p_peak, p_log_sum)
-        log_q = log_softmax(other, teacher.z, teacher.z.outer, q_peak, q_log_sum)
+        log_p = log_softmax(mine, student.z, student.z.outer, *p)
+        log_q = log_softmax(other, teacher.z, teacher.z.outer, *q)
         add_value, add_pivot = shares(log_q, log_p, beta, KIND)
         value += tl.sum(tl.where(inside, add_value, 0.0), 0)
         pivot += tl.sum(tl.where(inside, add_pivot, 0.0), 0)
@@ -249,14 +248,14 @@ def pair_gradient_kernel(
     elif d.ratio is not None:
         ratio = tl.load(d.ratio + row)
         if d.own.normalizer is not None:
-            own_lse = tl.load(d.own.normalizer.peak + row) + tl.load(d.own.normalizer.log_sum + row)
+            own_peak, own_log_sum = normalizer_of(d.own.normalizer, row)
+            own_lse = own_peak + own_log_sum
             warmth = p_outer / per_row(d.own.z.outer, d.own.z, row)
     else:
         teacher = d.teacher_tile.data + row * d.teacher_tile.stride
-        q_peak, q_log_sum = normalizer_of(d.teacher.normalizer, row)
+        q = normalizer_of(d.teacher.normalizer, row)
     if a.targets is not None:
         outer, factor, normalizer, at, own = token_of(a, row)
-        peak, log_sum = normalizer
         target = tl.load(a.targets + row) - first
 
     for start in range(0, v, BLOCK):
@@ -281,7 +280,7 @@ def pair_gradient_kernel(
                 g = tl.where(columns == tl.load(places + k), tl.load(slopes + k), g)
         elif d.ratio is None:
             other = tl.load(teacher + columns, mask=inside, other=0.0)
-            log_q = log_softmax(other, d.teacher.z, d.teacher.z.outer, q_peak, q_log_sum)
+            log_q = log_softmax(other, d.teacher.z, d.teacher.z.outer, *q)
             g = slope(log_q, log_p, pivot, d.beta, KIND)
         if d.weight is not None:
             g = tl.where(weight == 0, 0.0, g * weight * p_factor)  # such rows may hold anything
@@ -290,9 +289,9 @@ def pair_gradient_kernel(
         if a.targets is not None:
             if d.ratio is None:
                 if p_z.inner is not None:  # the same soft cap, whose tanh is there
-                    own_log_p = log_softmax(value, p_z, outer, peak, log_sum)
+                    own_log_p = log_softmax(value, p_z, outer, *normalizer)
                 else:
-                    own_log_p = log_softmax(value, a.z, outer, peak, log_sum)
+                    own_log_p = log_softmax(value, a.z, outer, *normalizer)
                 p = tl.exp(own_log_p)
             h = act_two(p, own_log_p, at, a.c)
             if a.logps is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...objective.statistics import Partials
 from ..interface import Forward, Support
-from .formulas import block_partials, merged, per_row, transformed
+from .formulas import block_partials, merged, per_row, store_partials, transformed
 from .launch import Launcher
 from .records import (
     WARPS,
@@ -102,13 +102,8 @@ def partials_kernel(
         value = tl.where(inside, value, float("-inf"))
         block = block_partials(value, inside, to.spread is not None)
         peak, rest, spread = merged((peak, rest, spread), block)
-    tl.store(to.peak + row, peak)
-    tl.store(to.rest + row, rest)
     tl.store(to.target + row, target)
-    if to.spread is not None:
-        tl.store(to.spread + row, spread)
-    if to.total is not None:
-        tl.store(to.total + row, total)
+    store_partials(to, row, (peak, rest, spread, total))
 
 
 launch = Launcher(partials_kernel, num_warps=WARPS)

@@ -105,14 +105,13 @@ def gradient_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     outer, factor, normalizer, of_token, own = token_of(a, token)
-    peak, log_sum = normalizer
     y = tl.load(a.targets + token) - support.first
     end = tl.load(support.offsets + token + 1)
     for start in range(tl.load(support.offsets + token), end, BLOCK):
         at = start + tl.arange(0, BLOCK)
         column, there = columns_at(support, at, end)
         logit = tl.load(raw + at, mask=there, other=0.0)
-        log_p = log_softmax(logit, a.z, outer, peak, log_sum)
+        log_p = log_softmax(logit, a.z, outer, *normalizer)
         g = act_two(tl.exp(log_p), log_p, of_token, a.c)
         if a.logps is not None:
             g = tl.where(column == y, own, g)

@@ -214,18 +214,6 @@ def settled(partials, length):
     return peak, rest, tl.where(length > 0, spread, 0.0), tl.where(length > 0, total, 0.0)
 
 
-@triton.jit
-def store_partials(to, partials, row, part):
-    """The row's, which all parts know, by the first of them."""
-    first = part == 0
-    tl.store(to.peak + row, partials[0], mask=first)
-    tl.store(to.rest + row, partials[1], mask=first)
-    if to.spread is not None:
-        tl.store(to.spread + row, partials[2], mask=first)
-    if to.total is not None:
-        tl.store(to.total + row, partials[3], mask=first)
-
-
 UNROLL = tl.constexpr(4)
 LEAST = tl.constexpr(-(2.0**99))  # logits below count as -inf
 LARGE = tl.constexpr(2.0**24)  # from here on numbers in bfloat16 are 65,536 apart
