@@ -230,7 +230,7 @@ LINES_PER_FILE = 400
 CORE_LINES = 12_181
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-KERNEL_LINES = 6_739
+KERNEL_LINES = 6_676
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
