@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,7 +14,7 @@ from .batch.batch import Batch
 from .batch.packing import PackedBatch, outside_inference, pack
 from .batch.segments import Chunk, Segments
 from .losses.term import Reads, Term
-from .objective.bound import reads
+from .objective.bound import differentiate, reads
 from .objective.sample import sample_statistics
 from .objective.statistics import BESIDE, CANDIDATES, DIFFERENTIABLE, STATISTICS, Statistics
 
@@ -156,7 +155,7 @@ def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[Piece]]:
     ends = batch.segments.lengths.cumsum(0).tolist()
 
     def piece(start: int, stop: int) -> Piece:
-        chunk = Chunk(start, stop, bisect_right(ends, start), bisect_left(ends, stop) + 1)
+        chunk = Chunk.between(ends, start, stop)
         return chunk.rows, batch.slice(chunk)
 
     unit, borders = term.segments_per_unit, {}
@@ -200,9 +199,8 @@ def _check_gradient(term: Term, asked: Reads, stats: Statistics, batch: PackedBa
     inputs = {n: t for n, t in _all(leaves).items() if n in (*DIFFERENTIABLE, CANDIDATES)}
     with torch.enable_grad():
         total = term(leaves, batch.on(leaves)).sum()
-    found = torch.autograd.grad(total, list(inputs.values()), allow_unused=True)
-    for name, gradient in zip(inputs, found, strict=True):
-        if gradient is not None and not gradient.isfinite().all():
+    for name, gradient in differentiate(total, inputs).items():
+        if not gradient.isfinite().all():
             raise ValueError(f"term {term.name}: has a non-finite gradient with respect to {name}")
 
 

@@ -20,7 +20,7 @@ from .objective.elsewhere import Foreign, loss_elsewhere, scalar
 from .options import Options
 from .ranks.agreement import in_step
 from .ranks.collectives import inside
-from .ranks.dtensor import local_head
+from .ranks.place import local_head
 from .run.calls import linear_call
 from .run.checks import eagerly, outside
 from .run.loop import HeadLoss

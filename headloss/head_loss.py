@@ -24,7 +24,7 @@ from .objective.tape import Taped
 from .options import Options
 from .ranks.agreement import in_step
 from .ranks.collectives import inside
-from .ranks.dtensor import local_head
+from .ranks.place import local_head
 from .run.calls import Call, given_call, linear_call, linear_plan
 from .run.checks import eagerly, outside
 from .run.loop import HeadLoss

@@ -17,7 +17,7 @@ from .objective.elsewhere import CANDIDATE, READ, loss_elsewhere
 from .options import Options
 from .ranks.agreement import in_step
 from .ranks.collectives import inside
-from .ranks.dtensor import local_head
+from .ranks.place import local_head
 from .run.calls import linear_call
 from .run.checks import check_targets, outside
 from .run.loop import HeadStatistics

@@ -14,8 +14,7 @@ from .head.head import Head, autocast_dtype, check_head
 from .kernels.transform import Transform
 from .objective.statistics import Partials, finish
 from .options import Options
-from .ranks.dtensor import local_head
-from .ranks.place import Place, join_positions
+from .ranks.place import Place, join_positions, local_head
 from .ranks.vocabulary import Whole
 from .run.checks import check_eager, check_temperatures
 from .run.plan import Problem, make_plan

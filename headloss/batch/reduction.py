@@ -72,10 +72,9 @@ class Totals:
             summed("the count of tokens in segments", joined, segments.group)
             counts, votes = joined.split([counts.numel(), len(masks)])
             counts, against = counts.view(len(rows), segments.count), list(votes)
-        kept = {}
-        for i, (name, mask) in enumerate(masks.items()):
-            by_token, by_segment = counts[1 + 2 * i], counts[2 + 2 * i]
-            as_token = against[i].view(()) == 0
+        kept, forms = {}, zip(masks.items(), counts[1::2], counts[2::2], against, strict=True)
+        for (name, mask), by_token, by_segment, vote in forms:
+            as_token = vote.view(()) == 0
             tokens = torch.where(as_token, by_token.sum(), by_segment.sum())
             kept[name] = tokens, torch.where(as_token, (by_token > 0).sum(), mask.sum())
         return cls(counts[0].sum(), segments.count, kept)

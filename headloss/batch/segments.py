@@ -7,6 +7,7 @@ runs and two ranks give the same bits (law 7).
 from __future__ import annotations
 
 import operator
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -32,6 +33,11 @@ class Chunk(NamedTuple):
     @property
     def rows(self) -> slice:
         return slice(self.start, self.stop)
+
+    @classmethod
+    def between(cls, ends: list[int], start: int, stop: int) -> Chunk:
+        """Of segments that end at `ends`."""
+        return cls(start, stop, bisect_right(ends, start), bisect_left(ends, stop) + 1)
 
 
 class Segments:

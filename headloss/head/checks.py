@@ -23,11 +23,12 @@ def describe(value: object) -> str:
     return f"{value!r}" if plain else type(value).__name__
 
 
-def check_number(name: str, value: object) -> None:
+def check_number(name: str, value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name}: got {describe(value)}, want a number; it is a constant")
     if not -math.inf < value < math.inf:  # what a compiled graph can ask of a number that changes
         raise ValueError(f"{name}: got {value}, want a finite number")
+    return value
 
 
 def check_matrix(name: str, value: object, shape: str) -> None:

@@ -231,12 +231,19 @@ def check_transform(temperature: object, softcap: object, logit_scale: object) -
     if softcap is None and isinstance(temperature, float) and isinstance(logit_scale, float):
         if 0 < temperature < math.inf and -math.inf < logit_scale < math.inf:
             return
-    _check_temperature(temperature)
+    if isinstance(temperature, Tensor):
+        if not temperature.is_floating_point():
+            raise TypeError(f"temperature: got {temperature.dtype}, want a floating tensor [..]")
+        check_dense("temperature", temperature)
+        if temperature.requires_grad:
+            raise ValueError(
+                "temperature: got a tensor that requires a gradient, want a constant; detach it"
+            )
+    elif check_number("temperature", temperature) <= 0:
+        raise ValueError(f"temperature: got {temperature}, want > 0")
     check_number("logit_scale", logit_scale)
-    if softcap is not None:
-        check_number("softcap", softcap)
-        if not softcap > 0:  # type: ignore[operator]
-            raise ValueError(f"softcap: got {softcap}, want > 0, or None for no soft cap")
+    if softcap is not None and not check_number("softcap", softcap) > 0:
+        raise ValueError(f"softcap: got {softcap}, want > 0, or None for no soft cap")
 
 
 def _check_bias(bias: object, weight: Tensor) -> None:
@@ -248,22 +255,6 @@ def _check_bias(bias: object, weight: Tensor) -> None:
             f"bias: got shape {tuple(bias.shape)}, want ({weight.shape[0]},) for a weight of shape "
             f"{tuple(weight.shape)}"
         )
-
-
-def _check_temperature(temperature: object) -> None:
-    if isinstance(temperature, Tensor):
-        if not temperature.is_floating_point():
-            raise TypeError(f"temperature: got {temperature.dtype}, want a floating tensor [..]")
-        check_dense("temperature", temperature)
-        if temperature.requires_grad:
-            raise ValueError(
-                "temperature: got a tensor that requires a gradient, want a constant; detach it"
-            )
-        return
-    check_number("temperature", temperature)
-    assert isinstance(temperature, int | float)
-    if temperature <= 0:
-        raise ValueError(f"temperature: got {temperature}, want > 0")
 
 
 def _check_lora(adapters: object, weight: Tensor) -> None:

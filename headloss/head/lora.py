@@ -45,8 +45,7 @@ class Lora:
         if self.b.dtype != self.a.dtype:
             raise ValueError(f"lora.b: got {self.b.dtype}, want the dtype of a, {self.a.dtype}")
         check_number("lora.scaling", self.scaling)
-        check_number("lora.dropout", self.dropout)
-        if not 0 <= self.dropout < 1:
+        if not 0 <= check_number("lora.dropout", self.dropout) < 1:
             raise ValueError(f"lora.dropout: got {self.dropout}, want 0 <= dropout < 1")
 
     def features(

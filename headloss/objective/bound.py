@@ -229,7 +229,7 @@ def power_of_two(sizes: list[Tensor]) -> Tensor:
     return torch.where(largest > 0, -largest.log2().floor(), 0).exp2()
 
 
-def differentiate(total: Tensor, inputs: dict[object, Tensor]) -> dict[object, Tensor]:
+def differentiate(total: Tensor, inputs: dict[Any, Tensor]) -> dict[Any, Tensor]:
     """d total / d input, for those inputs that the total depends on."""
     if not total.requires_grad:
         return {}

@@ -21,7 +21,7 @@ from ..batch.segments import Chunk
 from ..losses.identity import leaves_of
 from ..losses.scope import Scope
 from ..losses.term import Objective, Reads, Term
-from .bound import Gradient, power_of_two
+from .bound import Gradient, differentiate, power_of_two
 from .statistics import BESIDE, CANDIDATES, Coefficients, Statistics, pull_back
 
 READ: tuple[str, ...] = ("logp", "lse", "entropy")
@@ -104,8 +104,7 @@ class Foreign:
             full = (self.packing.scatter(leaf, alone=True, rows=rows) for leaf in inputs)
             found = scalar(self.loss(*full))
             _check_leaves(found, inputs)
-        slopes = torch.autograd.grad(found, inputs, allow_unused=True)
-        given = {n: g for n, g in zip(leaves, slopes, strict=True) if g is not None}
+        given = differentiate(found, leaves)
         return Gradient(pull_back(given, stats, self.vocabulary), {}, value).times(self.declared)
 
     def total(self, values: Tensor, stats: Statistics) -> Tensor:

@@ -83,10 +83,10 @@ class Recorder(TorchDispatchMode):
         return found
 
     def load(self, source: Source, kind: int = TOKENS) -> int:
-        return self._node(Node(Op.LOAD, (source,), kind))
+        return self.node(Node(Op.LOAD, (source,), kind))
 
     def number(self, source: Source) -> int:
-        return self._node(Node(Op.NUMBER, (source,), TOKENS))
+        return self.node(Node(Op.NUMBER, (source,), TOKENS))
 
     def __call__(self, op: Op, *operands: Operand) -> Operand:
         """The node of an instruction, or the operand or constant that it simplifies to."""
@@ -98,14 +98,10 @@ class Recorder(TorchDispatchMode):
         if len(kinds) != 1:
             raise Unrecorded(f"{op.name} of tokens and segments")
         kind = {Op.EXPAND: TOKENS, Op.TOTAL: SEGMENTS}.get(op, kinds.pop())
-        return self._node(Node(op, operands, kind))
+        return self.node(Node(op, operands, kind))
 
-    def result(self, op: Op, *operands: Operand, kind: int = TOKENS) -> int:
-        """The node of a vector that is given back, or of a measurement: of values, a factor, and a
-        mask."""
-        return self._node(Node(op, operands, kind))
-
-    def _node(self, node: Node) -> int:
+    def node(self, node: Node) -> int:
+        """Its number. OUT gives a vector back; a measurement is of values, a factor and a mask."""
         constants = {o for o in node.operands if isinstance(o, Constant)}
         for extra in sorted(constants)[1:]:  # an instruction has room for one
             register = self.register(extra, node.kind)
@@ -145,7 +141,7 @@ class Recorder(TorchDispatchMode):
         """A constant as a vector."""
         if isinstance(operand, int):
             return operand
-        return self._node(Node(Op.MIN, (operand, operand), kind))
+        return self.node(Node(Op.MIN, (operand, operand), kind))
 
     # ------------------------------------------------------------------ operations of torch
 
@@ -266,14 +262,6 @@ def _not(e, x):
     return e(Op.EQ, x, ZERO)
 
 
-def _sigmoid_backward(e, g, y):
-    return e(Op.MUL, e(Op.MUL, g, e(Op.SUB, ONE, y)), y)
-
-
-def _log_sigmoid_backward(e, g, x, buffer):
-    return e(Op.MUL, g, e(Op.SIGMOID, e(Op.MUL, x, MINUS)))
-
-
 OPERATIONS: dict[str, Callable[..., Operand]] = {
     # aten's add and sub take a factor; its min and max are of one tensor
     **{op.name.lower(): _plain(op) for op in COMPUTE if op not in (Op.MIN, Op.MAX)},
@@ -284,9 +272,9 @@ OPERATIONS: dict[str, Callable[..., Operand]] = {
     "reciprocal": lambda e, x: e(Op.DIV, ONE, x),
     "pow": _power,
     "abs": _abs,
-    "sigmoid_backward": _sigmoid_backward,
+    "sigmoid_backward": lambda e, g, y: e(Op.MUL, e(Op.MUL, g, e(Op.SUB, ONE, y)), y),
     "log_sigmoid_forward": _log_sigmoid,
-    "log_sigmoid_backward": _log_sigmoid_backward,
+    "log_sigmoid_backward": lambda e, g, x, _: e(Op.MUL, g, e(Op.SIGMOID, e(Op.MUL, x, MINUS))),
     "minimum": _plain(Op.MIN),
     "maximum": _plain(Op.MAX),
     "clamp": _clamp,

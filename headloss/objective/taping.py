@@ -197,12 +197,12 @@ class _Sample:
         """Give a vector at each token back; one for each source, though they be equal."""
         vectors, value = self.written.vectors, self.recorder.of(vector)
         at = Constant(float(len(vectors)))
-        vectors.append((source, self.recorder.result(Op.OUT, value, at)))
+        vectors.append((source, self.recorder.node(Node(Op.OUT, (value, at), TOKENS))))
 
     def _measure(self, op: Op, values: Operand, mask: Operand = ONE, kind: int = TOKENS) -> int:
         """The place of a measurement; the same one twice is made once."""
         measured, kinds = self.written.measured, self.written.kinds
-        node = self.recorder.result(op, values, ONE, mask, kind=kind)
+        node = self.recorder.node(Node(op, (values, ONE, mask), kind))
         for at, known in measured:
             if known == node:
                 return at
@@ -212,7 +212,7 @@ class _Sample:
 
     def _add_up(self, values: Operand, factor: Operand, place: int) -> None:
         """Add the sum of values times a factor to a measurement, which may be a new one."""
-        node = self.recorder.result(Op.SUM, values, factor, ONE)
+        node = self.recorder.node(Node(Op.SUM, (values, factor, ONE), TOKENS))
         self.written.measured.append((place, node))
         self.written.kinds.extend([Op.SUM] * (place + 1 - len(self.written.kinds)))
 

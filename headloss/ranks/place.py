@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor, distributed
 
 from ..batch.batch import IGNORE, MOST_IDS
-from ..head.head import autocast_dtype
+from ..head.checks import GATHER
+from ..head.head import Head, autocast_dtype
 from .agreement import Own, agree_early
 from .spread import Spread
 from .vocabulary import WHOLE, Shard, Whole
@@ -26,10 +28,71 @@ if TYPE_CHECKING:
 
     from ..batch.batch import Batch
     from ..batch.packing import Packing
-    from ..head.head import Head
     from ..kernels.transform import Transform
     from ..losses.term import Objective
     from ..options import Options
+
+
+def local_head(head: Head) -> Head:
+    """A head of DTensors as this rank's rows and their group; any other head as it is.
+
+    Raises:
+        ValueError, TypeError: placements other than rows sharded over one mesh dimension.
+    """
+    if not hasattr(head.weight, "device_mesh"):
+        if head.vocab_mesh_dim is not None:
+            raise ValueError(
+                f"vocab_mesh_dim: got {head.vocab_mesh_dim!r} with a plain weight, want a DTensor; "
+                "a plain slice of the vocabulary goes with vocab_group"
+            )
+        return head
+    weight: Any = head.weight
+    mesh, name = weight.device_mesh, head.vocab_mesh_dim or "tp"
+    if head.vocab_group is not None or name not in (mesh.mesh_dim_names or ()):
+        raise _placed("weight", weight)
+    dim = mesh.mesh_dim_names.index(name)
+
+    def local(what: str, value: Any, sharded: bool) -> Any:
+        if not is_dtensor(value):
+            if sharded:
+                raise TypeError(
+                    f"{what}: got a plain tensor beside a DTensor weight, want a DTensor that is "
+                    "sharded alike"
+                )
+            return value
+        for i, placement in enumerate(value.placements):
+            here = sharded and i == dim
+            fits = placement.is_shard(0) if here else i == dim and placement.is_replicate()
+            # Over a mesh dimension of one rank every placement is the same.
+            if not fits and (i == dim or mesh.size(i) > 1):
+                raise _placed(what, value)
+        return value.to_local()
+
+    return replace(
+        head,
+        weight=local("weight", weight, True),
+        bias=None if head.bias is None else local("bias", head.bias, True),
+        lora=tuple(
+            replace(x, a=local("lora.a", x.a, False), b=local("lora.b", x.b, True))
+            for x in head.lora
+        ),
+        vocab_group=mesh.get_group(dim),
+        vocab_mesh_dim=None,
+    )
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether a tensor is spread over a device mesh."""
+    return hasattr(value, "device_mesh") and hasattr(value, "placements")
+
+
+def _placed(name: str, value: Any) -> TypeError:
+    return TypeError(
+        f"{name}: got a DTensor placed {tuple(value.placements)} on a mesh with dimensions "
+        f"{value.device_mesh.mesh_dim_names}, want a plain tensor, or rows sharded over the mesh "
+        f'dimension "tp" (or vocab_mesh_dim) alone; {GATHER}'
+    )
+
 
 class Place(NamedTuple):
     """What a rank knows about the whole vocabulary and the other ranks' slices."""
@@ -142,7 +205,7 @@ def of_batch(batch: Batch) -> dict[str, Any]:
     ordered, rank = sorted(batch.fields.items()), batch.targets.dim()
     shared = [t for n, t in ordered if isinstance(t, Tensor) and n not in APART]
     wide = [t.dim() == rank + 1 and t.shape[-1] > MOST_IDS for t in shared]
-    pairs = zip(shared, wide, strict=True)
+    values = [_sampled(t, batch.targets) if w else t for t, w in zip(shared, wide, strict=True)]
     totals: list[Any] = []
     if batch.totals is not None:
         totals = [batch.totals.tokens, batch.totals.segments]
@@ -158,7 +221,7 @@ def of_batch(batch: Batch) -> dict[str, Any]:
         "candidate_ids": [candidates] if isinstance(candidates, Tensor) else [],
         "support_ids": [] if batch.support is None else list(batch.support.tensors),
         "fields": " ".join(f"{n}:{_kind(t, rank if n in APART else None)}" for n, t in ordered),
-        "values of fields": [_sampled(t, batch.targets) if w else t for t, w in pairs],
+        "values of fields": values,
         "totals": str([None if isinstance(t, Tensor) else float(t) for t in totals]),
         "values of totals": on_device,
     }

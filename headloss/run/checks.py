@@ -22,7 +22,7 @@ from ..losses.term import Objective, Reads, Term
 from ..objective.bound import reads
 from ..objective.sample import Kinds
 from ..options import Options
-from ..ranks.dtensor import is_dtensor, local_head
+from ..ranks.place import is_dtensor, local_head
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -67,9 +67,8 @@ def in_graph(
     if isinstance(number, Tensor):
         number, per_token = 1.0, number.reshape(-1)
     flat = {"bias": head.bias, "temperature": per_token, "targets": targets.reshape(-1)}
-    named = {name: t for name, t in (flat | ids).items() if t is not None}
-    for name, value in named.items():
-        named[name] = value.flatten(0, -2) if value.dim() > 1 else value
+    present = {name: t for name, t in (flat | ids).items() if t is not None}
+    named = {name: t.flatten(0, -2) if t.dim() > 1 else t for name, t in present.items()}
     found = _head_stats(
         [*(t for pair in pairs for t in pair), *named.values()],
         [head.vocabulary, options.chunk_tokens or 0, options.memory_budget or 0],

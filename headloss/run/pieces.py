@@ -5,7 +5,6 @@ T scored tokens, H hidden width, V vocabulary, S segments.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -117,10 +116,7 @@ def cut_anywhere(p: Problem, rows: int) -> tuple[Chunk, ...]:
     if p.lengths is None:
         return tuple(Chunk(start, stop, 0, 0) for start, stop in bounds)
     ends = list(accumulate(p.lengths))
-    return tuple(
-        Chunk(start, stop, bisect_right(ends, start), bisect_left(ends, stop) + 1)
-        for start, stop in bounds
-    )
+    return tuple(Chunk.between(ends, start, stop) for start, stop in bounds)
 
 
 def cut(p: Problem, rows: int, limit: int) -> tuple[Chunk, ...] | None:

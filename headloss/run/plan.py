@@ -135,8 +135,13 @@ class Plan:
 
 def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     """Choose a schedule; ValueError where an explicit one cannot serve the call."""
-    p = problem
-    _warn_of_budget(p, options)
+    p, given, least = problem, options.memory_budget, problem.token_bytes
+    if given is not None and given < least and p.tokens and not p.rows:
+        warnings.warn(
+            f"memory_budget: got {given} bytes, want at least {least}, the logits of one token, "
+            "which are taken instead",
+            stacklevel=2,
+        )
     rows = max(1, p.tokens) if p.rows else _chunk_rows(p, options)
     whole = p.tokens <= rows
     limit = _limit(p, options)
@@ -266,16 +271,6 @@ def _budget(p: Problem, options: Options) -> tuple[int, str]:
         return GPU_BUDGET, "by default"
     least = "smallest GPU of the group" if p.sharded else "GPU"
     return share, f"one part in {GPU_SHARE} of the {least}'s memory, {p.memory / MIB:.0f} MiB"
-
-
-def _warn_of_budget(p: Problem, options: Options) -> None:
-    got, least = options.memory_budget, p.token_bytes
-    if got is not None and got < least and p.tokens and not p.rows:
-        warnings.warn(
-            f"memory_budget: got {got} bytes, want at least {least}, the logits of one token, "
-            "which are taken instead",
-            stacklevel=2,
-        )
 
 
 def _limit(p: Problem, options: Options) -> int:

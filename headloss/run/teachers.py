@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
 from ..objective.statistics import CANDIDATES, COLLISION
-from ..ranks.dtensor import local_head
+from ..ranks.place import local_head
 from ..softmax.beside import NOTHING, Candidates, Collision
 from ..softmax.given import View
 from ..softmax.linear import LinearSoftmax, Tokens
