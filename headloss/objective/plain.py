@@ -21,11 +21,11 @@ def run_plain(tape: Tape, launch: Launch) -> tuple[list[Tensor], Tensor, Tensor]
     """Vectors, measurements and the loss, in PyTorch, on any device and in any dtype. A launch is
     of a batch, of which no field is gathered, a chunk, inputs and numbers."""
     (batch, chunk, inputs, numbers), dtype = launch, tape.dtype
-    live = None if batch.live is None else batch.live[chunk.rows]
     segments = batch.segments.slice(chunk)
     device = segments.ids.device
+    every = torch.ones_like(segments.ids, dtype=torch.bool)
+    live = every if batch.live is None else batch.live[chunk.rows]
     real = torch.arange(chunk.first, chunk.last, device=device) < batch._count
-    masks = (torch.ones_like(segments.ids, dtype=torch.bool) if live is None else live, real)
     shapes = (len(segments.ids), segments.count)
     registers: tuple[list[Any], list[Any]] = tuple([None] * n for n in tape.registers)  # type: ignore[assignment]
     measured: list[Tensor | None] = [None] * len(tape.kinds)
@@ -33,7 +33,7 @@ def run_plain(tape: Tape, launch: Launch) -> tuple[list[Tensor], Tensor, Tensor]
         own, op = registers[row.kind], row.op
         if op is Op.LOAD:
             column = inputs[row.operands[0]]  # type: ignore[index]
-            own[row.out] = _read(column, batch, chunk, dtype, row.kind == SEGMENTS)
+            own[row.out] = _read(column, batch, chunk, live, row.kind == SEGMENTS).to(dtype)
             continue
         if op is Op.NUMBER:
             number = numbers[row.operands[0]]  # type: ignore[index]
@@ -48,13 +48,14 @@ def run_plain(tape: Tape, launch: Launch) -> tuple[list[Tensor], Tensor, Tensor]
             for o in row.operands
         ]
         if op in MEASURED:
-            found = _measure(op, values, masks[row.kind], batch._count)
+            kept = real if row.kind == SEGMENTS else live
+            found = _measure(op, values, kept, batch._count)
             before = measured[row.out]
             measured[row.out] = found if before is None else before + found
         elif op in ELEMENTWISE:
             own[row.out] = COMPUTE[op](*values)
         elif op is Op.OUT:
-            own[row.out] = values[0] if live is None else torch.where(live, values[0], 0)
+            own[row.out] = torch.where(live, values[0], 0)
         else:
             own[row.out] = _of_segments(op, values, segments)
     sums = torch.stack([m for m in measured if m is not None])
@@ -62,24 +63,20 @@ def run_plain(tape: Tape, launch: Launch) -> tuple[list[Tensor], Tensor, Tensor]
 
 
 def _read(
-    column: Column, batch: PackedBatch, chunk: Chunk, dtype: torch.dtype, of_segments: bool
+    column: Column, batch: PackedBatch, chunk: Chunk, live: Tensor, of_segments: bool
 ) -> Tensor:
     """An input at the tokens of a chunk, or its segments; 0 at tokens that are not scored."""
     (values, way), rows = column, chunk.rows
     if of_segments:
-        return values[chunk.first : chunk.last].to(dtype)
+        return values[chunk.first : chunk.last]
     if way == LAUNCH:
-        return values.to(dtype)
-    live = batch.live[rows] if batch.live is not None else None
+        return values
+    index: Any = batch.segments.ids if way == SEGMENT else batch.index
     if way == TOKEN:
-        found = values[rows]
-    else:
-        index = batch.segments.ids if way == SEGMENT else batch.index
-        assert index is not None
-        at = index[rows]
-        found = values[at if live is None else at.masked_fill(~live, 0)] if len(values) else values
-    found = found.to(dtype)
-    return found if live is None else torch.where(live, found, 0)
+        values = values[rows]
+    elif len(values):
+        values = values[index[rows].masked_fill(~live, 0)]
+    return torch.where(live, values, 0)
 
 
 def _measure(op: Op, values: list[Tensor], kept: Tensor, segments: int) -> Tensor:
