@@ -176,6 +176,13 @@ def test_padding_between_documents() -> None:
     assert found.ids.tolist() == [[0, 0, 0, 0, 0, 0, 0, 1, 1, 1]]
 
 
+def test_positions_of_several_axes_tell_no_documents() -> None:
+    """As models that see images have them."""
+    assert shared.as_documents(torch.tensor([0, 1, 0]), torch.Size((2, 3))).count == 4
+    with pytest.raises(ValueError, match=r"position_ids: got shape \(3, 2, 5\), want \(2, 5\) or"):
+        shared.as_documents(torch.zeros(3, 2, 5), torch.Size((2, 5)))
+
+
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
     with apply(model):
@@ -260,6 +267,31 @@ def test_trainer_in_bf16_evaluates_losses_alone(tmp_path: Any) -> None:
     run = trainer(model, str(tmp_path), bf16=True, prediction_loss_only=True)
     run.train()
     assert run.evaluate()["eval_loss"] == pytest.approx(run.state.log_history[-1]["eval_loss"])
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_an_evaluation_of_losses_makes_no_logits(bf16, tmp_path: Any, monkeypatch: Any) -> None:
+    """Trainer goes through all outputs before it drops what is not the loss."""
+    model = tiny("llama")
+    apply(model)
+    run = trainer(model, str(tmp_path), bf16=bf16)  # without compute_metrics
+    monkeypatch.setattr(hl.Head, "logits", lambda *_: pytest.fail("logits were made"))
+    assert run.evaluate()["eval_loss"] > 0
+
+
+def test_logits_of_an_output_that_is_gone_through() -> None:
+    model = tiny("llama").eval()
+    want = model(input_ids=IDS).logits
+    apply(model)
+    with torch.no_grad():
+        outputs = [model(input_ids=IDS, labels=LABELS) for _ in range(4)]
+    made = [dict(output.items())["logits"] for output in outputs]
+    found = [made[0] * 1, torch.from_numpy(made[1].numpy()), torch.stack([made[2]])[0]]
+    found += [copy.deepcopy(outputs[3])["logits"], outputs[3].logits, outputs[3][1]]
+    for logits in found:
+        torch.testing.assert_close(logits + 0, want, rtol=1e-5, atol=1e-5)
+    attached = dict(model(input_ids=IDS, labels=LABELS).items())["logits"]
+    assert attached.requires_grad and type(attached) is Tensor
 
 
 def test_trainer_with_label_smoothing(tmp_path: Any) -> None:

@@ -104,6 +104,11 @@ def needs_segments(objective: Objective) -> bool:
 def as_documents(positions: Tensor, shape: torch.Size, attended: Any = None) -> Segments:
     """Segments of [B, L] tokens: each begins where positions ([B, L] or [1, L]) do not go on.
     Padding, where `attended` is a mask [B, L] and 0, begins none: it is in the one before it."""
+    if positions.shape not in (shape, (1, shape[1]), shape[1:]):
+        raise ValueError(
+            f"position_ids: got shape {tuple(positions.shape)}, want {tuple(shape)} or (1, "
+            f"{shape[1]}) to tell documents by, which the objective's segments are"
+        )
     positions = positions.expand(shape)
     starts = positions.diff(dim=1) != 1
     if isinstance(attended, Tensor) and attended.shape == shape:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.generic import ModelOutput
 
@@ -121,7 +122,7 @@ class Applied:
         self.labels: Tensor | None = None
         self.given: dict[str, Any] = {}
         self.loss: Tensor | None = None
-        self.logits: Callable[[], Tensor] | None = None
+        self.logits: Tensor | None = None
         self.sharded = False
         setattr(model, STATE, self)
         model.forward = types.MethodType(_forward_like(model.forward), model)
@@ -190,10 +191,9 @@ class Applied:
             objective = over_count(objective, count)
         out = head_loss(hidden, head, batch, objective, self.options)
         self.loss, self.metrics = out.loss, out.metrics
-        self.logits = functools.partial(head.logits, hidden)
+        self.logits = _Logits(head, hidden)
         if self.sharded:  # afterwards the weight is gone
-            logits = None if self.model.training else head.logits(hidden)
-            self.logits = None if logits is None else lambda: logits
+            self.logits = None if self.model.training else head.logits(hidden)
             return Carried.apply(out.loss, hidden.detach())  # type: ignore[return-value]
         return hidden.new_empty((*hidden.shape[:-1], 0))
 
@@ -241,16 +241,51 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
 # ---------------------------------------------------------------------- logits on demand
 
 
-def _with_logits(
-    output: ModelOutput, logits: Callable[[], Tensor] | None, training: bool
-) -> ModelOutput:
-    """`output` with logits that are computed when they are asked for: by name, and in evaluation
-    also by whoever goes through all there is, as `Trainer` does for `compute_metrics`."""
+class _Logits(Tensor):
+    """[B, L, V] logits of hidden states, which are computed with the first operation on them."""
+
+    make: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(cls, head: Head, hidden: Tensor) -> _Logits:
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        place = {"dtype": wide, "device": hidden.device}
+        shape = (*hidden.shape[:-1], head.vocabulary)
+        found: Any = Tensor._make_wrapper_subclass(cls, shape, **place)  # type: ignore[attr-defined]
+        attached = torch.is_grad_enabled()
+
+        @functools.cache
+        def make() -> Tensor:
+            with torch.set_grad_enabled(attached and torch.is_grad_enabled()):
+                return head.logits(hidden)
+
+        found.make = make
+        return found
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(_made, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.make().numpy(force=force)
+
+
+def _made(value: Any) -> Any:
+    return value.make() if isinstance(value, _Logits) else value
+
+
+def _with_logits(output: ModelOutput, logits: Tensor | None, training: bool) -> ModelOutput:
+    """`output` with logits that are computed when they are asked for by name. In evaluation whoever
+    goes through all there is finds them too, as `Trainer` does; without gradients they are computed
+    when something is done with them, as it does for `compute_metrics` alone."""
     rest: dict[str, Any] = {k: v for k, v in output.items() if k != "logits"}
     if logits is None:
         return type(output)(**rest)
     made = _lazily(type(output))(**rest)
-    vars(made).update(_make=logits, _all=not training)
+    vars(made).update(_logits=logits, _all=not training)
     return made
 
 
@@ -261,23 +296,23 @@ def _lazily(kind: Any) -> Any:
         def logits(self) -> Tensor | None:
             """[B, L, V] in float32 (float64 of float64 hidden states)."""
             self._fill()
-            return vars(self).get("logits")
+            return _made(vars(self).get("logits"))
 
         @logits.setter
         def logits(self, value: Tensor | None) -> None:
             self.__dict__["logits"] = value
 
-        def _fill(self) -> None:
-            make = self.__dict__.pop("_make", None)
-            if make is not None:
-                self["logits"] = make()
+        def _fill(self, later: bool = False) -> None:
+            logits = self.__dict__.pop("_logits", None)
+            if logits is not None:
+                self["logits"] = logits if later else _made(logits)
                 for name in self.__dataclass_fields__:  # in the order of the model's own
                     if name in self:
                         self.move_to_end(name)
 
         def items(self) -> Any:
             if vars(self).get("_all"):
-                self._fill()
+                self._fill(later=not torch.is_grad_enabled())
             return super().items()
 
         def to_tuple(self) -> tuple[Any, ...]:
@@ -285,13 +320,13 @@ def _lazily(kind: Any) -> Any:
 
         def __getitem__(self, key: Any) -> Any:
             if key == "logits":
-                self._fill()
+                return self.logits
             if not isinstance(key, str):
                 return self.to_tuple()[key]
             return dict(super().items())[key]
 
         def __reduce__(self) -> Any:
-            return _plain, (kind, dict(super().items()))
+            return _plain, (kind, {name: _made(value) for name, value in super().items()})
 
     Lazily.__name__ = Lazily.__qualname__ = kind.__name__
     return Lazily
