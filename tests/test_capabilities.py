@@ -21,10 +21,10 @@ HOPPER, SMALL = 227 << 10, 99 << 10  # bytes of shared memory
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Nothing is known of the machine."""
-    for known in (kernels._failure, kernels.load, tiles.has_accelerator):
+    for known in (kernels._failure, kernels.load, tiles.has_accelerator, versions.overlaps):
         known.cache_clear()
     yield
-    for known in (kernels._failure, kernels.load, tiles.has_accelerator):
+    for known in (kernels._failure, kernels.load, tiles.has_accelerator, versions.overlaps):
         known.cache_clear()
 
 

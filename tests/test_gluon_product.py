@@ -143,18 +143,18 @@ def test_a_scale_below_zero_is_for_the_plain_kernel(monkeypatch):
 
 def test_everywhere_else_the_plain_kernel_serves(monkeypatch):
     assert not triton_product.overlaps(torch.device("cpu"))
-    gpu = torch.device("cuda", 0)
+    gpu, overlaps = torch.device("cuda", 0), triton_product.overlaps.__wrapped__  # what it keeps
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(triton, "__version__", "3.6.0")
     for capability, served in {(9, 0): True, (8, 0): False, (10, 0): False}.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
-        assert triton_product.overlaps(gpu) is served
+        assert overlaps(gpu) is served
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     versions = {"3.6.1+git": True, "3.9.0": True}
     versions |= dict.fromkeys(["3.5.1", "3.7.0", "3.10.0", "3.60.0", "4.0.0"], False)
     for version, served in versions.items():
         monkeypatch.setattr(triton, "__version__", version)
-        assert triton_product.overlaps(gpu) is served
+        assert overlaps(gpu) is served
     monkeypatch.setattr(triton, "__version__", "3.6.0")
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
-    assert not triton_product.overlaps(gpu)
+    assert not overlaps(gpu)

@@ -46,21 +46,24 @@ def test_tensors_by_dtype_and_alignment():
     tensors = [SIXTEEN[i:] for i in (0, 1, 2, 4, 8)]
     tensors += [SIXTEEN.to(dtype) for dtype in (torch.bfloat16, torch.int64, torch.bool)]
     describe = launch.describer((SIXTEEN, 3, SIXTEEN))
-    keys = [describe(0, {}, t, 3, SIXTEEN)[0] for t in tensors]
+    keys = [describe({}, t, 3, SIXTEEN)[0] for t in tensors]
     for key, tensor in zip(keys, tensors, strict=True):
         for other, found in zip(keys, tensors, strict=True):
             if specialized(tensor) != specialized(found):
                 assert key != other
     assert keys[0] == keys[3]  # 16 bytes on
-    both = {describe(0, {}, *a)[0] for a in ((SIXTEEN[1:], 3, SIXTEEN), (SIXTEEN, 3, SIXTEEN[1:]))}
+    both = {describe({}, *a)[0] for a in ((SIXTEEN[1:], 3, SIXTEEN), (SIXTEEN, 3, SIXTEEN[1:]))}
     assert len(both) == 2
 
 
-def test_constants_and_devices_are_told_apart():
+def test_constants_and_devices_are_told_apart(monkeypatch):
     describe = launch.describer((SIXTEEN,))
-    keys = [describe(d, {"A": a}, SIXTEEN)[0] for d in (0, 1) for a in (True, False, 64)]
-    assert len(set(keys)) == 6
-    assert describe(0, {"A": 1}, SIXTEEN)[1] == [SIXTEEN.data_ptr()]
+    keys = []
+    for device in (0, 1):
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda _, device=device: device)
+        keys += [describe({"A": a}, SIXTEEN)[0] for a in (True, False, 64)]
+    assert len(set(keys)) == 6 and [key[0] for key in keys] == [0, 0, 0, 1, 1, 1]
+    assert describe({"A": 1}, SIXTEEN)[1] == [SIXTEEN.data_ptr()]
 
 
 class Stub:
@@ -77,11 +80,12 @@ class Stub:
         return lambda *args, **kwargs: self.slow.append((grid, args, kwargs))
 
     def known(self, compiled, count, tiles):
-        def send(programs, stream, values):
-            self.fast.append((programs, stream, list(values)))
+        def send(programs, _, __, stream, fixed, *values):
+            assert fixed == "fixed" and values[-1] == "constant"
+            self.fast.append((programs, stream, list(values[:-1])))
 
         layouts = [(3, 4, 7, list(tile.block)) for tile in tiles.values()]
-        return launch.Known(send, layouts, compiled)
+        return launch.Known(send, ("fixed",), ("constant",), False, layouts, compiled)
 
 
 @pytest.fixture
@@ -90,6 +94,14 @@ def stub(monkeypatch):
     monkeypatch.setitem(launch.VERSIONS, launch.version(), kernel.known)
     monkeypatch.setattr(launch, "_stream", lambda device: 70 + device)
     return kernel
+
+
+def launched(launcher, device, programs, *arguments) -> None:
+    """With tensors that say that they are on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "get_device", lambda _: device)
+        patch.setattr(torch._C, "_cuda_getDevice", lambda: device, raising=False)
+        launcher(programs, *arguments, BLOCK=32)
 
 
 def launcher_of(kernel, **options) -> launch.Launcher:
@@ -103,28 +115,28 @@ def test_the_second_launch_is_direct(stub):
     launcher = launcher_of(stub, num_warps=8)
     x, y = torch.zeros(64), torch.zeros(64, dtype=torch.int64)
     for n in (5, 6, 16, 7):
-        launcher._launch(0, (9,), (x, n, y), {"BLOCK": 32})
+        launched(launcher, 0, 9, x, n, y)
     assert [args[1] for _, args, _ in stub.slow] == [5, 16]
     assert stub.slow[0] == ((9,), (x, 5, y), {"BLOCK": 32, "num_warps": 8})
     pointers = (x.data_ptr(), y.data_ptr())
     assert stub.fast == [(9, 70, [pointers[0], n, pointers[1]]) for n in (6, 7)]
-    launcher._launch(1, (9,), (x, 5, y), {"BLOCK": 32})  # another device
+    launched(launcher, 1, 9, x, 5, y)  # another device
     assert len(stub.slow) == 3
 
 
 def test_hooks_are_called_by_triton(stub, monkeypatch):
     launcher = launcher_of(stub)
-    given = (0, (9,), (torch.zeros(64), 5, torch.zeros(64)), {"BLOCK": 32})
-    launcher._launch(*given)
+    given = (0, 9, torch.zeros(64), 5, torch.zeros(64))
+    launched(launcher, *given)
     hook = SimpleNamespace(calls=[print])
     with monkeypatch.context() as patch:
         patch.setattr(triton.knobs.runtime, "launch_enter_hook", hook)
-        launcher._launch(*given)
+        launched(launcher, *given)
     stub.pre_run_hooks.append(print)
-    launcher._launch(*given)
+    launched(launcher, *given)
     assert len(stub.slow) == 3 and not stub.fast
     stub.pre_run_hooks.clear()
-    launcher._launch(*given)
+    launched(launcher, *given)
     assert len(stub.fast) == 1
 
 
@@ -132,7 +144,7 @@ def test_what_only_triton_can_send(stub, monkeypatch):
     monkeypatch.setitem(launch.VERSIONS, launch.version(), lambda *_: None)
     launcher = launcher_of(stub)
     for _ in range(3):
-        launcher._launch(0, (9,), (torch.zeros(64), 5, torch.zeros(64)), {"BLOCK": 32})
+        launched(launcher, 0, 9, torch.zeros(64), 5, torch.zeros(64))
     assert len(stub.slow) == 3 and len(launcher.known) == 1
 
 
@@ -147,7 +159,7 @@ def test_tiles_become_maps_shapes_and_strides(stub, monkeypatch):
     launcher = launcher_of(stub, tiles={"y": launch.Tile((16, 32))})
     x, y = torch.zeros(64), torch.zeros(40, 64)[:, :56]
     for rows in (40, 40, 24):
-        launcher._launch(0, (9,), (x, 5, y[:rows]), {"BLOCK": 32})
+        launched(launcher, 0, 9, x, 5, y[:rows])
     assert type(stub.slow[0][1][2]).__name__ == "TensorDescriptor"
     assert stub.fast == [
         (9, 70, [x.data_ptr(), 5, f"map {i + 1}", rows, 56, 64, 1])
@@ -172,7 +184,7 @@ def test_kernels_in_turn_are_described_once(stub, monkeypatch):
     launch._launchers.remove(turns)
     x, y = torch.zeros(64), torch.zeros(40, 64)
     for _ in range(2):
-        turns._launch(0, (9, 3), (x, 5, y), {"BLOCK": 32})
+        launched(turns, 0, (9, 3), x, 5, y)
     assert [grid for grid, *_ in stub.slow] == [(9,), (3,)]
     (_, _, plain), (_, _, as_map) = stub.fast
     assert plain == [x.data_ptr(), 5, y.data_ptr()]
@@ -184,7 +196,7 @@ def test_forgetting(stub):
     launcher = launcher_of(stub)
     launch._launchers.append(launcher)
     try:
-        launcher._launch(0, (9,), (torch.zeros(64), 5, torch.zeros(64)), {"BLOCK": 32})
+        launched(launcher, 0, 9, torch.zeros(64), 5, torch.zeros(64))
         assert launcher.known
         launch.clear()
         assert not launcher.known
@@ -219,12 +231,12 @@ def test_records_are_described_field_by_field():
         for maybe in (None, SIXTEEN, SIXTEEN.double(), SIXTEEN[1:])
         for number in (None, 0.5)
     ]
-    keys = [describe(0, {}, SIXTEEN, record)[0] for record in records]
+    keys = [describe({}, SIXTEEN, record)[0] for record in records]
     for (i, key), (j, other) in itertools.combinations(enumerate(keys), 2):
         assert (key == other) == (i == j)
     pointer = SIXTEEN.data_ptr()
     given = Outer(INNER, INNER._replace(stride=5), SIXTEEN, 0.5)
-    values = describe(0, {}, SIXTEEN, given)[1]
+    values = describe({}, SIXTEEN, given)[1]
     assert values == [pointer, ((pointer, 4, YES), (pointer, 5, YES), pointer, 0.5)]
-    again = describe(0, {}, SIXTEEN, given._replace(number=2.5, inner=INNER._replace(stride=8)))
-    assert again[0] == describe(0, {}, SIXTEEN, given)[0]
+    again = describe({}, SIXTEEN, given._replace(number=2.5, inner=INNER._replace(stride=8)))
+    assert again[0] == describe({}, SIXTEEN, given)[0]

@@ -72,7 +72,7 @@ class Backward(NamedTuple):
         return c.prob is not None and c.entropy is None and c.uniform is None and cap is None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Held:
     """The softmax terms of some tokens, e = exp(z - reference)."""
 
@@ -92,7 +92,7 @@ class Held:
     @classmethod
     def empty(cls, x: Tensor, v: int) -> Held:
         """Room for the terms of x [n, H]; rows are whole 16 bytes."""
-        n, wide = x.shape[0], torch.promote_types(x.dtype, torch.float32)
+        n, wide = x.shape[0], torch.float64 if x.dtype == torch.float64 else torch.float32
         dtype = torch.bfloat16 if x.dtype.itemsize == 2 else wide
         terms = x.new_empty(n, 8 * -(-v // 8), dtype=dtype)
         return cls(terms[:, :v] if v % 8 else terms, x.new_empty(n, dtype=wide))

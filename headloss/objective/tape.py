@@ -46,6 +46,8 @@ class Reported(NamedTuple):
     places: tuple[int, ...]
 
 
+COEFFICIENTS = [("coefficient", name) for name in Coefficients._fields]
+
 # A field of the batch, [T], [N] or [S] contiguous, and the Way of a token's value (quick to hash).
 Column = tuple[Tensor, int]
 
@@ -80,24 +82,12 @@ class Tape:
         return Metrics({n: kind(*(numbers[p] for p in at)) for n, kind, at in self.reported})
 
     def run(
-        self,
-        stats: Statistics,  # [n]
-        batch: PackedBatch,
-        totals: Totals,
-        coefficients: Sequence[float],
-        *,
-        vocabulary: int,
-        factor: Number = 1.0,
-        chunk: Chunk | None = None,
-        backend: str = "reference",
+        self, stats: Statistics, batch: PackedBatch, totals: Totals, coefficients: Sequence[float],
+        *, vocabulary: int, factor: Number = 1.0, chunk: Chunk | None = None,
+        backend: str = "reference"
     ) -> Gradient:
-        """Evaluate the objective.
-
-        Args:
-            coefficients: of the terms in the sum.
-            factor: on the gradient alone, a number or [].
-            chunk: which tokens `stats` are of; default: all.
-        """
+        """Evaluate the objective from the statistics [n] of the tokens of a chunk (None: of all),
+        with the coefficients of its terms, and a factor, a number or [], on the gradient alone."""
         part = chunk or Chunk(0, batch.targets.shape[0], 0, batch.segments.count)
         inputs = [
             (getattr(stats, name).contiguous(), LAUNCH) if kind == "statistic"
@@ -109,13 +99,14 @@ class Tape:
             else _total(kind, name, totals) for kind, name in self.numbers
         ]  # fmt: skip
         vectors, measured, loss = _runner(backend)(self, (batch, part, inputs, numbers))
-        of: dict[str, dict[Any, Tensor]] = {"coefficient": {}, "divergence": {}}
-        for (kind, name), vector in zip(self.vectors, vectors, strict=True):
-            of[kind][name] = vector
-        teachers = list(stats.divergences)
-        divergences = {teachers[k]: slope for k, slope in of["divergence"].items()}
+        found = dict(zip(self.vectors, vectors, strict=True))
+        slopes = [found.pop(source, None) for source in COEFFICIENTS]
+        divergences = {}
+        if found:
+            teachers = list(stats.divergences)
+            divergences = {teachers[k]: slope for (_, k), slope in found.items()}
         metrics = partial(self.metrics, measured)
-        return Gradient(Coefficients(**of["coefficient"]), divergences, measured, loss, metrics)
+        return Gradient(Coefficients(*slopes), divergences, measured, loss, metrics)
 
 
 @cache
@@ -232,14 +223,8 @@ class Taped:
         if needed and self.rescaled:
             factor = self.scale * factor  # type: ignore[operator]
         return tape.run(
-            stats,
-            self.batch,
-            self.totals,
-            [c for c, _ in self.objective.parts],
-            vocabulary=self.vocabulary,
-            factor=factor,
-            chunk=chunk,
-            backend=BACKEND,
+            stats, self.batch, self.totals, [c for c, _ in self.objective.parts],
+            vocabulary=self.vocabulary, factor=factor, chunk=chunk, backend=BACKEND
         )
 
 

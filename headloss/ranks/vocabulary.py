@@ -105,7 +105,7 @@ class Shard(Whole):
         self.first, self.size = sum(sizes[:rank]), sizes[rank]
 
     def hidden(
-        self, source: LinearSoftmax, wants: Wants, blocks: Sequence[slice] | None
+        self, source: LinearSoftmax, wants: Wants, blocks: Sequence[Any] | None
     ) -> Hidden:
         """Where gradients of features go: block by block, or (None) summed over slabs."""
         return SharedHidden(self, source, wants, blocks)
@@ -245,7 +245,7 @@ class SharedHidden(Hidden):
     takes_products = False
 
     def __init__(
-        self, slices: Shard, source: LinearSoftmax, wants: Wants, blocks: Sequence[slice] | None
+        self, slices: Shard, source: LinearSoftmax, wants: Wants, blocks: Sequence[Any] | None
     ) -> None:
         self.slices = slices
         self.pending: list[tuple[int, Pending]] = []
@@ -263,7 +263,7 @@ class SharedHidden(Hidden):
         if self.blocks is None:
             return super().add(gradient, columns, last, weights)
         self.settle()
-        block = next(self.blocks)
+        block = next(self.blocks).rows
         for i, total in enumerate(self.totals):
             if total is None:
                 continue

@@ -6,7 +6,7 @@ N positions, T of them scored, H hidden width, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -89,7 +89,13 @@ def linear_plan(given: Given) -> Plan:
 
 
 def _transform(head: Head) -> Transform:
-    return Transform(scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature)
+    make = Transform if isinstance(head.temperature, Tensor) else _of_numbers
+    return make(scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature)
+
+
+# Those of many calls are the same, and a record that checks or freezes takes its time.
+_of_numbers = lru_cache(maxsize=256, typed=True)(Transform)
+_totals = lru_cache(maxsize=256)(Totals)
 
 
 def linear_call(given: Given, early: bool = False) -> Call:
@@ -129,7 +135,7 @@ def linear_call(given: Given, early: bool = False) -> Call:
         Hidden if slices.group is None else slices.hidden,
     )
     work.sums = RowSums
-    return work, [*(tensor for pair in pairs for tensor in pair), head.bias]
+    return work, [*[tensor for pair in pairs for tensor in pair], head.bias]
 
 
 def given_call(given: GivenLogits) -> Call:
@@ -248,7 +254,7 @@ def _bound(joined: Joined, batch: Batch, view: PackedBatch, options: Options) ->
     vocabulary, totals = place.vocabulary, batch.totals
     if totals is None:  # packing may have read them
         read = prepared.counted and packing.live is None
-        totals = Totals(packing.targets.shape[0], packing.count) if read else Totals.of(batch)
+        totals = _totals(packing.targets.shape[0], packing.count) if read else Totals.of(batch)
     rescaled, declared = prepared.problem.rescaled, options.upstream
 
     def by_autograd() -> Bound:

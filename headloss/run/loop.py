@@ -70,6 +70,10 @@ class HeadLoss(torch.autograd.Function):
         return None, *gradients
 
 
+# PyTorch's own goes by whether a transform of torch.func is active: the signature has seen to that.
+HeadLoss.apply = super(torch.autograd.Function, HeadLoss).apply  # type: ignore[method-assign,misc]
+
+
 class HeadStatistics(torch.autograd.Function):
     """logp, lse and entropy of all positions, and [.., K + 1] of candidates where there are any;
     its backward runs act two with the slopes that the loss outside sends.

@@ -120,7 +120,7 @@ class RawSoftmax:
     def __init__(self, tokens: Tokens) -> None:
         self.tokens, self.acts, self.first = tokens, tokens.acts, tokens.first
         self.teachers, self.beside = tokens.teachers, tokens.beside
-        self.fused = any(teacher.fused for teacher in self.teachers)
+        self.fused = True in [teacher.fused for teacher in self.teachers]
 
     def __len__(self) -> int:
         return self.tokens.targets.shape[0]
@@ -343,8 +343,8 @@ class ExpSoftmax(LinearSoftmax):
         chosen = self._chosen(rows, ALL, known) if self.beside else []
         if backward.is_multiple:
             least = chosen[0].slopes.abs().amax(1) if chosen else None
-            options = {"x": x, "order": order, "least": least}
-            multiple, features = acts.held_multiple_(held, backward, **options)
+            made = acts.held_multiple_(held, backward, x=x, order=order, least=least)
+            multiple, features = made
         else:
             acts.held_gradient_(held, backward, order=order)
         for sparse in chosen:

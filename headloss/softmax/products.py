@@ -16,6 +16,7 @@ from torch import Tensor
 from ..kernels.rounding import lost
 
 aten = torch.ops.aten
+WIDE = torch.float32, torch.float64
 Fixed = Callable[..., Tensor]  # `Kernels.fixed_product`, if a row may not depend on others
 LARGE = 1 << 25  # elements of dX: for more of them Hopper's library takes slower tiles
 BLOCK_ELEMENTS = 1 << 22  # of a matrix, widened at a time
@@ -24,10 +25,6 @@ BLOCK_ELEMENTS = 1 << 22  # of a matrix, widened at a time
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that products of this dtype are summed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _is_wide(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.float32, torch.float64)
 
 
 def _blocks(matrix: Tensor, width: int = 0) -> Iterator[slice]:
@@ -46,7 +43,7 @@ def logits(
     """features @ weight.T, added to `out` where it is given."""
     if fixed is not None:
         return fixed(features, weight.t(), out=out)
-    if _is_wide(features) and features.dtype == weight.dtype:
+    if features.dtype in WIDE and features.dtype == weight.dtype:
         if out is None:
             return torch.nn.functional.linear(features, weight)
         return out.addmm_(features.to(out.dtype), weight.to(out.dtype).t())
@@ -78,7 +75,7 @@ def input_gradient(
     """gradient @ weight, in `dtype` (rounded once)."""
     if fixed is not None:
         return fixed(gradient.to(weight.dtype), weight, dtype=dtype)
-    if _is_wide(weight):
+    if weight.dtype in WIDE:
         return (gradient.to(weight.dtype) @ weight).to(dtype)
     if gradient.is_cuda:
         gradient = gradient.to(weight.dtype)
@@ -107,7 +104,7 @@ def add_input_gradient_(
     if fixed is not None:
         fixed(gradient.to(weight.dtype), weight, out=total)
         return
-    if gradient.is_cuda and not _is_wide(weight):
+    if gradient.is_cuda and weight.dtype not in WIDE:
         gradient = gradient.to(weight.dtype)
         aten.addmm.dtype_out(total, gradient, weight, torch.float32, out=total)
         return
@@ -122,8 +119,8 @@ def add_weight_gradient_(
     fresh: bool = False,  # `total` holds nothing yet
 ) -> None:
     """total += gradient.T @ features."""
-    if features.is_cuda and not (_is_wide(features) and _is_wide(gradient)):
-        dtype = gradient.dtype if _is_wide(features) else features.dtype
+    if features.is_cuda and not (features.dtype in WIDE and gradient.dtype in WIDE):
+        dtype = gradient.dtype if features.dtype in WIDE else features.dtype
         left, features = gradient.to(dtype).t(), features.to(dtype)
         if total.dtype != torch.float32 and not fresh:
             total.addmm_(left, features)

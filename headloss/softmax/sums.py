@@ -49,11 +49,12 @@ class Into(NamedTuple):
 
 
 class Hidden:
-    """The gradients of features that are all on this rank: rows are final when they are added."""
+    """The gradients of features that are all on this rank: rows are final when they are added.
+    `blocks` are the plan's, of tokens; None: slabs of columns come."""
 
     takes_products = True  # as they are, where one block is all there is
 
-    def __init__(self, source: LinearSoftmax, wants: Wants, blocks: Sequence[slice] | None) -> None:
+    def __init__(self, source: LinearSoftmax, wants: Wants, blocks: Sequence[Any] | None) -> None:
         self.source, self.wanted = source, wants.features
         self.blocks = None if blocks is None else iter(blocks)
         self.totals: list[Tensor | None] = [None] * len(self.wanted)
@@ -78,7 +79,7 @@ class Hidden:
         what ranks do about dX. Returns what it does."""
         values, rows, multiple, room, _, pairs, _ = gradient
         found = None if room is None else weights()
-        block, fixed = None if self.blocks is None else next(self.blocks), self.source.fixed
+        chunk, fixed = None if self.blocks is None else next(self.blocks), self.source.fixed
         for i, weight in enumerate(self.source.weights):
             if not self.wanted[i]:
                 continue
@@ -90,6 +91,7 @@ class Hidden:
                     self.totals[i], self.multiple = made, multiple
                     continue
                 total = self.totals[i] = self.room(features, features.dtype)
+            block = None if chunk is None else chunk.rows
             if pairs is not None and block is not None:
                 pairs.into_hidden(total[block], weight)
             elif pairs is not None:
@@ -131,7 +133,7 @@ class _Sums:
     by_slab = False  # a slab's weight gradient is multiplied when it is closed
 
     def __init__(
-        self, source: LinearSoftmax, into: Into, blocks: Sequence[slice] | None,
+        self, source: LinearSoftmax, into: Into, blocks: Sequence[Any] | None,
         dtype: torch.dtype | None, direct: bool
     ) -> None:
         self.source = source
@@ -144,9 +146,7 @@ class _Sums:
             assert source.full_bias is not None
             self.bias = torch.zeros_like(source.full_bias, dtype=source.dtype)
         self.weights: list[Tensor | None] = []
-        padded = False
         for weight, wanted in zip(source.full_weights, into.wants.weights, strict=True):
-            padded = padded or weight.shape[0] > source.vocabulary
             if not self.weights and self.main_grad is not None and direct:
                 self.weights.append(self.main_grad)
                 continue
@@ -154,9 +154,10 @@ class _Sums:
             if total is not None and source.vocabulary < total.shape[0]:
                 total[source.vocabulary :] = 0
             self.weights.append(total)
-        self.places = self.weights
-        if padded:
-            self.places = [None if w is None else w[: source.vocabulary] for w in self.weights]
+        self.places = [
+            w if w is None or w.shape[0] == source.vocabulary else w[: source.vocabulary]
+            for w in self.weights
+        ]
 
     def _add(
         self, gradient: RowGradient, columns: slice, totals: Sequence[Tensor | None], fresh: bool,
@@ -231,7 +232,7 @@ class RowSums(_Sums):
     def __init__(self, source: LinearSoftmax, into: Into, plan: Any) -> None:
         # Where one block holds all tokens its product is rounded to the weight's dtype at once.
         dtype = None if plan.once else into.sum_dtype(source.dtype)
-        super().__init__(source, into, [c.rows for c in plan.chunks], dtype, into.direct)
+        super().__init__(source, into, plan.chunks, dtype, into.direct)
 
     def add(self, gradient: RowGradient) -> None:
         """Take dL/draw of the next block."""

@@ -28,7 +28,7 @@ from .formulas import LOG2E, normalizer_of, per_row, transformed
 from .launch import Launcher, cdiv
 from .pair import Part, Softmax, softmax
 from .product import LEAST_SCALE, LOWEST, check_operands
-from .records import LogitScaling, Matrix, constant, matrix_of, over_tiles, restored, scaling
+from .records import LogitScaling, Matrix, constant, matrix_of, over_tiles, scaling
 from .tiles import BM, BN, OPTIONS, READ, WIDTH, each_tile
 from .versions import overlaps
 
@@ -170,7 +170,7 @@ def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differen
     own_column = (targets % v).unsqueeze(1)
     offset = chosen_logits(x, w, own_column, teacher)
     offset = (offset - student.transform(raw.gather(1, own_column))).squeeze(1)
-    z = restored(scaling(teacher), lost(x.device, h))
+    z = scaling(teacher, lost(x.device, h))
     blocks, wide = cdiv(v, WIDTH), 16 * cdiv(n, 16)
     sums = x.new_empty(3, blocks, wide, dtype=torch.float32)
     p = softmax(student)
@@ -192,12 +192,13 @@ def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differen
 
 def teacher_gradient(x: Tensor, w: Tensor, raw: Tensor, part: Divergence, to: Tensor) -> bool:
     check_operands(x, w)
-    (student, teacher, kind, _), z = part.pair, scaling(part.pair.teacher.transform)
+    (student, teacher, kind, _) = part.pair
+    z = scaling(teacher.transform, lost(x.device, x.shape[1]))
     if z.inner is not None or z.outer <= LEAST_SCALE or not overlaps(x.device):
         return False
     from . import gluon_beside  # Gluon is not in every Triton
 
-    q = Softmax(restored(z, lost(x.device, x.shape[1])), teacher.normalizer)
+    q = Softmax(z, teacher.normalizer)
     pivot = None if kind == "forward_kl" else part.pivot
     of = Part(softmax(student), pivot, part.weight, teacher=q)
     over_tiles(gluon_beside.launch_slope, x, w, to, matrix_of(raw), of)

@@ -25,13 +25,6 @@ ROWS = 128  # of a program that sets targets
 COLUMNS, TOKENS = 8, 8  # chosen columns of one token, or tokens, of a program
 
 
-class Reference(NamedTuple):
-    """The column that a token's terms are taken against."""
-
-    logit: Tensor  # [n]
-    more: Tensor  # [2, n]: z_y, -inf where it lies in another slice; bits of the column's number
-
-
 @triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
 def references_kernel(
     x, w, held, targets,
@@ -44,16 +37,16 @@ def references_kernel(
     target = tl.load(targets + row, mask=real, other=0) - first
     inside = (target >= 0) & (target < v)
     column = tl.where(inside, target, tl.abs(target % v)).to(tl.int64)
-    at_row = of.x.data + tl.where(real, row, 0) * of.x.stride
-    logit = dots(at_row, of.w.data + column * of.w.stride, real, h, TOKENS)
+    at_row = x + tl.where(real, row, 0) * of.x_stride
+    logit = dots(at_row, w + column * of.w_stride, real, h, TOKENS)
     outer = of.z.outer
     if of.z.temperature is not None:
         outer = outer / tl.load(of.z.temperature + row, mask=real, other=1.0)
     if of.z.bias is not None:
         logit += tl.load(of.z.bias + column, mask=real, other=0.0).to(tl.float32)
     logit = transformed(logit, of.z, outer)
-    to = of.epilogue.reference.more + row
-    tl.store(of.epilogue.reference.logit + row, logit, mask=real)
+    to = of.epilogue.more + row
+    tl.store(of.epilogue.logit + row, logit, mask=real)
     tl.store(to, tl.where(inside, logit, float("-inf")), mask=real)
     tl.store(to + n, column.to(tl.int32).to(tl.float32, bitcast=True), mask=real)
 

@@ -241,8 +241,8 @@ def ask_of_tokens(given, first, block, n, v):
     factor = gl.zeros_like(rows, dtype=gl.float32) + of.z.outer
     if of.z.temperature is not None:
         factor = factor / gl.load(of.z.temperature + rows, mask=inside, other=1.0)
-    reference = gl.load(of.reference.logit + rows, mask=inside, other=0.0)
-    bits = gl.load(of.reference.more + n + rows, mask=inside, other=0.0)
+    reference = gl.load(of.logit + rows, mask=inside, other=0.0)
+    bits = gl.load(of.more + n + rows, mask=inside, other=0.0)
     column = gl.where(inside, bits.to(gl.int32, bitcast=True), -1)
     return factor, reference, column - block * WIDTH
 
@@ -253,11 +253,10 @@ def sum_tile(z, asked, out, held, given, first, block, n, v, WHO: gl.constexpr):
     of, sums = given
     rests, spreads, totals, peaks = sums
     factor, reference, column = asked
-    to = of.to
     layout: gl.constexpr = accumulator_layout(WIDTH)
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     rows, inside = rows_of(first, n, PART)
-    place = block.to(gl.int64) * to.pitch + rows
+    place = block.to(gl.int64) * of.pitch + rows
     z = biased(z, of.z, block, v)
     if of.z.inner is not None:
         z = bent(z, of.z.inner)
@@ -306,18 +305,18 @@ def overlapping_product_kernel(
     first, n, v, h, vocabulary, PROGRAMS: gl.constexpr,
 ):
     # Told apart here: on their way into a group of warps flags cease to be constants.
-    last = of.epilogue.to.parts
+    last = of.epilogue.parts
     spreads, totals, peaks = None, None, None
-    if of.epilogue.to.entropy:
-        last += of.epilogue.to.stride
+    if of.epilogue.asked.entropy:
+        last += of.epilogue.stride
         spreads = last
-    if of.epilogue.to.mean:
-        last += of.epilogue.to.stride
+    if of.epilogue.asked.mean:
+        last += of.epilogue.stride
         totals = last
-    if of.epilogue.to.top1:
-        last += of.epilogue.to.stride
+    if of.epilogue.asked.top1:
+        last += of.epilogue.stride
         peaks = last
-    sums = of.epilogue.to.parts, spreads, totals, peaks  # [blocks, pitch] each
+    sums = of.epilogue.parts, spreads, totals, peaks  # [blocks, pitch] each
     given = of.epilogue, sums
     each_tile(x, w, held, given, n, v, h, PROGRAMS, ask_of_tokens, sum_tile)
 

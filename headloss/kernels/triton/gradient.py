@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...objective.statistics import Coefficients, Normalizer
 from ..interface import Backward, Held, Order
 from .formulas import (
     FLOOR,
@@ -34,7 +35,17 @@ from .formulas import (
     transformed,
 )
 from .launch import Launcher
-from .records import WARPS, Act, Matrix, act, block_width, check_tile, matrix_of, narrowed
+from .records import (
+    WARPS,
+    Act,
+    Matrix,
+    act,
+    block_width,
+    check_tile,
+    matrix_of,
+    narrowed,
+    scaling,
+)
 
 LEAST = tl.constexpr(1e-37)  # a normal number, whose logarithm is finite
 
@@ -145,40 +156,46 @@ SMALLEST = tl.constexpr(2.0**-90)  # of |c_target|, for s: what else is in the r
 class Multiple(NamedTuple):
     """What the kernel takes."""
 
-    terms: Matrix  # [n, v]
-    a: Act
+    terms: Tensor  # [n, v]
+    stride: int  # of terms' rows
+    targets: Tensor  # [n], as what follows; see `Act`
+    factor: float
+    temperature: Tensor | None
+    normalizer: Normalizer
+    c: Coefficients
+    logps: Tensor
     references: Tensor  # [n]
     order: Order | None
-    x: Matrix | None  # [n, H]
-    features: Matrix | None  # [n, H]
+    x: Tensor | None  # [n, H]
+    x_stride: int  # of x's rows
+    features: Tensor | None  # [n, H]
     multiples: Tensor  # [n]
     least: Tensor | None  # [n]
 
 
 @triton.jit(do_not_specialize=["first"])
 def multiple_rows_kernel(of, first, v, h, BLOCK: tl.constexpr):
-    a = of.a
     place = tl.program_id(0).to(tl.int64)
     row = place
     if of.order is not None:
         row = tl.load(of.order.rows + place)
         if place >= tl.load(of.order.count):
             return
-    peak, log_sum = normalizer_of(a.normalizer, row)
-    multiple = tl.load(a.c.prob + row)
+    peak, log_sum = normalizer_of(of.normalizer, row)
+    multiple = tl.load(of.c.prob + row)
     multiple *= tl.exp((tl.load(of.references + row) - peak) - log_sum)
-    at_target = coefficient(a.c.target, row)
-    own = own_gradient(tl.load(a.logps + row), at_target, coefficients(a.c, row), a.c)
+    at_target = coefficient(of.c.target, row)
+    own = own_gradient(tl.load(of.logps + row), at_target, coefficients(of.c, row), of.c)
     if of.least is not None:
         floor = tl.load(of.least + row) * SMALLEST
         multiple = tl.where(tl.abs(multiple) < floor, floor, multiple)
-    if a.c.target is not None:
+    if of.c.target is not None:
         floor = tl.abs(at_target) * SMALLEST
         multiple = tl.where(tl.abs(multiple) < floor, floor, multiple)
     own = tl.where(multiple == 0, 0.0, own / tl.where(multiple == 0, 1.0, multiple))
-    terms, to = of.terms.data + row * of.terms.stride, of.terms.data + place * of.terms.stride
+    terms, to = of.terms + row * of.stride, of.terms + place * of.stride
     own = own.to(terms.dtype.element_ty)
-    column = tl.load(a.targets + row) - first
+    column = tl.load(of.targets + row) - first
     if row == place:
         if (column >= 0) & (column < v):
             tl.store(terms + column, own)
@@ -189,10 +206,10 @@ def multiple_rows_kernel(of, first, v, h, BLOCK: tl.constexpr):
             value = tl.load(terms + columns, mask=inside)
             value = tl.where(columns == column, own, value)
             tl.store(to + columns, value, mask=inside)
-    factor = multiple * per_row(a.z.factor, a.z, row)
+    factor = multiple * per_row(of.factor, of, row)
     tl.store(of.multiples + place, factor)
     if of.x is not None:
-        x, features = of.x.data + row * of.x.stride, of.features.data + place * of.features.stride
+        x, features = of.x + row * of.x_stride, of.features + place * h
         for start in range(0, h, BLOCK):
             at = start + tl.arange(0, BLOCK)
             value = tl.load(x + at, mask=at < h, other=0.0).to(tl.float32) * factor
@@ -206,17 +223,19 @@ def held_multiple_(
     held: Held, backward: Backward, *, x: Tensor | None = None, order: Order | None = None,
     least: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    held.check(backward, multiple=True)
-    a, terms, (n, v), h = act(backward), held.terms, held.terms.shape, 0
-    multiples, features = held.reference.new_empty(n), None
-    read = write = None
+    if not backward.is_multiple:
+        held.check(backward, multiple=True)
+    targets, first, transform, normalizer, c, logps, *_ = backward
+    terms, (n, v), h = held.terms, held.terms.shape, 0
+    multiples, features, step = held.reference.new_empty(n), None, 0
     if x is not None:
-        features = x.new_empty(n, h := x.shape[1])
-        read, write = Matrix(x, x.stride(0)), Matrix(features, h)
+        features, step = x.new_empty(n, h := x.shape[1]), x.stride(0)
     if n:
-        to = Matrix(terms, terms.stride(0))
-        of = Multiple(to, a, held.reference, order, read, write, multiples, least)
-        launch_rows(n, of, backward.first, v, h, BLOCK=2048)
+        z, to = scaling(transform), (terms, terms.stride(0))
+        of_tokens = targets, z.factor, z.temperature, normalizer, c, logps
+        read = held.reference, order, x, step
+        of = Multiple(*to, *of_tokens, *read, features, multiples, least)
+        launch_rows(n, of, first, v, h, BLOCK=2048)
     return multiples, features
 
 

@@ -28,7 +28,6 @@ INT32, INT64 = 1 << 31, 1 << 63
 MOST_MAPS = 256  # of one kernel that are kept: addresses repeat from step to step
 
 Values = Sequence[Any]
-Send = Callable[[int, int, Values], object]  # (programs, stream, arguments)
 Describe = Callable[..., tuple[tuple[Any, ...], list[Any]]]
 
 
@@ -80,42 +79,35 @@ class Launcher:
         _launchers.append(self)
 
     def __call__(self, programs: int | Sequence[int], *arguments: Any, **constants: Any) -> None:
-        first = arguments[0]
-        while isinstance(first, tuple):
-            first = first[0]
-        device = first.get_device()
-        counts = (programs,) if type(programs) is int else programs
-        if device < 0 or device == torch._C._cuda_getDevice():
-            return self._launch(device, counts, arguments, constants)
-        with torch.cuda.device(device):
-            return self._launch(device, counts, arguments, constants)
-
-    def _launch(
-        self, device: int, counts: Sequence[int], arguments: Values, constants: dict[str, Any]
-    ) -> None:
-        turns = zip(self.turns, counts, strict=True)
-        if not self.direct or device < 0 or _is_watched():
-            for turn, count in turns:
-                turn._slowly(count, arguments, constants)
-            return
         describe = self.describe
         if describe is None:
             describe = self.describe = describer(arguments)
-        key, values = describe(device, constants, *arguments)
-        known = self.known.get(key)
+        key, values = describe(constants, *arguments)
+        device = key[0]
+        if 0 <= device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                return self(programs, *arguments, **constants)
+        counts = (programs,) if type(programs) is int else programs
+        runtime = triton.knobs.runtime  # type: ignore[attr-defined]
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # a profiler's, say
+        watched = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+        usual = self.direct and device >= 0 and not watched
+        known = self.known.get(key) if usual else None
         if known is None:
+            turns = zip(self.turns, counts, strict=True)
             made = [(turn._slowly(n, arguments, constants), turn.tiles) for turn, n in turns]
-            ready, given = VERSIONS[version()], len(arguments)
-            self.known[key] = [ready(compiled, given, tiles) for compiled, tiles in made]
+            if usual:
+                ready, count = VERSIONS[version()], len(arguments)
+                self.known[key] = [ready(compiled, count, tiles) for compiled, tiles in made]
             return
         stream = _stream(device)
-        for (turn, count), ready in zip(turns, known, strict=True):
+        for turn, count, ready in zip(self.turns, counts, known, strict=True):
             if ready is None or turn.kernel.pre_run_hooks:
                 turn._slowly(count, arguments, constants)
-            else:
-                tiles = turn.tiles
-                given = ready.with_maps(values, arguments, tiles) if tiles else values
-                ready.send(count, stream, given)
+                continue
+            given = ready.with_maps(values, arguments, turn.tiles) if turn.tiles else values
+            rest = (*given, *ready.constants)
+            ready.launch(count, 1, 1, stream, *ready.fixed, *((rest,) if ready.packed else rest))
 
     def _slowly(self, programs: int, arguments: Values, constants: dict[str, Any]) -> Any:
         given = list(arguments)
@@ -157,19 +149,19 @@ class OfNumbers(Launcher):
     specialized: it is compiled once for its constants, whatever the arguments are."""
 
     @staticmethod
-    def describe(device: int, constants: dict[str, Any], first: Tensor, *numbers: Any) -> Any:
-        return (device, *constants.values()), [first.data_ptr(), *numbers]
+    def describe(constants: dict[str, Any], first: Tensor, *numbers: Any) -> Any:
+        return (first.get_device(), *constants.values()), [first.data_ptr(), *numbers]
 
 
 def describer(arguments: Values) -> Describe:
-    """A function of (device, constants, *arguments) that finds all that Triton may compile another
-    kernel for, and what the C launcher takes, tiles as pointers.
+    """A function of (constants, *arguments) that finds all that Triton may compile another kernel
+    for, the device first, and what the C launcher takes, tiles as pointers.
 
     Of a pointer, its dtype and its address modulo 16 count; of a number see `kind`. A loop over the
     arguments would take three times as long as a function that is written for them.
     """
     names = [f"a{i}" for i in range(len(arguments))]
-    lines, key, lows, values = [], ["device"], [], []
+    lines, key, lows, values = [], [], [], []
     for name, argument in zip(names, arguments, strict=True):
         value = name
         if isinstance(argument, tuple):
@@ -183,12 +175,14 @@ def describer(arguments: Values) -> Describe:
             lines.append(f"p{name} = {name}.data_ptr()")
             lows.append(value)
         values.append(value)
+    first = lows[0].removeprefix("p")
     each = "".join(f"{low} & 15, " for low in lows)
     lines += [
-        f"low = ({' | '.join(lows) or 0}) & 15",
-        f"return ({', '.join(key)}, low and ({each}), *constants.values()), [{', '.join(values)}]",
+        f"low = ({' | '.join(lows)}) & 15",
+        f"key = {first}.get_device(), {', '.join(key)}, low and ({each}), *constants.values()",
+        f"return key, [{', '.join(values)}]",
     ]
-    head = f"def describe(device, constants, {', '.join(names)}):"
+    head = f"def describe(constants, {', '.join(names)}):"
     found: dict[str, Any] = {"kind": kind}
     exec("\n    ".join([head, *lines]), found)
     return found["describe"]
@@ -256,12 +250,22 @@ def kind(number: float | None) -> Any:
 
 
 class Known:
-    """A compiled kernel, ready to be sent."""
+    """A compiled kernel, ready to be sent.
 
-    def __init__(self, send: Send, layouts: list[Values], compiled: object) -> None:
-        # Of a tile in shared memory: its swizzle, the size and the type of its elements, its block.
-        self.send, self.layouts = send, layouts
-        self.compiled = compiled  # it is unloaded when nobody holds it
+    Args:
+        launch: Triton's launcher in C, which takes the programs, the stream, what is `fixed`, and
+            the arguments and constants, one by one or as one tuple (`packed`).
+        layouts: of a tile in shared memory: its swizzle, the size and the type of its elements, its
+            block.
+        compiled: it is unloaded when nobody holds it.
+    """
+
+    def __init__(
+        self, launch: Any, fixed: Values, constants: Values, packed: bool, layouts: list[Values],
+        compiled: object
+    ) -> None:  # fmt: skip
+        self.launch, self.fixed, self.constants, self.packed = launch, fixed, constants, packed
+        self.layouts, self.compiled = layouts, compiled
         self.maps: dict[tuple[Any, ...], list[Any]] = {}
 
     def with_maps(self, values: Values, arguments: Values, tiles: dict[int, Tile]) -> Values:
@@ -301,17 +305,9 @@ def clear() -> None:
     kind.cache_clear()
 
 
-def _is_watched() -> bool:
-    """Whether somebody, a profiler say, has a hook on launches."""
-    runtime = triton.knobs.runtime  # type: ignore[attr-defined]
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    watches = enter is not None and getattr(enter, "calls", True)
-    return bool(watches or (leave is not None and getattr(leave, "calls", True)))
-
-
 # ---------------------------------------------------------------------- versions of Triton
 
-Sender = Callable[[Any, tuple[None, ...]], Send | None]
+Sender = Callable[[Any], tuple[Any, Values, bool] | None]
 
 
 def _known(sender: Sender, compiled: Any, count: int, tiles: dict[int, Tile]) -> Known | None:
@@ -330,12 +326,15 @@ def _known(sender: Sender, compiled: Any, count: int, tiles: dict[int, Tile]) ->
     layouts = [
         (m["swizzle"], m["elem_size"], types[m["elem_type"]], list(m["block_size"])) for m in given
     ]
-    constants = len(compiled.src.fn.arg_names) - count  # the C launcher skips them
-    send = sender(compiled, (None,) * constants)
-    return None if send is None else Known(send, layouts, compiled)
+    found = sender(compiled)
+    if found is None:
+        return None
+    constants = (None,) * (len(compiled.src.fn.arg_names) - count)  # the C launcher skips them
+    launch, fixed, packed = found
+    return Known(launch, fixed, constants, packed, layouts, compiled)
 
 
-def _sender_3_6(compiled: Any, constants: tuple[None, ...]) -> Send | None:
+def _sender_3_6(compiled: Any) -> tuple[Any, Values, bool] | None:
     """A launcher of its own for each signature; one for descriptors is behind a Python function."""
     run = compiled.run
     launch, cooperative, dependent = run.launch, run.launch_cooperative_grid, run.launch_pdl
@@ -345,15 +344,10 @@ def _sender_3_6(compiled: Any, constants: tuple[None, ...]) -> Send | None:
         return None
     scratch, seen, hooks = (None, None), (None,), (None, None)
     fixed = (compiled.function, cooperative, dependent, *scratch, compiled.packed_metadata)
-    fixed += (*seen, *hooks)
-
-    def send(programs: int, stream: int, values: Values) -> object:
-        return launch(programs, 1, 1, stream, *fixed, *values, *constants)
-
-    return send
+    return launch, (*fixed, *seen, *hooks), False
 
 
-def _sender_3_9(compiled: Any, constants: tuple[None, ...]) -> Send | None:
+def _sender_3_9(compiled: Any) -> tuple[Any, Values, bool] | None:
     """One launcher for all kernels, which is told each one's signature."""
     run = compiled.run
     if run.gsan_enabled:
@@ -362,12 +356,7 @@ def _sender_3_9(compiled: Any, constants: tuple[None, ...]) -> Send | None:
     scratch, seen, hooks = (None, None), (None,), (None, None)
     fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
     fixed += (compiled.packed_metadata, *seen, *hooks, *scratch)
-    fixed += (run.arg_annotations, run.kernel_signature)
-
-    def send(programs: int, stream: int, values: Values) -> object:
-        return launch(programs, 1, 1, stream, *fixed, (*values, *constants))
-
-    return send
+    return launch, (*fixed, run.arg_annotations, run.kernel_signature), True
 
 
 VERSIONS: dict[str, Callable[[Any, int, dict[int, Tile]], Known | None]] = {

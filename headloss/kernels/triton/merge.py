@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...objective.statistics import STATISTICS, Normalizer, Statistics
 from ..interface import Measured
-from .chosen import TOKENS, Reference, own_column, references_kernel
+from .chosen import TOKENS, own_column, references_kernel
 from .formulas import FLOOR, LN2, LOG2E, block_partials, folded, log1p, merged, per_row, transformed
 from .launch import Launcher, Series, Tile, cdiv
 from .records import LogitScaling, Matrix, constant
@@ -36,27 +36,6 @@ SIZES = {"ROWS": ROWS, "BLOCKS": BLOCKS, "HALVES": HALVES}
 SIZES |= {"COLUMNS": COLUMNS, "DEPTH_HALVES": DEPTH_HALVES}
 
 
-class Sums(NamedTuple):
-    """What a product sums for each block of columns: parts [.., blocks, pitch] are rests, and where
-    they are asked for spreads, totals and peaks, of n tokens."""
-
-    parts: Tensor
-    pitch: int  # a multiple of 16 for any n
-    stride: int  # from one of the parts to the next: blocks * pitch
-    entropy: tl.constexpr
-    mean: tl.constexpr
-    top1: tl.constexpr
-
-
-class Epilogue(NamedTuple):
-    """What a product reads of each token, and writes of each block of columns."""
-
-    reference: Reference
-    z: LogitScaling
-    to: Sums
-    raw: Matrix | None = None  # where raw logits go, in float32 and without a soft cap
-
-
 class Asked(NamedTuple):
     """Which statistics, in their order."""
 
@@ -67,15 +46,28 @@ class Asked(NamedTuple):
     top1: tl.constexpr
 
 
-class ActOne(NamedTuple):
-    """What the kernels of an act one on a product take. What they write of each token follows
-    `epilogue.reference.more`: the rows of `measured`, or of `partials_of`."""
+class Epilogue(NamedTuple):
+    """What a product reads of each token, and writes of each block of columns."""
 
-    x: Matrix  # [n, H]
-    w: Matrix  # [v, H]
-    held: Matrix | None  # [n, v]
+    logit: Tensor  # [n], of the column that a token's terms are taken against
+    more: Tensor  # [2, n]: z_y, -inf where it lies in another slice; bits of that column's number
+    # [.., blocks, pitch] rests, and where they are asked for spreads, totals and peaks, of n tokens
+    parts: Tensor
+    pitch: int  # a multiple of 16 for any n
+    stride: int  # from one of the parts to the next: blocks * pitch
     z: LogitScaling
     asked: Asked
+    raw: Matrix | None  # where raw logits go, in float32 and without a soft cap
+
+
+class ActOne(NamedTuple):
+    """What the kernels of an act one on a product take. What they write of each token follows
+    `epilogue.more`: the rows of `measured`, or of `partials_of`."""
+
+    x_stride: int  # of the rows of x [n, H], and so on
+    w_stride: int
+    held_stride: int | None  # of terms [n, v]; None: there are none
+    z: LogitScaling
     partials: tl.constexpr
     epilogue: Epilogue
 
@@ -90,7 +82,7 @@ def exp(x):
 
 @triton.jit
 def far_row(
-    x, w, held, v, h, z, outer,
+    x, w, w_stride, held, v, h, z, outer,
     COLUMNS: tl.constexpr, DEPTH_HALVES: tl.constexpr, ENTROPY: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Peak, rest and spread of one token against its largest logit; its terms are held."""
@@ -107,7 +99,7 @@ def far_row(
                 at = k + tl.arange(0, DEPTH)
                 a = tl.load(x + at, mask=at < h, other=0.0).to(tl.float32)
                 b = tl.load(
-                    w.data + columns.to(tl.int64)[None, :] * w.stride + at[:, None],
+                    w + columns.to(tl.int64)[None, :] * w_stride + at[:, None],
                     mask=inside[None, :] & (at < h)[:, None], other=0.0
                 )
                 products += b.to(tl.float32) * a[:, None]
@@ -166,21 +158,21 @@ def finish_kernel(
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n
-    blocks, more = tl.cdiv(v, WIDTH), of.epilogue.reference.more
-    ENTROPY: tl.constexpr = of.epilogue.to.entropy
-    MEAN: tl.constexpr = of.epilogue.to.mean
-    TOP1: tl.constexpr = of.asked.top1
-    parts, out = of.epilogue.to.parts, more + 2 * n
-    spreads = parts + of.epilogue.to.stride
-    totals = spreads + of.epilogue.to.stride if ENTROPY else spreads
-    peaks = totals + of.epilogue.to.stride if MEAN else totals
+    blocks, more = tl.cdiv(v, WIDTH), of.epilogue.more
+    ENTROPY: tl.constexpr = of.epilogue.asked.entropy
+    MEAN: tl.constexpr = of.epilogue.asked.mean
+    TOP1: tl.constexpr = of.epilogue.asked.top1
+    parts, out = of.epilogue.parts, more + 2 * n
+    spreads = parts + of.epilogue.stride
+    totals = spreads + of.epilogue.stride if ENTROPY else spreads
+    peaks = totals + of.epilogue.stride if MEAN else totals
     rest_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
     spread_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
     total_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
     peak_tile = tl.full((BLOCKS, ROWS), float("-inf"), tl.float32)
     for start in range(0, blocks, BLOCKS):
         block = start + tl.arange(0, BLOCKS)
-        place = block.to(tl.int64)[:, None] * of.epilogue.to.pitch + rows[None, :]
+        place = block.to(tl.int64)[:, None] * of.epilogue.pitch + rows[None, :]
         here = (block < blocks)[:, None] & inside[None, :]
         rest_tile += tl.load(parts + place, mask=here, other=0.0)
         if ENTROPY:
@@ -193,38 +185,38 @@ def finish_kernel(
     rest = folded(rest_tile, ROWS, HALVES)
     spread = folded(spread_tile, ROWS, HALVES)
     total = folded(total_tile, ROWS, HALVES)
-    reference = tl.load(of.epilogue.reference.logit + rows, mask=inside, other=0.0)
+    reference = tl.load(of.epilogue.logit + rows, mask=inside, other=0.0)
     target = tl.load(more + rows, mask=inside, other=0.0)
 
     if of.epilogue.raw is not None:
-        column = own_column(of.epilogue.reference, n, rows, inside)
+        column = own_column(of.epilogue, n, rows, inside)
         outer = tl.zeros_like(reference) + of.z.outer
         if of.z.temperature is not None:
             outer /= tl.load(of.z.temperature + rows, mask=inside, other=1.0)
         raw = of.epilogue.raw.data + rows * of.epilogue.raw.stride
         tl.store(raw + column, reference / outer, mask=inside)
     far = inside & ((rest < FAR) == 0)
-    if of.held is not None:
-        column = own_column(of.epilogue.reference, n, rows, inside)
+    if of.held_stride is not None:
+        column = own_column(of.epilogue, n, rows, inside)
         one = tl.full((ROWS,), 1.0, tl.float32).to(tl.bfloat16)
-        tl.store(of.held.data + rows * of.held.stride + column, one, mask=inside & (far == 0))
+        tl.store(held + rows * of.held_stride + column, one, mask=inside & (far == 0))
     if tl.max(far.to(tl.int32), 0) > 0:
         for i in range(ROWS):
             this = far & (tl.arange(0, ROWS) == i)
             if tl.max(this.to(tl.int32), 0) > 0:
                 row = tl.program_id(0).to(tl.int64) * ROWS + i
                 terms = more
-                if of.held is not None:
-                    terms = of.held.data + row * of.held.stride
+                if of.held_stride is not None:
+                    terms = held + row * of.held_stride
                 found_peak, found_rest, found_spread = far_row(
-                    of.x.data + row * of.x.stride, of.w, terms, v, h, of.z,
+                    x + row * of.x_stride, w, of.w_stride, terms, v, h, of.z,
                     per_row(of.z.outer, of.z, row),
-                    COLUMNS, DEPTH_HALVES, ENTROPY, of.held is not None,
+                    COLUMNS, DEPTH_HALVES, ENTROPY, of.held_stride is not None,
                 )  # fmt: skip
                 reference = tl.where(this, found_peak, reference)
                 rest = tl.where(this, found_rest, rest)
                 spread = tl.where(this, found_spread, spread)
-        tl.store(of.epilogue.reference.logit + rows, reference, mask=far)
+        tl.store(of.epilogue.logit + rows, reference, mask=far)
 
     peak, above = reference, rest
     if TOP1:  # the same sums against the largest logit; untouched where the reference is it
@@ -244,7 +236,7 @@ def finish_kernel(
             tl.store(out + (4 if ENTROPY else 3) * n + rows, total, mask=inside)
     else:
         found = reference, rest, spread, total, target
-        write_statistics(out, n, rows, inside, (peak, above), found, vocabulary, of.asked)
+        write_statistics(out, n, rows, inside, (peak, above), found, vocabulary, of.epilogue.asked)
 
 
 @triton.jit(do_not_specialize=["rank_stride", "n"])

@@ -13,7 +13,9 @@ suits that is not far below the largest logit. Tokens for which it is are done a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -23,10 +25,10 @@ from torch import Tensor
 from ...objective.statistics import Partials
 from ..interface import Forward, Held, Measured, partials_of
 from ..rounding import lost
-from .chosen import TOKENS, Reference, own_column
+from .chosen import TOKENS, own_column
 from .formulas import LN2, LOG2E, transformed
-from .merge import ROWS, ActOne, Epilogue, Sums, act_one, asked, measured, names
-from .records import Matrix, constant, programs_on, restored, scaling
+from .merge import ROWS, ActOne, Epilogue, act_one, asked, measured, names
+from .records import constant, matrix_of, programs_on, scaling
 from .tiles import BM, BN, OPTIONS, READ, WIDTH, WRITE, biased, each_tile, halves, has_accelerator
 from .versions import overlaps
 
@@ -51,10 +53,9 @@ def sums(z, shift, ENTROPY: tl.constexpr):
 @triton.jit
 def sum_tile(z, m, block, held, of, n, v):
     """The epilogue: sums of a tile's terms, and with `held`, the terms."""
-    to = of.to
-    rests, spreads = to.parts, to.parts + to.stride
-    totals = spreads + to.stride if to.entropy else spreads
-    peaks = totals + to.stride if to.mean else totals
+    rests, spreads = of.parts, of.parts + of.stride
+    totals = spreads + of.stride if of.asked.entropy else spreads
+    peaks = totals + of.stride if of.asked.mean else totals
     rows = m * BM + tl.arange(0, BM)
     inside = rows < n
     z = biased(z, of.z, block, v)
@@ -69,30 +70,30 @@ def sum_tile(z, m, block, held, of, n, v):
         if of.z.temperature is not None:
             factor = factor / tl.load(of.z.temperature + rows, mask=inside, other=1.0)[:, None]
         z = transformed(z, of.z, factor)
-    place = block.to(tl.int64) * to.pitch + rows
-    if to.mean:
+    place = block.to(tl.int64) * of.pitch + rows
+    if of.asked.mean:
         real = tl.where((columns < width)[None, :], z, 0.0)
         tl.store(totals + place, tl.sum(real, 1), mask=inside)
     if width < BN:
         z = tl.where((columns < width)[None, :], z, LOWEST)
-    column = own_column(of.reference, n, rows, inside) - block * BN
+    column = own_column(of, n, rows, inside) - block * BN
     if tl.max(((column >= 0) & (column < BN)).to(tl.int32), 0) > 0:
         z = tl.where(columns[None, :] == column[:, None], LOWEST, z)
-    if to.top1:  # of the others: the reference itself was summed in another order
+    if of.asked.top1:  # of the others: the reference itself was summed in another order
         tl.store(peaks + place, tl.max(z, 1), mask=inside)
 
-    shift = tl.load(of.reference.logit + rows, mask=inside, other=0.0) * LOG2E
+    shift = tl.load(of.logit + rows, mask=inside, other=0.0) * LOG2E
     left, right = halves(z)  # also where no terms are held: the sums are the same then
-    e, mass, spread = sums(left, shift, to.entropy)
+    e, mass, spread = sums(left, shift, of.asked.entropy)
     if held is not None:
         held.store([m * BM, block * BN], e.to(held.dtype))
-    e, more_mass, more_spread = sums(right, shift, to.entropy)
+    e, more_mass, more_spread = sums(right, shift, of.asked.entropy)
     if held is not None:
         held.store([m * BM, block * BN + BN // 2], e.to(held.dtype))
     mass += more_mass
     spread += more_spread
     tl.store(rests + place, mass, mask=inside)
-    if to.entropy:
+    if of.asked.entropy:
         tl.store(spreads + place, spread * LN2, mask=inside)
 
 
@@ -105,6 +106,14 @@ def product_kernel(
 
 launch_product = act_one(product_kernel, READ, **OPTIONS)
 launch_held = act_one(product_kernel, READ | {"held": WRITE}, **OPTIONS)
+
+
+@functools.cache
+def in_gluon() -> Any:
+    """gluon.py: Gluon is not in every Triton."""
+    from . import gluon
+
+    return gluon
 
 
 def can_fuse(x: Tensor, w: Tensor) -> bool:
@@ -151,24 +160,22 @@ def _act_one(
     rows = 3 + entropy + mean if vocabulary is None else 2 + len(names(needs))
     out = x.new_empty(2 + rows, n, dtype=torch.float32)
     if n:
-        blocks, pitch = -(-v // WIDTH), -(-n // 16) * 16
+        blocks, pitch, share = -(-v // WIDTH), -(-n // 16) * 16, lost(x.device, h)
         parts = x.new_empty(1 + entropy + mean + top1, blocks, pitch, dtype=torch.float32)
         logit = torch.empty_like(out[0]) if held is None else held.reference
-        reference, z = Reference(logit, out), scaling(transform)
-        sums = Sums(parts, pitch, blocks * pitch, flags.entropy, flags.mean, flags.top1)
-        share, terms = lost(x.device, h), None if held is None else held.terms
-        whole = restored(z, share) if raw is None else z._replace(restore=1 + share)
+        terms = None if held is None else held.terms
+        stride = None if terms is None else terms.stride(0)
+        z, whole, to = scaling(transform), scaling(transform, share), None
+        if raw is not None:
+            whole, to = z._replace(restore=1 + share), matrix_of(raw)
         run = launch_product if terms is None else launch_held
-        to = None if raw is None else Matrix(raw, raw.stride(0))
-        tile = None if terms is None else Matrix(terms, terms.stride(0))
         if whole.outer > LEAST_SCALE and overlaps(x.device):
-            from . import gluon  # Gluon is not in every Triton
-
-            run = gluon.launch_product if terms is None else gluon.launch_held
+            run = in_gluon().launch_product if terms is None else in_gluon().launch_held
             if raw is not None:  # written tile by tile, as terms are
-                run, terms = gluon.launch_raw, raw
-        pair, stop = (Matrix(x, x.stride(0)), Matrix(w, w.stride(0))), constant(vocabulary is None)
-        of = ActOne(*pair, tile, z, flags, stop, Epilogue(reference, whole, sums, to))
+                run, terms = in_gluon().launch_raw, raw
+        epilogue = Epilogue(logit, out, parts, pitch, blocks * pitch, whole, flags, to)
+        stop = constant(vocabulary is None)
+        of = ActOne(x.stride(0), w.stride(0), stride, z, stop, epilogue)
         programs = programs_on(x.device)
         given = x, w, terms, targets, of, first, n, v, h, float(vocabulary or 1)
         run((-(-n // TOKENS), programs, -(-n // ROWS)), *given, PROGRAMS=programs)

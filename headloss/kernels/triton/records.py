@@ -8,6 +8,7 @@ of fields: Triton 3.6 cannot compare a record that has a None in it.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ class LogitScaling(NamedTuple):
     temperature: Tensor | None  # [n]: what outer and factor are still to be divided by
     same: tl.constexpr  # z is raw
     bias: Tensor | None = None  # [v]: what a product adds to raw first
-    restore: float | None = None  # what raw is multiplied by before that, see `restored`
+    restore: float | None = None  # what raw is multiplied by before that, see `scaling`
 
 
 class Act(NamedTuple):
@@ -74,36 +75,29 @@ def matrix_of(matrix: Tensor) -> Matrix:
     return Matrix(matrix, matrix.stride(0))
 
 
-def scaling(transform: Transform) -> LogitScaling:
-    cap, scale, temperature = transform.softcap, transform.scale, transform.temperature
-    bias = transform.bias
+def scaling(transform: Transform, lost: float = 0.0) -> LogitScaling:
+    """Of raw logits; of a product that lacks a share `lost` of its size (`rounding.lost`)."""
+    temperature, bias = transform.temperature, transform.bias
+    if bias is not None:
+        found = scaling(replace(transform, bias=None))
+        return found._replace(bias=bias, restore=1 + lost if lost else None)
     if not isinstance(temperature, Tensor):
-        found = _scaling(cap, float(scale), float(temperature))
-        return found if bias is None else found._replace(bias=bias)
-    inner, outer = (None, scale) if cap is None else (scale / cap, cap)
+        return _scaling(transform.softcap, transform.scale, temperature, lost)
     temperature = temperature.to(torch.float32).contiguous()
     if temperature.data_ptr() % 16:  # some of the tokens': kernels are the same wherever they begin
         temperature = temperature.clone()
-    return LogitScaling(inner, float(outer), float(scale), temperature, NO, bias)
+    found = _scaling(transform.softcap, transform.scale, 1.0, lost)
+    return found._replace(temperature=temperature, same=NO)
 
 
 @functools.lru_cache(maxsize=256)
-def _scaling(cap: float | None, scale: float, temperature: float) -> LogitScaling:
-    inner, outer = (None, scale) if cap is None else (scale / cap, cap)
-    outer /= temperature
-    same = YES if inner is None and outer == 1 else NO
-    return LogitScaling(inner, outer, scale / temperature, None, same)
-
-
-def restored(z: LogitScaling, lost: float) -> LogitScaling:
-    """z of a raw product that lacks this share of its size (`rounding.lost`)."""
-    if not lost:
-        return z
-    if z.bias is not None:
-        return z._replace(restore=1 + lost)
-    if z.inner is not None:
-        return z._replace(inner=z.inner * (1 + lost))
-    return z._replace(outer=z.outer * (1 + lost), same=NO)
+def _scaling(cap: float | None, scale: float, temperature: float, lost: float) -> LogitScaling:
+    if cap is not None:
+        found = (scale / cap * (1 + lost), cap / temperature)
+    else:
+        found = (None, scale / temperature * (1 + lost))
+    same = YES if found == (None, 1) else NO
+    return LogitScaling(*found, scale / temperature, None, same)
 
 
 constant = {False: NO, True: YES}.__getitem__  # of a field that is known when a kernel is compiled

@@ -13,8 +13,8 @@ from ..rounding import lost
 from .chosen import target_gradient_
 from .formulas import LOG2E, act_two, transformed
 from .launch import Launcher, cdiv
-from .product import check_operands
-from .records import act, over_tiles, restored
+from .product import check_operands, in_gluon
+from .records import act, over_tiles, scaling
 from .tiles import BM, BN, OPTIONS, READ, WRITE, biased, each_tile, halves
 from .versions import overlaps
 
@@ -75,12 +75,10 @@ def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
     n, v = len(x), len(w)
     out, a = x.new_empty(n, 8 * cdiv(v, 8))[:, :v], act(backward)  # rows of whole 16 bytes
     if n:
-        of = a._replace(z=restored(a.z, lost(x.device, x.shape[1])))
+        of = a._replace(z=scaling(backward.transform, lost(x.device, x.shape[1])))
         run = launch_slab
         if overlaps(x.device):
-            from . import gluon  # Gluon is not in every Triton
-
-            run = gluon.launch_slab
+            run = in_gluon().launch_slab
         over_tiles(run, x, w, out, of)
         target_gradient_(out, a, backward.first)
     return out

@@ -58,36 +58,35 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     batch, (start, stop, first_segment, last), inputs, numbers = launch
     segments, live, device = batch.segments, batch.live, batch.targets.device
     by_segment = len(tape.phases) > 1
-    layout: list[Any] = []
-    addresses, floats, by_id = [], [0.0] * NUMBERS, by_segment
-    for values, way in inputs:
-        layout.append((way, values.dtype))
-        addresses.append(values.data_ptr())
-        by_id = by_id or way == _SEGMENT
-    for i, number in enumerate(numbers):
+    layout: list[Any] = [(way, values.dtype) for values, way in inputs]
+    addresses, floats = [values.data_ptr() for values, _ in inputs], []
+    for number in numbers:
         if isinstance(number, Tensor):
             layout.append((_SCALAR, number.dtype))
             addresses.append(number.data_ptr())
+            floats.append(0.0)
         else:
             layout.append(None)
-            floats[i] = float(number)
+            floats.append(float(number))
+    floats += [0.0] * (NUMBERS - len(floats))
     key = device, *layout
     program = tape.linked.get(key)
     if program is None:
         program = tape.linked[key] = linked(tape, tuple(layout), device)
     _, code, kinds = program
     n, size = stop - start, last - first_segment
+    by_id = by_segment or _SEGMENT in [way for _, way in inputs]
     ids = segments.ids if by_id else segments._given
     per, count = 1, max(1, -(-n // BLOCK))
     if by_segment:
         per = tape.segments_per_unit * max(1, -(-size // (tape.segments_per_unit * PROGRAMS)))
         count = max(1, -(-size // per))
-    like: Any = {"dtype": torch.float32, "device": device}
-    scratch = torch.empty(tape.registers[0] * n + tape.registers[1] * size + 1, **like)
-    measurements = len(tape.kinds)
+    registers, measurements = tape.registers, len(tape.kinds)
+    room = registers[0] * n + registers[1] * size + 1
+    scratch = torch.empty(room, dtype=torch.float32, device=device)
     results = torch.empty(measurements, dtype=torch.float64, device=device)
     shares = results if count == 1 else results.new_empty(measurements * count)
-    loss = torch.empty((), **like)
+    loss = scratch.new_empty(())
     addresses += [code] * (INPUTS - len(addresses))
     places = [code if t is None else t.data_ptr() for t in (batch.index, ids, live)]
     places.append(segments._local_counts.data_ptr())
@@ -96,7 +95,7 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     arguments = (
         code, len(tape.phases), kinds, *places, shares.data_ptr(),
         loss.data_ptr(), tape.terms, int(live is not None), n, start, size, first_segment,
-        batch._count, tape.registers[0], measurements, per, *addresses, *floats
+        batch._count, registers[0], measurements, per, *addresses, *floats
     )  # fmt: skip
     _tape(count, scratch, *arguments, BY_SEGMENT=by_segment, BLOCK=BLOCK)
     if count > 1:

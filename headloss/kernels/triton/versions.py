@@ -28,6 +28,7 @@ def version() -> str:
     return ".".join(triton.__version__.split(".")[:2])
 
 
+@functools.cache
 def overlaps(device: torch.device) -> bool:
     """Whether gluon.py runs here."""
     if device.type != "cuda" or triton.knobs.runtime.interpret:
