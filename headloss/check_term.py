@@ -78,9 +78,15 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     _check_purity(term, stats, batch, whole)
     _check_gradient(term, asked, stats, batch)
     cuts = _cuts(term, batch)
-    for name, pieces in cuts.items():
-        found = [_evaluate(term, stats.map(lambda t, r=rows: t[r]), b) for rows, b in pieces]
-        _compare(term, name, torch.cat(found), torch.cat([whole[rows] for rows, _ in pieces]))
+    for cut, pieces in cuts.items():
+        got = torch.cat([_evaluate(term, stats.map(lambda t, r=r: t[r]), b) for r, b in pieces])
+        want = torch.cat([whole[rows] for rows, _ in pieces])
+        if not torch.allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE):
+            worst = float((got - want).abs().max())
+            raise ValueError(
+                f"term {term.name}: differs by {worst:.3g} between the whole batch and {cut}; its "
+                f'scope is "{term.scope}"'
+            )
     return TermReport(
         statistics=tuple(sorted(asked.statistics & {*STATISTICS, *BESIDE})),
         fields=tuple(sorted(asked.fields - {"segments", "targets"})),
@@ -202,12 +208,3 @@ def _check_gradient(term: Term, asked: Reads, stats: Statistics, batch: PackedBa
     for name, gradient in differentiate(total, inputs).items():
         if not gradient.isfinite().all():
             raise ValueError(f"term {term.name}: has a non-finite gradient with respect to {name}")
-
-
-def _compare(term: Term, cut: str, got: Tensor, want: Tensor) -> None:
-    if not torch.allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE):
-        worst = float((got - want).abs().max())
-        raise ValueError(
-            f"term {term.name}: differs by {worst:.3g} between the whole batch and {cut}; its "
-            f'scope is "{term.scope}"'
-        )

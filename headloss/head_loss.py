@@ -251,18 +251,11 @@ def _metrics(work: Work, stats: Statistics) -> Callable[[], Metrics]:
 
 @torch.no_grad()
 def _folded(parts: Any, batch: PackedBatch, stats: Statistics, share: float) -> Metrics:
-    present, count = batch.segments.lengths > 0, batch._count
-    if batch.live is not None:
-        present[count:] = False
     one = torch.ones((), dtype=torch.float64, device=batch.targets.device)
     tokens = one * len(batch) if batch.live is None else batch.live.sum().double()
-    found = Metrics(tokens=Sum(tokens), segments=Sum(one * count * share))
+    found = Metrics(tokens=Sum(tokens), segments=Sum(one * batch._count * share))
     found["entropy"] = fold(Observed(stats.entropy, Mean), batch.live)
     for part in parts:
-        live, segments = batch.live, present
-        if part.kept is not None:
-            live = part.kept if live is None else part.kept & live
-            segments = present & (batch.segments.sum(part.kept.double()) > 0)
-        of_tokens, of_segments = part.observed(stats, batch)
-        found |= fold_all(of_tokens, live) | fold_all(of_segments, segments, share)
+        (of_tokens, live), (of_segments, present) = part.observed(stats, batch)
+        found |= fold_all(of_tokens, live) | fold_all(of_segments, present, share)
     return found

@@ -105,9 +105,9 @@ ALLOWED: dict[str, set[str]] = {
     },
     "ranks.collectives": {"reading"},
     "ranks.spread": {"ranks.collectives", "softmax"},
-    "ranks.vocabulary": {*LOGITS, "ranks", "objective.statistics", "reading"},
+    "ranks.vocabulary": {*LOGITS, "batch.segments", "ranks", "objective.statistics", "reading"},
     "ranks.agreement": {"ranks.collectives", "reading"},
-    "ranks.place": {"batch.batch", "head.checks", "head.head", "ranks"},
+    "ranks.place": {"batch.batch", "head.checks", "head.head", "kernels", "ranks"},
     "ranks.segments": {*PARTS, "losses.term", "options", "run.plan", "ranks"},
     "ranks": set(),
     "run.checks": {

@@ -233,7 +233,7 @@ class Segments:
 
 
 class Linear(torch.autograd.Function):
-    """A linear map between tokens and segments, and its adjoint."""
+    """A linear map, such as one between tokens and segments, and its adjoint."""
 
     @staticmethod
     def forward(ctx, run: Callable[..., Any], adjoint: Callable[..., Any], *values: Tensor):

@@ -69,15 +69,28 @@ class Part(NamedTuple):
         assert self.term.slopes is not None
         return [slope._replace(rate=slope.rate * times) for slope in self.term.slopes(view)]
 
-    def observed(self, stats: Statistics, batch: PackedBatch) -> list[dict[str, Observed]]:
-        """What the term and its modifiers report of each token, and of each segment."""
+    def observed(
+        self, stats: Statistics, batch: PackedBatch
+    ) -> list[tuple[dict[str, Observed], Tensor | None]]:
+        """What the term and its modifiers report of each token, and of each segment; beside it
+        which of them count, None: all."""
         seen: dict[str, Observed] = {}
         for source in (self.term, *self.term.modifiers):
             if source.observe is not None:
                 found = source.observe(stats, batch)
                 seen |= checked(source.name, found, len(batch), batch.segments.count)
         seen = {f"{self.name}/{name}": o for name, o in seen.items()}
-        return [{n: o for n, o in seen.items() if o.per == per} for per in ("token", "segment")]
+        of_segments = {name: o for name, o in seen.items() if o.per == "segment"}
+        live, kept, present = batch.live, self.kept, None
+        if of_segments:
+            present = batch.segments.lengths > 0
+            if live is not None:
+                present[batch._count :] = False
+            if kept is not None:
+                present = present & (batch.segments.sum(kept.double()) > 0)
+        if kept is not None:
+            live = kept if live is None else kept & live
+        return [({n: o for n, o in seen.items() if o.per == "token"}, live), (of_segments, present)]
 
 
 class Gradient(NamedTuple):

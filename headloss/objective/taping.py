@@ -22,7 +22,6 @@ from .bound import Part, bind, differentiate
 from .metrics import Max, Mean, Min, Observed, Sum
 from .recording import (
     ONE,
-    SEGMENTS,
     TOKENS,
     Constant,
     Node,
@@ -225,13 +224,8 @@ class _Sample:
             self.written.reported.append(Reported(name, Sum, (self._measure(op, ONE),)))
         self._fold({"entropy": Observed(stats.entropy)}, ONE)
         for part in parts:
-            of_tokens, of_segments = part.observed(stats, batch)
-            self._fold(of_tokens, ONE if part.kept is None else recorder.of(part.kept))
-            if of_segments:
-                present = batch.segments.lengths > 0
-                if part.kept is not None:
-                    present = present & (batch.segments.sum(part.kept.to(self.dtype)) > 0)
-                self._fold(of_segments, recorder.of(present), SEGMENTS)
+            for kind, (observed, kept) in enumerate(part.observed(stats, batch)):
+                self._fold(observed, ONE if kept is None else recorder.of(kept), kind)
 
     def _fold(self, observed: dict[str, Observed], mask: Operand, kind: int = TOKENS) -> None:
         """As `metrics.fold_all`: sums first."""

@@ -19,6 +19,7 @@ from torch import Tensor, distributed
 from ..batch.batch import IGNORE, MOST_IDS
 from ..head.checks import GATHER
 from ..head.head import Head, autocast_dtype
+from ..kernels import suits_product
 from .agreement import Own, agree_early
 from .spread import Spread
 from .vocabulary import WHOLE, Shard, Whole
@@ -237,7 +238,8 @@ def of_head(head: Head, hidden: Tensor, targets: Tensor | None = None) -> dict[s
     return {
         "hidden width": hidden.shape[-1],
         "dtype": f"{hidden.dtype} {head.weight.dtype} {autocast_dtype(hidden)}",
-        "layout of weight": _suits(head.weight),
+        # Ranks that differ here would plan differently.
+        "layout of weight": not head.weight.is_cuda or suits_product(head.weight),
         "hidden.requires_grad": torch.is_grad_enabled() and hidden.requires_grad,
         "vocab_size": -1 if head.vocab_size is None else head.vocab_size,
         **_of_transform(head.logit_scale, head.softcap, head.temperature),
@@ -263,14 +265,6 @@ def _sampled(hidden: Tensor, targets: Tensor | None) -> Tensor:
     at = torch.arange(len(rows), device=rows.device)
     found = rows[at, at % rows.shape[1]]
     return found if targets is None else found.masked_fill(targets.reshape(-1) == IGNORE, 0)
-
-
-def _suits(weight: Tensor) -> bool:
-    """Whether memory suits a GPU's product: ranks that differ here would plan differently."""
-    if not weight.is_cuda:
-        return True
-    rows = weight.stride(1) == 1 and weight.stride(0) * weight.element_size() % 16 == 0
-    return rows and weight.data_ptr() % 16 == 0
 
 
 def of_objective(

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, distributed
 from torch.nn.functional import dropout, pad
 
+from ..batch.segments import Linear
 from ..kernels.interface import Kernels, Measured
 from ..objective.statistics import Partials, finish, merge_all
 from ..reading import Misguessed
@@ -171,8 +173,19 @@ class Shard(Whole):
         return values if self.spread is None else values[self.spread.mine]
 
     def given(self, hidden: Tensor) -> Tensor:
-        """Hidden states as the call takes them: this rank's, or at once those of all ranks."""
-        return GatherTokens.apply(hidden, self.group, self.tokens) if self.tokens else hidden
+        """Hidden states as the call takes them: this rank's, or at once those [N, H] of all ranks,
+        in rank order. Each then takes its own rows of the gradient, which is the same on all."""
+        if not self.tokens:
+            return hidden
+        start = sum(self.tokens[: distributed.get_rank(self.group)])
+        rows = slice(start, start + len(hidden))
+
+        def gathered(own: Tensor) -> Tensor:
+            found = gather(pad(own, (0, 0, 0, max(self.tokens) - len(own))), self.group)
+            return torch.cat([part[:n] for part, n in zip(found, self.tokens, strict=True)])
+
+        # A view of the gradient would keep the others' rows alive.
+        return cast(Tensor, Linear.apply(gathered, lambda gradient: gradient[rows].clone(), hidden))
 
     def open(self, features: Sequence[Tensor]) -> Sequence[Any]:
         """Packed features that can be indexed by rows of all T tokens."""
@@ -185,8 +198,9 @@ class Shard(Whole):
     ) -> list[tuple[Tensor, Tensor]]:
         if self.spread is None:
             return head.factors(hidden, self.dropout, fixed)
-        if head.lora:  # each rank sees its own tokens alone
-            lora = (replace(x, a=SumGradient.apply(x.a, self.group)) for x in head.lora)
+        if head.lora:  # each rank sees its own tokens alone, and has a part of the gradient
+            summed_up = partial(_sum_of_gradients, self.group)
+            lora = (replace(x, a=Linear.apply(_same, summed_up, x.a)) for x in head.lora)
             head = replace(head, lora=tuple(lora))
         return head.factors(hidden, fixed=fixed)
 
@@ -202,34 +216,12 @@ class Shard(Whole):
         return hidden * kept / (1 - p)
 
 
-class SumGradient(torch.autograd.Function):
-    """The same tensor on every rank; its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx, value: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[override]
-        what, gradient = "a sum of an adapter's gradients", gradient.contiguous().clone()
-        return summed(what, gradient, ctx.group), None
+def _same(value: Tensor) -> Tensor:
+    return value.view_as(value)
 
 
-class GatherTokens(torch.autograd.Function):
-    """[N, H] of all ranks' [.., H], in rank order; each takes its own rows of the gradient, which
-    is the same on all."""
-
-    @staticmethod
-    def forward(ctx, own: Tensor, group: ProcessGroup, sizes: Sequence[int]) -> Tensor:
-        start = sum(sizes[: distributed.get_rank(group)])
-        ctx.rows = slice(start, start + len(own))
-        found = gather(pad(own, (0, 0, 0, max(sizes) - len(own))), group)
-        return torch.cat([rows[:size] for rows, size in zip(found, sizes, strict=True)])
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[override]
-        return gradient[ctx.rows].clone(), None, None  # a view would keep the others' rows alive
+def _sum_of_gradients(group: ProcessGroup, gradient: Tensor) -> Tensor:
+    return summed("a sum of an adapter's gradients", gradient.contiguous().clone(), group)
 
 
 # ---------------------------------------------------------------------- gradients of features
