@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from . import kernels
 from .head.head import Head, autocast_dtype, check_head
 from .kernels.transform import Transform
-from .objective.statistics import Partials, finish
+from .objective.statistics import finish
 from .options import Options
 from .ranks.place import Place, join_positions, local_head
 from .ranks.vocabulary import Whole
@@ -118,7 +118,7 @@ def _rows(
 ) -> tuple[Tensor, Tensor]:
     """Merge the best of each tile of columns with the best so far."""
     forward = source.tokens.forward(rows)
-    partials: Partials | None = None
+    partials: Any = None
     ids = source.tokens.targets[rows, None][:, :0]
     best = ids.to(source.dtype)
     for tile in steps(source.vocabulary, width):
@@ -129,7 +129,6 @@ def _rows(
         best, ids = torch.cat([best, values], 1), torch.cat([ids, columns + tile.start], 1)
         best, order = best.topk(min(k, best.shape[1]), dim=1)
         ids = ids.gather(1, order)
-    assert partials is not None
     _, normalizer = finish(slices.merge(partials), source.vocabulary, NOTHING)
     best, ids = slices.topk(best, ids + slices.first, k)
     logps = (best - normalizer.peak.unsqueeze(1)) - normalizer.log_sum.unsqueeze(1)

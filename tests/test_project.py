@@ -107,7 +107,7 @@ ALLOWED: dict[str, set[str]] = {
     "ranks.spread": {"ranks.collectives", "softmax"},
     "ranks.vocabulary": {*LOGITS, "batch.segments", "ranks", "objective.statistics", "reading"},
     "ranks.agreement": {"ranks.collectives", "reading"},
-    "ranks.place": {"batch.batch", "head.checks", "head.head", "kernels", "ranks"},
+    "ranks.place": {"batch.batch", "head.head", "head.parts", "kernels", "ranks"},
     "ranks.segments": {*PARTS, "losses.term", "options", "run.plan", "ranks"},
     "ranks": set(),
     "run.checks": {

@@ -161,9 +161,8 @@ class Packed:
         self, ids: Tensor, *, width: int | None = None, offsets: Tensor | None = None
     ) -> None:
         self.ids, self.width = ids, width
-        if width is not None:
-            offsets = torch.arange(0, len(ids) + 1, width, device=ids.device)
-        assert offsets is not None
+        if offsets is None:
+            offsets = torch.arange(0, len(ids) + 1, width or 1, device=ids.device)
         self.offsets = offsets
         self._ends: list[int] | None = None
         self._free: dict[tuple[int | None, int | None], Tensor] = {}

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .lora import Lora
+from .parts import Lora
 
 Fields = dict[str, Any]  # arguments of Head
 

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from ..arguments import check_dense, check_device
 from .adapters import read_model, read_module
-from .checks import check_matrix, check_number, check_plain, describe
-from .lora import Dropout, Fixed, Lora
+from .parts import Dropout, Fixed, Lora, check_matrix, check_number, check_plain, describe
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

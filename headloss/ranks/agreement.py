@@ -87,7 +87,6 @@ class Agreement:
     Args:
         quiet: what is wrong is not raised here: another group's records follow and say so, or the
             call is made again.
-        known: what calls went by, of which one like this will be one.
         behind: the group whose records came before, which this one's follow.
         digest: what a call goes by, of what the ranks said; ValueError where nothing will do.
     """
@@ -101,7 +100,6 @@ class Agreement:
         act: Callable[[], Any],
         describe: Callable[..., Facts],
         quiet: bool = False,
-        known: Mapping[tuple, Any] | None = None,
         behind: ProcessGroup | None = None,
         digest: Callable[[Own], Any] | None = None,
     ) -> None:
@@ -111,7 +109,7 @@ class Agreement:
         try:
             self.result = act()
             self.facts = describe(self.result)
-            said = known.get(self.kind) if known and quiet and digest is None else None
+            said = _KNOWN[group].get(self.kind) if quiet and digest is None else None
             expects = 0 if said is None else _expects(tuple(zip(*said.values(), strict=True)))
             record = self.facts.record(device, expects=expects)
         except Exception as caught:  # whatever it is: the others must not wait for this rank
@@ -275,7 +273,7 @@ def agree_early(
         return result, said
     early = group in _CALLS and not (quiet and wait)
     quiet, given = quiet and early, (name, group, act, lambda made: Facts(same(made), own(made)))
-    found = Agreement(*given, quiet, known, behind, digest)
+    found = Agreement(*given, quiet, behind, digest)
     if quiet:
         _CALLS[group] = found
         if found.error is not None or (found.kind not in known and found.said is None):

@@ -119,7 +119,7 @@ class SpreadRows:
     def __init__(self, own: Tensor, spread: Spread) -> None:
         self.own, self.spread = own, spread
         self.dtype, self.shape = own.dtype, (len(spread), own.shape[1])
-        self._rows: slice | None = None
+        self._rows = slice(0, 0)
         self._held = own[:0]
 
     def __len__(self) -> int:
@@ -127,11 +127,10 @@ class SpreadRows:
 
     def __getitem__(self, rows: Rows) -> Tensor:
         if isinstance(rows, Tensor):
-            assert self._rows is not None
             return self._held[rows - self._rows.start]
         start, stop, _ = rows.indices(len(self))
         held = self._rows
-        if held is None or start < held.start or stop > held.stop:
+        if start < held.start or stop > held.stop:
             held = self._rows = slice(start, stop)
             self._held = self.own[:0]  # before the next one is made
             self._held = self.spread.gather(self.own, held)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,8 +43,7 @@ def _candidates(
     work: Work, key: object, field: str, at: Transform, heads_own: bool, tail: bool
 ) -> Candidates:
     batch, prepared = work.batch, work.prepared
-    ids = batch.as_given(field)
-    assert ids is not None
+    ids: Any = batch.as_given(field)
     return Candidates(
         key=key,
         ids=ids,
@@ -77,8 +77,8 @@ def _dense(work: Work, teacher: Teacher) -> DenseTeacher:
 
 def _of_hidden(work: Work, teacher: Teacher, size: int) -> tuple[LinearSoftmax, Transform]:
     """Logits from a teacher's hidden states and its head."""
-    assert teacher.head is not None
-    batch, slices, head = work.batch, work.slices, local_head(teacher.head)
+    given: Any = teacher.head
+    batch, slices, head = work.batch, work.slices, local_head(given)
     width = head.weight.shape[1]
     states = wide_field("teacher_hidden", batch, width, "the teacher head's width")
     if head.vocab_group is None and head.vocabulary != work.vocabulary:

@@ -1,13 +1,21 @@
-"""Checks of what a head is made of."""
+"""What a head is made of: adapters, and what these and its tensors must be.
+
+V vocabulary rows, H hidden width, r the rank of an adapter; T tokens.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..arguments import check_dense
+from ..softmax.products import Fixed, WideLinear
 
+Dropout = Callable[[Tensor, float], Tensor]
 GATHER = (
     "call inside the forward of the module that FSDP2 wraps, where the weight is whole, or gather "
     'it with full_tensor(grad_placements=[Partial("avg")] * device_mesh.ndim), whose backward '
@@ -56,3 +64,46 @@ def check_plain(name: str, value: Tensor) -> None:
             f"{name}: got a DTensor placed {getattr(value, 'placements', ())}, want a plain "
             f"tensor; {GATHER}; or pass this rank's rows with vocab_group"
         )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Lora:
+    """A low-rank adapter on the head: raw += scaling * dropout(hidden) @ a.T @ b.T.
+
+    Hu et al. 2021, https://arxiv.org/abs/2106.09685. Gradients reach `a` and `b`; the merged weight
+    is never built.
+
+    Attributes:
+        a: [r, H], the down projection; what it gives is not rounded to its dtype.
+        b: [V, r], the up projection.
+        scaling: alpha / r, or alpha / sqrt(r) for rank-stabilised adapters.
+        dropout: probability in [0, 1) of dropping an input feature. It is applied in every call:
+            `Head.of` sets it to 0 for a module in eval mode.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_matrix("lora.a", self.a, "[r, H]")
+        check_matrix("lora.b", self.b, "[V, r]")
+        if self.b.shape[1] != self.a.shape[0]:
+            raise ValueError(
+                f"lora.b: got shape {tuple(self.b.shape)}, want [V, {self.a.shape[0]}] for a of "
+                f"shape {tuple(self.a.shape)}"
+            )
+        if self.b.dtype != self.a.dtype:
+            raise ValueError(f"lora.b: got {self.b.dtype}, want the dtype of a, {self.a.dtype}")
+        check_number("lora.scaling", self.scaling)
+        if not 0 <= check_number("lora.dropout", self.dropout) < 1:
+            raise ValueError(f"lora.dropout: got {self.dropout}, want 0 <= dropout < 1")
+
+    def features(
+        self, hidden: Tensor, dropout: Dropout = F.dropout, fixed: Fixed | None = None
+    ) -> Tensor:
+        """[T, H] to [T, r]: scaling * dropout(hidden) @ a.T, in float32 or float64."""
+        if self.dropout:
+            hidden = dropout(hidden, self.dropout)
+        return self.scaling * WideLinear.apply(hidden, self.a, fixed)
