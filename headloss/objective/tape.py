@@ -100,13 +100,10 @@ class Tape:
         ]  # fmt: skip
         vectors, measured, loss = _runner(backend)(self, (batch, part, inputs, numbers))
         found = dict(zip(self.vectors, vectors, strict=True))
-        slopes = [found.pop(source, None) for source in COEFFICIENTS]
-        divergences = {}
-        if found:
-            teachers = list(stats.divergences)
-            divergences = {teachers[k]: slope for (_, k), slope in found.items()}
-        metrics = partial(self.metrics, measured)
-        return Gradient(Coefficients(*slopes), divergences, measured, loss, metrics)
+        slopes = Coefficients(*[found.pop(source, None) for source in COEFFICIENTS])
+        teachers = list(stats.divergences)
+        divergences = {teachers[k]: slope for (_, k), slope in found.items()}
+        return Gradient(slopes, divergences, measured, loss, partial(self.metrics, measured))
 
 
 @cache

@@ -115,7 +115,9 @@ def linear_call(given: Given, early: bool = False) -> Call:
     elif (plan.terms or prepared.problem.differences) and not prepared.readable:
         x = x.clone(memory_format=torch.contiguous_format)
     fixed = prepared.acts.fixed_product if options.batch_invariant else None
-    pairs = slices.factors(head, x, fixed) if head.lora else [(x, head.weight)]
+    tensors = [x, head.weight]
+    if head.lora:
+        tensors = [tensor for pair in slices.factors(head, x, fixed) for tensor in pair]
     work.open = partial(
         ExpSoftmax if plan.terms else LinearSoftmax,
         tokens=of_tokens,
@@ -135,7 +137,7 @@ def linear_call(given: Given, early: bool = False) -> Call:
         Hidden if slices.group is None else slices.hidden,
     )
     work.sums = RowSums
-    return work, [*[tensor for pair in pairs for tensor in pair], head.bias]
+    return work, [*tensors, head.bias]
 
 
 def given_call(given: GivenLogits) -> Call:

@@ -3,6 +3,7 @@ values, addresses and the number of tokens."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import replace
 
@@ -25,9 +26,8 @@ def of_linear(
         isinstance(hidden, Tensor) and isinstance(batch, Batch) and isinstance(options, Options)
     ):
         return None
-    if hidden.is_meta or hidden.layout != torch.strided or hidden.is_nested:
-        return None
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    strange = hidden.is_meta or hidden.layout != torch.strided or hidden.is_nested
+    if strange or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return None
     device, shape, temperature, adapters = hidden.device, hidden.shape, head.temperature, head.lora
     return (
@@ -56,10 +56,15 @@ def of_tensor(tensor: Tensor) -> tuple:
         tensor.dtype,
         tensor.device,
         tensor.requires_grad,
-        # a stride of 1 is none of the others that 8 divides
-        tuple([s if s == 1 else 8 * (s % 8 == 0) for s in tensor.stride()]),
+        tuple(map(_aligned, tensor.stride())),
         tensor.is_meta or tensor.data_ptr() % 16 == 0,
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _aligned(stride: int) -> int:
+    """What counts of it: a stride of 1 is none of the others that 8 divides or not."""
+    return stride if stride == 1 else 8 * (stride % 8 == 0)
 
 
 def of_mode(device: torch.device) -> tuple:

@@ -22,7 +22,7 @@ from ..objective.tape import Taped
 from ..objective.tolerance import Tolerance
 from ..softmax.linear import RawSoftmax
 from ..softmax.rows import ALL, of_several
-from .plan import Chunk, Plan
+from .plan import Plan
 from .prepare import Prepared
 
 Gradients = list[Tensor | None]
@@ -93,15 +93,12 @@ class Work:
         given = packing.targets, self.transform.temperature, support and support.ids
         return [value for value in given if isinstance(value, Tensor)]
 
-    def gradient(
-        self, stats: Statistics, block: Chunk | None = None, needed: bool = True
-    ) -> Gradient:
-        """The objective's coefficients on some tokens; on all of them without a block."""
-        found = self.bound.gradient(stats, self.batch, block, needed)
+    def gradient(self, stats: Statistics, needed: bool) -> Gradient:
+        """The objective's coefficients on all tokens."""
+        found = self.bound.gradient(stats, self.batch, None, needed)
         if self.tolerance is None or not needed:
             return found
-        rows = ALL if block is None else block.rows
-        return self.tolerance(found, stats, rows, self.bound.scale)
+        return self.tolerance(found, stats, ALL, self.bound.scale)
 
     def live(self, gradient: Gradient) -> Tensor | None:
         """[n] bool, the rows that carry a gradient, if the others are to be left out (law 5)."""

@@ -343,8 +343,7 @@ class ExpSoftmax(LinearSoftmax):
         chosen = self._chosen(rows, ALL, known) if self.beside else []
         if backward.is_multiple:
             least = chosen[0].slopes.abs().amax(1) if chosen else None
-            made = acts.held_multiple_(held, backward, x=x, order=order, least=least)
-            multiple, features = made
+            multiple, features = acts.held_multiple_(held, backward, x=x, order=order, least=least)
         else:
             acts.held_gradient_(held, backward, order=order)
         for sparse in chosen:

@@ -75,7 +75,7 @@ class Launcher:
         self.tiles = {i: given[name] for i, name in enumerate(kernel.arg_names) if name in given}
         self.direct = isinstance(kernel, JITFunction) and version() in VERSIONS
         self.turns: tuple[Launcher, ...] = (self,)
-        self.known: dict[tuple[Any, ...], list[Known | None]] = {}
+        self.known: dict[tuple[Any, ...], list[tuple[Launcher, Known | None]]] = {}
         _launchers.append(self)
 
     def __call__(self, programs: int | Sequence[int], *arguments: Any, **constants: Any) -> None:
@@ -83,31 +83,31 @@ class Launcher:
         if describe is None:
             describe = self.describe = describer(arguments)
         key, values = describe(constants, *arguments)
-        device = key[0]
-        if 0 <= device != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):
-                return self(programs, *arguments, **constants)
+        known, device = self.known.get(key), key[0]
         counts = (programs,) if type(programs) is int else programs
         runtime = triton.knobs.runtime  # type: ignore[attr-defined]
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # a profiler's, say
         watched = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
-        usual = self.direct and device >= 0 and not watched
-        known = self.known.get(key) if usual else None
-        if known is None:
+        if 0 <= device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                return self(programs, *arguments, **constants)
+        if known is None or watched:
             turns = zip(self.turns, counts, strict=True)
-            made = [(turn._slowly(n, arguments, constants), turn.tiles) for turn, n in turns]
-            if usual:
-                ready, count = VERSIONS[version()], len(arguments)
-                self.known[key] = [ready(compiled, count, tiles) for compiled, tiles in made]
+            made = [(turn._slowly(n, arguments, constants), turn) for turn, n in turns]
+            if self.direct and device >= 0 and not watched:
+                ready, n = VERSIONS[version()], len(arguments)
+                self.known[key] = [(turn, ready(one, n, turn.tiles)) for one, turn in made]
             return
         stream = _stream(device)
-        for turn, count, ready in zip(self.turns, counts, known, strict=True):
+        for (turn, ready), count in zip(known, counts, strict=True):
             if ready is None or turn.kernel.pre_run_hooks:
                 turn._slowly(count, arguments, constants)
                 continue
             given = ready.with_maps(values, arguments, turn.tiles) if turn.tiles else values
-            rest = (*given, *ready.constants)
-            ready.launch(count, 1, 1, stream, *ready.fixed, *((rest,) if ready.packed else rest))
+            if ready.packed:
+                ready.launch(count, 1, 1, stream, *ready.fixed, (*given, *ready.constants))
+            else:
+                ready.launch(count, 1, 1, stream, *ready.fixed, *given, *ready.constants)
 
     def _slowly(self, programs: int, arguments: Values, constants: dict[str, Any]) -> Any:
         given = list(arguments)
@@ -250,22 +250,17 @@ def kind(number: float | None) -> Any:
 
 
 class Known:
-    """A compiled kernel, ready to be sent.
-
-    Args:
-        launch: Triton's launcher in C, which takes the programs, the stream, what is `fixed`, and
-            the arguments and constants, one by one or as one tuple (`packed`).
-        layouts: of a tile in shared memory: its swizzle, the size and the type of its elements, its
-            block.
-        compiled: it is unloaded when nobody holds it.
-    """
+    """A compiled kernel, ready to be sent: Triton's launcher in C takes the programs, the stream,
+    what is `fixed`, and the arguments and constants, one by one or as one tuple (`packed`)."""
 
     def __init__(
         self, launch: Any, fixed: Values, constants: Values, packed: bool, layouts: list[Values],
         compiled: object
     ) -> None:  # fmt: skip
         self.launch, self.fixed, self.constants, self.packed = launch, fixed, constants, packed
-        self.layouts, self.compiled = layouts, compiled
+        # Of a tile in shared memory: its swizzle, the size and the type of its elements, its block.
+        self.layouts = layouts
+        self.compiled = compiled  # it is unloaded when nobody holds it
         self.maps: dict[tuple[Any, ...], list[Any]] = {}
 
     def with_maps(self, values: Values, arguments: Values, tiles: dict[int, Tile]) -> Values:

@@ -22,9 +22,9 @@ PROGRAMS = 2048  # at most, where a program takes whole segments
 _SCALAR, _SEGMENT = int(Way.SCALAR), int(Way.SEGMENT)
 
 
-def linked(tape: Tape, layout: Layout, device: torch.device) -> tuple[Tensor, int, int]:
+def linked(tape: Tape, layout: Layout, device: torch.device) -> tuple[Tensor, int, int, bool]:
     """The phases' heads, the instructions, and the kinds of measurements as one vector of int32,
-    its address and that of the kinds."""
+    its address and that of the kinds; and whether tokens ask for their segments."""
     heads: list[list[int]] = []
     rows: list[list[int]] = []
     begin = len(tape.phases)
@@ -34,7 +34,8 @@ def linked(tape: Tape, layout: Layout, device: torch.device) -> tuple[Tensor, in
     kinds = [int(kind) for kind in tape.kinds] + [0] * (MEASUREMENTS - len(tape.kinds))
     table = [number for row in (*heads, *rows, kinds) for number in row]
     code = torch.tensor(table, dtype=torch.int32, device="cpu").to(device)
-    return code, code.data_ptr(), code.data_ptr() + 4 * WIDTH * begin
+    by_id = len(tape.phases) > 1 or _SEGMENT in [form[0] for form in layout if form is not None]
+    return code, code.data_ptr(), code.data_ptr() + 4 * WIDTH * begin, by_id
 
 
 def _encoded(row: Row, inputs: int, layout: Layout) -> list[int]:
@@ -73,9 +74,8 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     program = tape.linked.get(key)
     if program is None:
         program = tape.linked[key] = linked(tape, tuple(layout), device)
-    _, code, kinds = program
+    _, code, kinds, by_id = program
     n, size = stop - start, last - first_segment
-    by_id = by_segment or _SEGMENT in [way for _, way in inputs]
     ids = segments.ids if by_id else segments._given
     per, count = 1, max(1, -(-n // BLOCK))
     if by_segment:
