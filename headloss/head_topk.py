@@ -93,7 +93,7 @@ def _topk(
         slices.size or head.vocabulary,
         compute_dtype=compute,
     )
-    tokens, device = len(x), hidden.device
+    tokens = len(x)
     problem = Problem(
         tokens=tokens,
         width=x.shape[1],
@@ -105,12 +105,10 @@ def _topk(
         on_gpu=x.is_cuda,
     )
     tile = make_plan(problem, replace(options, schedule="auto"), "reference").tile
-    ids = torch.empty(tokens, k, dtype=torch.int64, device=device)
-    logps = torch.empty(tokens, k, dtype=source.dtype, device=device)
+    ids, logps = (x.new_empty(tokens, k, dtype=dtype) for dtype in (torch.int64, source.dtype))
     for rows in steps(tokens, tile.rows):
         ids[rows], logps[rows] = _rows(source, rows, tile.columns, k, slices)
-    shape = (*hidden.shape[:-1], k)
-    return HeadTopk(ids.view(shape), logps.view(shape))
+    return HeadTopk(*(found.view(*hidden.shape[:-1], k) for found in (ids, logps)))
 
 
 def _rows(

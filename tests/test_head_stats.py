@@ -428,3 +428,32 @@ def test_options_in_a_compiled_graph():
         with pytest.raises(Exception, match=match):
             compiled(x, options)
     torch._dynamo.reset()
+
+
+def test_a_compiled_graph_serves_any_number_of_tokens():
+    """Of the parameters of a module, which are read inside: nothing is compiled anew."""
+    from torch._dynamo.testing import CompileCounter
+
+    linear, counter = torch.nn.Linear(H, V).double(), CompileCounter()
+
+    def step(x: Tensor, targets: Tensor, ids: Tensor) -> Tensor:
+        batch = hl.Batch(targets, candidate_ids=ids)
+        found = hl.head_stats(x, hl.Head.of(linear), batch, None, ("logp", "candidate_logps"))
+        assert found.candidate_logps is not None
+        return found.logp.sum() + found.candidate_logps.exp().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
+    for n in (5, 7):
+        x = torch.randn(2, n, H, dtype=torch.float64, requires_grad=True)
+        targets = torch.randint(V, (2, n))
+        ids = (targets.unsqueeze(-1) + torch.arange(3)) % V
+        log_p = linear(x).log_softmax(-1)
+        want = log_p.gather(-1, targets.unsqueeze(-1)).sum() + log_p.gather(-1, ids).exp().sum()
+        got = compiled(x, targets, ids)
+        torch.testing.assert_close(got, want)
+        leaves = (x, linear.weight)
+        for a, b in zip(*(torch.autograd.grad(t, leaves) for t in (got, want)), strict=True):
+            torch.testing.assert_close(a, b)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()

@@ -303,8 +303,8 @@ def _check_segments(segments: Segments, of: str, value: Tensor) -> None:
 
 def check_ids(name: str, ids: Tensor, shape: torch.Size, most: int | None = None) -> None:
     """ValueError or TypeError where ids of positions of a shape are not [.., K] integers."""
-    want = f"{(*shape, 'K')} with " + ("K >= 1" if most is None else f"1 <= K <= {most}")
     if ids.shape[:-1] != shape or not 1 <= ids.shape[-1] <= (most or ids.shape[-1]):
+        want = f"{(*shape, 'K')} with {'K >= 1' if most is None else f'1 <= K <= {most}'}"
         raise ValueError(f"{name}: got shape {tuple(ids.shape)}, want {want}")
     if not is_integers(ids):
         raise TypeError(f"{name}: got {ids.dtype}, want integers")

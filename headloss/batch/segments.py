@@ -263,7 +263,8 @@ def _check_values(values: Tensor, of: str, shape: tuple[int, ...]) -> None:
 
 def _integer(name: str, value: object, least: int | None = None) -> int:
     try:
-        found = operator.index(value)  # type: ignore[arg-type]
+        # The index of a size that changes under a compiled graph would be a constant there.
+        found = value if isinstance(value, int) else operator.index(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         found = None
     if found is None or isinstance(value, bool):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..arguments import check_dense
 from ..softmax.products import Fixed, WideLinear
@@ -44,8 +44,8 @@ def check_matrix(name: str, value: object, shape: str) -> None:
         raise TypeError(f"{name}: got {describe(value)}, want a tensor {shape}")
     check_dense(name, value)
     # Quantised weights are integers, or classes of their own that pose as a floating dtype.
-    foreign = type(value).__module__.partition(".")[0] != "torch"
-    if not value.is_floating_point() or foreign:
+    own = type(value) in (Tensor, nn.Parameter) or type(value).__module__.startswith("torch.")
+    if not value.is_floating_point() or not own:
         raise TypeError(
             f"{name}: got {value.dtype} in a {type(value).__module__}.{type(value).__name__}, want "
             "a plain floating tensor; a quantised head has to be dequantised first"

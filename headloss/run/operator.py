@@ -171,7 +171,7 @@ def _head_stats(
 @_head_stats.register_fake
 def _(tensors, sizes, numbers, spelt):
     named, (hidden, *_) = _named(tensors, spelt)
-    count, dtype = len(named["targets"]), torch.promote_types(hidden.dtype, torch.float32)
+    count, dtype = named["targets"].shape[0], torch.promote_types(hidden.dtype, torch.float32)
     shapes = [(count,)] * 5
     if "candidate_ids" in named:
         shapes += [(count, named["candidate_ids"].shape[1] + 1), (count, 2)]
