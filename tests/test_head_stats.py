@@ -435,10 +435,12 @@ def test_a_compiled_graph_serves_any_number_of_tokens():
     from torch._dynamo.testing import CompileCounter
 
     linear, counter = torch.nn.Linear(H, V).double(), CompileCounter()
+    a, b = (torch.randn(*s, dtype=torch.float64).requires_grad_() for s in ((3, H), (V, 3)))
 
     def step(x: Tensor, targets: Tensor, ids: Tensor) -> Tensor:
         batch = hl.Batch(targets, candidate_ids=ids)
-        found = hl.head_stats(x, hl.Head.of(linear), batch, None, ("logp", "candidate_logps"))
+        head = hl.Head.of(linear, lora=(hl.Lora(a=a, b=b, scaling=0.5),))
+        found = hl.head_stats(x, head, batch, None, ("logp", "candidate_logps"))
         assert found.candidate_logps is not None
         return found.logp.sum() + found.candidate_logps.exp().sum()
 
@@ -448,12 +450,12 @@ def test_a_compiled_graph_serves_any_number_of_tokens():
         x = torch.randn(2, n, H, dtype=torch.float64, requires_grad=True)
         targets = torch.randint(V, (2, n))
         ids = (targets.unsqueeze(-1) + torch.arange(3)) % V
-        log_p = linear(x).log_softmax(-1)
+        log_p = (linear(x) + 0.5 * x @ a.T @ b.T).log_softmax(-1)
         want = log_p.gather(-1, targets.unsqueeze(-1)).sum() + log_p.gather(-1, ids).exp().sum()
         got = compiled(x, targets, ids)
         torch.testing.assert_close(got, want)
-        leaves = (x, linear.weight)
-        for a, b in zip(*(torch.autograd.grad(t, leaves) for t in (got, want)), strict=True):
-            torch.testing.assert_close(a, b)
+        found = [torch.autograd.grad(t, (x, linear.weight, a, b)) for t in (got, want)]
+        for mine, true in zip(*found, strict=True):
+            torch.testing.assert_close(mine, true)
     assert counter.frame_count == 1
     torch._dynamo.reset()
