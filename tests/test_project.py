@@ -84,8 +84,7 @@ ALLOWED: dict[str, set[str]] = {
     "objective.elsewhere": {*PARTS, "losses.identity", *TERMS},
     "objective.bound": {*PARTS, "losses.term", "objective.sample"},
     "objective.recording": {"kernels", "batch.segments"},
-    "objective.plain": {"kernels", "batch.packing", "batch.segments", "objective.recording"},
-    "objective.tape": {*PARTS, *TERMS, "kernels", "objective.plain", "objective.recording"},
+    "objective.tape": {*PARTS, *TERMS, "kernels", "objective.recording"},
     "objective.taping": {
         *PARTS,
         *TERMS,

@@ -55,7 +55,7 @@ def _encoded(row: Row, inputs: int, layout: Layout) -> list[int]:
 
 
 def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
-    """As `plain.run_plain`, for registers in float32: two launches, or one for few tokens."""
+    """As the tape's `run_plain`, for registers in float32: two launches, or one for few tokens."""
     batch, (start, stop, first_segment, last), inputs, numbers = launch
     segments, live, device = batch.segments, batch.live, batch.targets.device
     by_segment = len(tape.phases) > 1
