@@ -77,8 +77,8 @@ ALLOWED: dict[str, set[str]] = {
     "losses.values": {"losses", *PARTS, "objective.bound"},  # packs what it is given, and weighs it
     "losses.catalogue": {"losses", *PARTS},  # traces the terms on a sample
     "kernels": {"kernels", "objective.divergence", "objective.statistics"},
-    "run.pieces": {"batch.segments"},
-    "run.plan": {"options", "run.pieces"},
+    "run.pieces": {"batch.segments", "softmax.products"},
+    "run.plan": {"options", "run.pieces", "softmax.products"},
     "head": {"arguments", "head", "softmax.products"},
     "objective.sample": {*PARTS, "losses.term"},
     "objective.elsewhere": {*PARTS, "losses.identity", *TERMS},

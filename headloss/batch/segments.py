@@ -58,9 +58,8 @@ class Segments:
         # not kept: a graph that is captured would own them.
         self._given, self._like = ids, like
         self.count, self.group = count, group
-        made = made and (ids is None or not torch.compiler.is_compiling())
-        self._made = made  # a graph knows of no version
-        self._version = _version(ids) if self._made and ids is not None else 0
+        own = made and (ids is None or not torch.compiler.is_compiling())
+        self._made = _version(ids) if own else None  # a graph knows of no version
         # This rank's tokens per segment; given only for a vector that is sorted by segment.
         self._counts = counts
         self._sorted = counts is not None
@@ -73,12 +72,12 @@ class Segments:
 
     @ids.setter
     def ids(self, ids: Tensor) -> None:
-        self._given, self._made = ids, False
+        self._given, self._made = ids, None
 
     @property
     def made(self) -> bool:
         """Whether ids are this class's own and unchanged, so that each is in its range."""
-        return self._made and self._version == _version(self._given)
+        return self._made == _version(self._given)
 
     def __repr__(self) -> str:
         return f"Segments(count={self.count}, shape={tuple(self.ids.shape)})"

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..options import Options
+from ..softmax.products import GRAIN, PARTS
 from .pieces import (
     CANDIDATE_BYTES,
-    GRAIN,
     PAIR_BYTES,
-    PARTS,
     WAVE_TILE,
     Chunk,
     Problem,

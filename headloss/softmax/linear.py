@@ -22,10 +22,10 @@ from ..objective.bound import Gradient
 from ..objective.statistics import PEAK, Coefficients, Normalizer, Partials
 from ..reading import Reading
 from . import products
+from .products import GRAIN, PARTS
 from .rows import ALL, Known, RowGradient, Rows, compact_
 
 MOST = 15 / 16  # rows of a GPU: to leave out fewer costs more than it saves
-PARTS, GRAIN = 8, 128  # a share of a slab's tokens, whose logits are in memory at once
 
 
 class Wants(NamedTuple):

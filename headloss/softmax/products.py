@@ -20,6 +20,8 @@ WIDE = torch.float32, torch.float64
 Fixed = Callable[..., Tensor]  # `Kernels.fixed_product`, if a row may not depend on others
 LARGE = 1 << 25  # elements of dX: for more of them Hopper's library takes slower tiles
 BLOCK_ELEMENTS = 1 << 22  # of a matrix, widened at a time
+GRAIN = 128  # rows of a chunk and columns of a slab are multiples of it, which suits the products
+PARTS = 8  # of a slab's tokens beside a teacher: the logits of one are in memory at once
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
