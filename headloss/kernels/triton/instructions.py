@@ -101,7 +101,7 @@ def measured(op, x, y, kept, slot, segments, program):
 
 
 @triton.jit
-def over_segments(op, x, y, i, inside, size, high):
+def over_segments(op, x, y, i, inside, size):
     """FIRST, SECOND and PAIR at segments i; x and y are registers."""
     first, second = i & ~1, i | 1
     paired = second < size
@@ -127,13 +127,7 @@ def store_totals(into, values, counts, low, high, start, BLOCK: tl.constexpr):
         start = end
 
 
-ARGUMENTS = ["scratch", "code", "phases", "kinds", "index", "ids", "live", "counts", "shares"]
-ARGUMENTS += ["loss", "terms", "has_live", "n", "first", "size", "first_segment", "segments"]
-ARGUMENTS += ["token_registers", "measurements", "per"]
-ARGUMENTS += [f"i{k}" for k in range(INPUTS)] + [f"f{k}" for k in range(NUMBERS)]
-
-
-@triton.jit(do_not_specialize=ARGUMENTS)
+@triton.jit(do_not_specialize=range(20 + INPUTS + NUMBERS))  # none of its arguments
 def tape_kernel(
     scratch,  # float32
     code, phases, kinds, index, ids, live, counts, shares, loss,  # addresses
@@ -235,7 +229,7 @@ def tape_kernel(
                         store_totals(into, values, counts, s_low, s_high, t_low, BLOCK)
                     elif op >= FIRST:
                         x, y = own + a * length, own + b * length
-                        value = over_segments(op, x, y, i, inside, size, high)
+                        value = over_segments(op, x, y, i, inside, size)
                         tl.store(into + i, value, mask=inside)
                 tl.debug_barrier()  # other threads may read what these wrote
     if programs == 1:
