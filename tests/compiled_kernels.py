@@ -41,7 +41,7 @@ from headloss.kernels.interface import (
 )
 from headloss.kernels.pair import Chosen, Compared, Differences, Divergence, Outcomes, Pair, Side
 from headloss.kernels.transform import Transform
-from headloss.kernels.triton import beside, given, launch, product, slab, tape, tiles, versions
+from headloss.kernels.triton import beside, given, launch, product, tape, tiles, versions
 from headloss.objective.statistics import Coefficients, Normalizer, Partials
 
 ALL = frozenset({"logp", "lse", "entropy", "mean_logit", "top1"})
@@ -92,7 +92,7 @@ def pretend(target: GPUTarget, number: int) -> None:
     fuses = tiles.has_accelerator(torch.device("cuda", 0))
     overlapping = versions.overlaps(torch.device("cuda", 0))
     tiles.can_fuse = acts.can_fuse = lambda x, w: fuses and x.element_size() == 2
-    for module in (product, slab, beside):
+    for module in (product, beside):
         module.overlaps = lambda device: overlapping
     clusters = versions.has_clusters(torch.device("cuda", 0))
     given.has_clusters = lambda device: clusters

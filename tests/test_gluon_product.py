@@ -14,7 +14,6 @@ from headloss.kernels import triton as triton_backend
 from headloss.kernels.interface import Backward, Forward, Held
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton import product as triton_product
-from headloss.kernels.triton import slab as triton_slab
 
 HERE = torch.device(DEVICE)
 needs_hopper = pytest.mark.skipif(
@@ -116,7 +115,7 @@ def test_the_same_slabs(monkeypatch, n, h, v, dtype, transform, which):
     given = Backward(targets, 0, forward.transform, normalizer, c, stats.logp)
     found = []
     for overlaps in (True, False):
-        monkeypatch.setattr(triton_slab, "overlaps", lambda device, to=overlaps: to)
+        monkeypatch.setattr(triton_product, "overlaps", lambda device, to=overlaps: to)
         found.append(triton_backend.product_gradient(x, w, given))
     torch.testing.assert_close(*found, rtol=2 * torch.finfo(dtype).eps, atol=3e-6)
     assert (found[0] != found[1]).float().mean() < 0.01

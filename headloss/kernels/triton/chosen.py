@@ -39,12 +39,9 @@ def references_kernel(
     column = tl.where(inside, target, tl.abs(target % v)).to(tl.int64)
     at_row = x + tl.where(real, row, 0) * of.x_stride
     logit = dots(at_row, w + column * of.w_stride, real, h, TOKENS)
-    outer = of.z.outer
-    if of.z.temperature is not None:
-        outer = outer / tl.load(of.z.temperature + row, mask=real, other=1.0)
     if of.z.bias is not None:
         logit += tl.load(of.z.bias + column, mask=real, other=0.0).to(tl.float32)
-    logit = transformed(logit, of.z, outer)
+    logit = transformed(logit, of.z, per_row(of.z.outer, of.z, row, real))
     to = of.epilogue.more + row
     tl.store(of.epilogue.logit + row, logit, mask=real)
     tl.store(to, tl.where(inside, logit, float("-inf")), mask=real)

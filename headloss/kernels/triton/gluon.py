@@ -1,4 +1,4 @@
-"""The products of product.py and slab.py for Hopper, in Gluon, with epilogues that overlap.
+"""The products of product.py for Hopper, in Gluon, with epilogues that overlap.
 
 One warp brings slices of x and w into a ring in shared memory. Two groups of four warps read the
 same slices of w, and each multiplies half of the rows. Only the ring ties them together: while one
@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from . import formulas, tiles
+from . import chosen, formulas, merge, tiles
 from .formulas import LN2, LOG2E
 from .launch import Launcher, Tile
 from .merge import act_one
@@ -35,9 +35,10 @@ LINE = gl.constexpr(32)  # float32 numbers of 128 bytes
 LOWEST = gl.constexpr(-1e20)  # for what is left out: below all logits, finite under any scale
 AT_START = gl.constexpr(168)  # registers of a thread: 3 x 128 threads start with all there are
 
-place_of, act_two = gluon.jit(tiles.place_of.fn), gluon.jit(formulas.act_two.fn)
+place_of, biased = gluon.jit(tiles.place_of.fn), gluon.jit(tiles.biased.fn)
+act_two, coefficient = gluon.jit(formulas.act_two.fn), gluon.jit(formulas.coefficient.fn)
 per_row, normalizer_of = gluon.jit(formulas.per_row.fn), gluon.jit(formulas.normalizer_of.fn)
-coefficient = gluon.jit(formulas.coefficient.fn)
+parts_of, own_column = gluon.jit(merge.parts_of.fn), gluon.jit(chosen.own_column.fn)
 bring, send = copies()
 
 
@@ -210,17 +211,6 @@ def rows_of(first, n, PART: gl.constexpr):
 
 
 @gluon.jit
-def biased(z, of, block, v):
-    """As in tiles.py."""
-    if of.restore is not None:
-        z = z * of.restore
-    if of.bias is not None:
-        columns = block * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, accumulator_layout(WIDTH)))
-        z += gl.load(of.bias + columns, mask=columns < v, other=0.0).to(gl.float32)[None, :]
-    return z
-
-
-@gluon.jit
 def bent(raw, inner):
     """tanh(raw * inner) as in formulas.py: the series where 1 - 2/(exp(2x) + 1) would cancel."""
     x = raw * inner
@@ -238,13 +228,9 @@ def ask_of_tokens(given, first, block, n, v):
     """Each row's factor, and its reference and its column in the block."""
     of, _ = given
     rows, inside = rows_of(first, n, PART)
-    factor = gl.zeros_like(rows, dtype=gl.float32) + of.z.outer
-    if of.z.temperature is not None:
-        factor = factor / gl.load(of.z.temperature + rows, mask=inside, other=1.0)
+    factor = per_row(gl.zeros_like(rows, dtype=gl.float32) + of.z.outer, of.z, rows, inside)
     reference = gl.load(of.logit + rows, mask=inside, other=0.0)
-    bits = gl.load(of.more + n + rows, mask=inside, other=0.0)
-    column = gl.where(inside, bits.to(gl.int32, bitcast=True), -1)
-    return factor, reference, column - block * WIDTH
+    return factor, reference, own_column(of, n, rows, inside) - block * WIDTH
 
 
 @gluon.jit
@@ -257,7 +243,7 @@ def sum_tile(z, asked, out, held, given, first, block, n, v, WHO: gl.constexpr):
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     rows, inside = rows_of(first, n, PART)
     place = block.to(gl.int64) * of.pitch + rows
-    z = biased(z, of.z, block, v)
+    z = biased(z, of.z, block * WIDTH + columns, v)
     if of.z.inner is not None:
         z = bent(z, of.z.inner)
     if totals is not None:  # columns beyond the last were read as 0
@@ -305,19 +291,15 @@ def overlapping_product_kernel(
     first, n, v, h, vocabulary, PROGRAMS: gl.constexpr,
 ):
     # Told apart here: on their way into a group of warps flags cease to be constants.
-    last = of.epilogue.parts
+    found = parts_of(of.epilogue)  # [blocks, pitch] each
     spreads, totals, peaks = None, None, None
     if of.epilogue.asked.entropy:
-        last += of.epilogue.stride
-        spreads = last
+        spreads = found[1]
     if of.epilogue.asked.mean:
-        last += of.epilogue.stride
-        totals = last
+        totals = found[2]
     if of.epilogue.asked.top1:
-        last += of.epilogue.stride
-        peaks = last
-    sums = of.epilogue.parts, spreads, totals, peaks  # [blocks, pitch] each
-    given = of.epilogue, sums
+        peaks = found[3]
+    given = of.epilogue, (found[0], spreads, totals, peaks)
     each_tile(x, w, held, given, n, v, h, PROGRAMS, ask_of_tokens, sum_tile)
 
 
@@ -339,7 +321,8 @@ def ask_of_coefficients(a, first, block, n, v):
 def differentiate(z, asked, out, to, a, first, block, n, v, WHO: gl.constexpr):
     """Act two: the gradient but for the targets' own."""
     scale, shift, at = asked
-    z = biased(z, a.z, block, v)
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, accumulator_layout(WIDTH)))
+    z = biased(z, a.z, block * WIDTH + columns, v)
     if a.z.inner is not None:
         z = bent(z, a.z.inner)
     left, right = halves(z)

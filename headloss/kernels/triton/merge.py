@@ -73,6 +73,15 @@ class ActOne(NamedTuple):
 
 
 @triton.jit
+def parts_of(of):
+    """Pointers to rests, spreads, totals and peaks of an `Epilogue`, where they are asked for."""
+    spreads = of.parts + of.stride
+    totals = spreads + of.stride if of.asked.entropy else spreads
+    peaks = totals + of.stride if of.asked.mean else totals
+    return of.parts, spreads, totals, peaks
+
+
+@triton.jit
 def exp(x):
     """exp with all digits of float32: the GPU's own loses some where x is large."""
     high = x * LOG2E
@@ -87,9 +96,7 @@ def far_row(
 ):  # fmt: skip
     """Peak, rest and spread of one token against its largest logit; its terms are held."""
     DEPTH: tl.constexpr = 1 << DEPTH_HALVES
-    peak = tl.full((), float("-inf"), tl.float32)
-    rest = tl.full((), -1.0, tl.float32)
-    spread = tl.full((), 0.0, tl.float32)
+    peak, rest, spread = float("-inf"), -1.0, 0.0
     for sweep in range(1 + HELD):
         for start in range(0, v, COLUMNS):
             columns = start + tl.arange(0, COLUMNS)
@@ -162,10 +169,8 @@ def finish_kernel(
     ENTROPY: tl.constexpr = of.epilogue.asked.entropy
     MEAN: tl.constexpr = of.epilogue.asked.mean
     TOP1: tl.constexpr = of.epilogue.asked.top1
-    parts, out = of.epilogue.parts, more + 2 * n
-    spreads = parts + of.epilogue.stride
-    totals = spreads + of.epilogue.stride if ENTROPY else spreads
-    peaks = totals + of.epilogue.stride if MEAN else totals
+    rests, spreads, totals, peaks = parts_of(of.epilogue)
+    out = more + 2 * n
     rest_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
     spread_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
     total_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
@@ -174,7 +179,7 @@ def finish_kernel(
         block = start + tl.arange(0, BLOCKS)
         place = block.to(tl.int64)[:, None] * of.epilogue.pitch + rows[None, :]
         here = (block < blocks)[:, None] & inside[None, :]
-        rest_tile += tl.load(parts + place, mask=here, other=0.0)
+        rest_tile += tl.load(rests + place, mask=here, other=0.0)
         if ENTROPY:
             spread_tile += tl.load(spreads + place, mask=here, other=0.0)
         if MEAN:
@@ -190,9 +195,7 @@ def finish_kernel(
 
     if of.epilogue.raw is not None:
         column = own_column(of.epilogue, n, rows, inside)
-        outer = tl.zeros_like(reference) + of.z.outer
-        if of.z.temperature is not None:
-            outer /= tl.load(of.z.temperature + rows, mask=inside, other=1.0)
+        outer = per_row(tl.zeros_like(reference) + of.z.outer, of.z, rows, inside)
         raw = of.epilogue.raw.data + rows * of.epilogue.raw.stride
         tl.store(raw + column, reference / outer, mask=inside)
     far = inside & ((rest < FAR) == 0)

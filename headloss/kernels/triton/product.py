@@ -1,4 +1,5 @@
-"""The logits product with act one in its epilogue: partial statistics, and no logits at all.
+"""The logits product with an act in its epilogue, above all act one: partial statistics, and no
+logits at all.
 
 The float32 accumulator of each tile is reduced on the spot. Terms are taken against a reference
 that is known beforehand, the logit of one column per token (its target, where that lies in this
@@ -9,6 +10,9 @@ Where gluon.py can do it (`overlaps`), the epilogue runs under the next tile's p
 
 With `held` the terms are kept in bf16, which has the exponents of float32, so that any reference
 suits that is not far below the largest logit. Tokens for which it is are done again, one by one.
+
+With act two in the epilogue, once the softmax's normalizer is known, a slab of columns comes out of
+its product as the gradient, and no logits are written at all.
 """
 
 from __future__ import annotations
@@ -23,16 +27,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ...objective.statistics import Partials
-from ..interface import Forward, Held, Measured, partials_of
+from ..interface import Backward, Forward, Held, Measured, partials_of
 from ..rounding import lost
-from .chosen import TOKENS, own_column
-from .formulas import LN2, LOG2E, transformed
-from .merge import ROWS, ActOne, Epilogue, act_one, asked, measured, names
-from .records import constant, matrix_of, programs_on, scaling
+from .chosen import TOKENS, own_column, target_gradient_
+from .formulas import LN2, LOG2E, act_two, normalizer_of, per_row, transformed
+from .launch import Launcher, cdiv
+from .merge import ROWS, ActOne, Epilogue, act_one, asked, measured, names, parts_of
+from .records import act, constant, matrix_of, over_tiles, programs_on, scaling
 from .tiles import BM, BN, OPTIONS, READ, WIDTH, WRITE, biased, each_tile, halves, has_accelerator
 from .versions import overlaps
 
-__all__ = ["can_fuse", "product_partials", "product_statistics"]
+__all__ = ["can_fuse", "product_gradient", "product_partials", "product_statistics"]
 
 LEAST_SCALE = 1e-9  # of gluon.py, which masks before it scales
 LOWEST = tl.constexpr(-1e30)  # exp2 of it is 0, and it may be multiplied by that
@@ -53,23 +58,18 @@ def sums(z, shift, ENTROPY: tl.constexpr):
 @triton.jit
 def sum_tile(z, m, block, held, of, n, v):
     """The epilogue: sums of a tile's terms, and with `held`, the terms."""
-    rests, spreads = of.parts, of.parts + of.stride
-    totals = spreads + of.stride if of.asked.entropy else spreads
-    peaks = totals + of.stride if of.asked.mean else totals
+    rests, spreads, totals, peaks = parts_of(of)
     rows = m * BM + tl.arange(0, BM)
     inside = rows < n
-    z = biased(z, of.z, block, v)
     width = v - block * BN
     columns = tl.arange(0, BN)
+    z = biased(z, of.z, block * BN + columns, v)
     if of.raw is not None:
         raw = of.raw.data + rows.to(tl.int64) * of.raw.stride + block * BN
         there = inside[:, None] & (columns < width)[None, :]
         tl.store(raw[:, None] + columns[None, :], z, mask=there)
     if not of.z.same:
-        factor = of.z.outer
-        if of.z.temperature is not None:
-            factor = factor / tl.load(of.z.temperature + rows, mask=inside, other=1.0)[:, None]
-        z = transformed(z, of.z, factor)
+        z = transformed(z, of.z, per_row(of.z.outer, of.z, rows[:, None], inside[:, None]))
     place = block.to(tl.int64) * of.pitch + rows
     if of.asked.mean:
         real = tl.where((columns < width)[None, :], z, 0.0)
@@ -160,7 +160,7 @@ def _act_one(
     rows = 3 + entropy + mean if vocabulary is None else 2 + len(names(needs))
     out = x.new_empty(2 + rows, n, dtype=torch.float32)
     if n:
-        blocks, pitch, share = -(-v // WIDTH), -(-n // 16) * 16, lost(x.device, h)
+        blocks, pitch, share = cdiv(v, WIDTH), cdiv(n, 16) * 16, lost(x.device, h)
         parts = x.new_empty(1 + entropy + mean + top1, blocks, pitch, dtype=torch.float32)
         logit = torch.empty_like(out[0]) if held is None else held.reference
         terms = None if held is None else held.terms
@@ -178,5 +178,73 @@ def _act_one(
         of = ActOne(x.stride(0), w.stride(0), stride, z, stop, epilogue)
         programs = programs_on(x.device)
         given = x, w, terms, targets, of, first, n, v, h, float(vocabulary or 1)
-        run((-(-n // TOKENS), programs, -(-n // ROWS)), *given, PROGRAMS=programs)
+        run((cdiv(n, TOKENS), programs, cdiv(n, ROWS)), *given, PROGRAMS=programs)
     return out.unbind(0)[2:]
+
+
+# ---------------------------------------------------------------------- act two
+
+
+@triton.jit
+def of_rows(pointer, rows, inside, factor):
+    """[BM, 1] of a vector of coefficients, times dz/draw."""
+    values = tl.zeros(rows.shape, tl.float32)
+    if pointer is not None:
+        values = tl.load(pointer + rows, mask=inside, other=0.0).to(tl.float32) * factor
+    return values[:, None]
+
+
+@triton.jit
+def gradient_of(z, lse, at, cap, a):
+    """dL/draw of a block of logits but for the targets' own."""
+    log_p = z - lse
+    g = act_two(tl.exp2(log_p * LOG2E), log_p, at, a.c)
+    if a.z.inner is not None:
+        bend = z / cap
+        g *= 1 - bend * bend
+    return g
+
+
+@triton.jit
+def gradient_tile(z, m, block, out, a, n, v):
+    """The epilogue: the gradient of a tile."""
+    rows = m * BM + tl.arange(0, BM)
+    inside = rows < n
+    cap, factor = a.z.outer, a.z.factor
+    if a.z.temperature is not None:
+        own = tl.load(a.z.temperature + rows, mask=inside, other=1.0)
+        cap, factor = a.z.outer / own[:, None], a.z.factor / own
+    z = transformed(biased(z, a.z, block * BN + tl.arange(0, BN), v), a.z, cap)
+    peak, log_sum = normalizer_of(a.normalizer, rows, inside)
+    lse = peak + log_sum
+    at = (
+        of_rows(a.c.prob, rows, inside, factor), of_rows(a.c.entropy, rows, inside, factor),
+        of_rows(a.c.uniform, rows, inside, factor)
+    )
+    left, right = halves(z)
+    g = gradient_of(left, lse[:, None], at, cap, a)
+    out.store([m * BM, block * BN], g.to(out.dtype))
+    g = gradient_of(right, lse[:, None], at, cap, a)
+    out.store([m * BM, block * BN + BN // 2], g.to(out.dtype))
+
+
+@triton.jit
+def slab_kernel(x, w, out, a, n, v, h, PROGRAMS: tl.constexpr):
+    each_tile(x, w, out, a, n, v, h, PROGRAMS, gradient_tile)
+
+
+launch_slab = Launcher(slab_kernel, tiles=READ | {"out": WRITE}, **OPTIONS)
+
+
+def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
+    check_operands(x, w)
+    n, v = len(x), len(w)
+    out, a = x.new_empty(n, 8 * cdiv(v, 8))[:, :v], act(backward)  # rows of whole 16 bytes
+    if n:
+        of = a._replace(z=scaling(backward.transform, lost(x.device, x.shape[1])))
+        run = launch_slab
+        if overlaps(x.device):
+            run = in_gluon().launch_slab
+        over_tiles(run, x, w, out, of)
+        target_gradient_(out, a, backward.first)
+    return out

@@ -38,12 +38,11 @@ def halves(z):
 
 
 @triton.jit
-def biased(z, of, block, v):
+def biased(z, of, columns, v):
     """A tile with the bias of its columns, where there is one; 0 beyond the last."""
     if of.restore is not None:
         z *= of.restore
     if of.bias is not None:
-        columns = block * BN + tl.arange(0, BN)
         z += tl.load(of.bias + columns, mask=columns < v, other=0.0).to(tl.float32)[None, :]
     return z
 
