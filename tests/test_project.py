@@ -227,7 +227,7 @@ LINES_PER_FILE = 400
 CORE_LINES = 12_077
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-KERNEL_LINES = 6_611
+KERNEL_LINES = 6_622
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

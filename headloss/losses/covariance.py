@@ -8,6 +8,7 @@ call.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,42 +61,31 @@ def _share(share: float) -> None:
 # ---------------------------------------------------------------------- clip-cov
 
 
-def _dropped(
-    stats: Statistics,
-    batch: PackedBatch,
-    *,
-    clip: tuple[float, float],
-    share: float,
-    low: float,
-    high: float,
-) -> Tensor:
-    c = _covariance(stats, batch)
-    ratio, a = importance_ratio(stats, batch, "token").detach(), batch.advantages
-    clipped = ratio * a > ratio.clamp(*clip) * a
-    able = (c > low) & (c < high) & ~clipped
-    return able & _first(batch.draws.where(able, torch.inf), share, _count(batch, c))
+@dataclass(frozen=True, kw_only=True)
+class _ClipCov:
+    clip: tuple[float, float]
+    share: float
+    low: float
+    high: float
 
+    def __call__(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        value = clipped_surrogate(
+            stats, batch, level="token", clip=self.clip, delta=None, dual_clip=None
+        )
+        return value.masked_fill(self._dropped(stats, batch), 0)
 
-def _clip_cov(
-    stats: Statistics,
-    batch: PackedBatch,
-    *,
-    clip: tuple[float, float],
-    share: float,
-    low: float,
-    high: float,
-) -> Tensor:
-    dropped = _dropped(stats, batch, clip=clip, share=share, low=low, high=high)
-    value = clipped_surrogate(stats, batch, level="token", clip=clip, delta=None, dual_clip=None)
-    return value.masked_fill(dropped, 0)
+    def _dropped(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        c = _covariance(stats, batch)
+        ratio, a = importance_ratio(stats, batch, "token").detach(), batch.advantages
+        clipped = ratio * a > ratio.clamp(*self.clip) * a
+        able = (c > self.low) & (c < self.high) & ~clipped
+        draws = batch.draws.where(able, torch.inf)
+        return able & _first(draws, self.share, _count(batch, c))
 
-
-def _observe_clip(
-    stats: Statistics, batch: PackedBatch, *, clip: tuple[float, float], **bounds: float
-) -> dict[str, Observed]:
-    dropped = _dropped(stats, batch, clip=clip, **bounds)
-    found = observe(stats, batch, level="token", clip=clip)
-    return found | {"dropped": Observed(dropped.to(batch.advantages.dtype))}
+    def observe(self, stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
+        found = observe(stats, batch, level="token", clip=self.clip)
+        dropped = self._dropped(stats, batch).to(batch.advantages.dtype)
+        return found | {"dropped": Observed(dropped)}
 
 
 @factory
@@ -129,13 +119,9 @@ def clip_cov(
     number("a number", lambda x: True, low=low)
     number("> low", lambda x: x > low, high=high)
     clip = (1 - epsilon_low, 1 + epsilon_high)
-    bounds = {"clip": clip, "share": share, "low": low, "high": high}
+    made = _ClipCov(clip=clip, share=share, low=low, high=high)
     return Term(
-        name="",
-        function=functools.partial(_clip_cov, **bounds),  # type: ignore[arg-type]
-        scope="batch",
-        reduction=token_mean,
-        observe=functools.partial(_observe_clip, **bounds),  # type: ignore[arg-type]
+        name="", function=made, scope="batch", reduction=token_mean, observe=made.observe
     )
 
 
