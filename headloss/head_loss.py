@@ -242,7 +242,7 @@ def _metrics(work: Work, stats: Statistics) -> Callable[[], Metrics]:
     alone = work.prepared.own and group is None and batch.live is None
     kept = batch._apart() if alone else None
     if kept is not None:
-        parts = [p._replace(kept=None if p.kept is None else p.kept.clone()) for p in bound.parts]
+        parts = [p._replace(kept=p.kept.clone()) if p.kept is not None else p for p in bound.parts]
         return lambda: _folded(parts, kept, stats, 1.0)
     share = 1.0 if group is None else 1 / torch.distributed.get_world_size(group)
     found = _folded(bound.parts, batch, stats, share)

@@ -139,7 +139,7 @@ class Case:
         made = Segments.from_ids(ids.to(device), segments)
         self.batch = Batch(targets.to(device), made, totals=totals, **fields)
         unit = objective.segments_per_unit
-        self.packing = packing_of(self.batch, self.vocabulary, static, unit)
+        self.packing, _ = packing_of(self.batch, self.vocabulary, static, unit)
         self.view = self.packing.view(self.batch, dtype)
         self.stats = self._statistics(logp, place, normal)
         self.kinds = {

@@ -125,7 +125,7 @@ class Batch:
         )
         self._found: Survey | None = None
         if targets.is_cuda and _may_ask_device():
-            self._found = self._survey()
+            self.found()
 
     @classmethod
     def from_labels(cls, labels: Tensor, segments: Segments | None = None, **fields: Any) -> Batch:
@@ -192,28 +192,21 @@ class Batch:
         Raises:
             RuntimeError: the targets, segments or stored ids were changed in place since.
         """
-        known = self._found
-        if known is None or not known.is_of(tensors := self._surveyed()):
-            self._found = known = self._survey()
+        known, support, given = self._found, self.support, self.segments._given
+        tensors = (self.targets,) if given is None else (self.targets, given)
+        if ids := self._id_fields():
+            tensors += (*ids.values(),)
+        if support is not None:
+            tensors += support.tensors
+        if known is None or not known.is_of(tensors):
+            more = None if support is None else support.survey(self.targets)
+            known = self._found = Survey(self.targets, self.segments, ids, more, tensors)
         elif known.versions != versions(tensors):
             raise RuntimeError(
                 "batch: its targets, segments or stored ids were changed in place since it was "
                 "made; make a new Batch"
             )
         return known
-
-    def _survey(self) -> Survey:
-        targets = self.targets
-        n = targets.numel()
-        ids = {name: t.reshape(n, t.shape[-1]) for name, t in self._id_fields().items()}
-        more = None if self.support is None else self.support.survey(targets)
-        return Survey(targets, self.segments, ids, more, self._surveyed())
-
-    def _surveyed(self) -> tuple[Tensor, ...]:
-        """The tensors that decide the order and its checks."""
-        support = () if self.support is None else self.support.tensors
-        ids = () if self.segments._given is None else (self.segments._given,)
-        return (self.targets, *ids, *self._id_fields().values(), *support)
 
     def _id_fields(self) -> dict[str, Tensor]:
         """The fields of columns that are [.., K] integers, K >= 1."""

@@ -18,7 +18,7 @@ from ..reading import Misguessed
 from .batch import Batch, Current, Kind, kind_of
 from .segments import Chunk, Segments
 from .support import Packed as PackedSupport
-from .survey import IGNORE, Order, flat, static_order
+from .survey import IGNORE, Order, Survey, flat, static_order
 
 ALL = slice(None)  # compared by `is`: such rows are not cut, since a slice is an operation
 
@@ -129,15 +129,16 @@ class PackedBatch:
     def _apart(self) -> PackedBatch | None:
         """The same tokens in memory of its own, whatever becomes of the caller's; None where fields
         are wider than vectors."""
-        found = self._copy()
-        fields = {**self._given, **self._fields}
+        own, fields = self.segments, {**self._given, **self._fields}
+        if not fields and own._given is None:
+            return self
         if any(isinstance(value, Tensor) and value.dim() > 1 for value in fields.values()):
             return None
+        found = self._copy()
         found._given = {name: value.clone() for name, value in self._given.items()}
         found._fields = {n: v for n, v in self._fields.items() if isinstance(v, Current)}
-        own = self.segments
         ids = None if own._given is None else own._given.clone()
-        found.segments = Segments(ids, own.count, counts=own._local_counts, like=own._like)
+        found.segments = Segments(ids, own.count, counts=own._counts, like=own._like)
         return found
 
     def on(self, stats: Statistics) -> PackedBatch:
@@ -193,7 +194,8 @@ class Packing:
             self.support = batch.support.pack(index, live, restricted)
             self.support.ids = outside_inference(self.support.ids)
         self.targets = targets if live is None else targets.masked_fill(~live, 0)
-        count, group = counts.shape[0], batch.segments.group
+        own, made = batch.segments, isinstance(counts, Tensor)
+        count, group = counts.shape[0] if made else own.count, own.group
         self.segments = Segments(ids, count, group, counts=counts, like=self.targets)
         self.order, self.index, self.live = order, index, live
         self.shape, self.count = batch.targets.shape, batch.segments.count
@@ -262,13 +264,19 @@ def as_wide(of_rows: Tensor, like: Tensor) -> Tensor:
     return of_rows.view(-1, *[1] * (like.dim() - 1))
 
 
-def packing_of(batch: Batch, vocabulary: int, static: bool = False, unit: int = 1) -> Packing:
+def packing_of(
+    batch: Batch, vocabulary: int, static: bool = False, unit: int = 1,
+    misses: list[bool] | None = None
+) -> tuple[Packing, Callable[[], object]]:
     """Where the tokens of a batch go; from what the batch knows already, if that still holds.
 
     Args:
         vocabulary: V; targets lie below it, and so do the values of id fields.
         static: nothing is read, checked or dropped; unscored positions go last, into `unit`
             segments of their own.
+        misses: given where it may be guessed, before the device has said so, that all positions are
+            scored and in order. The second result then waits for that, checks the batch, and raises
+            `Misguessed` if it is not so, which `misses` keeps; else there is nothing to do.
 
     Raises:
         ValueError: a target outside the vocabulary; at a scored position, a segment id outside
@@ -280,35 +288,27 @@ def packing_of(batch: Batch, vocabulary: int, static: bool = False, unit: int = 
     if static:
         if support is not None:
             _check_static(batch)
-        order = static_order(batch.targets.reshape(-1), batch.segments, unit)
-        return Packing(batch, order)
+        return Packing(batch, static_order(batch.targets.reshape(-1), batch.segments, unit)), bool
     found = batch.found()
-    found.check(vocabulary)
-    restricted = None
+    unknown = found.packing is None and support is None
+    if misses is not None and unknown and (order := found.guessed()):
+        return _guessed(batch, vocabulary, misses, found, order)
+    facts = found.check(vocabulary)
     if support is not None:
-        facts = found.read()[found.size :]
-        support.check(facts, batch.targets, vocabulary)
-        restricted = facts[-1]
+        support.check(facts[found.size :], batch.targets, vocabulary)
     if found.packing is None:
-        found.packing = Packing(batch, found.order(), restricted)
-    return found.packing
+        found.packing = Packing(batch, found.order(), None if support is None else facts[-1])
+    return found.packing, bool
 
 
-def guessed(
-    batch: Batch, vocabulary: int, misses: list[bool]
-) -> tuple[Packing | None, Callable[[], object]]:
-    """Where the tokens of a batch go if all are scored and in order, before the device has said so;
-    and what waits for it, checks the batch as `packing_of` does, and raises `Misguessed` if it is
-    not so, which `misses` keeps. None where it is known."""
-    survey, total = batch.found(), batch.targets.numel()
-    known = survey.packing is not None or batch.support is not None
-    order = None if known else survey.guessed()
-    if order is None:
-        return None, bool
+def _guessed(
+    batch: Batch, vocabulary: int, misses: list[bool], survey: Survey, order: Order
+) -> tuple[Packing, Callable[[], object]]:
+    total = batch.targets.numel()
 
     def lengths() -> list[int]:
         if survey.is_whole():
-            return survey.lengths()()
+            return survey.of_segments(survey.read())()
         misses.append(True)
         raise Misguessed("that all positions of a batch are scored, by segment")
 
@@ -316,7 +316,7 @@ def guessed(
         if survey.packing is not packing:
             if not survey.is_whole(survey.check(vocabulary)):
                 lengths()
-            packing.order = packing.order._replace(lengths=survey.lengths())
+            packing.order = packing.order._replace(lengths=survey.of_segments(survey.read()))
             survey.packing = packing
 
     lengths_of = (lambda: [total]) if batch.segments.count == 1 else lengths
@@ -347,5 +347,5 @@ class Packed(NamedTuple):
 
 def pack(batch: Batch, vocabulary: int, dtype: torch.dtype, unit: int = 1) -> Packed:
     """A batch in its packed form, with float vectors in `dtype`."""
-    packing = packing_of(batch, vocabulary, unit=unit)
+    packing, _ = packing_of(batch, vocabulary, unit=unit)
     return Packed(packing.view(batch, dtype), packing)

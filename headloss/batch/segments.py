@@ -52,7 +52,8 @@ class Segments:
 
     def __init__(
         self, ids: Tensor | None, count: int, group: ProcessGroup | None = None, *,
-        counts: Tensor | None = None, made: bool = False, like: Tensor | None = None
+        counts: Tensor | Callable[[], Tensor] | None = None, made: bool = False,
+        like: Tensor | None = None
     ) -> None:
         # Without ids there is one segment. They are made where they are read, shaped as `like`, and
         # not kept: a graph that is captured would own them.
@@ -184,6 +185,8 @@ class Segments:
 
     @property
     def _local_counts(self) -> Tensor:
+        if callable(self._counts):
+            self._counts = self._counts()
         if self._counts is None:
             ids = self.ids.reshape(-1)
             inside = (ids >= 0) & (ids < self.count)

@@ -24,7 +24,7 @@ class Order(NamedTuple):
 
     index: Tensor | None  # [T], None: all N in order
     ids: Tensor | None  # [T] segments, ascending; None: there is one
-    counts: Tensor  # [S] tokens of each
+    counts: Tensor | Callable[[], Tensor]  # [S] tokens of each
     lengths: Callable[[], list[int]] | None = None  # scored tokens of each segment, if known
     unscored: Tensor | None = None  # [N - T]
     live: Tensor | None = None  # [T] bool, with static shapes: which are scored
@@ -39,7 +39,8 @@ class Survey:
     Nothing here knows the vocabulary: a call compares the extremes with its own.
 
     Attributes:
-        id_fields: [N, K] each, whose values are columns of the vocabulary where they are not < 0.
+        id_fields: [N, K] each (given as [.., K]), whose values are columns of the vocabulary where
+            they are not < 0.
         facts: [2 + values + S + 3] int64, see `kernels.interface.Kernels.survey`; then, for each
             of `id_fields`, at how many scored positions an id stands twice.
         more: further facts, int64 numbers that are read with the others.
@@ -55,16 +56,17 @@ class Survey:
         more: Tensor | None = None, tensors: tuple[Tensor, ...] = ()
     ) -> None:
         self.tensors, self.versions = tensors, versions(tensors)
-        self.targets, self.segments, self.id_fields = targets, segments, id_fields
+        self.targets, self.segments = targets, segments
+        self.id_fields = id_fields and {n: t.flatten(0, -2) for n, t in id_fields.items()}
         self.acts = load(choose("auto", targets.device, torch.float32))
         told = targets.is_cuda and more is None and not id_fields  # by one kernel
         room = room_for(segments.count + 6, targets.get_device()) if told else None
-        ids, host = tuple(id_fields.values()), None if room is None else room.values
+        ids, host = tuple(self.id_fields.values()), None if room is None else room.values
         given = targets, segments._given, segments.count, IGNORE
         self.facts, self.scored = self.acts.survey(*given, id_fields=ids, host=host)
         if id_fields:
             scored = targets.reshape(-1) != IGNORE
-            twice = [(_repeated(ids) & scored).sum() for ids in id_fields.values()]
+            twice = [(_repeated(one) & scored).sum() for one in ids]
             self.facts = torch.cat([self.facts, torch.stack(twice)])
         self.size, self._alone = self.facts.shape[0], more is None
         self.bins = 4 + len(id_fields)  # the first segment's count among the facts
@@ -84,10 +86,11 @@ class Survey:
             self._read = self._reading.tolist()
         return self._read
 
-    def lengths(self) -> Callable[[], list[int]]:
-        """Scored tokens of each segment; it keeps no survey, whose packing will keep it."""
-        found, at = self.read(), slice(self.bins, self.bins + self.segments.count)
-        return lambda: found[at]
+    def of_segments(self, facts: Any) -> Callable[[], Any]:
+        """Scored tokens of each segment, of facts on the host or the device; it keeps no survey,
+        whose packing will keep it."""
+        at = slice(self.bins, self.bins + self.segments.count)
+        return lambda: facts[at]
 
     @property
     def is_asked(self) -> bool:
@@ -100,7 +103,7 @@ class Survey:
         so; None where it has, or where it is asked for more."""
         if self.id_fields or not (self._alone and self.is_asked and self.targets.numel()):
             return None
-        counts = self.facts[self.bins : self.bins + self.segments.count]
+        counts = self.of_segments(self.facts)
         return Order(None, flat(self.segments._given), counts, facts=self.facts)
 
     def is_whole(self, found: list[int] | None = None) -> bool:
@@ -137,9 +140,9 @@ class Survey:
 
     def order(self) -> Order:
         """The scored positions by segment."""
-        segments, lengths = self.segments, self.lengths()
-        found, total, end = self.read(), self.targets.numel(), self.bins + segments.count
-        counts, out = self.facts[self.bins : end], found[end + 1]
+        segments, found, total = self.segments, self.read(), self.targets.numel()
+        counts, lengths = self.of_segments(self.facts), self.of_segments(found)
+        out = found[self.bins + segments.count + 1]
         if self.is_whole(found) or not total:
             return Order(None, flat(segments._given), counts, lengths)
         if not found[0]:

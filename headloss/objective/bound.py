@@ -67,7 +67,7 @@ class Part(NamedTuple):
         for field in self.term.weight_fields:
             times = times * getattr(view, field)
         assert self.term.slopes is not None
-        return [slope._replace(rate=slope.rate * times) for slope in self.term.slopes(view)]
+        return [Slope(slope[0] * times, *slope[1:]) for slope in self.term.slopes(view)]
 
     def observed(
         self, stats: Statistics, batch: PackedBatch
@@ -126,7 +126,7 @@ class Gradient(NamedTuple):
         return functools.reduce(torch.logical_or, alive)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Bound:
     """An objective bound to a packed batch and its totals."""
 
@@ -150,8 +150,9 @@ class Bound:
         found, shares = self._differentiated(parts, stats, batch, needed)
         coefficients = pull_back(found, stats, self.vocabulary)
         divergences = {key: found[key] for key in stats.divergences if key in found}
-        loss = self.total(shares) if chunk is None else None
-        values = torch.stack(shares)  # in memory of its own: the loss gets a graph
+        # In memory of its own: it gets a graph.
+        loss = self.total(shares).to(self.dtype, copy=True) if chunk is None else None
+        values = torch.stack(shares) if len(shares) > 1 else shares[0].view(1)
         return Gradient(coefficients, divergences, values, loss).times(self.declared)
 
     @property
@@ -162,8 +163,8 @@ class Bound:
     def total(self, values: Iterable[Tensor], stats: Statistics | None = None) -> Tensor:
         """[] the loss of all tokens, from its terms' values. They are added one by one: a tensor of
         the coefficients would have to be copied to the device, and the copy would wait."""
-        pairs = zip(self.named, values, strict=False)
-        return functools.reduce(torch.add, [v if c == 1 else c * v for (_, c), v in pairs])
+        pairs = [(part.coefficient, v) for part, v in zip(self.parts, values, strict=False)]
+        return functools.reduce(torch.add, [v if c == 1 else c * v for c, v in pairs])
 
     def _differentiated(
         self, parts: Sequence[Part], stats: Statistics, batch: PackedBatch, needed: bool
@@ -183,7 +184,7 @@ class Bound:
         else:
             shares = [part.share(stats, batch) for part in parts]
             if needed:
-                found = in_closed_form((s for p in parts for s in p.slopes(batch)), stats.logp)
+                found = in_closed_form([s for p in parts for s in p.slopes(batch)], stats.logp)
         if self.logp_only and found.keys() - {"logp", CANDIDATES}:
             raise ValueError(
                 "objective: its terms have a gradient of more than logp for the values of this "
@@ -278,15 +279,13 @@ def bind(
     for name, coefficient, term in objective.named():
         reduction = term.reduction
         assert reduction is not None
-        flat = reduction.key not in (None, sequence_mean.key)
-        key = term.kept_field, reduction.key is not None, flat
+        rule = reduction.key
+        flat = rule not in (None, sequence_mean.weigh)
+        key = term.kept_field, rule is not None, flat
         if key not in counted:
             counted[key] = _count(batch, totals, *key, dtype)
-        kept, lengths, tokens, segments = counted[key]
-        with torch.set_grad_enabled(reduction.key is None):
-            weights = reduction.weigh(lengths, tokens, segments)
-        if reduction.key is None:
-            _check_returned(reduction, weights, lengths)
+        kept, *given = counted[key]
+        weights = _of_others(reduction, *given) if rule is None else reduction.weigh(*given)
         if isinstance(weights, Tensor):
             weights = weights.to(dtype)
         if (some := batch.live if kept is None else kept) is not None:
@@ -295,13 +294,17 @@ def bind(
     return Bound(tuple(parts), vocabulary, dtype, **more)
 
 
-def _check_returned(reduction: Reduction, weights: object, lengths: Tensor) -> None:
+@torch.enable_grad()
+def _of_others(reduction: Reduction, lengths: Tensor, *totals: Tensor) -> Tensor:
+    """The weights of a reduction that is not the library's own, checked."""
+    weights: object = reduction.weigh(lengths, *totals)
     want = f"want one weight per token, {tuple(lengths.shape)}, without a gradient"
     if not isinstance(weights, Tensor):
         raise TypeError(f"reduction {reduction.name}: returned {weights!r}, {want}")
     if weights.shape != lengths.shape or weights.is_complex() or weights.requires_grad:
         got = f"shape {tuple(weights.shape)}, {weights.dtype}, gradient {weights.requires_grad}"
         raise ValueError(f"reduction {reduction.name}: returned {got}, {want}")
+    return weights
 
 
 def _count(
@@ -311,14 +314,14 @@ def _count(
     """What a reduction needs: of all tokens, or of those that a field keeps, [T] bool, lengths of
     their segments [T], and the totals of tokens and segments, [] float64 or, for the library's
     `own`, as they are. A reduction that reads no length (`flat`) gets none."""
-    kept, lengths = None, batch.segments.lengths
-    counts = (totals.tokens, totals.segments)
+    kept, of_batch, counts = None, batch.segments, (totals.tokens, totals.segments)
+    read = not flat or of_batch.group is not None  # over a group all ranks take part in it here
+    lengths: Any = of_batch.lengths if read else None
     if field is not None:
-        kept = getattr(batch, field)
-        counts = totals.kept[field]
-        lengths = batch.segments.sum(kept.to(dtype))
+        kept, counts = getattr(batch, field), totals.kept[field]
+        lengths = of_batch.sum(kept.to(dtype)) if read else None
     tokens, segments = [_at_least_one(count, batch.targets.device, own) for count in counts]
-    lengths = None if flat else batch.segments.expand(lengths.to(dtype).clamp_min(1))
+    lengths = None if flat else of_batch.expand(lengths.to(dtype).clamp_min(1))
     return kept, lengths, tokens, segments
 
 

@@ -205,7 +205,7 @@ def pull_back(
     From dlogp/dz_j = [j = y] - p_j, dlse/dz_j = p_j, dentropy/dz_j = -p_j (log p_j + entropy) and
     dmean_logit/dz_j = 1/V.
     """
-    g_logp, g_lse, g_entropy, g_mean = (gradients.get(name) for name in DIFFERENTIABLE)
+    g_logp, g_lse, g_entropy, g_mean = map(gradients.get, DIFFERENTIABLE)
     parts = [] if g_lse is None else [g_lse]
     if g_logp is not None:
         parts.append(-g_logp)
@@ -240,9 +240,9 @@ class Slope(NamedTuple):
     @property
     def constant(self) -> bool:
         """Whether it is the same for all statistics."""
-        bounds = self.low, self.high
-        known = not any(isinstance(bound, Tensor) for bound in bounds)
-        return known and bool(self.sign == 0) and bounds == (-math.inf, math.inf)
+        low, high = self.low, self.high
+        known = not (isinstance(low, Tensor) or isinstance(high, Tensor))
+        return known and bool(self.sign == 0) and (low, high) == (-math.inf, math.inf)
 
     def at(self, logp: Tensor) -> Tensor:
         """[n] its values at the tokens' log-probs."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..batch.batch import Batch
-from ..batch.packing import PackedBatch, Packing, guessed, packing_of
+from ..batch.packing import PackedBatch, Packing, packing_of
 from ..batch.reduction import Totals
 from ..head.head import Head
 from ..kernels.transform import Transform
@@ -183,12 +183,10 @@ def _joined(
 ) -> Joined:
     """Packed and planned, without a collective over the segments' group; `early`: nothing but
     packing depends on the batch's values."""
-    (prepared, objective), packing, confirm = ready, None, bool
-    if early and not (options.static or prepared.misses or batch.segments.group):
-        packing, confirm = guessed(batch, place.vocabulary, prepared.misses)
-    if packing is None:
-        unit = prepared.problem.segments_per_unit
-        packing = packing_of(batch, place.vocabulary, options.static, unit)
+    prepared, objective = ready
+    misses = prepared.misses if early and not batch.segments.group else [True]
+    of_batch = options.static, prepared.problem.segments_per_unit, None if misses else misses
+    packing, confirm = packing_of(batch, place.vocabulary, *of_batch)
     support = packing.support
     numbers = {
         "tokens": packing.targets.shape[0],

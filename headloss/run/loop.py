@@ -51,8 +51,8 @@ class HeadLoss(torch.autograd.Function):
             ctx.save_for_backward(*tensors, *work.constants)
         stats, values, loss = measured
         if loss is None:
-            loss = work.bound.total(values, stats)
-        return loss.to(work.prepared.wide), measured
+            loss = work.bound.total(values, stats).to(work.prepared.wide)
+        return loss, measured
 
     @staticmethod
     def backward(ctx, upstream: Tensor, _):  # type: ignore[override]
@@ -154,7 +154,7 @@ def owed(work: Work, upstream: Tensor) -> Tensor | None:
     None where it is one, as far as the host may know."""
     declared, scale, seen = work.bound.declared, work.bound.scale, work.packing.live is None
     if declared is None:
-        if seen and scale is None and upstream.is_cpu and upstream.equal(torch.ones_like(upstream)):
+        if seen and scale is None and upstream.is_cpu and upstream.item() == 1:
             return None
         factor = upstream if upstream.dtype == torch.float64 else upstream.float()
         return factor if scale is None else factor / scale

@@ -15,7 +15,7 @@ from ...objective.divergence import phi, tilt
 from ...objective.statistics import finish
 from ..interface import Backward, Forward
 from ..pair import DEEPEST, ROOT, Compared, Differences, Divergence, Outcomes, Pair, Side
-from .tile import blocks, log_softmax, logit_gradient_, partials, wide, with_columns
+from .tile import blocks, log_softmax, logit_gradient_, partials, wide, widened, with_columns
 
 NOTHING: frozenset[str] = frozenset()
 ALL = slice(None)
@@ -28,7 +28,7 @@ def readable(tile: Tensor, dtype: torch.dtype) -> Tensor:
 def _log_p(side: Side, raw: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
     """z and log softmax(z) of some rows."""
     part = side.rows(rows)
-    z = part.transform(raw[rows].to(wide(raw.dtype)))
+    z = part.transform(widened(raw[rows]))
     return z, log_softmax(z, part.normalizer)
 
 
@@ -44,7 +44,7 @@ def divergence(raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
 
 def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differences:
     student, teacher, targets, kind, own, _ = to
-    other = x.to(wide(x.dtype)) @ w.to(wide(x.dtype)).t()
+    other = widened(x) @ widened(w).t()
     found = partials(other, Forward(None, 0, teacher, NOTHING))
     pair = Pair(student, Side(teacher, finish(found, 1, NOTHING)[1]), kind, 0.5)
     value = divergence(raw, other, pair)[0]
@@ -64,8 +64,7 @@ def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differen
 
 
 def teacher_gradient(x: Tensor, w: Tensor, raw: Tensor, part: Divergence, to: Tensor) -> bool:
-    other = x.to(wide(x.dtype)) @ w.to(wide(x.dtype)).t()
-    to.copy_(part_gradient_(raw, part._replace(teacher=other)))
+    to.copy_(part_gradient_(raw, part._replace(teacher=widened(x) @ widened(w).t())))
     return True
 
 
@@ -124,7 +123,7 @@ def _of_divergence(raw: Tensor, part: Divergence, rows: slice) -> tuple[Any, ...
 def _of_outcomes(raw: Tensor, part: Outcomes, rows: slice) -> tuple[Any, ...]:
     """As `_of_divergence`."""
     columns, side, tile = part.columns[rows], part.tail.rows(rows), raw[rows]
-    z = side.transform(tile.to(wide(raw.dtype)))
+    z = side.transform(widened(tile))
     log_p = log_softmax(with_columns(z, columns, -math.inf), side.normalizer)
     g = log_p.exp_().mul_(part.slope_tail[rows].unsqueeze(1))
     return tile, side.transform, z, with_columns(g, columns, part.slope_stored[rows])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...objective.statistics import Coefficients, Partials, Slope, finish
 from ..interface import Backward, Forward, Order, Rows, Scaling, Walk
-from .tile import logit_gradient_, partials, wide
+from .tile import logit_gradient_, partials, wide, widened
 
 
 def dense_order(keep: Tensor, most: int) -> Order:
@@ -36,7 +36,7 @@ def scaled(values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
             number = factor.reshape(1).to(wide(value.dtype))
             out = value if value.dtype == dtype else torch.empty_like(value, dtype=dtype)
             value = torch.mul(value, number, out=out)
-        found.append(value.to(dtype))
+        found.append(value if value.dtype == dtype else value.to(dtype))
     return found
 
 
@@ -69,8 +69,7 @@ def given_rows(walk: Walk) -> Partials | None:
     every = torch.arange(n, device=walk.targets.device)
     live = every if walk.live is None else every[walk.live]
     memory, places = _places(walk.logits, live) if n else (walk.logits.tensor, every)
-    raw = memory[places].reshape(len(live), v)
-    raw = raw.to(wide(raw.dtype))
+    raw = widened(memory[places].reshape(len(live), v))
     targets, transform = walk.targets[live], walk.transform.rows(live)
     c = (walk.coefficients or Coefficients()).map(lambda t: t[live])
     here = partials(raw, Forward(targets, walk.first, transform, walk.needs or frozenset()))
@@ -110,4 +109,4 @@ def scale_rows_(rows: Rows, factor: Tensor) -> None:
     if len(rows.offsets):
         memory, places = _places(rows)
         x = memory[places]
-        memory[places] = (x.to(wide(x.dtype)) * factor.to(wide(x.dtype))).to(x.dtype)
+        memory[places] = (widened(x) * factor.to(wide(x.dtype))).to(x.dtype)

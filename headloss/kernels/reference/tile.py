@@ -20,14 +20,18 @@ BLOCK_ELEMENTS = 1 << 20  # working memory of one step, so that temporaries stay
 
 def blocks(tile: Tensor) -> list[slice]:
     """Rows, in blocks of limited size; ALL, which is not to be cut, where there is one block."""
-    rows = max(1, BLOCK_ELEMENTS // max(1, tile.shape[1]))
-    starts = range(0, tile.shape[0], rows)
-    return [slice(start, start + rows) for start in starts] if len(starts) > 1 else [ALL]
+    n, rows = tile.shape[0], max(1, BLOCK_ELEMENTS // max(1, tile.shape[1]))
+    return [ALL] if n <= rows else [slice(start, start + rows) for start in range(0, n, rows)]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What a tile of this dtype is worked on in."""
     return dtype if dtype.itemsize > 2 else torch.float32
+
+
+def widened(tile: Tensor) -> Tensor:
+    """The tile in that dtype."""
+    return tile if tile.dtype.itemsize > 2 else tile.float()
 
 
 def outside(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
@@ -43,16 +47,17 @@ def partials(
     targets, first, transform, needs, whole = forward
     if targets is None:
         targets = torch.full((len(raw),), first - 1, device=raw.device)
-    found, room = [], []
+    parts, room = [], []
     for rows in blocks(raw):
         part, those = (raw, targets) if rows is ALL else (raw[rows], targets[rows])
-        z = transform.rows(rows).read(part.to(wide(raw.dtype)))
+        z = transform.rows(rows).read(widened(part))
         if without is not None:
             z = with_columns(z, without[rows], -math.inf)
-        found.append(_partials(z, those, None if whole else first, needs, room))
-    if len(found) > 1:
-        found = [{name: torch.cat([part[name] for part in found]) for name in found[0]}]
-    return Partials(**found[0]) if onto is None else merge(onto, Partials(**found[0]))
+        parts.append(_block(z, those, None if whole else first, needs, room))
+    if len(parts) > 1:
+        names = parts[0].tensors()
+        parts = [Partials(**{n: torch.cat([getattr(part, n) for part in parts]) for n in names})]
+    return parts[0] if onto is None else merge(onto, parts[0])
 
 
 def with_columns(tile: Tensor, columns: Tensor, values: Tensor | float) -> Tensor:
@@ -63,10 +68,10 @@ def with_columns(tile: Tensor, columns: Tensor, values: Tensor | float) -> Tenso
     return wider.scatter_(1, place, values)[:, :v]  # type: ignore[arg-type]
 
 
-def _partials(z: Tensor, y: Tensor, first: int | None, needs: frozenset[str], room: list) -> dict:
+def _block(z: Tensor, y: Tensor, first: int | None, needs: frozenset[str], room: list) -> Partials:
     """Without `first` it is the whole vocabulary: all targets are columns, some logit is finite."""
     peak, likeliest = z.max(1, keepdim=True)
-    top, own = peak, [tile[: len(z)] for tile in room] or [None, None]
+    top, own = peak, [tile[: len(z)] for tile in room] if room else (None, None)
     if first is None:
         target = z.gather(1, y.unsqueeze(1))
     else:
@@ -76,14 +81,12 @@ def _partials(z: Tensor, y: Tensor, first: int | None, needs: frozenset[str], ro
     shifted = torch.sub(z, top, out=own[0]).clamp_min_(FLOOR)
     e = torch.exp(shifted, out=own[1]).scatter_(1, likeliest, 0.0)
     room[:] = room or (shifted, e)  # for the next block: a heap grows by tiles between vectors
-    found = {"peak": peak.view(-1), "target": target.view(-1), "rest": e.sum(1)}
+    peak, rest = peak.view(-1), e.sum(1)
     if first is not None:  # a tile of -inf alone has no mass, and no largest term
-        found["rest"].add_(found["peak"] == -math.inf, alpha=-1)
-    if "mean_logit" in needs:
-        found["total"] = z.sum(1)
-    if "entropy" in needs:
-        found["spread"] = e.mul_(shifted).sum(1)
-    return found
+        rest.add_(peak == -math.inf, alpha=-1)
+    total = z.sum(1) if "mean_logit" in needs else None
+    spread = e.mul_(shifted).sum(1) if "entropy" in needs else None
+    return Partials(peak, rest, target.view(-1), spread, total)
 
 
 def log_softmax(z: Tensor, normalizer: Normalizer) -> Tensor:
@@ -111,8 +114,8 @@ def own_gradient(log_p: Tensor, slope: Tensor | None, c: Coefficients) -> Tensor
 
 def put_(tile: Tensor, backward: Backward, values: Tensor) -> None:
     """Set the element of each token's target, to values [n], where it lies in the tile [n, v]."""
-    values = values.to(tile.dtype).unsqueeze(1)
-    column = backward.targets.unsqueeze(1)
+    values, column = values.unsqueeze(1), backward.targets.unsqueeze(1)
+    values = values if values.dtype == tile.dtype else values.to(tile.dtype)
     if not backward.whole:
         elsewhere, column = outside(backward.targets, backward.first, tile.shape[1])
         values = torch.where(elsewhere, tile.gather(1, column), values)
@@ -138,12 +141,12 @@ def z_gradient(log_p: Tensor, c: Coefficients, out: Tensor) -> Tensor:
 def logit_gradient_(raw: Tensor, backward: Backward) -> Tensor:
     for rows in blocks(raw):
         here, own = (raw, backward) if rows is ALL else (raw[rows], backward.rows(rows))
-        c, z = own.coefficients, own.transform.read(here.to(wide(raw.dtype)))
+        c, z = own.coefficients, own.transform.read(widened(here))
         g = here if here.dtype == z.dtype else torch.empty_like(z)  # z may be overwritten
         if own.whole and c.prob is not None and c.entropy is c.uniform is None:
             peak, log_sum = own.normalizer  # z - peak loses nothing where p is not small
             torch.sub(z, peak.unsqueeze(1), out=g).exp_()
-            g.mul_((c.prob * log_sum.neg().exp_()).unsqueeze(1))
+            g.mul_((c.prob / log_sum.exp()).unsqueeze(1))
         else:
             z_gradient(log_softmax(z, own.normalizer), c.map(lambda t: t.unsqueeze(1)), g)
         if own.logps is not None:
