@@ -146,7 +146,14 @@ def _draw(problem: Problem, options: Options, backend: str, title: str, path: Pa
     axes.set_title(title, fontsize=9)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8)
-    _save(figure, path)
+    partial = path.with_name(f".partial-{path.name}")
+    try:
+        figure.savefig(partial, dpi=130)
+        partial.replace(path)
+    except OSError as error:
+        raise ValueError(f"--plot: cannot write {path}: {error.strerror}") from None
+    finally:
+        partial.unlink(missing_ok=True)
     return notes
 
 
@@ -161,17 +168,6 @@ def _figure(path: Path) -> Any:
     if path.suffix.removeprefix(".") not in known:
         raise ValueError(f"--plot: got {str(path)!r}, want a file ending in .png, .svg or .pdf")
     return figure
-
-
-def _save(figure: Any, path: Path) -> None:
-    partial = path.with_name(f".partial-{path.name}")
-    try:
-        figure.savefig(partial, dpi=130)
-        partial.replace(path)
-    except OSError as error:
-        raise ValueError(f"--plot: cannot write {path}: {error.strerror}") from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def objective_of(names: str) -> Objective:

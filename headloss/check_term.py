@@ -87,10 +87,14 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
                 f"term {term.name}: differs by {worst:.3g} between the whole batch and {cut}; its "
                 f'scope is "{term.scope}"'
             )
+    gradients = asked.gradients
+    if CANDIDATES in gradients:  # those that are read
+        read = {name for name in asked.statistics if BESIDE.get(name) == CANDIDATES}
+        gradients = gradients - {CANDIDATES} | read
     return TermReport(
         statistics=tuple(sorted(asked.statistics & {*STATISTICS, *BESIDE})),
         fields=tuple(sorted(asked.fields - {"segments", "targets"})),
-        gradients=_differentiable(asked),
+        gradients=tuple(sorted(gradients)),
         cuts=tuple(cuts),
     )
 
@@ -138,13 +142,6 @@ def _statistics(batch: PackedBatch) -> Statistics:
     shares = {"generator": generator, "device": device}
     stats = stats.map(lambda t: t.detach() * (1 - torch.rand(t.shape, **shares) / 2))
     return replace(stats, top1=(stats.top1 > 0.75).double())
-
-
-def _differentiable(asked: Reads) -> tuple[str, ...]:
-    """The statistics that carry a gradient; of candidates, those that are read."""
-    read = {name for name in asked.statistics if BESIDE.get(name) == CANDIDATES}
-    found = asked.gradients - {CANDIDATES} | (read if CANDIDATES in asked.gradients else set())
-    return tuple(sorted(found))
 
 
 def _all(stats: Statistics) -> dict[Any, Tensor]:

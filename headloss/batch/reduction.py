@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import IGNORE, check_number, not_negative, positive
-from ..ranks.collectives import summed
+from ..ranks.collectives import device_of, summed
 from .segments import count_in
 
 if TYPE_CHECKING:
@@ -112,9 +112,8 @@ class Totals:
             raise ValueError(f'gradients: got {gradients!r}, want "mean" or "sum"')
         names = sorted(self.kept)
         numbers = [self.tokens, self.segments, *(n for name in names for n in self.kept[name])]
-        device = next((n.device for n in numbers if isinstance(n, Tensor)), None)
-        if device is None and distributed.get_backend(group) == "nccl":
-            device = torch.device("cuda", torch.cuda.current_device())
+        devices = [n.device for n in numbers if isinstance(n, Tensor)]
+        device = devices[0] if devices else device_of(group)
         wide = [torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers]
         packed = torch.stack(wide)
         summed("Totals.all_reduce", packed, group)

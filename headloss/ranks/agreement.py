@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, distributed
 
 from ..reading import Misguessed, Reading
-from .collectives import gather, together
+from .collectives import device_of, gather, together
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -105,7 +105,7 @@ class Agreement:
     ) -> None:
         self.name, self.group, self.quiet, self.digest = name, group, quiet, digest
         self.error: Exception | None = None
-        device = _device(group)
+        device = device_of(group)
         try:
             self.result = act()
             self.facts = describe(self.result)
@@ -351,10 +351,3 @@ def _number(value: Any) -> int:
     if isinstance(value, list):
         return int(checksums(value)[0])
     return zlib.crc32(value.encode()) if isinstance(value, str) else int(value)
-
-
-def _device(group: ProcessGroup) -> torch.device:
-    """Where a group can send from."""
-    if "nccl" in str(distributed.get_backend_config(group)):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -47,6 +47,13 @@ def together(what: str, group: ProcessGroup | None, run: Callable[[], R]) -> R:
         ) from error
 
 
+def device_of(group: ProcessGroup | None) -> torch.device:
+    """Where a group can send from."""
+    if "nccl" in str(distributed.get_backend_config(group)):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def summed(what: str, values: Tensor, group: ProcessGroup | None) -> Tensor:
     """The sum over the ranks, in the tensor's own memory."""
     together(what, group, lambda: distributed.all_reduce(values, group=group))
