@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..batch.segments import Linear, Segments
 from ..kernels.opcodes import ELEMENTWISE, Op
@@ -58,6 +58,7 @@ class Recorder(TorchDispatchMode):
         self._numbers: dict[Node, int] = {}
         self._of: dict[Any, Operand] = {}
         self._kept: list[Tensor] = []  # which is kept, so that no other tensor gets the same
+        self.paused = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -148,6 +149,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
+        if self.paused:
+            return found
         name = func.overloadpacket.__name__
         inplace = name.endswith("_") and not name.endswith("__")
         name = name.rstrip("_") if inplace else name
@@ -324,9 +327,11 @@ PAIRS = {"join_pairs": (Op.PAIR,), "split_pairs": (Op.FIRST, Op.SECOND)}
 def _run(segments: RecordedSegments, name: str, *values: Tensor) -> Any:
     """A map on the sample's values and on the nodes they stand for."""
     recorder = segments.recorder
-    with _disable_current_modes(), torch.no_grad():  # what runs here leaves no trace
+    recorder.paused = True  # what runs here leaves no trace
+    with torch.no_grad():
         found: Any = getattr(segments.plain, name)(*values)
         outs: Any = tuple(f.clone() for f in (found if isinstance(found, tuple) else (found,)))
+    recorder.paused = False
     operands = [recorder.of(v) for v in values]
     if name in PAIRS:
         operands = [recorder.register(o, SEGMENTS) for o in operands]
