@@ -197,10 +197,7 @@ class Footprint:
     planned: int | None = None
 
 
-Contestant = Callable[[], list[Tensor]]
-
-
-def peak_bytes(contestant: Contestant, device: torch.device) -> int | None:
+def peak_bytes(contestant: Callable[[], list[Tensor]], device: torch.device) -> int | None:
     """Peak bytes while `contestant` runs, less what it returns; None where memory ran out.
 
     From the allocator on a GPU; on a CPU from the tensors that operators create.

@@ -6,7 +6,7 @@ N positions, T of them scored, H hidden width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,13 +103,18 @@ def head_stats(
         with torch.no_grad():
             return head_stats(hidden, head, targets_or_batch, options)
     head = local_head(head)
-    batch = _batch(targets_or_batch, hidden, options)
+    batch: Any = targets_or_batch
+    if not isinstance(batch, Batch):
+        try:
+            batch = check_targets(batch, hidden, options)
+        except (TypeError, ValueError) as error:
+            batch = error  # all ranks have to hear of it
     candidates = isinstance(batch, Batch) and "candidate_ids" in batch.fields
     objective = loss_elsewhere(names, candidates=candidates)
 
     def run() -> HeadStats:
         given = (hidden, head, batch, objective, options, "head_stats")
-        work, tensors = linear_call(given, early=True)  # type: ignore[arg-type]
+        work, tensors = linear_call(given, early=True)
         with inside(hidden.device.type, *work.groups):
             found = HeadStatistics.apply(work, names, *tensors)
         stats = _with_candidates(found, names)
@@ -141,13 +146,3 @@ def _checked(gradients: Collection[str], given: object) -> frozenset[str]:
         if name not in names:
             raise ValueError(f"gradients: got {name!r}, want names out of {names}")
     return frozenset(gradients)
-
-
-def _batch(given: object, hidden: Tensor, options: Options) -> Batch | Exception:
-    """The batch, or what is wrong with the targets: of which all ranks have to hear."""
-    if isinstance(given, Batch):
-        return given
-    try:
-        return check_targets(given, hidden, options)
-    except (TypeError, ValueError) as error:
-        return error

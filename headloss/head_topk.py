@@ -67,9 +67,8 @@ def head_topk(
     place = join_positions(head, hidden, check, k=k)
     if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= place.vocabulary:
         raise ValueError(f"k: got {k!r}, want an integer in 1..{place.vocabulary}")
-    temperature = head.temperature
-    if isinstance(temperature, Tensor) and not options.static:
-        check_temperatures(temperature.reshape(-1), None)
+    if isinstance(t := head.temperature, Tensor) and not options.static:
+        check_temperatures(t.reshape(-1), None)
     with torch.autocast(hidden.device.type, enabled=False):  # its products would be rounded
         return _topk(hidden, head, k, options, place, compute)
 
@@ -93,9 +92,8 @@ def _topk(
         slices.size or head.vocabulary,
         compute_dtype=compute,
     )
-    tokens = len(x)
     problem = Problem(
-        tokens=tokens,
+        tokens=len(x),
         width=x.shape[1],
         vocabulary=place.widest,
         hidden_gradient=False,
@@ -105,8 +103,8 @@ def _topk(
         on_gpu=x.is_cuda,
     )
     tile = make_plan(problem, replace(options, schedule="auto"), "reference").tile
-    ids, logps = (x.new_empty(tokens, k, dtype=dtype) for dtype in (torch.int64, source.dtype))
-    for rows in steps(tokens, tile.rows):
+    ids, logps = (x.new_empty(len(x), k, dtype=dtype) for dtype in (torch.int64, source.dtype))
+    for rows in steps(len(x), tile.rows):
         ids[rows], logps[rows] = _rows(source, rows, tile.columns, k, slices)
     return HeadTopk(*(found.view(*hidden.shape[:-1], k) for found in (ids, logps)))
 

@@ -302,6 +302,30 @@ def test_a_ratio_of_zero(objective):
     assert out.loss.isfinite() and dx.isfinite().all() and dw.isfinite().all()
 
 
+STEEP = {
+    "temperature": {"temperature": 1e-3},
+    "temperatures": {"temperature": torch.linspace(1e-3, 1.0, 12)},
+    "logit_scale": {"logit_scale": -1e3},
+}
+
+
+@pytest.mark.parametrize("verb", ["one_pass", "held", "head_stats"])
+@pytest.mark.parametrize("steep", STEEP)
+def test_a_steep_head_does_not_overflow_in_float16(steep, verb):
+    """The gradient fits float16, and did not before it was scaled back."""
+    weight = (60 * torch.randn(40, 16)).half()
+    hidden = (5e-6 * torch.randn(12, 16)).half().requires_grad_()
+    batch, head = hl.Batch(torch.arange(12)), hl.Head(weight.requires_grad_(), **STEEP[steep])
+    if verb == "head_stats":
+        loss = -hl.head_stats(hidden, head, batch).logp.mean()
+    else:
+        loss = hl.head_loss(hidden, head, batch, hl.cross_entropy(), options(verb)).loss
+    loss.backward()
+    want = plain(hidden, head, batch, hl.cross_entropy()).gradients["hidden"]
+    assert 1e3 < want.abs().max() < 6e4
+    assert within_budget(hidden.grad, want, want.half())
+
+
 @pytest.mark.parametrize("upstream", [1.0, 65536.0])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_small_weights_do_not_underflow_in_float16(schedule, upstream):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..batch.packing import MissingField, PackedBatch, as_wide
-from ..batch.reduction import Reduction, Totals, sequence_mean
+from ..batch.reduction import Number, Reduction, Totals, sequence_mean
 from ..batch.segments import Chunk
 from ..losses.term import Objective, Reads, Term, trace
 from .metrics import Metrics, Observed, checked
@@ -220,12 +220,12 @@ class Bound:
         known = Gradient(coefficients, {}, zero[:0])
         return known, torch.stack(moving).to(zero.dtype) if moving else None
 
-    def scaled(self, device: torch.device) -> Bound:
+    def scaled(self, device: torch.device, slope: Number) -> Bound:
         """The same objective with coefficients near 1, whatever the weights are, so that in float16
         only gradients that do not matter underflow. Multiply by 1 / scale afterwards."""
         given = {"dtype": self.dtype, "device": device}
         sizes = [abs(p.coefficient) * torch.as_tensor(p.weights, **given) for p in self.parts]
-        return replace(self, scale=power_of_two([size.max() for size in sizes if size.numel()]))
+        return replace(self, scale=power_of_two(sizes, slope))
 
 
 def in_closed_form(slopes: Iterable[Slope], logp: Tensor) -> dict[Any, Tensor]:
@@ -237,8 +237,12 @@ def in_closed_form(slopes: Iterable[Slope], logp: Tensor) -> dict[Any, Tensor]:
     return found
 
 
-def power_of_two(sizes: list[Tensor]) -> Tensor:
-    """[] the power of two that brings the largest of some numbers to between 1 and 2."""
+def power_of_two(coefficients: list[Tensor], slope: Number) -> Tensor:
+    """[] the power of two that brings the largest of some coefficients ([T], [T, K] or one) to
+    between 1 and 2, times `slope`, that of the logits over the raw ones ([T] or one)."""
+    if isinstance(slope, Tensor) or slope != 1:
+        coefficients = [c.t() * slope for c in coefficients]
+    sizes = [c.abs().max() for c in coefficients if c.numel()]
     largest = torch.stack(sizes).max() if sizes else torch.tensor(0.0, device="cpu")
     return torch.where(largest > 0, -largest.log2().floor(), 0).exp2()
 

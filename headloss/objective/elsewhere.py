@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..batch.packing import ALL, PackedBatch, Packing
-from ..batch.reduction import token_mean
+from ..batch.reduction import Number, token_mean
 from ..batch.segments import Chunk
 from ..losses.identity import leaves_of
 from ..losses.scope import Scope
@@ -59,16 +59,16 @@ def gradient_of(
     slopes: dict[str, Tensor],  # d loss / d statistic, [T] each, candidates' [T, K + 1]
     stats: Statistics,
     vocabulary: int,
-    rescaled: bool,
+    slope: Number | None,
 ) -> tuple[Gradient, Tensor | None]:
-    """The coefficients that follow from the slopes. With `rescaled` a power of two scales them to
-    near 1, and is returned too."""
+    """The coefficients that follow from the slopes. With the `slope` of the logits a power of two
+    scales them to near 1 (`power_of_two`), and is returned too."""
     sparse: dict[object, Tensor] = {key: slopes[key] for key in (CANDIDATES,) if key in slopes}
     gradient = Gradient(pull_back(slopes, stats, vocabulary), sparse, torch.empty(0, device="cpu"))
-    if not rescaled:
+    if slope is None:
         return gradient, None
     found = [*gradient.coefficients.tensors().values(), *sparse.values()]
-    scale = power_of_two([c.abs().max() for c in found if len(c)])
+    scale = power_of_two(found, slope)
     return gradient.map(lambda t: t * scale), scale
 
 

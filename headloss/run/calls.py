@@ -228,7 +228,7 @@ def _work(
         plan=plan,
         packing=packing,
         batch=view,
-        bind=partial(_bound, joined, batch, view, options),
+        bind=partial(_bound, joined, batch, view, options, transform),
         slices=slices,
         vocabulary=vocabulary,
         transform=transform,
@@ -246,7 +246,9 @@ def _work(
     return work, found
 
 
-def _bound(joined: Joined, batch: Batch, view: PackedBatch, options: Options) -> Bound | Taped:
+def _bound(
+    joined: Joined, batch: Batch, view: PackedBatch, options: Options, transform: Transform
+) -> Bound | Taped:
     """The objective bound to its totals, while the first product runs."""
     if batch.segments.group is not None:
         settle(batch.segments.group)  # before its collectives
@@ -260,7 +262,8 @@ def _bound(joined: Joined, batch: Batch, view: PackedBatch, options: Options) ->
     def by_autograd() -> Bound:
         given, closed = (objective, view, totals, vocabulary, prepared.wide), prepared.slopes
         found = bind(*given, declared=declared, closed=closed, logp_only=plan.pull == "unit")
-        return found.scaled(view.targets.device) if rescaled else found
+        slope = transform.scale / transform.temperature
+        return found.scaled(view.targets.device, slope) if rescaled else found
 
     if not prepared.taped or prepared.tape(objective, options.metrics, True) is None:
         return by_autograd()

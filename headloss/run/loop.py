@@ -131,7 +131,9 @@ def pull_slopes(
     stats, width = swept.whole.stats, work.vocabulary
     if CANDIDATES in given:
         given[CANDIDATES] = without_constants(given[CANDIDATES], stats, work.batch)
-    gradient, scale = gradient_of(given, stats, width, work.prepared.problem.rescaled)
+    t, rescaled = work.transform, work.prepared.problem.rescaled
+    slope = t.scale / t.temperature if rescaled else None
+    gradient, scale = gradient_of(given, stats, width, slope)
     if work.tolerance is not None:
         gradient = work.tolerance(gradient, stats, ALL, scale)
     with inside(work.batch.targets.device.type, *work.groups):
