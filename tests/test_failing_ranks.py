@@ -34,7 +34,7 @@ def test_a_term_that_raises_on_one_rank(world: World, over: str) -> None:
     says_what_happened(first, SECONDS)
     # The user's own exception, with a note of what it means for the others.
     assert (raised.kind, raised.message) == ("KeyError", '"a bug of the user\'s"')
-    note = raised.notes[-1]  # behind those of the term
+    (note,) = raised.notes
     assert "the others wait for this one" in note and "cannot be used any more" in note
     assert raised.seconds < 1
     # Caught and gone on: the group is of no use to either.

@@ -45,7 +45,7 @@ class Part(NamedTuple):
         seen = batch if self.kept is None else without_poison(batch, self.kept)
         try:
             losses = self.term(stats, seen.on(stats))
-        except Exception as error:
+        except (AttributeError, TypeError) as error:  # it may have met a None
             there = sorted(stats.tensors())
             error.add_note(f"term {self.name}: was given {there}, as it read of a small sample")
             raise
