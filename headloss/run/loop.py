@@ -156,7 +156,7 @@ def owed(work: Work, upstream: Tensor) -> Tensor | None:
     None where it is one, as far as the host may know."""
     declared, scale, seen = work.bound.declared, work.bound.scale, work.packing.live is None
     if declared is None:
-        if seen and scale is None and upstream.is_cpu and upstream.item() == 1:
+        if seen and scale is None and upstream.is_cpu and upstream.equal(torch.ones_like(upstream)):
             return None
         factor = upstream if upstream.dtype == torch.float64 else upstream.float()
         return factor if scale is None else factor / scale
