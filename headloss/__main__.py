@@ -184,9 +184,8 @@ def objective_of(names: str) -> Objective:
 
 def _check(arguments: argparse.Namespace) -> int:
     device = arguments.device
-    where = f"{device}, {torch.get_num_threads()} threads"
-    if device.type == "cuda":
-        where = doctor.described(device)
+    threads = f"{device}, {torch.get_num_threads()} threads"
+    where = doctor.described(device) if device.type == "cuda" else threads
     print(f"torch {torch.__version__} on {where}")
     print("error against float64 / budget: 3 x the error of plain torch + 1e-6\n")
     verdicts = [gate.check(case, device) for case in gate.cases(arguments.quick)]
