@@ -56,7 +56,7 @@ def check_number(
     finite or not accepted."""
     if isinstance(value, bool) or not isinstance(value, of):
         raise TypeError(f"{name}: got {value!r}, want {kind}")
-    if not (math.isfinite(value) and accept(float(value))):
+    if not (-math.inf < value < math.inf and accept(float(value))):
         raise ValueError(f"{name}: got {value!r}, want {want}")
 
 

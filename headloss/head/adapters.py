@@ -43,7 +43,7 @@ def read_module(module: nn.Module) -> Fields:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: got {type(module).__name__}, want an nn.Module")
     module = unwrap(module)
-    if {"modules_to_save", "original_module"} <= module._modules.keys():
+    if "modules_to_save" in module._modules and "original_module" in module._modules:
         return read_module(_saved_module(module))
     if "token_adapter" in module._modules:
         raise _unknown(module, "trainable tokens replace rows of the weight; merge them first")
