@@ -326,6 +326,20 @@ def test_a_steep_head_does_not_overflow_in_float16(steep, verb):
     assert within_budget(hidden.grad, want, want.half())
 
 
+@pytest.mark.parametrize("temperature", [1e-5, 1.0, 1e6])
+def test_a_teacher_in_float16_under_any_temperature_of_the_head(temperature):
+    """A distillation's own temperature replaces the head's, also where coefficients are scaled."""
+    hidden = torch.randn(12, 16).half().requires_grad_()
+    head = hl.Head((torch.randn(40, 16) / 10).half(), temperature=temperature)
+    batch = hl.Batch(torch.arange(12), teacher_logits=3 * torch.randn(12, 40).half())
+    hl.head_loss(hidden, head, batch, hl.distillation()).loss.backward()
+    x = hidden.detach().double().requires_grad_()
+    log_p, log_q = ((x @ head.weight.double().T), batch.teacher_logits.double())
+    log_p, log_q = log_p.log_softmax(-1), log_q.log_softmax(-1)
+    (log_q.exp() * (log_q - log_p)).sum(-1).mean().backward()
+    assert (hidden.grad - x.grad).norm() < 2e-3 * x.grad.norm()
+
+
 @pytest.mark.parametrize("upstream", [1.0, 65536.0])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_small_weights_do_not_underflow_in_float16(schedule, upstream):

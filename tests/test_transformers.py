@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -288,6 +289,11 @@ def test_logits_of_an_output_that_is_gone_through() -> None:
     made = [dict(output.items())["logits"] for output in outputs]
     found = [made[0] * 1, torch.from_numpy(made[1].numpy()), torch.stack([made[2]])[0]]
     found += [copy.deepcopy(outputs[3])["logits"], outputs[3].logits, outputs[3][1]]
+    with torch.no_grad():
+        later = [dict(model(input_ids=IDS, labels=LABELS).items())["logits"] for _ in range(5)]
+    found += [pickle.loads(pickle.dumps(later[0])), copy.deepcopy(later[1])]
+    found += [torch.from_dlpack(later[2]), torch.tensor(later[3].tolist())]
+    found += [later[4].share_memory_()]
     for logits in found:
         torch.testing.assert_close(logits + 0, want, rtol=1e-5, atol=1e-5)
     attached = dict(model(input_ids=IDS, labels=LABELS).items())["logits"]

@@ -252,6 +252,7 @@ class _Logits(Tensor):
         place = {"dtype": wide, "device": hidden.device}
         shape = (*hidden.shape[:-1], head.vocabulary)
         found: Any = Tensor._make_wrapper_subclass(cls, shape, **place)  # type: ignore[attr-defined]
+        torch._C._set_throw_on_mutable_data_ptr(found)  # where C would read address 0
         attached = torch.is_grad_enabled()
 
         @functools.cache
@@ -269,8 +270,17 @@ class _Logits(Tensor):
         args, kwargs = tree_map(_made, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.make().numpy(force=force)
+
+def _of_made(name: str) -> Any:
+    """A method that reads memory past the operations."""
+    return lambda self, *args, **kwargs: getattr(self.make(), name)(*args, **kwargs)
+
+
+for _name in (
+    "numpy", "tolist", "data_ptr", "untyped_storage", "share_memory_", "__dlpack__",
+    "__dlpack_device__", "__deepcopy__", "__reduce_ex__",
+):  # fmt: skip
+    setattr(_Logits, _name, _of_made(_name))
 
 
 def _made(value: Any) -> Any:

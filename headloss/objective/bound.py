@@ -163,8 +163,8 @@ class Bound:
     def total(self, values: Iterable[Tensor], stats: Statistics | None = None) -> Tensor:
         """[] the loss of all tokens, from its terms' values. They are added one by one: a tensor of
         the coefficients would have to be copied to the device, and the copy would wait."""
-        pairs = [(part.coefficient, v) for part, v in zip(self.parts, values, strict=False)]
-        return functools.reduce(torch.add, [v if c == 1 else c * v for c, v in pairs])
+        pairs = zip(self.named, values, strict=False)
+        return functools.reduce(torch.add, [v if c == 1 else c * v for (_, c), v in pairs])
 
     def _differentiated(
         self, parts: Sequence[Part], stats: Statistics, batch: PackedBatch, needed: bool
@@ -220,12 +220,14 @@ class Bound:
         known = Gradient(coefficients, {}, zero[:0])
         return known, torch.stack(moving).to(zero.dtype) if moving else None
 
-    def scaled(self, device: torch.device, slope: Number) -> Bound:
+    def scaled(self, device: torch.device, slope: Callable[[Term], Number]) -> Bound:
         """The same objective with coefficients near 1, whatever the weights are, so that in float16
-        only gradients that do not matter underflow. Multiply by 1 / scale afterwards."""
+        only gradients that do not matter underflow. Multiply by 1 / scale afterwards.
+        `slope`: of the logits that a term sees, over the raw ones."""
         given = {"dtype": self.dtype, "device": device}
-        sizes = [abs(p.coefficient) * torch.as_tensor(p.weights, **given) for p in self.parts]
-        return replace(self, scale=power_of_two(sizes, slope))
+        pairs = [(p.coefficient * slope(p.term), p.weights) for p in self.parts]
+        sizes = [torch.as_tensor(weights, **given) * each for each, weights in pairs]
+        return replace(self, scale=power_of_two(sizes, 1))
 
 
 def in_closed_form(slopes: Iterable[Slope], logp: Tensor) -> dict[Any, Tensor]:

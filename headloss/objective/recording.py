@@ -328,10 +328,12 @@ def _run(segments: RecordedSegments, name: str, *values: Tensor) -> Any:
     """A map on the sample's values and on the nodes they stand for."""
     recorder = segments.recorder
     recorder.paused = True  # what runs here leaves no trace
-    with torch.no_grad():
-        found: Any = getattr(segments.plain, name)(*values)
-        outs: Any = tuple(f.clone() for f in (found if isinstance(found, tuple) else (found,)))
-    recorder.paused = False
+    try:
+        with torch.no_grad():
+            found: Any = getattr(segments.plain, name)(*values)
+            outs: Any = tuple(f.clone() for f in (found if isinstance(found, tuple) else (found,)))
+    finally:
+        recorder.paused = False
     operands = [recorder.of(v) for v in values]
     if name in PAIRS:
         operands = [recorder.register(o, SEGMENTS) for o in operands]

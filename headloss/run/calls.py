@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..batch.batch import Batch
 from ..batch.packing import PackedBatch, Packing, packing_of
-from ..batch.reduction import Totals
+from ..batch.reduction import Number, Totals
 from ..head.head import Head
 from ..kernels.transform import Transform
-from ..losses.term import Objective
+from ..losses.term import Objective, Term
 from ..objective.bound import Bound, bind
 from ..objective.tape import Taped
 from ..objective.tolerance import Tolerance
@@ -259,10 +259,12 @@ def _bound(
         totals = _totals(packing.targets.shape[0], packing.count) if read else Totals.of(batch)
     rescaled, declared = prepared.problem.rescaled, options.upstream
 
+    def slope(term: Term) -> Number:
+        return transform.scale / (term.teacher or transform).temperature
+
     def by_autograd() -> Bound:
         given, closed = (objective, view, totals, vocabulary, prepared.wide), prepared.slopes
         found = bind(*given, declared=declared, closed=closed, logp_only=plan.pull == "unit")
-        slope = transform.scale / transform.temperature
         return found.scaled(view.targets.device, slope) if rescaled else found
 
     if not prepared.taped or prepared.tape(objective, options.metrics, True) is None:
