@@ -329,3 +329,26 @@ def test_checked(term: Term) -> None:
 def test_bad_option(make_term, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_term()
+
+
+@pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held", "frozen"])
+def test_odds_of_nearly_certain_answers(schedule: str) -> None:
+    """1 - p down to 4e-27 on either side, against float64 from the same logits."""
+    gaps = torch.tensor([9.0, 20, 1, 30, 40, 15, 60, 62, 0.5, 58])
+    hidden = (gaps[:, None] * torch.eye(6)[0]).requires_grad_()  # the logits themselves
+    weight = torch.eye(6, requires_grad=schedule != "frozen")
+    lengths = torch.tensor([1, 2, 2, 1, 1, 1, 1, 1])
+    batch = hl.Batch(torch.zeros(10).long(), segments=Segments.from_lengths(lengths))
+    options = hl.Options(backend="reference", schedule=schedule)
+    out = hl.head_loss(hidden, hl.Head(weight), batch, h.orpo(beta=0.3), options)
+    out.loss.backward()
+    z = hidden.detach().double().requires_grad_()
+    logp = -(z[:, 1:] - z[:, :1]).exp().sum(1).log1p()
+    means = torch.stack([part.mean() for part in logp.split(lengths.tolist())])
+    odds = means - (-means.expm1()).log()
+    want = -0.3 * torch.nn.functional.logsigmoid(odds[::2] - odds[1::2]).mean()
+    want.backward()
+    assert hidden.grad is not None and z.grad is not None
+    assert out.loss.item() == pytest.approx(want.item(), rel=1e-6)
+    torch.testing.assert_close(hidden.grad.double(), z.grad, rtol=2e-5, atol=1e-12)
+    assert z.grad[[7, 9]].norm(dim=1).min() > 0.05  # of rejected answers at 1 - p = 4e-27, 3e-25

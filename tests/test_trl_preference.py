@@ -341,6 +341,17 @@ def test_odds_ratio(shape: str) -> None:
         assert got == pytest.approx(float(value.mean()), rel=1e-6)
 
 
+def test_odds_of_nearly_certain_answers() -> None:
+    """Down to where TRL's gradient is not a number, its value keeps its digits."""
+    step = Step("one_token")
+    step.logps = -torch.logspace(-29, -4, B).double()[:, None].expand(B, T)
+    means = step.logps[:, 0]
+    trainer = SimpleNamespace(beta=0.4, accelerator=SimpleNamespace(device="cpu"))
+    losses, *_ = ORPOTrainer.odds_ratio_loss(trainer, means[::2], means[1::2])
+    value, _ = step.ours(h.orpo(beta=0.4))
+    assert float(value) == pytest.approx(-float(losses.mean()), rel=1e-6)
+
+
 def test_odds_of_certain_answers() -> None:
     """TRL's log(1 - p) is -inf there, and its loss not a number."""
     step = Step("one_token")

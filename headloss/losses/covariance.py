@@ -37,7 +37,6 @@ def _count(batch: PackedBatch, like: Tensor) -> Tensor:
 
 def _covariance(stats: Statistics, batch: PackedBatch) -> Tensor:
     """c, [T]; -inf at a token that is not scored (static shapes)."""
-    assert stats.logp is not None
     logp, count = stats.logp.detach(), _count(batch, stats.logp).clamp_min(1)
 
     def centred(values: Tensor) -> Tensor:

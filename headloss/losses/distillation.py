@@ -129,7 +129,6 @@ def on_policy_distillation(stats: Statistics, batch: PackedBatch) -> Tensor:
 
     Inputs: teacher_logps [..], log q_y. Default reduction: token_mean.
     """
-    assert stats.logp is not None
     return (stats.logp - batch.teacher_logps).detach() * stats.logp
 
 

@@ -47,7 +47,6 @@ def scope_and_per(level: str) -> tuple[Scope, Per]:
 
 def log_ratio(stats: Statistics, batch: PackedBatch) -> Tensor:
     """d_t, [T]."""
-    assert stats.logp is not None
     return stats.logp - batch.old_logps
 
 
@@ -65,7 +64,6 @@ def importance_ratio(stats: Statistics, batch: PackedBatch, level: str) -> Tenso
     ratio = bounded_exp(pool(d))
     if level != "sequence_token":
         return ratio
-    assert stats.logp is not None
     logp = stats.logp.clamp_min(torch.finfo(stats.logp.dtype).min)  # -inf - -inf would be NaN
     return batch.segments.expand(ratio.detach()) * (logp - logp.detach()).exp()
 
@@ -96,7 +94,6 @@ def estimate(d: Tensor, estimator: str) -> Tensor:
 
 def advantage_figures(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
     """What needs no old policy."""
-    assert stats.logp is not None
     return {
         "logps": Observed(stats.logp),
         "advantage": Observed(batch.advantages),

@@ -41,7 +41,6 @@ class _Estimate:
     ratio_max: float | None
 
     def __call__(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        assert stats.logp is not None
         d = getattr(batch, self.against) - stats.logp
         near = d if self.clamp_difference is None else _within(d, self.clamp_difference)
         value = estimate(near, self.estimator)
@@ -63,7 +62,6 @@ class _Estimate:
         return ratio if self.ratio_max is None else ratio.clamp(max=self.ratio_max)
 
     def observe(self, stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
-        assert stats.logp is not None
         d = getattr(batch, self.against) - stats.logp
         return {name: Observed(estimate(d, name)) for name in ("k1", "k3")}
 
@@ -180,7 +178,6 @@ def _shaped(
     centred: bool,
     through: bool,
 ) -> Any:
-    assert stats.logp is not None
     value = estimate(batch.ref_logps - stats.logp, estimator)
     value = value if through else value.detach()
     if centred:

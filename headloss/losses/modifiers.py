@@ -97,8 +97,7 @@ class _Correction:
 def sampler_mismatch(stats: Statistics, batch: PackedBatch, live: bool) -> Tensor:
     """log p_trainer - log p_sampler, [T]. A sampler that gives no log-prob for a token says nothing
     about it: 0."""
-    assert stats.logp is not None or not live
-    trainer = stats.logp.detach() if live and stats.logp is not None else batch.old_logps
+    trainer = stats.logp.detach() if live else batch.old_logps
     return (trainer - batch.sampling_logps).nan_to_num(nan=0.0)
 
 
@@ -159,7 +158,6 @@ def corrected(
 
 
 def _on_policy(stats: Statistics, batch: PackedBatch, *, threshold: float) -> Tensor:
-    assert stats.logp is not None
     sampling = batch.sampling_logps if "sampling_logps" in batch else batch.old_logps
     drift = batch.segments.mean((sampling - stats.logp.detach()).nan_to_num(nan=0.0))
     kept = (batch.advantages >= 0) | batch.segments.expand(drift <= threshold)
@@ -193,7 +191,6 @@ def off_policy_masked(threshold: float) -> Modifier:
 
 
 def _above(stats: Statistics, batch: PackedBatch, *, threshold: float) -> Tensor:
-    assert stats.entropy is not None
     entropy = stats.entropy.detach()
     return (entropy >= threshold).to(entropy.dtype)
 
@@ -201,7 +198,6 @@ def _above(stats: Statistics, batch: PackedBatch, *, threshold: float) -> Tensor
 def _among_top(
     stats: Statistics, batch: PackedBatch, *, quantile: float, group: ProcessGroup | None
 ) -> Tensor:
-    assert stats.entropy is not None
     entropy = stats.entropy.detach()
     # What does not count is last in order, and left out by the number of those that do.
     counted = entropy if batch.live is None else torch.where(batch.live, entropy, math.inf)

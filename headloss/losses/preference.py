@@ -218,7 +218,7 @@ def orpo(*, beta: float = 0.1, rejected: int = 1) -> Term:
         -beta log sigmoid(h), h = log odds_chosen - log odds_rejected, odds = p / (1 - p), log p = mean(logp)
 
     Hong et al. 2024, arXiv:2403.07691, whose loss is hl.cross_entropy().where("chosen") +
-    hl.orpo(). Where p = 1, 1 - p is the dtype's epsilon.
+    hl.orpo(). Where p = 1, 1 - p is 1e-30.
 
     Args:
         beta: weight of the odds ratio (the paper's lambda), > 0.

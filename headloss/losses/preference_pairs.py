@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 Score = Callable[[Statistics, "PackedBatch"], Tensor]  # [S], by how much an answer is preferred
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 MAX_POWER = 80.0  # of e; float32 holds it
+LEAST = 1e-30  # of 1 - p: float32 holds its inverse times any weight
 
 
 # ---------------------------------------------------------------------- losses of two rewards
@@ -128,7 +129,6 @@ def log_ratio(
     stats: Statistics, batch: PackedBatch, *, average: bool = False, ld_alpha: float | None = None
 ) -> Tensor:
     """Of the policy to the reference."""
-    assert stats.logp is not None
     total = summed(stats.logp - batch.ref_logps, batch, ld_alpha)
     return _averaged(total, batch) if average else total
 
@@ -149,14 +149,12 @@ def f_log_ratio(
 
 def logp(stats: Statistics, batch: PackedBatch, *, average: bool, alpha: float = 0.0) -> Tensor:
     """Without a reference; alpha: see `simpo`."""
-    assert stats.logp is not None
     total = summed(stats.logp, batch)
     return powered(_averaged(total, batch) if average else total, -alpha)
 
 
 def likely_under_policy(stats: Statistics, batch: PackedBatch) -> Tensor:
     """WPO's weight of an answer: exp(mean_t(log p_y - log sum_j p_j^2)), without gradient."""
-    assert stats.logp is not None
     gap = stats.logp.detach() - stats.sum_p_squared.log()
     return _averaged(batch.segments.sum(gap), batch).exp()
 
@@ -164,7 +162,7 @@ def likely_under_policy(stats: Statistics, batch: PackedBatch) -> Tensor:
 def log_odds(stats: Statistics, batch: PackedBatch) -> Tensor:
     """log p / (1 - p) of the geometric mean p of an answer's tokens."""
     mean = logp(stats, batch, average=True)
-    return mean - log_1_minus_p(mean)
+    return mean - log_1_minus_p(mean, LEAST)
 
 
 def powered(x: Tensor, power: float) -> Tensor:

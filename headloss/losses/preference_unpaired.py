@@ -137,7 +137,6 @@ def a2po(*, beta: float = 1e-3) -> Term:
 
 
 def _transported(stats: Statistics, batch: PackedBatch, *, how: Pairwise, paired: bool) -> Tensor:
-    assert stats.logp is not None
     policy = split(summed(stats.logp, batch), batch)
     reference = split(summed(batch.ref_logps, batch), batch)
     if paired:

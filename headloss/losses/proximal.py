@@ -82,7 +82,6 @@ def _near(
     high: float,
     one_sided: bool,
 ) -> Tensor:
-    assert stats.logp is not None
     logp, old = stats.logp.detach(), batch.old_logps
     moved = logp.exp() - old.exp()
     if divergence == "kl":

@@ -54,7 +54,6 @@ def reinforce(stats: Statistics, batch: PackedBatch) -> Tensor:
     Inputs: advantages. Default reduction: token_mean.
     Also called: verl gpg, NeMo-RL disable_ppo_ratio.
     """
-    assert stats.logp is not None
     return -batch.advantages * stats.logp
 
 
@@ -67,7 +66,6 @@ def weighted(
     stats: Statistics, batch: PackedBatch, *, weight: Weight, surrogate: str = "log_prob"
 ) -> Tensor:
     """-sg(w) A log p, or with the same gradient the value -w A."""
-    assert stats.logp is not None
     pulls = batch.advantages * weight(stats, batch).detach()
     if surrogate == "log_prob":
         return -pulls * stats.logp

@@ -24,15 +24,12 @@ if TYPE_CHECKING:
 
 
 def _observe(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
-    assert stats.logp is not None and stats.top1 is not None
     return {"perplexity": Observed(-stats.logp, Perplexity), "top1": Observed(stats.top1)}
 
 
 def _cross_entropy(stats: Statistics, batch: PackedBatch, *, label_smoothing: float) -> Tensor:
-    assert stats.logp is not None
     if label_smoothing == 0:  # a statistic that is not read is not computed
         return -stats.logp
-    assert stats.lse is not None and stats.mean_logit is not None
     uniform = stats.lse - stats.mean_logit
     return (label_smoothing - 1) * stats.logp + label_smoothing * uniform
 
@@ -83,7 +80,6 @@ def z_loss(stats: Statistics, batch: PackedBatch) -> Tensor:
 
     Inputs: none. Default reduction: token_mean.
     """
-    assert stats.lse is not None
     return stats.lse.square()
 
 
@@ -102,7 +98,6 @@ def entropy(stats: Statistics, batch: PackedBatch) -> Tensor:
 
     Inputs: none. Default reduction: token_mean.
     """
-    assert stats.entropy is not None
     return stats.entropy
 
 
@@ -117,14 +112,12 @@ def unlikelihood(stats: Statistics, batch: PackedBatch) -> Tensor:
 
     Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
     """
-    assert stats.logp is not None
     return -log_1_minus_p(stats.logp)
 
 
-def log_1_minus_p(logp: Tensor) -> Tensor:
-    """log(1 - p) from log p; where p = 1, that of the dtype's epsilon."""
-    # Beyond epsilon the gradient, p / (1 - p), would be larger than what p itself resolves.
-    logp = logp.clamp(max=-torch.finfo(logp.dtype).eps)
+def log_1_minus_p(logp: Tensor, least: float | None = None) -> Tensor:
+    """log(1 - p) from log p; 1 - p is at least `least`, or the dtype's epsilon."""
+    logp = logp.clamp(max=-(least or torch.finfo(logp.dtype).eps))
     # log(1 - exp x) has two forms, each exact on its side of -log 2. A branch that is not taken
     # gets a harmless argument, so that its gradient is finite.
     likely = logp > -math.log(2)
@@ -152,12 +145,10 @@ def dft(stats: Statistics, batch: PackedBatch) -> Tensor:
 
     Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
     """
-    assert stats.logp is not None
     return -stats.logp.detach().exp() * stats.logp
 
 
 def _focal(stats: Statistics, batch: PackedBatch, *, gamma: float) -> Tensor:
-    assert stats.logp is not None
     return -(gamma * log_1_minus_p(stats.logp)).exp() * stats.logp
 
 
@@ -182,7 +173,6 @@ def focal(*, gamma: float = 2.0) -> Term:
 def _entropy_adaptive(
     stats: Statistics, batch: PackedBatch, *, alpha: float, scale: float
 ) -> Tensor:
-    assert stats.logp is not None and stats.entropy is not None
     return -(stats.entropy.detach() / scale).pow(alpha) * stats.logp
 
 
