@@ -64,7 +64,7 @@ def main(cases: list[Case], folder: Path, device: torch.device, pairs: int) -> i
     """A line for each case and contestant of headloss; 1 where one has become slower."""
     before, slower = load(folder), 0
     for case in cases:
-        inputs = [works.make_inputs(case.setting, device, seed) for seed in (0, 100)]
+        inputs = works.make_sets(case.setting, device, pairs + 1)
         for work in case.works:
             for name in filter(measure.is_ours, case.contestants):
                 ratios = race(works.WORKS[work], name, case, inputs, before, device, pairs)

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from draws import columns_of
+from plain import with_the_rest
 from support import DEVICE, GRADIENTS, WORST, milliseconds, peak_mib
 from torch import Tensor
-from works import columns_of, reverse_kl, to_uniform, with_the_rest
+from works import reverse_kl, to_uniform
 
 import headloss as hl
 from headloss import kernels

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from plain import plain_logits, restricted, with_the_rest
 from torch import Tensor
-from works import Inputs, Setting, Values, Work, restricted, with_the_rest
+from works import Inputs, Setting, Values, Work
 
 import headloss as hl
 
@@ -28,7 +29,7 @@ class Found:
 
     Attributes:
         values: any of "loss", "nll" (the mean of -logp), "logps" [T], "entropies" [T], and the
-            gradients "hidden" and "weight".
+            gradients by the names in `works.LEAVES`.
         accumulator: bytes of a float32 [V, H] that dW was summed in, beside the dW returned.
         factor: what the gradients are still to be multiplied with.
         how: schedule and sizes, where the contestant says.
@@ -63,9 +64,7 @@ class Contestant:
 
 def gradients(loss: Tensor, inputs: Inputs) -> dict[str, Tensor]:
     """Of whatever requires one."""
-    hidden = inputs.hidden if inputs.logits is None else inputs.logits
-    leaves = {"hidden": hidden, "weight": inputs.weight}
-    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    wanted = inputs.leaves()
     if not wanted or not loss.requires_grad:
         return {}
     return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values())), strict=True))
@@ -79,7 +78,7 @@ def _headloss(**options) -> Callable[[Work, Setting], Run]:
         def run(inputs: Inputs) -> Found:
             out = hl.head_loss(
                 inputs.hidden,
-                hl.Head(inputs.weight),
+                inputs.head(),
                 inputs.batch(setting.teacher),
                 work.objective(inputs),
                 hl.Options(**options),
@@ -156,7 +155,7 @@ def _found(out: hl.Output, inputs: Inputs) -> Found:
 
 def _head_stats(work: Work, setting: Setting) -> Run:
     def run(inputs: Inputs) -> Found:
-        stats = hl.head_stats(inputs.hidden, hl.Head(inputs.weight), inputs.targets)
+        stats = hl.head_stats(inputs.hidden, inputs.head(), inputs.targets)
         return Found(values={"logps": stats.logp, "entropies": stats.entropy})
 
     return run
@@ -167,7 +166,7 @@ def _stats_elsewhere(schedule: str, gradients: tuple[str, ...] = STATISTICS) -> 
 
     def make(work: Work, setting: Setting) -> Run:
         def values(inputs: Inputs) -> Values:
-            head, options = hl.Head(inputs.weight), hl.Options(schedule=schedule)
+            head, options = inputs.head(), hl.Options(schedule=schedule)
             found = hl.head_stats(inputs.hidden, head, inputs.targets, options, gradients)
             return Values(found.logp, found.lse, found.entropy)
 
@@ -184,7 +183,7 @@ def _function(separable: str | None) -> Callable[[Work, Setting], Run]:
             def loss_of(logps: Tensor, entropies: Tensor) -> Tensor:
                 return work.loss(Values(logps, entropy=entropies), inputs)
 
-            given = (inputs.hidden, hl.Head(inputs.weight), inputs.batch(), loss_of, separable)
+            given = (inputs.hidden, inputs.head(), inputs.batch(), loss_of, separable)
             loss = hl.head_function(*given)  # type: ignore[arg-type]
             return Found(values={"loss": loss.detach()} | gradients(loss, inputs))
 
@@ -260,28 +259,29 @@ def _values_of_logits(work: Work) -> Callable[..., Values]:
 def _eager(work: Work, setting: Setting, compiled: bool = False) -> Run:
     values_of_logits = _values_of_logits(work)
 
-    def of_products(x, w, y, teacher_x, teacher_w, candidates, support):
+    def of_products(x, head, y, teacher_x, teacher_w, candidates, support):
         teacher = None if teacher_x is None else F.linear(teacher_x, teacher_w).float()
-        return values_of_logits(F.linear(x, w).float(), y, teacher, candidates, support)
+        return values_of_logits(plain_logits(x, *head).float(), y, teacher, candidates, support)
 
-    def cross_entropy(x, w, y):
-        return F.cross_entropy(F.linear(x, w).float(), y)
+    def cross_entropy(x, head, y):
+        return F.cross_entropy(plain_logits(x, *head).float(), y)
 
     def of_given(z, y):
         return F.cross_entropy(z.float(), y)
 
     if compiled:
+        dynamic = None if setting.changing else False  # by itself, at the second number of tokens
         of_products, cross_entropy, of_given = (
-            torch.compile(f, dynamic=False) for f in (of_products, cross_entropy, of_given)
+            torch.compile(f, dynamic=dynamic) for f in (of_products, cross_entropy, of_given)
         )
     if setting.given:
         return _by_loss(lambda i: of_given(i.logits, i.targets))
     if work.name == "ce":
-        return _by_loss(lambda i: cross_entropy(i.hidden, i.weight, i.targets))
+        return _by_loss(lambda i: cross_entropy(i.hidden, i.parts, i.targets))
 
     def of_inputs(i: Inputs) -> Values:
         teacher = (i.teacher_hidden, i.teacher_weight)
-        return of_products(i.hidden, i.weight, i.targets, *teacher, i.candidates, i.support)
+        return of_products(i.hidden, i.parts, i.targets, *teacher, i.candidates, i.support)
 
     return _by_values(of_inputs, work)
 

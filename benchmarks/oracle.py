@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 from contestants import Found
+from plain import SCALING, restricted, with_the_rest
 from torch import Tensor
-from works import Inputs, Setting, Values, Work, restricted, with_the_rest
+from works import LEAVES, Inputs, Setting, Values, Work
 
 # ---------------------------------------------------------------------- the oracle
 
@@ -21,12 +22,17 @@ BLOCK = 1 << 28  # logits of the oracle at a time: 2 GiB of float64
 
 @dataclass(frozen=True, kw_only=True)
 class Oracle:
-    """What is true, in float64; gradients of some rows of `hidden` and `weight`."""
+    """What is true, in float64; gradients of some tokens and of some columns of the logits, and of
+    the whole down projection of an adapter."""
 
     values: dict[str, Tensor]  # loss, nll, logps, entropies
     rows: Tensor  # of hidden
-    columns: Tensor  # of weight
+    columns: Tensor  # of the logits: rows of weight, of bias and of an adapter's up projection
     gradients: dict[str, Tensor]
+
+    def places(self, name: str) -> Tensor | slice:
+        """Which rows of a gradient are compared."""
+        return {"hidden": self.rows, "lora_a": slice(None)}.get(name, self.columns)
 
 
 def make_oracle(work: Work, inputs: Inputs, setting: Setting) -> Oracle:
@@ -35,12 +41,13 @@ def make_oracle(work: Work, inputs: Inputs, setting: Setting) -> Oracle:
     Half of the compared rows of `weight` are targets of the compared rows of `hidden`.
     """
     generator = torch.Generator().manual_seed(0)
-    count = min(SAMPLES, setting.tokens)
-    rows = torch.randperm(setting.tokens, generator=generator)[:count].to(inputs.targets.device)
+    tokens = len(inputs.targets)
+    count = min(SAMPLES, tokens)
+    rows = torch.randperm(tokens, generator=generator)[:count].to(inputs.targets.device)
     anywhere = torch.randint(setting.vocabulary, (count // 2,), generator=generator)
     columns = torch.cat([inputs.targets[rows[: count // 2]], anywhere.to(rows.device)])
     sources = _sources(inputs)
-    blocks = torch.arange(setting.tokens, device=rows.device).split(
+    blocks = torch.arange(tokens, device=rows.device).split(
         max(1, BLOCK // setting.vocabulary)
     )
     with torch.no_grad():
@@ -71,18 +78,24 @@ def make_oracle(work: Work, inputs: Inputs, setting: Setting) -> Oracle:
 
 @dataclass(frozen=True)
 class _Sources:
-    """Float64 copies of the weights, made once."""
+    """Float64 copies of the weights, made once; adapters are merged into the weight."""
 
     inputs: Inputs
     weight: Tensor
+    bias: Tensor | None
+    factors: tuple[Tensor, Tensor] | None
     teacher: Tensor | None
 
 
 def _sources(inputs: Inputs) -> _Sources:
+    parts = (None if t is None else t.detach().double() for t in inputs.parts)
+    weight, bias, a, b = parts
+    assert weight is not None
+    factors = None
+    if a is not None and b is not None:
+        weight, factors = weight.addmm(b, a, alpha=SCALING), (a, b)
     other = inputs.teacher_weight
-    return _Sources(
-        inputs, inputs.weight.detach().double(), None if other is None else other.double()
-    )
+    return _Sources(inputs, weight, bias, factors, None if other is None else other.double())
 
 
 def _block(sources: _Sources, rows: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -91,6 +104,7 @@ def _block(sources: _Sources, rows: Tensor) -> tuple[Tensor, Tensor | None]:
     if inputs.pristine is not None:
         return inputs.pristine[rows].double(), None
     z = inputs.hidden.detach()[rows].double() @ sources.weight.t()
+    z = z if sources.bias is None else z + sources.bias
     if sources.teacher is None:
         return z, None
     assert inputs.teacher_hidden is not None
@@ -123,10 +137,13 @@ def _sampled(
     blocks: Iterable[Tensor],
     oracle: Oracle,
 ) -> dict[str, Tensor]:
-    """dX of `rows` (dlogits where these are given) and dW of `columns`."""
+    """dX of `rows` (dlogits where these are given), dW and the bias's of `columns`, adapters'."""
     into_rows: list[Tensor] = []
     order: list[Tensor] = []
-    into_columns = sources.weight.new_zeros(len(oracle.columns), sources.weight.shape[1])
+    weight, factors = sources.weight, sources.factors
+    into_columns = weight.new_zeros(len(oracle.columns), weight.shape[1])
+    into_bias = weight.new_zeros(len(oracle.columns))
+    into_a = None if factors is None else torch.zeros_like(factors[0])
     for block in blocks:
         z, teacher = _block(sources, block)
         z.requires_grad_()
@@ -135,12 +152,19 @@ def _sampled(
         (g,) = torch.autograd.grad(torch.stack([(v * s[block]).sum() for v, s in read]).sum(), z)
         places = ((oracle.rows >= block[0]) & (oracle.rows <= block[-1])).nonzero().squeeze(1)
         inside = g[oracle.rows[places] - block[0]]
-        into_rows.append(inside if inputs.pristine is not None else inside @ sources.weight)
+        into_rows.append(inside if inputs.pristine is not None else inside @ weight)
         order.append(places)
-        into_columns += g[:, oracle.columns].t() @ inputs.hidden.detach()[block].double()
+        x = inputs.hidden.detach()[block].double()
+        into_columns += g[:, oracle.columns].t() @ x
+        into_bias += g[:, oracle.columns].sum(0)
+        if factors is not None and into_a is not None:
+            into_a += SCALING * (g @ factors[1]).t() @ x
         del z, teacher, values, read, g
     hidden = torch.cat(into_rows)[torch.cat(order).argsort()]
-    return {"hidden": hidden, "weight": into_columns}
+    found = {"hidden": hidden, "weight": into_columns, "bias": into_bias}
+    if factors is not None and into_a is not None:
+        found |= {"lora_a": into_a, "lora_b": SCALING * into_columns @ factors[0].t()}
+    return found
 
 
 # ---------------------------------------------------------------------- the gate
@@ -156,7 +180,7 @@ class Tolerance:
     gradients: float
 
     def of(self, quantity: str) -> float:
-        if quantity in ("hidden", "weight"):
+        if quantity in LEAVES:
             return self.gradients
         return self.entropies if quantity == "entropies" else self.values
 
@@ -169,10 +193,9 @@ def errors(found: Found, oracle: Oracle) -> dict[str, float]:
     """By quantity: the largest absolute error of values, relative norms of gradients' errors."""
     result = {}
     for name, value in found.values.items():
-        if name in ("hidden", "weight"):
-            places = oracle.rows if name == "hidden" else oracle.columns
+        if name in LEAVES:
             true = oracle.gradients[name]
-            off = value.detach()[places].double() * found.factor - true
+            off = value.detach()[oracle.places(name)].double() * found.factor - true
             result[name] = float(off.norm() / true.norm().clamp_min(1e-300))
         else:
             result[name] = float((value.double() - oracle.values[name]).abs().max())

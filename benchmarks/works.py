@@ -15,6 +15,8 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
+from draws import columns_of, group_advantages, nearly_certain
+from plain import SCALING, adapted, plain_logits, restricted
 from torch import Tensor
 
 import headloss as hl
@@ -39,11 +41,20 @@ class Setting:
     certain: float = 0.0  # share of the tokens that are nearly certain, as in a trained model
     candidates: int = 0  # columns of each token whose log-probs a loss reads
     support: int = 0  # columns of each token that its softmax runs over; 0: all
+    bias: bool = False  # of the head
+    lora: int = 0  # rank of an adapter on the head; 0: none
+    changing: bool = False  # each call has another number of tokens
+
+    @property
+    def first(self) -> int:
+        """Calls after which nothing is compiled any more: of two numbers of tokens, where these
+        change."""
+        return 1 + self.changing
 
     @property
     def flops(self) -> int:
-        """Of the products that the work cannot do without."""
-        products = 1 + len(self.trains) + self.teacher
+        """Of the products that the work cannot do without; a bias and an adapter add little."""
+        products = 1 + len({"hidden", "weight"} & {*self.trains}) + self.teacher
         return 2 * self.tokens * self.width * (self.support or self.vocabulary) * products
 
     def lengths(self) -> list[int]:
@@ -63,6 +74,9 @@ class Inputs:
 
     hidden: Tensor  # [T, H]
     weight: Tensor  # [V, H]
+    bias: Tensor | None = None  # [V]
+    lora_a: Tensor | None = None  # [r, H]
+    lora_b: Tensor | None = None  # [V, r]
     targets: Tensor  # [T]
     ids: Tensor  # [T] segments
     lengths: Tensor  # [S]
@@ -81,6 +95,35 @@ class Inputs:
         if self.logits is not None:
             with torch.no_grad():
                 self.logits.copy_(self.pristine)
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Of the head, as `plain_logits` takes them."""
+        return self.weight, self.bias, self.lora_a, self.lora_b
+
+    def head(self) -> hl.Head:
+        """What headloss is given."""
+        if self.lora_a is None or self.lora_b is None:
+            return hl.Head(self.weight, self.bias)
+        lora = hl.Lora(a=self.lora_a, b=self.lora_b, scaling=SCALING)
+        return hl.Head(self.weight, self.bias, lora=(lora,))
+
+    def leaves(self) -> dict[str, Tensor]:
+        """Whatever a gradient is wanted of."""
+        named = dict(zip(LEAVES, (self.hidden, *self.parts), strict=True))
+        if self.logits is not None:
+            named["hidden"] = self.logits
+        return {name: t for name, t in named.items() if t is not None and t.requires_grad}
+
+    def cut(self, start: int, tokens: int) -> Inputs:
+        """Some tokens in a row, under the same head."""
+        rows = slice(start, start + tokens)
+        own = {n: v[rows] for n in PER_TOKEN if (v := getattr(self, n)) is not None}
+        segments = slice(int(own["ids"][0]), int(own["ids"][-1]) + 1)
+        own["ids"] = own["ids"] - segments.start
+        own |= {"lengths": own["ids"].bincount(), "advantages": self.advantages[segments]}
+        hidden = self.hidden.detach()[rows].clone().requires_grad_(self.hidden.requires_grad)
+        return replace(self, hidden=hidden, **{n: v.clone() for n, v in own.items()})
 
     def segment_mean(self, values: Tensor) -> Tensor:
         """[S] means of [T] values."""
@@ -103,6 +146,25 @@ class Inputs:
         )
 
 
+LEAVES = ("hidden", "weight", "bias", "lora_a", "lora_b")
+PER_TOKEN = ("targets", "ids", "old", "ref", "teacher_hidden", "candidates", "support")
+
+
+def make_sets(setting: Setting, device: torch.device, calls: int) -> list[Inputs]:
+    """For so many calls in turn: two sets of inputs, or one of given logits, larger than any cache
+    (two do not fit into 80 GB).
+
+    Where the number of tokens changes, a set for each call, each one token shorter than the last,
+    of other tokens with other coefficients, under one head.
+    """
+    if not setting.changing:
+        seeds = (0,) if setting.given else (0, 100)
+        return [make_inputs(setting, device, seed) for seed in seeds[:calls]]
+    n = setting.tokens
+    whole = make_inputs(replace(setting, tokens=calls * n), device)
+    return [whole.cut(call * n, n - call) for call in range(calls)]
+
+
 def make_inputs(setting: Setting, device: torch.device, seed: int = 0) -> Inputs:
     """Trained-looking inputs: a mean p(target) near one half, a policy near its old one."""
     sizes = (setting.tokens, setting.width, setting.vocabulary)
@@ -112,6 +174,12 @@ def make_inputs(setting: Setting, device: torch.device, seed: int = 0) -> Inputs
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device)
 
+    bias = lora_a = lora_b = None
+    if setting.bias:
+        bias = (0.1 * noise(setting.vocabulary)).to(setting.dtype)
+    if setting.lora:
+        lora_a = (setting.width**-0.5 * noise(setting.lora, setting.width)).to(setting.dtype)
+        lora_b = (0.05 * noise(setting.vocabulary, setting.lora)).to(setting.dtype)
     if setting.certain:
         hidden = nearly_certain(hidden, weight, targets, setting.certain, generator)
     lengths = torch.tensor(setting.lengths(), device=device)
@@ -125,9 +193,13 @@ def make_inputs(setting: Setting, device: torch.device, seed: int = 0) -> Inputs
         columns_of(targets, setting.vocabulary, k, generator) if k else None
         for k in (setting.candidates, setting.support)
     ]
+    parts = {"weight": weight, "bias": bias, "lora_a": lora_a, "lora_b": lora_b}
+    for name, part in parts.items():
+        if part is not None:
+            part.requires_grad_(name in setting.trains)
     found = Inputs(
         hidden=hidden.requires_grad_("hidden" in setting.trains and not setting.given),
-        weight=weight.requires_grad_("weight" in setting.trains),
+        **parts,
         targets=targets,
         ids=ids,
         lengths=lengths,
@@ -159,7 +231,7 @@ def make_inputs(setting: Setting, device: torch.device, seed: int = 0) -> Inputs
 def _logps(inputs: Inputs) -> Tensor:
     found = []
     for rows in torch.arange(len(inputs.targets), device=inputs.targets.device).split(1024):
-        z = _float32_logits(inputs.hidden[rows], inputs.weight)
+        z = _float32_logits(inputs.hidden[rows], *inputs.parts)
         if inputs.support is not None:
             z = restricted(z, inputs.support[rows])
         target = inputs.targets[rows].unsqueeze(1)
@@ -167,65 +239,13 @@ def _logps(inputs: Inputs) -> Tensor:
     return torch.cat(found)
 
 
-NEVER = -1e30  # a logit whose probability is 0, with a finite p log p
-
-
-def restricted(z: Tensor, columns: Tensor) -> Tensor:
-    """Logits [n, V] of which only some columns [n, K] are in the softmax."""
-    return torch.full_like(z, NEVER).scatter(1, columns, z.gather(1, columns))
-
-
-def with_the_rest(log_p: Tensor, columns: Tensor) -> Tensor:
-    """[n, K + 1] log-probs of some columns [n, K], and the log of the others' mass."""
-    rest = log_p.scatter(1, columns, -torch.inf).logsumexp(1, keepdim=True)
-    return torch.cat([log_p.gather(1, columns), rest], 1)
-
-
-def columns_of(targets: Tensor, vocabulary: int, k: int, generator: torch.Generator) -> Tensor:
-    """[T, K] distinct columns of each token, the target first."""
-    steps = torch.randperm(vocabulary - 1, generator=generator, device=targets.device)[: k - 1] + 1
-    return (targets.unsqueeze(1) + torch.cat([steps.new_zeros(1), steps])) % vocabulary
-
-
-TAILS = (1e-6, 1e-2)  # where 1 - p(y) of nearly certain tokens lies
-ANSWERS = 8  # to each question
-RIGHT = (0, 2, 4, 8, 3, 1, 6, 5)  # of the answers to one question after the other
-
-
-@torch.no_grad()
-def nearly_certain(
-    hidden: Tensor, weight: Tensor, targets: Tensor, share: float, generator: torch.Generator
-) -> Tensor:
-    """Hidden states of which a share has a 1 - p(y) that is log-uniform in `TAILS`."""
-    draw = torch.rand(2, len(targets), generator=generator, device=targets.device)
-    low, high = TAILS
-    tail = low * (high / low) ** draw[1].double()
-    wanted = (-tail).log1p() - tail.log()  # log p / (1 - p)
-    own, some = weight[targets].float(), draw[0] < share
-    for _ in range(4):  # a step along the target's own row moves its logit by about as much
-        logp = hl.head_stats(hidden, hl.Head(weight), targets).logp.double()
-        step = wanted - (logp - (-logp.expm1()).clamp_min(1e-12).log())
-        moved = hidden.float() + step.float()[:, None] * own / own.square().sum(1, keepdim=True)
-        hidden = torch.where(some[:, None], moved, hidden.float()).to(hidden.dtype)
-    return hidden
-
-
-def group_advantages(count: int) -> Tensor:
-    """[S] of right and wrong answers, less their group's mean and over its deviation: all 0 where
-    all of a group are right or all wrong."""
-    found = []
-    for group in range(-(-count // ANSWERS)):
-        right = torch.arange(ANSWERS) < RIGHT[group % len(RIGHT)]
-        rewards = right.double()
-        found.append((rewards - rewards.mean()) / (rewards.std() + 1e-4))
-    return torch.cat(found)[:count].float()
-
-
-def _float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+def _float32_logits(x: Tensor, weight: Tensor, *rest: Tensor | None) -> Tensor:
     """Unrounded: a mean over few tokens would show the rounding beside what GSPO clips at."""
-    if hidden.is_cuda and hidden.dtype.itemsize == 2:
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return hidden.float() @ weight.float().t()
+    bias, a, b = (None if t is None else t.float() for t in rest)
+    if not (x.is_cuda and x.dtype.itemsize == 2):
+        return plain_logits(x.float(), weight.float(), bias, a, b)
+    z = torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return adapted(z if bias is None else z + bias, x.float(), a, b)
 
 
 # ---------------------------------------------------------------------- works
