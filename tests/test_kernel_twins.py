@@ -149,6 +149,32 @@ def test_products_and_held_terms(n, v, name):
         assert error(found[:count], twin[:count].double()) <= 2 * EPS[torch.bfloat16]
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gradient_of_rows_that_several_programs_share(dtype):
+    n, v, first = 6, 9001, 7
+    z = tile(n, v, dtype)
+    columns = torch.tensor([0, 4095, 4096, 9000, 9001, 8192], device=DEVICE)  # one is elsewhere
+    stats, normalizer = finish(
+        reference.partials(z, Forward(columns + first, first, Transform(), NEEDS)), v, NEEDS
+    )
+    c = coefficients_of(n, "tpe")
+    backward = Backward(columns + first, first, Transform(), normalizer, c, stats.logp)
+    oracle = reference.logit_gradient_(z.double(), double(backward))
+    for own in (tile(n, v, dtype), tile(n, v, torch.float32)):
+        sixteen = None if own.dtype == dtype else dtype
+        found = triton_backend.logit_gradient_(own, backward._replace(dtype=sixteen))
+        assert found.dtype == dtype and found.data_ptr() == own.data_ptr()
+        assert error(found, oracle) <= 2 * EPS[dtype] + 1e-5
+    terms = (z.float() - normalizer.peak.unsqueeze(1)).exp().to(torch.bfloat16)
+    keep = torch.arange(n, device=DEVICE) % 3 > 0
+    order = triton_backend.dense_order(keep, n - 1)
+    held = Held(terms, normalizer.peak)
+    wide = Held(terms.double(), normalizer.peak.double())
+    found = triton_backend.held_gradient_(held, backward, order=order)[: int(keep.sum())]
+    exact = reference.held_gradient_(wide, double(backward), order=order)[: int(keep.sum())]
+    assert error(found, exact) <= 2 * EPS[torch.bfloat16]
+
+
 def slices_of(x, w, forward: Forward) -> torch.Tensor:
     """[2, 5, n]: partials of two slices of the vocabulary."""
     half, parts = len(w) // 2, []

@@ -1,8 +1,8 @@
 """Act two in Triton: a tile of logits, or of held softmax terms, e = exp(z - reference) in bf16
 [n, v], to the gradient of the loss.
 
-One program per row. With an `Order` program i reads row order.rows[i] and writes row i, so that the
-products that follow see dense rows; this is safe in the tile's own memory.
+Programs go through memory in its order. With an `Order` the i-th row is written from row
+order.rows[i], so that later products see dense rows; this is safe in the tile's own memory.
 
 Where there are but the first two coefficients and no soft cap, p_j c_prob is a multiple s of e_j
 for all columns of a token. Then nothing is done to the terms but to set that of the target, and
@@ -34,9 +34,8 @@ from .formulas import (
     token_of,
     transformed,
 )
-from .launch import Launcher
+from .launch import Launcher, cdiv
 from .records import (
-    WARPS,
     Act,
     Matrix,
     act,
@@ -63,10 +62,13 @@ class Gradient(NamedTuple):
 @triton.jit(do_not_specialize=["first"])
 def gradient_kernel(
     given,  # Gradient
-    first, v, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    first, v, BLOCK: tl.constexpr, SPAN: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     a = given.a
-    place = tl.program_id(0).to(tl.int64)
+    programs = tl.cdiv(v, SPAN)  # of a row; one of each takes a tenth longer
+    place = (tl.program_id(0) // programs).to(tl.int64)
+    begin = tl.program_id(0) % programs * SPAN
+    end = tl.minimum(v, begin + SPAN)
     row = place
     if given.order is not None:
         if place >= tl.load(given.order.count):
@@ -86,9 +88,9 @@ def gradient_kernel(
         # e (level + slope log2 e); the target's own is written afterwards.
         scale = tl.exp(-offset) * factor
         level, slope = (at[0] - at[1] * offset) * scale, at[1] * scale * LN2
-        for start in range(0, v, BLOCK):
+        for start in range(begin, end, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            inside = columns < v
+            inside = columns < end
             e = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
             if a.c.entropy is not None:
                 g = e * (level + slope * log2(tl.maximum(e, LEAST)))
@@ -99,17 +101,16 @@ def gradient_kernel(
             tl.store(out + columns, g.to(out.dtype.element_ty), mask=inside)
         if a.logps is not None:
             tl.debug_barrier()  # another thread wrote this element
-            there = (target >= 0) & (target < v)
+            there = (target >= begin) & (target < end)
             tl.store(out + target, (own * factor).to(out.dtype.element_ty), mask=there)
     else:
-        for start in range(0, v, BLOCK):
+        for start in range(begin, end, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            inside = columns < v
+            inside = columns < end
             value = tl.load(x + columns, mask=inside, other=0.0)
             if given.references is not None:
-                e = value.to(tl.float32)
-                p = e * tl.exp(-offset)
-                log_p = tl.where(e > 0, log(e) - offset, FLOOR)
+                p = value * tl.exp(-offset)
+                log_p = tl.where(value > 0, log(value.to(tl.float32)) - offset, FLOOR)
             else:
                 log_p = log_softmax(value, a.z, outer, peak, log_sum)
                 p = tl.exp(log_p)
@@ -125,29 +126,27 @@ def gradient_kernel(
                     bend = transformed(value, a.z, 1.0)
                 g *= 1 - bend * bend
             g *= factor
-            if OVERLAP:
-                # Rows narrow in place: every thread has read this block before any writes over it.
+            if OVERLAP:  # rows narrow in place: all have read this block before any writes over it
                 tl.debug_barrier()
             tl.store(out + columns, g.to(out.dtype.element_ty), mask=inside)
 
 
-launch_gradient = Launcher(gradient_kernel, num_warps=WARPS)
+launch_gradient = Launcher(gradient_kernel, num_warps=4)
 
 
-def launch(
-    tile: Tensor, backward: Backward, order: Order | None = None, references: Tensor | None = None
+def logit_gradient_(
+    raw: Tensor, backward: Backward, *, order: Order | None = None, references: Tensor | None = None
 ) -> Tensor:
-    check_tile("tile", tile)
-    (n, v), out = tile.shape, narrowed(tile, backward)
+    """With `references`, of held terms in place of logits."""
+    check_tile("raw", raw)
+    (n, v), out = raw.shape, narrowed(raw, backward)
     if n:
-        given = Gradient(matrix_of(tile), matrix_of(out), order, act(backward), references)
-        options = {"BLOCK": block_width(v), "OVERLAP": out.dtype != tile.dtype}
-        launch_gradient(n, given, backward.first, v, **options)
+        given = Gradient(matrix_of(raw), matrix_of(out), order, act(backward), references)
+        block, overlap = block_width(v, 2048), out.dtype != raw.dtype
+        span = 1 << 30 if overlap else 2 * block  # rows that narrow in place stay whole
+        options = {"BLOCK": block, "SPAN": span, "OVERLAP": overlap}
+        launch_gradient(n * cdiv(v, span), given, backward.first, v, **options)
     return out
-
-
-def logit_gradient_(raw: Tensor, backward: Backward) -> Tensor:
-    return launch(raw, backward)
 
 
 SMALLEST = tl.constexpr(2.0**-90)  # of |c_target|, for s: what else is in the row weighs nothing
@@ -241,4 +240,5 @@ def held_multiple_(
 
 def held_gradient_(held: Held, backward: Backward, *, order: Order | None = None) -> Tensor:
     held.check(backward)
-    return launch(held.terms, backward._replace(dtype=None), order, held.reference)
+    backward, of = backward._replace(dtype=None), held.reference
+    return logit_gradient_(held.terms, backward, order=order, references=of)
