@@ -18,7 +18,7 @@ from .losses.catalogue import TERMS, sample, table
 from .losses.term import Objective
 from .objective.bound import reads
 from .options import SCHEDULES, Options
-from .run.pieces import equal_lengths
+from .run.checks import check_segments
 from .run.plan import MIB, Problem, make_plan
 
 DTYPES = {gate.name_of(d): d for d in (*gate.DTYPES, torch.float64)}
@@ -72,8 +72,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.json:
         shown = {name: getattr(found, name) for name in SHOWN}
         return print(json.dumps(shown | {"chunks": len(found.chunks)}, indent=2))
-    lengths = problem.lengths or []
-    segments = f"{len(lengths)} segments of at most {max(lengths, default=0)}"
+    segments = f"{-(-problem.tokens // problem.each)} segments of at most {problem.each}"
     print(f"{problem.tokens} tokens in {segments}, {sizes}, {device.type}")
     print(f"objective  {arguments.objective}: {problem.scope}-scoped")
     print(found)
@@ -82,9 +81,12 @@ def _plan(arguments: argparse.Namespace) -> None:
 def _problem(arguments: argparse.Namespace) -> Problem:
     """What the engine would find out from tensors of these sizes."""
     objective, dtype = objective_of(arguments.objective), DTYPES[arguments.dtype]
+    check_segments(-(-arguments.tokens // arguments.segment_length), objective)
+    if arguments.vocab * max(arguments.tokens, arguments.hidden) >= 1 << 60:
+        raise ValueError("--vocab: got logits or a weight of 2^60 elements or more, want fewer")
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     kinds = sample()[1].kinds()
-    asked = reads(objective, kinds, wide, torch.device("cpu"), observe=False)
+    asked = reads(objective, kinds, torch.float32, torch.device("cpu"), observe=False)
     on_gpu, teachers = arguments.device == "cuda", objective.teachers
     # As `kernels.can_hold_terms` would say of a head without bias or adapters.
     terms = on_gpu and dtype == torch.bfloat16 and arguments.hidden % 8 == 0 and not teachers
@@ -95,7 +97,7 @@ def _problem(arguments: argparse.Namespace) -> Problem:
         width=arguments.hidden,
         vocabulary=arguments.vocab,
         scope=objective.scope,
-        lengths=equal_lengths(arguments.tokens, arguments.segment_length),
+        each=min(arguments.segment_length, arguments.tokens),
         segments_per_unit=objective.segments_per_unit,
         logp_only=all(term.gradients <= {"logp"} for term in asked.values()),
         weight_gradient=not arguments.frozen_head,
@@ -124,8 +126,7 @@ def _draw(problem: Problem, options: Options, backend: str, title: str, path: Pa
     axes = figure.add_subplot()
     last = max(17, (4 * problem.tokens - 1).bit_length())  # four times as many, or 2 ** 17
     tokens = sorted({problem.tokens, *(1 << n for n in range(8, 1 + last))})
-    longest = max(problem.lengths or [problem.tokens])
-    problems = [problem.of(tokens=n, lengths=equal_lengths(n, longest)) for n in tokens]
+    problems = [problem.of(tokens=n) for n in tokens]
     curves: dict[str, list[float]] = {}
     notes = []
     for schedule in (s for s in SCHEDULES if s != "auto"):

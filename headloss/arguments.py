@@ -45,12 +45,8 @@ def is_integers(value: object) -> bool:
 
 
 def check_number(
-    name: str,
-    value: Any,
-    kind: str,
-    want: str,
-    accept: Callable[[float], bool] = lambda x: True,
-    of: type = Real,
+    name: str, value: Any, kind: str, want: str,
+    accept: Callable[[float], bool] = lambda x: True, of: type = Real
 ) -> None:
     """TypeError that wants a `kind`, ValueError that wants a `want`, for a number that is not
     finite or not accepted."""

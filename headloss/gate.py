@@ -78,11 +78,8 @@ def judge(
 
 
 def run(
-    hidden: Tensor,
-    head: Head,
-    batch: Batch,
-    objective: Term | Objective,
-    options: Options | None = None,
+    hidden: Tensor, head: Head, batch: Batch, objective: Term | Objective,
+    options: Options | None = None
 ) -> dict[str, Tensor]:
     """`head_loss` and its backward, in the form that `judge` takes; `.grad` is left alone."""
     out = head_loss(hidden, head, batch, objective, options)

@@ -17,7 +17,7 @@ from .head.head import Head, autocast_dtype, check_head
 from .head_stats import head_stats
 from .losses.scope import Scope
 from .objective.elsewhere import Foreign, loss_elsewhere, scalar
-from .options import Options
+from .options import DEFAULT, Options
 from .ranks.agreement import in_step
 from .ranks.collectives import inside
 from .ranks.place import local_head
@@ -78,11 +78,11 @@ def head_function(
     if torch.compiler.is_compiling():
         return outside(head_function)(hidden, head, batch, loss_fn, separable, options)
     check_head(head)
-    if separable is not None and separable not in SCOPES:
+    if separable not in (None, *SCOPES):
         raise ValueError(f'separable: got {separable!r}, want None, "token" or "sequence"')
     if not callable(loss_fn):
         raise TypeError(f"loss_fn: got {type(loss_fn).__name__}, want a function")
-    options = options or Options()
+    options = DEFAULT if options is None else options
     half = isinstance(hidden, Tensor) and torch.float16 in (autocast_dtype(hidden), hidden.dtype)
     if separable is None or half:
         logps, _, entropies = head_stats(hidden, head, batch, options, READ)

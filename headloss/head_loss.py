@@ -21,7 +21,7 @@ from .objective.elsewhere import READ, loss_elsewhere
 from .objective.metrics import Mean, Metrics, Observed, Sum, fold, fold_all
 from .objective.statistics import Statistics
 from .objective.tape import Taped
-from .options import Options
+from .options import DEFAULT, Options
 from .ranks.agreement import in_step
 from .ranks.collectives import inside
 from .ranks.place import local_head
@@ -34,7 +34,6 @@ from .run.work import Work
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-DEFAULT = Options()
 LATER = ("terms", "metrics", "logps", "entropies")  # of an output: found when asked for
 
 
@@ -115,7 +114,7 @@ def head_loss(
     if torch.compiler.is_compiling():
         return outside(head_loss)(hidden, head, batch, objective, options)
     check_head(head)
-    options = options or DEFAULT
+    options = DEFAULT if options is None else options
     head = local_head(head)
     given = (hidden, head, batch, objective, options, "head_loss")
     return in_step(head.vocab_group, batch, lambda: _run(options, linear_call, given, True))
@@ -157,7 +156,7 @@ def logits_loss(
     if torch.compiler.is_compiling():
         given = (temperature, softcap, logit_scale, vocab_group, inplace, options)
         return outside(logits_loss)(logits, batch, objective, *given)
-    options = options or DEFAULT
+    options = DEFAULT if options is None else options
     transform = Transform(scale=logit_scale, softcap=softcap, temperature=temperature)
     given = (logits, batch, objective, transform, vocab_group, inplace, options)
     return in_step(vocab_group, batch, lambda: _run(options, given_call, given))
@@ -191,7 +190,7 @@ def plan(
     if torch.compiler.is_compiling():
         return outside(plan)(hidden, head, batch, objective, options)
     check_head(head)
-    head, options = local_head(head), options or DEFAULT
+    head, options = local_head(head), DEFAULT if options is None else options
     if objective is None:
         objective = loss_elsewhere(frozenset(READ))
     return linear_plan((hidden, head, batch, objective, options, "plan"))

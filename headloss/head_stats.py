@@ -14,7 +14,7 @@ from torch import Tensor
 from .batch.batch import Batch
 from .head.head import Head, check_head
 from .objective.elsewhere import CANDIDATE, READ, loss_elsewhere
-from .options import Options
+from .options import DEFAULT, Options
 from .ranks.agreement import in_step
 from .ranks.collectives import inside
 from .ranks.place import local_head
@@ -87,12 +87,8 @@ def head_stats(
     [-2.3026, 0.0]
     """
     check_head(head)
-    options, names = options or Options(), _checked(gradients, targets_or_batch)
-    if options.upstream is not None:
-        raise ValueError(
-            f"upstream: got {options.upstream}, want None: statistics have an upstream gradient "
-            "per token, which is not known in advance"
-        )
+    options = DEFAULT if options is None else options
+    names = _checked(gradients, targets_or_batch)
     if torch.compiler.is_compiling():
         if head.vocab_group is None and head.vocab_mesh_dim is None:
             found = in_graph(hidden, head, targets_or_batch, options, names)

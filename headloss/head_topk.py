@@ -13,10 +13,10 @@ from . import kernels
 from .head.head import Head, autocast_dtype, check_head
 from .kernels.transform import Transform
 from .objective.statistics import finish
-from .options import Options
+from .options import DEFAULT, Options
 from .ranks.place import Place, join_positions, local_head
 from .ranks.vocabulary import Whole
-from .run.checks import check_eager, check_temperatures
+from .run.checks import check_eager, check_options, check_temperatures
 from .run.plan import Problem, make_plan
 from .run.work import steps
 from .softmax.linear import LinearSoftmax, Tokens
@@ -58,9 +58,9 @@ def head_topk(
     >>> hl.head_topk(torch.ones(1, 2), hl.Head(torch.tensor([[0.0, 1], [5, 5], [2, 2]])), k=2).ids
     tensor([[1, 2]])
     """
-    options = options or Options()
     check_head(head)
     check_eager("head_topk")
+    check_options(options := DEFAULT if options is None else options)
     head = local_head(head)
     compute = autocast_dtype(hidden)
     check = functools.partial(head.validate, hidden, compute_dtype=compute)

@@ -109,3 +109,6 @@ class Options:
                 raise TypeError(f"main_grad: got {type(self.main_grad).__name__}, want a tensor")
             check_dense("main_grad", self.main_grad)
             check_own_places("main_grad", self.main_grad)
+
+
+DEFAULT = Options()

@@ -436,6 +436,46 @@ def test_options_are_by_name():
     )
 
 
+ON_OPTIONS = {
+    "head_loss": lambda o: hl.head_loss(hidden(), hl.Head(weight()), batch(), hl.grpo(), o),
+    "logits_loss": lambda o: hl.logits_loss(hidden(T, V), batch(), hl.grpo(), options=o),
+    "plan": lambda o: hl.plan(hidden(), hl.Head(weight()), batch(), hl.grpo(), o),
+    "head_stats": lambda o: hl.head_stats(hidden(), hl.Head(weight()), targets(), o),
+    "head_stats of a batch": lambda o: hl.head_stats(hidden(), hl.Head(weight()), batch(), o),
+    "head_function": lambda o: hl.head_function(
+        hidden(), hl.Head(weight()), batch(), lambda x, _: x.sum(), options=o
+    ),
+    "head_function, separable": lambda o: hl.head_function(
+        hidden(), hl.Head(weight()), batch(), lambda x, _: x.sum(), "token", o
+    ),
+    "head_topk": lambda o: hl.head_topk(hidden(), hl.Head(weight()), 2, o),
+}
+
+
+@pytest.mark.parametrize("verb", ON_OPTIONS)
+def test_options_of_another_type(verb):
+    """Those that count as false too: None alone stands for the defaults."""
+    for given in ({}, {"static": True}, "", 0, torch.zeros(2), hl.Options):
+        match = f"options: got {type(given).__name__}, want headloss.Options"
+        rejects(TypeError, match, lambda given=given: ON_OPTIONS[verb](given))
+
+
+def test_flags_of_another_type():
+    for given in (0, "yes", {}, torch.ones(2)):
+        rejects(
+            TypeError,
+            "inplace: got .* want True or False",
+            lambda given=given: hl.logits_loss(hidden(T, V), batch(), hl.grpo(), inplace=given),
+        )
+    head, data = hl.Head(weight()), batch()
+    for given in ("all", {}, [1]):
+        rejects(
+            ValueError,
+            "separable: got .* want None, ",
+            lambda given=given: hl.head_function(hidden(), head, data, lambda x, _: x.sum(), given),
+        )
+
+
 @pytest.mark.parametrize(
     ("given", "match"),
     [

@@ -112,6 +112,23 @@ def test_every_term_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
         assert plan(capsys, "--objective", factory.__name__)["total_bytes"] > 0
 
 
+def test_what_is_known_of_a_term_does_not_depend_on_the_dtype(capsys) -> None:
+    """Fields of the sample are float32, which one of the sorted sides took from float64."""
+    assert plan(capsys, "--objective", "aot", "--dtype", "float64")["schedule"] == "recompute"
+
+
+@pytest.mark.parametrize("objective", ["cross_entropy", "gspo", "dpo"])
+def test_plan_of_very_many_tokens(capsys: pytest.CaptureFixture[str], objective: str) -> None:
+    """Nothing is made for each chunk or segment: there would be no memory for it."""
+    tokens = 10**12 - 1
+    found = plan(capsys, "--objective", objective, "--tokens", f"{tokens}")
+    size = 4224 if objective == "cross_entropy" else 4096  # the others end with segments
+    assert found["chunk_tokens"] == size and found["chunks"] == -(-tokens // size)
+    assert found["plain_bytes"] == tokens * 128256 * 8
+    found = plan(capsys, "--objective", "gspo", "--tokens", f"{tokens}", "--vocab", "1")
+    assert found["bytes"]["logits"] <= 1200 << 20
+
+
 def test_objective_of() -> None:
     assert repr(objective_of("gspo+z_loss + kl")) == repr(hl.gspo() + hl.z_loss() + hl.kl())
 
@@ -138,6 +155,11 @@ def test_sizes(text: str, size: int) -> None:
         (["--schedule", "frozen"], ("schedule", "frozen", "requires a gradient")),
         (["--schedule", "fast"], ("--schedule", "fast", "one_pass")),
         (["--device", "abacus"], ("--device", "abacus", "cuda")),
+        (
+            ["--objective", "dpo", "--segment-length", "6000"],
+            ("segments: got 3, want a multiple of 2", "dpo"),
+        ),
+        (["--tokens", f"{10**12}", "--vocab", f"{10**9}"], ("--vocab", "2^60")),
     ],
 )
 def test_bad_values_get_one_line(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+import warnings
 
 import pytest
 import torch
@@ -422,3 +424,30 @@ def test_a_small_call_on_a_cpu_does_not_look_for_rows_without_a_gradient(monkeyp
     assert make_plan(p.of(thorough=True), hl.Options(), "reference").skip_rows
     large = p.of(tokens=4096, lengths=[4096])
     assert make_plan(large, hl.Options(), "reference").skip_rows
+
+
+def test_equal_segments_are_planned_without_a_list():
+    """As of their lengths, also where what is left over fits beside the last whole units."""
+    draw = random.Random(0)
+    for _ in range(300):
+        tokens, each = draw.randint(1, 900), draw.randint(1, 70)
+        unit = draw.choice((1, 1, 2, 3))
+        lengths = [min(each, tokens - start) for start in range(0, tokens, each)]
+        p = Problem(
+            tokens=tokens,
+            width=8,
+            vocabulary=50,
+            scope=draw.choice(("token", "segment", "batch", "elsewhere")),
+            segments_per_unit=unit,
+            weight_gradient=draw.random() < 0.7,
+            logp_only=True,
+        )
+        options = hl.Options(
+            chunk_tokens=draw.choice((None, None, 1, 7, 64, 100)),
+            memory_budget=draw.choice((None, 200, 3000, 20000)),
+        )
+        with warnings.catch_warnings(action="ignore"):
+            want = make_plan(p.of(lengths=lengths), options, "reference")
+            found = make_plan(p.of(each=each), options, "reference")
+        assert str(found) == str(want)
+        assert [c[:2] for c in found.chunks] == [c[:2] for c in want.chunks]

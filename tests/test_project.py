@@ -216,7 +216,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {*PUBLIC, *TERMS},
     "gate": {*PUBLIC, *TERMS, "testing"},
     "doctor": {"", "kernels"},
-    "__main__": {*PUBLIC, *TERMS, "doctor", "gate", "kernels", "run.pieces", "train"},
+    "__main__": {*PUBLIC, *TERMS, "doctor", "gate", "kernels", "run.checks", "train"},
     "integrations": {*PUBLIC, "head.adapters", "integrations"},  # how a model is looked into
     "rl": {*PUBLIC, "rl", "integrations"},
     "train": {*PUBLIC, "train", "rl", "integrations"},
@@ -224,7 +224,7 @@ ALLOWED: dict[str, set[str]] = {
 BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their names begin
 
 LINES_PER_FILE = 400
-CORE_LINES = 12_073
+CORE_LINES = 12_071
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
 KERNEL_LINES = 6_622

@@ -30,7 +30,7 @@ from ..head.head import Head
 from ..head_loss import head_loss
 from ..losses import Objective, Term, cross_entropy
 from ..objective.metrics import Metrics
-from ..options import Options
+from ..options import DEFAULT, Options
 from .sharding import Carried, externals, hooked, is_fsdp2, whole, whole_head
 from .shared import as_documents, needs_segments, over_count, require_version
 
@@ -78,7 +78,7 @@ def apply(
         got = getattr(causal.loss_function, "__qualname__", causal.loss_function)
         raise ValueError(f"model.loss_function: got {got}, want Transformers' own; pass terms")
     objective = Objective.of(cross_entropy() if terms is None else terms)
-    return Applied(causal, objective, options or Options(), tuple(fields))
+    return Applied(causal, objective, DEFAULT if options is None else options, tuple(fields))
 
 
 def remove(model: nn.Module) -> None:

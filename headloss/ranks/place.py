@@ -180,12 +180,8 @@ def join_positions(head: Head, hidden: Tensor, check: Callable[[], None], k: int
 
 
 def own_facts(
-    rows: int,
-    batch: Batch | None = None,
-    memory: int = 0,
-    tokens: int = 0,
-    weight_gradient: bool = False,
-    static: bool = False,
+    rows: int, batch: Batch | None = None, memory: int = 0, tokens: int = 0,
+    weight_gradient: bool = False, static: bool = False
 ) -> dict[str, int]:
     """What may differ between the ranks, and decides what all of them plan; the number of tokens
     where they are spread; and `static`, since a capture goes by a call with static shapes alone."""
@@ -333,12 +329,8 @@ def of_linear(
 
 
 def of_given(
-    logits: Tensor,
-    transform: Transform,
-    batch: Batch,
-    objective: Objective,
-    options: Options,
-    inplace: bool,
+    logits: Tensor, transform: Transform, batch: Batch, objective: Objective, options: Options,
+    inplace: bool
 ) -> dict[str, Any]:
     """Facts about a call on given logits."""
     contiguous = logits.stride(-1) == 1 or logits.shape[-1] <= 1

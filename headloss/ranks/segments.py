@@ -47,11 +47,8 @@ class Joined(NamedTuple):
 
 
 def over_segments(
-    batch: Batch,
-    options: Options,
-    prepare: Callable[[], Joined],
-    behind: ProcessGroup | None = None,
-    wait: bool = False,
+    batch: Batch, options: Options, prepare: Callable[[], Joined],
+    behind: ProcessGroup | None = None, wait: bool = False
 ) -> Joined:
     """Prepare a call; where segments run across ranks, what is wrong on one is raised on all.
 

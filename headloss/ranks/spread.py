@@ -47,11 +47,7 @@ class Spread:
     """
 
     def __init__(
-        self,
-        group: ProcessGroup,
-        index: Tensor | None,
-        sizes: Sequence[int],
-        device: torch.device,
+        self, group: ProcessGroup, index: Tensor | None, sizes: Sequence[int], device: torch.device
     ) -> None:
         self.group, self.world = group, len(sizes)
         rank = distributed.get_rank(group)

@@ -93,12 +93,8 @@ class Shard(Whole):
     """
 
     def __init__(
-        self,
-        group: ProcessGroup,
-        sizes: Sequence[int],
-        spread: Spread | None = None,
-        tokens: Sequence[int] = (),
-        confirm: Callable[[], object] = bool,
+        self, group: ProcessGroup, sizes: Sequence[int], spread: Spread | None = None,
+        tokens: Sequence[int] = (), confirm: Callable[[], object] = bool
     ) -> None:
         rank = distributed.get_rank(group)
         self.group: ProcessGroup = group

@@ -90,6 +90,11 @@ def check_linear(given: Given, objective: Objective) -> torch.dtype | None:
     else:
         check_eager(verb, hidden, head.weight)
     check_objective(objective, batch, options)
+    if verb == "head_stats" and options.upstream is not None:
+        raise ValueError(
+            f"upstream: got {options.upstream}, want None: statistics have an upstream gradient "
+            "per token, which is not known in advance"
+        )
     grouped = head.vocab_group is not None
     if options.sequence_parallel and not grouped:
         raise ValueError("sequence_parallel: needs a head with a vocab_group")
@@ -122,18 +127,24 @@ def check_objective(objective: Objective, batch: Batch, options: Options) -> Non
         raise batch
     if not isinstance(batch, Batch):
         raise TypeError(f"batch: got {type(batch).__name__}, want headloss.Batch")
-    if not isinstance(options, Options):
-        raise TypeError(f"options: got {type(options).__name__}, want headloss.Options")
-    if batch.segments.count % objective.segments_per_unit:
-        raise ValueError(
-            f"segments: got {batch.segments.count}, want a multiple of "
-            f"{objective.segments_per_unit} for {objective!r}"
-        )
+    check_options(options)
+    check_segments(batch.segments.count, objective)
     if options.gradient_tolerance and objective.teachers:
         raise ValueError(
             f"gradient_tolerance: got {options.gradient_tolerance} with {objective!r}, want 0: a "
             "divergence's gradient has no bound that is known before it is computed"
         )
+
+
+def check_options(options: object) -> None:
+    if not isinstance(options, Options):
+        raise TypeError(f"options: got {type(options).__name__}, want headloss.Options")
+
+
+def check_segments(count: int, objective: Objective) -> None:
+    """ValueError where segments do not make whole units, such as pairs."""
+    if count % (unit := objective.segments_per_unit):
+        raise ValueError(f"segments: got {count}, want a multiple of {unit} for {objective!r}")
 
 
 def check_shape(
@@ -159,6 +170,7 @@ def check_shape(
 
 def check_targets(given: object, hidden: Tensor, options: Options) -> Batch:
     """A batch of targets alone."""
+    check_options(options)
     if not isinstance(given, Tensor):
         raise TypeError(
             f"targets: got {type(given).__name__}, want an int64 tensor [..] or a headloss.Batch"
@@ -171,9 +183,7 @@ def check_targets(given: object, hidden: Tensor, options: Options) -> Batch:
     check_device("targets", given, hidden, "that of hidden,")
     want = hidden.shape[:-1]
     if given.shape != want and not options.sequence_parallel:
-        raise ValueError(
-            f"targets: got shape {tuple(given.shape)}, want hidden's {tuple(want)}"
-        )
+        raise ValueError(f"targets: got shape {tuple(given.shape)}, want hidden's {tuple(want)}")
     return Batch(given)
 
 
@@ -258,9 +268,7 @@ def check_dead_rows(
             )
 
 
-def _heeds_dead_rows(
-    term: Term, kinds: Kinds, dtype: torch.dtype, device: torch.device
-) -> bool:
+def _heeds_dead_rows(term: Term, kinds: Kinds, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether every part of a term that needs the whole batch reads batch.live."""
     parts = [replace(term, modifiers=())] if (term.own_scope or term.scope) == "batch" else []
     alone = replace(

@@ -37,6 +37,7 @@ from .work import Swept, Work
 
 SPELT = ("backend", "static", "skip_rows")
 REFUSED = ("logits_dtype", "accumulate_dtype", "sequence_parallel", "main_grad", "batch_invariant")
+REFUSED += ("upstream",)
 
 
 def in_graph(
@@ -104,11 +105,8 @@ def _named(tensors: Sequence[Tensor], spelt: str) -> tuple[dict[str, Tensor], li
 
 
 def _open(
-    tensors: Sequence[Tensor],
-    sizes: Sequence[int],
-    numbers: Sequence[float],
-    spelt: str,
-    wanted: Sequence[bool],
+    tensors: Sequence[Tensor], sizes: Sequence[int], numbers: Sequence[float], spelt: str,
+    wanted: Sequence[bool]
 ) -> tuple[Work, RawSoftmax]:
     """What to do for the call that these are of, and its logits; `wanted`: which tensors want a
     gradient."""

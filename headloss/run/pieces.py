@@ -5,6 +5,7 @@ T scored tokens, H hidden width, V vocabulary, S segments.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ class Problem:
     vocabulary: int = 0  # V
     scope: str = "token"  # or "elsewhere": the loss is not known before all statistics are out
     lengths: list[int] | None = None  # scored tokens per segment; None with static shapes
+    each: int = 0  # or all segments have this many, but for the last
     segments_per_unit: int = 1
     grouped: bool = False  # segments run across ranks
     spread: bool = False  # tokens do, chunk by chunk gathered
@@ -81,9 +83,19 @@ class Problem:
         return found
 
 
-def equal_lengths(tokens: int, length: int) -> list[int]:
-    """Of segments, of which the last may be shorter."""
-    return [min(length, tokens - start) for start in range(0, tokens, length)]
+@dataclass(frozen=True)
+class Even(Sequence[Chunk]):
+    """Chunks that are made when they are read: a call that is only planned may have billions."""
+
+    starts: range
+    tokens: int
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, at: Any) -> Any:
+        start, last = self.starts[at], self.starts[-1]
+        return Chunk(start, self.tokens if start == last else start + self.starts.step, 0, 0)
 
 
 def even(p: Problem, rows: int) -> int:
@@ -106,42 +118,47 @@ def whole_waves(p: Problem, most: int) -> int:
         whole, rest = divmod(p.tokens, rows)
         return whole * waves(rows) + waves(rest) + CHUNK_WAVES * (whole + (rest > 0))
 
-    return min(range(most, most // 2, -GRAIN), key=lambda rows: (cost(rows), rows))
+    step = GRAIN * (1 + (most >> 24))  # of a tiny vocabulary there may be very many sizes
+    return min(range(most, most // 2, -step), key=lambda rows: (cost(rows), rows))
 
 
-def cut_anywhere(p: Problem, rows: int) -> tuple[Chunk, ...]:
+def cut_anywhere(p: Problem, rows: int) -> Sequence[Chunk]:
     """Chunks of equal size; a border may fall inside a segment."""
-    bounds = [(start, min(start + rows, p.tokens)) for start in range(0, p.tokens, rows)]
+    starts = range(0, p.tokens, rows)
     if p.lengths is None:
-        return tuple(Chunk(start, stop, 0, 0) for start, stop in bounds)
+        return Even(starts, p.tokens)
     ends = list(accumulate(p.lengths))
-    return tuple(Chunk.between(ends, start, stop) for start, stop in bounds)
+    return tuple([Chunk.between(ends, at, min(at + rows, p.tokens)) for at in starts])
 
 
-def cut(p: Problem, rows: int, limit: int) -> tuple[Chunk, ...] | None:
+def cut(p: Problem, rows: int, limit: int) -> Sequence[Chunk] | None:
     """Chunks that respect the objective's scope, or None where there are none."""
     if p.tokens == 0 and not p.grouped and p.scope != "elsewhere":
         return ()
+    lengths, unit = p.lengths or [], p.segments_per_unit
     if p.rows:  # nothing is held
-        return (Chunk(0, p.tokens, 0, len(p.lengths or ())),)
+        return (Chunk(0, p.tokens, 0, len(lengths)),)
     if p.scope == "token":
         return cut_anywhere(p, rows)
     if p.grouped or p.scope == "elsewhere":
         return None
-    if p.tokens <= rows or p.scope == "batch" or p.lengths is None:
-        whole = p.tokens <= max(rows, limit)
-        return (Chunk(0, p.tokens, 0, len(p.lengths or ())),) if whole else None
+    if p.tokens <= rows or p.scope == "batch" or not (lengths or p.each):
+        return (Chunk(0, p.tokens, 0, len(lengths)),) if p.tokens <= max(rows, limit) else None
+    if p.each:  # what is left over may fit beside the last whole units
+        tokens = min(p.each * unit, p.tokens)
+        size = max(1, rows // tokens) * tokens
+        starts = range(0, max(1, p.tokens - max(0, rows - size)), size)
+        return Even(starts, p.tokens) if tokens <= max(rows, limit) else None
     chunks: list[Chunk] = []
     start = stop = first = last = 0
-    for at in range(0, len(p.lengths), p.segments_per_unit):
-        unit = p.lengths[at : at + p.segments_per_unit]  # may not be cut apart
-        tokens = sum(unit)
+    for at in range(0, len(lengths), unit):  # may not be cut apart
+        tokens = sum(lengths[at : at + unit])
         if tokens > max(rows, limit):
             return None
         if stop > start and stop + tokens - start > rows:
             chunks.append(Chunk(start, stop, first, last))
             start, first = stop, last
-        stop, last = stop + tokens, last + len(unit)
+        stop, last = stop + tokens, min(last + unit, len(lengths))
     if last > first:
         chunks.append(Chunk(start, stop, first, last))
     return tuple(chunks)

@@ -6,6 +6,7 @@ T scored tokens, H hidden width, V vocabulary, S segments.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,6 +17,7 @@ from .pieces import (
     PAIR_BYTES,
     WAVE_TILE,
     Chunk,
+    Even,
     Problem,
     Tile,
     cut,
@@ -86,7 +88,7 @@ class Plan:
     plain_bytes: int
     reason: str
     budget: tuple[int, str]
-    chunks: tuple[Chunk, ...] = field(repr=False)
+    chunks: Sequence[Chunk] = field(repr=False)
     tokens: int = field(repr=False, default=0)
     whole: bool = field(repr=False, default=False)
     skip_rows: bool = field(repr=False, default=False)
@@ -96,13 +98,12 @@ class Plan:
     restricted: int = 0
 
     @property
-    def blocks(self) -> tuple[Chunk, ...]:
+    def blocks(self) -> Sequence[Chunk]:
         """The tokens of one step of the statistics, in order."""
         if self.pull in ("now", "unit", "held", "blocks"):
             return self.chunks
         step = self.sweep_rows or max(1, self.tile.rows)
-        starts = range(0, self.tokens, step)
-        return tuple(Chunk(s, min(s + step, self.tokens), 0, 0) for s in starts)
+        return Even(range(0, self.tokens, step), self.tokens)
 
     @property
     def total_bytes(self) -> int:
@@ -125,8 +126,7 @@ class Plan:
         if self.restricted:
             some = f"{self.restricted} of {self.tokens} tokens"
             lines.append(f"support    {self.support} dot products for {some}")
-        for name, size in self.bytes.items():
-            lines.append(f"memory     {size / MIB:10.1f} MiB  {name}")
+        lines += [f"memory     {n / MIB:10.1f} MiB  {name}" for name, n in self.bytes.items()]
         lines.append(f"total      {self.total_bytes / MIB:10.1f} MiB")
         lines.append(f"plain      {self.plain_bytes / MIB:10.1f} MiB  logits and their gradient")
         return "\n".join(lines)
@@ -156,8 +156,8 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         rows = max(1, min(p.tokens, most))
     if schedule in ("frozen", "held") or chunks is None or (schedule == "recompute" and p.spread):
         chunks = cut_anywhere(p, rows)
-    if schedule == "one_pass":
-        rows = max((c.stop - c.start for c in chunks), default=rows)
+    if schedule == "one_pass" and chunks:  # without lengths all are equal but for the last
+        rows = max(c.stop - c.start for c in (chunks if p.lengths else (chunks[0], chunks[-1])))
     pull = "blocks" if schedule == "recompute" and p.spread else PULLS[schedule]
     tile = _tile(p, rows, options)
     if p.teachers and pull in ("slabs", "never") and options.chunk_tokens is None:
@@ -203,7 +203,7 @@ def _first(*reasons: tuple[object, str]) -> str | None:
     return next((text for holds, text in reasons if holds), None)
 
 
-def _choose(p: Problem, options: Options, chunks: tuple[Chunk, ...] | None) -> tuple[Schedule, str]:
+def _choose(p: Problem, options: Options, chunks: Sequence[Chunk] | None) -> tuple[Schedule, str]:
     frozen_error = _first(
         (p.given, "the logits are given"),
         (p.weight_gradient, "the head requires a gradient"),

@@ -215,6 +215,8 @@ def prepare_given(given: GivenLogits) -> tuple[Prepared, Objective]:
             f"gradient_tolerance: got {options.gradient_tolerance}, want 0: given logits have no "
             "products that leaving rows out would save"
         )
+    if not isinstance(inplace, bool):
+        raise TypeError(f"inplace: got {inplace!r}, want True or False")
     if inplace:
         check_own_places("inplace", logits, "logits")
     temperature = transform.temperature
