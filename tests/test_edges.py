@@ -309,15 +309,18 @@ STEEP = {
 }
 
 
-@pytest.mark.parametrize("verb", ["one_pass", "held", "head_stats"])
+@pytest.mark.parametrize("verb", ["one_pass", "held", "frozen", "head_stats", "frozen stats"])
 @pytest.mark.parametrize("steep", STEEP)
 def test_a_steep_head_does_not_overflow_in_float16(steep, verb):
     """The gradient fits float16, and did not before it was scaled back."""
     weight = (60 * torch.randn(40, 16)).half()
     hidden = (5e-6 * torch.randn(12, 16)).half().requires_grad_()
-    batch, head = hl.Batch(torch.arange(12)), hl.Head(weight.requires_grad_(), **STEEP[steep])
-    if verb == "head_stats":
-        loss = -hl.head_stats(hidden, head, batch).logp.mean()
+    batch, frozen = hl.Batch(torch.arange(12)), "frozen" in verb
+    head = hl.Head(weight.requires_grad_(not frozen), **STEEP[steep])
+    if "stats" in verb:
+        found = hl.head_stats(hidden, head, batch, gradients=["logp"])
+        assert (found.plan.schedule == "frozen") is frozen
+        loss = -found.logp.mean()
     else:
         loss = hl.head_loss(hidden, head, batch, hl.cross_entropy(), options(verb)).loss
     loss.backward()

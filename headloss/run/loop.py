@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from ..kernels.interface import Held, Measured
-from ..objective.bound import without_constants
+from ..objective.bound import Gradient, without_constants
 from ..objective.elsewhere import READ, gradient_of
-from ..objective.statistics import BESIDE, CANDIDATES, Statistics
+from ..objective.statistics import BESIDE, CANDIDATES, Coefficients, Statistics
 from ..ranks.collectives import inside
 from ..softmax.given import WalkSoftmax
-from ..softmax.linear import RawSoftmax, unit_gradient
+from ..softmax.linear import RawSoftmax
 from ..softmax.rows import ALL, Known
 from .pull_back import from_held, pull_back
 from .work import NOT_YET, Gradients, Swept, Work, join, measure
@@ -131,9 +131,7 @@ def pull_slopes(
     stats, width = swept.whole.stats, work.vocabulary
     if CANDIDATES in given:
         given[CANDIDATES] = without_constants(given[CANDIDATES], stats, work.batch)
-    t, rescaled = work.transform, work.prepared.problem.rescaled
-    slope = t.scale / t.temperature if rescaled else None
-    gradient, scale = gradient_of(given, stats, width, slope)
+    gradient, scale = gradient_of(given, stats, width, work.slope)
     if work.tolerance is not None:
         gradient = work.tolerance(gradient, stats, ALL, scale)
     with inside(work.batch.targets.device.type, *work.groups):
@@ -252,7 +250,8 @@ def sweep(work: Work, source: RawSoftmax) -> Swept:
         measured, held = measure(work, source, block.rows, keep=pull in ("unit", "held"))
         if pull == "unit":
             sums = sums or work.sums(source, work.into, work.plan)
-            unit = unit_gradient(measured.normalizer)
+            one = work.unit[block.rows]
+            unit = Gradient(Coefficients(target=one, prob=-one), {}, one)
             sums.add(source.pull(block.rows, ALL, Known(measured, unit, held)))
         elif pull == "held":
             kept.append(held)

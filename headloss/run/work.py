@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..batch.packing import PackedBatch, Packing
+from ..batch.reduction import Number
 from ..kernels.interface import Measured
 from ..kernels.transform import Transform
 from ..objective.bound import Bound, Gradient
@@ -80,6 +81,19 @@ class Work:
     @cached_property
     def bound(self) -> Bound | Taped:
         return self.bind()
+
+    @property
+    def slope(self) -> Number | None:
+        """Of the logits over the raw ones, where coefficients heed it: in float16."""
+        t = self.transform
+        return t.scale / t.temperature if self.prepared.problem.rescaled else None
+
+    @cached_property
+    def unit(self) -> Tensor:
+        """[T] coefficients of dlogp under a frozen head: about 1 / slope, so that nothing overflows
+        before it is scaled by the token's own."""
+        one, slope = torch.ones_like(self.packing.targets, dtype=self.prepared.wide), self.slope
+        return one if slope is None else (one / slope).abs().clamp(max=1e30).log2().floor().exp2()
 
     @property
     def groups(self) -> tuple[Any, ...]:

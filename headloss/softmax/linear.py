@@ -18,8 +18,7 @@ from torch import Tensor
 from ..kernels.interface import Backward, Forward, Held, Kernels, Measured
 from ..kernels.pair import Chosen
 from ..kernels.transform import Transform
-from ..objective.bound import Gradient
-from ..objective.statistics import PEAK, Coefficients, Normalizer, Partials
+from ..objective.statistics import PEAK, Partials
 from ..reading import Reading
 from . import products
 from .products import GRAIN, PARTS
@@ -350,9 +349,3 @@ class ExpSoftmax(LinearSoftmax):
             options = {"multiples": multiple, "order": order}
             acts.chosen_gradient_(held.terms, sparse, backward, **options)
         return RowGradient(held.terms, rows, multiple, features, acts.scaled_rows, later=later)
-
-
-def unit_gradient(normalizer: Normalizer) -> Gradient:
-    """The coefficients of dlogp."""
-    one = torch.ones_like(normalizer.peak)
-    return Gradient(Coefficients(target=one, prob=-one), {}, one)

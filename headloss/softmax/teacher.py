@@ -35,16 +35,9 @@ class DenseTeacher:
     """
 
     def __init__(
-        self,
-        key: Teacher,
-        source: LinearSoftmax | View,
-        transforms: tuple[Transform, Transform],
-        own: Transform,
-        tokens: int,
-        acts: Kernels,
-        slices: Slices,
-        like: Tensor,
-        fused: bool = False,
+        self, key: Teacher, source: LinearSoftmax | View, transforms: tuple[Transform, Transform],
+        own: Transform, tokens: int, acts: Kernels, slices: Slices, like: Tensor,
+        fused: bool = False
     ) -> None:
         self.key, self.slices, self.fused = key, slices, fused
         self.source: Any = source
