@@ -457,11 +457,21 @@ def test_teacher_inputs_may_not_require_a_gradient(setting):
         ({"beta": 1.0}, "beta: got 1"),
         ({"temperature": 0.0}, "temperature: got 0"),
         ({"temperature": math.inf}, "temperature: got inf"),
+        ({"temperature": "2"}, "temperature: got '2', want a number > 0"),
+        ({"temperature": torch.tensor(2.0)}, r"temperature: got tensor\(2.\), want a number"),
+        ({"beta": None}, "beta: got None, want a number between 0 and 1"),
     ],
 )
 def test_options_are_checked(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=f"distillation: {message}"):
         hl.distillation(**options)
+
+
+@pytest.mark.parametrize("given", ["logits", "hidden"])
+def test_a_teacher_head_of_another_type(setting, given):
+    term = hl.distillation(teacher_head=torch.nn.Linear(4, 5))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="teacher_head: got Linear, want headloss.Head or Head.of"):
+        setting.run(term, **setting.given(given))
 
 
 def test_a_frozen_schedule_is_refused(setting):

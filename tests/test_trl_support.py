@@ -122,6 +122,13 @@ def test_a_rollout_says_what_was_kept() -> None:
     trainer.train()
 
 
+def test_what_was_kept_may_be_an_array() -> None:
+    """As an engine's may be; of a completion, or of all."""
+    kept = torch.tensor([[[3, 5], [7, -1]], [[2, -1], [4, 6]]])
+    for given in (kept, kept.numpy(), [*kept.numpy()], kept.tolist()):
+        assert torch.equal(padded(given, 2, 2, torch.device("cpu")), kept)
+
+
 def test_what_is_not_known_is_refused() -> None:
     with pytest.raises(ValueError, match="rollout_func: is not supported .* support_ids"):
         make(rollout_func=rollout, sampling_support=True)

@@ -219,10 +219,10 @@ def autocast_dtype(hidden: object) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-def check_head(head: object) -> None:
+def check_head(head: object, name: str = "head") -> None:
     """TypeError for anything but a `Head`."""
     if not isinstance(head, Head):
-        raise TypeError(f"head: got {type(head).__name__}, want headloss.Head or Head.of(module)")
+        raise TypeError(f"{name}: got {type(head).__name__}, want headloss.Head or Head.of(module)")
 
 
 def check_transform(temperature: object, softcap: object, logit_scale: object) -> None:

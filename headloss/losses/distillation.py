@@ -16,6 +16,7 @@ from ..batch.reduction import token_mean
 from ..objective.divergence import phi
 from ..objective.metrics import Observed
 from ..objective.statistics import FLOOR, Statistics
+from .arguments import naming, number, one_of, positive
 from .factory import factory
 from .identity import Origin
 from .teacher import KINDS, TAILS, Kind, Tail, Teacher
@@ -63,14 +64,11 @@ def distillation(
 
     Default reduction: token_mean.
     """
-    if divergence not in KINDS:
-        raise ValueError(f"distillation: divergence: got {divergence!r}, want one of {KINDS}")
-    if not 0 < beta < 1:
-        raise ValueError(f"distillation: beta: got {beta}, want between 0 and 1")
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"distillation: temperature: got {temperature}, want > 0")
-    if tail not in TAILS:
-        raise ValueError(f"distillation: tail: got {tail!r}, want one of {TAILS}")
+    with naming("distillation"):
+        one_of(KINDS, divergence=divergence)
+        number("between 0 and 1", lambda x: 0 < x < 1, beta=beta)
+        positive(temperature=temperature)
+        one_of(TAILS, tail=tail)
     of_teacher = 1 - beta if divergence == "skew_reverse_kl" else beta
     side = {"temperature": temperature, "head": teacher_head, "tail": tail}
     teacher = Teacher(kind=divergence, beta=of_teacher, **side)  # type: ignore[arg-type]

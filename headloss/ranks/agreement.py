@@ -94,14 +94,9 @@ class Agreement:
     expected: Any  # what the call goes by, before it is read
 
     def __init__(
-        self,
-        name: str,
-        group: ProcessGroup,
-        act: Callable[[], Any],
-        describe: Callable[..., Facts],
-        quiet: bool = False,
-        behind: ProcessGroup | None = None,
-        digest: Callable[[Own], Any] | None = None,
+        self, name: str, group: ProcessGroup, act: Callable[[], Any],
+        describe: Callable[..., Facts], quiet: bool = False, behind: ProcessGroup | None = None,
+        digest: Callable[[Own], Any] | None = None
     ) -> None:
         self.name, self.group, self.quiet, self.digest = name, group, quiet, digest
         self.error: Exception | None = None

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from ..arguments import check_dense, check_device
 from ..batch.batch import LOGPS, Batch, check_ids
 from ..batch.packing import PackedBatch
-from ..head.head import Head, autocast_dtype
+from ..head.head import Head, autocast_dtype, check_head
 from ..kernels.transform import Transform
 from ..losses.teacher import INPUTS
 from ..losses.term import Objective, Reads, Term
@@ -129,6 +129,9 @@ def check_objective(objective: Objective, batch: Batch, options: Options) -> Non
         raise TypeError(f"batch: got {type(batch).__name__}, want headloss.Batch")
     check_options(options)
     check_segments(batch.segments.count, objective)
+    for teacher in objective.teachers:
+        if teacher.head is not None:
+            check_head(teacher.head, "teacher_head")
     if options.gradient_tolerance and objective.teachers:
         raise ValueError(
             f"gradient_tolerance: got {options.gradient_tolerance} with {objective!r}, want 0: a "

@@ -73,7 +73,7 @@ def padded(kept: Kept, completions: int, columns: int, device: torch.device) -> 
     rows = [
         row
         if isinstance(row, Tensor)
-        else [torch.as_tensor([] if ids is None else ids, **like) for ids in row or ()]
+        else [torch.as_tensor([] if i is None else i, **like) for i in (() if row is None else row)]
         for row in kept
     ]
     most = max((len(ids) for row in rows for ids in row), default=0)
