@@ -373,6 +373,8 @@ def test_main_grad_of_given_logits() -> None:
 
 
 SEGMENTS = {
+    "lengths: got None": lambda: hl.Segments.from_lengths(None),
+    "cu_seqlens: got 3": lambda: hl.Segments.from_cu_seqlens(3),
     "lengths: got 1.5": lambda: hl.Segments.from_lengths([1.5, 2]),
     "lengths: got '2'": lambda: hl.Segments.from_lengths(["2"]),
     "lengths: got True": lambda: hl.Segments.from_lengths([True, 2]),
@@ -431,3 +433,32 @@ def test_float64_hidden_states_are_not_sent_to_autocast() -> None:
         assert "autocast" not in str(caught.value)
     with pytest.raises(ValueError, match="cast one of them or run under torch.autocast"):
         call(hidden=torch.randn(N, H, dtype=torch.bfloat16))
+
+
+def own_term(**options) -> hl.losses.Term:
+    return hl.term(lambda stats, batch: -stats.logp, **options)()
+
+
+POLICY = hl.losses.grpo()
+OF_ANOTHER_TYPE = {
+    "segments: got str, want headloss.Segments": lambda: hl.Batch.from_labels(
+        torch.arange(3), "rows"
+    ),
+    "batch: got Tensor, want headloss.Batch": lambda: hl.Totals.of(torch.arange(3)),
+    "slopes: got int, want a function": lambda: own_term(slopes=3),
+    "segments_per_unit: got 0, want an integer >= 1": lambda: own_term(segments_per_unit=0),
+    "segments_per_unit: got 2.0, want an integer": lambda: own_term(segments_per_unit=2.0),
+    "modifier: got function, want a Modifier": lambda: POLICY.modified(lambda s, b: 1),
+    "corrected: live: got 'no', want True or False": lambda: POLICY.corrected(
+        "token_mask", live="no"
+    ),
+    "corrected: normalized: got 1, want True": lambda: POLICY.corrected("token_mask", normalized=1),
+    "rejected: live: got 0, want True or False": lambda: POLICY.rejected("k3", max=1.0, live=0),
+    "kl_shaped: centred: got 1": lambda: hl.losses.kl_shaped(POLICY, beta=0.1, centred=1),
+}
+
+
+@pytest.mark.parametrize("match", OF_ANOTHER_TYPE)
+def test_what_terms_and_batches_are_made_of(match: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=match):
+        OF_ANOTHER_TYPE[match]()

@@ -103,8 +103,6 @@ class Batch:
             targets = targets.masked_fill(targets == ignore_index, IGNORE)
         self.targets = targets
         self.segments = _default_segments(targets) if segments is None else segments
-        if not isinstance(self.segments, Segments):
-            raise TypeError(f"segments: got {type(segments).__name__}, want headloss.Segments")
         if segments is not None:
             _check_segments(segments, "targets", targets)
         if totals is not None and not isinstance(totals, Totals):
@@ -287,7 +285,9 @@ def _check_targets(targets: object) -> None:
         raise ValueError("targets: got a 0-dim tensor, want at least one dimension")
 
 
-def _check_segments(segments: Segments, of: str, value: Tensor) -> None:
+def _check_segments(segments: object, of: str, value: Tensor) -> None:
+    if not isinstance(segments, Segments):
+        raise TypeError(f"segments: got {type(segments).__name__}, want headloss.Segments")
     if (ids := segments.ids).numel() != value.numel():
         got, want = tuple(ids.shape), tuple(value.shape)
         raise ValueError(f"segments: got {got} tokens, want the {of}' shape {want}")

@@ -53,6 +53,8 @@ class Totals:
 
         A boolean field is per token where its shape is that on all these ranks, else per segment.
         """
+        if not hasattr(batch, "segments"):
+            raise TypeError(f"batch: got {type(batch).__name__}, want headloss.Batch")
         segments, scored = batch.segments, batch.targets.reshape(-1) != IGNORE
         fields = {n: v for n, v in batch.fields.items() if isinstance(v, Tensor)}
         masks = {name: value for name, value in fields.items() if value.dtype == torch.bool}

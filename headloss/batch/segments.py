@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -284,6 +284,8 @@ def _version(ids: Tensor | None) -> int:
 def _vector(name: str, value: Tensor | Sequence[int]) -> Tensor:
     """[n] int64."""
     if not isinstance(value, Tensor):
+        if not isinstance(value, Iterable):
+            raise TypeError(f"{name}: got {value!r}, want integers")
         value = torch.tensor([_integer(name, one) for one in value], dtype=torch.int64)
     if not is_integers(value) or value.dim() != 1:
         raise TypeError(f"{name}: got {value.dtype} of shape {tuple(value.shape)}, want [..] int64")

@@ -47,3 +47,17 @@ def one_of(choices: tuple[str, ...], **options: object) -> None:
         if value not in choices:
             names = ", ".join(map(repr, choices))
             raise ValueError(f"{option}: got {value!r}, want one of {names}")
+
+
+def flags(**options: object) -> None:
+    """Each option must be True or False."""
+    for option, value in options.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{option}: got {value!r}, want True or False")
+
+
+def counts(**options: object) -> None:
+    """Each option must be an integer >= 1."""
+    for option, value in options.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{option}: got {value!r}, want an integer >= 1")

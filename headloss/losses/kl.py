@@ -16,7 +16,7 @@ from torch import Tensor
 from ..batch.reduction import token_mean
 from ..objective.metrics import Observed
 from ..objective.statistics import Slope, Statistics
-from .arguments import naming, number, one_of, positive
+from .arguments import flags, naming, number, one_of, positive
 from .factory import factory
 from .importance import Level, estimate, ratio_per_token, scope_and_per
 from .scope import wider
@@ -116,9 +116,7 @@ def kl(
     """  # noqa: E501 (an equation is one line)
     one_of(ESTIMATORS, estimator=estimator)
     one_of(POLICIES, against=against)
-    for name, flag in (("bias_corrected", bias_corrected), ("straight_through", straight_through)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}: got {flag!r}, want True or False")
+    flags(bias_corrected=bias_corrected, straight_through=straight_through)
     bounds = {
         "clamp_difference": clamp_difference,
         "clamp": clamp,
@@ -216,6 +214,7 @@ def kl_shaped(
     with naming("kl_shaped"):
         number("a finite number", lambda x: True, beta=beta)
         one_of(ESTIMATORS, estimator=estimator)
+        flags(centred=centred, through=through)
     how: dict[str, Any] = {"beta": beta, "estimator": estimator}
     how |= {"centred": centred, "through": through}
     needs = "segment" if centred else "token"

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..objective.metrics import Max, Observed
 from ..objective.statistics import Statistics
 from ..ranks.collectives import together
-from .arguments import naming, non_negative, number, one_of, positive
+from .arguments import flags, naming, non_negative, number, one_of, positive
 from .importance import MAX_LOG_RATIO
 from .scope import TRACING, Per, Scope
 
@@ -129,6 +129,7 @@ def corrected(
     """  # noqa: E501 (an equation is one line)
     with naming("corrected"):
         one_of(MODES, mode=mode)
+        flags(live=live, normalized=normalized)
         if minimum is not None:
             positive(min=minimum)
         if maximum is not None:

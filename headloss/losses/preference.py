@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from .arguments import number, one_of, positive
+from .arguments import flags, number, one_of, positive
 from .factory import factory
 from .preference_pairs import (
     AVERAGED,
@@ -90,8 +90,7 @@ def dpo(
     """
     one_of(DIVERGENCES, f_divergence_type=f_divergence_type)
     positive(discopop_tau=discopop_tau)
-    if not isinstance(use_weighting, bool):
-        raise TypeError(f"use_weighting: got {use_weighting!r}, want True or False")
+    flags(use_weighting=use_weighting)
     number("a finite number", lambda x: True, f_alpha_divergence_coef=f_alpha_divergence_coef)
     if ld_alpha is not None:
         number("0 <= ld_alpha <= 1", lambda x: 0 <= x <= 1, ld_alpha=ld_alpha)

@@ -22,7 +22,7 @@ from torch.nn.functional import logsigmoid
 from ..batch.reduction import sequence_mean
 from ..objective.metrics import Observed
 from ..objective.statistics import Statistics
-from .arguments import non_negative, number, one_of, positive
+from .arguments import counts, non_negative, number, one_of, positive
 from .supervised import log_1_minus_p
 from .term import Term
 
@@ -257,8 +257,7 @@ def preference(score: Score, how: Pairwise, reward: Score | None = None) -> Term
     positive(beta=how.beta)
     non_negative(gamma=how.gamma)
     _check_smoothing(how.loss_type, how.label_smoothing)
-    if not isinstance(how.rejected, int) or isinstance(how.rejected, bool) or how.rejected < 1:
-        raise ValueError(f"rejected: got {how.rejected!r}, want an integer >= 1")
+    counts(rejected=how.rejected)
     told = {"reward": reward or score, "beta": how.beta * how.factor, "rejected": how.rejected}
     return Term(
         name="",

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..batch.reduction import sequence_mean
 from ..objective.metrics import Observed
 from ..objective.statistics import Statistics
-from .arguments import non_negative, one_of, positive
+from .arguments import flags, non_negative, one_of, positive
 from .factory import factory
 from .preference_pairs import Pairwise, log_ratio, preference, split, spread, summed
 from .term import Term
@@ -178,8 +178,7 @@ def aot(*, beta: float = 0.1, label_smoothing: float = 0.0, paired: bool = True)
     Inputs: ref_logps; segments in pairs. Default reduction: sequence_mean, the mean over pairs.
     Metrics: chosen_rewards, rejected_rewards, margin, accuracy.
     """  # noqa: E501 (an equation is one line)
-    if not isinstance(paired, bool):
-        raise TypeError(f"paired: got {paired!r}, want True or False")
+    flags(paired=paired)
     how = Pairwise(beta=beta, label_smoothing=label_smoothing)
     term = preference(log_ratio, how)
     function = functools.partial(_transported, how=how, paired=paired)

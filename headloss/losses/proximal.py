@@ -16,7 +16,7 @@ from torch import Tensor
 from ..batch.reduction import token_mean
 from ..objective.metrics import Observed
 from ..objective.statistics import Statistics
-from .arguments import number, one_of, positive
+from .arguments import flags, number, one_of, positive
 from .factory import factory
 from .importance import estimate, importance_ratio, log_ratio, ratio_figures
 from .reinforce import SURROGATES, Surrogate, weighted
@@ -124,8 +124,7 @@ def dppo(
     """  # noqa: E501 (an equation is one line)
     one_of(DIVERGENCES, divergence=divergence)
     number(">= 0", lambda x: x >= 0, delta_low=delta_low, delta_high=delta_high)
-    if not isinstance(one_sided, bool):
-        raise TypeError(f"one_sided: got {one_sided!r}, want True or False")
+    flags(one_sided=one_sided)
     inside = functools.partial(
         _near, divergence=divergence, low=delta_low, high=delta_high, one_sided=one_sided
     )

@@ -17,7 +17,7 @@ from ..batch.batch import Batch, Current
 from ..batch.packing import pack
 from ..objective.metrics import Observed
 from ..objective.statistics import Statistics
-from .arguments import naming, number, one_of
+from .arguments import flags, naming, number, one_of
 from .importance import MAX_LOG_RATIO, estimate
 from .modifiers import Modifier, sampler_mismatch
 
@@ -129,6 +129,7 @@ def _made(
 ) -> _Rejection:
     one_of(MEASURES, measure=measure)
     one_of(LEVELS, level=level)
+    flags(live=live)
     if measure == "ratio" and level == "sequence_max":
         raise ValueError("level: got 'sequence_max' with 'ratio', want another: it has two sides")
     if minimum is None and maximum is None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..batch.reduction import Reduction, as_reduction, sequence_mean, token_mean
 from ..objective.metrics import Observed, checked
 from ..objective.statistics import Slope, Statistics
+from .arguments import counts, one_of
 from .identity import Given, Origin, alike, leaves_of
 from .modifiers import Modifier, corrected, off_policy_masked, top_entropy
 from .rejection import rejected
@@ -140,6 +141,8 @@ class Term(_Arithmetic):
 
     def modified(self, modifier: Modifier) -> Term:
         """Multiply each token's loss by a factor that carries no gradient."""
+        if not isinstance(modifier, Modifier):
+            raise TypeError(f"modifier: got {type(modifier).__name__}, want a Modifier")
         own, scope = self.own_scope or self.scope, wider(self.scope, modifier.scope)
         modifiers = (*self.modifiers, modifier)
         return replace(self, modifiers=modifiers, scope=scope, own_scope=own)
@@ -287,14 +290,14 @@ def term(
     >>> soft_policy_gradient(tau=2.0)
     soft_policy_gradient(tau=2.0)
     """
-    if scope not in SCOPES:
-        raise ValueError(f"scope: got {scope!r}, want one of {SCOPES}")
-    if per not in ("token", "segment"):
-        raise ValueError(f'per: got {per!r}, want "token" or "segment"')
+    one_of(SCOPES, scope=scope)
+    one_of(("token", "segment"), per=per)
+    counts(segments_per_unit=segments_per_unit)
     if per == "segment" and scope == "token":
         raise ValueError('scope: got "token" with per="segment", want "segment" or "batch"')
-    if observe is not None and not callable(observe):
-        raise TypeError(f"observe: got {type(observe).__name__}, want a function")
+    for given, value in {"observe": observe, "slopes": slopes}.items():
+        if value is not None and not callable(value):
+            raise TypeError(f"{given}: got {type(value).__name__}, want a function")
     default = sequence_mean if scope == "segment" else token_mean
 
     def decorate(f: Callable[..., Tensor]) -> Callable[..., Term]:
@@ -365,9 +368,8 @@ def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = Tru
     Raises ValueError where a tensor that requires a gradient enters it from outside: the engine
     differentiates with respect to the statistics alone, so that gradient would be lost.
     """
-    seen_stats: set[str] = set()
-    seen_fields: set[str] = set()
-    stats_, batch_ = _Recorder(stats, seen_stats), _Recorder(batch, seen_fields)
+    seen: tuple[set[str], set[str]] = set(), set()
+    stats_, batch_ = _Recorder(stats, seen[0]), _Recorder(batch, seen[1])
     token = TRACING.set(True)
     try:
         values = _trial(term, stats_, batch_, observe)
@@ -382,8 +384,7 @@ def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = Tru
                 f"term {term.name}: a tensor of shape {tuple(leaf.shape)} that requires a gradient "
                 "is caught in its function; its gradient would be lost: detach it"
             )
-    gradients = frozenset(own[id(leaf)] for leaf in leaves)
-    return Reads(frozenset(seen_stats), frozenset(seen_fields), gradients)
+    return Reads(frozenset(seen[0]), frozenset(seen[1]), frozenset(own[id(x)] for x in leaves))
 
 
 def _trial(term: Term, stats: Any, batch: Any, observe: bool) -> Tensor:

@@ -98,14 +98,8 @@ class DenseTeacher:
         return self.source.raw(rows, columns)
 
     def gradient(
-        self,
-        raw: Tensor,
-        rows: Rows,
-        columns: slice,
-        measured: Measured,
-        weight: Tensor,
-        extra: Tensor | None = None,
-        others: Backward | None = None,
+        self, raw: Tensor, rows: Rows, columns: slice, measured: Measured, weight: Tensor,
+        extra: Tensor | None = None, others: Backward | None = None
     ) -> Tensor:
         """weight * d divergence / d raw of a tile, plus `extra`, [n, v]; with `others`, the
         gradient of the whole objective, in raw's memory or in `others.to`."""
