@@ -13,8 +13,10 @@ from policy_papers import average, kl_paper, over_tokens, ratios, surrogate
 from torch import Tensor
 
 import headloss as hl
+from headloss.batch.packing import pack
 from headloss.losses.term import Term
 from headloss.objective.metrics import fold
+from headloss.objective.statistics import Statistics
 
 Rows = Callable[[Sequence], list[Tensor]]
 
@@ -371,3 +373,12 @@ def test_clip_cov_asks_for_draws() -> None:
     case = replace(make(), fields={k: v for k, v in make().fields.items() if k != "draws"})
     with pytest.raises(ValueError, match="draws"):
         hl.clip_cov()(case.stats, case.batch)
+
+
+def test_vaco_knows_the_side_of_a_ratio_that_rounds_to_1() -> None:
+    """A nearly certain token has log-probs finer than 1 - epsilon; r is below 1, and A too."""
+    logp = torch.tensor([-1e-12, -5.0])
+    batch = hl.Batch(torch.zeros(2).long(), advantages=-torch.ones(2), old_logps=torch.zeros(2))
+    packed = pack(batch, vocabulary=1, dtype=torch.float32).batch
+    values = hl.vaco(delta=0.3)(Statistics(logp=logp), packed)
+    assert values.tolist() == [0, 0]  # the sequence is far, and both would move further

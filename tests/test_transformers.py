@@ -186,6 +186,8 @@ def test_positions_of_several_axes_tell_no_documents() -> None:
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
+    with pytest.raises(TypeError, match="fields: got 'advantages', want a tuple of names"):
+        apply(model, hl.reinforce(), fields="advantages")
     with apply(model):
         with pytest.raises(ValueError, match="applied to it already"):
             apply(model)

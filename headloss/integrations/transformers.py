@@ -69,6 +69,8 @@ def apply(
         RuntimeError: a release of Transformers that is not known here.
     """
     require_version("transformers", *KNOWN)
+    if isinstance(fields, str):
+        raise TypeError(f"fields: got {fields!r}, want a tuple of names")
     causal: Any = _causal(model)
     if STATE in vars(causal):
         raise ValueError("model: headloss is applied to it already; call remove(model) first")

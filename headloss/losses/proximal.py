@@ -18,7 +18,7 @@ from ..objective.metrics import Observed
 from ..objective.statistics import Statistics
 from .arguments import flags, number, one_of, positive
 from .factory import factory
-from .importance import estimate, importance_ratio, log_ratio, ratio_figures
+from .importance import MAX_LOG_RATIO, estimate, importance_ratio, log_ratio, ratio_figures
 from .reinforce import SURROGATES, Surrogate, weighted
 from .scope import Scope
 from .term import Term
@@ -159,7 +159,8 @@ def icepop(*, alpha: float = 0.5, beta: float = 5.0, surrogate: Surrogate = "log
 
 
 def _aligned(stats: Statistics, batch: PackedBatch, *, delta: float) -> Tensor:
-    gap = importance_ratio(stats, batch, "token").detach() - 1
+    d = log_ratio(stats, batch).detach()  # whose sign 1 would hide, as r rounds to it
+    gap = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1()
     near = batch.segments.expand(batch.segments.mean(gap.abs())) <= delta
     return near | (gap * batch.advantages <= 0)
 
