@@ -133,6 +133,30 @@ def test_a_comparison_of_nothing(two_runs: Path, tmp_path: Path, capsys: Any) ->
         assert not (tmp_path / "x.html").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("before.json", "{}"),
+        ("after.json", "[]"),
+        ("before.json", '{"accuracy": null, "sampled_accuracy": 0, "problems": 1, "score": 0}'),
+        ("after.json", '{"accuracy": 0, "sampled_accuracy": 0, "problems": 0, "score": 0}'),
+        ("held_out.jsonl", '{"step": 1}\n'),
+        ("held_out.jsonl", '{"step": "one"}\n'),
+    ],
+)
+def test_a_comparison_of_a_damaged_run(
+    two_runs: Path, tmp_path: Path, capsys: Any, name: str, text: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(two_runs / "a", run)
+    (run / name).write_text(text)
+    with pytest.raises(SystemExit):
+        main(["compare", str(two_runs / "a"), str(run), "--output", str(tmp_path / "x.html")])
+    said = capsys.readouterr().err
+    assert said.startswith(f"headloss: compare: {run} holds no run that can be read: ")
+    assert said.count("\n") == 1 and not (tmp_path / "x.html").exists()
+
+
 def test_text_of_a_model_is_no_markup(two_runs: Path) -> None:
     """Completions are whatever a model writes."""
     recipe = train.recipe("sft", [*SMALL, f"output={two_runs / 'a'}"])

@@ -22,6 +22,8 @@ from .schema import write as recipe_text
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")), autoescape=True
 )
+# What JSON of another kind than a run's own raises where it is read.
+DAMAGED = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
 
 
 def of_run(recipe: Recipe, result: Result, parameters: int) -> str:
@@ -89,15 +91,17 @@ def _read(output: Path) -> dict[str, Any]:
             if (output / name).is_file():
                 found.append((step, json.loads((output / name).read_text())))
         found.sort(key=lambda pair: pair[0])
-        return {"entries": entries, "held_out": found, "recipe": folder.flat(recipe)}
-    except (OSError, ValueError, KeyError, AttributeError, yaml.YAMLError) as error:
+        solved = report.solved_rows(found, entries[-1]["step"])
+        made = {"entries": entries, "held_out": found, "recipe": folder.flat(recipe)}
+        return {**made, "solved": solved}
+    except (OSError, *DAMAGED, yaml.YAMLError) as error:
         raise RecipeError(f"compare: {output} holds no run that can be read: {error}") from None
 
 
 def _solved(runs: dict[str, dict[str, Any]]) -> list[list[str]] | None:
     rows: list[list[str]] = []
     for name, run in runs.items():
-        head, *found = report.solved_rows(run["held_out"], run["entries"][-1]["step"])
+        head, *found = run["solved"]
         rows = rows or [["run", *head]]
         rows += [[name, *row] for row in found]
     return rows if len(rows) > 1 else None
