@@ -244,6 +244,8 @@ def test_upstream_is_refused():
     hidden, weight, targets, _ = problem()
     with pytest.raises(ValueError, match="upstream: got 1.0, want None"):
         hl.head_stats(hidden, hl.Head(weight), targets, hl.Options(upstream=1.0))
+    with pytest.raises(ValueError, match="upstream: got 1.0, want None"):  # and so does the plan
+        hl.plan(hidden, hl.Head(weight), hl.Batch(targets), None, hl.Options(upstream=1.0))
 
 
 @pytest.mark.parametrize("schedule", ["held", "frozen", "recompute"])

@@ -90,7 +90,7 @@ def check_linear(given: Given, objective: Objective) -> torch.dtype | None:
     else:
         check_eager(verb, hidden, head.weight)
     check_objective(objective, batch, options)
-    if verb == "head_stats" and options.upstream is not None:
+    if objective.scope == "elsewhere" and options.upstream is not None:
         raise ValueError(
             f"upstream: got {options.upstream}, want None: statistics have an upstream gradient "
             "per token, which is not known in advance"
