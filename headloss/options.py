@@ -87,6 +87,9 @@ class Options:
         for name, allowed in {"backend": BACKENDS, "schedule": SCHEDULES}.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, want one of {allowed}")
+        for name in ("static", "skip_rows", "batch_invariant", "sequence_parallel", "metrics"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}: got {getattr(self, name)!r}, want True or False")
         for name in ("chunk_tokens", "memory_budget"):
             if getattr(self, name) is not None:
                 want = "a positive integer or None"

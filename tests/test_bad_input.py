@@ -420,6 +420,11 @@ def test_pairs_need_an_even_number_of_segments():
         (ValueError, "logits_dtype: got torch.int8", {"logits_dtype": torch.int8}),
         (ValueError, "accumulate_dtype: got torch.int32", {"accumulate_dtype": torch.int32}),
         (TypeError, "main_grad: got bool, want a tensor", {"main_grad": True}),
+        (TypeError, "static: got 'no', want True or False", {"static": "no"}),
+        (TypeError, "skip_rows: got 0, want True or False", {"skip_rows": 0}),
+        (TypeError, "batch_invariant: got 1, want True", {"batch_invariant": 1}),
+        (TypeError, "sequence_parallel: got None", {"sequence_parallel": None}),
+        (TypeError, "metrics: got 'loss', want True or False", {"metrics": "loss"}),
         (TypeError, "chunks", {"chunks": 4}),
     ],
 )

@@ -229,15 +229,10 @@ def _is_right(groups: Sequence[ProcessGroup]) -> bool:
 
 
 def agree_early(
-    name: str,
-    group: ProcessGroup,
-    act: Callable[[], R],
-    own: Callable[[R], Mapping[str, Any]],
-    same: Callable[[R], Mapping[str, Any]],
-    wait: bool = False,
-    quiet: bool = False,
-    behind: ProcessGroup | None = None,
-    digest: Callable[[Own], Any] | None = None,
+    name: str, group: ProcessGroup, act: Callable[[], R],
+    own: Callable[[R], Mapping[str, Any]], same: Callable[[R], Mapping[str, Any]],
+    wait: bool = False, quiet: bool = False, behind: ProcessGroup | None = None,
+    digest: Callable[[Own], Any] | None = None
 ) -> tuple[R, Any]:
     """Run `act` on every rank of a group; its result, and the `own` facts of each rank: inside
     `in_step`, and unless it has to `wait`, what they said when this one last said the same, if it
