@@ -76,7 +76,7 @@ class Processor:
             raise ValueError("labels: got None, want [b, s]; without them there are logits alone")
         _refuse(output_layer, inference_context, config)
         weight: Any = output_layer.weight if output_weight is None else output_weight
-        options = replace(self.options, sequence_parallel=output_layer.sequence_parallel)
+        options = replace(self.options, sequence_parallel=bool(output_layer.sequence_parallel))
         if (
             output_layer.gradient_accumulation_fusion
             and hasattr(weight, "main_grad")
