@@ -122,7 +122,15 @@ def _draw(problem: Problem, options: Options, backend: str, title: str, path: Pa
     Raises:
         ValueError: matplotlib is not installed, or does not know the suffix of `path`.
     """
-    figure = _figure(path)
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--plot needs {error.name}: pip install 'headloss[plot]'") from None
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    known = FigureCanvasAgg(figure).get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in known:
+        raise ValueError(f"--plot: got {str(path)!r}, want a file ending in .png, .svg or .pdf")
     axes = figure.add_subplot()
     last = max(17, (4 * problem.tokens - 1).bit_length())  # four times as many, or 2 ** 17
     tokens = sorted({problem.tokens, *(1 << n for n in range(8, 1 + last))})
@@ -158,19 +166,6 @@ def _draw(problem: Problem, options: Options, backend: str, title: str, path: Pa
     return notes
 
 
-def _figure(path: Path) -> Any:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ValueError(f"--plot needs {error.name}: pip install 'headloss[plot]'") from None
-    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
-    known = FigureCanvasAgg(figure).get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in known:
-        raise ValueError(f"--plot: got {str(path)!r}, want a file ending in .png, .svg or .pdf")
-    return figure
-
-
 def objective_of(names: str) -> Objective:
     """Terms with their default options, joined by "+": "gspo+z_loss+kl"."""
     factories, asked = {f.__name__: f for f in TERMS}, [name.strip() for name in names.split("+")]
@@ -192,7 +187,12 @@ def _check(arguments: argparse.Namespace) -> int:
     verdicts = [gate.check(case, device) for case in gate.cases(arguments.quick)]
     _print_table(_error_rows(verdicts))
     print("\npeak memory beyond inputs and returned gradients, forward and backward\n")
-    _print_table(_memory_rows(gate.memory(device)))
+    rows = [["work", "contestant", "peak MiB", "planned MiB"]]
+    for found in gate.memory(device):
+        peak = "out of memory" if found.bytes is None else f"{found.bytes / MIB:.1f}"
+        planned = "-" if found.planned is None else f"{found.planned / MIB:.1f}"
+        rows.append([found.work, found.contestant, peak, planned])
+    _print_table(rows)
     well = sum(verdict.ok for verdict in verdicts)
     print(f"\n{well} of {len(verdicts)} cases within budget")
     for case, failure in ((v.case, v.failure) for v in verdicts if v.failure):
@@ -211,15 +211,6 @@ def _error_rows(verdicts: Iterable[gate.Verdict]) -> list[list[str]]:
         ]
         place = [case.objective, case.schedule, gate.name_of(case.dtype), verdict.backend or "-"]
         rows.append([*place, *cells, "ok" if verdict.ok else "FAIL"])
-    return rows
-
-
-def _memory_rows(footprints: Iterable[gate.Footprint]) -> list[list[str]]:
-    rows = [["work", "contestant", "peak MiB", "planned MiB"]]
-    for found in footprints:
-        peak = "out of memory" if found.bytes is None else f"{found.bytes / MIB:.1f}"
-        planned = "-" if found.planned is None else f"{found.planned / MIB:.1f}"
-        rows.append([found.work, found.contestant, peak, planned])
     return rows
 
 
@@ -291,12 +282,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory-budget", type=_bytes, metavar="SIZE", help="e.g. 512MiB or 2GiB")
     add("--schedule", choices=SCHEDULES, default="auto")
     add("--json", **flag)
-    about = "draw memory against tokens for every schedule"
-    add("--plot", type=Path, metavar="FILE", help=about)
+    add("--plot", type=Path, metavar="FILE", help="draw memory against tokens for every schedule")
 
     add = command("check", _check, bad, "errors against float64 and peak memory, on this machine")
-    about = "e.g. cuda:1; default: cuda if there is one"
-    add("--device", type=_device, default=default, help=about)
+    add("--device", type=_device, default=default, help="e.g. cuda:1; default: a GPU, if any")
     add("--quick", **flag, help="a third of the cases")
 
     about = "what this machine can run, and what is missing"

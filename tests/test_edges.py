@@ -343,6 +343,22 @@ def test_a_teacher_in_float16_under_any_temperature_of_the_head(temperature):
     assert (hidden.grad - x.grad).norm() < 2e-3 * x.grad.norm()
 
 
+@pytest.mark.parametrize("upstream", [1.0, 256.0])
+@pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute"])
+def test_tokens_of_one_target_do_not_overflow_in_float16(schedule, upstream):
+    """Their sum, before it is divided by their number, is beyond float16."""
+    hidden = (100 + 20 * torch.randn(2048, 8)).half().requires_grad_()
+    head = hl.Head((torch.randn(11, 8) / 100).half().requires_grad_())
+    batch = hl.Batch(torch.full((2048,), 3))
+    out = hl.head_loss(hidden, head, batch, hl.cross_entropy(), options(schedule))
+    assert "weight gradient accumulator" not in out.plan.bytes
+    (upstream * out.loss).backward()
+    exact = plain(hidden, head, batch, hl.cross_entropy(), upstream=upstream).gradients
+    assert exact["weight"].abs().max() > 30 * upstream
+    for leaf, want in ((hidden, exact["hidden"]), (head.weight, exact["weight"])):
+        assert within_budget(leaf.grad, want, want.half())
+
+
 @pytest.mark.parametrize("upstream", [1.0, 65536.0])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_small_weights_do_not_underflow_in_float16(schedule, upstream):

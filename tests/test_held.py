@@ -11,6 +11,7 @@ from triton_cases import DEVICE, EPS  # first: it asks for the interpreter
 
 import headloss as hl
 from headloss import kernels
+from headloss.kernels import triton as triton_backend
 from headloss.kernels.triton import order as triton_order
 from headloss.softmax.rows import RowGradient
 from headloss.testing import error, plain, trained_looking, within_budget
@@ -113,6 +114,48 @@ def test_hidden_states_in_columns(schedule):
     if schedule != "frozen":
         weight.requires_grad_()
     check(hidden.requires_grad_(), weight, batch, hl.grpo(), schedule=schedule)
+
+
+HEADS = {
+    "plain": {},
+    "scaled": {"bias": (V,), "logit_scale": -0.5, "temperature": 0.7},
+    "temperatures": {"temperature": (T,)},
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "frozen"])
+def test_logits_in_float16_are_measured_by_their_product(monkeypatch, schedule, kind):
+    """And not in a pass of their own; all figures as close to the oracle as PyTorch's."""
+    monkeypatch.undo()
+    hl.clear_cache()
+    kept = []
+
+    def measured(*given, raw=None):
+        kept.append(raw is not None)
+        return product(*given, raw=raw)
+
+    product = triton_backend.product_statistics
+    monkeypatch.setattr(triton_backend, "product_statistics", measured)
+    hidden, weight, targets = trained_looking(T, H, V, torch.float16, DEVICE)
+    frozen, options = schedule == "frozen", SCHEDULES.get(schedule, {"schedule": schedule})
+    given = {n: torch.rand(v) + 0.5 if isinstance(v, tuple) else v for n, v in HEADS[kind].items()}
+    given = {n: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for n, v in given.items()}
+    head = hl.Head(weight.requires_grad_(not frozen), **given)
+    advantages = torch.linspace(-1, 1, T, device=DEVICE).where(targets % 3 > 0, 0)
+    batch = hl.Batch(targets, advantages=advantages, old_logps=torch.full_like(advantages, -1.0))
+    objective = hl.grpo() if frozen else hl.grpo() - 0.01 * hl.entropy() + 1e-3 * hl.z_loss()
+    options = hl.Options(backend="triton", **options)
+    out = hl.head_loss(hidden.requires_grad_(), head, batch, objective, options)
+    assert not out.plan.terms and kept and all(keep is (schedule != "recompute") for keep in kept)
+    out.loss.backward()
+    oracle, exact, coarse = (
+        plain(hidden, head, batch, objective, mode) for mode in ("float64", "float32", "input")
+    )
+    assert within_budget(out.logps, oracle.logps, exact.logps)
+    for name, leaf in (("hidden", hidden), ("weight", weight)):
+        if leaf.requires_grad:
+            assert within_budget(leaf.grad, oracle.gradients[name], coarse.gradients[name]), name
 
 
 @pytest.mark.parametrize("rows", [slice(20, 25), torch.tensor([24, 20, 23])])

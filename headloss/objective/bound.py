@@ -224,9 +224,8 @@ class Bound:
         """The same objective with coefficients near 1, whatever the weights are, so that in float16
         only gradients that do not matter underflow. Multiply by 1 / scale afterwards.
         `slope`: of the logits that a term sees, over the raw ones."""
-        given = {"dtype": self.dtype, "device": device}
-        pairs = [(p.coefficient * slope(p.term), p.weights) for p in self.parts]
-        sizes = [torch.as_tensor(weights, **given) * each for each, weights in pairs]
+        one = torch.ones((), dtype=self.dtype, device=device)  # a number's copy would wait
+        sizes = [one * p.weights * (p.coefficient * slope(p.term)) for p in self.parts]
         return replace(self, scale=power_of_two(sizes, 1))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -195,8 +194,12 @@ class Shard(Whole):
         if self.spread is None:
             return head.factors(hidden, self.dropout, fixed)
         if head.lora:  # each rank sees its own tokens alone, and has a part of the gradient
-            summed_up = partial(_sum_of_gradients, self.group)
-            lora = (replace(x, a=Linear.apply(_same, summed_up, x.a)) for x in head.lora)
+            def of_all(own: Tensor) -> Tensor:
+                own = own.contiguous().clone()
+                return summed("a sum of an adapter's gradients", own, self.group)
+
+            same = torch.ops.aten.alias
+            lora = (replace(x, a=Linear.apply(same, of_all, x.a)) for x in head.lora)
             head = replace(head, lora=tuple(lora))
         return head.factors(hidden, fixed=fixed)
 
@@ -210,14 +213,6 @@ class Shard(Whole):
             lambda: distributed.broadcast(kept, group=self.group, group_src=0),
         )
         return hidden * kept / (1 - p)
-
-
-def _same(value: Tensor) -> Tensor:
-    return value.view_as(value)
-
-
-def _sum_of_gradients(group: ProcessGroup, gradient: Tensor) -> Tensor:
-    return summed("a sum of an adapter's gradients", gradient.contiguous().clone(), group)
 
 
 # ---------------------------------------------------------------------- gradients of features

@@ -126,6 +126,7 @@ def linear_call(given: Given, early: bool = False) -> Call:
         compute_dtype=prepared.compute_dtype,
         logits_dtype=options.logits_dtype,
         fixed=fixed,
+        measured=prepared.problem.rescaled and prepared.backend == "triton" and not slices.group,
     )
     if (support := packing.support) is not None:
         whole, width = work.open, work.vocabulary  # `work` itself would be in a cycle

@@ -191,9 +191,9 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
 
 
 def _once(p: Problem, pull: Pull, chunks: int, tile: Tile) -> bool:
-    """Whether one product is the whole weight gradient, so that no wider sum is needed. (In float16
-    the sum is scaled, and rounded after it is scaled back.)"""
-    if p.rescaled or p.main_grad or p.given or 0 < p.restricted < p.tokens:
+    """Whether one product is the whole weight gradient, so that no wider sum is needed."""
+    some = p.rescaled and (p.spread or p.support or pull == "slabs")  # all features are scaled
+    if p.main_grad or p.given or 0 < p.restricted < p.tokens or some:
         return False
     return chunks <= 1 if pull in ("now", "held", "blocks") else p.tokens <= tile.rows
 

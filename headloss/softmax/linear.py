@@ -214,13 +214,14 @@ class LinearSoftmax(RawSoftmax):
         compute_dtype: what products run in where it is not the tensors' own (autocast).
         logits_dtype: what logits are rounded to, if anything.
         fixed: the product for logits and dX where a row's bits may not depend on other rows.
+        measured: the product measures statistics where it can.
     """
 
     def __init__(
         self, tensors: Sequence[Any], tokens: Tokens, vocabulary: int, *,
         spread: Callable[[Sequence[Tensor]], Sequence[Any]] = list,
         compute_dtype: torch.dtype | None = None, logits_dtype: torch.dtype | None = None,
-        fixed: products.Fixed | None = None
+        fixed: products.Fixed | None = None, measured: bool = False
     ) -> None:
         super().__init__(tokens)
         self.features, self.full_weights = spread(tensors[:-1:2]), list(tensors[1:-1:2])
@@ -230,6 +231,11 @@ class LinearSoftmax(RawSoftmax):
         self.bias = None if self.full_bias is None else self.full_bias[:vocabulary]
         if compute_dtype is not None:
             self.weights = [w.to(compute_dtype) for w in self.weights]
+        others = logits_dtype, tokens.transform.softcap, self.weights[1:], tokens.teachers
+        plain = measured and not any([*others, tokens.beside])
+        if plain and self.acts.can_fuse(self.features[0], self.weights[0]):
+            self.fused, needs = True, tokens.needs | {"top1"}  # act two asks for the peak
+            self.tokens = tokens._replace(needs=needs)
         dtype = self.features[0].dtype
         self.dtype = products.sum_dtype(dtype)
         self.gradient_dtype = dtype if dtype.itemsize == 2 else None
@@ -246,8 +252,9 @@ class LinearSoftmax(RawSoftmax):
     ) -> tuple[Measured, Any]:
         if not self.fused:
             return super().statistics(rows, tiles, slices, vocabulary, keep)
-        x, width = self._x(rows), self.vocabulary
-        raw = x.new_empty(x.shape[0], 16 * -(-width // 16), dtype=self.dtype)[:, :width]
+        x, width, raw = self._x(rows), self.vocabulary, None
+        if keep or self.teachers:
+            raw = x.new_empty(x.shape[0], 16 * -(-width // 16), dtype=self.dtype)[:, :width]
         forward = self._biased(self.tokens.forward(rows))
         found = self.acts.product_statistics(x, self.weights[0], forward, vocabulary, raw=raw)
         self.measure_beside(rows, found, raw, keep)
@@ -281,9 +288,10 @@ class LinearSoftmax(RawSoftmax):
         return given._replace(transform=transform)
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
-        """[n, v] raw logits in float32 or float64, in memory of their own."""
+        """[n, v] raw logits in float32 or float64, in memory of their own. The widest product comes
+        last: it hides what it adds to."""
         out = None
-        for features, weight in zip(self.features, self.weights, strict=True):
+        for features, weight in zip(reversed(self.features), reversed(self.weights), strict=True):
             x = features if rows is ALL else features[rows]
             w = weight if columns is ALL else weight[columns]
             out = products.logits(x, w, out, self.fixed)
@@ -301,9 +309,7 @@ class ExpSoftmax(LinearSoftmax):
     ) -> tuple[Measured, Any]:
         x, weight = self._x(rows), self.weights[0]
         held = Held.empty(x, weight.shape[0]) if keep else None
-        forward = self.tokens.forward(rows)
-        if self.bias is not None:
-            forward = self._biased(forward)
+        forward = self._biased(self.tokens.forward(rows))
         if slices.size is None:
             found = self.acts.product_statistics(x, weight, forward, vocabulary, held)
         else:

@@ -141,6 +141,7 @@ class _Sums:
         self.sum_dtype = into.sum_dtype(source.dtype)
         self.main_grad = into.main_grad if into.wants.weights[0] else None
         self.fresh = True  # nothing was written yet
+        self.rooms: list[Tensor] = []  # [] powers of two that float16 features were scaled by
         self.bias = None
         if into.wants.bias:
             assert source.full_bias is not None
@@ -185,6 +186,10 @@ class _Sums:
                 x = given
                 if x is None:
                     x = features if rows is ALL else features[rows]
+                if total.dtype == torch.float16:  # in range whatever the targets are
+                    size = torch.linalg.vector_norm(x, 1, 0, dtype=torch.float32).max()
+                    self.rooms.append((256 / size.clamp(min=256)).log2().floor().exp2())
+                    x = x * self.rooms[-1]
                 products.add_weight_gradient_(total, values, x, first)
                 first = False
             if pairs is not None:
@@ -215,6 +220,9 @@ class _Sums:
                 if self.fresh:
                     total.zero_()
                 own = Scaling(total, weight.dtype, by_factor)
+                if self.rooms and total.dtype == torch.float16:
+                    more = factor / self.rooms.pop(0)  # type: ignore[operator]
+                    own = Scaling(scaled([own], more)[0], weight.dtype, False)
             if own is not None and i == 0 and self.main_grad is not None:
                 own = own._replace(dtype=self.main_grad.dtype)
                 self.main_grad.add_(scaled([own], factor)[0])

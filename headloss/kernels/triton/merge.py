@@ -197,7 +197,7 @@ def finish_kernel(
         column = own_column(of.epilogue, n, rows, inside)
         outer = per_row(tl.zeros_like(reference) + of.z.outer, of.z, rows, inside)
         raw = of.epilogue.raw.data + rows * of.epilogue.raw.stride
-        tl.store(raw + column, reference / outer, mask=inside)
+        tl.store(raw + column, reference / tl.where(outer == 0, 1.0, outer), mask=inside)
     far = inside & ((rest < FAR) == 0)
     if of.held_stride is not None:
         column = own_column(of.epilogue, n, rows, inside)
