@@ -70,7 +70,10 @@ def plain(
         temperature = head.temperature
         if isinstance(temperature, Tensor):
             temperature = temperature.reshape(-1)[index].to(wide).unsqueeze(1)
-        capped = _logits(x, _with(head, leaves), wide)
+        pairs = [(leaves[f"lora{i}.a"], leaves[f"lora{i}.b"]) for i in range(len(head.lora))]
+        lora = tuple(replace(own, a=a, b=b) for own, (a, b) in zip(head.lora, pairs, strict=True))
+        same = replace(head, weight=leaves["weight"], bias=leaves.get("bias"), lora=lora)
+        capped = _logits(x, same, wide)
         rows = capped / temperature
         ids = packed.batch.get("candidate_ids")
         stats = _statistics(rows, packed.batch.targets, _supported(packing, rows), ids)
@@ -105,14 +108,6 @@ def parameters(hidden: Tensor, head: Head) -> dict[str, Tensor]:
     for i, lora in enumerate(head.lora):
         found |= {f"lora{i}.a": lora.a, f"lora{i}.b": lora.b}
     return found
-
-
-def _with(head: Head, leaves: dict[str, Tensor]) -> Head:
-    lora = tuple(
-        replace(lora, a=leaves[f"lora{i}.a"], b=leaves[f"lora{i}.b"])
-        for i, lora in enumerate(head.lora)
-    )
-    return replace(head, weight=leaves["weight"], bias=leaves.get("bias"), lora=lora)
 
 
 def _logits(hidden: Tensor, head: Head, wide: torch.dtype) -> Tensor:

@@ -13,6 +13,7 @@ import headloss as hl
 from headloss import kernels
 from headloss.kernels import triton as triton_backend
 from headloss.kernels.triton import order as triton_order
+from headloss.softmax.products import logits
 from headloss.softmax.rows import RowGradient
 from headloss.testing import error, plain, trained_looking, within_budget
 
@@ -114,6 +115,19 @@ def test_hidden_states_in_columns(schedule):
     if schedule != "frozen":
         weight.requires_grad_()
     check(hidden.requires_grad_(), weight, batch, hl.grpo(), schedule=schedule)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_an_adapters_product_keeps_the_digits_of_float32(scale, dtype):
+    """Whatever its outer side is in; added to logits, as the wide product adds to it."""
+    inner = scale * torch.randn(50, 16, device=DEVICE)
+    outer = torch.randn(V, 16, device=DEVICE).to(dtype)
+    want = inner.double() @ outer.double().T
+    assert error(logits(inner, outer), want) <= 3 * error(inner @ outer.float().T, want) + 1e-7
+    onto = torch.randn(50, V, device=DEVICE)
+    want += onto.double()
+    assert error(logits(inner, outer, onto), want) <= 1e-6
 
 
 HEADS = {

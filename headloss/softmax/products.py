@@ -49,6 +49,13 @@ def logits(
         if out is None:
             return torch.nn.functional.linear(features, weight)
         return out.addmm_(features.to(out.dtype), weight.to(out.dtype).t())
+    kinds = features.dtype, weight.dtype
+    if features.is_cuda and kinds == (torch.float32, torch.bfloat16) and weight.shape[1] <= 256:
+        # An adapter's: three numbers of 8 bits have all digits of one of 24.
+        high = features.bfloat16()
+        middle = (features - high).bfloat16()
+        features = torch.cat([high, middle, (features - high - middle).bfloat16()], 1)
+        weight = weight.repeat(1, 3)
     if features.is_cuda and features.dtype == weight.dtype:
         n, h = features.shape
         beta, alpha = 0 if out is None else 1, 1 + lost(features.device, h)
@@ -123,15 +130,11 @@ def add_weight_gradient_(
     """total += gradient.T @ features."""
     if features.is_cuda and not (features.dtype in WIDE and gradient.dtype in WIDE):
         dtype = gradient.dtype if features.dtype in WIDE else features.dtype
-        left, features = gradient.to(dtype).t(), features.to(dtype)
-        if total.dtype != torch.float32 and not fresh:
-            total.addmm_(left, features)
-        elif total.dtype != torch.float32:
-            torch.mm(left, features, out=total)
-        elif fresh:
-            aten.mm.dtype_out(left, features, torch.float32, out=total)
+        given, beta = (total, gradient.to(dtype).t(), features.to(dtype)), 0 if fresh else 1
+        if total.dtype == torch.float32:
+            aten.addmm.dtype_out(*given, torch.float32, beta=beta, out=total)
         else:
-            aten.addmm.dtype_out(total, left, features, torch.float32, out=total)
+            torch.addmm(*given, beta=beta, out=total)
         return
     wide = sum_dtype(features.dtype)
     if fresh and total.dtype == wide == features.dtype == gradient.dtype:
