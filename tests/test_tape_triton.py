@@ -66,6 +66,7 @@ def assert_same(case: Case, tape: Tape, chunk: Chunk | None = None, **options) -
         for e in (found, want)
     )
     assert list(got) == list(expected)
+    assert all(vector.data_ptr() % 16 == 0 for vector in got.values())
     for name, value in expected.items():
         torch.testing.assert_close(
             got[name], value, rtol=3e-6, atol=1e-7, equal_nan=True, msg=lambda m, n=name: f"{n} {m}"

@@ -45,13 +45,13 @@ def references_kernel(
     to = of.epilogue.more + row
     tl.store(of.epilogue.logit + row, logit, mask=real)
     tl.store(to, tl.where(inside, logit, float("-inf")), mask=real)
-    tl.store(to + n, column.to(tl.int32).to(tl.float32, bitcast=True), mask=real)
+    tl.store(to + of.epilogue.pitch, column.to(tl.int32).to(tl.float32, bitcast=True), mask=real)
 
 
 @triton.jit
-def own_column(to, n, rows, inside):
+def own_column(to, rows, inside):
     """The column's number in this slice, -1 beyond the last token."""
-    bits = tl.load(to.more + n + rows, mask=inside, other=0.0)
+    bits = tl.load(to.more + to.pitch + rows, mask=inside, other=0.0)
     return tl.where(inside, bits.to(tl.int32, bitcast=True), -1)
 
 

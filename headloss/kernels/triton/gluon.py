@@ -230,7 +230,7 @@ def ask_of_tokens(given, first, block, n, v):
     rows, inside = rows_of(first, n, PART)
     factor = per_row(gl.zeros_like(rows, dtype=gl.float32) + of.z.outer, of.z, rows, inside)
     reference = gl.load(of.logit + rows, mask=inside, other=0.0)
-    return factor, reference, own_column(of, n, rows, inside) - block * WIDTH
+    return factor, reference, own_column(of, rows, inside) - block * WIDTH
 
 
 @gluon.jit

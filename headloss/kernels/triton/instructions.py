@@ -142,7 +142,7 @@ def tape_kernel(
     index, ids = index.to(tl.pointer_type(tl.int64)), ids.to(tl.pointer_type(tl.int64))
     counts = counts.to(tl.pointer_type(tl.int64)) + first_segment
     live, shares = live.to(tl.pointer_type(tl.uint8)), shares.to(tl.pointer_type(tl.float64))
-    over_tokens, over_size, lane = scratch, n.to(tl.int64), tl.arange(0, BLOCK)
+    over_tokens, over_size, lane = scratch, tl.cdiv(n, 4).to(tl.int64) * 4, tl.arange(0, BLOCK)
     of_segments = scratch + token_registers * over_size
     # The tokens and the segments of this program.
     s_low, s_high, t_low = program * 0, program * 0, program * BLOCK

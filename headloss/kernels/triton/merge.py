@@ -50,10 +50,10 @@ class Epilogue(NamedTuple):
     """What a product reads of each token, and writes of each block of columns."""
 
     logit: Tensor  # [n], of the column that a token's terms are taken against
-    more: Tensor  # [2, n]: z_y, -inf where it lies in another slice; bits of that column's number
+    more: Tensor  # [2, pitch]: z_y, -inf where it is in another slice; bits of that column's number
     # [.., blocks, pitch] rests, and where they are asked for spreads, totals and peaks, of n tokens
     parts: Tensor
-    pitch: int  # a multiple of 16 for any n
+    pitch: int  # of these and `more`; a multiple of 16: all vectors begin alike for any n
     stride: int  # from one of the parts to the next: blocks * pitch
     z: LogitScaling
     asked: Asked
@@ -125,7 +125,7 @@ def far_row(
 
 
 @triton.jit
-def write_statistics(out, n, rows, inside, highest, sums, vocabulary, asked):
+def write_statistics(out, pitch, rows, inside, highest, sums, vocabulary, asked):
     """`stats.finish`, to rows of out: the normalizer and the statistics in their order.
 
     The normalizer has the peak `highest[0]`, against which the sum less 1 is `highest[1]`; the
@@ -134,20 +134,20 @@ def write_statistics(out, n, rows, inside, highest, sums, vocabulary, asked):
     peak, rest, spread, total, target = sums
     log_sum = log1p(rest)
     tl.store(out + rows, top, mask=inside)
-    tl.store(out + n + rows, log1p(above), mask=inside)
-    out += 2 * n
+    tl.store(out + pitch + rows, log1p(above), mask=inside)
+    out += 2 * pitch
     if asked.logp:
         tl.store(out + rows, (target - peak) - log_sum, mask=inside)
-        out += n
+        out += pitch
     if asked.lse:
         tl.store(out + rows, peak + log_sum, mask=inside)
-        out += n
+        out += pitch
     if asked.entropy:
         tl.store(out + rows, log_sum - spread / (1 + rest), mask=inside)
-        out += n
+        out += pitch
     if asked.mean:
         tl.store(out + rows, total / vocabulary, mask=inside)
-        out += n
+        out += pitch
     if asked.top1:
         tl.store(out + rows, (target >= top).to(tl.float32), mask=inside)
 
@@ -165,19 +165,19 @@ def finish_kernel(
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n
-    blocks, more = tl.cdiv(v, WIDTH), of.epilogue.more
+    blocks, more, pitch = tl.cdiv(v, WIDTH), of.epilogue.more, of.epilogue.pitch
     ENTROPY: tl.constexpr = of.epilogue.asked.entropy
     MEAN: tl.constexpr = of.epilogue.asked.mean
     TOP1: tl.constexpr = of.epilogue.asked.top1
     rests, spreads, totals, peaks = parts_of(of.epilogue)
-    out = more + 2 * n
+    out = more + 2 * pitch
     rest_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
     spread_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
     total_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
     peak_tile = tl.full((BLOCKS, ROWS), float("-inf"), tl.float32)
     for start in range(0, blocks, BLOCKS):
         block = start + tl.arange(0, BLOCKS)
-        place = block.to(tl.int64)[:, None] * of.epilogue.pitch + rows[None, :]
+        place = block.to(tl.int64)[:, None] * pitch + rows[None, :]
         here = (block < blocks)[:, None] & inside[None, :]
         rest_tile += tl.load(rests + place, mask=here, other=0.0)
         if ENTROPY:
@@ -194,13 +194,13 @@ def finish_kernel(
     target = tl.load(more + rows, mask=inside, other=0.0)
 
     if of.epilogue.raw is not None:
-        column = own_column(of.epilogue, n, rows, inside)
+        column = own_column(of.epilogue, rows, inside)
         outer = per_row(tl.zeros_like(reference) + of.z.outer, of.z, rows, inside)
         raw = of.epilogue.raw.data + rows * of.epilogue.raw.stride
         tl.store(raw + column, reference / tl.where(outer == 0, 1.0, outer), mask=inside)
     far = inside & ((rest < FAR) == 0)
     if of.held_stride is not None:
-        column = own_column(of.epilogue, n, rows, inside)
+        column = own_column(of.epilogue, rows, inside)
         one = tl.full((ROWS,), 1.0, tl.float32).to(tl.bfloat16)
         tl.store(held + rows * of.held_stride + column, one, mask=inside & (far == 0))
     if tl.max(far.to(tl.int32), 0) > 0:
@@ -229,17 +229,17 @@ def finish_kernel(
         above = tl.where(shift == 0, rest, mass * scale - 1)
     if of.partials:
         tl.store(out + rows, peak, mask=inside)
-        tl.store(out + n + rows, above, mask=inside)
-        tl.store(out + 2 * n + rows, target, mask=inside)
+        tl.store(out + pitch + rows, above, mask=inside)
+        tl.store(out + 2 * pitch + rows, target, mask=inside)
         if ENTROPY:
             if TOP1:
                 spread = scale * (spread + mass * shift)
-            tl.store(out + 3 * n + rows, spread, mask=inside)
+            tl.store(out + 3 * pitch + rows, spread, mask=inside)
         if MEAN:
-            tl.store(out + (4 if ENTROPY else 3) * n + rows, total, mask=inside)
+            tl.store(out + (4 if ENTROPY else 3) * pitch + rows, total, mask=inside)
     else:
-        found = reference, rest, spread, total, target
-        write_statistics(out, n, rows, inside, (peak, above), found, vocabulary, of.epilogue.asked)
+        asked, found = of.epilogue.asked, (reference, rest, spread, total, target)
+        write_statistics(out, pitch, rows, inside, (peak, above), found, vocabulary, asked)
 
 
 @triton.jit(do_not_specialize=["rank_stride", "n"])

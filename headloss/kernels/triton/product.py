@@ -76,7 +76,7 @@ def sum_tile(z, m, block, held, of, n, v):
         tl.store(totals + place, tl.sum(real, 1), mask=inside)
     if width < BN:
         z = tl.where((columns < width)[None, :], z, LOWEST)
-    column = own_column(of, n, rows, inside) - block * BN
+    column = own_column(of, rows, inside) - block * BN
     if tl.max(((column >= 0) & (column < BN)).to(tl.int32), 0) > 0:
         z = tl.where(columns[None, :] == column[:, None], LOWEST, z)
     if of.asked.top1:  # of the others: the reference itself was summed in another order
@@ -158,11 +158,11 @@ def _act_one(
     (n, h), v, flags = x.shape, w.shape[0], asked(needs)
     entropy, mean, top1 = flags.entropy.value, flags.mean.value, flags.top1.value
     rows = 3 + entropy + mean if vocabulary is None else 2 + len(names(needs))
-    out = x.new_empty(2 + rows, n, dtype=torch.float32)
+    out = x.new_empty(2 + rows, (pitch := cdiv(n, 16) * 16), dtype=torch.float32)[:, :n]
     if n:
-        blocks, pitch, share = cdiv(v, WIDTH), cdiv(n, 16) * 16, lost(x.device, h)
+        blocks, share = cdiv(v, WIDTH), lost(x.device, h)
         parts = x.new_empty(1 + entropy + mean + top1, blocks, pitch, dtype=torch.float32)
-        logit = torch.empty_like(out[0]) if held is None else held.reference
+        logit = out.new_empty(n) if held is None else held.reference
         terms = None if held is None else held.terms
         stride = None if terms is None else terms.stride(0)
         z, whole, to = scaling(transform), scaling(transform, share), None

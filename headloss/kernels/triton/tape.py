@@ -81,8 +81,8 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     if by_segment:
         per = tape.segments_per_unit * max(1, -(-size // (tape.segments_per_unit * PROGRAMS)))
         count = max(1, -(-size // per))
-    registers, measurements = tape.registers, len(tape.kinds)
-    room = registers[0] * n + registers[1] * size + 1
+    registers, measurements, pitch = tape.registers, len(tape.kinds), -(-n // 4) * 4
+    room = registers[0] * pitch + registers[1] * size + 1
     scratch = torch.empty(room, dtype=torch.float32, device=device)
     results = torch.empty(measurements, dtype=torch.float64, device=device)
     shares = results if count == 1 else results.new_empty(measurements * count)
@@ -101,7 +101,7 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     if count > 1:
         given = kinds, shares.data_ptr(), count, loss.data_ptr(), tape.terms
         _fold(measurements, results, *given, BLOCK=FOLD)
-    vectors = [scratch[k * n : (k + 1) * n] for k in range(len(tape.vectors))]
+    vectors = [scratch[k * pitch : k * pitch + n] for k in range(len(tape.vectors))]
     return vectors, results, loss
 
 
