@@ -119,13 +119,14 @@ def test_hidden_states_in_columns(schedule):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
-def test_an_adapters_product_keeps_the_digits_of_float32(scale, dtype):
+@pytest.mark.parametrize("v", [V, 5 << 20] if DEVICE == "cuda" else [V])
+def test_an_adapters_product_keeps_the_digits_of_float32(v, scale, dtype):
     """Whatever its outer side is in; added to logits, as the wide product adds to it."""
-    inner = scale * torch.randn(50, 16, device=DEVICE)
-    outer = torch.randn(V, 16, device=DEVICE).to(dtype)
+    inner = scale * torch.randn(60, 16, device=DEVICE)
+    outer = torch.randn(v, 16, device=DEVICE).to(dtype)
     want = inner.double() @ outer.double().T
     assert error(logits(inner, outer), want) <= 3 * error(inner @ outer.float().T, want) + 1e-7
-    onto = torch.randn(50, V, device=DEVICE)
+    onto = torch.randn(60, v, device=DEVICE)
     want += onto.double()
     assert error(logits(inner, outer, onto), want) <= 1e-6
 

@@ -50,9 +50,9 @@ def logits(
             return torch.nn.functional.linear(features, weight)
         return out.addmm_(features.to(out.dtype), weight.to(out.dtype).t())
     kinds = features.dtype, weight.dtype
-    if features.is_cuda and kinds == (torch.float32, torch.bfloat16) and weight.shape[1] <= 256:
-        # An adapter's: three numbers of 8 bits have all digits of one of 24.
-        high = features.bfloat16()
+    narrow = weight.shape[1] <= 256 and len(features) * len(weight) > 1 << 28  # else launches count
+    if features.is_cuda and narrow and kinds == (torch.float32, torch.bfloat16):
+        high = features.bfloat16()  # three numbers of 8 bits have all digits of one of 24
         middle = (features - high).bfloat16()
         features = torch.cat([high, middle, (features - high - middle).bfloat16()], 1)
         weight = weight.repeat(1, 3)
