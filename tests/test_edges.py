@@ -359,6 +359,49 @@ def test_tokens_of_one_target_do_not_overflow_in_float16(schedule, upstream):
         assert within_budget(leaf.grad, want, want.half())
 
 
+@pytest.mark.parametrize("size", [1e-4, 1.0])
+@pytest.mark.parametrize("upstream", [None, 65536.0])
+def test_coefficients_come_near_one_as_they_are_in_float16(upstream, size):
+    """Large advantages and a declared upstream gradient included."""
+    hidden = (size * (1 + torch.randn(2048, 8).abs())).half().requires_grad_()
+    head = hl.Head(torch.randn(11, 8).half().requires_grad_())
+    batch = hl.Batch(torch.full((2048,), 3), advantages=torch.full((2048,), 2000.0))
+    objective = hl.reinforce() / (upstream or 1.0)
+    out = hl.head_loss(hidden, head, batch, objective, hl.Options(upstream=upstream))
+    (out.loss * (upstream or 1.0)).backward()
+    exact = plain(hidden, head, batch, hl.reinforce()).gradients
+    for leaf, want in ((hidden, exact["hidden"]), (head.weight, exact["weight"])):
+        assert within_budget(leaf.grad, want, want.half())
+
+
+@pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_weight_gradients_are_summed_in_float16(dtype, schedule):
+    """Over several blocks, of whatever size their features are."""
+    hidden = (2 * torch.randn(1000, 8)).to(dtype).requires_grad_()
+    head = hl.Head(torch.randn(11, 8).to(dtype).requires_grad_())
+    batch = hl.Batch(torch.arange(1000) % 11)
+    how = hl.Options(schedule=schedule, chunk_tokens=200, accumulate_dtype=torch.float16)
+    hl.head_loss(hidden, head, batch, hl.cross_entropy(), how).loss.backward()
+    exact = plain(hidden, head, batch, hl.cross_entropy()).gradients["weight"]
+    assert (head.weight.grad - exact).norm() < 4e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("upstream", [1.0, 2.0])
+@pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute"])
+def test_a_float16_adapter_beside_a_wider_weight(schedule, upstream):
+    """Its weight gradient is rounded to float16 at once, with nothing to scale it back by."""
+    hidden = (10 * torch.randn(300, 8)).requires_grad_()
+    a, b = (torch.randn(*shape).half().requires_grad_() for shape in ((4, 8), (11, 4)))
+    head = hl.Head(torch.randn(11, 8), lora=(hl.Lora(a=a, b=b, scaling=1.0),))
+    batch = hl.Batch(torch.arange(300) % 11)
+    out = hl.head_loss(hidden, head, batch, hl.cross_entropy(), options(schedule))
+    (upstream * out.loss).backward()
+    exact = plain(hidden, head, batch, hl.cross_entropy(), upstream=upstream).gradients
+    for leaf, name in ((a, "lora0.a"), (b, "lora0.b")):
+        assert within_budget(leaf.grad, exact[name], exact[name].half()), name
+
+
 @pytest.mark.parametrize("upstream", [1.0, 65536.0])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_small_weights_do_not_underflow_in_float16(schedule, upstream):

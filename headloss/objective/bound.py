@@ -109,7 +109,14 @@ class Gradient(NamedTuple):
     def map(self, function: Callable[[Tensor], Tensor]) -> Gradient:
         """Apply `function` to every tensor."""
         divergences = {key: function(g) for key, g in self.divergences.items()}
-        return Gradient(self.coefficients.map(function), divergences, self.values)
+        return self._replace(coefficients=self.coefficients.map(function), divergences=divergences)
+
+    def near_one(self, slope: Callable[[object], Number]) -> tuple[Gradient, Tensor]:
+        """Times a power of two, which is returned too, that brings the largest of its numbers,
+        times the slope of the logits that it is of, to between 1 and 2."""
+        named = {**self.coefficients.tensors(), **self.divergences}
+        scale = power_of_two([g.t() * slope(key) for key, g in named.items()])
+        return self.map(lambda t: t * scale), scale
 
     def times(self, factor: float | None) -> Gradient:
         """Multiplied by the upstream gradient, where it is known."""
@@ -220,13 +227,13 @@ class Bound:
         known = Gradient(coefficients, {}, zero[:0])
         return known, torch.stack(moving).to(zero.dtype) if moving else None
 
-    def scaled(self, device: torch.device, slope: Callable[[Term], Number]) -> Bound:
+    def scaled(self, device: torch.device, slope: Callable[[object], Number]) -> Bound:
         """The same objective with coefficients near 1, whatever the weights are, so that in float16
         only gradients that do not matter underflow. Multiply by 1 / scale afterwards.
-        `slope`: of the logits that a term sees, over the raw ones."""
+        `slope`: of the logits that a term sees, by its teacher, over the raw ones."""
         one = torch.ones((), dtype=self.dtype, device=device)  # a number's copy would wait
-        sizes = [one * p.weights * (p.coefficient * slope(p.term)) for p in self.parts]
-        return replace(self, scale=power_of_two(sizes, 1))
+        sizes = [one * p.weights * (p.coefficient * slope(p.term.teacher)) for p in self.parts]
+        return replace(self, scale=power_of_two(sizes))
 
 
 def in_closed_form(slopes: Iterable[Slope], logp: Tensor) -> dict[Any, Tensor]:
@@ -238,14 +245,11 @@ def in_closed_form(slopes: Iterable[Slope], logp: Tensor) -> dict[Any, Tensor]:
     return found
 
 
-def power_of_two(coefficients: list[Tensor], slope: Number) -> Tensor:
-    """[] the power of two that brings the largest of some coefficients ([T], [T, K] or one) to
-    between 1 and 2, times `slope`, that of the logits over the raw ones ([T] or one)."""
-    if isinstance(slope, Tensor) or slope != 1:
-        coefficients = [c.t() * slope for c in coefficients]
+def power_of_two(coefficients: list[Tensor]) -> Tensor:
+    """[] the power of two that brings the largest of some coefficients to between 1 and 2."""
     sizes = [c.abs().max() for c in coefficients if c.numel()]
     largest = torch.stack(sizes).max() if sizes else torch.tensor(0.0, device="cpu")
-    return torch.where(largest > 0, -largest.log2().floor(), 0).exp2()
+    return torch.where((largest > 0) & largest.isfinite(), -largest.log2().floor(), 0).exp2()
 
 
 def differentiate(total: Tensor, inputs: dict[Any, Tensor]) -> dict[Any, Tensor]:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ..batch.packing import ALL, PackedBatch, Packing
-from ..batch.reduction import Number, token_mean
+from ..batch.reduction import token_mean
 from ..batch.segments import Chunk
 from ..losses.identity import leaves_of
 from ..losses.scope import Scope
 from ..losses.term import Objective, Reads, Term
-from .bound import Gradient, differentiate, power_of_two
+from .bound import Gradient, differentiate
 from .statistics import BESIDE, CANDIDATES, Coefficients, Statistics, pull_back
 
 READ: tuple[str, ...] = ("logp", "lse", "entropy")
@@ -55,21 +55,10 @@ def loss_elsewhere(
     return Objective.of(term)
 
 
-def gradient_of(
-    slopes: dict[str, Tensor],  # d loss / d statistic, [T] each, candidates' [T, K + 1]
-    stats: Statistics,
-    vocabulary: int,
-    slope: Number | None,
-) -> tuple[Gradient, Tensor | None]:
-    """The coefficients that follow from the slopes. With the `slope` of the logits a power of two
-    scales them to near 1 (`power_of_two`), and is returned too."""
+def gradient_of(slopes: dict[str, Tensor], stats: Statistics, vocabulary: int) -> Gradient:
+    """Coefficients from slopes, d loss / d statistic: [T] each, of candidates [T, K + 1]."""
     sparse: dict[object, Tensor] = {key: slopes[key] for key in (CANDIDATES,) if key in slopes}
-    gradient = Gradient(pull_back(slopes, stats, vocabulary), sparse, torch.empty(0, device="cpu"))
-    if slope is None:
-        return gradient, None
-    found = [*gradient.coefficients.tensors().values(), *sparse.values()]
-    scale = power_of_two(found, slope)
-    return gradient.map(lambda t: t * scale), scale
+    return Gradient(pull_back(slopes, stats, vocabulary), sparse, torch.empty(0, device="cpu"))
 
 
 @dataclass(eq=False)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..batch.batch import Batch
 from ..batch.packing import PackedBatch, Packing, packing_of
-from ..batch.reduction import Number, Totals
+from ..batch.reduction import Totals
 from ..head.head import Head
 from ..kernels.transform import Transform
-from ..losses.term import Objective, Term
+from ..losses.term import Objective
 from ..objective.bound import Bound, bind
 from ..objective.tape import Taped
 from ..objective.tolerance import Tolerance
@@ -34,7 +34,7 @@ from .plan import Plan
 from .prepare import Prepared, known, prepare_given, prepare_linear
 from .signature import of_linear as signature_of
 from .teachers import with_beside
-from .work import Work
+from .work import Work, slope_of
 
 # What to do for a call, and the tensors of its logits: features and weights pairwise, bias; or the
 # given logits.
@@ -260,13 +260,11 @@ def _bound(
         totals = _totals(packing.targets.shape[0], packing.count) if read else Totals.of(batch)
     rescaled, declared = prepared.problem.rescaled, options.upstream
 
-    def slope(term: Term) -> Number:
-        return transform.scale / (term.teacher or transform).temperature
-
     def by_autograd() -> Bound:
         given, closed = (objective, view, totals, vocabulary, prepared.wide), prepared.slopes
         found = bind(*given, declared=declared, closed=closed, logp_only=plan.pull == "unit")
-        return found.scaled(view.targets.device, slope) if rescaled else found
+        of = partial(slope_of, transform)
+        return found.scaled(view.targets.device, of) if rescaled else found
 
     if not prepared.taped or prepared.tape(objective, options.metrics, True) is None:
         return by_autograd()

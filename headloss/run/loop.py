@@ -131,11 +131,10 @@ def pull_slopes(
     stats, width = swept.whole.stats, work.vocabulary
     if CANDIDATES in given:
         given[CANDIDATES] = without_constants(given[CANDIDATES], stats, work.batch)
-    gradient, scale = gradient_of(given, stats, width, work.slope)
-    if work.tolerance is not None:
-        gradient = work.tolerance(gradient, stats, ALL, scale)
+    work.scale = 1 if work.prepared.problem.rescaled else None
+    gradient = work.fitted(gradient_of(given, stats, width), stats)
     with inside(work.batch.targets.device.type, *work.groups):
-        factor = None if scale is None else 1 / scale
+        factor = None if work.scale is None else 1 / work.scale
         return pull_back(work, source, swept, gradient, factor)
 
 
@@ -152,7 +151,7 @@ def refuse_second_derivatives(of: str) -> None:
 def owed(work: Work, upstream: Tensor) -> Tensor | None:
     """The factor between gradients of a bound objective's coefficients and those that are owed,
     None where it is one, as far as the host may know."""
-    declared, scale, seen = work.bound.declared, work.bound.scale, work.packing.live is None
+    declared, scale, seen = work.bound.declared, work.scale, work.packing.live is None
     if declared is None:
         if seen and scale is None and upstream.is_cpu and upstream.equal(torch.ones_like(upstream)):
             return None
@@ -195,16 +194,17 @@ def forward(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack | Non
     source = work.open(tensors)
     swept = sweep(work, source)
     stats = swept.whole.stats
-    gradient = work.gradient(stats, needed=pull != "never")
-    outcome = stats, gradient.values, gradient.loss
+    gradient = work.bound.gradient(stats, work.batch, None, pull != "never")
     if pull == "never":
-        return outcome, None
+        return (stats, gradient.values, gradient.loss), None
+    gradient = work.fitted(gradient, stats)
+    outcome = stats, gradient.values, gradient.loss
     if pull == "held":  # no later: what is held takes more than the gradients do
         sums = from_held(work, source, swept, gradient)
         return outcome, lambda factor, _: sums.finish(factor)
 
     def back(factor: Tensor | None, again: Any) -> Gradients:
-        found, scale = gradient, work.bound.scale
+        found, scale = gradient, work.scale
         if factor is not None and scale is None:
             found = found.map(lambda t: t * factor.to(t.dtype))
         return pull_back(work, again, swept, found, None if scale is None else factor)
@@ -226,8 +226,8 @@ def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]
         found.append(measured)
         chunk = block if len(blocks) > 1 else None
         gradient = work.bound.gradient(measured.stats, work.batch, chunk, True)
-        if work.tolerance is not None:
-            gradient = work.tolerance(gradient, measured.stats, rows, work.bound.scale)
+        if work.scale is not None or work.tolerance is not None:
+            gradient = work.fitted(gradient, measured.stats, chunk)
         values = gradient.values if values is None else values + gradient.values
         loss, live = gradient.loss, gradient.live() if work.plan.skip_rows else None
         pulled = source.pull(rows, ALL, Known(measured, gradient, held, live))

@@ -45,7 +45,7 @@ def _scale(work: Work, swept: Swept, gradient: Gradient, factor: Tensor | None) 
     row = gradient.values.new_zeros(len(work.batch), dtype=source.dtype) if prob is None else -prob
     if factor is not None:
         row = row * factor.to(row.dtype)
-    row = work.slices.own(row if work.slope is None else row / work.unit)
+    row = work.slices.own(row / work.unit)
     multiple, sums.hidden.multiple = sums.hidden.multiple, None
     chosen = [part for part in source.beside if part.key in gradient.divergences]
     for i, total in enumerate(sums.hidden.totals):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..batch.packing import PackedBatch, Packing
 from ..batch.reduction import Number
+from ..batch.segments import Chunk
 from ..kernels.interface import Measured
 from ..kernels.transform import Transform
 from ..objective.bound import Bound, Gradient
@@ -77,23 +78,22 @@ class Work:
     open: Callable[[Sequence[Tensor | None]], RawSoftmax] = NOT_YET
     sums: Callable[[Any, Any, Plan], Any] = NOT_YET
     into: Any = None
+    scale: Any = None  # [] the power of two on coefficients, in float16
 
     @cached_property
     def bound(self) -> Bound | Taped:
-        return self.bind()
-
-    @property
-    def slope(self) -> Number | None:
-        """Of the logits over the raw ones, where coefficients heed it: in float16."""
-        t = self.transform
-        return t.scale / t.temperature if self.prepared.problem.rescaled else None
+        found = self.bind()
+        self.scale = found.scale if self.prepared.problem.rescaled else None
+        return found
 
     @cached_property
     def unit(self) -> Tensor:
         """[T] coefficients of dlogp under a frozen head: about 1 / slope, so that nothing overflows
         before it is scaled by the token's own."""
-        one, slope = torch.ones_like(self.packing.targets, dtype=self.prepared.wide), self.slope
-        return one if slope is None else (one / slope).abs().clamp(max=1e30).log2().floor().exp2()
+        one = torch.ones_like(self.packing.targets, dtype=self.prepared.wide)
+        if not self.prepared.problem.rescaled:
+            return one
+        return (one / slope_of(self.transform)).abs().clamp(max=1e30).log2().floor().exp2()
 
     @property
     def groups(self) -> tuple[Any, ...]:
@@ -107,16 +107,23 @@ class Work:
         given = packing.targets, self.transform.temperature, support and support.ids
         return [value for value in given if isinstance(value, Tensor)]
 
-    def gradient(self, stats: Statistics, needed: bool) -> Gradient:
-        """The objective's coefficients on all tokens."""
-        found = self.bound.gradient(stats, self.batch, None, needed)
-        if self.tolerance is None or not needed:
+    def fitted(self, found: Gradient, stats: Statistics, chunk: Chunk | None = None) -> Gradient:
+        """In float16 brought near 1 as it is, where it is of all tokens; without the least rows."""
+        if chunk is None and self.scale is not None:
+            found, more = found.near_one(partial(slope_of, self.transform))
+            self.scale = self.scale * more
+        if self.tolerance is None:
             return found
-        return self.tolerance(found, stats, ALL, self.bound.scale)
+        return self.tolerance(found, stats, ALL if chunk is None else chunk.rows, self.scale)
 
     def live(self, gradient: Gradient) -> Tensor | None:
         """[n] bool, the rows that carry a gradient, if the others are to be left out (law 5)."""
         return gradient.live() if self.plan.skip_rows else None
+
+
+def slope_of(transform: Transform, of: object = None) -> Number:
+    """Of the logits that a term sees over the raw ones; `of`: its teacher, if any."""
+    return transform.scale / getattr(of, "temperature", transform.temperature)
 
 
 def measure(

@@ -141,7 +141,7 @@ class _Sums:
         self.sum_dtype = into.sum_dtype(source.dtype)
         self.main_grad = into.main_grad if into.wants.weights[0] else None
         self.fresh = True  # nothing was written yet
-        self.rooms: list[Tensor] = []  # [] powers of two that float16 features were scaled by
+        self.rooms: Any = None  # [] powers of two that features of float16 weights are scaled by
         self.bias = None
         if into.wants.bias:
             assert source.full_bias is not None
@@ -178,7 +178,7 @@ class _Sums:
         if pairs is None and not values.shape[0]:
             return False
         own = None if self.main_grad is None else self.main_grad.data_ptr()
-        for features, total in zip(self.source.features, totals, strict=True):
+        for i, (features, total) in enumerate(zip(self.source.features, totals, strict=True)):
             if total is None:
                 continue
             first = fresh and total.data_ptr() != own
@@ -186,10 +186,10 @@ class _Sums:
                 x = given
                 if x is None:
                     x = features if rows is ALL else features[rows]
-                if total.dtype == torch.float16:  # in range whatever the targets are
+                if self.rooms is not None and total.dtype == torch.float16:  # of any targets
                     size = torch.linalg.vector_norm(x, 1, 0, dtype=torch.float32).max()
-                    self.rooms.append((256 / size.clamp(min=256)).log2().floor().exp2())
-                    x = x * self.rooms[-1]
+                    self.rooms[i] = (256 / size.clamp(2**-6, 2**30)).log2().floor().exp2()
+                    x = x * self.rooms[i]
                 products.add_weight_gradient_(total, values, x, first)
                 first = False
             if pairs is not None:
@@ -220,8 +220,8 @@ class _Sums:
                 if self.fresh:
                     total.zero_()
                 own = Scaling(total, weight.dtype, by_factor)
-                if self.rooms and total.dtype == torch.float16:
-                    more = factor / self.rooms.pop(0)  # type: ignore[operator]
+                if self.rooms and i in self.rooms:
+                    more = factor / self.rooms[i]
                     own = Scaling(scaled([own], more)[0], weight.dtype, False)
             if own is not None and i == 0 and self.main_grad is not None:
                 own = own._replace(dtype=self.main_grad.dtype)
@@ -241,6 +241,8 @@ class RowSums(_Sums):
         # Where one block holds all tokens its product is rounded to the weight's dtype at once.
         dtype = None if plan.once else into.sum_dtype(source.dtype)
         super().__init__(source, into, plan.chunks, dtype, into.direct)
+        if plan.once and source.features[0].dtype == torch.float16:
+            self.rooms = {}  # rounded before it is multiplied, a product has to stay in range
 
     def add(self, gradient: RowGradient) -> None:
         """Take dL/draw of the next block."""
