@@ -402,6 +402,16 @@ def test_a_float16_adapter_beside_a_wider_weight(schedule, upstream):
         assert within_budget(leaf.grad, exact[name], exact[name].half()), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_float64_adapter_widens_nothing_else(dtype):
+    """Its product comes first, but the logits that the head's is added to are float32."""
+    hidden = torch.randn(7, 8, dtype=dtype)
+    a, b = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, 8), (11, 4)))
+    head = hl.Head(torch.randn(11, 8, dtype=dtype), lora=(hl.Lora(a=a, b=b, scaling=1.0),))
+    out = hl.head_loss(hidden, head, hl.Batch(torch.arange(7)), hl.cross_entropy())
+    assert out.logps.dtype == torch.float32
+
+
 @pytest.mark.parametrize("upstream", [1.0, 65536.0])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_small_weights_do_not_underflow_in_float16(schedule, upstream):

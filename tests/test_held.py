@@ -173,6 +173,24 @@ def test_logits_in_float16_are_measured_by_their_product(monkeypatch, schedule, 
             assert within_budget(leaf.grad, oracle.gradients[name], coarse.gradients[name]), name
 
 
+@pytest.mark.parametrize("schedule", ["one_pass", "held"])
+def test_float16_targets_far_below_very_large_logits(monkeypatch, schedule):
+    """Their statistics are found again; the gradient goes by those of the logits that are there."""
+    monkeypatch.undo()
+    hl.clear_cache()
+    generator = torch.Generator().manual_seed(0)
+    hidden = (20 * torch.randn(48, 64, generator=generator)).half().to(DEVICE).requires_grad_()
+    weight = (torch.randn(257, 64, generator=generator) / 2).half()
+    weight[0] = -30 * weight[1]
+    head = hl.Head(weight.to(DEVICE).requires_grad_(), logit_scale=10.0)
+    targets = torch.randint(257, (48,), generator=generator).to(DEVICE)
+    options = hl.Options(backend="triton", schedule=schedule)
+    objective = hl.cross_entropy(label_smoothing=0.1)
+    hl.head_loss(hidden, head, hl.Batch(targets), objective, options).loss.backward()
+    exact = plain(hidden, head, hl.Batch(targets), objective).gradients["hidden"]
+    assert error(hidden.grad, exact) < 5e-4
+
+
 @pytest.mark.parametrize("rows", [slice(20, 25), torch.tensor([24, 20, 23])])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_all_rows_of_a_chunk_from_those_with_a_gradient(rows, scaled):

@@ -294,7 +294,7 @@ class LinearSoftmax(RawSoftmax):
         for features, weight in zip(reversed(self.features), reversed(self.weights), strict=True):
             x = features if rows is ALL else features[rows]
             w = weight if columns is ALL else weight[columns]
-            out = products.logits(x, w, out, self.fixed)
+            out = products.logits(x, w, out, self.fixed).to(self.dtype)
         assert out is not None
         if self.bias is not None:
             out += self.bias[columns]

@@ -185,22 +185,20 @@ def finish_kernel(
         if MEAN:
             total_tile += tl.load(totals + place, mask=here, other=0.0)
         if TOP1:
-            found = tl.load(peaks + place, mask=here, other=float("-inf"))
-            peak_tile = tl.maximum(peak_tile, found)
+            peak_tile = tl.maximum(peak_tile, tl.load(peaks + place, here, other=float("-inf")))
     rest = folded(rest_tile, ROWS, HALVES)
     spread = folded(spread_tile, ROWS, HALVES)
     total = folded(total_tile, ROWS, HALVES)
     reference = tl.load(of.epilogue.logit + rows, mask=inside, other=0.0)
     target = tl.load(more + rows, mask=inside, other=0.0)
 
+    column = own_column(of.epilogue, rows, inside)
     if of.epilogue.raw is not None:
-        column = own_column(of.epilogue, rows, inside)
         outer = per_row(tl.zeros_like(reference) + of.z.outer, of.z, rows, inside)
         raw = of.epilogue.raw.data + rows * of.epilogue.raw.stride
         tl.store(raw + column, reference / tl.where(outer == 0, 1.0, outer), mask=inside)
     far = inside & ((rest < FAR) == 0)
     if of.held_stride is not None:
-        column = own_column(of.epilogue, rows, inside)
         one = tl.full((ROWS,), 1.0, tl.float32).to(tl.bfloat16)
         tl.store(held + rows * of.held_stride + column, one, mask=inside & (far == 0))
     if tl.max(far.to(tl.int32), 0) > 0:
@@ -223,8 +221,11 @@ def finish_kernel(
 
     peak, above = reference, rest
     if TOP1:  # the same sums against the largest logit; untouched where the reference is it
-        peak = tl.maximum(tl.max(peak_tile, 0), reference)
+        highest = tl.max(peak_tile, 0)
+        peak = tl.maximum(highest, reference)
         shift = reference - peak
+        if of.epilogue.raw is not None:  # their largest is far_row's but for a rounding
+            peak, shift = tl.where(far, highest, peak), tl.where(far, 0.0, shift)
         scale, mass = exp(shift), 1 + rest
         above = tl.where(shift == 0, rest, mass * scale - 1)
     if of.partials:
@@ -274,8 +275,7 @@ def merge_kernel(
         rest += tl.where(top & (taken == 0), own_rest, mass * scale)
         taken = taken | top
         if asked.entropy:
-            found = tl.load(of_rank + 3 * n, mask=inside, other=0.0)
-            spread += scale * (found + mass * shift)
+            spread += scale * (tl.load(of_rank + 3 * n, mask=inside, other=0.0) + mass * shift)
         if asked.mean:
             total += tl.load(of_rank + (3 + asked.entropy) * n, mask=inside, other=0.0)
         of_rank += rank_stride
