@@ -451,3 +451,10 @@ def test_equal_segments_are_planned_without_a_list():
             found = make_plan(p.of(each=each), options, "reference")
         assert str(found) == str(want)
         assert [c[:2] for c in found.chunks] == [c[:2] for c in want.chunks]
+
+
+def test_chunks_of_static_shapes_are_cut_like_a_tuple():
+    options = hl.Options(static=True, chunk_tokens=3)
+    found = hl.plan(torch.zeros(8, 2), hl.Head(torch.zeros(5, 2)), hl.Batch(torch.arange(8) % 5),
+                    hl.cross_entropy(), options).chunks  # fmt: skip
+    assert [c.stop for c in found[1:]] == [6, 8] and found[:-1] == tuple(found)[:2]

@@ -94,6 +94,8 @@ class Even(Sequence[Chunk]):
         return len(self.starts)
 
     def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return tuple([self[i] for i in range(len(self))[at]])
         start, last = self.starts[at], self.starts[-1]
         return Chunk(start, self.tokens if start == last else start + self.starts.step, 0, 0)
 

@@ -112,9 +112,8 @@ class Work:
         if chunk is None and self.scale is not None:
             found, more = found.near_one(partial(slope_of, self.transform))
             self.scale = self.scale * more
-        if self.tolerance is None:
-            return found
-        return self.tolerance(found, stats, ALL if chunk is None else chunk.rows, self.scale)
+        rows = ALL if chunk is None else chunk.rows
+        return found if self.tolerance is None else self.tolerance(found, stats, rows, self.scale)
 
     def live(self, gradient: Gradient) -> Tensor | None:
         """[n] bool, the rows that carry a gradient, if the others are to be left out (law 5)."""

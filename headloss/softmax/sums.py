@@ -221,8 +221,7 @@ class _Sums:
                     total.zero_()
                 own = Scaling(total, weight.dtype, by_factor)
                 if self.rooms and i in self.rooms:
-                    more = factor / self.rooms[i]
-                    own = Scaling(scaled([own], more)[0], weight.dtype, False)
+                    own = Scaling(scaled([own], factor / self.rooms[i])[0], weight.dtype, False)
             if own is not None and i == 0 and self.main_grad is not None:
                 own = own._replace(dtype=self.main_grad.dtype)
                 self.main_grad.add_(scaled([own], factor)[0])
