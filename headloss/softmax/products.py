@@ -50,7 +50,7 @@ def logits(
             return torch.nn.functional.linear(features, weight)
         return out.addmm_(features.to(out.dtype), weight.to(out.dtype).t())
     kinds = features.dtype, weight.dtype
-    narrow = weight.shape[1] <= 256 and len(features) * len(weight) > 1 << 28  # else launches count
+    narrow = weight.shape[1] <= 64 and len(features) * len(weight) > 1 << 28  # else launches count
     if features.is_cuda and narrow and kinds == (torch.float32, torch.bfloat16):
         high = features.bfloat16()  # three numbers of 8 bits have all digits of one of 24
         middle = (features - high).bfloat16()
