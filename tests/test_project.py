@@ -65,6 +65,7 @@ ALLOWED: dict[str, set[str]] = {
         "batch.survey",
     },
     "losses": {
+        "arguments",
         "losses",
         "objective.divergence",
         "objective.statistics",

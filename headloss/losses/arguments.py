@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
-from numbers import Real
+
+from ..arguments import check_number
 
 
 @contextlib.contextmanager
@@ -25,10 +25,7 @@ def number(want: str, accept: Callable[[float], bool], **options: object) -> Non
     ValueError: beta: got -1, want > 0
     """
     for option, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{option}: got {value!r}, want a number {want}")
-        if not (math.isfinite(value) and accept(float(value))):
-            raise ValueError(f"{option}: got {value!r}, want {want}")
+        check_number(option, value, f"a number {want}", want, accept)
 
 
 def non_negative(**options: object) -> None:

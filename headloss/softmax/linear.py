@@ -231,8 +231,8 @@ class LinearSoftmax(RawSoftmax):
         self.bias = None if self.full_bias is None else self.full_bias[:vocabulary]
         if compute_dtype is not None:
             self.weights = [w.to(compute_dtype) for w in self.weights]
-        others = logits_dtype, tokens.transform.softcap, self.weights[1:], tokens.teachers
-        plain = measured and not any([*others, tokens.beside])
+        plain = measured and not (logits_dtype or tokens.transform.softcap or self.weights[1:])
+        plain = plain and not (tokens.teachers or tokens.beside)
         if plain and self.acts.can_fuse(self.features[0], self.weights[0]):
             self.fused, needs = True, tokens.needs | {"top1"}  # act two asks for the peak
             self.tokens = tokens._replace(needs=needs)

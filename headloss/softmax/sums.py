@@ -186,7 +186,7 @@ class _Sums:
                 x = given
                 if x is None:
                     x = features if rows is ALL else features[rows]
-                if self.rooms is not None and total.dtype == torch.float16:  # of any targets
+                if self.rooms is not None and total.dtype == torch.float16:
                     size = torch.linalg.vector_norm(x, 1, 0, dtype=torch.float32).max()
                     self.rooms[i] = (256 / size.clamp(2**-6, 2**30)).log2().floor().exp2()
                     x = x * self.rooms[i]
@@ -241,7 +241,7 @@ class RowSums(_Sums):
         dtype = None if plan.once else into.sum_dtype(source.dtype)
         super().__init__(source, into, plan.chunks, dtype, into.direct)
         if plan.once and source.features[0].dtype == torch.float16:
-            self.rooms = {}  # rounded before it is multiplied, a product has to stay in range
+            self.rooms = {}  # what is rounded before it is scaled back has to stay in range
 
     def add(self, gradient: RowGradient) -> None:
         """Take dL/draw of the next block."""
