@@ -375,6 +375,23 @@ def test_coefficients_come_near_one_as_they_are_in_float16(upstream, size):
 
 
 @pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute"])
+@pytest.mark.parametrize("margin", [8.0, 12.0])
+def test_a_token_near_p_1_leaves_others_their_digits_in_float16(schedule, margin):
+    """Its coefficient of logp, p / (1 - p), is large, and its gradient is not."""
+    weight, targets = torch.randn(11, 8).half(), torch.randint(11, (64,))
+    hidden = 3 * torch.randn(64, 8)
+    hidden[0], targets[0] = torch.linalg.pinv(weight.float())[:, 3], 3
+    hidden[0] *= margin / (weight[3].float() @ hidden[0])
+    hidden = hidden.half().requires_grad_()
+    head, batch = hl.Head(weight.requires_grad_()), hl.Batch(targets)
+    hl.head_loss(hidden, head, batch, hl.unlikelihood(), options(schedule)).loss.backward()
+    exact = plain(hidden, head, batch, hl.unlikelihood()).gradients["hidden"][1:]
+    off = (hidden.grad[1:] - exact).norm(dim=1)
+    assert (exact.norm(dim=1) < 1e-3).any()
+    assert (off <= 2e-3 * exact.norm(dim=1) + 1e-7).all()
+
+
+@pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_weight_gradients_are_summed_in_float16(dtype, schedule):
     """Over several blocks, of whatever size their features are."""

@@ -36,9 +36,8 @@ class Part(NamedTuple):
 
     def rows(self, rows: slice) -> Part:
         """Of some of the tokens."""
-        given = {"weights": self.weights, "kept": self.kept}
-        vectors = {n: v for n, v in given.items() if isinstance(v, Tensor) and v.dim()}
-        return self._replace(**{name: value[rows] for name, value in vectors.items()})
+        both = {"weights": self.weights, "kept": self.kept}.items()
+        return self._replace(**{n: v[rows] for n, v in both if isinstance(v, Tensor) and v.dim()})
 
     def losses(self, stats: Statistics, batch: PackedBatch) -> Tensor:
         """[n] of the tokens that the batch holds: 0 where the term is restricted."""
@@ -111,10 +110,13 @@ class Gradient(NamedTuple):
         divergences = {key: function(g) for key, g in self.divergences.items()}
         return self._replace(coefficients=self.coefficients.map(function), divergences=divergences)
 
-    def near_one(self, slope: Callable[[object], Number]) -> tuple[Gradient, Tensor]:
-        """Times a power of two, which is returned too, that brings the largest of its numbers,
-        times the slope of the logits that it is of, to between 1 and 2."""
+    def near_one(self, stats: Statistics, slope: Callable[..., Number]) -> tuple[Gradient, Tensor]:
+        """Times a power of two, which is returned too, that brings the largest dL/draw to about 1:
+        where p(y) is near 1 that is far less than a coefficient. `slope`: as for `Bound.scaled`."""
         named = {**self.coefficients.tensors(), **self.divergences}
+        if "target" in named and "prob" in named:  # at y, and at most at any other column
+            others = -stats.logp.expm1().nan_to_num(0) * named["prob"]
+            named |= {"target": named["target"] + named["prob"] - others, "prob": others}
         scale = power_of_two([g.t() * slope(key) for key, g in named.items()])
         return self.map(lambda t: t * scale), scale
 
@@ -249,7 +251,7 @@ def power_of_two(coefficients: list[Tensor]) -> Tensor:
     """[] the power of two that brings the largest of some coefficients to between 1 and 2."""
     sizes = [c.abs().max() for c in coefficients if c.numel()]
     largest = torch.stack(sizes).max() if sizes else torch.tensor(0.0, device="cpu")
-    return torch.where((largest > 0) & largest.isfinite(), -largest.log2().floor(), 0).exp2()
+    return torch.where(largest.isfinite(), -largest.clamp_min(2**-60).log2().floor(), 0).exp2()
 
 
 def differentiate(total: Tensor, inputs: dict[Any, Tensor]) -> dict[Any, Tensor]:

@@ -226,8 +226,7 @@ def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]
         found.append(measured)
         chunk = block if len(blocks) > 1 else None
         gradient = work.bound.gradient(measured.stats, work.batch, chunk, True)
-        if work.scale is not None or work.tolerance is not None:
-            gradient = work.fitted(gradient, measured.stats, chunk)
+        gradient = work.fitted(gradient, measured.stats, chunk)
         values = gradient.values if values is None else values + gradient.values
         loss, live = gradient.loss, gradient.live() if work.plan.skip_rows else None
         pulled = source.pull(rows, ALL, Known(measured, gradient, held, live))

@@ -109,8 +109,8 @@ class Work:
 
     def fitted(self, found: Gradient, stats: Statistics, chunk: Chunk | None = None) -> Gradient:
         """In float16 brought near 1 as it is, where it is of all tokens; without the least rows."""
-        if chunk is None and self.scale is not None:
-            found, more = found.near_one(partial(slope_of, self.transform))
+        if chunk is None and self.prepared.problem.fitted:
+            found, more = found.near_one(stats, partial(slope_of, self.transform))
             self.scale = self.scale * more
         rows = ALL if chunk is None else chunk.rows
         return found if self.tolerance is None else self.tolerance(found, stats, rows, self.scale)

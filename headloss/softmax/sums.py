@@ -183,9 +183,7 @@ class _Sums:
                 continue
             first = fresh and total.data_ptr() != own
             if values.shape[0]:
-                x = given
-                if x is None:
-                    x = features if rows is ALL else features[rows]
+                x = (features if rows is ALL else features[rows]) if given is None else given
                 if self.rooms is not None and total.dtype == torch.float16:
                     size = torch.linalg.vector_norm(x, 1, 0, dtype=torch.float32).max()
                     self.rooms[i] = (256 / size.clamp(2**-6, 2**30)).log2().floor().exp2()
@@ -223,8 +221,7 @@ class _Sums:
                 if self.rooms and i in self.rooms:
                     own = Scaling(scaled([own], factor / self.rooms[i])[0], weight.dtype, False)
             if own is not None and i == 0 and self.main_grad is not None:
-                own = own._replace(dtype=self.main_grad.dtype)
-                self.main_grad.add_(scaled([own], factor)[0])
+                self.main_grad.add_(scaled([own._replace(dtype=self.main_grad.dtype)], factor)[0])
                 own = None
             sums.append(own)
         bias = None if self.bias is None else Scaling(self.bias, source.full_bias.dtype)  # type: ignore[union-attr]
