@@ -115,8 +115,8 @@ class Gradient(NamedTuple):
         where p(y) is near 1 that is far less than a coefficient. `slope`: as for `Bound.scaled`."""
         named = {**self.coefficients.tensors(), **self.divergences}
         if "target" in named and "prob" in named:  # at y, and at most at any other column
-            others = -stats.logp.expm1().nan_to_num(0) * named["prob"]
-            named |= {"target": named["target"] + named["prob"] - others, "prob": others}
+            less = stats.logp.expm1().nan_to_num(0) * named["prob"]
+            named |= {"target": named["target"] + named["prob"] + less, "prob": less}
         scale = power_of_two([g.t() * slope(key) for key, g in named.items()])
         return self.map(lambda t: t * scale), scale
 
@@ -249,9 +249,9 @@ def in_closed_form(slopes: Iterable[Slope], logp: Tensor) -> dict[Any, Tensor]:
 
 def power_of_two(coefficients: list[Tensor]) -> Tensor:
     """[] the power of two that brings the largest of some coefficients to between 1 and 2."""
-    sizes = [c.abs().max() for c in coefficients if c.numel()]
+    sizes = [torch.linalg.vector_norm(c, torch.inf) for c in coefficients if c.numel()]
     largest = torch.stack(sizes).max() if sizes else torch.tensor(0.0, device="cpu")
-    return torch.where(largest.isfinite(), -largest.clamp_min(2**-60).log2().floor(), 0).exp2()
+    return (1 - largest.frexp().exponent.clamp(-60, 127)).exp2()
 
 
 def differentiate(total: Tensor, inputs: dict[Any, Tensor]) -> dict[Any, Tensor]:

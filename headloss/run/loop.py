@@ -131,7 +131,6 @@ def pull_slopes(
     stats, width = swept.whole.stats, work.vocabulary
     if CANDIDATES in given:
         given[CANDIDATES] = without_constants(given[CANDIDATES], stats, work.batch)
-    work.scale = 1 if work.prepared.problem.rescaled else None
     gradient = work.fitted(gradient_of(given, stats, width), stats)
     with inside(work.batch.targets.device.type, *work.groups):
         factor = None if work.scale is None else 1 / work.scale
@@ -226,7 +225,8 @@ def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]
         found.append(measured)
         chunk = block if len(blocks) > 1 else None
         gradient = work.bound.gradient(measured.stats, work.batch, chunk, True)
-        gradient = work.fitted(gradient, measured.stats, chunk)
+        if work.tolerance is not None or work.prepared.problem.fitted:
+            gradient = work.fitted(gradient, measured.stats, chunk)
         values = gradient.values if values is None else values + gradient.values
         loss, live = gradient.loss, gradient.live() if work.plan.skip_rows else None
         pulled = source.pull(rows, ALL, Known(measured, gradient, held, live))

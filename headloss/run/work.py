@@ -83,7 +83,7 @@ class Work:
     @cached_property
     def bound(self) -> Bound | Taped:
         found = self.bind()
-        self.scale = found.scale if self.prepared.problem.rescaled else None
+        self.scale = found.scale
         return found
 
     @cached_property
@@ -110,8 +110,7 @@ class Work:
     def fitted(self, found: Gradient, stats: Statistics, chunk: Chunk | None = None) -> Gradient:
         """In float16 brought near 1 as it is, where it is of all tokens; without the least rows."""
         if chunk is None and self.prepared.problem.fitted:
-            found, more = found.near_one(stats, partial(slope_of, self.transform))
-            self.scale = self.scale * more
+            found, self.scale = found.near_one(stats, partial(slope_of, self.transform))
         rows = ALL if chunk is None else chunk.rows
         return found if self.tolerance is None else self.tolerance(found, stats, rows, self.scale)
 
