@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import headloss as hl
-from headloss.testing import plain, trained_looking, within_budget
+from headloss.testing import error, plain, trained_looking, within_budget
 
 H, V = 6, 21
 SCHEDULES = ["one_pass", "recompute", "frozen", "static"]
@@ -372,6 +372,21 @@ def test_coefficients_come_near_one_as_they_are_in_float16(upstream, size):
     exact = plain(hidden, head, batch, hl.reinforce()).gradients
     for leaf, want in ((hidden, exact["hidden"]), (head.weight, exact["weight"])):
         assert within_budget(leaf.grad, want, want.half())
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 8])
+@pytest.mark.parametrize("upstream", [65536.0, 2**-20])
+def test_a_declared_upstream_gradient_leaves_float16_its_digits(upstream, chunk_tokens):
+    """Also where chunks go by what is known before the statistics are."""
+    hidden, weight = torch.randn(64, 16).half(), torch.randn(97, 16).half()
+    head = hl.Head(weight.requires_grad_())
+    batch, objective = hl.Batch(torch.randint(97, (64,))), hl.cross_entropy() / upstream
+    hidden.requires_grad_()
+    given = hl.Options(schedule="one_pass", chunk_tokens=chunk_tokens, upstream=upstream)
+    (hl.head_loss(hidden, head, batch, objective, given).loss * upstream).backward()
+    exact = plain(hidden, head, batch, hl.cross_entropy()).gradients
+    for leaf, want in ((hidden, exact["hidden"]), (weight, exact["weight"])):
+        assert error(leaf.grad, want) <= 1.2 * error(want.half(), want)
 
 
 @pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute"])

@@ -230,10 +230,10 @@ class Bound:
         return known, torch.stack(moving).to(zero.dtype) if moving else None
 
     def scaled(self, device: torch.device, slope: Callable[[object], Number]) -> Bound:
-        """The same objective with coefficients near 1, whatever the weights are, so that in float16
-        only gradients that do not matter underflow. Multiply by 1 / scale afterwards.
-        `slope`: of the logits that a term sees, by its teacher, over the raw ones."""
-        one = torch.ones((), dtype=self.dtype, device=device)  # a number's copy would wait
+        """The same objective with coefficients near 1, whatever weights and the declared upstream
+        gradient are, so that in float16 only gradients that do not matter underflow. Multiply by
+        1 / scale afterwards. `slope`: of the logits that a term sees, by its teacher, over raw."""
+        one = torch.full((), self.declared or 1.0, dtype=self.dtype, device=device)  # no copy waits
         sizes = [one * p.weights * (p.coefficient * slope(p.term.teacher)) for p in self.parts]
         return replace(self, scale=power_of_two(sizes))
 
