@@ -112,6 +112,33 @@ def test_normalised() -> None:
     assert not rl.normalised(torch.ones(3, 4), MASK).any()
 
 
+def test_integers_are_numbers() -> None:
+    """What is made of whole rewards or values is not rounded to whole numbers."""
+    rewards = torch.tensor([[0, 0, 3, 1], [2, 0, 1, 0], [0, 0, 0, 0]])
+    for made in (
+        lambda x: rl.discounted(x, MASK, 0.9),
+        lambda x: rl.generalised(0.5 * x, x, MASK, 0.9, 0.8)[0],
+        lambda x: rl.normalised(x, MASK),
+    ):
+        torch.testing.assert_close(made(rewards), made(rewards.float()))
+    assert rl.discounted(rewards, MASK, 0.9)[0, 0].item() == pytest.approx(3 * 0.81 + 0.729)
+
+
+def test_shapes_of_advantages_are_checked() -> None:
+    """Two dimensions that differ would be spread over each other."""
+    ones, scores = torch.ones(3, 4), torch.ones(3)
+    with pytest.raises(ValueError, match=r"scores: got shape \(3, 1\), want \(3,\)"):
+        rl.rewards_at_tokens(scores[:, None], MASK)
+    with pytest.raises(ValueError, match=r"kl: got shape \(4,\), want \(3, 4\)"):
+        rl.rewards_at_tokens(scores, MASK, ones[0], 0.1)
+    with pytest.raises(ValueError, match=r"values: got shape \(3, 1\), want \(3, 4\)"):
+        rl.generalised(ones, ones[:, :1], MASK)
+    with pytest.raises(TypeError, match=r"mask: got torch.int64 \(3, 4\), want torch.bool"):
+        rl.discounted(ones, MASK.long())
+    with pytest.raises(ValueError, match="group: got 2 of 3 rewards, want rows of whole groups"):
+        rl.leave_one_out(scores, 2)
+
+
 def test_leave_one_out() -> None:
     rewards = torch.tensor([1.0, 4.0, 7.0, math.nan, 2.0, 2.0, 5.0, 5.0])
     factor = rl.leave_one_out(rewards, 4)

@@ -20,9 +20,11 @@ def rewards_at_tokens(
 
     The reference as part of the reward: Ziegler et al. 2019, arXiv:1909.08593.
     """
+    (scores,) = _checked(mask, scores=scores)
     after = mask.flip(1).long().cumsum(1).flip(1)  # tokens from here on
     rewards = torch.where(mask & (after == 1), scores[:, None], 0.0)
     if kl is not None:
+        (kl,) = _checked(mask, kl=kl)
         rewards = rewards - beta * torch.where(mask, kl, 0.0)
     return rewards
 
@@ -40,6 +42,7 @@ def generalised(
 
     Schulman et al. 2016, arXiv:1506.02438. After the last token the value is 0.
     """
+    rewards, values = _checked(mask, rewards=rewards, values=values)
     advantages = torch.zeros_like(values)
     ahead = following = values.new_zeros(len(values))  # A and V of the next token
     for t in reversed(range(values.shape[1])):
@@ -57,6 +60,7 @@ def discounted(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
 
 def normalised(values: Tensor, mask: Tensor, distributed: bool = False) -> Tensor:
     """Zero mean and unit standard deviation over all tokens, of all ranks if `distributed`."""
+    (values,) = _checked(mask, values=values)
     kept = torch.where(mask, values, 0.0).double()
     sums = torch.stack([mask.sum().double(), kept.sum(), kept.square().sum()])
     if distributed:
@@ -73,5 +77,18 @@ def leave_one_out(rewards: Tensor, group: int) -> Tensor:
     n counts the rewards of a group of consecutive rows that are not NaN. Kool et al. 2019; Ahmadian
     et al. 2024, arXiv:2402.14740.
     """
+    if group < 1 or len(rewards) % group:
+        raise ValueError(f"group: got {group} of {len(rewards)} rewards, want rows of whole groups")
     counted = (~rewards.isnan()).view(-1, group).sum(1).to(rewards.dtype)
     return (counted / (counted - 1).clamp(min=1)).repeat_interleave(group)
+
+
+def _checked(mask: Tensor, **given: Tensor) -> list[Tensor]:
+    """What is given, per row (`scores`) or per token, as floating numbers: integers would round
+    what is made of them."""
+    if mask.dtype != torch.bool or mask.dim() != 2:
+        raise TypeError(f"mask: got {mask.dtype} {tuple(mask.shape)}, want torch.bool [B, C]")
+    for name, value in given.items():
+        if value.shape != (want := mask.shape[:1] if name == "scores" else mask.shape):
+            raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {tuple(want)}")
+    return [value if value.is_floating_point() else value.float() for value in given.values()]
