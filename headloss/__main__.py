@@ -314,10 +314,10 @@ def _positive(text: str) -> int:
 
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]iB|B)?", text)
-    size = int(float(match[1]) * UNITS[match[2] or ""]) if match else 0
-    if size < 1:
+    size = float(match[1]) * UNITS[match[2] or ""] if match else 0
+    if not 1 <= size < float("inf"):
         raise argparse.ArgumentTypeError(f"got {text!r}, want bytes, e.g. 512MiB, 2GiB or 1000000")
-    return size
+    return int(size)
 
 
 def _device(text: str) -> torch.device:

@@ -105,10 +105,10 @@ def _batch(term: Term, given: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     lengths = LENGTHS if len(LENGTHS) % unit == 0 else LENGTHS * unit  # a whole number of units
     tokens, segments = sum(lengths), Segments.from_lengths(torch.tensor(lengths, device="cpu"))
     generator = torch.Generator().manual_seed(0)
-    fields = {
-        name: outside_inference(value) if isinstance(value, Tensor) else value
-        for name, value in given.items()
-    }
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: got {type(value).__name__}, want a tensor")
+    fields = {name: outside_inference(value) for name, value in given.items()}
     if term.kept_field is not None:
         kept = torch.rand(tokens, generator=generator, device="cpu") > 0.3
         fields.setdefault(term.kept_field, kept)
@@ -117,10 +117,8 @@ def _batch(term: Term, given: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
         batch = Batch(targets, segments, **fields)  # type: ignore[arg-type]
         packed = pack(batch, VOCABULARY, torch.float64).batch
         try:
-            asked = reads(
-                term._objective(), packed.kinds(), torch.float64, targets.device, observe=False
-            )
-            return packed, asked[term.name]
+            kinds = packed.kinds(), torch.float64, targets.device
+            return packed, reads(term._objective(), *kinds, observe=False)[term.name]
         except ValueError as error:
             text = str(error)
             if "batch.candidate_ids" in text and "candidate_ids" not in fields:
@@ -182,14 +180,16 @@ def _permute(term: Term, batch: PackedBatch) -> Piece:
 
 
 def _check_purity(term: Term, stats: Statistics, batch: PackedBatch, whole: Tensor) -> None:
-    fields = [name for name, (dtype, _) in batch.kinds().items() if dtype is not None]
-    given: dict[Any, Tensor] = {name: getattr(batch, name) for name in fields} | _all(stats)
+    given: dict[Any, Tensor] = {n: getattr(batch, n) for n in batch.kinds()} | _all(stats)
     before = {name: value.clone() for name, value in given.items()}
-    if not torch.equal(_evaluate(term, stats, batch), whole):
-        raise ValueError(f"term {term.name}: gives two values for one input; it must be pure")
+    again = _evaluate(term, stats, batch)
     for name, value in given.items():
-        if not torch.equal(value, before[name]):
+        if not torch.equal(value.nan_to_num(), before[name].nan_to_num()):
             raise ValueError(f"term {term.name}: changes {name} in place; it must be pure")
+    if whole.isnan().any():
+        raise ValueError(f"term {term.name}: is NaN at some of its values, want numbers")
+    if not torch.equal(again, whole):
+        raise ValueError(f"term {term.name}: gives two values for one input; it must be pure")
 
 
 def _check_gradient(term: Term, asked: Reads, stats: Statistics, batch: PackedBatch) -> None:

@@ -64,8 +64,8 @@ def head_function(
         The loss, 0-dim. Its gradient is given once.
 
     Raises:
-        ValueError, TypeError: as `head_loss`; a loss that is no scalar, is detached, or catches a
-            tensor whose gradient would be lost.
+        ValueError, TypeError: as `head_loss`; a loss that is no scalar, or a separable one that is
+            detached or catches a tensor whose gradient would be lost.
 
     >>> import torch, headloss as hl
     >>> hidden, head = torch.zeros(2, 4, requires_grad=True), hl.Head(torch.zeros(10, 4))

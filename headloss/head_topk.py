@@ -59,7 +59,7 @@ def head_topk(
     tensor([[1, 2]])
     """
     check_head(head)
-    check_eager("head_topk")
+    check_eager("head_topk", hidden, head.weight)
     check_options(options := DEFAULT if options is None else options)
     head = local_head(head)
     compute = autocast_dtype(hidden)

@@ -151,6 +151,7 @@ def test_sizes(text: str, size: int) -> None:
         (["--objective", "gspo++kl"], ("--objective", "''")),
         (["--memory-budget", "3MB"], ("--memory-budget", "'3MB'", "512MiB")),
         (["--memory-budget", "0"], ("--memory-budget", "'0'")),
+        (["--memory-budget", "9" * 400], ("--memory-budget", "'999", "512MiB")),
         (["--dtype", "int8"], ("--dtype", "int8", "bfloat16")),
         (["--schedule", "frozen"], ("schedule", "frozen", "requires a gradient")),
         (["--schedule", "fast"], ("--schedule", "fast", "one_pass")),

@@ -628,6 +628,11 @@ def root(stats, batch):
 
 
 @hl.term
+def undefined(stats, batch):
+    return stats.logp.sqrt()
+
+
+@hl.term
 def sums(stats, batch):
     return batch.segments.expand(batch.segments.sum(stats.logp))
 
@@ -639,7 +644,8 @@ def sums(stats, batch):
         (position, "position: differs by .*segment borders"),
         (neighbours, "neighbours: differs by"),
         (counts_calls, "counts_calls: gives two values for one input; it must be pure"),
-        (overwrites, "overwrites: .*(two values|changes advantages in place)"),
+        (overwrites, "overwrites: changes advantages in place"),
+        (undefined, "undefined: is NaN at some of its values"),
         (detached, "detached: .*no gradient"),
         (root, "root: has a non-finite gradient with respect to logp"),
         (sums, "sums: sums over segments"),
@@ -654,3 +660,14 @@ def test_bad_terms_are_told_apart(factory, match):
 def test_check_term_wants_a_term(wrong):
     with pytest.raises(TypeError, match="term: got .*, want a Term"):
         hl.check_term(wrong)
+
+
+def test_fields_of_check_term_are_tensors():
+    with pytest.raises(TypeError, match="old_logps: got Current, want a tensor"):
+        hl.check_term(hl.grpo(), old_logps=hl.CURRENT)
+
+
+def test_a_field_may_be_nan_where_the_term_says_so():
+    sampled = torch.where(torch.arange(28) % 3 == 0, torch.nan, -torch.rand(28))
+    term = hl.reinforce().corrected("token_truncate", max=2.0, live=True)
+    assert "sampling_logps" in hl.check_term(term, sampling_logps=sampled).fields
