@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import headloss as hl
+from headloss.integrations import liger
 
 T, H, V = 6, 4, 9
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -195,6 +196,7 @@ def test_meta_tensors_are_refused_by_name() -> None:
         ("head_loss", lambda: hl.head_loss(x, w, batch(), ce)),
         ("logits_loss", lambda: hl.logits_loss(empty(T, V), b, ce)),
         ("head_stats", lambda: hl.head_stats(x, w, ids)),
+        ("head_topk", lambda: hl.head_topk(x, w, 2)),
         ("plan", lambda: hl.plan(x, w, b, ce)),
     ]
     for verb, call in calls:
@@ -406,3 +408,34 @@ def test_sparse_vectors_are_refused(name) -> None:
     }
     with pytest.raises(TypeError, match=f"^{name}: got a tensor of layout torch.sparse_coo"):
         takers[name]()
+
+
+# ---------------------------------------------------------------------- Liger's names
+
+
+@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+def test_a_reference_model_that_was_not_given(kind: str) -> None:
+    """Without one the loss would be of log-probs in place of log-ratios."""
+    loss = getattr(liger, f"LigerFusedLinear{kind}Loss")
+    x, w, labels = torch.randn(2, T, H), torch.randn(V, H), torch.arange(2 * T).view(2, T) % V
+    given = (w, x, labels) if kind == "DPO" else (x, w, labels, None, torch.tensor([1, 0]))
+    with pytest.raises(ValueError, match="ref_input: got None, .* use_ref_model=False"):
+        loss(use_ref_model=True)(*given)
+    with pytest.raises(ValueError, match="ref_input: got None, or no ref_weight"):
+        loss(use_ref_model=True)(*given, ref_input=x)
+    without = loss(use_ref_model=False)(*given)[0]
+    same = loss(use_ref_model=True)(*given, ref_input=x, ref_weight=w)[0]
+    assert without.isfinite() and (without - same).abs() > 1e-3
+
+
+def test_the_clipped_share_of_advantages_per_token() -> None:
+    x, w, ids = torch.randn(2, T, H), torch.randn(V, H), torch.arange(2 * T).view(2, T) % V
+    mask, advantages = torch.ones(2, T), torch.tensor([1.0, -2.0])
+    old = x.matmul(w.t()).log_softmax(-1).gather(2, ids[..., None])[..., 0] + torch.randn(2, T)
+    loss = liger.LigerFusedLinearGRPOLoss(beta=0.0)
+    found = [
+        loss(x, w, ids, mask, a, old_per_token_logps=old)
+        for a in (advantages, advantages[:, None].expand(2, T))
+    ]
+    torch.testing.assert_close(found[0], found[1])
+    assert 0 < found[0][1][0] < 1

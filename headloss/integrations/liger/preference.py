@@ -54,7 +54,8 @@ class _Pairs(nn.Module):
         segments = Segments.from_ids(rows, len(target))
         fields: dict[str, Tensor] = {}
         if self.with_reference:
-            fields["ref_logps"] = reference_logps(target, self.ignore_index, *reference)
+            use = self.use_ref_model
+            fields["ref_logps"] = reference_logps(target, self.ignore_index, use, *reference)
         chosen = torch.arange(len(target), device=target.device) % 2 == 0
         batch = Batch(target, segments, ignore_index=self.ignore_index, chosen=chosen, **fields)
         objective = Objective.of(self.term())
@@ -89,13 +90,16 @@ class _Pairs(nn.Module):
 def reference_logps(
     target: Tensor,
     ignore_index: int,
+    use: bool,
     hidden: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """[B, T] of the reference model; zeros where there is none."""
-    if hidden is None or weight is None:
+    """[B, T] of the reference model; zeros where none is to be used."""
+    if not use:
         return target.new_zeros(target.shape, dtype=torch.float32)
+    if hidden is None or weight is None:
+        raise ValueError("ref_input: got None, or no ref_weight, want both or use_ref_model=False")
     with torch.no_grad():
         return head_stats(hidden, Head(weight, bias), Batch(target, ignore_index=ignore_index)).logp
 
@@ -138,8 +142,7 @@ class LigerFusedLinearDPOLoss(_Pairs):
         ref_weight: Tensor | None = None,
         ref_bias: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        given = (ref_input, ref_weight, ref_bias) if self.use_ref_model else (None, None, None)
-        return self.run((lin_weight, _input, bias), target, given)
+        return self.run((lin_weight, _input, bias), target, (ref_input, ref_weight, ref_bias))
 
 
 class LigerFusedLinearCPOLoss(_Pairs):
@@ -252,7 +255,7 @@ class LigerFusedLinearKTOLoss(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         if preference_labels is None:
             raise ValueError("preference_labels: got None, want [B] bool")
-        given = (ref_input, ref_weight, ref_bias) if self.use_ref_model else (None, None, None)
+        given = self.use_ref_model, ref_input, ref_weight, ref_bias
         ref = reference_logps(target, self.ignore_index, *given)
         desirable = preference_labels.bool()
         fields, kind = {"desirable": desirable, "ref_logps": ref}, "apo_zero_unpaired"
