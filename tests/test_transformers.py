@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -186,6 +187,8 @@ def test_positions_of_several_axes_tell_no_documents() -> None:
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
+    with pytest.raises(TypeError, match="model: got str, want a causal language model"):
+        apply("llama")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="fields: got 'advantages', want a tuple of names"):
         apply(model, hl.reinforce(), fields="advantages")
     with apply(model):
@@ -208,6 +211,26 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared.importlib.metadata, "version", lambda name: "6.0.1")
     with pytest.raises(RuntimeError, match=r"transformers: got version 6.0.1, want .*5\.23\.\*"):
         apply(tiny("llama"))
+
+
+def test_calls_from_two_threads() -> None:
+    """One without labels is the model's own; of two with labels the second is refused."""
+    model = tiny("llama")
+    want, loss = model(IDS).logits, model(IDS, labels=LABELS).loss
+    with apply(model), ThreadPoolExecutor(1) as other:
+        found: list[Any] = []
+
+        def meanwhile(*_: Any) -> None:
+            hook.remove()
+            found.append(other.submit(lambda: model(IDS).logits).result())
+            found.append(other.submit(lambda: model(IDS, labels=LABELS)).exception())
+
+        hook = model.model.register_forward_hook(meanwhile)
+        assert model(IDS, labels=LABELS).loss.item() == pytest.approx(loss.item(), rel=1e-6)
+        torch.testing.assert_close(found[0], want)
+        assert "call with labels during another one" in str(found[1])
+        assert model(IDS, labels=LABELS).loss.item() == pytest.approx(loss.item(), rel=1e-6)
+        copy.deepcopy(model)(IDS, labels=LABELS).loss.backward()
 
 
 # ---------------------------------------------------------------------- Trainer

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -97,6 +98,8 @@ def remove(model: nn.Module) -> None:
 
 
 def _causal(model: nn.Module) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, want a causal language model")
     model = unwrap(model)
     return unwrap(model.get_base_model()) if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
@@ -126,6 +129,8 @@ class Applied:
         self.loss: Tensor | None = None
         self.logits: Tensor | None = None
         self.sharded = False
+        self.caller: list[int]  # the thread that is in a call with labels, if any
+        self.own_head: Callable[[Tensor], Tensor]  # the head's forward before it
         setattr(model, STATE, self)
         model.forward = types.MethodType(_forward_like(model.forward), model)
 
@@ -151,7 +156,7 @@ class Applied:
         names = inspect.signature(self.original).parameters
         call = {**dict(zip(names, args, strict=False)), **kwargs}
         labels = call.get("labels")
-        self.given = {name: kwargs.pop(name) for name in self.fields if name in kwargs}
+        given = {name: kwargs.pop(name) for name in self.fields if name in kwargs}
         if labels is None:
             if "num_items_in_batch" in kwargs:
                 raise ValueError(
@@ -162,12 +167,19 @@ class Applied:
             return self.original(*args, **kwargs)
         if kwargs.get("return_dict", self.model.config.return_dict) is False:
             raise ValueError("return_dict: got False, want True, as there are no logits to return")
-        self.given |= {name: call.get(name) for name in CALL}
-        self.labels, head = labels, self.model.get_output_embeddings()
-        before = vars(head).get("forward"), vars(self.model).get("_loss_function")
+        head = self.model.get_output_embeddings()
         self.sharded = externals(head) or is_fsdp2(self.model)
-        head.forward, self.model._loss_function = self.at_head, self.at_loss
+        me = [threading.get_ident()]  # a list of its own
+        if vars(self).setdefault("caller", me) is not me:
+            raise RuntimeError(
+                "model: got a call with labels during another one, want one at a time: they share "
+                "the head"
+            )
+        before = vars(head).get("forward"), vars(self.model).get("_loss_function")
         try:
+            self.labels, self.given = labels, given | {name: call.get(name) for name in CALL}
+            self.own_head = before[0] or functools.partial(type(head).forward, head)
+            head.forward, self.model._loss_function = self.at_head, self.at_loss
             output = self.original(*args, **kwargs)
             return _with_logits(output, self.logits, self.model.training)
         finally:
@@ -178,10 +190,13 @@ class Applied:
                 if value is not None:
                     setattr(owner, name, value)
             self.labels, self.given, self.loss, self.logits = None, {}, None, None
+            del self.caller
 
     @_eagerly()
     def at_head(self, hidden: Tensor) -> Tensor:
         """In place of the head's forward: whoever gathers its weight has gathered it here."""
+        if vars(self).get("caller") != [threading.get_ident()]:  # a call without labels
+            return self.own_head(hidden)
         vars(self.model.get_output_embeddings()).pop("forward", None)
         more = BEFORE_THE_HEAD.get(self.model.config.model_type, {})
         head = whole(Head.of_model(self.model, **more), self.model, hidden.dtype)
