@@ -374,6 +374,20 @@ def test_coefficients_come_near_one_as_they_are_in_float16(upstream, size):
         assert within_budget(leaf.grad, want, want.half())
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("objective", [hl.z_loss(), hl.entropy(), hl.z_loss() + hl.cross_entropy()])
+def test_an_unlikely_target_keeps_its_digits(objective, backend):
+    """Also where no gradient of logp outweighs p(y): its element is p times a coefficient."""
+    hidden = torch.zeros(3, 16)
+    hidden[:, 5], targets = torch.tensor([19.0, 24.0, 60.0]), torch.tensor([1, 2, 7])
+    head, given = hl.Head(torch.eye(16)), hl.Options(backend=backend)
+    hidden.requires_grad_()
+    hl.head_loss(hidden, head, hl.Batch(targets), objective, given).loss.backward()
+    exact = plain(hidden, head, hl.Batch(targets), objective).gradients["hidden"]
+    off, own = (hidden.grad - exact).abs(), targets.unsqueeze(1)
+    assert (off.gather(1, own) <= 2e-5 * exact.gather(1, own).abs()).all()
+
+
 @pytest.mark.parametrize("chunk_tokens", [None, 8])
 @pytest.mark.parametrize("upstream", [65536.0, 2**-20])
 def test_a_declared_upstream_gradient_leaves_float16_its_digits(upstream, chunk_tokens):

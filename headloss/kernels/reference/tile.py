@@ -101,9 +101,9 @@ def log_softmax(z: Tensor, normalizer: Normalizer) -> Tensor:
 
 def own_gradient(log_p: Tensor, slope: Tensor | None, c: Coefficients) -> Tensor:
     """dL/dz of columns that have a slope of their own, to the last digit of 1 - p where that and
-    c_prob cancel. log_p is at most 0; coefficients have its dimensions."""
-    prob = torch.zeros_like(log_p) if c.prob is None else c.prob
-    g = torch.addcmul(prob if slope is None else prob + slope, prob, log_p.expm1())
+    c_prob cancel, else of p. log_p is at most 0; coefficients have its dimensions."""
+    prob, own = (torch.zeros_like(log_p) if t is None else t for t in (c.prob, slope))
+    g = torch.where(log_p > SURE, prob + own + prob * log_p.expm1(), own + prob * log_p.exp())
     if c.entropy is not None:
         log_p = log_p.clamp_min(FLOOR)
         g += c.entropy * log_p.exp() * log_p

@@ -142,12 +142,12 @@ def act_two(p, log_p, at, c):
 
 @triton.jit
 def own_gradient(log_p, slope, at, c):
-    """dL/dz of a column that has a slope of its own, to the last digit of 1 - p where that and
-    c_prob cancel."""
+    """dL/dz of a column that has a slope of its own, to the last digit of p, or of 1 - p near 1."""
     log_p = tl.minimum(tl.maximum(log_p, FLOOR), 0.0)
-    g = at[0] * expm1(log_p) + (at[0] + slope)
+    p = tl.exp(log_p)
+    g = tl.where(log_p > SURE, at[0] * expm1(log_p) + (at[0] + slope), at[0] * p + slope)
     if c.entropy is not None:
-        g += at[1] * tl.exp(log_p) * log_p
+        g += at[1] * p * log_p
     if c.uniform is not None:
         g += at[2]
     return g
