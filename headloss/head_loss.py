@@ -174,7 +174,7 @@ def plan(
 
     Args:
         hidden, head, batch, options: as of `head_loss`; tensors may be on the meta device.
-        objective: None asks for the plan of `head_stats`.
+        objective: None asks for the plan of `head_stats` with its default gradients.
 
     Returns:
         A `Plan`: schedule, pieces, bytes, and why.

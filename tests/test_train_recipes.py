@@ -171,8 +171,24 @@ def test_files_that_are_no_recipe(capsys: Any, tmp_path: Path, monkeypatch: Any)
     monkeypatch.chdir(tmp_path)
     Path("list.yaml").write_text("- algorithm\n- task\n")
     assert error_of(capsys, "list.yaml") == "list.yaml: got a list, want key: value"
+    Path("number.yaml").write_text("3")
+    assert error_of(capsys, "number.yaml").startswith("number.yaml: cannot be read: ")
     Path("bytes.yaml").write_bytes(b"\xff\xfe\x00a")
     assert error_of(capsys, "bytes.yaml").startswith("bytes.yaml: cannot be read as UTF-8: ")
+
+
+@pytest.mark.parametrize("key", ["trainer", "task_options", "terms", "lora", "tiny", "seed"])
+def test_a_list_in_place_of_what_a_key_is(capsys: Any, tmp_path: Path, key: str) -> None:
+    path, wanted = tmp_path / "list.yaml", f"{key}: got a list"
+    path.write_text(f"algorithm: sft\n{key}: [a]\n")
+    assert error_of(capsys, str(path)).startswith(wanted)
+    assert error_of(capsys, "sft", f"{key}=[a]").startswith(wanted)
+
+
+def test_a_weight_that_is_a_list(capsys: Any, tmp_path: Path) -> None:
+    path = tmp_path / "weight.yaml"
+    path.write_text("algorithm: sft\ntask: x.jsonl\nterms: {z_loss: [1]}\n")
+    assert error_of(capsys, str(path)) == "terms.z_loss: got [1], want a finite number"
 
 
 @pytest.mark.parametrize(

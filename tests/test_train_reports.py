@@ -123,6 +123,8 @@ def test_page_of_several_runs(two_runs: Path, capsys: Any) -> None:
 
 
 def test_a_comparison_of_nothing(two_runs: Path, tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(train.RecipeError, match="compare: got '.*a', want the folders of two or m"):
+        train.compare(str(two_runs / "a"))
     for given, said in (
         ([two_runs / "a", two_runs / "a"], "compare: got 1 run, want the folders of two or more"),
         ([two_runs / "a", tmp_path], f"compare: {tmp_path} holds no run that can be read"),

@@ -59,6 +59,8 @@ def compare(outputs: Sequence[str | Path], to: str | Path = "compare.html") -> P
     Raises:
         RecipeError: a folder holds no run, or the file cannot be written.
     """
+    if isinstance(outputs, str | Path):
+        raise RecipeError(f"compare: got {str(outputs)!r}, want the folders of two or more runs")
     _module("pages").compare([Path(path) for path in outputs], Path(to))
     return Path(to)
 

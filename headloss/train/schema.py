@@ -109,6 +109,9 @@ def read(name: str, overrides: Iterable[str]) -> Recipe:
         if not OmegaConf.is_dict(given):
             raise RecipeError(f"{name}: got a list, want key: value")
         changes = OmegaConf.from_dotlist(list(overrides))
+        for key in (*given, *changes):
+            if any(OmegaConf.is_list(of._get_node(key)) for of in (given, changes)):
+                raise RecipeError(f"{key}: got a list, which no key of a recipe is")
         if "task" in changes:  # the recipe's own belong to another task
             for key in ("task_options", "prompt"):
                 given.pop(key, None)
@@ -117,8 +120,10 @@ def read(name: str, overrides: Iterable[str]) -> Recipe:
         raise RecipeError(_one_line(error)) from None
     except yaml.YAMLError as error:
         raise RecipeError(f"{name}: is not YAML: {' '.join(str(error).split())}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise RecipeError(f"{name}: cannot be read as UTF-8: {error}") from None
+    except OSError as error:  # OmegaConf's too, of YAML that is one number
+        raise RecipeError(f"{name}: cannot be read: {error}") from None
     assert isinstance(found, Recipe)
     _check(found)
     return found
@@ -176,7 +181,7 @@ def _check(recipe: Recipe) -> None:
     for term, weight in recipe.terms.items():
         if term not in ("z_loss", "entropy"):
             raise RecipeError(f"terms.{term}: want z_loss or entropy")
-        if not math.isfinite(weight):
+        if not isinstance(weight, float) or not math.isfinite(weight):
             raise RecipeError(f"terms.{term}: got {weight}, want a finite number")
     if not re.search(r"{\w+}", recipe.prompt):
         raise RecipeError(f"prompt: got {recipe.prompt!r}, want a text with {{question}} in it")
