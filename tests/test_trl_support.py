@@ -129,6 +129,21 @@ def test_what_was_kept_may_be_an_array() -> None:
         assert torch.equal(padded(given, 2, 2, torch.device("cpu")), kept)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        torch.tensor([[3, 5], [7, 2]]),  # [K] of a completion
+        [[3, 5], [7]],
+        [[[3.5]], [[7]]],
+        [torch.tensor([[3.5]]), None],
+        [3, 5],
+    ],
+)
+def test_ids_that_are_none_are_refused(given: Any) -> None:
+    with pytest.raises(TypeError, match="support_ids: got .*, want (integers|ids)"):
+        padded(given, 2, 2, torch.device("cpu"))
+
+
 def test_what_is_not_known_is_refused() -> None:
     with pytest.raises(ValueError, match="rollout_func: is not supported .* support_ids"):
         make(rollout_func=rollout, sampling_support=True)

@@ -6,12 +6,14 @@ B rows, C completion columns, K ids of a token at most, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
+
+from ...arguments import is_integers
 
 
 class Recorder(LogitsProcessor):
@@ -64,25 +66,40 @@ def padded(kept: Kept, completions: int, columns: int, device: torch.device) -> 
 
     Raises:
         ValueError: not one entry for each completion.
+        TypeError: ids that are no integers, or of another number of dimensions.
     """
     if len(kept) != completions:
         raise ValueError(
             f"support_ids: got {len(kept)} entries, want one for each of {completions} completions"
         )
-    like: Any = {"dtype": torch.int64, "device": "cpu"}
-    rows = [
-        row
-        if isinstance(row, Tensor)
-        else [torch.as_tensor([] if i is None else i, **like) for i in (() if row is None else row)]
-        for row in kept
-    ]
+    rows = [_ids_of(row) for row in kept]
     most = max((len(ids) for row in rows for ids in row), default=0)
-    found = torch.full((completions, columns, max(1, most)), -1, **like)
+    shape = completions, columns, max(1, most)
+    found = torch.full(shape, -1, dtype=torch.int64, device="cpu")
     for place, row in zip(found, rows, strict=True):
         if isinstance(row, Tensor):
-            part = row[:columns].cpu()
+            part = row[:columns]
             place[: len(part), : part.shape[1]] = part
             continue
         for slots, ids in zip(place, row, strict=False):
             slots[: len(ids)] = ids
     return found.to(device)
+
+
+def _ids_of(row: Any) -> Tensor | list[Tensor]:
+    """[C, K] int64 of a completion, or [K] of each of its tokens."""
+    if isinstance(row, Tensor):
+        return _integers(row, 2)
+    if not isinstance(row, Iterable | None):
+        raise TypeError(f"support_ids: got {row!r} for a completion, want ids for each token")
+    return [_integers([] if ids is None else ids, 1) for ids in (() if row is None else row)]
+
+
+def _integers(ids: Any, dimensions: int) -> Tensor:
+    found = torch.as_tensor(ids, device="cpu")
+    if found.dim() != dimensions or (found.numel() and not is_integers(found)):
+        raise TypeError(
+            f"support_ids: got {found.dtype} of shape {tuple(found.shape)}, want integers, [C, K] "
+            "of a completion or [K] of a token"
+        )
+    return found.long()
