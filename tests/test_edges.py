@@ -374,6 +374,19 @@ def test_coefficients_come_near_one_as_they_are_in_float16(upstream, size):
         assert within_budget(leaf.grad, want, want.half())
 
 
+@pytest.mark.parametrize("margin", [8.0, 12.0, 15.0])
+def test_a_frozen_head_keeps_the_digits_of_a_token_near_p_1_in_float16(margin):
+    """Of which dlogp/dz is about 1 - p; under unlikelihood its slope is one over that."""
+    hidden, weight = torch.zeros(2, 16).half(), (torch.eye(16) * 2**-6).half()
+    hidden[0, 3], hidden[0, 5] = 64 * margin, -16
+    head, batch = hl.Head(weight), hl.Batch(torch.tensor([3, 1]))
+    hidden.requires_grad_()
+    hl.head_loss(hidden, head, batch, hl.unlikelihood(), options("frozen")).loss.backward()
+    exact = plain(hidden, head, batch, hl.unlikelihood()).gradients["hidden"]
+    off = (hidden.grad - exact).norm(dim=1)
+    assert (off <= 2e-3 * exact.norm(dim=1)).all()
+
+
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("objective", [hl.z_loss(), hl.entropy(), hl.z_loss() + hl.cross_entropy()])
 def test_an_unlikely_target_keeps_its_digits(objective, backend):

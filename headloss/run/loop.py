@@ -243,13 +243,14 @@ def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]
 def sweep(work: Work, source: RawSoftmax) -> Swept:
     """Act one on all tokens; for a frozen head also act two, with coefficients of 1."""
     pull, found = work.plan.pull, []
-    kept: list[Any] = []
-    sums: Any = None
+    kept, sums = list[Any](), NOT_YET
     for block in work.plan.blocks:
         measured, held = measure(work, source, block.rows, keep=pull in ("unit", "held"))
         if pull == "unit":
             sums = sums or work.sums(source, work.into, work.plan)
             one = work.unit[block.rows]
+            if work.prepared.problem.rescaled:  # near p(y) = 1 dlogp/dz is small
+                one /= (-measured.stats.logp.expm1()).clamp_min(2**-24).log2().floor().exp2()
             unit = Gradient(Coefficients(target=one, prob=-one), {}, one)
             sums.add(source.pull(block.rows, ALL, Known(measured, unit, held)))
         elif pull == "held":

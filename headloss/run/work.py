@@ -88,8 +88,7 @@ class Work:
 
     @cached_property
     def unit(self) -> Tensor:
-        """[T] coefficients of dlogp under a frozen head: about 1 / slope, so that nothing overflows
-        before it is scaled by the token's own."""
+        """[T] coefficients of a frozen head's dlogp, about 1 / slope until a token's own come."""
         one = torch.ones_like(self.packing.targets, dtype=self.prepared.wide)
         if not self.prepared.problem.rescaled:
             return one
