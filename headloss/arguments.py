@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable
 from numbers import Real
 from typing import Any
@@ -52,7 +52,7 @@ def check_number(
     finite or not accepted."""
     if isinstance(value, bool) or not isinstance(value, of):
         raise TypeError(f"{name}: got {value!r}, want {kind}")
-    if not (-math.inf < value < math.inf and accept(float(value))):
+    if not (abs(value) <= sys.float_info.max and accept(float(value))):
         raise ValueError(f"{name}: got {value!r}, want {want}")
 
 

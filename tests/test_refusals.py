@@ -210,6 +210,14 @@ def test_a_temperature_at_an_unscored_position_may_be_anything(bad: float) -> No
 # ---------------------------------------------------------------------- objectives and totals
 
 
+@pytest.mark.parametrize("value", [10**400, math.nan, math.inf])
+def test_numbers_that_no_float_holds(value):
+    with pytest.raises(ValueError, match=r"^grpo: epsilon_low: got .*, want >= 0$"):
+        hl.grpo(epsilon_low=value)
+    with pytest.raises(ValueError, match=r"^gradient_tolerance: got .*, want a finite number >= 0"):
+        hl.Options(gradient_tolerance=value)
+
+
 @pytest.mark.parametrize("factor", [math.nan, math.inf, -math.inf])
 def test_a_coefficient_that_is_no_number(factor: float) -> None:
     for make in (

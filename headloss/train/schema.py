@@ -109,9 +109,10 @@ def read(name: str, overrides: Iterable[str]) -> Recipe:
         if not OmegaConf.is_dict(given):
             raise RecipeError(f"{name}: got a list, want key: value")
         changes = OmegaConf.from_dotlist(list(overrides))
-        for key in (*given, *changes):
-            if any(OmegaConf.is_list(of._get_node(key)) for of in (given, changes)):
-                raise RecipeError(f"{key}: got a list, which no key of a recipe is")
+        for part in (given, changes):
+            for key, value in OmegaConf.to_container(part).items():  # type: ignore[union-attr]
+                if isinstance(value, list):
+                    raise RecipeError(f"{key}: got a list, which no key of a recipe is")
         if "task" in changes:  # the recipe's own belong to another task
             for key in ("task_options", "prompt"):
                 given.pop(key, None)
