@@ -74,8 +74,7 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
         raise ValueError(f"term {term.name}: reads a teacher's divergences, not plain statistics")
     batch, asked = _batch(term, fields)
     stats = _statistics(batch)
-    whole = _evaluate(term, stats, batch)
-    _check_purity(term, stats, batch, whole)
+    whole = _pure(term, stats, batch)
     _check_gradient(term, asked, stats, batch)
     cuts = _cuts(term, batch)
     for cut, pieces in cuts.items():
@@ -117,8 +116,8 @@ def _batch(term: Term, given: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
         batch = Batch(targets, segments, **fields)  # type: ignore[arg-type]
         packed = pack(batch, VOCABULARY, torch.float64).batch
         try:
-            kinds = packed.kinds(), torch.float64, targets.device
-            return packed, reads(term._objective(), *kinds, observe=False)[term.name]
+            sample = packed.kinds(), torch.float64, targets.device
+            return packed, reads(term._objective(), *sample, observe=False)[term.name]
         except ValueError as error:
             text = str(error)
             if "batch.candidate_ids" in text and "candidate_ids" not in fields:
@@ -134,10 +133,9 @@ def _batch(term: Term, given: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
 
 def _statistics(batch: PackedBatch) -> Statistics:
     """Of each token others, of the size that a sample's have."""
-    generator = torch.Generator().manual_seed(1)
     kinds, device = batch.kinds(), batch.targets.device
     stats = sample_statistics(torch.float64, device, kinds, [], len(batch))
-    shares = {"generator": generator, "device": device}
+    shares = {"generator": torch.Generator().manual_seed(1), "device": device}
     stats = stats.map(lambda t: t.detach() * (1 - torch.rand(t.shape, **shares) / 2))
     return replace(stats, top1=(stats.top1 > 0.75).double())
 
@@ -179,17 +177,19 @@ def _permute(term: Term, batch: PackedBatch) -> Piece:
     return slice(None) if index is None else index, found.batch
 
 
-def _check_purity(term: Term, stats: Statistics, batch: PackedBatch, whole: Tensor) -> None:
+def _pure(term: Term, stats: Statistics, batch: PackedBatch) -> Tensor:
+    """The term's value, which two evaluations agree on."""
     given: dict[Any, Tensor] = {n: getattr(batch, n) for n in batch.kinds()} | _all(stats)
     before = {name: value.clone() for name, value in given.items()}
-    again = _evaluate(term, stats, batch)
+    whole, again = (_evaluate(term, stats, batch) for _ in range(2))
     for name, value in given.items():
-        if not torch.equal(value.nan_to_num(), before[name].nan_to_num()):
+        if not torch.isclose(value, before[name], 0, 0, equal_nan=True).all():
             raise ValueError(f"term {term.name}: changes {name} in place; it must be pure")
     if whole.isnan().any():
         raise ValueError(f"term {term.name}: is NaN at some of its values, want numbers")
     if not torch.equal(again, whole):
         raise ValueError(f"term {term.name}: gives two values for one input; it must be pure")
+    return whole
 
 
 def _check_gradient(term: Term, asked: Reads, stats: Statistics, batch: PackedBatch) -> None:

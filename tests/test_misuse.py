@@ -439,3 +439,5 @@ def test_the_clipped_share_of_advantages_per_token() -> None:
     ]
     torch.testing.assert_close(found[0], found[1])
     assert 0 < found[0][1][0] < 1
+    none = loss(x[:0], w, ids[:0], mask[:0], advantages[:0], old_per_token_logps=old[:0])
+    assert none[0] == 0 and none[1][0] == 0

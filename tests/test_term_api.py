@@ -667,7 +667,18 @@ def test_fields_of_check_term_are_tensors():
         hl.check_term(hl.grpo(), old_logps=hl.CURRENT)
 
 
+SAMPLED = torch.where(torch.arange(28) % 3 == 0, torch.nan, -torch.rand(28))
+
+
+def test_a_term_may_not_fill_in_nan():
+    @hl.term
+    def fills(stats, batch):
+        return stats.logp * batch.sampling_logps.nan_to_num_(0.0)
+
+    with pytest.raises(ValueError, match="fills: changes sampling_logps in place"):
+        hl.check_term(fills, sampling_logps=SAMPLED)
+
+
 def test_a_field_may_be_nan_where_the_term_says_so():
-    sampled = torch.where(torch.arange(28) % 3 == 0, torch.nan, -torch.rand(28))
     term = hl.reinforce().corrected("token_truncate", max=2.0, live=True)
-    assert "sampling_logps" in hl.check_term(term, sampling_logps=sampled).fields
+    assert "sampling_logps" in hl.check_term(term, sampling_logps=SAMPLED).fields

@@ -192,8 +192,8 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
 
 def _once(p: Problem, pull: Pull, chunks: int, tile: Tile) -> bool:
     """Whether one product is the whole weight gradient, so that no wider sum is needed."""
-    wide = p.rescaled and (p.spread or p.support or pull == "slabs")  # no scaled features
-    if p.main_grad or p.given or 0 < p.restricted < p.tokens or wide:
+    unscaled = p.rescaled and (p.spread or p.support or pull == "slabs")  # features, in float16
+    if p.main_grad or p.given or 0 < p.restricted < p.tokens or unscaled:
         return False
     return chunks <= 1 if pull in ("now", "held", "blocks") else p.tokens <= tile.rows
 

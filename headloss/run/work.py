@@ -88,7 +88,7 @@ class Work:
 
     @cached_property
     def unit(self) -> Tensor:
-        """[T] coefficients of a frozen head's dlogp, about 1 / slope until a token's own come."""
+        """[T] coefficients of a frozen head's dlogp: about 1 / slope; `sweep` divides by 1 - p."""
         one = torch.ones_like(self.packing.targets, dtype=self.prepared.wide)
         if not self.prepared.problem.rescaled:
             return one

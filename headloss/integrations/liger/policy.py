@@ -159,7 +159,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             gap = (batch.fields.get("ref_logps", out.logps) - out.logps).where(scored, 0)  # type: ignore[operator]
             kl = gap.exp() - gap - 1
             found.append((kl * ratio if self.use_bias_correction_kl else kl).sum() / tokens)
-        sign = batch.fields["advantages"].view(len(scored), -1)  # type: ignore[union-attr]
+        sign: Any = batch.fields["advantages"]
+        sign = sign[:, None] if sign.dim() == 1 else sign
         low, high = ratio < 1 - self.epsilon_low, ratio > 1 + self.epsilon_high
         if self.loss_type == "cispo":
             low, high = torch.zeros_like(low), ratio > self.epsilon_high
