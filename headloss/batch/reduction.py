@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from ..arguments import IGNORE, check_number, not_negative, positive
 from ..ranks.collectives import device_of, summed
 from .segments import count_in
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 Number = float | Tensor
 
@@ -100,7 +97,8 @@ class Totals:
         return self if other == 0 else NotImplemented
 
     def all_reduce(
-        self, group: ProcessGroup | None = None, gradients: Literal["mean", "sum"] = "mean"
+        self, group: distributed.ProcessGroup | None = None,
+        gradients: Literal["mean", "sum"] = "mean"
     ) -> Totals:
         """Add the totals of all data-parallel ranks of `group` (the default group if None).
 
@@ -108,8 +106,6 @@ class Totals:
         into the weights, so that the averaged gradient is the exact one. "sum" is for callers that
         add.
         """
-        from torch import distributed
-
         if gradients not in ("mean", "sum"):
             raise ValueError(f'gradients: got {gradients!r}, want "mean" or "sum"')
         names = sorted(self.kept)

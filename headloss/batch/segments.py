@@ -9,16 +9,13 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from ..arguments import is_integers
 from ..ranks.collectives import summed
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class Chunk(NamedTuple):
@@ -51,7 +48,7 @@ class Segments:
     """
 
     def __init__(
-        self, ids: Tensor | None, count: int, group: ProcessGroup | None = None, *,
+        self, ids: Tensor | None, count: int, group: distributed.ProcessGroup | None = None, *,
         counts: Tensor | Callable[[], Tensor] | None = None, made: bool = False,
         like: Tensor | None = None
     ) -> None:
@@ -114,7 +111,7 @@ class Segments:
 
     @classmethod
     def from_ids(
-        cls, ids: Tensor, count: int | None = None, group: ProcessGroup | None = None
+        cls, ids: Tensor, count: int | None = None, group: distributed.ProcessGroup | None = None
     ) -> Segments:
         """Segments by the id of each token, in any order; `count` defaults to the largest id + 1.
 

@@ -240,8 +240,7 @@ class Packed:
             ends = counts.cumsum(0)
             shift = (self.offsets[index] - (ends - counts)).repeat_interleave(counts)
             places = torch.arange(len(shift), device=shift.device) + shift
-            offsets = torch.cat([ends.new_zeros(1), ends])
-            found = Packed(self.ids[places], offsets=offsets)
+            found = Packed(self.ids[places], offsets=torch.cat([ends.new_zeros(1), ends]))
         if self.free is not None:
             found.free = self.free[index.cpu()]
         return found

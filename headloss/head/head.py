@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, distributed
 
 from ..arguments import check_dense, check_device
 from .adapters import read_model, read_module
 from .parts import Dropout, Fixed, Lora, check_matrix, check_number, check_plain, describe
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +61,7 @@ class Head:
     logit_scale: float = 1.0
     vocab_size: int | None = None
     _: KW_ONLY
-    vocab_group: ProcessGroup | None = None
+    vocab_group: distributed.ProcessGroup | None = None
     vocab_mesh_dim: str | None = None
     lora: tuple[Lora, ...] = ()
 

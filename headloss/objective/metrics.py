@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from ..ranks.collectives import together
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class _Joined:
@@ -25,8 +21,7 @@ class _Joined:
 
     def merge(self, other: Self) -> Self:
         names = [f.name for f in fields(self)]  # type: ignore[arg-type]
-        join = type(self).join
-        return type(self)(*(join(getattr(self, n), getattr(other, n)) for n in names))
+        return type(self)(*(type(self).join(getattr(self, n), getattr(other, n)) for n in names))
 
     @property
     def value(self) -> Tensor:
@@ -99,13 +94,11 @@ class Metrics(dict[str, Measurement]):
             joined[name] = self[name].merge(other[name])  # type: ignore[arg-type]
         return joined
 
-    def all_reduce(self, group: ProcessGroup | None = None) -> Metrics:
+    def all_reduce(self, group: distributed.ProcessGroup | None = None) -> Metrics:
         """Join over the ranks of `group` (the default group if None), in two collectives.
 
         Every rank must hold the same names; `Min` travels as a negated `Max`.
         """
-        from torch import distributed
-
         joined = Metrics({name: self[name] for name in sorted(self)})
         for extremes, operation in (
             (False, distributed.ReduceOp.SUM),
@@ -116,8 +109,7 @@ class Metrics(dict[str, Measurement]):
                 continue
             values = [v.double() * m.sign for m in chosen.values() for v in vars(m).values()]
             packed = torch.stack(values)
-            add = functools.partial(distributed.all_reduce, packed, operation, group)
-            together("Metrics.all_reduce", group, add)
+            together("Metrics.all_reduce", group, distributed.all_reduce, packed, operation, group)
             found = iter(packed.unbind())
             for name, m in chosen.items():
                 joined[name] = type(m)(*(next(found) * m.sign for _ in vars(m)))

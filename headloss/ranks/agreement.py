@@ -21,16 +21,13 @@ import functools
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, distributed
 
 from ..reading import Misguessed, Reading
 from .collectives import device_of, gather, together
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 R = TypeVar("R")
 WORDS = 128  # of a record: an error's mark, a checksum of facts, one of tensors, and own facts
@@ -42,16 +39,11 @@ Own = dict[str, list[int]]  # of each rank
 
 
 class Facts(NamedTuple):
-    """What a rank says of its call.
+    """What a rank says of its call."""
 
-    Attributes:
-        same: numbers, flags and names that must be equal on all ranks, and lists of tensors that
-            must hold the same bits.
-        own: numbers, or tensors in a list, that may differ; every rank gets those of all, or
-            their checksums.
-    """
-
+    # Numbers, flags and names that must be equal on all ranks; lists of tensors, of the same bits.
     same: Mapping[str, Any]
+    # Numbers, or lists of tensors, that may differ; every rank gets those of all, or checksums.
     own: Mapping[str, Any]
 
     @property
@@ -94,9 +86,9 @@ class Agreement:
     expected: Any  # what the call goes by, before it is read
 
     def __init__(
-        self, name: str, group: ProcessGroup, act: Callable[[], Any],
-        describe: Callable[..., Facts], quiet: bool = False, behind: ProcessGroup | None = None,
-        digest: Callable[[Own], Any] | None = None
+        self, name: str, group: distributed.ProcessGroup, act: Callable[[], Any],
+        describe: Callable[..., Facts], quiet: bool = False,
+        behind: distributed.ProcessGroup | None = None, digest: Callable[[Own], Any] | None = None
     ) -> None:
         self.name, self.group, self.quiet, self.digest = name, group, quiet, digest
         self.error: Exception | None = None
@@ -158,8 +150,8 @@ class Agreement:
         numbers |= {name: _number(value) for name, value in self.facts.same.items()}
         mine = (None if self.error is None else (kind, str(self.error)), numbers)
         every: list[Any] = [None] * distributed.get_world_size(self.group)
-        exchange = distributed.all_gather_object
-        together("an exchange of errors", self.group, lambda: exchange(every, mine, self.group))
+        given = every, mine, self.group
+        together("an exchange of errors", self.group, distributed.all_gather_object, *given)
         if self.error is not None:
             return self.error
         for rank, (error, _) in enumerate(every):
@@ -182,7 +174,7 @@ _KNOWN: weakref.WeakKeyDictionary[Any, dict[tuple, Any]] = weakref.WeakKeyDictio
 _CALLS: dict[Any, Agreement | None] = {}
 
 
-def in_step(group: ProcessGroup | None, batch: Any, call: Callable[[], R]) -> R:
+def in_step(group: distributed.ProcessGroup | None, batch: Any, call: Callable[[], R]) -> R:
     """A call that may begin before it has read its batch, or what the other ranks of its groups
     say (the vocabulary's, and that of the batch's segments); made again where it went by something
     else. What ranks raise together comes first.
@@ -212,7 +204,7 @@ def in_step(group: ProcessGroup | None, batch: Any, call: Callable[[], R]) -> R:
             _CALLS.pop(one, None)
 
 
-def _is_right(groups: Sequence[ProcessGroup]) -> bool:
+def _is_right(groups: Sequence[distributed.ProcessGroup]) -> bool:
     """Whether the other ranks said what a call went by; if not, it will go by what they said, or
     wait for them."""
     right, last = True, _CALLS.get(groups[-1]) if groups else None
@@ -229,9 +221,9 @@ def _is_right(groups: Sequence[ProcessGroup]) -> bool:
 
 
 def agree_early(
-    name: str, group: ProcessGroup, act: Callable[[], R],
+    name: str, group: distributed.ProcessGroup, act: Callable[[], R],
     own: Callable[[R], Mapping[str, Any]], same: Callable[[R], Mapping[str, Any]],
-    wait: bool = False, quiet: bool = False, behind: ProcessGroup | None = None,
+    wait: bool = False, quiet: bool = False, behind: distributed.ProcessGroup | None = None,
     digest: Callable[[Own], Any] | None = None
 ) -> tuple[R, Any]:
     """Run `act` on every rank of a group; its result, and the `own` facts of each rank: inside
@@ -247,7 +239,11 @@ def agree_early(
             of the group.
         RuntimeError: a capture without a call of this kind before it.
     """
-    check_member(name, group)
+    if not isinstance(group, PROCESS_GROUP) or distributed.get_rank(group) < 0:
+        raise ValueError(
+            f"{name}: got {group!r}, want a process group that this rank is in (new_group returns "
+            "a placeholder to the ranks that it leaves out)"
+        )
     found, known = _CALLS.get(group), _KNOWN.setdefault(group, {})
     if found is not None:  # the call is made again
         return act(), found.expected
@@ -278,7 +274,7 @@ def agree_early(
     return found.result, found.expected
 
 
-def settle(group: ProcessGroup | None) -> None:
+def settle(group: distributed.ProcessGroup | None) -> None:
     """Read what the ranks of a call said, before its next collective."""
     found = _CALLS.get(group)
     if found is None or found.said is found.expected:
@@ -301,15 +297,6 @@ def _mixed(own: Tensor) -> Tensor:
 @functools.lru_cache(KNOWN)
 def _factors(ranks: int, numbers: int, device: torch.device) -> Tensor:
     return torch.arange(1, ranks * numbers + 1, device=device).mul_(MIX).view(ranks, numbers)
-
-
-def check_member(name: str, group: Any) -> None:
-    """ValueError for a process group that this rank is not in."""
-    if not isinstance(group, PROCESS_GROUP) or distributed.get_rank(group) < 0:
-        raise ValueError(
-            f"{name}: got {group!r}, want a process group that this rank is in (new_group returns "
-            "a placeholder to the ranks that it leaves out)"
-        )
 
 
 def checksums(*groups: Sequence[Tensor]) -> list[Tensor]:

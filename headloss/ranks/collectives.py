@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
 
 from ..reading import Misguessed
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 R = TypeVar("R")
 UNUSABLE = "the group cannot be used any more: end the processes of all ranks and start them again"
@@ -28,14 +25,18 @@ class RankError(RuntimeError):
     """A collective that not all ranks took part in."""
 
 
-def together(what: str, group: ProcessGroup | None, run: Callable[[], R]) -> R:
-    """The result of `run`, which is a collective or waits for one; None: of the default group.
+def together(
+    what: str, group: distributed.ProcessGroup | None, run: Callable[..., R], /, *given: Any,
+    **options: Any
+) -> R:
+    """What `run`, which is a collective or waits for one, makes of the other arguments; None: of
+    the default group.
 
     Raises:
         RankError: the backend gave it up.
     """
     try:
-        return run()
+        return run(*given, **options)
     except RuntimeError as error:
         if not distributed.is_initialized():
             raise
@@ -47,20 +48,20 @@ def together(what: str, group: ProcessGroup | None, run: Callable[[], R]) -> R:
         ) from error
 
 
-def device_of(group: ProcessGroup | None) -> torch.device:
+def device_of(group: distributed.ProcessGroup | None) -> torch.device:
     """Where a group can send from."""
     if "nccl" in str(distributed.get_backend_config(group)):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-def summed(what: str, values: Tensor, group: ProcessGroup | None) -> Tensor:
+def summed(what: str, values: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
     """The sum over the ranks, in the tensor's own memory."""
-    together(what, group, lambda: distributed.all_reduce(values, group=group))
+    together(what, group, distributed.all_reduce, values, group=group)
     return values
 
 
-def gather(values: Tensor, group: ProcessGroup) -> Tensor:
+def gather(values: Tensor, group: distributed.ProcessGroup) -> Tensor:
     """[W, ..] of every rank's [..], in rank order."""
     found = values.new_empty(distributed.get_world_size(group), *values.shape)
     flat = values.contiguous().view(-1)  # gloo wants the output as one long tensor
@@ -68,11 +69,11 @@ def gather(values: Tensor, group: ProcessGroup) -> Tensor:
     names = ("all_gather_single", "all_gather_into_tensor")
     run = next(getattr(distributed, n) for n in names if hasattr(distributed, n))
     what = "an exchange with the ranks of a group"
-    together(what, group, lambda: run(found.view(-1), flat, group=group))
+    together(what, group, run, found.view(-1), flat, group=group)
     return found
 
 
-def inside(device: str, *groups: ProcessGroup | None) -> AbstractContextManager:
+def inside(device: str, *groups: distributed.ProcessGroup | None) -> AbstractContextManager:
     """The surroundings of a call's own arithmetic: no autocast, and `attended`. Nothing is entered
     where there is nothing to do: each context costs a host ten microseconds."""
     autocast = torch.is_autocast_enabled(device)

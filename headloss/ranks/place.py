@@ -25,8 +25,6 @@ from .spread import Spread
 from .vocabulary import WHOLE, Shard, Whole
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from ..batch.batch import Batch
     from ..batch.packing import Packing
     from ..kernels.transform import Transform
@@ -99,14 +97,14 @@ class Place(NamedTuple):
     """What a rank knows about the whole vocabulary and the other ranks' slices."""
 
     vocabulary: int  # V
-    group: ProcessGroup | None = None
+    group: distributed.ProcessGroup | None = None
     sizes: tuple[int, ...] = ()  # scored rows of each rank; empty: no group
     tokens: tuple[int, ...] = ()  # rows of hidden states of each rank, where they are spread
     weight_gradient: bool | None = None  # whether any rank wants one
     memory: int | None = None  # bytes of the smallest GPU; None: no group
 
     @classmethod
-    def of(cls, group: ProcessGroup, own: Own, vocab_size: int | None = None) -> Place:
+    def of(cls, group: distributed.ProcessGroup, own: Own, vocab_size: int | None = None) -> Place:
         """From what each rank says of its `own_facts`; ValueError where they do not fit."""
         rows, vocabulary = own["rows"], sum(own["rows"])
         if vocab_size is not None:
@@ -312,9 +310,8 @@ def own_of_linear(
     """`own_facts` of a call on hidden states, whose number matters where they are spread."""
     tokens = hidden.shape[:-1].numel() if options.sequence_parallel else 0
     trained = any(t.requires_grad for name, t in head._tensors() if not name.endswith(".a"))
-    enabled = torch.is_grad_enabled()
-    rows, trained = head.weight.shape[0], enabled and trained
-    return own_facts(rows, batch, memory, tokens, trained, options.static)
+    wanted = trained and torch.is_grad_enabled()
+    return own_facts(head.weight.shape[0], batch, memory, tokens, wanted, options.static)
 
 
 def of_linear(
@@ -333,10 +330,9 @@ def of_given(
     inplace: bool
 ) -> dict[str, Any]:
     """Facts about a call on given logits."""
-    contiguous = logits.stride(-1) == 1 or logits.shape[-1] <= 1
     return {
         "dtype": f"{logits.dtype} {inplace}",
-        "logits, contiguous along the vocabulary": contiguous,
+        "logits, contiguous along the vocabulary": logits.stride(-1) == 1 or logits.shape[-1] <= 1,
         "logits.requires_grad": logits.requires_grad and torch.is_grad_enabled(),
         **_of_transform(transform.scale, transform.softcap, transform.temperature),
         **of_batch(batch),

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from ..batch.batch import Batch
 from ..batch.packing import PackedBatch, Packing
@@ -22,33 +22,24 @@ from .agreement import WORDS, Own, agree_early, settle
 from .collectives import summed
 from .place import Place, of_objective
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 FIELDS = (WORDS - 3) // 2  # two words of a record each
 
 
 class Joined(NamedTuple):
-    """A call that its ranks agree on.
+    """A call that its ranks agree on."""
 
-    Attributes:
-        prepared: what its signature decides.
-        confirm: of a packing that was guessed, see `packing.guessed`.
-        per_segment: fields with one value per segment.
-    """
-
-    prepared: Any
+    prepared: Any  # what its signature decides
     objective: Objective
     place: Place
     packing: Packing
     plan: Plan
-    confirm: Callable[[], object]
-    per_segment: frozenset[str]
+    confirm: Callable[[], object]  # of a packing that was guessed, see `packing.guessed`
+    per_segment: frozenset[str]  # fields with one value per segment
 
 
 def over_segments(
     batch: Batch, options: Options, prepare: Callable[[], Joined],
-    behind: ProcessGroup | None = None, wait: bool = False
+    behind: distributed.ProcessGroup | None = None, wait: bool = False
 ) -> Joined:
     """Prepare a call; where segments run across ranks, what is wrong on one is raised on all.
 
@@ -108,7 +99,7 @@ def _agreed(batch: Batch, own: Own) -> frozenset[str]:
 
 
 def voted(
-    packing: Packing, batch: Batch, wide: torch.dtype, group: ProcessGroup
+    packing: Packing, batch: Batch, wide: torch.dtype, group: distributed.ProcessGroup
 ) -> PackedBatch:
     """The batch as terms see it with static shapes, where nothing may be read: a field that may
     mean either takes its form on the device."""

@@ -6,9 +6,8 @@ chunk is gathered when it is read, and its gradients go back to the ranks that o
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -16,14 +15,11 @@ from torch import Tensor, distributed
 from ..softmax.rows import Rows
 from .collectives import together
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 class Pending(NamedTuple):
     """A sum over the group that is under way."""
 
-    group: ProcessGroup
+    group: distributed.ProcessGroup
     work: Any
     buffer: Tensor
     rows: slice  # where it goes
@@ -47,7 +43,8 @@ class Spread:
     """
 
     def __init__(
-        self, group: ProcessGroup, index: Tensor | None, sizes: Sequence[int], device: torch.device
+        self, group: distributed.ProcessGroup, index: Tensor | None, sizes: Sequence[int],
+        device: torch.device
     ) -> None:
         self.group, self.world = group, len(sizes)
         rank = distributed.get_rank(group)
@@ -102,8 +99,8 @@ class Spread:
         return Pending(self.group, work, found, own, self.world, sent)
 
     def _exchange(self, what: str, *given: Any, **options: Any) -> Any:
-        run = functools.partial(distributed.all_to_all_single, *given, group=self.group, **options)
-        return together(what, self.group, run)
+        options["group"] = self.group
+        return together(what, self.group, distributed.all_to_all_single, *given, **options)
 
 
 class SpreadRows:

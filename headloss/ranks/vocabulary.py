@@ -29,8 +29,6 @@ from .collectives import gather, summed, together
 from .spread import Pending, Spread, SpreadRows
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from ..head.head import Head
 
 
@@ -40,7 +38,7 @@ GIVE_WAY = 20_000  # clocks, about 11 microseconds, in which a collective gets i
 class Whole:
     """The whole vocabulary on this rank."""
 
-    group: ProcessGroup | None = None
+    group: distributed.ProcessGroup | None = None
     first = 0  # column of the whole vocabulary at which this rank's slice starts
     size: int | None = None  # columns of this rank's slice, None: all
     is_spread = False  # whether hidden states of the packed tokens are on several ranks
@@ -92,11 +90,11 @@ class Shard(Whole):
     """
 
     def __init__(
-        self, group: ProcessGroup, sizes: Sequence[int], spread: Spread | None = None,
+        self, group: distributed.ProcessGroup, sizes: Sequence[int], spread: Spread | None = None,
         tokens: Sequence[int] = (), confirm: Callable[[], object] = bool
     ) -> None:
         rank = distributed.get_rank(group)
-        self.group: ProcessGroup = group
+        self.group: distributed.ProcessGroup = group
         self.spread, self.is_spread = spread, spread is not None
         self.tokens, self._confirm = tokens, confirm
         self.first, self.size = sum(sizes[:rank]), sizes[rank]
@@ -109,8 +107,7 @@ class Shard(Whole):
 
     def merge(self, partials: Partials) -> Partials:
         """One packed all-gather; the same operations in rank order give all ranks the same bits."""
-        named = partials.tensors()
-        slices = zip(named, self._gathered(partials).unbind(1), strict=True)
+        slices = zip(partials.tensors(), self._gathered(partials).unbind(1), strict=True)
         return merge_all(Partials(**dict(slices)))
 
     def measured(
@@ -149,11 +146,8 @@ class Shard(Whole):
         if self.spread is not None:
             found = self.spread.start_sum(dense, rows)
         else:
-            work = together(
-                "a sum of hidden gradients",
-                self.group,
-                lambda: distributed.all_reduce(dense, group=self.group, async_op=True),
-            )
+            what, options = "a sum of hidden gradients", {"group": self.group, "async_op": True}
+            work = together(what, self.group, distributed.all_reduce, dense, **options)
             found = Pending(self.group, work, dense, rows)
         if dense.is_cuda:
             # A product that followed at once would take every multiprocessor until it ends.
@@ -207,11 +201,8 @@ class Shard(Whole):
         """The first rank's mask, on all ranks."""
         self._settle()  # before a random number is drawn
         kept = dropout(hidden.new_ones(hidden.shape), p) != 0
-        together(
-            "an adapter's dropout",
-            self.group,
-            lambda: distributed.broadcast(kept, group=self.group, group_src=0),
-        )
+        what, options = "an adapter's dropout", {"group": self.group, "group_src": 0}
+        together(what, self.group, distributed.broadcast, kept, **options)
         return hidden * kept / (1 - p)
 
 
