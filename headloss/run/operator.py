@@ -28,7 +28,7 @@ from ..head.head import Head, Lora, autocast_dtype
 from ..kernels.interface import Measured
 from ..objective.elsewhere import CANDIDATE, READ, loss_elsewhere
 from ..objective.statistics import Normalizer, Statistics
-from ..options import Options
+from ..options import DEFAULT, Options
 from ..softmax.linear import RawSoftmax
 from .calls import linear_call
 from .checks import check_targets
@@ -89,12 +89,10 @@ def _spelt(names: list[str], options: Options, tail: bool) -> str:
         raise ValueError(
             f'schedule: got "{options.schedule}", but a compiled graph is served by recompute'
         )
-    default = Options()
     for name in REFUSED:
-        if getattr(options, name) is not getattr(default, name):
+        if getattr(options, name) is not getattr(DEFAULT, name):
             raise ValueError(f"{name}: got {getattr(options, name)}, which no compiled graph takes")
-    values = [getattr(options, name) for name in SPELT]
-    return f"{names}, {tail}, {values}"
+    return f"{names}, {tail}, {[getattr(options, name) for name in SPELT]}"
 
 
 def _named(tensors: Sequence[Tensor], spelt: str) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -148,8 +146,7 @@ def _open(
     index = work.packing.index
     packed = adapted if index is None else [f[index] for f in adapted]
     pairs = [t for pair in zip(packed, rows, strict=True) for t in pair]
-    opened = [None if t is None else t.detach() for t in (x, own, *pairs, bias)]
-    return work, work.open(opened)
+    return work, work.open([None if t is None else t.detach() for t in (x, own, *pairs, bias)])
 
 
 @torch.library.custom_op("headloss::head_stats", mutates_args=())
@@ -197,8 +194,7 @@ def _head_stats_backward(
     found = pull_slopes(work, source, swept, upstream)
     for i, value in enumerate(found[:-1:2]):
         if value is not None and packing.index is not None:
-            full = torch.zeros_like(tensors[2 * i])
-            found[2 * i] = full.index_copy_(0, packing.index, value)
+            found[2 * i] = torch.zeros_like(tensors[2 * i]).index_copy_(0, packing.index, value)
     return [g for g, want in zip(found, wanted, strict=False) if want and g is not None]
 
 

@@ -59,8 +59,7 @@ def _scale(work: Work, swept: Swept, gradient: Gradient, factor: Tensor | None) 
             values, pairs = part.beside_logp(swept.whole, slopes, targets, work.vocabulary)
             if factor is not None:
                 values = values * factor.to(values.dtype)
-            weight = source.weights[i]
-            source.acts.support_sums(values, weight, pairs, total, add=True)
+            source.acts.support_sums(values, source.weights[i], pairs, total, add=True)
     return sums.finish(None)
 
 

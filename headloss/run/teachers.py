@@ -79,8 +79,7 @@ def _of_hidden(work: Work, teacher: Teacher, size: int) -> tuple[LinearSoftmax, 
     """Logits from a teacher's hidden states and its head."""
     given: Any = teacher.head
     batch, slices, head = work.batch, work.slices, local_head(given)
-    width = head.weight.shape[1]
-    states = wide_field("teacher_hidden", batch, width, "the teacher head's width")
+    states = wide_field("teacher_hidden", batch, head.weight.shape[1], "the teacher head's width")
     if head.vocab_group is None and head.vocabulary != work.vocabulary:
         raise ValueError(
             f"teacher_head: got a vocabulary of {head.vocabulary}, want the student's "
