@@ -128,8 +128,7 @@ def _draw(problem: Problem, options: Options, backend: str, title: str, path: Pa
     except ModuleNotFoundError as error:
         raise ValueError(f"--plot needs {error.name}: pip install 'headloss[plot]'") from None
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
-    known = FigureCanvasAgg(figure).get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in known:
+    if path.suffix.removeprefix(".") not in FigureCanvasAgg(figure).get_supported_filetypes():
         raise ValueError(f"--plot: got {str(path)!r}, want a file ending in .png, .svg or .pdf")
     axes = figure.add_subplot()
     last = max(17, (4 * problem.tokens - 1).bit_length())  # four times as many, or 2 ** 17

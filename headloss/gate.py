@@ -72,8 +72,7 @@ def judge(
     for name, value in found.items():
         yardstick = wide[name] if name in values else same[name]
         budget = 3 * error(yardstick, oracle[name]) + 1e-6
-        measured = error(value, oracle[name])
-        compared.append(Comparison(quantity=name, error=measured, budget=budget))
+        compared.append(Comparison(quantity=name, error=error(value, oracle[name]), budget=budget))
     return compared
 
 
@@ -225,8 +224,7 @@ def memory(device: torch.device | str = "cpu") -> Iterator[Footprint]:
     hidden.requires_grad_()
     weight.requires_grad_()
     segments = Segments.from_lengths(torch.full((8,), tokens // 8, device=device))
-    logps = torch.full((tokens,), -1.0, device=device)
-    batch = random_batch(targets, segments, logps)
+    batch = random_batch(targets, segments, torch.full((tokens,), -1.0, device=device))
     sizes = f"T={tokens} H={width} V={vocabulary} {name_of(dtype)}"
     # An eighth of the logits: a default budget would hold all of so small a batch.
     budget = tokens * vocabulary * 4 // 8

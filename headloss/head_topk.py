@@ -19,10 +19,9 @@ from .ranks.vocabulary import Whole
 from .run.checks import check_eager, check_options, check_temperatures
 from .run.plan import Problem, make_plan
 from .run.work import steps
+from .softmax.beside import NOTHING
 from .softmax.linear import LinearSoftmax, Tokens
 from .softmax.products import sum_dtype
-
-NOTHING: frozenset[str] = frozenset()
 
 
 class HeadTopk(NamedTuple):
@@ -85,9 +84,8 @@ def _topk(
         temperature = temperature.reshape(-1).to(sum_dtype(x.dtype))
     transform = Transform(scale=head.logit_scale, softcap=head.softcap, temperature=temperature)
     nowhere = hidden.new_full((len(x),), -1, dtype=torch.int64)
-    tensors = [*(tensor for pair in factors for tensor in pair), head.bias]
     source = LinearSoftmax(
-        tensors,
+        [*(tensor for pair in factors for tensor in pair), head.bias],
         Tokens(kernels.load("reference"), nowhere, transform, NOTHING),
         slices.size or head.vocabulary,
         compute_dtype=compute,

@@ -88,8 +88,7 @@ def plain(
     wanted = {name: t for name, t in leaves.items() if t.requires_grad}
     gradients: dict[str, Tensor] = {}
     if wanted and loss.requires_grad:
-        inputs = list(wanted.values())
-        found = torch.autograd.grad(upstream * loss, inputs, materialize_grads=True)
+        found = torch.autograd.grad(upstream * loss, [*wanted.values()], materialize_grads=True)
         gradients = dict(zip(wanted, found, strict=True))
     return Plain(
         loss=loss.detach(),

@@ -67,16 +67,12 @@ class Foreign:
 
     The gradient on some tokens is taken with 0 at all other positions: in a sum it depends on
     nothing else. The value is taken once, of all tokens.
-
-    Attributes:
-        loss: of log-probs and entropies in the targets' shape.
-        declared: the upstream gradient, where it is known in advance.
     """
 
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Callable[[Tensor, Tensor], Tensor]  # of log-probs and entropies in the targets' shape
     packing: Packing
     vocabulary: int
-    declared: float | None
+    declared: float | None  # the upstream gradient, where it is known in advance
     named: ClassVar = (("loss", 1.0),)
     scale: ClassVar = None
 

@@ -165,8 +165,7 @@ class Recorder(TorchDispatchMode):
         elif name in OPERATIONS:
             values = [a if a is None else self.of(a) for a in args]
             made = OPERATIONS[name](self, *values, **{k: self.of(v) for k, v in kwargs.items()})
-            outs = found if isinstance(found, tuple) else (found,)
-            for out in outs:
+            for out in found if isinstance(found, tuple) else (found,):
                 self.know(out, made)
         elif name != "sum":  # of all tokens: it may be differentiated, but nothing may read it
             raise Unrecorded(str(func))

@@ -41,8 +41,7 @@ def sample_batch(kinds: Kinds, term: Term, device: torch.device) -> PackedBatch:
             fields[name] = torch.zeros(_SAMPLE, *more, dtype=dtype, device=device)
     count = max(_SAMPLE, term.segments_per_unit)
     counts = (torch.arange(count, device=device) < _SAMPLE).long()
-    segments = cls(ids, count, counts=counts)
-    return PackedBatch(torch.zeros_like(ids), segments, fields)
+    return PackedBatch(torch.zeros_like(ids), cls(ids, count, counts=counts), fields)
 
 
 def sample_statistics(
@@ -51,8 +50,7 @@ def sample_statistics(
     """Statistics of made-up tokens, each a leaf that requires a gradient."""
 
     def leaf(value: float, *more: int) -> Tensor:
-        shape = (tokens, *more)
-        return torch.full(shape, value, dtype=dtype, device=device, requires_grad=True)
+        return torch.full((tokens, *more), value, dtype=dtype, device=device, requires_grad=True)
 
     def outcomes(ids: str) -> Tensor:
         """Log-probs of K columns and of the rest."""

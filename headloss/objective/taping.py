@@ -20,17 +20,7 @@ from ..losses.origin import key_of
 from ..losses.term import TRACING, Objective
 from .bound import Part, bind, differentiate
 from .metrics import Max, Mean, Min, Observed, Sum
-from .recording import (
-    ONE,
-    TOKENS,
-    Constant,
-    Node,
-    Operand,
-    RecordedSegments,
-    Recorder,
-    Source,
-    Unrecorded,
-)
+from .recording import ONE, TOKENS, Node, Operand, RecordedSegments, Recorder, Source, Unrecorded
 from .statistics import DIFFERENTIABLE, Statistics, pull_back
 from .tape import Reported, Row, Tape
 
@@ -45,14 +35,11 @@ _TAPES: OrderedDict[object, Tape | None] = OrderedDict()
 def tape_of(objective: Objective, *given: Any, **options: bool) -> Tape | None:
     """`record`, remembered for objectives of the same structure; coefficients are none of it."""
     statistics, fields, dtype = given
-    teachers, structure = objective.teachers, []
-    for _, term in objective.parts:
-        known = key_of(term)
-        if known is None:
-            return None
-        structure.append((known, term.teacher and teachers.index(term.teacher)))
-    kinds = frozenset(fields.items())
-    key = tuple(structure), statistics, kinds, dtype, frozenset(options.items())
+    if not is_own(objective):
+        return None
+    terms, teachers = [term for _, term in objective.parts], objective.teachers
+    structure = tuple((key_of(t), t.teacher and teachers.index(t.teacher)) for t in terms)
+    key = structure, statistics, frozenset(fields.items()), dtype, frozenset(options.items())
     if key not in _TAPES:
         while len(_TAPES) >= REMEMBERED:
             _TAPES.popitem(last=False)
@@ -194,9 +181,9 @@ class _Sample:
 
     def _out(self, source: Source, vector: Tensor) -> None:
         """Give a vector at each token back; one for each source, though they be equal."""
-        vectors, value = self.written.vectors, self.recorder.of(vector)
-        at = Constant(float(len(vectors)))
-        vectors.append((source, self.recorder.node(Node(Op.OUT, (value, at), TOKENS))))
+        vectors, of = self.written.vectors, self.recorder.of
+        node = Node(Op.OUT, (of(vector), of(len(vectors))), TOKENS)
+        vectors.append((source, self.recorder.node(node)))
 
     def _measure(self, op: Op, values: Operand, mask: Operand = ONE, kind: int = TOKENS) -> int:
         """The place of a measurement; the same one twice is made once."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,22 +22,12 @@ NOTHING: frozenset[str] = frozenset()
 HIGH = 1 << 32  # more than any column, so that token and column fit in one number
 
 
-class Slices(Protocol):
-    """The slices of the vocabulary on the ranks of a group."""
-
-    first: int
-
-    def merge(self, partials: Partials) -> Partials: ...
-
-    def sum(self, values: Tensor) -> Tensor: ...
-
-
 class Collision:
     """sum p^2 [n]: exp of the log-sum-exp at half the temperature less twice that at the own."""
 
     key, more = COLLISION, ()
 
-    def __init__(self, transform: Transform, acts: Kernels, slices: Slices) -> None:
+    def __init__(self, transform: Transform, acts: Kernels, slices: Any) -> None:
         self.transform = replace(transform, temperature=transform.temperature / 2)
         self.acts, self.slices = acts, slices
         self.partials: Partials | None = None
@@ -75,30 +65,20 @@ class Collision:
 
 @dataclass(eq=False, kw_only=True)
 class Candidates:
-    """Log-probs of K columns of each token, and of all others, in a softmax of the tiles' logits.
+    """Log-probs of K columns of each token, and of all others, in a softmax of tiles' logits."""
 
-    Attributes:
-        key: of the [n, K + 1] log-probs and of their slopes; the rest's are the last.
-        ids: [N, K] columns of the whole vocabulary, of token t at row `index[t]`; those of empty
-            slots are below 0.
-        transform: of the softmax.
-        heads_own: the softmax is the head's own, and its share of c_prob is in the coefficients.
-            Log-probs of another one are in float64, so that slopes that cancel keep their digits.
-        tail: whether the rest is asked for; else its log-prob stays 0.
-        rest: [2, T] the tail's normalizer, in the dtype of the tiles' statistics.
-        logits: of the tokens whose tiles are added, 0 elsewhere.
-    """
-
-    key: object
-    ids: Tensor
-    index: Tensor | None
-    transform: Transform
+    key: object  # of the [n, K + 1] log-probs and of their slopes; the rest's are the last
+    ids: Tensor  # [N, K] columns of the whole vocabulary; those of empty slots are below 0
+    index: Tensor | None  # [T] the row of each token in `ids`; None: all in order
+    transform: Transform  # of the softmax
+    # It is the head's own, and its share of c_prob is in the coefficients. Log-probs of another one
+    # are in float64, so that slopes that cancel keep their digits.
     heads_own: bool
-    tail: bool
-    rest: Tensor
+    tail: bool  # whether the rest is asked for; else its log-prob stays 0
+    rest: Tensor  # [2, T] the tail's normalizer, in the dtype of the tiles' statistics
     acts: Kernels
-    slices: Slices
-    logits: Tensor | None = None
+    slices: Any  # of the vocabulary on the ranks of a group
+    logits: Tensor | None = None  # of the tokens whose tiles are added, 0 elsewhere
     partials: Partials | None = None
 
     @property

@@ -22,19 +22,15 @@ from .rows import ALL, Known, RowGradient, Rows
 
 
 class View:
-    """[.., V] logits in any float dtype and layout, by packed token.
-
-    Args:
-        logits: [.., V].
-        index: [T] position of each token, None for all N positions in order.
-    """
+    """[.., V] logits in any float dtype and layout, by packed token; `index` [T] is the position of
+    each, None: all N in order."""
 
     def __init__(self, logits: Tensor, index: Tensor | None) -> None:
-        self.logits, self.index = logits, index
+        self.logits, self.index, self.is_flat = logits, index, True
         try:
-            self.flat: Tensor | None = logits.view(-1, logits.shape[-1])
-        except RuntimeError:
-            self.flat = None  # for strides that allow no flat view
+            self.tensor = logits.view(-1, logits.shape[-1])
+        except RuntimeError:  # for strides that allow no flat view
+            self.tensor, self.is_flat = logits, False
 
     def take(self, index: Tensor) -> View:
         """Some of the tokens."""
@@ -42,34 +38,31 @@ class View:
 
     def place(self, rows: Rows) -> tuple[Tensor | slice, ...]:
         """The index of tokens in the logits (or in their flat view, where there is one)."""
-        if self.index is None and self.flat is not None:
+        if self.index is None and self.is_flat:
             return (rows,)
         positions = self.index
         if positions is None:
             positions = torch.arange(self.logits.shape[:-1].numel(), device=self.logits.device)
         positions = positions[rows]
-        if self.flat is not None:
+        if self.is_flat:
             return (positions,)
         return torch.unravel_index(positions, self.logits.shape[:-1])
 
     def read(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
         """[n, v] logits as they are, in their own memory where rows are consecutive."""
-        tensor = self.logits if self.flat is None else self.flat
-        return tensor[(*self.place(rows), columns)]
+        return self.tensor[(*self.place(rows), columns)]
 
     def write(self, rows: Rows, columns: slice, values: Tensor | float) -> None:
         """Write [n, v] to some rows and columns."""
-        place = (*self.place(rows), columns)
-        (self.logits if self.flat is None else self.flat)[place] = values
+        self.tensor[(*self.place(rows), columns)] = values
 
     def offsets(self) -> tuple[Tensor, bool]:
         """[T] elements from the first logit to the row of each token, and whether all are multiples
         of 16."""
-        tensor = self.logits if self.flat is None else self.flat
-        sizes, strides = tensor.shape[:-1], tensor.stride()[:-1]
+        sizes, strides = self.tensor.shape[:-1], self.tensor.stride()[:-1]
         aligned = all(s % 16 == 0 for s in strides)
-        first, positions, device = strides[0], self.index, tensor.device
-        if positions is None and self.flat is not None and first > 0:  # one launch
+        first, positions, device = strides[0], self.index, self.tensor.device
+        if positions is None and self.is_flat and first > 0:  # one launch
             return torch.arange(0, sizes[0] * first, first, device=device), aligned
         if positions is None:
             positions = torch.arange(sizes.numel(), device=device)
@@ -94,16 +87,12 @@ class GivenSoftmax(RawSoftmax):
 
 
 class IntoLogits(NamedTuple):
-    """Where the gradient of given logits goes: a tensor of its own, or the logits' memory.
+    """Where the gradient of given logits goes: a tensor of its own, or the logits' memory."""
 
-    Attributes:
-        order: of the tokens (`batch.survey`). Unscored positions get 0; where the host has not read
-            the survey's facts, nothing is overwritten unless the batch is as it was guessed.
-        inplace: it may overwrite the logits.
-    """
-
+    # Of the tokens (`batch.survey`). Unscored positions get 0; where the host has not read the
+    # survey's facts, nothing is overwritten unless the batch is as it was guessed.
     order: Any
-    inplace: bool
+    inplace: bool  # it may overwrite the logits
 
 
 class GivenSums:

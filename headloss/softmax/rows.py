@@ -143,10 +143,9 @@ def of_several(make: Callable[[Any], Tensor], found: Sequence[Measured]) -> Meas
     stats = [m.stats for m in found]
     named = {name: make([getattr(s, name) for s in stats]) for name in stats[0].tensors()}
     beside = {key: make([s.divergences[key] for s in stats]) for key in stats[0].divergences}
-    normalizers = zip(*[m.normalizer for m in found], strict=True)
     return Measured(
         Statistics(**named, divergences=beside),  # type: ignore[arg-type]
-        Normalizer(*map(make, normalizers)),
+        Normalizer(*map(make, zip(*[m.normalizer for m in found], strict=True))),
     )
 
 

@@ -67,8 +67,7 @@ class SupportSoftmax(LinearSoftmax):
         index = self.support.unrestricted(rows)
         if index is not None:
             whole = self.whole.take(index + (rows.start or 0))
-            every = slice(0, len(index))
-            found, held = whole.statistics(every, tiles, slices, vocabulary, keep)
+            found, held = whole.statistics(slice(0, len(index)), tiles, slices, vocabulary, keep)
             measured = of_several(
                 lambda pair: pair[0].index_copy(0, index, pair[1]), [measured, found]
             )
@@ -93,15 +92,13 @@ class SupportSoftmax(LinearSoftmax):
         gradient, support = known.gradient, self._window(rows, columns)
         c = gradient.coefficients
         if c.uniform is not None:
-            counts = self.support.counts[rows].clamp_min(1)
-            c = c._replace(uniform=c.uniform * self.size / counts)
+            c = c._replace(uniform=c.uniform * self.size / self.support.counts[rows].clamp_min(1))
         known = known._replace(gradient=gradient._replace(coefficients=c))
         backward = self.tokens.backward(rows, columns, known)
         values = self.acts.support_gradient(raw, support, backward)
         for part in self.beside:
             if part.key in gradient.divergences:
-                slopes = gradient.divergences[part.key]
-                part.add_to_pairs_(values, raw, rows, support, slopes)
+                part.add_to_pairs_(values, raw, rows, support, gradient.divergences[part.key])
         by_column = self.support.by_column(rows, support.first, support.size)
         return PairGradient(values, support, by_column, rows, self.acts)
 
@@ -110,5 +107,4 @@ class SupportSoftmax(LinearSoftmax):
         return stop - start
 
     def _window(self, rows: slice, columns: slice) -> Any:
-        first = self.first + (columns.start or 0)
-        return self.support.window(rows, first, self._width(columns))
+        return self.support.window(rows, self.first + (columns.start or 0), self._width(columns))

@@ -15,7 +15,7 @@ from ..kernels.pair import Compared, Differences, Divergence, Pair, Side
 from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
 from ..objective.statistics import Normalizer, finish
-from .beside import NOTHING, Slices
+from .beside import NOTHING
 from .given import View
 from .linear import LinearSoftmax
 from .rows import ALL, Rows, compact_
@@ -36,7 +36,7 @@ class DenseTeacher:
 
     def __init__(
         self, key: Teacher, source: LinearSoftmax | View, transforms: tuple[Transform, Transform],
-        own: Transform, tokens: int, acts: Kernels, slices: Slices, like: Tensor,
+        own: Transform, tokens: int, acts: Kernels, slices: Any, like: Tensor,
         fused: bool = False
     ) -> None:
         self.key, self.slices, self.fused = key, slices, fused
@@ -44,8 +44,7 @@ class DenseTeacher:
         self.own, self.heads_own, self.acts = own, own is transforms[0], acts
         # What `measure` fills and `gradient` reads: both sides' normalizers, and the pivot.
         *rooms, self.pivot = (like.new_zeros(tokens) for _ in range(5))
-        normalizers = Normalizer(*rooms[:2]), Normalizer(*rooms[2:])
-        self.sides = tuple(map(Side, transforms, normalizers))
+        self.sides = tuple(map(Side, transforms, (Normalizer(*rooms[:2]), Normalizer(*rooms[2:]))))
         self.dtype = like.dtype
         # First token and logits, until the gradient.
         self.held: tuple[int, Tensor | Differences] | None = None
