@@ -15,13 +15,14 @@ from .interface import Kernels
 def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     """The backend's name; ValueError where an explicit one cannot serve this device and dtype."""
     if backend == "auto":
-        usable = device.type == "cuda" and dtype != torch.float64 and _has_triton()
+        usable = device.type == "cuda" and dtype != torch.float64 and _failure() is None
         return "triton" if usable else "reference"  # which `_failure` warns of once
     if backend == "triton":
-        if not _has_triton():
-            why = f": {reason}" if (reason := _failure()) else ""
-            raise ValueError(f'backend: got "triton", but triton cannot be imported here{why}')
-        if device.type != "cuda" and not _interprets():
+        if reason := _failure():
+            raise ValueError(f'backend: got "triton", but triton cannot be imported here: {reason}')
+        from .triton.versions import INTERPRETED
+
+        if device.type != "cuda" and not INTERPRETED.value:
             raise ValueError(f'backend: got "triton", which needs a GPU, for tensors on {device}')
         if dtype == torch.float64:
             raise ValueError('backend: got "triton", which does not serve torch.float64')
@@ -46,9 +47,7 @@ def can_hold_terms(backend: str, dtype: torch.dtype, weight: torch.Tensor) -> bo
         return False
     if weight.dtype != dtype:  # autocast makes a contiguous one
         return weight.shape[1] % 8 == 0
-    from .triton import can_fuse
-
-    return can_fuse(weight, weight)
+    return load(backend).can_fuse(weight, weight)
 
 
 def suits_product(x: torch.Tensor) -> bool:
@@ -78,10 +77,6 @@ def memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory if cuda else 0
 
 
-def _has_triton() -> bool:
-    return _failure() is None
-
-
 @functools.cache
 def _failure() -> str | None:
     """Why Triton's kernels cannot run here; None if they can. Found out once; where there is a GPU
@@ -108,9 +103,3 @@ def _find_driver() -> None:
     from triton.runtime import driver
 
     driver.active.get_current_target()
-
-
-def _interprets() -> bool:
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)  # type: ignore[attr-defined]

@@ -11,9 +11,8 @@ from torch import Tensor
 from ...objective import statistics as stats
 from ...objective.statistics import FLOOR, Partials, merge_all
 from ..interface import Backward, Forward, Held, Measured, Order, partials_of
-from . import tile
 from .rows import scaled_rows
-from .tile import blocks, own_gradient, partials, put_, wide
+from .tile import blocks, logit_gradient_, own_gradient, partials, put_, wide, z_gradient
 
 SMALLEST = 2.0**-90  # of |c_target|, for a multiple: what else is in the row weighs nothing
 
@@ -62,7 +61,7 @@ def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
 
 def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
     raw = _product(x, w, backward.transform.bias)
-    return tile.logit_gradient_(raw, backward._replace(dtype=None)).to(x.dtype)
+    return logit_gradient_(raw, backward._replace(dtype=None)).to(x.dtype)
 
 
 def held_gradient_(held: Held, backward: Backward, *, order: Order | None = None) -> Tensor:
@@ -78,7 +77,7 @@ def held_gradient_(held: Held, backward: Backward, *, order: Order | None = None
         if own.logps is not None:  # a term of 0 no longer tells its z
             put_(log_p, own, own.logps.clamp_min(FLOOR))
         z = log_p + (peak + log_sum).unsqueeze(1)
-        g = tile.z_gradient(log_p, c, e)
+        g = z_gradient(log_p, c, e)
         if own.logps is not None:
             put_(g, own, own_gradient(own.logps, own.coefficients.target, own.coefficients))
         terms[rows] = own.transform.pull_back_(g, z).to(terms.dtype)

@@ -15,10 +15,9 @@ from ...objective.divergence import phi, tilt
 from ...objective.statistics import finish
 from ..interface import Backward, Forward
 from ..pair import DEEPEST, ROOT, Compared, Differences, Divergence, Outcomes, Pair, Side
-from .tile import blocks, log_softmax, logit_gradient_, partials, wide, widened, with_columns
+from .tile import ALL, blocks, log_softmax, logit_gradient_, partials, wide, widened, with_columns
 
 NOTHING: frozenset[str] = frozenset()
-ALL = slice(None)
 
 
 def readable(tile: Tensor, dtype: torch.dtype) -> Tensor:

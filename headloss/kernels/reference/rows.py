@@ -78,7 +78,7 @@ def given_rows(walk: Walk) -> Partials | None:
     if walk.needs is not None:
         if walk.out is not None:
             c = _completed(c, here, None if walk.slopes is None else walk.slopes[:, :, live])
-        named = {name: t for name, t in here._asdict().items() if t is not None}
+        named = here.tensors()
         found = Partials(**{k: t.new_zeros(n).index_copy_(0, live, t) for k, t in named.items()})
     if walk.out is not None and n:
         backward = Backward(targets, walk.first, transform, normalizer, c, stats.logp)
