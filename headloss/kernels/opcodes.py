@@ -27,35 +27,13 @@ NUMBERS = 12  # and floats
 MEASUREMENTS = 128  # sums and extremes of one tape
 
 
-class Op(IntEnum):
-    LOAD = 0
-    NUMBER = 1
-    ADD = 2
-    SUB = 3
-    MUL = 4
-    DIV = 5
-    MIN = 6
-    MAX = 7
-    GT = 8
-    GE = 9
-    EQ = 10
-    WHERE = 11
-    EXP = 12
-    LOG = 13
-    EXPM1 = 14
-    LOG1P = 15
-    SIGMOID = 16
-    OUT = 17
-    SUM = 18
-    LARGEST = 19
-    SMALLEST = 20
-    COUNT = 21
-    EXPAND = 22
-    TOTAL = 23
-    FIRST = 24
-    SECOND = 25
-    PAIR = 26
-    PHASE = 27
+# In the order of their numbers, by which the kernel compares some of them.
+Op = IntEnum(
+    "Op",
+    "LOAD NUMBER ADD SUB MUL DIV MIN MAX GT GE EQ WHERE EXP LOG EXPM1 LOG1P SIGMOID OUT SUM "
+    "LARGEST SMALLEST COUNT EXPAND TOTAL FIRST SECOND PAIR PHASE",
+    start=0,
+)
 
 
 class Way(IntEnum):
