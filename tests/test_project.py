@@ -228,7 +228,7 @@ LINES_PER_FILE = 400
 CORE_LINES = 11_935
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-KERNEL_LINES = 6_587
+KERNEL_LINES = 6_469
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

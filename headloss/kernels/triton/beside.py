@@ -2,11 +2,10 @@
 
 n tokens, v columns, H' the teacher's hidden width. The float32 accumulator of each tile meets the
 student's logits in the epilogue, so that the divergence is as exact as of float32 logits on both
-sides. What stays for the gradient takes the place of the student's logits, in two halves of their
-32 bits: p in bfloat16, at the head's own temperature, and the difference d = z_q - z_p - offset in
-float16. It is small where the two are near, and then p - q = -p expm1(log q/p) keeps its digits.
-The offset is that of one column, the token's target. Where both models' logits are made a second
-time, normalizers are known, and the epilogue of the teacher's product is the gradient.
+sides. What stays for the gradient takes the place of the student's logits: `Differences`, of which
+d = z_q - z_p - offset. It is small where the two are near, and then p - q = -p expm1(log q/p) keeps
+its digits. The offset is that of one column, the token's target. Where both models' logits are made
+a second time, normalizers are known, and the epilogue of the teacher's product is the gradient.
 
 Sums of a block of columns are taken against the teacher's largest logit in it.
 """
@@ -21,19 +20,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ...objective.statistics import Normalizer
-from ..pair import DEEPEST, ROOT, Compared, Differences, Divergence
+from ..pair import DEEPEST, Compared, Differences, Divergence
 from ..rounding import lost
 from .chosen import chosen_logits
 from .formulas import LOG2E, normalizer_of, per_row, transformed
 from .launch import Launcher, cdiv
-from .pair import Part, Softmax, softmax
+from .pair import POWER, Part, Softmax, softmax
 from .product import LEAST_SCALE, LOWEST, check_operands
 from .records import LogitScaling, Matrix, constant, matrix_of, over_tiles, scaling
 from .tiles import BM, BN, OPTIONS, READ, WIDTH, each_tile
 from .versions import overlaps
 
 DEEP = tl.constexpr(DEEPEST)
-POWER = tl.constexpr(float(ROOT))
 BLOCKS = 64  # that a program adds at once
 
 

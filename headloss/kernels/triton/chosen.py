@@ -150,18 +150,15 @@ def chosen_gradient_(
     order: Order | None = None
 ) -> None:
     check_tile("tile", tile)
-    columns, logps, slopes = chosen
-    n, count = columns.shape
+    (n, count), v = chosen.columns.shape, tile.shape[1]
     if n:
-        sparse = (matrix_of(columns), matrix_of(logps), matrix_of(slopes))
-        of = Put(matrix_of(tile), act(backward), *sparse, multiples, order)
-        options = {"ROWS": 1, "BLOCK": triton.next_power_of_2(count)}
-        launch_gradient(n, of, 0, backward.first, n, tile.shape[1], count, **options)
+        of = Put(matrix_of(tile), act(backward), *map(matrix_of, chosen), multiples, order)
+        block = triton.next_power_of_2(count)
+        launch_gradient(n, of, 0, backward.first, n, v, count, ROWS=1, BLOCK=block)
 
 
 def target_gradient_(tile: Tensor, a: Act, first: int) -> None:
     """The targets' own gradient, to the digits of their log-probs."""
-    assert a.targets is not None and a.logps is not None
     n, v = tile.shape
     of = Put(matrix_of(tile), a, Matrix(a.targets, 1), Matrix(a.logps, 1), None, None, None)
     launch_targets(cdiv(n, ROWS), of, first, first, n, v, 1, ROWS=ROWS, BLOCK=1)

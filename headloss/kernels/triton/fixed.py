@@ -12,9 +12,10 @@ from torch import Tensor
 
 from .launch import Launcher, cdiv
 from .records import Matrix, matrix_of
+from .tiles import place_of
 
 ROWS, COLUMNS, BYTES = 128, 128, 128  # a tile, and bytes of a row that are multiplied at once
-GROUP = 8  # tiles of rows that share one of columns while it is in the L2
+GROUP = 8  # tiles of rows that share one of columns
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -27,12 +28,9 @@ def fixed_product_kernel(
     WIDE: tl.constexpr,  # the operands' dtypes differ
     PRECISION: tl.constexpr, ADD: tl.constexpr,
 ):
-    tiles, across = tl.cdiv(n, ROWS), tl.cdiv(m, COLUMNS)
-    group = tl.program_id(0) // (GROUP * across)
-    size = min(tiles - group * GROUP, GROUP)
-    inside = tl.program_id(0) % (GROUP * across)
-    rows = (group * GROUP + inside % size) * ROWS + tl.arange(0, ROWS)
-    columns = inside // size * COLUMNS + tl.arange(0, COLUMNS)
+    row, column = place_of(tl.program_id(0), tl.cdiv(n, ROWS), tl.cdiv(m, COLUMNS), GROUP)
+    rows = row * ROWS + tl.arange(0, ROWS)
+    columns = column * COLUMNS + tl.arange(0, COLUMNS)
     here, there = (rows < n)[:, None], (columns < m)[None, :]
     left = a.data + rows.to(tl.int64)[:, None] * a.stride
     right = b + columns.to(tl.int64)[None, :] * b_column

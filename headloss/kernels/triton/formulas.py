@@ -1,8 +1,5 @@
-"""The formulas that kernels share: from raw logits to z and log p, and from there to the gradient.
-
-    dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform
-
-Records are those of `records`.
+"""The formulas that kernels share: from raw logits to z and log p, and from there to the gradient,
+as `interface` writes it. Records are those of `records`.
 """
 
 from __future__ import annotations
@@ -10,11 +7,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...objective.statistics import FLOOR as _FLOOR
-from ...objective.statistics import SURE as _SURE
+from ...objective import statistics
 from .versions import PTX
 
-FLOOR, SURE = tl.constexpr(_FLOOR), tl.constexpr(_SURE)
+FLOOR, SURE = tl.constexpr(statistics.FLOOR), tl.constexpr(statistics.SURE)
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -112,8 +108,7 @@ def transformed(raw, z, outer):
 
 @triton.jit
 def log_softmax(raw, z, outer, peak, log_sum):
-    """log p of raw logits, at least FLOOR. A peak that was rounded in another way than act one's is
-    the peak all the same: 1 - p needs it."""
+    """log p of raw logits, at least FLOOR; its plain twin says why it is -log_sum near 1."""
     log_p = tl.maximum((transformed(raw, z, outer) - peak) - log_sum, FLOOR)
     return tl.where(log_p > SURE, -log_sum, log_p)
 

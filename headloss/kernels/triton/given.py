@@ -24,19 +24,16 @@ from torch import Tensor
 
 from ...objective.statistics import Coefficients, Normalizer, Partials
 from ..interface import Walk
-from .formulas import coefficient, coefficients, log1p, per_row, store_partials
+from .formulas import coefficient, coefficients, log1p, normalizer_of, per_row, store_partials
 from .launch import Launcher, OfClusters, cdiv
 from .records import LogitScaling, empty_partials, power_of_2, scaling
 from .versions import has_clusters
 from .walk import (
-    closed_slope,
     logit_gradient,
     logits_of,
     part_partials,
     resident_gradient,
     resident_partials,
-    settled,
-    slope_parts,
     write_gradient,
 )
 from .words import WARPS, fetch, met, open_mail, open_room, opening, room_of
@@ -103,11 +100,40 @@ def columns_there(of, row, count, v):
     return there
 
 
+@triton.jit
+def slope_parts(slopes, row, count, SLOPES: tl.constexpr):
+    """A token's `stats.Slope` parts, (rate, anchor, low, high, sign) each."""
+    found = ()
+    for i in tl.static_range(SLOPES):
+        part = slopes + i * 5 * count.to(tl.int64) + row
+        for k in tl.static_range(5):
+            found = found + (tl.load(part + k * count),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def closed_slope(parts, logp, SLOPES: tl.constexpr):
+    """dL/dlogp of a token from its `slope_parts`."""
+    found = 0.0
+    for i in tl.static_range(SLOPES):
+        rate, anchor = parts[5 * i], parts[5 * i + 1]
+        low, high, sign = parts[5 * i + 2], parts[5 * i + 3], parts[5 * i + 4]
+        value = rate * tl.exp(sign * (logp - anchor))
+        found += tl.where((logp >= low) & (logp <= high), value, 0.0)
+    return found
+
+
+@triton.jit
+def settled(partials, length):
+    """Numbers that no objective stumbles over where nothing was read."""
+    peak, rest, spread, total = partials
+    peak, rest = tl.where(length > 0, peak, 0.0), tl.where(length > 0, rest, 0.0)
+    return peak, rest, tl.where(length > 0, spread, 0.0), tl.where(length > 0, total, 0.0)
+
+
 @triton.jit(do_not_specialize=["first", "count", "segments"])
 def given_kernel(
-    raw,
-    of,  # Given
-    first,
+    raw, of, first,
     count,  # T
     segments,  # S
     v,
@@ -153,8 +179,7 @@ def given_kernel(
 
         if STATISTICS:
             if OPEN is not None:
-                where = room, turn, x, begin, size, v
-                partials = resident_partials(*where, outer, of.to, PIECES)
+                partials = resident_partials(room, turn, x, begin, size, v, outer, of.to, PIECES)
             else:
                 partials = part_partials(
                     x, begin, size, length, of.z, outer, of.to, WIDTH, GRADIENT
@@ -174,8 +199,7 @@ def given_kernel(
             store_partials(of.to, row, partials, part == 0)  # all parts know them
             log_sum = log1p(rest)
         else:
-            peak = tl.load(of.normalizer.peak + row)
-            log_sum = tl.load(of.normalizer.log_sum + row)
+            peak, log_sum = normalizer_of(of.normalizer, row)
         turn += 1  # noqa: SIM113
 
         if GRADIENT:

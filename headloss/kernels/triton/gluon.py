@@ -3,9 +3,9 @@
 One warp brings slices of x and w into a ring in shared memory. Two groups of four warps read the
 same slices of w, and each multiplies half of the rows. Only the ring ties them together: while one
 group is in its epilogue the other multiplies what the ring still holds, so that the tensor cores do
-not wait.
+not wait. Triton's own kernel, whose warps do all steps together, runs everywhere.
 
-Triton's own kernel, whose warps do all steps together, runs everywhere.
+x [n, H], w [v, H] and what is written [n, v] are descriptors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from . import chosen, formulas, merge, tiles
 from .formulas import LN2, LOG2E
 from .launch import Launcher, Tile
 from .merge import act_one
-from .versions import copies
+from .versions import GLUON, version
 
 ROWS, WIDTH, DEPTH = tiles.BM, tiles.BN, tiles.BK
 STAGES = gl.constexpr(tiles.STAGES)
@@ -39,7 +39,7 @@ place_of, biased = gluon.jit(tiles.place_of.fn), gluon.jit(tiles.biased.fn)
 act_two, coefficient = gluon.jit(formulas.act_two.fn), gluon.jit(formulas.coefficient.fn)
 per_row, normalizer_of = gluon.jit(formulas.per_row.fn), gluon.jit(formulas.normalizer_of.fn)
 parts_of, own_column = gluon.jit(merge.parts_of.fn), gluon.jit(chosen.own_column.fn)
-bring, send = copies()
+bring, send = (getattr(tma, name) for name in GLUON[version()])
 
 
 @gluon.constexpr_function
@@ -144,13 +144,6 @@ def pieces(z):
 
 
 @gluon.jit
-def new_buffers(to):
-    """For what is on its way out, of both groups."""
-    shape: gl.constexpr = [2 * BUFFERS, to.block_type.shape[0], to.block_type.shape[1]]
-    return gl.allocate_shared_memory(to.dtype, shape, to.layout)
-
-
-@gluon.jit
 def write(part, to, out, first, block, WHO: gl.constexpr, PLACE: gl.constexpr):
     """A share of the columns, by way of the next of this group's buffers."""
     buffer = out.index(WHO * BUFFERS + PLACE % BUFFERS)
@@ -162,13 +155,11 @@ def write(part, to, out, first, block, WHO: gl.constexpr, PLACE: gl.constexpr):
 
 @gluon.jit
 def each_half(
-    ring,
-    out,  # buffers of parts on their way to `to`
-    to, of,  # of the acts
-    n, v, h, WHO: gl.constexpr, PROGRAMS: gl.constexpr, ASK: gl.constexpr, END: gl.constexpr,
-):
+    ring, out, to, of, n, v, h, WHO: gl.constexpr, PROGRAMS: gl.constexpr, ASK: gl.constexpr,
+    END: gl.constexpr,
+):  # fmt: skip
     """Four warps: the upper or lower half of the program's tiles. What `ASK` loads before a tile's
-    product is there when `END` takes the product."""
+    product is there when `END` takes the product, and writes it to `to` by way of buffers `out`."""
     tiles_m, blocks = gl.cdiv(n, ROWS), gl.cdiv(v, WIDTH)
     stage, phase = 0, 0
     for tile in range(gl.program_id(0), tiles_m * blocks, PROGRAMS):
@@ -191,7 +182,8 @@ def each_tile(
     ring = new_ring(x, w)
     out = ring[0]
     if to is not None:
-        out = new_buffers(to)
+        shape: gl.constexpr = [2 * BUFFERS, to.block_type.shape[0], to.block_type.shape[1]]
+        out = gl.allocate_shared_memory(to.dtype, shape, to.layout)
     gl.warp_specialize(
         [
             (each_half, (ring, out, to, of, n, v, h, 0, PROGRAMS, ASK, END)),
@@ -283,9 +275,8 @@ def sum_tile(z, asked, out, held, given, first, block, n, v, WHO: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
 def overlapping_product_kernel(
-    x,  # descriptor [n, H]
-    w,  # descriptor [v, H]
-    held,  # descriptor [n, v], of terms or in float32 of raw logits, or None
+    x, w,
+    held,  # of terms, or in float32 of raw logits, or None
     targets,
     of,  # ActOne
     first, n, v, h, vocabulary, PROGRAMS: gl.constexpr,
@@ -336,13 +327,7 @@ def differentiate(z, asked, out, to, a, first, block, n, v, WHO: gl.constexpr):
 
 
 @gluon.jit
-def overlapping_slab_kernel(
-    x,  # descriptor [n, H]
-    w,  # descriptor [v, H]
-    to,  # descriptor [n, v]
-    a,  # Act
-    n, v, h, PROGRAMS: gl.constexpr,
-):
+def overlapping_slab_kernel(x, w, to, a, n, v, h, PROGRAMS: gl.constexpr):
     each_tile(x, w, to, a, n, v, h, PROGRAMS, ask_of_coefficients, differentiate)
 
 

@@ -129,9 +129,8 @@ def compare_tile(z, asked, out, words, given, first, block, n, v, WHO: gl.conste
 
 @gluon.jit(do_not_specialize=["n"])
 def overlapping_beside_kernel(
-    x,  # descriptor [n, H']
-    w,  # descriptor [v, H']
-    words,  # descriptor [n, v] of int32, in the memory of the student's logits, or None
+    x, w,
+    words,  # [n, v] of int32, in the memory of the student's logits, or None
     of,  # beside.Beside
     n, v, h, PROGRAMS: gl.constexpr,
 ):
@@ -140,8 +139,7 @@ def overlapping_beside_kernel(
         student = of.p.normalizer
     if of.apart:
         apart = of.offset
-    p = student, apart
-    given = of, p
+    given = of, (student, apart)
     each_tile(x, w, words, given, n, v, h, PROGRAMS, ask_of_raw, compare_tile, 40, of.raw, SKIP)
 
 
@@ -192,8 +190,7 @@ def slope_tile(z, asked, out, to, given, first, block, n, v, WHO: gl.constexpr):
 @gluon.jit(do_not_specialize=["n"])
 def overlapping_slope_kernel(x, w, to, raw, of, n, v, h, PROGRAMS: gl.constexpr):
     """To a descriptor [n, v]; `raw` is a Matrix of the student's logits, `of` a pair.Part."""
-    given = raw, of
-    each_tile(x, w, to, given, n, v, h, PROGRAMS, ask_of_sides, slope_tile, 40, raw, SKIP)
+    each_tile(x, w, to, (raw, of), n, v, h, PROGRAMS, ask_of_sides, slope_tile, 40, raw, SKIP)
 
 
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16)

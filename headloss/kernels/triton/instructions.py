@@ -207,9 +207,9 @@ def tape_kernel(
                 elif op < EXPAND:
                     to = tl.where(a >= 0, high, low)  # nothing is read for a constant
                     x = tl.load(own + a * length + i, mask=i < to, other=constant)
-                    to = tl.where(b >= 0, high, low)  # nothing is read for a constant
+                    to = tl.where(b >= 0, high, low)
                     y = tl.load(own + b * length + i, mask=i < to, other=constant)
-                    to = tl.where(c >= 0, high, low)  # nothing is read for a constant
+                    to = tl.where(c >= 0, high, low)
                     z = tl.load(own + c * length + i, mask=i < to, other=constant)
                     if op > OUT:
                         slot = shares + out * programs + program

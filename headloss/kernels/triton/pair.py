@@ -112,27 +112,6 @@ def tilt(log_q, log_p, beta, KIND: tl.constexpr):
 
 
 @triton.jit
-def slope(log_q, log_p, pivot, beta, KIND: tl.constexpr):
-    """d divergence / dz of a block."""
-    p = tl.exp(log_p)
-    if KIND == "forward_kl":
-        g = p - tl.exp(log_q)
-    else:
-        g = p * (tilt(log_q, log_p, beta, KIND) - pivot)
-    return g
-
-
-@triton.jit
-def slope_of(difference, p, pivot, KIND: tl.constexpr):
-    """`slope` of a forward or reverse KL, from log q - log p."""
-    if KIND == "forward_kl":
-        g = -p * expm1(difference)
-    else:
-        g = -p * (difference + pivot)
-    return g
-
-
-@triton.jit
 def shares(log_q, log_p, beta, KIND: tl.constexpr):
     """What each column of a block adds to the divergence, and to the pivot of its gradient."""
     if KIND == "forward_kl":
@@ -216,13 +195,6 @@ def divergence(raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
 # ---------------------------------------------------------------------- the gradient
 
 
-@triton.jit
-def parted(words):
-    """The two numbers of each: see beside.py."""
-    p = (words << 16).to(tl.float32, bitcast=True)
-    return p, (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
 @triton.jit(do_not_specialize=["first"])
 def pair_gradient_kernel(
     tile,  # Matrix, of int32 where it holds words
@@ -263,14 +235,19 @@ def pair_gradient_kernel(
         inside = columns < v
         value = tl.load(x + columns, mask=inside, other=0)
         if d.ratio is not None:
-            p, difference = parted(value)
+            p = (value << 16).to(tl.float32, bitcast=True)
+            difference = (value >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
             own_log_p = log(tl.maximum(tl.abs(p), LEAST))
             at_term = p
             if d.own.normalizer is not None:
                 own_log_p = tl.where(p < 0, POWER * own_log_p, own_log_p)
                 p = tl.maximum(p, 0.0)
                 at_term = tl.exp(((own_log_p + own_lse) * warmth - p_peak) - p_log_sum)
-            g = slope_of(difference + ratio, at_term, pivot, KIND)
+            difference += ratio  # log q - log p
+            if KIND == "forward_kl":
+                g = -at_term * expm1(difference)
+            else:
+                g = -at_term * (difference + pivot)
         else:
             log_p = log_softmax(value, p_z, p_outer, p_peak, p_log_sum)
         if KIND == "stored":
@@ -281,7 +258,11 @@ def pair_gradient_kernel(
         elif d.ratio is None:
             other = tl.load(teacher + columns, mask=inside, other=0.0)
             log_q = log_softmax(other, d.teacher.z, d.teacher.z.outer, *q)
-            g = slope(log_q, log_p, pivot, d.beta, KIND)
+            g = tl.exp(log_p)
+            if KIND == "forward_kl":
+                g -= tl.exp(log_q)
+            else:
+                g *= tilt(log_q, log_p, d.beta, KIND) - pivot
         if d.weight is not None:
             g = tl.where(weight == 0, 0.0, g * weight * p_factor)  # such rows may hold anything
         else:
@@ -302,8 +283,7 @@ def pair_gradient_kernel(
             g *= 1 - bend * bend
         if d.extra is not None:
             g += tl.load(d.extra.data + row * d.extra.stride + columns, mask=inside, other=0.0)
-        if OVERLAP:
-            # Rows narrow in place: every thread has read this block before any writes over it.
+        if OVERLAP:  # rows narrow in place: all have read this block before any writes over it
             tl.debug_barrier()
         tl.store(out + columns, g.to(to.data.dtype.element_ty), mask=inside)
 

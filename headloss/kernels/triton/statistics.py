@@ -54,10 +54,7 @@ def columns_at(support, at, end):
 
 
 @triton.jit(do_not_specialize=["first"])
-def partials_kernel(
-    of,  # Tile
-    first, v, BLOCK: tl.constexpr, ONTO: tl.constexpr,
-):
+def partials_kernel(of, first, v, BLOCK: tl.constexpr, ONTO: tl.constexpr):
     row, to, z = tl.program_id(0).to(tl.int64), of.to, of.z
     x = of.raw.data + row * of.raw.stride
     outer = per_row(z.outer, z, row)

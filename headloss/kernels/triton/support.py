@@ -1,9 +1,10 @@
 """A support in Triton: K dot products for each token, both acts on them, and their two products.
 
-n tokens, P pairs of a token and a column, H hidden width. One program per token; tokens and columns
-change places where the weight gradient is summed. Rows of the weight are gathered twice and those
-of the hidden states once, 2PH bytes each time in 16 bits: the loads of a program are so many at
-once that memory or L2 sets the pace, and products need no tensor cores.
+n tokens, P pairs of a token and a column, H hidden width; matrices are `Strided`, and raw logits,
+values and their gradient [P]. One program per token; tokens and columns change places where the
+weight gradient is summed. Rows of the weight are gathered twice and those of the hidden states
+once, 2PH bytes each time in 16 bits: the loads of a program are so many at once that memory or L2
+sets the pace, and products need no tensor cores.
 """
 
 from __future__ import annotations
@@ -45,11 +46,7 @@ def strided(matrix: Tensor) -> Strided:
 
 @triton.jit
 def logits_kernel(
-    x,  # Strided
-    w,  # Strided
-    support,
-    out,  # [P]
-    h, ADD: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    x, w, support, out, h, ADD: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
     end = tl.load(support.offsets + token + 1)
@@ -96,13 +93,7 @@ def support_partials(raw: Tensor, support: Support, forward: Forward) -> Partial
 
 
 @triton.jit
-def gradient_kernel(
-    raw,  # [P]
-    out,  # [P]
-    support,
-    a,  # Act
-    BLOCK: tl.constexpr,
-):
+def gradient_kernel(raw, out, support, a, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     outer, factor, normalizer, of_token, own = token_of(a, token)
     y = tl.load(a.targets + token) - support.first
@@ -199,10 +190,7 @@ def gathered(
 
 @triton.jit
 def sums_kernel(
-    values,  # [P]
-    support,
-    rows,  # Strided
-    out,  # Strided
+    values, support, rows, out,
     pieces,  # Pieces, or None
     sums,  # [.., h] of pieces of tokens that have several
     h, n,
@@ -236,10 +224,7 @@ def sums_kernel(
 
 @triton.jit
 def pieces_kernel(
-    sums,  # [.., h]
-    pieces,  # Pieces
-    out,  # Strided
-    h, n,
+    sums, pieces, out, h, n,
     count,  # R
     ADD: tl.constexpr, WIDTH: tl.constexpr,
 ):

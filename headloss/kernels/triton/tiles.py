@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .launch import Tile
-from .versions import capability, shared_memory
+from .versions import capability
 
 ROWS, WIDTH, DEPTH = 128, 256, 64  # a tile, and the slice of H that is in flight
 WARPS, STAGES = 8, 4
@@ -22,9 +22,8 @@ BM, BN, BK = tl.constexpr(ROWS), tl.constexpr(WIDTH), tl.constexpr(DEPTH)
 
 
 @triton.jit
-def place_of(tile, tiles_m, blocks):
-    """Row and column of a tile, in an order in which GROUP rows share a tile of the vocabulary."""
-    GROUP: tl.constexpr = 16  # rows that share a tile of the vocabulary while it is in the L2
+def place_of(tile, tiles_m, blocks, GROUP: tl.constexpr = 16):
+    """Row and column of a tile; GROUP rows share one of w while it is in the L2."""
     group = tile // (GROUP * blocks)
     size = min(tiles_m - group * GROUP, GROUP)
     return group * GROUP + tile % size, (tile % (GROUP * blocks)) // size
@@ -48,13 +47,9 @@ def biased(z, of, columns, v):
 
 
 @triton.jit
-def each_tile(
-    x,  # descriptor [n, H]
-    w,  # descriptor [v, H]
-    out,  # descriptor [n, v], or None
-    given,  # the epilogue's own record
-    n, v, h, PROGRAMS: tl.constexpr, EPILOGUE: tl.constexpr,
-):
+def each_tile(x, w, out, given, n, v, h, PROGRAMS: tl.constexpr, EPILOGUE: tl.constexpr):
+    """x [n, H] and w [v, H] are descriptors; so is `out`, or None, which like `given` is the
+    epilogue's own."""
     tiles_m = tl.cdiv(n, BM)
     blocks = tl.cdiv(v, BN)
     for tile in tl.range(tl.program_id(0), tiles_m * blocks, PROGRAMS):
@@ -73,4 +68,6 @@ OPTIONS = {"num_warps": WARPS, "num_stages": STAGES}
 @functools.cache
 def has_accelerator(device: torch.device) -> bool:
     """And the shared memory for the tiles in flight, which consumer cards have not."""
-    return capability(device)[0] >= 9 and shared_memory(device) >= SHARED
+    if capability(device)[0] < 9:
+        return False
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= SHARED

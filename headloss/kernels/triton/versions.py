@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -36,24 +35,11 @@ def overlaps(device: torch.device) -> bool:
     return capability(device) == (9, 0) and version() in GLUON
 
 
-def copies() -> tuple[Any, Any]:
-    """What `GLUON` names."""
-    from triton.experimental.gluon.language.nvidia.hopper import tma
-
-    inward, outward = GLUON[version()]
-    return getattr(tma, inward), getattr(tma, outward)
-
-
 def capability(device: torch.device) -> tuple[int, int]:
     """Of an NVIDIA GPU. ROCm counts its own generations with the same numbers: there (0, 0)."""
     if torch.version.hip is not None:
         return (0, 0)
     return _answer(torch.cuda.get_device_capability, device)  # else some microseconds
-
-
-def shared_memory(device: torch.device) -> int:
-    """Bytes that a program may take of a multiprocessor."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def has_clusters(device: torch.device) -> bool:

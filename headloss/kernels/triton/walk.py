@@ -1,14 +1,17 @@
-"""The two walks along a row of logits in Triton, and what stands between them.
+"""The two walks of given.py along a row of logits, or a part of one, in Triton: a block's partial
+statistics, and its gradient. A NaN stays one.
 
-A block has a row, or a part of one. The first walk gives its partial statistics, the second its
-gradient; `given.py` puts them together. A NaN stays one.
+A row of v logits begins at x and its gradient at y; `length` is v, or 0 where nothing is read. The
+part has `size` columns from `begin` on. `to` are the Partials that are wanted, z is a LogitScaling,
+`normalizer` (peak, log_sum), and `at` (c_prob, c_entropy, c_uniform), times dz/draw without the
+soft cap, of which c says what there is.
 
 A part in bfloat16 may stay in shared memory in between: the hardware copies it there in bulk, piece
 by piece, so that device memory sees one read and one write whatever the L2 holds. A piece that the
-gradient has read makes room for the next row's. A block is four warps and a part at most 46 KiB, so
-that several blocks are on a multiprocessor: while one waits for its row, or for other parts of it,
-the others work. Of two words of two logits (words.py) the larger goes on, half by half, and the
-smaller is summed, so that a lane's largest logit stays out of its sum.
+gradient has read makes room for the next row's. Several blocks are on a multiprocessor: while one
+waits for its row, or for other parts of it, the others work. Of two words of two logits (words.py)
+the larger goes on, half by half, and the smaller is summed, so that a lane's largest logit stays
+out of its sum.
 """
 
 from __future__ import annotations
@@ -86,16 +89,7 @@ def join_lanes(peak, rest, spread, ENTROPY: tl.constexpr):
 
 
 @triton.jit
-def part_partials(
-    x,
-    begin,  # first column of the part
-    size,  # of a part
-    length,  # of the row
-    z,  # LogitScaling
-    outer,
-    to,  # Partials that are wanted
-    WIDTH: tl.constexpr, KEPT: tl.constexpr,
-):
+def part_partials(x, begin, size, length, z, outer, to, WIDTH: tl.constexpr, KEPT: tl.constexpr):
     """Partial statistics of the part's columns. Each of WIDTH lanes has its own until the end, so
     that nothing is exchanged along the way.
 
@@ -132,14 +126,7 @@ def part_partials(
 
 
 @triton.jit
-def logit_gradient(
-    raw, inside,
-    z,  # LogitScaling
-    outer,
-    normalizer,  # (peak, log_sum)
-    at,  # (c_prob, c_entropy, c_uniform), times dz/draw without the soft cap
-    c,  # Coefficients
-):
+def logit_gradient(raw, inside, z, outer, normalizer, at, c):
     """dL/draw of some logits of a row, but for the target's own term; and d(soft cap)."""
     peak, log_sum = normalizer
     logit = logits_of(raw, inside, z, outer)
@@ -160,16 +147,9 @@ def logit_gradient(
 
 @triton.jit
 def write_gradient(
-    x, y,
-    begin,  # first column of the part
-    size,  # of a part
-    v,
-    length,  # v, or 0: nothing is read
-    z,  # LogitScaling
-    outer, normalizer, at,
-    c,  # Coefficients
-    WIDTH: tl.constexpr, KEPT: tl.constexpr,
-):
+    x, y, begin, size, v, length, z, outer, normalizer, at, c, WIDTH: tl.constexpr,
+    KEPT: tl.constexpr,
+):  # fmt: skip
     """The gradient of the part's columns but for the target's own term, last columns first."""
     hint: tl.constexpr = "evict_first" if KEPT else ""
     steps = tl.cdiv(size, 4 * WIDTH)
@@ -181,37 +161,6 @@ def write_gradient(
         g, _ = logit_gradient(value, inside, z, outer, normalizer, at, c)
         there = (own < size) & (columns < v)
         tl.store(y + columns, g.to(y.dtype.element_ty), mask=there, eviction_policy=hint)
-
-
-@triton.jit
-def slope_parts(slopes, row, count, SLOPES: tl.constexpr):
-    """A token's `stats.Slope` parts, (rate, anchor, low, high, sign) each."""
-    found = ()
-    for i in tl.static_range(SLOPES):
-        part = slopes + i * 5 * count.to(tl.int64) + row
-        for k in tl.static_range(5):
-            found = found + (tl.load(part + k * count),)  # noqa: RUF005
-    return found
-
-
-@triton.jit
-def closed_slope(parts, logp, SLOPES: tl.constexpr):
-    """dL/dlogp of a token from its `slope_parts`."""
-    found = 0.0
-    for i in tl.static_range(SLOPES):
-        rate, anchor = parts[5 * i], parts[5 * i + 1]
-        low, high, sign = parts[5 * i + 2], parts[5 * i + 3], parts[5 * i + 4]
-        value = rate * tl.exp(sign * (logp - anchor))
-        found += tl.where((logp >= low) & (logp <= high), value, 0.0)
-    return found
-
-
-@triton.jit
-def settled(partials, length):
-    """Numbers that no objective stumbles over where nothing was read."""
-    peak, rest, spread, total = partials
-    peak, rest = tl.where(length > 0, peak, 0.0), tl.where(length > 0, rest, 0.0)
-    return peak, rest, tl.where(length > 0, spread, 0.0), tl.where(length > 0, total, 0.0)
 
 
 UNROLL = tl.constexpr(4)
@@ -232,14 +181,9 @@ def add_raw(raw, scale, shift, rest, spread, ENTROPY: tl.constexpr):
 
 
 @triton.jit
-def resident_partials(
-    room,  # see `open_room`
-    turn, x, begin, size, v,
-    outer,  # z = raw * outer
-    to,  # Partials that are wanted
-    PIECES: tl.constexpr,
-):
-    """Partial statistics of the part, which begin with its first piece."""
+def resident_partials(room, turn, x, begin, size, v, outer, to, PIECES: tl.constexpr):
+    """Partial statistics of the part, which begin with its first piece; z = raw * outer, and the
+    room is `open_room`'s."""
     ENTROPY: tl.constexpr = to.spread is not None
     address, _, arrived = room
     first, end = begin + tl.arange(0, 128) * 8, tl.minimum(begin + size, v)

@@ -1,9 +1,8 @@
 """What blocks of a GPU do in PTX, unknown to Triton: logits in bfloat16 are brought into
 shared memory, read, compared and written as words of two; blocks of a cluster exchange numbers.
 
-A block that has words is four warps. Its room in shared memory is an array of PTX's own, and copies
-are the hardware's (bulk copies, counted by a barrier behind the array). In the interpreter words
-are read from the logits themselves.
+A block's room in shared memory is an array of PTX's own, and copies are the hardware's (bulk
+copies, counted by a barrier). In the interpreter words are read from the logits themselves.
 
 A launch of `OfClusters` has blocks that are programs of their own. Each sends its numbers into the
 shared memory of all of them; arrival is counted by a barrier there, so that nobody waits for stores
