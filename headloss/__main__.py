@@ -113,15 +113,9 @@ def _problem(arguments: argparse.Namespace) -> Problem:
 
 
 def _draw(problem: Problem, options: Options, backend: str, title: str, path: Path) -> list[str]:
-    """Planned bytes against tokens, of plain logits and of every schedule, as PNG or SVG, drawn
-    with matplotlib.
-
-    Returns:
-        A line for each schedule that cannot serve this objective, with the reason.
-
-    Raises:
-        ValueError: matplotlib is not installed, or does not know the suffix of `path`.
-    """
+    """Draws planned bytes against tokens, of plain logits and of every schedule, with matplotlib;
+    ValueError where that is not installed, or does not know the suffix of `path`. What it returns
+    is a line for each schedule that cannot serve this objective, with the reason."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

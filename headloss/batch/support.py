@@ -19,11 +19,7 @@ HIGH = 1 << 32
 
 class Support:
     """What a batch was given as `support_ids`: [.., K], a negative id being an empty slot, or a
-    pair of [P] ids and [N + 1] offsets.
-
-    Raises:
-        TypeError, ValueError: naming what came and what was wanted.
-    """
+    pair of [P] ids and [N + 1] offsets; TypeError or ValueError for anything else."""
 
     def __init__(self, given: Any, targets: Tensor) -> None:
         self.tensors: Any = given if isinstance(given, tuple) else (given,)

@@ -89,49 +89,47 @@ def _check_unpatched(module: nn.Module) -> None:
 # ---------------------------------------------------------------------- PEFT
 
 
-def _saved_module(wrapper: nn.Module) -> nn.Module:
+def _saved_module(wrapper: Any) -> nn.Module:
     """`modules_to_save`: the active adapter's own copy, where it has one and is enabled."""
-    state: Any = wrapper
-    saved, active = state.modules_to_save, state.active_adapters
-    if state.disable_adapters or not active or any(name not in saved for name in active):
-        return state.original_module
+    saved, active = wrapper.modules_to_save, wrapper.active_adapters
+    if wrapper.disable_adapters or not active or any(name not in saved for name in active):
+        return wrapper.original_module
     return saved[active[0]]
 
 
-def _read_tuner(module: nn.Module) -> Fields:
+def _read_tuner(layer: Any) -> Fields:
     """A PEFT layer: the base layer, and one `Lora` for each active adapter."""
-    layer: Any = module
     if layer.disable_adapters and layer.merged:
         raise ValueError(
-            f"module: got a {type(module).__qualname__} whose merged adapters are disabled, want "
+            f"module: got a {type(layer).__qualname__} whose merged adapters are disabled, want "
             "them unmerged; call unmerge_adapter() first"
         )
     if layer.disable_adapters or layer.merged:
         return read_module(layer.base_layer)
-    forward = type(module).forward
+    forward = type(layer).forward
     kind = LORA_KINDS.get(f"{forward.__module__}.{forward.__qualname__}")
     if kind is None:
-        raise _unknown(module, "this adapter is not a plain LoRA; merge or disable it")
+        raise _unknown(layer, "this adapter is not a plain LoRA; merge or disable it")
     factors, read = kind
     adapters = [name for name in layer.active_adapters if name in getattr(layer, factors)]
     for name in adapters:
         if name in layer.lora_variant:
             variant = type(layer.lora_variant[name]).__name__
-            raise _unknown(module, f"adapter {name!r} is a {variant} (DoRA and its like); merge it")
+            raise _unknown(layer, f"adapter {name!r} is a {variant} (DoRA and its like); merge it")
     fields = read_module(layer.base_layer)
-    fields["lora"] = tuple(read(module, layer, name) for name in adapters)
+    fields["lora"] = tuple(read(layer, name) for name in adapters)
     return fields
 
 
-def _read_lora(module: nn.Module, layer: Any, name: str) -> Lora:
+def _read_lora(layer: Any, name: str) -> Lora:
     if layer.fan_in_fan_out:
-        raise _unknown(module, "fan_in_fan_out: its weight is stored as [H, V]")
+        raise _unknown(layer, "fan_in_fan_out: its weight is stored as [H, V]")
     up = read_module(layer.lora_B[name])
     if up["bias"] is not None:
-        raise _unknown(module, f"adapter {name!r} has a bias (lora_bias=True); merge it")
+        raise _unknown(layer, f"adapter {name!r} has a bias (lora_bias=True); merge it")
     dropout = layer.lora_dropout[name]
     if not isinstance(dropout, nn.Dropout | nn.Identity):
-        raise _unknown(module, f"adapter {name!r} has a {type(dropout).__name__} for dropout")
+        raise _unknown(layer, f"adapter {name!r} has a {type(dropout).__name__} for dropout")
     active = isinstance(dropout, nn.Dropout) and dropout.training
     return Lora(
         a=read_module(layer.lora_A[name])["weight"],
@@ -141,7 +139,7 @@ def _read_lora(module: nn.Module, layer: Any, name: str) -> Lora:
     )
 
 
-def _read_embedding_lora(module: nn.Module, layer: Any, name: str) -> Lora:
+def _read_embedding_lora(layer: Any, name: str) -> Lora:
     """Row v of the embedding gains scaling * A[:, v] @ B.T, with A [r, V] and B [H, r]."""
     a, b = layer.lora_embedding_B[name].T, layer.lora_embedding_A[name].T
     return Lora(a=a, b=b, scaling=layer.scaling[name])

@@ -99,11 +99,8 @@ class Metrics(dict[str, Measurement]):
 
         Every rank must hold the same names; `Min` travels as a negated `Max`.
         """
-        joined = Metrics({name: self[name] for name in sorted(self)})
-        for extremes, operation in (
-            (False, distributed.ReduceOp.SUM),
-            (True, distributed.ReduceOp.MAX),
-        ):
+        joined, by = Metrics({name: self[name] for name in sorted(self)}), distributed.ReduceOp
+        for extremes, operation in ((False, by.SUM), (True, by.MAX)):
             chosen = {n: m for n, m in joined.items() if isinstance(m, Max | Min) is extremes}
             if not chosen:
                 continue
@@ -138,11 +135,8 @@ class Observed:
 
 
 def checked(name: str, found: object, tokens: int, segments: int) -> dict[str, Observed]:
-    """What a term or modifier observes, if it is a dict of `Observed` of T or S values.
-
-    Raises:
-        TypeError, ValueError: naming the term, what it returned and what is wanted.
-    """
+    """What a term or modifier observes, a dict of `Observed` of T or S values; TypeError or
+    ValueError, naming the term, for anything else."""
     if not isinstance(found, dict):
         got = type(found).__name__
         raise TypeError(f"term {name}: observe: returned {got}, want a dict of headloss.Observed")

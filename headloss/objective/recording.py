@@ -86,9 +86,6 @@ class Recorder(TorchDispatchMode):
     def load(self, source: Source, kind: int = TOKENS) -> int:
         return self.node(Node(Op.LOAD, (source,), kind))
 
-    def number(self, source: Source) -> int:
-        return self.node(Node(Op.NUMBER, (source,), TOKENS))
-
     def __call__(self, op: Op, *operands: Operand) -> Operand:
         """The node of an instruction, or the operand or constant that it simplifies to."""
         kinds = {self.nodes[o].kind for o in operands if isinstance(o, int)}

@@ -33,12 +33,8 @@ def sample_batch(kinds: Kinds, term: Term, device: torch.device) -> PackedBatch:
     cls = _NoSums if term.scope == "token" else Segments
     fields: dict[str, Tensor | Current] = {}
     for name, (dtype, more) in kinds.items():
-        if dtype is None:
-            fields[name] = CURRENT
-        elif not more:
-            fields[name] = torch.full((_SAMPLE,), -0.5, device=device).to(dtype)
-        else:
-            fields[name] = torch.zeros(_SAMPLE, *more, dtype=dtype, device=device)
+        made = torch.full((_SAMPLE, *more), 0.0 if more else -0.5, device=device)
+        fields[name] = CURRENT if dtype is None else made.to(dtype)
     count = max(_SAMPLE, term.segments_per_unit)
     counts = (torch.arange(count, device=device) < _SAMPLE).long()
     return PackedBatch(torch.zeros_like(ids), cls(ids, count, counts=counts), fields)

@@ -83,13 +83,12 @@ def record(
         with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
             for lengths in SAMPLES:
                 sample = _Sample(lengths, statistics, fields, dtype, objective)
-                sample.record(gradients, observe)
-                samples.append(sample)
+                samples.append(sample.record(gradients, observe))
     except Unrecorded:
         return None
     finally:
         TRACING.reset(token)
-    written, other = (sample.written for sample in samples)
+    written, other = samples
     # What hangs on the sample's values or sizes would differ.
     if written != other:
         return None
@@ -132,11 +131,12 @@ class _Sample:
         source = "mask" if kind == torch.bool else "field"
         return self.recorder.know(values, self.recorder.load((source, name)))
 
-    def _number(self, kind: str, name: Any = None, value: float = 3.0) -> Tensor:
-        number = torch.full((), value, dtype=torch.float64, device="cpu")
-        return self.recorder.know(number, self.recorder.number((kind, name)))
+    def _number(self, kind: str, name: Any = None) -> Tensor:
+        number = torch.full((), 3.0, dtype=torch.float64, device="cpu")
+        node = Node(Op.NUMBER, ((kind, name),), TOKENS)
+        return self.recorder.know(number, self.recorder.node(node))
 
-    def record(self, gradients: bool, observe: bool) -> None:
+    def record(self, gradients: bool, observe: bool) -> Written:
         """Values and the loss; the gradient; metrics."""
         of, named = self.recorder.of, list(self.objective.named())
         kept = {term.kept_field for _, _, term in named} - {None}
@@ -158,6 +158,7 @@ class _Sample:
             if observe:
                 with torch.no_grad():
                     self._observe(parts)
+        return self.written
 
     def _pull_back(self, losses: Tensor) -> None:
         """The gradient of the sum with respect to the statistics, and what it means for the

@@ -2,17 +2,12 @@
 
 One all-gather of a record of fixed size per group and call. Where the records are not all fine,
 the ranks say the rest in a second exchange. A rank that fails still takes part, so that an error on
-one rank is raised on all of them, and no collective is left half attended.
-
-A record holds numbers of the device, which is busy with what came before the call. So the host need
-not wait for the records of a call like one that it knows: it goes on as if the others said the same
-as then, queues its first product, and reads what they said before its next collective (`settle`).
-Where they said something else, `in_step` raises it, or makes the call again.
+one rank is raised on all of them, and no collective is left half attended. The host reads the
+records late, as DESIGN.md says under Agreement: the device is busy with what came before the call.
 
 Where segments run across ranks too, each rank is in two groups, and the second one's records come
 behind the first one's. A rank may not raise what it hears in the first, since ranks of other rows
-know nothing of it: its record in the second says so, by the device alone. So whatever is wrong
-anywhere is heard everywhere, and all ranks make the call again and wait, as those of one group do.
+know nothing of it: its record in the second says so.
 """
 
 from __future__ import annotations
@@ -133,12 +128,8 @@ class Agreement:
         return {name: [record[at] for record in records] for at, name in enumerate(names, 3)}
 
     def read(self) -> Any:
-        """The `own` facts of each rank, or their digest.
-
-        Raises:
-            ValueError, TypeError, RuntimeError: this rank's error, or another's; a fact that is not
-                the same on all.
-        """
+        """The `own` facts of each rank, or their digest; raises this rank's error, or another's, or
+        a ValueError for a fact that is not the same on all."""
         if self.said is None:
             raise self._trouble() from None
         return self.said if self.digest is None else self.digest(self.said)
@@ -177,11 +168,7 @@ _CALLS: dict[Any, Agreement | None] = {}
 def in_step(group: distributed.ProcessGroup | None, batch: Any, call: Callable[[], R]) -> R:
     """A call that may begin before it has read its batch, or what the other ranks of its groups
     say (the vocabulary's, and that of the batch's segments); made again where it went by something
-    else. What ranks raise together comes first.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: as `agree_early`.
-    """
+    else. What ranks raise together, as `agree_early` does, comes first."""
     groups = [group, getattr(getattr(batch, "segments", None), "group", None)]
     groups = [g for g in groups if g is not None and isinstance(g, PROCESS_GROUP)]  # others raise
     if len(set(groups)) < len(groups):  # one in both roles: its ranks say two things

@@ -29,12 +29,8 @@ def together(
     what: str, group: distributed.ProcessGroup | None, run: Callable[..., R], /, *given: Any,
     **options: Any
 ) -> R:
-    """What `run`, which is a collective or waits for one, makes of the other arguments; None: of
-    the default group.
-
-    Raises:
-        RankError: the backend gave it up.
-    """
+    """What `run`, which is a collective or waits for one, makes of the other arguments; RankError
+    where the backend gave it up. None: of the default group."""
     try:
         return run(*given, **options)
     except RuntimeError as error:
@@ -65,9 +61,8 @@ def gather(values: Tensor, group: distributed.ProcessGroup) -> Tensor:
     """[W, ..] of every rank's [..], in rank order."""
     found = values.new_empty(distributed.get_world_size(group), *values.shape)
     flat = values.contiguous().view(-1)  # gloo wants the output as one long tensor
-    # By the name that this torch does not call deprecated.
-    names = ("all_gather_single", "all_gather_into_tensor")
-    run = next(getattr(distributed, n) for n in names if hasattr(distributed, n))
+    # The second name is deprecated where there is the first.
+    run = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
     what = "an exchange with the ranks of a group"
     together(what, group, run, found.view(-1), flat, group=group)
     return found

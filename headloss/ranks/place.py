@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
-from ..batch.batch import IGNORE, MOST_IDS
+from ..batch.batch import IGNORE, MOST_IDS, Batch
 from ..head.head import Head, autocast_dtype
 from ..head.parts import GATHER
 from ..kernels import suits_product
@@ -25,7 +25,6 @@ from .spread import Spread
 from .vocabulary import WHOLE, Shard, Whole
 
 if TYPE_CHECKING:
-    from ..batch.batch import Batch
     from ..batch.packing import Packing
     from ..kernels.transform import Transform
     from ..losses.term import Objective
@@ -33,11 +32,8 @@ if TYPE_CHECKING:
 
 
 def local_head(head: Head) -> Head:
-    """A head of DTensors as this rank's rows and their group; any other head as it is.
-
-    Raises:
-        ValueError, TypeError: placements other than rows sharded over one mesh dimension.
-    """
+    """A head of DTensors as this rank's rows and their group, any other head as it is; raises for
+    placements other than rows sharded over one mesh dimension."""
     if not hasattr(head.weight, "device_mesh"):
         if head.vocab_mesh_dim is not None:
             raise ValueError(

@@ -48,18 +48,12 @@ def eagerly(verb: Callable[P, R]) -> Callable[P, R]:
 
 def outside(verb: Callable[P, R]) -> Callable[P, R]:
     """The same verb, run outside of the graph that is being compiled."""
-    found: Any = torch.compiler.disable
-    return found(verb)  # type: ignore[no-any-return]
+    return torch.compiler.disable(verb)  # type: ignore[no-any-return]
 
 
 def check_eager(verb: str, given: object = None, *others: object) -> None:
-    """Refuse what the operators of a verb cannot handle: torch.func, forward mode, meta tensors.
-
-    Raises:
-        RuntimeError: inside a transform of torch.func.
-        NotImplementedError: for a dual tensor.
-        ValueError: for a tensor on the meta device.
-    """
+    """Refuse what the operators of a verb cannot handle: RuntimeError inside a transform of
+    torch.func, NotImplementedError for a dual tensor, ValueError for one on the meta device."""
     if torch.compiler.is_compiling():
         return
     if torch._C._are_functorch_transforms_active():
@@ -228,9 +222,8 @@ def check_main_grad(weight: Tensor, options: Options) -> None:
 
 # ---------------------------------------------------------------------- fields and terms
 
-TEACHERS = tuple(name for names in INPUTS.values() for name in names)
 FIELDS = ("advantages", *LOGPS, "teacher_logps", "candidate_ids", "candidate_probs", "desirable")
-FIELDS += ("reference_kl", "importance_sampling_ratio", *TEACHERS)
+FIELDS += ("reference_kl", "importance_sampling_ratio", *sum(INPUTS.values(), ()))
 
 
 def check_gradient(objective: Objective, asked: dict[str, Reads]) -> None:

@@ -44,11 +44,7 @@ def in_graph(
     hidden: Tensor, head: Head, given: object, options: Options, gradients: frozenset[str]
 ) -> list[Tensor]:
     """logp, lse and entropy of every position, and [.., K + 1] log-probs of candidates and the rest
-    where the batch names some.
-
-    Raises:
-        ValueError: an option that the operator does not take.
-    """
+    where the batch names some; ValueError for an option that the operator does not take."""
     compute = autocast_dtype(hidden)
     head.validate(hidden, compute_dtype=compute)
     ids: dict[str, Any] = {}

@@ -62,9 +62,8 @@ class PairGradient(NamedTuple):
 
     def add_to_bias(self, total: Tensor) -> None:
         """total [v] += the sum of values."""
-        (order, columns), column = self.by_column, total.unsqueeze(1)
-        one, values = self.values.new_ones(columns.size, 1), self.values[order]
-        self.acts.support_sums(values, one, columns, column, add=True, uneven=True)
+        one = self.values.new_ones(self.by_column[1].size, 1)
+        self._replace(rows=ALL).into_weight(total.unsqueeze(1), one, add=True)
 
 
 class RowGradient(NamedTuple):

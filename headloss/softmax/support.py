@@ -78,7 +78,7 @@ class SupportSoftmax(LinearSoftmax):
     def pull(self, rows: slice, columns: slice, known: Known) -> RowGradient:
         raw, whole, kept = known.held or (self.raw(rows, columns), None, None)
         index = self.support.unrestricted(rows)
-        found = RowGradient(raw.new_empty(0, self._width(columns)), slice(0, 0))
+        found = RowGradient(raw.new_empty(0, len(range(self.vocabulary)[columns])), slice(0, 0))
         if index is not None:
             places = index + (rows.start or 0)
             whole = self.whole.take(places) if whole is None else whole
@@ -102,9 +102,6 @@ class SupportSoftmax(LinearSoftmax):
         by_column = self.support.by_column(rows, support.first, support.size)
         return PairGradient(values, support, by_column, rows, self.acts)
 
-    def _width(self, columns: slice) -> int:
-        start, stop, _ = columns.indices(self.vocabulary)
-        return stop - start
-
     def _window(self, rows: slice, columns: slice) -> Any:
-        return self.support.window(rows, self.first + (columns.start or 0), self._width(columns))
+        size = len(range(self.vocabulary)[columns])
+        return self.support.window(rows, self.first + (columns.start or 0), size)

@@ -26,10 +26,8 @@ class DenseTeacher:
 
     Args:
         key: the term's description of it.
-        source: its logits.
         transforms: the student's and the teacher's, at the term's temperature.
         own: that of the student's head. Where it is the student's, its normalizer is known already.
-        acts: the backend's.
         fused: the teacher's product measures a block of tokens at once, and leaves in the memory
             of the student's logits what the gradient needs; or it ends in the gradient.
     """
