@@ -88,7 +88,7 @@ def head_stats(
     """
     check_head(head)
     options = DEFAULT if options is None else options
-    names = _checked(gradients, targets_or_batch)
+    names, candidates = _checked(gradients, targets_or_batch)
     if torch.compiler.is_compiling():
         if head.vocab_group is None and head.vocab_mesh_dim is None:
             found = in_graph(hidden, head, targets_or_batch, options, names)
@@ -105,7 +105,6 @@ def head_stats(
             batch = check_targets(batch, hidden, options)
         except (TypeError, ValueError) as error:
             batch = error  # all ranks have to hear of it
-    candidates = isinstance(batch, Batch) and "candidate_ids" in batch.fields
     objective = loss_elsewhere(names, candidates=candidates)
 
     def run() -> HeadStats:
@@ -130,8 +129,8 @@ def _with_candidates(found: Sequence[Tensor], names: frozenset[str]) -> HeadStat
     return stats
 
 
-def _checked(gradients: Collection[str], given: object) -> frozenset[str]:
-    """The names of statistics; TypeError or ValueError for anything else."""
+def _checked(gradients: Collection[str], given: object) -> tuple[frozenset[str], bool]:
+    """The names of statistics, and whether there are candidates; raises for other names."""
     candidates = isinstance(given, Batch) and "candidate_ids" in given.fields
     names = (*READ, *CANDIDATE) if candidates else READ
     if isinstance(gradients, str) or not isinstance(gradients, Collection):
@@ -141,4 +140,4 @@ def _checked(gradients: Collection[str], given: object) -> frozenset[str]:
             raise ValueError(f"gradients: got {name!r}, want a batch with candidate_ids")
         if name not in names:
             raise ValueError(f"gradients: got {name!r}, want names out of {names}")
-    return frozenset(gradients)
+    return frozenset(gradients), candidates

@@ -53,8 +53,7 @@ class Totals:
         if not hasattr(batch, "segments"):
             raise TypeError(f"batch: got {type(batch).__name__}, want headloss.Batch")
         segments, scored = batch.segments, batch.targets.reshape(-1) != IGNORE
-        fields = {n: v for n, v in batch.fields.items() if isinstance(v, Tensor)}
-        masks = {name: value for name, value in fields.items() if value.dtype == torch.bool}
+        masks = {n: v for n, v in batch.fields.items() if getattr(v, "dtype", None) == torch.bool}
         if not masks and segments.group is None and segments.count:
             return cls(scored.sum(), segments.count)
         ids = segments.ids.reshape(-1).clamp(0, max(segments.count - 1, 0))

@@ -21,7 +21,7 @@ from torch import Tensor, distributed
 
 from ..arguments import check_dense, check_device
 from .adapters import read_model, read_module
-from .parts import Dropout, Fixed, Lora, check_matrix, check_number, check_plain, describe
+from .parts import GATHER, Dropout, Fixed, Lora, check_matrix, check_number, describe
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +161,11 @@ class Head:
             TypeError, ValueError: naming the argument, what it got and what it wanted.
         """
         for name, value in self._tensors():
-            check_plain(name, value)
+            if type(value).__name__ == "DTensor":
+                raise TypeError(
+                    f"{name}: got a DTensor placed {getattr(value, 'placements', ())}, want a "
+                    f"plain tensor; {GATHER}; or pass this rank's rows with vocab_group"
+                )
         if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
             raise TypeError(f"hidden: got {describe(hidden)}, want a floating tensor [.., H]")
         check_dense("hidden", hidden)

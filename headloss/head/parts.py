@@ -58,14 +58,6 @@ def check_matrix(name: str, value: object, shape: str) -> None:
         raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {shape}{hint}")
 
 
-def check_plain(name: str, value: Tensor) -> None:
-    if type(value).__name__ == "DTensor":
-        raise TypeError(
-            f"{name}: got a DTensor placed {getattr(value, 'placements', ())}, want a plain "
-            f"tensor; {GATHER}; or pass this rank's rows with vocab_group"
-        )
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Lora:
     """A low-rank adapter on the head: raw += scaling * dropout(hidden) @ a.T @ b.T.

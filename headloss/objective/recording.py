@@ -89,10 +89,8 @@ class Recorder(TorchDispatchMode):
     def __call__(self, op: Op, *operands: Operand) -> Operand:
         """The node of an instruction, or the operand or constant that it simplifies to."""
         kinds = {self.nodes[o].kind for o in operands if isinstance(o, int)}
-        if op in ELEMENTWISE:
-            simple = _simplified(op, operands)
-            if simple is not None:
-                return simple
+        if op in ELEMENTWISE and (simple := _simplified(op, operands)) is not None:
+            return simple
         if len(kinds) != 1:
             raise Unrecorded(f"{op.name} of tokens and segments")
         kind = {Op.EXPAND: TOKENS, Op.TOTAL: SEGMENTS}.get(op, kinds.pop())

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..batch.batch import CURRENT, Current
+from ..batch.batch import CURRENT
 from ..batch.packing import PackedBatch
 from ..batch.reduction import Totals
 from ..kernels.opcodes import INPUTS, MEASUREMENTS, NUMBERS, Op
@@ -110,9 +110,7 @@ class _Sample:
         teachers = enumerate(objective.teachers)
         slopes = {key: self._leaf(("divergence", k), "logp") for k, key in teachers}
         self.stats = Statistics(**named, divergences=slopes)  # type: ignore[arg-type]
-        made: dict[str, Tensor | Current] = {}
-        for name, kind in fields.items():
-            made[name] = CURRENT if kind is None else self._field(name, kind)
+        made = {n: CURRENT if k is None else self._field(n, k) for n, k in fields.items()}
         targets = torch.zeros(self.count, dtype=torch.int64, device="cpu")
         self.batch = PackedBatch(targets, self.segments, made).on(self.stats)
 

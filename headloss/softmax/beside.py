@@ -150,14 +150,10 @@ class Candidates:
         return pairs, here, support._replace(ids=others[:-1])
 
     def add_to_pairs_(
-        self,
-        values: Tensor,  # [P] dL/draw but for the slopes' part, which is added
-        raw: Tensor,
-        rows: slice,
-        support: Support,
-        slopes: Tensor,  # [n, K + 1]
+        self, values: Tensor, raw: Tensor, rows: slice, support: Support, slopes: Tensor
     ) -> None:
-        """For pairs what `chosen` and `gradient` are for a tile."""
+        """For pairs what `chosen` and `gradient` are for a tile: the part of slopes [n, K + 1] is
+        added to values [P], the rest of dL/draw."""
         transform = self.transform.rows(rows)
         pairs, here, rest = self._in_support(rows, support)
         own = slopes[:, :-1].to(values.dtype, copy=True)
@@ -213,16 +209,11 @@ class Candidates:
         return values, Support(ids.reshape(-1), ends, 0, vocabulary)
 
     def gradient(
-        self,
-        raw: Tensor,
-        rows: Rows,
-        columns: slice,
-        measured: Measured,
-        gradient: Tensor,  # [n, K + 1], slopes of `found`
-        extra: Tensor | None = None,
-        others: Backward | None = None,
+        self, raw: Tensor, rows: Rows, columns: slice, measured: Measured, gradient: Tensor,
+        extra: Tensor | None = None, others: Backward | None = None
     ) -> Tensor:
-        """The candidates' part of d/draw of a tile; see `DenseTeacher.gradient`."""
+        """The candidates' part of d/draw of a tile, from slopes [n, K + 1] of `found`; see
+        `DenseTeacher.gradient`."""
         if not self.heads_own:  # slopes of log-probs to those of logits
             log_p = measured.stats.divergences[self.key]
             gradient = gradient - log_p.exp() * gradient.sum(1, keepdim=True)
