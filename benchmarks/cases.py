@@ -71,11 +71,17 @@ SMALL = (256, 512, 1024, 2048, 4096, 8192)
 SMALL_HEADS = ((896, 151936), (2048, 151936), (4096, 128256))
 WIDE = Setting(tokens=16384, width=4096, vocabulary=128256)
 NARROW = Setting(tokens=16384, width=2048, vocabulary=151936)
-KINDS: dict[str, dict[str, Any]] = {  # of small calls beside the plain ones
-    "another number of tokens each": {"changing": True},
-    "bias": {"bias": True, "trains": ("hidden", "weight", "bias")},
-    "LoRA": {"lora": 16, "trains": ("hidden", "lora_a", "lora_b")},
-    "float16": {"dtype": torch.float16},
+# Of small calls beside the plain ones: works, and what the setting has more.
+KINDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "another number of tokens each": (("ce", "grpo"), {"changing": True}),
+    "bias": (("ce", "grpo"), {"bias": True, "trains": ("hidden", "weight", "bias")}),
+    "LoRA": (("ce", "grpo"), {"lora": 16, "trains": ("hidden", "lora_a", "lora_b")}),
+    "float16": (("ce", "grpo"), {"dtype": torch.float16}),
+    "frozen head": (("ce", "grpo", "gspo"), {"trains": ("hidden",)}),
+    "32000 columns": (("ce", "grpo"), {"vocabulary": 32000}),
+    "DPO": (("dpo",), {"segments": 64}),
+    "distillation": (("distillation",), {"teacher": True}),
+    "no gradient": (("scores",), {"trains": ()}),
 }
 LEVEL = "never slower than torch.compile or eager"
 RAGGED = (200, 4000)
@@ -163,13 +169,14 @@ def small() -> Iterator[Case]:
                 group="small",
                 goal=f"{LEVEL}, host time <= 0.7 ms",
             )
-    for kind, more in KINDS.items():
+    for kind, (works, more) in KINDS.items():
+        ours = DEFAULTS if more.get("trains") != () else ("head_stats", *DEFAULTS)
         for tokens in (256, 1024, 4096):
             yield Case(
                 row=f"small calls, {kind}",
-                works=("ce", "grpo"),
-                setting=replace(NARROW, tokens=tokens, segments=256, **more),
-                contestants=(*DEFAULTS, *PLAIN),
+                works=works,
+                setting=replace(NARROW, **({"tokens": tokens, "segments": 256} | more)),
+                contestants=(*ours, *PLAIN),
                 group="small",
                 goal=f"{LEVEL}, no more memory than eager",
             )

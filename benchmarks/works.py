@@ -290,6 +290,11 @@ def _gspo(values: Values, inputs: Inputs) -> Tensor:
     return _surrogate(ratio, inputs.advantages.to(ratio.dtype), 3e-4, 4e-4).mean()
 
 
+def _dpo(values: Values, inputs: Inputs) -> Tensor:
+    sums = inputs.segment_mean(values.logp - inputs.ref) * inputs.lengths
+    return -torch.nn.functional.logsigmoid(0.1 * (sums[::2] - sums[1::2])).mean()
+
+
 def _extras(values: Values, inputs: Inputs) -> Tensor:
     d = (inputs.ref - values.logp).clamp(-20, 20)
     assert values.entropy is not None and values.lse is not None
@@ -355,6 +360,7 @@ WORKS: dict[str, Work] = {
         Work(name="ce", objective=lambda _: hl.cross_entropy(), loss=_ce),
         Work(name="grpo", objective=lambda _: hl.grpo(), loss=_grpo),
         Work(name="gspo", objective=lambda _: hl.gspo(), loss=_gspo),
+        Work(name="dpo", objective=lambda _: hl.dpo(), loss=_dpo),
         Work(
             name="gspo+kl+entropy+z",
             objective=lambda _: hl.gspo() + _extra_terms(),

@@ -127,9 +127,9 @@ def test_the_gate_and_the_race_of_changing_sizes(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_rows_of_small_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Four kinds beside the plain ones, of three sizes each, in every table; all pass the gate."""
+    """Nine kinds beside the plain ones, of three sizes each, in every table; all pass the gate."""
     rows = [case for case in cases.table() if case.row.startswith("small calls, ")]
-    assert len(rows) == 12 and {case.group for case in rows} == {"small"}
+    assert len(rows) == 27 and {case.group for case in rows} == {"small"}
     assert {case.setting.tokens for case in rows} == {256, 1024, 4096}
     kinds = list(dict.fromkeys(case.row for case in rows))
     assert [kind.removeprefix("small calls, ") for kind in kinds] == list(cases.KINDS)
@@ -140,18 +140,21 @@ def test_the_rows_of_small_calls(tmp_path: Path, capsys: pytest.CaptureFixture[s
     results = json.loads(output.read_text())
     of = {(r["row"], r["work"], r["contestant"]): r for r in results["rows"]}
     trained = {"small calls, bias": {"bias", "weight"}, "small calls, LoRA": {"lora_a", "lora_b"}}
+    trained |= {"small calls, frozen head": set()}
     for kind in kinds:
-        for work in ("ce", "grpo"):
+        for work in cases.KINDS[kind.removeprefix("small calls, ")][0]:
             for name in ("headloss", "eager"):
                 row = of[kind, work, name]
                 wanted = trained.get(kind, {"weight"}) | {"hidden"}
+                wanted = set() if kind == "small calls, no gradient" else wanted
                 assert row["status"] == "ok" and row["host_ms"] > 0
                 assert row["errors"].keys() & set(works.LEAVES) == wanted
             assert of[kind, work, "torch.compile"]["reason"] == "needs a GPU"
     assert of["small calls, float16", "ce", "headloss"]["dtype"] == "float16"
     lines = report.small(results).splitlines()
-    for kind in ("", *cases.KINDS):
-        for work in ("ce", "grpo"):
+    plain = (("ce", "grpo"), {})
+    for kind, (kind_works, _) in {"": plain, **cases.KINDS}.items():
+        for work in kind_works:
             name = f"{work}, {kind}" if kind else work
             assert sum(f"| {name} |" in line for line in lines) == 1
     row = of["small calls, LoRA", "ce", "headloss"]

@@ -70,8 +70,9 @@ def everything(work: works.Work, inputs: works.Inputs) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", works.WORKS)
 def test_oracle_in_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oracle, "BLOCK", 7 * TINY.vocabulary)
-    inputs = works.make_inputs(TINY, CPU)
-    found = oracle.make_oracle(works.WORKS[name], inputs, TINY)
+    setting = replace(TINY, segments=10) if name == "dpo" else TINY  # of pairs
+    inputs = works.make_inputs(setting, CPU)
+    found = oracle.make_oracle(works.WORKS[name], inputs, setting)
     true = everything(works.WORKS[name], inputs)
     torch.testing.assert_close(found.values["loss"], true["loss"], rtol=1e-12, atol=1e-12)
     for key, places in (("hidden", found.rows), ("weight", found.columns)):
@@ -84,6 +85,8 @@ def test_oracle_in_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("contestant", ["headloss", "headloss, recompute", "eager"])
 def test_objective_and_plain_loss_agree(name: str, contestant: str) -> None:
     setting = replace(TINY, teacher=name == "distillation")
+    if name == "dpo":  # of pairs
+        setting = replace(setting, segments=10)
     inputs = works.make_inputs(setting, CPU)
     made = contestants.CONTESTANTS[contestant].make(works.WORKS[name], setting)
     true = oracle.make_oracle(works.WORKS[name], inputs, setting)
