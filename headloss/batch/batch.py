@@ -192,8 +192,7 @@ class Batch:
         """
         known, support, given = self._found, self.support, self.segments._given
         tensors = (self.targets,) if given is None else (self.targets, given)
-        ids = self._id_fields() if self.fields else {}
-        if ids:
+        if ids := self._id_fields():
             tensors += (*ids.values(),)
         if support is not None:
             tensors += support.tensors

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,8 +114,6 @@ def linear_call(given: Given, early: bool = False) -> Call:
         x = GatherRows.apply(x, index, packing.live)
     elif (plan.terms or prepared.problem.differences) and not prepared.readable:
         x = x.clone(memory_format=torch.contiguous_format)
-    if work.direct is not None:
-        return work, [x, head.weight, None]
     fixed = prepared.acts.fixed_product if options.batch_invariant else None
     tensors = [x, head.weight]
     if head.lora:
@@ -236,7 +233,6 @@ def _work(
         slices=slices,
         vocabulary=vocabulary,
         transform=transform,
-        direct=_direct(joined, options, transform) if plan.direct else None,
         at_once=plan.rows and plan.schedule == "one_pass"
         and prepared.slopes and not (place.group or group),
         tolerance=tolerance,
@@ -249,14 +245,6 @@ def _work(
     if prepared.beside:
         found = with_beside(found, work, objective.teachers)
     return work, found
-
-
-def _direct(joined: Joined, options: Options, transform: Transform) -> Any:
-    problem, (prepared, objective, *_) = joined.prepared.problem, joined
-    if not prepared.taped or isinstance(transform.temperature, Tensor):
-        return None
-    of = transform, problem.width, joined.place.vocabulary, joined.packing.targets.device
-    return prepared.direct(objective, options.metrics, *of)
 
 
 def _bound(

@@ -12,7 +12,6 @@ two runs (`Plan.pull`). Autograd sees one function: the loss, or statistics for 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from ..objective.bound import Gradient, without_constants
 from ..objective.elsewhere import READ, gradient_of
 from ..objective.statistics import BESIDE, CANDIDATES, Coefficients, Statistics
 from ..ranks.collectives import inside
-from ..softmax import products
 from ..softmax.given import WalkSoftmax
 from ..softmax.linear import RawSoftmax
 from ..softmax.rows import ALL, Known
@@ -191,8 +189,6 @@ def forward(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack | Non
     what is `owed`."""
     pull = work.plan.pull
     if pull == "now":
-        if work.direct is not None:
-            return _directly(work, tensors)
         return _walk_at_once(work, tensors) if work.at_once else _in_one_pass(work, tensors)
     source = work.open(tensors)
     swept = sweep(work, source)
@@ -242,31 +238,6 @@ def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]
     if values is None:
         values = whole.normalizer.peak.new_zeros(len(work.bound.named), dtype=torch.float64)
     return (whole.stats, values, loss), lambda factor, _: sums.finish(factor)
-
-
-def _directly(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]:
-    """As `_in_one_pass`, of one block and with nothing to cut, merge or add."""
-    (x, weight, _), wants, direct = tensors, work.prepared.wants, work.direct
-    call = direct.call(x, weight, work.packing.targets, wants.weights[0])
-
-    def multiplied(terms: Tensor, features: Tensor, into_weight: Tensor | None) -> Tensor:
-        if into_weight is not None:  # first: it reads what the hidden gradient then overwrites
-            products.add_weight_gradient_(into_weight, terms, features, fresh=True)
-        return products.input_gradient(terms, weight, x.dtype, room=features)
-
-    def launch(statistics: dict[str, Any]) -> Any:
-        bound: Any = work.bound  # by a tape; made while the first product runs
-        return bound.launch(direct.tape, statistics)
-
-    call.forward(work.confirm, launch, multiplied)
-    work.bound.measured = partial(direct.tape.metrics, call.measured)
-
-    def finish(factor: Tensor | None, _: Any) -> Gradients:
-        hidden, *rest = call.finish(factor)
-        return [hidden, rest[0] if rest else None, None]
-
-    stats = Statistics(logp=call.statistic("logp"), entropy=call.statistic("entropy"))
-    return (stats, call.measured, call.loss), finish
 
 
 def sweep(work: Work, source: RawSoftmax) -> Swept:

@@ -49,7 +49,6 @@ class Problem:
     element_size: int = 4  # of hidden and weight
     weight_size: int = 4  # of the weight's own dtype
     terms: bool = False  # the product writes softmax terms in place of logits
-    direct: bool = False  # and what else the call has is a whole weight, and maybe hidden states
     rescaled: bool = False  # gradients are scaled against underflow, and back in float32
     fitted: bool = False  # by what they are, so that a row's bits depend on all rows
     row_bytes: int = 4  # per token and vocabulary entry of a chunk, teachers included

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from ..batch.batch import Batch
 from ..batch.packing import Packing
 from ..head.head import Head, check_transform
 from ..kernels.interface import Kernels
-from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
 from ..losses.term import Objective, Reads
 from ..objective.bound import check_weights, has_slopes, reads
@@ -50,7 +48,6 @@ from .signature import of_batch, of_mode, of_objective, of_options, of_tensor
 
 DIFFERENCES = ("forward_kl", "reverse_kl")  # that a teacher's product measures
 MOST = 256  # signatures that are kept
-NOT_YET = object()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +87,6 @@ class Prepared:
     misses: list[bool] = field(default_factory=list)
     _tapes: dict[tuple[bool, bool], Tape | None] = field(default_factory=dict)
     _plans: dict[tuple, Plan] = field(default_factory=dict)
-    _directs: dict[Transform, Any] = field(default_factory=dict)
 
     def tape(self, objective: Objective, observe: bool, gradients: bool) -> Tape | None:
         """None where autograd has to serve: a user's own term, a quantile."""
@@ -99,20 +95,6 @@ class Prepared:
             given = (objective, self.needs, self.kinds, self.wide)
             self._tapes[key] = tape_of(*given, observe=observe, gradients=gradients)
         return self._tapes[key]
-
-    def direct(self, objective: Objective, observe: bool, *given: Any) -> Any:
-        """The launches of calls that follow one another (`Plan.direct`), of a transform, H, V and
-        a device; None for other objectives."""
-        found = self._directs.get(given[0], NOT_YET)
-        if found is NOT_YET:
-            from ..kernels.triton.direct import Direct
-
-            tape = self.tape(objective, observe, True)
-            fits = tape is not None and tape.is_multiple and given[0].softcap is None
-            if len(self._directs) >= MOST:
-                self._directs.clear()
-            found = self._directs[given[0]] = Direct(tape, self.needs, *given) if fits else None
-        return found
 
     @cached_property
     def acts(self) -> Kernels:
@@ -200,9 +182,6 @@ def prepare_linear(given: Given, objective: Objective, key: object) -> Prepared:
         memory=kernels.memory(hidden.device),
         main_grad=options.main_grad is not None,
         terms=fuses,
-        direct=wants.features[0] and head.vocabulary == head.weight.shape[0]
-        and not (head.bias is not None or compute_dtype or options.upstream is not None)
-        and not (options.batch_invariant or options.gradient_tolerance),
         differences=fuses and head.vocab_group is None and head.softcap is None,
     )
     softcap = head.softcap is not None
@@ -323,7 +302,6 @@ def _prepared(
     constant &= not any(term.weight_fields for _, term in objective.parts)
     problem = replace(
         problem,
-        direct=problem.direct and terms and not (beside or options.static),
         scope=objective.scope,
         sparse=not constant or options.gradient_tolerance > 0,
         thorough=restricted or options.gradient_tolerance > 0,

@@ -57,7 +57,6 @@ class Work:
         slices: of the vocabulary on the ranks of a group.
         vocabulary: of the whole model.
         transform: of raw logits, of the packed tokens.
-        direct: the launches of both acts, where they follow one another (`Plan.direct`).
         at_once: the objective's gradient is known before the statistics are.
         tolerance: which rows are left out in addition to those without gradient.
         confirm: raises where the packing was guessed and wrong; asked once the first product is
@@ -73,7 +72,6 @@ class Work:
     slices: Any
     vocabulary: int
     transform: Transform
-    direct: Any = None
     at_once: bool = False
     tolerance: Tolerance | None = None
     confirm: Callable[[], object] = bool  # nothing to do

@@ -46,7 +46,6 @@ from .records import (
     scaling,
 )
 
-WIDE = 2048  # columns of a row, or of its features, at once
 LEAST = tl.constexpr(1e-37)  # a normal number, whose logarithm is finite
 
 
@@ -143,7 +142,7 @@ def logit_gradient_(
     (n, v), out = raw.shape, narrowed(raw, backward)
     if n:
         given = Gradient(matrix_of(raw), matrix_of(out), order, act(backward), references)
-        block, overlap = block_width(v, WIDE), out.dtype != raw.dtype
+        block, overlap = block_width(v, 2048), out.dtype != raw.dtype
         span = 1 << 30 if overlap else 2 * block  # rows that narrow in place stay whole
         options = {"BLOCK": block, "SPAN": span, "OVERLAP": overlap}
         launch_gradient(n * cdiv(v, span), given, backward.first, v, **options)
@@ -235,7 +234,7 @@ def held_multiple_(
         of_tokens = targets, z.factor, z.temperature, normalizer, c, logps
         read = held.reference, order, x, step
         of = Multiple(*to, *of_tokens, *read, features, multiples, least)
-        launch_rows(n, of, first, v, h, BLOCK=WIDE)
+        launch_rows(n, of, first, v, h, BLOCK=2048)
     return multiples, features
 
 

@@ -36,13 +36,6 @@ def cdiv(n: int, step: int) -> int:
     return -(-n // step)
 
 
-def is_watched() -> Any:
-    """Whether somebody has hooks on launches, a profiler, say."""
-    runtime = triton.knobs.runtime  # type: ignore[attr-defined]
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
-
-
 class Tile(NamedTuple):
     """How a kernel cuts a matrix [n, v] that it reads or writes through the tensor memory
     accelerator."""
@@ -85,31 +78,36 @@ class Launcher:
         self.known: dict[tuple[Any, ...], list[tuple[Launcher, Known | None]]] = {}
         _launchers.append(self)
 
-    def __call__(self, programs: int | Sequence[int], *arguments: Any, **constants: Any) -> Any:
-        """Returns what was sent, for others like it; None where Triton had to launch."""
+    def __call__(self, programs: int | Sequence[int], *arguments: Any, **constants: Any) -> None:
         describe = self.describe
         if describe is None:
             describe = self.describe = describer(arguments)
         key, values = describe(constants, *arguments)
         known, device = self.known.get(key), key[0]
         counts = (programs,) if type(programs) is int else programs
+        runtime = triton.knobs.runtime  # type: ignore[attr-defined]
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # a profiler's, say
+        watched = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
         if 0 <= device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return self(programs, *arguments, **constants)
-        if known is None or is_watched():
+        if known is None or watched:
             turns = zip(self.turns, counts, strict=True)
             made = [(turn._slowly(n, arguments, constants), turn) for turn, n in turns]
-            if self.direct and device >= 0 and not is_watched():
+            if self.direct and device >= 0 and not watched:
                 ready, n = VERSIONS[version()], len(arguments)
                 self.known[key] = [(turn, ready(one, n, turn.tiles)) for one, turn in made]
-            return None
+            return
         stream = _stream(device)
         for (turn, ready), count in zip(known, counts, strict=True):
             if ready is None or turn.kernel.pre_run_hooks:
                 turn._slowly(count, arguments, constants)
+                continue
+            given = ready.with_maps(values, arguments, turn.tiles) if turn.tiles else values
+            if ready.packed:
+                ready.launch(count, 1, 1, stream, *ready.fixed, (*given, *ready.constants))
             else:
-                ready.send(count, stream, values, arguments)
-        return known
+                ready.launch(count, 1, 1, stream, *ready.fixed, *given, *ready.constants)
 
     def _slowly(self, programs: int, arguments: Values, constants: dict[str, Any]) -> Any:
         given = list(arguments)
@@ -257,36 +255,29 @@ class Known:
 
     def __init__(
         self, launch: Any, fixed: Values, constants: Values, packed: bool, layouts: list[Values],
-        tiles: dict[int, Tile], compiled: object
+        compiled: object
     ) -> None:  # fmt: skip
         self.launch, self.fixed, self.constants, self.packed = launch, fixed, constants, packed
         # Of a tile in shared memory: its swizzle, the size and the type of its elements, its block.
-        self.layouts, self.tiles = layouts, tiles
+        self.layouts = layouts
         self.compiled = compiled  # it is unloaded when nobody holds it
         self.maps: dict[tuple[Any, ...], list[Any]] = {}
 
-    def send(self, programs: int, stream: int, values: Values, arguments: Values = ()) -> None:
-        """Launch it with numbers and addresses; `arguments` are the tiles, or begin with them."""
-        given = self._with_maps(values, arguments) if self.tiles else values
-        if self.packed:
-            self.launch(programs, 1, 1, stream, *self.fixed, (*given, *self.constants))
-        else:
-            self.launch(programs, 1, 1, stream, *self.fixed, *given, *self.constants)
-
-    def _with_maps(self, values: Values, arguments: Values) -> Values:
+    def with_maps(self, values: Values, arguments: Values, tiles: dict[int, Tile]) -> Values:
         """`values` with each tile as the C launcher takes it: its map, its shape and strides."""
         found, done = [], 0
-        for at, i in enumerate(self.tiles):
+        for at, i in enumerate(tiles):
             tensor = arguments[i]
-            key = at, values[i], *tensor.shape, *tensor.stride()
+            key = (at, values[i], tensor.shape, tensor.stride())
             made = self.maps.get(key)
             if made is None:
-                self.tiles[i].descriptor(tensor)  # it checks
+                tiles[i].descriptor(tensor)  # it checks
                 if len(self.maps) >= MOST_MAPS:
                     self.maps.clear()
-                made = _tensor_map(self.layouts[at], values[i], tensor.shape, tensor.stride())
-                made = self.maps[key] = [made, *key[2:]]
-            found += *values[done:i], *made
+                made = self.maps[key] = [_tensor_map(self.layouts[at], *key[1:])]
+                made += (*tensor.shape, *tensor.stride())
+            found += values[done:i]
+            found += made
             done = i + 1
         return [*found, *values[done:]]
 
@@ -335,7 +326,7 @@ def _known(sender: Sender, compiled: Any, count: int, tiles: dict[int, Tile]) ->
         return None
     constants = (None,) * (len(compiled.src.fn.arg_names) - count)  # the C launcher skips them
     launch, fixed, packed = found
-    return Known(launch, fixed, constants, packed, layouts, tiles, compiled)
+    return Known(launch, fixed, constants, packed, layouts, compiled)
 
 
 def _sender_3_6(compiled: Any) -> tuple[Any, Values, bool] | None:
