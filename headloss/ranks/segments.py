@@ -41,15 +41,13 @@ def over_segments(
     batch: Batch, options: Options, prepare: Callable[[], Joined],
     behind: distributed.ProcessGroup | None = None, wait: bool = False
 ) -> Joined:
-    """Prepare a call; where segments run across ranks, what is wrong on one is raised on all.
+    """Prepare a call whose segments run across ranks: what is wrong on one is raised on all.
 
     Args:
         behind: the group of the vocabulary, whose ranks agree in `prepare`.
         wait: for what the ranks say, also in a call like one that is known.
     """
-    group = batch.segments.group if hasattr(batch, "segments") else None
-    if group is None:
-        return prepare()
+    group: Any = batch.segments.group
 
     def same(joined: Joined) -> dict[str, Any]:
         # Other choices (schedule, chunks) may differ; these decide what is summed over segments.

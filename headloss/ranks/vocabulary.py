@@ -187,15 +187,15 @@ class Shard(Whole):
     ) -> list[tuple[Tensor, Tensor]]:
         if self.spread is None:
             return head.factors(hidden, self.dropout, fixed)
-        if head.lora:  # each rank sees its own tokens alone, and has a part of the gradient
-            def of_all(own: Tensor) -> Tensor:
-                own = own.contiguous().clone()
-                return summed("a sum of an adapter's gradients", own, self.group)
 
-            same = torch.ops.aten.alias
-            lora = (replace(x, a=Linear.apply(same, of_all, x.a)) for x in head.lora)
-            head = replace(head, lora=tuple(lora))
-        return head.factors(hidden, fixed=fixed)
+        def of_all(own: Tensor) -> Tensor:
+            own = own.contiguous().clone()
+            return summed("a sum of an adapter's gradients", own, self.group)
+
+        # Each rank sees its own tokens alone, and has a part of the gradient.
+        same = torch.ops.aten.alias
+        lora = (replace(x, a=Linear.apply(same, of_all, x.a)) for x in head.lora)
+        return replace(head, lora=tuple(lora)).factors(hidden, fixed=fixed)
 
     def dropout(self, hidden: Tensor, p: float) -> Tensor:
         """The first rank's mask, on all ranks."""
@@ -216,8 +216,6 @@ class SharedHidden(Hidden):
     begins. Rows are sent whether or not they carry a gradient: skipping is local.
     """
 
-    takes_products = False
-
     def __init__(
         self, slices: Shard, source: LinearSoftmax, wants: Wants, blocks: Sequence[Any] | None
     ) -> None:
@@ -225,23 +223,19 @@ class SharedHidden(Hidden):
         self.pending: list[tuple[int, Pending]] = []
         super().__init__(source, wants, blocks)
 
-    def room(self, features: Any, dtype: torch.dtype) -> Tensor:
-        own = _own(features)
-        if self.blocks is None:
-            return super().room(own, dtype)
-        return own.new_empty(0, own.shape[1], dtype=dtype)  # until a sum of some rows arrives
+    def room(self, features: Any) -> Tensor:
+        return super().room(_own(features))
 
     def add(
         self, gradient: RowGradient, columns: slice, last: bool, weights: Callable[[], bool]
     ) -> bool:
         if self.blocks is None:
             return super().add(gradient, columns, last, weights)
-        self.settle()
+        self._arrive()
         block = next(self.blocks).rows
-        for i, total in enumerate(self.totals):
-            if total is None:
+        for i, weight in enumerate(self.source.weights):
+            if not self.wanted[i]:
                 continue
-            weight = self.source.weights[i]
             part = input_gradient(gradient.values, weight, self.source.dtype, self.source.fixed)
             whole = gradient.whole(part, block, weight)
             self.pending.append((i, self.slices.start_sum(whole, block)))
@@ -253,14 +247,17 @@ class SharedHidden(Hidden):
                 self.pending.append((i, self.slices.start_sum(total, slice(0, len(total)))))
 
     def settle(self) -> None:
+        self._arrive()
+        super().settle()
+
+    def _arrive(self) -> None:
         for i, sum_ in self.pending:
-            value, total, own = sum_.wait(), self.totals[i], _own(self.source.features[i])
-            assert total is not None
-            if len(value) == len(own):  # all of them: not rounded before they are scaled
+            value, total, features = sum_.wait(), self.totals[i], self.source.features[i]
+            if len(value) == len(_own(features)):  # all: not rounded before they are scaled
                 self.totals[i] = value
                 continue
-            if len(total) < len(own):
-                total = self.totals[i] = own.new_empty(own.shape, dtype=total.dtype)
+            if total is None:
+                total = self.totals[i] = self.room(features)
             total[sum_.rows].copy_(value)
         self.pending = []
 

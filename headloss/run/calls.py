@@ -166,7 +166,7 @@ def given_call(given: GivenLogits) -> Call:
         )
         return _joined(ready, Place.of(vocab_group, own), batch, options, early)
 
-    found = over_segments(batch, options, joined, vocab_group)
+    found = over_segments(batch, options, joined, vocab_group) if over else joined()
     work, of_tokens = _work(found, batch, transform, options)
     packing, inplace = work.packing, found.prepared.problem.inplace
     work.into = into = IntoLogits(packing.order, inplace)

@@ -30,7 +30,7 @@ class Into(NamedTuple):
 
     Attributes:
         wants: which tensors need a gradient.
-        accumulate_dtype: of the weight gradient over blocks.
+        accumulate_dtype: of the weight gradient over blocks, beside logits in float32.
         main_grad: float32 [V, H] that the weight gradient is added to, in place of returning it.
         direct: blocks are added to it as they come; else their sum at the end, times the factor.
             (Slabs always are.)
@@ -43,33 +43,24 @@ class Into(NamedTuple):
     direct: bool
     hidden: Callable[..., Any]
 
-    def sum_dtype(self, wide: torch.dtype) -> torch.dtype:
-        """Of weight gradients, beside logits in `wide`."""
-        return wide if wide == torch.float64 else self.accumulate_dtype
-
 
 class Hidden:
     """The gradients of features that are all on this rank: rows are final when they are added.
     `blocks` are the plan's, of tokens; None: slabs of columns come."""
 
-    takes_products = True  # as they are, where one block is all there is
-
     def __init__(self, source: LinearSoftmax, wants: Wants, blocks: Sequence[Any] | None) -> None:
         self.source, self.wanted = source, wants.features
         self.blocks = None if blocks is None else iter(blocks)
+        self.at_once = blocks is not None and len(blocks) == 1  # a product may be all of it
         self.totals: list[Tensor | None] = [None] * len(self.wanted)
         self.multiple: Tensor | None = None  # [T] what rows are still to be multiplied by
-        if not self.takes_products or blocks is None or len(blocks) != 1:
-            self.totals = [
-                self.room(f, source.dtype if blocks is None else f.dtype) if wanted else None
-                for f, wanted in zip(source.features, self.wanted, strict=True)
-            ]
 
-    def room(self, features: Tensor, dtype: torch.dtype) -> Tensor:
+    def room(self, features: Any) -> Tensor:
         """Sums of slabs begin at 0, blocks write every row; in rows, whatever the features'
         layout."""
-        made = features.new_zeros if self.blocks is None else features.new_empty
-        return made(features.shape, dtype=dtype)
+        if self.blocks is None:
+            return features.new_zeros(features.shape, dtype=self.source.dtype)
+        return features.new_empty(features.shape)  # type: ignore[no-any-return]
 
     def add(
         self, gradient: RowGradient, columns: slice, last: bool, weights: Callable[[], bool]
@@ -78,20 +69,19 @@ class Hidden:
         too: first where it leaves the memory of scaled features behind, else last, since it hides
         what ranks do about dX. Returns what it does."""
         values, rows, multiple, room, _, pairs, _ = gradient
-        found = None if room is None else weights()
-        chunk, fixed = None if self.blocks is None else next(self.blocks), self.source.fixed
+        found, fixed = None if room is None else weights(), self.source.fixed
+        block = None if self.blocks is None else next(self.blocks).rows
         for i, weight in enumerate(self.source.weights):
             if not self.wanted[i]:
                 continue
             total, weight = self.totals[i], weight if columns is ALL else weight[columns]
             if total is None:
                 features = self.source.features[i]
-                if pairs is None and values.shape[0] == features.shape[0]:
+                if self.at_once and pairs is None and values.shape[0] == features.shape[0]:
                     made = products.input_gradient(values, weight, features.dtype, fixed, room)
                     self.totals[i], self.multiple = made, multiple
                     continue
-                total = self.totals[i] = self.room(features, features.dtype)
-            block = None if chunk is None else chunk.rows
+                total = self.totals[i] = self.room(features)
             if pairs is not None and block is not None:
                 pairs.into_hidden(total[block], weight)
             elif pairs is not None:
@@ -119,14 +109,14 @@ class Hidden:
         """Wait until the gradients are whole."""
         for i, features in enumerate(self.source.features):
             if self.wanted[i] and self.totals[i] is None:  # no block had a gradient
-                self.totals[i] = self.room(features, features.dtype)
+                self.totals[i] = self.room(features)
 
 
 class _Sums:
     """What both orders share: the weights' own totals, an addition, and the end.
 
     Args:
-        dtype: of the weights' totals; None: each one's own.
+        rounded: the weights' totals are in their own dtypes, else in that of sums.
         direct: the first is `main_grad`, into which gradients go as they come.
     """
 
@@ -134,13 +124,14 @@ class _Sums:
 
     def __init__(
         self, source: LinearSoftmax, into: Into, blocks: Sequence[Any] | None,
-        dtype: torch.dtype | None, direct: bool
+        rounded: bool, direct: bool
     ) -> None:
         self.source = source
         self.hidden: Hidden = into.hidden(source, into.wants, blocks)
-        self.sum_dtype = into.sum_dtype(source.dtype)
+        wide, narrow = source.dtype, into.accumulate_dtype
+        self.sum_dtype = wide if wide == torch.float64 else narrow
         self.main_grad = into.main_grad if into.wants.weights[0] else None
-        self.fresh = True  # nothing was written yet
+        self.fresh = True  # nothing was written yet, of a slab or at all
         self.rooms: Any = None  # [] powers of two that features of float16 weights are scaled by
         self.bias = None
         if into.wants.bias:
@@ -151,7 +142,8 @@ class _Sums:
             if not self.weights and self.main_grad is not None and direct:
                 self.weights.append(self.main_grad)
                 continue
-            total = weight.new_empty(weight.shape, dtype=dtype or weight.dtype) if wanted else None
+            dtype = weight.dtype if rounded else self.sum_dtype
+            total = weight.new_empty(weight.shape, dtype=dtype) if wanted else None
             if total is not None and source.vocabulary < total.shape[0]:
                 total[source.vocabulary :] = 0
             self.weights.append(total)
@@ -163,12 +155,13 @@ class _Sums:
     def _add(
         self, gradient: RowGradient, columns: slice, totals: Sequence[Tensor | None], fresh: bool,
         last: bool = False
-    ) -> bool:
-        """Take dL/draw of some rows and columns; whether there was any."""
+    ) -> None:
+        """Take dL/draw of some rows and columns."""
         if gradient.later is not None:
             gradient = gradient.counted()
         weights = partial(self._into_weights, gradient, columns, totals, fresh)
-        return self.hidden.add(gradient, columns, last, weights)
+        if self.hidden.add(gradient, columns, last, weights):
+            self.fresh = False
 
     def _into_weights(
         self, gradient: RowGradient, columns: slice, totals: Sequence[Tensor | None], fresh: bool
@@ -235,15 +228,13 @@ class RowSums(_Sums):
 
     def __init__(self, source: LinearSoftmax, into: Into, plan: Any) -> None:
         # Where one block holds all tokens its product is rounded to the weight's dtype at once.
-        dtype = None if plan.once else into.sum_dtype(source.dtype)
-        super().__init__(source, into, plan.chunks, dtype, into.direct)
+        super().__init__(source, into, plan.chunks, plan.once, into.direct)
         if plan.once and source.features[0].dtype == torch.float16:
             self.rooms = {}  # what is rounded before it is scaled back has to stay in range
 
     def add(self, gradient: RowGradient) -> None:
         """Take dL/draw of the next block."""
-        if self._add(gradient, ALL, self.places, self.fresh):
-            self.fresh = False
+        self._add(gradient, ALL, self.places, self.fresh)
 
 
 class SlabSums(_Sums):
@@ -257,11 +248,11 @@ class SlabSums(_Sums):
     by_slab = True
 
     def __init__(self, source: LinearSoftmax, into: Into, once: bool) -> None:
-        super().__init__(source, into, None, None, direct=True)
+        super().__init__(source, into, None, rounded=True, direct=True)
         self.at_once = once and self.main_grad is None
 
     def open(self, columns: slice) -> None:
-        self.columns, self.empty = columns, True
+        self.columns, self.fresh = columns, True
         self.slabs = [None if place is None else place[columns] for place in self.places]
         self.sums: list[Any] = self.slabs
         if not self.at_once:
@@ -272,18 +263,15 @@ class SlabSums(_Sums):
 
     def add(self, gradient: RowGradient, last: bool) -> None:
         """Take dL/draw of some rows of the slab; `last`: of the last slab, the last rows."""
-        fresh = self.at_once and self.empty
-        if self._add(gradient, self.columns, self.sums, fresh, last):
-            self.empty = False
+        self._add(gradient, self.columns, self.sums, self.at_once and self.fresh, last)
 
     def close(self, factor: Tensor | None) -> None:
         """Put the slab's sums, times `factor`, into their place."""
-        self.fresh = False
         for slab, total in zip(self.slabs, self.sums, strict=True):
             if slab is None:
                 continue
             if self.at_once:
-                if self.empty:
+                if self.fresh:
                     slab.zero_()
                 continue
             if factor is not None:
@@ -292,3 +280,4 @@ class SlabSums(_Sums):
                 slab.add_(total)
             else:
                 slab.copy_(total)
+        self.fresh = False
