@@ -85,7 +85,7 @@ class Stub:
             self.fast.append((programs, stream, list(values[:-1])))
 
         layouts = [(3, 4, 7, list(tile.block)) for tile in tiles.values()]
-        return launch.Known(send, ("fixed",), ("constant",), False, layouts, compiled)
+        return launch.Known(send, ("fixed",), ("constant",), False, layouts, tiles, compiled)
 
 
 @pytest.fixture

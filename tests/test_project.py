@@ -142,6 +142,7 @@ ALLOWED: dict[str, set[str]] = {
         "run",
     },
     "run.prepare": {
+        "ranks.place",
         "run.signature",
         *PARTS,
         *TERMS,
@@ -225,10 +226,10 @@ ALLOWED: dict[str, set[str]] = {
 BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their names begin
 
 LINES_PER_FILE = 400
-CORE_LINES = 11_853
+CORE_LINES = 11_974
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-KERNEL_LINES = 6_469
+KERNEL_LINES = 6_697
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -192,7 +192,8 @@ class Batch:
         """
         known, support, given = self._found, self.support, self.segments._given
         tensors = (self.targets,) if given is None else (self.targets, given)
-        if ids := self._id_fields():
+        ids = self._id_fields() if self.fields else {}
+        if ids:
             tensors += (*ids.values(),)
         if support is not None:
             tensors += support.tensors

@@ -9,7 +9,7 @@ its twin in PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple, cast
@@ -89,22 +89,52 @@ class Tape:
     ) -> Gradient:
         """Evaluate the objective from the statistics [n] of the tokens of a chunk (None: of all),
         with the coefficients of its terms, and a factor, a number or [], on the gradient alone."""
-        part = chunk or Chunk(0, batch.targets.shape[0], 0, batch.segments.count)
-        inputs = [
-            (getattr(stats, name).contiguous(), LAUNCH) if kind == "statistic"
-            else _column(kind, name, stats, batch) for kind, name in self.inputs
-        ]  # fmt: skip
-        given = {"vocabulary": vocabulary, "factor": factor}
-        numbers = [
-            coefficients[name] if kind == "coefficient" else given[kind] if kind in given
-            else _total(kind, name, totals) for kind, name in self.numbers
-        ]  # fmt: skip
-        vectors, measured, loss = _runner(backend)(self, (batch, part, inputs, numbers))
-        found = dict(zip(self.vectors, vectors, strict=True))
-        slopes = Coefficients(*[found.pop(source, None) for source in COEFFICIENTS])
-        teachers = list(stats.divergences)
-        divergences = {teachers[k]: slope for (_, k), slope in found.items()}
+        asked = [name for kind, name in self.inputs if kind == "statistic"]
+        statistics = {name: getattr(stats, name).contiguous() for name in asked}
+        given = statistics, batch, totals, coefficients, list(stats.divergences.values())
+        launch = self.launch(*given, vocabulary=vocabulary, factor=factor, chunk=chunk)
+        vectors, measured, loss = _runner(backend)(self, launch)
+        slopes = Coefficients(*[None if k is None else vectors[k] for k in self.places])
+        found, divergences = dict(zip(self.vectors, vectors, strict=True)), {}
+        for k, teacher in enumerate(stats.divergences):
+            if ("divergence", k) in found:
+                divergences[teacher] = found["divergence", k]
         return Gradient(slopes, divergences, measured, loss, partial(self.metrics, measured))
+
+    @property
+    def is_multiple(self) -> bool:
+        """Whether it gives the coefficients that `kernels.interface.Backward.is_multiple` asks for,
+        and no more."""
+        own = {("coefficient", "target"), ("coefficient", "prob")}
+        return ("coefficient", "prob") in self.vectors and own >= {*self.vectors}
+
+    @cached_property
+    def places(self) -> list[int | None]:
+        """Of the coefficients among the vectors."""
+        return [None if s not in self.vectors else self.vectors.index(s) for s in COEFFICIENTS]
+
+    def launch(
+        self, statistics: Mapping[str, Any], batch: PackedBatch, totals: Totals,
+        coefficients: Sequence[float], divergences: Sequence[Tensor] = (), *, vocabulary: int,
+        factor: Number = 1.0, chunk: Chunk | None = None
+    ) -> tuple[PackedBatch, Chunk, list[Column], list[Number]]:
+        """What a run takes: a batch, of which no field is gathered, a chunk, inputs and numbers."""
+        part = chunk or Chunk(0, batch.targets.shape[0], 0, batch.segments.count)
+        inputs, numbers = list[Column](), list[Number]()
+        for kind, name in self.inputs:
+            if kind == "statistic":
+                inputs.append((statistics[name], LAUNCH))
+            elif kind == "divergence":
+                inputs.append((divergences[name].contiguous(), LAUNCH))
+            else:
+                inputs.append(_column(kind, name, batch))
+        given = {"vocabulary": vocabulary, "factor": factor}
+        for kind, name in self.numbers:
+            if kind == "coefficient":
+                numbers.append(coefficients[name])
+            else:
+                numbers.append(given[kind] if kind in given else _total(kind, name, totals))
+        return batch, part, inputs, numbers
 
 
 @cache
@@ -116,15 +146,13 @@ def _runner(backend: str) -> Callable[..., tuple[Sequence[Tensor], Tensor, Tenso
     return run
 
 
-def _column(kind: str, name: Any, stats: Statistics, batch: PackedBatch) -> Column:
+def _column(kind: str, name: str, batch: PackedBatch) -> Column:
     if kind == "field" or kind == "mask":
         by_segment, at_once = name in batch._per_segment, batch.index is None
         return batch._given[name], SEGMENT if by_segment else TOKEN if at_once else INDEX
     if kind == "lengths":
         return batch.segments._local_counts, SEGMENT
-    if kind == "kept":
-        return batch._kept(name), SEGMENT
-    return list(stats.divergences.values())[name].contiguous(), LAUNCH
+    return batch._kept(name), SEGMENT
 
 
 def _total(kind: str, name: str | None, totals: Totals) -> Number:
@@ -136,8 +164,7 @@ def _total(kind: str, name: str | None, totals: Totals) -> Number:
 
 
 def run_plain(tape: Tape, launch: tuple) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Vectors, measurements and the loss, in PyTorch, on any device and in any dtype. A launch is
-    of a batch, of which no field is gathered, a chunk, inputs and numbers."""
+    """Vectors, measurements and the loss, in PyTorch, on any device and in any dtype."""
     (batch, chunk, inputs, numbers), dtype = launch, tape.dtype
     segments = batch.segments.slice(chunk)
     device = segments.ids.device
@@ -300,6 +327,12 @@ class Taped:
     def metrics(self, stats: Statistics) -> Callable[[], Metrics]:
         """Those of all tokens, that were evaluated in chunks."""
         return self._run(stats, None, True, False).metrics or Metrics
+
+    def launch(self, tape: Tape, statistics: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What a tape of this objective takes of all tokens."""
+        coefficients = [c for c, _ in self.objective.parts]
+        given = statistics, self.batch, self.totals, coefficients
+        return tape.launch(*given, vocabulary=self.vocabulary)
 
     def _run(self, stats: Statistics, chunk: Chunk | None, observe: bool, needed: bool) -> Gradient:
         tape = self.find(observe, needed)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,13 +46,19 @@ def _linear_joined(given: Given, early: bool = False) -> Joined:
     """What the arguments of `head_loss` come to before a logit is looked at."""
     hidden, head, batch, _, options, _ = given
     over = isinstance(batch, Batch) and batch.segments.group is not None
+    plain = early and not (head.lora or isinstance(head.temperature, Tensor))
+
+    def alone() -> Joined:
+        return _joined(_checked(given), Place(head.vocabulary), batch, options, plain)
+
+    if head.vocab_group is None and not over:
+        return alone()
     known_batch = isinstance(batch, Batch) and isinstance(options, Options)
     wait = not known_batch or options.sequence_parallel or (over and options.static)
-    plain = early and not (head.lora or isinstance(head.temperature, Tensor))
 
     def joined() -> Joined:
         if head.vocab_group is None:
-            return _joined(_checked(given), Place(head.vocabulary), batch, options, plain)
+            return alone()
         ready, own = agree_early(
             "vocab_group",
             head.vocab_group,
@@ -114,6 +121,13 @@ def linear_call(given: Given, early: bool = False) -> Call:
         x = GatherRows.apply(x, index, packing.live)
     elif (plan.terms or prepared.problem.differences) and not prepared.readable:
         x = x.clone(memory_format=torch.contiguous_format)
+    if plan.resends and (again := _again(joined, options, work)) is not None:
+        strides, wanted = (x.stride(0), head.weight.stride(0)), prepared.wants.weights[0]
+        kind = again.kind(x.shape[0], strides, packing.targets, wanted)
+        work.again = again.known(kind)
+        if work.again is not None:
+            return work, [x, head.weight, None]
+        work.record = partial(again.record, kind)
     fixed = prepared.acts.fixed_product if options.batch_invariant else None
     tensors = [x, head.weight]
     if head.lora:
@@ -188,17 +202,7 @@ def _joined(
     misses = prepared.misses if early and not batch.segments.group else [True]
     of_batch = options.static, prepared.problem.segments_per_unit, None if misses else misses
     packing, confirm = packing_of(batch, place.vocabulary, *of_batch)
-    support = packing.support
-    numbers = {
-        "tokens": packing.targets.shape[0],
-        "vocabulary": place.widest,
-        "support": 0 if support is None else len(support.ids),
-        "restricted": 0 if support is None else support.restricted,
-        "sharded": place.group is not None,
-        "memory": prepared.problem.memory if place.memory is None else place.memory,
-        "weight_gradient": prepared.problem.weight_gradient or bool(place.weight_gradient),
-    }
-    plan = prepared.plan(options, packing, numbers)
+    plan = prepared.plan(options, packing, place)
     return Joined(prepared, objective, place, packing, plan, confirm, prepared.per_segment)
 
 
@@ -245,6 +249,15 @@ def _work(
     if prepared.beside:
         found = with_beside(found, work, objective.teachers)
     return work, found
+
+
+def _again(joined: Joined, options: Options, work: Work) -> Any:
+    """What calls of this signature and transform send again, if they do."""
+    prepared, transform = joined.prepared, work.transform
+    if not prepared.taped or isinstance(transform.temperature, Tensor):
+        return None
+    of = transform, prepared.problem.width, work.vocabulary, joined.packing.targets.device
+    return prepared.again(joined.objective, options.metrics, *of)
 
 
 def _bound(

@@ -70,6 +70,7 @@ class Plan:
         whole: one block holds all tokens, however they are spread over segments.
         skip_rows: whether rows without a gradient leave the last two products.
         once: one block holds all tokens, and its products are the returned gradients.
+        resends: later calls like this one may send its launches again (`kernels.triton.again`).
         support: pairs of a token and a column of its support, which take a dot product each.
         restricted: tokens that have a support.
         pull: when the second act runs: with each block's statistics ("now", or "unit" coefficients
@@ -93,6 +94,7 @@ class Plan:
     whole: bool = field(repr=False, default=False)
     skip_rows: bool = field(repr=False, default=False)
     once: bool = field(repr=False, default=False)
+    resends: bool = field(repr=False, default=False)
     pull: Pull = field(repr=False, default="now")
     support: int = 0
     restricted: int = 0
@@ -167,6 +169,7 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     once = _once(p, pull, len(chunks), tile)
     least = SKIP_WORTH if p.on_gpu else 0 if p.thorough else CPU_SKIP_WORTH
     worth = p.sparse and rows * p.width * p.vocabulary >= least
+    skip_rows = options.skip_rows and not (options.static or p.given or p.narrow) and worth
     return Plan(
         schedule=schedule,
         backend=backend,
@@ -182,8 +185,10 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         chunks=chunks,
         tokens=p.tokens,
         whole=whole,
-        skip_rows=options.skip_rows and not (options.static or p.given or p.narrow) and worth,
+        skip_rows=skip_rows,
         once=once,
+        resends=p.resends and once and pull == "now" and len(chunks) == 1
+        and not (skip_rows or p.sharded or p.restricted),
         pull=pull,
         support=p.support,
         restricted=p.restricted,

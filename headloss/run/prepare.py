@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from ..batch.batch import Batch
 from ..batch.packing import Packing
 from ..head.head import Head, check_transform
 from ..kernels.interface import Kernels
+from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
 from ..losses.term import Objective, Reads
 from ..objective.bound import check_weights, has_slopes, reads
@@ -29,6 +31,7 @@ from ..objective.statistics import BESIDE, CANDIDATES, COLLISION, PEAK, STATISTI
 from ..objective.tape import Tape, serves
 from ..objective.taping import forget_tapes, is_own, tape_of
 from ..options import Options
+from ..ranks.place import Place
 from ..softmax.linear import Wants
 from ..softmax.products import sum_dtype
 from .checks import (
@@ -48,6 +51,7 @@ from .signature import of_batch, of_mode, of_objective, of_options, of_tensor
 
 DIFFERENCES = ("forward_kl", "reverse_kl")  # that a teacher's product measures
 MOST = 256  # signatures that are kept
+NOT_YET = object()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +91,7 @@ class Prepared:
     misses: list[bool] = field(default_factory=list)
     _tapes: dict[tuple[bool, bool], Tape | None] = field(default_factory=dict)
     _plans: dict[tuple, Plan] = field(default_factory=dict)
+    _agains: dict[Transform, Any] = field(default_factory=dict)
 
     def tape(self, objective: Objective, observe: bool, gradients: bool) -> Tape | None:
         """None where autograd has to serve: a user's own term, a quantile."""
@@ -96,17 +101,44 @@ class Prepared:
             self._tapes[key] = tape_of(*given, observe=observe, gradients=gradients)
         return self._tapes[key]
 
+    def again(self, objective: Objective, observe: bool, transform: Transform, *given: Any) -> Any:
+        """What calls whose plan `resends` have in common (`kernels.triton.again`), of a transform,
+        H, V and a device; None for other objectives."""
+        found = self._agains.get(transform, NOT_YET)
+        if found is NOT_YET:
+            from ..kernels.triton.again import Again
+
+            tape = self.tape(objective, observe, True)
+            fits = tape is not None and tape.is_multiple and transform.softcap is None
+            if len(self._agains) >= MOST:
+                self._agains.clear()
+            found = Again(tape, self.needs, transform, *given) if fits else None
+            self._agains[transform] = found
+        return found
+
     @cached_property
     def acts(self) -> Kernels:
         return kernels.load(self.backend)
 
-    def plan(self, options: Options, packing: Packing, numbers: dict[str, int]) -> Plan:
+    def plan(self, options: Options, packing: Packing, place: Place) -> Plan:
         """What runs for the numbers of one call. One block of tokens does not depend on how they
         are spread over segments, so that its plan serves other lengths."""
-        key = (packing.segments.count, *numbers.values())
+        (vocabulary, group, *others), support = place, packing.support
+        tokens = packing.targets.shape[0]
+        pairs = None if support is None else (len(support.ids), support.restricted)
+        key = tokens, packing.segments.count, pairs, vocabulary, *others
         found = self._plans.get(key)
         if found is None:
-            problem = self.problem.of(lengths=packing.lengths, **numbers)
+            problem = self.problem.of(
+                lengths=packing.lengths,
+                tokens=tokens,
+                vocabulary=place.widest,
+                support=pairs[0] if pairs else 0,
+                restricted=pairs[1] if pairs else 0,
+                sharded=group is not None,
+                memory=self.problem.memory if place.memory is None else place.memory,
+                weight_gradient=self.problem.weight_gradient or bool(place.weight_gradient),
+            )
             found = make_plan(problem, options, self.backend)
             if found.whole and options.memory_budget is None:  # which may be warned of
                 if len(self._plans) >= MOST:
@@ -182,6 +214,9 @@ def prepare_linear(given: Given, objective: Objective, key: object) -> Prepared:
         memory=kernels.memory(hidden.device),
         main_grad=options.main_grad is not None,
         terms=fuses,
+        resends=wants.features[0] and head.vocabulary == head.weight.shape[0]
+        and not (head.bias is not None or compute_dtype or options.upstream is not None)
+        and not (options.batch_invariant or options.gradient_tolerance),
         differences=fuses and head.vocab_group is None and head.softcap is None,
     )
     softcap = head.softcap is not None
@@ -302,6 +337,7 @@ def _prepared(
     constant &= not any(term.weight_fields for _, term in objective.parts)
     problem = replace(
         problem,
+        resends=problem.resends and terms and not (beside or options.static),
         scope=objective.scope,
         sparse=not constant or options.gradient_tolerance > 0,
         thorough=restricted or options.gradient_tolerance > 0,

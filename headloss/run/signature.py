@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from ..batch.batch import Batch
 from ..head.head import Head
 from ..losses.term import Objective
-from ..options import Options
+from ..options import DEFAULT, Options
 
 
 def of_linear(
@@ -99,6 +99,8 @@ def of_objective(objective: Objective) -> tuple:
 
 
 def of_options(options: Options) -> tuple:
+    if options is DEFAULT:  # to hash them all takes its time
+        return ()
     main_grad = options.main_grad
     if main_grad is None:
         return options, None

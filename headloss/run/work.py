@@ -57,6 +57,8 @@ class Work:
         slices: of the vocabulary on the ranks of a group.
         vocabulary: of the whole model.
         transform: of raw logits, of the packed tokens.
+        again: of a source's tensors and targets, queues act one of a call whose launches are known.
+        record: keeps what the call launches, where later ones may send it again.
         at_once: the objective's gradient is known before the statistics are.
         tolerance: which rows are left out in addition to those without gradient.
         confirm: raises where the packing was guessed and wrong; asked once the first product is
@@ -72,6 +74,8 @@ class Work:
     slices: Any
     vocabulary: int
     transform: Transform
+    again: Any = None
+    record: Any = None
     at_once: bool = False
     tolerance: Tolerance | None = None
     confirm: Callable[[], object] = bool  # nothing to do

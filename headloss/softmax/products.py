@@ -130,11 +130,13 @@ def add_weight_gradient_(
     """total += gradient.T @ features."""
     if features.is_cuda and not (features.dtype in WIDE and gradient.dtype in WIDE):
         dtype = gradient.dtype if features.dtype in WIDE else features.dtype
-        given, beta = (total, gradient.to(dtype).t(), features.to(dtype)), 0 if fresh else 1
+        factors, beta = (gradient.to(dtype).t(), features.to(dtype)), 0 if fresh else 1
         if total.dtype == torch.float32:
-            aten.addmm.dtype_out(*given, torch.float32, beta=beta, out=total)
+            aten.addmm.dtype_out(total, *factors, torch.float32, beta=beta, out=total)
+        elif fresh:
+            torch.mm(*factors, out=total)
         else:
-            torch.addmm(*given, beta=beta, out=total)
+            torch.addmm(total, *factors, beta=beta, out=total)
         return
     wide = sum_dtype(features.dtype)
     if fresh and total.dtype == wide == features.dtype == gradient.dtype:

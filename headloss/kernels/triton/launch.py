@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -34,6 +35,32 @@ Describe = Callable[..., tuple[tuple[Any, ...], list[Any]]]
 def cdiv(n: int, step: int) -> int:
     """n / step, rounded up. (Triton's own also runs in kernels, and takes ten microseconds.)"""
     return -(-n // step)
+
+
+def is_watched() -> Any:
+    """Whether somebody has hooks on launches, a profiler, say."""
+    runtime = triton.knobs.runtime  # type: ignore[attr-defined]
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+
+
+class Log(dict[Any, "list[Known] | None"]):
+    """What launchers send on this thread while this is entered: the kernels of the last launch of
+    each, None where only Triton can send them."""
+
+    def __enter__(self) -> Log:
+        _logs.open = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _logs.open = None
+
+
+class _Logs(threading.local):
+    open: Log | None = None
+
+
+_logs = _Logs()
 
 
 class Tile(NamedTuple):
@@ -85,29 +112,25 @@ class Launcher:
         key, values = describe(constants, *arguments)
         known, device = self.known.get(key), key[0]
         counts = (programs,) if type(programs) is int else programs
-        runtime = triton.knobs.runtime  # type: ignore[attr-defined]
-        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # a profiler's, say
-        watched = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
         if 0 <= device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return self(programs, *arguments, **constants)
-        if known is None or watched:
+        if known is None or is_watched():
             turns = zip(self.turns, counts, strict=True)
             made = [(turn._slowly(n, arguments, constants), turn) for turn, n in turns]
-            if self.direct and device >= 0 and not watched:
+            if self.direct and device >= 0 and not is_watched():
                 ready, n = VERSIONS[version()], len(arguments)
-                self.known[key] = [(turn, ready(one, n, turn.tiles)) for one, turn in made]
-            return
-        stream = _stream(device)
-        for (turn, ready), count in zip(known, counts, strict=True):
-            if ready is None or turn.kernel.pre_run_hooks:
-                turn._slowly(count, arguments, constants)
-                continue
-            given = ready.with_maps(values, arguments, turn.tiles) if turn.tiles else values
-            if ready.packed:
-                ready.launch(count, 1, 1, stream, *ready.fixed, (*given, *ready.constants))
-            else:
-                ready.launch(count, 1, 1, stream, *ready.fixed, *given, *ready.constants)
+                known = self.known[key] = [(t, ready(one, n, t.tiles)) for one, t in made]
+        else:
+            stream = _stream(device)
+            for (turn, ready), count in zip(known, counts, strict=True):
+                if ready is None or turn.kernel.pre_run_hooks:
+                    turn._slowly(count, arguments, constants)
+                else:
+                    ready.send(count, stream, values, arguments)
+        if _logs.open is not None:
+            sent = [one for turn, one in known or () if not turn.kernel.pre_run_hooks]
+            _logs.open[self] = sent if all(sent) and len(sent) == len(self.turns) else None
 
     def _slowly(self, programs: int, arguments: Values, constants: dict[str, Any]) -> Any:
         given = list(arguments)
@@ -255,31 +278,41 @@ class Known:
 
     def __init__(
         self, launch: Any, fixed: Values, constants: Values, packed: bool, layouts: list[Values],
-        compiled: object
+        tiles: dict[int, Tile], compiled: object
     ) -> None:  # fmt: skip
         self.launch, self.fixed, self.constants, self.packed = launch, fixed, constants, packed
         # Of a tile in shared memory: its swizzle, the size and the type of its elements, its block.
-        self.layouts = layouts
+        self.layouts = dict(zip(tiles, layouts, strict=True))
+        self.tiles = {i: tiles[i] for i in reversed(tiles)}
         self.compiled = compiled  # it is unloaded when nobody holds it
         self.maps: dict[tuple[Any, ...], list[Any]] = {}
 
-    def with_maps(self, values: Values, arguments: Values, tiles: dict[int, Tile]) -> Values:
+    def send(self, programs: int, stream: int, values: Values, arguments: Values = ()) -> None:
+        """Launch it with numbers and addresses; `arguments` are the tiles, or begin with them."""
+        given = self._with_maps(values, arguments) if self.tiles else values
+        if self.packed:
+            self.launch(programs, 1, 1, stream, *self.fixed, (*given, *self.constants))
+        else:
+            self.launch(programs, 1, 1, stream, *self.fixed, *given, *self.constants)
+
+    def _with_maps(self, values: Values, arguments: Values) -> Values:
         """`values` with each tile as the C launcher takes it: its map, its shape and strides."""
-        found, done = [], 0
-        for at, i in enumerate(tiles):
+        found, maps = [*values], self.maps
+        for i in self.tiles:  # the last one first, so that the others stay where they are
             tensor = arguments[i]
-            key = (at, values[i], tensor.shape, tensor.stride())
-            made = self.maps.get(key)
-            if made is None:
-                tiles[i].descriptor(tensor)  # it checks
-                if len(self.maps) >= MOST_MAPS:
-                    self.maps.clear()
-                made = self.maps[key] = [_tensor_map(self.layouts[at], *key[1:])]
-                made += (*tensor.shape, *tensor.stride())
-            found += values[done:i]
-            found += made
-            done = i + 1
-        return [*found, *values[done:]]
+            key = i, found[i], tensor.shape, tensor.stride()
+            if (made := maps.get(key)) is None:
+                made = self._with_map(*key, tensor)
+            found[i : i + 1] = made
+        return found
+
+    def _with_map(self, i: int, pointer: int, shape: Values, strides: Values, of: Tensor) -> Any:
+        self.tiles[i].descriptor(of)  # it checks
+        if len(self.maps) >= MOST_MAPS:
+            self.maps.clear()
+        made = _tensor_map(self.layouts[i], pointer, shape, strides), *shape, *strides
+        self.maps[i, pointer, shape, strides] = made
+        return made
 
 
 def _tensor_map(layout: Values, pointer: int, shape: Values, strides: Values) -> Any:
@@ -326,7 +359,7 @@ def _known(sender: Sender, compiled: Any, count: int, tiles: dict[int, Tile]) ->
         return None
     constants = (None,) * (len(compiled.src.fn.arg_names) - count)  # the C launcher skips them
     launch, fixed, packed = found
-    return Known(launch, fixed, constants, packed, layouts, compiled)
+    return Known(launch, fixed, constants, packed, layouts, tiles, compiled)
 
 
 def _sender_3_6(compiled: Any) -> tuple[Any, Values, bool] | None:

@@ -31,9 +31,9 @@ from ..interface import Backward, Forward, Held, Measured, partials_of
 from ..rounding import lost
 from .chosen import TOKENS, own_column, target_gradient_
 from .formulas import LN2, LOG2E, act_two, normalizer_of, per_row, transformed
-from .launch import Launcher, cdiv
+from .launch import Launcher, Series, cdiv
 from .merge import ROWS, ActOne, Epilogue, act_one, asked, measured, names, parts_of
-from .records import act, constant, matrix_of, over_tiles, programs_on, scaling
+from .records import LogitScaling, act, constant, matrix_of, over_tiles, programs_on, scaling
 from .tiles import BM, BN, OPTIONS, READ, WIDTH, WRITE, biased, each_tile, halves, has_accelerator
 from .versions import overlaps
 
@@ -116,6 +116,13 @@ def in_gluon() -> Any:
     return gluon
 
 
+def product_of(z: LogitScaling, device: torch.device, holds: bool) -> Series:
+    """The kernels of act one, with held terms or without."""
+    if z.outer > LEAST_SCALE and overlaps(device):
+        return in_gluon().launch_held if holds else in_gluon().launch_product  # type: ignore
+    return launch_held if holds else launch_product
+
+
 def can_fuse(x: Tensor, w: Tensor) -> bool:
     """Whether the operands suit the tensor memory accelerator: 16 bits wide, rows of whole 16
     bytes, and a GPU that has one and room for the tiles (the interpreter has)."""
@@ -168,11 +175,9 @@ def _act_one(
         z, whole, to = scaling(transform), scaling(transform, share), None
         if raw is not None:
             whole, to = z._replace(restore=1 + share), matrix_of(raw)
-        run = launch_product if terms is None else launch_held
-        if whole.outer > LEAST_SCALE and overlaps(x.device):
-            run = in_gluon().launch_product if terms is None else in_gluon().launch_held
-            if raw is not None:  # written tile by tile, as terms are
-                run, terms = in_gluon().launch_raw, raw
+        run = product_of(whole, x.device, holds=terms is not None)
+        if raw is not None and run is not launch_product:  # written tile by tile, as terms are
+            run, terms = in_gluon().launch_raw, raw
         epilogue = Epilogue(logit, out, parts, pitch, blocks * pitch, whole, flags, to)
         stop = constant(vocabulary is None)
         of = ActOne(x.stride(0), w.stride(0), stride, z, stop, epilogue)

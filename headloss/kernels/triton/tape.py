@@ -55,12 +55,26 @@ def _encoded(row: Row, inputs: int, layout: Layout) -> list[int]:
 
 
 def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
-    """As the tape's `run_plain`, for registers in float32: two launches, or one for few tokens."""
-    batch, (start, stop, first_segment, last), inputs, numbers = launch
-    segments, live, device = batch.segments, batch.live, batch.targets.device
-    by_segment = len(tape.phases) > 1
-    layout: list[Any] = [(way, values.dtype) for values, way in inputs]
-    addresses, floats = [values.data_ptr() for values, _ in inputs], []
+    """As the tape's `run_plain`, for registers in float32."""
+    scratch, pitch, results, loss = start(tape, launch)
+    n = launch[1].stop - launch[1].start
+    vectors = [scratch[k * pitch : k * pitch + n] for k in range(len(tape.vectors))]
+    return vectors, results, loss
+
+
+def start(tape: Tape, launch: Launch) -> tuple[Tensor, int, Tensor, Tensor]:
+    """The registers, at a pitch, the measurements, and the loss: two launches, or one for few
+    tokens. Inputs may be addresses of float32."""
+    batch, (first, stop, first_segment, last), inputs, numbers = launch
+    segments, live, index = batch.segments, batch.live, batch.index
+    layout, addresses, floats = list[Any](), list[int](), list[float]()
+    for values, way in inputs:
+        if type(values) is int:
+            layout.append((way, torch.float32))
+            addresses.append(values)
+        else:
+            layout.append((way, values.dtype))
+            addresses.append(values.data_ptr())
     for number in numbers:
         if isinstance(number, Tensor):
             layout.append((_SCALAR, number.dtype))
@@ -69,40 +83,36 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
         else:
             layout.append(None)
             floats.append(float(number))
-    floats += [0.0] * (NUMBERS - len(floats))
-    key = device, *layout
+    key = batch.targets.device, *layout
     program = tape.linked.get(key)
     if program is None:
-        program = tape.linked[key] = linked(tape, tuple(layout), device)
+        program = tape.linked[key] = linked(tape, tuple(layout), key[0])
     _, code, kinds, by_id = program
-    n, size = stop - start, last - first_segment
+    n, size = stop - first, last - first_segment
     ids = segments.ids if by_id else segments._given
-    per, count = 1, max(1, -(-n // BLOCK))
+    by_segment, per, count = len(tape.phases) > 1, 1, -(-n // BLOCK) or 1
     if by_segment:
         per = tape.segments_per_unit * max(1, -(-size // (tape.segments_per_unit * PROGRAMS)))
-        count = max(1, -(-size // per))
-    registers, measurements, pitch = tape.registers, len(tape.kinds), -(-n // 4) * 4
-    room = registers[0] * pitch + registers[1] * size + 1
-    scratch = torch.empty(room, dtype=torch.float32, device=device)
-    results = torch.empty(measurements, dtype=torch.float64, device=device)
+        count = -(-size // per) or 1
+    (of_tokens, of_segments), measurements, pitch = tape.registers, len(tape.kinds), -(-n // 4) * 4
+    results = batch.targets.new_empty(measurements, dtype=torch.float64)
     shares = results if count == 1 else results.new_empty(measurements * count)
+    scratch = results.new_empty(of_tokens * pitch + of_segments * size + 1, dtype=torch.float32)
     loss = scratch.new_empty(())
-    addresses += [code] * (INPUTS - len(addresses))
-    places = [code if t is None else t.data_ptr() for t in (batch.index, ids, live)]
+    places = [code if t is None else t.data_ptr() for t in (index, ids, live)]
     places.append(segments._local_counts.data_ptr())
     if not (n and size):  # a null pointer would have another type
         addresses, places = [a or code for a in addresses], [a or code for a in places]
-    arguments = (
-        code, len(tape.phases), kinds, *places, shares.data_ptr(),
-        loss.data_ptr(), tape.terms, int(live is not None), n, start, size, first_segment,
-        batch._count, registers[0], measurements, per, *addresses, *floats
+    _tape(
+        count, scratch, code, len(tape.phases), kinds, *places, shares.data_ptr(), loss.data_ptr(),
+        tape.terms, 0 if live is None else 1, n, first, size, first_segment, batch._count,
+        of_tokens, measurements, per, *addresses, *[code] * (INPUTS - len(addresses)), *floats,
+        *[0.0] * (NUMBERS - len(floats)), BY_SEGMENT=by_segment, BLOCK=BLOCK
     )  # fmt: skip
-    _tape(count, scratch, *arguments, BY_SEGMENT=by_segment, BLOCK=BLOCK)
     if count > 1:
         given = kinds, shares.data_ptr(), count, loss.data_ptr(), tape.terms
         _fold(measurements, results, *given, BLOCK=FOLD)
-    vectors = [scratch[k * pitch : k * pitch + n] for k in range(len(tape.vectors))]
-    return vectors, results, loss
+    return scratch, pitch, results, loss
 
 
 _tape = OfNumbers(tape_kernel, num_warps=8, num_stages=1)

@@ -1,0 +1,172 @@
+"""Calls whose launches are sent again from addresses: the loop's arguments, and its bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_triton_product import head
+from torch import Tensor
+from triton_cases import DEVICE
+
+import headloss as hl
+from headloss.batch.packing import packing_of
+from headloss.kernels import triton as acts
+from headloss.kernels.interface import Backward, Forward, Held, Scaling
+from headloss.kernels.transform import Transform
+from headloss.kernels.triton import again, launch
+from headloss.losses.term import Objective
+from headloss.objective.taping import record
+from headloss.run.prepare import Prepared
+
+ON_GPU = pytest.mark.skipif(
+    DEVICE == "cpu", reason="addresses are sent to compiled kernels alone"
+)
+NEEDS = frozenset({"logp", "entropy", "top1"})
+
+
+def batch_of(targets: Tensor, seed: int) -> hl.Batch:
+    generator = torch.Generator().manual_seed(seed)
+    old, advantages = torch.randn(2, len(targets), generator=generator).to(DEVICE)
+    segments = hl.Segments.from_ids(torch.arange(len(targets), device=DEVICE) // 3)
+    return hl.Batch(targets, segments, advantages=advantages, old_logps=old - 2)
+
+
+class Seen:
+    """A compiled kernel, which only tells what it was sent."""
+
+    def __init__(self) -> None:
+        self.sent: Any = None
+
+    def send(self, programs: int, stream: int, values: Any, tiles: Any = ()) -> None:
+        self.sent = programs, plain(values)
+
+
+def plain(value: Any) -> Any:
+    """Without what differs from call to call: addresses."""
+    if isinstance(value, tuple | list):
+        return tuple(map(plain, value))
+    value = getattr(value, "value", value)  # of a constexpr
+    return "address" if type(value) is int and value > 1 << 32 else value
+
+
+@pytest.mark.parametrize("n", [1, 7, 16])
+@pytest.mark.parametrize("into_weight", [True, False])
+def test_arguments_are_those_that_are_described(n, into_weight, monkeypatch) -> None:
+    x, w, targets, _ = head(max(n, 2), 64, 300)
+    x, targets, upstream = x[:n], targets[:n] % 300, torch.tensor(3.0, device=DEVICE)
+    batch, objective = batch_of(targets, n), Objective.of(hl.grpo())
+    packing, _ = packing_of(batch, 300)
+    view, transform = packing.view(batch, torch.float32), Transform(scale=0.7, temperature=1.3)
+    kinds = {name: dtype for name, (dtype, _) in batch.kinds(torch.float32).items()}
+    tape = record(objective, NEEDS, kinds, torch.float32)
+    assert tape is not None and tape.is_multiple
+    totals, described = hl.Totals.of(batch), {}
+    launched = launch.Launcher.__call__
+
+    def watched(self, programs, *arguments, **constants) -> None:
+        _, values = (self.describe or launch.describer(arguments))(constants, *arguments)
+        described[self] = programs, plain(values)
+        launched(self, programs, *arguments, **constants)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch.Launcher, "__call__", watched)
+        held = Held.empty(x, 300)
+        stats, normalizer = acts.product_statistics(
+            x, w, Forward(targets, 0, transform, NEEDS, True), 300, held
+        )
+        gradient = tape.run(stats, view, totals, [1.0], vocabulary=300, backend="triton")
+        backward = Backward(targets, 0, transform, normalizer, gradient.coefficients, stats.logp)
+        multiple, features = acts.held_multiple_(held, backward, x=x)
+        sums = [Scaling(features, features.dtype, rows=multiple)]
+        sums += [Scaling(w, w.dtype)] if into_weight else []
+        acts.scaled(sums, upstream)
+
+    monkeypatch.setattr(again, "current_stream", lambda device: 0)
+    of = again.Again(tape, NEEDS, transform, 64, 300, x.device)
+    kernels = again.Kernels([Seen(), Seen(), Seen()], Seen(), Seen())
+    call = again.Call(of, kernels, x, w, targets)
+    call.room[: 5 * call.pitch] = 0  # what act one would have written is read by the tape
+    features = call.differentiate(
+        lambda tape, found: tape.launch(found, view, totals, [1.0], vocabulary=300)
+    )
+    call.finish(features, w if into_weight else None, upstream)
+    counts, values = described[of.product]
+    assert [one.sent for one in kernels.act_one] == [(count, values) for count in counts]
+    assert kernels.act_two.sent == described[again.launch_rows]
+    assert kernels.scaled.sent == described[again.launch_scaled]
+
+
+def result_of(n: int, seed: int, objective: hl.Objective, **more) -> tuple:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    x = torch.randn(n, 128, generator=generator, device=DEVICE).mul(2).bfloat16()
+    w = torch.randn(4100, 128, generator=generator, device=DEVICE).mul(0.1).bfloat16()
+    x.requires_grad_(), w.requires_grad_(more.get("trains", True))
+    targets = torch.randint(4100, (n,), generator=generator, device=DEVICE)
+    if more.get("masked"):
+        targets[::3] = -100
+    head = hl.Head(w, temperature=more.get("temperature", 1.0))
+    out = hl.head_loss(x, head, batch_of(targets, seed), objective, more.get("options"))
+    upstream = torch.tensor([0.0, 3.0], device=DEVICE)[1] if more.get("odd") else 0.5
+    out.loss.backward(out.loss.new_tensor(0.5) if upstream == 0.5 else upstream)
+    metrics = {name: metric.value for name, metric in out.metrics.items()}
+    return out.plan.resends, (out.loss, x.grad, w.grad, out.logps, out.entropies), metrics
+
+
+@ON_GPU
+@pytest.mark.parametrize("name", ["ce", "grpo", "gspo", "mixed"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"masked": True},
+        {"trains": False},
+        {"temperature": 0.7},
+        {"odd": True},
+        {"options": hl.Options(metrics=False)},
+    ],
+    ids=["plain", "masked", "frozen", "temperature", "unaligned upstream", "no metrics"],
+)
+def test_calls_give_the_bits_of_the_loop(name, more, monkeypatch) -> None:
+    objectives = {"ce": hl.cross_entropy(), "grpo": hl.grpo(), "gspo": hl.gspo()}
+    objectives["mixed"] = hl.grpo() + 0.1 * hl.cross_entropy() + 1e-3 * hl.z_loss()
+    sizes = (256, 1000, 2, 255, 256, 2048)
+    sent = []
+    evaluate = again.Call.differentiate
+    monkeypatch.setattr(again.Call, "differentiate", lambda *of: (sent.append(1), evaluate(*of))[1])
+    for _ in range(2):  # the first call of a kind describes
+        found = [result_of(n, n, objectives[name], **more) for n in sizes]
+    assert all(resends for resends, _, _ in found) and len(sent) >= len(sizes)
+    monkeypatch.setattr(Prepared, "again", lambda *_: None)
+    for n, (_, mine, metrics) in zip(sizes, found, strict=True):
+        _, theirs, others = result_of(n, n, objectives[name], **more)
+        for a, b in zip(mine, theirs, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b), n
+        assert metrics.keys() == others.keys()
+        assert all(torch.equal(metrics[k].nan_to_num(), others[k].nan_to_num()) for k in metrics)
+
+
+@ON_GPU
+def test_hooks_and_clearing_are_heeded() -> None:
+    """With a profiler's hook every launch goes through Triton; what was kept is forgotten."""
+    import triton
+
+    seen: list[object] = []
+    hook = triton.knobs.runtime.launch_enter_hook
+
+    def watch(metadata: object) -> None:
+        seen.append(metadata)
+
+    for _ in range(2):
+        want = result_of(64, 1, hl.grpo())[1]
+    hook.add(watch)
+    try:
+        found = result_of(64, 1, hl.grpo())[1]
+    finally:
+        hook.remove(watch)
+    assert len(seen) >= 6
+    hl.clear_cache()
+    again = result_of(64, 1, hl.grpo())[1]
+    for a, b, c in zip(want, found, again, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
