@@ -93,7 +93,7 @@ def head_function(
     def run() -> Tensor:
         work, tensors = linear_call((hidden, head, batch, objective, options, "head_function"))
         foreign = Foreign(loss_fn, work.packing, work.vocabulary, options.upstream)
-        work = replace(work, bind=lambda: foreign)
+        work = replace(work, bind=lambda _: foreign)
         with inside(hidden.device.type, *work.groups):
             return HeadLoss.apply(work, *tensors)[0]
 

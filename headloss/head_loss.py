@@ -201,7 +201,7 @@ def plan(
 
 def _run(options: Options, make: Callable[..., Call], *given: Any) -> Output:
     work, tensors = make(*given)
-    with inside(work.batch.targets.device.type, *work.groups):
+    with inside(work.packing.targets.device.type, *work.groups):
         loss, (stats, values, _) = HeadLoss.apply(work, *tensors)
         measured: Callable[[], Metrics] = Metrics
         if options.metrics:

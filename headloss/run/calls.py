@@ -5,6 +5,7 @@ N positions, T of them scored, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -89,7 +90,8 @@ def _checked(given: Given) -> tuple[Prepared, Objective]:
 def linear_plan(given: Given) -> Plan:
     """What `head_loss` would run; hidden states may be on the meta device."""
     (_, head, batch, _, options, _), joined = given, _linear_joined(given)
-    work, _ = _work(joined, batch, _transform(head), options)  # it checks what it is made of
+    work = _work(joined, batch, _transform(head), options)
+    _ = _tokens(work, joined)  # what it is made of is checked
     if batch.segments.group is not None:
         _ = work.bound  # and what its ranks' totals and weights are
     return joined.plan
@@ -110,7 +112,7 @@ def linear_call(given: Given, early: bool = False) -> Call:
     its batch as it runs (`in_step`)."""
     (hidden, head, batch, _, options, _), joined = given, _linear_joined(given, early)
     prepared, packing, plan = joined.prepared, joined.packing, joined.plan
-    work, of_tokens = _work(joined, batch, _transform(head), options)
+    work = _work(joined, batch, _transform(head), options)
     slices, index = work.slices, packing.index
     x = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)  # else autograd gets a step more
     if prepared.compute_dtype is not None:
@@ -128,6 +130,7 @@ def linear_call(given: Given, early: bool = False) -> Call:
         if work.again is not None:
             return work, [x, head.weight, None]
         work.record = partial(again.record, kind)
+    of_tokens = _tokens(work, joined)
     fixed = prepared.acts.fixed_product if options.batch_invariant else None
     tensors = [x, head.weight]
     if head.lora:
@@ -181,7 +184,8 @@ def given_call(given: GivenLogits) -> Call:
         return _joined(ready, Place.of(vocab_group, own), batch, options, early)
 
     found = over_segments(batch, options, joined, vocab_group) if over else joined()
-    work, of_tokens = _work(found, batch, transform, options)
+    work = _work(found, batch, transform, options)
+    of_tokens = _tokens(work, found)
     packing, inplace = work.packing, found.prepared.problem.inplace
     work.into = into = IntoLogits(packing.order, inplace)
     if found.plan.rows:
@@ -206,16 +210,14 @@ def _joined(
     return Joined(prepared, objective, place, packing, plan, confirm, prepared.per_segment)
 
 
-def _work(
-    joined: Joined, batch: Batch, transform: Transform, options: Options
-) -> tuple[Work, Tokens]:
-    """What the loop is to do; and what every source takes."""
-    prepared, objective, place, packing, plan, confirm, per_segment = joined
+def _work(joined: Joined, batch: Batch, transform: Transform, options: Options) -> Work:
+    """What the loop is to do."""
+    prepared, _, place, packing, plan, confirm, per_segment = joined
     group = batch.segments.group
-    if group is not None and options.static:
-        view = voted(packing, batch, prepared.wide, group)
-    else:
-        view = packing.view(batch, prepared.wide, per_segment)
+    view: Callable[[], PackedBatch] = partial(packing.view, batch, prepared.wide, per_segment)
+    if group is not None and options.static:  # by a collective, which cannot wait
+        found = voted(packing, batch, prepared.wide, group)
+        view = lambda: found  # noqa: E731
     spread = packing if options.sequence_parallel else None
     slices = place.slices(spread, batch.targets.device, confirm)
     if isinstance(transform.temperature, Tensor):
@@ -228,12 +230,12 @@ def _work(
         share = options.gradient_tolerance if saves else 0.0
         none = packing.targets.new_zeros((), dtype=torch.float64)
         tolerance = Tolerance(share, transform, vocabulary, none)
-    work = Work(
+    return Work(
         prepared=prepared,
         plan=plan,
         packing=packing,
-        batch=view,
-        bind=partial(_bound, joined, batch, view, options, transform),
+        view=view,
+        bind=partial(_bound, joined, batch, options, transform),
         slices=slices,
         vocabulary=vocabulary,
         transform=transform,
@@ -242,13 +244,16 @@ def _work(
         tolerance=tolerance,
         confirm=confirm,
     )
-    targets, whole = packing.targets, place.group is None and packing.live is None
+
+
+def _tokens(work: Work, joined: Joined) -> Tokens:
+    """What every source takes."""
+    prepared, packing, transform = work.prepared, work.packing, work.transform
+    targets, whole = packing.targets, joined.place.group is None and packing.live is None
     if packing.order.facts is not None and prepared.backend == "reference":
-        targets = targets.clamp(0, vocabulary - 1)  # until the batch is read they may be anything
-    found = Tokens(prepared.acts, targets, transform, prepared.needs, slices.first, whole)
-    if prepared.beside:
-        found = with_beside(found, work, objective.teachers)
-    return work, found
+        targets = targets.clamp(0, work.vocabulary - 1)  # until it is read they may be anything
+    found = Tokens(prepared.acts, targets, transform, prepared.needs, work.slices.first, whole)
+    return with_beside(found, work, joined.objective.teachers) if prepared.beside else found
 
 
 def _again(joined: Joined, options: Options, work: Work) -> Any:
@@ -261,7 +266,7 @@ def _again(joined: Joined, options: Options, work: Work) -> Any:
 
 
 def _bound(
-    joined: Joined, batch: Batch, view: PackedBatch, options: Options, transform: Transform
+    joined: Joined, batch: Batch, options: Options, transform: Transform, view: PackedBatch
 ) -> Bound | Taped:
     """The objective bound to its totals, while the first product runs."""
     if batch.segments.group is not None:

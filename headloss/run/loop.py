@@ -134,7 +134,7 @@ def pull_slopes(
     if CANDIDATES in given:
         given[CANDIDATES] = without_constants(given[CANDIDATES], stats, work.batch)
     gradient = work.fitted(gradient_of(given, stats, width), stats)
-    with inside(work.batch.targets.device.type, *work.groups):
+    with inside(work.packing.targets.device.type, *work.groups):
         factor = None if work.scale is None else 1 / work.scale
         return pull_back(work, source, swept, gradient, factor)
 

@@ -52,8 +52,7 @@ class Work:
     Attributes:
         prepared: what the call's signature decides.
         packing: where the packed tokens are in the batch.
-        batch: as terms see it.
-        bind: binds the objective to `batch`, while the first product runs: see `bound`.
+        view, bind: make `batch`, and bind the objective to it, while the first product runs.
         slices: of the vocabulary on the ranks of a group.
         vocabulary: of the whole model.
         transform: of raw logits, of the packed tokens.
@@ -69,8 +68,8 @@ class Work:
     prepared: Prepared
     plan: Plan
     packing: Packing
-    batch: PackedBatch
-    bind: Callable[[], Bound | Taped]
+    view: Callable[[], PackedBatch]
+    bind: Callable[[PackedBatch], Bound | Taped]
     slices: Any
     vocabulary: int
     transform: Transform
@@ -85,8 +84,13 @@ class Work:
     scale: Any = None  # [] the power of two on coefficients, in float16
 
     @cached_property
+    def batch(self) -> PackedBatch:
+        """As terms see it."""
+        return self.view()
+
+    @cached_property
     def bound(self) -> Bound | Taped:
-        found = self.bind()
+        found = self.bind(self.batch)
         self.scale = found.scale
         return found
 
@@ -101,7 +105,7 @@ class Work:
     @property
     def groups(self) -> tuple[Any, ...]:
         """Of the vocabulary's slices, and of segments that run across ranks."""
-        return self.slices.group, self.batch.segments.group
+        return self.slices.group, self.packing.segments.group
 
     @property
     def constants(self) -> list[Tensor]:
@@ -144,7 +148,7 @@ def join(work: Work, source: RawSoftmax, found: list[Measured]) -> Measured:
     if len(found) == 1:
         return found[0]
     if not found:
-        empty = torch.empty(0, dtype=source.dtype, device=work.batch.targets.device)
+        empty = torch.empty(0, dtype=source.dtype, device=work.packing.targets.device)
         measured = Measured(*finish(Partials(*[empty] * 5), work.vocabulary, work.prepared.needs))
         beside = measured.stats.divergences
         beside |= {key: empty.clone() for key in work.prepared.needs & {PEAK}}
