@@ -143,14 +143,15 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
             "which are taken instead",
             stacklevel=2,
         )
-    rows = max(1, p.tokens) if p.rows else _chunk_rows(p, options)
+    budget = _budget(p, options)
+    limit = max(1, budget[0] // max(1, p.token_bytes))  # of a chunk that has to hold a segment
+    rows = max(1, p.tokens) if p.rows else _chunk_rows(p, options, limit)
     whole = p.tokens <= rows
-    limit = _limit(p, options)
     chunks = cut(p, rows, limit)
     if chunks and p.scope == "segment" and options.chunk_tokens is None:
         # Equal chunks may be more of them, and each adds to the float32 sum of dW.
         chunks = min(chunks, cut(p, limit, limit) or chunks, key=len)
-    schedule, reason = _choose(p, options, chunks)
+    schedule, reason = _choose(p, options, chunks, budget[0])
     if not (p.hidden_gradient or p.weight_gradient):
         schedule, reason = "statistics", "nothing requires a gradient"
     if schedule == "held":  # a teacher measures all tokens before it differentiates any
@@ -178,10 +179,10 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         sweep_rows=rows if p.teachers else TERMS_ROWS if p.terms and not p.narrow else 0,
         terms=p.terms and not p.narrow,
         rows=p.rows,
-        bytes=_bytes(p, schedule, rows, tile, options, once),
+        bytes=_bytes(p, pull, rows, tile, options, once),
         plain_bytes=p.tokens * p.vocabulary * (4 + 2 * p.element_size),
         reason=reason,
-        budget=_budget(p, options),
+        budget=budget,
         chunks=chunks,
         tokens=p.tokens,
         whole=whole,
@@ -208,30 +209,37 @@ def _first(*reasons: tuple[object, str]) -> str | None:
     return next((text for holds, text in reasons if holds), None)
 
 
-def _choose(p: Problem, options: Options, chunks: Sequence[Chunk] | None) -> tuple[Schedule, str]:
-    frozen_error = _first(
-        (p.given, "the logits are given"),
-        (p.weight_gradient, "the head requires a gradient"),
-        (not p.logp_only, "the objective needs the gradient of more than logp"),
-        (
-            p.candidates and p.sharded,
-            "slopes of candidates would be summed over ranks in the backward pass",
+def _choose(
+    p: Problem, options: Options, chunks: Sequence[Chunk] | None, budget: int
+) -> tuple[Schedule, str]:
+    """A schedule, and why it is this one."""
+    asked, size, most = options.schedule, p.tokens * p.token_bytes, options.chunk_tokens
+    terms = "softmax terms" if p.terms else "logits"
+    kept = f"the {terms} of all tokens take {size / MIB:.1f} MiB"
+    summed = "slopes of candidates would be summed over ranks in the backward pass"
+    too_long = f"the objective is {p.scope}-scoped and does not fit chunks within the budget"
+    fewer = most is not None and most < p.tokens
+    errors = {
+        "one_pass": _first(
+            (p.scope == "elsewhere", "the loss lives elsewhere and needs all statistics first"),
+            (chunks is None and p.grouped, "segments run across ranks"),
+            (chunks is None, too_long),
         ),
-    )
-    one_pass_error = _first(
-        (p.scope == "elsewhere", "the loss lives elsewhere and needs all statistics first"),
-        (chunks is None and p.grouped, "segments run across ranks"),
-        (
-            chunks is None,
-            f"the objective is {p.scope}-scoped and does not fit chunks within the budget",
+        "frozen": _first(
+            (p.given, "the logits are given"),
+            (p.weight_gradient, "the head requires a gradient"),
+            (not p.logp_only, "the objective needs the gradient of more than logp"),
+            (p.candidates and p.sharded, summed),
         ),
-    )
-    held_size, held_error = _held(p, options)
-    errors = {"one_pass": one_pass_error, "frozen": frozen_error}
-    if p.given or options.memory_budget is not None:
-        errors["held"] = held_error
-    asked = options.schedule
-    if errors.get(asked):
+        "held": _first(
+            (p.given, "the logits are given"),
+            (size > budget, f"{kept}, more than the budget of {budget / MIB:.1f} MiB"),
+            (fewer, f"no more than chunk_tokens={most} are to be held at once"),
+        ),
+    }
+    # Who asks for held without a budget may hold any number of tokens, in chunks of any size.
+    free = asked == "held" and not p.given and options.memory_budget is None
+    if errors.get(asked) and not free:
         raise ValueError(f'schedule: got "{asked}", but {errors[asked]}')
     if asked != "auto":
         return asked, "asked for"
@@ -239,29 +247,14 @@ def _choose(p: Problem, options: Options, chunks: Sequence[Chunk] | None) -> tup
         return "recompute", "the gradient of given logits is written in the backward pass"
     if p.rows:
         return "one_pass", "the gradient takes the logits' place"
-    if one_pass_error is None:
+    if not errors["one_pass"]:
         why = "token-scoped" if p.scope == "token" else f"chunk borders fall on {p.scope} borders"
         return "one_pass", why
-    if frozen_error is None:
+    if not errors["frozen"]:
         return "frozen", "the head is frozen and the objective is one of logp"
-    if held_error is None:
-        return "held", f"{one_pass_error}, and {held_size} within the budget"
-    return "recompute", f"{one_pass_error}, and {held_error}"
-
-
-def _held(p: Problem, options: Options) -> tuple[str, str | None]:
-    """What a held schedule keeps of all tokens, in words; and why it cannot, if so."""
-    size, (budget, _), most = p.tokens * p.token_bytes, _budget(p, options), options.chunk_tokens
-    what = "softmax terms" if p.terms else "logits"
-    kept = f"the {what} of all tokens take {size / MIB:.1f} MiB"
-    return kept, _first(
-        (p.given, "the logits are given"),
-        (size > budget, f"{kept}, more than the budget of {budget / MIB:.1f} MiB"),
-        (
-            most is not None and most < p.tokens,
-            f"no more than chunk_tokens={most} are to be held at once",
-        ),
-    )
+    if not errors["held"]:
+        return "held", f"{errors['one_pass']}, and {kept} within the budget"
+    return "recompute", f"{errors['one_pass']}, and {errors['held']}"
 
 
 def _budget(p: Problem, options: Options) -> tuple[int, str]:
@@ -277,16 +270,10 @@ def _budget(p: Problem, options: Options) -> tuple[int, str]:
     return share, f"one part in {GPU_SHARE} of the {least}'s memory, {p.memory / MIB:.0f} MiB"
 
 
-def _limit(p: Problem, options: Options) -> int:
-    """The most tokens that a chunk may grow to in order to hold a segment."""
-    return max(1, _budget(p, options)[0] // max(1, p.token_bytes))
-
-
-def _chunk_rows(p: Problem, options: Options) -> int:
+def _chunk_rows(p: Problem, options: Options, limit: int) -> int:
     if options.chunk_tokens is not None:
         return max(1, min(options.chunk_tokens, p.tokens))
-    rows = _limit(p, options)
-    rows -= rows % GRAIN if rows > GRAIN else 0
+    rows = limit - limit % GRAIN if limit > GRAIN else limit
     if p.tokens > rows:
         rows = whole_waves(p, rows) if p.multiprocessors and p.width else even(p, rows)
     return max(1, min(rows, p.tokens))
@@ -334,41 +321,36 @@ def _slab_bytes(p: Problem) -> int:
 
 
 def _bytes(
-    p: Problem, schedule: Schedule, rows: int, tile: Tile, options: Options, once: bool
+    p: Problem, pull: Pull, rows: int, tile: Tile, options: Options, once: bool
 ) -> dict[str, int]:
     if p.rows:
         return {"statistics": p.tokens * 64}
-    sweeps = schedule in ("recompute", "statistics")
+    sweeps, slabs = pull in ("slabs", "blocks", "never"), pull == "slabs" and not p.given
     elements = tile.rows * tile.columns if sweeps else rows * p.vocabulary
-    each = _slab_bytes(p) if sweeps else p.row_bytes
-    found = {} if p.narrow else {"logits": elements * each}
+    logits = elements * (_slab_bytes(p) if sweeps else p.row_bytes)
     if sweeps and p.teachers:
-        found["logits"] = max(found["logits"], rows * p.token_bytes - _hidden_sums(p))
-    if schedule == "held" and not p.narrow:
-        found["logits"] = p.tokens * p.vocabulary * p.row_bytes
-    if p.support:
-        found["support"] = p.support * PAIR_BYTES
-    found["statistics"] = p.tokens * 64
-    if p.candidates:
-        found["candidates"] = p.tokens * p.candidates * CANDIDATE_BYTES
-    if not p.on_gpu:  # a few blocks of logits at a time, and of a 16-bit weight, widened
-        found["working blocks"] = 3 * min(elements, WORKING_BLOCK) * max(4, p.element_size)
-        if p.element_size < 4 and not p.given:
-            found["working blocks"] += 4 * min(4 * WORKING_BLOCK, p.vocabulary * p.width)
-    accumulate = 8 if p.element_size == 8 else options.accumulate_dtype.itemsize
-    by_chunk = schedule in ("one_pass", "held") or (schedule == "recompute" and p.spread)
-    if p.sharded and p.hidden_gradient and schedule != "statistics" and not p.given:
-        found["hidden gradient on its way"] = rows * p.width * max(4, p.element_size)
-    if p.spread or p.gathered:
-        tokens = p.tokens if p.gathered else rows
-        found["gathered hidden states"] = tokens * p.width * p.element_size
-    if by_chunk and p.weight_gradient and not p.given:
-        # An accumulator of the weight's own dtype is the returned gradient itself.
-        if accumulate != p.weight_size and not once:
-            found["weight gradient accumulator"] = p.vocabulary * p.width * accumulate
-    if schedule == "recompute" and not by_chunk and not p.given:
-        if p.weight_gradient and not once:
-            found["weight gradient slab"] = tile.columns * p.width * accumulate
-        if _hidden_sums(p):
-            found["hidden gradient accumulator"] = _hidden_sums(p)
-    return found
+        logits = max(logits, rows * p.token_bytes - _hidden_sums(p))
+    if pull == "held":
+        logits = p.tokens * p.vocabulary * p.row_bytes
+    widened = 3 * min(elements, WORKING_BLOCK) * max(4, p.element_size)  # a few blocks at a time
+    if p.element_size < 4 and not p.given:  # and of a 16-bit weight
+        widened += 4 * min(4 * WORKING_BLOCK, p.vocabulary * p.width)
+    gathered = p.tokens if p.gathered else rows
+    wide = 8 if p.element_size == 8 else options.accumulate_dtype.itemsize
+    # Of its own dtype or of one product, a sum is the returned gradient itself.
+    apart = p.weight_gradient and not (p.given or once)
+    summed = apart and pull in ("now", "held", "blocks") and wide != p.weight_size
+    sent = p.sharded and p.hidden_gradient and not p.given and pull != "never"
+    parts = [
+        (not p.narrow, "logits", logits),
+        (p.support, "support", p.support * PAIR_BYTES),
+        (True, "statistics", p.tokens * 64),
+        (p.candidates, "candidates", p.tokens * p.candidates * CANDIDATE_BYTES),
+        (not p.on_gpu, "working blocks", widened),
+        (sent, "hidden gradient on its way", rows * p.width * max(4, p.element_size)),
+        (p.spread or p.gathered, "gathered hidden states", gathered * p.width * p.element_size),
+        (summed, "weight gradient accumulator", p.vocabulary * p.width * wide),
+        (slabs and apart, "weight gradient slab", tile.columns * p.width * wide),
+        (slabs and _hidden_sums(p), "hidden gradient accumulator", _hidden_sums(p)),
+    ]
+    return {name: size for taken, name, size in parts if taken}
