@@ -254,25 +254,23 @@ def check_dead_rows(
     objective: Objective, kinds: Kinds, dtype: torch.dtype, device: torch.device
 ) -> None:
     """ValueError for a batch-scoped term that would count unscored rows as tokens: with static
-    shapes they are among the others, and only `batch.live` tells them apart."""
+    shapes they are among the others, and only `batch.live` tells them apart. Every part of a term
+    that needs the whole batch has to read it."""
     for name, _, term in objective.named():
-        if term.scope == "batch" and not _heeds_dead_rows(term, kinds, dtype, device):
+        if term.scope != "batch":
+            continue
+        alone = replace(
+            term, function=lambda stats, _: stats.logp, per="token", weight_fields=(), observe=None
+        )
+        parts = [replace(term, modifiers=())] * ((term.own_scope or term.scope) == "batch")
+        parts += [replace(alone, modifiers=(m,)) for m in term.modifiers if m.scope == "batch"]
+        found = [reads(Objective.of(part), kinds, dtype, device, observe=False) for part in parts]
+        if any("live" not in asked.fields for part in found for asked in part.values()):
             raise ValueError(
                 f"static: got True with term {name}, whose scope is batch, want False: with static "
                 "shapes it would see unscored rows (batch.live, which it does not read, marks the "
                 "others)"
             )
-
-
-def _heeds_dead_rows(term: Term, kinds: Kinds, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether every part of a term that needs the whole batch reads batch.live."""
-    parts = [replace(term, modifiers=())] if (term.own_scope or term.scope) == "batch" else []
-    alone = replace(
-        term, function=lambda stats, _: stats.logp, per="token", weight_fields=(), observe=None
-    )
-    parts += [replace(alone, modifiers=(m,)) for m in term.modifiers if m.scope == "batch"]
-    found = [reads(Objective.of(part), kinds, dtype, device, observe=False) for part in parts]
-    return all("live" in asked.fields for part in found for asked in part.values())
 
 
 def check_temperatures(

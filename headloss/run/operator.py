@@ -54,9 +54,7 @@ def in_graph(
             ids.update(zip(("support_ids", "offsets"), given.support.tensors, strict=False))
         given = given.targets
     targets = check_targets(given, hidden, options).targets
-    x = hidden.reshape(-1, hidden.shape[-1])
-    if compute is not None:
-        x = x.to(compute)
+    x = hidden.reshape(-1, hidden.shape[-1]).to(compute or hidden.dtype)
     if head.lora:  # poison in unscored rows must not reach the adapters' weights
         x = torch.where((targets.reshape(-1) != IGNORE).unsqueeze(1), x, 0)
     pairs = [(f, w if compute is None else w.to(compute)) for f, w in head.factors(x)]
@@ -81,10 +79,8 @@ def in_graph(
 
 def _spelt(names: list[str], options: Options, tail: bool) -> str:
     """Checks the options; `tail`: the candidates' rest is asked for."""
-    if options.schedule not in ("auto", "recompute"):
-        raise ValueError(
-            f'schedule: got "{options.schedule}", but a compiled graph is served by recompute'
-        )
+    if (asked := options.schedule) not in ("auto", "recompute"):
+        raise ValueError(f'schedule: got "{asked}", but a compiled graph is served by recompute')
     for name in REFUSED:
         if getattr(options, name) is not getattr(DEFAULT, name):
             raise ValueError(f"{name}: got {getattr(options, name)}, which no compiled graph takes")
@@ -121,15 +117,8 @@ def _open(
         # An inner side stays in the graph; this one only tells that a gradient is wanted.
         a = b.new_empty(b.shape[1], hidden.shape[1]).requires_grad_(features.requires_grad)
         lora.append(Lora(a=a, b=b, scaling=1.0))
-    head = Head(
-        weight,
-        named.get("bias"),
-        named.get("temperature", number),
-        softcap or None,
-        scale,
-        vocabulary,
-        lora=tuple(lora),
-    )
+    bias, temperature = named.get("bias"), named.get("temperature", number)
+    head = Head(weight, bias, temperature, softcap or None, scale, vocabulary, lora=tuple(lora))
     chosen, kept = named.get("candidate_ids"), named.get("support_ids")
     names = READ if chosen is None else (*READ, *CANDIDATE[: 1 + tail])
     objective = loss_elsewhere(frozenset(names), candidates=chosen is not None)

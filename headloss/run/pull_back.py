@@ -25,13 +25,11 @@ def pull_back(
     whole, pull = swept.whole, work.plan.pull
     if pull == "unit":
         return _scale(work, swept, gradient, factor)
-    if pull == "held":
+    if pull in ("held", "blocks"):
         return from_held(work, source, swept, gradient).finish(factor)
     if isinstance(source, WalkSoftmax):
         source.pull(ALL, ALL, Known(whole, gradient))
         return source.finish(factor)
-    if pull == "blocks":
-        return _in_blocks(work, source, gradient, factor)
     if not isinstance(source, LinearSoftmax):
         return _given_slabs(work, source, Known(whole, gradient), factor)
     return in_slabs(work, source, Known(whole, gradient), factor)
@@ -64,32 +62,24 @@ def _scale(work: Work, swept: Swept, gradient: Gradient, factor: Tensor | None) 
 
 
 def from_held(work: Work, source: RawSoftmax, swept: Swept, gradient: Gradient) -> Any:
-    """Act two of what was held, block by block."""
+    """Act two of what was held, block by block. What was not is measured again, statistics too:
+    where p is near 1, 1 - p needs the very logits that p comes from."""
     sums, blocks = work.sums(source, work.into, work.plan), work.plan.blocks
     whole = Known(swept.whole, gradient)
     for block in blocks:
         rows = block.rows
         known = whole if len(blocks) == 1 else whole.rows(rows)
-        if work.slices.is_spread:  # they come in a collective, whatever is live
-            _ = [features[rows] for features in source.features]  # type: ignore[attr-defined]
-        known = known._replace(held=swept.held.pop(0), live=work.live(known.gradient))
+        if work.plan.pull == "blocks":
+            measured, held = measure(work, source, rows, keep=True)
+            known = known._replace(measured=measured)
+        else:
+            held = swept.held.pop(0)
+            if work.slices.is_spread:  # they come in a collective, whatever is live
+                _ = [x[rows] for x in source.features]  # type: ignore[attr-defined]
+        known = known._replace(held=held, live=work.live(known.gradient))
         sums.add(source.pull(rows, ALL, known))
-        del known  # what it held is used up
+        del known, held  # they are used up
     return sums
-
-
-def _in_blocks(
-    work: Work, source: RawSoftmax, gradient: Gradient, factor: Tensor | None
-) -> Gradients:
-    """In blocks of tokens, whose logits are computed again. Their statistics are merged again too:
-    where p is near 1, 1 - p needs the very logits that p comes from."""
-    sums = work.sums(source, work.into, work.plan)
-    for block in work.plan.chunks:
-        part = gradient.rows(block.rows)
-        measured, held = measure(work, source, block.rows, keep=True)
-        sums.add(source.pull(block.rows, ALL, Known(measured, part, held, work.live(part))))
-        del held  # before the next one is made
-    return sums.finish(factor)
 
 
 def _given_slabs(work: Work, source: RawSoftmax, known: Known, factor: Tensor | None) -> Gradients:

@@ -25,36 +25,33 @@ from .work import Work
 def with_beside(tokens: Tokens, work: Work, teachers: Sequence[Teacher]) -> Tokens:
     """What a source takes, with dense teachers, stored outcomes, candidates and sum p^2; the
     batch's fields are checked first."""
+    prepared, index, own = work.prepared, work.batch.index, work.transform
+    acts, needs, count = prepared.acts, prepared.needs, len(work.batch)
+
+    def candidates(key: object, field: str, transform: Transform, tail: bool) -> Candidates:
+        ids: Any = work.batch.as_given(field)
+        return Candidates(
+            key=key,
+            ids=ids,
+            index=index,
+            transform=transform,
+            heads_own=key == CANDIDATES,
+            tail=tail,
+            rest=torch.empty(2, count, dtype=prepared.wide, device=ids.device),
+            acts=acts,
+            slices=work.slices,
+        )
+
     stored = [t for t in teachers if t.source(work.batch) == "topk"]
     dense = tuple(_dense(work, t) for t in teachers if t not in stored)
-    needs, own, found = work.prepared.needs, work.transform, []
-    for teacher in stored:
-        at = _at(own, teacher.temperature)
-        found.append(_candidates(work, teacher, "teacher_topk_ids", at, False, True))
+    found: list[Candidates | Collision] = [
+        candidates(t, "teacher_topk_ids", _at(own, t.temperature), True) for t in stored
+    ]
     if needs & {"candidate_logps", "candidate_tail"}:
-        tail = "candidate_tail" in needs
-        found.append(_candidates(work, CANDIDATES, "candidate_ids", own, True, tail))
+        found.append(candidates(CANDIDATES, "candidate_ids", own, "candidate_tail" in needs))
     if COLLISION in needs:
-        found.append(Collision(own, work.prepared.acts, work.slices))
+        found.append(Collision(own, acts, work.slices))
     return tokens._replace(teachers=dense, beside=tuple(found))
-
-
-def _candidates(
-    work: Work, key: object, field: str, at: Transform, heads_own: bool, tail: bool
-) -> Candidates:
-    batch, prepared = work.batch, work.prepared
-    ids: Any = batch.as_given(field)
-    return Candidates(
-        key=key,
-        ids=ids,
-        index=batch.index,
-        transform=at,
-        heads_own=heads_own,
-        tail=tail,
-        rest=torch.empty(2, len(batch), dtype=prepared.wide, device=ids.device),
-        acts=prepared.acts,
-        slices=work.slices,
-    )
 
 
 def _dense(work: Work, teacher: Teacher) -> DenseTeacher:
@@ -62,16 +59,15 @@ def _dense(work: Work, teacher: Teacher) -> DenseTeacher:
     like = torch.zeros((), dtype=prepared.wide, device=batch.targets.device)
     size = work.slices.size or work.vocabulary
     student = _at(work.transform, teacher.temperature)
-    source: LinearSoftmax | View
+    source: Any
     if teacher.source(batch) == "logits":
         given = wide_field("teacher_logits", batch, size, "the student's vocabulary")
         source, other = View(given, batch.index), Transform(temperature=teacher.temperature)
     else:
         source, other = _of_hidden(work, teacher, size)
-    pair, fused = (student, other), prepared.problem.differences
-    if fused and isinstance(source, LinearSoftmax):
-        fused = acts.can_fuse(source.features[0], source.weights[0])
-    own, count = work.transform, len(batch)
+    fused = prepared.problem.differences  # which a teacher's own head alone can have
+    fused = fused and acts.can_fuse(source.features[0], source.weights[0])
+    pair, own, count = (student, other), work.transform, len(batch)
     return DenseTeacher(teacher, source, pair, own, count, acts, work.slices, like, fused)
 
 
