@@ -90,8 +90,8 @@ def _problem(arguments: argparse.Namespace) -> Problem:
     on_gpu, teachers = arguments.device == "cuda", objective.teachers
     # As `kernels.can_hold_terms` would say of a head without bias or adapters.
     terms = on_gpu and dtype == torch.bfloat16 and arguments.hidden % 8 == 0 and not teachers
-    gpu = torch.device("cuda", 0) if torch.cuda.is_available() else None
-    multiprocessors = kernels.multiprocessors(gpu) if gpu else 132  # those of an H100 or H200
+    here = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    multiprocessors = kernels.multiprocessors(here) or 132  # those of an H100 or H200
     return Problem(
         tokens=arguments.tokens,
         width=arguments.hidden,
@@ -107,7 +107,7 @@ def _problem(arguments: argparse.Namespace) -> Problem:
         row_bytes=2 if terms else wide.itemsize * (1 + len(teachers)),
         on_gpu=on_gpu,
         multiprocessors=multiprocessors if on_gpu else 0,
-        memory=kernels.memory(gpu) if gpu else 0,
+        memory=kernels.memory(here),
         terms=terms,
     )
 
@@ -181,15 +181,14 @@ def _check(arguments: argparse.Namespace) -> int:
     _print_table(_error_rows(verdicts))
     print("\npeak memory beyond inputs and returned gradients, forward and backward\n")
     rows = [["work", "contestant", "peak MiB", "planned MiB"]]
-    for found in gate.memory(device):
-        peak = "out of memory" if found.bytes is None else f"{found.bytes / MIB:.1f}"
-        planned = "-" if found.planned is None else f"{found.planned / MIB:.1f}"
-        rows.append([found.work, found.contestant, peak, planned])
+    for work, contestant, peak, planned in gate.memory(device):
+        used = "out of memory" if peak is None else f"{peak / MIB:.1f}"
+        rows.append([work, contestant, used, "-" if planned is None else f"{planned / MIB:.1f}"])
     _print_table(rows)
     well = sum(verdict.ok for verdict in verdicts)
     print(f"\n{well} of {len(verdicts)} cases within budget")
-    for case, failure in ((v.case, v.failure) for v in verdicts if v.failure):
-        print(f"{case.objective}, {case.schedule}, {gate.name_of(case.dtype)}: {failure}")
+    for verdict in (v for v in verdicts if v.failure):
+        print(f"{', '.join(verdict.case.names)}: {verdict.failure}")
     return 0 if well == len(verdicts) else 1
 
 
@@ -197,13 +196,10 @@ def _error_rows(verdicts: Iterable[gate.Verdict]) -> list[list[str]]:
     shown = {"loss": "loss", "logps": "log-probs", "hidden": "grad hidden", "weight": "grad weight"}
     rows = [["objective", "schedule", "dtype", "backend", *shown.values(), ""]]
     for verdict in verdicts:
-        case, compared = verdict.case, {c.quantity: c for c in verdict.comparisons}
-        cells = [
-            f"{compared[name].error:.0e}/{compared[name].budget:.0e}" if name in compared else "-"
-            for name in shown
-        ]
-        place = [case.objective, case.schedule, gate.name_of(case.dtype), verdict.backend or "-"]
-        rows.append([*place, *cells, "ok" if verdict.ok else "FAIL"])
+        cells = {c.quantity: f"{c.error:.0e}/{c.budget:.0e}" for c in verdict.comparisons}
+        errors = [cells.get(name, "-") for name in shown]
+        end = "ok" if verdict.ok else "FAIL"
+        rows.append([*verdict.case.names, verdict.backend or "-", *errors, end])
     return rows
 
 

@@ -86,14 +86,11 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
                 f"term {term.name}: differs by {worst:.3g} between the whole batch and {cut}; its "
                 f'scope is "{term.scope}"'
             )
-    gradients = asked.gradients
-    if CANDIDATES in gradients:  # those that are read
-        read = {name for name in asked.statistics if BESIDE.get(name) == CANDIDATES}
-        gradients = gradients - {CANDIDATES} | read
+    beside = {name for name in asked.statistics if BESIDE.get(name) in asked.gradients}
     return TermReport(
         statistics=tuple(sorted(asked.statistics & {*STATISTICS, *BESIDE})),
         fields=tuple(sorted(asked.fields - {"segments", "targets"})),
-        gradients=tuple(sorted(gradients)),
+        gradients=tuple(sorted(asked.gradients - {CANDIDATES} | beside)),
         cuts=tuple(cuts),
     )
 

@@ -100,6 +100,10 @@ class Case:
     schedule: str
     dtype: torch.dtype
 
+    @property
+    def names(self) -> tuple[str, str, str]:
+        return self.objective, self.schedule, name_of(self.dtype)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -167,7 +171,7 @@ def _inputs(case: Case, device: torch.device) -> tuple[Tensor, Head, Batch]:
     width, vocabulary = SIZES
     hidden, weight, targets = trained_looking(sum(LENGTHS), width, vocabulary, case.dtype)
     z = F.linear(hidden.double(), weight.double())
-    logps = z.log_softmax(-1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    logps = -F.cross_entropy(z, targets, reduction="none")
     segments = Segments.from_lengths(LENGTHS)
     places = torch.cat([torch.arange(n) - min(PROMPT, n - 1) for n in LENGTHS])
     targets = torch.where(places < 0, IGNORE, targets)
@@ -181,16 +185,6 @@ def _inputs(case: Case, device: torch.device) -> tuple[Tensor, Head, Batch]:
 
 
 # ---------------------------------------------------------------------- memory
-
-
-@dataclass(frozen=True, kw_only=True)
-class Footprint:
-    """Peak bytes beyond the inputs and the returned gradients, forward and backward."""
-
-    work: str
-    contestant: str
-    bytes: int | None  # None: out of memory
-    planned: int | None = None
 
 
 def peak_bytes(contestant: Callable[[], list[Tensor]], device: torch.device) -> int | None:
@@ -215,8 +209,11 @@ def peak_bytes(contestant: Callable[[], list[Tensor]], device: torch.device) -> 
     return peak - sum(t.untyped_storage().nbytes() for t in kept)
 
 
-def memory(device: torch.device | str = "cpu") -> Iterator[Footprint]:
-    """headloss beside eager PyTorch, on cross-entropy and GSPO."""
+def memory(
+    device: torch.device | str = "cpu",
+) -> Iterator[tuple[str, str, int | None, int | None]]:
+    """headloss beside eager PyTorch, on cross-entropy and GSPO: the work, who does it, peak bytes
+    beyond the inputs and the returned gradients, forward and backward, and the planned ones."""
     gpu = (device := torch.device(device)).type == "cuda"
     tokens, width, vocabulary = (4096, 2048, 128256) if gpu else (1024, 128, 16384)
     dtype = torch.bfloat16 if gpu else torch.float32
@@ -228,24 +225,20 @@ def memory(device: torch.device | str = "cpu") -> Iterator[Footprint]:
     sizes = f"T={tokens} H={width} V={vocabulary} {name_of(dtype)}"
     # An eighth of the logits: a default budget would hold all of so small a batch.
     budget = tokens * vocabulary * 4 // 8
-    for name, objective in {"cross_entropy": cross_entropy(), "gspo": gspo()}.items():
-        work = f"{name} {sizes}"
-        eager = partial(_eager, hidden, weight, batch, EAGER[name])
-        yield Footprint(work=work, contestant="eager", bytes=peak_bytes(eager, device))
+
+    def eager(loss: Callable[[Tensor, Batch], Tensor]) -> list[Tensor]:
+        value = loss(F.linear(hidden, weight).float(), batch)
+        return list(torch.autograd.grad(value, [hidden, weight]))
+
+    works = (cross_entropy(), eager_cross_entropy), (gspo(), eager_gspo)
+    for objective, loss in works:
+        work = f"{objective.name} {sizes}"
+        yield work, "eager", peak_bytes(partial(eager, loss), device), None
         for schedule in ("one_pass", "recompute"):
             options = Options(schedule=schedule, memory_budget=budget)
-            arguments = (hidden, Head(weight), batch, objective, options)
-            yield Footprint(
-                work=work,
-                contestant=f"headloss {schedule}",
-                bytes=peak_bytes(lambda a=arguments: list(run(*a).values()), device),
-                planned=plan(*arguments).total_bytes,
-            )
-
-
-def _eager(hidden: Tensor, weight: Tensor, batch: Batch, loss) -> list[Tensor]:
-    value = loss(F.linear(hidden, weight).float(), batch)
-    return list(torch.autograd.grad(value, [hidden, weight]))
+            given = (hidden, Head(weight), batch, objective, options)
+            peak = peak_bytes(lambda given=given: list(run(*given).values()), device)
+            yield work, f"headloss {schedule}", peak, plan(*given).total_bytes
 
 
 def eager_cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
@@ -259,6 +252,3 @@ def eager_gspo(logits: Tensor, batch: Batch, low: float = 3e-4, high: float = 4e
     ratio = batch.segments.mean(logps - batch.old_logps).exp()
     clipped = ratio.clamp(1 - low, 1 + high)
     return -torch.minimum(ratio * batch.advantages, clipped * batch.advantages).mean()
-
-
-EAGER = {"cross_entropy": eager_cross_entropy, "gspo": eager_gspo}

@@ -76,8 +76,7 @@ def _topk(
     hidden: Tensor, head: Head, k: int, options: Options, place: Place, compute: torch.dtype | None
 ) -> HeadTopk:
     slices = place.slices(None, hidden.device)
-    x = hidden.reshape(-1, hidden.shape[-1])
-    x = x if compute is None else x.to(compute)
+    x = hidden.reshape(-1, hidden.shape[-1]).to(compute or hidden.dtype)
     factors = slices.factors(head, x)
     temperature = head.temperature
     if isinstance(temperature, Tensor):

@@ -70,10 +70,7 @@ def plain(
         temperature = head.temperature
         if isinstance(temperature, Tensor):
             temperature = temperature.reshape(-1)[index].to(wide).unsqueeze(1)
-        pairs = [(leaves[f"lora{i}.a"], leaves[f"lora{i}.b"]) for i in range(len(head.lora))]
-        lora = tuple(replace(own, a=a, b=b) for own, (a, b) in zip(head.lora, pairs, strict=True))
-        same = replace(head, weight=leaves["weight"], bias=leaves.get("bias"), lora=lora)
-        capped = _logits(x, same, wide)
+        capped = _logits(x, leaves, head, wide)
         rows = capped / temperature
         ids = packed.batch.get("candidate_ids")
         stats = _statistics(rows, packed.batch.targets, _supported(packing, rows), ids)
@@ -109,15 +106,15 @@ def parameters(hidden: Tensor, head: Head) -> dict[str, Tensor]:
     return found
 
 
-def _logits(hidden: Tensor, head: Head, wide: torch.dtype) -> Tensor:
+def _logits(x: Tensor, leaves: dict[str, Tensor], head: Head, wide: torch.dtype) -> Tensor:
     """[T, V] before the temperature, in `wide`, from a product in the tensors' own dtype."""
     scored = slice(head.vocabulary)
-    z = F.linear(hidden, head.weight[scored]).to(wide)
-    for lora in head.lora:
-        narrow = F.linear(hidden.to(lora.a.dtype), lora.a)
-        z = z + lora.scaling * F.linear(narrow, lora.b[scored]).to(wide)
+    z = F.linear(x, leaves["weight"][scored]).to(wide)
+    for i, lora in enumerate(head.lora):
+        narrow = F.linear(x, leaves[f"lora{i}.a"])
+        z = z + lora.scaling * F.linear(narrow, leaves[f"lora{i}.b"][scored]).to(wide)
     if head.bias is not None:
-        z = z + head.bias[scored].to(wide)
+        z = z + leaves["bias"][scored].to(wide)
     z = z * head.logit_scale
     if head.softcap is not None:
         z = head.softcap * torch.tanh(z / head.softcap)
