@@ -137,10 +137,6 @@ def _statistics(batch: PackedBatch) -> Statistics:
     return replace(stats, top1=(stats.top1 > 0.75).double())
 
 
-def _all(stats: Statistics) -> dict[Any, Tensor]:
-    return stats.tensors() | stats.divergences  # type: ignore[operator]
-
-
 def _evaluate(term: Term, stats: Statistics, batch: PackedBatch) -> Tensor:
     with torch.no_grad():
         return term(stats, batch.on(stats))
@@ -176,7 +172,8 @@ def _permute(term: Term, batch: PackedBatch) -> Piece:
 
 def _pure(term: Term, stats: Statistics, batch: PackedBatch) -> Tensor:
     """The term's value, which two evaluations agree on."""
-    given: dict[Any, Tensor] = {n: getattr(batch, n) for n in batch.kinds()} | _all(stats)
+    given: dict[Any, Tensor] = {n: getattr(batch, n) for n in batch.kinds()}
+    given |= {**stats.tensors(), **stats.divergences}
     before = {name: value.clone() for name, value in given.items()}
     whole, again = (_evaluate(term, stats, batch) for _ in range(2))
     for name, value in given.items():
@@ -196,7 +193,8 @@ def _check_gradient(term: Term, asked: Reads, stats: Statistics, batch: PackedBa
             "has no gradient (is everything detached, or read out with .item()?)"
         )
     leaves = stats.map(lambda t: t.clone().requires_grad_())
-    inputs = {n: t for n, t in _all(leaves).items() if n in (*DIFFERENTIABLE, CANDIDATES)}
+    found = {**leaves.tensors(), **leaves.divergences}
+    inputs = {n: found[n] for n in (*DIFFERENTIABLE, CANDIDATES) if n in found}
     with torch.enable_grad():
         total = term(leaves, batch.on(leaves)).sum()
     for name, gradient in differentiate(total, inputs).items():

@@ -15,7 +15,6 @@ from ..softmax.products import GRAIN
 
 WAVE_TILE = (128, 256)  # rows x columns of a product that one multiprocessor computes at once
 CHUNK_WAVES = 0.3  # the fixed cost of a chunk, in waves of its products
-CANDIDATE_BYTES = 24  # of a candidate: its id, its log-prob and its slope
 PAIR_BYTES = 48  # of a pair of a support: its logit and gradient in float32, its places by column
 
 

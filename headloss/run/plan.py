@@ -13,7 +13,6 @@ from typing import Literal
 from ..options import Options
 from ..softmax.products import GRAIN, PARTS
 from .pieces import (
-    CANDIDATE_BYTES,
     PAIR_BYTES,
     WAVE_TILE,
     Chunk,
@@ -44,6 +43,7 @@ TERMS_ROWS = 16384  # tokens per product that writes statistics alone
 SKIP_WORTH, CPU_SKIP_WORTH = 2 * 10**11, 1 << 24
 FIXED_COLUMNS = 16384  # of a slab, if a token's bits may not depend on other tokens
 WORKING_BLOCK = 1 << 20  # logits that a reference act works on at once
+CANDIDATE_BYTES = 24  # of a candidate: its id, its log-prob and its slope
 SWEEP_BYTES = 480 << 20  # of a sweep that writes terms or gradients in 16 bits
 TEACHER_BYTES = 660 << 20  # the same beside a teacher
 SLAB_ELEMENTS = (48 << 20, 192 << 20)  # of its slabs, least and most
@@ -157,17 +157,17 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     if schedule == "held":  # a teacher measures all tokens before it differentiates any
         most = p.tokens if p.teachers else options.chunk_tokens or TERMS_ROWS
         rows = max(1, min(p.tokens, most))
-    if schedule in ("frozen", "held") or chunks is None or (schedule == "recompute" and p.spread):
-        chunks = cut_anywhere(p, rows)
-    if schedule == "one_pass" and chunks:  # without lengths all are equal but for the last
-        rows = max(c.stop - c.start for c in (chunks if p.lengths else (chunks[0], chunks[-1])))
     pull = "blocks" if schedule == "recompute" and p.spread else PULLS[schedule]
+    if pull in ("unit", "held", "blocks") or chunks is None:
+        chunks = cut_anywhere(p, rows)
+    if pull == "now" and chunks:  # without lengths all are equal but for the last
+        rows = max(c.stop - c.start for c in (chunks if p.lengths else (chunks[0], chunks[-1])))
     tile = _tile(p, rows, options)
     if p.teachers and pull in ("slabs", "never") and options.chunk_tokens is None:
         # The logits of one sweep take the memory that the other has for a slab and sums of dX.
         room = (tile.rows * tile.columns * _slab_bytes(p) + _hidden_sums(p)) // p.token_bytes
         rows = even(p, min(rows, max(1, room // GRAIN * GRAIN or room)))
-    once = _once(p, pull, len(chunks), tile)
+    once, terms = _once(p, pull, len(chunks), tile), p.terms and not p.narrow
     least = SKIP_WORTH if p.on_gpu else 0 if p.thorough else CPU_SKIP_WORTH
     worth = p.sparse and rows * p.width * p.vocabulary >= least
     skip_rows = options.skip_rows and not (options.static or p.given or p.narrow) and worth
@@ -176,8 +176,8 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         backend=backend,
         chunk_tokens=rows,
         tile=tile,
-        sweep_rows=rows if p.teachers else TERMS_ROWS if p.terms and not p.narrow else 0,
-        terms=p.terms and not p.narrow,
+        sweep_rows=rows if p.teachers else TERMS_ROWS if terms else 0,
+        terms=terms,
         rows=p.rows,
         bytes=_bytes(p, pull, rows, tile, options, once),
         plain_bytes=p.tokens * p.vocabulary * (4 + 2 * p.element_size),
