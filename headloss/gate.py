@@ -175,11 +175,9 @@ def _inputs(case: Case, device: torch.device) -> tuple[Tensor, Head, Batch]:
     segments = Segments.from_lengths(LENGTHS)
     places = torch.cat([torch.arange(n) - min(PROMPT, n - 1) for n in LENGTHS])
     targets = torch.where(places < 0, IGNORE, targets)
-    fields = {}
-    if case.objective == "distillation":
-        noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(7))
-        fields["teacher_hidden"] = hidden + 0.3 * noise.to(hidden.dtype)
-    batch = random_batch(targets, segments, logps, **fields).to(device)
+    noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(7))
+    teacher = hidden + 0.3 * noise.to(hidden.dtype)
+    batch = random_batch(targets, segments, logps, teacher_hidden=teacher).to(device)
     weight = weight.to(device).requires_grad_(case.schedule != "frozen")
     return hidden.to(device).requires_grad_(), Head(weight), batch
 

@@ -198,10 +198,10 @@ def check_topk(batch: Batch) -> None:
             )
 
 
-def wide_field(name: str, batch: PackedBatch, want: int | None, what: str) -> Tensor:
+def wide_field(name: str, batch: PackedBatch, want: int, what: str) -> Tensor:
     """A [N, want] field of the batch."""
     value = batch.as_given(name)
-    if value is None or value.dim() != 2 or want not in (None, value.shape[-1]):
+    if value is None or value.dim() != 2 or value.shape[-1] != want:
         got = None if value is None else value.shape[-1]
         raise ValueError(f"{name}: got a last dimension of {got}, want {what}, {want}")
     return value

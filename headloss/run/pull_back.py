@@ -22,17 +22,21 @@ def pull_back(
 ) -> Gradients:
     """Act two of a whole sweep: gradients times `factor`, the upstream gradient being in the
     coefficients."""
-    whole, pull = swept.whole, work.plan.pull
-    if pull == "unit":
+    plan, known = work.plan, Known(swept.whole, gradient)
+    if plan.pull == "unit":
         return _scale(work, swept, gradient, factor)
-    if pull in ("held", "blocks"):
+    if plan.pull in ("held", "blocks"):
         return from_held(work, source, swept, gradient).finish(factor)
+    if isinstance(source, LinearSoftmax):
+        return in_slabs(work, source, known, factor)
     if isinstance(source, WalkSoftmax):
-        source.pull(ALL, ALL, Known(whole, gradient))
+        source.pull(ALL, ALL, known)
         return source.finish(factor)
-    if not isinstance(source, LinearSoftmax):
-        return _given_slabs(work, source, Known(whole, gradient), factor)
-    return in_slabs(work, source, Known(whole, gradient), factor)
+    sums = work.sums(source, work.into, plan)  # of given logits, a tile at a time
+    for columns in steps(source.vocabulary, plan.tile.columns):
+        for rows in steps(len(source), plan.tile.rows):
+            sums.add(source.pull(rows, columns, known.rows(rows)), columns)
+    return sums.finish(factor)
 
 
 def _scale(work: Work, swept: Swept, gradient: Gradient, factor: Tensor | None) -> Gradients:
@@ -80,15 +84,6 @@ def from_held(work: Work, source: RawSoftmax, swept: Swept, gradient: Gradient) 
         sums.add(source.pull(rows, ALL, known))
         del known, held  # they are used up
     return sums
-
-
-def _given_slabs(work: Work, source: RawSoftmax, known: Known, factor: Tensor | None) -> Gradients:
-    """The gradient of given logits, a tile at a time."""
-    sums = work.sums(source, work.into, work.plan)
-    for columns in steps(source.vocabulary, work.plan.tile.columns):
-        for rows in steps(len(source), work.plan.tile.rows):
-            sums.add(source.pull(rows, columns, known.rows(rows)), columns)
-    return sums.finish(factor)
 
 
 def in_slabs(work: Work, source: LinearSoftmax, known: Known, factor: Tensor | None) -> Gradients:
