@@ -2,8 +2,8 @@
 
 T tokens, S segments, P = S / 2 pairs. What runs on a small sample under a `Recorder` becomes a list
 of nodes that holds for any T and S: sums over segments, expansion, lengths and pairs are nodes of
-their own (`RecordedSegments`), sizes and the values of the sample leave no trace. An operation that
-cannot be recorded raises `Unrecorded`.
+their own (`RecordedSegments`), sizes of the sample leave no trace. An operation that cannot be
+recorded, such as one that reads a value, raises `Unrecorded`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class Recorder(TorchDispatchMode):
         self._numbers: dict[Node, int] = {}
         self._of: dict[Any, Operand] = {}
         self._kept: list[Tensor] = []  # which is kept, so that no other tensor gets the same
-        self.paused = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -144,8 +143,6 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
-        if self.paused:
-            return found
         name = func.overloadpacket.__name__
         inplace = name.endswith("_") and not name.endswith("__")
         name = name.rstrip("_") if inplace else name
@@ -295,10 +292,13 @@ def _recorded(name: str, adjoint: str) -> Any:
     """A linear map of segments, whose adjoint is another of them."""
 
     def run(segments: RecordedSegments, *values: Tensor) -> Any:
-        there, back = (partial(_run, segments, one) for one in (name, adjoint))
+        there, back = (partial(segments.record, one) for one in (name, adjoint))
         return Linear.apply(there, back, *values)
 
     return run
+
+
+PAIRS = {"join_pairs": (Op.PAIR,), "split_pairs": (Op.FIRST, Op.SECOND)}
 
 
 class RecordedSegments(Segments):
@@ -307,33 +307,25 @@ class RecordedSegments(Segments):
     def __init__(self, recorder: Recorder, lengths: Tensor) -> None:
         ids = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)
         super().__init__(ids, len(lengths), counts=lengths)
-        self.recorder, self.plain = recorder, Segments(ids, len(lengths), counts=lengths)
+        self.recorder = recorder
         self._lengths = recorder.know(lengths.clone(), recorder.load(("lengths", None), SEGMENTS))
 
     sum, expand = _recorded("sum", "expand"), _recorded("expand", "sum")
     split_pairs = _recorded("split_pairs", "join_pairs")
     join_pairs = _recorded("join_pairs", "split_pairs")
 
-
-PAIRS = {"join_pairs": (Op.PAIR,), "split_pairs": (Op.FIRST, Op.SECOND)}
-
-
-def _run(segments: RecordedSegments, name: str, *values: Tensor) -> Any:
-    """A map on the sample's values and on the nodes they stand for."""
-    recorder = segments.recorder
-    recorder.paused = True  # what runs here leaves no trace
-    try:
-        with torch.no_grad():
-            found: Any = getattr(segments.plain, name)(*values)
-            outs: Any = tuple(f.clone() for f in (found if isinstance(found, tuple) else (found,)))
-    finally:
-        recorder.paused = False
-    operands = [recorder.of(v) for v in values]
-    if name in PAIRS:
-        operands = [recorder.register(o, SEGMENTS) for o in operands]
-        made = [recorder(op, *operands) for op in PAIRS[name]]
-    else:
-        made = [{"sum": recorder.total, "expand": recorder.expand}[name](*operands)]
-    for out, operand in zip(outs, made, strict=True):
-        recorder.know(out, operand)
-    return outs if len(outs) > 1 else outs[0]
+    def record(self, name: str, *values: Tensor) -> Any:
+        """A map on the nodes that values stand for. It gives zeros, since nothing reads values."""
+        recorder, count, dtype = self.recorder, self.count, values[0].dtype
+        operands = [recorder.of(v) for v in values]
+        if name == "expand":
+            made, count = [recorder.expand(*operands)], len(self.ids)
+        elif name == "sum":
+            made = [recorder.total(*operands)]
+            dtype = dtype if dtype.is_floating_point else torch.int64
+        else:
+            registers = [recorder.register(o, SEGMENTS) for o in operands]
+            made = [recorder(op, *registers) for op in PAIRS[name]]
+        zeros = [torch.zeros(count // len(made), dtype=dtype, device="cpu") for _ in made]
+        outs = tuple(map(recorder.know, zeros, made))
+        return outs if len(outs) > 1 else outs[0]

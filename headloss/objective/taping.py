@@ -75,20 +75,16 @@ def record(
         return None
     if objective.segments_per_unit > 2:  # an instruction knows of pairs alone
         return None
-    samples = []
     token = TRACING.set(True)
     try:
         with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
-            for lengths in SAMPLES:
-                sample = _Sample(lengths, statistics, fields, dtype, objective)
-                samples.append(sample.record(gradients, observe))
+            samples = [_Sample(n, statistics, fields, dtype, objective) for n in SAMPLES]
+            written, other = [sample.record(gradients, observe) for sample in samples]
     except Unrecorded:
         return None
     finally:
         TRACING.reset(token)
-    written, other = samples
-    # What hangs on the sample's values or sizes would differ.
-    if written != other:
+    if written != other:  # something hangs on the sample's sizes
         return None
     return lowered(written, len(objective.parts), objective.segments_per_unit, dtype)
 
@@ -101,31 +97,27 @@ class _Sample:
         dtype: torch.dtype, objective: Objective
     ) -> None:
         self.recorder = recorder = Recorder(dtype)
-        self.written = Written(recorder.nodes, [], [], [], [])
-        self.count, self.dtype, self.gone, self.objective = sum(lengths), dtype, 0, objective
+        self.written = Written(recorder.nodes, [], [], [])
+        self.count, self.dtype, self.objective = sum(lengths), dtype, objective
         self.segments = RecordedSegments(recorder, torch.tensor(lengths, device="cpu"))
-        named = {name: self._leaf(("statistic", name), name) for name in sorted(statistics)}
-        teachers = enumerate(objective.teachers)
-        slopes = {key: self._leaf(("divergence", k), "logp") for k, key in teachers}
+        named = {name: self._vector(("statistic", name)) for name in sorted(statistics)}
+        keys = enumerate(objective.teachers)
+        slopes: dict[Any, Tensor] = {key: self._vector(("divergence", k)) for k, key in keys}
+        for leaf in (*slopes.values(), *(named[n] for n in DIFFERENTIABLE if n in named)):
+            leaf.requires_grad_()
         self.stats = Statistics(**named, divergences=slopes)  # type: ignore[arg-type]
         made = {n: CURRENT if k is None else self._field(n, k) for n, k in fields.items()}
         targets = torch.zeros(self.count, dtype=torch.int64, device="cpu")
         self.batch = PackedBatch(targets, self.segments, made).on(self.stats)
 
-    def _vector(self) -> Tensor:
-        self.gone += 1
-        steps = torch.arange(self.count, dtype=self.dtype, device="cpu")
-        return -0.3 - 0.1 * ((steps * 7 + 3 * self.gone) % 5)
-
-    def _leaf(self, source: Source, name: str) -> Tensor:
-        leaf = self._vector().requires_grad_(name in DIFFERENTIABLE)
-        return self.recorder.know(leaf, self.recorder.load(source))
+    def _vector(self, source: Source, dtype: torch.dtype | None = None) -> Tensor:
+        """An input; its values are read by nothing that can be recorded."""
+        values = torch.zeros(self.count, dtype=dtype or self.dtype, device="cpu")
+        return self.recorder.know(values, self.recorder.load(source))
 
     def _field(self, name: str, kind: torch.dtype) -> Tensor:
-        values = self._vector()
-        values = values if kind.is_floating_point else (values < -0.5).to(kind)
         source = "mask" if kind == torch.bool else "field"
-        return self.recorder.know(values, self.recorder.load((source, name)))
+        return self._vector((source, name), None if kind.is_floating_point else kind)
 
     def _number(self, kind: str, name: Any = None) -> Tensor:
         number = torch.full((), 3.0, dtype=torch.float64, device="cpu")
@@ -146,8 +138,9 @@ class _Sample:
             parts = bind(self.objective, self.batch, totals, 1, self.dtype).parts
             shares = [part.weights * part.losses(self.stats, self.batch) for part in parts]
             for k, (share, times) in enumerate(zip(shares, coefficients, strict=True)):
-                self._add_up(of(share), ONE, k)
-                self._add_up(of(share), of(times), len(shares))
+                for place, factor in ((k, ONE), (len(shares), of(times))):  # its value; the loss
+                    node = self.recorder.node(Node(Op.SUM, (of(share), factor, ONE), TOKENS))
+                    self.written.measured.append((place, node))
             if gradients:
                 pairs = zip(shares, coefficients, strict=True)
                 self._pull_back(sum(share * times for share, times in pairs))  # type: ignore[arg-type]
@@ -159,47 +152,32 @@ class _Sample:
     def _pull_back(self, losses: Tensor) -> None:
         """The gradient of the sum with respect to the statistics, and what it means for the
         logits."""
-        stats = self.stats
+        stats, of = self.stats, self.recorder.of
         leaves: dict[Any, Tensor] = {n: t for n, t in stats.tensors().items() if t.requires_grad}
         found: dict[Any, Tensor] = differentiate(losses.sum(), leaves | stats.divergences)
         with torch.no_grad():
             factor: Any = self._number("factor") if found else None
             found = {name: g * factor for name, g in found.items()}
-            beside = [found.pop(key, None) for key in stats.divergences]
             vocabulary: Any = self._number("vocabulary")
             pulled = pull_back(found, stats, vocabulary).tensors()
-        for name, vector in pulled.items():
-            self._out(("coefficient", name), vector)
-        for k, vector in enumerate(beside):
-            if vector is not None:
-                self._out(("divergence", k), vector)
+        given: dict[Source, Tensor] = {("coefficient", n): vector for n, vector in pulled.items()}
+        keys = enumerate(stats.divergences)
+        given |= {("divergence", k): found[key] for k, key in keys if key in found}
+        for at, (source, vector) in enumerate(given.items()):
+            node = Node(Op.OUT, (of(vector), of(at)), TOKENS)  # one for each, though they be equal
+            self.written.vectors.append((source, self.recorder.node(node)))
 
-    # ------------------------------------------------------------------ results
-
-    def _out(self, source: Source, vector: Tensor) -> None:
-        """Give a vector at each token back; one for each source, though they be equal."""
-        vectors, of = self.written.vectors, self.recorder.of
-        node = Node(Op.OUT, (of(vector), of(len(vectors))), TOKENS)
-        vectors.append((source, self.recorder.node(node)))
+    # ------------------------------------------------------------------ metrics
 
     def _measure(self, op: Op, values: Operand, mask: Operand = ONE, kind: int = TOKENS) -> int:
         """The place of a measurement; the same one twice is made once."""
-        measured, kinds = self.written.measured, self.written.kinds
+        measured = self.written.measured
         node = self.recorder.node(Node(op, (values, ONE, mask), kind))
-        for at, known in measured:
-            if known == node:
-                return at
-        measured.append((len(kinds), node))
-        kinds.append(op)
-        return len(kinds) - 1
-
-    def _add_up(self, values: Operand, factor: Operand, place: int) -> None:
-        """Add the sum of values times a factor to a measurement, which may be a new one."""
-        node = self.recorder.node(Node(Op.SUM, (values, factor, ONE), TOKENS))
-        self.written.measured.append((place, node))
-        self.written.kinds.extend([Op.SUM] * (place + 1 - len(self.written.kinds)))
-
-    # ------------------------------------------------------------------ metrics
+        known = next((at for at, other in measured if other == node), None)
+        if known is not None:
+            return known
+        measured.append((len(dict(measured)), node))
+        return measured[-1][0]
 
     def _observe(self, parts: tuple[Part, ...]) -> None:
         """What the terms report, and what is reported of every batch."""
@@ -231,13 +209,12 @@ class Written(NamedTuple):
     nodes: list[Node]
     vectors: list[tuple[Source, int]]  # what they are, and nodes of OUT
     measured: list[tuple[int, int]]  # (measurement, node); a measurement adds up its nodes
-    kinds: list[Op]  # of measurements
     reported: list[Reported]
 
 
 def lowered(written: Written, terms: int, unit: int, dtype: torch.dtype) -> Tape | None:
     """The nodes that results need, in phases, each with a register; None if they are too many."""
-    nodes, vectors, measured, kinds, reported = written
+    nodes, vectors, measured, reported = written
     targets: dict[int, list[int]] = {}
     for at, node in [*((at, node) for at, (_, node) in enumerate(vectors)), *measured]:
         targets.setdefault(node, []).append(at)
@@ -245,15 +222,14 @@ def lowered(written: Written, terms: int, unit: int, dtype: torch.dtype) -> Tape
     order = sorted(levels, key=levels.__getitem__)
     inputs = _sources(nodes, order, Op.LOAD)
     numbers = _sources(nodes, order, Op.NUMBER)
+    kinds = {place: nodes[v].op for place, v in measured}
     addresses = len(inputs) + sum(kind in TENSORS for kind, _ in numbers)
     if max(addresses - INPUTS, len(numbers) - NUMBERS, len(kinds) - MEASUREMENTS) > 0:
         return None
-    rows, registers = _allocated(nodes, order, targets, [len(vectors), 0])
-    places = {Op.LOAD: inputs, Op.NUMBER: numbers}
+    places = {source: at for given in (inputs, numbers) for at, source in enumerate(given)}
+    rows, registers = _allocated(nodes, order, targets, places, [len(vectors), 0])
     phases: list[list[Row]] = [[] for _ in range(max(levels.values(), default=0) + 1)]
     for v, row in rows:
-        if row.op in places:
-            row = row._replace(operands=(places[row.op].index(nodes[v].operands[0]),))
         phases[levels[v]].append(row)
     return Tape(
         phases=tuple(map(tuple, phases)),
@@ -261,7 +237,7 @@ def lowered(written: Written, terms: int, unit: int, dtype: torch.dtype) -> Tape
         inputs=tuple(inputs),
         numbers=tuple(numbers),
         vectors=tuple(source for source, _ in vectors),
-        kinds=tuple(kinds),
+        kinds=tuple([kinds[place] for place in range(len(kinds))]),
         terms=terms,
         reported=tuple(reported),
         dtype=dtype,
@@ -278,14 +254,11 @@ def _levels(nodes: list[Node], results: list[int]) -> dict[int, int]:
     stands after those that it reads, inputs right before they are needed."""
     levels: dict[int, int] = {}
 
-    def visit(v: int) -> None:
-        if v in levels:
-            return
-        node = nodes[v]
-        for o in node.reads:
-            visit(o)
-        crossed = [levels[o] + (nodes[o].kind != node.kind) for o in node.reads]
-        levels[v] = max(crossed, default=node.kind)
+    def visit(v: int) -> int:
+        if v not in levels:
+            reads, kind = nodes[v].reads, nodes[v].kind
+            levels[v] = max([visit(o) + (nodes[o].kind != kind) for o in reads], default=kind)
+        return levels[v]
 
     for v in results:
         visit(v)
@@ -299,13 +272,15 @@ def _levels(nodes: list[Node], results: list[int]) -> dict[int, int]:
 
 
 def _allocated(
-    nodes: list[Node], order: list[int], targets: dict[int, list[int]], taken: list[int]
+    nodes: list[Node], order: list[int], targets: dict[int, list[int]],
+    places: dict[Source, int], taken: list[int]
 ) -> tuple[list[tuple[int, Row]], tuple[int, int]]:
     """Instructions with registers, which are used again once nothing reads them any more; how many
-    there are over tokens and over segments. No instruction writes what it reads."""
+    there are over tokens and over segments. No instruction writes what it reads. `places` are those
+    of sources among the inputs or numbers, `taken` the registers that are spoken for."""
     last = {o: at for at, v in enumerate(order) for o in nodes[v].reads}
     free: tuple[list[int], list[int]] = ([], [])
-    place: dict[int, int] = {}
+    place: dict[Any, int] = {**places}
     rows = []
     for at, v in enumerate(order):
         op, operands, kind = nodes[v]
@@ -316,7 +291,7 @@ def _allocated(
                 taken[kind] += 1
             place[v] = free[kind].pop()
             outs = [place[v]]
-        read = tuple(place[o] if isinstance(o, int) else o for o in operands)
+        read = tuple(place.get(o, o) for o in operands)
         rows += [(v, Row(op, out, read, kind)) for out in outs]
         for o in set(nodes[v].reads):
             if last[o] == at:
