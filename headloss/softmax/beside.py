@@ -43,16 +43,14 @@ class Collision:
 
     def add(self, rows: Rows, columns: slice, raw: Tensor) -> None:
         """Take one of the tiles of some tokens."""
-        self.partials = self.acts.partials(raw, self._forward(rows, len(raw), raw), self.partials)
+        forward = Forward(None, 0, self.transform.rows(rows), NOTHING)
+        self.partials = self.acts.partials(raw, forward, self.partials)
 
     def add_pairs(self, rows: slice, raw: Tensor, support: Support) -> None:
         """Take the pairs [P] of some tokens and the columns of their support."""
-        forward = self._forward(rows, len(support.offsets) - 1, raw)
+        nowhere = torch.full((len(support.offsets) - 1,), -1, device=raw.device)
+        forward = Forward(nowhere, 0, self.transform.rows(rows), NOTHING)
         self.partials = self.acts.support_partials(raw, support, forward)
-
-    def _forward(self, rows: Rows, count: int, raw: Tensor) -> Forward:
-        nowhere = torch.full((count,), -1, device=raw.device)
-        return Forward(nowhere, 0, self.transform.rows(rows), NOTHING)
 
     def found(self, rows: Rows, normalizer: Normalizer) -> Tensor:
         """[n], once all tiles were added."""
@@ -175,21 +173,19 @@ class Candidates:
         assert self.logits is not None
         dtype = self.rest.dtype if self.heads_own else torch.float64
         z = self.slices.sum(self.logits).to(dtype)
-        rest = Normalizer(torch.zeros_like(z[:, 0]), torch.zeros_like(z[:, 0]))
+        (peak, log_sum), tail = normalizer, torch.zeros_like(z[:, 0])
         if self.tail:
             assert self.partials is not None
             _, rest = finish(self.slices.merge(self.partials), 1, NOTHING)
             self.rest[0, rows], self.rest[1, rows] = rest
-            rest = Normalizer(*(t.to(dtype) for t in rest))
+            own, own_sum = (t.to(dtype) for t in rest)
+            tail = (own - peak) + (own_sum - log_sum) if self.heads_own else own + own_sum
         self.logits = self.partials = None
-        empty = self._ids(rows) < 0
+        empty, tail = self._ids(rows) < 0, tail.unsqueeze(1)
         if not self.heads_own:
-            whole_rest = (rest.peak + rest.log_sum).unsqueeze(1)
-            return torch.cat([z.masked_fill(empty, -torch.inf), whole_rest], 1).log_softmax(1)
-        peak, log_sum = normalizer
+            return torch.cat([z.masked_fill(empty, -torch.inf), tail], 1).log_softmax(1)
         log_p = ((z - peak.unsqueeze(1)) - log_sum.unsqueeze(1)).masked_fill_(empty, 0)
-        tail = (rest.peak - peak) + (rest.log_sum - log_sum)
-        return torch.cat([log_p, (tail if self.tail else rest.peak).unsqueeze(1)], 1)
+        return torch.cat([log_p, tail], 1)
 
     def beside_logp(
         self, measured: Measured, slopes: Tensor, targets: Tensor, vocabulary: int

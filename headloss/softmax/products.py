@@ -98,8 +98,7 @@ def input_gradient(
             return out
         return torch.mm(gradient, weight, out_dtype=torch.float32).to(dtype)
     total = gradient.new_zeros(gradient.shape[0], weight.shape[1], dtype=torch.float32)
-    for block in _blocks(weight):
-        total.addmm_(gradient[:, block].float(), weight[block].float())
+    add_input_gradient_(total, gradient, weight)
     return total.to(dtype)
 
 

@@ -117,24 +117,15 @@ class RowGradient(NamedTuple):
 
     def put_(self, total: Tensor, part: Tensor) -> None:
         """Write [K, H] `part`, times `multiple`, to this gradient's rows of `total`."""
+        places = self.rows if isinstance(self.rows, Tensor) else None
+        into = total[self.rows] if places is None else total
         if self.multiple is not None:
             assert self.scaled_rows is not None
-            if isinstance(self.rows, slice):
-                self.scaled_rows(part, self.multiple, out=total[self.rows])
-            else:
-                self.scaled_rows(part, self.multiple, out=total, places=self.rows)
-        elif isinstance(self.rows, Tensor):
-            total.index_copy_(0, self.rows, part)
+            self.scaled_rows(part, self.multiple, out=into, places=places)
+        elif places is not None:
+            into.index_copy_(0, places, part)
         else:
-            total[self.rows] = part
-
-    def add_(self, total: Tensor, part: Tensor) -> None:
-        """Add [K, H] `part` to this gradient's rows of `total`; an index has no row twice."""
-        assert self.multiple is None
-        if isinstance(self.rows, Tensor):
-            total.index_add_(0, self.rows, part)
-        else:
-            total[self.rows] += part
+            into.copy_(part)
 
 
 def of_several(make: Callable[[Any], Tensor], found: Sequence[Measured]) -> Measured:

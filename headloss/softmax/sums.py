@@ -90,14 +90,14 @@ class Hidden:
                 total[block] = 0  # of rows that carry no gradient
             if values.shape[0] == 0:
                 continue
-            if block is not None:
-                made = products.input_gradient(values, weight, total.dtype, fixed, room)
-                gradient.put_(total, made)
-            elif isinstance(rows, slice):
+            if block is None and isinstance(rows, slice):
                 products.add_input_gradient_(total[rows], values, weight, fixed)
+                continue
+            made = products.input_gradient(values, weight, total.dtype, fixed, room)
+            if block is not None:
+                gradient.put_(total, made)
             else:
-                made = products.input_gradient(values, weight, total.dtype, fixed)
-                gradient.add_(total, made)
+                total.index_add_(0, rows, made)  # no row twice
         if last:
             self.end()
         return weights() if found is None else found
