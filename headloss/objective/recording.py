@@ -144,15 +144,11 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        inplace = name.endswith("_") and not name.endswith("__")
-        name = name.rstrip("_") if inplace else name
-        if name in SAME:
-            source, target = args[0], kwargs.get("dtype")
-            if target is not None and source.is_floating_point() > target.is_floating_point:
+        name = name if name.endswith("__") else name.removesuffix("_")  # in place
+        if name in VALUES:
+            if name == "_to_copy" and args[0].is_floating_point() > found.is_floating_point():
                 raise Unrecorded("rounding to integers")
-            self.know(found, self.of(source))
-        elif name in FILLED:
-            value = FILLED[name]
+            value = VALUES[name]
             self.know(found, self.of(args[value]) if isinstance(value, int) else value)
         elif name in OPERATIONS:
             values = [a if a is None else self.of(a) for a in args]
@@ -200,27 +196,18 @@ COMPUTE: dict[Op, Callable[..., Tensor]] = {
 
 # ---------------------------------------------------------------------- aten, in instructions
 
-SAME = frozenset(
-    ["detach", "alias", "view", "_unsafe_view", "expand", "clone", "_to_copy", "lift_fresh"]
-)
-# What fills a tensor: a constant, or the place of the value among the arguments.
-FILLED: dict[str, Constant | int] = {
+# What gives values as they are: a constant, or the place of the values among the arguments.
+VALUES: dict[str, Constant | int] = {
+    **dict.fromkeys(("detach", "alias", "clone", "_to_copy", "lift_fresh"), 0),
+    **dict.fromkeys(("view", "_unsafe_view", "expand", "scalar_tensor"), 0),
+    **{"full": 1, "full_like": 1, "new_full": 2},
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), ZERO),
     **dict.fromkeys(("ones", "ones_like", "new_ones"), ONE),
-    **{"scalar_tensor": 0, "full": 1, "full_like": 1, "new_full": 2},
 }
-
-
-def _sum(op: Op) -> Callable[..., Operand]:
-    return lambda e, a, b, alpha=ONE: e(op, a, e(Op.MUL, b, alpha))
 
 
 def _plain(op: Op) -> Callable[..., Operand]:
     return lambda e, *operands: e(op, *operands)
-
-
-def _turned(op: Op) -> Callable[..., Operand]:
-    return lambda e, a, b: e(op, b, a)
 
 
 def _clamp(e, x, min=None, max=None):
@@ -259,8 +246,8 @@ def _not(e, x):
 OPERATIONS: dict[str, Callable[..., Operand]] = {
     # aten's add and sub take a factor; its min and max are of one tensor
     **{op.name.lower(): _plain(op) for op in COMPUTE if op not in (Op.MIN, Op.MAX)},
-    "add": _sum(Op.ADD),
-    "sub": _sum(Op.SUB),
+    "add": lambda e, a, b, alpha=ONE: e(Op.ADD, a, e(Op.MUL, b, alpha)),
+    "sub": lambda e, a, b, alpha=ONE: e(Op.SUB, a, e(Op.MUL, b, alpha)),
     "rsub": lambda e, a, b, alpha=ONE: e(Op.SUB, b, e(Op.MUL, a, alpha)),
     "neg": lambda e, x: e(Op.MUL, x, MINUS),
     "reciprocal": lambda e, x: e(Op.DIV, ONE, x),
@@ -275,8 +262,8 @@ OPERATIONS: dict[str, Callable[..., Operand]] = {
     "clamp_min": _plain(Op.MAX),
     "clamp_max": _plain(Op.MIN),
     "nan_to_num": _nan_to_num,
-    "lt": _turned(Op.GT),
-    "le": _turned(Op.GE),
+    "lt": lambda e, a, b: e(Op.GT, b, a),
+    "le": lambda e, a, b: e(Op.GE, b, a),
     "ne": lambda e, a, b: _not(e, e(Op.EQ, a, b)),
     "masked_fill": lambda e, x, mask, value: e(Op.WHERE, mask, value, x),
     **dict.fromkeys(("bitwise_and", "logical_and", "__and__"), _plain(Op.MIN)),
@@ -327,5 +314,5 @@ class RecordedSegments(Segments):
             registers = [recorder.register(o, SEGMENTS) for o in operands]
             made = [recorder(op, *registers) for op in PAIRS[name]]
         zeros = [torch.zeros(count // len(made), dtype=dtype, device="cpu") for _ in made]
-        outs = tuple(map(recorder.know, zeros, made))
+        outs: Any = tuple(map(recorder.know, zeros, made))
         return outs if len(outs) > 1 else outs[0]

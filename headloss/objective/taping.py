@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from .tape import Reported, Row, Tape
 Kinds = Mapping[str, torch.dtype | None]  # of fields; None: CURRENT
 SAMPLES = ((2, 0, 3, 1), (1, 4))  # lengths of segments
 REMEMBERED = 256
+# A recording: its nodes, and which of them are results, see `_Sample`.
+Written = tuple[list[Node], list[tuple[Source, int]], list[tuple[int, int]], list[Reported]]
 TENSORS = frozenset({"tokens", "segments", "factor"})  # numbers that may lie on the device
 
 _TAPES: OrderedDict[object, Tape | None] = OrderedDict()
@@ -86,7 +88,7 @@ def record(
         TRACING.reset(token)
     if written != other:  # something hangs on the sample's sizes
         return None
-    return lowered(written, len(objective.parts), objective.segments_per_unit, dtype)
+    return lowered(written, objective, dtype)
 
 
 class _Sample:
@@ -97,7 +99,9 @@ class _Sample:
         dtype: torch.dtype, objective: Objective
     ) -> None:
         self.recorder = recorder = Recorder(dtype)
-        self.written = Written(recorder.nodes, [], [], [])
+        self.vectors: list[tuple[Source, int]] = []  # what they are, and nodes of OUT
+        self.measured: list[tuple[int, int]] = []  # (measurement, node); it adds up its nodes
+        self.reported: list[Reported] = []
         self.count, self.dtype, self.objective = sum(lengths), dtype, objective
         self.segments = RecordedSegments(recorder, torch.tensor(lengths, device="cpu"))
         named = {name: self._vector(("statistic", name)) for name in sorted(statistics)}
@@ -140,14 +144,14 @@ class _Sample:
             for k, (share, times) in enumerate(zip(shares, coefficients, strict=True)):
                 for place, factor in ((k, ONE), (len(shares), of(times))):  # its value; the loss
                     node = self.recorder.node(Node(Op.SUM, (of(share), factor, ONE), TOKENS))
-                    self.written.measured.append((place, node))
+                    self.measured.append((place, node))
             if gradients:
                 pairs = zip(shares, coefficients, strict=True)
                 self._pull_back(sum(share * times for share, times in pairs))  # type: ignore[arg-type]
             if observe:
                 with torch.no_grad():
                     self._observe(parts)
-        return self.written
+        return self.recorder.nodes, self.vectors, self.measured, self.reported
 
     def _pull_back(self, losses: Tensor) -> None:
         """The gradient of the sum with respect to the statistics, and what it means for the
@@ -165,25 +169,24 @@ class _Sample:
         given |= {("divergence", k): found[key] for k, key in keys if key in found}
         for at, (source, vector) in enumerate(given.items()):
             node = Node(Op.OUT, (of(vector), of(at)), TOKENS)  # one for each, though they be equal
-            self.written.vectors.append((source, self.recorder.node(node)))
+            self.vectors.append((source, self.recorder.node(node)))
 
     # ------------------------------------------------------------------ metrics
 
     def _measure(self, op: Op, values: Operand, mask: Operand = ONE, kind: int = TOKENS) -> int:
         """The place of a measurement; the same one twice is made once."""
-        measured = self.written.measured
         node = self.recorder.node(Node(op, (values, ONE, mask), kind))
-        known = next((at for at, other in measured if other == node), None)
-        if known is not None:
-            return known
-        measured.append((len(dict(measured)), node))
-        return measured[-1][0]
+        known = [at for at, other in self.measured if other == node]
+        if not known:
+            known = [len(dict(self.measured))]
+            self.measured.append((known[0], node))
+        return known[0]
 
     def _observe(self, parts: tuple[Part, ...]) -> None:
         """What the terms report, and what is reported of every batch."""
         recorder, stats, batch = self.recorder, self.stats, self.batch
         for name, op in (("tokens", Op.SUM), ("segments", Op.COUNT)):
-            self.written.reported.append(Reported(name, Sum, (self._measure(op, ONE),)))
+            self.reported.append(Reported(name, Sum, (self._measure(op, ONE),)))
         self._fold({"entropy": Observed(stats.entropy)}, ONE)
         for part in parts:
             for kind, (observed, kept) in enumerate(part.observed(stats, batch)):
@@ -198,21 +201,12 @@ class _Sample:
             places = [self._measure(op, recorder.of(o.values), counted, kind)]
             if issubclass(o.kind, Mean):
                 places.append(self._measure(Op.SUM, ONE, counted, kind))
-            self.written.reported.append(Reported(name, o.kind, tuple(places)))
+            self.reported.append(Reported(name, o.kind, tuple(places)))
 
 
 # ---------------------------------------------------------------------- instructions
 
-class Written(NamedTuple):
-    """A recording: its nodes, and which of them are results."""
-
-    nodes: list[Node]
-    vectors: list[tuple[Source, int]]  # what they are, and nodes of OUT
-    measured: list[tuple[int, int]]  # (measurement, node); a measurement adds up its nodes
-    reported: list[Reported]
-
-
-def lowered(written: Written, terms: int, unit: int, dtype: torch.dtype) -> Tape | None:
+def lowered(written: Written, objective: Objective, dtype: torch.dtype) -> Tape | None:
     """The nodes that results need, in phases, each with a register; None if they are too many."""
     nodes, vectors, measured, reported = written
     targets: dict[int, list[int]] = {}
@@ -238,10 +232,10 @@ def lowered(written: Written, terms: int, unit: int, dtype: torch.dtype) -> Tape
         numbers=tuple(numbers),
         vectors=tuple(source for source, _ in vectors),
         kinds=tuple([kinds[place] for place in range(len(kinds))]),
-        terms=terms,
+        terms=len(objective.parts),
         reported=tuple(reported),
         dtype=dtype,
-        segments_per_unit=unit,
+        segments_per_unit=objective.segments_per_unit,
     )
 
 
@@ -280,7 +274,7 @@ def _allocated(
     of sources among the inputs or numbers, `taken` the registers that are spoken for."""
     last = {o: at for at, v in enumerate(order) for o in nodes[v].reads}
     free: tuple[list[int], list[int]] = ([], [])
-    place: dict[Any, int] = {**places}
+    place: Any = {**places}
     rows = []
     for at, v in enumerate(order):
         op, operands, kind = nodes[v]

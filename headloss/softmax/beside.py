@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.interface import Backward, Forward, Kernels, Measured, Support
-from ..kernels.pair import Chosen, Outcomes, Side
+from ..kernels.pair import Outcomes, Side
 from ..kernels.transform import Transform
 from ..objective.statistics import COLLISION, Coefficients, Normalizer, Partials, finish
 from .rows import ALL, Rows
@@ -150,7 +150,7 @@ class Candidates:
     def add_to_pairs_(
         self, values: Tensor, raw: Tensor, rows: slice, support: Support, slopes: Tensor
     ) -> None:
-        """For pairs what `chosen` and `gradient` are for a tile: the part of slopes [n, K + 1] is
+        """For pairs what `gradient` is for a tile: the part of slopes [n, K + 1] is
         added to values [P], the rest of dL/draw."""
         transform = self.transform.rows(rows)
         pairs, here, rest = self._in_support(rows, support)
@@ -162,11 +162,6 @@ class Candidates:
             tail = Normalizer(*self.rest[:, rows])
             backward = Backward(nowhere, support.first, transform, tail, c, None)
             values += self.acts.support_gradient(raw, rest, backward)
-
-    def chosen(self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor) -> Chosen:
-        """What is to be put over a tile that holds all but the slopes' part of the gradient."""
-        logps = measured.stats.divergences[self.key]
-        return Chosen(self.columns(rows, columns), logps[:, :-1], slopes[:, :-1])
 
     def found(self, rows: Rows, normalizer: Normalizer) -> Tensor:
         """[n, K + 1], once all tiles were added; `normalizer` is that of the head's softmax."""

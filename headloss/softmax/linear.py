@@ -45,27 +45,16 @@ class Wants(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What a softmax needs to know of its tokens and its backend, in addition to the logits.
-
-    Attributes:
-        acts: the backend's.
-        targets: [T] columns of the whole vocabulary.
-        transform: its temperature is a number or [T].
-        needs: statistics.
-        first: column of the whole vocabulary at which this slice starts.
-        whole: the slice is all of it, and all targets are known to lie in it.
-        teachers: whose divergences are measured beside the student's logits.
-        beside: what else is measured of the tiles (`beside.Candidates`, `beside.Collision`).
-    """
+    """What a softmax needs to know of its tokens and its backend, in addition to the logits."""
 
     acts: Kernels
-    targets: Tensor
-    transform: Transform
-    needs: frozenset[str]
-    first: int = 0
-    whole: bool = False
-    teachers: tuple[Any, ...] = ()
-    beside: tuple[Any, ...] = ()
+    targets: Tensor  # [T] columns of the whole vocabulary
+    transform: Transform  # its temperature is a number or [T]
+    needs: frozenset[str]  # statistics
+    first: int = 0  # column of the whole vocabulary at which this slice starts
+    whole: bool = False  # the slice is all of it, and all targets are known to lie in it
+    teachers: tuple[Any, ...] = ()  # whose divergences are measured beside the student's logits
+    beside: tuple[Any, ...] = ()  # what else is, of the tiles: `Candidates`, `Collision`
 
     def take(self, index: Tensor) -> Tokens:
         """Of some of the tokens."""
@@ -75,7 +64,7 @@ class Tokens(NamedTuple):
 
     def forward(self, rows: Rows, columns: slice = ALL) -> Forward:
         """Arguments of act one beside the logits of a tile."""
-        targets, transform = (self.targets, self.transform) if rows is ALL else self._at(rows)
+        targets, transform = self._at(rows)
         whole = self.whole and columns is ALL
         return Forward(targets, self.first + (columns.start or 0), transform, self.needs, whole)
 
@@ -84,12 +73,14 @@ class Tokens(NamedTuple):
     ) -> Backward:
         """Arguments of act two beside the logits of a tile."""
         (stats, normalizer), gradient = known.measured, known.gradient
-        targets, transform = (self.targets, self.transform) if rows is ALL else self._at(rows)
+        targets, transform = self._at(rows)
         given = targets, self.first + (columns.start or 0), transform, normalizer
         whole = self.whole and columns is ALL and isinstance(known.held, Tensor)
         return Backward(*given, gradient.coefficients, stats.logp, dtype, whole)
 
     def _at(self, rows: Rows) -> tuple[Tensor, Transform]:
+        if rows is ALL:
+            return self.targets, self.transform
         return self.targets[rows], self.transform.rows(rows)
 
 
@@ -104,15 +95,10 @@ def rows_left(live: Tensor | None) -> Callable[[], Tensor | None]:
 
 
 class RawSoftmax:
-    """Both acts over raw logits in float32 or float64; a subclass says where these come from.
+    """Both acts over raw logits in float32 or float64; a subclass says where these come from."""
 
-    Attributes:
-        vocabulary: columns of this slice.
-        dtype: of statistics and of raw logits.
-    """
-
-    vocabulary: int
-    dtype: torch.dtype
+    vocabulary: int  # columns of this slice
+    dtype: torch.dtype  # of statistics and of raw logits
     gradient_dtype: torch.dtype | None = None  # of dL/draw on a GPU; None: as the logits
     additions: int = 1  # in which the weight gradient of a block of tokens comes
 
@@ -334,9 +320,12 @@ class ExpSoftmax(LinearSoftmax):
 
     def _chosen(self, rows: slice, columns: slice, known: Known) -> list[Chosen]:
         """The candidates' columns, where they carry a gradient: at most one of them."""
-        slopes = known.gradient.divergences
-        parts = [part for part in self.beside if part.key in slopes]
-        return [part.chosen(rows, columns, known.measured, slopes[part.key]) for part in parts]
+        logps, slopes = known.measured.stats.divergences, known.gradient.divergences
+        return [
+            Chosen(part.columns(rows, columns), logps[part.key][:, :-1], slopes[part.key][:, :-1])
+            for part in self.beside
+            if part.key in slopes
+        ]
 
     def _of_terms(self, rows: slice, known: Known, backward: Backward) -> RowGradient:
         """Everything but the products is queued before the host reads how many rows there are, and

@@ -96,10 +96,9 @@ class RowGradient(NamedTuple):
         (count,) = reading.tolist()
         if count == len(rows):
             return self._replace(later=None)
-        multiple, features = (
-            None if t is None else t[:count] for t in (self.multiple, self.features)
-        )
-        return RowGradient(self.values[:count], rows[:count], multiple, features, self.scaled_rows)
+        given = self.values, rows, self.multiple, self.features
+        first = [None if t is None else t[:count] for t in given]
+        return RowGradient(*first, scaled_rows=self.scaled_rows)  # type: ignore[arg-type]
 
     def whole(self, part: Tensor, block: slice, weight: Tensor | None = None) -> Tensor:
         """[n, H] of all rows of a block from [K, H] `part`, times `multiple`, and from pairs, of

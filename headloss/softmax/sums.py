@@ -26,22 +26,15 @@ from .rows import ALL, RowGradient
 
 
 class Into(NamedTuple):
-    """How and where to sum.
+    """How and where to sum."""
 
-    Attributes:
-        wants: which tensors need a gradient.
-        accumulate_dtype: of the weight gradient over blocks, beside logits in float32.
-        main_grad: float32 [V, H] that the weight gradient is added to, in place of returning it.
-        direct: blocks are added to it as they come; else their sum at the end, times the factor.
-            (Slabs always are.)
-        hidden: makes what takes the gradients of features: `Hidden`, or the ranks' own.
-    """
-
-    wants: Wants
-    accumulate_dtype: torch.dtype
-    main_grad: Tensor | None
+    wants: Wants  # which tensors need a gradient
+    accumulate_dtype: torch.dtype  # of the weight gradient over blocks, beside logits in float32
+    main_grad: Tensor | None  # float32 [V, H] that the weight gradient is added to, not returned
+    # Blocks are added to it as they come; else their sum at the end, times the factor. (Slabs
+    # always are.)
     direct: bool
-    hidden: Callable[..., Any]
+    hidden: Callable[..., Any]  # makes what takes those of features: `Hidden`, or the ranks' own
 
 
 class Hidden:
@@ -90,13 +83,13 @@ class Hidden:
                 total[block] = 0  # of rows that carry no gradient
             if values.shape[0] == 0:
                 continue
-            if block is None and isinstance(rows, slice):
-                products.add_input_gradient_(total[rows], values, weight, fixed)
-                continue
-            made = products.input_gradient(values, weight, total.dtype, fixed, room)
             if block is not None:
+                made = products.input_gradient(values, weight, total.dtype, fixed, room)
                 gradient.put_(total, made)
+            elif isinstance(rows, slice):
+                products.add_input_gradient_(total[rows], values, weight, fixed)
             else:
+                made = products.input_gradient(values, weight, total.dtype, fixed)
                 total.index_add_(0, rows, made)  # no row twice
         if last:
             self.end()
@@ -112,27 +105,23 @@ class Hidden:
                 self.totals[i] = self.room(features)
 
 
-class _Sums:
-    """What both orders share: the weights' own totals, an addition, and the end.
+class RowSums:
+    """Gradients that arrive in rows, one block of tokens after another, over all columns. Without a
+    plan: what slabs share with these."""
 
-    Args:
-        rounded: the weights' totals are in their own dtypes, else in that of sums.
-        direct: the first is `main_grad`, into which gradients go as they come.
-    """
-
-    by_slab = False  # a slab's weight gradient is multiplied when it is closed
-
-    def __init__(
-        self, source: LinearSoftmax, into: Into, blocks: Sequence[Any] | None,
-        rounded: bool, direct: bool
-    ) -> None:
-        self.source = source
+    def __init__(self, source: LinearSoftmax, into: Into, plan: Any = None) -> None:
+        self.source, self.by_slab = source, plan is None
+        blocks, once = (None, False) if plan is None else (plan.chunks, plan.once)
         self.hidden: Hidden = into.hidden(source, into.wants, blocks)
-        wide, narrow = source.dtype, into.accumulate_dtype
-        self.sum_dtype = wide if wide == torch.float64 else narrow
+        rounded = self.by_slab or once  # before it comes here: a slab when it is closed
+        direct = self.by_slab or into.direct  # into `main_grad`, as they come
+        wide = source.dtype == torch.float64
+        self.sum_dtype = torch.float64 if wide else into.accumulate_dtype
         self.main_grad = into.main_grad if into.wants.weights[0] else None
         self.fresh = True  # nothing was written yet, of a slab or at all
-        self.rooms: Any = None  # [] powers of two that features of float16 weights are scaled by
+        # [] powers of two that features of float16 weights are scaled by: what is rounded before it
+        # is scaled back has to stay in range.
+        self.rooms: Any = {} if once and source.features[0].dtype == torch.float16 else None
         self.bias = None
         if into.wants.bias:
             assert source.full_bias is not None
@@ -151,27 +140,26 @@ class _Sums:
             w if w is None or w.shape[0] == source.vocabulary else w[: source.vocabulary]
             for w in self.weights
         ]
+        # Of what comes next: its columns, where their dW goes, and whether a first product may be
+        # all that is there.
+        self.columns, self.totals, self.at_once = ALL, self.places, True
 
-    def _add(
-        self, gradient: RowGradient, columns: slice, totals: Sequence[Tensor | None], fresh: bool,
-        last: bool = False
-    ) -> None:
-        """Take dL/draw of some rows and columns."""
+    def add(self, gradient: RowGradient, last: bool = False) -> None:
+        """Take dL/draw of the next block; or of some rows of a slab, `last` of the last slab."""
         if gradient.later is not None:
             gradient = gradient.counted()
-        weights = partial(self._into_weights, gradient, columns, totals, fresh)
-        if self.hidden.add(gradient, columns, last, weights):
+        weights = partial(self._into_weights, gradient)
+        if self.hidden.add(gradient, self.columns, last, weights):
             self.fresh = False
 
-    def _into_weights(
-        self, gradient: RowGradient, columns: slice, totals: Sequence[Tensor | None], fresh: bool
-    ) -> bool:
+    def _into_weights(self, gradient: RowGradient) -> bool:
         """dW and the bias's gradient of some rows and columns; whether there was any."""
         values, rows, multiple, given, _, pairs, _ = gradient
         if pairs is None and not values.shape[0]:
             return False
         own = None if self.main_grad is None else self.main_grad.data_ptr()
-        for i, (features, total) in enumerate(zip(self.source.features, totals, strict=True)):
+        fresh = self.fresh and self.at_once
+        for i, (features, total) in enumerate(zip(self.source.features, self.totals, strict=True)):
             if total is None:
                 continue
             first = fresh and total.data_ptr() != own
@@ -186,7 +174,7 @@ class _Sums:
             if pairs is not None:
                 pairs.into_weight(total, features, not first)
         if self.bias is not None:
-            place = self.bias[: self.source.vocabulary][columns]
+            place = self.bias[: self.source.vocabulary][self.columns]
             if multiple is None:
                 place += values.sum(0, dtype=self.bias.dtype)
             else:
@@ -200,7 +188,7 @@ class _Sums:
         """Gradients times `factor` in the inputs' dtypes: features and weights pairwise, bias."""
         self.hidden.settle()
         multiple = self.hidden.multiple
-        source, scaled, by_factor = self.source, self.source.acts.scaled, not self.by_slab
+        source, scaled = self.source, self.source.acts.scaled
         sums: list[Scaling | None] = []
         pairs = zip(source.features, source.full_weights, self.weights, strict=True)
         for i, (features, weight, total) in enumerate(pairs):
@@ -210,7 +198,8 @@ class _Sums:
             if total is not None and total is not self.main_grad:
                 if self.fresh:
                     total.zero_()
-                own = Scaling(total, weight.dtype, by_factor)
+                # A slab's weight gradient was multiplied when it was closed.
+                own = Scaling(total, weight.dtype, not self.by_slab)
                 if self.rooms and i in self.rooms:
                     own = Scaling(scaled([own], factor / self.rooms[i])[0], weight.dtype, False)
             if own is not None and i == 0 and self.main_grad is not None:
@@ -223,21 +212,7 @@ class _Sums:
         return [None if s is None else next(made) for s in sums]
 
 
-class RowSums(_Sums):
-    """Gradients that arrive in rows, one block of tokens after another, over all columns."""
-
-    def __init__(self, source: LinearSoftmax, into: Into, plan: Any) -> None:
-        # Where one block holds all tokens its product is rounded to the weight's dtype at once.
-        super().__init__(source, into, plan.chunks, plan.once, into.direct)
-        if plan.once and source.features[0].dtype == torch.float16:
-            self.rooms = {}  # what is rounded before it is scaled back has to stay in range
-
-    def add(self, gradient: RowGradient) -> None:
-        """Take dL/draw of the next block."""
-        self._add(gradient, ALL, self.places, self.fresh)
-
-
-class SlabSums(_Sums):
+class SlabSums(RowSums):
     """Gradients that arrive in slabs of columns over all tokens: `open` a slab, `add` its rows,
     `close` it.
 
@@ -245,30 +220,23 @@ class SlabSums(_Sums):
     addition brings all its tokens (`once`), a product straight into its place.
     """
 
-    by_slab = True
-
     def __init__(self, source: LinearSoftmax, into: Into, once: bool) -> None:
-        super().__init__(source, into, None, rounded=True, direct=True)
+        super().__init__(source, into)
         self.at_once = once and self.main_grad is None
 
     def open(self, columns: slice) -> None:
         self.columns, self.fresh = columns, True
-        self.slabs = [None if place is None else place[columns] for place in self.places]
-        self.sums: list[Any] = self.slabs
+        self.totals = self.slabs = [p if p is None else p[columns] for p in self.places]
         if not self.at_once:
-            self.sums = [
+            self.totals = [
                 None if slab is None else torch.zeros_like(slab, dtype=self.sum_dtype)
                 for slab in self.slabs
             ]
 
-    def add(self, gradient: RowGradient, last: bool) -> None:
-        """Take dL/draw of some rows of the slab; `last`: of the last slab, the last rows."""
-        self._add(gradient, self.columns, self.sums, self.at_once and self.fresh, last)
-
     def close(self, factor: Tensor | None) -> None:
         """Put the slab's sums, times `factor`, into their place."""
-        for slab, total in zip(self.slabs, self.sums, strict=True):
-            if slab is None:
+        for slab, total in zip(self.slabs, self.totals, strict=True):
+            if slab is None or total is None:
                 continue
             if self.at_once:
                 if self.fresh:

@@ -43,7 +43,6 @@ class DenseTeacher:
         # What `measure` fills and `gradient` reads: both sides' normalizers, and the pivot.
         *rooms, self.pivot = (like.new_zeros(tokens) for _ in range(5))
         self.sides = tuple(map(Side, transforms, (Normalizer(*rooms[:2]), Normalizer(*rooms[2:]))))
-        self.dtype = like.dtype
         # First token and logits, until the gradient.
         self.held: tuple[int, Tensor | Differences] | None = None
 
@@ -91,7 +90,7 @@ class DenseTeacher:
     def _teacher(self, rows: Rows, columns: slice) -> Tensor:
         """[n, v] raw logits, to be read."""
         if isinstance(self.source, View):
-            return self.acts.readable(self.source.read(rows, columns), self.dtype)
+            return self.acts.readable(self.source.read(rows, columns), self.pivot.dtype)
         return self.source.raw(rows, columns)
 
     def gradient(
