@@ -190,24 +190,20 @@ class RawSoftmax:
 
 
 class LinearSoftmax(RawSoftmax):
-    """Raw logits from products: the head's own, then one pair per adapter.
-
-    Args:
-        tensors: features [T, H_i] and weights [V', H_i] pairwise, and the bias [V'] or None; rows
-            of weights beyond V are padding and never scored.
-        vocabulary: V.
-        spread: makes what can be indexed by tokens of features that are spread over ranks.
-        compute_dtype: what products run in where it is not the tensors' own (autocast).
-        logits_dtype: what logits are rounded to, if anything.
-        fixed: the product for logits and dX where a row's bits may not depend on other rows.
-        measured: the product measures statistics where it can.
-    """
+    """Raw logits from products: the head's own, then one pair per adapter."""
 
     def __init__(
-        self, tensors: Sequence[Any], tokens: Tokens, vocabulary: int, *,
+        self,
+        tensors: Sequence[Any],  # features [T, H_i], weights [V', H_i] pairwise; bias [V'] or None
+        tokens: Tokens,
+        vocabulary: int,  # V; rows of weights beyond it are padding and never scored
+        *,
+        # Makes what can be indexed by tokens of features that are spread over ranks.
         spread: Callable[[Sequence[Tensor]], Sequence[Any]] = list,
-        compute_dtype: torch.dtype | None = None, logits_dtype: torch.dtype | None = None,
-        fixed: products.Fixed | None = None, measured: bool = False
+        compute_dtype: torch.dtype | None = None,  # of products; None: the tensors' own (autocast)
+        logits_dtype: torch.dtype | None = None,  # what logits are rounded to, if anything
+        fixed: products.Fixed | None = None,  # for logits and dX, if rows' bits are to be their own
+        measured: bool = False,  # the product measures statistics where it can
     ) -> None:
         super().__init__(tokens)
         self.features, self.full_weights = spread(tensors[:-1:2]), list(tensors[1:-1:2])
