@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..kernels import interface as kernels
-from ..objective.statistics import Partials
 from . import products
 from .linear import RawSoftmax, Tokens
 from .rows import ALL, Known, RowGradient, Rows
@@ -149,10 +148,10 @@ class WalkSoftmax(GivenSoftmax):
             gradient: coefficients; with statistics, at an entropy of 0.
             slopes: [P, 5, T] in closed form.
         """
-        out = None
+        out = coefficients = None
         if gradient is not None:
             out = self.out = self.destination()
-        coefficients = None if gradient is None else gradient.coefficients
+            coefficients = gradient.coefficients
         given = self.tokens.targets, self.first, self.tokens.transform, needs
         walk = (self.rows, out, self.into.order.live, *given, coefficients, slopes, normalizer)
         # Only what is written before the host has read its batch goes by what the device knows; a
@@ -160,9 +159,7 @@ class WalkSoftmax(GivenSoftmax):
         at_once = gradient is not None and needs is not None
         return self.acts.given_rows(kernels.Walk(*walk, self.into.order.facts if at_once else None))
 
-    def partials(
-        self, rows: slice, columns: slice = ALL, onto: Partials | None = None, keep: bool = False
-    ) -> tuple[Partials, None]:
+    def partials(self, rows: slice, tiles: Sequence[slice] = (ALL,)) -> tuple[Any, None]:
         return self.walk(self.tokens.needs), None
 
     def pull(self, rows: slice, columns: slice, known: Known) -> RowGradient:

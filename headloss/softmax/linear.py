@@ -18,7 +18,7 @@ from torch import Tensor
 from ..kernels.interface import Backward, Forward, Held, Kernels, Measured
 from ..kernels.pair import Chosen
 from ..kernels.transform import Transform
-from ..objective.statistics import PEAK, Partials
+from ..objective.statistics import PEAK
 from ..reading import Reading
 from . import products
 from .products import GRAIN, PARTS
@@ -114,33 +114,32 @@ class RawSoftmax:
         """[n, v] raw logits in memory of their own."""
         raise NotImplementedError
 
-    def partials(
-        self, rows: slice, columns: slice = ALL, onto: Partials | None = None, keep: bool = False
-    ) -> tuple[Partials, Tensor | None]:
-        """Act one on a tile: its partial statistics, merged with those of the tiles before it; and,
-        with `keep`, what act two will find of its logits."""
-        raw = self.raw(rows, columns)
-        for other in self.beside:
-            other.add(rows, columns, raw)
-        forward = self.tokens.forward(rows, columns)
-        return self.acts.partials(raw, forward, onto), raw if keep else None
+    def partials(self, rows: slice, tiles: Sequence[slice] = (ALL,)) -> tuple[Any, Tensor | None]:
+        """Act one on some tiles: their partial statistics, and the logits of the last."""
+        partials = raw = None
+        for columns in tiles:
+            raw = None  # before the next one is made
+            raw = self.raw(rows, columns)
+            for other in self.beside:
+                other.add(rows, columns, raw)
+            partials = self.acts.partials(raw, self.tokens.forward(rows, columns), partials)
+        return partials, raw
 
     def statistics(
         self, rows: slice, tiles: Sequence[slice], slices: Any, vocabulary: int, keep: bool
     ) -> tuple[Measured, Any]:
         """Act one over the whole vocabulary: what it says of some tokens; and, with `keep`, what
-        act two will find of their logits, which are then one tile.
+        act two will find of their logits, which are then one tile, as they are where there are
+        teachers, who read it too.
 
         Args:
             slices: of the vocabulary on the ranks of a group.
             vocabulary: of the whole model.
         """
-        partials = held = None
-        for columns in tiles:  # one, where there are teachers, who read it too
-            partials, held = self.partials(rows, columns, partials, keep or bool(self.teachers))
+        partials, raw = self.partials(rows, tiles)
         measured: Measured = slices.measured(self.acts, partials, self.tokens.needs, vocabulary)
-        self.measure_beside(rows, measured, held, keep)
-        return measured, held if keep else None
+        self.measure_beside(rows, measured, raw, keep)
+        return measured, raw if keep else None
 
     def measure_beside(
         self, rows: slice, measured: Measured, raw: Tensor | None = None, keep: bool = False
