@@ -83,12 +83,11 @@ class Foreign:
         value = stats.logp.new_zeros(1, dtype=torch.float64)
         if not needed:
             return Gradient(Coefficients(), {}, value)
-        leaves = {"logp": stats.logp.detach(), "entropy": stats.entropy.detach()}
+        leaves = {n: getattr(stats, n).detach().requires_grad_() for n in ("logp", "entropy")}
         with torch.enable_grad():
-            inputs = [leaf.requires_grad_() for leaf in leaves.values()]
-            full = (self.packing.scatter(leaf, alone=True, rows=rows) for leaf in inputs)
+            full = (self.packing.scatter(t, alone=True, rows=rows) for t in leaves.values())
             found = scalar(self.loss(*full))
-            _check_leaves(found, inputs)
+            _check_leaves(found, list(leaves.values()))
         given = differentiate(found, leaves)
         return Gradient(pull_back(given, stats, self.vocabulary), {}, value).times(self.declared)
 

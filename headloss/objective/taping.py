@@ -73,9 +73,8 @@ def record(
         None where a term or reduction may depend on more than its arguments, needs the whole batch
         at once, or does what no instruction does. `Bound.gradient` serves those.
     """
-    if objective.scope == "batch" or not is_own(objective):
-        return None
-    if objective.segments_per_unit > 2:  # an instruction knows of pairs alone
+    more = objective.scope == "batch" or objective.segments_per_unit > 2  # than pairs
+    if more or not is_own(objective):
         return None
     token = TRACING.set(True)
     try:

@@ -106,8 +106,7 @@ class Candidates:
         """Take one of the tiles of some tokens."""
         column, transform = self.columns(rows, columns), self.transform.rows(rows)
         here = (column >= 0) & (column < raw.shape[1])
-        z = transform(raw.gather(1, torch.where(here, column, 0)))
-        z = torch.where(here, z, 0)
+        z = torch.where(here, transform(raw.gather(1, torch.where(here, column, 0))), 0)
         self.logits = z if self.logits is None else self.logits.add_(z)
         if self.tail:
             forward = Forward(None, 0, transform, NOTHING)
@@ -150,8 +149,8 @@ class Candidates:
     def add_to_pairs_(
         self, values: Tensor, raw: Tensor, rows: slice, support: Support, slopes: Tensor
     ) -> None:
-        """For pairs what `gradient` is for a tile: the part of slopes [n, K + 1] is
-        added to values [P], the rest of dL/draw."""
+        """For pairs what `gradient` is for a tile: the part of slopes [n, K + 1] is added to
+        values [P], the rest of dL/draw."""
         transform = self.transform.rows(rows)
         pairs, here, rest = self._in_support(rows, support)
         own = slopes[:, :-1].to(values.dtype, copy=True)
