@@ -6,7 +6,7 @@ T tokens, S segments, K terms.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -73,8 +73,8 @@ def record(
         None where a term or reduction may depend on more than its arguments, needs the whole batch
         at once, or does what no instruction does. `Bound.gradient` serves those.
     """
-    more = objective.scope == "batch" or objective.segments_per_unit > 2  # than pairs
-    if more or not is_own(objective):
+    # An instruction knows of pairs alone.
+    if objective.scope == "batch" or objective.segments_per_unit > 2 or not is_own(objective):
         return None
     token = TRACING.set(True)
     try:
@@ -213,8 +213,10 @@ def lowered(written: Written, objective: Objective, dtype: torch.dtype) -> Tape 
         targets.setdefault(node, []).append(at)
     levels = _levels(nodes, list(targets))
     order = sorted(levels, key=levels.__getitem__)
-    inputs = _sources(nodes, order, Op.LOAD)
-    numbers = _sources(nodes, order, Op.NUMBER)
+    inputs, numbers = (
+        list(dict.fromkeys(nodes[v].operands[0] for v in order if nodes[v].op is op))
+        for op in (Op.LOAD, Op.NUMBER)
+    )
     kinds = {place: nodes[v].op for place, v in measured}
     addresses = len(inputs) + sum(kind in TENSORS for kind, _ in numbers)
     if max(addresses - INPUTS, len(numbers) - NUMBERS, len(kinds) - MEASUREMENTS) > 0:
@@ -236,10 +238,6 @@ def lowered(written: Written, objective: Objective, dtype: torch.dtype) -> Tape 
         dtype=dtype,
         segments_per_unit=objective.segments_per_unit,
     )
-
-
-def _sources(nodes: list[Node], order: Iterable[int], op: Op) -> list[Source]:
-    return list(dict.fromkeys(nodes[v].operands[0] for v in order if nodes[v].op is op))
 
 
 def _levels(nodes: list[Node], results: list[int]) -> dict[int, int]:

@@ -113,7 +113,7 @@ class RowSums:
         self.source, self.by_slab = source, plan is None
         blocks, once = (None, False) if plan is None else (plan.chunks, plan.once)
         self.hidden: Hidden = into.hidden(source, into.wants, blocks)
-        rounded = self.by_slab or once  # before it comes here: a slab when it is closed
+        rounded = self.by_slab or once  # totals take what is final: a slab's sum, or all in one
         direct = self.by_slab or into.direct  # into `main_grad`, as they come
         wide = source.dtype == torch.float64
         self.sum_dtype = torch.float64 if wide else into.accumulate_dtype
