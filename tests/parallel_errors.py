@@ -13,7 +13,7 @@ from torch import Tensor, distributed
 
 import headloss as hl
 from headloss.batch.survey import Survey
-from headloss.ranks.agreement import Agreement, Facts
+from headloss.ranks.agreement import Agreement
 from headloss.softmax.linear import LinearSoftmax
 
 T, H, V = 6, 4, 10
@@ -368,7 +368,7 @@ def long_error() -> str:
             raise ValueError("long " * 1000 + "end")
 
     try:
-        Agreement("a group", s.group, act, lambda _: Facts({}, {})).read()
+        Agreement("a group", s.group, act, lambda _: {}, lambda _: {}).read()
     except ValueError as error:
         return str(error)
     return "nothing was raised"

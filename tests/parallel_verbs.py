@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import headloss as hl
-from headloss.ranks.agreement import Agreement, Facts
+from headloss.ranks.agreement import Agreement
 from headloss.ranks.agreement import checksums as sums
 from headloss.testing import trained_looking
 
@@ -363,13 +363,13 @@ def any_error() -> None:
         return 1 / (p.rank + 1 - p.world)
 
     with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
-        Agreement("a group", p.group, act, lambda _: Facts({"a": 1}, {})).read()
+        Agreement("a group", p.group, act, lambda _: {}, lambda _: {"a": 1}).read()
     # What cannot be put into a record is an error like any other.
     values = torch.eye(3).to_sparse() if p.rank == 0 else torch.eye(3)
     for fact in ([values], None if p.rank == 0 else 1):
-        facts = Facts({"a": fact}, {})
+        facts = {"a": fact}
         with pytest.raises((TypeError, RuntimeError)):
-            Agreement("a group", p.group, lambda: 0, lambda _, facts=facts: facts).read()
+            Agreement("a group", p.group, lambda: {}, dict, lambda _, facts=facts: facts).read()
 
 
 def checksums() -> None:
@@ -378,7 +378,7 @@ def checksums() -> None:
     pairs = ([1.0, -1.0, -1.0, 1.0], [-1.0, 1.0, 1.0, -1.0])
     mine = torch.tensor(pairs[min(p.rank, 1)])
     with pytest.raises(ValueError, match="a: differs between the ranks"):
-        Agreement("a group", p.group, lambda: 0, lambda _: Facts({"a": [mine]}, {})).read()
+        Agreement("a group", p.group, lambda: {}, dict, lambda _: {"a": [mine]}).read()
     seen = {int(sums([torch.tensor(bits)])[0]) for bits in itertools.product((0, 1), repeat=10)}
     assert len(seen) == 1024
 

@@ -107,8 +107,7 @@ class Totals:
         """
         if gradients not in ("mean", "sum"):
             raise ValueError(f'gradients: got {gradients!r}, want "mean" or "sum"')
-        names = sorted(self.kept)
-        numbers = [self.tokens, self.segments, *(n for name in names for n in self.kept[name])]
+        numbers = self._numbers
         devices = [n.device for n in numbers if isinstance(n, Tensor)]
         device = devices[0] if devices else device_of(group)
         wide = [torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers]
@@ -118,7 +117,13 @@ class Totals:
             packed = packed / distributed.get_world_size(group)
         tokens, segments, *rest = packed.unbind()
         pairs = zip(rest[::2], rest[1::2], strict=True)
-        return Totals(tokens, segments, dict(zip(names, pairs, strict=True)))
+        return Totals(tokens, segments, dict(zip(sorted(self.kept), pairs, strict=True)))
+
+    @property
+    def _numbers(self) -> list[Number]:
+        """All of them, in the order of the fields' names."""
+        pairs = [self.kept[name] for name in sorted(self.kept)]
+        return [self.tokens, self.segments, *(number for pair in pairs for number in pair)]
 
 
 def _check_total(name: str, value: object) -> None:

@@ -16,7 +16,7 @@ import functools
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -30,48 +30,17 @@ ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)  # t
 PROCESS_GROUP = getattr(distributed, "ProcessGroup", ())
 KNOWN = 256  # kinds of calls that are remembered of a group
 
-Own = dict[str, list[int]]  # of each rank
-
-
-class Facts(NamedTuple):
-    """What a rank says of its call."""
-
-    # Numbers, flags and names that must be equal on all ranks; lists of tensors, of the same bits.
-    same: Mapping[str, Any]
-    # Numbers, or lists of tensors, that may differ; every rank gets those of all, or checksums.
-    own: Mapping[str, Any]
-
-    @property
-    def layout(self) -> int:
-        """A checksum of the names, and of which of them are tensors."""
-        named = {**self.same, **self.own}
-        return zlib.crc32(f"{[(n, isinstance(v, list)) for n, v in named.items()]}".encode())
-
-    def record(self, device: torch.device, failed: bool = False, expects: int = 0) -> Tensor:
-        """[WORDS] int64: whether the rank failed, a checksum of what must be the same and one of
-        the tensors among it; then this rank's own tensors' and its own numbers; last, a checksum of
-        what the call goes by."""
-        texts = [_number(value) for value in self.same.values() if not isinstance(value, list)]
-        same = [t for value in self.same.values() if isinstance(value, list) for t in value]
-        own = self.own.values()
-        sums = checksums(same, *(value for value in own if isinstance(value, list)))
-        numbers = [int(value) for value in own if not isinstance(value, list)]
-        numbers = [failed, zlib.crc32(f"{self.layout} {texts}".encode()), *numbers]
-        rest = WORDS - 1 - len(sums) - len(numbers)
-        if rest < 0:
-            raise AssertionError(f"facts: got {len(own)}, want {-rest} less")
-        # Pinned, so that the host need not wait for the device before it may go on.
-        pinned = device.type == "cuda"
-        words = [*numbers, *[0] * rest, expects]
-        known = torch.tensor(words, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        known = known.to(device, non_blocking=True)
-        return torch.cat([known[:2], *(found.to(device) for found in sums), known[2:]])
+Facts = Mapping[str, Any]  # by name: numbers, flags and names, or lists of tensors
+Own = dict[str, list[int]]  # of each rank; of tensors a checksum
 
 
 class Agreement:
     """What the ranks of a group say of a call, on its way to the host.
 
     Args:
+        act: makes the call ready; facts are of what it returns.
+        own: what may differ between ranks, tensors first; every rank gets those of all.
+        same: what must be equal on all ranks, tensors to the bit.
         quiet: what is wrong is not raised here: another group's records follow and say so, or the
             call is made again.
         behind: the group whose records came before, which this one's follow.
@@ -81,41 +50,66 @@ class Agreement:
     expected: Any  # what the call goes by, before it is read
 
     def __init__(
-        self, name: str, group: distributed.ProcessGroup, act: Callable[[], Any],
-        describe: Callable[..., Facts], quiet: bool = False,
+        self, name: str, group: distributed.ProcessGroup, act: Callable[[], R],
+        own: Callable[[R], Facts], same: Callable[[R], Facts], quiet: bool = False,
         behind: distributed.ProcessGroup | None = None, digest: Callable[[Own], Any] | None = None
     ) -> None:
         self.name, self.group, self.quiet, self.digest = name, group, quiet, digest
+        self.own: Facts = {}
+        self.same: Facts = {}
         self.error: Exception | None = None
-        device = device_of(group)
         try:
-            self.result = act()
-            self.facts = describe(self.result)
-            said = _KNOWN[group].get(self.kind) if quiet and digest is None else None
-            expects = 0 if said is None else _expects(tuple(zip(*said.values(), strict=True)))
-            record = self.facts.record(device, expects=expects)
+            self.result: Any = act()
+            self.own, self.same = own(self.result), same(self.result)
+            record = self._record()
         except Exception as caught:  # whatever it is: the others must not wait for this rank
-            self.facts, self.error = Facts({}, {}), caught
-            record = self.facts.record(device, failed=True)
+            self.own, self.same, self.error = {}, {}, caught
+            record = self._record()
         before = _CALLS.get(behind)
         if before is not None:
             record[0] += before.is_wrong()
         self._gathered = gather(record, group)
         self._records = Reading(self._gathered)
-        if self.error is not None and not quiet:
-            self.read()
 
     @property
     def kind(self) -> tuple:
         """Of the call: this rank's own numbers."""
-        return tuple(value for value in self.facts.own.values() if not isinstance(value, list))
+        return tuple(value for value in self.own.values() if not isinstance(value, list))
+
+    @property
+    def _layout(self) -> int:
+        """A checksum of the names, and of which of them are tensors."""
+        named = {**self.same, **self.own}
+        return zlib.crc32(f"{[(n, isinstance(v, list)) for n, v in named.items()]}".encode())
+
+    def _record(self) -> Tensor:
+        """[WORDS] int64: whether the rank failed, a checksum of what must be the same and one of
+        the tensors among it; then this rank's own tensors' and its own numbers; last, a checksum of
+        what the call goes by, for those whom another group's records tell that it is wrong."""
+        same, own = self.same.values(), self.own.values()
+        sums = checksums(
+            [tensor for value in same if isinstance(value, list) for tensor in value],
+            *(value for value in own if isinstance(value, list)),
+        )
+        texts = [_number(value) for value in same if not isinstance(value, list)]
+        numbers = [self.error is not None, zlib.crc32(f"{self._layout} {texts}".encode())]
+        numbers += map(int, self.kind)
+        told = _KNOWN[self.group].get(self.kind) if self.quiet and self.digest is None else None
+        expects = 0 if told is None else _expects(tuple(zip(*told.values(), strict=True)))
+        words = [*numbers, *[0] * (WORDS - 1 - len(sums) - len(numbers)), expects]
+        # Pinned, so that the host need not wait for the device before it may go on.
+        device = device_of(self.group)
+        pinned = device.type == "cuda"
+        known = torch.tensor(words, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        known = known.to(device, non_blocking=True)
+        return torch.cat([known[:2], *(found.to(device) for found in sums), known[2:]])
 
     def is_wrong(self) -> Tensor:
         """[] of the device, the same on all ranks: not 0 if something is wrong, or other than a
         rank goes by."""
         found, expects = self._gathered, self._gathered[:, -1]
         differ = (found[:, :3] != found[:1, :3]).any()
-        other = expects * (expects - _mixed(found[:, 3 : 3 + len(self.facts.own)])) != 0
+        other = expects * (expects - _mixed(found[:, 3 : 3 + len(self.own)])) != 0
         return found[0, 0] + differ + other.any()
 
     @functools.cached_property
@@ -124,21 +118,24 @@ class Agreement:
         records = self._records.tolist()
         if any(record[0] or record[:3] != records[0][:3] for record in records):
             return None
-        names = sorted(self.facts.own, key=lambda name: not isinstance(self.facts.own[name], list))
-        return {name: [record[at] for record in records] for at, name in enumerate(names, 3)}
+        return {name: [record[at] for record in records] for at, name in enumerate(self.own, 3)}
 
     def read(self) -> Any:
         """The `own` facts of each rank, or their digest; raises this rank's error, or another's, or
         a ValueError for a fact that is not the same on all."""
         if self.said is None:
-            raise self._trouble() from None
+            raise self._trouble from None
         return self.said if self.digest is None else self.digest(self.said)
 
+    def misguessed(self) -> Misguessed:
+        return Misguessed(f"what the ranks of {self.name} say of their call")
+
+    @functools.cached_property
     def _trouble(self) -> Exception:
         """What is wrong, of which the ranks tell each other."""
-        kind = next((i for i, kind in enumerate(ERRORS) if isinstance(self.error, kind)), -1)
-        numbers = {"call": self.facts.layout}
-        numbers |= {name: _number(value) for name, value in self.facts.same.items()}
+        kind = next((kind for kind in ERRORS if isinstance(self.error, kind)), RuntimeError)
+        numbers = {"call": self._layout}
+        numbers |= {name: _number(value) for name, value in self.same.items()}
         mine = (None if self.error is None else (kind, str(self.error)), numbers)
         every: list[Any] = [None] * distributed.get_world_size(self.group)
         given = every, mine, self.group
@@ -147,11 +144,11 @@ class Agreement:
             return self.error
         for rank, (error, _) in enumerate(every):
             if error is not None:
-                return ERRORS[error[0]](f"{error[1]} (on rank {rank} of {self.name})")
+                return error[0](f"{error[1]} (on rank {rank} of {self.name})")
         said = {fact: [theirs.get(fact) for _, theirs in every] for fact in numbers}
         fact, found = next((fact, found) for fact, found in said.items() if len(set(found)) > 1)
         me = distributed.get_rank(self.group)
-        values = "" if isinstance(self.facts.same.get(fact, 0), list | str) else f": got {found}"
+        values = "" if isinstance(self.same.get(fact, 0), list | str) else f": got {found}"
         return ValueError(
             f"{fact}: differs between the ranks of {self.name}{values}, want the same on all; rank "
             f"{next(r for r, x in enumerate(found) if x != found[me])} and this one, rank {me}, do "
@@ -170,7 +167,7 @@ def in_step(group: distributed.ProcessGroup | None, batch: Any, call: Callable[[
     say (the vocabulary's, and that of the batch's segments); made again where it went by something
     else. What ranks raise together, as `agree_early` does, comes first."""
     groups = [group, getattr(getattr(batch, "segments", None), "group", None)]
-    groups = [g for g in groups if g is not None and isinstance(g, PROCESS_GROUP)]  # others raise
+    groups = [one for one in groups if isinstance(one, PROCESS_GROUP)]  # others raise
     if len(set(groups)) < len(groups):  # one in both roles: its ranks say two things
         groups = []
     _CALLS.update(dict.fromkeys(groups))
@@ -191,34 +188,31 @@ def in_step(group: distributed.ProcessGroup | None, batch: Any, call: Callable[[
             _CALLS.pop(one, None)
 
 
-def _is_right(groups: Sequence[distributed.ProcessGroup]) -> bool:
+def _is_right(groups: Sequence[Any]) -> bool:
     """Whether the other ranks said what a call went by; if not, it will go by what they said, or
     wait for them."""
-    right, last = True, _CALLS.get(groups[-1]) if groups else None
-    if last is not None and last.quiet and last.said is None:  # as all ranks hear
+    right, agreed = True, [found for found in map(_CALLS.get, groups) if found is not None]
+    if agreed and agreed[-1].quiet and agreed[-1].said is None:  # as all ranks hear
         for group in groups:
             del _CALLS[group]
         return False
-    for group in groups:
-        found = _CALLS.get(group)
-        if found is not None and (said := found.read()) != found.expected:
-            found.expected = _KNOWN[group][found.kind] = said
+    for found in agreed:
+        if (said := found.read()) != found.expected:
+            found.expected = _KNOWN[found.group][found.kind] = said
             right = False
     return right
 
 
 def agree_early(
     name: str, group: distributed.ProcessGroup, act: Callable[[], R],
-    own: Callable[[R], Mapping[str, Any]], same: Callable[[R], Mapping[str, Any]],
-    wait: bool = False, quiet: bool = False, behind: distributed.ProcessGroup | None = None,
-    digest: Callable[[Own], Any] | None = None
+    own: Callable[[R], Facts], same: Callable[[R], Facts], wait: bool = False, quiet: bool = False,
+    behind: distributed.ProcessGroup | None = None, digest: Callable[[Own], Any] | None = None
 ) -> tuple[R, Any]:
     """Run `act` on every rank of a group; its result, and the `own` facts of each rank: inside
     `in_step`, and unless it has to `wait`, what they said when this one last said the same, if it
     ever has. That is all there is while a CUDA graph is captured.
 
-    Args:
-        quiet, behind, digest: as `Agreement`; `quiet` inside `in_step` and without `wait`.
+    Arguments are those of `Agreement`; `quiet` holds inside `in_step` and without `wait`.
 
     Raises:
         ValueError, TypeError: what `act` raised on any of the ranks (another exception: as a
@@ -245,35 +239,28 @@ def agree_early(
             )
         return result, said
     early = group in _CALLS and not (quiet and wait)
-    quiet, given = quiet and early, (name, group, act, lambda made: Facts(same(made), own(made)))
-    found = Agreement(*given, quiet, behind, digest)
-    if quiet:
+    found = Agreement(name, group, act, own, same, quiet and early, behind, digest)
+    if early:
         _CALLS[group] = found
-        if found.error is not None or (found.kind not in known and found.said is None):
-            raise Misguessed(f"what the ranks of {name} say of their call")
-    if wait or not early or found.kind not in known:
+    if wait or not early or found.error is not None or found.kind not in known:
+        if found.quiet and found.said is None:
+            raise found.misguessed()
         if len(known) >= KNOWN:
             known.clear()
         known[found.kind] = found.read()
     found.expected = known[found.kind]
-    if early:
-        _CALLS[group] = found
     return found.result, found.expected
 
 
 def settle(group: distributed.ProcessGroup | None) -> None:
     """Read what the ranks of a call said, before its next collective."""
     found = _CALLS.get(group)
-    if found is None or found.said is found.expected:
-        return
-    if found.said is None or found.read() != found.expected:
-        raise Misguessed(f"what the ranks of {found.name} say of their call")
+    if found is not None and (found.said is None or found.read() != found.expected):
+        raise found.misguessed()
 
 
-@functools.lru_cache(KNOWN)
-def _expects(said: tuple[tuple[int, ...], ...]) -> int:
-    """What `Agreement.is_wrong` makes of records that say the same."""
-    return int(_mixed(torch.tensor(said, device="cpu")))
+MIX = -7046029254386353131  # 2^64 over the golden ratio: Knuth's multiplicative hashing
+NARROW = {1: torch.uint8, 2: torch.int16}
 
 
 def _mixed(own: Tensor) -> Tensor:
@@ -284,6 +271,12 @@ def _mixed(own: Tensor) -> Tensor:
 @functools.lru_cache(KNOWN)
 def _factors(ranks: int, numbers: int, device: torch.device) -> Tensor:
     return torch.arange(1, ranks * numbers + 1, device=device).mul_(MIX).view(ranks, numbers)
+
+
+@functools.lru_cache(KNOWN)
+def _expects(said: tuple[tuple[int, ...], ...]) -> int:
+    """The same on the host, of what the ranks said before."""
+    return int(_mixed(torch.tensor(said, device="cpu")))
 
 
 def checksums(*groups: Sequence[Tensor]) -> list[Tensor]:
@@ -305,10 +298,6 @@ def _words(tensor: Tensor) -> Tensor:
     """The bits of a tensor, [..] int32."""
     flat = tensor.detach().reshape(-1).contiguous()
     return flat.view(NARROW.get(flat.element_size(), torch.int32)).to(torch.int32)
-
-
-NARROW = {1: torch.uint8, 2: torch.int16}
-MIX = -7046029254386353131  # 2^64 over the golden ratio: Knuth's multiplicative hashing
 
 
 def _number(value: Any) -> int:

@@ -9,7 +9,7 @@ came to, and its next one would meet the wrong one of theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -68,35 +68,28 @@ def gather(values: Tensor, group: distributed.ProcessGroup) -> Tensor:
     return found
 
 
-def inside(device: str, *groups: distributed.ProcessGroup | None) -> AbstractContextManager:
-    """The surroundings of a call's own arithmetic: no autocast, and `attended`. Nothing is entered
-    where there is nothing to do: each context costs a host ten microseconds."""
-    autocast = torch.is_autocast_enabled(device)
-    alone = groups.count(None) == len(groups)
-    if alone and not autocast:
-        return _NOTHING
-    found = ExitStack()
-    if autocast:
-        found.enter_context(torch.autocast(device, enabled=False))
-    if not alone:
-        found.enter_context(attended())
-    return found
-
-
 _NOTHING = nullcontext()
 
 
+def inside(device: str, *groups: distributed.ProcessGroup | None) -> AbstractContextManager:
+    """The surroundings of a call's own arithmetic: no autocast, and an exception of a rank that is
+    not alone gets a note of what it means for the others. Nothing is entered where there is nothing
+    to do: each context costs a host ten microseconds."""
+    autocast = torch.is_autocast_enabled(device)
+    alone = groups.count(None) == len(groups)
+    return _NOTHING if alone and not autocast else _apart(device, autocast, alone)
+
+
 @contextmanager
-def attended() -> Iterator[None]:
-    """An exception of this rank inside a call gets a note of what it means for the others."""
+def _apart(device: str, autocast: bool, alone: bool) -> Iterator[None]:
     try:
-        yield
-    except (RankError, Misguessed):
-        raise
+        with torch.autocast(device, enabled=False) if autocast else _NOTHING:
+            yield
     except Exception as error:
-        error.add_note(
-            "headloss: this was raised between the collectives of a call. Unless every rank "
-            "raised it at the same point, the others wait for this one until their group's "
-            f"timeout, and {UNUSABLE}"
-        )
+        if not (alone or isinstance(error, RankError | Misguessed)):
+            error.add_note(
+                "headloss: this was raised between the collectives of a call. Unless every rank "
+                "raised it at the same point, the others wait for this one until their group's "
+                f"timeout, and {UNUSABLE}"
+            )
         raise

@@ -56,10 +56,9 @@ def local_head(head: Head) -> Head:
                 )
             return value
         for i, placement in enumerate(value.placements):
-            here = sharded and i == dim
-            fits = placement.is_shard(0) if here else i == dim and placement.is_replicate()
+            fits = placement.is_shard(0) if sharded else placement.is_replicate()
             # Over a mesh dimension of one rank every placement is the same.
-            if not fits and (i == dim or mesh.size(i) > 1):
+            if not (fits if i == dim else mesh.size(i) == 1):
                 raise _placed(what, value)
         return value.to_local()
 
@@ -161,7 +160,8 @@ def join_positions(head: Head, hidden: Tensor, check: Callable[[], None], k: int
         return Place(head.vocabulary)
 
     def same(_: None) -> dict[str, Any]:
-        return of_head(head, hidden) | {"hidden.shape": str(tuple(hidden.shape)), "k": k}
+        more = {"hidden": [_sampled(hidden)], "hidden.shape": str(tuple(hidden.shape)), "k": k}
+        return of_head(head, hidden) | more
 
     def joined() -> Place:
         own = own_facts(head.weight.shape[0])
@@ -180,9 +180,14 @@ def own_facts(
     """What may differ between the ranks, and decides what all of them plan; the number of tokens
     where they are spread; and `static`, since a capture goes by a call with static shapes alone."""
     given = None if batch is None else batch.fields.get("teacher_logits")
-    columns = given.shape[-1] if isinstance(given, Tensor) else -1
-    found = {"rows": rows, "tokens": tokens, "weight_gradient": weight_gradient, "memory": memory}
-    return found | {"teacher_columns": columns, "static": static}
+    return {
+        "rows": rows,
+        "tokens": tokens,
+        "weight_gradient": weight_gradient,
+        "memory": memory,
+        "teacher_columns": given.shape[-1] if isinstance(given, Tensor) else -1,
+        "static": static,
+    }
 
 
 # ---------------------------------------------------------------------- what must be the same
@@ -197,11 +202,7 @@ def of_batch(batch: Batch) -> dict[str, Any]:
     shared = [t for n, t in ordered if isinstance(t, Tensor) and n not in APART]
     wide = [t.dim() == rank + 1 and t.shape[-1] > MOST_IDS for t in shared]
     values = [_sampled(t, batch.targets) if w else t for t, w in zip(shared, wide, strict=True)]
-    totals: list[Any] = []
-    if batch.totals is not None:
-        totals = [batch.totals.tokens, batch.totals.segments]
-        for _, pair in sorted(batch.totals.kept.items()):
-            totals += pair
+    totals: list[Any] = [] if batch.totals is None else batch.totals._numbers
     on_device = [t.to(batch.targets.device) for t in totals if isinstance(t, Tensor)]
     candidates = batch.fields.get("candidate_ids")
     return {
@@ -223,8 +224,8 @@ def _kind(value: Any, rank: int | None) -> str:
     return f"{value.dtype}{tuple(value.shape[:rank])}" if isinstance(value, Tensor) else ""
 
 
-def of_head(head: Head, hidden: Tensor, targets: Tensor | None = None) -> dict[str, Any]:
-    """Facts about a head and its hidden states; with targets, about the scored ones."""
+def of_head(head: Head, hidden: Tensor) -> dict[str, Any]:
+    """Facts about a head and its hidden states, but for their values."""
     return {
         "hidden width": hidden.shape[-1],
         "dtype": f"{hidden.dtype} {head.weight.dtype} {autocast_dtype(hidden)}",
@@ -237,7 +238,6 @@ def of_head(head: Head, hidden: Tensor, targets: Tensor | None = None) -> dict[s
             [(tuple(x.a.shape), x.scaling, x.dropout, x.a.requires_grad) for x in head.lora]
         ),
         "lora.a": [x.a for x in head.lora],
-        "hidden": [_sampled(hidden, targets)],
     }
 
 
@@ -249,8 +249,9 @@ def _of_transform(scale: float, softcap: float | None, temperature: Any) -> dict
     }
 
 
-def _sampled(hidden: Tensor, targets: Tensor | None) -> Tensor:
-    """[N] one value of each scored row, else 0: to compare all values would take too long."""
+def _sampled(hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+    """[N] one value of each row, 0 where targets are not scored: to compare all values would take
+    too long."""
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     at = torch.arange(len(rows), device=rows.device)
     found = rows[at, at % rows.shape[1]]
@@ -314,11 +315,12 @@ def of_linear(
     hidden: Tensor, head: Head, batch: Batch, objective: Objective, options: Options
 ) -> dict[str, Any]:
     """Facts about a call on hidden states; where these are spread, each rank has its own."""
-    # What is scored first: it decides which hidden states are compared.
-    spread = options.sequence_parallel
-    found = {**of_batch(batch), **of_head(head, hidden, None if spread else batch.targets)}
-    found["hidden"] = [] if spread else found["hidden"]
-    return found | of_objective(objective, options, batch.targets.device)
+    return {
+        **of_batch(batch),  # first: what is scored decides which hidden states are compared
+        **of_head(head, hidden),
+        "hidden": [] if options.sequence_parallel else [_sampled(hidden, batch.targets)],
+        **of_objective(objective, options, batch.targets.device),
+    }
 
 
 def of_given(

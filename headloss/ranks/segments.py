@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 
 from ..batch.batch import Batch
 from ..batch.packing import PackedBatch, Packing
@@ -65,17 +65,16 @@ def over_segments(
 
 
 def _forms(batch: Batch) -> dict[str, Any]:
-    """Of each field, whether it has the shape of values per token (1) and per segment (2); and what
-    may be one value per segment, which then has to be the same on all ranks."""
+    """Of each field, what may be one value per segment, which then has to be the same on all ranks;
+    and whether it has the shape of values per token (1) and per segment (2)."""
     if len(batch.fields) > FIELDS:
         raise ValueError(f"fields: got {len(batch.fields)}, want at most {FIELDS} across ranks")
-    found: dict[str, Any] = {}
+    values, forms = {}, {}
     for name, value in sorted(batch.fields.items()):
         per_token, per_segment = batch._fits(name)
-        found[name] = per_token + 2 * per_segment
-        given = isinstance(value, Tensor) and per_segment
-        found[f"values of {name}"] = [value if given else batch.targets.new_empty(0)]
-    return found
+        forms[name] = per_token + 2 * per_segment
+        values[f"values of {name}"] = [value] if per_segment else []
+    return values | forms
 
 
 def _agreed(batch: Batch, own: Own) -> frozenset[str]:

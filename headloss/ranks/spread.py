@@ -50,7 +50,7 @@ class Spread:
         rank = distributed.get_rank(group)
         ends = torch.tensor(sizes, device="cpu").cumsum(0)
         positions = torch.arange(sum(sizes), device="cpu") if index is None else index.cpu()
-        self.offset = int(ends[rank]) - sizes[rank]
+        self.offset = sum(sizes[:rank])
         self.owners = torch.bucketize(positions, ends, right=True)  # [T] on the host
         self.on_device = self.owners.to(device)
         mine = self.owners == rank
@@ -61,9 +61,10 @@ class Spread:
         return len(self.owners)
 
     def index(self, index: Tensor | None) -> Tensor | None:
+        """This rank's positions among its own, of those of all packed tokens; None: all."""
         return None if index is None else index[self.mine] - self.offset
 
-    def own_rows(self, rows: slice) -> slice:
+    def _own_rows(self, rows: slice) -> slice:
         """This rank's rows of a chunk, among all of its own."""
         return slice(int(self.before[rows.start]), int(self.before[rows.stop]))
 
@@ -78,10 +79,10 @@ class Spread:
     def gather(self, own: Tensor, rows: slice) -> Tensor:
         """[n, k] of a chunk, from the [.., k] rows that each rank owns."""
         counts, order = self._chunk(rows)
-        part = own[self.own_rows(rows)]
+        part = own[self._own_rows(rows)]
         found = own.new_empty(sum(counts), own.shape[1])
-        counted = (counts, [len(part)] * self.world)
-        self._exchange("an exchange of hidden states", found, part.repeat(self.world, 1), *counted)
+        sent, taken = part.repeat(self.world, 1), [len(part)] * self.world
+        self._exchange("an exchange of hidden states", found, sent, counts, taken)
         if order is None:
             return found
         return torch.empty_like(found).index_copy_(0, order, found)
@@ -89,13 +90,12 @@ class Spread:
     def start_sum(self, dense: Tensor, rows: slice) -> Pending:
         """Begin to sum [n, k] over the ranks and to give each row to its owner."""
         counts, order = self._chunk(rows)
-        own = self.own_rows(rows)
+        own = self._own_rows(rows)
         count = own.stop - own.start
-        if order is not None:
-            dense = dense[order]
+        sent = dense.contiguous() if order is None else dense[order]
         found = dense.new_empty(self.world * count, dense.shape[1])
-        sent, counted = dense.contiguous(), ([count] * self.world, counts)
-        work = self._exchange("a sum of hidden gradients", found, sent, *counted, async_op=True)
+        taken, what = [count] * self.world, "a sum of hidden gradients"
+        work = self._exchange(what, found, sent, taken, counts, async_op=True)
         return Pending(self.group, work, found, own, self.world, sent)
 
     def _exchange(self, what: str, *given: Any, **options: Any) -> Any:
