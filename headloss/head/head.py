@@ -68,7 +68,9 @@ class Head:
     def __post_init__(self) -> None:
         check_matrix("weight", self.weight, "[V, H]")
         if self.bias is not None:
-            _check_bias(self.bias, self.weight)
+            _check_floating("bias", self.bias, "[V] or None")
+            if self.bias.shape != self.weight.shape[:1]:
+                raise _misfit("bias", self.bias, f"({self.weight.shape[0]},)", self.weight)
         check_transform(self.temperature, self.softcap, self.logit_scale)
         if self.vocab_size is not None:
             self._check_vocab_size(self.vocab_size)
@@ -143,11 +145,8 @@ class Head:
         return z / (t.to(dtype).unsqueeze(-1) if isinstance(t, Tensor) else t)
 
     def validate(
-        self,
-        hidden: Tensor,  # [.., H]
-        *,
-        token_shape: torch.Size | None = None,
-        compute_dtype: torch.dtype | None = None,
+        self, hidden: Tensor, *, token_shape: torch.Size | None = None,
+        compute_dtype: torch.dtype | None = None
     ) -> None:
         """Check the head against the hidden states that it is about to be given.
 
@@ -166,15 +165,9 @@ class Head:
                     f"{name}: got a DTensor placed {getattr(value, 'placements', ())}, want a "
                     f"plain tensor; {GATHER}; or pass this rank's rows with vocab_group"
                 )
-        if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
-            raise TypeError(f"hidden: got {describe(hidden)}, want a floating tensor [.., H]")
-        check_dense("hidden", hidden)
-        width = self.weight.shape[1]
-        if hidden.dim() == 0 or hidden.shape[-1] != width:
-            raise ValueError(
-                f"hidden: got shape {tuple(hidden.shape)}, want [.., {width}] for a weight of "
-                f"shape {tuple(self.weight.shape)}"
-            )
+        _check_floating("hidden", hidden, "[.., H]")
+        if hidden.dim() == 0 or hidden.shape[-1] != self.weight.shape[1]:
+            raise _misfit("hidden", hidden, f"[.., {self.weight.shape[1]}]", self.weight)
         if compute_dtype is None and hidden.dtype != self.weight.dtype:
             # Autocast leaves hidden states in float64 alone.
             way_out = "" if hidden.dtype == torch.float64 else " or run under torch.autocast"
@@ -246,15 +239,15 @@ def check_transform(temperature: object, softcap: object, logit_scale: object) -
         raise ValueError(f"softcap: got {softcap}, want > 0, or None for no soft cap")
 
 
-def _check_bias(bias: object, weight: Tensor) -> None:
-    if not isinstance(bias, Tensor) or not bias.is_floating_point():
-        raise TypeError(f"bias: got {describe(bias)}, want a floating tensor [V] or None")
-    check_dense("bias", bias)
-    if bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"bias: got shape {tuple(bias.shape)}, want ({weight.shape[0]},) for a weight of shape "
-            f"{tuple(weight.shape)}"
-        )
+def _check_floating(name: str, value: object, want: str) -> None:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        raise TypeError(f"{name}: got {describe(value)}, want a floating tensor {want}")
+    check_dense(name, value)
+
+
+def _misfit(name: str, value: Tensor, want: str, weight: Tensor) -> ValueError:
+    got, beside = tuple(value.shape), tuple(weight.shape)
+    return ValueError(f"{name}: got shape {got}, want {want} for a weight of shape {beside}")
 
 
 def _check_lora(adapters: object, weight: Tensor) -> None:
@@ -262,10 +255,7 @@ def _check_lora(adapters: object, weight: Tensor) -> None:
         raise TypeError(f"lora: got {describe(adapters)}, want a tuple of headloss.Lora")
     rows, width = weight.shape
     for index, lora in enumerate(adapters):
-        pairs = (("a", lora.a, 1, f"[r, {width}]"), ("b", lora.b, 0, f"[{rows}, r]"))
-        for name, value, side, want in pairs:
-            if value.shape[side] != weight.shape[side]:
-                raise ValueError(
-                    f"lora[{index}].{name}: got shape {tuple(value.shape)}, want {want} for a "
-                    f"weight of shape {tuple(weight.shape)}"
-                )
+        if lora.a.shape[1] != width:
+            raise _misfit(f"lora[{index}].a", lora.a, f"[r, {width}]", weight)
+        if lora.b.shape[0] != rows:
+            raise _misfit(f"lora[{index}].b", lora.b, f"[{rows}, r]", weight)
