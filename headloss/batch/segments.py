@@ -185,18 +185,21 @@ class Segments:
         if callable(self._counts):
             self._counts = self._counts()
         if self._counts is None:
-            ids = self.ids.reshape(-1)
-            inside = (ids >= 0) & (ids < self.count)
-            self._counts = count_in(ids.where(inside, 0), self.count, inside)
+            bins = self._bins.reshape(-1)
+            self._counts = count_in(bins, self.count + 1, bins < self.count)[: self.count]
         return self._counts
+
+    @property
+    def _bins(self) -> Tensor:
+        """Ids, and S for tokens that are in no segment."""
+        ids = self.ids
+        return ids.where((ids >= 0) & (ids < self.count), self.count)
 
     def _at_tokens(self, values: Tensor) -> Tensor:
         """[S] to [T]; 0 at tokens that are in none."""
         if self._sorted:
             return values[self.ids]
-        padded = torch.cat([values, values.new_zeros(1)])
-        inside = (self.ids >= 0) & (self.ids < self.count)
-        return padded[self.ids.where(inside, self.count)]
+        return torch.cat([values, values.new_zeros(1)])[self._bins]
 
     def _local_sum(self, values: Tensor) -> Tensor:
         """[S] float64 sums of this rank's tokens."""
@@ -204,8 +207,7 @@ class Segments:
         if values.numel() == 0 or self.count == 0:
             return values.new_zeros(self.count, dtype=torch.float64)
         if not self._sorted:
-            ids = self.ids.reshape(-1)  # those of tokens that are in none go last
-            values = values[ids.where(ids >= 0, self.count).argsort(stable=True)]
+            values = values[self._bins.reshape(-1).argsort(stable=True)]
         offsets = torch.cat([self._local_counts.new_zeros(1), self._local_counts.cumsum(0)])
         # Wide accumulation: a mean over 100k tokens keeps float32's digits, and so does a segment
         # whose parts on several ranks cancel.

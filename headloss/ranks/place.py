@@ -141,7 +141,7 @@ class Place(NamedTuple):
             return Shard(self.group, self.sizes, confirm=confirm)
         if packed.live is not None:
             return Shard(self.group, self.sizes, tokens=self.tokens)
-        return Shard(self.group, self.sizes, Spread(self.group, packed.index, self.tokens, device))
+        return Spread(self.group, self.sizes, packed.index, self.tokens, device)
 
     def check_tokens(self, batch: Batch) -> None:
         """ValueError where the ranks' hidden states are not those of all positions."""

@@ -7,62 +7,69 @@ chunk is gathered when it is read, and its gradients go back to the ranks that o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed
 
+from ..batch.segments import Linear
+from ..softmax.products import Fixed
 from ..softmax.rows import Rows
-from .collectives import together
+from .collectives import summed, together
+from .vocabulary import Pending, Shard
+
+if TYPE_CHECKING:
+    from ..head.head import Head
 
 
-class Pending(NamedTuple):
-    """A sum over the group that is under way."""
-
-    group: distributed.ProcessGroup
-    work: Any
-    buffer: Tensor
-    rows: slice  # where it goes
-    count: int = 1  # terms, one after another, that are still to be added
-    sent: Tensor | None = None  # which must live until the work is done
-
-    def wait(self) -> Tensor:
-        """[n, k], complete."""
-        together("a sum of hidden gradients", self.group, self.work.wait)
-        if self.count == 1:
-            return self.buffer
-        return self.buffer.view(self.count, -1, self.buffer.shape[-1]).sum(0)
-
-
-class Spread:
-    """Which rank of a group holds the hidden states of each packed token.
+class Spread(Shard):
+    """A slice of the vocabulary beside the hidden states of some of the packed tokens.
 
     Args:
+        sizes: scored columns of each rank.
         index: [T] position of each packed token, None: all N in order.
-        sizes: positions of each rank, in rank order.
+        positions: how many each rank holds, in rank order.
     """
 
+    is_spread = True
+
     def __init__(
-        self, group: distributed.ProcessGroup, index: Tensor | None, sizes: Sequence[int],
-        device: torch.device
+        self, group: distributed.ProcessGroup, sizes: Sequence[int], index: Tensor | None,
+        positions: Sequence[int], device: torch.device
     ) -> None:
-        self.group, self.world = group, len(sizes)
-        rank = distributed.get_rank(group)
-        ends = torch.tensor(sizes, device="cpu").cumsum(0)
-        positions = torch.arange(sum(sizes), device="cpu") if index is None else index.cpu()
-        self.offset = sum(sizes[:rank])
-        self.owners = torch.bucketize(positions, ends, right=True)  # [T] on the host
+        super().__init__(group, sizes)
+        rank, self.world = distributed.get_rank(group), len(positions)
+        ends = torch.tensor(positions, device="cpu").cumsum(0)
+        at = torch.arange(sum(positions), device="cpu") if index is None else index.cpu()
+        self.offset = sum(positions[:rank])
+        self.owners = torch.bucketize(at, ends, right=True)  # [T] on the host
         self.on_device = self.owners.to(device)
         mine = self.owners == rank
         self.before = torch.cat([ends.new_zeros(1), mine.cumsum(0)])
         self.mine = mine.nonzero().squeeze(1).to(device)
 
-    def __len__(self) -> int:
-        return len(self.owners)
-
     def index(self, index: Tensor | None) -> Tensor | None:
-        """This rank's positions among its own, of those of all packed tokens; None: all."""
         return None if index is None else index[self.mine] - self.offset
+
+    def own(self, values: Tensor) -> Tensor:
+        return values[self.mine]
+
+    def open(self, features: Sequence[Tensor]) -> list[SpreadRows]:
+        """Packed features that can be indexed by rows of all T tokens."""
+        return [SpreadRows(own, self) for own in features]
+
+    def factors(
+        self, head: Head, hidden: Tensor, fixed: Fixed | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        def of_all(own: Tensor) -> Tensor:
+            own = own.contiguous().clone()
+            return summed("a sum of an adapter's gradients", own, self.group)
+
+        # Each rank sees its own tokens alone, and has a part of the gradient.
+        same = torch.ops.aten.alias
+        lora = (replace(x, a=Linear.apply(same, of_all, x.a)) for x in head.lora)
+        return replace(head, lora=tuple(lora)).factors(hidden, fixed=fixed)
 
     def _own_rows(self, rows: slice) -> slice:
         """This rank's rows of a chunk, among all of its own."""
@@ -76,7 +83,7 @@ class Spread:
             return counts, None
         return counts, self.on_device[rows].argsort(stable=True)
 
-    def gather(self, own: Tensor, rows: slice) -> Tensor:
+    def chunk_of(self, own: Tensor, rows: slice) -> Tensor:
         """[n, k] of a chunk, from the [.., k] rows that each rank owns."""
         counts, order = self._chunk(rows)
         part = own[self._own_rows(rows)]
@@ -88,7 +95,7 @@ class Spread:
         return torch.empty_like(found).index_copy_(0, order, found)
 
     def start_sum(self, dense: Tensor, rows: slice) -> Pending:
-        """Begin to sum [n, k] over the ranks and to give each row to its owner."""
+        """As of any shard, but each row goes to its owner alone."""
         counts, order = self._chunk(rows)
         own = self._own_rows(rows)
         count = own.stop - own.start
@@ -96,7 +103,10 @@ class Spread:
         found = dense.new_empty(self.world * count, dense.shape[1])
         taken, what = [count] * self.world, "a sum of hidden gradients"
         work = self._exchange(what, found, sent, taken, counts, async_op=True)
-        return Pending(self.group, work, found, own, self.world, sent)
+        return work, found, own, sent
+
+    def added(self, buffer: Tensor) -> Tensor:
+        return buffer if self.world == 1 else buffer.view(self.world, -1, buffer.shape[1]).sum(0)
 
     def _exchange(self, what: str, *given: Any, **options: Any) -> Any:
         options["group"] = self.group
@@ -111,7 +121,7 @@ class SpreadRows:
 
     def __init__(self, own: Tensor, spread: Spread) -> None:
         self.own, self.spread = own, spread
-        self.dtype, self.shape = own.dtype, (len(spread), own.shape[1])
+        self.dtype, self.shape = own.dtype, (len(spread.owners), own.shape[1])
         self._rows = slice(0, 0)
         self._held = own[:0]
 
@@ -126,5 +136,5 @@ class SpreadRows:
         if start < held.start or stop > held.stop:
             held = self._rows = slice(start, stop)
             self._held = self.own[:0]  # before the next one is made
-            self._held = self.spread.gather(self.own, held)
+            self._held = self.spread.chunk_of(self.own, held)
         return self._held[start - held.start : stop - held.start]

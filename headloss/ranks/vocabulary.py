@@ -9,7 +9,6 @@ so the number and the shapes of collectives are the same on all of them (law 7).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,14 +24,15 @@ from ..softmax.products import Fixed, input_gradient
 from ..softmax.rows import RowGradient
 from ..softmax.sums import Hidden
 from .agreement import settle
-from .collectives import gather, summed, together
-from .spread import Pending, Spread, SpreadRows
+from .collectives import gather, together
 
 if TYPE_CHECKING:
     from ..head.head import Head
 
-
 GIVE_WAY = 20_000  # clocks, about 11 microseconds, in which a collective gets its multiprocessors
+
+# A sum that is under way: the work, its buffer, where that goes, and what has to live until then.
+Pending = tuple[Any, Tensor, slice, Tensor]
 
 
 class Whole:
@@ -69,7 +69,7 @@ class Whole:
         self, head: Head, hidden: Tensor, fixed: Fixed | None = None
     ) -> list[tuple[Tensor, Tensor]]:
         """`head.factors` of packed hidden states; gradients of adapters come out complete."""
-        return head.factors(hidden, fixed=fixed)
+        return head.factors(hidden, self.dropout, fixed)
 
     def dropout(self, hidden: Tensor, p: float) -> Tensor:
         """Of hidden states that every rank has."""
@@ -80,22 +80,21 @@ WHOLE = Whole()
 
 
 class Shard(Whole):
-    """A slice of the vocabulary; the ranks of `group` hold the others, in rank order.
+    """A slice of the vocabulary; the ranks of `group` hold the others, in rank order, and all of
+    them the hidden states of the packed tokens (else see `spread.Spread`).
 
     Args:
         sizes: scored columns of each rank.
-        spread: where the hidden states of the packed tokens are; None: all of them here.
         tokens: rows of hidden states of each rank, to be gathered at once; empty: not to be.
         confirm: what a call that began early does before its first collective.
     """
 
     def __init__(
-        self, group: distributed.ProcessGroup, sizes: Sequence[int], spread: Spread | None = None,
-        tokens: Sequence[int] = (), confirm: Callable[[], object] = bool
+        self, group: distributed.ProcessGroup, sizes: Sequence[int], tokens: Sequence[int] = (),
+        confirm: Callable[[], object] = bool
     ) -> None:
         rank = distributed.get_rank(group)
         self.group: distributed.ProcessGroup = group
-        self.spread, self.is_spread = spread, spread is not None
         self.tokens, self._confirm = tokens, confirm
         self.first, self.size = sum(sizes[:rank]), sizes[rank]
 
@@ -143,23 +142,17 @@ class Shard(Whole):
 
     def start_sum(self, dense: Tensor, rows: slice) -> Pending:
         """Begin to sum a gradient [n, k] of the packed rows `rows` over the group."""
-        if self.spread is not None:
-            found = self.spread.start_sum(dense, rows)
-        else:
-            what, options = "a sum of hidden gradients", {"group": self.group, "async_op": True}
-            work = together(what, self.group, distributed.all_reduce, dense, **options)
-            found = Pending(self.group, work, dense, rows)
-        if dense.is_cuda:
-            # A product that followed at once would take every multiprocessor until it ends.
-            torch.cuda._sleep(GIVE_WAY)  # type: ignore[no-untyped-call]
-        return found
+        what, options = "a sum of hidden gradients", {"group": self.group, "async_op": True}
+        work = together(what, self.group, distributed.all_reduce, dense, **options)
+        return work, dense, rows, dense
+
+    def added(self, buffer: Tensor) -> Tensor:
+        """The sum [n, k], once the work is done."""
+        return buffer
 
     def index(self, index: Tensor | None) -> Tensor | None:
         """Which of this rank's rows are packed, in order; None: all."""
-        return index if self.spread is None else self.spread.index(index)
-
-    def own(self, values: Tensor) -> Tensor:
-        return values if self.spread is None else values[self.spread.mine]
+        return index
 
     def given(self, hidden: Tensor) -> Tensor:
         """Hidden states as the call takes them: this rank's, or at once those [N, H] of all ranks,
@@ -175,27 +168,6 @@ class Shard(Whole):
 
         # A view of the gradient would keep the others' rows alive.
         return cast(Tensor, Linear.apply(gathered, lambda gradient: gradient[rows].clone(), hidden))
-
-    def open(self, features: Sequence[Tensor]) -> Sequence[Any]:
-        """Packed features that can be indexed by rows of all T tokens."""
-        if self.spread is None:
-            return features
-        return [SpreadRows(f, self.spread) for f in features]
-
-    def factors(
-        self, head: Head, hidden: Tensor, fixed: Fixed | None = None
-    ) -> list[tuple[Tensor, Tensor]]:
-        if self.spread is None:
-            return head.factors(hidden, self.dropout, fixed)
-
-        def of_all(own: Tensor) -> Tensor:
-            own = own.contiguous().clone()
-            return summed("a sum of an adapter's gradients", own, self.group)
-
-        # Each rank sees its own tokens alone, and has a part of the gradient.
-        same = torch.ops.aten.alias
-        lora = (replace(x, a=Linear.apply(same, of_all, x.a)) for x in head.lora)
-        return replace(head, lora=tuple(lora)).factors(hidden, fixed=fixed)
 
     def dropout(self, hidden: Tensor, p: float) -> Tensor:
         """The first rank's mask, on all ranks."""
@@ -220,7 +192,7 @@ class SharedHidden(Hidden):
         self, slices: Shard, source: LinearSoftmax, wants: Wants, blocks: Sequence[Any] | None
     ) -> None:
         self.slices = slices
-        self.pending: list[tuple[int, Pending]] = []
+        self.pending: list[tuple[int, *Pending]] = []  # by feature
         super().__init__(source, wants, blocks)
 
     def room(self, features: Any) -> Tensor:
@@ -237,31 +209,38 @@ class SharedHidden(Hidden):
             if not self.wanted[i]:
                 continue
             part = input_gradient(gradient.values, weight, self.source.dtype, self.source.fixed)
-            whole = gradient.whole(part, block, weight)
-            self.pending.append((i, self.slices.start_sum(whole, block)))
+            self._start(i, gradient.whole(part, block, weight), block)
         return weights()
 
     def end(self) -> None:
         for i, total in enumerate(self.totals):
             if total is not None:
-                self.pending.append((i, self.slices.start_sum(total, slice(0, len(total)))))
+                self._start(i, total, slice(0, len(total)))
+
+    def _start(self, i: int, dense: Tensor, rows: slice) -> None:
+        self.pending.append((i, *self.slices.start_sum(dense, rows)))
+        if dense.is_cuda:
+            # A product that followed at once would take every multiprocessor until it ends.
+            torch.cuda._sleep(GIVE_WAY)  # type: ignore[no-untyped-call]
 
     def settle(self) -> None:
         self._arrive()
         super().settle()
 
     def _arrive(self) -> None:
-        for i, sum_ in self.pending:
-            value, total, features = sum_.wait(), self.totals[i], self.source.features[i]
+        for i, work, buffer, rows, _ in self.pending:
+            together("a sum of hidden gradients", self.slices.group, work.wait)
+            value = self.slices.added(buffer)
+            total, features = self.totals[i], self.source.features[i]
             if len(value) == len(_own(features)):  # all: not rounded before they are scaled
                 self.totals[i] = value
                 continue
             if total is None:
                 total = self.totals[i] = self.room(features)
-            total[sum_.rows].copy_(value)
+            total[rows].copy_(value)
         self.pending = []
 
 
 def _own(features: Any) -> Tensor:
-    """This rank's rows of features."""
-    return features.own if isinstance(features, SpreadRows) else features
+    """This rank's rows of features, which may be `spread.SpreadRows`."""
+    return getattr(features, "own", features)
