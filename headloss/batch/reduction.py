@@ -85,10 +85,8 @@ class Totals:
                 f"totals: got boolean fields {sorted(self.kept)} and {sorted(other.kept)}, want "
                 "the same in every micro-batch"
             )
-        kept = {
-            name: (tokens + other.kept[name][0], segments + other.kept[name][1])
-            for name, (tokens, segments) in self.kept.items()
-        }
+        more = other.kept
+        kept = {n: (a + more[n][0], b + more[n][1]) for n, (a, b) in self.kept.items()}
         return Totals(self.tokens + other.tokens, self.segments + other.segments, kept)
 
     def __radd__(self, other: object) -> Totals:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +30,7 @@ ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)  # t
 PROCESS_GROUP = getattr(distributed, "ProcessGroup", ())
 KNOWN = 256  # kinds of calls that are remembered of a group
 
-Facts = Mapping[str, Any]  # by name: numbers, flags and names, or lists of tensors
+Facts = dict[str, Any]  # by name: numbers, flags and names, or lists of tensors
 Own = dict[str, list[int]]  # of each rank; of tensors a checksum
 
 
@@ -61,6 +61,7 @@ class Agreement:
         try:
             self.result: Any = act()
             self.own, self.same = own(self.result), same(self.result)
+            self.same = {"call": _layout(self.same | self.own), **self.same}
             record = self._record()
         except Exception as caught:  # whatever it is: the others must not wait for this rank
             self.own, self.same, self.error = {}, {}, caught
@@ -76,12 +77,6 @@ class Agreement:
         """Of the call: this rank's own numbers."""
         return tuple(value for value in self.own.values() if not isinstance(value, list))
 
-    @property
-    def _layout(self) -> int:
-        """A checksum of the names, and of which of them are tensors."""
-        named = {**self.same, **self.own}
-        return zlib.crc32(f"{[(n, isinstance(v, list)) for n, v in named.items()]}".encode())
-
     def _record(self) -> Tensor:
         """[WORDS] int64: whether the rank failed, a checksum of what must be the same and one of
         the tensors among it; then this rank's own tensors' and its own numbers; last, a checksum of
@@ -91,9 +86,8 @@ class Agreement:
             [tensor for value in same if isinstance(value, list) for tensor in value],
             *(value for value in own if isinstance(value, list)),
         )
-        texts = [_number(value) for value in same if not isinstance(value, list)]
-        numbers = [self.error is not None, zlib.crc32(f"{self._layout} {texts}".encode())]
-        numbers += map(int, self.kind)
+        equal = [_number(value) for value in same if not isinstance(value, list)]
+        numbers = [self.error is not None, zlib.crc32(str(equal).encode()), *map(int, self.kind)]
         told = _KNOWN[self.group].get(self.kind) if self.quiet and self.digest is None else None
         expects = 0 if told is None else _expects(tuple(zip(*told.values(), strict=True)))
         words = [*numbers, *[0] * (WORDS - 1 - len(sums) - len(numbers)), expects]
@@ -134,8 +128,7 @@ class Agreement:
     def _trouble(self) -> Exception:
         """What is wrong, of which the ranks tell each other."""
         kind = next((kind for kind in ERRORS if isinstance(self.error, kind)), RuntimeError)
-        numbers = {"call": self._layout}
-        numbers |= {name: _number(value) for name, value in self.same.items()}
+        numbers = {name: _number(value) for name, value in self.same.items()}
         mine = (None if self.error is None else (kind, str(self.error)), numbers)
         every: list[Any] = [None] * distributed.get_world_size(self.group)
         given = every, mine, self.group
@@ -148,7 +141,7 @@ class Agreement:
         said = {fact: [theirs.get(fact) for _, theirs in every] for fact in numbers}
         fact, found = next((fact, found) for fact, found in said.items() if len(set(found)) > 1)
         me = distributed.get_rank(self.group)
-        values = "" if isinstance(self.same.get(fact, 0), list | str) else f": got {found}"
+        values = "" if isinstance(self.same[fact], list | str) else f": got {found}"
         return ValueError(
             f"{fact}: differs between the ranks of {self.name}{values}, want the same on all; rank "
             f"{next(r for r, x in enumerate(found) if x != found[me])} and this one, rank {me}, do "
@@ -298,6 +291,11 @@ def _words(tensor: Tensor) -> Tensor:
     """The bits of a tensor, [..] int32."""
     flat = tensor.detach().reshape(-1).contiguous()
     return flat.view(NARROW.get(flat.element_size(), torch.int32)).to(torch.int32)
+
+
+def _layout(facts: Facts) -> int:
+    """A checksum of the names, and of which of them are tensors."""
+    return zlib.crc32(f"{[(n, isinstance(v, list)) for n, v in facts.items()]}".encode())
 
 
 def _number(value: Any) -> int:

@@ -180,14 +180,9 @@ def own_facts(
     """What may differ between the ranks, and decides what all of them plan; the number of tokens
     where they are spread; and `static`, since a capture goes by a call with static shapes alone."""
     given = None if batch is None else batch.fields.get("teacher_logits")
-    return {
-        "rows": rows,
-        "tokens": tokens,
-        "weight_gradient": weight_gradient,
-        "memory": memory,
-        "teacher_columns": given.shape[-1] if isinstance(given, Tensor) else -1,
-        "static": static,
-    }
+    columns = given.shape[-1] if isinstance(given, Tensor) else -1
+    found = {"rows": rows, "tokens": tokens, "weight_gradient": weight_gradient, "memory": memory}
+    return found | {"teacher_columns": columns, "static": static}
 
 
 # ---------------------------------------------------------------------- what must be the same
@@ -204,13 +199,12 @@ def of_batch(batch: Batch) -> dict[str, Any]:
     values = [_sampled(t, batch.targets) if w else t for t, w in zip(shared, wide, strict=True)]
     totals: list[Any] = [] if batch.totals is None else batch.totals._numbers
     on_device = [t.to(batch.targets.device) for t in totals if isinstance(t, Tensor)]
-    candidates = batch.fields.get("candidate_ids")
     return {
         "targets": [batch.targets],
         "targets.shape": f"{tuple(batch.targets.shape)} {tuple(batch.segments.ids.shape)}",
         "segments.count": batch.segments.count,
         "segments": [batch.segments.ids],
-        "candidate_ids": [candidates] if isinstance(candidates, Tensor) else [],
+        "candidate_ids": [ids for name, ids in ordered if name == "candidate_ids"],
         "support_ids": [] if batch.support is None else list(batch.support.tensors),
         "fields": " ".join(f"{n}:{_kind(t, rank if n in APART else None)}" for n, t in ordered),
         "values of fields": values,
@@ -258,9 +252,7 @@ def _sampled(hidden: Tensor, targets: Tensor | None = None) -> Tensor:
     return found if targets is None else found.masked_fill(targets.reshape(-1) == IGNORE, 0)
 
 
-def of_objective(
-    objective: Objective, options: Options, device: torch.device
-) -> dict[str, Any]:
+def of_objective(objective: Objective, options: Options, device: torch.device) -> dict[str, Any]:
     """Facts that decide which collectives an objective runs, and in which order."""
     tensors: list[Tensor] = []
     parts = [

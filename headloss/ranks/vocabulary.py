@@ -98,9 +98,7 @@ class Shard(Whole):
         self.tokens, self._confirm = tokens, confirm
         self.first, self.size = sum(sizes[:rank]), sizes[rank]
 
-    def hidden(
-        self, source: LinearSoftmax, wants: Wants, blocks: Sequence[Any] | None
-    ) -> Hidden:
+    def hidden(self, source: LinearSoftmax, wants: Wants, blocks: Sequence[Any] | None) -> Hidden:
         """Where gradients of features go: block by block, or (None) summed over slabs."""
         return SharedHidden(self, source, wants, blocks)
 
