@@ -102,9 +102,7 @@ class Batch:
         if ignore_index != IGNORE:
             targets = targets.masked_fill(targets == ignore_index, IGNORE)
         self.targets = targets
-        self.segments = _default_segments(targets) if segments is None else segments
-        if segments is not None:
-            _check_segments(segments, "targets", targets)
+        self.segments = _segments_of("targets", targets, segments)
         if totals is not None and not isinstance(totals, Totals):
             raise TypeError(f"totals: got {type(totals).__name__}, want headloss.Totals")
         self.totals = totals
@@ -126,8 +124,7 @@ class Batch:
         """
         if not isinstance(labels, Tensor) or labels.dim() == 0:
             raise TypeError("labels: want an int64 tensor with at least one dimension")
-        segments = _default_segments(labels) if segments is None else segments
-        _check_segments(segments, "labels", labels)
+        segments = _segments_of("labels", labels, segments)
         flat, ids = labels.reshape(-1), segments.ids.reshape(-1)
         targets = torch.full_like(flat, IGNORE)
         targets[:-1] = torch.where(ids[1:] == ids[:-1], flat[1:], IGNORE)
@@ -151,8 +148,8 @@ class Batch:
             if name == "support_ids":
                 self.support = None if value is None else Support(value, self.targets)
             elif value is not None:
-                self._check_field(name, value)
                 self.fields[name] = value
+                self._check_field(name, value)
 
     def to(self, *args: Any, **options: Any) -> Batch:
         """The same batch elsewhere: every tensor moved as by `Tensor.to(device)`."""
@@ -233,7 +230,7 @@ class Batch:
         check_device(name, value, self.targets)
         if name == "candidate_ids":
             check_ids(name, value, self.targets.shape, MOST_IDS)
-        if not any(self._fits(name, value)):
+        if not any(self._fits(name)):
             segment = "" if name in LOGPS else f", or ({self.segments.count},) per segment"
             raise ValueError(
                 f"{name}: got shape {tuple(value.shape)}, want {tuple(self.targets.shape)} per "
@@ -244,9 +241,9 @@ class Batch:
         """Whether a field has one value (or row) per position; else it has one per segment."""
         return self._fits(name)[0]
 
-    def _fits(self, name: str, value: Any = None) -> tuple[bool, bool]:
+    def _fits(self, name: str) -> tuple[bool, bool]:
         """Whether a field's shape is one of values per position, and one of values per segment."""
-        value = self.fields[name] if value is None else value
+        value = self.fields[name]
         if isinstance(value, Current):
             return True, False
         as_segment = name not in LOGPS and value.shape == (self.segments.count,)
@@ -278,13 +275,20 @@ def _check_targets(targets: object) -> None:
         raise ValueError("targets: got a 0-dim tensor, want at least one dimension")
 
 
-def _check_segments(segments: object, of: str, value: Tensor) -> None:
+def _segments_of(of: str, value: Tensor, segments: object) -> Segments:
+    """Of targets or labels: as they are given, else each row is one."""
+    if segments is None:
+        *rows, length = value.shape
+        if not rows:
+            return Segments(None, 1, made=True, like=value)
+        return Segments.rows(math.prod(rows), length, device=value.device)
     if not isinstance(segments, Segments):
         raise TypeError(f"segments: got {type(segments).__name__}, want headloss.Segments")
     if (ids := segments.ids).numel() != value.numel():
         got, want = tuple(ids.shape), tuple(value.shape)
         raise ValueError(f"segments: got {got} tokens, want the {of}' shape {want}")
     check_device("segments", ids, value, f"the {of}'")
+    return segments
 
 
 def check_ids(name: str, ids: Tensor, shape: torch.Size, most: int | None = None) -> None:
@@ -301,10 +305,3 @@ def _may_ask_device() -> bool:
     if torch.compiler.is_compiling() or torch._C._cuda_isCurrentStreamCapturing():
         return False
     return torch.utils.data.get_worker_info() is None
-
-
-def _default_segments(targets: Tensor) -> Segments:
-    *rows, length = targets.shape
-    if not rows:
-        return Segments(None, 1, made=True, like=targets)
-    return Segments.rows(math.prod(rows), length, device=targets.device)

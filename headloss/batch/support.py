@@ -5,6 +5,7 @@ N positions, T of them scored, P pairs of a token and a column, K the most that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -107,11 +108,9 @@ class Support:
         for position in (targets != IGNORE).nonzero().squeeze(1).tolist():
             own = [i for i in ids[at == position].tolist() if i >= 0 or self.width is None]
             target = int(targets[position])
-            wrong = [i for i in own if not 0 <= i < vocabulary]
-            again = [i for i in own if own.count(i) > 1]
-            if wrong:
+            if wrong := [i for i in own if not 0 <= i < vocabulary]:
                 got, want = f"id {wrong[0]}", f"0 <= id < {vocabulary}"
-            elif again:
+            elif again := [i for i in own if own.count(i) > 1]:
                 got, want = f"id {again[0]} more than once", "distinct ids"
             elif own and target not in own:
                 shown = f"{own[:8]}{' and more' if len(own) > 8 else ''}"
@@ -160,7 +159,6 @@ class Packed:
         if offsets is None:
             offsets = torch.arange(0, len(ids) + 1, width or 1, device=ids.device)
         self.offsets = offsets
-        self._ends: list[int] | None = None
         self._free: dict[tuple[int | None, int | None], Tensor] = {}
         self._sorted: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
@@ -188,17 +186,15 @@ class Packed:
         """How many tokens have ids."""
         return len(self) if self.free is None else int((~self.free).sum())
 
-    def _span(self, start: int, stop: int) -> tuple[int, int]:
-        """The pairs of some tokens, on the host."""
-        if self.width is not None:
-            return start * self.width, stop * self.width
-        if self._ends is None:
-            self._ends = self.offsets.tolist()
-        return self._ends[start], self._ends[stop]
+    @cached_property
+    def _ends(self) -> Sequence[int]:
+        """The offsets on the host."""
+        width = self.width
+        return self.offsets.tolist() if width is None else range(0, len(self.ids) + 1, width)
 
     def window(self, rows: slice, first: int, size: int) -> Window:
         """The pairs of some tokens whose columns lie in [first, first + size)."""
-        begin, end = self._span(rows.start, rows.stop)
+        begin, end = self._ends[rows.start], self._ends[rows.stop]
         offsets = self.offsets[rows.start : rows.stop + 1]
         ids = self.ids[begin:end]
         if begin == end:  # an empty pair, so that there is something to index
@@ -219,7 +215,7 @@ class Packed:
         """[P] the pairs of some tokens by column, and each column's tokens; sorted on first use."""
         key = rows.start, rows.stop
         if key not in self._sorted:
-            begin, end = self._span(*key)
+            begin, end = self._ends[rows.start], self._ends[rows.stop]
             # Columns fit into 32 bits, which a GPU sorts in half the passes.
             columns, order = self.ids[begin:end].int().sort(stable=True)
             self._sorted[key] = order, self.tokens(order + begin) - rows.start, columns
