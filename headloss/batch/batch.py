@@ -108,9 +108,12 @@ class Batch:
         self.totals = totals
         self.support: Support | None = None
         self.fields: dict[str, Tensor | Current] = {}
-        own = {"support_ids": support_ids, "advantages": advantages, "old_logps": old_logps}
-        own |= {"ref_logps": ref_logps, "sampling_logps": sampling_logps}
-        self._give({**own, "candidate_ids": candidate_ids, **fields})
+        given = {
+            "support_ids": support_ids, "advantages": advantages, "old_logps": old_logps,
+            "ref_logps": ref_logps, "sampling_logps": sampling_logps,
+            "candidate_ids": candidate_ids, **fields,
+        }
+        self._give(given)
         self._found: Survey | None = None
         if targets.is_cuda and _may_ask_device():
             self.found()

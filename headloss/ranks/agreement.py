@@ -160,7 +160,7 @@ def in_step(group: distributed.ProcessGroup | None, batch: Any, call: Callable[[
     say (the vocabulary's, and that of the batch's segments); made again where it went by something
     else. What ranks raise together, as `agree_early` does, comes first."""
     groups = [group, getattr(getattr(batch, "segments", None), "group", None)]
-    groups = [one for one in groups if isinstance(one, PROCESS_GROUP)]  # others raise
+    groups = [g for g in groups if g is not None and isinstance(g, PROCESS_GROUP)]  # others raise
     if len(set(groups)) < len(groups):  # one in both roles: its ranks say two things
         groups = []
     _CALLS.update(dict.fromkeys(groups))
@@ -184,7 +184,7 @@ def in_step(group: distributed.ProcessGroup | None, batch: Any, call: Callable[[
 def _is_right(groups: Sequence[Any]) -> bool:
     """Whether the other ranks said what a call went by; if not, it will go by what they said, or
     wait for them."""
-    right, agreed = True, [found for found in map(_CALLS.get, groups) if found is not None]
+    right, agreed = True, [found for group in groups if (found := _CALLS.get(group)) is not None]
     if agreed and agreed[-1].quiet and agreed[-1].said is None:  # as all ranks hear
         for group in groups:
             del _CALLS[group]
