@@ -107,7 +107,7 @@ ALLOWED: dict[str, set[str]] = {
     "ranks.spread": {"batch.segments", "ranks", "softmax", "softmax.products"},
     "ranks.vocabulary": {*LOGITS, "batch.segments", "ranks", "objective.statistics", "reading"},
     "ranks.agreement": {"ranks.collectives", "reading"},
-    "ranks.place": {"batch.batch", "head.head", "head.parts", "kernels", "ranks"},
+    "ranks.place": {"batch.batch", "head.head", "kernels", "ranks"},
     "ranks.segments": {*PARTS, "losses.term", "options", "run.plan", "ranks"},
     "ranks": set(),
     "run.checks": {

@@ -1,8 +1,9 @@
 """Reading a head out of the modules that others build: torch.nn, PEFT, Hugging Face models.
 
-`read_module` and `read_model` return arguments of `Head`. A module is read only where its forward
-is known to be the head's formula; anything else raises by name. Neither PEFT nor transformers is
-imported: their layers are known by the forward that they run.
+`read_module` and `read_model` return arguments of `Head`, with those of `Lora` for each adapter. A
+module is read only where its forward is known to be the head's formula; anything else raises by
+name. Neither PEFT nor transformers is imported: their layers are known by the forward that they
+run.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .parts import Lora
-
-Fields = dict[str, Any]  # arguments of Head
+Fields = dict[str, Any]  # arguments of Head, or of Lora
 
 # Wrappers that compute what the module inside computes, and the attribute that holds it.
 WRAPPERS = {
@@ -98,7 +97,7 @@ def _saved_module(wrapper: Any) -> nn.Module:
 
 
 def _read_tuner(layer: Any) -> Fields:
-    """A PEFT layer: the base layer, and one `Lora` for each active adapter."""
+    """A PEFT layer: the base layer, and a low-rank part for each active adapter."""
     if layer.disable_adapters and layer.merged:
         raise ValueError(
             f"module: got a {type(layer).__qualname__} whose merged adapters are disabled, want "
@@ -121,7 +120,7 @@ def _read_tuner(layer: Any) -> Fields:
     return fields
 
 
-def _read_lora(layer: Any, name: str) -> Lora:
+def _read_lora(layer: Any, name: str) -> Fields:
     if layer.fan_in_fan_out:
         raise _unknown(layer, "fan_in_fan_out: its weight is stored as [H, V]")
     up = read_module(layer.lora_B[name])
@@ -130,19 +129,15 @@ def _read_lora(layer: Any, name: str) -> Lora:
     dropout = layer.lora_dropout[name]
     if not isinstance(dropout, nn.Dropout | nn.Identity):
         raise _unknown(layer, f"adapter {name!r} has a {type(dropout).__name__} for dropout")
-    active = isinstance(dropout, nn.Dropout) and dropout.training
-    return Lora(
-        a=read_module(layer.lora_A[name])["weight"],
-        b=up["weight"],
-        scaling=layer.scaling[name],
-        dropout=dropout.p if active else 0.0,  # type: ignore[arg-type]
-    )
+    p = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
+    a = read_module(layer.lora_A[name])["weight"]
+    return {"a": a, "b": up["weight"], "scaling": layer.scaling[name], "dropout": p}
 
 
-def _read_embedding_lora(layer: Any, name: str) -> Lora:
+def _read_embedding_lora(layer: Any, name: str) -> Fields:
     """Row v of the embedding gains scaling * A[:, v] @ B.T, with A [r, V] and B [H, r]."""
     a, b = layer.lora_embedding_B[name].T, layer.lora_embedding_A[name].T
-    return Lora(a=a, b=b, scaling=layer.scaling[name])
+    return {"a": a, "b": b, "scaling": layer.scaling[name]}
 
 
 # The forward that a layer runs -> the attribute that holds its adapters, and their reader.

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 from ..batch.batch import IGNORE, MOST_IDS, Batch
-from ..head.head import Head, autocast_dtype
-from ..head.parts import GATHER
+from ..head.head import GATHER, Head, autocast_dtype
 from ..kernels import suits_product
 from .agreement import Own, agree_early
 from .spread import Spread
