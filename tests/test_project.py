@@ -104,7 +104,6 @@ ALLOWED: dict[str, set[str]] = {
         "reading",
     },
     "ranks.collectives": {"reading"},
-    "ranks.spread": {"batch.segments", "ranks", "softmax", "softmax.products"},
     "ranks.vocabulary": {*LOGITS, "batch.segments", "ranks", "objective.statistics", "reading"},
     "ranks.agreement": {"ranks.collectives", "reading"},
     "ranks.place": {"batch.batch", "head.head", "kernels", "ranks"},

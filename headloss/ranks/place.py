@@ -20,8 +20,7 @@ from ..batch.batch import IGNORE, MOST_IDS, Batch
 from ..head.head import GATHER, Head, autocast_dtype
 from ..kernels import suits_product
 from .agreement import Own, agree_early
-from .spread import Spread
-from .vocabulary import WHOLE, Shard, Whole
+from .vocabulary import WHOLE, Shard, Spread, Whole
 
 if TYPE_CHECKING:
     from ..batch.packing import Packing
