@@ -416,6 +416,41 @@ def test_a_declared_upstream_gradient_leaves_float16_its_digits(upstream, chunk_
         assert error(leaf.grad, want) <= 1.2 * error(want.half(), want)
 
 
+SIZES = {
+    "small": lambda n: torch.full((n,), 1e-6),
+    "one": torch.ones,
+    "large": lambda n: torch.full((n,), 1e5),
+    "falling": lambda n: 10.0 ** torch.linspace(5, -6, n),
+    "rising": lambda n: 10.0 ** torch.linspace(-6, 5, n),
+    "gaps": lambda n: 1e-6 * (torch.arange(n) // 8 % 2),  # chunks without a gradient
+}
+
+
+@pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute", "frozen"])
+@pytest.mark.parametrize("upstream", [1.0, 65536.0, "declared"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", ["policy", "weighted"])
+def test_advantages_of_any_size_leave_float16_its_digits(kind, size, upstream, schedule):
+    """Also where chunks of tokens come one after another, and the next has other sizes."""
+    hidden, weight, targets = torch.randn(64, 16), torch.randn(97, 16), torch.randint(97, (64,))
+    hidden, weight, advantages = hidden.half(), weight.half(), SIZES[size](64)
+    logps = plain(hidden, hl.Head(weight), hl.Batch(targets), hl.cross_entropy()).logps.float()
+    batch = hl.Batch(targets, advantages=advantages, old_logps=logps + 0.1 * torch.randn(64))
+    objective = hl.grpo() if kind == "policy" else hl.cross_entropy().weighted("advantages")
+    declared, times = (65536.0, 65536.0) if upstream == "declared" else (None, upstream)
+    given = options(schedule, chunk_tokens=8, upstream=declared)
+    leaf = hidden.clone().requires_grad_()
+    head = hl.Head(weight.requires_grad_(schedule != "frozen"), bias=torch.zeros(97).half())
+    head.bias.requires_grad_(schedule != "frozen")
+    owed = 1.0 if declared or size not in ("small", "gaps") else times  # else not in float16
+    objective = objective * (owed / times)
+    (hl.head_loss(leaf, head, batch, objective, given).loss * times).backward()
+    exact = plain(leaf, head, batch, objective, upstream=times).gradients
+    for name, want in exact.items():
+        found = {"hidden": leaf, "weight": weight, "bias": head.bias}[name].grad
+        assert within_budget(found, want, want.half()), name
+
+
 @pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute"])
 @pytest.mark.parametrize("margin", [8.0, 12.0])
 def test_a_token_near_p_1_leaves_others_their_digits_in_float16(schedule, margin):

@@ -22,6 +22,7 @@ from .metrics import Metrics, Observed, checked
 from .sample import Kinds, sample_batch, sample_statistics
 from .statistics import CANDIDATES, DIFFERENTIABLE, Coefficients, Slope, Statistics, pull_back
 
+PerRaw = Callable[..., Number]  # slope of the logits that a term sees, by its teacher, over raw
 UNREAD = ("teacher_logits", "teacher_hidden")  # by terms: these are large, and stay as they are
 
 
@@ -110,14 +111,14 @@ class Gradient(NamedTuple):
         divergences = {key: function(g) for key, g in self.divergences.items()}
         return self._replace(coefficients=self.coefficients.map(function), divergences=divergences)
 
-    def near_one(self, stats: Statistics, slope: Callable[..., Number]) -> tuple[Gradient, Tensor]:
-        """Times a power of two, which is returned too, that brings the largest dL/draw to about 1:
-        where p(y) is near 1 that is far less than a coefficient. `slope`: as for `Bound.scaled`."""
+    def near_one(self, stats: Statistics, slope: PerRaw, *more: Tensor) -> tuple[Gradient, Tensor]:
+        """Times a power of two, which is returned too, that brings the largest dL/draw, or number
+        in `more`, to about 1: where p(y) is near 1 that is far less than a coefficient."""
         named = {**self.coefficients.tensors(), **self.divergences}
         if "target" in named and "prob" in named:  # at y, and at most at any other column
             less = stats.logp.expm1().nan_to_num(0) * named["prob"]
             named |= {"target": named["target"] + named["prob"] + less, "prob": less}
-        scale = power_of_two([g.t() * slope(key) for key, g in named.items()])
+        scale = power_of_two([*(g.t() * slope(key) for key, g in named.items()), *more])
         return self.map(lambda t: t * scale), scale
 
     def times(self, factor: float | None) -> Gradient:
@@ -229,10 +230,9 @@ class Bound:
         known = Gradient(coefficients, {}, zero[:0])
         return known, torch.stack(moving).to(zero.dtype) if moving else None
 
-    def scaled(self, device: torch.device, slope: Callable[[object], Number]) -> Bound:
-        """The same objective with coefficients near 1, whatever weights and the declared upstream
-        gradient are, so that in float16 only gradients that do not matter underflow. Multiply by
-        1 / scale afterwards. `slope`: of the logits that a term sees, by its teacher, over raw."""
+    def scaled(self, device: torch.device, slope: PerRaw) -> Bound:
+        """The same objective with coefficients near 1 by weights and the declared upstream gradient
+        alone: no row depends on others. Multiply by 1 / scale afterwards."""
         one = torch.full((), self.declared or 1.0, dtype=self.dtype, device=device)  # no copy waits
         sizes = [one * p.weights * (p.coefficient * slope(p.term.teacher)) for p in self.parts]
         return replace(self, scale=power_of_two(sizes))
@@ -248,10 +248,10 @@ def in_closed_form(slopes: Iterable[Slope], logp: Tensor) -> dict[Any, Tensor]:
 
 
 def power_of_two(coefficients: list[Tensor]) -> Tensor:
-    """[] the power of two that brings the largest of some coefficients to between 1 and 2."""
+    """[] the power of two, at most 2^61, that brings the largest coefficient to between 1 and 2."""
     sizes = [torch.linalg.vector_norm(c, torch.inf) for c in coefficients if c.numel()]
     largest = torch.stack(sizes).max() if sizes else torch.tensor(0.0, device="cpu")
-    return (1 - largest.frexp().exponent.clamp(-60, 127)).exp2()
+    return (1 - largest.clamp_min(2**-61).frexp().exponent.clamp(max=127)).exp2()
 
 
 def differentiate(total: Tensor, inputs: dict[Any, Tensor]) -> dict[Any, Tensor]:

@@ -276,8 +276,8 @@ def _bound(
     if totals is None:  # packing may have read them
         read = prepared.counted and packing.live is None
         totals = _totals(packing.targets.shape[0], packing.count) if read else Totals.of(batch)
-    fitted = prepared.problem.fitted and (plan.pull != "now" or len(plan.chunks) == 1)
-    rescaled, declared = prepared.problem.rescaled and not fitted, options.upstream
+    problem, declared = prepared.problem, options.upstream
+    rescaled = problem.rescaled and not problem.fitted
 
     def by_autograd() -> Bound:
         given, closed = (objective, view, totals, vocabulary, prepared.wide), prepared.slopes

@@ -220,7 +220,7 @@ def forward(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack | Non
 def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]:
     """Both acts block by block."""
     source = work.open(tensors)
-    found: list[Measured] = []
+    found, scales = list[Measured](), list[Tensor]()
     sums = values = loss = NOT_YET
     blocks = work.plan.chunks
     uncut = len(blocks) == 1 and not (work.plan.support or work.slices.is_spread)
@@ -232,14 +232,19 @@ def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]
         chunk = block if len(blocks) > 1 else None
         gradient = work.bound.gradient(measured.stats, work.batch, chunk, True)
         if work.tolerance is not None or work.prepared.problem.fitted:
-            gradient = work.fitted(gradient, measured.stats, chunk)
+            gradient = work.fitted(gradient, measured.stats, rows)
         values = gradient.values if values is None else values + gradient.values
         loss, live = gradient.loss, gradient.live() if work.plan.skip_rows else None
         pulled = source.pull(rows, ALL, Known(measured, gradient, held, live))
         sums = sums or work.sums(source, work.into, work.plan)  # after the first product is queued
+        if chunk is not None and work.prepared.problem.fitted:
+            sums.rescale(work.scale)
+            scales.append(work.scale.expand(chunk.stop - chunk.start))
         sums.add(pulled)
         del held, pulled  # they are used up
     sums = sums or work.sums(source, work.into, work.plan)
+    if scales:
+        sums.of_rows = work.slices.own(torch.cat(scales))
     whole = found[0] if len(found) == 1 else join(work, source, found)
     if values is None:
         values = whole.normalizer.peak.new_zeros(len(work.bound.named), dtype=torch.float64)

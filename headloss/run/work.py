@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ..batch.packing import PackedBatch, Packing
 from ..batch.reduction import Number
-from ..batch.segments import Chunk
 from ..kernels.interface import Measured
 from ..kernels.transform import Transform
 from ..objective.bound import Bound, Gradient
@@ -114,11 +113,12 @@ class Work:
         given = packing.targets, self.transform.temperature, support and support.ids
         return [value for value in given if isinstance(value, Tensor)]
 
-    def fitted(self, found: Gradient, stats: Statistics, chunk: Chunk | None = None) -> Gradient:
-        """In float16 brought near 1 as it is, where it is of all tokens; without the least rows."""
-        if chunk is None and self.prepared.problem.fitted:
-            found, self.scale = found.near_one(stats, partial(slope_of, self.transform))
-        rows = ALL if chunk is None else chunk.rows
+    def fitted(self, found: Gradient, stats: Statistics, rows: slice = ALL) -> Gradient:
+        """In float16 near 1 as it is, by no more than blocks before it; without the least rows."""
+        if self.prepared.problem.fitted:
+            before = [] if rows is ALL or self.scale is None else [1 / self.scale]
+            slope = partial(slope_of, self.transform.rows(rows))
+            found, self.scale = found.near_one(stats, slope, *before)
         return found if self.tolerance is None else self.tolerance(found, stats, rows, self.scale)
 
     def live(self, gradient: Gradient) -> Tensor | None:

@@ -122,6 +122,9 @@ class RowSums:
         # [] powers of two that features of float16 weights are scaled by: what is rounded before it
         # is scaled back has to stay in range.
         self.rooms: Any = {} if once and source.features[0].dtype == torch.float16 else None
+        # Powers of two: of all sums [], and of hidden gradients [T], where blocks differ in theirs.
+        self.scale: Any = None
+        self.of_rows: Any = None
         self.bias = None
         if into.wants.bias:
             assert source.full_bias is not None
@@ -151,6 +154,13 @@ class RowSums:
         weights = partial(self._into_weights, gradient)
         if self.hidden.add(gradient, self.columns, last, weights):
             self.fresh = False
+
+    def rescale(self, scale: Tensor) -> None:
+        """The next block was multiplied by `scale`, at most that of the one before: so are sums."""
+        if self.scale is not None and not self.fresh:
+            totals = [Scaling(t, t.dtype) for t in (*self.places, self.bias) if t is not None]
+            self.source.acts.scaled(totals, scale / self.scale)  # mostly 1: nothing is read
+        self.scale = scale
 
     def _into_weights(self, gradient: RowGradient) -> bool:
         """dW and the bias's gradient of some rows and columns; whether there was any."""
@@ -187,13 +197,16 @@ class RowSums:
     def finish(self, factor: Tensor | None) -> list[Tensor | None]:
         """Gradients times `factor` in the inputs' dtypes: features and weights pairwise, bias."""
         self.hidden.settle()
-        multiple = self.hidden.multiple
+        multiple, alike = self.hidden.multiple, self.of_rows is None
+        if not alike:  # at once with the factor: what is rounded in between might not be in range
+            multiple = factor * self.scale / self.of_rows
         source, scaled = self.source, self.source.acts.scaled
         sums: list[Scaling | None] = []
         pairs = zip(source.features, source.full_weights, self.weights, strict=True)
         for i, (features, weight, total) in enumerate(pairs):
             into = self.hidden.totals[i]
-            sums.append(None if into is None else Scaling(into, features.dtype, rows=multiple))
+            rows = None if into is None else Scaling(into, features.dtype, alike, multiple)
+            sums.append(rows)
             own = None
             if total is not None and total is not self.main_grad:
                 if self.fresh:
