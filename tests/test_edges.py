@@ -391,9 +391,10 @@ def test_a_frozen_head_keeps_the_digits_of_a_token_near_p_1_in_float16(margin):
 @pytest.mark.parametrize("objective", [hl.z_loss(), hl.entropy(), hl.z_loss() + hl.cross_entropy()])
 def test_an_unlikely_target_keeps_its_digits(objective, backend):
     """Also where no gradient of logp outweighs p(y): its element is p times a coefficient."""
-    hidden = torch.zeros(3, 16)
-    hidden[:, 5], targets = torch.tensor([19.0, 24.0, 60.0]), torch.tensor([1, 2, 7])
-    head, given = hl.Head(torch.eye(16)), hl.Options(backend=backend)
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton's kernels run
+    hidden, targets = torch.zeros(3, 16, device=device), torch.tensor([1, 2, 7], device=device)
+    hidden[:, 5] = torch.tensor([19.0, 24.0, 60.0])
+    head, given = hl.Head(torch.eye(16, device=device)), hl.Options(backend=backend)
     hidden.requires_grad_()
     hl.head_loss(hidden, head, hl.Batch(targets), objective, given).loss.backward()
     exact = plain(hidden, head, hl.Batch(targets), objective).gradients["hidden"]
