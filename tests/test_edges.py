@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -545,6 +546,34 @@ def test_the_sum_over_chunks_does_not_round_to_bfloat16(schedule):
         exact = want.gradients[name]
         once = (leaf.grad.double() - exact).norm() / (exact.bfloat16().double() - exact).norm()
         assert once < 1.05
+
+
+CAPPED = {
+    "logp": hl.cross_entropy(),
+    "entropy": hl.cross_entropy() - 0.1 * hl.entropy(),
+    "forward_kl": hl.distillation(divergence="forward_kl"),
+    "js": hl.distillation(divergence="js"),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("schedule", "objective"),
+    [("frozen", "logp"), *itertools.product(["one_pass", "recompute"], CAPPED)],
+)
+def test_what_a_soft_cap_leaves_of_large_logits(schedule, objective, seed):
+    """1 - tanh^2 of logits far beyond the cap: as many digits as one rounding of tanh leaves."""
+    torch.manual_seed(seed)
+    hidden = (60 * torch.randn(12, 16)).requires_grad_()
+    weight = torch.randn(31, 16).requires_grad_(schedule != "frozen")
+    head = hl.Head(weight, softcap=30.0, logit_scale=-1.5, temperature=0.7)
+    batch = hl.Batch(torch.randint(31, (12,)), teacher_logits=3 * torch.randn(12, 31))
+    given = hidden, head, batch, CAPPED[objective]
+    hl.head_loss(*given, options(schedule)).loss.backward()
+    exact, coarse = plain(*given).gradients, plain(*given, "float32").gradients
+    for name, want in exact.items():
+        found = {"hidden": hidden, "weight": weight}[name].grad
+        assert error(found, want) <= error(coarse[name], want) + 1e-6, name
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -42,10 +42,12 @@ class Transform:
         known = self.softcap is None and not isinstance(self.temperature, Tensor)
         return raw if known and self.scale == self.temperature else self(raw)
 
-    def pull_back_(self, gradient: Tensor, z: Tensor) -> Tensor:
-        """In place: d/dz to d/draw, at z = self(raw)."""
+    def pull_back_(self, gradient: Tensor, at: Tensor, is_z: bool = False) -> Tensor:
+        """In place: d/dz to d/draw at raw logits; at z = self(raw) a soft cap loses digits."""
         factor = self.scale / self._divisor
-        if self.softcap is not None:
-            tanh = z * (self._divisor / self.softcap)
-            gradient.mul_(1 - tanh.square_())
+        if self.softcap is not None and is_z:
+            gradient.mul_(1 - (at * (self._divisor / self.softcap)).square_())
+        elif self.softcap is not None:  # 1 - tanh(x)^2 by exp(-2 |x|), also where tanh is 1
+            u = at.to(gradient.dtype).abs().mul_(-2 * abs(self.scale) / self.softcap).exp_()
+            gradient.mul_(u.mul(4).div_(u.add_(1).square_()))
         return gradient if isinstance(factor, float) and factor == 1 else gradient.mul_(factor)

@@ -154,7 +154,7 @@ class Candidates:
         transform = self.transform.rows(rows)
         pairs, here, rest = self._in_support(rows, support)
         own = slopes[:, :-1].to(values.dtype, copy=True)
-        own = transform.pull_back_(own, transform(raw[pairs]))
+        own = transform.pull_back_(own, raw[pairs])
         values[pairs[here]] += own[here]
         if self.tail:
             nowhere, c = torch.full_like(pairs[:, 0], -1), Coefficients(prob=slopes[:, -1])
@@ -192,7 +192,7 @@ class Candidates:
         slopes = torch.cat([slopes, -slopes.sum(1, keepdim=True)], 1)
         logps = torch.cat([stats.divergences[self.key][:, :-1], stats.logp.unsqueeze(1)], 1)
         z = logps + (peak + log_sum).unsqueeze(1)
-        values = self.transform.pull_back_(slopes.clone(), z)
+        values = self.transform.pull_back_(slopes.clone(), z, is_z=True)
         values = torch.where(slopes == 0, 0, values).reshape(-1)
         ids = torch.cat([self._ids(ALL), targets.unsqueeze(1)], 1)
         ends = torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device)

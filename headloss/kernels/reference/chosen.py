@@ -42,7 +42,7 @@ def chosen_gradient_(
     if c.target is not None:
         slopes += torch.where(columns == (own.targets - own.first).unsqueeze(1), c.target, 0)
     g = own_gradient(log_p.clamp_max(0), slopes, c)
-    g = own.transform.pull_back_(g, log_p + (peak + log_sum).unsqueeze(1))
+    g = own.transform.pull_back_(g, log_p + (peak + log_sum).unsqueeze(1), is_z=True)
     if multiples is not None:
         multiple = multiples[places].unsqueeze(1)
         g = torch.where(multiple == 0, 0, g / torch.where(multiple == 0, 1, multiple))

@@ -80,7 +80,7 @@ def held_gradient_(held: Held, backward: Backward, *, order: Order | None = None
         g = z_gradient(log_p, c, e)
         if own.logps is not None:
             put_(g, own, own_gradient(own.logps, own.coefficients.target, own.coefficients))
-        terms[rows] = own.transform.pull_back_(g, z).to(terms.dtype)
+        terms[rows] = own.transform.pull_back_(g, z, is_z=True).to(terms.dtype)
     return terms
 
 

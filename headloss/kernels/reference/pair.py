@@ -24,19 +24,18 @@ def readable(tile: Tensor, dtype: torch.dtype) -> Tensor:
     return tile.to(dtype)
 
 
-def _log_p(side: Side, raw: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-    """z and log softmax(z) of some rows."""
+def _log_p(side: Side, raw: Tensor, rows: slice) -> Tensor:
+    """log softmax(z) of some rows."""
     part = side.rows(rows)
-    z = part.transform(widened(raw[rows]))
-    return z, log_softmax(z, part.normalizer)
+    return log_softmax(part.transform(widened(raw[rows])), part.normalizer)
 
 
 def divergence(raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
     student, teacher, kind, beta = pair
     out = raw.new_empty(2, raw.shape[0], dtype=wide(raw.dtype))
     for rows in blocks(raw):
-        _, log_q = _log_p(teacher, raw_teacher, rows)
-        _, log_p = _log_p(student, raw, rows)
+        log_q = _log_p(teacher, raw_teacher, rows)
+        log_p = _log_p(student, raw, rows)
         out[0, rows], out[1, rows] = phi(log_q, log_p, kind, beta)
     return out
 
@@ -47,14 +46,13 @@ def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differen
     found = partials(other, Forward(None, 0, teacher, NOTHING))
     pair = Pair(student, Side(teacher, finish(found, 1, NOTHING)[1]), kind, 0.5)
     value = divergence(raw, other, pair)[0]
-    _, log_q = _log_p(pair.teacher, other, ALL)
-    _, log_p = _log_p(student, raw, ALL)
+    log_q, log_p = _log_p(pair.teacher, other, ALL), _log_p(student, raw, ALL)
     ratio = (log_q - log_p).gather(1, (targets % w.shape[0]).unsqueeze(1))
     side, one = own or student, torch.ones_like(ratio)
     warmth = student.transform(one) / side.transform(one)
     depth = (DEEPEST / warmth).clamp_max(ROOT * DEEPEST)
-    p = torch.maximum(_log_p(side, raw, ALL)[1], -depth)
-    _, log_p = _log_p(student, _again(side, p), ALL)
+    p = torch.maximum(_log_p(side, raw, ALL), -depth)
+    log_p = _log_p(student, _again(side, p), ALL)
     kept = torch.where(p < -DEEPEST, -(p / ROOT).exp(), p.exp())
     halves = kept.to(torch.bfloat16), (log_q - log_p - ratio).to(torch.float16)
     low, high = (half.view(torch.int16).to(torch.int32) for half in halves)
@@ -89,8 +87,8 @@ def part_gradient_(
     out = torch.empty_like(raw, dtype=wide(raw.dtype)) if out is None else out
     of_rows = _of_outcomes if isinstance(part, Outcomes) else _of_divergence
     for rows in blocks(raw):
-        tile, transform, z, g = of_rows(raw, part, rows)  # type: ignore[arg-type]
-        g = transform.pull_back_(g, z)
+        tile, transform, g = of_rows(raw, part, rows)  # type: ignore[arg-type]
+        g = transform.pull_back_(g, tile)
         if extra is not None:
             g += extra[rows]
         if others is not None:
@@ -100,23 +98,23 @@ def part_gradient_(
 
 
 def _of_divergence(raw: Tensor, part: Divergence, rows: slice) -> tuple[Any, ...]:
-    """Raw logits of some rows, their transform, z, and d part / dz."""
+    """Raw logits of some rows, their transform, and d part / dz."""
     student, teacher, kind, beta = part.pair
     if isinstance(part.teacher, Differences):
         tile, difference = _parted(raw[rows], (part.teacher.own or student).rows(rows))
-        z, log_p = _log_p(student.rows(rows), tile, ALL)
+        log_p = _log_p(student.rows(rows), tile, ALL)
         log_q = log_p + difference + part.teacher.ratio[rows].unsqueeze(1)
     else:
         assert part.teacher is not None
-        tile, (z, log_p) = raw[rows], _log_p(student, raw, rows)
-        _, log_q = _log_p(teacher, part.teacher, rows)
+        tile, log_p = raw[rows], _log_p(student, raw, rows)
+        log_q = _log_p(teacher, part.teacher, rows)
     p = log_p.exp()
     if kind == "forward_kl":
         g = p.sub_(log_q.exp_())
     else:
         g = p.mul_(tilt(log_q, log_p, kind, beta).sub_(part.pivot[rows].unsqueeze(1)))
     w = part.weight[rows].unsqueeze(1)
-    return tile, student.transform.rows(rows), z, torch.where(w == 0, 0, g * w)
+    return tile, student.transform.rows(rows), torch.where(w == 0, 0, g * w)
 
 
 def _of_outcomes(raw: Tensor, part: Outcomes, rows: slice) -> tuple[Any, ...]:
@@ -125,4 +123,4 @@ def _of_outcomes(raw: Tensor, part: Outcomes, rows: slice) -> tuple[Any, ...]:
     z = side.transform(widened(tile))
     log_p = log_softmax(with_columns(z, columns, -math.inf), side.normalizer)
     g = log_p.exp_().mul_(part.slope_tail[rows].unsqueeze(1))
-    return tile, side.transform, z, with_columns(g, columns, part.slope_stored[rows])
+    return tile, side.transform, with_columns(g, columns, part.slope_stored[rows])

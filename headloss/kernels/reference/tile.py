@@ -142,7 +142,7 @@ def logit_gradient_(raw: Tensor, backward: Backward) -> Tensor:
     for rows in blocks(raw):
         here, own = (raw, backward) if rows is ALL else (raw[rows], backward.rows(rows))
         c, z = own.coefficients, own.transform.read(widened(here))
-        g = here if here.dtype == z.dtype else torch.empty_like(z)  # z may be overwritten
+        g = here if here.dtype == z.dtype and own.transform.softcap is None else z
         if own.whole and c.prob is not None and c.entropy is c.uniform is None:
             peak, log_sum = own.normalizer  # z - peak loses nothing where p is not small
             torch.sub(z, peak.unsqueeze(1), out=g).exp_()
@@ -151,7 +151,7 @@ def logit_gradient_(raw: Tensor, backward: Backward) -> Tensor:
             z_gradient(log_softmax(z, own.normalizer), c.map(lambda t: t.unsqueeze(1)), g)
         if own.logps is not None:
             put_(g, own, own_gradient(own.logps, c.target, c))
-        own.transform.pull_back_(g, z)
-        if g.dtype != here.dtype:
+        own.transform.pull_back_(g, here)
+        if g is not here:
             here.copy_(g)
     return raw if backward.dtype is None else raw.to(backward.dtype)
