@@ -276,11 +276,13 @@ def test_ruled_out_tokens(setting, kind):
     assert all(g.isfinite().all() for g in gradients)
 
 
+@pytest.mark.parametrize("most", [18.0, 28.0])  # beyond, float64 has no digits of a JS either
 @pytest.mark.parametrize("kind", KINDS)
-def test_tail_of_a_confident_student_keeps_its_digits(kind):
-    """All but 1e-6 of the student's mass is stored; what is left has its own sum, not 1 - sum."""
+def test_tail_of_a_confident_student_keeps_its_digits(kind, most):
+    """All but 1e-6 of the student's mass is stored, or far less; what is left has its own sum, not
+    1 - sum."""
     logits = torch.randn(4, V)
-    logits[:, 0] = 18.0
+    logits[:, 0] = most
     head = hl.Head(torch.eye(V).requires_grad_())
     teacher = torch.randn(4, V)
     teacher[:, 0] = 3.0
@@ -298,6 +300,25 @@ def test_tail_of_a_confident_student_keeps_its_digits(kind):
     (want,) = torch.autograd.grad(value, exact)
     assert error(out.loss, value) < 1e-5
     assert error(found, want) < 1e-5
+
+
+@pytest.mark.parametrize("size", [V, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rest_that_no_teacher_knows_counts_for_nothing(kind, size):
+    """Stored log-probs that sum to 1 but for a rounding error, where the student has e^-40 outside
+    of them; or where nothing is outside."""
+    logps, ids = torch.tensor([[0.7, 0.2, 0.1]] * 2).log(), torch.tensor([[0, 1, 2]] * 2)
+    hidden, weight = torch.full((2, V), -40.0), torch.eye(V)[:size]
+    hidden[:, :3] = logps.flip(1)
+    batch = hl.Batch(ids[:, 0], teacher_topk_ids=ids, teacher_topk_logps=logps)
+    term = hl.distillation(divergence=kind)
+    out = hl.head_loss(hidden.requires_grad_(), hl.Head(weight), batch, term)
+    (found,) = torch.autograd.grad(out.loss, hidden)
+    exact = hidden.detach().double().requires_grad_()
+    log_p = (exact @ weight.double().t()).log_softmax(-1)[:, :3]
+    value = formula(logps.double(), log_p, kind, beta=0.5).mean()
+    (want,) = torch.autograd.grad(value, exact)
+    assert error(out.loss, value) < 1e-6 and error(found, want) < 1e-6
 
 
 # ---------------------------------------------------------------------- in company

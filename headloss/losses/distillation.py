@@ -95,10 +95,12 @@ def _divergence(stats: Statistics, batch: PackedBatch, *, teacher: Teacher) -> T
     log_q = batch.teacher_topk_logps.double().masked_fill(empty, FLOOR).clamp_min(FLOOR)
     log_p = found.double()
     if teacher.tail == "bucket":
-        log_q = torch.cat([log_q, log_tail(log_q)], 1)
-        # Either side's rest has at least a rounding error's worth of mass.
-        least = torch.full_like(log_q[:1], FLOOR)
-        least[:, -1] = math.log(torch.finfo(wide).eps)
+        log_q, least = torch.cat([log_q, log_tail(log_q)], 1), torch.full_like(log_p, FLOOR)
+        # A teacher's rest is 1 - sum, and unknown below a rounding error's worth of mass: then both
+        # sides have as much at least, as they have where no token is outside.
+        rounding = math.log(torch.finfo(wide).eps)
+        unknown = (log_q[:, -1] <= rounding) | log_p[:, -1].isneginf()
+        least[:, -1].masked_fill_(unknown, rounding)
     else:
         log_p, least = log_p[:, :-1].masked_fill(empty, FLOOR), torch.full_like(log_q[:1], FLOOR)
     if teacher.tail == "renormalized":
