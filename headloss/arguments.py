@@ -56,9 +56,9 @@ def check_number(
         raise ValueError(f"{name}: got {value!r}, want {want}")
 
 
-def not_negative(x: float) -> bool:
-    return x >= 0
-
-
-def positive(x: float) -> bool:
-    return x > 0
+def plain_numbers(record: object, *names: str) -> None:
+    """Numbers of a frozen record that are neither int nor float, such as NumPy's, become floats."""
+    for name in names:
+        value = getattr(record, name)
+        if not isinstance(value, int | float) and isinstance(value, Real):
+            object.__setattr__(record, name, float(value))

@@ -58,7 +58,7 @@ def judge(
     the input dtype for gradients.
 
     Raises:
-        ValueError: a name that the oracle does not have, or another shape.
+        ValueError: a name that the oracle does not have, or another shape. TypeError: no tensor.
     """
     values = ("loss", "logps", "entropies")
     oracle, wide, same = (
@@ -70,8 +70,9 @@ def judge(
         raise ValueError(f"found: got {sorted(unknown)}, want names out of {sorted(oracle)}")
     compared = []
     for name, value in found.items():
-        yardstick = wide[name] if name in values else same[name]
-        budget = 3 * error(yardstick, oracle[name]) + 1e-6
+        if not isinstance(value, Tensor):
+            raise TypeError(f"found: got {value!r} for {name!r}, want a tensor")
+        budget = 3 * error((wide if name in values else same)[name], oracle[name]) + 1e-6
         compared.append(Comparison(quantity=name, error=error(value, oracle[name]), budget=budget))
     return compared
 

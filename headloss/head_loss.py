@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .arguments import plain_numbers
 from .batch.batch import Batch
 from .batch.packing import PackedBatch
 from .head.head import Head, check_head
@@ -158,6 +159,7 @@ def logits_loss(
         return outside(logits_loss)(logits, batch, objective, *given)
     options = DEFAULT if options is None else options
     transform = Transform(scale=logit_scale, softcap=softcap, temperature=temperature)
+    plain_numbers(transform, "scale", "softcap", "temperature")
     given = (logits, batch, objective, transform, vocab_group, inplace, options)
     return in_step(vocab_group, batch, lambda: _run(options, given_call, given))
 

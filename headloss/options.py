@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import check_dense, check_number, check_own_places, not_negative, positive
+from .arguments import check_dense, check_number, check_own_places, plain_numbers
 
 BACKENDS = ("auto", "reference", "triton")
 SCHEDULES = ("auto", "one_pass", "recompute", "frozen", "held")
@@ -93,14 +93,15 @@ class Options:
         for name in ("chunk_tokens", "memory_budget"):
             if getattr(self, name) is not None:
                 want = "a positive integer or None"
-                check_number(name, getattr(self, name), want, want, positive, int)
+                check_number(name, getattr(self, name), want, want, lambda x: x > 0, int)
         for name, dtypes in {"logits_dtype": (None, *DTYPES), "accumulate_dtype": DTYPES}.items():
             if getattr(self, name) not in dtypes:
                 *others, last = map(str, dtypes)
                 want = f"{', '.join(others)} or {last}"
                 raise ValueError(f"{name}: got {getattr(self, name)}, want {want}")
+        plain_numbers(self, "gradient_tolerance", "upstream")
         x, name = self.gradient_tolerance, "gradient_tolerance"
-        check_number(name, x, "a number >= 0", "a finite number >= 0", not_negative)
+        check_number(name, x, "a number >= 0", "a finite number >= 0", lambda x: x >= 0)
         if x and self.static:
             raise ValueError(f"{name}: got {x!r} with static=True, which leaves no row out")
         if x and not self.skip_rows:

@@ -258,6 +258,8 @@ def test_judge_measures_against_float64() -> None:
     assert not dataclasses.replace(gradient, error=float("nan")).ok
     with pytest.raises(ValueError, match=r"found: got \['bias'\]"):
         gate.judge({"bias": oracle.loss}, hidden, head, batch, hl.cross_entropy())
+    with pytest.raises(TypeError, match="found: got 3.0 for 'loss', want a tensor"):
+        gate.judge({"loss": 3.0}, hidden, head, batch, hl.cross_entropy())  # type: ignore[dict-item]
 
 
 def test_peak_bytes_leaves_out_what_is_returned() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -33,6 +35,35 @@ def batch(**fields: Any) -> hl.Batch:
 
 def term(function: Callable, **given: Any) -> hl.Term:
     return hl.term(function, name="mine", **given)()
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def of_numbers(half: Any) -> list[Tensor]:
+    """Losses and a gradient of calls whose options are that number."""
+    torch.manual_seed(0)
+    x, fields = hidden(), {f"{name}_logps": -torch.rand(T) for name in ("old", "ref", "sampling")}
+    given = batch(advantages=torch.randn(T), teacher_logits=torch.randn(T, V), **fields)
+    lora = hl.Lora(a=torch.randn(2, H), b=torch.randn(V, 2), scaling=half)
+    own = head(temperature=half, softcap=half, logit_scale=half, lora=(lora,))
+    objective = half * hl.grpo(epsilon_low=half).corrected("token_mask", min=half, max=1 + half)
+    objective += hl.kl(estimator="k3", clamp=half, clamp_difference=half) / half
+    objective += hl.cross_entropy(label_smoothing=half) - hl.grpo().top_entropy(threshold=half)
+    objective += hl.distillation(divergence="js", beta=half, temperature=half)
+    objective += hl.grpo().rejected("k3", max=half)
+    out = hl.head_loss(x, own, given, objective, hl.Options(upstream=half))
+    (float(half) * out.loss).backward()
+    call = {"temperature": half, "softcap": half, "logit_scale": half}
+    logits = hl.logits_loss(torch.randn(T, V, requires_grad=True), given, objective, **call)
+    assert x.grad is not None
+    return [out.loss.detach(), x.grad, logits.loss.detach()]
+
+
+@pytest.mark.parametrize("kind", [Fraction, np.float16, np.float32, np.float64])
+def test_a_number_may_be_of_any_real_kind(kind: Callable) -> None:
+    for found, want in zip(of_numbers(kind(0.5)), of_numbers(0.5), strict=True):
+        assert torch.equal(found, want)
 
 
 # ---------------------------------------------------------------------- objectives

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, distributed
 
-from ..arguments import IGNORE, check_number, not_negative, positive
+from ..arguments import IGNORE, check_number
 from ..ranks.collectives import device_of, summed
 from .segments import count_in
 
@@ -127,12 +127,13 @@ class Totals:
 def _check_total(name: str, value: object) -> None:
     if type(value) is int and value >= 0:
         return
+    kind = "a number or a 0-dim tensor"
     if isinstance(value, Tensor):
         if value.dim() or value.is_complex() or value.dtype == torch.bool:
             got = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-            raise TypeError(f"{name}: got {got}, want a number or a 0-dim tensor")
+            raise TypeError(f"{name}: got {got}, want {kind}")
         return
-    check_number(name, value, "a number or a 0-dim tensor", "a finite number >= 0", not_negative)
+    check_number(name, value, kind, "a finite number >= 0", lambda x: x >= 0)
 
 
 Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -183,7 +184,7 @@ class _FixedLength:
 
 def fixed_length(length: float) -> Reduction:
     """Sum over tokens divided by (segments * length), as in Dr. GRPO (Liu et al. 2025)."""
-    check_number("length", length, "a number > 0", "> 0", positive)
+    check_number("length", length, "a number > 0", "> 0", lambda x: x > 0)
     return Reduction(f"fixed_length({length})", _FixedLength(length))
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 
-from ..arguments import check_dense, check_device
+from ..arguments import check_dense, check_device, plain_numbers
 from ..softmax.products import Fixed, WideLinear
 from .adapters import Fields, read_model, read_module
 
@@ -63,6 +63,7 @@ class Lora:
             )
         if self.b.dtype != self.a.dtype:
             raise ValueError(f"lora.b: got {self.b.dtype}, want the dtype of a, {self.a.dtype}")
+        plain_numbers(self, "scaling", "dropout")
         check_number("lora.scaling", self.scaling)
         if not 0 <= check_number("lora.dropout", self.dropout) < 1:
             raise ValueError(f"lora.dropout: got {self.dropout}, want 0 <= dropout < 1")
@@ -123,6 +124,8 @@ class Head:
             _check_floating("bias", self.bias, "[V] or None")
             if self.bias.shape != self.weight.shape[:1]:
                 raise _misfit("bias", self.bias, f"({self.weight.shape[0]},)", self.weight)
+        if not (self.softcap is None and type(self.temperature) is type(self.logit_scale) is float):
+            plain_numbers(self, "temperature", "softcap", "logit_scale")
         check_transform(self.temperature, self.softcap, self.logit_scale)
         if self.vocab_size is not None:
             self._check_vocab_size(self.vocab_size)

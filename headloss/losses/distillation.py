@@ -16,7 +16,7 @@ from ..batch.reduction import token_mean
 from ..objective.divergence import phi
 from ..objective.metrics import Observed
 from ..objective.statistics import FLOOR, Statistics
-from .arguments import naming, number, one_of, positive
+from .arguments import naming, number, one_of, positive, with_floats
 from .factory import factory
 from .identity import Origin
 from .teacher import KINDS, TAILS, Kind, Tail, Teacher
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..head.head import Head
 
 
+@with_floats
 def distillation(
     *,
     divergence: Kind = "forward_kl",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import ParamSpec
 
-from .arguments import naming
+from .arguments import naming, with_floats
 from .identity import Origin
 from .term import Term
 
@@ -25,6 +25,7 @@ def factory(function: Callable[P, Term]) -> Callable[P, Term]:
     signature = inspect.signature(function)
     name = function.__name__
 
+    @with_floats
     def build(*args: P.args, **kwargs: P.kwargs) -> Term:
         bound = signature.bind(*args, **kwargs)  # a TypeError that names a wrong option
         bound.apply_defaults()

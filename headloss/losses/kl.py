@@ -16,7 +16,7 @@ from torch import Tensor
 from ..batch.reduction import token_mean
 from ..objective.metrics import Observed
 from ..objective.statistics import Slope, Statistics
-from .arguments import flags, naming, number, one_of, positive
+from .arguments import flags, naming, number, one_of, positive, with_floats
 from .factory import factory
 from .importance import Level, estimate, ratio_per_token, scope_and_per
 from .scope import wider
@@ -183,6 +183,7 @@ def _shaped(
     return of(stats, _Shaped(batch, batch.advantages - beta * value))
 
 
+@with_floats
 def kl_shaped(
     term: Term,
     *,

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..objective.metrics import Max, Observed
 from ..objective.statistics import Statistics
 from ..ranks.collectives import together
-from .arguments import flags, naming, non_negative, number, one_of, positive
+from .arguments import flags, naming, non_negative, number, one_of, positive, with_floats
 from .importance import MAX_LOG_RATIO
 from .scope import TRACING, Per, Scope
 
@@ -101,6 +101,7 @@ def sampler_mismatch(stats: Statistics, batch: PackedBatch, live: bool) -> Tenso
     return (trainer - batch.sampling_logps).nan_to_num(nan=0.0)
 
 
+@with_floats
 def corrected(
     mode: str = "token_truncate",
     *,
@@ -165,6 +166,7 @@ def _on_policy(stats: Statistics, batch: PackedBatch, *, threshold: float) -> Te
     return kept.to(stats.logp.dtype)
 
 
+@with_floats
 def off_policy_masked(threshold: float) -> Modifier:
     """Drops the tokens of negative advantage in sequences that the policy has moved away from.
 
@@ -245,6 +247,7 @@ def _gather(values: Tensor, count: Tensor, group: ProcessGroup) -> tuple[Tensor,
     return gathered.flatten(), sizes[:, 0].sum()
 
 
+@with_floats
 def top_entropy(
     *,
     quantile: float | None = None,

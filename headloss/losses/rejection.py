@@ -17,7 +17,7 @@ from ..batch.batch import Batch, Current
 from ..batch.packing import pack
 from ..objective.metrics import Observed
 from ..objective.statistics import Statistics
-from .arguments import flags, naming, number, one_of
+from .arguments import flags, naming, number, one_of, with_floats
 from .importance import MAX_LOG_RATIO, estimate
 from .modifiers import Modifier, sampler_mismatch
 
@@ -88,6 +88,7 @@ def _largest(values: Tensor, batch: PackedBatch) -> Tensor:
     return found.where(batch.segments.lengths > 0, 0)
 
 
+@with_floats
 def rejected(
     measure: str,
     *,
@@ -147,6 +148,7 @@ def _made(
     )
 
 
+@with_floats
 def rejection_mask(
     batch: Batch,
     measure: str,

@@ -15,13 +15,14 @@ from ..batch.batch import Batch
 from ..batch.packing import Packed, pack
 from ..batch.reduction import Reduction, Totals, as_reduction
 from ..objective.bound import bind
-from .arguments import naming, non_negative
+from .arguments import naming, non_negative, with_floats
 from .supervised import entropy
 from .term import Objective
 
 ANY = 1 << 62  # targets of a batch may be of any vocabulary
 
 
+@with_floats
 def value_loss(
     values: Tensor,  # [..], the targets' shape
     batch: Batch,
@@ -59,6 +60,7 @@ def value_loss(
     return _reduced(error / 2, found, batch, reduction)
 
 
+@with_floats
 def bradley_terry(
     rewards: Tensor,  # [..] or [S]
     batch: Batch,

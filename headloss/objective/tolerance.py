@@ -18,9 +18,7 @@ from .statistics import FLOOR, Statistics
 WHOLE = 1 << 50  # units of mass in a chunk
 
 
-def masses(
-    gradient: Gradient, stats: Statistics, transform: Transform, vocabulary: int
-) -> Tensor:  # fmt: skip
+def masses(gradient: Gradient, stats: Statistics, transform: Transform, vocabulary: int) -> Tensor:
     """[n] float64, infinite where a coefficient is no number:
 
     (|c_target + p_y (c_prob + c_entropy log p_y)| + (1 - p_y) |c_prob|

@@ -205,8 +205,7 @@ class RowSums:
         pairs = zip(source.features, source.full_weights, self.weights, strict=True)
         for i, (features, weight, total) in enumerate(pairs):
             into = self.hidden.totals[i]
-            rows = None if into is None else Scaling(into, features.dtype, alike, multiple)
-            sums.append(rows)
+            sums.append(None if into is None else Scaling(into, features.dtype, alike, multiple))
             own = None
             if total is not None and total is not self.main_grad:
                 if self.fresh:
