@@ -9,7 +9,7 @@ time for its gradient. In one launch the second walk starts with the columns tha
 together the rows at work fit into the L2 cache, and DRAM sees one read and one write. A wide row is
 cut into parts, one for each block of a cluster, so that a multiprocessor works on several rows and
 one's memory traffic covers another's waits; the blocks meet once, between the walks. Logits in
-bfloat16 stay in the blocks' shared memory in between (walk.py).
+bfloat16 stay in the blocks' shared memory in between (words.py).
 """
 
 from __future__ import annotations
@@ -24,19 +24,12 @@ from torch import Tensor
 
 from ...objective.statistics import Coefficients, Normalizer, Partials
 from ..interface import Walk
+from . import words
 from .formulas import coefficient, coefficients, log1p, normalizer_of, per_row, store_partials
 from .launch import Launcher, OfClusters, cdiv
 from .records import LogitScaling, empty_partials, power_of_2, scaling
 from .versions import has_clusters
-from .walk import (
-    logit_gradient,
-    logits_of,
-    part_partials,
-    resident_gradient,
-    resident_partials,
-    write_gradient,
-)
-from .words import WARPS, fetch, met, open_mail, open_room, opening, room_of
+from .walk import logit_gradient, logits_of, part_partials, write_gradient
 
 
 class Shape(NamedTuple):
@@ -152,11 +145,11 @@ def given_kernel(
     turn = 0
     offset = tl.load(of.offsets + cluster, mask=cluster < count, other=0)
     if OPEN is not None:
-        room = open_room(OPEN, begin, size, v)
+        room = words.open_room(OPEN, begin, size, v)
         there = columns_there(of, cluster, count, v)
         for piece in range(PIECES):
-            fetch(room, raw + offset + begin, there - begin, size, piece, PIECES)
-    mail = open_mail() if PARTS > 1 else 0
+            words.fetch(room, raw + offset + begin, there - begin, size, piece, PIECES)
+    mail = words.open_mail() if PARTS > 1 else 0
     # Blocks at work at once have rows close to one another.
     for row in range(cluster, count, clusters):
         x = raw + offset // ALIGNED * ALIGNED  # a loop's variable takes no hint
@@ -179,7 +172,9 @@ def given_kernel(
 
         if STATISTICS:
             if OPEN is not None:
-                partials = resident_partials(room, turn, x, begin, size, v, outer, of.to, PIECES)
+                partials = words.resident_partials(
+                    room, turn, x, begin, size, v, outer, of.to, PIECES
+                )
             else:
                 partials = part_partials(
                     x, begin, size, length, of.z, outer, of.to, WIDTH, GRADIENT
@@ -192,7 +187,7 @@ def given_kernel(
                 target_logit = tl.where(length > 0, target_logit, 0.0)
             tl.store(of.to.target + row, target_logit)
             if PARTS > 1:
-                partials = met(partials, mail, turn, PARTS, of.to.spread is not None)
+                partials = words.met(partials, mail, turn, PARTS, of.to.spread is not None)
             if of.live is not None:
                 partials = settled(partials, length)
             peak, rest, spread, _ = partials
@@ -216,7 +211,7 @@ def given_kernel(
                 keep = None
                 if of.live is not None:
                     keep = length > 0
-                resident_gradient(
+                words.resident_gradient(
                     room, x, y, begin, size, v, outer, normalizer, at, of.c, keep,
                     (raw + offset + begin, there - begin), PIECES
                 )  # fmt: skip
@@ -255,7 +250,7 @@ def given_rows(walk: Walk, *, shape: Shape | None = None) -> Partials | None:
         cdiv(count, shape.turns), *(x, of, first, count, segments, v, size), PARTS=parts,
         WIDTH=min(lanes, max(16, power_of_2(size) // 4)), ALIGNED=16 if aligned else 1,
         SLOPES=0 if slopes is None else len(slopes),
-        OPEN=opening(size, pieces) if shape.resident else None, PIECES=pieces
+        OPEN=words.opening(size, pieces) if shape.resident else None, PIECES=pieces
     )
     return partials
 
@@ -273,8 +268,8 @@ def resident_for(x: Tensor, out: Tensor, z: LogitScaling) -> Shape | None:
     if not (fits and aligned and x.is_cuda and has_clusters(x.device)):
         return None
     for parts in (1, 2, 4, 8, 16):
-        if room_of(part_of(v, parts)) <= PART_BYTES:
-            return Shape(WARPS, parts, max(4, min(8, parts)), REGISTERS, resident=True)
+        if words.room_of(part_of(v, parts)) <= PART_BYTES:
+            return Shape(words.WARPS, parts, max(4, min(8, parts)), REGISTERS, resident=True)
     return None
 
 

@@ -1,8 +1,15 @@
-"""What blocks of a GPU do in PTX, unknown to Triton: logits in bfloat16 are brought into
-shared memory, read, compared and written as words of two; blocks of a cluster exchange numbers.
+"""The two walks of given.py with a part of a row, in bfloat16, in shared memory in between, in
+Triton and, where Triton knows no such thing, in PTX; and how blocks of a cluster exchange numbers.
 
-A block's room in shared memory is an array of PTX's own, and copies are the hardware's (bulk
-copies, counted by a barrier). In the interpreter words are read from the logits themselves.
+The hardware copies a part in bulk, piece by piece, counted by barriers, so that device memory sees
+one read and one write whatever the L2 holds. A piece that the gradient has read makes room for the
+next row's. Several blocks are on a multiprocessor: while one waits for its row, or for other parts
+of it, the others work. Logits are read, compared and written as words of two: of two words the
+larger goes on, half by half, and the smaller is summed, so that a lane's largest logit stays out of
+its sum.
+
+A block's room in shared memory is an array of PTX's own. In the interpreter words are read from the
+logits themselves.
 
 A launch of `OfClusters` has blocks that are programs of their own. Each sends its numbers into the
 shared memory of all of them; arrival is counted by a barrier there, so that nobody waits for stores
@@ -16,14 +23,14 @@ import functools
 import triton
 import triton.language as tl
 
-from .formulas import FLOOR, LOG2E
+from .formulas import FLOOR, LN2, LOG2E
 from .launch import cdiv
 from .versions import INTERPRETED
+from .walk import LOWEST, join_lanes, smaller
 
 WARPS = 4  # so that five or six blocks are on a multiprocessor
 STEP = 32 * WARPS * 8  # columns that a block reads at once: 16 bytes a lane
 STRIDE = tl.constexpr(STEP)
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no difference of peaks is NaN
 NOTHING = tl.constexpr(-8323200)  # a word of two of -inf
 # $0: the array, behind which the barriers of its pieces are.
 _OPEN = """{
@@ -187,6 +194,124 @@ def wait(address, arrived, turn, piece):
         return address
     else:
         return ptx(_WAIT, "=r,r,r,r", [address, arrived + piece * 8, turn])
+
+
+UNROLL = tl.constexpr(4)
+LEAST = tl.constexpr(-(2.0**99))  # logits below count as -inf
+LARGE = tl.constexpr(2.0**24)  # from here on numbers in bfloat16 are 65,536 apart
+
+
+@triton.jit
+def add_raw(raw, scale, shift, rest, spread, ENTROPY: tl.constexpr):
+    """Add e = 2 ** (raw scale - shift), and e times the exponent."""
+    a = tl.fma(raw, scale, -shift)
+    if ENTROPY:
+        a = tl.maximum(a, FLOOR, propagate_nan=tl.PropagateNan.ALL)
+    e = tl.exp2(a)
+    if ENTROPY:
+        spread = tl.fma(e, a, spread)
+    return rest + e, spread
+
+
+@triton.jit
+def resident_partials(room, turn, x, begin, size, v, outer, to, PIECES: tl.constexpr):
+    """Partial statistics of the part, which begin with its first piece; z = raw * outer, and the
+    room is `open_room`'s."""
+    ENTROPY: tl.constexpr = to.spread is not None
+    address, _, arrived = room
+    first, end = begin + tl.arange(0, 128) * 8, tl.minimum(begin + size, v)
+    steps = tl.cdiv(size, STRIDE)
+    largest = first * 0 + NOTHING
+    most = piece_of(size, PIECES) // STRIDE
+    for piece in range(PIECES):
+        address = wait(address, arrived, turn, piece)
+        start = tl.minimum(piece * most, steps)  # an unrolled loop must not end before it starts
+        for step in tl.range(start, tl.minimum(start + most, steps), loop_unroll_factor=UNROLL):
+            columns = first + step * STRIDE
+            words = read(address + step * (2 * STRIDE), x, columns, columns < end)
+            for i in tl.static_range(4):
+                largest, _smaller = sifted(largest, words[i])
+    low, high = unpacked(largest)
+    top = tl.maximum(low, high, propagate_nan=tl.PropagateNan.ALL)
+    top = tl.maximum(top, LEAST, propagate_nan=tl.PropagateNan.ALL)
+    scale = tl.zeros_like(top) + outer * LOG2E
+    # A large product is rounded by more than an exponent holds; one of 16 bits is exact.
+    coarse = (scale.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    scale = tl.where(tl.abs(top) < LARGE, scale, coarse)
+    shift = top * scale
+    rest, spread, total = tl.zeros_like(top), tl.zeros_like(top), tl.zeros_like(top)
+    largest = first * 0 + NOTHING
+    for step in tl.range(0, steps, loop_unroll_factor=UNROLL):
+        columns = first + step * STRIDE
+        inside = columns < end
+        words = read(address + step * (2 * STRIDE), x, columns, inside)
+        for i in tl.static_range(4):
+            if to.total is not None:
+                low, high = unpacked(words[i])
+                total += tl.where(inside, low + high, 0.0)
+            largest, word = sifted(largest, words[i])
+            low, high = unpacked(word)
+            rest, spread = add_raw(low, scale, shift, rest, spread, ENTROPY)
+            rest, spread = add_raw(high, scale, shift, rest, spread, ENTROPY)
+    low, high = unpacked(largest)
+    # The larger of the two is the lane's largest logit, which is left out.
+    rest, spread = add_raw(smaller(low, high), scale, shift, rest, spread, ENTROPY)
+    # What rounding `shift` did to all terms alike.
+    right = tl.exp2(-tl.fma(top, scale, -shift))
+    rest *= right
+    spread *= right * LN2
+    peak = tl.where(top == LEAST, LOWEST, top * outer)
+    part_peak, part_rest, part_spread = join_lanes(peak, rest, spread, ENTROPY)
+    return part_peak, part_rest, part_spread, tl.sum(total, 0) * outer
+
+
+@triton.jit
+def raw_gradient(raw, scale, shift, at, c):
+    """dL/draw of a logit but for the target's own term."""
+    a, times = tl.fma(raw, scale, -shift), at[0]
+    if c.entropy is not None:
+        a = tl.maximum(a, FLOOR, propagate_nan=tl.PropagateNan.ALL)
+        times += at[1] * (a * LN2)
+    g = tl.exp2(a) * times
+    if c.uniform is not None:
+        g += at[2]
+    return g
+
+
+@triton.jit
+def resident_gradient(
+    room, x, y, begin, size, v, outer, normalizer, at, c,
+    keep,  # None, or whether it is not 0
+    following,  # where the next row's part lies, and how many columns of it
+    PIECES: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of the part but for the target's own term, and fetch that of the next row
+    behind it, piece by piece."""
+    address, _, _ = room
+    source, there = following
+    first, end = begin + tl.arange(0, 128) * 8, tl.minimum(begin + size, v)
+    steps = tl.cdiv(size, STRIDE)
+    zeros = (first * 0).to(tl.float32)
+    scale = zeros + outer * LOG2E
+    shift = zeros + (normalizer[0] * LOG2E + normalizer[1] * LOG2E)
+    most = piece_of(size, PIECES) // STRIDE
+    for piece in range(PIECES):
+        start = tl.minimum(piece * most, steps)
+        for step in tl.range(start, tl.minimum(start + most, steps), loop_unroll_factor=UNROLL):
+            columns = first + step * STRIDE
+            inside = columns < end
+            words = read(address + step * (2 * STRIDE), x, columns, inside)
+            written = ()
+            for i in tl.static_range(4):
+                low, high = unpacked(words[i])
+                low = raw_gradient(low, scale, shift, at, c)
+                word = packed(low, raw_gradient(high, scale, shift, at, c))
+                if keep is not None:
+                    word &= first * 0 - keep.to(tl.int32)
+                written = written + (word,)  # noqa: RUF005
+            write(y, columns, inside, written)
+        tl.debug_barrier()  # all have read what is overwritten now
+        fetch(room, source, there, size, piece, PIECES)
 
 
 # Two mailboxes, used in turn: 16 blocks x 16 bytes each, and a barrier for each. A block's next
