@@ -236,11 +236,8 @@ class Kernels(Protocol):
         """`product_partials` of all columns, and `stats.finish`; raw [n, v] takes raw logits."""
 
     def finish(self, slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
-        """Statistics from the partials of W slices of a vocabulary, in the order of the slices.
-
-        slices [W, 3 + .., n], contiguous: peak, rest and target, then spread where the entropy is
-        needed and total where the mean logit is, `vocabulary` being the size of the whole.
-        """
+        """Statistics from the partials of W slices of a vocabulary, which is of this size, in their
+        order: slices [W, 3 + .., n], contiguous, fields as in `partials_of`."""
 
     def product_gradient(self, x: Tensor, w: Tensor, backward: Backward) -> Tensor:
         """Act two of raw = x [n, H] @ w.T [H, v]: [n, v] in x's dtype, in new memory."""
@@ -254,8 +251,7 @@ class Kernels(Protocol):
         row i of it is that of terms' row order.rows[i], and rows from `count` on hold anything.
 
         Raises:
-            ValueError: a soft cap with a coefficient of the mean logit, since z is read off log p
-                and a term of 0 no longer tells it.
+            ValueError: z is read off log p and has to be known where a term is 0 (`Held.check`).
         """
 
     def held_multiple_(
@@ -269,9 +265,7 @@ class Kernels(Protocol):
 
         The second is s * x of x [n, H], in float32 or wider and rounded once. With `order`, row i
         of terms, s and s * x is that of row order.rows[i], and rows from `count` on hold anything.
-
-        Raises:
-            ValueError: it is no multiple.
+        ValueError where there is none (`Held.check`).
         """
 
     # ------------------------------------------------------------------ chosen columns

@@ -6,9 +6,10 @@ Each act is the plain twin of the kernels' act of the same name, which the tests
 from __future__ import annotations
 
 from .batch import compact, survey
-from .chosen import chosen_gradient_, chosen_logits
 from .fused import (
     can_fuse,
+    chosen_gradient_,
+    chosen_logits,
     finish,
     fixed_product,
     held_gradient_,

@@ -1,6 +1,7 @@
-"""Products that end in an act, and acts on held softmax terms, in plain PyTorch.
+"""Products that end in an act, acts on held softmax terms, and chosen columns of each token: their
+logits, and their gradient over a tile's; in plain PyTorch.
 
-n tokens, v columns, H hidden width.
+n tokens, v columns, H hidden width, K chosen columns of a token.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from torch import Tensor
 from ...objective import statistics as stats
 from ...objective.statistics import FLOOR, Partials, merge_all
 from ..interface import Backward, Forward, Held, Measured, Order, partials_of
+from ..pair import Chosen
+from ..transform import Transform
 from .rows import scaled_rows
 from .tile import blocks, logit_gradient_, own_gradient, partials, put_, wide, z_gradient
 
@@ -38,7 +41,7 @@ def product_partials(x: Tensor, w: Tensor, forward: Forward, held: Held | None =
     found = partials(raw, forward)
     if held is not None:
         held.reference.copy_(found.peak)
-        for rows in blocks(raw):
+        for rows in blocks(*raw.shape):
             z = forward.transform.rows(rows)(raw[rows])
             held.terms[rows] = z.sub_(found.peak[rows].unsqueeze(1)).exp_().to(held.terms.dtype)
     return found
@@ -67,7 +70,7 @@ def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
 def held_gradient_(held: Held, backward: Backward, *, order: Order | None = None) -> Tensor:
     held.check(backward)
     terms = held.terms
-    for rows in blocks(terms):
+    for rows in blocks(*terms.shape):
         picked = rows if order is None else order.rows[rows]
         own = backward.rows(picked)
         (peak, log_sum), c = own.normalizer, own.coefficients.map(lambda t: t.unsqueeze(1))
@@ -105,3 +108,38 @@ def held_multiple_(
         multiple = multiple[order.rows]
         x = None if x is None else x[order.rows]
     return multiple, None if x is None else scaled_rows(x, multiple)
+
+
+def chosen_logits(x: Tensor, w: Tensor, columns: Tensor, transform: Transform) -> Tensor:
+    (n, count), dtype = columns.shape, wide(x.dtype)
+    out = x.new_empty(n, count, dtype=dtype)
+    here = (columns >= 0) & (columns < len(w))
+    for rows in blocks(n, count * w.shape[1]):
+        places = torch.where(here[rows], columns[rows], 0)
+        raw = torch.linalg.vecdot(w[places].to(dtype), x[rows].to(dtype).unsqueeze(1))
+        if transform.bias is not None:
+            raw += transform.bias[places]
+        out[rows] = torch.where(here[rows], transform.rows(rows)(raw), 0)
+    return out
+
+
+def chosen_gradient_(
+    tile: Tensor, chosen: Chosen, backward: Backward, *, multiples: Tensor | None = None,
+    order: Order | None = None
+) -> None:
+    picked = slice(None) if order is None else order.rows[: int(order.count)]
+    columns, log_p, slopes = (t[picked] for t in chosen)
+    own, places = backward.rows(picked), slice(len(columns))
+    c, (peak, log_sum) = own.coefficients.map(lambda t: t.unsqueeze(1)), own.normalizer
+    here = (columns >= 0) & (columns < tile.shape[1])
+    slopes = slopes.clone()
+    if c.target is not None:
+        slopes += torch.where(columns == (own.targets - own.first).unsqueeze(1), c.target, 0)
+    g = own_gradient(log_p.clamp_max(0), slopes, c)
+    g = own.transform.pull_back_(g, log_p + (peak + log_sum).unsqueeze(1), is_z=True)
+    if multiples is not None:
+        multiple = multiples[places].unsqueeze(1)
+        g = torch.where(multiple == 0, 0, g / torch.where(multiple == 0, 1, multiple))
+    # Distinct columns: none is written twice.
+    row = torch.arange(len(columns), device=tile.device).unsqueeze(1).expand_as(columns)
+    tile[row[here], columns[here]] = g[here].to(tile.dtype)

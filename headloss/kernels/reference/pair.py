@@ -33,7 +33,7 @@ def _log_p(side: Side, raw: Tensor, rows: slice) -> Tensor:
 def divergence(raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
     student, teacher, kind, beta = pair
     out = raw.new_empty(2, raw.shape[0], dtype=wide(raw.dtype))
-    for rows in blocks(raw):
+    for rows in blocks(*raw.shape):
         log_q = _log_p(teacher, raw_teacher, rows)
         log_p = _log_p(student, raw, rows)
         out[0, rows], out[1, rows] = phi(log_q, log_p, kind, beta)
@@ -86,7 +86,7 @@ def part_gradient_(
     out = raw if others is not None else extra
     out = torch.empty_like(raw, dtype=wide(raw.dtype)) if out is None else out
     of_rows = _of_outcomes if isinstance(part, Outcomes) else _of_divergence
-    for rows in blocks(raw):
+    for rows in blocks(*raw.shape):
         tile, transform, g = of_rows(raw, part, rows)  # type: ignore[arg-type]
         g = transform.pull_back_(g, tile)
         if extra is not None:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from ...objective.statistics import Partials
-from ..interface import Backward, Forward, Support
+from ..interface import Backward, Forward, Support, partials_of
 from ..transform import Transform
-from .tile import BLOCK_ELEMENTS, logit_gradient_, partials, wide
+from .tile import blocks, logit_gradient_, partials, wide
 
 WIDTH = 256  # columns of a weight that are widened at once
 
@@ -28,11 +28,9 @@ def _blocks(support: Support, elements: int = 1) -> Iterator[tuple[slice, Tensor
     counts = offsets.diff()
     most = int(counts.max()) if len(counts) else 0
     slots = torch.arange(most, device=ids.device)
-    step = max(1, BLOCK_ELEMENTS // max(1, most * elements))
-    for start in range(0, len(counts) if most else 0, step):
-        rows = slice(start, min(start + step, len(counts)))
+    for rows in blocks(len(counts), most * elements) if most else ():
         there = slots < counts[rows].unsqueeze(1)
-        pairs = torch.where(there, offsets[rows].unsqueeze(1) + slots, 0)
+        pairs = torch.where(there, offsets[:-1][rows].unsqueeze(1) + slots, 0)
         columns = ids[pairs] - first
         there &= (columns >= 0) & (columns < size)
         yield rows, pairs, torch.where(there, columns, 0), there
@@ -56,19 +54,17 @@ def support_logits(x: Tensor, w: Tensor, support: Support, onto: Tensor | None =
 def support_partials(raw: Tensor, support: Support, forward: Forward) -> Partials:
     targets, _, transform, needs, _ = forward
     assert targets is not None
-    nothing = {"peak": -math.inf, "rest": -1.0, "target": -math.inf}
-    nothing |= {"spread": 0.0} if "entropy" in needs else {}
-    nothing |= {"total": 0.0} if "mean_logit" in needs else {}
-    found = {name: raw.new_full((len(targets),), value) for name, value in nothing.items()}
+    nothing = (-math.inf, -1.0, -math.inf, 0.0, 0.0)
+    found = partials_of([raw.new_full((len(targets),), value) for value in nothing], needs)
     for rows, pairs, columns, there in _blocks(support):
         z = transform.rows(rows)(raw[pairs])
         slots = _slots(columns, there, targets[rows] - support.first)
         own = Forward(slots, 0, Transform(), needs - {"mean_logit"})
         of_block = partials(z.masked_fill(~there, -math.inf), own).tensors()
         of_block["total"] = torch.where(there, z, 0).sum(1)
-        for name, values in found.items():
+        for name, values in found.tensors().items():
             values[rows] = of_block[name]
-    return Partials(**found)
+    return found
 
 
 def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tensor:

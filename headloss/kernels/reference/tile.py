@@ -18,9 +18,9 @@ ALL = slice(None)
 BLOCK_ELEMENTS = 1 << 20  # working memory of one step, so that temporaries stay small
 
 
-def blocks(tile: Tensor) -> list[slice]:
-    """Rows, in blocks of limited size; ALL, which is not to be cut, where there is one block."""
-    n, rows = tile.shape[0], max(1, BLOCK_ELEMENTS // max(1, tile.shape[1]))
+def blocks(n: int, width: int) -> list[slice]:
+    """n rows, in blocks of limited size; ALL, which is not to be cut, where there is one block."""
+    rows = max(1, BLOCK_ELEMENTS // max(1, width))
     return [ALL] if n <= rows else [slice(start, start + rows) for start in range(0, n, rows)]
 
 
@@ -48,7 +48,7 @@ def partials(
     if targets is None:
         targets = torch.full((len(raw),), first - 1, device=raw.device)
     parts, room = [], []
-    for rows in blocks(raw):
+    for rows in blocks(*raw.shape):
         part, those = (raw, targets) if rows is ALL else (raw[rows], targets[rows])
         z = transform.rows(rows).read(widened(part))
         if without is not None:
@@ -139,7 +139,7 @@ def z_gradient(log_p: Tensor, c: Coefficients, out: Tensor) -> Tensor:
 
 
 def logit_gradient_(raw: Tensor, backward: Backward) -> Tensor:
-    for rows in blocks(raw):
+    for rows in blocks(*raw.shape):
         here, own = (raw, backward) if rows is ALL else (raw[rows], backward.rows(rows))
         c, z = own.coefficients, own.transform.read(widened(here))
         g = here if here.dtype == z.dtype and own.transform.softcap is None else z
