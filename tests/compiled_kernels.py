@@ -89,6 +89,7 @@ def pretend(target: GPUTarget, number: int) -> None:
     torch.cuda.get_device_properties = lambda device=None: properties
     tiles.has_accelerator.cache_clear()
     versions.overlaps.cache_clear()
+    versions.has_clusters.cache_clear()
     fuses = tiles.has_accelerator(torch.device("cuda", 0))
     overlapping = versions.overlaps(torch.device("cuda", 0))
     tiles.can_fuse = acts.can_fuse = lambda x, w: fuses and x.element_size() == 2

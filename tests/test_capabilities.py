@@ -21,10 +21,12 @@ HOPPER, SMALL = 227 << 10, 99 << 10  # bytes of shared memory
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Nothing is known of the machine."""
-    for known in (kernels._failure, kernels.load, tiles.has_accelerator, versions.overlaps):
+    kept = kernels._failure, kernels.load, tiles.has_accelerator
+    kept += versions.overlaps, versions.has_clusters
+    for known in kept:
         known.cache_clear()
     yield
-    for known in (kernels._failure, kernels.load, tiles.has_accelerator, versions.overlaps):
+    for known in kept:
         known.cache_clear()
 
 
