@@ -20,18 +20,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ...objective.statistics import Normalizer
-from ..pair import DEEPEST, Compared, Differences, Divergence
+from ..pair import Compared, Differences, Divergence
 from ..rounding import lost
 from .chosen import chosen_logits
 from .formulas import LOG2E, normalizer_of, per_row, transformed
 from .launch import Launcher, cdiv
-from .pair import POWER, Part, Softmax, softmax
+from .pair import DEEP, POWER, Part, Softmax, softmax
 from .product import LEAST_SCALE, LOWEST, check_operands
 from .records import LogitScaling, Matrix, constant, matrix_of, over_tiles, scaling
 from .tiles import BM, BN, OPTIONS, READ, WIDTH, each_tile
 from .versions import overlaps
 
-DEEP = tl.constexpr(DEEPEST)
 BLOCKS = 64  # that a program adds at once
 
 
@@ -48,13 +47,6 @@ class Beside(NamedTuple):
     stride: int  # blocks * pitch
     reverse: tl.constexpr  # under p
     apart: tl.constexpr  # the two temperatures of the student's differ
-
-
-@triton.jit
-def word(p, d):
-    """Two numbers in 32 bits."""
-    low = p.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
-    return low | (d.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
 
 
 @triton.jit
@@ -97,8 +89,9 @@ def pair_tile(z, m, block, out, of, n, v):
         p = tl.where(deep, -root, root)
     else:
         p = tl.exp2(far)
-    to = raw.to(tl.pointer_type(tl.uint32), bitcast=True)
-    tl.store(to, word(p, d), mask=real)
+    low = p.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    high = d.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+    tl.store(raw.to(tl.pointer_type(tl.uint32), bitcast=True), low | high, mask=real)
 
 
 @triton.jit(do_not_specialize=["n"])

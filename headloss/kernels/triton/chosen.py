@@ -27,21 +27,19 @@ COLUMNS, TOKENS = 8, 8  # chosen columns of one token, or tokens, of a program
 
 @triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
 def references_kernel(
-    x, w, held, targets,
-    of,  # merge.ActOne
-    first, n, v, h, vocabulary, PROGRAMS: tl.constexpr, TOKENS: tl.constexpr,
+    x, w, held, targets, of, first, n, v, h, vocabulary, PROGRAMS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The column that a token refers to, its target or a stand-in, and that column's logit."""
+    """The column that a token refers to, its target or a stand-in, and that column's logit, for a
+    `merge.ActOne`."""
     row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     real = row < n
     target = tl.load(targets + row, mask=real, other=0) - first
     inside = (target >= 0) & (target < v)
     column = tl.where(inside, target, tl.abs(target % v)).to(tl.int64)
     at_row = x + tl.where(real, row, 0) * of.x_stride
-    logit = dots(at_row, w + column * of.w_stride, real, h, TOKENS)
-    if of.z.bias is not None:
-        logit += tl.load(of.z.bias + column, mask=real, other=0.0).to(tl.float32)
-    logit = transformed(logit, of.z, per_row(of.z.outer, of.z, row, real))
+    raw = dots(at_row, w + column * of.w_stride, column, real, of.z, h, TOKENS)
+    logit = transformed(raw, of.z, per_row(of.z.outer, of.z, row, real))
     to = of.epilogue.more + row
     tl.store(of.epilogue.logit + row, logit, mask=real)
     tl.store(to, tl.where(inside, logit, float("-inf")), mask=real)
@@ -57,9 +55,7 @@ def own_column(to, rows, inside):
 
 @triton.jit
 def logits_kernel(
-    x,  # Matrix [n, H]
-    w,  # Matrix [v, H]
-    columns,  # Matrix [n, K]
+    x, w, columns,  # Matrix [n, H], [v, H] and [n, K]
     z,  # LogitScaling
     out,  # [n, K]
     v, h,
@@ -73,10 +69,8 @@ def logits_kernel(
     here = (column >= 0) & (column < v)
     at_row = x.data + row * x.stride + tl.zeros((1,), tl.int64)
     at_column = w.data + tl.where(here, column, 0) * w.stride
-    logit = dots(at_row, at_column, here, h, COLUMNS)
-    if z.bias is not None:
-        logit += tl.load(z.bias + column, mask=here, other=0.0).to(tl.float32)
-    logit = transformed(logit, z, per_row(z.outer, z, row))
+    raw = dots(at_row, at_column, column, here, z, h, COLUMNS)
+    logit = transformed(raw, z, per_row(z.outer, z, row))
     tl.store(out + row * count + k, tl.where(here, logit, 0.0), mask=k < count)
 
 
@@ -135,12 +129,11 @@ launch_targets = Launcher(gradient_kernel)
 
 
 def chosen_logits(x: Tensor, w: Tensor, columns: Tensor, transform: Transform) -> Tensor:
-    check_tile("x", x)
-    check_tile("w", w)
+    operands = check_tile("x", x), check_tile("w", w)
     (n, count), (v, h) = columns.shape, w.shape
     out = x.new_empty(n, count, dtype=torch.float32)
     if n:
-        given = (matrix_of(x), matrix_of(w), matrix_of(columns), scaling(transform), out)
+        given = *operands, matrix_of(columns), scaling(transform), out
         launch_logits(n * cdiv(count, COLUMNS), *given, v, h, count, COLUMNS=COLUMNS)
     return out
 
@@ -149,10 +142,9 @@ def chosen_gradient_(
     tile: Tensor, chosen: Chosen, backward: Backward, *, multiples: Tensor | None = None,
     order: Order | None = None
 ) -> None:
-    check_tile("tile", tile)
-    (n, count), v = chosen.columns.shape, tile.shape[1]
+    to, (n, count), v = check_tile("tile", tile), chosen.columns.shape, tile.shape[1]
     if n:
-        of = Put(matrix_of(tile), act(backward), *map(matrix_of, chosen), multiples, order)
+        of = Put(to, act(backward), *map(matrix_of, chosen), multiples, order)
         block = triton.next_power_of_2(count)
         launch_gradient(n, of, 0, backward.first, n, v, count, ROWS=1, BLOCK=block)
 

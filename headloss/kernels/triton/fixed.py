@@ -11,20 +11,19 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launcher, cdiv
-from .records import Matrix, matrix_of
+from .records import matrix_of, strided
 from .tiles import place_of
 
 ROWS, COLUMNS, BYTES = 128, 128, 128  # a tile, and bytes of a row that are multiplied at once
-GROUP = 8  # tiles of rows that share one of columns
+GROUP = tl.constexpr(8)  # tiles of rows that share one of columns
 
 
 @triton.jit(do_not_specialize=["n"])
 def fixed_product_kernel(
     a,  # Matrix [n, k]
-    b,  # [k, m], of the next two strides
-    b_row, b_column,
+    b,  # Strided [k, m]
     out,  # Matrix [n, m]
-    n, m, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    n, m, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     WIDE: tl.constexpr,  # the operands' dtypes differ
     PRECISION: tl.constexpr, ADD: tl.constexpr,
 ):
@@ -33,14 +32,13 @@ def fixed_product_kernel(
     columns = column * COLUMNS + tl.arange(0, COLUMNS)
     here, there = (rows < n)[:, None], (columns < m)[None, :]
     left = a.data + rows.to(tl.int64)[:, None] * a.stride
-    right = b + columns.to(tl.int64)[None, :] * b_column
+    right = b.data + columns.to(tl.int64)[None, :] * b.step
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, k, DEPTH):
         at = start + tl.arange(0, DEPTH)
         x = tl.load(left + at[None, :], mask=here & (at < k)[None, :], other=0.0)
-        w = tl.load(
-            right + at.to(tl.int64)[:, None] * b_row, mask=there & (at < k)[:, None], other=0.0
-        )
+        lines = right + at.to(tl.int64)[:, None] * b.stride
+        w = tl.load(lines, mask=there & (at < k)[:, None], other=0.0)
         if WIDE:
             x, w = x.to(tl.float32), w.to(tl.float32)
         total = tl.dot(x, w, total, input_precision=PRECISION)
@@ -65,8 +63,8 @@ def fixed_product(
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32" and not wide
         launch(
             cdiv(n, ROWS) * cdiv(m, COLUMNS),
-            *(matrix_of(a), b, *b.stride(), Matrix(out, out.stride(0)), n, m, k), ROWS=ROWS,
-            COLUMNS=COLUMNS, DEPTH=BYTES // (4 if wide else a.element_size()), GROUP=GROUP,
-            WIDE=wide, PRECISION="tf32" if tf32 else "ieee", ADD=add
+            *(matrix_of(a), strided(b), matrix_of(out), n, m, k), ROWS=ROWS, COLUMNS=COLUMNS,
+            DEPTH=BYTES // (4 if wide else a.element_size()), WIDE=wide,
+            PRECISION="tf32" if tf32 else "ieee", ADD=add
         )
     return out

@@ -13,6 +13,7 @@ from .versions import PTX
 FLOOR, SURE = tl.constexpr(statistics.FLOOR), tl.constexpr(statistics.SURE)
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E_LOW = tl.constexpr(1.925963033500e-08)  # what float32 leaves of it
 
 
 @triton.jit
@@ -40,6 +41,14 @@ def log2(x):
 def log(x):
     """The natural logarithm, likewise."""
     return log2(x) * LN2
+
+
+@triton.jit
+def exp(x):
+    """exp with all digits of float32: the GPU's own loses some where x is large."""
+    high = x * LOG2E
+    low = tl.fma(x, tl.zeros_like(x) + LOG2E, -high) + x * LOG2E_LOW
+    return tl.exp2(high) * (1 + low * LN2)
 
 
 @triton.jit
@@ -72,21 +81,6 @@ def folded(tile, ROWS: tl.constexpr, HALVES: tl.constexpr):
 
 
 @triton.jit
-def dots(x, w, inside, h, WIDTH: tl.constexpr, HALVES: tl.constexpr = 8):
-    """[WIDTH] products of rows of x and w [H], from pointers to them (of x, one may serve all); 0
-    where not `inside`. Exact to float32, and summed in one order, 2 ** HALVES of H at once, so that
-    they depend on the two rows alone."""
-    DEPTH: tl.constexpr = 1 << HALVES
-    total = tl.zeros((DEPTH, WIDTH), tl.float32)
-    for start in range(0, h, DEPTH):
-        at = (start + tl.arange(0, DEPTH))[:, None]
-        a = tl.load(x[None, :] + at, mask=at < h, other=0.0)
-        b = tl.load(w[None, :] + at, mask=(at < h) & inside[None, :], other=0.0)
-        total += a.to(tl.float32) * b.to(tl.float32)
-    return folded(total, WIDTH, HALVES)
-
-
-@triton.jit
 def per_row(value, z, row, inside=None):
     """`outer` or `factor` of a scaling, over the token's own temperature if tokens have their own;
     of several rows, which are there."""
@@ -104,6 +98,24 @@ def transformed(raw, z, outer):
     if not z.same:
         x = x * outer
     return x
+
+
+@triton.jit
+def dots(x, w, column, inside, z, h, WIDTH: tl.constexpr, HALVES: tl.constexpr = 8):
+    """[WIDTH] products of rows of x and w [H], from pointers to them (of x, one may serve all), and
+    the bias of each column; 0 where not `inside`. Exact to float32, and summed in one order,
+    2 ** HALVES of H at once, so that they depend on the two rows alone."""
+    DEPTH: tl.constexpr = 1 << HALVES
+    total = tl.zeros((DEPTH, WIDTH), tl.float32)
+    for start in range(0, h, DEPTH):
+        at = (start + tl.arange(0, DEPTH))[:, None]
+        a = tl.load(x[None, :] + at, mask=at < h, other=0.0)
+        b = tl.load(w[None, :] + at, mask=(at < h) & inside[None, :], other=0.0)
+        total += a.to(tl.float32) * b.to(tl.float32)
+    raw = folded(total, WIDTH, HALVES)
+    if z.bias is not None:
+        raw += tl.load(z.bias + column, mask=inside, other=0.0).to(tl.float32)
+    return raw
 
 
 @triton.jit
@@ -132,6 +144,15 @@ def act_two(p, log_p, at, c):
         g = p * at[0]
     if c.uniform is not None:
         g += at[2]
+    return g
+
+
+@triton.jit
+def under_cap(g, raw, z):
+    """A gradient times the soft cap's own slope at raw logits."""
+    if z.inner is not None:
+        bend = tanh(raw.to(tl.float32) * z.inner)
+        g *= 1 - bend * bend
     return g
 
 

@@ -12,13 +12,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from . import chosen, formulas, merge, tiles
 from .formulas import LN2, LOG2E
@@ -66,7 +61,7 @@ def new_ring(x, w):
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)  # the groups
-    fence_async_shared()
+    hopper.fence_async_shared()
     return xs, ws, full, empty
 
 
@@ -116,11 +111,11 @@ def multiplied(ring, stage, phase, h, WHO: gl.constexpr):
         mbarrier.wait(full.index(stage), phase)
         a = xs.index(stage).slice(WHO * HALF, HALF)
         b = ws.index(stage).permute((1, 0))
-        z = warpgroup_mma(a, b, z, use_acc=k > 0, is_async=True)
-        z = warpgroup_mma_wait(1, deps=(z,))
+        z = hopper.warpgroup_mma(a, b, z, use_acc=k > 0, is_async=True)
+        z = hopper.warpgroup_mma_wait(1, deps=(z,))
         mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), pred=k > 0)
         stage, phase = following(stage, phase)
-    z = warpgroup_mma_wait(0, deps=(z,))
+    z = hopper.warpgroup_mma_wait(0, deps=(z,))
     mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES))
     return z, stage, phase
 
@@ -149,7 +144,7 @@ def write(part, to, out, first, block, WHO: gl.constexpr, PLACE: gl.constexpr):
     buffer = out.index(WHO * BUFFERS + PLACE % BUFFERS)
     tma.store_wait(BUFFERS - 1)
     buffer.store(part.to(to.dtype))
-    fence_async_shared()
+    hopper.fence_async_shared()
     send(to, [first, block * WIDTH + PLACE * part.shape[1]], buffer)
 
 
@@ -275,12 +270,9 @@ def sum_tile(z, asked, out, held, given, first, block, n, v, WHO: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
 def overlapping_product_kernel(
-    x, w,
-    held,  # of terms, or in float32 of raw logits, or None
-    targets,
-    of,  # ActOne
-    first, n, v, h, vocabulary, PROGRAMS: gl.constexpr,
-):
+    x, w, held, targets, of, first, n, v, h, vocabulary, PROGRAMS: gl.constexpr
+):  # fmt: skip
+    """As product_kernel, but that `held` may also be raw logits, in float32."""
     # Told apart here: on their way into a group of warps flags cease to be constants.
     found = parts_of(of.epilogue)  # [blocks, pitch] each
     spreads, totals, peaks = None, None, None

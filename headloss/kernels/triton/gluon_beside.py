@@ -10,26 +10,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..pair import DEEPEST, ROOT
+from . import gluon as hopper
 from . import tiles
 from .formulas import LN2, LOG2E, SURE
-from .gluon import (
-    LOWEST,
-    OPTIONS,
-    READ,
-    WIDTH,
-    WRITE_WIDE,
-    accumulator_layout,
-    each_tile,
-    normalizer_of,
-    per_row,
-    pieces,
-    rows_of,
-    write,
-)
+from .gluon import LOWEST, OPTIONS, READ, WIDTH, WRITE_WIDE, each_tile
 from .launch import Launcher, Tile
+from .pair import DEEP, POWER
 
-DEEP, POWER = gl.constexpr(DEEPEST), gl.constexpr(float(ROOT))
 PIECE = gl.constexpr(32)  # columns that are worked on at once: 128 bytes of a row
 AHEAD = gl.constexpr(2)  # pieces that are asked for before the product
 SKIP = gl.constexpr(AHEAD.value * PIECE.value)
@@ -38,14 +25,14 @@ SKIP = gl.constexpr(AHEAD.value * PIECE.value)
 @gluon.jit
 def piece(raw, inside, start, v):
     """The student's logits in the columns from `start` on."""
-    at = start + gl.arange(0, PIECE, gl.SliceLayout(0, accumulator_layout(PIECE)))
+    at = start + gl.arange(0, PIECE, gl.SliceLayout(0, hopper.accumulator_layout(PIECE)))
     real = inside[:, None] & (at < v)[None, :]
     return gl.load(raw[:, None] + at[None, :], mask=real, other=LOWEST)
 
 
 @gluon.jit
 def word(p, d):
-    """As in beside.py, of two columns at once."""
+    """p in bfloat16 and d in float16, of two columns at once; see `Differences`."""
     return gl.inline_asm_elementwise(
         "{.reg .b32 a, b; cvt.rn.bf16x2.f32 a, $3, $2; cvt.rn.f16x2.f32 b, $5, $4; "
         "prmt.b32 $0, a, b, 0x5410; prmt.b32 $1, a, b, 0x7632;}",
@@ -67,9 +54,9 @@ def first_pieces(of, rows, inside, block, v):
 def ask_of_raw(given, first, block, n, v):
     """What a row's formulas take, and the first pieces of the student's logits."""
     of, _ = given
-    rows, inside = rows_of(first, n, PIECE)
+    rows, inside = hopper.rows_of(first, n, PIECE)
     offset = gl.load(of.offset + rows, mask=inside, other=0.0)
-    own = normalizer_of(of.own.normalizer, rows, inside)
+    own = hopper.normalizer_of(of.own.normalizer, rows, inside)
     raw, waiting = first_pieces(of.raw, rows, inside, block, v)
     return offset, own, raw, waiting
 
@@ -80,10 +67,10 @@ def compare_tile(z, asked, out, words, given, first, block, n, v, WHO: gl.conste
     of, p = given
     student, apart = p
     offset, normalizer, raw, waiting = asked
-    rows, inside = rows_of(first, n, PIECE)
-    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, accumulator_layout(WIDTH)))
+    rows, inside = hopper.rows_of(first, n, PIECE)
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, hopper.accumulator_layout(WIDTH)))
     start = block * WIDTH
-    own = per_row(gl.zeros_like(offset) + of.own.z.outer, of.own.z, rows, inside)
+    own = hopper.per_row(gl.zeros_like(offset) + of.own.z.outer, of.own.z, rows, inside)
     lse = normalizer[0] + normalizer[1]
     warmth = of.p.z.outer / own
     depth = lse - DEEP
@@ -92,12 +79,12 @@ def compare_tile(z, asked, out, words, given, first, block, n, v, WHO: gl.conste
     depth = depth[:, None]
     scale, warmth, far = own[:, None], warmth[:, None], (lse * LOG2E)[:, None]
     if student is not None:
-        at_term = normalizer_of(student, rows, inside)
+        at_term = hopper.normalizer_of(student, rows, inside)
         shift = at_term[0] + at_term[1]
     if start + WIDTH > v:
         z = gl.where((columns < v - start)[None, :], z, LOWEST)
     peak = gl.convert_layout(gl.max(z, 1), rows.type.layout, assert_trivial=True) * of.z.outer
-    parts = pieces(z)
+    parts = hopper.pieces(z)
     mass, moment = gl.zeros_like(offset), gl.zeros_like(offset)
     for i in gl.static_range(8):
         q, here = parts[i] * of.z.outer, waiting[i]
@@ -118,7 +105,7 @@ def compare_tile(z, asked, out, words, given, first, block, n, v, WHO: gl.conste
                 kept = gl.where(deep, -root, root)
             else:
                 kept = gl.exp2(log_p)
-            write(word(kept, d), words, out, first, block, WHO, i)
+            hopper.write(word(kept, d), words, out, first, block, WHO, i)
         if i + AHEAD < 8:
             waiting += (piece(raw, inside, start + (i + AHEAD) * PIECE, v),)
     place = of.sums + block.to(gl.int64) * of.pitch + rows
@@ -128,12 +115,8 @@ def compare_tile(z, asked, out, words, given, first, block, n, v, WHO: gl.conste
 
 
 @gluon.jit(do_not_specialize=["n"])
-def overlapping_beside_kernel(
-    x, w,
-    words,  # [n, v] of int32, in the memory of the student's logits, or None
-    of,  # beside.Beside
-    n, v, h, PROGRAMS: gl.constexpr,
-):
+def overlapping_beside_kernel(x, w, words, of, n, v, h, PROGRAMS: gl.constexpr):
+    """Words [n, v] in int32, in the memory of the student's logits, or None; see beside.Beside."""
     student, apart = None, None  # flags, as in gluon.py
     if of.reverse:  # the student's at the term's temperature, for means under it
         student = of.p.normalizer
@@ -146,7 +129,7 @@ def overlapping_beside_kernel(
 @gluon.jit
 def side_of(of, rows, inside):
     """Scale and shift of log p in units of log 2, and what that is for a likely column."""
-    peak, log_sum = normalizer_of(of.normalizer, rows, inside)
+    peak, log_sum = hopper.normalizer_of(of.normalizer, rows, inside)
     return of.z.outer * LOG2E, ((peak + log_sum) * LOG2E)[:, None], (-log_sum * LOG2E)[:, None]
 
 
@@ -161,7 +144,7 @@ def log_2(raw, side):
 def ask_of_sides(given, first, block, n, v):
     """As `ask_of_raw`, for the gradient."""
     raw, of = given
-    rows, inside = rows_of(first, n, PIECE)
+    rows, inside = hopper.rows_of(first, n, PIECE)
     weight = gl.load(of.weight + rows, mask=inside, other=0.0)[:, None] * of.student.z.factor
     p, q = side_of(of.student, rows, inside), side_of(of.teacher, rows, inside)
     raw, waiting = first_pieces(raw, rows, inside, block, v)
@@ -171,9 +154,9 @@ def ask_of_sides(given, first, block, n, v):
 @gluon.jit
 def slope_tile(z, asked, out, to, given, first, block, n, v, WHO: gl.constexpr):
     """The gradient of a tile: see pair.py."""
-    of, parts = given[1], pieces(z)
+    of, parts = given[1], hopper.pieces(z)
     weight, p, q, raw, waiting = asked
-    rows, inside = rows_of(first, n, PIECE)
+    rows, inside = hopper.rows_of(first, n, PIECE)
     for i in gl.static_range(8):
         log_p, log_q = log_2(waiting[i], p), log_2(parts[i], q)
         g = gl.exp2(log_p)
@@ -182,7 +165,7 @@ def slope_tile(z, asked, out, to, given, first, block, n, v, WHO: gl.constexpr):
             g *= (log_p - log_q) * LN2 - pivot
         else:
             g -= gl.exp2(log_q)
-        write(gl.where(weight == 0, 0.0, g * weight), to, out, first, block, WHO, i)
+        hopper.write(gl.where(weight == 0, 0.0, g * weight), to, out, first, block, WHO, i)
         if i + AHEAD < 8:
             waiting += (piece(raw, inside, block * WIDTH + (i + AHEAD) * PIECE, v),)
 

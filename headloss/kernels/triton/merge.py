@@ -22,18 +22,13 @@ from torch import Tensor
 from ...objective.statistics import STATISTICS, Normalizer, Statistics
 from ..interface import Measured
 from .chosen import TOKENS, own_column, references_kernel
-from .formulas import FLOOR, LN2, LOG2E, block_partials, folded, log1p, merged, per_row, transformed
+from .formulas import FLOOR, block_partials, dots, exp, folded, log1p, merged, per_row, transformed
 from .launch import Launcher, Series, Tile, cdiv
 from .records import LogitScaling, Matrix, constant
-from .tiles import WIDTH
+from .tiles import BN
 
 FAR = tl.constexpr(2.0**80)  # sum of terms beyond which the reference is too far below
-LOG2E_LOW = tl.constexpr(1.925963033500e-08)  # what float32 leaves of it
-
-ROWS, BLOCKS, HALVES = 16, 64, 6  # tokens of a program, blocks that it adds at once: 2 ** HALVES
-COLUMNS, DEPTH_HALVES = 64, 7  # of a tile of logits that are made again: 2 ** DEPTH_HALVES of H
-SIZES = {"ROWS": ROWS, "BLOCKS": BLOCKS, "HALVES": HALVES}
-SIZES |= {"COLUMNS": COLUMNS, "DEPTH_HALVES": DEPTH_HALVES}
+ROWS = 16  # tokens of a program
 
 
 class Asked(NamedTuple):
@@ -82,38 +77,18 @@ def parts_of(of):
 
 
 @triton.jit
-def exp(x):
-    """exp with all digits of float32: the GPU's own loses some where x is large."""
-    high = x * LOG2E
-    low = tl.fma(x, tl.zeros_like(x) + LOG2E, -high) + x * LOG2E_LOW
-    return tl.exp2(high) * (1 + low * LN2)
-
-
-@triton.jit
-def far_row(
-    x, w, w_stride, held, v, h, z, outer,
-    COLUMNS: tl.constexpr, DEPTH_HALVES: tl.constexpr, ENTROPY: tl.constexpr, HELD: tl.constexpr,
-):  # fmt: skip
+def far_row(x, w, w_stride, held, v, h, z, outer, ENTROPY: tl.constexpr, HELD: tl.constexpr):
     """Peak, rest and spread of one token against its largest logit; its terms are held."""
-    DEPTH: tl.constexpr = 1 << DEPTH_HALVES
+    COLUMNS: tl.constexpr = 64  # whose logits are made again at once, of 2 ** 7 of H at once
+    x += tl.zeros((1,), tl.int64)
     peak, rest, spread = float("-inf"), -1.0, 0.0
     for sweep in range(1 + HELD):
         for start in range(0, v, COLUMNS):
             columns = start + tl.arange(0, COLUMNS)
             inside = columns < v
-            products = tl.zeros((DEPTH, COLUMNS), tl.float32)
-            for k in range(0, h, DEPTH):
-                at = k + tl.arange(0, DEPTH)
-                a = tl.load(x + at, mask=at < h, other=0.0).to(tl.float32)
-                b = tl.load(
-                    w + columns.to(tl.int64)[None, :] * w_stride + at[:, None],
-                    mask=inside[None, :] & (at < h)[:, None], other=0.0
-                )
-                products += b.to(tl.float32) * a[:, None]
-            logit = folded(products, COLUMNS, DEPTH_HALVES)
-            if z.bias is not None:
-                logit += tl.load(z.bias + columns, mask=inside, other=0.0).to(tl.float32)
-            logit = transformed(logit, z, outer)
+            of_w = w + columns.to(tl.int64) * w_stride
+            raw = dots(x, of_w, columns, inside, z, h, COLUMNS, 7)
+            logit = transformed(raw, z, outer)
             logit = tl.where(inside, logit, float("-inf"))
             if sweep == 0:
                 block = block_partials(logit, inside, ENTROPY)
@@ -154,18 +129,14 @@ def write_statistics(out, pitch, rows, inside, highest, sums, vocabulary, asked)
 
 @triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
 def finish_kernel(
-    x, w, held, targets,
-    of,  # ActOne
-    first, n, v, h,
-    vocabulary,  # columns of the whole
-    PROGRAMS: tl.constexpr,  # of the product
-    WIDTH: tl.constexpr,  # of its tiles
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH_HALVES: tl.constexpr,
+    x, w, held, targets, of, first, n, v, h, vocabulary, PROGRAMS: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
+    """From an `ActOne`; PROGRAMS are the product's, and `vocabulary` has all ranks' columns."""
+    HALVES: tl.constexpr = 6
+    BLOCKS: tl.constexpr = 1 << HALVES  # that are added at once
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n
-    blocks, more, pitch = tl.cdiv(v, WIDTH), of.epilogue.more, of.epilogue.pitch
+    blocks, more, pitch = tl.cdiv(v, BN), of.epilogue.more, of.epilogue.pitch
     ENTROPY: tl.constexpr = of.epilogue.asked.entropy
     MEAN: tl.constexpr = of.epilogue.asked.mean
     TOP1: tl.constexpr = of.epilogue.asked.top1
@@ -211,8 +182,7 @@ def finish_kernel(
                     terms = held + row * of.held_stride
                 found_peak, found_rest, found_spread = far_row(
                     x + row * of.x_stride, w, of.w_stride, terms, v, h, of.z,
-                    per_row(of.z.outer, of.z, row),
-                    COLUMNS, DEPTH_HALVES, ENTROPY, of.held_stride is not None,
+                    per_row(of.z.outer, of.z, row), ENTROPY, of.held_stride is not None,
                 )  # fmt: skip
                 reference = tl.where(this, found_peak, reference)
                 rest = tl.where(this, found_rest, rest)
@@ -284,7 +254,7 @@ def merge_kernel(
 
 
 set_of_all = Launcher(references_kernel, TOKENS=TOKENS)
-finish_all = Launcher(finish_kernel, num_warps=4, WIDTH=WIDTH, **SIZES)
+finish_all = Launcher(finish_kernel, num_warps=4, ROWS=ROWS)
 launch_merge = Launcher(merge_kernel, num_warps=4)
 
 

@@ -17,35 +17,14 @@ from torch import Tensor
 
 from ...objective.statistics import Normalizer
 from ..interface import Backward
-from ..pair import ROOT, Differences, Divergence, Outcomes, Pair, Side
-from .formulas import (
-    act_two,
-    expm1,
-    log,
-    log_softmax,
-    normalizer_of,
-    per_row,
-    token_of,
-    transformed,
-)
+from ..pair import DEEPEST, ROOT, Differences, Divergence, Outcomes, Pair, Side
+from . import records
+from .formulas import act_two, expm1, log, log_softmax, normalizer_of, per_row, token_of, under_cap
 from .launch import Launcher
-from .records import (
-    NO_ACT,
-    WARPS,
-    Apart,
-    LogitScaling,
-    Matrix,
-    act,
-    apart,
-    block_width,
-    check_tile,
-    matrix_of,
-    narrowed,
-    scaling,
-)
+from .records import NO_ACT, WARPS, Apart, LogitScaling, Matrix
 
 LEAST = tl.constexpr(1.2e-38)  # a normal number
-POWER = tl.constexpr(float(ROOT))
+DEEP, POWER = tl.constexpr(DEEPEST), tl.constexpr(float(ROOT))
 BLOCK = 2048  # columns a program works on at once, at most: of two tiles
 
 
@@ -137,10 +116,8 @@ def shares(log_q, log_p, beta, KIND: tl.constexpr):
 
 @triton.jit
 def divergence_kernel(
-    raw,  # Matrix
-    teacher_raw,  # Matrix
-    student,  # Softmax
-    teacher,  # Softmax
+    raw, teacher_raw,  # Matrix
+    student, teacher,  # Softmax
     beta,
     to,  # Matrix [2, n]: values and pivots
     v, BLOCK: tl.constexpr, KIND: tl.constexpr,
@@ -169,7 +146,7 @@ launch_divergence = Launcher(divergence_kernel, num_warps=WARPS)
 
 def softmax(side: Side | None) -> Softmax:
     """One side."""
-    return NO_SIDE if side is None else Softmax(scaling(side.transform), side.normalizer)
+    return NO_SIDE if side is None else Softmax(records.scaling(side.transform), side.normalizer)
 
 
 def readable(tile: Tensor, dtype: torch.dtype) -> Tensor:
@@ -179,16 +156,14 @@ def readable(tile: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def divergence(raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
-    check_tile("raw", raw)
-    check_tile("raw_teacher", raw_teacher)
+    tiles = records.check_tile("raw", raw), records.check_tile("raw_teacher", raw_teacher)
     student, teacher, kind, beta = pair
     n, v = raw.shape
     out = raw.new_empty(2, n, dtype=torch.float32)
     if n:
-        tiles = (matrix_of(raw), matrix_of(raw_teacher))
         sides = (softmax(student), softmax(teacher))
-        options = {"BLOCK": block_width(v, BLOCK), "KIND": kind}
-        launch_divergence(n, *tiles, *sides, beta, matrix_of(out), v, **options)
+        options = {"BLOCK": records.block_width(v, BLOCK), "KIND": kind}
+        launch_divergence(n, *tiles, *sides, beta, records.matrix_of(out), v, **options)
     return out
 
 
@@ -214,9 +189,9 @@ def pair_gradient_kernel(
     if d.weight is not None:
         weight = tl.load(d.weight + row)
     if KIND == "stored":
-        places = d.stored.places + row * d.stored.count
-        slopes = d.slopes + row * d.stored.count
-        bounds = d.stored.bounds + row * d.stored.stride
+        places = d.stored.places.data + row * d.stored.places.stride
+        slopes = d.slopes + row * d.stored.places.stride
+        bounds = d.stored.bounds.data + row * d.stored.bounds.stride
     elif d.ratio is not None:
         ratio = tl.load(d.ratio + row)
         if d.own.normalizer is not None:
@@ -278,9 +253,7 @@ def pair_gradient_kernel(
             if a.logps is not None:
                 h = tl.where(columns == target, own, h)
             g += h * factor
-        if p_z.inner is not None:
-            bend = transformed(value, p_z, 1.0)
-            g *= 1 - bend * bend
+        g = under_cap(g, value, p_z)
         if d.extra is not None:
             g += tl.load(d.extra.data + row * d.extra.stride + columns, mask=inside, other=0.0)
         if OVERLAP:  # rows narrow in place: all have read this block before any writes over it
@@ -295,17 +268,17 @@ def part_gradient_(
     raw: Tensor, part: Divergence | Outcomes, extra: Tensor | None = None,
     others: Backward | None = None
 ) -> Tensor:
-    check_tile("raw", raw)
+    records.check_tile("raw", raw)
     n, v = raw.shape
     if others is not None:
-        out = narrowed(raw, others)
+        out = records.narrowed(raw, others)
     else:
         out = torch.empty_like(raw, dtype=torch.float32) if extra is None else extra
     if n == 0:
         return out
-    block, overlap = block_width(v, BLOCK), others is not None and out.dtype != raw.dtype
+    block, overlap = records.block_width(v, BLOCK), others is not None and out.dtype != raw.dtype
     if isinstance(part, Outcomes):
-        stored, order = apart(part.columns, v, block)
+        stored, order = records.apart(part.columns, v, block)
         slopes, kind = part.slope_stored.gather(1, order), "stored"
         of = Part(softmax(part.tail), part.slope_tail, stored=stored, slopes=slopes)
     else:
@@ -315,11 +288,11 @@ def part_gradient_(
             of = of._replace(ratio=teacher.ratio, own=softmax(teacher.own))
             raw = raw.view(torch.int32)
         else:
-            check_tile("raw_teacher", teacher)
-            of = of._replace(teacher=softmax(side), teacher_tile=matrix_of(teacher))
-    of = of if extra is None else of._replace(extra=matrix_of(extra))
+            other = records.check_tile("raw_teacher", teacher)
+            of = of._replace(teacher=softmax(side), teacher_tile=other)
+    of = of if extra is None else of._replace(extra=records.matrix_of(extra))
     rest = others is not None and others.coefficients.tensors()
-    a, first = (act(others), others.first) if rest else (NO_ACT, 0)
-    given = matrix_of(raw), matrix_of(out), of, a, first, v
+    a, first = (records.act(others), others.first) if rest else (NO_ACT, 0)
+    given = records.matrix_of(raw), records.matrix_of(out), of, a, first, v
     launch_gradient(n, *given, BLOCK=block, KIND=kind, OVERLAP=overlap)
     return out

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...objective.statistics import Coefficients, Normalizer, Partials
-from ..interface import Backward
+from ..interface import Backward, partials_of
 from ..transform import Transform
 
 BLOCK = 4096  # columns a program works on at once, at most
@@ -29,6 +29,14 @@ class Matrix(NamedTuple):
 
     data: Tensor
     stride: int  # of rows
+
+
+class Strided(NamedTuple):
+    """A matrix of any layout."""
+
+    data: Tensor
+    stride: int  # of rows
+    step: int  # of columns
 
 
 class LogitScaling(NamedTuple):
@@ -57,10 +65,8 @@ class Act(NamedTuple):
 class Apart(NamedTuple):
     """Columns of each row of a tile, for kernels that walk along it in blocks."""
 
-    places: Tensor  # [n, K] ascending; some may lie outside of the tile
-    count: int  # K
-    bounds: Tensor  # [n, blocks + 1]: block b holds places[bounds[b]:bounds[b + 1]]
-    stride: int  # blocks + 1
+    places: Matrix  # [n, K] ascending; some may lie outside of the tile
+    bounds: Matrix  # [n, blocks + 1]: block b holds places[bounds[b]:bounds[b + 1]]
 
 
 def apart(columns: Tensor, v: int, block: int) -> tuple[Apart, Tensor]:
@@ -68,11 +74,15 @@ def apart(columns: Tensor, v: int, block: int) -> tuple[Apart, Tensor]:
     places, order = columns.sort(1)
     borders = torch.arange(0, v + block, block, device=columns.device)
     bounds = torch.searchsorted(places, borders.expand(len(places), -1).contiguous())
-    return Apart(places, columns.shape[1], bounds, len(borders)), order
+    return Apart(matrix_of(places), matrix_of(bounds)), order
 
 
 def matrix_of(matrix: Tensor) -> Matrix:
     return Matrix(matrix, matrix.stride(0))
+
+
+def strided(matrix: Tensor) -> Strided:
+    return Strided(matrix, matrix.stride(0), matrix.stride(1))
 
 
 def scaling(transform: Transform, lost: float = 0.0) -> LogitScaling:
@@ -114,11 +124,8 @@ def act(backward: Backward) -> Act:
 def empty_partials(like: Tensor, n: int, needs: frozenset[str]) -> Partials:
     """Room for what `needs` asks for, in float32."""
     entropy, mean = "entropy" in needs, "mean_logit" in needs
-    room = like.new_empty(3 + entropy + mean, n, dtype=torch.float32).unbind()
-    return Partials(
-        peak=room[0], rest=room[1], target=room[2], spread=room[3] if entropy else None,
-        total=room[-1] if mean else None
-    )
+    room = like.new_empty(3 + entropy + mean, n, dtype=torch.float32)
+    return partials_of(room.unbind(), needs)
 
 
 def over_tiles(run: Any, x: Tensor, w: Tensor, *given: Any) -> None:
@@ -143,7 +150,8 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def check_tile(name: str, tile: Tensor) -> None:
+def check_tile(name: str, tile: Tensor) -> Matrix:
+    """It as kernels take it, where they do."""
     if tile.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(
             f"{name} must be float32, bfloat16 or float16 for the triton backend, "
@@ -154,6 +162,7 @@ def check_tile(name: str, tile: Tensor) -> None:
             f"{name} must be [n, v] with unit stride along v, "
             f"got shape {tuple(tile.shape)} and strides {tile.stride()}"
         )
+    return matrix_of(tile)
 
 
 def narrowed(tile: Tensor, backward: Backward) -> Tensor:

@@ -15,20 +15,10 @@ from torch import Tensor
 
 from ...objective.statistics import Partials
 from ..interface import Forward, Support
+from . import records
 from .formulas import block_partials, merged, per_row, store_partials, transformed
 from .launch import Launcher
-from .records import (
-    WARPS,
-    Apart,
-    LogitScaling,
-    Matrix,
-    apart,
-    block_width,
-    check_tile,
-    empty_partials,
-    matrix_of,
-    scaling,
-)
+from .records import WARPS, Apart, LogitScaling, Matrix
 
 NARROW = 2048  # columns that a program works on at once, at most, where it has to look for some
 
@@ -79,8 +69,8 @@ def partials_kernel(of, first, v, BLOCK: tl.constexpr, ONTO: tl.constexpr):
         if (column >= 0) & (column < v):
             target = transformed(tl.load(x + column), z, outer)
     if WITHOUT:
-        places = of.without.places + row * of.without.count
-        bounds = of.without.bounds + row * of.without.stride
+        places = of.without.places.data + row * of.without.places.stride
+        bounds = of.without.bounds.data + row * of.without.bounds.stride
     for start in range(begin, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
         columns, inside = at, at < end
@@ -109,13 +99,13 @@ launch = Launcher(partials_kernel, num_warps=WARPS)
 def partials(
     raw: Tensor, forward: Forward, onto: Partials | None = None, without: Tensor | None = None
 ) -> Partials:
-    check_tile("raw", raw)
+    tile = records.check_tile("raw", raw)
     targets, first, transform, needs, _ = forward
     n, v = raw.shape
-    to = empty_partials(raw, n, needs) if onto is None else onto
+    to = records.empty_partials(raw, n, needs) if onto is None else onto
     if n:
-        block = block_width(v, None if without is None else NARROW)
-        left_out = None if without is None else apart(without, v, block)[0]
-        of = Tile(matrix_of(raw), to, targets, left_out, scaling(transform))
+        block = records.block_width(v, None if without is None else NARROW)
+        left_out = None if without is None else records.apart(without, v, block)[0]
+        of = Tile(tile, to, targets, left_out, records.scaling(transform))
         launch(n, of, first, v, BLOCK=block, ONTO=onto is not None)
     return to

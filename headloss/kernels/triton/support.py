@@ -18,27 +18,15 @@ from torch import Tensor
 
 from ...objective.statistics import Partials
 from ..interface import Backward, Forward, Support
-from .formulas import act_two, log_softmax, tanh, token_of
+from .formulas import act_two, log_softmax, token_of, under_cap
 from .launch import Launcher, cdiv
-from .records import Matrix, act, block_width, empty_partials, scaling
+from .records import Matrix, act, block_width, empty_partials, scaling, strided
 from .statistics import Tile, columns_at, partials_kernel
 
 PAIRS = 128  # whose logits a program works on at once
 ROWS, DEPTH = 16, 256  # of the weight that a program has at once, where it makes logits
 SUMMED, WIDTH = 8, 1024  # rows that a program sums at once, and columns: a thread has all rows
 PIECE = 512  # pairs that a program sums, where some have many; the sums are summed in turn
-
-
-class Strided(NamedTuple):
-    """A matrix of any layout."""
-
-    data: Tensor
-    stride: int  # of rows
-    step: int  # of columns
-
-
-def strided(matrix: Tensor) -> Strided:
-    return Strided(matrix, matrix.stride(0), matrix.stride(1))
 
 
 # ---------------------------------------------------------------------- both acts
@@ -106,10 +94,7 @@ def gradient_kernel(raw, out, support, a, BLOCK: tl.constexpr):
         g = act_two(tl.exp(log_p), log_p, of_token, a.c)
         if a.logps is not None:
             g = tl.where(column == y, own, g)
-        g *= factor
-        if a.z.inner is not None:
-            capped = tanh(logit * a.z.inner)
-            g *= 1 - capped * capped
+        g = under_cap(g * factor, logit, a.z)
         tl.store(out + at, tl.where(there, g, 0.0), mask=at < end)
 
 
