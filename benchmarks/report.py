@@ -119,7 +119,7 @@ def losing(results: dict) -> str:
     return "\n".join(f"- {line}" for line in said) or "- nowhere in these rows"
 
 
-NAMES = {"ce": "cross-entropy", "grpo": "GRPO"}
+NAMES = {"ce": "cross-entropy", "grpo": "GRPO", "gspo": "GSPO", "dpo": "DPO", "scores": "log-probs"}
 
 
 def _losing_small(results: dict) -> list[str]:
@@ -128,14 +128,16 @@ def _losing_small(results: dict) -> list[str]:
     kinds = dict.fromkeys((_kind(row), row["work"]) for row in rows)
     for kind, work in kinds:
         of = [row for row in rows if (_kind(row), row["work"]) == (kind, work)]
-        name = f"{NAMES.get(work, work)}{kind}"
+        name = NAMES.get(work, work)
+        name += "" if kind == f", {name}" else kind
         cases = [{row["contestant"]: row for row in found} for _, found in _by_case(of)]
         cases = [found for found in cases if len(found) > 1]  # others may have failed the gate
         slower, more = [], []
         for found in cases:
-            ours = found.pop("headloss", None)
-            if ours is None:
+            own = [found.pop(name) for name in list(found) if is_ours(found[name])]
+            if not (own and found):
                 continue
+            ours = min(own, key=lambda row: row["ms"])
             behind = ours["ms"] - min(row["ms"] for row in found.values())
             if behind > TIE * (ours["ms"] - behind):
                 slower.append((ours["tokens"], behind))
