@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -52,13 +52,23 @@ def check_number(
     finite or not accepted."""
     if isinstance(value, bool) or not isinstance(value, of):
         raise TypeError(f"{name}: got {value!r}, want {kind}")
-    if not (abs(value) <= sys.float_info.max and accept(float(value))):
+    number = plain_number(value)
+    if not (abs(number) <= sys.float_info.max and accept(float(number))):
         raise ValueError(f"{name}: got {value!r}, want {want}")
 
 
+def plain_number(value: Any) -> Any:
+    """An int or a float of a number of another kind, such as a fraction or NumPy's, which a tensor
+    may not be multiplied by; anything else as it is, for checks to name."""
+    if isinstance(value, int | float) or not isinstance(value, Real):
+        return value
+    try:
+        return int(value) if isinstance(value, Integral) else float(value)
+    except OverflowError:
+        return value
+
+
 def plain_numbers(record: object, *names: str) -> None:
-    """Numbers of a frozen record that are neither int nor float, such as NumPy's, become floats."""
+    """Numbers of a frozen record become plain ones."""
     for name in names:
-        value = getattr(record, name)
-        if not isinstance(value, int | float) and isinstance(value, Real):
-            object.__setattr__(record, name, float(value))
+        object.__setattr__(record, name, plain_number(getattr(record, name)))

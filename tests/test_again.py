@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +20,9 @@ from headloss.kernels.interface import Backward, Forward, Held, Scaling
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton import again, launch
 from headloss.losses.term import Objective
+from headloss.objective.statistics import Coefficients
 from headloss.objective.taping import record
+from headloss.run import loop
 from headloss.run.prepare import Prepared
 
 ON_GPU = pytest.mark.skipif(
@@ -85,17 +90,97 @@ def test_arguments_are_those_that_are_described(n, into_weight, monkeypatch) -> 
 
     monkeypatch.setattr(again, "current_stream", lambda device: 0)
     of = again.Again(tape, NEEDS, transform, 64, 300, x.device)
-    kernels = again.Kernels([Seen(), Seen(), Seen()], Seen(), Seen())
-    call = again.Call(of, kernels, x, w, targets)
+    sent = again.Sent([Seen(), Seen(), Seen()], Seen(), Seen())
+    call = again.Call(of, sent, x, w, targets)
     call.room[: 5 * call.pitch] = 0  # what act one would have written is read by the tape
     features = call.differentiate(
         lambda tape, found: tape.launch(found, view, totals, [1.0], vocabulary=300)
     )
     call.finish(features, w if into_weight else None, upstream)
     counts, values = described[of.product]
-    assert [one.sent for one in kernels.act_one] == [(count, values) for count in counts]
-    assert kernels.act_two.sent == described[again.launch_rows]
-    assert kernels.scaled.sent == described[again.launch_scaled]
+    assert [one.sent for one in sent.act_one] == [(count, values) for count in counts]
+    assert sent.act_two.sent == described[again.launch_rows]
+    assert sent.scaled.sent == described[again.launch_scaled]
+
+
+def keys_of(n: int, pad: int, shift: int) -> tuple[Any, dict[Any, Any]]:
+    """The kind of a call, and what Triton would compile its kernels for."""
+    x, w, targets, _ = head(max(n, 2), 64, 300)
+    x = torch.cat([x, x.new_zeros(len(x), pad)], 1)[:n, :64]
+    targets = torch.cat([targets.new_zeros(shift), targets % 300])[shift:][:n]
+    found: dict[Any, Any] = {}
+
+    def watched(self, programs, *arguments, **constants) -> None:
+        found[self], _ = (self.describe or launch.describer(arguments))(constants, *arguments)
+
+    held, some = Held.empty(x, 300), torch.ones(n, device=DEVICE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch.Launcher, "__call__", watched)
+        stats, normalizer = acts.product_statistics(
+            x, w, Forward(targets, 0, Transform(), NEEDS, True), 300, held
+        )
+        c = Coefficients(target=some, prob=some.clone())
+        backward = Backward(targets, 0, Transform(), normalizer, c, stats.logp)
+        multiple, features = acts.held_multiple_(held, backward, x=x)
+        sums = [Scaling(features, features.dtype, rows=multiple), Scaling(w, w.dtype)]
+        acts.scaled(sums, some.sum())
+    of = again.Again(None, NEEDS, Transform(), 64, 300, x.device)
+    kernels = [found[one] for one in (of.product, again.launch_rows, again.launch_scaled)]
+    return of.kind(n, (x.stride(0), w.stride(0)), targets), kernels
+
+
+def test_a_kind_is_as_fine_as_what_kernels_are_compiled_for() -> None:
+    """Calls of one kind may send each other's kernels."""
+    calls = [(n, pad, shift) for n in (1, 2, 15, 16, 17, 32) for pad in (0, 8) for shift in (0, 1)]
+    known: dict[Any, Any] = {}
+    for call in calls:
+        kind, kernels = keys_of(*call)
+        assert known.setdefault(kind, kernels) == kernels, call
+    assert len(known) == 12  # one token, some, a multiple of 16; two strides; two alignments
+
+
+class Stub:
+    """A call that computes nothing."""
+
+    of = SimpleNamespace(tape=SimpleNamespace(metrics=bool))
+
+    def __init__(self, x: Tensor, *_: Tensor) -> None:
+        self.terms = self.measured = x.new_zeros(1)
+        self.loss = x.new_zeros(())
+
+    def differentiate(self, _: Any) -> Tensor:
+        return torch.zeros(3, 4)
+
+    def statistic(self, _: str) -> Tensor:
+        return self.measured
+
+
+def test_who_drops_the_loss_drops_the_gradients(monkeypatch) -> None:
+    """No cycle waits for the collector of garbage, which knows nothing of a GPU's memory."""
+    made: list[weakref.ref] = []
+
+    def product(*_: Any, **more: Any) -> Tensor:
+        made.append(weakref.ref(found := torch.zeros(3, 4)))
+        return found
+
+    monkeypatch.setattr(loop.products, "input_gradient", product)
+    monkeypatch.setattr(loop.products, "add_weight_gradient_", lambda *_, **__: None)
+    work = SimpleNamespace(
+        plan=SimpleNamespace(pull="now"), again=Stub, confirm=bool,
+        packing=SimpleNamespace(targets=torch.zeros(3).long()),
+        bound=SimpleNamespace(launch=None, measured=None),
+        prepared=SimpleNamespace(wants=SimpleNamespace(weights=(True,)), wide=torch.float32),
+    )  # fmt: skip
+    x, w = torch.zeros(3, 4, requires_grad=True), torch.zeros(5, 4, requires_grad=True)
+    gc.collect()
+    gc.disable()
+    try:
+        loss, _ = loop.HeadLoss.apply(work, x, w, None)
+        assert made[0]() is not None
+        del loss, _
+        assert made[0]() is None
+    finally:
+        gc.enable()
 
 
 def result_of(n: int, seed: int, objective: hl.Objective, **more) -> tuple:

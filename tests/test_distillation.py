@@ -302,6 +302,21 @@ def test_tail_of_a_confident_student_keeps_its_digits(kind, most):
     assert error(found, want) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("depth", [20.0, 1000.0])
+def test_what_log_probs_are_rounded_by_is_no_rest(dtype, depth):
+    """A teacher whose stored log-probs sum to 1 but for their rounding, beside a student that is
+    equal to it and has next to nothing elsewhere."""
+    logps = (3 * torch.randn(64, 8)).log_softmax(-1)
+    hidden, ids = torch.full((64, V), -depth), torch.arange(8).expand(64, 8).contiguous()
+    hidden[:, :8] = logps
+    batch = hl.Batch(ids[:, 0], teacher_topk_ids=ids, teacher_topk_logps=logps.to(dtype))
+    out = hl.head_loss(hidden.requires_grad_(), hl.Head(torch.eye(V)), batch, hl.distillation())
+    (found,) = torch.autograd.grad(out.loss, hidden)
+    assert out.loss.abs() <= 2 * torch.finfo(dtype).eps
+    assert found[:, 8:].abs().max() <= 1e-9  # of 64 tokens
+
+
 @pytest.mark.parametrize("size", [V, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rest_that_no_teacher_knows_counts_for_nothing(kind, size):

@@ -66,6 +66,21 @@ def test_a_number_may_be_of_any_real_kind(kind: Callable) -> None:
         assert torch.equal(found, want)
 
 
+def test_a_number_that_no_float_holds_is_refused_by_name() -> None:
+    huge: Any = Fraction(10) ** 400
+    for make, name in (
+        (lambda: hl.Options(upstream=huge), "upstream"),
+        (lambda: hl.Options(gradient_tolerance=huge), "gradient_tolerance"),
+        (lambda: hl.cross_entropy(label_smoothing=huge), "label_smoothing"),
+        (lambda: hl.Head(torch.zeros(V, H), softcap=huge), "softcap"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"{name}: got"):
+            make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hl.fixed_length(np.float32(3)), hl.Totals(np.float32(3), 2)  # type: ignore[arg-type]
+
+
 # ---------------------------------------------------------------------- objectives
 
 

@@ -5,27 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from numbers import Integral, Real
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from ..arguments import check_number
+from ..arguments import check_number, plain_number
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def with_floats(function: Callable[P, T]) -> Callable[P, T]:
-    """`function` with floats for options that are numbers of other kinds, such as fractions or
-    NumPy's, which a tensor may not be multiplied by."""
-
-    def number_of(value: Any) -> Any:
-        kept = isinstance(value, int | float | Integral) or not isinstance(value, Real)
-        return value if kept else float(value)
+    """`function` with a `plain_number` for each option that is a number of another kind."""
 
     @functools.wraps(function)
     def made(*args: P.args, **kwargs: P.kwargs) -> T:
-        named = {name: number_of(value) for name, value in kwargs.items()}
-        return function(*map(number_of, args), **named)  # type: ignore[arg-type]
+        named = {name: plain_number(value) for name, value in kwargs.items()}
+        return function(*map(plain_number, args), **named)  # type: ignore[arg-type]
 
     return made
 

@@ -87,6 +87,9 @@ def distillation(
     )
 
 
+NOISE = 4  # times eps: 1 - sum of 512 probabilities, from a log-softmax, was off by 3.3 at most
+
+
 def _divergence(stats: Statistics, batch: PackedBatch, *, teacher: Teacher) -> Tensor:
     found = stats.divergences[teacher]
     if found.dim() == 1:
@@ -97,11 +100,12 @@ def _divergence(stats: Statistics, batch: PackedBatch, *, teacher: Teacher) -> T
     log_p = found.double()
     if teacher.tail == "bucket":
         log_q, least = torch.cat([log_q, log_tail(log_q)], 1), torch.full_like(log_p, FLOOR)
-        # A teacher's rest is 1 - sum, and unknown below a rounding error's worth of mass: then both
-        # sides have as much at least, as they have where no token is outside.
-        rounding = math.log(torch.finfo(wide).eps)
-        unknown = (log_q[:, -1] <= rounding) | log_p[:, -1].isneginf()
-        least[:, -1].masked_fill_(unknown, rounding)
+        # A teacher's rest is 1 - sum, and unknown below what its log-probs were rounded by: then
+        # both sides have a rounding error's mass at least, as they have where no token is outside.
+        dtypes = [t for t in (wide, batch.teacher_topk_logps.dtype) if t.is_floating_point]
+        noise = NOISE * max(torch.finfo(t).eps for t in dtypes)
+        unknown = (log_q[:, -1] <= math.log(noise)) | log_p[:, -1].isneginf()
+        least[:, -1].masked_fill_(unknown, math.log(torch.finfo(wide).eps))
     else:
         log_p, least = log_p[:, :-1].masked_fill(empty, FLOOR), torch.full_like(log_q[:1], FLOOR)
     if teacher.tail == "renormalized":

@@ -123,9 +123,9 @@ def linear_call(given: Given, early: bool = False) -> Call:
         x = GatherRows.apply(x, index, packing.live)
     elif (plan.terms or prepared.problem.differences) and not prepared.readable:
         x = x.clone(memory_format=torch.contiguous_format)
-    if plan.resends and (again := _again(joined, options, work)) is not None:
-        strides, wanted = (x.stride(0), head.weight.stride(0)), prepared.wants.weights[0]
-        kind = again.kind(x.shape[0], strides, packing.targets, wanted)
+    if plan.resends and (again := _resends(joined, options, work)) is not None:
+        strides = x.stride(0), head.weight.stride(0)
+        kind = again.kind(x.shape[0], strides, packing.targets)
         work.again = again.known(kind)
         if work.again is not None:
             return work, [x, head.weight, None]
@@ -256,7 +256,7 @@ def _tokens(work: Work, joined: Joined) -> Tokens:
     return with_beside(found, work, joined.objective.teachers) if prepared.beside else found
 
 
-def _again(joined: Joined, options: Options, work: Work) -> Any:
+def _resends(joined: Joined, options: Options, work: Work) -> Any:
     """What calls of this signature and transform send again, if they do."""
     prepared, transform = joined.prepared, work.transform
     if not prepared.taped or isinstance(transform.temperature, Tensor):

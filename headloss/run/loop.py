@@ -192,7 +192,7 @@ def forward(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack | Non
     pull = work.plan.pull
     if pull == "now":
         if work.again is not None:
-            return _again(work, tensors)
+            return _resent(work, tensors)
         if work.record is not None:
             return _recorded(work, tensors)
         return _walk_at_once(work, tensors) if work.at_once else _in_one_pass(work, tensors)
@@ -251,7 +251,7 @@ def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]
     return (whole.stats, values, loss), lambda factor, _: sums.finish(factor)
 
 
-def _again(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]:
+def _resent(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]:
     """As `_in_one_pass`, of one block whose launches are known: each is sent other addresses."""
     (x, weight, _), into_weight = tensors, NOT_YET
     call = work.again(x, weight, work.packing.targets)
@@ -263,13 +263,14 @@ def _again(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]:
         into_weight = weight.new_empty(weight.shape)
         products.add_weight_gradient_(into_weight, call.terms, features, fresh=True)
     into_hidden = products.input_gradient(call.terms, weight, x.dtype, room=features)
-    del call.terms  # they are used up
     stats = Statistics(logp=call.statistic("logp"), entropy=call.statistic("entropy"))
+    outcome = stats, call.measured, call.loss
+    del call.terms, call.loss  # the one is used up, the other would hold itself by what it owes
 
     def finish(factor: Any, _: Any) -> Gradients:
         return [*call.finish(into_hidden, into_weight, factor), None]
 
-    return (stats, call.measured, call.loss), finish
+    return outcome, finish
 
 
 def _recorded(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]:

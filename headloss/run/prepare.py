@@ -51,7 +51,6 @@ from .signature import of_batch, of_mode, of_objective, of_options, of_tensor
 
 DIFFERENCES = ("forward_kl", "reverse_kl")  # that a teacher's product measures
 MOST = 256  # signatures that are kept
-NOT_YET = object()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +103,7 @@ class Prepared:
     def again(self, objective: Objective, observe: bool, transform: Transform, *given: Any) -> Any:
         """What calls whose plan `resends` have in common (`kernels.triton.again`), of a transform,
         H, V and a device; None for other objectives."""
-        found = self._agains.get(transform, NOT_YET)
-        if found is NOT_YET:
+        if transform not in self._agains:
             from ..kernels.triton.again import Again
 
             tape = self.tape(objective, observe, True)
@@ -114,7 +112,7 @@ class Prepared:
                 self._agains.clear()
             found = Again(tape, self.needs, transform, *given) if fits else None
             self._agains[transform] = found
-        return found
+        return self._agains.get(transform)  # another thread may have forgotten it
 
     @cached_property
     def acts(self) -> Kernels:

@@ -44,7 +44,10 @@ def _scale(work: Work, swept: Swept, gradient: Gradient, factor: Tensor | None) 
     candidates add to it."""
     sums, source, prob = swept.sums, swept.sums.source, gradient.coefficients.prob
     sums.hidden.settle()
-    row = gradient.values.new_zeros(len(work.batch), dtype=source.dtype) if prob is None else -prob
+    if prob is None:
+        row = gradient.values.new_zeros(len(work.packing), dtype=source.dtype)
+    else:
+        row = -prob
     if factor is not None:
         row = row * factor.to(row.dtype)
     row = work.slices.own(row / work.unit)
@@ -111,6 +114,6 @@ def in_slabs(work: Work, source: LinearSoftmax, known: Known, factor: Tensor | N
         for i in range(0, 2 * len(source.features), 2):
             part = found[i]
             if part is not None:
-                full = part.new_zeros(len(work.batch), part.shape[1])
+                full = part.new_zeros(len(work.packing), part.shape[1])
                 found[i] = full.index_copy_(0, index, part)
     return found

@@ -35,7 +35,7 @@ MOST_KINDS = 256  # that are kept
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-class Kernels(NamedTuple):
+class Sent(NamedTuple):
     """What calls of one kind send."""
 
     act_one: list[Known]
@@ -69,12 +69,12 @@ class Again:
         # Rows [n]: two of the product's own, the normalizer, statistics, references, multiples.
         self.row = {name: 4 + i for i, name in enumerate(names(needs))}
         self.rows = 6 + len(self.row)
-        self.kept: dict[Kind, Kernels] = {}
+        self.kept: dict[Kind, Sent] = {}
 
-    def kind(self, n: int, strides: tuple[int, int], targets: Tensor, into_weight: bool) -> Kind:
+    def kind(self, n: int, strides: tuple[int, int], targets: Tensor) -> Kind:
         """Of a call of n > 0 tokens; strides of x [n, H] and w [V, H], which `product_statistics`
-        takes; and whether dW is wanted."""
-        return n % 16 == 0, n == 1, strides, targets.data_ptr() % 16, into_weight
+        takes."""
+        return n % 16 == 0, n == 1, strides, targets.data_ptr() % 16
 
     def known(self, kind: Kind) -> Callable[..., Call] | None:
         """Makes calls of this kind, where what they send is known, and may be sent here and now."""
@@ -102,7 +102,7 @@ class Record(Log):
             if len(kept) >= MOST_KINDS:
                 kept.clear()
             act_one, (act_two,), (last,) = sent  # type: ignore[misc]
-            kept[self.kind] = Kernels(act_one, act_two, last)  # type: ignore[arg-type]
+            kept[self.kind] = Sent(act_one, act_two, last)  # type: ignore[arg-type]
 
 
 class Call:
@@ -116,7 +116,7 @@ class Call:
     measured: Tensor
     loss: Tensor
 
-    def __init__(self, of: Again, kernels: Kernels, x: Tensor, w: Tensor, targets: Tensor) -> None:
+    def __init__(self, of: Again, sent: Sent, x: Tensor, w: Tensor, targets: Tensor) -> None:
         """Act one is queued."""
         (n, h), v, stride = x.shape, of.vocabulary, of.stride
         pitch = -(-n // 16) * 16  # so that all vectors begin at whole 16 bytes
@@ -124,7 +124,7 @@ class Call:
         parts = x.new_empty(of.parts * pitch, dtype=torch.float32)
         terms = x.new_empty(n, stride)  # rows of whole 16 bytes
         self.terms = terms = terms if v == stride else terms[:, :v]
-        self.of, self.kernels, self.n, self.pitch = of, kernels, n, pitch
+        self.of, self.sent, self.n, self.pitch = of, sent, n, pitch
         first, step = self.room.data_ptr(), 4 * pitch
         self.at = [*range(first, first + of.rows * step, step)]  # of the rows
         px, pe, py, x_stride = x.data_ptr(), terms.data_ptr(), targets.data_ptr(), x.stride(0)
@@ -133,7 +133,7 @@ class Call:
         act = x_stride, w.stride(0), stride, of.z, NO, to
         given = px, w.data_ptr(), pe, py, act, 0, n, v, h, float(v)
         counts, stream = (-(-n // TOKENS), of.programs, -(-n // ROWS)), current_stream(of.device)
-        for known, count in zip(kernels.act_one, counts, strict=True):
+        for known, count in zip(sent.act_one, counts, strict=True):
             known.send(count, stream, given, (x, w, terms))
 
     def statistic(self, name: str) -> Tensor | None:
@@ -157,14 +157,14 @@ class Call:
             pe, of.stride, py, of.factor, 0, (at[2], at[3]), c, found["logp"], at[-2], None,
             px, x_stride, features.data_ptr(), at[-1], 0
         )  # fmt: skip
-        self.kernels.act_two.send(n, current_stream(of.device), (multiple, 0, of.vocabulary, h))
+        self.sent.act_two.send(n, current_stream(of.device), (multiple, 0, of.vocabulary, h))
         return features  # until here the registers had to live: an address keeps nothing
 
     def finish(self, x: Tensor, w: Tensor | None, factor: Tensor) -> list[Tensor | None]:
         """Gradients from the products of the features [n, H] and the weight [V, H], in the same
         memory, times the upstream gradient []."""
         n, h, multiples = self.n, self.of.width, self.at[-1]
-        if factor.data_ptr() % 16:
+        if factor.data_ptr() % 16 or is_watched():
             sums = [Scaling(x, x.dtype, rows=self._row(self.of.rows - 1))]
             scaled(sums if w is None else [*sums, Scaling(w, w.dtype)], factor)
             return [x, w]
@@ -176,5 +176,5 @@ class Call:
             programs = max(programs, -(-size // WIDEST))
         casts += [(to, to, 0, h, YES, YES, multiples)] * (AT_ONCE - len(casts))
         stream = current_stream(self.of.device)
-        self.kernels.scaled.send(min(MOST, programs), stream, (factor.data_ptr(), *casts))
+        self.sent.scaled.send(min(MOST, programs), stream, (factor.data_ptr(), *casts))
         return [x, w]

@@ -115,10 +115,11 @@ class Launcher:
         if 0 <= device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return self(programs, *arguments, **constants)
-        if known is None or is_watched():
+        watched = is_watched()
+        if known is None or watched:
             turns = zip(self.turns, counts, strict=True)
             made = [(turn._slowly(n, arguments, constants), turn) for turn, n in turns]
-            if self.direct and device >= 0 and not is_watched():
+            if self.direct and device >= 0 and not watched:
                 ready, n = VERSIONS[version()], len(arguments)
                 known = self.known[key] = [(t, ready(one, n, t.tiles)) for one, t in made]
         else:
