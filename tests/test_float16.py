@@ -1,0 +1,224 @@
+"""Float16 gradients of the logits: scaled so that they neither underflow nor overflow, and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_edges import SCHEDULES, options
+
+import headloss as hl
+from headloss.testing import error, plain, trained_looking, within_budget
+
+STEEP = {
+    "temperature": {"temperature": 1e-3},
+    "temperatures": {"temperature": torch.linspace(1e-3, 1.0, 12)},
+    "logit_scale": {"logit_scale": -1e3},
+}
+
+
+@pytest.mark.parametrize("verb", ["one_pass", "held", "frozen", "head_stats", "frozen stats"])
+@pytest.mark.parametrize("steep", STEEP)
+def test_a_steep_head_does_not_overflow_in_float16(steep, verb):
+    """The gradient fits float16, and did not before it was scaled back."""
+    weight = (60 * torch.randn(40, 16)).half()
+    hidden = (5e-6 * torch.randn(12, 16)).half().requires_grad_()
+    batch, frozen = hl.Batch(torch.arange(12)), "frozen" in verb
+    head = hl.Head(weight.requires_grad_(not frozen), **STEEP[steep])
+    if "stats" in verb:
+        found = hl.head_stats(hidden, head, batch, gradients=["logp"])
+        assert (found.plan.schedule == "frozen") is frozen
+        loss = -found.logp.mean()
+    else:
+        loss = hl.head_loss(hidden, head, batch, hl.cross_entropy(), options(verb)).loss
+    loss.backward()
+    want = plain(hidden, head, batch, hl.cross_entropy()).gradients["hidden"]
+    assert 1e3 < want.abs().max() < 6e4
+    assert within_budget(hidden.grad, want, want.half())
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1.0, 1e6])
+def test_a_teacher_in_float16_under_any_temperature_of_the_head(temperature):
+    """A distillation's own temperature replaces the head's, also where coefficients are scaled."""
+    hidden = torch.randn(12, 16).half().requires_grad_()
+    head = hl.Head((torch.randn(40, 16) / 10).half(), temperature=temperature)
+    batch = hl.Batch(torch.arange(12), teacher_logits=3 * torch.randn(12, 40).half())
+    hl.head_loss(hidden, head, batch, hl.distillation()).loss.backward()
+    x = hidden.detach().double().requires_grad_()
+    log_p, log_q = ((x @ head.weight.double().T), batch.teacher_logits.double())
+    log_p, log_q = log_p.log_softmax(-1), log_q.log_softmax(-1)
+    (log_q.exp() * (log_q - log_p)).sum(-1).mean().backward()
+    assert (hidden.grad - x.grad).norm() < 2e-3 * x.grad.norm()
+
+
+@pytest.mark.parametrize("upstream", [1.0, 256.0])
+@pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute"])
+def test_tokens_of_one_target_do_not_overflow_in_float16(schedule, upstream):
+    """Their sum, before it is divided by their number, is beyond float16."""
+    hidden = (100 + 20 * torch.randn(2048, 8)).half().requires_grad_()
+    head = hl.Head((torch.randn(11, 8) / 100).half().requires_grad_())
+    batch = hl.Batch(torch.full((2048,), 3))
+    out = hl.head_loss(hidden, head, batch, hl.cross_entropy(), options(schedule))
+    assert "weight gradient accumulator" not in out.plan.bytes
+    (upstream * out.loss).backward()
+    exact = plain(hidden, head, batch, hl.cross_entropy(), upstream=upstream).gradients
+    assert exact["weight"].abs().max() > 30 * upstream
+    for leaf, want in ((hidden, exact["hidden"]), (head.weight, exact["weight"])):
+        assert within_budget(leaf.grad, want, want.half())
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0])
+@pytest.mark.parametrize("upstream", [None, 65536.0])
+def test_coefficients_come_near_one_as_they_are_in_float16(upstream, size):
+    """Large advantages and a declared upstream gradient included."""
+    hidden = (size * (1 + torch.randn(2048, 8).abs())).half().requires_grad_()
+    head = hl.Head(torch.randn(11, 8).half().requires_grad_())
+    batch = hl.Batch(torch.full((2048,), 3), advantages=torch.full((2048,), 2000.0))
+    objective = hl.reinforce() / (upstream or 1.0)
+    out = hl.head_loss(hidden, head, batch, objective, hl.Options(upstream=upstream))
+    (out.loss * (upstream or 1.0)).backward()
+    exact = plain(hidden, head, batch, hl.reinforce()).gradients
+    for leaf, want in ((hidden, exact["hidden"]), (head.weight, exact["weight"])):
+        assert within_budget(leaf.grad, want, want.half())
+
+
+@pytest.mark.parametrize("margin", [8.0, 12.0, 15.0])
+def test_a_frozen_head_keeps_the_digits_of_a_token_near_p_1_in_float16(margin):
+    """Of which dlogp/dz is about 1 - p; under unlikelihood its slope is one over that."""
+    hidden, weight = torch.zeros(2, 16).half(), (torch.eye(16) * 2**-6).half()
+    hidden[0, 3], hidden[0, 5] = 64 * margin, -16
+    head, batch = hl.Head(weight), hl.Batch(torch.tensor([3, 1]))
+    hidden.requires_grad_()
+    hl.head_loss(hidden, head, batch, hl.unlikelihood(), options("frozen")).loss.backward()
+    exact = plain(hidden, head, batch, hl.unlikelihood()).gradients["hidden"]
+    off = (hidden.grad - exact).norm(dim=1)
+    assert (off <= 2e-3 * exact.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 8])
+@pytest.mark.parametrize("upstream", [65536.0, 2**-20])
+def test_a_declared_upstream_gradient_leaves_float16_its_digits(upstream, chunk_tokens):
+    """Also where chunks go by what is known before the statistics are."""
+    hidden, weight = torch.randn(64, 16).half(), torch.randn(97, 16).half()
+    head = hl.Head(weight.requires_grad_())
+    batch, objective = hl.Batch(torch.randint(97, (64,))), hl.cross_entropy() / upstream
+    hidden.requires_grad_()
+    given = hl.Options(schedule="one_pass", chunk_tokens=chunk_tokens, upstream=upstream)
+    (hl.head_loss(hidden, head, batch, objective, given).loss * upstream).backward()
+    exact = plain(hidden, head, batch, hl.cross_entropy()).gradients
+    for leaf, want in ((hidden, exact["hidden"]), (weight, exact["weight"])):
+        assert error(leaf.grad, want) <= 1.2 * error(want.half(), want)
+
+
+SIZES = {
+    "small": lambda n: torch.full((n,), 1e-6),
+    "one": torch.ones,
+    "large": lambda n: torch.full((n,), 1e5),
+    "falling": lambda n: 10.0 ** torch.linspace(5, -6, n),
+    "rising": lambda n: 10.0 ** torch.linspace(-6, 5, n),
+    "gaps": lambda n: 1e-6 * (torch.arange(n) // 8 % 2),  # chunks without a gradient
+}
+
+
+@pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute", "frozen"])
+@pytest.mark.parametrize("upstream", [1.0, 65536.0, "declared"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", ["policy", "weighted"])
+def test_advantages_of_any_size_leave_float16_its_digits(kind, size, upstream, schedule):
+    """Also where chunks of tokens come one after another, and the next has other sizes."""
+    hidden, weight, targets = torch.randn(64, 16), torch.randn(97, 16), torch.randint(97, (64,))
+    hidden, weight, advantages = hidden.half(), weight.half(), SIZES[size](64)
+    logps = plain(hidden, hl.Head(weight), hl.Batch(targets), hl.cross_entropy()).logps.float()
+    batch = hl.Batch(targets, advantages=advantages, old_logps=logps + 0.1 * torch.randn(64))
+    objective = hl.grpo() if kind == "policy" else hl.cross_entropy().weighted("advantages")
+    declared, times = (65536.0, 65536.0) if upstream == "declared" else (None, upstream)
+    given = options(schedule, chunk_tokens=8, upstream=declared)
+    leaf = hidden.clone().requires_grad_()
+    head = hl.Head(weight.requires_grad_(schedule != "frozen"), bias=torch.zeros(97).half())
+    head.bias.requires_grad_(schedule != "frozen")
+    owed = 1.0 if declared or size not in ("small", "gaps") else times  # else not in float16
+    objective = objective * (owed / times)
+    (hl.head_loss(leaf, head, batch, objective, given).loss * times).backward()
+    exact = plain(leaf, head, batch, objective, upstream=times).gradients
+    for name, want in exact.items():
+        found = {"hidden": leaf, "weight": weight, "bias": head.bias}[name].grad
+        assert within_budget(found, want, want.half()), name
+
+
+@pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute"])
+@pytest.mark.parametrize("margin", [8.0, 12.0])
+def test_a_token_near_p_1_leaves_others_their_digits_in_float16(schedule, margin):
+    """Its coefficient of logp, p / (1 - p), is large, and its gradient is not."""
+    weight, targets = torch.randn(11, 8).half(), torch.randint(11, (64,))
+    hidden = 3 * torch.randn(64, 8)
+    hidden[0], targets[0] = torch.linalg.pinv(weight.float())[:, 3], 3
+    hidden[0] *= margin / (weight[3].float() @ hidden[0])
+    hidden = hidden.half().requires_grad_()
+    head, batch = hl.Head(weight.requires_grad_()), hl.Batch(targets)
+    hl.head_loss(hidden, head, batch, hl.unlikelihood(), options(schedule)).loss.backward()
+    exact = plain(hidden, head, batch, hl.unlikelihood()).gradients["hidden"][1:]
+    off = (hidden.grad[1:] - exact).norm(dim=1)
+    assert (exact.norm(dim=1) < 1e-3).any()
+    assert (off <= 2e-3 * exact.norm(dim=1) + 1e-7).all()
+
+
+@pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_weight_gradients_are_summed_in_float16(dtype, schedule):
+    """Over several blocks, of whatever size their features are."""
+    hidden = (2 * torch.randn(1000, 8)).to(dtype).requires_grad_()
+    head = hl.Head(torch.randn(11, 8).to(dtype).requires_grad_())
+    batch = hl.Batch(torch.arange(1000) % 11)
+    how = hl.Options(schedule=schedule, chunk_tokens=200, accumulate_dtype=torch.float16)
+    hl.head_loss(hidden, head, batch, hl.cross_entropy(), how).loss.backward()
+    exact = plain(hidden, head, batch, hl.cross_entropy()).gradients["weight"]
+    assert (head.weight.grad - exact).norm() < 4e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("upstream", [1.0, 2.0])
+@pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute"])
+def test_a_float16_adapter_beside_a_wider_weight(schedule, upstream):
+    """Its weight gradient is rounded to float16 at once, with nothing to scale it back by."""
+    hidden = (10 * torch.randn(300, 8)).requires_grad_()
+    a, b = (torch.randn(*shape).half().requires_grad_() for shape in ((4, 8), (11, 4)))
+    head = hl.Head(torch.randn(11, 8), lora=(hl.Lora(a=a, b=b, scaling=1.0),))
+    batch = hl.Batch(torch.arange(300) % 11)
+    out = hl.head_loss(hidden, head, batch, hl.cross_entropy(), options(schedule))
+    (upstream * out.loss).backward()
+    exact = plain(hidden, head, batch, hl.cross_entropy(), upstream=upstream).gradients
+    for leaf, name in ((a, "lora0.a"), (b, "lora0.b")):
+        assert within_budget(leaf.grad, exact[name], exact[name].half()), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_float64_adapter_widens_nothing_else(dtype):
+    """Its product comes first, but the logits that the head's is added to are float32."""
+    hidden = torch.randn(7, 8, dtype=dtype)
+    a, b = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, 8), (11, 4)))
+    head = hl.Head(torch.randn(11, 8, dtype=dtype), lora=(hl.Lora(a=a, b=b, scaling=1.0),))
+    out = hl.head_loss(hidden, head, hl.Batch(torch.arange(7)), hl.cross_entropy())
+    assert out.logps.dtype == torch.float32
+
+
+@pytest.mark.parametrize("upstream", [1.0, 65536.0])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_small_weights_do_not_underflow_in_float16(schedule, upstream):
+    """Each token weighs 1/16384: probabilities times that are nothing in float16.
+
+    The upstream gradient may be a loss scale."""
+    hidden, weight, targets = trained_looking(12, 64, 301, torch.float16)
+    batch = hl.Batch(targets, totals=hl.Totals(tokens=16384, segments=1))
+    hidden.requires_grad_()
+    weight.requires_grad_(schedule != "frozen")
+    head = hl.Head(weight)
+    out = hl.head_loss(hidden, head, batch, hl.cross_entropy(), options(schedule, chunk_tokens=5))
+    (upstream * out.loss).backward()
+    exact = plain(hidden, head, batch, hl.cross_entropy(), upstream=upstream)
+    # The yardstick is the exact gradient rounded once to float16: no half of it is lost before.
+    for name, leaf in (("hidden", hidden), ("weight", weight)):
+        if not leaf.requires_grad:
+            continue
+        want = exact.gradients[name]
+        assert leaf.grad.dtype == torch.float16
+        rounded = want.half()
+        assert rounded.count_nonzero() > 0
+        assert within_budget(leaf.grad, want, rounded), name
