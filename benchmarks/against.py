@@ -89,12 +89,14 @@ def race(
     pairs: int,
 ) -> list[float]:
     """Ratios of times, old / new, of neighbouring calls; which goes first alternates."""
-    timed = measure.Alone if case.group == "small" else measure._timed
+    alone = case.group == "small"
+    timed = measure.Alone if alone else measure._timed
     packages = {"old": before, "new": works.hl}
     runs: dict[str, Run] = {}
     for version, package in packages.items():
         with using(package):
-            runs[version] = CONTESTANTS[name].make(work, case.setting)
+            run = CONTESTANTS[name].make(work, case.setting)
+        runs[version] = run if alone else measure.whole(run)
     ratios = []
     with torch.set_grad_enabled(bool(case.setting.trains)):
         for turn in range(pairs + 1):

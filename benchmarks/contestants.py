@@ -7,7 +7,7 @@ it found. What it needs is imported then, and a peer that is not installed is sk
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ class Found:
     Attributes:
         values: any of "loss", "nll" (the mean of -logp), "logps" [T], "entropies" [T], and the
             gradients by the names in `works.LEAVES`.
+        report: further values, which a step need not look at.
         accumulator: bytes of a float32 [V, H] that dW was summed in, beside the dW returned.
         factor: what the gradients are still to be multiplied with.
         how: schedule and sizes, where the contestant says.
@@ -39,6 +40,11 @@ class Found:
     accumulator: int = 0
     factor: float = 1.0
     how: str = ""
+    report: Callable[[], dict[str, Tensor]] = dict
+
+    def read(self) -> Found:
+        """With what it reports among its values."""
+        return replace(self, values=self.values | self.report(), report=dict)
 
 
 Run = Callable[[Inputs], Found]
@@ -75,14 +81,11 @@ def gradients(loss: Tensor, inputs: Inputs) -> dict[str, Tensor]:
 
 def _headloss(**options) -> Callable[[Work, Setting], Run]:
     def make(work: Work, setting: Setting) -> Run:
+        chosen = hl.Options(**options)  # once, as a trainer does
+
         def run(inputs: Inputs) -> Found:
-            out = hl.head_loss(
-                inputs.hidden,
-                inputs.head(),
-                inputs.batch(setting.teacher),
-                work.objective(inputs),
-                hl.Options(**options),
-            )
+            batch, objective = work.batch(inputs), work.objective(inputs)
+            out = hl.head_loss(inputs.hidden, inputs.head(), batch, objective, chosen)
             return _found(out, inputs)
 
         return run
@@ -92,15 +95,12 @@ def _headloss(**options) -> Callable[[Work, Setting], Run]:
 
 def _in_place(**options) -> Callable[[Work, Setting], Run]:
     def make(work: Work, setting: Setting) -> Run:
+        chosen = hl.Options(metrics=False, **options)
+
         def run(inputs: Inputs) -> Found:
             assert inputs.logits is not None
-            out = hl.logits_loss(
-                inputs.logits,
-                hl.Batch(inputs.targets),
-                work.objective(inputs),
-                inplace=True,
-                options=hl.Options(metrics=False, **options),
-            )
+            batch, objective = hl.Batch(inputs.targets), work.objective(inputs)
+            out = hl.logits_loss(inputs.logits, batch, objective, inplace=True, options=chosen)
             return _found(out, inputs)
 
         return run
@@ -117,7 +117,7 @@ def _captured(work: Work, setting: Setting) -> Run:
         assert inputs.logits is not None
         key = inputs.logits.data_ptr()
         if key not in graphs:
-            graphs[key] = captured(lambda: run(inputs))
+            graphs[key] = captured(lambda: run(inputs).read())
             inputs.fresh()
         graph, found = graphs[key]
         graph.replay()
@@ -141,16 +141,19 @@ def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 
 
 def _found(out: hl.Output, inputs: Inputs) -> Found:
-    values = {"loss": out.loss.detach(), "logps": out.logps}
-    if out.entropies is not None:
-        values["entropies"] = out.entropies
-    plan = out.plan
+    def report() -> dict[str, Tensor]:
+        values = {"logps": out.logps, "entropies": out.entropies}
+        return {name: value for name, value in values.items() if value is not None}
+
+    plan, loss = out.plan, {"loss": out.loss.detach()}
     size = plan.tile.rows if plan.schedule in ("recompute", "statistics") else plan.chunk_tokens
-    return Found(
-        values=values | gradients(out.loss, inputs),
+    found = Found(
+        values=loss | gradients(out.loss, inputs),
         accumulator=plan.bytes.get("weight gradient accumulator", 0),
         how=f"{plan.schedule} of {size} tokens, {plan.backend}",
+        report=report,
     )
+    return found if inputs.leaves() else found.read()  # else it is what the call is for
 
 
 def _head_stats(work: Work, setting: Setting) -> Run:
@@ -183,7 +186,7 @@ def _function(separable: str | None) -> Callable[[Work, Setting], Run]:
             def loss_of(logps: Tensor, entropies: Tensor) -> Tensor:
                 return work.loss(Values(logps, entropy=entropies), inputs)
 
-            given = (inputs.hidden, inputs.head(), inputs.batch(), loss_of, separable)
+            given = (inputs.hidden, inputs.head(), work.batch(inputs), loss_of, separable)
             loss = hl.head_function(*given)  # type: ignore[arg-type]
             return Found(values={"loss": loss.detach()} | gradients(loss, inputs))
 

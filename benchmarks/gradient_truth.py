@@ -266,7 +266,7 @@ def take(bench: Bench, work: str, inputs: Inputs) -> Sample:
 
 def errors(bench: Bench, sample: Sample, run: contestants.Run, inputs: Inputs) -> dict[str, Any]:
     """Norms of a contestant's errors over the norms of what is true."""
-    found = run(inputs)
+    found = run(inputs).read()
     hidden, weight = (found.values[n].detach() * found.factor for n in ("hidden", "weight"))
     whole, truth = bench.whole(hidden), sample.truth
     body = _square_between(whole, sample.whole), _square(sample.whole)
@@ -338,11 +338,11 @@ def _with_own_old(
     for one that gives none, as they do in its trainer."""
     assert sample.earlier is not None
     before = replace(sample.inputs, hidden=sample.earlier.clone().requires_grad_())
-    values, whose = run(before).values, ""
+    values, whose = run(before).read().values, ""
     if "logps" not in values:
         plain = runs.of(PLAIN, sample.work)
         assert not isinstance(plain, str)
-        values, whose = plain(before).values, f"old log-probs of {NAMES[PLAIN]}"
+        values, whose = plain(before).read().values, f"old log-probs of {NAMES[PLAIN]}"
     return replace(sample.inputs, old=values["logps"].detach().float()), whose
 
 

@@ -147,21 +147,21 @@ def vocabulary_parallel(
         shard = cut.weight.detach().tensor_split(ranks.size)[ranks.rank]
         shard = shard.clone().requires_grad_()
         options = hl.Options(metrics=False)
-        own = cut.batch()
-        own = hl.Batch(own.targets % len(shard), own.segments, **own.fields)  # type: ignore[arg-type]
     for name in OBJECTIVES:
-        objective = WORKS[name].objective(inputs)
+        objective, batch = WORKS[name].objective(inputs), WORKS[name].batch(cut)
         row: Row = {"work": work, "objective": name} | dict(zip("THV", shape, strict=True))
-        step = loss_step(inputs.hidden, hl.Head(inputs.weight), inputs.batch(), objective, options)
+        head, own = hl.Head(inputs.weight), WORKS[name].batch(inputs)
+        step = loss_step(inputs.hidden, head, own, objective, options)
         row["alone"] = clock.here(step, shape, name)
         head = hl.Head(shard, vocab_group=ranks.group)
-        step = loss_step(cut.hidden, head, cut.batch(), objective, options)
+        step = loss_step(cut.hidden, head, batch, objective, options)
         with ranks.step(f"{work} {shape} {name}, {ranks.size} ranks"):
             rows.append(row | clock.everywhere(step, tokens))
         if name == OBJECTIVES[0] and clock.timelines:
             with ranks.step("its timeline, and its products"):
                 timeline(step, ranks, f"{work} {shape} {name}")
                 products(ranks, tokens, width, len(shard))
+        own = hl.Batch(batch.targets % len(shard), batch.segments, **batch.fields)  # type: ignore[arg-type]
         step = loss_step(cut.hidden, hl.Head(shard), own, objective, options)
         with ranks.step(f"{work} {shape} {name}, each rank's slice by itself"):
             rows[-1]["slice"] = clock.times(step, ranks.most)
@@ -176,7 +176,7 @@ def peers(clock: Clock, sizes: Sizes, shape: tuple[int, int, int]) -> list[Row]:
         shard = inputs.weight.detach().tensor_split(ranks.size)[ranks.rank]
         shard = shard.clone().requires_grad_()
     whole, plain = hl.Head(inputs.weight), hl.Options(metrics=False)
-    step = loss_step(inputs.hidden, whole, inputs.batch(), hl.cross_entropy(), plain)
+    step = loss_step(inputs.hidden, whole, hl.Batch(inputs.targets), hl.cross_entropy(), plain)
     alone = clock.here(step, shape, "cross_entropy")
 
     def act(contestant: Any) -> list[Tensor]:
@@ -215,7 +215,8 @@ def grid(clock: Clock, sizes: Sizes, shape: tuple[int, int, int]) -> list[Row]:
         row_of, column = mesh.get_coordinate() or (0, 0)
         shard = inputs.weight.detach().tensor_split(ranks.size // 2)[column].clone()
         shard.requires_grad_()
-        batch, mine = inputs.batch(), torch.arange(shape[0], device=ranks.device) % 2 == row_of
+        batch = WORKS["gspo"].batch(inputs)
+        mine = torch.arange(shape[0], device=ranks.device) % 2 == row_of
         segments = hl.Segments.from_ids(inputs.ids[mine], count=len(inputs.lengths), group=data)
         fields = {n: x[mine] if batch.per_token(n) else x for n, x in batch.fields.items()}  # type: ignore[index]
         part = hl.Batch(batch.targets[mine], segments, **fields)  # type: ignore[arg-type]
@@ -240,7 +241,7 @@ def segments_parallel(clock: Clock, sizes: Sizes) -> list[Row]:
     ranks, shape = clock.ranks, sizes.per_rank
     with ranks.step(f"inputs {shape}"):
         inputs = sizes.inputs(shape, ranks)
-        batch, objective = inputs.batch(), WORKS["gspo"].objective(inputs)
+        batch, objective = WORKS["gspo"].batch(inputs), WORKS["gspo"].objective(inputs)
         spread = hl.Segments.from_ids(inputs.ids, count=len(inputs.lengths), group=ranks.group)
         over = hl.Batch(batch.targets, spread, **batch.fields)  # type: ignore[arg-type]
     options = hl.Options(metrics=False, schedule="recompute")  # the same on one rank
@@ -258,7 +259,7 @@ def sharded_data(clock: Clock, sizes: Sizes) -> list[Row]:
     ranks, shape = clock.ranks, sizes.per_rank
     with ranks.step(f"inputs {shape}"):
         inputs = sizes.inputs(shape, ranks)
-        batch, objective = inputs.batch(), WORKS["gspo"].objective(inputs)
+        batch, objective = WORKS["gspo"].batch(inputs), WORKS["gspo"].objective(inputs)
         batch.fields["old_logps"] = hl.CURRENT  # of this model's own hidden states
         alone, model = Tied(inputs.weight), Tied(inputs.weight)
         mesh = init_device_mesh(ranks.device.type, (ranks.size,))

@@ -151,7 +151,7 @@ def main(tiny: bool) -> None:
             (", some unscored", padded, hl.Options()),
             (", static", inputs, hl.Options(static=True)),
         ):
-            batch = hl.Batch(given.targets) if work == "ce" else given.batch()
+            batch = WORKS[work].batch(given)
 
             def call(given=given, batch=batch, objective=objective, options=options) -> None:
                 head = hl.Head(weight, vocab_group=group)

@@ -29,7 +29,7 @@ from report import markdown
 from run import about, write
 from torch import Tensor, nn
 from torch.nn import functional
-from works import Inputs, Setting, make_inputs
+from works import WORKS, Inputs, Setting, make_inputs
 
 import headloss as hl
 
@@ -44,7 +44,8 @@ def step(inputs: Inputs, tolerance: float, **options: Any) -> hl.Output:
     """Forward and backward, into .grad."""
     inputs.hidden.grad = inputs.weight.grad = None
     given = hl.Options(gradient_tolerance=tolerance, **options)
-    out = hl.head_loss(inputs.hidden, hl.Head(inputs.weight), inputs.batch(), hl.grpo(), given)
+    batch = WORKS["grpo"].batch(inputs)
+    out = hl.head_loss(inputs.hidden, hl.Head(inputs.weight), batch, hl.grpo(), given)
     out.loss.backward()
     return out
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from draws import columns_of, group_advantages, nearly_certain
@@ -130,22 +130,25 @@ class Inputs:
         sums = values.new_zeros(len(self.lengths)).index_add(0, self.ids, values)
         return sums / self.lengths.to(values.dtype)
 
-    def batch(self, teacher: bool = False) -> hl.Batch:
-        """What headloss is given."""
-        more = {"teacher_hidden": self.teacher_hidden} if teacher else {}
+    def batch(self, *fields: str) -> hl.Batch:
+        """What headloss is given, with these `FIELDS` beside the targets (columns, where there are
+        any)."""
+        given = {name: FIELDS[name](self) for name in fields}
         if self.candidates is not None:
-            more["candidate_ids"] = self.candidates
-        return hl.Batch(
-            self.targets,
-            hl.Segments.from_ids(self.ids, count=len(self.lengths)),
-            advantages=self.advantages,
-            old_logps=self.old,
-            ref_logps=self.ref,
-            support_ids=self.support,
-            **more,
-        )
+            given["candidate_ids"] = self.candidates
+        if self.support is not None:
+            given["support_ids"] = self.support
+        return hl.Batch(self.targets, **given)
 
 
+FIELDS: dict[str, Callable[[Inputs], Any]] = {
+    "segments": lambda i: hl.Segments.from_ids(i.ids, count=len(i.lengths)),
+    "advantages": lambda i: i.advantages,
+    "old_logps": lambda i: i.old,
+    "ref_logps": lambda i: i.ref,
+    "teacher_hidden": lambda i: i.teacher_hidden,
+}
+POLICY = ("segments", "advantages", "old_logps")
 LEAVES = ("hidden", "weight", "bias", "lora_a", "lora_b")
 PER_TOKEN = ("targets", "ids", "old", "ref", "teacher_hidden", "candidates", "support")
 
@@ -263,12 +266,22 @@ class Values(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A loss, for headloss and for everybody else."""
+    """A loss, for headloss and for everybody else.
+
+    Attributes:
+        fields: of a batch, that the objective reads.
+        reads: fields of `Values` beyond logp.
+    """
 
     name: str
     objective: Callable[[Inputs], hl.Term | hl.Objective]
     loss: Callable[[Values, Inputs], Tensor]
-    reads: frozenset[str] = frozenset()  # fields of Values beyond logp
+    fields: tuple[str, ...] = ()
+    reads: frozenset[str] = frozenset()
+
+    def batch(self, inputs: Inputs) -> hl.Batch:
+        """What headloss is given."""
+        return inputs.batch(*self.fields)
 
 
 def _surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
@@ -358,13 +371,19 @@ WORKS: dict[str, Work] = {
     work.name: work
     for work in (
         Work(name="ce", objective=lambda _: hl.cross_entropy(), loss=_ce),
-        Work(name="grpo", objective=lambda _: hl.grpo(), loss=_grpo),
-        Work(name="gspo", objective=lambda _: hl.gspo(), loss=_gspo),
-        Work(name="dpo", objective=lambda _: hl.dpo(), loss=_dpo),
+        Work(name="grpo", objective=lambda _: hl.grpo(), loss=_grpo, fields=POLICY),
+        Work(name="gspo", objective=lambda _: hl.gspo(), loss=_gspo, fields=POLICY),
+        Work(
+            name="dpo",
+            objective=lambda _: hl.dpo(),
+            loss=_dpo,
+            fields=("segments", "ref_logps"),
+        ),
         Work(
             name="gspo+kl+entropy+z",
             objective=lambda _: hl.gspo() + _extra_terms(),
             loss=lambda values, inputs: _gspo(values, inputs) + _extras(values, inputs),
+            fields=(*POLICY, "ref_logps"),
             reads=MORE,
         ),
         Work(
@@ -373,22 +392,28 @@ WORKS: dict[str, Work] = {
             loss=lambda values, inputs: (
                 _grpo(values, inputs) + _extras(values, inputs) + 0.1 * _ce(values, inputs)
             ),
+            fields=(*POLICY, "ref_logps"),
             reads=MORE,
         ),
         Work(
             name="grpo+candidates",
             objective=lambda _: hl.grpo() + 0.1 * reverse_kl(rest=False),
             loss=_grpo_and_candidates,
+            fields=POLICY,
             reads=CHOSEN,
         ),
         Work(
             name="grpo+candidates+rest",
             objective=lambda _: hl.grpo() + 0.1 * reverse_kl(rest=True),
             loss=partial(_grpo_and_candidates, rest=True),
+            fields=POLICY,
             reads=CHOSEN,
         ),
         Work(
-            name="grpo+collision", objective=lambda _: hl.grpo() + _collision(hl), loss=_grpo
+            name="grpo+collision",
+            objective=lambda _: hl.grpo() + _collision(hl),
+            loss=_grpo,
+            fields=POLICY,
         ),
         Work(
             name="scores",  # log-probs and entropies, without a gradient
@@ -400,6 +425,7 @@ WORKS: dict[str, Work] = {
             name="distillation",
             objective=lambda i: hl.distillation(teacher_head=_teacher(i)),
             loss=lambda values, _: values.divergence.mean(),  # type: ignore[union-attr]
+            fields=("teacher_hidden",),
             reads=frozenset({"divergence"}),
         ),
     )

@@ -60,17 +60,19 @@ class Output:
 
     def __getattr__(self, name: str) -> Any:
         known = self.__dict__
-        if name in LATER and (values := known.get("_values")) is not None:
-            for key, value in values().items():  # what fails may be asked again
-                known.setdefault(key, value)  # another thread's may be there already
-            known.pop("_values", None)
+        if name in LATER and (find := known.get("_" + name)) is not None:
+            known.setdefault(name, find())  # what fails may be asked again; threads agree on one
+            known.pop("_" + name, None)
         if name not in known:  # it is, where another thread has just made it
             raise AttributeError(f"Output has no attribute {name!r}")
         return known[name]
 
     def __getstate__(self) -> dict[str, Any]:
-        _ = self.terms
+        self._find()
         return self.__dict__
+
+    def _find(self) -> tuple[Any, ...]:
+        return self.terms, self.metrics, self.logps, self.entropies
 
 
 @eagerly
@@ -212,20 +214,22 @@ def _run(options: Options, make: Callable[..., Call], *given: Any) -> Output:
                 measured = _joined(measured, work.tolerance.metrics)
     logps, entropies, dtype = stats.logp, stats.entropy, loss.dtype
 
-    def found() -> dict[str, Any]:
+    def terms() -> dict[str, Tensor]:
         pairs = zip(work.bound.named, values.to(dtype).unbind(), strict=False)
-        return {
-            "terms": {name: value for (name, _), value in pairs},
-            "metrics": measured(),
-            "logps": work.packing.scatter(logps),
-            "entropies": None if entropies is None else work.packing.scatter(entropies),
-        }
+        return {name: value for (name, _), value in pairs}
 
-    # All else is found when a part of it is asked for: a step often asks for none.
-    output = object.__new__(Output)
-    output.__dict__.update(loss=loss, plan=work.plan, _values=found)
+    # All else is found when it is asked for: a step often asks for none.
+    scatter, output = work.packing.scatter, object.__new__(Output)
+    output.__dict__.update(
+        loss=loss,
+        plan=work.plan,
+        _terms=terms,
+        _metrics=measured,
+        _logps=lambda: scatter(logps),
+        _entropies=lambda: None if entropies is None else scatter(entropies),
+    )
     if options.static:  # a replay of a captured graph renews what the capture made
-        _ = output.terms
+        output._find()
     return output
 
 

@@ -72,10 +72,6 @@ class HeadLoss(torch.autograd.Function):
         return None, *gradients
 
 
-# PyTorch's own goes by whether a transform of torch.func is active: the signature has seen to that.
-HeadLoss.apply = super(torch.autograd.Function, HeadLoss).apply  # type: ignore[method-assign,misc]
-
-
 class HeadStatistics(torch.autograd.Function):
     """logp, lse and entropy of all positions, and [.., K + 1] of candidates where there are any;
     its backward runs act two with the slopes that the loss outside sends.
@@ -121,6 +117,11 @@ class HeadStatistics(torch.autograd.Function):
         swept = swept._replace(held=[again(tiles) for again in ctx.again])
         found = pull_slopes(work, source, swept, upstream)
         return None, None, *found
+
+
+# PyTorch's own goes by whether a transform of torch.func is active: the signature has seen to that.
+for function in (HeadLoss, HeadStatistics):
+    function.apply = super(torch.autograd.Function, function).apply  # type: ignore
 
 
 def pull_slopes(
