@@ -242,12 +242,13 @@ class Packing:
             live = None if live is None else live[rows]
         if live is not None:
             values = values.masked_fill(~as_wide(live, values), 0)
-        if index is None and not alone:
-            return values.reshape(*self.shape, *rest)
+        if index is None and rows is ALL:
+            full = values.reshape(*self.shape, *rest)
+            return full.clone() if alone else full
         full = values.new_zeros(*self.shape, *rest)
         flat = full.view(-1, *rest)
         if index is None:
-            (flat if rows is ALL else flat[rows]).copy_(values)
+            flat[rows].copy_(values)
         else:
             flat.index_copy_(0, index, values)
         return full

@@ -56,7 +56,6 @@ def with_beside(tokens: Tokens, work: Work, teachers: Sequence[Teacher]) -> Toke
 
 def _dense(work: Work, teacher: Teacher) -> DenseTeacher:
     batch, prepared, acts = work.batch, work.prepared, work.prepared.acts
-    like = torch.zeros((), dtype=prepared.wide, device=batch.targets.device)
     size = work.slices.size or work.vocabulary
     student = _at(work.transform, teacher.temperature)
     source: Any
@@ -67,8 +66,9 @@ def _dense(work: Work, teacher: Teacher) -> DenseTeacher:
         source, other = _of_hidden(work, teacher, size)
     fused = prepared.problem.differences  # which a teacher's own head alone can have
     fused = fused and acts.can_fuse(source.features[0], source.weights[0])
-    pair, own, count = (student, other), work.transform, len(batch)
-    return DenseTeacher(teacher, source, pair, own, count, acts, work.slices, like, fused)
+    kept = torch.empty(5, len(batch), dtype=prepared.wide, device=batch.targets.device)
+    pair, own = (student, other), work.transform
+    return DenseTeacher(teacher, source, pair, own, acts, work.slices, kept, fused)
 
 
 def _of_hidden(work: Work, teacher: Teacher, size: int) -> tuple[LinearSoftmax, Transform]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..kernels.interface import Backward, Forward, Kernels, Measured
@@ -28,20 +29,20 @@ class DenseTeacher:
         key: the term's description of it.
         transforms: the student's and the teacher's, at the term's temperature.
         own: that of the student's head. Where it is the student's, its normalizer is known already.
+        kept: [5, T], which `measure` fills and `gradient` reads: both sides' normalizers, and the
+            pivot.
         fused: the teacher's product measures a block of tokens at once, and leaves in the memory
             of the student's logits what the gradient needs; or it ends in the gradient.
     """
 
     def __init__(
         self, key: Teacher, source: LinearSoftmax | View, transforms: tuple[Transform, Transform],
-        own: Transform, tokens: int, acts: Kernels, slices: Any, like: Tensor,
-        fused: bool = False
+        own: Transform, acts: Kernels, slices: Any, kept: Tensor, fused: bool = False
     ) -> None:
         self.key, self.slices, self.fused = key, slices, fused
         self.source: Any = source
         self.own, self.heads_own, self.acts = own, own is transforms[0], acts
-        # What `measure` fills and `gradient` reads: both sides' normalizers, and the pivot.
-        *rooms, self.pivot = (like.new_zeros(tokens) for _ in range(5))
+        self.kept, (*rooms, self.pivot) = kept, kept.unbind()
         self.sides = tuple(map(Side, transforms, (Normalizer(*rooms[:2]), Normalizer(*rooms[2:]))))
         # First token and logits, until the gradient.
         self.held: tuple[int, Tensor | Differences] | None = None
@@ -77,9 +78,7 @@ class DenseTeacher:
             value, pivot = self.slices.sum(self.acts.divergence(raw, held, pair))
         if hold and isinstance(source, LinearSoftmax):
             self.held = (rows.start or 0, held)
-        self.pivot[rows] = pivot
-        for side, (peak, log_sum) in zip(self.sides, (p, q), strict=True):
-            side.normalizer.peak[rows], side.normalizer.log_sum[rows] = peak, log_sum
+        torch.stack([*p, *q, pivot], out=self.kept if rows is ALL else self.kept[:, rows])
         return value
 
     def _normalizer(self, raw: Tensor, transform: Transform) -> Normalizer:
