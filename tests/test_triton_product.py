@@ -62,6 +62,17 @@ def assert_close_statistics(found: Partials, exact: Partials, v: int, needs=NEED
         torch.testing.assert_close(mine, oracle, rtol=1e-5, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("step", [2, 0])
+def test_a_bias_of_any_stride(step):
+    x, w, targets, raw = head(5, 72, 300)
+    bias, needs = torch.linspace(-3, 3, 600, device=DEVICE), frozenset({"logp", "lse"})
+    bias = bias.as_strided((300,), (step,))
+    forward = Forward(targets, 0, Transform(bias=bias), needs)
+    found = triton_backend.product_partials(x, w, forward)
+    exact = reference.partials(raw + bias, Forward(targets, 0, Transform(), NEEDS))
+    assert_close_statistics(found, exact, 300, needs)
+
+
 @pytest.mark.parametrize("name", ["plain", "scaled", "capped rows"])
 @pytest.mark.parametrize("needs", [NEEDS, frozenset({"logp", "entropy"}), frozenset({"lse"})])
 def test_product_partials(name, needs):

@@ -48,8 +48,8 @@ class LogitScaling(NamedTuple):
     factor: float
     temperature: Tensor | None  # [n]: what outer and factor are still to be divided by
     same: tl.constexpr  # z is raw
-    bias: Tensor | None = None  # [v]: what a product adds to raw first
-    restore: float | None = None  # what raw is multiplied by before that, see `scaling`
+    restore: float | None = None  # what a product multiplies raw by first, see `scaling`
+    bias: Tensor | None = None  # [v]: what it then adds
 
 
 class Act(NamedTuple):
@@ -90,7 +90,7 @@ def scaling(transform: Transform, lost: float = 0.0) -> LogitScaling:
     temperature, bias = transform.temperature, transform.bias
     if bias is not None:
         found = scaling(replace(transform, bias=None))
-        return found._replace(bias=bias, restore=1 + lost if lost else None)
+        return found._replace(bias=bias.contiguous(), restore=1 + lost if lost else None)
     if not isinstance(temperature, Tensor):
         return _scaling(transform.softcap, transform.scale, temperature, lost)
     temperature = temperature.to(torch.float32).contiguous()
