@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,16 +19,15 @@ from headloss.batch.packing import packing_of
 from headloss.kernels import triton as acts
 from headloss.kernels.interface import Backward, Forward, Held, Scaling
 from headloss.kernels.transform import Transform
-from headloss.kernels.triton import again, launch
+from headloss.kernels.triton import again, launch, order, product
 from headloss.losses.term import Objective
 from headloss.objective.statistics import Coefficients
 from headloss.objective.taping import record
 from headloss.run import loop
 from headloss.run.prepare import Prepared
+from headloss.softmax.linear import Wants
 
-ON_GPU = pytest.mark.skipif(
-    DEVICE == "cpu", reason="addresses are sent to compiled kernels alone"
-)
+ON_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="addresses are sent to compiled kernels alone")
 NEEDS = frozenset({"logp", "entropy", "top1"})
 
 
@@ -56,11 +56,23 @@ def plain(value: Any) -> Any:
     return "address" if type(value) is int and value > 1 << 32 else value
 
 
-@pytest.mark.parametrize("n", [1, 7, 16])
-@pytest.mark.parametrize("into_weight", [True, False])
-def test_arguments_are_those_that_are_described(n, into_weight, monkeypatch) -> None:
+@pytest.mark.parametrize(("n", "share"), [(1, 1e-6), (7, 0.0), (16, 1e-6)])  # that sums lose
+@pytest.mark.parametrize(
+    ("bias", "into"),
+    [
+        (None, "weight"),
+        (None, ""),
+        (torch.bfloat16, "weight and bias"),
+        (torch.float32, "weight and bias"),
+        (torch.bfloat16, "bias"),
+        (torch.float32, "weight"),
+        (torch.bfloat16, ""),
+    ],
+)
+def test_arguments_are_those_that_are_described(n, share, bias, into, monkeypatch) -> None:
     x, w, targets, _ = head(max(n, 2), 64, 300)
     x, targets, upstream = x[:n], targets[:n] % 300, torch.tensor(3.0, device=DEVICE)
+    bias = None if bias is None else torch.randn(300, device=DEVICE).to(bias)
     batch, objective = batch_of(targets, n), Objective.of(hl.grpo())
     packing, _ = packing_of(batch, 300)
     view, transform = packing.view(batch, torch.float32), Transform(scale=0.7, temperature=1.3)
@@ -75,28 +87,33 @@ def test_arguments_are_those_that_are_described(n, into_weight, monkeypatch) -> 
         described[self] = programs, plain(values)
         launched(self, programs, *arguments, **constants)
 
+    monkeypatch.setattr(again, "current_stream", lambda device: 0)
+    for module in (again, product):
+        monkeypatch.setattr(module, "lost", lambda *_: share)
+    for module in (again, order):
+        monkeypatch.setattr(module, "WIDEST", 128)  # so that a vector takes several programs
     with monkeypatch.context() as patch:
         patch.setattr(launch.Launcher, "__call__", watched)
         held = Held.empty(x, 300)
-        stats, normalizer = acts.product_statistics(
-            x, w, Forward(targets, 0, transform, NEEDS, True), 300, held
-        )
+        forward = Forward(targets, 0, replace(transform, bias=bias), NEEDS, True)
+        stats, normalizer = acts.product_statistics(x, w, forward, 300, held)
         gradient = tape.run(stats, view, totals, [1.0], vocabulary=300, backend="triton")
         backward = Backward(targets, 0, transform, normalizer, gradient.coefficients, stats.logp)
         multiple, features = acts.held_multiple_(held, backward, x=x)
         sums = [Scaling(features, features.dtype, rows=multiple)]
-        sums += [Scaling(w, w.dtype)] if into_weight else []
+        sums += [Scaling(w, w.dtype)] if "weight" in into else []
+        total = torch.zeros(300, device=DEVICE) if "bias" in into else None
+        sums += [] if total is None else [Scaling(total, bias.dtype)]
         acts.scaled(sums, upstream)
 
-    monkeypatch.setattr(again, "current_stream", lambda device: 0)
-    of = again.Again(tape, NEEDS, transform, 64, 300, x.device)
+    of = again.Again(tape, NEEDS, transform, 64, 300, x.device, bias)
     sent = again.Sent([Seen(), Seen(), Seen()], Seen(), Seen())
-    call = again.Call(of, sent, x, w, targets)
+    call = again.Call(of, sent, x, w, bias, targets)
     call.room[: 5 * call.pitch] = 0  # what act one would have written is read by the tape
     features = call.differentiate(
         lambda tape, found: tape.launch(found, view, totals, [1.0], vocabulary=300)
     )
-    call.finish(features, w if into_weight else None, upstream)
+    call.finish(features, w if "weight" in into else None, total, upstream)
     counts, values = described[of.product]
     assert [one.sent for one in sent.act_one] == [(count, values) for count in counts]
     assert sent.act_two.sent == described[again.launch_rows]
@@ -124,7 +141,7 @@ def keys_of(n: int, pad: int, shift: int) -> tuple[Any, dict[Any, Any]]:
         multiple, features = acts.held_multiple_(held, backward, x=x)
         sums = [Scaling(features, features.dtype, rows=multiple), Scaling(w, w.dtype)]
         acts.scaled(sums, some.sum())
-    of = again.Again(None, NEEDS, Transform(), 64, 300, x.device)
+    of = again.Again(None, NEEDS, Transform(), 64, 300, x.device, None)
     kernels = [found[one] for one in (of.product, again.launch_rows, again.launch_scaled)]
     return of.kind(n, (x.stride(0), w.stride(0)), targets), kernels
 
@@ -169,7 +186,7 @@ def test_who_drops_the_loss_drops_the_gradients(monkeypatch) -> None:
         plan=SimpleNamespace(pull="now"), again=Stub, confirm=bool,
         packing=SimpleNamespace(targets=torch.zeros(3).long()),
         bound=SimpleNamespace(launch=None, measured=None),
-        prepared=SimpleNamespace(wants=SimpleNamespace(weights=(True,)), wide=torch.float32),
+        prepared=SimpleNamespace(wants=Wants((True,), (True,)), wide=torch.float32),
     )  # fmt: skip
     x, w = torch.zeros(3, 4, requires_grad=True), torch.zeros(5, 4, requires_grad=True)
     gc.collect()
@@ -191,12 +208,18 @@ def result_of(n: int, seed: int, objective: hl.Objective, **more) -> tuple:
     targets = torch.randint(4100, (n,), generator=generator, device=DEVICE)
     if more.get("masked"):
         targets[::3] = -100
-    head = hl.Head(w, temperature=more.get("temperature", 1.0))
+    bias = None
+    if (kind := more.get("bias")) is not None:
+        bias = torch.randn(8200, generator=generator, device=DEVICE).to(kind)
+        bias = bias[more.get("part", slice(4100))].requires_grad_(more.get("learns", True))
+    head = hl.Head(w, bias=bias, temperature=more.get("temperature", 1.0))
     out = hl.head_loss(x, head, batch_of(targets, seed), objective, more.get("options"))
     upstream = torch.tensor([0.0, 3.0], device=DEVICE)[1] if more.get("odd") else 0.5
     out.loss.backward(out.loss.new_tensor(0.5) if upstream == 0.5 else upstream)
     metrics = {name: metric.value for name, metric in out.metrics.items()}
-    return out.plan.resends, (out.loss, x.grad, w.grad, out.logps, out.entropies), metrics
+    into_bias = None if bias is None else bias.grad
+    results = out.loss, x.grad, w.grad, into_bias, out.logps, out.entropies
+    return out.plan.resends, results, metrics
 
 
 @ON_GPU
@@ -210,9 +233,19 @@ def result_of(n: int, seed: int, objective: hl.Objective, **more) -> tuple:
         {"temperature": 0.7},
         {"odd": True},
         {"options": hl.Options(metrics=False)},
+        {"bias": torch.bfloat16},
+        {"bias": torch.float32, "masked": True, "temperature": 0.7},
+        {"bias": torch.bfloat16, "odd": True},
+        {"bias": torch.bfloat16, "trains": False},
+        {"bias": torch.float32, "learns": False},
+        {"bias": torch.bfloat16, "learns": False, "trains": False},
     ],
-    ids=["plain", "masked", "frozen", "temperature", "unaligned upstream", "no metrics"],
-)
+    ids=[
+        "plain", "masked", "frozen", "temperature", "unaligned upstream", "no metrics",
+        "bias", "float32 bias", "bias and unaligned upstream", "bias and frozen weight",
+        "frozen bias", "frozen weight and bias",
+    ],
+)  # fmt: skip
 def test_calls_give_the_bits_of_the_loop(name, more, monkeypatch) -> None:
     objectives = {"ce": hl.cross_entropy(), "grpo": hl.grpo(), "gspo": hl.gspo()}
     objectives["mixed"] = hl.grpo() + 0.1 * hl.cross_entropy() + 1e-3 * hl.z_loss()
@@ -230,6 +263,14 @@ def test_calls_give_the_bits_of_the_loop(name, more, monkeypatch) -> None:
             assert (a is None and b is None) or torch.equal(a, b), n
         assert metrics.keys() == others.keys()
         assert all(torch.equal(metrics[k].nan_to_num(), others[k].nan_to_num()) for k in metrics)
+
+
+@ON_GPU
+@pytest.mark.parametrize("part", [slice(1, 4101), slice(0, 8200, 2)], ids=["unaligned", "strided"])
+def test_a_bias_that_lies_otherwise_is_described(part) -> None:
+    for _ in range(2):
+        resends, *_ = result_of(64, 1, hl.cross_entropy(), bias=torch.bfloat16, part=part)
+        assert not resends
 
 
 @ON_GPU

@@ -123,12 +123,12 @@ def linear_call(given: Given, early: bool = False) -> Call:
         x = GatherRows.apply(x, index, packing.live)
     elif (plan.terms or prepared.problem.differences) and not prepared.readable:
         x = x.clone(memory_format=torch.contiguous_format)
-    if plan.resends and (again := _resends(joined, options, work)) is not None:
+    if plan.resends and (again := _resends(joined, options, work, head.bias)) is not None:
         strides = x.stride(0), head.weight.stride(0)
         kind = again.kind(x.shape[0], strides, packing.targets)
         work.again = again.known(kind)
         if work.again is not None:
-            return work, [x, head.weight, None]
+            return work, [x, head.weight, head.bias]
         work.record = partial(again.record, kind)
     of_tokens = _tokens(work, joined)
     fixed = prepared.acts.fixed_product if options.batch_invariant else None
@@ -256,12 +256,12 @@ def _tokens(work: Work, joined: Joined) -> Tokens:
     return with_beside(found, work, joined.objective.teachers) if prepared.beside else found
 
 
-def _resends(joined: Joined, options: Options, work: Work) -> Any:
+def _resends(joined: Joined, options: Options, work: Work, bias: Tensor | None) -> Any:
     """What calls of this signature and transform send again, if they do."""
     prepared, transform = joined.prepared, work.transform
     if not prepared.taped or isinstance(transform.temperature, Tensor):
         return None
-    of = transform, prepared.problem.width, work.vocabulary, joined.packing.targets.device
+    of = transform, prepared.problem.width, work.vocabulary, joined.packing.targets.device, bias
     return prepared.again(joined.objective, options.metrics, *of)
 
 

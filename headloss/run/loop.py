@@ -254,30 +254,28 @@ def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]
 
 def _resent(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]:
     """As `_in_one_pass`, of one block whose launches are known: each is sent other addresses."""
-    (x, weight, _), into_weight = tensors, NOT_YET
-    call = work.again(x, weight, work.packing.targets)
+    (x, weight, bias), wants, into_weight, into_bias = tensors, work.prepared.wants, None, None
+    call = work.again(*tensors, work.packing.targets)
     work.confirm()
     bound: Any = work.bound  # a tape's; made while the first product runs
     features = call.differentiate(bound.launch)
     bound.measured = partial(call.of.tape.metrics, call.measured)
-    if work.prepared.wants.weights[0]:  # first: it reads what the hidden gradient then overwrites
+    if wants.weights[0]:  # first: it reads what the hidden gradient then overwrites
         into_weight = weight.new_empty(weight.shape)
         products.add_weight_gradient_(into_weight, call.terms, features, fresh=True)
+    if wants.bias:
+        into_bias = torch.zeros_like(bias, dtype=torch.float32)
+        products.add_weight_gradient_(into_bias[:, None], call.terms, call.multiples[:, None])
     into_hidden = products.input_gradient(call.terms, weight, x.dtype, room=features)
     stats = Statistics(logp=call.statistic("logp"), entropy=call.statistic("entropy"))
     outcome = stats, call.measured, call.loss
     del call.terms, call.loss  # the one is used up, the other would hold itself by what it owes
-
-    def finish(factor: Any, _: Any) -> Gradients:
-        return [*call.finish(into_hidden, into_weight, factor), None]
-
-    return outcome, finish
+    return outcome, lambda factor, _: call.finish(into_hidden, into_weight, into_bias, factor)
 
 
 def _recorded(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]:
     """`_in_one_pass`, whose launches later calls will send again."""
-    log = work.record()
-    with log:
+    with work.record() as log:
         outcome, pull = _in_one_pass(work, tensors)
 
     def finish(factor: Tensor | None, source: Any) -> Gradients:

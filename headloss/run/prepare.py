@@ -102,7 +102,7 @@ class Prepared:
 
     def again(self, objective: Objective, observe: bool, transform: Transform, *given: Any) -> Any:
         """What calls whose plan `resends` have in common (`kernels.triton.again`), of a transform,
-        H, V and a device; None for other objectives."""
+        H, V, a device and a bias; None for other objectives."""
         if transform not in self._agains:
             from ..kernels.triton.again import Again
 
@@ -213,8 +213,8 @@ def prepare_linear(given: Given, objective: Objective, key: object) -> Prepared:
         main_grad=options.main_grad is not None,
         terms=fuses,
         resends=wants.features[0] and head.vocabulary == head.weight.shape[0]
-        and not (head.bias is not None or compute_dtype or options.upstream is not None)
-        and not (options.batch_invariant or options.gradient_tolerance),
+        and (head.bias is None or kernels.suits_product(head.bias)) and options.upstream is None
+        and not (compute_dtype or options.batch_invariant or options.gradient_tolerance),
         differences=fuses and head.vocab_group is None and head.softcap is None,
     )
     softcap = head.softcap is not None

@@ -10,6 +10,7 @@ of `held_multiple_` and of `scaled`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from .launch import Known, Log, is_watched
 from .merge import ROWS, asked, names
 from .order import AT_ONCE, MOST, WIDEST, launch_scaled, scaled
 from .product import product_of
-from .records import NO, YES, programs_on, scaling
+from .records import NO, YES, constant, programs_on, scaling
 from .tape import start
 from .tiles import WIDTH
 
@@ -51,18 +52,20 @@ class Again:
         needs: statistics.
         width: H.
         vocabulary: V.
+        bias: as the calls' own, whose rows of 16 bytes are whole (`kernels.suits_product`).
     """
 
     def __init__(
         self, tape: Tape, needs: frozenset[str], transform: Transform, width: int, vocabulary: int,
-        device: torch.device
+        device: torch.device, bias: Tensor | None
     ) -> None:  # fmt: skip
         self.tape, self.flags, self.vocabulary, self.width = tape, asked(needs), vocabulary, width
+        transform = replace(transform, bias=bias)
         z, whole = scaling(transform), scaling(transform, lost(device, width))
         self.product, self.factor = product_of(whole, device, holds=True), z.factor
-        # A launch from addresses takes 0 for a tensor that is not there.
-        absent: Any = {"temperature": 0, "bias": 0}
-        self.z, self.whole = z._replace(**absent), whole._replace(**absent)
+        # A launch from addresses takes 0 for a tensor that is not there; that of the bias is last.
+        self.z, self.whole = (of._replace(temperature=0)[:-1] for of in (z, whole))
+        self.bias_dtype: Any = None if bias is None else bias.dtype
         self.programs, self.device = programs_on(device), device.index
         self.blocks, self.stride = -(-vocabulary // WIDTH), -(-vocabulary // 8) * 8
         self.parts = self.blocks * (1 + sum(flag.value for flag in self.flags[2:]))
@@ -116,7 +119,9 @@ class Call:
     measured: Tensor
     loss: Tensor
 
-    def __init__(self, of: Again, sent: Sent, x: Tensor, w: Tensor, targets: Tensor) -> None:
+    def __init__(
+        self, of: Again, sent: Sent, x: Tensor, w: Tensor, bias: Tensor | None, targets: Tensor
+    ) -> None:
         """Act one is queued."""
         (n, h), v, stride = x.shape, of.vocabulary, of.stride
         pitch = -(-n // 16) * 16  # so that all vectors begin at whole 16 bytes
@@ -129,8 +134,9 @@ class Call:
         self.at = [*range(first, first + of.rows * step, step)]  # of the rows
         px, pe, py, x_stride = x.data_ptr(), terms.data_ptr(), targets.data_ptr(), x.stride(0)
         self.tokens, references = (px, pe, py, x_stride), self.at[-2]
-        to = references, first, parts.data_ptr(), pitch, of.blocks * pitch, of.whole, of.flags, None
-        act = x_stride, w.stride(0), stride, of.z, NO, to
+        b = 0 if bias is None else bias.data_ptr()
+        to = references, first, parts.data_ptr(), pitch, of.blocks * pitch, (*of.whole, b)
+        act = x_stride, w.stride(0), stride, (*of.z, b), NO, (*to, of.flags, None)
         given = px, w.data_ptr(), pe, py, act, 0, n, v, h, float(v)
         counts, stream = (-(-n // TOKENS), of.programs, -(-n // ROWS)), current_stream(of.device)
         for known, count in zip(sent.act_one, counts, strict=True):
@@ -140,6 +146,11 @@ class Call:
         """[n], where it was asked for."""
         row = self.of.row.get(name)
         return None if row is None else self._row(row)
+
+    @property
+    def multiples(self) -> Tensor:
+        """[n], of the terms' rows."""
+        return self._row(self.of.rows - 1)
 
     def _row(self, row: int) -> Tensor:
         return self.room[row * self.pitch : row * self.pitch + self.n]
@@ -160,21 +171,30 @@ class Call:
         self.sent.act_two.send(n, current_stream(of.device), (multiple, 0, of.vocabulary, h))
         return features  # until here the registers had to live: an address keeps nothing
 
-    def finish(self, x: Tensor, w: Tensor | None, factor: Tensor) -> list[Tensor | None]:
+    def finish(
+        self, x: Tensor, w: Tensor | None, bias: Tensor | None, factor: Tensor
+    ) -> list[Tensor | None]:
         """Gradients from the products of the features [n, H] and the weight [V, H], in the same
-        memory, times the upstream gradient []."""
-        n, h, multiples = self.n, self.of.width, self.at[-1]
+        memory, and from the sum of the bias [V] in float32, times the upstream gradient []."""
+        n, h, multiples, dtype = self.n, self.of.width, self.at[-1], self.of.bias_dtype
         if factor.data_ptr() % 16 or is_watched():
-            sums = [Scaling(x, x.dtype, rows=self._row(self.of.rows - 1))]
-            scaled(sums if w is None else [*sums, Scaling(w, w.dtype)], factor)
-            return [x, w]
-        to, programs = x.data_ptr(), n * -(-h // WIDEST)
+            sums = [Scaling(x, x.dtype, rows=self.multiples)]
+            sums += [] if w is None else [Scaling(w, w.dtype)]
+            sums += [] if bias is None else [Scaling(bias, dtype)]
+            *_, last = scaled(sums, factor)
+            return [x, w, None if bias is None else last]
+        to, programs, into = x.data_ptr(), n * -(-h // WIDEST), bias
         casts = [(to, to, n, h, YES, YES, multiples)]
         if w is not None:
             place, size = w.data_ptr(), w.numel()
             casts.append((place, place, 1, size, YES, YES, 0))
             programs = max(programs, -(-size // WIDEST))
+        if bias is not None:
+            place, size, same = bias.data_ptr(), bias.numel(), bias.dtype == dtype
+            into = bias if same else torch.empty_like(bias, dtype=dtype)
+            casts.append((place, into.data_ptr(), 1, size, YES, constant(same), 0))
+            programs = max(programs, -(-size // WIDEST))
         casts += [(to, to, 0, h, YES, YES, multiples)] * (AT_ONCE - len(casts))
         stream = current_stream(self.of.device)
         self.sent.scaled.send(min(MOST, programs), stream, (factor.data_ptr(), *casts))
-        return [x, w]
+        return [x, w, into]
