@@ -292,7 +292,7 @@ class Form:
         addresses = ("code", "kinds", "index", "ids", "live", "counts", "shares", "loss")
         given = [vectors.get(n, far if n in addresses else N) for n in names[1:]]
         scratch, results = some(1), some(1, dtype=torch.float64)
-        yield "tape", lambda: tape._tape._slowly(1, (scratch, *given), constants)
+        yield "tape", lambda: tape.launch_tape._slowly(1, (scratch, *given), constants)
         folded = results, far, far, 2, far, 0
         yield "fold", lambda: tape._fold._slowly(1, folded, {"BLOCK": tape.FOLD})
 

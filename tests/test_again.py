@@ -107,7 +107,7 @@ def test_arguments_are_those_that_are_described(n, share, bias, into, monkeypatc
         acts.scaled(sums, upstream)
 
     of = again.Again(tape, NEEDS, transform, 64, 300, x.device, bias)
-    sent = again.Sent([Seen(), Seen(), Seen()], Seen(), Seen())
+    sent = again.Sent([Seen(), Seen(), Seen()], Seen(), Seen(), Seen())
     call = again.Call(of, sent, x, w, bias, targets)
     call.room[: 5 * call.pitch] = 0  # what act one would have written is read by the tape
     features = call.differentiate(
@@ -116,6 +116,7 @@ def test_arguments_are_those_that_are_described(n, share, bias, into, monkeypatc
     call.finish(features, w if "weight" in into else None, total, upstream)
     counts, values = described[of.product]
     assert [one.sent for one in sent.act_one] == [(count, values) for count in counts]
+    assert sent.tape.sent == described[again.launch_tape]
     assert sent.act_two.sent == described[again.launch_rows]
     assert sent.scaled.sent == described[again.launch_scaled]
 

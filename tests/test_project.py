@@ -228,7 +228,7 @@ LINES_PER_FILE = 400
 CORE_LINES = 11_719
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-KERNEL_LINES = 6_582  # 20 for a bias in launches that are sent again
+KERNEL_LINES = 6_586  # 20 for a bias in launches that are sent again, 4 for their tapes
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -27,7 +27,7 @@ from .merge import ROWS, asked, names
 from .order import AT_ONCE, MOST, WIDEST, launch_scaled, scaled
 from .product import product_of
 from .records import NO, YES, constant, programs_on, scaling
-from .tape import start
+from .tape import launch_tape, start
 from .tiles import WIDTH
 
 Tape = Launch = Any  # of objective.tape, which stands above the kernels
@@ -40,6 +40,7 @@ class Sent(NamedTuple):
     """What calls of one kind send."""
 
     act_one: list[Known]
+    tape: Known
     act_two: Known
     scaled: Known
 
@@ -100,12 +101,12 @@ class Record(Log):
     def keep(self) -> None:
         """What was sent, where all of it may be sent from addresses."""
         kept = self.of.kept
-        sent = [self.get(launcher) for launcher in (self.of.product, launch_rows, launch_scaled)]
+        launchers = self.of.product, launch_tape, launch_rows, launch_scaled
+        sent: Any = [self.get(launcher) for launcher in launchers]
         if all(sent):
             if len(kept) >= MOST_KINDS:
                 kept.clear()
-            act_one, (act_two,), (last,) = sent  # type: ignore[misc]
-            kept[self.kind] = Sent(act_one, act_two, last)  # type: ignore[arg-type]
+            kept[self.kind] = Sent(sent[0], *[known for (known,) in sent[1:]])
 
 
 class Call:
@@ -138,7 +139,8 @@ class Call:
         to = references, first, parts.data_ptr(), pitch, of.blocks * pitch, (*of.whole, b)
         act = x_stride, w.stride(0), stride, (*of.z, b), NO, (*to, of.flags, None)
         given = px, w.data_ptr(), pe, py, act, 0, n, v, h, float(v)
-        counts, stream = (-(-n // TOKENS), of.programs, -(-n // ROWS)), current_stream(of.device)
+        counts = -(-n // TOKENS), of.programs, -(-n // ROWS)
+        self.stream = stream = current_stream(of.device)
         for known, count in zip(sent.act_one, counts, strict=True):
             known.send(count, stream, given, (x, w, terms))
 
@@ -160,7 +162,8 @@ class Call:
         [n, H] that go with them are returned. `launch`: a tape's, for addresses of statistics."""
         of, at, n, (px, pe, py, x_stride) = self.of, self.at, self.n, self.tokens
         found = {name: at[row] for name, row in of.row.items()}
-        registers, step, self.measured, self.loss = start(of.tape, launch(of.tape, found))
+        sent, stream, inputs = self.sent, self.stream, launch(of.tape, found)
+        registers, step, self.measured, self.loss = start(of.tape, inputs, sent.tape, stream)
         begin, h = registers.data_ptr(), of.width
         c = tuple([0 if k is None else begin + 4 * step * k for k in of.tape.places])
         features = self.terms.new_empty(n, h)
@@ -168,7 +171,7 @@ class Call:
             pe, of.stride, py, of.factor, 0, (at[2], at[3]), c, found["logp"], at[-2], None,
             px, x_stride, features.data_ptr(), at[-1], 0
         )  # fmt: skip
-        self.sent.act_two.send(n, current_stream(of.device), (multiple, 0, of.vocabulary, h))
+        sent.act_two.send(n, stream, (multiple, 0, of.vocabulary, h))
         return features  # until here the registers had to live: an address keeps nothing
 
     def finish(

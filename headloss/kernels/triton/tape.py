@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..opcodes import DTYPES, INPUTS, MEASUREMENTS, NUMBERS, WIDTH, Op, Way
 from .instructions import fold_kernel, tape_kernel
-from .launch import OfNumbers
+from .launch import Known, OfNumbers
 
 Layout = tuple[tuple[int, torch.dtype] | None, ...]  # of inputs, numbers; None: an argument
 Tape = Row = Launch = Any  # of objective.tape, which stands above the kernels
@@ -62,27 +62,24 @@ def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     return vectors, results, loss
 
 
-def start(tape: Tape, launch: Launch) -> tuple[Tensor, int, Tensor, Tensor]:
+def start(
+    tape: Tape, launch: Launch, known: Known | None = None, stream: int = 0
+) -> tuple[Tensor, int, Tensor, Tensor]:
     """The registers, at a pitch, the measurements, and the loss: two launches, or one for few
-    tokens. Inputs may be addresses of float32."""
+    tokens. Inputs may be addresses of float32. `known`: what earlier runs sent, on its stream."""
     batch, (first, stop, first_segment, last), inputs, numbers = launch
     segments, live, index = batch.segments, batch.live, batch.index
     layout, addresses, floats = list[Any](), list[int](), list[float]()
     for values, way in inputs:
-        if type(values) is int:
-            layout.append((way, torch.float32))
-            addresses.append(values)
-        else:
-            layout.append((way, values.dtype))
-            addresses.append(values.data_ptr())
+        address = type(values) is int
+        layout.append((way, torch.float32 if address else values.dtype))
+        addresses.append(values if address else values.data_ptr())
     for number in numbers:
-        if isinstance(number, Tensor):
-            layout.append((_SCALAR, number.dtype))
+        tensor = isinstance(number, Tensor)
+        layout.append((_SCALAR, number.dtype) if tensor else None)
+        floats.append(0.0 if tensor else float(number))
+        if tensor:
             addresses.append(number.data_ptr())
-            floats.append(0.0)
-        else:
-            layout.append(None)
-            floats.append(float(number))
     key = batch.targets.device, *layout
     program = tape.linked.get(key)
     if program is None:
@@ -99,21 +96,25 @@ def start(tape: Tape, launch: Launch) -> tuple[Tensor, int, Tensor, Tensor]:
     shares = results if count == 1 else results.new_empty(measurements * count)
     scratch = results.new_empty(of_tokens * pitch + of_segments * size + 1, dtype=torch.float32)
     loss = scratch.new_empty(())
-    places = [code if t is None else t.data_ptr() for t in (index, ids, live)]
-    places.append(segments._local_counts.data_ptr())
+    vectors = index, ids, live, segments._local_counts
+    places = [code if t is None else t.data_ptr() for t in vectors]
     if not (n and size):  # a null pointer would have another type
         addresses, places = [a or code for a in addresses], [a or code for a in places]
-    _tape(
-        count, scratch, code, len(tape.phases), kinds, *places, shares.data_ptr(), loss.data_ptr(),
+    given = [
+        code, len(tape.phases), kinds, *places, shares.data_ptr(), loss.data_ptr(),
         tape.terms, 0 if live is None else 1, n, first, size, first_segment, batch._count,
         of_tokens, measurements, per, *addresses, *[code] * (INPUTS - len(addresses)), *floats,
-        *[0.0] * (NUMBERS - len(floats)), BY_SEGMENT=by_segment, BLOCK=BLOCK
-    )  # fmt: skip
+        *[0.0] * (NUMBERS - len(floats))
+    ]  # fmt: skip
+    if known is not None:
+        known.send(count, stream, (scratch.data_ptr(), *given))
+    else:
+        launch_tape(count, scratch, *given, BY_SEGMENT=by_segment, BLOCK=BLOCK)
     if count > 1:
-        given = kinds, shares.data_ptr(), count, loss.data_ptr(), tape.terms
-        _fold(measurements, results, *given, BLOCK=FOLD)
+        of_shares = kinds, shares.data_ptr(), count, loss.data_ptr(), tape.terms
+        _fold(measurements, results, *of_shares, BLOCK=FOLD)
     return scratch, pitch, results, loss
 
 
-_tape = OfNumbers(tape_kernel, num_warps=8, num_stages=1)
+launch_tape = OfNumbers(tape_kernel, num_warps=8, num_stages=1)
 _fold = OfNumbers(fold_kernel, num_warps=4)
