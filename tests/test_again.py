@@ -162,15 +162,41 @@ class Stub:
 
     of = SimpleNamespace(tape=SimpleNamespace(metrics=bool))
 
-    def __init__(self, x: Tensor, *_: Tensor) -> None:
-        self.terms = self.measured = x.new_zeros(1)
-        self.loss = x.new_zeros(())
+    def __init__(self, x: Tensor, *_: Tensor | None) -> None:
+        self.terms, self.multiples = torch.arange(15.0).view(3, 5), torch.tensor([1.0, -2.0, 0.5])
+        self.measured, self.loss = x.new_zeros(1), x.new_zeros(())
 
     def differentiate(self, _: Any) -> Tensor:
         return torch.zeros(3, 4)
 
     def statistic(self, _: str) -> Tensor:
         return self.measured
+
+    def finish(self, *given: Tensor | None) -> list[Tensor | None]:
+        return [*given[:3]]
+
+
+def stub_of(wants: Wants) -> Any:
+    return SimpleNamespace(
+        plan=SimpleNamespace(pull="now"), again=Stub, confirm=bool,
+        packing=SimpleNamespace(targets=torch.zeros(3).long()),
+        bound=SimpleNamespace(launch=None, measured=None),
+        prepared=SimpleNamespace(wants=wants, wide=torch.float32),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_takes_the_sums_of_terms_times_multiples(dtype) -> None:
+    x, w, bias = torch.zeros(3, 4), torch.ones(5, 4), torch.zeros(5, dtype=dtype)
+    for weight_learns, bias_learns in [(True, True), (False, True), (True, False)]:
+        work = stub_of(Wants((True,), (weight_learns,), bias_learns))
+        _, finish = loop._resent(work, (x, w, bias))
+        terms, multiples = Stub(x).terms, Stub(x).multiples
+        into_hidden, into_weight, into_bias = finish(None, None)
+        assert torch.equal(into_hidden, terms @ w)
+        assert (into_weight is not None) == weight_learns
+        assert (into_bias is not None) == bias_learns
+        assert into_bias is None or torch.equal(into_bias, terms.t() @ multiples)
 
 
 def test_who_drops_the_loss_drops_the_gradients(monkeypatch) -> None:
@@ -183,12 +209,7 @@ def test_who_drops_the_loss_drops_the_gradients(monkeypatch) -> None:
 
     monkeypatch.setattr(loop.products, "input_gradient", product)
     monkeypatch.setattr(loop.products, "add_weight_gradient_", lambda *_, **__: None)
-    work = SimpleNamespace(
-        plan=SimpleNamespace(pull="now"), again=Stub, confirm=bool,
-        packing=SimpleNamespace(targets=torch.zeros(3).long()),
-        bound=SimpleNamespace(launch=None, measured=None),
-        prepared=SimpleNamespace(wants=Wants((True,), (True,)), wide=torch.float32),
-    )  # fmt: skip
+    work = stub_of(Wants((True,), (True,)))
     x, w = torch.zeros(3, 4, requires_grad=True), torch.zeros(5, 4, requires_grad=True)
     gc.collect()
     gc.disable()
