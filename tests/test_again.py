@@ -97,7 +97,7 @@ def test_arguments_are_those_that_are_described(n, share, bias, into, monkeypatc
         held = Held.empty(x, 300)
         forward = Forward(targets, 0, replace(transform, bias=bias), NEEDS, True)
         stats, normalizer = acts.product_statistics(x, w, forward, 300, held)
-        gradient = tape.run(stats, view, totals, [1.0], vocabulary=300, backend="triton")
+        gradient = tape.run(stats, view, totals, [1.0], vocabulary=300)
         backward = Backward(targets, 0, transform, normalizer, gradient.coefficients, stats.logp)
         multiple, features = acts.held_multiple_(held, backward, x=x)
         sums = [Scaling(features, features.dtype, rows=multiple)]

@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from tape_case import NEEDS, Case, measured_of, objectives
+from tape_plain import run_plain
 
 from headloss import losses as h
 from headloss.batch.reduction import Reduction, Totals
 from headloss.batch.segments import Chunk
 from headloss.losses.term import Objective, term
+from headloss.objective import tape as taped
 from headloss.objective.bound import Gradient
 from headloss.objective.statistics import Coefficients
 from headloss.objective.tape import Tape
@@ -21,6 +23,11 @@ from headloss.objective.taping import record, tape_of
 OBJECTIVES = objectives()
 RAGGED = (3, 1, 0, 5, 2, 4)
 MIXED = ("grpo", "mixed", "mixed pairs", "modified twice", "where token_mean")
+
+
+@pytest.fixture(autouse=True)
+def in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(taped, "runner", lambda: run_plain)
 
 
 def tape_for(case: Case, **options: bool) -> Tape:

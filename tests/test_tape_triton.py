@@ -9,12 +9,14 @@ import torch
 from triton_cases import DEVICE
 
 from tape_case import NEEDS, Case, measured_of, objectives  # isort: skip
+from tape_plain import run_plain  # isort: skip
 from headloss import losses as h
 from headloss.batch.reduction import Totals
 from headloss.batch.segments import Chunk
 from headloss.kernels.opcodes import Op
 from headloss.kernels.triton import tape as triton_tape
 from headloss.losses.term import Objective
+from headloss.objective import tape as taped
 from headloss.objective.bound import Gradient
 from headloss.objective.recording import Constant
 from headloss.objective.statistics import Statistics
@@ -43,16 +45,11 @@ def tape_for(case: Case, **options: bool) -> Tape:
 def run(case: Case, tape: Tape, backend: str, chunk: Chunk | None = None, **options) -> Gradient:
     coefficients = [c for c, _ in case.objective.parts]
     stats = case.stats if chunk is None else case.stats.map(lambda t: t[chunk.rows])
-    return tape.run(
-        stats,
-        case.view,
-        case.totals,
-        coefficients,
-        vocabulary=case.vocabulary,
-        chunk=chunk,
-        backend=backend,
-        **options,
-    )
+    given = stats, case.view, case.totals, coefficients
+    with pytest.MonkeyPatch.context() as patch:
+        if backend == "reference":
+            patch.setattr(taped, "runner", lambda: run_plain)
+        return tape.run(*given, vocabulary=case.vocabulary, chunk=chunk, **options)
 
 
 def assert_same(case: Case, tape: Tape, chunk: Chunk | None = None, **options) -> Gradient:
@@ -174,9 +171,7 @@ def test_functions(op: Op) -> None:
         segments_per_unit=1,
     )
     case = Case(Objective.of(h.entropy()), (len(x),), device=DEVICE)
-    found = tape.run(
-        Statistics(logp=x), case.view, case.totals, [1.0], vocabulary=1, backend="triton"
-    )
+    found = tape.run(Statistics(logp=x), case.view, case.totals, [1.0], vocabulary=1)
     want = function(x.double())
     assert found.coefficients.target is not None
     torch.testing.assert_close(found.coefficients.target.double(), want, rtol=2e-7, atol=0)

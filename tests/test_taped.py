@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tape_plain import run_plain
 
 import headloss as hl
 from headloss.kernels.transform import Transform
@@ -25,7 +26,7 @@ def by_tape(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setattr(prepare, "serves", lambda *_: True)
         hl.clear_cache()
-        monkeypatch.setattr(taped, "BACKEND", "reference")
+        monkeypatch.setattr(taped, "runner", lambda: run_plain)
 
 
 def batch() -> hl.Batch:

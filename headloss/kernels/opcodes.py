@@ -52,4 +52,3 @@ DTYPES = {
 }
 
 ELEMENTWISE = frozenset(range(Op.ADD, Op.SIGMOID + 1))
-MEASURED = frozenset({Op.SUM, Op.LARGEST, Op.SMALLEST, Op.COUNT})

@@ -2,9 +2,8 @@
 
 T scored tokens, S segments, n tokens of a run, K terms. `taping.record` writes down what the terms
 of an objective, their weights, their gradient and their metrics compute. `Tape.run` then gives what
-`Bound.gradient` and the metrics give, for any T, S, totals and coefficients of the sum. On a GPU
-one generic kernel reads the instructions, so nothing is compiled for an objective; `run_plain` is
-its twin in PyTorch.
+`Bound.gradient` and the metrics give, for any T, S, totals and coefficients of the sum. One generic
+kernel reads the instructions, so nothing is compiled for an objective.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from torch import Tensor
 
 from ..batch.packing import PackedBatch
 from ..batch.reduction import Number, Totals
-from ..batch.segments import Chunk, Segments
-from ..kernels.opcodes import ELEMENTWISE, MEASURED, Op, Way
+from ..batch.segments import Chunk
+from ..kernels.opcodes import Op, Way
 from ..losses.term import Objective
 from .bound import Bound, Gradient
 from .metrics import Measurement, Metrics
-from .recording import COMPUTE, SEGMENTS, TOKENS, Constant, Source
+from .recording import Constant, Source
 from .statistics import Coefficients, Statistics
 
 
@@ -84,8 +83,7 @@ class Tape:
 
     def run(
         self, stats: Statistics, batch: PackedBatch, totals: Totals, coefficients: Sequence[float],
-        *, vocabulary: int, factor: Number = 1.0, chunk: Chunk | None = None,
-        backend: str = "reference"
+        *, vocabulary: int, factor: Number = 1.0, chunk: Chunk | None = None
     ) -> Gradient:
         """Evaluate the objective from the statistics [n] of the tokens of a chunk (None: of all),
         with the coefficients of its terms, and a factor, a number or [], on the gradient alone."""
@@ -93,7 +91,7 @@ class Tape:
         statistics = {name: getattr(stats, name).contiguous() for name in asked}
         given = statistics, batch, totals, coefficients, list(stats.divergences.values())
         launch = self.launch(*given, vocabulary=vocabulary, factor=factor, chunk=chunk)
-        vectors, measured, loss = _runner(backend)(self, launch)
+        vectors, measured, loss = runner()(self, launch)
         slopes = Coefficients(*[None if k is None else vectors[k] for k in self.places])
         found, divergences = dict(zip(self.vectors, vectors, strict=True)), {}
         for k, teacher in enumerate(stats.divergences):
@@ -138,9 +136,8 @@ class Tape:
 
 
 @cache
-def _runner(backend: str) -> Callable[..., tuple[Sequence[Tensor], Tensor, Tensor]]:
-    if backend == "reference":
-        return run_plain
+def runner() -> Callable[..., tuple[Sequence[Tensor], Tensor, Tensor]]:
+    """What makes vectors, measurements and the loss of a tape and a launch."""
     from ..kernels.triton.tape import run
 
     return run
@@ -160,102 +157,7 @@ def _total(kind: str, name: str | None, totals: Totals) -> Number:
     return counts[kind == "segments"]
 
 
-# ---------------------------------------------------------------------- in PyTorch
-
-
-def run_plain(tape: Tape, launch: tuple) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Vectors, measurements and the loss, in PyTorch, on any device and in any dtype."""
-    (batch, chunk, inputs, numbers), dtype = launch, tape.dtype
-    segments = batch.segments.slice(chunk)
-    device = segments.ids.device
-    every = torch.ones_like(segments.ids, dtype=torch.bool)
-    live = every if batch.live is None else batch.live[chunk.rows]
-    real = torch.arange(chunk.first, chunk.last, device=device) < batch._count
-    shapes = (len(segments.ids), segments.count)
-    registers: tuple[list[Any], list[Any]] = tuple([None] * n for n in tape.registers)  # type: ignore[assignment]
-    measured: list[Tensor | None] = [None] * len(tape.kinds)
-    for row in (row for phase in tape.phases for row in phase):
-        own, op = registers[row.kind], row.op
-        if op is Op.LOAD:
-            column = inputs[row.operands[0]]  # type: ignore[index]
-            own[row.out] = _read(column, batch, chunk, live, row.kind == SEGMENTS).to(dtype)
-            continue
-        if op is Op.NUMBER:
-            number = numbers[row.operands[0]]  # type: ignore[index]
-            number = torch.as_tensor(number, dtype=dtype, device=device)
-            own[row.out] = number.expand(shapes[row.kind])
-            continue
-        source = registers[1 - row.kind] if op in (Op.EXPAND, Op.TOTAL) else own
-        values = [
-            torch.full((shapes[row.kind],), o.value, dtype=dtype, device=device)
-            if isinstance(o, Constant)
-            else source[o]
-            for o in row.operands
-        ]
-        if op in MEASURED:
-            kept = real if row.kind == SEGMENTS else live
-            found = _measure(op, values, kept, batch._count)
-            before = measured[row.out]
-            measured[row.out] = found if before is None else before + found
-        elif op in ELEMENTWISE:
-            own[row.out] = COMPUTE[op](*values)
-        elif op is Op.OUT:
-            own[row.out] = torch.where(live, values[0], 0)
-        else:
-            own[row.out] = _of_segments(op, values, segments)
-    sums = torch.stack([m for m in measured if m is not None])
-    return registers[TOKENS][: len(tape.vectors)], sums, sums[tape.terms].to(dtype)
-
-
-def _read(
-    column: Column, batch: PackedBatch, chunk: Chunk, live: Tensor, of_segments: bool
-) -> Tensor:
-    """An input at the tokens of a chunk, or its segments; 0 at tokens that are not scored."""
-    (values, way), rows = column, chunk.rows
-    if of_segments:
-        return values[chunk.first : chunk.last]
-    if way == LAUNCH:
-        return values
-    index: Any = batch.segments.ids if way == SEGMENT else batch.index
-    if way == TOKEN:
-        values = values[rows]
-    elif len(values):
-        values = values[index[rows].masked_fill(~live, 0)]
-    return torch.where(live, values, 0)
-
-
-def _measure(op: Op, values: list[Tensor], kept: Tensor, segments: int) -> Tensor:
-    if op is Op.COUNT:
-        return values[0].new_full((), segments, dtype=torch.float64)
-    value, factor, mask = (v.double() for v in values)
-    kept = kept & (mask != 0)
-    if op is Op.SUM:
-        return torch.where(kept, value * factor, 0).sum()
-    sign = 1 if op is Op.LARGEST else -1
-    rows = torch.where(kept, sign * value, -torch.inf)
-    return sign * torch.cat([rows, rows.new_full((1,), -torch.inf)]).amax()
-
-
-def _of_segments(op: Op, values: list[Tensor], segments: Segments) -> Tensor:
-    """EXPAND, TOTAL and pairs, which stand at both of their segments."""
-    if op is Op.EXPAND:
-        return segments.expand(values[0])
-    if op is Op.TOTAL:
-        return segments.sum(values[0])
-    at = torch.arange(segments.count, device=values[0].device)
-    first, second = at & ~1, at | 1
-    paired = second < segments.count
-    if op is Op.FIRST:
-        return values[0][first]
-    if op is Op.SECOND:
-        return values[0][torch.where(paired, second, at)]
-    return torch.where(paired, torch.where(at == first, *values), 0)
-
-
 # ---------------------------------------------------------------------- in a call
-
-BACKEND = "triton"
-
 
 @dataclass(eq=False, kw_only=True)
 class Taped:
@@ -342,7 +244,7 @@ class Taped:
             factor = self.scale * factor  # type: ignore[operator]
         return tape.run(
             stats, self.batch, self.totals, [c for c, _ in self.objective.parts],
-            vocabulary=self.vocabulary, factor=factor, chunk=chunk, backend=BACKEND
+            vocabulary=self.vocabulary, factor=factor, chunk=chunk
         )
 
 

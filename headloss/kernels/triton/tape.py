@@ -55,7 +55,7 @@ def _encoded(row: Row, inputs: int, layout: Layout) -> list[int]:
 
 
 def run(tape: Tape, launch: Launch) -> tuple[Sequence[Tensor], Tensor, Tensor]:
-    """As the tape's `run_plain`, for registers in float32."""
+    """Vectors, measurements and the loss; registers are in float32."""
     scratch, pitch, results, loss = start(tape, launch)
     n = launch[1].stop - launch[1].start
     vectors = [scratch[k * pitch : k * pitch + n] for k in range(len(tape.vectors))]
