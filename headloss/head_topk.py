@@ -15,7 +15,6 @@ from .kernels.transform import Transform
 from .objective.statistics import finish
 from .options import DEFAULT, Options
 from .ranks.place import Place, join_positions, local_head
-from .ranks.vocabulary import Whole
 from .run.checks import check_eager, check_options, check_temperatures
 from .run.plan import Problem, make_plan
 from .run.work import steps
@@ -85,8 +84,7 @@ def _topk(
     nowhere = hidden.new_full((len(x),), -1, dtype=torch.int64)
     source = LinearSoftmax(
         [*(tensor for pair in factors for tensor in pair), head.bias],
-        Tokens(kernels.load("reference"), nowhere, transform, NOTHING),
-        slices.size or head.vocabulary,
+        Tokens(kernels.load("reference"), nowhere, transform, NOTHING, slices, place.vocabulary),
         compute_dtype=compute,
     )
     problem = Problem(
@@ -102,15 +100,13 @@ def _topk(
     tile = make_plan(problem, replace(options, schedule="auto"), "reference").tile
     ids, logps = (x.new_empty(len(x), k, dtype=dtype) for dtype in (torch.int64, source.dtype))
     for rows in steps(len(x), tile.rows):
-        ids[rows], logps[rows] = _rows(source, rows, tile.columns, k, slices)
+        ids[rows], logps[rows] = _rows(source, rows, tile.columns, k)
     return HeadTopk(*(found.view(*hidden.shape[:-1], k) for found in (ids, logps)))
 
 
-def _rows(
-    source: LinearSoftmax, rows: slice, width: int, k: int, slices: Whole
-) -> tuple[Tensor, Tensor]:
+def _rows(source: LinearSoftmax, rows: slice, width: int, k: int) -> tuple[Tensor, Tensor]:
     """Merge the best of each tile of columns with the best so far."""
-    forward = source.tokens.forward(rows)
+    forward, slices = source.tokens.forward(rows), source.tokens.slices
     partials: Any = None
     ids = source.tokens.targets[rows, None][:, :0]
     best = ids.to(source.dtype)

@@ -41,6 +41,7 @@ from headloss.objective.statistics import (
     Statistics,
     finish,
 )
+from headloss.ranks.vocabulary import WHOLE
 from headloss.softmax.given import IntoLogits, WalkSoftmax
 from headloss.softmax.linear import Tokens
 from headloss.testing import plain
@@ -532,7 +533,7 @@ def test_a_slice_is_measured_whatever_lies_beyond_it(acts):
     raw, targets = tile(4, 16, torch.float32), torch.tensor([3, 20, 31, 9], device=DEVICE)
     facts = reference.survey(targets, None, 1, -100).facts
     order = SimpleNamespace(facts=facts, live=None, unscored=None)
-    tokens = Tokens(acts, targets, Transform(), NEEDS)
+    tokens = Tokens(acts, targets, Transform(), NEEDS, WHOLE, raw.shape[-1])
     into = IntoLogits(order, inplace=False)
     source = WalkSoftmax([raw], tokens, index=None, into=into)
     found, _ = source.partials(slice(None))

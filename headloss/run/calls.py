@@ -138,7 +138,6 @@ def linear_call(given: Given, early: bool = False) -> Call:
     work.open = partial(
         ExpSoftmax if plan.terms else LinearSoftmax,
         tokens=of_tokens,
-        vocabulary=slices.size or work.vocabulary,
         spread=slices.open if slices.is_spread else list,
         compute_dtype=prepared.compute_dtype,
         logits_dtype=options.logits_dtype,
@@ -146,8 +145,8 @@ def linear_call(given: Given, early: bool = False) -> Call:
         measured=prepared.problem.rescaled and prepared.backend == "triton" and not slices.group,
     )
     if (support := packing.support) is not None:
-        whole, width = work.open, work.vocabulary  # `work` itself would be in a cycle
-        work.open = lambda tensors: SupportSoftmax(whole(tensors), support, width)
+        whole = work.open  # `work` itself would be in a cycle
+        work.open = lambda tensors: SupportSoftmax(whole(tensors), support)
     final = options.upstream is not None or prepared.problem.scope == "elsewhere"
     work.into = Into(
         prepared.wants, options.accumulate_dtype, options.main_grad,
@@ -252,7 +251,8 @@ def _tokens(work: Work, joined: Joined) -> Tokens:
     targets, whole = packing.targets, joined.place.group is None and packing.live is None
     if packing.order.facts is not None and prepared.backend == "reference":
         targets = targets.clamp(0, work.vocabulary - 1)  # until it is read they may be anything
-    found = Tokens(prepared.acts, targets, transform, prepared.needs, work.slices.first, whole)
+    given = targets, transform, prepared.needs, work.slices, work.vocabulary, whole
+    found = Tokens(prepared.acts, *given)
     return with_beside(found, work, joined.objective.teachers) if prepared.beside else found
 
 

@@ -227,7 +227,7 @@ def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]
     uncut = len(blocks) == 1 and not (work.plan.support or work.slices.is_spread)
     for block in blocks:
         rows = ALL if uncut else block.rows
-        measured, held = source.statistics(rows, [ALL], work.slices, work.vocabulary, keep=True)
+        measured, held = source.statistics(rows, [ALL], keep=True)
         work.confirm()
         found.append(measured)
         chunk = block if len(blocks) > 1 else None
@@ -316,7 +316,7 @@ def _walk_at_once(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack
     needs, bound = work.prepared.needs, work.bound
     partials = source.walk(needs, *bound.beforehand(work.batch, needs))
     work.confirm()  # the launch has gone by what the device knew of the batch
-    stats = work.slices.measured(source.acts, partials, needs, work.vocabulary).stats
+    stats = source.tokens.measured(partials).stats
     found = bound.gradient(stats, work.batch, None, needed=False)
     return (stats, found.values, found.loss), lambda factor, _: source.finish(factor)
 

@@ -92,8 +92,8 @@ def _of_hidden(work: Work, teacher: Teacher, size: int) -> tuple[LinearSoftmax, 
     )
     pairs = [tensor for features, weight in factors for tensor in (features, weight[own])]
     tensors = [*pairs, None if head.bias is None else head.bias[own]]
-    tokens = Tokens(work.prepared.acts, batch.targets, transform, NOTHING)
-    return LinearSoftmax(tensors, tokens, size), transform
+    given = batch.targets, transform, NOTHING, slices, work.vocabulary
+    return LinearSoftmax(tensors, Tokens(work.prepared.acts, *given)), transform
 
 
 def _at(transform: Transform, temperature: float) -> Transform:

@@ -138,7 +138,7 @@ def measure(
     held."""
     columns = source.vocabulary if keep or work.plan.sweep_rows else work.plan.tile.columns
     tiles = [ALL] if columns >= source.vocabulary else steps(source.vocabulary, columns)
-    found = source.statistics(rows, tiles, work.slices, work.vocabulary, keep)
+    found = source.statistics(rows, tiles, keep)
     work.confirm()
     return found
 

@@ -79,7 +79,7 @@ class GivenSoftmax(RawSoftmax):
         super().__init__(tokens)
         (logits,) = tensors  # [.., V]
         self.view = View(logits, index)
-        self.vocabulary, self.dtype = logits.shape[-1], products.sum_dtype(logits.dtype)
+        self.dtype = products.sum_dtype(logits.dtype)
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
         return self.view.read(rows, columns).to(self.dtype, copy=True)
@@ -152,7 +152,7 @@ class WalkSoftmax(GivenSoftmax):
         if gradient is not None:
             out = self.out = self.destination()
             coefficients = gradient.coefficients
-        given = self.tokens.targets, self.first, self.tokens.transform, needs
+        given = self.tokens.targets, self.tokens.slices.first, self.tokens.transform, needs
         walk = (self.rows, out, self.into.order.live, *given, coefficients, slopes, normalizer)
         # Only what is written before the host has read its batch goes by what the device knows; a
         # batch in a vocabulary group, whose facts are not of this slice alone, is read before that.

@@ -51,7 +51,8 @@ class Tokens(NamedTuple):
     targets: Tensor  # [T] columns of the whole vocabulary
     transform: Transform  # its temperature is a number or [T]
     needs: frozenset[str]  # statistics
-    first: int = 0  # column of the whole vocabulary at which this slice starts
+    slices: Any  # of the vocabulary on the ranks of a group
+    vocabulary: int  # V of the whole model
     whole: bool = False  # the slice is all of it, and all targets are known to lie in it
     teachers: tuple[Any, ...] = ()  # whose divergences are measured beside the student's logits
     beside: tuple[Any, ...] = ()  # what else is, of the tiles: `Candidates`, `Collision`
@@ -59,14 +60,16 @@ class Tokens(NamedTuple):
     def take(self, index: Tensor) -> Tokens:
         """Of some of the tokens."""
         teachers, beside = (tuple(x.take(index) for x in t) for t in (self.teachers, self.beside))
-        given = self.targets[index], self.transform.rows(index), self.needs, self.first, self.whole
-        return Tokens(self.acts, *given, teachers, beside)
+        targets, transform = self._at(index)
+        given = self.acts, targets, transform, self.needs, self.slices, self.vocabulary, self.whole
+        return Tokens(*given, teachers, beside)
 
     def forward(self, rows: Rows, columns: slice = ALL) -> Forward:
         """Arguments of act one beside the logits of a tile."""
         targets, transform = self._at(rows)
         whole = self.whole and columns is ALL
-        return Forward(targets, self.first + (columns.start or 0), transform, self.needs, whole)
+        first = self.slices.first + (columns.start or 0)
+        return Forward(targets, first, transform, self.needs, whole)
 
     def backward(
         self, rows: Rows, columns: slice, known: Known, dtype: torch.dtype | None = None
@@ -74,9 +77,14 @@ class Tokens(NamedTuple):
         """Arguments of act two beside the logits of a tile."""
         (stats, normalizer), gradient = known.measured, known.gradient
         targets, transform = self._at(rows)
-        given = targets, self.first + (columns.start or 0), transform, normalizer
+        given = targets, self.slices.first + (columns.start or 0), transform, normalizer
         whole = self.whole and columns is ALL and isinstance(known.held, Tensor)
         return Backward(*given, gradient.coefficients, stats.logp, dtype, whole)
+
+    def measured(self, partials: Any) -> Measured:
+        """What partials of this rank's slice come to over the whole vocabulary."""
+        found = self.slices.measured(self.acts, partials, self.needs, self.vocabulary)
+        return found  # type: ignore[no-any-return]
 
     def _at(self, rows: Rows) -> tuple[Tensor, Transform]:
         if rows is ALL:
@@ -97,13 +105,13 @@ def rows_left(live: Tensor | None) -> Callable[[], Tensor | None]:
 class RawSoftmax:
     """Both acts over raw logits in float32 or float64; a subclass says where these come from."""
 
-    vocabulary: int  # columns of this slice
     dtype: torch.dtype  # of statistics and of raw logits
     gradient_dtype: torch.dtype | None = None  # of dL/draw on a GPU; None: as the logits
     additions: int = 1  # in which the weight gradient of a block of tokens comes
 
     def __init__(self, tokens: Tokens) -> None:
-        self.tokens, self.acts, self.first = tokens, tokens.acts, tokens.first
+        self.tokens, self.acts = tokens, tokens.acts
+        self.vocabulary: int = tokens.slices.size or tokens.vocabulary  # columns of this slice
         self.teachers, self.beside = tokens.teachers, tokens.beside
         self.fused = True in [teacher.fused for teacher in self.teachers]
 
@@ -125,19 +133,12 @@ class RawSoftmax:
             partials = self.acts.partials(raw, self.tokens.forward(rows, columns), partials)
         return partials, raw
 
-    def statistics(
-        self, rows: slice, tiles: Sequence[slice], slices: Any, vocabulary: int, keep: bool
-    ) -> tuple[Measured, Any]:
+    def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
         """Act one over the whole vocabulary: what it says of some tokens; and, with `keep`, what
         act two will find of their logits, which are then one tile, as they are where there are
-        teachers, who read it too.
-
-        Args:
-            slices: of the vocabulary on the ranks of a group.
-            vocabulary: of the whole model.
-        """
+        teachers, who read it too."""
         partials, raw = self.partials(rows, tiles)
-        measured: Measured = slices.measured(self.acts, partials, self.tokens.needs, vocabulary)
+        measured = self.tokens.measured(partials)
         self.measure_beside(rows, measured, raw, keep)
         return measured, raw if keep else None
 
@@ -195,7 +196,6 @@ class LinearSoftmax(RawSoftmax):
         self,
         tensors: Sequence[Any],  # features [T, H_i], weights [V', H_i] pairwise; bias [V'] or None
         tokens: Tokens,
-        vocabulary: int,  # V; rows of weights beyond it are padding and never scored
         *,
         # Makes what can be indexed by tokens of features that are spread over ranks.
         spread: Callable[[Sequence[Tensor]], Sequence[Any]] = list,
@@ -207,7 +207,8 @@ class LinearSoftmax(RawSoftmax):
         super().__init__(tokens)
         self.features, self.full_weights = spread(tensors[:-1:2]), list(tensors[1:-1:2])
         self.full_bias: Tensor | None = tensors[-1]
-        self.vocabulary, self.logits_dtype, self.fixed = vocabulary, logits_dtype, fixed
+        self.logits_dtype, self.fixed, vocabulary = logits_dtype, fixed, self.vocabulary
+        # Rows of weights beyond it are padding and never scored.
         self.weights = [w if w.shape[0] == vocabulary else w[:vocabulary] for w in tensors[1:-1:2]]
         self.bias = None if self.full_bias is None else self.full_bias[:vocabulary]
         if compute_dtype is not None:
@@ -228,16 +229,15 @@ class LinearSoftmax(RawSoftmax):
         found.features = [features[index] for features in self.features]
         return found
 
-    def statistics(
-        self, rows: slice, tiles: Sequence[slice], slices: Any, vocabulary: int, keep: bool
-    ) -> tuple[Measured, Any]:
+    def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
         if not self.fused:
-            return super().statistics(rows, tiles, slices, vocabulary, keep)
+            return super().statistics(rows, tiles, keep)
         x, width, raw = self._x(rows), self.vocabulary, None
         if keep or self.teachers:
             raw = x.new_empty(x.shape[0], 16 * -(-width // 16), dtype=self.dtype)[:, :width]
         forward = self._biased(self.tokens.forward(rows))
-        found = self.acts.product_statistics(x, self.weights[0], forward, vocabulary, raw=raw)
+        given = x, self.weights[0], forward, self.tokens.vocabulary
+        found = self.acts.product_statistics(*given, raw=raw)
         self.measure_beside(rows, found, raw, keep)
         return found, raw if keep else None
 
@@ -285,17 +285,14 @@ class LinearSoftmax(RawSoftmax):
 class ExpSoftmax(LinearSoftmax):
     """exp(z - reference) [n, V] in bfloat16, written by the product in place of logits."""
 
-    def statistics(
-        self, rows: slice, tiles: Sequence[slice], slices: Any, vocabulary: int, keep: bool
-    ) -> tuple[Measured, Any]:
+    def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
         x, weight = self._x(rows), self.weights[0]
         held = Held.empty(x, weight.shape[0]) if keep else None
         forward = self._biased(self.tokens.forward(rows))
-        if slices.size is None:
-            found = self.acts.product_statistics(x, weight, forward, vocabulary, held)
+        if (tokens := self.tokens).slices.size is None:
+            found = self.acts.product_statistics(x, weight, forward, tokens.vocabulary, held)
         else:
-            partials = self.acts.product_partials(x, weight, forward, held)
-            found = slices.measured(self.acts, partials, forward.needs, vocabulary)
+            found = tokens.measured(self.acts.product_partials(x, weight, forward, held))
         for other in self.beside:
             other.add_product(rows, x, weight, self.bias)
         if self.beside or PEAK in forward.needs:

@@ -27,16 +27,15 @@ class SupportSoftmax(LinearSoftmax):
     Args:
         whole: the same head over all columns, for tokens without a support.
         support: the pairs of all tokens.
-        size: columns of the whole model, over which an objective takes the mean logit.
     """
 
-    def __init__(self, whole: LinearSoftmax, support: Packed, size: int) -> None:
+    def __init__(self, whole: LinearSoftmax, support: Packed) -> None:
         vars(self).update(vars(whole))
-        self.whole, self.support, self.size = whole, support, size
+        self.whole, self.support = whole, support
         self.additions = 1 if support.free is None else 2
 
     def take(self, index: Tensor) -> SupportSoftmax:
-        return SupportSoftmax(self.whole.take(index), self.support.take(index), self.size)
+        return SupportSoftmax(self.whole.take(index), self.support.take(index))
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
         """[P] raw logits of the pairs of some tokens in some columns."""
@@ -51,15 +50,12 @@ class SupportSoftmax(LinearSoftmax):
             out += bias[at.clamp(0, len(bias) - 1)].to(out.dtype)
         return out if self.logits_dtype is None else out.to(self.logits_dtype).to(self.dtype)
 
-    def statistics(
-        self, rows: slice, tiles: Sequence[slice], slices: Any, vocabulary: int, keep: bool
-    ) -> tuple[Measured, Any]:
+    def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
         raw, needs, support = self.raw(rows), self.tokens.needs, self._window(rows, ALL)
         partials = self.acts.support_partials(raw, support, self.tokens.forward(rows))
         for part in self.beside:
             part.add_pairs(rows, raw, support)
-        partials = slices.merge(partials)
-        stats, normalizer = finish(partials, 1, needs)
+        stats, normalizer = finish(self.tokens.slices.merge(partials), 1, needs)
         if stats.mean_logit is not None:
             stats = replace(stats, mean_logit=stats.mean_logit / self.support.counts[rows])
         measured, whole, held = Measured(stats, normalizer), None, None
@@ -67,7 +63,7 @@ class SupportSoftmax(LinearSoftmax):
         index = self.support.unrestricted(rows)
         if index is not None:
             whole = self.whole.take(index + (rows.start or 0))
-            found, held = whole.statistics(slice(0, len(index)), tiles, slices, vocabulary, keep)
+            found, held = whole.statistics(slice(0, len(index)), tiles, keep)
             measured = of_several(
                 lambda pair: pair[0].index_copy(0, index, pair[1]), [measured, found]
             )
@@ -88,11 +84,13 @@ class SupportSoftmax(LinearSoftmax):
         return found._replace(pairs=self._pairs(raw, rows, columns, known))
 
     def _pairs(self, raw: Tensor, rows: slice, columns: slice, known: Known) -> PairGradient:
-        """dL/draw of pairs; a mean logit is that of the support."""
+        """dL/draw of pairs; a mean logit is that of the support, where an objective takes it over
+        the whole model's columns."""
         gradient, support = known.gradient, self._window(rows, columns)
         c = gradient.coefficients
         if c.uniform is not None:
-            c = c._replace(uniform=c.uniform * self.size / self.support.counts[rows].clamp_min(1))
+            size = self.tokens.vocabulary
+            c = c._replace(uniform=c.uniform * size / self.support.counts[rows].clamp_min(1))
         known = known._replace(gradient=gradient._replace(coefficients=c))
         backward = self.tokens.backward(rows, columns, known)
         values = self.acts.support_gradient(raw, support, backward)
@@ -104,4 +102,4 @@ class SupportSoftmax(LinearSoftmax):
 
     def _window(self, rows: slice, columns: slice) -> Any:
         size = len(range(self.vocabulary)[columns])
-        return self.support.window(rows, self.first + (columns.start or 0), size)
+        return self.support.window(rows, self.tokens.slices.first + (columns.start or 0), size)
