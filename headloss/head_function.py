@@ -6,7 +6,6 @@ N positions, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -93,7 +92,7 @@ def head_function(
     def run() -> Tensor:
         work, tensors = linear_call((hidden, head, batch, objective, options, "head_function"))
         foreign = Foreign(loss_fn, work.packing, work.vocabulary, options.upstream)
-        work = replace(work, bind=lambda _: foreign)
+        work.bind = lambda _: foreign
         with inside(hidden.device.type, *work.groups):
             return HeadLoss.apply(work, *tensors)[0]
 

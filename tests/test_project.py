@@ -107,7 +107,7 @@ ALLOWED: dict[str, set[str]] = {
     "ranks.vocabulary": {*LOGITS, "batch.segments", "ranks", "objective.statistics", "reading"},
     "ranks.agreement": {"ranks.collectives", "reading"},
     "ranks.place": {"batch.batch", "head.head", "kernels", "ranks"},
-    "ranks.segments": {*PARTS, "losses.term", "options", "run.plan", "ranks"},
+    "ranks.segments": {*PARTS, "options", "ranks"},
     "ranks": set(),
     "run.checks": {
         *PARTS,
@@ -118,7 +118,16 @@ ALLOWED: dict[str, set[str]] = {
         "options",
         "ranks.place",
     },
-    "run.work": {*PARTS, *LOGITS, "objective.bound", "run.plan", "run.prepare", *ENGINE},
+    "run.work": {
+        *PARTS,
+        *LOGITS,
+        *TERMS,
+        "options",
+        "ranks.place",
+        "run.plan",
+        "run.prepare",
+        *ENGINE,
+    },
     "run.pull_back": {*PARTS, *LOGITS, "objective.bound", "run.work"},
     "run.loop": {
         *PARTS,
@@ -225,7 +234,7 @@ ALLOWED: dict[str, set[str]] = {
 BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their names begin
 
 LINES_PER_FILE = 400
-CORE_LINES = 11_614
+CORE_LINES = 11_578
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
 KERNEL_LINES = 6_561

@@ -24,7 +24,6 @@ from .vocabulary import WHOLE, Shard, Spread, Whole
 
 if TYPE_CHECKING:
     from ..batch.packing import Packing
-    from ..kernels.transform import Transform
     from ..losses.term import Objective
     from ..options import Options
 
@@ -150,6 +149,9 @@ class Place(NamedTuple):
             )
 
 
+NO_MORE = dict.fromkeys(("tokens", "weight_gradient", "memory"), 0)  # of `own_facts`
+
+
 def join_positions(head: Head, hidden: Tensor, check: Callable[[], None], k: int) -> Place:
     """A rank's place for a verb on positions alone, which `check` refuses on all ranks."""
     group = head.vocab_group
@@ -162,7 +164,7 @@ def join_positions(head: Head, hidden: Tensor, check: Callable[[], None], k: int
         return of_head(head, hidden) | more
 
     def joined() -> Place:
-        own = own_facts(head.weight.shape[0])
+        own = {"rows": head.weight.shape[0], "teacher_columns": -1, **NO_MORE}
         _, said = agree_early("vocab_group", group, check, lambda _: own, same, wait=True)
         return Place.of(group, said, head.vocab_size)
 
@@ -172,15 +174,19 @@ def join_positions(head: Head, hidden: Tensor, check: Callable[[], None], k: int
 
 
 def own_facts(
-    rows: int, batch: Batch | None = None, memory: int = 0, tokens: int = 0,
-    weight_gradient: bool = False, static: bool = False
+    value: Tensor, head: Head | None, batch: Batch, options: Options, ready: tuple[Any, Objective]
 ) -> dict[str, int]:
     """What may differ between the ranks, and decides what all of them plan; the number of tokens
     where they are spread; and `static`, since a capture goes by a call with static shapes alone."""
-    given = None if batch is None else batch.fields.get("teacher_logits")
-    columns = given.shape[-1] if isinstance(given, Tensor) else -1
-    found = {"rows": rows, "tokens": tokens, "weight_gradient": weight_gradient, "memory": memory}
-    return found | {"teacher_columns": columns, "static": static}
+    given, prepared = batch.fields.get("teacher_logits"), ready[0]
+    return {
+        "rows": value.shape[-1] if head is None else head.weight.shape[0],
+        "tokens": value.shape[:-1].numel() if options.sequence_parallel else 0,
+        "weight_gradient": prepared.wants.any_weight,
+        "memory": prepared.problem.memory,
+        "teacher_columns": given.shape[-1] if isinstance(given, Tensor) else -1,
+        "static": options.static,
+    }
 
 
 # ---------------------------------------------------------------------- what must be the same
@@ -291,20 +297,9 @@ def _spelt(value: Any, tensors: list[Tensor]) -> str:
     return repr(value)
 
 
-def own_of_linear(
-    hidden: Tensor, head: Head, batch: Batch, options: Options, memory: int
-) -> dict[str, int]:
-    """`own_facts` of a call on hidden states, whose number matters where they are spread."""
-    tokens = hidden.shape[:-1].numel() if options.sequence_parallel else 0
-    trained = any(t.requires_grad for name, t in head._tensors() if not name.endswith(".a"))
-    wanted = trained and torch.is_grad_enabled()
-    return own_facts(head.weight.shape[0], batch, memory, tokens, wanted, options.static)
-
-
-def of_linear(
-    hidden: Tensor, head: Head, batch: Batch, objective: Objective, options: Options
-) -> dict[str, Any]:
+def of_linear(given: Any, objective: Objective) -> dict[str, Any]:
     """Facts about a call on hidden states; where these are spread, each rank has its own."""
+    hidden, head, batch, _, options, _ = given
     return {
         **of_batch(batch),  # first: what is scored decides which hidden states are compared
         **of_head(head, hidden),
@@ -313,11 +308,9 @@ def of_linear(
     }
 
 
-def of_given(
-    logits: Tensor, transform: Transform, batch: Batch, objective: Objective, options: Options,
-    inplace: bool
-) -> dict[str, Any]:
+def of_given(given: Any, objective: Objective) -> dict[str, Any]:
     """Facts about a call on given logits."""
+    logits, batch, _, transform, _, inplace, options = given
     return {
         "dtype": f"{logits.dtype} {inplace}",
         "logits, contiguous along the vocabulary": logits.stride(-1) == 1 or logits.shape[-1] <= 1,

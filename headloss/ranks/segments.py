@@ -8,40 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import distributed
 
 from ..batch.batch import Batch
 from ..batch.packing import PackedBatch, Packing
-from ..losses.term import Objective
 from ..options import Options
-from ..run.plan import Plan
 from .agreement import WORDS, Own, agree_early, settle
 from .collectives import summed
-from .place import Place, of_objective
+from .place import of_objective
 
 FIELDS = (WORDS - 3) // 2  # two words of a record each
 
 
-class Joined(NamedTuple):
-    """A call that its ranks agree on."""
-
-    prepared: Any  # what its signature decides
-    objective: Objective
-    place: Place
-    packing: Packing
-    plan: Plan
-    confirm: Callable[[], object]  # of a packing that was guessed, see `packing.guessed`
-    per_segment: frozenset[str]  # fields with one value per segment
-
-
 def over_segments(
-    batch: Batch, options: Options, prepare: Callable[[], Joined],
+    batch: Batch, options: Options, prepare: Callable[[], Any],
     behind: distributed.ProcessGroup | None = None, wait: bool = False
-) -> Joined:
-    """Prepare a call whose segments run across ranks: what is wrong on one is raised on all.
+) -> Any:
+    """Prepare a call whose segments run across ranks, a `Work`: what is wrong on one is raised on
+    all.
 
     Args:
         behind: the group of the vocabulary, whose ranks agree in `prepare`.
@@ -49,19 +36,20 @@ def over_segments(
     """
     group: Any = batch.segments.group
 
-    def same(joined: Joined) -> dict[str, Any]:
+    def same(work: Any) -> dict[str, Any]:
         # Other choices (schedule, chunks) may differ; these decide what is summed over segments.
         chosen = type(options)(metrics=options.metrics)
-        found = of_objective(joined.objective, chosen, batch.targets.device)
-        gradient = joined.plan.schedule != "statistics"
+        found = of_objective(work.objective, chosen, batch.targets.device)
+        gradient = work.plan.schedule != "statistics"
         found |= {"segments.count": batch.segments.count, "a gradient is wanted": gradient}
         return found | {"fields": " ".join(sorted(batch.fields))}
 
     if getattr(options, "static", False):
         return prepare()  # see `voted`
     given = "segments.group", group, prepare, lambda _: _forms(batch), same
-    joined, per_segment = agree_early(*given, wait, True, behind, partial(_agreed, batch))
-    return joined._replace(per_segment=per_segment, confirm=partial(settle, group))
+    work, per_segment = agree_early(*given, wait, True, behind, partial(_agreed, batch))
+    work.per_segment, work.confirm = per_segment, partial(settle, group)
+    return work
 
 
 def _forms(batch: Batch) -> dict[str, Any]:

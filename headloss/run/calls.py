@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..batch.batch import Batch
-from ..batch.packing import PackedBatch, Packing, packing_of
+from ..batch.packing import Packing, packing_of
 from ..batch.reduction import Totals
 from ..head.head import Head
 from ..kernels.transform import Transform
@@ -24,8 +24,8 @@ from ..objective.tape import Taped
 from ..objective.tolerance import Tolerance
 from ..options import Options
 from ..ranks.agreement import agree_early, settle
-from ..ranks.place import Place, of_given, of_linear, own_facts, own_of_linear
-from ..ranks.segments import Joined, over_segments, voted
+from ..ranks.place import Place, of_given, of_linear, own_facts
+from ..ranks.segments import over_segments, voted
 from ..softmax.given import GivenSoftmax, GivenSums, IntoLogits, WalkSoftmax
 from ..softmax.linear import ExpSoftmax, LinearSoftmax, Tokens
 from ..softmax.sums import Hidden, Into, RowSums
@@ -43,38 +43,64 @@ from .work import Work, slope_of
 Call = tuple[Work, list[Tensor | None]]
 
 
-def _linear_joined(given: Given, early: bool = False) -> Joined:
+def _linear_work(given: Given, early: bool = False) -> Work:
     """What the arguments of `head_loss` come to before a logit is looked at."""
     hidden, head, batch, _, options, _ = given
+    return _agreed(
+        given, _checked, of_linear, hidden, head, batch, options, _transform(head),
+        head.vocab_group, early and not head.lora
+    )
+
+
+def _agreed(
+    given: Any, check: Callable[[Any], tuple[Prepared, Objective]],
+    same: Callable[[Any, Objective], dict[str, Any]], value: Tensor, head: Head | None,
+    batch: Batch, options: Options, transform: Transform, group: Any, early: bool
+) -> Work:
+    """A call that the ranks of its groups agree on: checked, packed, planned.
+
+    Args:
+        same: facts that are to be the same on all ranks of the vocabulary's group.
+        value: hidden states, or (without a head) logits.
+        early: nothing but packing and temperatures depends on the batch's values, so that it may
+            be guessed.
+    """
     over = isinstance(batch, Batch) and batch.segments.group is not None
-    plain = early and not (head.lora or isinstance(head.temperature, Tensor))
+    wait = (over or group is not None) and (
+        not (isinstance(batch, Batch) and isinstance(options, Options))
+        or options.sequence_parallel or (over and options.static)
+    )
 
-    def alone() -> Joined:
-        return _joined(_checked(given), Place(head.vocabulary), batch, options, plain)
-
-    if head.vocab_group is None and not over:
-        return alone()
-    known_batch = isinstance(batch, Batch) and isinstance(options, Options)
-    wait = not known_batch or options.sequence_parallel or (over and options.static)
-
-    def joined() -> Joined:
-        if head.vocab_group is None:
-            return alone()
-        ready, own = agree_early(
-            "vocab_group",
-            head.vocab_group,
-            partial(_checked, given),
-            lambda ready: own_of_linear(hidden, head, batch, options, ready[0].problem.memory),
-            lambda ready: of_linear(hidden, head, batch, ready[1], options),
-            wait,
-            quiet=over,
+    def packed() -> Work:
+        """Without a collective over the segments' group."""
+        if group is None:
+            ready = check(given)
+            place = Place(value.shape[-1] if head is None else head.vocabulary)
+        else:
+            own = partial(own_facts, value, head, batch, options)
+            act, facts = partial(check, given), lambda ready: same(given, ready[1])
+            ready, said = agree_early("vocab_group", group, act, own, facts, wait, quiet=over)
+            place = Place.of(group, said, head and head.vocab_size)
+            if options.sequence_parallel:
+                place.check_tokens(batch)
+        prepared, objective = ready
+        problem, misses = prepared.problem, prepared.misses
+        if (
+            misses or over or not early or options.sequence_parallel
+            or isinstance(transform.temperature, Tensor)  # whose values are checked
+            # A gradient that is known beforehand may go by ids: anything, where nothing is scored.
+            or (problem.inplace and prepared.slopes and group is None and not batch.segments.made)
+        ):
+            misses = None
+        unit = problem.segments_per_unit
+        packing, confirm = packing_of(batch, place.vocabulary, options.static, unit, misses)
+        plan = prepared.plan(options, packing, place)
+        return Work(
+            prepared, objective, batch, options, place, packing, plan, prepared.per_segment,
+            transform, confirm, _bound
         )
-        place = Place.of(head.vocab_group, own, head.vocab_size)
-        if options.sequence_parallel:
-            place.check_tokens(batch)
-        return _joined(ready, place, batch, options, plain and not options.sequence_parallel)
 
-    return over_segments(batch, options, joined, head.vocab_group, wait) if over else joined()
+    return _completed(over_segments(batch, options, packed, group, wait) if over else packed())
 
 
 def _checked(given: Given) -> tuple[Prepared, Objective]:
@@ -89,12 +115,11 @@ def _checked(given: Given) -> tuple[Prepared, Objective]:
 
 def linear_plan(given: Given) -> Plan:
     """What `head_loss` would run; hidden states may be on the meta device."""
-    (_, head, batch, _, options, _), joined = given, _linear_joined(given)
-    work = _work(joined, batch, _transform(head), options)
-    _ = _tokens(work, joined)  # what it is made of is checked
-    if batch.segments.group is not None:
+    work = _linear_work(given)
+    _ = _tokens(work)  # what it is made of is checked
+    if work.given.segments.group is not None:
         _ = work.bound  # and what its ranks' totals and weights are
-    return joined.plan
+    return work.plan
 
 
 def _transform(head: Head) -> Transform:
@@ -110,9 +135,8 @@ _totals = lru_cache(maxsize=256)(Totals)
 def linear_call(given: Given, early: bool = False) -> Call:
     """The call that `head_loss` makes of its arguments; with `early` it may be one that `confirm`s
     its batch as it runs (`in_step`)."""
-    (hidden, head, batch, _, options, _), joined = given, _linear_joined(given, early)
-    prepared, packing, plan = joined.prepared, joined.packing, joined.plan
-    work = _work(joined, batch, _transform(head), options)
+    (hidden, head, _, _, options, _), work = given, _linear_work(given, early)
+    prepared, packing, plan = work.prepared, work.packing, work.plan
     slices, index = work.slices, packing.index
     x = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)  # else autograd gets a step more
     if prepared.compute_dtype is not None:
@@ -123,14 +147,14 @@ def linear_call(given: Given, early: bool = False) -> Call:
         x = GatherRows.apply(x, index, packing.live)
     elif (plan.terms or prepared.problem.differences) and not prepared.readable:
         x = x.clone(memory_format=torch.contiguous_format)
-    if plan.resends and (again := _resends(joined, options, work, head.bias)) is not None:
+    if plan.resends and (again := _resends(work, head.bias)) is not None:
         strides = x.stride(0), head.weight.stride(0)
         kind = again.kind(x.shape[0], strides, packing.targets)
         work.again = again.known(kind)
         if work.again is not None:
             return work, [x, head.weight, head.bias]
         work.record = partial(again.record, kind)
-    of_tokens = _tokens(work, joined)
+    of_tokens = _tokens(work)
     fixed = prepared.acts.fixed_product if options.batch_invariant else None
     tensors = [x, head.weight]
     if head.lora:
@@ -159,35 +183,13 @@ def linear_call(given: Given, early: bool = False) -> Call:
 
 def given_call(given: GivenLogits) -> Call:
     """The call that `logits_loss` makes of its arguments."""
-    logits, batch, _, transform, vocab_group, inplace, options = given
-    over = isinstance(batch, Batch) and batch.segments.group is not None
-
-    def joined() -> Joined:
-        early = not isinstance(transform.temperature, Tensor)
-        if vocab_group is None:
-            ready = prepare_given(given)
-            # What is known beforehand may go by ids: anything, where a position is not scored.
-            early = early and (batch.segments.made or not (inplace and ready[0].slopes))
-            return _joined(ready, Place(logits.shape[-1]), batch, options, early)
-        ready, own = agree_early(
-            "vocab_group",
-            vocab_group,
-            partial(prepare_given, given),
-            lambda ready: own_facts(
-                logits.shape[-1], batch, ready[0].problem.memory, static=options.static
-            ),
-            lambda ready: of_given(logits, transform, batch, ready[1], options, inplace),
-            wait=over and getattr(options, "static", True),
-            quiet=over,
-        )
-        return _joined(ready, Place.of(vocab_group, own), batch, options, early)
-
-    found = over_segments(batch, options, joined, vocab_group) if over else joined()
-    work = _work(found, batch, transform, options)
-    of_tokens = _tokens(work, found)
-    packing, inplace = work.packing, found.prepared.problem.inplace
+    logits, batch, _, transform, group, _, options = given
+    of = logits, None, batch, options, transform, group, True
+    work = _agreed(given, prepare_given, of_given, *of)
+    of_tokens = _tokens(work)
+    packing, inplace = work.packing, work.prepared.problem.inplace
     work.into = into = IntoLogits(packing.order, inplace)
-    if found.plan.rows:
+    if work.plan.rows:
         work.open = partial(WalkSoftmax, tokens=of_tokens, index=packing.index, into=into)
         work.sums = lambda source, *_: source
     else:
@@ -196,92 +198,66 @@ def given_call(given: GivenLogits) -> Call:
     return work, [logits]
 
 
-def _joined(
-    ready: tuple[Prepared, Objective], place: Place, batch: Batch, options: Options, early: bool
-) -> Joined:
-    """Packed and planned, without a collective over the segments' group; `early`: nothing but
-    packing depends on the batch's values."""
-    prepared, objective = ready
-    misses = prepared.misses if early and not batch.segments.group else [True]
-    of_batch = options.static, prepared.problem.segments_per_unit, None if misses else misses
-    packing, confirm = packing_of(batch, place.vocabulary, *of_batch)
-    plan = prepared.plan(options, packing, place)
-    return Joined(prepared, objective, place, packing, plan, confirm, prepared.per_segment)
-
-
-def _work(joined: Joined, batch: Batch, transform: Transform, options: Options) -> Work:
-    """What the loop is to do."""
-    prepared, _, place, packing, plan, confirm, per_segment = joined
-    group = batch.segments.group
-    view: Callable[[], PackedBatch] = partial(packing.view, batch, prepared.wide, per_segment)
+def _completed(work: Work) -> Work:
+    """With what the loop needs beside, once the ranks agree."""
+    prepared, packing, plan, batch = work.prepared, work.packing, work.plan, work.given
+    options, transform, group = work.options, work.transform, batch.segments.group
     if group is not None and options.static:  # by a collective, which cannot wait
-        found = voted(packing, batch, prepared.wide, group)
-        view = lambda: found  # noqa: E731
-    spread = packing if options.sequence_parallel else None
-    slices = place.slices(spread, batch.targets.device, confirm)
+        work.batch = voted(packing, batch, prepared.wide, group)
+    device, spread = batch.targets.device, packing if options.sequence_parallel else None
+    work.slices = (place := work.place).slices(spread, device, work.confirm)
     if isinstance(transform.temperature, Tensor):
-        transform = _of_tokens(transform, batch, packing, prepared.wide)
-    vocabulary, tolerance = place.vocabulary, None
+        work.transform = transform = _of_tokens(transform, batch, packing, prepared.wide)
+    if plan.rows and plan.schedule == "one_pass" and prepared.slopes:
+        work.at_once = not (place.group or group)
     if options.gradient_tolerance:
         # Of nothing where leaving rows out would save no product: those of a frozen head are made
         # before any coefficient is known.
         saves = plan.skip_rows and plan.pull not in ("unit", "never")
         share = options.gradient_tolerance if saves else 0.0
         none = packing.targets.new_zeros((), dtype=torch.float64)
-        tolerance = Tolerance(share, transform, vocabulary, none)
-    return Work(
-        prepared=prepared,
-        plan=plan,
-        packing=packing,
-        view=view,
-        bind=partial(_bound, joined, batch, options, transform),
-        slices=slices,
-        vocabulary=vocabulary,
-        transform=transform,
-        at_once=plan.rows and plan.schedule == "one_pass"
-        and prepared.slopes and not (place.group or group),
-        tolerance=tolerance,
-        confirm=confirm,
-    )
+        work.tolerance = Tolerance(share, transform, work.vocabulary, none)
+    return work
 
 
-def _tokens(work: Work, joined: Joined) -> Tokens:
+def _tokens(work: Work) -> Tokens:
     """What every source takes."""
     prepared, packing, transform = work.prepared, work.packing, work.transform
-    targets, whole = packing.targets, joined.place.group is None and packing.live is None
+    targets, whole = packing.targets, work.place.group is None and packing.live is None
     if packing.order.facts is not None and prepared.backend == "reference":
         targets = targets.clamp(0, work.vocabulary - 1)  # until it is read they may be anything
     given = targets, transform, prepared.needs, work.slices, work.vocabulary, whole
     found = Tokens(prepared.acts, *given)
-    return with_beside(found, work, joined.objective.teachers) if prepared.beside else found
+    return with_beside(found, work, work.objective.teachers) if prepared.beside else found
 
 
-def _resends(joined: Joined, options: Options, work: Work, bias: Tensor | None) -> Any:
+def _resends(work: Work, bias: Tensor | None) -> Any:
     """What calls of this signature and transform send again, if they do."""
-    prepared, transform = joined.prepared, work.transform
+    prepared, transform = work.prepared, work.transform
     if not prepared.taped or isinstance(transform.temperature, Tensor):
         return None
-    of = transform, prepared.problem.width, work.vocabulary, joined.packing.targets.device, bias
-    return prepared.again(joined.objective, options.metrics, *of)
+    device = work.packing.targets.device
+    of = transform, prepared.problem.width, work.place.vocabulary, device, bias
+    return prepared.again(work.objective, work.options.metrics, *of)
 
 
-def _bound(
-    joined: Joined, batch: Batch, options: Options, transform: Transform, view: PackedBatch
-) -> Bound | Taped:
-    """The objective bound to its totals, while the first product runs."""
+def _bound(work: Work) -> Bound | Taped:
+    """The objective bound to its totals, while the first product runs. (What is bound holds no
+    `work`, which holds it.)"""
+    prepared, objective, packing, batch = work.prepared, work.objective, work.packing, work.given
     if batch.segments.group is not None:
         settle(batch.segments.group)  # before its collectives
-    prepared, objective, place, packing, plan, *_ = joined
-    vocabulary, totals = place.vocabulary, batch.totals
+    options, totals, view = work.options, batch.totals, work.batch
     if totals is None:  # packing may have read them
         read = prepared.counted and packing.live is None
         totals = _totals(packing.targets.shape[0], packing.count) if read else Totals.of(batch)
-    problem, declared = prepared.problem, options.upstream
-    rescaled = problem.rescaled and not problem.fitted
+    vocabulary, plan, transform = work.place.vocabulary, work.plan, work.transform
+    rescaled = prepared.problem.rescaled and not prepared.problem.fitted
 
     def by_autograd() -> Bound:
         given, closed = (objective, view, totals, vocabulary, prepared.wide), prepared.slopes
-        found = bind(*given, declared=declared, closed=closed, logp_only=plan.pull == "unit")
+        declared, logp_only = options.upstream, plan.pull == "unit"
+        found = bind(*given, declared=declared, closed=closed, logp_only=logp_only)
         of = partial(slope_of, transform)
         return found.scaled(view.targets.device, of) if rescaled else found
 
@@ -296,7 +272,7 @@ def _bound(
         observe=options.metrics,
         by_autograd=by_autograd,
         rescaled=rescaled,
-        declared=declared,
+        declared=options.upstream,
     )
 
 

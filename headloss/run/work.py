@@ -5,22 +5,25 @@ T tokens, V vocabulary, n tokens of a block, v columns of a tile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..batch.batch import Batch
 from ..batch.packing import PackedBatch, Packing
 from ..batch.reduction import Number
 from ..kernels.interface import Measured
 from ..kernels.transform import Transform
+from ..losses.term import Objective
 from ..objective.bound import Bound, Gradient
 from ..objective.statistics import PEAK, Partials, Statistics, finish
 from ..objective.tape import Taped
-from ..objective.tolerance import Tolerance
+from ..options import Options
+from ..ranks.place import Place
 from ..softmax.linear import RawSoftmax
 from ..softmax.rows import ALL, of_several
 from .plan import Plan
@@ -44,16 +47,18 @@ class Swept(NamedTuple):
     sums: Any = None
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Work:
     """What the loop is to do with a source.
 
     Attributes:
         prepared: what the call's signature decides.
+        given: the batch, by position.
+        place: of this rank in the whole vocabulary.
         packing: where the packed tokens are in the batch.
-        view, bind: make `batch`, and bind the objective to it, while the first product runs.
+        per_segment: fields with one value per segment.
+        bind: makes `bound`, the objective on `batch`, while the first product runs.
         slices: of the vocabulary on the ranks of a group.
-        vocabulary: of the whole model.
         transform: of raw logits, of the packed tokens.
         again: of a source's tensors and targets, queues act one of a call whose launches are known.
         record: keeps what the call launches, where later ones may send it again.
@@ -65,31 +70,35 @@ class Work:
     """
 
     prepared: Prepared
-    plan: Plan
+    objective: Objective
+    given: Batch
+    options: Options
+    place: Place
     packing: Packing
-    view: Callable[[], PackedBatch]
-    bind: Callable[[PackedBatch], Bound | Taped]
-    slices: Any
-    vocabulary: int
+    plan: Plan
+    per_segment: frozenset[str]
     transform: Transform
-    again: Any = None
-    record: Any = None
-    at_once: bool = False
-    tolerance: Tolerance | None = None
-    confirm: Callable[[], object] = bool  # nothing to do
-    open: Callable[[Sequence[Tensor | None]], RawSoftmax] = NOT_YET
-    sums: Callable[[Any, Any, Plan], Any] = NOT_YET
-    into: Any = None
-    scale: Any = None  # [] the power of two on coefficients, in float16
+    confirm: Callable[[], object]
+    bind: Callable[[Work], Any]
+    # What is not known when this is made.
+    slices = open = sums = into = NOT_YET
+    again = record = tolerance = NOT_YET
+    at_once = False
+    scale: Any = field(init=False, default=None)  # [] power of two on coefficients, in float16
+
+    @property
+    def vocabulary(self) -> int:
+        """Of the whole model."""
+        return self.place.vocabulary
 
     @cached_property
     def batch(self) -> PackedBatch:
         """As terms see it."""
-        return self.view()
+        return self.packing.view(self.given, self.prepared.wide, self.per_segment)
 
     @cached_property
     def bound(self) -> Bound | Taped:
-        found = self.bind(self.batch)
+        found = self.bind(self)
         self.scale = found.scale
         return found
 
