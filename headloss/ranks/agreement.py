@@ -199,7 +199,7 @@ def _is_right(groups: Sequence[Any]) -> bool:
 def agree_early(
     name: str, group: distributed.ProcessGroup, act: Callable[[], R],
     own: Callable[[R], Facts], same: Callable[[R], Facts], wait: bool = False, quiet: bool = False,
-    behind: distributed.ProcessGroup | None = None, digest: Callable[[Own], Any] | None = None
+    **more: Any
 ) -> tuple[R, Any]:
     """Run `act` on every rank of a group; its result, and the `own` facts of each rank: inside
     `in_step`, and unless it has to `wait`, what they said when this one last said the same, if it
@@ -232,7 +232,7 @@ def agree_early(
             )
         return result, said
     early = group in _CALLS and not (quiet and wait)
-    found = Agreement(name, group, act, own, same, quiet and early, behind, digest)
+    found = Agreement(name, group, act, own, same, quiet and early, **more)
     if early:
         _CALLS[group] = found
     if wait or not early or found.error is not None or found.kind not in known:

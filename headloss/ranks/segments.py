@@ -46,8 +46,8 @@ def over_segments(
 
     if getattr(options, "static", False):
         return prepare()  # see `voted`
-    given = "segments.group", group, prepare, lambda _: _forms(batch), same
-    work, per_segment = agree_early(*given, wait, True, behind, partial(_agreed, batch))
+    given = "segments.group", group, prepare, lambda _: _forms(batch), same, wait, True
+    work, per_segment = agree_early(*given, behind=behind, digest=partial(_agreed, batch))
     work.per_segment, work.confirm = per_segment, partial(settle, group)
     return work
 

@@ -228,7 +228,7 @@ def _tokens(work: Work) -> Tokens:
         targets = targets.clamp(0, work.vocabulary - 1)  # until it is read they may be anything
     given = targets, transform, prepared.needs, work.slices, work.vocabulary, whole
     found = Tokens(prepared.acts, *given)
-    return with_beside(found, work, work.objective.teachers) if prepared.beside else found
+    return with_beside(found, work) if prepared.beside else found
 
 
 def _resends(work: Work, bias: Tensor | None) -> Any:

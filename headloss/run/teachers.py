@@ -3,7 +3,6 @@ fields to what takes the tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +21,11 @@ from .checks import wide_field
 from .work import Work
 
 
-def with_beside(tokens: Tokens, work: Work, teachers: Sequence[Teacher]) -> Tokens:
+def with_beside(tokens: Tokens, work: Work) -> Tokens:
     """What a source takes, with dense teachers, stored outcomes, candidates and sum p^2; the
     batch's fields are checked first."""
-    prepared, index, own = work.prepared, work.batch.index, work.transform
-    acts, needs, count = prepared.acts, prepared.needs, len(work.batch)
+    prepared, index, teachers = work.prepared, work.batch.index, work.objective.teachers
+    acts, _, own, needs, slices, *_ = tokens
 
     def candidates(key: object, field: str, transform: Transform, tail: bool) -> Candidates:
         ids: Any = work.batch.as_given(field)
@@ -37,25 +36,25 @@ def with_beside(tokens: Tokens, work: Work, teachers: Sequence[Teacher]) -> Toke
             transform=transform,
             heads_own=key == CANDIDATES,
             tail=tail,
-            rest=torch.empty(2, count, dtype=prepared.wide, device=ids.device),
+            rest=torch.empty(2, len(work.batch), dtype=prepared.wide, device=ids.device),
             acts=acts,
-            slices=work.slices,
+            slices=slices,
         )
 
     stored = [t for t in teachers if t.source(work.batch) == "topk"]
-    dense = tuple(_dense(work, t) for t in teachers if t not in stored)
+    dense = tuple(_dense(work, tokens, t) for t in teachers if t not in stored)
     found: list[Candidates | Collision] = [
         candidates(t, "teacher_topk_ids", _at(own, t.temperature), True) for t in stored
     ]
     if needs & {"candidate_logps", "candidate_tail"}:
         found.append(candidates(CANDIDATES, "candidate_ids", own, "candidate_tail" in needs))
     if COLLISION in needs:
-        found.append(Collision(own, acts, work.slices))
+        found.append(Collision(own, acts, slices))
     return tokens._replace(teachers=dense, beside=tuple(found))
 
 
-def _dense(work: Work, teacher: Teacher) -> DenseTeacher:
-    batch, prepared, acts = work.batch, work.prepared, work.prepared.acts
+def _dense(work: Work, tokens: Tokens, teacher: Teacher) -> DenseTeacher:
+    batch, prepared = work.batch, work.prepared
     size = work.slices.size or work.vocabulary
     student = _at(work.transform, teacher.temperature)
     source: Any
@@ -65,10 +64,9 @@ def _dense(work: Work, teacher: Teacher) -> DenseTeacher:
     else:
         source, other = _of_hidden(work, teacher, size)
     fused = prepared.problem.differences  # which a teacher's own head alone can have
-    fused = fused and acts.can_fuse(source.features[0], source.weights[0])
+    fused = fused and tokens.acts.can_fuse(source.features[0], source.weights[0])
     kept = torch.empty(5, len(batch), dtype=prepared.wide, device=batch.targets.device)
-    pair, own = (student, other), work.transform
-    return DenseTeacher(teacher, source, pair, own, acts, work.slices, kept, fused)
+    return DenseTeacher(teacher, source, (student, other), tokens, kept, fused)
 
 
 def _of_hidden(work: Work, teacher: Teacher, size: int) -> tuple[LinearSoftmax, Transform]:

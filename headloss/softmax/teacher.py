@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.interface import Backward, Forward, Kernels, Measured
+from ..kernels.interface import Backward, Forward, Measured
 from ..kernels.pair import Compared, Differences, Divergence, Pair, Side
 from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
 from ..objective.statistics import Normalizer, finish
 from .beside import NOTHING
 from .given import View
-from .linear import LinearSoftmax
+from .linear import LinearSoftmax, Tokens
 from .rows import ALL, Rows, compact_
 
 
@@ -28,7 +28,8 @@ class DenseTeacher:
     Args:
         key: the term's description of it.
         transforms: the student's and the teacher's, at the term's temperature.
-        own: that of the student's head. Where it is the student's, its normalizer is known already.
+        tokens: the student's; where its head's transform is the term's, its normalizer is known
+            already.
         kept: [5, T], which `measure` fills and `gradient` reads: both sides' normalizers, and the
             pivot.
         fused: the teacher's product measures a block of tokens at once, and leaves in the memory
@@ -37,11 +38,12 @@ class DenseTeacher:
 
     def __init__(
         self, key: Teacher, source: LinearSoftmax | View, transforms: tuple[Transform, Transform],
-        own: Transform, acts: Kernels, slices: Any, kept: Tensor, fused: bool = False
+        tokens: Tokens, kept: Tensor, fused: bool
     ) -> None:
-        self.key, self.slices, self.fused = key, slices, fused
+        self.key, self.slices, self.fused = key, tokens.slices, fused
         self.source: Any = source
-        self.own, self.heads_own, self.acts = own, own is transforms[0], acts
+        self.own, self.acts = tokens.transform, tokens.acts
+        self.heads_own = self.own is transforms[0]
         self.kept, (*rooms, self.pivot) = kept, kept.unbind()
         self.sides = tuple(map(Side, transforms, (Normalizer(*rooms[:2]), Normalizer(*rooms[2:]))))
         # First token and logits, until the gradient.
