@@ -73,7 +73,7 @@ def test_the_same_partials_and_terms(monkeypatch, n, h, v, dtype, transform, nee
     targets[1] += 2 * v
     given = (x, w, targets, first, cases(n, v)[transform])
     (found, terms), (expected, others) = products(monkeypatch, given, needs, hold=hold)
-    close = 2e-7 if "capped" in transform or transform == "turned" else 0  # tanh in another form
+    close = 2e-7 if "capped" in transform or transform == "turned" else 0  # tanh's last bit
     torch.testing.assert_close(found.peak, expected.peak, rtol=close, atol=20 * close)
     assert torch.equal(found.target, expected.target)
     torch.testing.assert_close(found.rest, expected.rest, rtol=1e-5, atol=0)

@@ -237,7 +237,7 @@ LINES_PER_FILE = 400
 CORE_LINES = 11_577
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-KERNEL_LINES = 6_561
+KERNEL_LINES = 6_573
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

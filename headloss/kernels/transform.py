@@ -43,10 +43,11 @@ class Transform:
         return raw if known and self.scale == self.temperature else self(raw)
 
     def pull_back_(self, gradient: Tensor, at: Tensor, is_z: bool = False) -> Tensor:
-        """In place: d/dz to d/draw at raw logits; at z = self(raw) a soft cap loses digits."""
+        """In place: d/dz to d/draw at raw logits; at z = self(raw) to the digits of cap - |z|."""
         factor = self.scale / self._divisor
         if self.softcap is not None and is_z:
-            gradient.mul_(1 - (at * (self._divisor / self.softcap)).square_())
+            cap, size = self.softcap / self._divisor, at.abs()
+            gradient.mul_((cap - size).clamp_min_(0).mul_(size.add_(cap)).div_(cap * cap))
         elif self.softcap is not None:  # 1 - tanh(x)^2 by exp(-2 |x|), also where tanh is 1
             u = at.to(gradient.dtype).abs().mul_(-2 * abs(self.scale) / self.softcap).exp_()
             gradient.mul_(u.mul(4).div_(u.add_(1).square_()))

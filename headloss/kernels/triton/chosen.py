@@ -17,7 +17,16 @@ from torch import Tensor
 from ..interface import Backward, Order
 from ..pair import Chosen
 from ..transform import Transform
-from .formulas import coefficient, coefficients, dots, own_gradient, per_row, transformed
+from .formulas import (
+    coefficient,
+    coefficients,
+    dots,
+    own_gradient,
+    per_row,
+    transformed,
+    under_cap,
+    under_cap_at,
+)
 from .launch import Launcher, cdiv
 from .records import Act, Matrix, act, check_tile, matrix_of, scaling
 
@@ -82,8 +91,9 @@ class Put(NamedTuple):
     columns: Matrix  # [n, K], as the next two
     logps: Matrix
     slopes: Matrix | None  # beside the targets' coefficients
-    multiples: Tensor | None  # [n], of the rows of `to`
-    order: Order | None
+    multiples: Tensor | None = None  # [n], of the rows of `to`
+    order: Order | None = None
+    raw: Tensor | None = None  # [n] logits, where one column is chosen
 
 
 @triton.jit(do_not_specialize=["from_column", "first", "n"])
@@ -112,9 +122,11 @@ def gradient_kernel(
         own = slope + tl.where(column == tl.load(a.targets + at) - first, own, 0.0)
     g = own_gradient(log_p, own, coefficients(a.c, at), a.c)
     if a.z.inner is not None:
-        z = log_p + tl.load(a.normalizer.peak + at) + tl.load(a.normalizer.log_sum + at)
-        bend = z / per_row(a.z.outer, a.z, at)
-        g *= 1 - bend * bend
+        if of.raw is not None:
+            g = under_cap(g, tl.load(of.raw + at, mask=here, other=0.0), a.z)
+        else:
+            z = tl.load(a.normalizer.peak + at) + (log_p + tl.load(a.normalizer.log_sum + at))
+            g = under_cap_at(g, z, per_row(a.z.outer, a.z, at))
     g *= per_row(a.z.factor, a.z, at)
     if of.multiples is not None:
         multiple = tl.load(of.multiples + place, mask=place < n, other=0.0)[:, None]
@@ -149,8 +161,11 @@ def chosen_gradient_(
         launch_gradient(n, of, 0, backward.first, n, v, count, ROWS=1, BLOCK=block)
 
 
-def target_gradient_(tile: Tensor, a: Act, first: int) -> None:
-    """The targets' own gradient, to the digits of their log-probs."""
-    n, v = tile.shape
-    of = Put(matrix_of(tile), a, Matrix(a.targets, 1), Matrix(a.logps, 1), None, None, None)
+def target_gradient_(tile: Tensor, x: Tensor, w: Tensor, backward: Backward) -> None:
+    """The targets' own gradient, to the digits of their log-probs; of a tile of x @ w.T."""
+    (n, v), a, first, raw = tile.shape, act(backward), backward.first, None
+    if a.z.inner is not None:  # a log-prob does not tell how far a soft cap is saturated
+        plain = Transform(bias=backward.transform.bias)
+        raw = chosen_logits(x, w, (a.targets - first).unsqueeze(1), plain)
+    of = Put(matrix_of(tile), a, Matrix(a.targets, 1), Matrix(a.logps, 1), None, raw=raw)
     launch_targets(cdiv(n, ROWS), of, first, first, n, v, 1, ROWS=ROWS, BLOCK=1)

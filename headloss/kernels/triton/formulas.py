@@ -17,13 +17,22 @@ LOG2E_LOW = tl.constexpr(1.925963033500e-08)  # what float32 leaves of it
 
 
 @triton.jit
-def tanh(x):
-    """tanh in float32; the series where 1 - 2/(exp(2x) + 1) would cancel."""
+def bent(x):
+    """tanh(x) in float32, and its slope 1 - tanh(x)^2, also where tanh is 1: with e = exp(2x) they
+    are 1 - 2/(1 + e), a series where that would cancel, and 4e/(1 + e)^2."""
     s = x * x
     near = 1 + s * (-0.3333333333 + s * (0.1333333333 + s * (-0.05396825397 + s * 0.02186948854)))
-    size = tl.abs(x)
-    far = 1 - 2 / (tl.exp(2 * size) + 1)
-    return tl.where(size < 0.25, x * near, tl.where(x < 0, -far, far))
+    e = tl.exp2(x * (2 * LOG2E))
+    share = 1 + e
+    if PTX:  # a division would take several instructions
+        share = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [share], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        share = 1 / share
+    far = 1 - 2 * share
+    slope = 4 * share * (tl.minimum(e, 1e30) * share)  # e may be inf, share is then 0
+    return tl.where(s < 0.0625, x * near, far), slope
 
 
 @triton.jit
@@ -94,7 +103,7 @@ def transformed(raw, z, outer):
     """z of raw logits; `outer` is `per_row(z.outer, ..)`."""
     x = raw.to(tl.float32)
     if z.inner is not None:
-        x = tanh(x * z.inner)
+        x, _ = bent(x * z.inner)
     if not z.same:
         x = x * outer
     return x
@@ -151,9 +160,16 @@ def act_two(p, log_p, at, c):
 def under_cap(g, raw, z):
     """A gradient times the soft cap's own slope at raw logits."""
     if z.inner is not None:
-        bend = tanh(raw.to(tl.float32) * z.inner)
-        g *= 1 - bend * bend
+        _, slope = bent(raw.to(tl.float32) * z.inner)
+        g *= slope
     return g
+
+
+@triton.jit
+def under_cap_at(g, z, cap):
+    """The same at capped logits, where these are all there is: to the digits of cap - |z|."""
+    size = tl.abs(z)
+    return g * (tl.maximum(cap - size, 0.0) * (cap + size) / (cap * cap))
 
 
 @triton.jit

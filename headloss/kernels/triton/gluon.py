@@ -31,7 +31,8 @@ LOWEST = gl.constexpr(-1e20)  # for what is left out: below all logits, finite u
 AT_START = gl.constexpr(168)  # registers of a thread: 3 x 128 threads start with all there are
 
 place_of, biased = gluon.jit(tiles.place_of.fn), gluon.jit(tiles.biased.fn)
-act_two, coefficient = gluon.jit(formulas.act_two.fn), gluon.jit(formulas.coefficient.fn)
+bent, act_two = gluon.jit(formulas.bent.fn), gluon.jit(formulas.act_two.fn)
+coefficient = gluon.jit(formulas.coefficient.fn)
 per_row, normalizer_of = gluon.jit(formulas.per_row.fn), gluon.jit(formulas.normalizer_of.fn)
 parts_of, own_column = gluon.jit(merge.parts_of.fn), gluon.jit(chosen.own_column.fn)
 bring, send = (getattr(tma, name) for name in GLUON[version()])
@@ -198,19 +199,6 @@ def rows_of(first, n, PART: gl.constexpr):
 
 
 @gluon.jit
-def bent(raw, inner):
-    """tanh(raw * inner) as in formulas.py: the series where 1 - 2/(exp(2x) + 1) would cancel."""
-    x = raw * inner
-    s = x * x
-    near = 1 + s * (-0.3333333333 + s * (0.1333333333 + s * (-0.05396825397 + s * 0.02186948854)))
-    e = gl.exp2(x * (2 * LOG2E))
-    share = gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [e + 1], dtype=gl.float32, is_pure=True, pack=1
-    )
-    return gl.where(s < 0.0625, x * near, 1 - 2 * share)
-
-
-@gluon.jit
 def ask_of_tokens(given, first, block, n, v):
     """Each row's factor, and its reference and its column in the block."""
     of, _ = given
@@ -232,7 +220,7 @@ def sum_tile(z, asked, out, held, given, first, block, n, v, WHO: gl.constexpr):
     place = block.to(gl.int64) * of.pitch + rows
     z = biased(z, of.z, block * WIDTH + columns, v)
     if of.z.inner is not None:
-        z = bent(z, of.z.inner)
+        z, _ = bent(z * of.z.inner)
     if totals is not None:  # columns beyond the last were read as 0
         total = gl.convert_layout(gl.sum(z, 1), rows.type.layout, assert_trivial=True)
         gl.store(totals + place, total * factor, mask=inside)
@@ -306,15 +294,16 @@ def differentiate(z, asked, out, to, a, first, block, n, v, WHO: gl.constexpr):
     scale, shift, at = asked
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, accumulator_layout(WIDTH)))
     z = biased(z, a.z, block * WIDTH + columns, v)
-    if a.z.inner is not None:
-        z = bent(z, a.z.inner)
     left, right = halves(z)
     parts = halves(left) + halves(right)
     for i in gl.static_range(4):
-        below = parts[i] * scale - shift  # log p in units of log 2
+        capped = parts[i]
+        if a.z.inner is not None:
+            capped, slope = bent(capped * a.z.inner)
+        below = capped * scale - shift  # log p in units of log 2
         g = act_two(gl.exp2(below), below, at, a.c)
         if a.z.inner is not None:
-            g *= 1 - parts[i] * parts[i]
+            g *= slope
         write(g, to, out, first, block, WHO, i)
 
 

@@ -32,7 +32,8 @@ from .formulas import (
     own_gradient,
     per_row,
     token_of,
-    transformed,
+    under_cap,
+    under_cap_at,
 )
 from .launch import Launcher, cdiv
 from .records import (
@@ -121,10 +122,9 @@ def gradient_kernel(
                 if given.references is not None:
                     if a.logps is not None:  # its term may be 0, which no longer tells its z
                         log_p = tl.where(columns == target, target_log_p, log_p)
-                    bend = (log_p + (peak + log_sum)) / outer
+                    g = under_cap_at(g, peak + (log_p + log_sum), outer)
                 else:
-                    bend = transformed(value, a.z, 1.0)
-                g *= 1 - bend * bend
+                    g = under_cap(g, value, a.z)
             g *= factor
             if OVERLAP:  # rows narrow in place: all have read this block before any writes over it
                 tl.debug_barrier()

@@ -30,7 +30,7 @@ from ...objective.statistics import Partials
 from ..interface import Backward, Forward, Held, Measured, partials_of
 from ..rounding import lost
 from .chosen import TOKENS, own_column, target_gradient_
-from .formulas import LN2, LOG2E, act_two, normalizer_of, per_row, transformed
+from .formulas import LN2, LOG2E, act_two, normalizer_of, per_row, transformed, under_cap
 from .launch import Launcher, Series, cdiv
 from .merge import ROWS, ActOne, Epilogue, act_one, asked, measured, names, parts_of
 from .records import LogitScaling, act, constant, matrix_of, over_tiles, programs_on, scaling
@@ -200,14 +200,10 @@ def of_rows(pointer, rows, inside, factor):
 
 
 @triton.jit
-def gradient_of(z, lse, at, cap, a):
+def gradient_of(raw, lse, at, outer, a):
     """dL/draw of a block of logits but for the targets' own."""
-    log_p = z - lse
-    g = act_two(tl.exp2(log_p * LOG2E), log_p, at, a.c)
-    if a.z.inner is not None:
-        bend = z / cap
-        g *= 1 - bend * bend
-    return g
+    log_p = transformed(raw, a.z, outer) - lse
+    return under_cap(act_two(tl.exp2(log_p * LOG2E), log_p, at, a.c), raw, a.z)
 
 
 @triton.jit
@@ -215,11 +211,9 @@ def gradient_tile(z, m, block, out, a, n, v):
     """The epilogue: the gradient of a tile."""
     rows = m * BM + tl.arange(0, BM)
     inside = rows < n
-    cap, factor = a.z.outer, a.z.factor
-    if a.z.temperature is not None:
-        own = tl.load(a.z.temperature + rows, mask=inside, other=1.0)
-        cap, factor = a.z.outer / own[:, None], a.z.factor / own
-    z = transformed(biased(z, a.z, block * BN + tl.arange(0, BN), v), a.z, cap)
+    outer = per_row(a.z.outer, a.z, rows[:, None], inside[:, None])
+    factor = per_row(a.z.factor, a.z, rows, inside)
+    z = biased(z, a.z, block * BN + tl.arange(0, BN), v)
     peak, log_sum = normalizer_of(a.normalizer, rows, inside)
     lse = peak + log_sum
     at = (
@@ -227,9 +221,9 @@ def gradient_tile(z, m, block, out, a, n, v):
         of_rows(a.c.uniform, rows, inside, factor)
     )
     left, right = halves(z)
-    g = gradient_of(left, lse[:, None], at, cap, a)
+    g = gradient_of(left, lse[:, None], at, outer, a)
     out.store([m * BM, block * BN], g.to(out.dtype))
-    g = gradient_of(right, lse[:, None], at, cap, a)
+    g = gradient_of(right, lse[:, None], at, outer, a)
     out.store([m * BM, block * BN + BN // 2], g.to(out.dtype))
 
 
@@ -251,5 +245,5 @@ def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
         if overlaps(x.device):
             run = in_gluon().launch_slab
         over_tiles(run, x, w, out, of)
-        target_gradient_(out, a, backward.first)
+        target_gradient_(out, x, w, backward)
     return out

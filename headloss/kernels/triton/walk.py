@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .formulas import FLOOR, LOG2E, act_two, tanh, transformed
+from .formulas import FLOOR, LOG2E, act_two, transformed, under_cap
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no difference of peaks is NaN
 
@@ -119,12 +119,8 @@ def logit_gradient(raw, inside, z, outer, normalizer, at, c):
         log_p = logit
         p = tl.exp2((logit - peak) * LOG2E - log_sum * LOG2E)
     g = act_two(p, log_p, at, c)
-    bend = 1.0
-    if z.inner is not None:
-        capped = tanh(raw.to(tl.float32) * z.inner)
-        bend = 1 - capped * capped
-        g *= bend
-    return g, bend
+    slope = under_cap(1.0, raw, z)
+    return g * slope, slope
 
 
 @triton.jit
