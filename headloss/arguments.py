@@ -10,14 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+INT64 = 1 << 63  # beyond every integer that a tensor holds
+LARGEST = sys.float_info.max
 IGNORE = -100  # the target of an unscored position, as in torch.nn.functional.cross_entropy
 
 
 def check_dense(name: str, value: Tensor) -> None:
-    """TypeError for a tensor without strides (sparse, mkldnn, nested), which no kernel can read."""
-    if value.layout is not torch.strided or value.is_nested:
+    """TypeError for a tensor without strides (sparse, mkldnn, nested), which no kernel can read, or
+    a quantised one."""
+    if value.layout is not torch.strided or value.is_nested or value.is_quantized:
         kind = "nested" if value.is_nested else str(value.layout)
-        raise TypeError(f"{name}: got a tensor of layout {kind}, want a dense one, torch.strided")
+        kind = str(value.dtype) if value.is_quantized else f"layout {kind}"
+        raise TypeError(f"{name}: got a tensor of {kind}, want a dense one, torch.strided")
 
 
 def check_own_places(name: str, value: Tensor, what: str = "memory") -> None:
@@ -53,17 +57,21 @@ def check_number(
     if isinstance(value, bool) or not isinstance(value, of):
         raise TypeError(f"{name}: got {value!r}, want {kind}")
     number = plain_number(value)
-    if not (abs(number) <= sys.float_info.max and accept(float(number))):
+    if not (abs(number) <= LARGEST and accept(float(number))):
         raise ValueError(f"{name}: got {value!r}, want {want}")
 
 
 def plain_number(value: Any) -> Any:
-    """An int or a float of a number of another kind, such as a fraction or NumPy's, which a tensor
-    may not be multiplied by; anything else as it is, for checks to name."""
-    if isinstance(value, int | float) or not isinstance(value, Real):
+    """An int or a float of a number of another kind, such as a fraction, NumPy's or an integer of
+    more than 64 bits, which a tensor may not be multiplied by; anything else as it is, for checks
+    to name."""
+    if not isinstance(value, Real):
+        return value
+    size: Any = abs(value)
+    if isinstance(value, int | float) and size < INT64:
         return value
     try:
-        return int(value) if isinstance(value, Integral) else float(value)
+        return int(value) if isinstance(value, Integral) and size < INT64 else float(value)
     except OverflowError:
         return value
 

@@ -15,6 +15,7 @@ from .batch.batch import Batch
 from .head.head import Head, autocast_dtype, check_head
 from .head_stats import head_stats
 from .losses.scope import Scope
+from .losses.term import Term
 from .objective.elsewhere import Foreign, loss_elsewhere, scalar
 from .options import DEFAULT, Options
 from .ranks.agreement import in_step
@@ -77,9 +78,9 @@ def head_function(
     if torch.compiler.is_compiling():
         return outside(head_function)(hidden, head, batch, loss_fn, separable, options)
     check_head(head)
-    if separable not in (None, *SCOPES):
+    if not (separable is None or (isinstance(separable, str) and separable in SCOPES)):
         raise ValueError(f'separable: got {separable!r}, want None, "token" or "sequence"')
-    if not callable(loss_fn):
+    if not callable(loss_fn) or isinstance(loss_fn, Term):
         raise TypeError(f"loss_fn: got {type(loss_fn).__name__}, want a function")
     options = DEFAULT if options is None else options
     half = isinstance(hidden, Tensor) and torch.float16 in (autocast_dtype(hidden), hidden.dtype)

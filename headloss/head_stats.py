@@ -133,11 +133,16 @@ def _checked(gradients: Collection[str], given: object) -> tuple[frozenset[str],
     """The names of statistics, and whether there are candidates; raises for other names."""
     candidates = isinstance(given, Batch) and "candidate_ids" in given.fields
     names = (*READ, *CANDIDATE) if candidates else READ
-    if isinstance(gradients, str) or not isinstance(gradients, Collection):
+    asked: frozenset[Any]
+    try:
+        asked = frozenset([None] if isinstance(gradients, str) else gradients)
+    except TypeError:  # a number, or what no set holds
+        asked = frozenset([None])
+    if None in asked:
         raise TypeError(f"gradients: got {gradients!r}, want a tuple of names out of {names}")
-    for name in gradients:
-        if name in CANDIDATE and not candidates:
-            raise ValueError(f"gradients: got {name!r}, want a batch with candidate_ids")
-        if name not in names:
+    for name in asked:
+        if not (isinstance(name, str) and name in (*READ, *CANDIDATE)):
             raise ValueError(f"gradients: got {name!r}, want names out of {names}")
-    return frozenset(gradients), candidates
+        if name not in names:
+            raise ValueError(f"gradients: got {name!r}, want a batch with candidate_ids")
+    return asked, candidates

@@ -85,8 +85,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, allowed in {"backend": BACKENDS, "schedule": SCHEDULES}.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, want one of {allowed}")
+            if not (isinstance(value := getattr(self, name), str) and value in allowed):
+                raise ValueError(f"{name}: got {value!r}, want one of {allowed}")
         for name in ("static", "skip_rows", "batch_invariant", "sequence_parallel", "metrics"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: got {getattr(self, name)!r}, want True or False")
@@ -95,7 +95,7 @@ class Options:
                 want = "a positive integer or None"
                 check_number(name, getattr(self, name), want, want, lambda x: x > 0, int)
         for name, dtypes in {"logits_dtype": (None, *DTYPES), "accumulate_dtype": DTYPES}.items():
-            if getattr(self, name) not in dtypes:
+            if not any(getattr(self, name) is dtype for dtype in dtypes):
                 *others, last = map(str, dtypes)
                 want = f"{', '.join(others)} or {last}"
                 raise ValueError(f"{name}: got {getattr(self, name)}, want {want}")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import IGNORE, check_dense, check_device, is_integers
+from ..arguments import IGNORE, INT64, check_dense, check_device, is_integers
 from .reduction import Totals
-from .segments import Segments
+from .segments import Segments, check_own
 from .support import Support
 from .survey import Survey, versions
 
@@ -29,6 +29,7 @@ class Current:
 CURRENT = Current()
 LOGPS = ("old_logps", "ref_logps", "sampling_logps")
 REAL = ("advantages", *LOGPS)
+FLOATS = ("advantages", "teacher_logits", "teacher_hidden")  # and all log-probs
 
 
 # A field as terms see it: its dtype (None: CURRENT), and its shape at each token, () where it has
@@ -70,8 +71,8 @@ class Batch:
             batch or what terms see of it has itself, nor one that begins with an underscore.
 
     Raises:
-        TypeError: a field that is not a tensor, targets that are not integers, advantages or
-            log-probs that are complex or boolean, candidate_ids that are not integers.
+        TypeError: a field that is not a dense tensor of real numbers, targets that are not
+            integers, advantages or log-probs that are boolean, candidate_ids that are not integers.
         ValueError: a shape that fits neither, a field that requires a gradient, a reserved name.
 
     >>> import torch, headloss as hl
@@ -99,6 +100,8 @@ class Batch:
         _check_targets(targets)
         if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
             raise TypeError(f"ignore_index: got {ignore_index!r}, want an integer")
+        if not -INT64 <= ignore_index < INT64:
+            raise ValueError(f"ignore_index: got {ignore_index}, want an integer of 64 bits")
         if ignore_index != IGNORE:
             targets = targets.masked_fill(targets == ignore_index, IGNORE)
         self.targets = targets
@@ -125,8 +128,7 @@ class Batch:
         The shift stays inside each segment: the last token of a document never predicts the next
         document's first. Other fields are taken as they are, aligned with the targets.
         """
-        if not isinstance(labels, Tensor) or labels.dim() == 0:
-            raise TypeError("labels: want an int64 tensor with at least one dimension")
+        _check_targets(labels, "labels")
         segments = _segments_of("labels", labels, segments)
         flat, ids = labels.reshape(-1), segments.ids.reshape(-1)
         targets = torch.full_like(flat, IGNORE)
@@ -160,7 +162,13 @@ class Batch:
         def moved(value: Any) -> Any:
             if isinstance(value, tuple):
                 return tuple(map(moved, value))
-            return value.to(*args, **options) if isinstance(value, Tensor) else value
+            if not isinstance(value, Tensor):
+                return value
+            found = value.to(*args, **options)
+            if found.dtype != value.dtype:
+                got, want = found.dtype, f"a device: its {value.dtype} tensors stay what they are"
+                raise TypeError(f"to: got {got} for a batch, want {want}")
+            return found
 
         fields = {name: moved(value) for name, value in self.fields.items()}
         if self.support is not None:
@@ -226,14 +234,16 @@ class Batch:
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: got {type(value).__name__}, want a tensor")
         check_dense(name, value)
-        if name in REAL and (value.is_complex() or value.dtype == torch.bool):
-            raise TypeError(f"{name}: got {value.dtype}, want a floating tensor")
+        floats = name in FLOATS or name.endswith("_logps")
+        if value.is_complex() or (floats and value.dtype == torch.bool):
+            want = "a floating tensor" if floats else "real numbers"
+            raise TypeError(f"{name}: got {value.dtype}, want {want}")
         if value.requires_grad:
             raise ValueError(f"{name}: requires a gradient, which would be lost: detach it")
         check_device(name, value, self.targets)
         if name == "candidate_ids":
             check_ids(name, value, self.targets.shape, MOST_IDS)
-        if not any(self._fits(name)):
+        if not any(self._fits(name)) or 0 in value.shape[self.targets.dim() :]:
             segment = "" if name in LOGPS else f", or ({self.segments.count},) per segment"
             raise ValueError(
                 f"{name}: got shape {tuple(value.shape)}, want {tuple(self.targets.shape)} per "
@@ -269,13 +279,13 @@ RESERVED = frozenset(
 )
 
 
-def _check_targets(targets: object) -> None:
+def _check_targets(targets: object, name: str = "targets") -> None:
     if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
         got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
-        raise TypeError(f"targets: got {got}, want an int64 tensor")
-    check_dense("targets", targets)
+        raise TypeError(f"{name}: got {got}, want an int64 tensor")
+    check_dense(name, targets)
     if targets.dim() == 0:
-        raise ValueError("targets: got a 0-dim tensor, want at least one dimension")
+        raise ValueError(f"{name}: got a 0-dim tensor, want at least one dimension")
 
 
 def _segments_of(of: str, value: Tensor, segments: object) -> Segments:
@@ -287,6 +297,8 @@ def _segments_of(of: str, value: Tensor, segments: object) -> Segments:
         return Segments.rows(math.prod(rows), length, device=value.device)
     if not isinstance(segments, Segments):
         raise TypeError(f"segments: got {type(segments).__name__}, want headloss.Segments")
+    if segments._made is None:
+        check_own(segments)
     if (ids := segments.ids).numel() != value.numel():
         got, want = tuple(ids.shape), tuple(value.shape)
         raise ValueError(f"segments: got {got} tokens, want the {of}' shape {want}")

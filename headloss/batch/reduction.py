@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, distributed
 
-from ..arguments import IGNORE, check_number
-from ..ranks.collectives import device_of, summed
+from ..arguments import IGNORE, INT64, check_dense, check_number
+from ..ranks.collectives import check_group, device_of, summed
 from .segments import count_in
 
 Number = float | Tensor
@@ -40,7 +40,11 @@ class Totals:
     def __post_init__(self) -> None:
         _check_total("tokens", self.tokens)
         _check_total("segments", self.segments)
+        if not isinstance(self.kept, dict):
+            raise TypeError(f"kept: got {type(self.kept).__name__}, want a dict of pairs by field")
         for name, pair in self.kept.items():
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise TypeError(f"kept[{name!r}]: got {pair!r}, want (tokens, segments)")
             for count in pair:
                 _check_total(f"kept[{name!r}]", count)
 
@@ -50,10 +54,12 @@ class Totals:
 
         A boolean field is per token where its shape is that on all these ranks, else per segment.
         """
-        if not hasattr(batch, "segments"):
+        if not hasattr(batch, "targets"):
             raise TypeError(f"batch: got {type(batch).__name__}, want headloss.Batch")
         segments, scored = batch.segments, batch.targets.reshape(-1) != IGNORE
         masks = {n: v for n, v in batch.fields.items() if getattr(v, "dtype", None) == torch.bool}
+        rank = batch.targets.dim()  # a field with more values at each token keeps or drops none
+        masks = {n: v for n, v in masks.items() if v.dim() <= rank}
         if not masks and segments.group is None and segments.count:
             return cls(scored.sum(), segments.count)
         ids = segments.ids.reshape(-1).clamp(0, max(segments.count - 1, 0))
@@ -103,8 +109,9 @@ class Totals:
         into the weights, so that the averaged gradient is the exact one. "sum" is for callers that
         add.
         """
-        if gradients not in ("mean", "sum"):
+        if not (isinstance(gradients, str) and gradients in ("mean", "sum")):
             raise ValueError(f'gradients: got {gradients!r}, want "mean" or "sum"')
+        check_group("group", group)
         numbers = self._numbers
         devices = [n.device for n in numbers if isinstance(n, Tensor)]
         device = devices[0] if devices else device_of(group)
@@ -125,10 +132,11 @@ class Totals:
 
 
 def _check_total(name: str, value: object) -> None:
-    if type(value) is int and value >= 0:
+    if type(value) is int and 0 <= value < INT64:
         return
     kind = "a number or a 0-dim tensor"
     if isinstance(value, Tensor):
+        check_dense(name, value)
         if value.dim() or value.is_complex() or value.dtype == torch.bool:
             got = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
             raise TypeError(f"{name}: got {got}, want {kind}")
@@ -145,6 +153,12 @@ class Reduction:
 
     name: str
     weigh: Weigh = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"name: got {type(self.name).__name__}, want a string")
+        if not callable(self.weigh):
+            raise TypeError(f"weigh: got {type(self.weigh).__name__}, want a function")
 
     @property
     def key(self) -> Weigh | None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, distributed
 
-from ..arguments import is_integers
-from ..ranks.collectives import summed
+from ..arguments import INT64, check_dense, check_device, is_integers
+from ..ranks.collectives import check_group, summed
 
 
 class Chunk(NamedTuple):
@@ -67,6 +67,11 @@ class Segments:
     def ids(self) -> Tensor:
         given, like = self._given, self._like
         return torch.zeros_like(like, dtype=torch.int64) if given is None else given  # type: ignore
+
+    @property
+    def _place(self) -> Tensor:
+        """A tensor in the shape and on the device of the ids, which need not be made for it."""
+        return cast(Tensor, self._like if self._given is None else self._given)
 
     @ids.setter
     def ids(self, ids: Tensor) -> None:
@@ -120,9 +125,12 @@ class Segments:
         if not is_integers(ids):
             got = f"{ids.dtype} tensor" if isinstance(ids, Tensor) else type(ids).__name__
             raise TypeError(f"ids: got {got}, want an integer tensor")
+        check_dense("ids", ids)
+        check_group("group", group)
         if count is None:
-            if group is not None:
-                raise ValueError("count: got None with a group, want the number of segments")
+            if group is not None or ids.is_meta:
+                why = "a group" if group is not None else "ids on the meta device"
+                raise ValueError(f"count: got None with {why}, want the number of segments")
             count = int(ids.max()) + 1 if ids.numel() else 0
         return cls(ids.to(torch.int64), _integer("count", count, 0), group)
 
@@ -146,7 +154,7 @@ class Segments:
 
     def sum(self, values: Tensor) -> Tensor:
         """[S] sums of [T] `values` over all ranks of the group; int64 of integers and booleans."""
-        _check_values(values, "token", self.ids.shape)
+        _check_values(values, "token", place := self._place, place.shape)
         return cast(Tensor, Linear.apply(self._total, self._at_totals, values))
 
     def mean(self, values: Tensor) -> Tensor:
@@ -155,7 +163,7 @@ class Segments:
 
     def expand(self, values: Tensor) -> Tensor:
         """Give each token the value of its segment: [S] to [T]."""
-        _check_values(values, "segment", (self.count,))
+        _check_values(values, "segment", self._place, (self.count,))
         if not values.requires_grad:
             return self._at_tokens(values)
         return cast(Tensor, Linear.apply(self._at_tokens, self._own_sum, values))
@@ -255,7 +263,23 @@ def count_in(ids: Tensor, count: int, kept: Tensor) -> Tensor:
     return counts.scatter_add_(0, ids, kept.to(counts.dtype))
 
 
-def _check_values(values: Tensor, of: str, shape: tuple[int, ...]) -> None:
+def check_own(segments: Segments) -> None:
+    """TypeError or ValueError where segments were made of other ids or another count than integers
+    (a constructor that each cut of a batch calls checks nothing)."""
+    if not is_integers(given := segments._place):
+        got = given.dtype if isinstance(given, Tensor) else type(given).__name__
+        raise TypeError(f"segments.ids: got {got}, want an integer tensor")
+    check_dense("segments.ids", given)
+    _integer("segments.count", segments.count, 0)
+
+
+def _check_values(values: Tensor, of: str, place: Tensor, shape: tuple[int, ...]) -> None:
+    if not isinstance(values, Tensor):
+        raise TypeError(f"values: got {type(values).__name__}, want a tensor")
+    check_dense("values", values)
+    check_device("values", values, place, "that of the segments' ids,")
+    if values.is_complex() or (values.is_floating_point() and values.element_size() < 2):
+        raise TypeError(f"values: got {values.dtype}, want real numbers, of 16 bits or more")
     if values.shape != shape:
         raise ValueError(
             f"values: got shape {tuple(values.shape)}, want one value per {of}, {tuple(shape)}"
@@ -270,8 +294,9 @@ def _integer(name: str, value: object, least: int | None = None) -> int:
         found = None
     if found is None or isinstance(value, bool):
         raise TypeError(f"{name}: got {value!r}, want integers")
-    if least is not None and found < least:
-        raise ValueError(f"{name}: got {found}, want >= {least}")
+    if not (-INT64 if least is None else least) <= found < INT64:
+        want = f">= {least}" if least is not None and found < least else "an integer of 64 bits"
+        raise ValueError(f"{name}: got {found}, want {want}")
     return found
 
 
@@ -283,9 +308,13 @@ def _version(ids: Tensor | None) -> int:
 def _vector(name: str, value: Tensor | Sequence[int]) -> Tensor:
     """[n] int64."""
     if not isinstance(value, Tensor):
-        if not isinstance(value, Iterable):
+        unordered = isinstance(value, str | bytes | Set | Mapping)
+        if unordered or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
             raise TypeError(f"{name}: got {value!r}, want integers")
         value = torch.tensor([_integer(name, one) for one in value], dtype=torch.int64)
+    check_dense(name, value)
     if not is_integers(value) or value.dim() != 1:
         raise TypeError(f"{name}: got {value.dtype} of shape {tuple(value.shape)}, want [..] int64")
+    if value.is_meta:
+        raise ValueError(f"{name}: got a tensor on the meta device, want one with values")
     return value.to(torch.int64)

@@ -26,7 +26,7 @@ class Support:
         self.tensors: Any = given if isinstance(given, tuple) else (given,)
         self.width: int | None = None  # K, where all positions have as many slots
         want = "[.., K] integers, or ([P] ids, [N + 1] offsets)"
-        if len(self.tensors) > 2 or not all(map(is_integers, self.tensors)):
+        if len(self.tensors) not in (1, 2) or not all(map(is_integers, self.tensors)):
             got = [getattr(t, "dtype", type(t).__name__) for t in self.tensors]
             raise TypeError(f"support_ids: got {got}, want {want}")
         for tensor in self.tensors:

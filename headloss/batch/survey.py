@@ -114,6 +114,8 @@ class Survey:
     def check(self, vocabulary: int) -> list[int]:
         """The facts; ValueError for a bad target, segment id or id field, where it is scored."""
         found, end = self.read(), self.bins + self.segments.count
+        if vocabulary < 1:
+            raise ValueError("vocabulary: got a weight without rows or logits without columns")
         lowest, most, below, beyond = found[1], found[2], found[self.bins - 1], found[end]
         if lowest < 0 or most >= vocabulary:
             value = self.targets.reshape(-1)

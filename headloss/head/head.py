@@ -11,7 +11,6 @@ are, in this order,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 
-from ..arguments import check_dense, check_device, plain_numbers
+from ..arguments import LARGEST, check_dense, check_device, plain_numbers
 from ..softmax.products import Fixed, WideLinear
 from .adapters import Fields, read_model, read_module
 
@@ -129,7 +128,7 @@ class Head:
         check_transform(self.temperature, self.softcap, self.logit_scale)
         if self.vocab_size is not None:
             self._check_vocab_size(self.vocab_size)
-        if self.lora != ():
+        if not isinstance(self.lora, tuple) or self.lora:
             _check_lora(self.lora, self.weight)
 
     # ------------------------------------------------------------------ making them
@@ -280,7 +279,8 @@ def check_head(head: object, name: str = "head") -> None:
 
 def describe(value: object) -> str:
     if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+        shape = "nested" if value.is_nested else tuple(value.shape)
+        return f"a {value.dtype} tensor of shape {shape}"
     plain = value is None or isinstance(value, int | float | str)
     return f"{value!r}" if plain else type(value).__name__
 
@@ -288,7 +288,7 @@ def describe(value: object) -> str:
 def check_number(name: str, value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name}: got {describe(value)}, want a number; it is a constant")
-    if not -math.inf < value < math.inf:  # what a compiled graph can ask of a number that changes
+    if not -LARGEST <= value <= LARGEST:  # what a compiled graph can ask of a number that changes
         raise ValueError(f"{name}: got {value}, want a finite number")
     return value
 
@@ -315,10 +315,10 @@ def check_matrix(name: str, value: object, shape: str) -> None:
 def check_transform(temperature: object, softcap: object, logit_scale: object) -> None:
     """Check what is done to raw logits."""
     if softcap is None and isinstance(temperature, float) and isinstance(logit_scale, float):
-        if 0 < temperature < math.inf and -math.inf < logit_scale < math.inf:
+        if 0 < temperature <= LARGEST and -LARGEST <= logit_scale <= LARGEST:
             return
     if isinstance(temperature, Tensor):
-        if not temperature.is_floating_point():
+        if not temperature.is_floating_point() or temperature.element_size() < 2:
             raise TypeError(f"temperature: got {temperature.dtype}, want a floating tensor [..]")
         check_dense("temperature", temperature)
         if temperature.requires_grad:
@@ -333,7 +333,8 @@ def check_transform(temperature: object, softcap: object, logit_scale: object) -
 
 
 def _check_floating(name: str, value: object, want: str) -> None:
-    if not isinstance(value, Tensor) or not value.is_floating_point():
+    # torch computes with no floats of 8 bits
+    if not (isinstance(value, Tensor) and value.is_floating_point() and value.element_size() > 1):
         raise TypeError(f"{name}: got {describe(value)}, want a floating tensor {want}")
     check_dense(name, value)
 

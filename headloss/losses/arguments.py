@@ -57,7 +57,7 @@ def positive(**options: object) -> None:
 def one_of(choices: tuple[str, ...], **options: object) -> None:
     """Each option must be one of the names in `choices`."""
     for option, value in options.items():
-        if value not in choices:
+        if not (isinstance(value, str) and value in choices):
             names = ", ".join(map(repr, choices))
             raise ValueError(f"{option}: got {value!r}, want one of {names}")
 

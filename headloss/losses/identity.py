@@ -1,4 +1,4 @@
-"""What stands behind a term: its function by name, its content, and the tensors it came from."""
+"""What stands behind a term: its function by name, its content, and what it reads and came from."""
 
 from __future__ import annotations
 
@@ -36,6 +36,27 @@ class Given(functools.partial):
 
 def _given(factory: Callable[..., Any], options: dict[str, Any]) -> Given:
     return Given(inspect.unwrap(factory), **options)
+
+
+class Recorder:
+    """Stands before statistics or a batch and notes which attributes are read."""
+
+    def __init__(self, target: Any, seen: set[str]) -> None:
+        self._target, self._seen = target, seen
+
+    def __getattr__(self, name: str) -> Any:
+        self._seen.add(name)
+        return getattr(self._target, name)
+
+    def __len__(self) -> int:
+        return len(self._target)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._target
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._seen.add(name)
+        return self._target.get(name, default)
 
 
 def alike(a: Any, b: Any) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..objective.metrics import Max, Observed
 from ..objective.statistics import Statistics
-from ..ranks.collectives import together
+from ..ranks.collectives import check_group, together
 from .arguments import flags, naming, non_negative, number, one_of, positive, with_floats
 from .importance import MAX_LOG_RATIO
 from .scope import TRACING, Per, Scope
@@ -273,6 +273,7 @@ def top_entropy(
             raise ValueError(f"got quantile={quantile!r} and threshold={threshold!r}, want one")
         if quantile is not None:
             number("0 < quantile <= 1", lambda x: 0 < x <= 1, quantile=quantile)
+            check_group("group", group)
             top = functools.partial(_among_top, quantile=quantile, group=group)
             return Modifier(name="top_entropy", factor=top, scope="batch")
         assert threshold is not None

@@ -174,6 +174,8 @@ def rejection_mask(
     """
     with naming("rejection_mask"):
         made = _made(measure, level, min, max, live=False)
+    if not isinstance(batch, Batch):
+        raise TypeError(f"rejection_mask: batch: got {type(batch).__name__}, want headloss.Batch")
     if isinstance(batch.fields.get("old_logps"), Current):
         raise ValueError("rejection_mask: old_logps: got CURRENT, want the trainer's log-probs")
     packed, packing = pack(batch, 1 << 62, torch.float64)

@@ -74,7 +74,7 @@ def gmpo(*, epsilon_low: float = 0.4, epsilon_high: float = 0.4) -> Term:
     Also called: TRL GMPOTrainer, verl geo_mean.
     """  # noqa: E501 (an equation is one line)
     non_negative(epsilon_low=epsilon_low, epsilon_high=epsilon_high)
-    clip = (math.exp(-epsilon_low), math.exp(epsilon_high))
+    clip = (math.exp(-epsilon_low), math.exp(min(epsilon_high, 700)))  # else out of range
     ends = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high}
     return Term(
         name="",

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..arguments import LARGEST
 from ..batch.reduction import Reduction, as_reduction, sequence_mean, token_mean
 from ..objective.metrics import Observed, checked
 from ..objective.statistics import Slope, Statistics
 from .arguments import counts, one_of
-from .identity import Given, Origin, alike, leaves_of
+from .identity import Given, Origin, Recorder, alike, leaves_of
 from .modifiers import Modifier, corrected, off_policy_masked, top_entropy
 from .rejection import rejected
 from .scope import SCOPES, TRACING, Per, Scope, wider
@@ -59,12 +60,15 @@ class _Arithmetic:
     def __mul__(self, factor: float) -> Objective:
         if not isinstance(factor, Real):
             return NotImplemented
-        return Objective(tuple((float(factor) * c, term) for c, term in self._objective().parts))
+        number = float(factor) if abs(factor) <= LARGEST else math.inf  # an objective refuses it
+        return Objective(tuple((number * c, term) for c, term in self._objective().parts))
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: float) -> Objective:
-        return self * (1 / divisor) if isinstance(divisor, Real) else NotImplemented
+        if not isinstance(divisor, Real):
+            return NotImplemented
+        return self * (1 / divisor if divisor else math.inf)  # which no coefficient may be
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -212,9 +216,12 @@ class Objective(_Arithmetic):
     parts: tuple[tuple[float, Term], ...]
 
     def __post_init__(self) -> None:
-        for coefficient, term in self.parts:
-            if not math.isfinite(coefficient):
-                raise ValueError(f"{coefficient!r} * {term!r}: want a finite coefficient")
+        for part in self.parts if isinstance(self.parts, tuple) else [self.parts]:
+            pair = isinstance(part, tuple) and len(part) == 2
+            if not (pair and isinstance(part[0], Real) and isinstance(part[1], Term)):
+                raise TypeError(f"parts: got {part!r:.80}, want a tuple of (coefficient, term)")
+            if not abs(part[0]) <= LARGEST:
+                raise ValueError(f"{part[0]!r} * {part[1]!r}: want a finite coefficient")
 
     @classmethod
     def of(cls, value: Term | Objective) -> Objective:
@@ -295,9 +302,12 @@ def term(
     counts(segments_per_unit=segments_per_unit)
     if per == "segment" and scope == "token":
         raise ValueError('scope: got "token" with per="segment", want "segment" or "batch"')
-    for given, value in {"observe": observe, "slopes": slopes}.items():
-        if value is not None and not callable(value):
+    functions = {"function": function, "observe": observe, "slopes": slopes}
+    for given, value in functions.items():
+        if value is not None and (not callable(value) or isinstance(value, Term)):
             raise TypeError(f"{given}: got {type(value).__name__}, want a function")
+    if not isinstance(name, str | None):
+        raise TypeError(f"name: got {type(name).__name__}, want a string")
     default = sequence_mean if scope == "segment" else token_mean
 
     def decorate(f: Callable[..., Tensor]) -> Callable[..., Term]:
@@ -307,7 +317,7 @@ def term(
         def factory(**options: Any) -> Term:
             signature.bind(None, None, **options)  # a TypeError that names a wrong option
             return Term(
-                name=name or f.__name__,
+                name=name or getattr(f, "__name__", type(f).__name__),  # a partial has none
                 function=Given(f, **options),
                 scope=scope,
                 per=per,
@@ -341,27 +351,6 @@ class Reads:
     gradients: frozenset[str]  # statistics that its value depends on differentiably
 
 
-class _Recorder:
-    """Stands before statistics or a batch and notes which attributes are read."""
-
-    def __init__(self, target: Any, seen: set[str]) -> None:
-        self._target, self._seen = target, seen
-
-    def __getattr__(self, name: str) -> Any:
-        self._seen.add(name)
-        return getattr(self._target, name)
-
-    def __len__(self) -> int:
-        return len(self._target)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._target
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self._seen.add(name)
-        return self._target.get(name, default)
-
-
 def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = True) -> Reads:
     """Run a term once on a small sample and report what it reads.
 
@@ -369,10 +358,17 @@ def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = Tru
     differentiates with respect to the statistics alone, so that gradient would be lost.
     """
     seen: tuple[set[str], set[str]] = set(), set()
-    stats_, batch_ = _Recorder(stats, seen[0]), _Recorder(batch, seen[1])
+    stats_, batch_ = Recorder(stats, seen[0]), Recorder(batch, seen[1])
     token = TRACING.set(True)
     try:
         values = _trial(term, stats_, batch_, observe)
+    except (RuntimeError, ValueError) as error:
+        wide = [name for name in seen[1] & batch.kinds().keys() if batch.kinds()[name][1]]
+        said = str(error).removeprefix(f"term {term.name}: ")
+        if term.origin is None or not wide or said.startswith("reads "):  # a field is missing
+            raise
+        more = f"with several values of batch.{wide[0]} at each token"
+        raise ValueError(f"term {term.name}: {said}, {more}") from None
     finally:
         TRACING.reset(token)
     own = {id(leaf): name for name, leaf in stats.tensors().items()}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from ..arguments import check_dense, check_device
 from ..batch.batch import Batch
 from ..batch.packing import Packed, pack
 from ..batch.reduction import Reduction, Totals, as_reduction
@@ -48,6 +49,7 @@ def value_loss(
     Raises:
         ValueError: for another shape, or a field that is missing.
     """
+    _check("value_loss", "values", values, batch)
     if clip is not None:
         with naming("value_loss"):
             non_negative(clip=clip)
@@ -86,6 +88,7 @@ def bradley_terry(
     Raises:
         ValueError: for another shape, or an odd number of segments.
     """
+    _check("bradley_terry", "rewards", rewards, batch)
     with naming("bradley_terry"):
         non_negative(centre=centre)
     segments = batch.segments
@@ -126,10 +129,11 @@ def classification(
     Raises:
         ValueError: for another shape, or a label outside the classes.
     """
+    _check("classification", "logits", logits, batch)
     labels = batch.fields.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         raise ValueError("classification: batch.labels: want [..] or [S] integers")
-    if logits.dim() < 2 or logits.shape[:-1] != labels.shape:
+    if logits.dim() < 2 or logits.shape[:-1] != labels.shape or not logits.shape[-1]:
         raise ValueError(
             f"classification: logits: got shape {tuple(logits.shape)}, want that of batch.labels, "
             f"{tuple(labels.shape)}, and the classes"
@@ -151,6 +155,20 @@ def classification(
 
 
 # ---------------------------------------------------------------------- what they share
+
+
+def _check(name: str, what: str, values: object, batch: object) -> None:
+    """TypeError where a loss is given anything but floats and a batch."""
+    if not (
+        isinstance(values, Tensor) and values.is_floating_point() and values.element_size() > 1
+    ):
+        got = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        raise TypeError(f"{name}: {what}: got {got}, want a floating tensor")
+    if not isinstance(batch, Batch):
+        raise TypeError(f"{name}: batch: got {type(batch).__name__}, want headloss.Batch")
+    with naming(name):
+        check_dense(what, values)
+        check_device(what, values, batch.targets)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

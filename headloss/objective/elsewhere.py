@@ -15,6 +15,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import check_dense
 from ..batch.packing import ALL, PackedBatch, Packing
 from ..batch.reduction import token_mean
 from ..batch.segments import Chunk
@@ -100,6 +101,8 @@ class Foreign:
 
 def scalar(value: object) -> Tensor:
     """The scalar that a loss function returned; ValueError for anything else."""
+    if isinstance(value, Tensor):
+        check_dense("loss_fn", value)
     if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"loss_fn: returned {got}, want a floating scalar tensor")

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor, distributed
 
-from ..ranks.collectives import together
+from ..ranks.collectives import check_group, together
 
 
 class _Joined:
@@ -99,6 +99,7 @@ class Metrics(dict[str, Measurement]):
 
         Every rank must hold the same names; `Min` travels as a negated `Max`.
         """
+        check_group("group", group)
         joined, by = Metrics({name: self[name] for name in sorted(self)}), distributed.ReduceOp
         for extremes, operation in ((False, by.SUM), (True, by.MAX)):
             chosen = {n: m for n, m in joined.items() if isinstance(m, Max | Min) is extremes}

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor, distributed
 
 from ..reading import Misguessed, Reading
-from .collectives import device_of, gather, together
+from .collectives import PROCESS_GROUP, device_of, gather, together
 
 R = TypeVar("R")
 WORDS = 128  # of a record: an error's mark, a checksum of facts, one of tensors, and own facts
 ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)  # the last: any other
-PROCESS_GROUP = getattr(distributed, "ProcessGroup", ())
 KNOWN = 256  # kinds of calls that are remembered of a group
 
 Facts = dict[str, Any]  # by name: numbers, flags and names, or lists of tensors

@@ -18,6 +18,7 @@ from torch import Tensor, distributed
 from ..reading import Misguessed
 
 R = TypeVar("R")
+PROCESS_GROUP = getattr(distributed, "ProcessGroup", ())
 UNUSABLE = "the group cannot be used any more: end the processes of all ranks and start them again"
 
 
@@ -42,6 +43,15 @@ def together(
             f"{ranks}): one was killed, raised, or made another call, as its own log will say; "
             f"{UNUSABLE}. The backend says: {error}"
         ) from error
+
+
+def check_group(name: str, group: object) -> None:
+    """TypeError for anything but a process group or None."""
+    if group is not None and not isinstance(group, PROCESS_GROUP):
+        raise TypeError(
+            f"{name}: got {group!r}, want None or a process group that this rank is in (new_group "
+            "returns a placeholder to the ranks that it leaves out)"
+        )
 
 
 def device_of(group: distributed.ProcessGroup | None) -> torch.device:

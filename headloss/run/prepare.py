@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..arguments import check_own_places
+from ..arguments import check_device, check_own_places
 from ..batch.batch import Batch
 from ..batch.packing import Packing
 from ..head.head import Head, check_transform
@@ -240,6 +240,8 @@ def prepare_given(given: GivenLogits) -> tuple[Prepared, Objective]:
         )
     check_shape("logits", logits, batch)
     check_transform(transform.temperature, transform.softcap, transform.scale)
+    if isinstance(transform.temperature, Tensor):
+        check_device("temperature", transform.temperature, logits, "that of logits,")
     if options.main_grad is not None:
         raise ValueError("main_grad: got a tensor, but given logits have no weight")
     if options.sequence_parallel:

@@ -79,6 +79,8 @@ def _of_hidden(work: Work, teacher: Teacher, size: int) -> tuple[LinearSoftmax, 
             f"teacher_head: got a vocabulary of {head.vocabulary}, want the student's "
             f"{work.vocabulary} (set vocab_size on both heads to leave padded rows out)"
         )
+    if states.element_size() == 1:  # torch multiplies no floats of 8 bits by others
+        states = states.to(work.prepared.wide)
     with torch.no_grad():
         rows = states if batch.index is None else states[batch.index]
         factors = head.factors(rows, slices.dropout)
