@@ -13,7 +13,7 @@ from torch import Tensor, distributed
 
 import headloss as hl
 from headloss.batch.survey import Survey
-from headloss.ranks.agreement import Agreement
+from headloss.ranks.agreement import _CALLS, Agreement
 from headloss.softmax.linear import LinearSoftmax
 
 T, H, V = 6, 4, 10
@@ -301,6 +301,39 @@ def resized() -> None:
             assert all((one - other).abs().max() < 1e-12 for one, other in pairs)
     finally:
         Survey.is_asked = plain  # type: ignore[method-assign]
+
+
+def nested() -> None:
+    """As `resized`, of a call whose loss makes a call of its own on the same group in the middle:
+    what the outer one hears of the ranks is still its own after that."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    _, group = groups(1, world)
+    torch.manual_seed(0)
+    hidden, whole = torch.randn(T, H).double(), torch.randn(V * world + 2, H).double()
+
+    def loss(head: hl.Head, targets: Tensor) -> Any:
+        def of(logps: Tensor, entropies: Tensor) -> Tensor:
+            before = _CALLS.get(head.vocab_group)
+            other = hl.head_stats(hidden, head, targets).logp.detach()
+            assert _CALLS.get(head.vocab_group) is before
+            return -(logps * other.exp() + entropies).sum()
+
+        return of
+
+    for more in (0, 0, 2, 0, 2, 0):
+        vocabulary = V * world + more
+        own = slice(V * rank, V * rank + V + more * (rank == world - 1))
+        targets = torch.arange(T) + vocabulary - T
+        leaves = [t.clone().requires_grad_() for t in (hidden, whole[own], whole[:vocabulary])]
+        heads = hl.Head(leaves[1], vocab_group=group), hl.Head(leaves[2])
+        got, want = (
+            hl.head_function(leaves[0], head, hl.Batch(targets), loss(plain, targets), "token")
+            for head, plain in zip(heads, (hl.Head(whole[own], vocab_group=group), heads[1]))
+        )
+        found = torch.autograd.grad(got, leaves[:2])
+        right = torch.autograd.grad(want, leaves[::2])
+        pairs = ((got, want), (found[0], right[0]), (found[1], right[1][own]))
+        assert all((one - other).abs().max() < 1e-12 for one, other in pairs), more
 
 
 @contextmanager

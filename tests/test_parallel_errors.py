@@ -45,6 +45,7 @@ def test_a_grid_goes_by_what_it_knows(world: World) -> None:
 @pytest.mark.parametrize("world", [2], indirect=True)
 def test_the_host_does_not_wait_for_what_it_knows(world: World) -> None:
     world.run(parallel_errors.resized, seconds=SECONDS)
+    world.run(parallel_errors.nested, seconds=SECONDS)
     for seen in world.run(parallel_errors.read_late, seconds=SECONDS):
         assert [names[:2] for names in seen] == [["read", "product"], ["product", "read"], ["read"]]
         assert all(names.count("read") == 1 for names in seen)

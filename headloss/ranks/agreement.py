@@ -162,6 +162,7 @@ def in_step(group: distributed.ProcessGroup | None, batch: Any, call: Callable[[
     groups = [g for g in groups if g is not None and isinstance(g, PROCESS_GROUP)]  # others raise
     if len(set(groups)) < len(groups):  # one in both roles: its ranks say two things
         groups = []
+    before = {g: _CALLS[g] for g in groups if g in _CALLS}  # of the call whose loss makes this one
     _CALLS.update(dict.fromkeys(groups))
     try:
         while True:
@@ -178,6 +179,7 @@ def in_step(group: distributed.ProcessGroup | None, batch: Any, call: Callable[[
     finally:
         for one in groups:
             _CALLS.pop(one, None)
+        _CALLS.update(before)
 
 
 def _is_right(groups: Sequence[Any]) -> bool:
