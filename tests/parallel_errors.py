@@ -326,9 +326,10 @@ def nested() -> None:
         targets = torch.arange(T) + vocabulary - T
         leaves = [t.clone().requires_grad_() for t in (hidden, whole[own], whole[:vocabulary])]
         heads = hl.Head(leaves[1], vocab_group=group), hl.Head(leaves[2])
+        others = hl.Head(whole[own], vocab_group=group), heads[1]
         got, want = (
             hl.head_function(leaves[0], head, hl.Batch(targets), loss(plain, targets), "token")
-            for head, plain in zip(heads, (hl.Head(whole[own], vocab_group=group), heads[1]))
+            for head, plain in zip(heads, others, strict=True)
         )
         found = torch.autograd.grad(got, leaves[:2])
         right = torch.autograd.grad(want, leaves[::2])

@@ -43,6 +43,7 @@ class Sent(NamedTuple):
     tape: Known
     act_two: Known
     scaled: Known
+    hooks: tuple[Any, ...]  # lists of what is to run before a kernel; they may fill up later
 
 
 class Again:
@@ -83,7 +84,9 @@ class Again:
     def known(self, kind: Kind) -> Callable[..., Call] | None:
         """Makes calls of this kind, where what they send is known, and may be sent here and now."""
         found = self.kept.get(kind)
-        if found is None or self.device != torch._C._cuda_getDevice() or is_watched():
+        if found is None or self.device != torch._C._cuda_getDevice():
+            return None
+        if is_watched() or any(found.hooks):
             return None
         return partial(Call, self, found)
 
@@ -106,7 +109,8 @@ class Record(Log):
         if all(sent):
             if len(kept) >= MOST_KINDS:
                 kept.clear()
-            kept[self.kind] = Sent(sent[0], *[known for (known,) in sent[1:]])
+            hooks = [turn.kernel.pre_run_hooks for one in launchers for turn in one.turns]
+            kept[self.kind] = Sent(sent[0], *[known for (known,) in sent[1:]], tuple(hooks))
 
 
 class Call:
@@ -180,7 +184,7 @@ class Call:
         """Gradients from the products of the features [n, H] and the weight [V, H], in the same
         memory, and from the sum of the bias [V] in float32, times the upstream gradient []."""
         n, h, multiples, dtype = self.n, self.of.width, self.at[-1], self.of.bias_dtype
-        if factor.data_ptr() % 16 or is_watched():
+        if factor.data_ptr() % 16 or is_watched() or any(self.sent.hooks):
             sums = [Scaling(x, x.dtype, rows=self.multiples)]
             sums += [] if w is None else [Scaling(w, w.dtype)]
             sums += [] if bias is None else [Scaling(bias, dtype)]
