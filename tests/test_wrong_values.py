@@ -331,3 +331,19 @@ def test_no_vocabulary() -> None:
         hl.head_loss(hidden(), hl.Head(torch.ones(0, H)), nothing, CE)
     with pytest.raises(ValueError, match="logits without columns"):
         hl.logits_loss(torch.ones(T, 0), nothing, CE)
+
+
+@pytest.mark.parametrize("name", ["teacher_logits", "candidate_ids"])
+def test_what_both_acts_read_may_not_change_in_between(name: str) -> None:
+    """Where the backward pass reads a field again, another value would be another gradient."""
+    chosen = hl.term(lambda stats, batch: -stats.candidate_logps[:, 0], name="chosen")
+    values = {"teacher_logits": torch.randn(T, V), "candidate_ids": torch.arange(T)[:, None] + 1}
+    objective = {"teacher_logits": hl.distillation(), "candidate_ids": chosen()}[name]
+    recompute = hl.Options(schedule="recompute")
+    out = hl.head_loss(hidden(), head(), batch(**{name: values[name]}), objective, recompute)
+    values[name].copy_(values[name].flip(0))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.loss.backward()
+    with torch.inference_mode():
+        value = values[name].clone()
+    used(batch(**{name: value}), objective, options=recompute)

@@ -31,6 +31,7 @@ from .prepare import Prepared
 
 Gradients = list[Tensor | None]
 NOT_YET: Any = None
+READ_AGAIN = ("teacher_logits", "teacher_hidden", "teacher_topk_ids", "candidate_ids")
 
 
 class Swept(NamedTuple):
@@ -119,7 +120,10 @@ class Work:
     def constants(self) -> list[Tensor]:
         """What both acts read beside the logits: none of it may change in between."""
         packing, support = self.packing, self.packing.support
-        given = packing.targets, self.transform.temperature, support and support.ids
+        given: list[Any] = [packing.targets, self.transform.temperature, support and support.ids]
+        if self.prepared.beside:
+            found = [self.batch.as_given(name) for name in READ_AGAIN]
+            given += [t for t in found if t is not None and not t.is_inference()]  # not to be saved
         return [value for value in given if isinstance(value, Tensor)]
 
     def fitted(self, found: Gradient, stats: Statistics, rows: slice = ALL) -> Gradient:
