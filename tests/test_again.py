@@ -157,19 +157,19 @@ def test_a_kind_is_as_fine_as_what_kernels_are_compiled_for() -> None:
     assert len(known) == 12  # one token, some, a multiple of 16; two strides; two alignments
 
 
-@pytest.mark.parametrize("turn", range(5))
+@pytest.mark.parametrize("turn", range(6))
 def test_what_a_kernel_runs_before_it_is_heeded(turn, monkeypatch) -> None:
     """A hook that comes after a call was recorded: kernels are launched through Triton again."""
     x, w, targets, _ = head(4, 64, 300)
-    of = again.Again(None, NEEDS, Transform(), 64, 300, x.device)
+    of = again.Again(None, NEEDS, Transform(), 64, 300, x.device, None)
     monkeypatch.setattr(of, "device", 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(again, "scaled", lambda *_: slow.append(1))
+    monkeypatch.setattr(again, "scaled", lambda sums, _: slow.append(1) or sums)
     monkeypatch.setattr(again, "current_stream", lambda device: 0)
     slow: list[int] = []
-    launchers = of.product, again.launch_rows, again.launch_scaled
+    launchers = of.product, again.launch_tape, again.launch_rows, again.launch_scaled
     kernels = [one.kernel for launcher in launchers for one in launcher.turns]
-    assert len(kernels) == 5
+    assert len(kernels) == 6
     for kernel in kernels:
         monkeypatch.setattr(kernel, "pre_run_hooks", [])
     record = of.record("kind")
@@ -177,14 +177,14 @@ def test_what_a_kernel_runs_before_it_is_heeded(turn, monkeypatch) -> None:
     record.keep()
     make = of.known("kind")
     assert make is not None
-    call = make(x, w, targets)
+    call = make(x, w, None, targets)
     kernels[turn].pre_run_hooks.append(print)
     assert of.known("kind") is None
-    call.finish(x.clone(), None, torch.tensor(3.0, device=DEVICE))
+    call.finish(x.clone(), None, None, torch.tensor(3.0, device=DEVICE))
     assert slow == [1] and of.kept["kind"].scaled.sent is None
     kernels[turn].pre_run_hooks.clear()
     assert of.known("kind") is not None
-    call.finish(x.clone(), None, torch.tensor(3.0, device=DEVICE))
+    call.finish(x.clone(), None, None, torch.tensor(3.0, device=DEVICE))
     assert slow == [1] and of.kept["kind"].scaled.sent is not None
 
 

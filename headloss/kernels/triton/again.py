@@ -43,7 +43,7 @@ class Sent(NamedTuple):
     tape: Known
     act_two: Known
     scaled: Known
-    hooks: tuple[Any, ...]  # lists of what is to run before a kernel; they may fill up later
+    hooks: tuple[Any, ...] = ()  # lists of what is to run before a kernel; they may fill up later
 
 
 class Again:
