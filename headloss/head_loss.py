@@ -35,7 +35,8 @@ from .run.work import Work
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-LATER = ("terms", "metrics", "logps", "entropies")  # of an output: found when asked for
+# Of an output: found when asked for; whether all are then, so that nothing is kept of the batch.
+LATER = {"terms": True, "metrics": True, "logps": False, "entropies": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +61,19 @@ class Output:
 
     def __getattr__(self, name: str) -> Any:
         known = self.__dict__
-        if name in LATER and (find := known.get("_" + name)) is not None:
-            known.setdefault(name, find())  # what fails may be asked again; threads agree on one
-            known.pop("_" + name, None)
+        if name in LATER and (later := known.get("_later")) is not None:
+            whole = LATER[name]
+            for key in later if whole else [name]:  # what fails may be asked again
+                known.setdefault(key, later[key]())  # another thread's may be there already
+            if whole:
+                known.pop("_later", None)
         if name not in known:  # it is, where another thread has just made it
             raise AttributeError(f"Output has no attribute {name!r}")
         return known[name]
 
     def __getstate__(self) -> dict[str, Any]:
-        self._find()
+        _ = self.terms
         return self.__dict__
-
-    def _find(self) -> tuple[Any, ...]:
-        return self.terms, self.metrics, self.logps, self.entropies
 
 
 @eagerly
@@ -220,16 +221,15 @@ def _run(options: Options, make: Callable[..., Call], *given: Any) -> Output:
 
     # All else is found when it is asked for: a step often asks for none.
     scatter, output = work.packing.scatter, object.__new__(Output)
-    output.__dict__.update(
-        loss=loss,
-        plan=work.plan,
-        _terms=terms,
-        _metrics=measured,
-        _logps=lambda: scatter(logps),
-        _entropies=lambda: None if entropies is None else scatter(entropies),
-    )
+    later = {
+        "terms": terms,
+        "metrics": measured,
+        "logps": lambda: scatter(logps),
+        "entropies": lambda: None if entropies is None else scatter(entropies),
+    }
+    output.__dict__.update(loss=loss, plan=work.plan, _later=later)
     if options.static:  # a replay of a captured graph renews what the capture made
-        output._find()
+        _ = output.terms
     return output
 
 

@@ -243,12 +243,14 @@ class Batch:
         check_device(name, value, self.targets)
         if name == "candidate_ids":
             check_ids(name, value, self.targets.shape, MOST_IDS)
-        if not any(self._fits(name)) or 0 in value.shape[self.targets.dim() :]:
+        shape = tuple(self.targets.shape)
+        if 0 in value.shape[len(shape) :]:
+            want = f"{(*shape, 'K')} with K >= 1"
+            raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {want}")
+        if not any(self._fits(name)):
             segment = "" if name in LOGPS else f", or ({self.segments.count},) per segment"
-            raise ValueError(
-                f"{name}: got shape {tuple(value.shape)}, want {tuple(self.targets.shape)} per "
-                f"token{segment}"
-            )
+            want = f"{shape} per token{segment}"
+            raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {want}")
 
     def per_token(self, name: str) -> bool:
         """Whether a field has one value (or row) per position; else it has one per segment."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed
 
 from ..arguments import INT64, check_dense, check_device, is_integers
-from ..ranks.collectives import check_group, summed
+from ..ranks.collectives import summed
 
 
 class Chunk(NamedTuple):
@@ -126,7 +126,6 @@ class Segments:
             got = f"{ids.dtype} tensor" if isinstance(ids, Tensor) else type(ids).__name__
             raise TypeError(f"ids: got {got}, want an integer tensor")
         check_dense("ids", ids)
-        check_group("group", group)
         if count is None:
             if group is not None or ids.is_meta:
                 why = "a group" if group is not None else "ids on the meta device"
