@@ -348,4 +348,4 @@ def test_hooks_and_clearing_are_heeded() -> None:
     hl.clear_cache()
     again = result_of(64, 1, hl.grpo())[1]
     for a, b, c in zip(want, found, again, strict=True):
-        assert torch.equal(a, b) and torch.equal(a, c)
+        assert (a is b is c is None) or (torch.equal(a, b) and torch.equal(a, c))

@@ -235,10 +235,10 @@ ALLOWED: dict[str, set[str]] = {
 BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their names begin
 
 LINES_PER_FILE = 400
-CORE_LINES = 11_677
+CORE_LINES = 11_678
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-KERNEL_LINES = 6_600
+KERNEL_LINES = 6_601
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
