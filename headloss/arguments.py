@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from numbers import Integral, Real
@@ -13,6 +14,14 @@ from torch import Tensor
 INT64 = 1 << 63  # beyond every integer that a tensor holds
 LARGEST = sys.float_info.max
 IGNORE = -100  # the target of an unscored position, as in torch.nn.functional.cross_entropy
+
+
+def as_float(number: Any) -> float:
+    """Of a real number; inf where that is beyond all floats."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
 
 
 def check_dense(name: str, value: Tensor) -> None:
@@ -57,7 +66,7 @@ def check_number(
     if isinstance(value, bool) or not isinstance(value, of):
         raise TypeError(f"{name}: got {value!r}, want {kind}")
     number = plain_number(value)
-    if not (abs(number) <= LARGEST and accept(float(number))):
+    if not (math.isfinite(as_float(number)) and accept(as_float(number))):
         raise ValueError(f"{name}: got {value!r}, want {want}")
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # Of an output: found when asked for; whether all are then, so that nothing is kept of the batch.
+# (To read log-probs alone is quick, and keeps it no longer than to read nothing.)
 LATER = {"terms": True, "metrics": True, "logps": False, "entropies": False}
 
 
@@ -64,7 +65,8 @@ class Output:
         if name in LATER and (later := known.get("_later")) is not None:
             whole = LATER[name]
             for key in later if whole else [name]:  # what fails may be asked again
-                known.setdefault(key, later[key]())  # another thread's may be there already
+                if key not in known:
+                    known.setdefault(key, later[key]())  # another thread's may be there by now
             if whole:
                 known.pop("_later", None)
         if name not in known:  # it is, where another thread has just made it

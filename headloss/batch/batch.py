@@ -165,7 +165,7 @@ class Batch:
             if not isinstance(value, Tensor):
                 return value
             found = value.to(*args, **options)
-            if found.dtype != value.dtype:
+            if found.is_floating_point() != value.is_floating_point():
                 got, want = found.dtype, f"a device: its {value.dtype} tensors stay what they are"
                 raise TypeError(f"to: got {got} for a batch, want {want}")
             return found

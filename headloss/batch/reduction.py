@@ -6,7 +6,7 @@ give the same loss and gradient however they are cut up: padded, packed, accumul
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -40,10 +40,10 @@ class Totals:
     def __post_init__(self) -> None:
         _check_total("tokens", self.tokens)
         _check_total("segments", self.segments)
-        if not isinstance(self.kept, dict):
+        if not isinstance(self.kept, Mapping):
             raise TypeError(f"kept: got {type(self.kept).__name__}, want a dict of pairs by field")
         for name, pair in self.kept.items():
-            if not isinstance(pair, tuple) or len(pair) != 2:
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
                 raise TypeError(f"kept[{name!r}]: got {pair!r}, want (tokens, segments)")
             for count in pair:
                 _check_total(f"kept[{name!r}]", count)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..arguments import LARGEST
+from ..arguments import as_float
 from ..batch.reduction import Reduction, as_reduction, sequence_mean, token_mean
 from ..objective.metrics import Observed, checked
 from ..objective.statistics import Slope, Statistics
@@ -60,7 +60,7 @@ class _Arithmetic:
     def __mul__(self, factor: float) -> Objective:
         if not isinstance(factor, Real):
             return NotImplemented
-        number = float(factor) if abs(factor) <= LARGEST else math.inf  # an objective refuses it
+        number = as_float(factor)
         return Objective(tuple((number * c, term) for c, term in self._objective().parts))
 
     __rmul__ = __mul__
@@ -216,12 +216,13 @@ class Objective(_Arithmetic):
     parts: tuple[tuple[float, Term], ...]
 
     def __post_init__(self) -> None:
-        for part in self.parts if isinstance(self.parts, tuple) else [self.parts]:
-            pair = isinstance(part, tuple) and len(part) == 2
+        for part in self.parts if isinstance(self.parts, tuple | list) else [self.parts]:
+            pair = isinstance(part, tuple | list) and len(part) == 2
             if not (pair and isinstance(part[0], Real) and isinstance(part[1], Term)):
                 raise TypeError(f"parts: got {part!r:.80}, want a tuple of (coefficient, term)")
-            if not abs(part[0]) <= LARGEST:
+            if not math.isfinite(as_float(part[0])):
                 raise ValueError(f"{part[0]!r} * {part[1]!r}: want a finite coefficient")
+        object.__setattr__(self, "parts", tuple(map(tuple, self.parts)))
 
     @classmethod
     def of(cls, value: Term | Objective) -> Objective:
@@ -363,12 +364,12 @@ def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = Tru
     try:
         values = _trial(term, stats_, batch_, observe)
     except (RuntimeError, ValueError) as error:
-        wide = [name for name in seen[1] & batch.kinds().keys() if batch.kinds()[name][1]]
+        wide = sorted(name for name in seen[1] & batch.kinds().keys() if batch.kinds()[name][1])
         said = str(error).removeprefix(f"term {term.name}: ")
         if term.origin is None or not wide or said.startswith("reads "):  # a field is missing
             raise
         more = f"with several values of batch.{wide[0]} at each token"
-        raise ValueError(f"term {term.name}: {said}, {more}") from None
+        raise ValueError(f"term {term.name}: {said}, {more}") from error
     finally:
         TRACING.reset(token)
     own = {id(leaf): name for name, leaf in stats.tensors().items()}

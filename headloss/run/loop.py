@@ -47,9 +47,9 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, work: Work, *tensors):
         measured, ctx.pull = forward(work, tensors)
-        ctx.work, ctx.used, ctx.count = work, False, 0
+        ctx.work, ctx.used, ctx.count, ctx.read_again = work, False, 0, []
         if work.plan.pull in ("slabs", "blocks"):  # autograd sees to it that none of these changes
-            ctx.count = len(tensors)
+            ctx.count, ctx.read_again = len(tensors), work.read_again
             ctx.save_for_backward(*tensors, *work.constants)
         stats, values, loss = measured
         if loss is None:
@@ -65,7 +65,8 @@ class HeadLoss(torch.autograd.Function):
                 "per call, call head_loss again"
             )
         ctx.used, work, pull = True, ctx.work, ctx.pull
-        ctx.work = ctx.pull = None  # who keeps the loss keeps no batch
+        refuse_changes(ctx.read_again)
+        ctx.work = ctx.pull = ctx.read_again = None  # who keeps the loss keeps no batch
         saved = ctx.saved_tensors[: ctx.count]  # read once: checkpointing recomputes them
         with inside(upstream.device.type, *work.groups):
             gradients = pull(owed(work, upstream), work.open(saved) if saved else None)
@@ -92,7 +93,7 @@ class HeadStatistics(torch.autograd.Function):
         ctx.mark_non_differentiable(*(t for n, t in found.items() if n not in carry))
         ctx.set_materialize_grads(False)
         ctx.work, ctx.swept = work, swept._replace(held=[])
-        ctx.used, ctx.count, aside = False, 0, []
+        ctx.used, ctx.count, aside, ctx.read_again = False, 0, [], work.read_again
         if work.plan.pull in ("held", "slabs", "blocks"):
             aside, ctx.count = [*tensors, *work.constants], len(tensors)
         ctx.rest, tiles = len(aside), []
@@ -111,6 +112,7 @@ class HeadStatistics(torch.autograd.Function):
                 'Options(schedule="recompute")'
             )
         ctx.used = True
+        refuse_changes(ctx.read_again)
         saved = ctx.saved_tensors  # read once: checkpointing recomputes them
         source: Any = work.open(saved[: ctx.count]) if ctx.count else None
         tiles = iter(saved[ctx.rest :])
@@ -120,8 +122,8 @@ class HeadStatistics(torch.autograd.Function):
 
 
 # PyTorch's own goes by whether a transform of torch.func is active: the signature has seen to that.
-for function in (HeadLoss, HeadStatistics):
-    function.apply = super(torch.autograd.Function, function).apply  # type: ignore
+HeadLoss.apply = super(torch.autograd.Function, HeadLoss).apply  # type: ignore[method-assign,misc]
+HeadStatistics.apply = super(torch.autograd.Function, HeadStatistics).apply  # type: ignore
 
 
 def pull_slopes(
@@ -148,6 +150,16 @@ def refuse_second_derivatives(of: str) -> None:
             f"headloss: got a backward pass through {of} with create_graph=True, but its second "
             "derivatives are not there; compute them from the logits, head.logits(hidden)"
         )
+
+
+def refuse_changes(read_again: Sequence[tuple[str, Tensor, int]]) -> None:
+    """RuntimeError where a field that the backward pass reads again is no longer what it was."""
+    for name, tensor, version in read_again:
+        if tensor._version != version:
+            raise RuntimeError(
+                f"batch.{name}: it, or a tensor whose memory it shares, was changed in place "
+                "before the backward pass, which reads it again; give the batch a clone of it"
+            )
 
 
 def owed(work: Work, upstream: Tensor) -> Tensor | None:

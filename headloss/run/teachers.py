@@ -79,10 +79,10 @@ def _of_hidden(work: Work, teacher: Teacher, size: int) -> tuple[LinearSoftmax, 
             f"teacher_head: got a vocabulary of {head.vocabulary}, want the student's "
             f"{work.vocabulary} (set vocab_size on both heads to leave padded rows out)"
         )
-    if states.element_size() == 1:  # torch multiplies no floats of 8 bits by others
-        states = states.to(work.prepared.wide)
     with torch.no_grad():
         rows = states if batch.index is None else states[batch.index]
+        if rows.element_size() == 1:  # torch multiplies no floats of 8 bits by others
+            rows = rows.to(work.prepared.wide)
         factors = head.factors(rows, slices.dropout)
     # A whole head beside a student's slice: its rows of that slice.
     first = slices.first if head.vocab_group is None else 0

@@ -121,10 +121,16 @@ class Work:
         """What both acts read beside the logits: none of it may change in between."""
         packing, support = self.packing, self.packing.support
         given: list[Any] = [packing.targets, self.transform.temperature, support and support.ids]
-        if self.prepared.beside:
-            found = [self.batch.as_given(name) for name in READ_AGAIN]
-            given += [t for t in found if t is not None and not t.is_inference()]  # not to be saved
         return [value for value in given if isinstance(value, Tensor)]
+
+    @property
+    def read_again(self) -> list[tuple[str, Tensor, int]]:
+        """Fields that both acts read, and how often each was changed in place. (Hooks that move
+        what autograd saves would copy them.)"""
+        if not self.prepared.beside:
+            return []
+        given = ((name, self.batch.as_given(name)) for name in READ_AGAIN)
+        return [(n, t, t._version) for n, t in given if t is not None and not t.is_inference()]
 
     def fitted(self, found: Gradient, stats: Statistics, rows: slice = ALL) -> Gradient:
         """In float16 near 1 as it is, by no more than blocks before it; without the least rows."""
