@@ -68,14 +68,14 @@ class Segments:
         given, like = self._given, self._like
         return torch.zeros_like(like, dtype=torch.int64) if given is None else given  # type: ignore
 
+    @ids.setter
+    def ids(self, ids: Tensor) -> None:
+        self._given, self._made = ids, None
+
     @property
     def _place(self) -> Tensor:
         """A tensor in the shape and on the device of the ids, which need not be made for it."""
         return cast(Tensor, self._like if self._given is None else self._given)
-
-    @ids.setter
-    def ids(self, ids: Tensor) -> None:
-        self._given, self._made = ids, None
 
     @property
     def made(self) -> bool:
