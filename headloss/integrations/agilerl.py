@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..head.head import Head
 from ..head_stats import head_stats
+from .seams import Seams
 from .sharding import gathered
-from .shared import Seams, require_version
+from .shared import require_version
 
 BASE = "agilerl.algorithms.core.base"
 HOME = "agilerl.algorithms.core.llm_ops.fused_logprobs"

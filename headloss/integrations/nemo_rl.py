@@ -16,7 +16,8 @@ from torch import Tensor
 from ..head.head import Head
 from ..head_stats import head_stats
 from ..options import Options
-from .shared import Seams, refuse, require_version
+from .seams import Seams
+from .shared import refuse, require_version
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

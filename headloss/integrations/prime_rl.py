@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..head.head import Head
 from ..head_stats import head_stats
-from .shared import Seams, require_version
+from .seams import Seams
+from .shared import require_version
 
 LAYERS = "prime_rl.trainer.models.layers"
 

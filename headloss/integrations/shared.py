@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import math
 from dataclasses import replace
@@ -28,43 +27,6 @@ def require_version(package: str, *known: str) -> None:
             f"{package}: got version {found}, want one that headloss's adapter was tested with: "
             + ", ".join(f"{series}.*" for series in known)
         )
-
-
-class Seams:
-    """Attributes of a framework's modules, or of classes in them, that ours take the place of.
-
-    Args:
-        ours: by ("module" or "module:Class", attribute).
-    """
-
-    def __init__(self, ours: dict[tuple[str, str], Any]) -> None:
-        self.ours = ours
-        self.theirs: dict[tuple[str, str], Any] = {}
-
-    def install(self) -> None:
-        """RuntimeError, and nothing done, where one of them is not there."""
-        if self.theirs:
-            return
-        found = {}
-        for place, name in self.ours:
-            owner = _owner(place)
-            if name not in vars(owner):
-                raise RuntimeError(f"{place}: has no {name}, which headloss's adapter replaces")
-            found[place, name] = vars(owner)[name]
-        self.theirs = found
-        for (place, name), value in self.ours.items():
-            setattr(_owner(place), name, value)
-
-    def uninstall(self) -> None:
-        for (place, name), value in self.theirs.items():
-            setattr(_owner(place), name, value)
-        self.theirs = {}
-
-
-def _owner(place: str) -> Any:
-    module, _, name = place.partition(":")
-    owner = importlib.import_module(module)
-    return getattr(owner, name) if name else owner
 
 
 def refuse(instead: str, **asked: bool) -> None:

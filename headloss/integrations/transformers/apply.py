@@ -1,14 +1,4 @@
-"""Causal language models of Hugging Face Transformers whose loss comes from headloss.
-
-    apply(model)                        model(input_ids, labels=...) has a loss and no logits
-    apply(model, hl.cross_entropy(label_smoothing=0.1) + 1e-4 * hl.z_loss())
-    remove(model)                       the model is as it was
-
-B rows, L positions, H hidden width, V vocabulary. The model's own forward runs. In a call with
-labels its head computes the loss in place of logits, and hands on logits of no columns [B, L, 0],
-which pass through whatever the model does to its logits; where it asks for its loss, it gets ours.
-Calls without labels, generation among them, are the model's own.
-"""
+"""What `apply` does to a model: its head computes the loss, and its loss function hands it on."""
 
 from __future__ import annotations
 
@@ -21,19 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.utils.generic import ModelOutput
 
-from ..batch.batch import IGNORE, Batch
-from ..head.adapters import unwrap
-from ..head.head import Head
-from ..head_loss import head_loss
-from ..losses import Objective, Term, cross_entropy
-from ..objective.metrics import Metrics
-from ..options import DEFAULT, Options
-from .sharding import Carried, externals, hooked, is_fsdp2, whole, whole_head
-from .shared import as_documents, needs_segments, over_count, require_version
+from ...batch.batch import IGNORE, Batch
+from ...head.adapters import unwrap
+from ...head.head import Head
+from ...head_loss import head_loss
+from ...losses import Objective, Term, cross_entropy
+from ...objective.metrics import Metrics
+from ...options import DEFAULT, Options
+from ..sharding import Carried, externals, hooked, is_fsdp2, whole, whole_head
+from ..shared import as_documents, needs_segments, over_count, require_version
+from .logits import LazyLogits, with_logits
 
 KNOWN = ("5.23",)
 STATE = "_headloss"
@@ -181,7 +170,7 @@ class Applied:
             self.own_head = before[0] or functools.partial(type(head).forward, head)
             head.forward, self.model._loss_function = self.at_head, self.at_loss
             output = self.original(*args, **kwargs)
-            return _with_logits(output, self.logits, self.model.training)
+            return with_logits(output, self.logits, self.model.training)
         finally:
             for owner, name, value in zip(
                 (head, self.model), ("forward", "_loss_function"), before, strict=True
@@ -208,7 +197,7 @@ class Applied:
             objective = over_count(objective, count)
         out = head_loss(hidden, head, batch, objective, self.options)
         self.loss, self.metrics = out.loss, out.metrics
-        self.logits = _Logits(head, hidden)
+        self.logits = LazyLogits(head, hidden)
         if self.sharded:  # afterwards the weight is gone
             self.logits = None if self.model.training else head.logits(hidden)
             return Carried.apply(out.loss, hidden.detach())  # type: ignore[return-value]
@@ -253,111 +242,3 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(forward, STATE, True)
     return forward
-
-
-# ---------------------------------------------------------------------- logits on demand
-
-
-class _Logits(Tensor):
-    """[B, L, V] logits of hidden states, which are computed with the first operation on them."""
-
-    make: Callable[[], Tensor]
-
-    @staticmethod
-    def __new__(cls, head: Head, hidden: Tensor) -> _Logits:
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        place = {"dtype": wide, "device": hidden.device}
-        shape = (*hidden.shape[:-1], head.vocabulary)
-        found: Any = Tensor._make_wrapper_subclass(cls, shape, **place)  # type: ignore[attr-defined]
-        torch._C._set_throw_on_mutable_data_ptr(found)  # where C would read address 0
-        attached = torch.is_grad_enabled()
-
-        @functools.cache
-        def make() -> Tensor:
-            with torch.set_grad_enabled(attached and torch.is_grad_enabled()):
-                return head.logits(hidden)
-
-        found.make = make
-        return found
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(_made, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-def _of_made(name: str) -> Any:
-    """A method that reads memory past the operations."""
-    return lambda self, *args, **kwargs: getattr(self.make(), name)(*args, **kwargs)
-
-
-for _name in (
-    "numpy", "tolist", "data_ptr", "untyped_storage", "share_memory_", "__dlpack__",
-    "__dlpack_device__", "__deepcopy__", "__reduce_ex__",
-):  # fmt: skip
-    setattr(_Logits, _name, _of_made(_name))
-
-
-def _made(value: Any) -> Any:
-    return value.make() if isinstance(value, _Logits) else value
-
-
-def _with_logits(output: ModelOutput, logits: Tensor | None, training: bool) -> ModelOutput:
-    """`output` with logits that are computed when they are asked for by name. In evaluation whoever
-    goes through all there is finds them too, as `Trainer` does; without gradients they are computed
-    when something is done with them, as it does for `compute_metrics` alone."""
-    rest: dict[str, Any] = {k: v for k, v in output.items() if k != "logits"}
-    if logits is None:
-        return type(output)(**rest)
-    made = _lazily(type(output))(**rest)
-    vars(made).update(_logits=logits, _all=not training)
-    return made
-
-
-@functools.cache
-def _lazily(kind: Any) -> Any:
-    class Lazily(kind):
-        @property
-        def logits(self) -> Tensor | None:
-            """[B, L, V] in float32 (float64 of float64 hidden states)."""
-            self._fill()
-            return _made(vars(self).get("logits"))
-
-        @logits.setter
-        def logits(self, value: Tensor | None) -> None:
-            self.__dict__["logits"] = value
-
-        def _fill(self, later: bool = False) -> None:
-            logits = self.__dict__.pop("_logits", None)
-            if logits is not None:
-                self["logits"] = logits if later else _made(logits)
-                for name in self.__dataclass_fields__:  # in the order of the model's own
-                    if name in self:
-                        self.move_to_end(name)
-
-        def items(self) -> Any:
-            if vars(self).get("_all"):
-                self._fill(later=not torch.is_grad_enabled())
-            return super().items()
-
-        def to_tuple(self) -> tuple[Any, ...]:
-            return tuple(value for _, value in self.items())
-
-        def __getitem__(self, key: Any) -> Any:
-            if key == "logits":
-                return self.logits
-            if not isinstance(key, str):
-                return self.to_tuple()[key]
-            return dict(super().items())[key]
-
-        def __reduce__(self) -> Any:
-            return _plain, (kind, {name: _made(value) for name, value in super().items()})
-
-    Lazily.__name__ = Lazily.__qualname__ = kind.__name__
-    return Lazily
-
-
-def _plain(kind: Any, found: dict[str, Any]) -> Any:
-    return kind(**found)

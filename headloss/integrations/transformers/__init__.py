@@ -1,0 +1,15 @@
+"""Causal language models of Hugging Face Transformers whose loss comes from headloss.
+
+    apply(model)                        model(input_ids, labels=...) has a loss and no logits
+    apply(model, hl.cross_entropy(label_smoothing=0.1) + 1e-4 * hl.z_loss())
+    remove(model)                       the model is as it was
+
+B rows, L positions, H hidden width, V vocabulary. The model's own forward runs. In a call with
+labels its head computes the loss in place of logits, and hands on logits of no columns [B, L, 0],
+which pass through whatever the model does to its logits; where it asks for its loss, it gets ours.
+Calls without labels, generation among them, are the model's own.
+"""
+
+from .apply import STATE, Applied, apply, remove
+
+__all__ = ["STATE", "Applied", "apply", "remove"]
