@@ -147,13 +147,6 @@ def linear_call(given: Given, early: bool = False) -> Call:
         x = GatherRows.apply(x, index, packing.live)
     elif (plan.terms or prepared.problem.differences) and not prepared.readable:
         x = x.clone(memory_format=torch.contiguous_format)
-    if plan.resends and (again := _resends(work, head.bias)) is not None:
-        strides = x.stride(0), head.weight.stride(0)
-        kind = again.kind(x.shape[0], strides, packing.targets)
-        work.again = again.known(kind)
-        if work.again is not None:
-            return work, [x, head.weight, head.bias]
-        work.record = partial(again.record, kind)
     of_tokens = _tokens(work)
     fixed = prepared.acts.fixed_product if options.batch_invariant else None
     tensors = [x, head.weight]
@@ -229,16 +222,6 @@ def _tokens(work: Work) -> Tokens:
     given = targets, transform, prepared.needs, work.slices, work.vocabulary, whole
     found = Tokens(prepared.acts, *given)
     return with_beside(found, work) if prepared.beside else found
-
-
-def _resends(work: Work, bias: Tensor | None) -> Any:
-    """What calls of this signature and transform send again, if they do."""
-    prepared, transform = work.prepared, work.transform
-    if not prepared.taped or isinstance(transform.temperature, Tensor):
-        return None
-    device = work.packing.targets.device
-    of = transform, prepared.problem.width, work.place.vocabulary, device, bias
-    return prepared.again(work.objective, work.options.metrics, *of)
 
 
 def _bound(work: Work) -> Bound | Taped:

@@ -12,7 +12,6 @@ two runs (`Plan.pull`). Autograd sees one function: the loss, or statistics for 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from ..objective.bound import Gradient, without_constants
 from ..objective.elsewhere import READ, gradient_of
 from ..objective.statistics import BESIDE, CANDIDATES, Coefficients, Statistics
 from ..ranks.collectives import inside
-from ..softmax import products
 from ..softmax.given import WalkSoftmax
 from ..softmax.linear import RawSoftmax
 from ..softmax.rows import ALL, Known
@@ -204,10 +202,6 @@ def forward(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack | Non
     what is `owed`."""
     pull = work.plan.pull
     if pull == "now":
-        if work.again is not None:
-            return _resent(work, tensors)
-        if work.record is not None:
-            return _recorded(work, tensors)
         return _walk_at_once(work, tensors) if work.at_once else _in_one_pass(work, tensors)
     source = work.open(tensors)
     swept = sweep(work, source)
@@ -262,41 +256,6 @@ def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]
     if values is None:
         values = whole.normalizer.peak.new_zeros(len(work.bound.named), dtype=torch.float64)
     return (whole.stats, values, loss), lambda factor, _: sums.finish(factor)
-
-
-def _resent(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]:
-    """As `_in_one_pass`, of one block whose launches are known: each is sent other addresses."""
-    (x, weight, bias), wants, into_weight, into_bias = tensors, work.prepared.wants, None, None
-    call = work.again(*tensors, work.packing.targets)
-    work.confirm()
-    bound: Any = work.bound  # a tape's; made while the first product runs
-    features = call.differentiate(bound.launch)
-    bound.measured = partial(call.of.tape.metrics, call.measured)
-    if wants.weights[0]:  # first: it reads what the hidden gradient then overwrites
-        into_weight = weight.new_empty(weight.shape)
-        products.add_weight_gradient_(into_weight, call.terms, features, fresh=True)
-    if wants.bias:
-        into_bias = torch.zeros_like(bias, dtype=torch.float32)
-        products.add_weight_gradient_(into_bias[:, None], call.terms, call.multiples[:, None])
-    into_hidden = products.input_gradient(call.terms, weight, x.dtype, room=features)
-    stats = Statistics(logp=call.statistic("logp"), entropy=call.statistic("entropy"))
-    outcome = stats, call.measured, call.loss
-    del call.terms, call.loss  # the one is used up, the other would hold itself by what it owes
-    return outcome, lambda factor, _: call.finish(into_hidden, into_weight, into_bias, factor)
-
-
-def _recorded(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]:
-    """`_in_one_pass`, whose launches later calls will send again."""
-    with work.record() as log:
-        outcome, pull = _in_one_pass(work, tensors)
-
-    def finish(factor: Tensor | None, source: Any) -> Gradients:
-        with log:
-            found = pull(factor, source)
-        log.keep()
-        return found
-
-    return outcome, finish
 
 
 def sweep(work: Work, source: RawSoftmax) -> Swept:

@@ -48,7 +48,6 @@ class Problem:
     element_size: int = 4  # of hidden and weight
     weight_size: int = 4  # of the weight's own dtype
     terms: bool = False  # the product writes softmax terms in place of logits
-    resends: bool = False  # and all that is made of its terms are gradients of factors and bias
     rescaled: bool = False  # gradients are scaled against underflow, and back in float32
     fitted: bool = False  # by what they are, so that a row's bits depend on all rows
     row_bytes: int = 4  # per token and vocabulary entry of a chunk, teachers included

@@ -70,7 +70,6 @@ class Plan:
         whole: one block holds all tokens, however they are spread over segments.
         skip_rows: whether rows without a gradient leave the last two products.
         once: one block holds all tokens, and its products are the returned gradients.
-        resends: later calls like this one may send its launches again (`kernels.triton.again`).
         support: pairs of a token and a column of its support, which take a dot product each.
         restricted: tokens that have a support.
         pull: when the second act runs: with each block's statistics ("now", or "unit" coefficients
@@ -94,7 +93,6 @@ class Plan:
     whole: bool = field(repr=False, default=False)
     skip_rows: bool = field(repr=False, default=False)
     once: bool = field(repr=False, default=False)
-    resends: bool = field(repr=False, default=False)
     pull: Pull = field(repr=False, default="now")
     support: int = 0
     restricted: int = 0
@@ -188,8 +186,6 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         whole=whole,
         skip_rows=skip_rows,
         once=once,
-        resends=p.resends and once and pull == "now" and len(chunks) == 1
-        and not (skip_rows or p.sharded or p.restricted),
         pull=pull,
         support=p.support,
         restricted=p.restricted,

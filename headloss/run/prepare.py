@@ -11,7 +11,6 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from ..batch.batch import Batch
 from ..batch.packing import Packing
 from ..head.head import Head, check_transform
 from ..kernels.interface import Kernels
-from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
 from ..losses.term import Objective, Reads
 from ..objective.bound import check_weights, has_slopes, reads
@@ -90,7 +88,6 @@ class Prepared:
     misses: list[bool] = field(default_factory=list)
     _tapes: dict[tuple[bool, bool], Tape | None] = field(default_factory=dict)
     _plans: dict[tuple, Plan] = field(default_factory=dict)
-    _agains: dict[Transform, Any] = field(default_factory=dict)
 
     def tape(self, objective: Objective, observe: bool, gradients: bool) -> Tape | None:
         """None where autograd has to serve: a user's own term, a quantile."""
@@ -99,20 +96,6 @@ class Prepared:
             given = (objective, self.needs, self.kinds, self.wide)
             self._tapes[key] = tape_of(*given, observe=observe, gradients=gradients)
         return self._tapes[key]
-
-    def again(self, objective: Objective, observe: bool, transform: Transform, *given: Any) -> Any:
-        """What calls whose plan `resends` have in common (`kernels.triton.again`), of a transform,
-        H, V, a device and a bias; None for other objectives."""
-        if transform not in self._agains:
-            from ..kernels.triton.again import Again
-
-            tape = self.tape(objective, observe, True)
-            fits = tape is not None and tape.is_multiple and transform.softcap is None
-            if len(self._agains) >= MOST:
-                self._agains.clear()
-            found = Again(tape, self.needs, transform, *given) if fits else None
-            self._agains[transform] = found
-        return self._agains.get(transform)  # another thread may have forgotten it
 
     @cached_property
     def acts(self) -> Kernels:
@@ -212,9 +195,6 @@ def prepare_linear(given: Given, objective: Objective, key: object) -> Prepared:
         memory=kernels.memory(hidden.device),
         main_grad=options.main_grad is not None,
         terms=fuses,
-        resends=wants.features[0] and head.vocabulary == head.weight.shape[0]
-        and (head.bias is None or kernels.suits_product(head.bias)) and options.upstream is None
-        and not (compute_dtype or options.batch_invariant or options.gradient_tolerance),
         differences=fuses and head.vocab_group is None and head.softcap is None,
     )
     softcap = head.softcap is not None
@@ -337,7 +317,6 @@ def _prepared(
     constant &= not any(term.weight_fields for _, term in objective.parts)
     problem = replace(
         problem,
-        resends=problem.resends and terms and not (beside or options.static),
         scope=objective.scope,
         sparse=not constant or options.gradient_tolerance > 0,
         thorough=restricted or options.gradient_tolerance > 0,

@@ -61,8 +61,6 @@ class Work:
         bind: makes `bound`, the objective on `batch`, while the first product runs.
         slices: of the vocabulary on the ranks of a group.
         transform: of raw logits, of the packed tokens.
-        again: of a source's tensors and targets, queues act one of a call whose launches are known.
-        record: keeps what the call launches, where later ones may send it again.
         at_once: the objective's gradient is known before the statistics are.
         tolerance: which rows are left out in addition to those without gradient.
         confirm: raises where the packing was guessed and wrong; asked once the first product is
@@ -83,7 +81,7 @@ class Work:
     bind: Callable[[Work], Any]
     # What is not known when this is made.
     slices = open = sums = into = NOT_YET
-    again = record = tolerance = NOT_YET
+    tolerance = NOT_YET
     at_once = False
     scale: Any = field(init=False, default=None)  # [] power of two on coefficients, in float16
 

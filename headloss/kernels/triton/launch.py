@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -42,25 +41,6 @@ def is_watched() -> Any:
     runtime = triton.knobs.runtime  # type: ignore[attr-defined]
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
-
-
-class Log(dict[Any, "list[Known] | None"]):
-    """What launchers send on this thread while this is entered: the kernels of the last launch of
-    each, None where only Triton can send them."""
-
-    def __enter__(self) -> Log:
-        _logs.open = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _logs.open = None
-
-
-class _Logs(threading.local):
-    open: Log | None = None
-
-
-_logs = _Logs()
 
 
 class Tile(NamedTuple):
@@ -129,9 +109,6 @@ class Launcher:
                     turn._slowly(count, arguments, constants)
                 else:
                     ready.send(count, stream, values, arguments)
-        if _logs.open is not None:
-            sent = [one for turn, one in known or () if not turn.kernel.pre_run_hooks]
-            _logs.open[self] = sent if all(sent) and len(sent) == len(self.turns) else None
 
     def _slowly(self, programs: int, arguments: Values, constants: dict[str, Any]) -> Any:
         given = list(arguments)
