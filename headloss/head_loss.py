@@ -14,14 +14,12 @@ from torch import Tensor
 
 from .arguments import plain_numbers
 from .batch.batch import Batch
-from .batch.packing import PackedBatch
 from .head.head import Head, check_head
 from .kernels.transform import Transform
 from .losses.term import Objective, Term
 from .objective.elsewhere import READ, loss_elsewhere
 from .objective.metrics import Mean, Metrics, Observed, Sum, fold, fold_all
 from .objective.statistics import Statistics
-from .objective.tape import Taped
 from .options import DEFAULT, Options
 from .ranks.agreement import in_step
 from .ranks.collectives import inside
@@ -34,11 +32,6 @@ from .run.work import Work
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-# Of an output: found when asked for; whether all are then, so that nothing is kept of the batch.
-# (To read log-probs alone is quick, and keeps it no longer than to read nothing.)
-LATER = {"terms": True, "metrics": True, "logps": False, "entropies": False}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
@@ -59,23 +52,6 @@ class Output:
     logps: Tensor
     entropies: Tensor | None
     plan: Plan = field(repr=False)
-
-    def __getattr__(self, name: str) -> Any:
-        known = self.__dict__
-        if name in LATER and (later := known.get("_later")) is not None:
-            whole = LATER[name]
-            for key in later if whole else [name]:  # what fails may be asked again
-                if key not in known:
-                    known.setdefault(key, later[key]())  # another thread's may be there by now
-            if whole:
-                known.pop("_later", None)
-        if name not in known:  # it is, where another thread has just made it
-            raise AttributeError(f"Output has no attribute {name!r}")
-        return known[name]
-
-    def __getstate__(self) -> dict[str, Any]:
-        _ = self.terms
-        return self.__dict__
 
 
 @eagerly
@@ -208,61 +184,35 @@ def plan(
 
 def _run(options: Options, make: Callable[..., Call], *given: Any) -> Output:
     work, tensors = make(*given)
+    metrics = Metrics()
     with inside(work.packing.targets.device.type, *work.groups):
         loss, (stats, values, _) = HeadLoss.apply(work, *tensors)
-        measured: Callable[[], Metrics] = Metrics
         if options.metrics:
-            measured = work.bound.measured or _metrics(work, stats)
+            metrics |= _metrics(work, stats)
             if work.tolerance is not None:
-                measured = _joined(measured, work.tolerance.metrics)
-    logps, entropies, dtype = stats.logp, stats.entropy, loss.dtype
-
-    def terms() -> dict[str, Tensor]:
-        pairs = zip(work.bound.named, values.to(dtype).unbind(), strict=False)
-        return {name: value for (name, _), value in pairs}
-
-    # All else is found when it is asked for: a step often asks for none.
-    scatter, output = work.packing.scatter, object.__new__(Output)
-    later = {
-        "terms": terms,
-        "metrics": measured,
-        "logps": lambda: scatter(logps),
-        "entropies": lambda: None if entropies is None else scatter(entropies),
-    }
-    output.__dict__.update(loss=loss, plan=work.plan, _later=later)
-    if options.static:  # a replay of a captured graph renews what the capture made
-        _ = output.terms
-    return output
-
-
-def _joined(*measured: Callable[[], Metrics]) -> Callable[[], Metrics]:
-    return lambda: Metrics({name: m for found in measured for name, m in found().items()})
-
-
-def _metrics(work: Work, stats: Statistics) -> Callable[[], Metrics]:
-    """What every term observes, on [T] vectors: folded when it is asked for, where the terms are
-    the library's own and nothing can change before that."""
-    bound = work.bound
-    if isinstance(bound, Taped):
-        return bound.metrics(stats)
-    batch, group = work.batch.on(stats), work.batch.segments.group
-    alone = work.prepared.own and group is None and batch.live is None
-    kept = batch._apart() if alone else None
-    if kept is not None:
-        parts = [p._replace(kept=p.kept.clone()) if p.kept is not None else p for p in bound.parts]
-        return lambda: _folded(parts, kept, stats, 1.0)
-    share = 1.0 if group is None else 1 / torch.distributed.get_world_size(group)
-    found = _folded(bound.parts, batch, stats, share)
-    return lambda: found
+                metrics |= work.tolerance.metrics()
+    pairs = zip(work.bound.named, values.to(loss.dtype).unbind(), strict=False)
+    entropies = stats.entropy
+    return Output(
+        loss=loss,
+        terms={name: value for (name, _), value in pairs},
+        metrics=metrics,
+        logps=work.packing.scatter(stats.logp),
+        entropies=None if entropies is None else work.packing.scatter(entropies),
+        plan=work.plan,
+    )
 
 
 @torch.no_grad()
-def _folded(parts: Any, batch: PackedBatch, stats: Statistics, share: float) -> Metrics:
+def _metrics(work: Work, stats: Statistics) -> Metrics:
+    """What every term observes, folded."""
+    batch, group = work.batch.on(stats), work.batch.segments.group
+    share = 1.0 if group is None else 1 / torch.distributed.get_world_size(group)
     one = torch.ones((), dtype=torch.float64, device=batch.targets.device)
     tokens = one * len(batch) if batch.live is None else batch.live.sum().double()
     found = Metrics(tokens=Sum(tokens), segments=Sum(one * batch._count * share))
     found["entropy"] = fold(Observed(stats.entropy, Mean), batch.live)
-    for part in parts:
+    for part in work.bound.parts:
         (of_tokens, live), (of_segments, present) = part.observed(stats, batch)
         found |= fold_all(of_tokens, live) | fold_all(of_segments, present, share)
     return found

@@ -41,7 +41,7 @@ from headloss.kernels.interface import (
 )
 from headloss.kernels.pair import Chosen, Compared, Differences, Divergence, Outcomes, Pair, Side
 from headloss.kernels.transform import Transform
-from headloss.kernels.triton import beside, given, launch, product, tape, tiles, versions
+from headloss.kernels.triton import beside, given, launch, product, tiles, versions
 from headloss.objective.statistics import Coefficients, Normalizer, Partials
 
 ALL = frozenset({"logp", "lse", "entropy", "mean_logit", "top1"})
@@ -284,18 +284,6 @@ class Form:
             yield "survey", lambda ids=ids: acts.survey(whole(9), ids, 1, -100, host=whole(7))
         yield "compact", lambda: acts.compact(grid, whole(N), -100, scored, 1)
 
-    def tape(self) -> Iterator[tuple[str, Call]]:
-        far, constants = 1 << 40, {"BY_SEGMENT": self.full, "BLOCK": tape.BLOCK}
-        names = tape.tape_kernel.arg_names[: -len(constants)]
-        kinds = {"f": 0.5, "i": far}
-        vectors = {n: kinds[n[0]] for n in names if n[1:].isdigit()}
-        addresses = ("code", "kinds", "index", "ids", "live", "counts", "shares", "loss")
-        given = [vectors.get(n, far if n in addresses else N) for n in names[1:]]
-        scratch, results = some(1), some(1, dtype=torch.float64)
-        yield "tape", lambda: tape.launch_tape._slowly(1, (scratch, *given), constants)
-        folded = results, far, far, 2, far, 0
-        yield "fold", lambda: tape._fold._slowly(1, folded, {"BLOCK": tape.FOLD})
-
 
 def partials_of(n: int) -> Partials:
     peak, rest, target, spread, total = some(5, n)
@@ -305,7 +293,7 @@ def partials_of(n: int) -> Partials:
 def calls(full: bool, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     form = Form(full, dtype)
     groups = [form.tiles, form.rows, form.walks, form.sparse, form.pairs, form.support]
-    groups += [form.batch, form.tape]
+    groups += [form.batch]
     if acts.can_fuse(form.x, form.w):
         groups.append(form.products)
     for group in groups:

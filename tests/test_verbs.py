@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from torch import Tensor
@@ -559,50 +556,3 @@ def test_micro_batches_add_up_in_main_grad():
             hidden[rows], hl.Head(weight), part, hl.cross_entropy(), options
         ).loss.backward()
     torch.testing.assert_close(total.double(), want.gradients["weight"], rtol=1e-5, atol=1e-7)
-
-
-# ---------------------------------------------------------------------- what an output holds
-
-
-def test_terms_that_fail_once_can_be_asked_for_again(monkeypatch):
-    hidden, weight, batch = problem()
-    out = hl.head_loss(hidden, hl.Head(weight), batch, hl.cross_entropy() + hl.z_loss())
-    values, asked = out.__dict__["_later"]["terms"], []
-
-    def failing():
-        asked.append(1)
-        if len(asked) == 1:
-            raise MemoryError("not now")
-        return values()
-
-    monkeypatch.setitem(out.__dict__["_later"], "terms", failing)
-    with pytest.raises(MemoryError, match="not now"):
-        _ = out.terms
-    assert out.terms.keys() == {"cross_entropy", "z_loss"} and out.metrics
-    assert len(asked) == 2 and "_later" not in out.__dict__
-    with pytest.raises(AttributeError, match="'elsewhere'"):
-        _ = out.elsewhere
-
-
-def test_threads_find_the_same_terms():
-    hidden, weight, batch = problem()
-    out = hl.head_loss(hidden, hl.Head(weight), batch, hl.cross_entropy())
-    terms, together = out.__dict__["_later"]["terms"], threading.Barrier(4, timeout=30)
-
-    def at_once():
-        together.wait()  # nobody has them before all have asked
-        return terms()
-
-    out.__dict__["_later"]["terms"] = at_once
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda name: getattr(out, name), ["terms", "metrics"] * 2))
-    assert found[0] is found[2] is out.terms and found[1] is found[3] is out.metrics
-    assert out.terms["cross_entropy"].equal(out.loss.detach())
-
-
-def test_log_probs_are_found_without_metrics():
-    hidden, weight, batch = problem()
-    out = hl.head_loss(hidden, hl.Head(weight), batch, hl.cross_entropy())
-    assert out.logps.shape == batch.targets.shape
-    assert "metrics" not in out.__dict__ and "terms" not in out.__dict__
-    assert out.metrics.compute()["tokens"] == (batch.targets >= 0).sum()

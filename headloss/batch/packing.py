@@ -62,7 +62,6 @@ class PackedBatch:
         self.targets, self.segments, self.live = targets, segments, live
         self._fields = dict(fields)
         self._count = segments.count  # S, without what static shapes add for unscored tokens
-        self._sums: dict[str, Tensor] = {}  # of `_kept`
 
     def __len__(self) -> int:
         return self.targets.shape[0]
@@ -105,12 +104,6 @@ class PackedBatch:
         value = outside_inference(value)
         return value if live is None else value.masked_fill(~live, 0)
 
-    def _kept(self, name: str) -> Tensor:
-        """[S] tokens of each segment that a boolean field keeps, float64."""
-        if name not in self._sums:
-            self._sums[name] = self.segments.sum(getattr(self, name).double())
-        return self._sums[name]
-
     def as_given(self, name: str) -> Tensor | None:
         """A field before it is gathered: [N, ..], or [S] if it is per segment."""
         return self._given.get(name)
@@ -124,21 +117,6 @@ class PackedBatch:
         """(`copy.copy` takes eight times as long.)"""
         found = object.__new__(PackedBatch)
         found.__dict__.update(self.__dict__)
-        return found
-
-    def _apart(self) -> PackedBatch | None:
-        """The same tokens in memory of its own, whatever becomes of the caller's; None where fields
-        are wider than vectors."""
-        own, fields = self.segments, {**self._given, **self._fields}
-        if not fields and own._given is None:
-            return self
-        if any(isinstance(value, Tensor) and value.dim() > 1 for value in fields.values()):
-            return None
-        found = self._copy()
-        found._given = {name: value.clone() for name, value in self._given.items()}
-        found._fields = {n: v for n, v in self._fields.items() if isinstance(v, Current)}
-        ids = None if own._given is None else own._given.clone()
-        found.segments = Segments(ids, own.count, counts=own._counts, like=own._like)
         return found
 
     def on(self, stats: Statistics) -> PackedBatch:
@@ -167,7 +145,7 @@ class PackedBatch:
                 current[name] = value
             else:
                 made[name] = value
-        found._fields, found._given, found._whole, found._sums = current, made, (self, tokens), {}
+        found._fields, found._given, found._whole = current, made, (self, tokens)
         return found
 
 

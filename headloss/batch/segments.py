@@ -62,6 +62,7 @@ class Segments:
         self._counts = counts
         self._sorted = counts is not None
         self._lengths: Tensor | None = None
+        self._offsets: Tensor | None = None
 
     @property
     def ids(self) -> Tensor:
@@ -215,10 +216,13 @@ class Segments:
             return values.new_zeros(self.count, dtype=torch.float64)
         if not self._sorted:
             values = values[self._bins.reshape(-1).argsort(stable=True)]
-        offsets = torch.cat([self._local_counts.new_zeros(1), self._local_counts.cumsum(0)])
+        if self._offsets is None:  # where each segment of the sorted tokens begins
+            counts = self._local_counts
+            self._offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         # Wide accumulation: a mean over 100k tokens keeps float32's digits, and so does a segment
         # whose parts on several ranks cancel.
-        return torch.segment_reduce(values.double(), "sum", offsets=offsets, initial=0, unsafe=True)
+        of = {"offsets": self._offsets, "initial": 0, "unsafe": True}
+        return torch.segment_reduce(values.double(), "sum", **of)
 
     def _total(self, values: Tensor) -> Tensor:
         total = self._over_ranks(self._local_sum(values))

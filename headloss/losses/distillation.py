@@ -18,7 +18,6 @@ from ..objective.metrics import Observed
 from ..objective.statistics import FLOOR, Statistics
 from .arguments import naming, number, one_of, positive, with_floats
 from .factory import factory
-from .identity import Origin
 from .teacher import KINDS, TAILS, Kind, Tail, Teacher
 from .term import Term, term
 
@@ -83,7 +82,6 @@ def distillation(
         options=tuple(options.items()),
         observe=observe,
         teacher=teacher,
-        origin=Origin((distillation, divergence, tail), function, observe),
     )
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import ParamSpec
 
 from .arguments import naming, with_floats
-from .identity import Origin
 from .term import Term
 
 P = ParamSpec("P")
@@ -31,9 +30,7 @@ def factory(function: Callable[P, Term]) -> Callable[P, Term]:
         bound.apply_defaults()
         with naming(name):
             made = function(*args, **kwargs)
-        options = tuple(bound.arguments.items())
-        origin = Origin((make, options), made.function, made.observe)
-        return replace(made, name=name, options=options, origin=origin)
+        return replace(made, name=name, options=tuple(bound.arguments.items()))
 
     remembered = functools.lru_cache(maxsize=64, typed=True)(build)
 

@@ -8,19 +8,10 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-
-
-class Origin(NamedTuple):
-    """What a term of the library was made of. Its functions depend on their arguments and on `key`
-    alone, so that what they compute may be recorded (`taping`); a user's own may do anything."""
-
-    key: tuple[Any, ...]
-    function: Callable[..., Tensor]
-    observe: Callable[..., Any] | None
 
 
 class Given(functools.partial):

@@ -36,14 +36,12 @@ def _nothing(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Modifier:
-    """`factor`: (stats, batch) to [T] without gradient; `observe`: what it reports; `key`: what
-    decides both, None where they may depend on more than their arguments."""
+    """`factor`: (stats, batch) to [T] without gradient; `observe`: what it reports."""
 
     name: str
     factor: Callable[[Statistics, PackedBatch], Tensor]
     scope: Scope
     observe: Callable[[Statistics, PackedBatch], dict[str, Observed]] = _nothing
-    key: tuple[object, ...] | None = None
 
 
 # ---------------------------------------------------------------------- sampler and trainer
@@ -152,7 +150,6 @@ def corrected(
         factor=correction.factor,
         scope="batch" if normalized else scope,
         observe=correction.observe,
-        key=None if normalized else ("corrected", correction),
     )
 
 
@@ -186,7 +183,6 @@ def off_policy_masked(threshold: float) -> Modifier:
         name="off_policy_masked",
         factor=functools.partial(_on_policy, threshold=threshold),
         scope="segment",
-        key=("off_policy_masked", threshold),
     )
 
 
@@ -279,5 +275,4 @@ def top_entropy(
         assert threshold is not None
         non_negative(threshold=threshold)
         above = functools.partial(_above, threshold=threshold)
-        key = ("top_entropy", threshold)
-        return Modifier(name="top_entropy", factor=above, scope="token", key=key)
+        return Modifier(name="top_entropy", factor=above, scope="token")

@@ -121,7 +121,6 @@ def rejected(
         factor=made.factor,
         scope="token" if level == "token" else "segment",
         observe=made.observe,
-        key=("rejected", made),
     )
 
 

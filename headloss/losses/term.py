@@ -23,7 +23,7 @@ from ..batch.reduction import Reduction, as_reduction, sequence_mean, token_mean
 from ..objective.metrics import Observed, checked
 from ..objective.statistics import Slope, Statistics
 from .arguments import counts, one_of
-from .identity import Given, Origin, Recorder, alike, leaves_of
+from .identity import Given, Recorder, alike, leaves_of
 from .modifiers import Modifier, corrected, off_policy_masked, top_entropy
 from .rejection import rejected
 from .scope import SCOPES, TRACING, Per, Scope, wider
@@ -89,7 +89,6 @@ class Term(_Arithmetic):
         segments_per_unit: consecutive segments that belong together (2 for pairs).
         teacher: the full-distribution teacher whose divergence it reads.
         slopes: batch to the whole gradient in closed form (`stats.Slope`); None: by autograd.
-        origin: what the library made it of; None for a user's own.
         own_scope: the scope without modifiers, where there are any.
     """
 
@@ -107,7 +106,6 @@ class Term(_Arithmetic):
     segments_per_unit: int = 1
     teacher: Teacher | None = None
     slopes: Callable[[PackedBatch], tuple[Slope, ...]] | None = None
-    origin: Origin | None = None
     own_scope: Scope | None = None
 
     def __repr__(self) -> str:
@@ -366,7 +364,7 @@ def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = Tru
     except (RuntimeError, ValueError) as error:
         wide = sorted(name for name in seen[1] & batch.kinds().keys() if batch.kinds()[name][1])
         said = str(error).removeprefix(f"term {term.name}: ")
-        if term.origin is None or not wide or said.startswith("reads "):  # a field is missing
+        if not wide or said.startswith("reads "):  # a field is missing
             raise
         more = f"with several values of batch.{wide[0]} at each token"
         raise ValueError(f"term {term.name}: {said}, {more}") from error

@@ -18,7 +18,7 @@ from ..batch.packing import MissingField, PackedBatch, as_wide
 from ..batch.reduction import Number, Reduction, Totals, sequence_mean
 from ..batch.segments import Chunk
 from ..losses.term import Objective, Reads, Term, trace
-from .metrics import Metrics, Observed, checked
+from .metrics import Observed, checked
 from .sample import Kinds, sample_batch, sample_statistics
 from .statistics import CANDIDATES, DIFFERENTIABLE, Coefficients, Slope, Statistics, pull_back
 
@@ -100,7 +100,6 @@ class Gradient(NamedTuple):
     divergences: dict[object, Tensor]  # slopes of `Statistics.divergences`, [n] or [n, K + 1]
     values: Tensor  # [>= K] float64, first each term's share of its reduced value
     loss: Tensor | None = None  # [] in the statistics' dtype, where it is there
-    metrics: Callable[[], Metrics] | None = None  # where they were measured
 
     def rows(self, rows: Tensor | slice) -> Gradient:
         """Of some of the tokens."""
@@ -146,7 +145,6 @@ class Bound:
     closed: bool = False  # all terms declare their slopes, so that no gradient needs autograd
     scale: Tensor | None = None  # [] power of two on the coefficients, against 16-bit underflow
     declared: float | None = None  # the upstream gradient, where it is known in advance
-    measured: Callable[[], Metrics] | None = None  # beside the gradient: nothing here
     logp_only: bool = False  # nothing will be pulled back from other statistics
 
     def gradient(

@@ -20,7 +20,6 @@ from ..head.head import Head
 from ..kernels.transform import Transform
 from ..losses.term import Objective
 from ..objective.bound import Bound, bind
-from ..objective.tape import Taped
 from ..objective.tolerance import Tolerance
 from ..options import Options
 from ..ranks.agreement import agree_early, settle
@@ -224,7 +223,7 @@ def _tokens(work: Work) -> Tokens:
     return with_beside(found, work) if prepared.beside else found
 
 
-def _bound(work: Work) -> Bound | Taped:
+def _bound(work: Work) -> Bound:
     """The objective bound to its totals, while the first product runs. (What is bound holds no
     `work`, which holds it.)"""
     prepared, objective, packing, batch = work.prepared, work.objective, work.packing, work.given
@@ -237,26 +236,11 @@ def _bound(work: Work) -> Bound | Taped:
     vocabulary, plan, transform = work.place.vocabulary, work.plan, work.transform
     rescaled = prepared.problem.rescaled and not prepared.problem.fitted
 
-    def by_autograd() -> Bound:
-        given, closed = (objective, view, totals, vocabulary, prepared.wide), prepared.slopes
-        declared, logp_only = options.upstream, plan.pull == "unit"
-        found = bind(*given, declared=declared, closed=closed, logp_only=logp_only)
-        of = partial(slope_of, transform)
-        return found.scaled(view.targets.device, of) if rescaled else found
-
-    if not prepared.taped or prepared.tape(objective, options.metrics, True) is None:
-        return by_autograd()
-    return Taped(
-        objective=objective,
-        batch=view,
-        totals=totals,
-        vocabulary=vocabulary,
-        find=partial(prepared.tape, objective),
-        observe=options.metrics,
-        by_autograd=by_autograd,
-        rescaled=rescaled,
-        declared=options.upstream,
-    )
+    bound = bind(
+        objective, view, totals, vocabulary, prepared.wide, declared=options.upstream,
+        closed=prepared.slopes, logp_only=plan.pull == "unit",
+    )  # fmt: skip
+    return bound.scaled(view.targets.device, partial(slope_of, transform)) if rescaled else bound
 
 
 def _of_tokens(

@@ -8,7 +8,6 @@ of what was prepared.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -26,8 +25,6 @@ from ..losses.term import Objective, Reads
 from ..objective.bound import check_weights, has_slopes, reads
 from ..objective.sample import Kinds
 from ..objective.statistics import BESIDE, CANDIDATES, COLLISION, PEAK, STATISTICS
-from ..objective.tape import Tape, serves
-from ..objective.taping import forget_tapes, is_own, tape_of
 from ..options import Options
 from ..ranks.place import Place
 from ..softmax.linear import Wants
@@ -63,10 +60,7 @@ class Prepared:
         per_call: some checks have to be made in every call.
         beside: something is measured beside the statistics: teachers, candidates.
         slopes: the objective's gradient can be known before the statistics.
-        taped: a tape may serve the objective in place of autograd.
-        own: all terms are the library's own.
         counted: the batch's totals are numbers of tokens and segments, on this rank alone.
-        kinds: of the fields that a tape can read: those of one value per token or `per_segment`.
         misses: not empty once a batch was guessed to be whole, and was not.
     """
 
@@ -80,22 +74,10 @@ class Prepared:
     per_call: bool = True
     beside: bool = True
     slopes: bool = False
-    taped: bool = False
-    own: bool = False
     counted: bool = False
-    kinds: Mapping[str, torch.dtype | None] = field(default_factory=dict)
     per_segment: frozenset[str] = frozenset()
     misses: list[bool] = field(default_factory=list)
-    _tapes: dict[tuple[bool, bool], Tape | None] = field(default_factory=dict)
     _plans: dict[tuple, Plan] = field(default_factory=dict)
-
-    def tape(self, objective: Objective, observe: bool, gradients: bool) -> Tape | None:
-        """None where autograd has to serve: a user's own term, a quantile."""
-        key = observe, gradients
-        if key not in self._tapes:
-            given = (objective, self.needs, self.kinds, self.wide)
-            self._tapes[key] = tape_of(*given, observe=observe, gradients=gradients)
-        return self._tapes[key]
 
     @cached_property
     def acts(self) -> Kernels:
@@ -153,7 +135,6 @@ def clear_cache() -> None:
     """
     with _LOCK:
         _KEPT.clear()
-    forget_tapes()
     kernels.forget()
 
 
@@ -340,11 +321,7 @@ def _prepared(
         wants=wants,
         beside=bool(teachers or beside),
         slopes=slopes,
-        taped=not (batch.segments.group or beside or (teachers and "teacher_topk_ids" in kinds))
-        and serves(backend, wide, batch.targets.device),
-        own=is_own(objective),
         counted=batch.segments.group is None and torch.bool not in (k for k, _ in kinds.values()),
-        kinds={name: dtype for name, (dtype, more) in kinds.items() if not more},
         per_segment=frozenset([name for name in kinds if not batch.per_token(name)]),
     )
 

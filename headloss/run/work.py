@@ -21,7 +21,6 @@ from ..kernels.transform import Transform
 from ..losses.term import Objective
 from ..objective.bound import Bound, Gradient
 from ..objective.statistics import PEAK, Partials, Statistics, finish
-from ..objective.tape import Taped
 from ..options import Options
 from ..ranks.place import Place
 from ..softmax.linear import RawSoftmax
@@ -96,7 +95,7 @@ class Work:
         return self.packing.view(self.given, self.prepared.wide, self.per_segment)
 
     @cached_property
-    def bound(self) -> Bound | Taped:
+    def bound(self) -> Bound:
         found = self.bind(self)
         self.scale = found.scale
         return found
