@@ -99,7 +99,7 @@ def head_loss(
     options = DEFAULT if options is None else options
     head = local_head(head)
     given = (hidden, head, batch, objective, options, "head_loss")
-    return in_step(head.vocab_group, batch, lambda: _run(options, linear_call, given, True))
+    return in_step(head.vocab_group, batch, lambda: _run(options, linear_call, given))
 
 
 @eagerly

@@ -109,7 +109,7 @@ def head_stats(
 
     def run() -> HeadStats:
         given = (hidden, head, batch, objective, options, "head_stats")
-        work, tensors = linear_call(given, early=True)
+        work, tensors = linear_call(given)
         with inside(hidden.device.type, *work.groups):
             found = HeadStatistics.apply(work, names, *tensors)
         stats = _with_candidates(found, names)

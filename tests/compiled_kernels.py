@@ -275,15 +275,6 @@ class Form:
             lambda: acts.support_sums(values, self.x, columns, some(V, H), add, True),
         )
 
-    def batch(self) -> Iterator[tuple[str, Call]]:
-        more = {"id_fields": [whole(N, K)]} if self.full else {"host": whole(9)}
-        grid = whole(3, N // 3) if self.full else whole(N)
-        scored = torch.zeros(1, dtype=torch.int32)
-        yield "survey", lambda: acts.survey(grid, whole(N), 3, -100, **more)
-        for ids in (whole(9), None):
-            yield "survey", lambda ids=ids: acts.survey(whole(9), ids, 1, -100, host=whole(7))
-        yield "compact", lambda: acts.compact(grid, whole(N), -100, scored, 1)
-
 
 def partials_of(n: int) -> Partials:
     peak, rest, target, spread, total = some(5, n)
@@ -293,7 +284,6 @@ def partials_of(n: int) -> Partials:
 def calls(full: bool, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     form = Form(full, dtype)
     groups = [form.tiles, form.rows, form.walks, form.sparse, form.pairs, form.support]
-    groups += [form.batch]
     if acts.can_fuse(form.x, form.w):
         groups.append(form.products)
     for group in groups:

@@ -12,7 +12,6 @@ from parallel_cases import groups
 from torch import Tensor, distributed
 
 import headloss as hl
-from headloss.batch.survey import Survey
 from headloss.ranks.agreement import _CALLS, Agreement
 from headloss.softmax.linear import LinearSoftmax
 
@@ -274,33 +273,26 @@ def crossed() -> tuple[str, str]:
 
 def resized() -> None:
     """The last rank's slice grows and shrinks; the others, whose own does not, take it for what it
-    was until they have heard. And batches that nobody has read yet are not always whole. The call
-    is made again where either was guessed wrong: its results are those of one rank."""
+    was until they have heard, and make the call again: its results are those of one rank."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     _, group = groups(1, world)
     torch.manual_seed(0)
     hidden, whole = torch.randn(T, H).double(), torch.randn(V * world + 2, H).double()
-    plain, Survey.is_asked = Survey.is_asked, property(lambda self: self._read is None)  # type: ignore
-    try:
-        for more, unscored in ((0, 0), (0, 0), (2, 0), (0, 3), (2, 3), (2, 0), (0, 0)):
-            vocabulary = V * world + more
-            own = slice(V * rank, V * rank + V + more * (rank == world - 1))
-            targets = torch.arange(T) + vocabulary - T  # of a larger vocabulary than that before
-            targets[:unscored] = -100
-            if rank == 0:  # which guesses where the others have been wrong before
-                hl.clear_cache()
-            leaves = [t.clone().requires_grad_() for t in (hidden, whole[own], whole[:vocabulary])]
-            heads = hl.Head(leaves[1], vocab_group=group), hl.Head(leaves[2])
-            got, want = (
-                hl.head_loss(leaves[0], head, hl.Batch(targets), hl.cross_entropy() + hl.z_loss())
-                for head in heads
-            )
-            found = torch.autograd.grad(got.loss, leaves[:2])
-            right = torch.autograd.grad(want.loss, leaves[::2])
-            pairs = ((got.loss, want.loss), (found[0], right[0]), (found[1], right[1][own]))
-            assert all((one - other).abs().max() < 1e-12 for one, other in pairs)
-    finally:
-        Survey.is_asked = plain  # type: ignore[method-assign]
+    for more, unscored in ((0, 0), (0, 0), (2, 0), (0, 3), (2, 3), (2, 0), (0, 0)):
+        vocabulary = V * world + more
+        own = slice(V * rank, V * rank + V + more * (rank == world - 1))
+        targets = torch.arange(T) + vocabulary - T  # of a larger vocabulary than that before
+        targets[:unscored] = -100
+        leaves = [t.clone().requires_grad_() for t in (hidden, whole[own], whole[:vocabulary])]
+        heads = hl.Head(leaves[1], vocab_group=group), hl.Head(leaves[2])
+        got, want = (
+            hl.head_loss(leaves[0], head, hl.Batch(targets), hl.cross_entropy() + hl.z_loss())
+            for head in heads
+        )
+        found = torch.autograd.grad(got.loss, leaves[:2])
+        right = torch.autograd.grad(want.loss, leaves[::2])
+        pairs = ((got.loss, want.loss), (found[0], right[0]), (found[1], right[1][own]))
+        assert all((one - other).abs().max() < 1e-12 for one, other in pairs)
 
 
 def nested() -> None:
@@ -378,9 +370,8 @@ def nothing_to_send() -> tuple[str, str]:
     return "", "nothing was raised"
 
 
-def bad_and_unread() -> tuple[str, str, list[str]]:
-    """A target outside the vocabulary, of a batch that is read behind the first product."""
-    plain, Survey.is_asked = Survey.is_asked, property(lambda self: self._read is None)  # type: ignore
+def bad_target() -> tuple[str, str, list[str]]:
+    """A target outside the vocabulary."""
     s = setup("vocabulary")
     assert s.run().loss.isfinite()
     outside(s)
@@ -388,8 +379,6 @@ def bad_and_unread() -> tuple[str, str, list[str]]:
         s.run()
     except ValueError as error:
         return type(error).__name__, str(error), getattr(error, "__notes__", [])
-    finally:
-        Survey.is_asked = plain  # type: ignore[method-assign]
     return "", "nothing was raised", []
 
 

@@ -11,12 +11,8 @@ import pytest
 import torch
 
 import headloss as hl
-from headloss.batch import survey
-from headloss.batch.survey import Survey
 
 V = 9
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
-INTERPRETED = pytest.param("triton", marks=NO_GPU)
 
 
 def loss(batch: hl.Batch, objective: hl.Objective | hl.Term | None = None) -> float:
@@ -95,56 +91,25 @@ def test_copies_find_their_order_anew(copied):
     assert loss(other) == before
 
 
-@pytest.fixture
-def begun_early(monkeypatch):
-    """As on a GPU that is busy: a call finds that nobody has read its batch yet. The guesses."""
-    made, guessed = [], Survey.guessed
-    monkeypatch.setattr(Survey, "is_asked", property(lambda self: self._read is None))
-    monkeypatch.setattr(Survey, "guessed", lambda self: made.append(guessed(self)) or made[-1])
-    hl.clear_cache()
-    return made
-
-
-@pytest.mark.parametrize("segments", [None, [2, 3, 1]], ids=["one", "three"])
-@pytest.mark.parametrize("targets", [[3, 8, 2, 5, 1, 0], [3, -100, 2, -100, 1, 0], [-100] * 6])
-def test_a_call_that_begins_before_its_batch_is_read(begun_early, monkeypatch, targets, segments):
-    """Whole or not, it gives what it gives afterwards; a signature is guessed wrong once."""
-    objective = hl.cross_entropy().over("sequence_mean")
-
-    def run() -> tuple[float, float]:
-        among = None if segments is None else hl.Segments.from_lengths(segments)
-        batch = hl.Batch(torch.tensor(targets), among)
-        return loss(batch, objective), loss(batch, objective)
-
-    found = run()
-    assert len(begun_early) == 1 and begun_early[0] is not None
-    assert run() == found
-    assert len(begun_early) == 1 + (-100 not in targets)
-    monkeypatch.undo()
-    assert run() == found
-
-
 @pytest.mark.parametrize("schedule", ["auto", "recompute", "held"])
-def test_segments_out_of_order_are_found_out(begun_early, monkeypatch, schedule):
-    """Gradients too; nothing is added to a given main_grad before that."""
-    objective = hl.cross_entropy().over("sequence_sum")
-    ids, weight = torch.tensor([1, 0, 1, 0, 0, 1]), torch.randn(V, 4, requires_grad=True)
-    hidden, results = torch.randn(6, 4, requires_grad=True), []
-    for _ in range(2):
-        total = torch.zeros(V, 4)
-        options = hl.Options(schedule=schedule, main_grad=total, upstream=1.0)
-        batch = hl.Batch(torch.arange(6), hl.Segments.from_ids(ids, 2))
-        hl.head_loss(hidden, hl.Head(weight), batch, objective, options).loss.backward()
-        results += [(total, hidden.grad)]
-        hidden.grad = None
-        assert len(begun_early) == 1 and begun_early[0].index is None
-        monkeypatch.undo()
-    for early, late in zip(*results, strict=True):
-        assert torch.equal(early, late) and early.abs().max() > 0
+def test_segments_in_any_order(schedule):
+    """The same tokens with segments sorted give the same; with unscored ones among them too."""
+    objective = hl.cross_entropy().over("sequence_mean") + 0.1 * hl.z_loss().over("sequence_sum")
+    ids, weight = torch.tensor([1, 0, 1, 0, 0, 1]), torch.randn(V, 4, dtype=torch.float64)
+    hidden, order = torch.randn(6, 4, dtype=torch.float64, requires_grad=True), ids.argsort()
+    for targets in (torch.arange(6), torch.tensor([3, -100, 2, -100, 1, 0])):
+        results = []
+        for at in (torch.arange(6), order):
+            batch = hl.Batch(targets[at], hl.Segments.from_ids(ids[at], 2))
+            options = hl.Options(schedule=schedule)
+            out = hl.head_loss(hidden[at], hl.Head(weight), batch, objective, options)
+            results.append([out.loss, *torch.autograd.grad(out.loss, hidden)])
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_a_bad_target_is_named_before_logits_are_overwritten(begun_early, inplace):
+def test_a_bad_target_is_named_before_logits_are_overwritten(inplace):
     logits = torch.randn(6, V)
     before, bad = logits.clone(), hl.Batch(torch.tensor([3, V, 2, 5, 1, 0]))
     with pytest.raises(ValueError, match=f"targets: got {V} at position 1"):
@@ -153,74 +118,16 @@ def test_a_bad_target_is_named_before_logits_are_overwritten(begun_early, inplac
     ids = hl.Segments.from_ids(torch.tensor([0, 0, 3, 0, 1, 1]), 2)
     with pytest.raises(ValueError, match="segments: got 3 at position 2"):
         hl.logits_loss(logits, hl.Batch(torch.arange(6), ids), hl.cross_entropy())
-    stats = hl.head_stats(torch.randn(6, 4), hl.Head(torch.randn(V, 4)), torch.arange(6))
-    assert stats.logp is not None and len(begun_early) == 3
 
 
-@pytest.mark.parametrize("backend", ["reference", INTERPRETED])
-@pytest.mark.parametrize("segments", ["rows", "ids"])
-@pytest.mark.parametrize("targets", [[3, 8, 2, 5, 1, 0], [3, -100, 2, -100, 1, 0], [3, V] * 3])
-def test_logits_are_overwritten_before_the_host_has_read_their_batch(
-    begun_early, monkeypatch, targets, segments, backend
-):
-    """Where the device finds it to be as it was guessed, and segments' ids are known to be ids."""
-    if backend == "triton":
-        pytest.importorskip("triton")
-    pristine, results = torch.randn(6, V), []
-    for _ in range(2):
-        logits = pristine.clone().requires_grad_()
-        ids = torch.tensor([0, 0, 0, 1, 1, 1])
-        among = hl.Segments.from_ids(ids, 2) if segments == "ids" else hl.Segments.rows(2, 3)
-        given = torch.tensor(targets).view_as(among.ids)
-        options = hl.Options(backend=backend)
-        try:
-            out = hl.logits_loss(
-                logits.view(*given.shape, V), hl.Batch(given, among), hl.cross_entropy(),
-                inplace=True, options=options,
-            )  # fmt: skip
-            (gradient,) = torch.autograd.grad(out.loss, logits)
-            results.append((out.loss.detach(), gradient))
-        except ValueError as error:
-            assert torch.equal(logits, pristine) and V in targets
-            results.append((str(error),))
-        assert len(begun_early) == (segments == "rows")
-        monkeypatch.undo()
-    for early, late in zip(*results, strict=True):
-        assert torch.equal(early, late) if isinstance(early, torch.Tensor) else early == late
-
-
-def test_adapters_and_temperatures_of_tokens_wait(begun_early):
-    """Dropout is drawn once; a temperature counts at scored positions alone."""
-    hidden, weight = torch.randn(6, 4), torch.randn(V, 4)
-    a, b = torch.randn(2, 4), torch.randn(V, 2)
-    lora = (hl.Lora(a=a, b=b, scaling=1.0),)
-    for head in (hl.Head(weight, lora=lora), hl.Head(weight, temperature=torch.ones(6))):
-        hl.head_loss(hidden, head, made(), hl.cross_entropy())
-    assert not begun_early
-
-
-def test_a_call_on_another_stream_waits(monkeypatch):
-    """What its kernels read of a batch's survey is not there before."""
-    found = made().found()
-    monkeypatch.setattr(found, "_read", None)
-    monkeypatch.setattr(found, "_stream", 1, raising=False)
-    monkeypatch.setattr(found._reading, "event", object())
-    for stream, order in ((1, True), (2, False)):
-        monkeypatch.setattr(survey, "_stream", lambda _, s=stream: s)
-        assert (found.guessed() is not None) is order
-
-
-@pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("support", [None, torch.tensor([[3, 8, 2]]).expand(3, 3)])
 @pytest.mark.parametrize("targets", [[3, 8, 2], [3, -100, 2]])
-def test_a_batch_is_freed_with_its_last_name(begun_early, monkeypatch, targets, support, early):
+def test_a_batch_is_freed_with_its_last_name(targets, support):
     """Without a collection of cycles, and though the loss is kept."""
-    if not early:
-        monkeypatch.undo()
     hidden, head = torch.randn(3, 4, requires_grad=True), hl.Head(torch.randn(V, 4))
     gc.disable()
     try:
-        for _ in range(2):  # guessed wrong once
+        for _ in range(2):
             batch = hl.Batch(torch.tensor(targets), support_ids=support, more=torch.ones(3, 5))
             kept = weakref.ref(batch.targets), weakref.ref(batch.more), weakref.ref(batch.found())
             out = hl.head_loss(hidden, head, batch, hl.cross_entropy())
@@ -230,18 +137,6 @@ def test_a_batch_is_freed_with_its_last_name(begun_early, monkeypatch, targets, 
             assert [found() for found in kept] == [None] * 3
     finally:
         gc.enable()
-
-
-def test_ids_of_ones_own_are_known_to_be_unchanged():
-    segments = hl.Segments.from_lengths([1, 2])
-    batch = hl.Batch(torch.tensor([3, 1, 2]), segments)
-    assert segments.made and batch.to("cpu").segments.made
-    segments.ids[0] = 7
-    assert not segments.made
-    other = hl.Batch(torch.tensor([3, 1, 2])).to("cpu").segments
-    assert other.made and other.ids.tolist() == [0, 0, 0]
-    other.ids = torch.tensor([0, 0, 1])
-    assert not other.made and other.ids.tolist() == [0, 0, 1]
 
 
 def test_a_group_of_vocabulary_and_of_segments(tmp_path):

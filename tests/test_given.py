@@ -531,8 +531,7 @@ def test_static_calls_can_be_captured():
 def test_a_slice_is_measured_whatever_lies_beyond_it(acts):
     """A batch's targets are columns of the whole vocabulary, of which a rank has a slice."""
     raw, targets = tile(4, 16, torch.float32), torch.tensor([3, 20, 31, 9], device=DEVICE)
-    facts = reference.survey(targets, None, 1, -100).facts
-    order = SimpleNamespace(facts=facts, live=None, unscored=None)
+    order = SimpleNamespace(live=None, unscored=None)
     tokens = Tokens(acts, targets, Transform(), NEEDS, WHOLE, raw.shape[-1])
     into = IntoLogits(order, inplace=False)
     source = WalkSoftmax([raw], tokens, index=None, into=into)

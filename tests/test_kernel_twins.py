@@ -324,29 +324,6 @@ def test_walks(dtype, n, name):
         assert not mine[~live].any() and not theirs[~live].any()
 
 
-SURVEYED = [
-    ([1, 4, 0], [0, 0, 2], True), ([1, -100, 0], [0, 1, 2], False), ([1, 97, 0], [0, 1, 2], False),
-    ([1, -1, 0], [0, 1, 2], False), ([1, 4, 0], [0, 2, 1], False), ([1, 4, 0], [0, 1, 3], False),
-    ([1, 4, 0], [-1, 0, 1], False)
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("targets", "ids", "whole"), SURVEYED)
-def test_a_walk_that_goes_by_what_the_device_knows(targets, ids, whole):
-    """Nothing is written where some position is not scored, out of order or out of range."""
-    targets, ids = (torch.tensor(t, device=DEVICE) for t in (targets, ids))
-    before, c = tile(3, 97, torch.float32), coefficients_of(3, "tp")
-    written = []
-    for backend in (triton_backend, reference):
-        rows = Rows(before.clone(), torch.arange(3, device=DEVICE) * 97, False)
-        facts = backend.survey(targets, ids, 3, -100).facts
-        walk = Walk(rows, rows, None, targets, 0, Transform(), NEEDS, c, facts=facts)
-        backend.given_rows(walk)
-        assert torch.equal(rows.tensor, before) is not whole
-        written.append(rows.tensor)
-    assert error(*written) <= 3e-6
-
-
 def widened(tensor: torch.Tensor) -> torch.Tensor:
     """float64 in the same layout."""
     extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

@@ -53,7 +53,7 @@ def test_the_host_does_not_wait_for_what_it_knows(world: World) -> None:
         assert kind == "ValueError" and "softcap, temperature: differs" in message
     found = world.run(parallel_errors.long_error, seconds=SECONDS)
     assert found == ["long " * 1000 + "end" + more for more in (" (on rank 1 of a group)", "")]
-    for kind, message, notes in world.run(parallel_errors.bad_and_unread, seconds=SECONDS):
+    for kind, message, notes in world.run(parallel_errors.bad_target, seconds=SECONDS):
         assert (kind, notes) == ("ValueError", []) and "targets: got 20 at position 2" in message
     for kind, message, notes in world.run(parallel_errors.own_mistake, seconds=SECONDS):
         assert (kind, notes) == ("ValueError", []) and "values of fields: differs" in message

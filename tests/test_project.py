@@ -39,14 +39,14 @@ VERBS = {"check_term", "head_function", "head_loss", "head_stats", "head_topk"}
 PUBLIC = {"", *PARTS, "head.head", "losses", "options", "run.plan", "run.prepare", *VERBS}
 ALLOWED: dict[str, set[str]] = {
     "arguments": set(),
-    "reading": set(),
+    "host_copy": set(),
     "objective.statistics": set(),
     "batch.segments": {"arguments", "ranks.collectives"},
     "objective.metrics": {"ranks.collectives"},
     "batch.reduction": {"arguments", "ranks.collectives", "batch.segments"},
     "options": {"arguments"},
     "softmax.products": {"kernels"},
-    "batch.survey": {"arguments", "kernels", "batch.segments", "reading"},
+    "batch.survey": {"arguments", "batch.segments", "host_copy"},
     "batch.support": {"arguments", "kernels", "batch.survey"},
     "batch.batch": {
         "arguments",
@@ -56,7 +56,6 @@ ALLOWED: dict[str, set[str]] = {
         "batch.survey",
     },
     "batch.packing": {
-        "reading",
         "batch.batch",
         "batch.segments",
         "batch.support",
@@ -90,11 +89,11 @@ ALLOWED: dict[str, set[str]] = {
         "losses.teacher",
         "objective.bound",
         "objective.statistics",
-        "reading",
+        "host_copy",
     },
-    "ranks.collectives": {"reading"},
-    "ranks.vocabulary": {*LOGITS, "batch.segments", "ranks", "objective.statistics", "reading"},
-    "ranks.agreement": {"ranks.collectives", "reading"},
+    "ranks.collectives": set(),
+    "ranks.vocabulary": {*LOGITS, "batch.segments", "ranks", "objective.statistics"},
+    "ranks.agreement": {"ranks.collectives", "host_copy"},
     "ranks.place": {"batch.batch", "head.head", "kernels", "ranks"},
     "ranks.segments": {*PARTS, "options", "ranks"},
     "ranks": set(),
@@ -376,8 +375,8 @@ def test_the_core_and_the_kernels_do_not_grow() -> None:
 
 
 def test_hidden_states_take_a_short_way() -> None:
-    """Stays in a file and climbs to one above, see stays.py; those of statistics in the functions of
-    terms are among them."""
+    """Stays in a file and climbs to one above, see stays.py; those of statistics in the functions
+    of terms are among them."""
     from stays import climbs, stays
 
     found = stays()

@@ -174,8 +174,7 @@ class Batch:
         if self.support is not None:
             fields["support_ids"] = moved(self.support.given)
         targets, own = moved(self.targets), self.segments
-        ids = None if own._given is None else moved(own._given)
-        segments = Segments(ids, own.count, own.group, made=own.made, like=targets)
+        segments = Segments(moved(own.ids), own.count, own.group)
         return Batch(targets, segments, totals=self.totals, **fields)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -190,8 +189,8 @@ class Batch:
         Raises:
             RuntimeError: the targets, segments or stored ids were changed in place since.
         """
-        known, support, given = self._found, self.support, self.segments._given
-        tensors = (self.targets,) if given is None else (self.targets, given)
+        known, support = self._found, self.support
+        tensors = (self.targets, self.segments.ids)
         ids = self._id_fields() if self.fields else {}
         if ids:
             tensors += (*ids.values(),)
@@ -295,12 +294,11 @@ def _segments_of(of: str, value: Tensor, segments: object) -> Segments:
     if segments is None:
         *rows, length = value.shape
         if not rows:
-            return Segments(None, 1, made=True, like=value)
+            return Segments(torch.zeros_like(value, dtype=torch.int64), 1)
         return Segments.rows(math.prod(rows), length, device=value.device)
     if not isinstance(segments, Segments):
         raise TypeError(f"segments: got {type(segments).__name__}, want headloss.Segments")
-    if segments._made is None:
-        check_own(segments)
+    check_own(segments)
     if (ids := segments.ids).numel() != value.numel():
         got, want = tuple(ids.shape), tuple(value.shape)
         raise ValueError(f"segments: got {got} tokens, want the {of}' shape {want}")

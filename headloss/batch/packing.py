@@ -6,7 +6,7 @@ segment. From there on there are no masks and no padding: every field is a vecto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from ..objective.statistics import Statistics
-from ..reading import Misguessed
 from .batch import Batch, Current, Kind, kind_of
 from .segments import Chunk, Segments
 from .support import Packed as PackedSupport
-from .survey import IGNORE, Order, Survey, flat, static_order
+from .survey import IGNORE, Order, static_order
 
 ALL = slice(None)  # compared by `is`: such rows are not cut, since a slice is an operation
 
@@ -162,26 +161,24 @@ class Packing:
     """
 
     def __init__(self, batch: Batch, order: Order, restricted: int | None = None) -> None:
-        index, ids, counts, _, _, live, targets, _ = order
-        if targets is None:
-            targets = flat(batch.targets).long()
-            targets = targets if index is None else targets.index_select(0, index)
+        index, live = order.index, order.live
+        targets = batch.targets.reshape(-1).long()
+        targets = targets.contiguous() if index is None else targets.index_select(0, index)
         targets = outside_inference(targets)
         self.support: PackedSupport | None = None
         if batch.support is not None and restricted != 0:
             self.support = batch.support.pack(index, live, restricted)
             self.support.ids = outside_inference(self.support.ids)
         self.targets = targets if live is None else targets.masked_fill(~live, 0)
-        own, made = batch.segments, isinstance(counts, Tensor)
-        count, group = counts.shape[0] if made else own.count, own.group
-        self.segments = Segments(ids, count, group, counts=counts, like=self.targets)
+        group = batch.segments.group
+        self.segments = Segments(order.ids, len(order.counts), group, counts=order.counts)
         self.order, self.index, self.live = order, index, live
         self.shape, self.count = batch.targets.shape, batch.segments.count
 
     @property
     def lengths(self) -> list[int] | None:
-        """Scored tokens of each segment; None with static shapes. (It may read the device.)"""
-        return None if self.order.lengths is None else self.order.lengths()
+        """Scored tokens of each segment; None with static shapes."""
+        return self.order.lengths
 
     def __len__(self) -> int:
         return self.targets.shape[0]
@@ -243,19 +240,13 @@ def as_wide(of_rows: Tensor, like: Tensor) -> Tensor:
     return of_rows.view(-1, *[1] * (like.dim() - 1))
 
 
-def packing_of(
-    batch: Batch, vocabulary: int, static: bool = False, unit: int = 1,
-    misses: list[bool] | None = None
-) -> tuple[Packing, Callable[[], object]]:
+def packing_of(batch: Batch, vocabulary: int, static: bool = False, unit: int = 1) -> Packing:
     """Where the tokens of a batch go; from what the batch knows already, if that still holds.
 
     Args:
         vocabulary: V; targets lie below it, and so do the values of id fields.
         static: nothing is read, checked or dropped; unscored positions go last, into `unit`
             segments of their own.
-        misses: given where it may be guessed, before the device has said so, that all positions are
-            scored and in order. The second result then waits for that, checks the batch, and raises
-            `Misguessed` if it is not so, which `misses` keeps; else there is nothing to do.
 
     Raises:
         ValueError: a target outside the vocabulary; at a scored position, a segment id outside
@@ -267,40 +258,15 @@ def packing_of(
     if static:
         if support is not None:
             _check_static(batch)
-        return Packing(batch, static_order(batch.targets.reshape(-1), batch.segments, unit)), bool
-    found = batch.found()
-    unknown = found.packing is None and support is None
-    if misses is not None and unknown and (order := found.guessed()):
-        return _guessed(batch, vocabulary, misses, found, order)
-    facts = found.check(vocabulary)
+        return Packing(batch, static_order(batch.targets.reshape(-1), batch.segments, unit))
+    survey = batch.found()
+    numbers = survey.check(vocabulary)
     if support is not None:
-        support.check(facts[found.size :], batch.targets, vocabulary)
-    if found.packing is None:
-        found.packing = Packing(batch, found.order(), None if support is None else facts[-1])
-    return found.packing, bool
-
-
-def _guessed(
-    batch: Batch, vocabulary: int, misses: list[bool], survey: Survey, order: Order
-) -> tuple[Packing, Callable[[], object]]:
-    total = batch.targets.numel()
-
-    def lengths() -> list[int]:
-        if survey.is_whole():
-            return survey.of_segments(survey.read())()
-        misses.append(True)
-        raise Misguessed("that all positions of a batch are scored, by segment")
-
-    def confirm() -> None:
-        if survey.packing is not packing:
-            if not survey.is_whole(survey.check(vocabulary)):
-                lengths()
-            packing.order = packing.order._replace(lengths=survey.of_segments(survey.read()))
-            survey.packing = packing
-
-    lengths_of = (lambda: [total]) if batch.segments.count == 1 else lengths
-    packing = Packing(batch, Order(*order[:3], lengths_of, facts=order.facts))
-    return packing, confirm
+        support.check(numbers[survey.size :], batch.targets, vocabulary)
+    if survey.packing is None:
+        restricted = None if support is None else numbers[-1]
+        survey.packing = Packing(batch, survey.order(), restricted)
+    return survey.packing
 
 
 def _check_static(batch: Batch) -> None:
@@ -326,5 +292,5 @@ class Packed(NamedTuple):
 
 def pack(batch: Batch, vocabulary: int, dtype: torch.dtype, unit: int = 1) -> Packed:
     """A batch in its packed form, with float vectors in `dtype`."""
-    packing, _ = packing_of(batch, vocabulary, unit=unit)
+    packing = packing_of(batch, vocabulary, unit=unit)
     return Packed(packing.view(batch, dtype), packing)

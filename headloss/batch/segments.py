@@ -48,40 +48,14 @@ class Segments:
     """
 
     def __init__(
-        self, ids: Tensor | None, count: int, group: distributed.ProcessGroup | None = None, *,
-        counts: Tensor | Callable[[], Tensor] | None = None, made: bool = False,
-        like: Tensor | None = None
+        self, ids: Tensor, count: int, group: distributed.ProcessGroup | None = None, *,
+        counts: Tensor | None = None
     ) -> None:
-        # Without ids there is one segment. They are made where they are read, shaped as `like`, and
-        # not kept: a graph that is captured would own them.
-        self._given, self._like = ids, like
-        self.count, self.group = count, group
-        own = made and (ids is None or not torch.compiler.is_compiling())
-        self._made = _version(ids) if own else None  # a graph knows of no version
+        self.ids, self.count, self.group = ids, count, group
         # This rank's tokens per segment; given only for a vector that is sorted by segment.
-        self._counts = counts
-        self._sorted = counts is not None
+        self._counts, self._sorted = counts, counts is not None
         self._lengths: Tensor | None = None
         self._offsets: Tensor | None = None
-
-    @property
-    def ids(self) -> Tensor:
-        given, like = self._given, self._like
-        return torch.zeros_like(like, dtype=torch.int64) if given is None else given  # type: ignore
-
-    @ids.setter
-    def ids(self, ids: Tensor) -> None:
-        self._given, self._made = ids, None
-
-    @property
-    def _place(self) -> Tensor:
-        """A tensor in the shape and on the device of the ids, which need not be made for it."""
-        return cast(Tensor, self._like if self._given is None else self._given)
-
-    @property
-    def made(self) -> bool:
-        """Whether ids are this class's own and unchanged, so that each is in its range."""
-        return self._made == _version(self._given)
 
     def __repr__(self) -> str:
         return f"Segments(count={self.count}, shape={tuple(self.ids.shape)})"
@@ -99,7 +73,7 @@ class Segments:
         if bool((lengths < 0).any()):
             raise ValueError(f"lengths: got a negative length in {lengths.tolist()}, want all >= 0")
         ids = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
-        return cls(ids, len(lengths), made=True)
+        return cls(ids, len(lengths))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor | Sequence[int]) -> Segments:
@@ -139,9 +113,9 @@ class Segments:
         """Each row of a [rows, length] batch is one segment."""
         rows, length = _integer("rows", rows, 0), _integer("length", length, 0)
         if rows == 1:  # contiguous, so that nobody has to copy it
-            return cls(torch.zeros(1, length, dtype=torch.int64, device=device), 1, made=True)
+            return cls(torch.zeros(1, length, dtype=torch.int64, device=device), 1)
         ids = torch.arange(rows, device=device).unsqueeze(1).expand(rows, length)
-        return cls(ids, rows, made=True)
+        return cls(ids, rows)
 
     # ------------------------------------------------------------------ using them
 
@@ -154,7 +128,7 @@ class Segments:
 
     def sum(self, values: Tensor) -> Tensor:
         """[S] sums of [T] `values` over all ranks of the group; int64 of integers and booleans."""
-        _check_values(values, "token", place := self._place, place.shape)
+        _check_values(values, "token", self.ids, self.ids.shape)
         return cast(Tensor, Linear.apply(self._total, self._at_totals, values))
 
     def mean(self, values: Tensor) -> Tensor:
@@ -163,7 +137,7 @@ class Segments:
 
     def expand(self, values: Tensor) -> Tensor:
         """Give each token the value of its segment: [S] to [T]."""
-        _check_values(values, "segment", self._place, (self.count,))
+        _check_values(values, "segment", self.ids, (self.count,))
         if not values.requires_grad:
             return self._at_tokens(values)
         return cast(Tensor, Linear.apply(self._at_tokens, self._own_sum, values))
@@ -190,8 +164,6 @@ class Segments:
 
     @property
     def _local_counts(self) -> Tensor:
-        if callable(self._counts):
-            self._counts = self._counts()
         if self._counts is None:
             bins = self._bins.reshape(-1)
             self._counts = count_in(bins, self.count + 1, bins < self.count)[: self.count]
@@ -269,7 +241,7 @@ def count_in(ids: Tensor, count: int, kept: Tensor) -> Tensor:
 def check_own(segments: Segments) -> None:
     """TypeError or ValueError where segments were made of other ids or another count than integers
     (a constructor that each cut of a batch calls checks nothing)."""
-    if not is_integers(given := segments._place):
+    if not is_integers(given := segments.ids):
         got = given.dtype if isinstance(given, Tensor) else type(given).__name__
         raise TypeError(f"segments.ids: got {got}, want an integer tensor")
     check_dense("segments.ids", given)
@@ -301,11 +273,6 @@ def _integer(name: str, value: object, least: int | None = None) -> int:
         want = f">= {least}" if least is not None and found < least else "an integer of 64 bits"
         raise ValueError(f"{name}: got {found}, want {want}")
     return found
-
-
-def _version(ids: Tensor | None) -> int:
-    """How often it was changed in place."""
-    return 0 if ids is None or ids.is_inference() else ids._version
 
 
 def _vector(name: str, value: Tensor | Sequence[int]) -> Tensor:

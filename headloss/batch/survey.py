@@ -1,5 +1,4 @@
-"""What packing has to know of a batch before it drops and sorts tokens. The device is asked when
-the batch is made, so that a later call finds the answer.
+"""What packing asks of the device about a batch's values, and the order of its tokens.
 
 N positions, T of them scored, S segments.
 """
@@ -7,15 +6,13 @@ N positions, T of them scored, S segments.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..arguments import IGNORE
-from ..kernels import choose, load
-from ..reading import Reading, room_for
+from ..host_copy import HostCopy
 from .segments import Segments
 
 
@@ -23,30 +20,29 @@ class Order(NamedTuple):
     """The position that each packed token comes from."""
 
     index: Tensor | None  # [T], None: all N in order
-    ids: Tensor | None  # [T] segments, ascending; None: there is one
-    counts: Tensor | Callable[[], Tensor]  # [S] tokens of each
-    lengths: Callable[[], list[int]] | None = None  # scored tokens of each segment, if known
+    ids: Tensor  # [T] segments, ascending
+    counts: Tensor  # [S] tokens of each
+    lengths: list[int] | None = None  # scored tokens of each segment; None with static shapes
     unscored: Tensor | None = None  # [N - T]
     live: Tensor | None = None  # [T] bool, with static shapes: which are scored
-    targets: Tensor | None = None  # [T], where finding the order has given them
-    facts: Tensor | None = None  # of a survey: it is the order only if they fit, see `guessed`
 
 
 class Survey:
     """Extremes and counts of a batch, and the order of its tokens that follows.
 
-    On a GPU the facts are on their way when this was made; `read` waits for them alone.
-    Nothing here knows the vocabulary: a call compares the extremes with its own.
+    On a GPU the answers are on their way to the host when this was made; `read` waits for them
+    alone. Nothing here knows the vocabulary: a call compares the extremes with its own.
 
     Attributes:
         id_fields: [N, K] each (given as [.., K]), whose values are columns of the vocabulary where
             they are not < 0.
-        facts: [2 + values + S + 3] int64, see `kernels.interface.Kernels.survey`; then, for each
-            of `id_fields`, at how many scored positions an id stands twice.
-        more: further facts, int64 numbers that are read with the others.
-        scored: what `compact` needs to know of the positions.
+        counts: [S] scored positions of each segment, on the device.
+        size: how many numbers are read before the further ones.
         tensors, versions: all that was looked at, as it was then.
         packing: `packing.Packing`, once a call has made it; other batches of these tokens share it.
+
+    Args:
+        more: further numbers, int64, that are read with the others.
     """
 
     packing: Any = None
@@ -58,22 +54,38 @@ class Survey:
         self.tensors, self.versions = tensors, versions(tensors)
         self.targets, self.segments = targets, segments
         self.id_fields = id_fields and {n: t.flatten(0, -2) for n, t in id_fields.items()}
-        self.acts = load(choose("auto", targets.device, torch.float32))
-        told = targets.is_cuda and more is None and not id_fields  # by one kernel
-        room = room_for(segments.count + 6, targets.get_device()) if told else None
-        ids, host = tuple(self.id_fields.values()), None if room is None else room.values
-        given = targets, segments._given, segments.count, IGNORE
-        self.facts, self.scored = self.acts.survey(*given, id_fields=ids, host=host)
-        if id_fields:
-            scored = targets.reshape(-1) != IGNORE
-            twice = [(_repeated(one) & scored).sum() for one in ids]
-            self.facts = torch.cat([self.facts, torch.stack(twice)])
-        self.size, self._alone = self.facts.shape[0], more is None
-        self.bins = 4 + len(id_fields)  # the first segment's count among the facts
+        extremes, self.bins = self._extremes(), self._bins()
+        count = segments.count
+        bins = extremes.new_zeros(count + 3)
+        bins.scatter_add_(0, self.bins, torch.ones_like(self.bins))
+        self.counts = bins[1 : count + 1]
+        numbers = [extremes, bins] if more is None else [extremes, bins, more]
+        self.size = len(extremes) + len(bins)
+        self._copy = HostCopy(torch.cat(numbers))
         self._read: list[int] | None = None
-        self._reading = Reading(self.facts if more is None else torch.cat([self.facts, more]), room)
-        if targets.is_cuda:
-            self._stream = _stream(targets)
+
+    def _bins(self) -> Tensor:
+        """[N] int64: 0 for scored positions with an id below 0, one for each segment, one for ids
+        beyond, and the last for what is not scored."""
+        ids, count = self.segments.ids.reshape(-1), self.segments.count
+        bins = ids.clamp(-1, count).add_(1)
+        return bins.masked_fill_(self.targets.reshape(-1) == IGNORE, count + 2)
+
+    def _extremes(self) -> Tensor:
+        """How often a segment's id is followed by a lower one; the smallest scored target, or 0;
+        the largest, or 0, of targets and of each of id_fields; for each of these, at how many
+        scored positions an id stands twice."""
+        targets, ids = self.targets.reshape(-1), self.segments.ids.reshape(-1)
+        unscored, fields = targets == IGNORE, list(self.id_fields.values())
+        if not len(targets):
+            return targets.new_zeros(3 + 2 * len(fields), dtype=torch.int64)
+        values = [targets, *(field.amax(1) for field in fields)]
+        scored = [value.masked_fill(unscored, 0).long() for value in values]
+        falls = ids.clamp(-1, self.segments.count).diff() < 0
+        numbers = [falls.sum(), scored[0].amin().clamp_max(0)]
+        numbers += [value.amax().clamp_min(0) for value in scored]
+        numbers += [(_repeated(field) & ~unscored).sum() for field in fields]
+        return torch.stack(numbers)
 
     def is_of(self, tensors: tuple[Tensor, ...]) -> bool:
         """Whether these are the tensors, and can tell when they change."""
@@ -81,59 +93,36 @@ class Survey:
         return same and self.versions is not None
 
     def read(self) -> list[int]:
-        """The facts, and from `size` on the further ones, on the host."""
+        """The numbers on the host, and from `size` on the further ones."""
         if self._read is None:
-            self._read = self._reading.tolist()
+            self._read = self._copy.tolist()
         return self._read
 
-    def of_segments(self, facts: Any) -> Callable[[], Any]:
-        """Scored tokens of each segment, of facts on the host or the device; it keeps no survey,
-        whose packing will keep it."""
-        at = slice(self.bins, self.bins + self.segments.count)
-        return lambda: facts[at]
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether the device was asked on this stream, and nobody has read its answer yet."""
-        asked = self._reading.event is not None and self._read is None
-        return asked and _stream(self.targets) == self._stream
-
-    def guessed(self) -> Order | None:
-        """The order if all positions are scored and segments ascend, while the device has not said
-        so; None where it has, or where it is asked for more."""
-        if self.id_fields or not (self._alone and self.is_asked and self.targets.numel()):
-            return None
-        counts = self.of_segments(self.facts)
-        return Order(None, flat(self.segments._given), counts, facts=self.facts)
-
-    def is_whole(self, found: list[int] | None = None) -> bool:
-        """Whether it is that order: no segment precedes the one before, no position is unscored."""
-        found = self.read() if found is None else found
-        return not (found[0] or found[self.bins + self.segments.count + 1])
-
     def check(self, vocabulary: int) -> list[int]:
-        """The facts; ValueError for a bad target, segment id or id field, where it is scored."""
-        found, end = self.read(), self.bins + self.segments.count
+        """What was read; ValueError for a bad target, segment or id field, where it is scored."""
+        numbers, fields = self.read(), len(self.id_fields)
         if vocabulary < 1:
             raise ValueError("vocabulary: got a weight without rows or logits without columns")
-        lowest, most, below, beyond = found[1], found[2], found[self.bins - 1], found[end]
-        if lowest < 0 or most >= vocabulary:
+        _, lowest, highest, *rest = numbers[: self.size]
+        largest, repeated, bins = rest[:fields], rest[fields : 2 * fields], rest[2 * fields :]
+        if lowest < 0 or highest >= vocabulary:
             value = self.targets.reshape(-1)
             bad = (value < 0) | (value >= vocabulary)
             self._refuse("targets", value, bad, f"-100 or 0 <= target < {vocabulary}")
-        for at, name in enumerate(self.id_fields, 3):
-            if found[at] >= vocabulary:
-                value = self.id_fields[name].amax(1)
+        for most, (name, value) in zip(largest, self.id_fields.items(), strict=True):
+            if most >= vocabulary:
+                value = value.amax(1)
                 self._refuse(name, value, value >= vocabulary, f"id < {vocabulary}")
-        for at, (name, value) in enumerate(self.id_fields.items(), end + 2):
-            if found[at]:
+        for count, (name, value) in zip(repeated, self.id_fields.items(), strict=True):
+            if count:
                 self._refuse(name, value, _repeated(value), "distinct ids")
+        below, *_, beyond, _ = bins
         if below or beyond:
             ids = self.segments.ids.reshape(-1)
             bad = (ids < 0) | (ids >= self.segments.count)
             want = f"0 <= id < {self.segments.count} at a scored position"
             self._refuse("segments", ids, bad, want)
-        return found
+        return numbers
 
     def _refuse(self, name: str, value: Tensor, bad: Tensor, want: str) -> None:
         position = int((bad & (self.targets.reshape(-1) != IGNORE)).nonzero()[0])
@@ -142,38 +131,19 @@ class Survey:
 
     def order(self) -> Order:
         """The scored positions by segment."""
-        segments, found, total = self.segments, self.read(), self.targets.numel()
-        counts, lengths = self.of_segments(self.facts), self.of_segments(found)
-        out = found[self.bins + segments.count + 1]
-        if self.is_whole(found) or not total:
-            return Order(None, flat(segments._given), counts, lengths)
-        if not found[0]:
-            index, ids, targets, unscored = self.acts.compact(
-                self.targets, segments.ids, IGNORE, self.scored, total - out
-            )
-            return Order(index, ids, counts, lengths, unscored, targets=targets)
-        # A bin for ids below 0, the segments', one for ids beyond; the last: what is not scored.
-        ids, count = segments.ids.reshape(-1), segments.count
-        bins = ids.clamp(-1, count).add_(1)
-        bins.masked_fill_(self.targets.reshape(-1) == IGNORE, count + 2)
-        order = _argsort(bins, count)
-        index, unscored = order.split([total - out, out])
-        return Order(index, ids[index], counts, lengths, unscored)
+        descents, *bins = self.read()[: self.size]
+        *lengths, _, unscored = bins[-self.segments.count - 2 :]
+        ids = self.segments.ids.reshape(-1)
+        if not (descents or unscored) or not len(ids):
+            return Order(None, ids.contiguous(), self.counts, lengths)
+        order = _argsort(self.bins, self.segments.count)
+        index, left = order.split([len(ids) - unscored, unscored])
+        return Order(index, ids[index], self.counts, lengths, left)
 
 
 def versions(tensors: tuple[Tensor, ...]) -> list[int] | None:
     """How often each was changed in place; None where one of inference mode cannot tell."""
     return None if any(map(Tensor.is_inference, tensors)) else [t._version for t in tensors]
-
-
-def flat(x: Any) -> Any:
-    """[N] contiguous (a view costs a host a microsecond or two); None of None."""
-    return x if x is None else (x if x.dim() == 1 else x.reshape(-1)).contiguous()
-
-
-def _stream(tensor: Tensor) -> int:
-    """The current stream of a tensor's device. (An object for it takes ten times as long.)"""
-    return torch._C._cuda_getCurrentRawStream(tensor.get_device())
 
 
 def _repeated(ids: Tensor) -> Tensor:

@@ -138,9 +138,6 @@ class Walk(NamedTuple):
     coefficients: Coefficients | None = None  # [n]; with `needs`: at an entropy of 0
     slopes: Tensor | None = None  # [parts, 5, n], with `needs`: more of dL/dlogp, see stats.Slope
     normalizer: Normalizer | None = None  # [n]
-    # Of a survey of this vocabulary, without id_fields: unless it found the batch whole, nothing is
-    # written, and the statistics may be anything.
-    facts: Tensor | None = None
 
 
 class Support(NamedTuple):
@@ -167,22 +164,6 @@ class Scaling(NamedTuple):
     dtype: torch.dtype  # of the gradient
     multiplied: bool = True
     rows: Tensor | None = None  # [n] float32 multiplies [n, H] first, in its own dtype
-
-
-class Surveyed(NamedTuple):
-    """Facts about a batch that are on the device, before the host reads them."""
-
-    facts: Tensor  # int64, see `Kernels.survey`
-    scored: Tensor  # what `Kernels.compact` needs of it
-
-
-class Compacted(NamedTuple):
-    """The T scored of N positions in their order, and the others."""
-
-    index: Tensor  # [T] int64 positions
-    ids: Tensor  # [T] int64 segments
-    targets: Tensor  # [T] int64
-    unscored: Tensor  # [N - T] int64 positions
 
 
 class Kernels(Protocol):
@@ -345,27 +326,6 @@ class Kernels(Protocol):
         Rows whose value is 0 are not read. This is the gradient of hidden states; with tokens and
         columns exchanged it is a weight's, whose pairs are `uneven`: one row may have far more than
         another, `first` is 0, and all pairs lie in the window."""
-
-    # ------------------------------------------------------------------ a batch
-
-    def survey(
-        self, targets: Tensor, ids: Tensor | None, count: int, ignore: int, *,
-        id_fields: Sequence[Tensor] = (), host: Tensor | None = None,
-    ) -> Surveyed:  # fmt: skip
-        """What packing has to know of N positions, of which those of a target `ignore` are not
-        scored; S = count segments.
-
-        targets, ids (or None) [N] or [B, N / B] int64 of any strides, id_fields [N, K]. Facts: how
-        often a segment's id is followed by a lower one; the smallest scored target, or 0; the
-        largest, or 0, of targets and of each of id_fields; scored positions with an id below 0, in
-        each segment, and with one beyond; positions that are not scored. `host`, pinned memory with
-        room for the facts where there are no id_fields, has them too, as the other results.
-        """
-
-    def compact(
-        self, targets: Tensor, ids: Tensor, ignore: int, scored: Tensor, count: int
-    ) -> Compacted:
-        """The scored positions, of which the facts of `survey` count T = count."""
 
     # ------------------------------------------------------------------ pairs of tiles: see `pair`
 

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from ..reading import Misguessed, Reading
-from .collectives import PROCESS_GROUP, device_of, gather, together
+from ..host_copy import HostCopy
+from .collectives import PROCESS_GROUP, Misguessed, device_of, gather, together
 
 R = TypeVar("R")
 WORDS = 128  # of a record: an error's mark, a checksum of facts, one of tensors, and own facts
@@ -69,7 +69,7 @@ class Agreement:
         if before is not None:
             record[0] += before.is_wrong()
         self._gathered = gather(record, group)
-        self._records = Reading(self._gathered)
+        self._records = HostCopy(self._gathered)
 
     @property
     def kind(self) -> tuple:

@@ -15,11 +15,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from ..reading import Misguessed
-
 R = TypeVar("R")
 PROCESS_GROUP = getattr(distributed, "ProcessGroup", ())
 UNUSABLE = "the group cannot be used any more: end the processes of all ranks and start them again"
+
+
+class Misguessed(Exception):
+    """A call began before something was read that turned out otherwise: it is made again."""
 
 
 class RankError(RuntimeError):

@@ -20,13 +20,12 @@ from torch.nn.functional import dropout, pad
 from ..batch.segments import Linear
 from ..kernels.interface import Kernels, Measured
 from ..objective.statistics import Partials, finish, merge_all
-from ..reading import Misguessed
 from ..softmax.linear import LinearSoftmax, Wants
 from ..softmax.products import Fixed, input_gradient
 from ..softmax.rows import RowGradient, Rows
 from ..softmax.sums import Hidden
 from .agreement import settle
-from .collectives import gather, summed, together
+from .collectives import Misguessed, gather, summed, together
 
 if TYPE_CHECKING:
     from ..head.head import Head

@@ -42,27 +42,25 @@ from .work import Work, slope_of
 Call = tuple[Work, list[Tensor | None]]
 
 
-def _linear_work(given: Given, early: bool = False) -> Work:
+def _linear_work(given: Given) -> Work:
     """What the arguments of `head_loss` come to before a logit is looked at."""
     hidden, head, batch, _, options, _ = given
     return _agreed(
         given, _checked, of_linear, hidden, head, batch, options, _transform(head),
-        head.vocab_group, early and not head.lora
+        head.vocab_group
     )
 
 
 def _agreed(
     given: Any, check: Callable[[Any], tuple[Prepared, Objective]],
     same: Callable[[Any, Objective], dict[str, Any]], value: Tensor, head: Head | None,
-    batch: Batch, options: Options, transform: Transform, group: Any, early: bool
+    batch: Batch, options: Options, transform: Transform, group: Any
 ) -> Work:
     """A call that the ranks of its groups agree on: checked, packed, planned.
 
     Args:
         same: facts that are to be the same on all ranks of the vocabulary's group.
         value: hidden states, or (without a head) logits.
-        early: nothing but packing and temperatures depends on the batch's values, so that it may
-            be guessed.
     """
     over = isinstance(batch, Batch) and batch.segments.group is not None
     wait = (over or group is not None) and (
@@ -83,20 +81,12 @@ def _agreed(
             if options.sequence_parallel:
                 place.check_tokens(batch)
         prepared, objective = ready
-        problem, misses = prepared.problem, prepared.misses
-        if (
-            misses or over or not early or options.sequence_parallel
-            or isinstance(transform.temperature, Tensor)  # whose values are checked
-            # A gradient that is known beforehand may go by ids: anything, where nothing is scored.
-            or (problem.inplace and prepared.slopes and group is None and not batch.segments.made)
-        ):
-            misses = None
-        unit = problem.segments_per_unit
-        packing, confirm = packing_of(batch, place.vocabulary, options.static, unit, misses)
+        unit = prepared.problem.segments_per_unit
+        packing = packing_of(batch, place.vocabulary, options.static, unit)
         plan = prepared.plan(options, packing, place)
         return Work(
             prepared, objective, batch, options, place, packing, plan, prepared.per_segment,
-            transform, confirm, _bound
+            transform, bool, _bound
         )
 
     return _completed(over_segments(batch, options, packed, group, wait) if over else packed())
@@ -131,10 +121,9 @@ _of_numbers = lru_cache(maxsize=256, typed=True)(Transform)
 _totals = lru_cache(maxsize=256)(Totals)
 
 
-def linear_call(given: Given, early: bool = False) -> Call:
-    """The call that `head_loss` makes of its arguments; with `early` it may be one that `confirm`s
-    its batch as it runs (`in_step`)."""
-    (hidden, head, _, _, options, _), work = given, _linear_work(given, early)
+def linear_call(given: Given) -> Call:
+    """The call that `head_loss` makes of its arguments."""
+    (hidden, head, _, _, options, _), work = given, _linear_work(given)
     prepared, packing, plan = work.prepared, work.packing, work.plan
     slices, index = work.slices, packing.index
     x = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)  # else autograd gets a step more
@@ -176,7 +165,7 @@ def linear_call(given: Given, early: bool = False) -> Call:
 def given_call(given: GivenLogits) -> Call:
     """The call that `logits_loss` makes of its arguments."""
     logits, batch, _, transform, group, _, options = given
-    of = logits, None, batch, options, transform, group, True
+    of = logits, None, batch, options, transform, group
     work = _agreed(given, prepare_given, of_given, *of)
     of_tokens = _tokens(work)
     packing, inplace = work.packing, work.prepared.problem.inplace
@@ -216,8 +205,6 @@ def _tokens(work: Work) -> Tokens:
     """What every source takes."""
     prepared, packing, transform = work.prepared, work.packing, work.transform
     targets, whole = packing.targets, work.place.group is None and packing.live is None
-    if packing.order.facts is not None and prepared.backend == "reference":
-        targets = targets.clamp(0, work.vocabulary - 1)  # until it is read they may be anything
     given = targets, transform, prepared.needs, work.slices, work.vocabulary, whole
     found = Tokens(prepared.acts, *given)
     return with_beside(found, work) if prepared.beside else found

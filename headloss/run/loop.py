@@ -286,7 +286,6 @@ def _walk_at_once(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack
     assert isinstance(source, WalkSoftmax)
     needs, bound = work.prepared.needs, work.bound
     partials = source.walk(needs, *bound.beforehand(work.batch, needs))
-    work.confirm()  # the launch has gone by what the device knew of the batch
     stats = source.tokens.measured(partials).stats
     found = bound.gradient(stats, work.batch, None, needed=False)
     return (stats, found.values, found.loss), lambda factor, _: source.finish(factor)

@@ -61,7 +61,6 @@ class Prepared:
         beside: something is measured beside the statistics: teachers, candidates.
         slopes: the objective's gradient can be known before the statistics.
         counted: the batch's totals are numbers of tokens and segments, on this rank alone.
-        misses: not empty once a batch was guessed to be whole, and was not.
     """
 
     needs: frozenset[str]
@@ -76,7 +75,6 @@ class Prepared:
     slopes: bool = False
     counted: bool = False
     per_segment: frozenset[str] = frozenset()
-    misses: list[bool] = field(default_factory=list)
     _plans: dict[tuple, Plan] = field(default_factory=dict)
 
     @cached_property

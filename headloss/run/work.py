@@ -62,8 +62,7 @@ class Work:
         transform: of raw logits, of the packed tokens.
         at_once: the objective's gradient is known before the statistics are.
         tolerance: which rows are left out in addition to those without gradient.
-        confirm: raises where the packing was guessed and wrong; asked once the first product is
-            queued, and before anything is overwritten or given away.
+        confirm: reads what the ranks said, once the first product is queued.
         open: makes the source of the call's tensors; `sums` takes its gradient in blocks of tokens.
     """
 

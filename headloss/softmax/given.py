@@ -88,9 +88,7 @@ class GivenSoftmax(RawSoftmax):
 class IntoLogits(NamedTuple):
     """Where the gradient of given logits goes: a tensor of its own, or the logits' memory."""
 
-    # Of the tokens (`batch.survey`). Unscored positions get 0; where the host has not read the
-    # survey's facts, nothing is overwritten unless the batch is as it was guessed.
-    order: Any
+    order: Any  # of the tokens (`batch.survey`); unscored positions get 0
     inplace: bool  # it may overwrite the logits
 
 
@@ -154,10 +152,7 @@ class WalkSoftmax(GivenSoftmax):
             coefficients = gradient.coefficients
         given = self.tokens.targets, self.tokens.slices.first, self.tokens.transform, needs
         walk = (self.rows, out, self.into.order.live, *given, coefficients, slopes, normalizer)
-        # Only what is written before the host has read its batch goes by what the device knows; a
-        # batch in a vocabulary group, whose facts are not of this slice alone, is read before that.
-        at_once = gradient is not None and needs is not None
-        return self.acts.given_rows(kernels.Walk(*walk, self.into.order.facts if at_once else None))
+        return self.acts.given_rows(kernels.Walk(*walk))
 
     def partials(self, rows: slice, tiles: Sequence[slice] = (ALL,)) -> tuple[Any, None]:
         return self.walk(self.tokens.needs), None

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..host_copy import HostCopy
 from ..kernels.interface import Backward, Forward, Held, Kernels, Measured
 from ..kernels.pair import Chosen
 from ..kernels.transform import Transform
 from ..objective.statistics import PEAK
-from ..reading import Reading
 from . import products
 from .products import GRAIN, PARTS
 from .rows import ALL, Known, RowGradient, Rows, compact_
@@ -98,7 +98,7 @@ def rows_left(live: Tensor | None) -> Callable[[], Tensor | None]:
     coefficients are 0)."""
     if live is None:
         return lambda: None
-    count, most = Reading(live.sum().view(1)), (MOST if live.is_cuda else 1) * len(live)
+    count, most = HostCopy(live.sum().view(1)), (MOST if live.is_cuda else 1) * len(live)
     return lambda: None if count.tolist()[0] >= most else live.nonzero().squeeze(1)
 
 
@@ -324,7 +324,7 @@ class ExpSoftmax(LinearSoftmax):
         most of it runs meanwhile: the products follow at once."""
         acts, x, held, live = self.acts, self._x(rows), known.held, known.live
         order = None if live is None else acts.dense_order(live, int(MOST * len(live)))
-        later = order and (order.rows + (rows.start or 0), Reading(order.count))
+        later = order and (order.rows + (rows.start or 0), HostCopy(order.count))
         multiple = features = None
         chosen = self._chosen(rows, ALL, known) if self.beside else []
         if backward.is_multiple:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..host_copy import HostCopy
 from ..kernels.interface import Kernels, Measured, Support
 from ..objective.bound import Gradient
 from ..objective.statistics import Normalizer, Statistics
-from ..reading import Reading
 
 Rows = slice | Tensor  # of a source's tokens
 ALL = slice(None)  # what `is` this is not cut: that would be an operation
@@ -80,7 +80,7 @@ class RowGradient(NamedTuple):
     features: Tensor | None = None  # [K, H]
     scaled_rows: Callable[..., Tensor] | None = None
     pairs: PairGradient | None = None
-    later: tuple[Tensor, Reading] | None = None
+    later: tuple[Tensor, HostCopy] | None = None
 
     def at(self, index: Tensor) -> RowGradient:
         """The same rows where token i is token index[i]."""

@@ -5,7 +5,6 @@ Each act is the plain twin of the kernels' act of the same name, which the tests
 
 from __future__ import annotations
 
-from .batch import compact, survey
 from .fused import (
     can_fuse,
     chosen_gradient_,

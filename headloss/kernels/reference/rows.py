@@ -62,10 +62,6 @@ def _places(rows: Rows, picked: Tensor | slice = slice(None)) -> tuple[Tensor, T
 
 def given_rows(walk: Walk) -> Partials | None:
     n, v = len(walk.targets), walk.logits.tensor.shape[-1]
-    if walk.facts is not None:
-        descents, least, most, below, *_, beyond, unscored = walk.facts.tolist()
-        if descents or below or beyond or unscored or least < 0 or most >= v:
-            walk = walk._replace(out=None)
     every = torch.arange(n, device=walk.targets.device)
     live = every if walk.live is None else every[walk.live]
     memory, places = _places(walk.logits, live) if n else (walk.logits.tensor, every)

@@ -73,15 +73,6 @@ class Given(NamedTuple):
     c: Coefficients  # with statistics: at an entropy of 0
     slopes: Tensor | None  # [SLOPES, 5, T]
     out: Tensor | None  # where the gradient goes
-    facts: Tensor | None  # of a survey: nothing is done unless they say that the batch is whole
-
-
-@triton.jit
-def is_whole(facts, segments, v):
-    """Whether a survey found all positions scored, by segment, and all numbers in their range."""
-    out = tl.load(facts) + tl.load(facts + 3) + tl.load(facts + segments + 4)
-    out += tl.load(facts + segments + 5)
-    return (out == 0) & (tl.load(facts + 1) >= 0) & (tl.load(facts + 2) < v)
 
 
 @triton.jit
@@ -124,11 +115,10 @@ def settled(partials, length):
     return peak, rest, tl.where(length > 0, spread, 0.0), tl.where(length > 0, total, 0.0)
 
 
-@triton.jit(do_not_specialize=["first", "count", "segments"])
+@triton.jit(do_not_specialize=["first", "count"])
 def given_kernel(
     raw, of, first,
     count,  # T
-    segments,  # S
     v,
     size,  # columns of a part
     PARTS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, SLOPES: tl.constexpr,
@@ -140,8 +130,6 @@ def given_kernel(
     part, cluster = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
     clusters = tl.num_programs(0) // PARTS
     begin = part * size
-    if of.facts is not None:
-        count = tl.where(is_whole(of.facts, segments, v), count, 0)
     turn = 0
     offset = tl.load(of.offsets + cluster, mask=cluster < count, other=0)
     if OPEN is not None:
@@ -229,7 +217,7 @@ def given_kernel(
 
 
 def given_rows(walk: Walk, *, shape: Shape | None = None) -> Partials | None:
-    logits, out, live, targets, first, transform, needs, c, slopes, normalizer, facts = walk
+    logits, out, live, targets, first, transform, needs, c, slopes, normalizer = walk
     x, count, both = logits.tensor, len(targets), needs is not None and out is not None
     v, aligned = x.shape[-1], logits.aligned and (out is None or out.aligned)
     partials = empty_partials(x, count, needs) if needs is not None else None
@@ -238,16 +226,16 @@ def given_rows(walk: Walk, *, shape: Shape | None = None) -> Partials | None:
     offsets, where = (None, None) if out is None else (out.offsets, out.tensor)
     z, c = scaling(transform), c or Coefficients()
     measured = normalizer, partials, c, slopes
-    of = Given(logits.offsets, offsets, live, targets, z, *measured, where, facts)
+    of = Given(logits.offsets, offsets, live, targets, z, *measured, where)
     if shape is None and both and aligned:
         shape = resident_for(x, where, z)
     shape = shape or shape_of(v, both, x.device)
     parts = shape.parts if both else 1
-    size, segments = part_of(v, parts), 0 if facts is None else len(facts) - 6
+    size = part_of(v, parts)
     lanes = 32 * shape.warps * VECTOR // x.element_size()  # fewer where a row is short
     pieces = 8 if parts < 4 else 4
     launcher(shape.warps, parts, shape.registers)(
-        cdiv(count, shape.turns), *(x, of, first, count, segments, v, size), PARTS=parts,
+        cdiv(count, shape.turns), *(x, of, first, count, v, size), PARTS=parts,
         WIDTH=min(lanes, max(16, power_of_2(size) // 4)), ALIGNED=16 if aligned else 1,
         SLOPES=0 if slopes is None else len(slopes),
         OPEN=words.opening(size, pieces) if shape.resident else None, PIECES=pieces

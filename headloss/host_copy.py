@@ -1,0 +1,26 @@
+"""Numbers of a tensor on their way to the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class HostCopy:
+    """The values of a tensor, copied to pinned memory without waiting. The host waits for them when
+    it asks, and for nothing that was queued later."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._copied = values, None
+        if values.is_cuda:
+            self._values = torch.empty_like(values, device="cpu", pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(values.device))
+
+    def tolist(self) -> list[Any]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._values.tolist()  # type: ignore[no-any-return]
