@@ -41,10 +41,9 @@ NEEDS = frozenset({"logp"})
 def sweep_of(v: int) -> list[Shape]:
     """Launch shapes that might serve rows of v columns."""
     found = []
-    for warps, parts, turns in itertools.product((4, 8, 16), (1, 2, 4, 8), (8, 16, 64)):
-        lanes = triton_given.triton.cdiv(v, parts) / warps
-        if 2000 <= lanes <= 8200:
-            found.append(Shape(warps, parts, turns, 64 if warps >= 8 else 48))
+    for warps, turns, registers in itertools.product((4, 8, 16, 32), (1, 4, 16, 64), (32, 64)):
+        if v / warps >= 1000:
+            found.append(Shape(warps, turns, registers))
     return found
 
 
@@ -247,7 +246,7 @@ def main() -> None:
         print(f"N={n} V={v}")
         line("copy", copy_ms, copy_ms, p)
         if not arguments.calls:
-            sweep = [Shape(warps=1, parts=2)] if arguments.quick else sweep_of(v)
+            sweep = [Shape(warps=1)] if arguments.quick else sweep_of(v)
             kernels(p, copy_ms, repeats, sweep)
         if not arguments.kernels:
             calls(p, copy_ms, repeats)

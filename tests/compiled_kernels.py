@@ -24,6 +24,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction
 
 if __name__ == "__main__" and "hip:" in " ".join(sys.argv):  # kernels know it from the start
     torch.version.hip = "7.0"  # type: ignore[assignment]
@@ -41,7 +42,7 @@ from headloss.kernels.interface import (
 )
 from headloss.kernels.pair import Chosen, Compared, Differences, Divergence, Outcomes, Pair, Side
 from headloss.kernels.transform import Transform
-from headloss.kernels.triton import beside, given, launch, product, tiles, versions
+from headloss.kernels.triton import beside, launch, product, tiles, versions
 from headloss.objective.statistics import Coefficients, Normalizer, Partials
 
 ALL = frozenset({"logp", "lse", "entropy", "mean_logit", "top1"})
@@ -89,14 +90,11 @@ def pretend(target: GPUTarget, number: int) -> None:
     torch.cuda.get_device_properties = lambda device=None: properties
     tiles.has_accelerator.cache_clear()
     versions.overlaps.cache_clear()
-    versions.has_clusters.cache_clear()
     fuses = tiles.has_accelerator(torch.device("cuda", 0))
     overlapping = versions.overlaps(torch.device("cuda", 0))
     tiles.can_fuse = acts.can_fuse = lambda x, w: fuses and x.element_size() == 2
     for module in (product, beside):
         module.overlaps = lambda device: overlapping
-    clusters = versions.has_clusters(torch.device("cuda", 0))
-    given.has_clusters = lambda device: clusters
 
 
 # ---------------------------------------------------------------------- what is compiled
@@ -205,9 +203,6 @@ class Form:
         yield "walk, later", lambda: acts.given_rows(again._replace(normalizer=self.normalizer))
         whole_walk = walk._replace(logits=rows, out=rows, coefficients=self.c)
         yield "walk, wide", lambda: acts.given_rows(whole_walk)
-        if wide.dtype == torch.bfloat16 and given.has_clusters(wide.device):
-            shape = given.Shape(warps=4, parts=16, turns=2, resident=True)
-            yield "walk, resident", lambda: acts.given_rows(whole_walk, shape=shape)
         yield "scaled in place", lambda: acts.scale_rows_(rows, some(1)[0])
 
     def sparse(self) -> Iterator[tuple[str, Call]]:
@@ -294,18 +289,15 @@ def calls(full: bool, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
 
 
 def compiling(target: GPUTarget, report: Callable[[dict[str, Any]], None]) -> Any:
-    """In place of `Launcher._slowly`."""
+    """In place of `Launcher.send`."""
 
     def compiled(
-        launcher: launch.Launcher, programs: int, arguments: Any, constants: dict[str, Any]
+        launcher: launch.Launcher, programs: int, arguments: list[Any], constants: dict[str, Any]
     ) -> None:
-        given = list(arguments)
-        for i, tile in launcher.tiles.items():
-            given[i] = tile.descriptor(given[i])
         name, shared, error = launcher.kernel.__name__, 0, ""
         try:
             found = launcher.kernel.warmup(
-                *given, grid=(programs,), **constants, **launcher.options
+                *arguments, grid=(programs,), **constants, **launcher.options
             )
             shared, code = found.metadata.shared, found.asm.get("amdgcn", "")
             if "approx" in code:  # AMD's compiler only prints that it does not know it
@@ -317,6 +309,15 @@ def compiling(target: GPUTarget, report: Callable[[dict[str, Any]], None]) -> An
     return compiled
 
 
+def kernels() -> set[str]:
+    """The names of all that are launched."""
+    prefix = acts.__name__
+    modules = [m for name, m in sys.modules.items() if name.startswith(prefix)]
+    values = [value for module in modules for value in vars(module).values()]
+    jitted = {v.__name__ for v in values if isinstance(v, JITFunction)}
+    return {name for name in jitted if name.endswith("_kernel")}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("targets", nargs="+")
@@ -326,7 +327,6 @@ def main() -> None:
     arguments = parser.parse_args()
     if versions.INTERPRETED.value:
         parser.error("TRITON_INTERPRET is set")
-    known = {turn.kernel.__name__ for each in launch._launchers for turn in each.turns}
     for number, name in enumerate(arguments.targets):
         target = target_of(name)
         pretend(target, number)
@@ -335,15 +335,14 @@ def main() -> None:
         def report(found: dict[str, Any], seen: dict[str, Any] = seen) -> None:
             print(json.dumps(seen | found), flush=True)
 
-        launch.Launcher._slowly = compiling(target, report)  # type: ignore[method-assign]
+        launch.Launcher.send = compiling(target, report)  # type: ignore[method-assign]
         for form in arguments.forms:
             for dtype in arguments.dtypes:
                 for act, call in calls(form == "all", getattr(torch, dtype)):
                     if fnmatch.fnmatch(act, arguments.only):
                         seen |= {"act": act, "form": form, "dtype": dtype}
                         call()
-        known |= {turn.kernel.__name__ for each in launch._launchers for turn in each.turns}
-    print(json.dumps({"kernels": sorted(known)}))
+    print(json.dumps({"kernels": sorted(kernels())}))
 
 
 if __name__ == "__main__":

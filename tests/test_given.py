@@ -47,7 +47,7 @@ from headloss.softmax.linear import Tokens
 from headloss.testing import plain
 
 SMALL = Shape(warps=1)
-SPLIT = [SMALL, Shape(warps=1, parts=4 if DEVICE == "cuda" else 1, turns=2)]
+TURNS = [SMALL, Shape(warps=1, turns=2)]
 
 
 def rows_of(tensor: torch.Tensor, order: torch.Tensor | None = None) -> Rows:
@@ -67,7 +67,7 @@ def exactly(raw, targets, first, transform) -> tuple[Statistics, Normalizer]:
 SHAPES = [(5, 97, torch.float32), (3, 1000, torch.bfloat16), (4, 1040, torch.float16)]
 
 
-@pytest.mark.parametrize("shape", SPLIT, ids=str)
+@pytest.mark.parametrize("shape", TURNS, ids=str)
 @pytest.mark.parametrize("name", transforms(1))
 @pytest.mark.parametrize(("n", "v", "dtype"), SHAPES)
 def test_both_walks_in_one_launch(n, v, dtype, name, shape):
@@ -95,8 +95,7 @@ def test_both_walks_in_one_launch(n, v, dtype, name, shape):
 @pytest.mark.parametrize("which", ["tp", "tpeu"])
 @pytest.mark.parametrize("name", ["plain", "scaled", "rows"])
 def test_rows_that_stay_in_shared_memory(name, which):
-    """Both walks on a copy of each row; equal largest logits, and rows that are not read. On a GPU
-    a row is cut over the blocks of a cluster."""
+    """Both walks on a copy of each row; equal largest logits, and rows that are not read."""
     n, v, dtype = 4, 2064, torch.bfloat16
     raw, targets, transform = tile(n, v, dtype), targets_of(n, v), transforms(n)[name]
     raw[1, 3], raw[0, :16] = -math.inf, raw[0].max()
@@ -111,8 +110,8 @@ def test_rows_that_stay_in_shared_memory(name, which):
     oracle = oracle_gradient(before, targets, 0, transform, normalizer, whole)
     aligned = torch.empty(n, v, dtype=dtype, device=DEVICE).copy_(raw)
     walk = Walk(rows_of(aligned), rows_of(out), live, targets, 0, transform, NEEDS, c)
-    for parts, turns in ((1, 2), (2, 4), (8, 2)) if DEVICE == "cuda" else ((1, 2),):
-        found = given_rows(walk, shape=Shape(4, parts, turns, resident=True))
+    for turns in (1, 2):
+        found = given_rows(walk, shape=Shape(4, turns))
         kept = Partials(*(t[live] for t in found))
         assert_statistics(kept, before[live], targets[live], 0, transform.rows(live))
         assert not out[2].any()
@@ -539,19 +538,15 @@ def test_a_slice_is_measured_whatever_lies_beyond_it(acts):
     assert_statistics(found, raw, targets, 0, Transform())
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs clusters of a GPU")
-@pytest.mark.parametrize("resident", [False, True])
-@pytest.mark.parametrize("parts", [2, 4, 8])
-def test_parts_of_a_row_meet_in_a_cluster(parts, resident):
-    """More rows than fit at once, some dead, columns that leave the last part short; the same bits
-    twice, and when replayed from a CUDA graph."""
+@pytest.mark.skipif(DEVICE == "cpu", reason="takes the interpreter minutes")
+def test_many_rows_in_turn():
+    """More rows than fit at once, some dead, a ragged end; the same bits twice, and when replayed
+    from a CUDA graph."""
     n, v, transform = 3000, 20011, Transform(softcap=9.0)
-    if resident:
-        v, transform = 20016, Transform(scale=0.5)
     raw, targets = tile(n, v, torch.bfloat16), targets_of(n, v)
     live = torch.arange(n, device=DEVICE) % 7 != 3
     c = coefficients_of(n, "tpeu").map(lambda t: t * live)
-    shape = Shape(4 if resident else 8, parts, turns=5, resident=resident)
+    shape = Shape(warps=8, turns=5)
     work = raw.clone()
     rows = rows_of(work)
 

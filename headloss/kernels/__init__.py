@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import sys
 import warnings
 
 import torch
@@ -54,13 +53,6 @@ def suits_product(x: torch.Tensor) -> bool:
     """Whether rows lie in whole 16 bytes each, as that product reads them (`can_fuse`)."""
     *rows, inner = x.stride()
     return inner == 1 and all(s % 8 == 0 for s in rows) and x.data_ptr() % 16 == 0
-
-
-def forget() -> None:
-    """Drop what launches keep: compiled kernels and addresses."""
-    launch = sys.modules.get(f"{__name__}.triton.launch")
-    if launch is not None:
-        launch.clear()
 
 
 @functools.cache

@@ -133,7 +133,6 @@ def clear_cache() -> None:
     """
     with _LOCK:
         _KEPT.clear()
-    kernels.forget()
 
 
 # ---------------------------------------------------------------------- the calls

@@ -23,7 +23,7 @@ from ...objective.statistics import STATISTICS, Normalizer, Statistics
 from ..interface import Measured
 from .chosen import TOKENS, own_column, references_kernel
 from .formulas import FLOOR, block_partials, dots, exp, folded, log1p, merged, per_row, transformed
-from .launch import Launcher, Series, Tile, cdiv
+from .launch import Launcher, Tile, cdiv
 from .records import LogitScaling, Matrix, constant
 from .tiles import BN
 
@@ -258,9 +258,10 @@ finish_all = Launcher(finish_kernel, num_warps=4, ROWS=ROWS)
 launch_merge = Launcher(merge_kernel, num_warps=4)
 
 
-def act_one(product: Any, tiles: dict[str, Tile], **options: Any) -> Series:
-    """The reference of each token, a product, and what its blocks come to."""
-    return Series(set_of_all, Launcher(product, tiles=tiles, **options), finish_all)
+def act_one(product: Any, tiles: dict[str, Tile], **options: Any) -> tuple[Launcher, ...]:
+    """The reference of each token, a product, and what its blocks come to: they take the same
+    arguments, one after another."""
+    return set_of_all, Launcher(product, tiles=tiles, **options), finish_all
 
 
 @functools.lru_cache(maxsize=64)
@@ -276,10 +277,9 @@ def names(needs: frozenset[str]) -> tuple[str, ...]:
 
 def measured(rows: Sequence[Tensor], needs: frozenset[str]) -> Measured:
     """The rows that `write_statistics` wrote, by name."""
-    peak, log_sum, *found = rows
-    stats = object.__new__(Statistics)  # a frozen dataclass takes its time
-    stats.__dict__.update(zip(names(needs), found, strict=True), divergences={})
-    return Measured(stats, Normalizer(peak, log_sum))
+    peak, log_sum, *statistics = rows
+    by_name: Any = dict(zip(names(needs), statistics, strict=True))
+    return Measured(Statistics(**by_name), Normalizer(peak, log_sum))
 
 
 def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:

@@ -31,7 +31,7 @@ from ..interface import Backward, Forward, Held, Measured, partials_of
 from ..rounding import lost
 from .chosen import TOKENS, own_column, target_gradient_
 from .formulas import LN2, LOG2E, act_two, normalizer_of, per_row, transformed, under_cap
-from .launch import Launcher, Series, cdiv
+from .launch import Launcher, cdiv
 from .merge import ROWS, ActOne, Epilogue, act_one, asked, measured, names, parts_of
 from .records import LogitScaling, act, constant, matrix_of, over_tiles, programs_on, scaling
 from .tiles import BM, BN, OPTIONS, READ, WIDTH, WRITE, biased, each_tile, halves, has_accelerator
@@ -116,7 +116,7 @@ def in_gluon() -> Any:
     return gluon
 
 
-def product_of(z: LogitScaling, device: torch.device, holds: bool) -> Series:
+def product_of(z: LogitScaling, device: torch.device, holds: bool) -> tuple[Launcher, ...]:
     """The kernels of act one, with held terms or without."""
     if z.outer > LEAST_SCALE and overlaps(device):
         return in_gluon().launch_held if holds else in_gluon().launch_product  # type: ignore
@@ -183,7 +183,9 @@ def _act_one(
         of = ActOne(x.stride(0), w.stride(0), stride, z, stop, epilogue)
         programs = programs_on(x.device)
         given = x, w, terms, targets, of, first, n, v, h, float(vocabulary or 1)
-        run((cdiv(n, TOKENS), programs, cdiv(n, ROWS)), *given, PROGRAMS=programs)
+        counts = cdiv(n, TOKENS), programs, cdiv(n, ROWS)
+        for launcher, count in zip(run, counts, strict=True):
+            launcher(count, *given, PROGRAMS=programs)
     return out.unbind(0)[2:]
 
 

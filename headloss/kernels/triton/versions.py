@@ -35,9 +35,3 @@ def overlaps(device: torch.device) -> bool:
 def capability(device: torch.device) -> tuple[int, int]:
     """Of an NVIDIA GPU. ROCm counts its own generations with the same numbers: there (0, 0)."""
     return (0, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
-
-
-@functools.cache
-def has_clusters(device: torch.device) -> bool:
-    """Whether blocks of a launch can share their memory: Hopper, and data centres' Blackwell."""
-    return device.type == "cuda" and 9 <= capability(device)[0] < 12

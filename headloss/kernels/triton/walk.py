@@ -1,10 +1,9 @@
-"""The two walks of given.py along a row of logits, or a part of one, in Triton: a block's partial
-statistics, and its gradient. A NaN stays one.
+"""The two walks of given.py along a row of logits in Triton: its partial statistics, and its
+gradient. A NaN stays one.
 
-A row of v logits begins at x and its gradient at y; `length` is v, or 0 where nothing is read. The
-part has `size` columns from `begin` on. `to` are the Partials that are wanted, z is a LogitScaling,
-`normalizer` (peak, log_sum), and `at` (c_prob, c_entropy, c_uniform), times dz/draw without the
-soft cap, of which c says what there is.
+A row of v logits begins at x and its gradient at y; `length` is v, or 0 where nothing is read. `to`
+are the Partials that are wanted, z is a LogitScaling, `normalizer` (peak, log_sum), and `at`
+(c_prob, c_entropy, c_uniform), times dz/draw without the soft cap, of which c says what there is.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ def logits_of(raw, inside, z, outer):
 
 
 @triton.jit
-def logits_at(x, begin, own, size, length, z, outer, HINT: tl.constexpr):
-    """z of some columns of a part, and which are inside of it and of the row."""
-    inside = (own < size) & (begin + own < length)
-    raw = tl.load(x + begin + own, mask=inside, other=float("-inf"), eviction_policy=HINT)
+def logits_at(x, columns, length, z, outer, HINT: tl.constexpr):
+    """z of some columns, and which are inside of the row."""
+    inside = columns < length
+    raw = tl.load(x + columns, mask=inside, other=float("-inf"), eviction_policy=HINT)
     return logits_of(raw, inside, z, outer), inside
 
 
@@ -54,7 +53,7 @@ def smaller(a, b):
 
 @triton.jit
 def join_lanes(peak, rest, spread, ENTROPY: tl.constexpr):
-    """(peak, rest, spread) of a part from those of its lanes."""
+    """(peak, rest, spread) of a row from those of its lanes."""
     top = tl.max(peak, 0)
     shift = tl.maximum(peak - top, FLOOR)
     scale = tl.exp2(shift * LOG2E)
@@ -71,8 +70,8 @@ def join_lanes(peak, rest, spread, ENTROPY: tl.constexpr):
 
 
 @triton.jit
-def part_partials(x, begin, size, length, z, outer, to, WIDTH: tl.constexpr, KEPT: tl.constexpr):
-    """Partial statistics of the part's columns. Each of WIDTH lanes has its own until the end, so
+def row_partials(x, length, z, outer, to, WIDTH: tl.constexpr, KEPT: tl.constexpr):
+    """Partial statistics of a row. Each of WIDTH lanes has its own until the end, so
     that nothing is exchanged along the way.
 
     A lane keeps its largest logit apart: of two values the larger goes on, the smaller is summed.
@@ -82,11 +81,11 @@ def part_partials(x, begin, size, length, z, outer, to, WIDTH: tl.constexpr, KEP
     nothing = tl.zeros((WIDTH,), tl.float32)
     peak, rest, spread, total = nothing + LOWEST, nothing, nothing, nothing
     hint: tl.constexpr = "evict_last" if KEPT else ""
-    for start in tl.range(0, size, 4 * WIDTH, num_stages=1):
-        a, in_a = logits_at(x, begin, start + lanes, size, length, z, outer, hint)
-        b, in_b = logits_at(x, begin, start + WIDTH + lanes, size, length, z, outer, hint)
-        c, in_c = logits_at(x, begin, start + 2 * WIDTH + lanes, size, length, z, outer, hint)
-        d, in_d = logits_at(x, begin, start + 3 * WIDTH + lanes, size, length, z, outer, hint)
+    for start in tl.range(0, length, 4 * WIDTH, num_stages=1):
+        a, in_a = logits_at(x, start + lanes, length, z, outer, hint)
+        b, in_b = logits_at(x, start + WIDTH + lanes, length, z, outer, hint)
+        c, in_c = logits_at(x, start + 2 * WIDTH + lanes, length, z, outer, hint)
+        d, in_d = logits_at(x, start + 3 * WIDTH + lanes, length, z, outer, hint)
         if to.total is not None:
             total += tl.where(in_a, a, 0.0) + tl.where(in_b, b, 0.0)
             total += tl.where(in_c, c, 0.0) + tl.where(in_d, d, 0.0)
@@ -103,8 +102,8 @@ def part_partials(x, begin, size, length, z, outer, to, WIDTH: tl.constexpr, KEP
         rest, spread = add_term(smaller(ab, cd), new, rest, spread, ENTROPY)
         rest, spread = add_term(smaller(peak, four), new, rest, spread, ENTROPY)
         peak = new
-    part_peak, part_rest, part_spread = join_lanes(peak, rest, spread, ENTROPY)
-    return part_peak, part_rest, part_spread, tl.sum(total, 0)
+    row_peak, row_rest, row_spread = join_lanes(peak, rest, spread, ENTROPY)
+    return row_peak, row_rest, row_spread, tl.sum(total, 0)
 
 
 @triton.jit
@@ -125,17 +124,14 @@ def logit_gradient(raw, inside, z, outer, normalizer, at, c):
 
 @triton.jit
 def write_gradient(
-    x, y, begin, size, v, length, z, outer, normalizer, at, c, WIDTH: tl.constexpr,
-    KEPT: tl.constexpr,
-):  # fmt: skip
-    """The gradient of the part's columns but for the target's own term, last columns first."""
+    x, y, v, length, z, outer, normalizer, at, c, WIDTH: tl.constexpr, KEPT: tl.constexpr
+):
+    """The gradient of a row but for the target's own term, last columns first."""
     hint: tl.constexpr = "evict_first" if KEPT else ""
-    steps = tl.cdiv(size, 4 * WIDTH)
+    steps = tl.cdiv(v, 4 * WIDTH)
     for step in range(0, steps):
-        own = (steps - 1 - step) * (4 * WIDTH) + tl.arange(0, 4 * WIDTH)
-        columns = begin + own
-        inside = (own < size) & (columns < length)
+        columns = (steps - 1 - step) * (4 * WIDTH) + tl.arange(0, 4 * WIDTH)
+        inside = columns < length
         value = tl.load(x + columns, mask=inside, other=float("-inf"), eviction_policy=hint)
         g, _ = logit_gradient(value, inside, z, outer, normalizer, at, c)
-        there = (own < size) & (columns < v)
-        tl.store(y + columns, g.to(y.dtype.element_ty), mask=there, eviction_policy=hint)
+        tl.store(y + columns, g.to(y.dtype.element_ty), mask=columns < v, eviction_policy=hint)
