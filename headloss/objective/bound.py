@@ -369,12 +369,12 @@ def _at_least_one(count: float | Tensor, device: torch.device, own: bool) -> flo
     return count.masked_fill(count == 0, 1.0)
 
 
-# ---------------------------------------------------------------------- what terms read
 
 def reads(
-    objective: Objective, kinds: Kinds, dtype: torch.dtype, device: torch.device, observe: bool
+    objective: Objective, kinds: Kinds, dtype: torch.dtype, device: torch.device, observe: bool,
+    cuts: bool = False
 ) -> dict[str, Reads]:
-    """What each term asks for, by its key; ValueError where the batch lacks it."""
+    """What each term reads, by key; ValueError for what the batch lacks, or `cuts` would change."""
     found = {}
     for name, _, term in objective.named():
         if (known := getattr(term.function, "reads", None)) is not None:
@@ -384,7 +384,8 @@ def reads(
         stats = sample_statistics(dtype, device, kinds, [term.teacher] if term.teacher else [])
         try:
             found[name] = trace(term, stats, sample.on(stats), observe)
-            check_cuts(term, stats, sample)
+            if cuts:
+                check_cuts(term, stats, sample)
         except ValueError as error:
             if isinstance(error, MissingField) or str(error).startswith(OURS):
                 raise ValueError(f"term {name}: {error}") from None
@@ -393,8 +394,7 @@ def reads(
 
 
 def has_slopes(objective: Objective, kinds: Kinds) -> bool:
-    """Whether the objective's gradient can be had before the statistics (`Bound.beforehand`). A
-    modifier may depend on statistics, and CURRENT is one."""
+    """Whether `Bound.beforehand` serves: modifiers may read statistics, and CURRENT is one."""
     if any(dtype is None for dtype, _ in kinds.values()):
         return False
     return all(term.slopes is not None and not term.modifiers for _, term in objective.parts)

@@ -315,7 +315,7 @@ def _prepared(
         check_topk(batch)
     kinds = batch.kinds(wide)
     check_weights(objective, kinds, batch.totals)
-    asked = reads(objective, kinds, wide, batch.targets.device, observe=options.metrics)
+    asked = reads(objective, kinds, wide, batch.targets.device, options.metrics, cuts=True)
     if options.static:
         check_dead_rows(objective, kinds, wide, batch.targets.device)
     warn_of_misspelt_fields(batch, read := fields_read(objective, asked))
