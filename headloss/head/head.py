@@ -86,7 +86,8 @@ class Head:
     gradients to be the same: where their data differ it drops those of the other ranks.
 
     Attributes:
-        weight: [V, H], of a floating dtype.
+        weight: [V, H], of a floating dtype. That of a LoRA-wrapped module is the base layer's:
+            `Head.of` reads the adapters too.
         bias: [V], or None.
         temperature: a number, or a tensor with one value per token, in the shape of the targets;
             finite and > 0 at scored positions.
@@ -301,7 +302,8 @@ def check_number(name: str, value: object) -> float:
 
 def check_matrix(name: str, value: object, shape: str) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: got {describe(value)}, want a tensor {shape}")
+        hint = "; Head.of reads a module" if isinstance(value, nn.Module) else ""
+        raise TypeError(f"{name}: got {describe(value)}, want a tensor {shape}{hint}")
     check_dense(name, value)
     # Quantised weights are integers, or classes of their own that pose as a floating dtype.
     own = type(value) in (Tensor, nn.Parameter) or type(value).__module__.startswith("torch.")
