@@ -109,14 +109,14 @@ def with_nearest_name(record: type[R]) -> type[R]:
     names, make = [f.name for f in fields(record)], record.__init__  # type: ignore[arg-type]
 
     @functools.wraps(make)
-    def made(self: R, *args: Any, **options: Any) -> None:
+    def initialize(self: R, *args: Any, **options: Any) -> None:
         for name in options:
             if name not in names:
                 want = did_you_mean(name, names)
                 raise TypeError(f"{name}: is no argument of {record.__name__}, {want}")
         make(self, *args, **options)
 
-    record.__init__ = made  # type: ignore[method-assign]
+    record.__init__ = initialize  # type: ignore[method-assign]
     return record
 
 

@@ -238,10 +238,10 @@ def _run(options: Options, make: Callable[..., Call], *given: Any) -> Output:
 
     def terms() -> dict[str, Tensor]:
         pairs = zip(work.bound.named, values.to(dtype).unbind(), strict=False)
-        found = {name: value for (name, _), value in pairs}
-        for value in found.values():
+        by_name = {name: value for (name, _), value in pairs}
+        for value in by_name.values():
             vars(value)["backward"] = without_gradient
-        return found
+        return by_name
 
     # All else is found when it is asked for: a step often asks for none.
     scatter, output = work.packing.scatter, object.__new__(Output)

@@ -321,16 +321,16 @@ def term(
     default = sequence_mean if scope == "segment" else token_mean
 
     def decorate(f: Callable[..., Tensor]) -> Callable[..., Term]:
-        signature, own = inspect.signature(f), name or getattr(f, "__name__", type(f).__name__)
+        signature, named = inspect.signature(f), name or getattr(f, "__name__", type(f).__name__)
         taken = list(signature.parameters.values())[2:]
 
         @functools.wraps(f)
         def factory(*args: Any, **options: Any) -> Term:
-            with naming(own):
+            with naming(named):
                 check_names(taken, args, options)
                 signature.bind(None, None, **options)  # a TypeError that names a missing option
             return Term(
-                name=own,
+                name=named,
                 function=Given(f, **options),
                 scope=scope,
                 per=per,

@@ -88,8 +88,8 @@ def check_cuts(term: Term, stats: Statistics, batch: PackedBatch) -> None:
     function = getattr(term.function, "func", term.function)
     code: Any = getattr(function, "__code__", type(function))
     capturing = batch.targets.is_cuda and torch.cuda.is_current_stream_capturing()
-    whole = term.origin is not None or term.scope == "batch" or term.segments_per_unit > 1
-    if whole or code in _CUT or capturing:
+    uncut = term.origin is not None or term.scope == "batch" or term.segments_per_unit > 1
+    if uncut or code in _CUT or capturing:
         return
     ramp = torch.linspace(1.0, 0.5, len(batch), device=batch.targets.device)
     stats = stats.map(lambda t: t.detach() * ramp.view(-1, *[1] * (t.dim() - 1)))
@@ -101,8 +101,8 @@ def check_cuts(term: Term, stats: Statistics, batch: PackedBatch) -> None:
     try:
         with torch.no_grad():
             want = term(stats, batch.on(stats))
-            found = [stats.map(lambda t, rows=piece.rows: t[rows]) for piece in pieces]
-            each = [term(s, batch.slice(p).on(s)) for s, p in zip(found, pieces, strict=True)]
+            parts = [stats.map(lambda t, rows=piece.rows: t[rows]) for piece in pieces]
+            each = [term(s, batch.slice(p).on(s)) for s, p in zip(parts, pieces, strict=True)]
     finally:
         TRACING.reset(token)
     if not torch.allclose(torch.cat(each), want, 1e-4, 1e-6, equal_nan=True):
