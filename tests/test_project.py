@@ -32,7 +32,8 @@ PARTS = {
     "arguments",
     "objective.statistics",
 }
-TERMS = {"losses.distillation", "losses.scope", "losses.teacher", "losses.term", "objective.bound"}
+TERMS = {"losses.distillation", "losses.scope", "losses.teacher", "losses.term", "losses.trial"}
+TERMS |= {"objective.bound"}
 ENGINE = {"objective.elsewhere", "objective.tape", "objective.tolerance"}
 TAPES = {"objective.sample", "objective.tape", "objective.taping"}
 LOGITS = {"kernels", "softmax.products", "softmax"}
@@ -83,7 +84,7 @@ ALLOWED: dict[str, set[str]] = {
     "head": {"arguments", "head", "softmax.products"},
     "objective.sample": {*PARTS, "losses.term"},
     "objective.elsewhere": {*PARTS, "losses.identity", *TERMS},
-    "objective.bound": {*PARTS, "losses.term", "objective.sample"},
+    "objective.bound": {*PARTS, "losses.term", "losses.trial", "objective.sample"},
     "objective.recording": {"kernels", "batch.segments"},
     "objective.tape": {*PARTS, *TERMS, "kernels", "objective.recording"},
     "objective.taping": {

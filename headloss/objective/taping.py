@@ -17,7 +17,8 @@ from ..batch.packing import PackedBatch
 from ..batch.reduction import Totals
 from ..kernels.opcodes import INPUTS, MEASUREMENTS, NUMBERS, Op
 from ..losses.origin import key_of
-from ..losses.term import TRACING, Objective
+from ..losses.scope import TRACING
+from ..losses.term import Objective
 from .bound import Part, bind, differentiate
 from .metrics import Max, Mean, Min, Observed, Sum
 from .recording import ONE, TOKENS, Node, Operand, RecordedSegments, Recorder, Source, Unrecorded

@@ -30,7 +30,7 @@ from ..softmax.given import GivenSoftmax, GivenSums, IntoLogits, WalkSoftmax
 from ..softmax.linear import ExpSoftmax, LinearSoftmax, Tokens
 from ..softmax.sums import Hidden, Into, RowSums
 from ..softmax.support import SupportSoftmax
-from .checks import Given, GivenLogits, check_temperatures
+from .checks import Given, GivenLogits, check_masks, check_temperatures
 from .loop import GatherRows
 from .plan import Plan
 from .prepare import Prepared, known, prepare_given, prepare_linear
@@ -94,6 +94,8 @@ def _agreed(
             misses = None
         unit = problem.segments_per_unit
         packing, confirm = packing_of(batch, place.vocabulary, options.static, unit, misses)
+        if prepared.masks and not options.static:
+            check_masks(batch, prepared.masks, packing.view(batch, prepared.wide))
         plan = prepared.plan(options, packing, place)
         return Work(
             prepared, objective, batch, options, place, packing, plan, prepared.per_segment,

@@ -24,7 +24,8 @@ from ..head.head import Head, check_transform
 from ..kernels.interface import Kernels
 from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
-from ..losses.term import Objective, Reads
+from ..losses.term import Objective
+from ..losses.trial import Reads
 from ..objective.bound import check_weights, has_slopes, reads
 from ..objective.sample import Kinds
 from ..objective.statistics import BESIDE, CANDIDATES, COLLISION, PEAK, STATISTICS
@@ -44,6 +45,8 @@ from .checks import (
     check_objective,
     check_shape,
     check_topk,
+    fields_read,
+    masks_of,
     warn_of_misspelt_fields,
 )
 from .plan import Plan, Problem, make_plan
@@ -69,6 +72,7 @@ class Prepared:
         own: all terms are the library's own.
         counted: the batch's totals are numbers of tokens and segments, on this rank alone.
         kinds: of the fields that a tape can read: those of one value per token or `per_segment`.
+        masks: fields of `MASKS`, and whether a term reads them.
         misses: not empty once a batch was guessed to be whole, and was not.
     """
 
@@ -87,6 +91,7 @@ class Prepared:
     counted: bool = False
     kinds: Mapping[str, torch.dtype | None] = field(default_factory=dict)
     per_segment: frozenset[str] = frozenset()
+    masks: Mapping[str, bool] = field(default_factory=dict)
     misses: list[bool] = field(default_factory=list)
     _tapes: dict[tuple[bool, bool], Tape | None] = field(default_factory=dict)
     _plans: dict[tuple, Plan] = field(default_factory=dict)
@@ -310,10 +315,10 @@ def _prepared(
         check_topk(batch)
     kinds = batch.kinds(wide)
     check_weights(objective, kinds, batch.totals)
-    asked = reads(objective, kinds, wide, batch.targets.device, observe=options.metrics)
+    asked = reads(objective, kinds, wide, batch.targets.device, options.metrics, cuts=True)
     if options.static:
         check_dead_rows(objective, kinds, wide, batch.targets.device)
-    warn_of_misspelt_fields(batch, objective, asked)
+    warn_of_misspelt_fields(batch, read := fields_read(objective, asked))
     if wants.any:
         check_gradient(objective, asked)
     needs, gradients = _needs(asked, options), {g for r in asked.values() for g in r.gradients}
@@ -366,6 +371,7 @@ def _prepared(
         own=is_own(objective),
         counted=batch.segments.group is None and torch.bool not in (k for k, _ in kinds.values()),
         kinds={name: dtype for name, (dtype, more) in kinds.items() if not more},
+        masks=masks_of(kinds, objective, read),
         per_segment=frozenset([name for name in kinds if not batch.per_token(name)]),
     )
 
