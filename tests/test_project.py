@@ -236,7 +236,7 @@ ALLOWED: dict[str, set[str]] = {
 BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their names begin
 
 LINES_PER_FILE = 400
-CORE_LINES = 11_707
+CORE_LINES = 11_844
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
 KERNEL_LINES = 6_601
