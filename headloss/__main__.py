@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from . import __version__, doctor, gate, kernels, train
+from .arguments import did_you_mean
 from .losses.catalogue import TERMS, sample, table
 from .losses.term import Objective
 from .objective.bound import reads
@@ -163,7 +164,7 @@ def objective_of(names: str) -> Objective:
     """Terms with their default options, joined by "+": "gspo+z_loss+kl"."""
     factories, asked = {f.__name__: f for f in TERMS}, [name.strip() for name in names.split("+")]
     for name in (name for name in asked if name not in factories):
-        want = f"want term names joined by '+', out of {', '.join(factories)}"
+        want = f"want names of terms joined by '+'; {did_you_mean(name, factories)}"
         raise ValueError(f"--objective: got {name!r}, {want}")
     return Objective(tuple((1.0, factories[name]()) for name in asked))
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import fields
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+R = TypeVar("R")
 INT64 = 1 << 63  # beyond every integer that a tensor holds
 LARGEST = sys.float_info.max
 IGNORE = -100  # the target of an unscored position, as in torch.nn.functional.cross_entropy
@@ -89,3 +93,35 @@ def plain_numbers(record: object, *names: str) -> None:
     """Numbers of a frozen record become plain ones."""
     for name in names:
         object.__setattr__(record, name, plain_number(getattr(record, name)))
+
+
+# ---------------------------------------------------------------------- texts
+
+
+def did_you_mean(name: str, names: Collection[str]) -> str:
+    """The nearest of some names; where none is near, all of them."""
+    near = difflib.get_close_matches(name, names, 1)
+    return f"did you mean {near[0]}?" if near else f"want one of {', '.join(names)}"
+
+
+def with_nearest_name(record: type[R]) -> type[R]:
+    """A dataclass whose TypeError for an argument that it does not have offers the nearest."""
+    names, make = [f.name for f in fields(record)], record.__init__  # type: ignore[arg-type]
+
+    @functools.wraps(make)
+    def initialize(self: R, *args: Any, **options: Any) -> None:
+        for name in options:
+            if name not in names:
+                want = did_you_mean(name, names)
+                raise TypeError(f"{name}: is no argument of {record.__name__}, {want}")
+        make(self, *args, **options)
+
+    record.__init__ = initialize  # type: ignore[method-assign]
+    return record
+
+
+def brief(value: object) -> str:
+    """A tensor by its shape and dtype, in the repr of what holds it; anything else by its own."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"

@@ -13,7 +13,8 @@ from torch import Tensor
 from .batch.batch import Batch
 from .batch.packing import PackedBatch, outside_inference, pack
 from .batch.segments import Chunk, Segments
-from .losses.term import Reads, Term
+from .losses.term import Term
+from .losses.trial import Reads
 from .objective.bound import differentiate, reads
 from .objective.sample import sample_statistics
 from .objective.statistics import BESIDE, CANDIDATES, DIFFERENTIABLE, STATISTICS, Statistics

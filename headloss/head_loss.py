@@ -6,13 +6,13 @@ N positions, T of them scored, H hidden width, V vocabulary, K terms.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .arguments import plain_numbers
+from .arguments import brief, plain_numbers
 from .batch.batch import Batch
 from .head.head import Head, check_head
 from .kernels.transform import Transform
@@ -33,13 +33,16 @@ from .run.work import Work
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Output:
     """What `head_loss` returns; `loss` alone carries a gradient.
 
     Attributes:
         loss: the objective, 0-dim, float32 (float64 for float64 inputs).
-        terms: each term's reduced value, without its coefficient.
+        terms: each term's reduced value, without its coefficient and without a gradient: to change
+            what is trained, change the objective. `out.loss - 0.5 * out.terms["entropy"]` has the
+            gradient of `out.loss`; `objective - 0.5 * hl.entropy()` has the other.
         metrics: measurements by name; empty with `Options(metrics=False)`.
         logps: [..] log-probs of the targets, 0 where unscored.
         entropies: [..] entropies in nats, 0 where unscored; None where nothing asked for them.
@@ -51,7 +54,16 @@ class Output:
     metrics: Metrics
     logps: Tensor
     entropies: Tensor | None
-    plan: Plan = field(repr=False)
+    plan: Plan
+
+    def __repr__(self) -> str:
+        """Values of the loss and the terms, which are read from the device; names of metrics."""
+        terms = ", ".join(f"{name} {value.item():.6g}" for name, value in self.terms.items())
+        per_token = f"logps={brief(self.logps)}, entropies={brief(self.entropies)}"
+        return (
+            f"Output(loss={self.loss.item():.6g}, terms: {terms}, {per_token},\n"
+            f"    metrics: {', '.join(self.metrics)},\n    plan: {self.plan.schedule})"
+        )
 
 
 @eagerly
@@ -182,6 +194,14 @@ def plan(
 # ---------------------------------------------------------------------- running a call
 
 
+def without_gradient(*_: Any, **__: Any) -> None:
+    """In place of the backward of a term's value."""
+    raise RuntimeError(
+        "out.terms: carry no gradient, out.loss alone does; a term to be trained belongs into the "
+        "objective, with its coefficient: objective + 0.5 * hl.entropy()"
+    )
+
+
 def _run(options: Options, make: Callable[..., Call], *given: Any) -> Output:
     work, tensors = make(*given)
     metrics = Metrics()
@@ -192,10 +212,13 @@ def _run(options: Options, make: Callable[..., Call], *given: Any) -> Output:
             if work.tolerance is not None:
                 metrics |= work.tolerance.metrics()
     pairs = zip(work.bound.named, values.to(loss.dtype).unbind(), strict=False)
+    terms = {name: value for (name, _), value in pairs}
+    for value in terms.values():
+        vars(value)["backward"] = without_gradient
     entropies = stats.entropy
     return Output(
         loss=loss,
-        terms={name: value for (name, _), value in pairs},
+        terms=terms,
         metrics=metrics,
         logps=work.packing.scatter(stats.logp),
         entropies=None if entropies is None else work.packing.scatter(entropies),

@@ -8,13 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import check_dense, check_number, check_own_places, plain_numbers
+from .arguments import (
+    check_dense,
+    check_number,
+    check_own_places,
+    plain_numbers,
+    with_nearest_name,
+)
 
 BACKENDS = ("auto", "reference", "triton")
 SCHEDULES = ("auto", "one_pass", "recompute", "frozen", "held")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@with_nearest_name
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of `head_loss`, and of the other verbs as far as they apply.

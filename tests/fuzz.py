@@ -18,7 +18,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ if not torch.cuda.is_available():  # before anything imports Triton
 from fuzz_bad import SPOILS
 from fuzz_newer import chosen, draw_newer
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 import headloss as hl
 
@@ -447,14 +448,16 @@ def build(call: Call) -> Built:
     segments: Any = None
     if call.segments is not None:
         kind, value = call.segments
+        device = getattr(call.batch["targets"], "device", torch.device("cpu"))
         if kind == "lengths":
+            value = value if device.type == "cpu" else torch.tensor(value, device=device)
             segments = hl.Segments.from_lengths(value)
         elif kind == "cu_seqlens":
-            segments = hl.Segments.from_cu_seqlens(torch.tensor(value))
+            segments = hl.Segments.from_cu_seqlens(torch.tensor(value, device=device))
         elif kind == "ids":
             segments = hl.Segments.from_ids(value[0], count=value[1])
         else:
-            segments = hl.Segments.rows(*value) if kind == "rows" else value
+            segments = hl.Segments.rows(*value, device=device) if kind == "rows" else value
     batch: Any = hl.Batch(segments=segments, **call.batch)
     if call.totals is not None:
         totals = hl.Totals.of(batch) if call.totals == "of" else call.totals
@@ -467,7 +470,8 @@ def build(call: Call) -> Built:
     objective = sum(terms) if call.objective is None else call.objective
     given = dict(call.options)
     if given.get("main_grad") is True:
-        given["main_grad"] = torch.ones(call.head["weight"].shape)
+        weight = call.head["weight"]
+        given["main_grad"] = torch.ones(weight.shape, device=weight.device)
     return Built(
         hidden=hidden,
         head=head,
@@ -484,11 +488,19 @@ def run(call: Call) -> dict[str, Any]:
         SPOILS[call.spoil].apply(call)
     record: dict[str, Any] = {"call": str(call), "spoil": call.spoil, "dtype": call.dtype}
     try:
-        record |= _run(call, build(call))
+        if call.options.get("backend") == "triton" and torch.cuda.is_available():
+            there = replace(call, **_moved(vars(call), "cuda"))
+            record |= _moved(_run(there, build(there)), "cpu")
+        else:
+            record |= _run(call, build(call))
     except Exception as error:
         record["error"] = f"{type(error).__name__}: {error}"
         record["kind"] = type(error)
     return record
+
+
+def _moved(values: dict[str, Any], device: str) -> dict[str, Any]:
+    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, values)
 
 
 def _run(call: Call, built: Built) -> dict[str, Any]:

@@ -131,6 +131,8 @@ def test_plan_of_very_many_tokens(capsys: pytest.CaptureFixture[str], objective:
 
 def test_objective_of() -> None:
     assert repr(objective_of("gspo+z_loss + kl")) == repr(hl.gspo() + hl.z_loss() + hl.kl())
+    with pytest.raises(ValueError, match=r"--objective: got 'gsop', want .* did you mean gspo\?"):
+        objective_of("kl+gsop")
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,23 @@ def test_unknown_modules_are_refused_by_name():
         Head.of(WEIGHT)  # type: ignore[arg-type]
 
 
+def test_a_hook_on_the_lookup_of_a_tied_embedding_changes_nothing():
+    """As `enable_input_require_grads` registers it."""
+    embedding, hidden = nn.Embedding(V, H).double(), draw(5, H)
+    embedding.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
+    torch.testing.assert_close(Head.of(embedding).logits(hidden), hidden @ embedding.weight.T)
+    with pytest.raises(TypeError, match="parametrize computes its weight"):
+        Head.of(nn.utils.parametrizations.weight_norm(nn.Embedding(V, H)))
+
+
+def test_an_offloaded_head_is_refused_by_name():
+    accelerate = pytest.importorskip("accelerate")
+    for module in (nn.Linear(H, V), nn.Embedding(V, H)):
+        accelerate.cpu_offload(module, execution_device=torch.device("cpu"))
+        with pytest.raises(TypeError, match="accelerate's offload holds its weight; leave"):
+            Head.of(module)
+
+
 # ---------------------------------------------------------------------- PEFT
 
 

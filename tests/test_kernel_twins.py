@@ -54,13 +54,15 @@ def head(n: int, h: int, v: int, first: int, dtype: torch.dtype):
 
 
 def assert_statistics(found: Partials, twin: Partials, exact: Partials, v: int, needs) -> None:
-    """What may be read off partials, whatever they are taken against."""
+    """What may be read off partials, whatever they are taken against. A log-prob near 0 has no more
+    digits than its logit's rounding leaves, which a twin meets by luck where there is one token."""
+    rounding = torch.finfo(torch.float32).eps * max(exact.peak.abs().tolist(), default=0.0)
     for name in finish(exact, v, needs)[0].tensors():
         mine, theirs, oracle = (getattr(finish(p, v, needs)[0], name) for p in (found, twin, exact))
         finite = oracle.isfinite()
         assert torch.equal(mine[~finite].double(), oracle[~finite]), name
         mine, theirs, oracle = mine[finite], theirs[finite], oracle[finite]
-        assert error(mine, oracle) <= 3 * error(theirs, oracle) + 2e-6, name
+        assert error(mine, oracle) <= 3 * error(theirs, oracle) + 2e-6 + rounding, name
 
 
 # ---------------------------------------------------------------------- the interface

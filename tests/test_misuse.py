@@ -487,3 +487,171 @@ def test_the_clipped_share_of_advantages_per_token() -> None:
     assert 0 < found[0][1][0] < 1
     none = loss(x[:0], w, ids[:0], mask[:0], advantages[:0], old_per_token_logps=old[:0])
     assert none[0] == 0 and none[1][0] == 0
+
+
+# ---------------------------------------------------------------------- fields that nobody reads
+
+ZERO = ("mask", "attention_mask", "loss_mask", "completion_mask", "weights")
+
+
+@pytest.mark.parametrize("name", [*ZERO, "labels"])
+def test_a_mask_that_no_term_reads(name: str) -> None:
+    """It is refused where it leaves a scored token out, and nowhere else."""
+    x, h, objective = hidden(), head(), hl.cross_entropy()
+    out = -100 if name == "labels" else 0
+    values = torch.tensor([2, 1, out, 5, 1, out])
+    kept = values != out
+    for given in (values, values.double()) if name == "labels" else (values, values.double(), kept):
+        wrong = batch(**{name: given})
+        match = rf"{name}: got {out} at position 2, which is scored, as no term reads {name}; .*100"
+        for metrics in (True, False):  # twice: nothing is remembered
+            with pytest.raises(ValueError, match=match):
+                hl.head_loss(x, h, wrong, objective, hl.Options(metrics=metrics))
+        with pytest.raises(ValueError, match=match):
+            hl.logits_loss(torch.randn(T, V), wrong, objective)
+        hl.head_stats(x, h, wrong)  # whose caller may read it
+        hl.head_function(x, h, wrong, lambda logps, entropies: -logps.mean(), separable="token")
+        targets = torch.arange(T).masked_fill(~kept, -100)
+        agrees = hl.Batch(targets, **{name: given})
+        got = hl.head_loss(x, h, agrees, objective).loss
+        assert torch.equal(got, hl.head_loss(x, h, hl.Batch(targets), objective).loss)
+    rows = hl.Batch(torch.arange(T).view(2, 3), **{name: values.view(2, 3)})
+    with pytest.raises(ValueError, match=rf"{name}: got {out} at position 2"):
+        hl.head_loss(x.view(2, 3, H), h, rows, objective)
+
+
+def test_a_mask_that_a_term_reads() -> None:
+    x, h = hidden(), head()
+    kept = torch.tensor([True, True, False, True, True, False])
+    both = batch(mask=kept, weights=kept.float())
+    read = hl.cross_entropy().where("mask") + hl.z_loss().weighted("weights")
+    hl.head_loss(x, h, both, read + hl.entropy())  # another term leaves them alone
+    hl.head_loss(x, h, both, hl.entropy())  # and so does another objective
+    hl.head_loss(x, h, both.with_fields(old_logps=hl.CURRENT), hl.entropy())
+    with pytest.raises(ValueError, match="mask: got 0"):
+        hl.head_loss(x, h, batch(mask=kept), hl.entropy())
+    segments = hl.Segments.from_lengths([4, 2])
+    given = hl.Batch(torch.arange(T), segments, weights=torch.tensor([1.0, 0.0]))
+    with pytest.raises(ValueError, match="weights: got 0 at position 4"):
+        hl.head_loss(x, h, given, hl.entropy())
+    hl.head_loss(x, h, given, hl.entropy().weighted("weights"))
+    wide = batch(mask=torch.zeros(T, 2))  # says nothing of a token
+    hl.head_loss(x, h, wide, hl.entropy())
+
+
+# ---------------------------------------------------------------------- a mean inside a term
+
+PARTS = {
+    "logp": lambda stats, batch: stats.logp - stats.logp.mean(),
+    "entropy": lambda stats, batch: stats.logp * stats.entropy.sum(),
+    "field": lambda stats, batch: stats.logp * (batch.w - batch.w.mean()),
+    "count": lambda stats, batch: stats.logp / len(batch),
+    "mask": lambda stats, batch: stats.logp * batch.kept / batch.kept.sum(),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_mean_inside_a_term_is_noticed(name: str) -> None:
+    given = batch(w=torch.rand(T), kept=torch.ones(T, dtype=torch.bool))
+    match = 'term mine: has another value on a part .* scope is "{}", .* or declare scope="batch"'
+    for options in (hl.Options(), hl.Options(chunk_tokens=2)):
+        with pytest.raises(ValueError, match=match.format("token")):
+            hl.head_loss(hidden(), head(), given, term(PARTS[name]), options)
+    with pytest.raises(ValueError, match=match.format("segment")):
+        hl.head_loss(hidden(), head(), given, term(PARTS[name], scope="segment"))
+    x, h = hidden(), head()
+    whole, cut = (
+        hl.head_loss(x, h, given, term(PARTS[name], scope="batch"), options).loss
+        for options in (hl.Options(), hl.Options(chunk_tokens=2))
+    )
+    torch.testing.assert_close(whole, cut)
+
+
+def test_terms_of_ones_own_that_may_be_cut() -> None:
+    """They are tried once, and computed as ever."""
+    calls = []
+
+    def mine(stats, batch, tau=1.0):
+        calls.append(len(batch))
+        return -tau * stats.logp * batch.advantages
+
+    def per_segment(stats, batch):
+        return -batch.segments.mean(stats.logp)
+
+    x, h, given = hidden(), head(), batch(advantages=torch.rand(T))
+    for _ in range(3):
+        out = hl.head_loss(x, h, given, hl.term(mine)(tau=2.0), hl.Options(metrics=False))
+    torch.testing.assert_close(out.loss, -2 * (out.logps * given.advantages).mean())
+    assert calls.count(1) == 2  # each of two made-up tokens, in the first call alone
+    segments = hl.Segments.from_lengths([4, 2])
+    out = hl.head_loss(
+        x, h, hl.Batch(torch.arange(T), segments), term(per_segment, scope="segment", per="segment")
+    )
+    torch.testing.assert_close(out.loss, -segments.mean(out.logps).mean())
+
+
+# ---------------------------------------------------------------------- texts
+
+
+def message(call: Callable[[], object]) -> str:
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
+        call()
+    return str(error.value)
+
+
+def test_the_nearest_name_is_offered() -> None:
+    mine: Any = hl.term(lambda stats, batch, tau=1.0: stats.logp, name="mine")
+    gspo, grpo, entropy, options = hl.gspo, hl.grpo, hl.entropy, hl.Options  # types are another's
+    for call, want in {
+        lambda: gspo(0.2, 0.2): "gspo: got 2 options by position, want them by name: epsilon_low, ",
+        lambda: mine(2.0): "mine: got 1 options by position, want them by name: tau",
+        lambda: grpo(epsilon=0.1): "grpo: got an unexpected option 'epsilon', did you mean eps",
+        lambda: grpo(clip=0.1): "grpo: got an unexpected option 'clip', want one of epsilon_low, ",
+        lambda: entropy(x=1): "entropy: got an unexpected option 'x', want none",
+        lambda: mine(taus=2.0): "mine: got an unexpected option 'taus', did you mean tau?",
+        lambda: options(chunk_size=3): "chunk_size: is no argument of Options, did you mean chunk",
+    }.items():  # type: ignore[call-arg]
+        assert message(call).startswith(want)
+    assert hl.Options(chunk_tokens=3) == hl.Options(chunk_tokens=3)
+
+
+def test_errors_speak_of_what_was_passed() -> None:
+    def number(stats, batch):
+        return stats.logp * batch.beta.item()
+
+    x, h = hidden(), head()
+    given = batch(beta=torch.ones(1), old_logp=torch.zeros(T))
+    found = message(lambda: hl.head_loss(x, h, given, term(number)))
+    assert found.startswith("term mine: ") and "it was tried on 2; pass numbers" in found
+    for objective in (hl.grpo(), hl.z_loss().weighted("old_logps"), hl.z_loss().where("old_logps")):
+        found = message(lambda o=objective: hl.head_loss(x, h, given, o))
+        assert found.endswith("batch.old_logps, which was not given; it has beta, old_logp")
+    out = hl.head_loss(x, h, batch(), hl.cross_entropy() + hl.entropy())
+    for value in out.terms.values():
+        assert not value.requires_grad and "out.terms: carry no gradient" in message(value.backward)
+
+
+def test_reprs_say_what_a_thing_is() -> None:
+    for code in (
+        "entropy().top_entropy(quantile=0.2)",
+        "entropy().top_entropy(threshold=1.5)",
+        "z_loss().over('sequence_mean').weighted('w').where('kept')",
+        "z_loss().over(fixed_length(8))",
+        "reinforce().corrected(mode='token_mask', min=0.5, max=None, live=True)",
+        "reinforce().rejected(measure='k3', level='token', min=0, max=0.1)",
+        "reinforce().off_policy_masked(threshold=0.3).over('sequence_sum')",
+    ):
+        made = eval(f"hl.{code}".replace("fixed", "hl.fixed"), {"hl": hl})
+        assert repr(made) == code and eval(f"hl.{made!r}".replace("fixed", "hl.fixed")) == made
+    assert repr(hl.z_loss().over("token_mean")) == "z_loss()"
+    assert repr(1 * hl.z_loss().where("kept")) == "1 * z_loss().where('kept')"
+    out = hl.head_loss(hidden(), head(), batch(), hl.cross_entropy() + hl.entropy())
+    assert len(repr(out).splitlines()) == 3 and f"loss={out.loss.item():.6g}" in repr(out)
+    for part in ("cross_entropy ", "entropy ", "logps=[6] float32", "plan: one_pass", "perplexity"):
+        assert part in repr(out)
+    given = batch(advantages=torch.zeros(T), old_logps=hl.CURRENT)
+    assert repr(given) == (
+        "Batch(targets=[6] int64, advantages=[6] float32, old_logps=headloss.CURRENT, 1 segments, "
+        "on cpu)"
+    )
+    assert repr(head(softcap=30.0)) == "Head(weight=[9, 4] float32, softcap=30.0)"

@@ -43,7 +43,8 @@ from headloss.batch.batch import Batch
 from headloss.batch.packing import pack
 from headloss.batch.segments import Segments
 from headloss.losses.catalogue import TERMS
-from headloss.losses.term import Term, trace
+from headloss.losses.term import Term
+from headloss.losses.trial import trace
 from headloss.objective.metrics import Max, Mean, Min, fold
 from headloss.objective.statistics import Statistics
 

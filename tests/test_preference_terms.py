@@ -14,7 +14,8 @@ import headloss as hl
 from headloss import losses as h
 from headloss.batch.packing import PackedBatch
 from headloss.batch.segments import Segments
-from headloss.losses.term import Term, trace
+from headloss.losses.term import Term
+from headloss.losses.trial import trace
 from headloss.objective.metrics import fold
 
 LENGTHS = (3, 1, 2, 5, 4, 2)

@@ -32,7 +32,8 @@ PARTS = {
     "arguments",
     "objective.statistics",
 }
-TERMS = {"losses.distillation", "losses.scope", "losses.teacher", "losses.term", "objective.bound"}
+TERMS = {"losses.distillation", "losses.scope", "losses.teacher", "losses.term", "losses.trial"}
+TERMS |= {"objective.bound"}
 ENGINE = {"objective.elsewhere", "objective.tolerance"}
 LOGITS = {"kernels", "softmax.products", "softmax"}
 VERBS = {"check_term", "head_function", "head_loss", "head_stats", "head_topk"}
@@ -81,7 +82,7 @@ ALLOWED: dict[str, set[str]] = {
     "head": {"arguments", "head", "softmax.products"},
     "objective.sample": {*PARTS, "losses.term"},
     "objective.elsewhere": {*PARTS, "losses.identity", *TERMS},
-    "objective.bound": {*PARTS, "losses.term", "objective.sample"},
+    "objective.bound": {*PARTS, "losses.term", "losses.trial", "objective.sample"},
     "objective.tolerance": {*PARTS, "kernels", "objective.bound"},
     "softmax": {
         *LOGITS,
@@ -221,7 +222,7 @@ ALLOWED: dict[str, set[str]] = {
 BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their names begin
 
 LINES_PER_FILE = 400
-CORE_LINES = 11_707
+CORE_LINES = 11_844
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
 KERNEL_LINES = 6_601

@@ -14,7 +14,8 @@ import headloss as hl
 from headloss import losses as h
 from headloss.batch.packing import PackedBatch
 from headloss.batch.segments import Segments
-from headloss.losses.term import Term, trace
+from headloss.losses.term import Term
+from headloss.losses.trial import trace
 from headloss.objective.metrics import Mean, Perplexity, fold
 from headloss.objective.statistics import CANDIDATES, Statistics
 

@@ -42,6 +42,8 @@ def error_of(capsys: Any, *arguments: str) -> str:
         (["gspoo"], "recipe: got 'gspoo', which is neither a file nor one of cispo, grpo, gspo"),
         (["none.yaml"], "recipe: got 'none.yaml', which is neither a file"),
         (["gspo", "modle=tiny"], "modle: no such key, did you mean model?"),
+        (["gspo", "learning_rate=1"], "learning_rate: no such key, did you mean trainer.lear"),
+        (["sft", "max_step=5"], "max_step: no such key, did you mean trainer.max_steps?"),
         (["sft", "tiny.hidden=3"], "tiny.hidden: no such key, did you mean hidden_size?"),
         (["sft", "tiny.hidden_size=wide"], "tiny.hidden_size: "),
         (["sft", "held_out"], "held_out: want key=value"),

@@ -405,3 +405,63 @@ def test_fsdp2(schedule: str) -> None:
                 for a, b in zip((*got[1], *got[2]), (*want[1], *want[2]), strict=True):
                     assert (a - b).norm() <= tolerance * b.norm() + 1e-6, kind
                 assert max(g.norm() for g in want[1]) > 0.01
+
+
+# ---------------------------------------------------------------------- what is refused by name
+
+
+def test_two_heads_are_refused() -> None:
+    kind = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 37, "num_labels": 1}
+    model = transformers.GPT2DoubleHeadsModel(transformers.GPT2Config(**kind))
+    with pytest.raises(ValueError, match="model: got GPT2DoubleHeadsModel, want a model w"):
+        apply(model)
+
+
+def adapted(**options: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, init_lora_weights=False, **options)
+    return config, peft.get_peft_model(tiny("llama"), config)
+
+
+def test_a_head_for_each_row_is_refused() -> None:
+    config, model = adapted(target_modules=["q_proj", "lm_head"])
+    model.add_adapter("other", config)
+    model.eval()
+    call = {"input_ids": IDS, "labels": LABELS, "adapter_names": ["default", "other"]}
+    with apply(model), pytest.raises(ValueError, match="adapter_names: got them at the head"):
+        model(**call)
+    config, model = adapted(target_modules=["q_proj"])  # the rows share the head
+    model.add_adapter("other", config)
+    model.eval()
+    want = model(**call).loss
+    with apply(model):
+        torch.testing.assert_close(model(**call).loss, want, rtol=2e-6, atol=1e-6)
+
+
+def test_trainable_tokens() -> None:
+    """Of the input alone; where they are the head's too, they are refused."""
+    _, model = adapted(target_modules=["q_proj"], trainable_token_indices=[3, 5])
+    assert_same_adapted(model)
+    peft = pytest.importorskip("peft")
+    tied = tiny("llama", tie_word_embeddings=True)
+    config = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3, 5])
+    with pytest.raises(TypeError, match="trainable tokens replace rows of the weight; merge"):
+        apply(peft.get_peft_model(tied, config))
+
+
+def assert_same_adapted(model: Any) -> None:
+    want, wanted = step(model)
+    with apply(model):
+        got, found = step(model)
+    torch.testing.assert_close(got.loss, want.loss, rtol=2e-6, atol=1e-6)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=2e-5, atol=1e-5)
+
+
+def test_a_field_that_was_not_given_says_how_to_give_it() -> None:
+    model = tiny("llama")
+    for terms in (hl.reinforce(), hl.cross_entropy().where("kept"), hl.z_loss().weighted("w")):
+        with apply(model, terms) as applied, pytest.raises(ValueError, match=r"fields=\(names,\)"):
+            model(input_ids=IDS, labels=LABELS)
+        assert repr(applied) == f"Applied(LlamaForCausalLM, 1 * {terms!r}, fields=())"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import IGNORE, INT64, check_dense, check_device, is_integers
+from ..arguments import IGNORE, INT64, brief, check_dense, check_device, is_integers
 from .reduction import Totals
 from .segments import Segments, check_own
 from .support import Support
@@ -117,6 +117,7 @@ class Batch:
             "candidate_ids": candidate_ids, **fields,
         }
         self._give(given)
+        self._masks_read: frozenset[str] = frozenset()  # by the terms of earlier calls
         self._found: Survey | None = None
         if targets.is_cuda and _may_ask_device():
             self.found()
@@ -222,6 +223,14 @@ class Batch:
         if name == "support_ids" and support is not None:
             return support.given
         raise AttributeError(f"batch has no field {name!r}; it has {sorted(fields)}")
+
+    def __repr__(self) -> str:
+        """Shapes, dtypes and the number of segments; nothing is read from the device."""
+        held = {"targets": self.targets, **self.fields}
+        if self.support is not None:
+            held["support_ids"] = self.support.given
+        shown = ", ".join(f"{name}={brief(value)}" for name, value in held.items())
+        return f"Batch({shown}, {self.segments.count} segments, on {self.targets.device})"
 
     def _check_field(self, name: str, value: object) -> None:
         if name in RESERVED or name.startswith("_"):

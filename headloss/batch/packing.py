@@ -6,7 +6,7 @@ segment. From there on there are no masks and no padding: every field is a vecto
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,11 +19,17 @@ from .segments import Chunk, Segments
 from .support import Packed as PackedSupport
 from .survey import IGNORE, Order, static_order
 
+NOT_GIVEN = "which was not given"
 ALL = slice(None)  # compared by `is`: such rows are not cut, since a slice is an operation
 
 
 class MissingField(ValueError):
     """A term reads a batch field that was not given."""
+
+
+def missing(name: str, fields: Iterable[str]) -> str:
+    """What an error says of a field that a batch does not have."""
+    return f"batch.{name}, {NOT_GIVEN}; it has {', '.join(sorted(fields)) or 'no fields'}"
 
 
 def outside_inference(value: Tensor) -> Tensor:
@@ -78,7 +84,7 @@ class PackedBatch:
         value = self._fields.get(name)
         if value is None:
             if name not in self._given:
-                raise MissingField(f"reads batch.{name}, which was not given")
+                raise MissingField(f"reads {missing(name, self.kinds())}")
             value = self._fields[name] = self._gathered(name)
         if isinstance(value, Current):
             assert self._stats is not None

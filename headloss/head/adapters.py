@@ -75,6 +75,10 @@ def _check_unpatched(module: nn.Module) -> None:
     # accelerate's dispatch moves inputs to the layer's device and changes nothing else.
     if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
         raise _unknown(module, "its forward has been replaced on the instance")
+    if hasattr(module, "_hf_hook") and getattr(module.weight, "is_meta", False):
+        raise _unknown(module, "accelerate's offload holds its weight; leave the head on a device")
+    if isinstance(module, nn.Embedding):
+        return  # what hooks do to the rows that it looks up is no matter of the head's product
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     hooks += [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
     for hook in hooks:

@@ -12,14 +12,14 @@ are, in this order,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 
-from ..arguments import LARGEST, check_dense, check_device, plain_numbers
+from ..arguments import LARGEST, brief, check_dense, check_device, plain_numbers
 from ..softmax.products import Fixed, WideLinear
 from .adapters import Fields, read_model, read_module
 
@@ -76,7 +76,7 @@ class Lora:
         return self.scaling * WideLinear.apply(hidden, self.a, fixed)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Head:
     """What turns hidden states into logits; made by hand, or read by `Head.of` and `Head.of_model`.
 
@@ -86,7 +86,8 @@ class Head:
     gradients to be the same: where their data differ it drops those of the other ranks.
 
     Attributes:
-        weight: [V, H], of a floating dtype.
+        weight: [V, H], of a floating dtype. That of a LoRA-wrapped module is the base layer's:
+            `Head.of` reads the adapters too.
         bias: [V], or None.
         temperature: a number, or a tensor with one value per token, in the shape of the targets;
             finite and > 0 at scored positions.
@@ -130,6 +131,12 @@ class Head:
             self._check_vocab_size(self.vocab_size)
         if not isinstance(self.lora, tuple) or self.lora:
             _check_lora(self.lora, self.weight)
+
+    def __repr__(self) -> str:
+        """What differs from the defaults; of tensors the shape and dtype."""
+        held = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
+        shown = [f"{n}={brief(x)}" for n, (x, usual) in held.items() if x is not usual]
+        return f"Head({', '.join(shown)})"
 
     # ------------------------------------------------------------------ making them
 
@@ -295,7 +302,8 @@ def check_number(name: str, value: object) -> float:
 
 def check_matrix(name: str, value: object, shape: str) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: got {describe(value)}, want a tensor {shape}")
+        hint = "; Head.of reads a module" if isinstance(value, nn.Module) else ""
+        raise TypeError(f"{name}: got {describe(value)}, want a tensor {shape}{hint}")
     check_dense(name, value)
     # Quantised weights are integers, or classes of their own that pose as a floating dtype.
     own = type(value) in (Tensor, nn.Parameter) or type(value).__module__.startswith("torch.")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import ParamSpec, TypeVar
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
-from ..arguments import check_number, plain_number
+from ..arguments import brief, check_number, did_you_mean, plain_number
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,6 +32,25 @@ def naming(name: str) -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name}: {error}") from None
+
+
+def check_names(
+    taken: Collection[inspect.Parameter], args: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    """TypeError for options by position, or of names that a term does not take."""
+    names = [p.name for p in taken if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    if args:
+        want = f"want them by name: {', '.join(names)}" if names else "want none"
+        raise TypeError(f"got {len(args)} options by position, {want}")
+    for name in options if len(names) == len(taken) else ():
+        if name not in names:
+            want = did_you_mean(name, names) if names else "want none"
+            raise TypeError(f"got an unexpected option {name!r}, {want}")
+
+
+def call_text(name: str, options: Iterable[tuple[str, Any]]) -> str:
+    """A call as code: `gspo(epsilon_low=0.1)`."""
+    return f"{name}({', '.join(f'{option}={brief(value)}' for option, value in options)})"
 
 
 def number(want: str, accept: Callable[[float], bool], **options: object) -> None:

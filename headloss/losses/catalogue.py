@@ -17,7 +17,8 @@ from ..objective.statistics import CANDIDATES, COLLISION, STATISTICS, Statistics
 from .modifiers import Modifier, corrected, off_policy_masked, top_entropy
 from .rejection import rejected
 from .teacher import INPUTS as TEACHER_INPUTS
-from .term import Term, trace
+from .term import Term
+from .trial import trace
 
 # Of the names that `losses` exports, those that make no term by themselves.
 _OTHERS = {"Term", "Objective", "Modifier", "term", "kl_shaped", "rejection_mask"}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import ParamSpec
 
-from .arguments import naming, with_floats
+from .arguments import check_names, naming, with_floats
 from .term import Term
 
 P = ParamSpec("P")
@@ -26,10 +26,11 @@ def factory(function: Callable[P, Term]) -> Callable[P, Term]:
 
     @with_floats
     def build(*args: P.args, **kwargs: P.kwargs) -> Term:
-        bound = signature.bind(*args, **kwargs)  # a TypeError that names a wrong option
-        bound.apply_defaults()
         with naming(name):
+            check_names(signature.parameters.values(), args, kwargs)
+            bound = signature.bind(*args, **kwargs)  # a TypeError that names a missing option
             made = function(*args, **kwargs)
+        bound.apply_defaults()
         return replace(made, name=name, options=tuple(bound.arguments.items()))
 
     remembered = functools.lru_cache(maxsize=64, typed=True)(build)

@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,16 @@ from torch import Tensor
 from ..objective.metrics import Max, Observed
 from ..objective.statistics import Statistics
 from ..ranks.collectives import check_group, together
-from .arguments import flags, naming, non_negative, number, one_of, positive, with_floats
+from .arguments import (
+    call_text,
+    flags,
+    naming,
+    non_negative,
+    number,
+    one_of,
+    positive,
+    with_floats,
+)
 from .importance import MAX_LOG_RATIO
 from .scope import TRACING, Per, Scope
 
@@ -36,12 +45,22 @@ def _nothing(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Modifier:
-    """`factor`: (stats, batch) to [T] without gradient; `observe`: what it reports."""
+    """`factor`: (stats, batch) to [T] without gradient; `observe`: what it reports; `options`:
+    those of the call that made it."""
 
     name: str
     factor: Callable[[Statistics, PackedBatch], Tensor]
     scope: Scope
     observe: Callable[[Statistics, PackedBatch], dict[str, Observed]] = _nothing
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __repr__(self) -> str:
+        return call_text(self.name, self.options)
+
+
+def not_none(**options: Any) -> tuple[tuple[str, Any], ...]:
+    """Options of a modifier that say something."""
+    return tuple((n, x) for n, x in options.items() if x is not None and x is not False)
 
 
 # ---------------------------------------------------------------------- sampler and trainer
@@ -150,6 +169,11 @@ def corrected(
         factor=correction.factor,
         scope="batch" if normalized else scope,
         observe=correction.observe,
+        options=(
+            *not_none(mode=mode, min=minimum),
+            ("max", maximum),
+            *not_none(live=live, normalized=normalized),
+        ),
     )
 
 
@@ -183,6 +207,7 @@ def off_policy_masked(threshold: float) -> Modifier:
         name="off_policy_masked",
         factor=functools.partial(_on_policy, threshold=threshold),
         scope="segment",
+        options=(("threshold", threshold),),
     )
 
 
@@ -271,8 +296,10 @@ def top_entropy(
             number("0 < quantile <= 1", lambda x: 0 < x <= 1, quantile=quantile)
             check_group("group", group)
             top = functools.partial(_among_top, quantile=quantile, group=group)
-            return Modifier(name="top_entropy", factor=top, scope="batch")
+            share = (("quantile", quantile),)
+            return Modifier(name="top_entropy", factor=top, scope="batch", options=share)
         assert threshold is not None
         non_negative(threshold=threshold)
         above = functools.partial(_above, threshold=threshold)
-        return Modifier(name="top_entropy", factor=above, scope="token")
+        options = (("threshold", threshold),)
+        return Modifier(name="top_entropy", factor=above, scope="token", options=options)

@@ -19,7 +19,7 @@ from ..objective.metrics import Observed
 from ..objective.statistics import Statistics
 from .arguments import flags, naming, number, one_of, with_floats
 from .importance import MAX_LOG_RATIO, estimate
-from .modifiers import Modifier, sampler_mismatch
+from .modifiers import Modifier, not_none, sampler_mismatch
 
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
@@ -121,6 +121,7 @@ def rejected(
         factor=made.factor,
         scope="token" if level == "token" else "segment",
         observe=made.observe,
+        options=not_none(measure=measure, level=level, min=minimum, max=maximum, live=live),
     )
 
 

@@ -57,6 +57,10 @@ def cross_entropy(*, label_smoothing: float = 0.0) -> Term:
         label_smoothing: share of the target's mass that is spread evenly over the vocabulary,
             in [0, 1].
 
+    Class weights are `.weighted(field)`, with the weight of each target's class: the smoothed part
+    too is weighted by the target's class, where torch.nn.functional.cross_entropy weighs each
+    column by its own. docs/how-to.md has that loss.
+
     Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
     """
     number("0 <= label_smoothing <= 1", lambda x: 0 <= x <= 1, label_smoothing=label_smoothing)

@@ -15,18 +15,17 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from ..arguments import as_float
-from ..batch.reduction import Reduction, as_reduction, sequence_mean, token_mean
-from ..objective.metrics import Observed, checked
+from ..batch.reduction import REDUCTIONS, Reduction, as_reduction, sequence_mean, token_mean
+from ..objective.metrics import Observed
 from ..objective.statistics import Slope, Statistics
-from .arguments import counts, one_of
-from .identity import Given, Recorder, alike, leaves_of
+from .arguments import call_text, check_names, counts, naming, one_of
+from .identity import Given, alike
 from .modifiers import Modifier, corrected, off_policy_masked, top_entropy
 from .rejection import rejected
-from .scope import SCOPES, TRACING, Per, Scope, wider
+from .scope import SCOPES, Per, Scope, wider
 from .teacher import Teacher
 
 if TYPE_CHECKING:
@@ -90,6 +89,7 @@ class Term(_Arithmetic):
         teacher: the full-distribution teacher whose divergence it reads.
         slopes: batch to the whole gradient in closed form (`stats.Slope`); None: by autograd.
         own_scope: the scope without modifiers, where there are any.
+        own_reduction: the one that it was made with, where `.over` has chosen another.
     """
 
     name: str
@@ -107,10 +107,27 @@ class Term(_Arithmetic):
     teacher: Teacher | None = None
     slopes: Callable[[PackedBatch], tuple[Slope, ...]] | None = None
     own_scope: Scope | None = None
+    own_reduction: Reduction | None = None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether its function is one of this library, and not a user's."""
+        function: Any = self.function
+        while isinstance(function, functools.partial):
+            function = function.func
+        package = __name__.partition(".")[0]
+        return str(getattr(function, "__module__", "")).partition(".")[0] == package
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in self.options)
-        return f"{self.name}({options})"
+        """The code that makes it."""
+        calls = [call_text(self.name, self.options), *map(repr, self.modifiers)]
+        over, default = self.reduction, self.own_reduction
+        if over is not None and (default is not None or self.missing_reduction):
+            named = repr(over.name) if over.name in REDUCTIONS else over.name
+            calls.append(f"over({named})")
+        calls += [f"weighted({field!r})" for field in self.weight_fields]
+        calls += [f"where({self.kept_field!r})"] * (self.kept_field is not None)
+        return ".".join(calls)
 
     def __eq__(self, other: object) -> bool:
         return alike(vars(self), vars(other)) if isinstance(other, Term) else NotImplemented
@@ -125,7 +142,8 @@ class Term(_Arithmetic):
 
     def over(self, reduction: Reduction | str) -> Term:
         """The same term under another reduction: a name or e.g. `headloss.fixed_length(n)`."""
-        return replace(self, reduction=as_reduction(reduction))
+        new, first = as_reduction(reduction), self.own_reduction or self.reduction
+        return replace(self, reduction=new, own_reduction=None if new == first else first)
 
     def weighted(self, field: str) -> Term:
         """Multiply by a batch field, per token or per segment; the denominator stays."""
@@ -310,13 +328,16 @@ def term(
     default = sequence_mean if scope == "segment" else token_mean
 
     def decorate(f: Callable[..., Tensor]) -> Callable[..., Term]:
-        signature = inspect.signature(f)
+        signature, named = inspect.signature(f), name or getattr(f, "__name__", type(f).__name__)
+        taken = list(signature.parameters.values())[2:]
 
         @functools.wraps(f)
-        def factory(**options: Any) -> Term:
-            signature.bind(None, None, **options)  # a TypeError that names a wrong option
+        def factory(*args: Any, **options: Any) -> Term:
+            with naming(named):
+                check_names(taken, args, options)
+                signature.bind(None, None, **options)  # a TypeError that names a missing option
             return Term(
-                name=name or getattr(f, "__name__", type(f).__name__),  # a partial has none
+                name=named,
                 function=Given(f, **options),
                 scope=scope,
                 per=per,
@@ -331,7 +352,7 @@ def term(
         factory.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[
                 p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-                for p in list(signature.parameters.values())[2:]
+                for p in taken
                 if p.kind is not inspect.Parameter.VAR_KEYWORD
             ],
             return_annotation=Term,
@@ -339,57 +360,3 @@ def term(
         return factory
 
     return decorate if function is None else decorate(function)
-
-
-@dataclass(frozen=True)
-class Reads:
-    """What a term asks for: statistics, and fields of the batch."""
-
-    statistics: frozenset[str]
-    fields: frozenset[str]
-    gradients: frozenset[str]  # statistics that its value depends on differentiably
-
-
-def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = True) -> Reads:
-    """Run a term once on a small sample and report what it reads.
-
-    Raises ValueError where a tensor that requires a gradient enters it from outside: the engine
-    differentiates with respect to the statistics alone, so that gradient would be lost.
-    """
-    seen: tuple[set[str], set[str]] = set(), set()
-    stats_, batch_ = Recorder(stats, seen[0]), Recorder(batch, seen[1])
-    token = TRACING.set(True)
-    try:
-        values = _trial(term, stats_, batch_, observe)
-    except (RuntimeError, ValueError) as error:
-        wide = sorted(name for name in seen[1] & batch.kinds().keys() if batch.kinds()[name][1])
-        said = str(error).removeprefix(f"term {term.name}: ")
-        if not wide or said.startswith("reads "):  # a field is missing
-            raise
-        more = f"with several values of batch.{wide[0]} at each token"
-        raise ValueError(f"term {term.name}: {said}, {more}") from error
-    finally:
-        TRACING.reset(token)
-    own = {id(leaf): name for name, leaf in stats.tensors().items()}
-    own |= {id(leaf): str(key) for key, leaf in stats.divergences.items()}
-    leaves = list(leaves_of(values))
-    for leaf in leaves:
-        if id(leaf) not in own:
-            raise ValueError(
-                f"term {term.name}: a tensor of shape {tuple(leaf.shape)} that requires a gradient "
-                "is caught in its function; its gradient would be lost: detach it"
-            )
-    return Reads(frozenset(seen[0]), frozenset(seen[1]), frozenset(own[id(x)] for x in leaves))
-
-
-def _trial(term: Term, stats: Any, batch: Any, observe: bool) -> Tensor:
-    """A term's values, and what it observes, on a sample."""
-    with torch.enable_grad():
-        values = term(stats, batch)
-    if observe:
-        with torch.no_grad():
-            for source in (term, *term.modifiers):
-                if source.observe is not None:
-                    found = source.observe(stats, batch)
-                    checked(source.name, found, len(batch), batch._target.segments.count)
-    return values

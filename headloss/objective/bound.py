@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..batch.packing import MissingField, PackedBatch, as_wide
+from ..batch.packing import MissingField, PackedBatch, as_wide, missing
 from ..batch.reduction import Number, Reduction, Totals, sequence_mean
 from ..batch.segments import Chunk
-from ..losses.term import Objective, Reads, Term, trace
+from ..losses.term import Objective, Term
+from ..losses.trial import Reads, check_cuts, trace
 from .metrics import Observed, checked
 from .sample import Kinds, sample_batch, sample_statistics
 from .statistics import CANDIDATES, DIFFERENTIABLE, Coefficients, Slope, Statistics, pull_back
 
 PerRaw = Callable[..., Number]  # slope of the logits that a term sees, by its teacher, over raw
+OURS = ("sums over", "reads stats.")  # how errors begin that do not name the term yet
 UNREAD = ("teacher_logits", "teacher_hidden")  # by terms: these are large, and stay as they are
 
 
@@ -346,7 +348,7 @@ def check_weights(objective: Objective, kinds: Kinds, totals: Totals | None) -> 
         if field is None:
             continue
         if field not in kinds:
-            raise ValueError(f"term {name}: is restricted to batch.{field}, which was not given")
+            raise ValueError(f"term {name}: is restricted to {missing(field, kinds)}")
         if kinds[field][0] != torch.bool:
             raise TypeError(f"{field}: want a boolean tensor, as term {name} is restricted to it")
         if totals is not None and field not in totals.kept:
@@ -365,34 +367,32 @@ def _at_least_one(count: float | Tensor, device: torch.device, own: bool) -> flo
     return count.masked_fill(count == 0, 1.0)
 
 
-# ---------------------------------------------------------------------- what terms read
 
 def reads(
-    objective: Objective, kinds: Kinds, dtype: torch.dtype, device: torch.device, observe: bool
+    objective: Objective, kinds: Kinds, dtype: torch.dtype, device: torch.device, observe: bool,
+    cuts: bool = False
 ) -> dict[str, Reads]:
-    """What each term asks for, by its key; ValueError where the batch lacks it."""
+    """What each term reads, by key; ValueError for what the batch lacks, or `cuts` would change."""
     found = {}
     for name, _, term in objective.named():
-        known = getattr(term.function, "reads", None)
-        if known is not None:
+        if (known := getattr(term.function, "reads", None)) is not None:
             found[name] = known
             continue
-        teachers = [] if term.teacher is None else [term.teacher]
         sample = sample_batch(kinds, term, device)
-        stats = sample_statistics(dtype, device, kinds, teachers)
+        stats = sample_statistics(dtype, device, kinds, [term.teacher] if term.teacher else [])
         try:
             found[name] = trace(term, stats, sample.on(stats), observe)
+            if cuts:
+                check_cuts(term, stats, sample)
         except ValueError as error:
-            ours = str(error).startswith(("sums over", "reads stats."))
-            if ours or isinstance(error, MissingField):
+            if isinstance(error, MissingField) or str(error).startswith(OURS):
                 raise ValueError(f"term {name}: {error}") from None
             raise
     return found
 
 
 def has_slopes(objective: Objective, kinds: Kinds) -> bool:
-    """Whether the objective's gradient can be had before the statistics (`Bound.beforehand`). A
-    modifier may depend on statistics, and CURRENT is one."""
+    """Whether `Bound.beforehand` serves: modifiers may read statistics, and CURRENT is one."""
     if any(dtype is None for dtype, _ in kinds.values()):
         return False
     return all(term.slopes is not None and not term.modifiers for _, term in objective.parts)

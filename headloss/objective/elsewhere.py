@@ -21,7 +21,8 @@ from ..batch.reduction import token_mean
 from ..batch.segments import Chunk
 from ..losses.identity import leaves_of
 from ..losses.scope import Scope
-from ..losses.term import Objective, Reads, Term
+from ..losses.term import Objective, Term
+from ..losses.trial import Reads
 from .bound import Gradient, differentiate
 from .statistics import BESIDE, CANDIDATES, Coefficients, Statistics, pull_back
 

@@ -29,7 +29,7 @@ from ..softmax.given import GivenSoftmax, GivenSums, IntoLogits, WalkSoftmax
 from ..softmax.linear import ExpSoftmax, LinearSoftmax, Tokens
 from ..softmax.sums import Hidden, Into, RowSums
 from ..softmax.support import SupportSoftmax
-from .checks import Given, GivenLogits, check_temperatures
+from .checks import Given, GivenLogits, check_masks, check_temperatures
 from .loop import GatherRows
 from .plan import Plan
 from .prepare import Prepared, known, prepare_given, prepare_linear
@@ -83,6 +83,8 @@ def _agreed(
         prepared, objective = ready
         unit = prepared.problem.segments_per_unit
         packing = packing_of(batch, place.vocabulary, options.static, unit)
+        if prepared.masks and not options.static:
+            check_masks(batch, prepared.masks, packing.view(batch, prepared.wide))
         plan = prepared.plan(options, packing, place)
         return Work(
             prepared, objective, batch, options, place, packing, plan, prepared.per_segment,

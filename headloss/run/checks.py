@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..arguments import check_dense, check_device
+from ..arguments import IGNORE, check_dense, check_device
 from ..batch.batch import LOGPS, Batch, check_ids
 from ..batch.packing import PackedBatch
 from ..head.head import Head, autocast_dtype, check_head
 from ..kernels.transform import Transform
 from ..losses.teacher import INPUTS
-from ..losses.term import Objective, Reads, Term
+from ..losses.term import Objective, Term
+from ..losses.trial import Reads
 from ..objective.bound import reads
 from ..objective.sample import Kinds
 from ..options import Options
@@ -224,6 +225,10 @@ def check_main_grad(weight: Tensor, options: Options) -> None:
 
 FIELDS = ("advantages", *LOGPS, "teacher_logps", "candidate_ids", "candidate_probs", "desirable")
 FIELDS += ("reference_kl", "importance_sampling_ratio", *sum(INPUTS.values(), ()))
+# Names under which others say which tokens count, and what stands there at those that do not.
+_ZERO = "mask attention_mask loss_mask completion_mask response_mask action_mask assistant_mask"
+_ZERO += " assistant_masks weight weights loss_weights sample_weight"
+MASKS = {**dict.fromkeys(_ZERO.split(), 0), "labels": IGNORE}
 
 
 def check_gradient(objective: Objective, asked: dict[str, Reads]) -> None:
@@ -235,10 +240,38 @@ def check_gradient(objective: Objective, asked: dict[str, Reads]) -> None:
         )
 
 
-def warn_of_misspelt_fields(batch: Batch, objective: Objective, asked: dict[str, Reads]) -> None:
-    """Warn of a field that no term reads, if its name is close to one that exists."""
+def fields_read(objective: Objective, asked: dict[str, Reads]) -> set[str]:
     read = {name for term in asked.values() for name in term.fields}
-    read |= {term.kept_field for _, term in objective.parts if term.kept_field is not None}
+    return read | {term.kept_field for _, term in objective.parts if term.kept_field is not None}
+
+
+def masks_of(kinds: Kinds, objective: Objective, read: set[str]) -> dict[str, bool]:
+    """Fields of `MASKS`, and whether a term reads them; none beside a loss that lives elsewhere,
+    which may read what it likes."""
+    if any(hasattr(term.function, "reads") for _, term in objective.parts):
+        return {}
+    return {name: name in read for name in MASKS if name in kinds}
+
+
+def check_masks(batch: Batch, masks: Mapping[str, bool], packed: PackedBatch) -> None:
+    """ValueError for a field that by its name says which tokens count (`MASKS`), leaves a scored
+    one out, and is read by no term: of this call, whose `masks` says so, or of one before with the
+    same batch. Reads the device, once for each such field."""
+    batch._masks_read |= {name for name, read in masks.items() if read}
+    for name in masks.keys() - batch._masks_read:
+        out = (value := getattr(packed, name)) == MASKS[name]
+        if value.dim() == 1 and out.any():
+            token = int(out.nonzero()[0])
+            position = token if packed.index is None else int(packed.index[token])
+            raise ValueError(
+                f"{name}: got {MASKS[name]} at position {position}, which is scored, as no term "
+                f"reads {name}; to leave it out want a target of -100 there, or a term that reads "
+                f'it: .where("{name}") of a boolean field, .weighted("{name}") of any'
+            )
+
+
+def warn_of_misspelt_fields(batch: Batch, read: set[str]) -> None:
+    """Warn of a field that no term reads, if its name is close to one that exists."""
     absent = {name.lower(): name for name in {*FIELDS, *read} if name not in batch.fields}
     for name in batch.fields.keys() - read - set(FIELDS):
         close = difflib.get_close_matches(name.lower(), absent, n=1, cutoff=0.8)

@@ -8,6 +8,7 @@ of what was prepared.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -21,7 +22,8 @@ from ..batch.packing import Packing
 from ..head.head import Head, check_transform
 from ..kernels.interface import Kernels
 from ..losses.teacher import Teacher
-from ..losses.term import Objective, Reads
+from ..losses.term import Objective
+from ..losses.trial import Reads
 from ..objective.bound import check_weights, has_slopes, reads
 from ..objective.sample import Kinds
 from ..objective.statistics import BESIDE, CANDIDATES, COLLISION, PEAK, STATISTICS
@@ -39,6 +41,8 @@ from .checks import (
     check_objective,
     check_shape,
     check_topk,
+    fields_read,
+    masks_of,
     warn_of_misspelt_fields,
 )
 from .plan import Plan, Problem, make_plan
@@ -61,6 +65,7 @@ class Prepared:
         beside: something is measured beside the statistics: teachers, candidates.
         slopes: the objective's gradient can be known before the statistics.
         counted: the batch's totals are numbers of tokens and segments, on this rank alone.
+        masks: fields of `MASKS`, and whether a term reads them.
     """
 
     needs: frozenset[str]
@@ -75,6 +80,7 @@ class Prepared:
     slopes: bool = False
     counted: bool = False
     per_segment: frozenset[str] = frozenset()
+    masks: Mapping[str, bool] = field(default_factory=dict)
     _plans: dict[tuple, Plan] = field(default_factory=dict)
 
     @cached_property
@@ -268,10 +274,10 @@ def _prepared(
         check_topk(batch)
     kinds = batch.kinds(wide)
     check_weights(objective, kinds, batch.totals)
-    asked = reads(objective, kinds, wide, batch.targets.device, observe=options.metrics)
+    asked = reads(objective, kinds, wide, batch.targets.device, options.metrics, cuts=True)
     if options.static:
         check_dead_rows(objective, kinds, wide, batch.targets.device)
-    warn_of_misspelt_fields(batch, objective, asked)
+    warn_of_misspelt_fields(batch, read := fields_read(objective, asked))
     if wants.any:
         check_gradient(objective, asked)
     needs, gradients = _needs(asked, options), {g for r in asked.values() for g in r.gradients}
@@ -319,6 +325,7 @@ def _prepared(
         beside=bool(teachers or beside),
         slopes=slopes,
         counted=batch.segments.group is None and torch.bool not in (k for k, _ in kinds.values()),
+        masks=masks_of(kinds, objective, read),
         per_segment=frozenset([name for name in kinds if not batch.per_token(name)]),
     )
 

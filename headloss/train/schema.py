@@ -161,6 +161,8 @@ def _one_line(error: OmegaConfBaseException) -> str:
 def unknown(key: str, name: str, known: Iterable[str]) -> str:
     """One line about a key that does not exist, with the nearest that does."""
     near = difflib.get_close_matches(name, list(known), 1)
+    if not near and "." not in key:  # it may be one of the trainer's keys
+        near = [f"trainer.{n}" for n in difflib.get_close_matches(name, [*INTERVALS, *CHOICES], 1)]
     return f"{key}: no such key" + (f", did you mean {near[0]}?" if near else "")
 
 

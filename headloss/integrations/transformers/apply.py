@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ...batch.batch import IGNORE, Batch
+from ...batch.packing import NOT_GIVEN
 from ...head.adapters import unwrap
 from ...head.head import Head
 from ...head_loss import head_loss
@@ -69,6 +70,8 @@ def apply(
     if causal.loss_function is not ForCausalLMLoss:
         got = getattr(causal.loss_function, "__qualname__", causal.loss_function)
         raise ValueError(f"model.loss_function: got {got}, want Transformers' own; pass terms")
+    if "mc_labels" in inspect.signature(causal.forward).parameters:
+        raise ValueError(f"model: got {type(causal).__name__}, want a model with one head")
     objective = Objective.of(cross_entropy() if terms is None else terms)
     return Applied(causal, objective, DEFAULT if options is None else options, tuple(fields))
 
@@ -122,6 +125,9 @@ class Applied:
         self.own_head: Callable[[Tensor], Tensor]  # the head's forward before it
         setattr(model, STATE, self)
         model.forward = types.MethodType(_forward_like(model.forward), model)
+
+    def __repr__(self) -> str:
+        return f"Applied({type(self.model).__name__}, {self.objective!r}, fields={self.fields})"
 
     def remove(self) -> None:
         """As `remove(model)`."""
@@ -182,8 +188,10 @@ class Applied:
             del self.caller
 
     @_eagerly()
-    def at_head(self, hidden: Tensor) -> Tensor:
+    def at_head(self, hidden: Tensor, **more: Any) -> Tensor:
         """In place of the head's forward: whoever gathers its weight has gathered it here."""
+        if more:  # such as the adapter_names of PEFT, which give each row a head of its own
+            raise ValueError(f"{', '.join(more)}: got them at the head, want one head for all rows")
         if vars(self).get("caller") != [threading.get_ident()]:  # a call without labels
             return self.own_head(hidden)
         vars(self.model.get_output_embeddings()).pop("forward", None)
@@ -195,7 +203,13 @@ class Applied:
         batch, objective = self._batch(hidden), self.objective
         if (count := self.given["num_items_in_batch"]) is not None:
             objective = over_count(objective, count)
-        out = head_loss(hidden, head, batch, objective, self.options)
+        try:
+            out = head_loss(hidden, head, batch, objective, self.options)
+        except ValueError as error:
+            if NOT_GIVEN not in str(error):
+                raise
+            how = "apply(model, terms, fields=(names,)) hands arguments of the call to the batch"
+            raise ValueError(f"{error}; {how}") from None
         self.loss, self.metrics = out.loss, out.metrics
         self.logits = LazyLogits(head, hidden)
         if self.sharded:  # afterwards the weight is gone

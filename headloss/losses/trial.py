@@ -1,0 +1,114 @@
+"""A term tried on a small sample: what it reads, and whether a cut of the batch changes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from ..batch.segments import Chunk
+from ..objective.metrics import checked
+from ..objective.statistics import Statistics
+from .identity import Recorder, leaves_of
+from .scope import TRACING
+from .term import Term
+
+if TYPE_CHECKING:
+    from ..batch.packing import PackedBatch
+
+_CUT: WeakSet[Any] = WeakSet()  # code of users' terms that has been tried on cuts
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a term asks for: statistics, and fields of the batch."""
+
+    statistics: frozenset[str]
+    fields: frozenset[str]
+    gradients: frozenset[str]  # statistics that its value depends on differentiably
+
+
+def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = True) -> Reads:
+    """Run a term once on a small sample and report what it reads.
+
+    Raises ValueError where a tensor that requires a gradient enters it from outside: the engine
+    differentiates with respect to the statistics alone, so that gradient would be lost.
+    """
+    seen: tuple[set[str], set[str]] = set(), set()
+    stats_, batch_ = Recorder(stats, seen[0]), Recorder(batch, seen[1])
+    token = TRACING.set(True)
+    try:
+        values = _trial(term, stats_, batch_, observe)
+    except (RuntimeError, ValueError) as error:
+        if type(error) is RuntimeError and not term.is_own:
+            raise ValueError(
+                f"term {term.name}: {error} (statistics and fields are vectors, with a value for "
+                f"each token; it was tried on {len(batch)}; pass numbers as options of the term)"
+            ) from error
+        wide = sorted(name for name in seen[1] & batch.kinds().keys() if batch.kinds()[name][1])
+        said = str(error).removeprefix(f"term {term.name}: ")
+        if not (term.is_own and wide) or said.startswith("reads "):  # a field is missing
+            raise
+        more = f"with several values of batch.{wide[0]} at each token"
+        raise ValueError(f"term {term.name}: {said}, {more}") from error
+    finally:
+        TRACING.reset(token)
+    own = {id(leaf): name for name, leaf in stats.tensors().items()}
+    own |= {id(leaf): str(key) for key, leaf in stats.divergences.items()}
+    leaves = list(leaves_of(values))
+    for leaf in leaves:
+        if id(leaf) not in own:
+            raise ValueError(
+                f"term {term.name}: a tensor of shape {tuple(leaf.shape)} that requires a gradient "
+                "is caught in its function; its gradient would be lost: detach it"
+            )
+    return Reads(frozenset(seen[0]), frozenset(seen[1]), frozenset(own[id(x)] for x in leaves))
+
+
+def _trial(term: Term, stats: Any, batch: Any, observe: bool) -> Tensor:
+    """A term's values, and what it observes, on a sample."""
+    with torch.enable_grad():
+        values = term(stats, batch)
+    if observe:
+        with torch.no_grad():
+            for source in (term, *term.modifiers):
+                if source.observe is not None:
+                    found = source.observe(stats, batch)
+                    checked(source.name, found, len(batch), batch._target.segments.count)
+    return values
+
+
+def check_cuts(term: Term, stats: Statistics, batch: PackedBatch) -> None:
+    """ValueError for a user's term that is another on each token of a sample, a segment each, than
+    on all: a mean over tokens, say, though its scope allows to cut them apart. Code is tried once,
+    since the comparison reads the device."""
+    function = getattr(term.function, "func", term.function)
+    code: Any = getattr(function, "__code__", type(function))
+    capturing = batch.targets.is_cuda and torch.cuda.is_current_stream_capturing()
+    uncut = term.is_own or term.scope == "batch" or term.segments_per_unit > 1
+    if uncut or code in _CUT or capturing:
+        return
+    ramp = torch.linspace(1.0, 0.5, len(batch), device=batch.targets.device)
+    stats = stats.map(lambda t: t.detach() * ramp.view(-1, *[1] * (t.dim() - 1)))
+    kinds = batch.kinds().items()
+    vectors = [n for n, (dtype, more) in kinds if dtype and dtype.is_floating_point and not more]
+    batch = batch.replacing({name: getattr(batch, name) * ramp for name in vectors})
+    pieces = [Chunk(i, i + 1, i, i + 1) for i in range(len(batch))]
+    token = TRACING.set(True)
+    try:
+        with torch.no_grad():
+            want = term(stats, batch.on(stats))
+            parts = [stats.map(lambda t, rows=piece.rows: t[rows]) for piece in pieces]
+            each = [term(s, batch.slice(p).on(s)) for s, p in zip(parts, pieces, strict=True)]
+    finally:
+        TRACING.reset(token)
+    if not torch.allclose(torch.cat(each), want, 1e-4, 1e-6, equal_nan=True):
+        raise ValueError(
+            f"term {term.name}: has another value on a part of the tokens than on all of them; "
+            f'its scope is "{term.scope}", so that they may be cut apart: leave a mean over tokens '
+            'to its reduction, or declare scope="batch"'
+        )
+    _CUT.add(code)
