@@ -210,9 +210,9 @@ def test_two_steps(tmp_path: Path) -> None:
     for backend, mode in [(None, "gspo"), ("headloss", "gspo"), ("headloss", "headloss_gspo")]:
         engine = engine_of(path, backend)
         norms = [
-            engine.train_batch(
-                step(seed, use_fused_kernels=bool(backend)), loss_of(mode, **loss)
-            )["metrics"]["grad_norm"]
+            engine.train_batch(step(seed, use_fused_kernels=bool(backend)), loss_of(mode, **loss))[
+                "metrics"
+            ]["grad_norm"]
             for seed in (0, 1)
         ]
         weights = [p.detach().full_tensor() for p in engine.module.parameters()]
@@ -441,7 +441,7 @@ def test_found_by_verl(tmp_path: Path, how: str) -> None:
     """`import verl` loads it by itself; it does nothing before a configuration asks for it."""
     path = saved(tmp_path / "model")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (name, module), = project["entry-points"]["verl.plugins"].items()
+    ((name, module),) = project["entry-points"]["verl.plugins"].items()
     places = [str(ROOT)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VERL_USE_EXTERNAL_PLUGINS": name}
     if how == "entry point":
@@ -459,4 +459,3 @@ def test_found_by_verl(tmp_path: Path, how: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "Fused"
-

@@ -27,6 +27,7 @@ BACKEND = "_verl_fused_kernels_backend"  # where verl keeps a model's backend
 # Families whose forward verl brings, with a plain head.
 PLAIN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "qwen3_5", "qwen3_5_moe")
 _linear = torch_functional.FusedLinearForPPO
+forward_of_verl = _linear.forward
 _patch = monkey_patch.patch_forward_with_backends
 
 
