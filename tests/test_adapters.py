@@ -3,11 +3,16 @@ with the signatures that they have; their own code is in tests/frameworks."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
+import importlib.util
+import inspect
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,12 +20,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import headloss as hl
 from headloss import doctor
 from headloss.integrations import seams
 from headloss.integrations.seams import TESTED, Seams, check_signature, fitted
-
-N = 7  # any number
 
 # ---------------------------------------------------------------------- signatures, as they are
 
@@ -92,8 +94,6 @@ def agile_chunked(
 
 def new_argument(theirs: Any, text: str) -> Any:
     """The same function with one argument more, after the first: "x" or "x=None"."""
-    import inspect
-
     function = theirs.forward if isinstance(theirs, type) else theirs
     parameters = list(inspect.signature(function).parameters.values())
     names = [str(p) for p in parameters]
@@ -109,8 +109,6 @@ def new_argument(theirs: Any, text: str) -> Any:
 
 
 def renamed_argument(theirs: Any, before: str) -> Any:
-    import inspect
-
     function = theirs.forward if isinstance(theirs, type) else theirs
     names = [str(p) for p in inspect.signature(function).parameters.values()]
     names = [n.replace(before, f"{before}_of_another_name") for n in names if n != "*"]
@@ -227,10 +225,6 @@ def test_a_tested_release_is_not_announced(adapter, monkeypatch) -> None:
 # ---------------------------------------------------------------------- seams that do not hold
 
 
-def without(owner: Any, name: str) -> None:
-    delattr(owner, name)
-
-
 @pytest.mark.parametrize("how", ["no function", "no module", "an argument's name", "one more"])
 @pytest.mark.parametrize("adapter", CASES)
 def test_a_broken_seam(adapter, how, monkeypatch) -> None:
@@ -244,7 +238,7 @@ def test_a_broken_seam(adapter, how, monkeypatch) -> None:
     module, standing = stubbed(monkeypatch, adapter, change.get(how, lambda f: f))
     first = next(iter(standing))
     if how == "no function":
-        without(seams.part("", first[0]), first[1])
+        delattr(seams.part("", first[0]), first[1])
         del standing[first]
     if how == "no module":
         monkeypatch.delitem(sys.modules, first[0].partition(":")[0])
@@ -287,9 +281,6 @@ def test_a_new_argument_with_a_default(adapter, monkeypatch) -> None:
 
 def recorded(function: Any, ours: Any, calls: list[dict[str, Any]]) -> Any:
     """In place of ours, with its signature: keeps what it is called with."""
-    import functools
-    import inspect
-
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -665,4 +656,12 @@ def test_every_adapter_is_known() -> None:
     assert seams.ADAPTERS.keys() == TESTED.keys()
     for adapter in seams.ADAPTERS.values():
         assert importlib.util.find_spec(f"headloss.integrations.{adapter}") is not None
-    assert hl.__version__
+
+
+def test_the_table_of_versions() -> None:
+    """The releases that the documentation names are those of TESTED."""
+    page = Path(__file__).parents[1] / "docs" / "integrations" / "README.md"
+    rows = re.findall(r"^\| \[(.+?)\]\(\S+\) \| ([\d., ]+) \| [^|]*\|$", page.read_text(), re.M)
+    table = {name.lower(): tuple(releases.split(", ")) for name, releases in rows}
+    del table["liger's api"]  # nothing of it is replaced
+    assert table == {n.replace("nemo-automodel", "automodel"): r for n, r in TESTED.items()}

@@ -175,7 +175,9 @@ def test_bad_values_get_one_line(
     assert all(word in captured.err for word in words), captured.err
 
 
-@pytest.mark.parametrize("arguments", [["frobnicate"], ["plan"], ["check", "--device", "cuda:99"]])
+@pytest.mark.parametrize(
+    "arguments", [["frobnicate"], ["plan"], ["check", "--device", "cuda:99"]]
+)
 def test_bad_commands_get_one_line(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:

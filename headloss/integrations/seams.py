@@ -275,7 +275,8 @@ def _fit(package: str, installed: str) -> str:
             if not hasattr(adapter, "check"):
                 return f"{installed}, not tested (tested: {_tested(package)})"
             return f"{installed}, not tested; {adapter.check()} was checked and holds"
-    except RuntimeError as error:
-        return str(error).removeprefix(f"{package} ")
-    except Exception as error:  # what the framework itself needs may not be here
-        return f"{installed}, does not import here: {type(error).__name__}: {error}"
+    except Exception as error:  # a seam's, or of what the framework itself needs
+        if isinstance(error, RuntimeError) and str(error).startswith(package):
+            return str(error).removeprefix(f"{package} ")
+        reason = str(error).partition("\n")[0]
+        return f"{installed}, does not import here: {type(error).__name__}: {reason}"

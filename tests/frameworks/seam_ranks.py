@@ -25,9 +25,11 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def nemo_rl(tree: str = "nemo_rl") -> Any:
+    file = file_of(tree, "nemo_rl/distributed/model_utils.py")
+    newer = "_compute_distributed_log_softmax_with_grad"
     functions = extracted(
-        file_of(tree, "nemo_rl/distributed/model_utils.py"),
-        "_compute_distributed_log_softmax_with_grad",
+        file,
+        *([newer] if f"def {newer}(" in file.read_text() else []),
         "_compute_distributed_log_softmax",
         "ChunkedDistributedHiddenStatesToLogprobs",
         "from_parallel_hidden_states_to_logprobs",

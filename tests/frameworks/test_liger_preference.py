@@ -94,7 +94,9 @@ def test_dpo_with_likelihood(shape: str) -> None:
 @pytest.mark.parametrize("shape", LENGTHS)
 def test_cpo(shape: str) -> None:
     step = Step(shape)
-    loss = chunked.LigerFusedLinearCPOLoss(beta=0.3, alpha=0.4, label_smoothing=0.1, compiled=False)
+    loss = chunked.LigerFusedLinearCPOLoss(
+        beta=0.3, alpha=0.4, label_smoothing=0.1, compiled=False
+    )
     step.check(hl.cpo(beta=0.3, label_smoothing=0.1) + 0.4 * NLL, step.fused(loss))
 
 

@@ -23,7 +23,9 @@ def peer() -> SimpleNamespace:
         KL_IS_WEIGHT_CLIP=10.0,
     )
     names = ("aggregate_loss", "PolicyLoss", "ValueLoss", "PairWiseLoss", "LogExpLoss", "SFTLoss")
-    losses = extracted(file_of("openrlhf", "models/loss.py"), *names, masked_mean=utils.masked_mean)
+    losses = extracted(
+        file_of("openrlhf", "models/loss.py"), *names, masked_mean=utils.masked_mean
+    )
     return SimpleNamespace(**vars(utils), **vars(losses))
 
 
@@ -80,7 +82,9 @@ CORRECTIONS: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "binary KL": (
         {"level": "seq", "mode": "mask", "gating": "binary_kl", "threshold": [0.0, 0.02]},
-        lambda t: t.corrected("token_truncate", max=None).rejected("kl", "sequence_mean", max=0.02),
+        lambda t: t.corrected("token_truncate", max=None).rejected(
+            "kl", "sequence_mean", max=0.02
+        ),
     ),
     "TV": (
         {"level": "token", "mode": "mask", "gating": "tv", "threshold": [0.0, 0.05]},
@@ -117,7 +121,9 @@ def test_kl(peer: SimpleNamespace, estimator: str, scale: float) -> None:
 
 @pytest.mark.parametrize("estimator", KL)
 @pytest.mark.parametrize("off_policy", [False, True])
-def test_kl_with_unbiased_gradient(peer: SimpleNamespace, estimator: str, off_policy: bool) -> None:
+def test_kl_with_unbiased_gradient(
+    peer: SimpleNamespace, estimator: str, off_policy: bool
+) -> None:
     made = step()
     old = made["old_logps"] if off_policy else None
 

@@ -28,9 +28,11 @@ from verl.trainer.ppo import core_algos
 from verl.utils import tensordict_utils as tu
 from verl.utils.experimental import torch_functional
 from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 from verl_case import engine_of, loss_of, saved, step, trained
 
 import headloss.integrations.verl as adapter
+from headloss.integrations import seams
 from headloss.integrations.verl.losses import OF_VERL
 
 N, H, V = 13, 6, 29
@@ -210,9 +212,9 @@ def test_two_steps(tmp_path: Path) -> None:
     for backend, mode in [(None, "gspo"), ("headloss", "gspo"), ("headloss", "headloss_gspo")]:
         engine = engine_of(path, backend)
         norms = [
-            engine.train_batch(step(seed, use_fused_kernels=bool(backend)), loss_of(mode, **loss))[
-                "metrics"
-            ]["grad_norm"]
+            engine.train_batch(
+                step(seed, use_fused_kernels=bool(backend)), loss_of(mode, **loss)
+            )["metrics"]["grad_norm"]
             for seed in (0, 1)
         ]
         weights = [p.detach().full_tensor() for p in engine.module.parameters()]
@@ -394,12 +396,46 @@ def test_other_engines_and_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         monkey_patch.patch_forward_with_backends(model, True, "headloss")
 
 
+def released(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+    monkeypatch.setattr(seams, "release", lambda package: release)
+    seams.announce.cache_clear()
+
+
 def test_other_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They work where all holds, with one warning."""
     adapter.uninstall()
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.10.0")
-    with pytest.raises(RuntimeError, match=r"verl: got version 0\.10\.0, want .* 0\.9\.\*"):
+    released(monkeypatch, "99.0")
+    with pytest.warns(UserWarning, match=r"verl 99.0 was not tested .* \(tested: 0\.9\.1\)"):
         adapter.install()
-    monkeypatch.undo()
+    assert torch_functional.FusedLinearForPPO.__module__.startswith("headloss.")
+    seams.announce.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "theirs"),
+    [
+        (torch_functional, "FusedLinearForPPO", lambda chunk_size, backend: None),
+        (monkey_patch, "patch_forward_with_backends", lambda model, fused, backend: None),
+        (EngineRegistry, "new", staticmethod(lambda kind, backend, **options: None)),
+        (FSDPEngineWithLMHead, "forward_step", lambda self, batch, loss_function: None),
+        (FSDPEngineWithLMHead, "prepare_model_inputs", lambda self, micro_batch, more: None),
+        (torch_functional, "FusedLinearForPPO", None),
+    ],
+)
+def test_seams_that_do_not_hold(
+    owner: Any, name: str, theirs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter.uninstall()
+    released(monkeypatch, "99.0")
+    if theirs is None:
+        monkeypatch.delattr(owner, name)
+    else:
+        monkeypatch.setattr(owner, name, theirs)
+    with pytest.raises(RuntimeError, match=rf"^verl 99.0: .*{name}.*; install a release.*0\.9\.1"):
+        adapter.install()
+    assert not any(n.startswith("headloss") for n in core_algos.POLICY_LOSS_REGISTRY)
+    kept = {monkey_patch.patch_forward_with_backends, EngineRegistry.new}
+    assert not any(function.__module__.startswith("headloss.") for function in kept)
 
 
 def test_uninstall() -> None:
@@ -441,7 +477,7 @@ def test_found_by_verl(tmp_path: Path, how: str) -> None:
     """`import verl` loads it by itself; it does nothing before a configuration asks for it."""
     path = saved(tmp_path / "model")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    ((name, module),) = project["entry-points"]["verl.plugins"].items()
+    (name, module), = project["entry-points"]["verl.plugins"].items()
     places = [str(ROOT)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VERL_USE_EXTERNAL_PLUGINS": name}
     if how == "entry point":
@@ -459,3 +495,4 @@ def test_found_by_verl(tmp_path: Path, how: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "Fused"
+

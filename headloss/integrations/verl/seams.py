@@ -9,7 +9,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 
 from .. import megatron
-from ..seams import Seams, announce, check_signature
+from ..seams import Seams, announce, check_signature, require_arguments
 from . import fused, losses
 from .asked import asks
 from .engine import Engine
@@ -28,8 +28,9 @@ def install() -> None:
 
 def check() -> str:
     """As the package's."""
-    fused_forward = "FusedLinearForPPO.forward"
-    check_signature(fused.forward_of_verl, fused.Fused.forward, fused_forward, "verl")
+    linear, fused_forward = fused.linear_of_verl, "FusedLinearForPPO.forward"
+    require_arguments(linear, ("impl_backend",), "FusedLinearForPPO", "verl")
+    check_signature(linear.forward, fused.Fused.forward, fused_forward, "verl")
     for name in ("prepare_model_inputs", "forward_step"):
         theirs, ours = getattr(FSDPEngineWithLMHead, name), getattr(Engine, name)
         check_signature(theirs, ours, f"FSDPEngineWithLMHead.{name}", "verl")
