@@ -304,8 +304,13 @@ def test_an_argument_that_moved_reaches_its_name() -> None:
 
     assert fitted(moved, ours, "f")("w", "h", "t") == ("h", "w", "t", None)
     assert fitted(keywords, ours, "f")("h", "w", target="t", chunk=3) == ("h", "w", "t", 3)
-    with pytest.raises(RuntimeError, match=r"^f: takes \(weight, hidden"):
-        check_signature(moved, ours, "f")  # where calls go by position
+    def between(hidden, fresh=None, weight=None, target=None):
+        raise AssertionError("stock")
+
+    assert fitted(between, ours, "f")("h", None, "w", "t") == ("h", "w", "t", None)
+    for theirs in (moved, between):  # where calls go by position
+        with pytest.raises(RuntimeError, match=r"^f: takes \(.*\), want \(hidden, weight"):
+            check_signature(theirs, ours, "f")
 
 
 def test_a_seam_of_several_is_installed_with_all_or_not_at_all(monkeypatch) -> None:

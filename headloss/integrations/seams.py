@@ -108,6 +108,8 @@ def check_signature(
     lacking = [name for name, p in want.items() if name not in got and p.default is p.empty]
     required = [name for name in new if got[name].default is inspect.Parameter.empty]
     moved = [n for n in want if n in got] != [n for n in got if n in want]
+    places = _places(theirs)
+    moved |= any(n in new and set(places[at:]) & set(want) for at, n in enumerate(places))
     if lacking or required or (moved and not by_name):
         raise misfit(package, f"{seam}: takes ({', '.join(got)}), want ({', '.join(want)})")
 
@@ -171,8 +173,9 @@ def fitted(theirs: Any, ours: Any, seam: str, package: str = "") -> Any:
     def by_name(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
         for name in new:
-            value, default = arguments.pop(name, None), signature.parameters[name].default
-            if not (value is None or value is default or _same(value, default)):
+            default = signature.parameters[name].default
+            value = arguments.pop(name, default)
+            if not (value is default or _same(value, default)):
                 raise TypeError(f"{name}: {seam} takes it, headloss's adapter does not know it yet")
         return function(**arguments)
 
@@ -226,15 +229,15 @@ class Seams:
         names = dict.fromkeys(name for _, name in self.ours)
         return f"the signature of {', '.join(names)}"
 
-    def install(self) -> None:
-        """RuntimeError, and nothing done, where `check` raises it."""
+    def install(self, quiet: bool = False) -> None:
+        """RuntimeError, and nothing done, where `check` raises it; `quiet`: without the warning."""
         if self.theirs:
             return
         replaced = self._fitted()
         self.theirs = {at: vars(part(self.package, at[0]))[at[1]] for at in replaced}
         for (place, name), value in replaced.items():
             setattr(part(self.package, place), name, value)
-        if self.package:
+        if self.package and not quiet:
             announce(self.package, self.check())
 
     def uninstall(self) -> None:

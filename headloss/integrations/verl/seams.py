@@ -66,7 +66,7 @@ def _new(theirs: Any) -> Any:
 def _under_megatron() -> None:
     """By Megatron's own hook; with a release that has none verl would go on with its kernels."""
     announce("megatron-core", megatron.check())
-    UNDER_MEGATRON.install()
+    UNDER_MEGATRON.install(quiet=True)  # install() has announced verl
 
 
 SEAMS = Seams(
