@@ -304,6 +304,7 @@ def test_an_argument_that_moved_reaches_its_name() -> None:
 
     assert fitted(moved, ours, "f")("w", "h", "t") == ("h", "w", "t", None)
     assert fitted(keywords, ours, "f")("h", "w", target="t", chunk=3) == ("h", "w", "t", 3)
+
     def between(hidden, fresh=None, weight=None, target=None):
         raise AssertionError("stock")
 
