@@ -227,7 +227,7 @@ ALLOWED: dict[str, set[str]] = {
     "": PUBLIC,
     "testing": {*PUBLIC, *TERMS},
     "gate": {*PUBLIC, *TERMS, "testing"},
-    "doctor": {"", "kernels"},
+    "doctor": {"", "kernels", "integrations"},  # which frameworks it fits
     "__main__": {*PUBLIC, *TERMS, "doctor", "gate", "kernels", "run.checks", "train"},
     "integrations": {*PUBLIC, "head.adapters", "integrations"},  # how a model is looked into
     "rl": {*PUBLIC, "rl", "integrations"},

@@ -14,11 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchtitan.components.loss import (  # type: ignore[import-not-found]
-    ChunkedLossWrapper,
-    CrossEntropyLoss,
-)
-from torchtitan.distributed.spmd_types import spmd_mesh_size  # type: ignore[import-not-found]
 
 from ..batch.batch import IGNORE, Batch
 from ..head.head import Head
@@ -26,9 +21,13 @@ from ..head_loss import head_loss
 from ..losses import Objective, cross_entropy
 from ..objective.metrics import Metrics
 from ..options import Options
-from .shared import as_documents, needs_segments, over_count, refuse, require_version
+from .seams import announce, check_signature, part, require_arguments
+from .shared import as_documents, needs_segments, over_count, refuse
 
-KNOWN = ("0.3",)
+HOME = "torchtitan.components.loss"
+ChunkedLossWrapper: Any = part("torchtitan", HOME, "ChunkedLossWrapper")
+CrossEntropyLoss: Any = part("torchtitan", HOME, "CrossEntropyLoss")
+spmd_mesh_size: Any = part("torchtitan", "torchtitan.distributed.spmd_types", "spmd_mesh_size")
 FIELDS = {"generator_logprobs": "old_logps"}  # torchtitan's names
 
 
@@ -44,7 +43,7 @@ class HeadLossWrapper(ChunkedLossWrapper):
         metrics: headloss's, of the last call; None before.
 
     Raises:
-        RuntimeError: a release of torchtitan that is not known here.
+        RuntimeError: torchtitan's own wrapper takes other arguments.
         TypeError: an lm_head that is not known.
         ValueError: what is not supported: a `loss_fn` other than cross-entropy without an
             objective, tensor parallelism, segments under context parallelism.
@@ -58,7 +57,7 @@ class HeadLossWrapper(ChunkedLossWrapper):
         """Of `head_loss`; `num_chunks` has no effect."""
 
     def __init__(self, config: Config, *, compile_config: Any = None) -> None:
-        require_version("torchtitan", *KNOWN)
+        announce("torchtitan", check())
         super().__init__(config, compile_config=compile_config)
         if config.objective is None and type(self.loss_fn) is not CrossEntropyLoss:
             got = type(self.loss_fn).__name__
@@ -122,3 +121,14 @@ def head_of(module: nn.Module) -> Head:
     if kind == "SoftCappedLinear":
         more = {"logit_scale": layer.output_multiplier, "softcap": layer.output_soft_cap_temp}
     return Head(layer.weight, layer.bias, **more)
+
+
+def check() -> str:
+    """What holds. RuntimeError where torchtitan's own wrapper takes other arguments."""
+    theirs, ours = ChunkedLossWrapper, HeadLossWrapper
+    seam = "ChunkedLossWrapper.__call__"
+    require_arguments(theirs.__call__, ("global_valid_tokens",), seam, "torchtitan")
+    check_signature(theirs.__call__, ours.__call__, seam, "torchtitan")
+    set_head = part("torchtitan", f"{HOME}:ChunkedLossWrapper", "set_lm_head")
+    require_arguments(set_head, ("lm_head",), "ChunkedLossWrapper.set_lm_head", "torchtitan")
+    return f"the signature of {seam}"
