@@ -147,7 +147,7 @@ class HeadLoss(Processor):
 
     `output_processor_context` holds arguments of `Batch`: [b, s] or [b, s, K] fields, [S] ones,
     `totals`, and `segments` over [s, b]. Segments are by default the sequences of
-    `packed_seq_params`, else the b rows.
+    `packed_seq_params` that hold a token, else the b rows.
     """
 
     objective: Term | Objective
@@ -191,13 +191,15 @@ def _segments(packed: Any, loss_mask: Tensor | None, targets: Tensor, config: An
         )
     if packed is None:
         return Segments.from_ids(torch.arange(b, device=targets.device).expand(s, b), b)
-    ends, padded = packed.cu_seqlens_q[1:], packed.cu_seqlens_q_padded
+    ends, padded = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
+    holds_tokens = ends.diff() > 0  # others fill up a buffer of fixed size
     if padded is not None:
-        ends = padded[1:]
+        ends = padded
         if loss_mask is None:
             raise ValueError("loss_mask: got None, want [b, s], with cu_seqlens_q_padded")
     if b != 1:
         raise ValueError(f"packed_seq_params: got {b} rows of labels, want one")
+    ends = ends[1:][holds_tokens]
     positions = torch.arange(s, device=targets.device)
     return Segments.from_ids(torch.bucketize(positions, ends, right=True)[:, None], len(ends))
 

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..batch.reduction import Reduction, token_mean
-from ..batch.segments import Segments
 from ..losses import Objective, Term, cispo
+from .documents import as_documents as as_documents
 
 
 def require_version(package: str, *known: str) -> None:
@@ -61,26 +61,6 @@ def needs_segments(objective: Objective) -> bool:
     return any(
         term.scope != "token" or term.reduction is not token_mean for _, term in objective.parts
     )
-
-
-def as_documents(positions: Tensor, shape: torch.Size, attended: Any = None) -> Segments:
-    """Segments of [B, L] tokens: each begins where positions ([B, L] or [1, L]) do not go on.
-    Padding, where `attended` is a mask [B, L] and 0, begins none: it is in the one before it."""
-    if positions.shape not in (shape, (1, shape[1]), shape[1:]):
-        raise ValueError(
-            f"position_ids: got shape {tuple(positions.shape)}, want {tuple(shape)} or (1, "
-            f"{shape[1]}) to tell documents by, which the objective's segments are"
-        )
-    positions = positions.expand(shape)
-    starts = positions.diff(dim=1) != 1
-    if isinstance(attended, Tensor) and attended.shape == shape:
-        real = attended.to(starts.device) != 0
-        places = torch.arange(shape[1], device=starts.device).where(real, -1)
-        last = places.cummax(1).values[:, :-1]  # token that is no padding, -1: there was none
-        goes_on = positions[:, 1:] - positions.gather(1, last.clamp_min(0)) == 1
-        starts = real[:, 1:] & (last >= 0) & ~goes_on
-    ids = nn.functional.pad(starts, (1, 0), value=True).reshape(-1).cumsum(0) - 1
-    return Segments.from_ids(ids.view(shape), int(ids[-1]) + 1)
 
 
 def over_count(objective: Objective, count: float | Tensor) -> Objective:

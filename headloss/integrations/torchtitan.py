@@ -21,8 +21,9 @@ from ..head_loss import head_loss
 from ..losses import Objective, cross_entropy
 from ..objective.metrics import Metrics
 from ..options import Options
+from .documents import as_documents
 from .seams import announce, check_signature, part, require_arguments
-from .shared import as_documents, needs_segments, over_count, refuse
+from .shared import needs_segments, over_count, refuse
 
 HOME = "torchtitan.components.loss"
 ChunkedLossWrapper: Any = part("torchtitan", HOME, "ChunkedLossWrapper")
@@ -81,13 +82,13 @@ class HeadLossWrapper(ChunkedLossWrapper):
             tensor_parallel=spmd_mesh_size("tp") > 1,
             DTensor=any(hasattr(given, "full_tensor") for given in (pred, labels)),
         )
+        if (mask := loss_inputs.pop("loss_mask", None)) is not None:
+            labels = labels.masked_fill(~mask.bool(), IGNORE)
         segments, positions = None, loss_inputs.pop("positions", None)
         if needs_segments(self.objective):
             refuse("ChunkedLossWrapper", context_parallel=spmd_mesh_size("cp") > 1)
             if positions is not None:
-                segments = as_documents(positions, labels.shape)
-        if (mask := loss_inputs.pop("loss_mask", None)) is not None:
-            labels = labels.masked_fill(~mask.bool(), IGNORE)
+                segments = as_documents(positions, labels.shape, targets=labels)
         fields = {FIELDS.get(name, name): value for name, value in loss_inputs.items()}
         batch = Batch(labels, segments, **fields)
         count = 1 if global_valid_tokens is None else global_valid_tokens

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from trl.trainer import sft_trainer
 
-from ...batch.batch import Batch
+from ...batch.batch import IGNORE, Batch
+from ...batch.segments import Segments
 from ...losses import Objective, cross_entropy
 from ...options import Options
-from ..shared import over_count
+from ..documents import documents_of
+from ..shared import needs_segments, over_count
 from .common import Probe, record, refuse, refuse_common
 from .forward import Measured, Request, installed, require
 
@@ -66,8 +68,9 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         forward = {name: value for name, value in inputs.items() if name != "labels"}
         if self.aux_loss_enabled:
             forward["output_router_logits"] = True
+        segments = _documents(inputs) if needs_segments(objective) else None
         request = Request(
-            batch=Batch(targets), objective=objective + probe.term, options=self.options
+            batch=Batch(targets, segments), objective=objective + probe.term, options=self.options
         )
         found: Any = request.of(model, **forward)
         loss = found.loss
@@ -88,3 +91,10 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         if self.args.average_tokens_across_devices:
             ranks = self.accelerator.num_processes // self.get_tp_size()
         return over_count(objective, count / ranks)
+
+
+def _documents(inputs: dict[str, Any]) -> Segments | None:
+    """Those of packed rows, at the L - 1 positions that predict a token."""
+    targets = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORE)
+    documents = documents_of(inputs, targets)
+    return documents and Segments.from_ids(documents.ids[:, :-1], documents.count)
