@@ -36,7 +36,7 @@ class HeadLossWrapper(ChunkedLossWrapper):
     """`(hidden, labels, global_valid_tokens, **loss_inputs)` to the loss and no metrics.
 
     Terms over the mean of tokens are divided by `global_valid_tokens`, or by 1 without, as
-    torchtitan's losses are. `loss_inputs` become fields of the batch: `generator_logprobs` is
+    torchtitan's losses are; other reductions serve a step of one call. `loss_inputs` become fields of the batch: `generator_logprobs` is
     `old_logps`, `loss_mask` chooses positions, documents of `positions` that start anew are the
     segments of terms that ask for segments.
 
@@ -91,8 +91,11 @@ class HeadLossWrapper(ChunkedLossWrapper):
             labels = labels.masked_fill(~mask.bool(), IGNORE)
         fields = {FIELDS.get(name, name): value for name, value in loss_inputs.items()}
         batch = Batch(labels, segments, **fields)
-        count = 1 if global_valid_tokens is None else global_valid_tokens
-        objective, own = over_count(self.objective, count), vars(module).get("forward")
+        objective = over_count(
+            self.objective, global_valid_tokens, batch, name="global_valid_tokens",
+            instead="want a mean of tokens, or a headloss.Reduction with a denominator of its own",
+        )  # fmt: skip
+        own = vars(module).get("forward")
 
         def forward(hidden: Tensor) -> Tensor:
             restore()

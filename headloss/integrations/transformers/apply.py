@@ -21,7 +21,8 @@ from ...losses import Objective, Term, cross_entropy
 from ...objective.metrics import Metrics
 from ...options import DEFAULT, Options
 from ..sharding import Carried, externals, hooked, is_fsdp2, whole, whole_head
-from ..shared import as_documents, needs_segments, over_count, require_version
+from ..shared import as_documents, needs_segments, require_version
+from .denominators import Step, nan_where_nothing, over_step
 from .logits import LazyLogits, with_logits
 
 KNOWN = ("5.23",)
@@ -39,7 +40,8 @@ def apply(
     """Let calls of `model` with labels end in headloss; wrapped models and PEFT's are looked into.
 
     Labels are not shifted, as Transformers has them. Terms over the mean of tokens are divided by
-    `num_items_in_batch` where the call has it. Packed documents, told by `position_ids` that start
+    `num_items_in_batch` where the call has it; other reductions serve a step of one call, and
+    `TotalsMixin` all of `Trainer`'s. Packed documents, told by `position_ids` that start
     anew, are the segments of terms that ask for segments.
 
     Args:
@@ -80,10 +82,15 @@ def remove(model: nn.Module) -> None:
         ValueError: a model to which headloss is not applied, or whose forward others have wrapped
             since: what they hold cannot be taken from them.
     """
+    applied_to(model).remove()
+
+
+def applied_to(model: nn.Module) -> Applied:
+    """What `apply` made of a model; ValueError where it was not called."""
     causal = _causal(model)
     if STATE not in vars(causal):
         raise ValueError("model: headloss is not applied to it")
-    vars(causal)[STATE].remove()
+    return vars(causal)[STATE]
 
 
 def _causal(model: nn.Module) -> nn.Module:
@@ -111,6 +118,7 @@ class Applied:
     ) -> None:
         self.model, self.objective, self.options, self.fields = model, objective, options, fields
         self.metrics: Metrics | None = None
+        self.step: Step | None = None  # that the next calls are parts of
         self.own_forward = vars(model).get("forward")  # on the instance, where somebody set one
         self.original = model.forward
         self.labels: Tensor | None = None
@@ -192,15 +200,18 @@ class Applied:
         if hidden.dtype != head.weight.dtype and is_fsdp2(self.model):
             hidden = hidden.to(head.weight.dtype)  # as FSDP2 does where a module is called
         hidden = hidden.to(head.weight.device)
-        batch, objective = self._batch(hidden), self.objective
-        if (count := self.given["num_items_in_batch"]) is not None:
-            objective = over_count(objective, count)
+        batch, count = self._batch(hidden), self.given["num_items_in_batch"]
+        objective = over_step(self.objective, batch, self.step, count)
         out = head_loss(hidden, head, batch, objective, self.options)
         self.loss, self.metrics = out.loss, out.metrics
+        if self.step is not None and self.step.parts > 1:
+            self.loss = self.loss * self.step.parts
+        if not self.model.training:
+            self.loss = nan_where_nothing(self.loss, batch, count)
         self.logits = LazyLogits(head, hidden)
         if self.sharded:  # afterwards the weight is gone
             self.logits = None if self.model.training else head.logits(hidden)
-            return Carried.apply(out.loss, hidden.detach())  # type: ignore[return-value]
+            return Carried.apply(self.loss, hidden.detach())  # type: ignore[return-value]
         return hidden.new_empty((*hidden.shape[:-1], 0))
 
     @_eagerly()
@@ -209,6 +220,16 @@ class Applied:
         assert self.loss is not None
         logits = kwargs["logits"] if "logits" in kwargs else args[0]
         return hooked(self.loss, logits) if self.sharded else self.loss
+
+    def batch_of(self, call: dict[str, Any], device: torch.device) -> Batch:
+        """The batch of a call with labels, before it is made."""
+        self.labels = call["labels"]
+        self.given = {name: call[name] for name in self.fields if name in call}
+        self.given |= {name: call.get(name) for name in CALL}
+        try:
+            return self._batch(torch.empty(0, device=device))
+        finally:
+            self.labels, self.given = None, {}
 
     def _batch(self, hidden: Tensor) -> Batch:
         labels, shifted = self.labels, self.given["shift_labels"]
