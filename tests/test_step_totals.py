@@ -21,10 +21,10 @@ LENGTHS = (9, 4, 7, 3, 8, 5, 2, 6)  # of rows 2k and 2k + 1, which are pairs
 def rows() -> list[dict[str, Any]]:
     """Pairs of rows, ragged, with fields beside the labels."""
     generator = torch.Generator().manual_seed(3)
-    made = []
+    examples = []
     for i, length in enumerate(LENGTHS):
         ids = torch.randint(2, 37, (10,), generator=generator)
-        made.append(
+        examples.append(
             {
                 "input_ids": ids[:length],
                 "labels": ids[:length].masked_fill(torch.arange(length) < 1 + i % 3, -100),
@@ -34,20 +34,20 @@ def rows() -> list[dict[str, Any]]:
                 "advantages": torch.randn((), generator=generator),
             }
         )
-    return [{"pair": made[i : i + 2]} for i in range(0, len(made), 2)]
+    return [{"pair": examples[i : i + 2]} for i in range(0, len(examples), 2)]
 
 
 def collate(pairs: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Padded to the longest of a micro-batch."""
-    given = [row for pair in pairs for row in pair["pair"]]
+    examples = [row for pair in pairs for row in pair["pair"]]
     fill = {"labels": -100}
     return {
         name: torch.nn.utils.rnn.pad_sequence(
-            [row[name] for row in given], batch_first=True, padding_value=fill.get(name, 0)
+            [row[name] for row in examples], batch_first=True, padding_value=fill.get(name, 0)
         )
-        if given[0][name].dim()
-        else torch.stack([row[name] for row in given])
-        for name in given[0]
+        if examples[0][name].dim()
+        else torch.stack([row[name] for row in examples])
+        for name in examples[0]
     }
 
 
@@ -180,11 +180,7 @@ def _rank(names: list[str], settings: dict[str, Any]) -> list[Any]:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", ACCELERATE_USE_CPU="true")
-    found = []
-    for name in names:
-        for pairs in (2, 1):
-            found.append(run(OBJECTIVES[name](), pairs, **settings))
-    return found
+    return [run(OBJECTIVES[name](), pairs, **settings) for name in names for pairs in (2, 1)]
 
 
 @pytest.mark.slow
@@ -194,15 +190,15 @@ def test_ranks() -> None:
 
     names = ["tokens", "where", "sum", "gspo", "dpo", "constant"]
     with world_of(2) as world:
-        for found in world.run(_rank, names, {}, seconds=400):
+        for steps in world.run(_rank, names, {}, seconds=400):
             for i, name in enumerate(names):
                 want = large_batch(OBJECTIVES[name]())
-                assert_same(found[2 * i], want)
-                assert_same(found[2 * i + 1], want)
+                assert_same(steps[2 * i], want)
+                assert_same(steps[2 * i + 1], want)
         one, two = world.run(_rank, ["sequence_mean"], {"average_tokens_across_devices": False})
     want = large_batch(OBJECTIVES["sequence_mean"]())  # ranks have equally many sequences
-    for found in (*one, *two):
-        assert_same(found, want)
+    for step in (*one, *two):
+        assert_same(step, want)
 
 
 # ---------------------------------------------------------------------- without the mixin
@@ -224,7 +220,7 @@ def test_a_count_of_tokens_is_not_enough(name: str) -> None:
         for count in (SCORED, torch.tensor(float(SCORED))):
             got = model(IDS, labels=LABELS, num_items_in_batch=count, **fields).loss
             torch.testing.assert_close(got, want)
-        match = rf"num_items_in_batch: got 29 tokens of the step, of which .* has {SCORED}; .*Totals"
+        match = rf"num_items_in_batch: got 29 tokens of the step, .* has {SCORED}; .*TotalsMixin"
         with pytest.raises(ValueError, match=match):
             model(IDS, labels=LABELS, num_items_in_batch=29, **fields)
 
@@ -270,17 +266,17 @@ def test_an_evaluation_leaves_out_what_has_nothing_scored(kind: type) -> None:
         {"input_ids": row.tolist(), "labels": [-100] * 7 if i % 2 else row.tolist()}
         for i, row in enumerate(IDS)
     ]
-    found = []
+    losses = []
     for trainer in (transformers.Trainer, kind):
         model = tiny("llama")
-        if found:
+        if losses:
             apply(model)
         with tempfile.TemporaryDirectory() as folder:
             arguments = transformers.TrainingArguments(
                 folder, use_cpu=True, report_to="none", per_device_eval_batch_size=1
             )
-            found.append(trainer(model, arguments, eval_dataset=data).evaluate()["eval_loss"])
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
+            losses.append(trainer(model, arguments, eval_dataset=data).evaluate()["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_nothing_scored() -> None:

@@ -13,11 +13,12 @@ from datasets import Dataset
 from test_rl import make as make_rl
 from test_trl_grpo import make
 from test_trl_sft_dpo import dpo, sft
-from trl_case import assert_same_run, reward, train
+from trl_case import assert_same_run, llama, load, train
 
 import headloss as hl
 from headloss import rl
 from headloss.integrations.trl import DPOTrainer, GRPOTrainer, SFTTrainer
+from headloss.integrations.trl.dpo import preference_batch
 
 FURTHER = 0.1 * hl.z_loss() + 0.2 * hl.z_loss().over("sequence_mean")
 FURTHER += 0.05 * hl.entropy().over(hl.fixed_length(5))
@@ -39,26 +40,55 @@ def assert_same_step(cut: Any, large: Any) -> None:
         torch.testing.assert_close(moved[name], value, rtol=2e-5, atol=2e-6)
 
 
-SFT: list[dict[str, Any]] = [
-    {"completion_only_loss": True},
-    {"padding_free": True, "max_length": None},  # documents are sequences
-]
+def large_batch(trainer: Any, terms: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and trained weights of a step on all rows at once, through plain logits."""
+    model = load(llama())
+    rows = [{k: v for k, v in row.items() if k != "text"} for row in trainer.train_dataset]
+    inputs = trainer.data_collator(rows)
+    logits = model(inputs["input_ids"], inputs["attention_mask"]).logits[:, :-1].float()
+    if "labels" in inputs:
+        batch = hl.Batch(inputs["labels"][:, 1:])
+    else:  # the model is its own reference
+        ids = inputs["input_ids"][:, 1:, None]
+        logps = logits.detach().log_softmax(-1).gather(-1, ids).squeeze(-1)
+        chosen, rejected = (logps * inputs["completion_mask"][:, 1:]).sum(1).chunk(2)
+        inputs |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+        batch = preference_batch(inputs)
+    loss = hl.logits_loss(logits, batch, terms).loss
+    loss.backward()
+    moved = {n: (p - 0.5 * p.grad).detach() for n, p in model.named_parameters()}
+    return loss.item(), moved
 
 
-@pytest.mark.parametrize("options", SFT, ids=["padded", "packed"])
-def test_sft(options: dict[str, Any]) -> None:
-    options = {**options, "max_steps": 1}
+def same_as_large_batch(of: Any, micro_batches: int, ranks: int = 1) -> list[dict[str, float]]:
+    """All twelve rows in a step of SGD."""
+    cut = {
+        "per_device_train_batch_size": 12 // micro_batches // ranks,
+        "gradient_accumulation_steps": micro_batches,
+        "max_steps": 1,
+    }
+    trainer = of(adding(SFTTrainer if of is sft else DPOTrainer), **cut)
+    loss, weights = large_batch(
+        trainer, (hl.cross_entropy() if of is sft else hl.dpo(beta=trainer.beta)) + FURTHER
+    )
+    logs, moved = train(trainer)
+    assert logs[0]["loss"] == pytest.approx(loss, rel=2e-5)
+    for name, value in weights.items():
+        torch.testing.assert_close(moved[name], value, rtol=2e-5, atol=2e-6)
+    return logs
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("of", [sft, dpo])
+def test_a_term_that_is_added(of: Any, micro_batches: int) -> None:
+    same_as_large_batch(of, micro_batches)
+
+
+def test_documents_of_packed_rows_are_sequences() -> None:
+    options: dict[str, Any] = {"padding_free": True, "max_length": None, "max_steps": 1}
+    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     large = sft(adding(SFTTrainer), per_device_train_batch_size=8, **options)
-    for rows in (4, 2):
-        cut = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 8 // rows}
-        assert_same_step(sft(adding(SFTTrainer), **cut, **options), large)
-        large = sft(adding(SFTTrainer), per_device_train_batch_size=8, **options)
-
-
-def test_dpo() -> None:
-    large = dpo(adding(DPOTrainer), per_device_train_batch_size=8, max_steps=1)
-    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1}
-    assert_same_step(dpo(adding(DPOTrainer), **cut), large)
+    assert_same_step(sft(adding(SFTTrainer), **cut, **options), large)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "luspo"])
@@ -113,13 +143,13 @@ def test_training_on_pairs_without_tokens() -> None:
             self.stock = stock
 
         def __call__(self, rows: list[dict[str, Any]]) -> Any:
-            found = self.stock(rows)
-            found["completion_mask"][[0, len(rows)]] = 0
-            return found
+            inputs = self.stock(rows)
+            inputs["completion_mask"][[0, len(rows)]] = 0
+            return inputs
 
-    found = []
+    trainers = []
     for kind in (trl.DPOTrainer, DPOTrainer):
         trainer = dpo(kind, gradient_accumulation_steps=2)
         trainer.data_collator = Truncated(trainer.data_collator)
-        found.append(trainer)
-    assert_same_run(*found, ties=("rewards/accuracies",))
+        trainers.append(trainer)
+    assert_same_run(*trainers, ties=("rewards/accuracies",))

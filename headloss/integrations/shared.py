@@ -110,12 +110,13 @@ def over_count(
         if tokens == count:
             return objective
         for term in others:
-            if _reads_totals(term, tokens, batch.targets.device):
-                kept = f", where {term.kept_field}" if term.kept_field else ""
+            reduction = term.reduction
+            if reduction and _reads_totals(reduction, tokens, batch.targets.device):
+                where = f", where {term.kept_field}" if term.kept_field else ""
                 raise ValueError(
                     f"{name}: got {float(count):.12g} tokens of the step, of which this call has "
-                    f"{tokens}; {term.name} over {getattr(term.reduction, 'name', None)}{kept} has "
-                    f"a denominator that no count of tokens tells: {instead}"
+                    f"{tokens}; {term.name} over {reduction.name}{where} has a denominator that no "
+                    f"count of tokens tells: {instead}"
                 )
     over = per(1 if count is None else count + (count == 0))
     return Objective(
@@ -127,10 +128,9 @@ def _is_token_mean(term: Term) -> bool:
     return term.reduction == token_mean and term.kept_field is None
 
 
-def _reads_totals(term: Term, tokens: int, device: torch.device) -> bool:
+def _reads_totals(reduction: Reduction, tokens: int, device: torch.device) -> bool:
     """Whether its weights depend on totals: a user's reduction is tried with others."""
-    reduction = term.reduction
-    if reduction is None or reduction.key is not None:  # all of the library's own do
+    if reduction.key is not None:  # all of the library's own do
         return True
     lengths = torch.ones(tokens, dtype=torch.float64, device=device)
     few, many = lengths.new_full((), 3.0), lengths.new_full((), 2.0**40)

@@ -30,10 +30,8 @@ class CountsSteps:
         """A micro-batch as the loss sees it; None where it has no labels."""
         raise NotImplementedError
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        samples, count = super().get_batch_samples(  # type: ignore[misc]
-            epoch_iterator, num_batches, device
-        )
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        samples, count = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         self.step_totals = self.totals_of(samples)
         return samples, count
 
@@ -77,5 +75,5 @@ class CountsSteps:
 
 def changed(totals: Totals, change: Callable[[Any], Any]) -> Totals:
     """Each number of them anew."""
-    kept = {name: (change(a), change(b)) for name, (a, b) in totals.kept.items()}
-    return Totals(change(totals.tokens), change(totals.segments), kept)
+    by_field = {name: (change(a), change(b)) for name, (a, b) in totals.kept.items()}
+    return Totals(change(totals.tokens), change(totals.segments), by_field)

@@ -10,7 +10,6 @@ from trl.trainer import dpo_trainer
 
 from ... import losses
 from ...batch.batch import IGNORE, Batch
-from ...batch.reduction import Totals
 from ...batch.segments import Segments
 from ...losses import Objective
 from ...losses.preference_pairs import Pairwise
@@ -147,10 +146,10 @@ def of_empty_pairs(objective: Objective, batch: Batch) -> Tensor:
     """
     scored = (batch.targets != IGNORE).any(1)
     empty = ~scored.view(2, -1).any(0)
-    totals = Totals.of(batch) if batch.totals is None else batch.totals
+    segments = len(scored) if batch.totals is None else batch.totals.segments
     zero, value = torch.zeros((), device=scored.device), 0.0
     for coefficient, term in objective.parts:
         how = getattr(term.function, "keywords", {}).get("how")
         if isinstance(how, Pairwise):
             value = value + coefficient * how(zero, zero)
-    return value * empty.sum() * 2 / totals.segments
+    return value * empty.sum() * 2 / segments
