@@ -134,5 +134,8 @@ def _reads_totals(reduction: Reduction, tokens: int, device: torch.device) -> bo
         return True
     lengths = torch.ones(tokens, dtype=torch.float64, device=device)
     few, many = lengths.new_full((), 3.0), lengths.new_full((), 2.0**40)
-    tried = [reduction.weigh(lengths, *pair) for pair in ((few, few), (many, few), (few, many))]
-    return any(not torch.equal(torch.as_tensor(w), torch.as_tensor(tried[0])) for w in tried[1:])
+    weights = [
+        torch.as_tensor(reduction.weigh(lengths, *totals), device=device)
+        for totals in ((few, few), (many, few), (few, many))
+    ]
+    return not all(torch.equal(weights[0], other) for other in weights[1:])

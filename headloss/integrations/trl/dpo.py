@@ -81,7 +81,7 @@ class DPOTrainer(CountsSteps, dpo_trainer.DPOTrainer):
             objective = objective if self.ranks == 1 else self.ranks * objective
         request = Request(batch=batch, objective=objective + probe.term, options=self.options)
         found: Any = request.of(model, **forward)
-        loss = found.loss + of_empty_pairs(objective, batch)
+        loss = found.loss + of_empty_pairs(objective, batch).to(found.loss.dtype)
         if batch.totals is not None and self.divides(None):
             loss = loss * self.parts
         if self.aux_loss_enabled:
@@ -147,9 +147,9 @@ def of_empty_pairs(objective: Objective, batch: Batch) -> Tensor:
     scored = (batch.targets != IGNORE).any(1)
     empty = ~scored.view(2, -1).any(0)
     segments = len(scored) if batch.totals is None else batch.totals.segments
-    zero, value = torch.zeros((), device=scored.device), 0.0
+    zero, value = torch.zeros((), dtype=torch.float64, device="cpu"), 0.0
     for coefficient, term in objective.parts:
         how = getattr(term.function, "keywords", {}).get("how")
         if isinstance(how, Pairwise):
-            value = value + coefficient * how(zero, zero)
+            value += coefficient * how(zero, zero).item()
     return value * empty.sum() * 2 / segments
