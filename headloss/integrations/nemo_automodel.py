@@ -60,7 +60,11 @@ class HeadLossCrossEntropy(LinearCrossEntropy):
         grad_reduce_group: Any = None,
         loss_weights: Tensor | None = None,  # [B, L]
     ) -> Tensor:
-        """A sum over tokens, divided by `num_label_tokens` where that is given."""
+        """A sum over tokens, divided by `num_label_tokens` where that is given.
+
+        Raises:
+            ValueError: another reduction, where the step has more than this call.
+        """
         weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)
         objective = self.objective
         fields: dict[str, Any] = {}
@@ -69,7 +73,10 @@ class HeadLossCrossEntropy(LinearCrossEntropy):
             weighted = ((c, term.weighted("loss_weights")) for c, term in objective.parts)
             objective = Objective(tuple(weighted))
         batch = Batch(labels, ignore_index=self.ignore_index, **fields)
-        objective = over_count(objective, 1 if num_label_tokens is None else num_label_tokens)
+        objective = over_count(
+            objective, num_label_tokens, batch, name="num_label_tokens",
+            instead="want a mean of tokens, or a headloss.Reduction with a denominator of its own",
+        )  # fmt: skip
         head = Head(weight.to(hidden_states.dtype), softcap=self.softcap)
         out = head_loss(hidden_states, head, batch, objective)
         self.metrics = out.metrics

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..batch.batch import IGNORE, Batch
 from ..batch.reduction import Reduction, token_mean
 from ..losses import Objective, Term, cispo
-from .documents import as_documents as as_documents
 
 
 def require_version(package: str, *known: str) -> None:
@@ -63,13 +63,58 @@ def needs_segments(objective: Objective) -> bool:
     )
 
 
-def over_count(objective: Objective, count: float | Tensor) -> Objective:
-    """Terms over the mean of tokens are divided by `count` tokens in place of this batch's; a count
-    of 0 acts as 1."""
-    over = per(count + (count == 0))
+def over_count(
+    objective: Objective,
+    count: float | Tensor | None,
+    batch: Batch,
+    *,
+    name: str,
+    instead: str,
+) -> Objective:
+    """Means of all scored tokens are divided by `count`, the tokens of a step, in place of this
+    batch's; a count of 0 acts as 1, and None as a count of 1 that says nothing of a step.
+
+    The weights of other reductions follow from the batch where it is the whole step, as its own
+    count then says. Constant denominators, and totals that the batch has, stay as they are.
+
+    Raises:
+        ValueError: a term's weights depend on totals of the step that `count` does not tell; it
+            says what to do `instead`. `name`: of the count, for the message.
+    """
+    if batch.totals is not None:
+        return objective
+    others = [term for _, term in objective.parts if not _is_token_mean(term)]
+    if count is not None and others:
+        tokens = int((batch.targets != IGNORE).sum())
+        if tokens == count:
+            return objective
+        for term in others:
+            reduction = term.reduction
+            if reduction and _reads_totals(reduction, tokens, batch.targets.device):
+                where = f", where {term.kept_field}" if term.kept_field else ""
+                raise ValueError(
+                    f"{name}: got {float(count):.12g} tokens of the step, of which this call has "
+                    f"{tokens}; {term.name} over {reduction.name}{where} has a denominator that no "
+                    f"count of tokens tells: {instead}"
+                )
+    over = per(1 if count is None else count + (count == 0))
     return Objective(
-        tuple(
-            (c, term.over(over) if term.reduction is token_mean else term)
-            for c, term in objective.parts
-        )
+        tuple((c, term.over(over) if _is_token_mean(term) else term) for c, term in objective.parts)
     )
+
+
+def _is_token_mean(term: Term) -> bool:
+    return term.reduction == token_mean and term.kept_field is None
+
+
+def _reads_totals(reduction: Reduction, tokens: int, device: torch.device) -> bool:
+    """Whether its weights depend on totals: a user's reduction is tried with others."""
+    if reduction.key is not None:  # all of the library's own do
+        return True
+    lengths = torch.ones(tokens, dtype=torch.float64, device=device)
+    few, many = lengths.new_full((), 3.0), lengths.new_full((), 2.0**40)
+    weights = [
+        torch.as_tensor(reduction.weigh(lengths, *totals), device=device)
+        for totals in ((few, few), (many, few), (few, many))
+    ]
+    return not all(torch.equal(weights[0], other) for other in weights[1:])

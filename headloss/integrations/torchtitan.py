@@ -36,9 +36,9 @@ class HeadLossWrapper(ChunkedLossWrapper):
     """`(hidden, labels, global_valid_tokens, **loss_inputs)` to the loss and no metrics.
 
     Terms over the mean of tokens are divided by `global_valid_tokens`, or by 1 without, as
-    torchtitan's losses are. `loss_inputs` become fields of the batch: `generator_logprobs` is
-    `old_logps`, `loss_mask` chooses positions, documents of `positions` that start anew are the
-    segments of terms that ask for segments.
+    torchtitan's losses are; other reductions serve a step of one call. `loss_inputs` become fields
+    of the batch: `generator_logprobs` is `old_logps`, `loss_mask` chooses positions, documents of
+    `positions` that start anew are the segments of terms that ask for segments.
 
     Attributes:
         metrics: headloss's, of the last call; None before.
@@ -47,7 +47,8 @@ class HeadLossWrapper(ChunkedLossWrapper):
         RuntimeError: torchtitan's own wrapper takes other arguments.
         TypeError: an lm_head that is not known.
         ValueError: what is not supported: a `loss_fn` other than cross-entropy without an
-            objective, tensor parallelism, segments under context parallelism.
+            objective, tensor parallelism, segments under context parallelism; a reduction that the
+            count of tokens does not serve.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -91,8 +92,11 @@ class HeadLossWrapper(ChunkedLossWrapper):
                 segments = as_documents(positions, labels.shape, targets=labels)
         fields = {FIELDS.get(name, name): value for name, value in loss_inputs.items()}
         batch = Batch(labels, segments, **fields)
-        count = 1 if global_valid_tokens is None else global_valid_tokens
-        objective, own = over_count(self.objective, count), vars(module).get("forward")
+        objective = over_count(
+            self.objective, global_valid_tokens, batch, name="global_valid_tokens",
+            instead="want a mean of tokens, or a headloss.Reduction with a denominator of its own",
+        )  # fmt: skip
+        own = vars(module).get("forward")
 
         def forward(hidden: Tensor) -> Tensor:
             restore()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ...batch.batch import Batch
 from ...batch.packing import NOT_GIVEN
 from ...head.adapters import unwrap
 from ...head.head import Head
@@ -21,8 +22,9 @@ from ...losses import Objective, Term, cross_entropy
 from ...objective.metrics import Metrics
 from ...options import DEFAULT, Options
 from ..sharding import Carried, externals, hooked, is_fsdp2, whole, whole_head
-from ..shared import over_count, require_version
+from ..shared import require_version
 from .batch import CALL, batch_of
+from .denominators import Step, nan_where_nothing, over_step
 from .logits import LazyLogits, with_logits
 
 KNOWN = ("5.23",)
@@ -40,7 +42,8 @@ def apply(
     """Let calls of `model` with labels end in headloss; wrapped models and PEFT's are looked into.
 
     Labels are not shifted, as Transformers has them. Terms over the mean of tokens are divided by
-    `num_items_in_batch` where the call has it. Packed documents, told by `position_ids` that start
+    `num_items_in_batch` where the call has it; other reductions serve a step of one call, and
+    `TotalsMixin` all of `Trainer`'s. Packed documents, told by `position_ids` that start
     anew, are the segments of terms that ask for segments.
 
     Args:
@@ -83,10 +86,15 @@ def remove(model: nn.Module) -> None:
         ValueError: a model to which headloss is not applied, or whose forward others have wrapped
             since: what they hold cannot be taken from them.
     """
+    applied_to(model).remove()
+
+
+def applied_to(model: nn.Module) -> Applied:
+    """What `apply` made of a model; ValueError where it was not called."""
     causal = _causal(model)
     if STATE not in vars(causal):
         raise ValueError("model: headloss is not applied to it")
-    vars(causal)[STATE].remove()
+    return vars(causal)[STATE]
 
 
 def _causal(model: nn.Module) -> nn.Module:
@@ -114,10 +122,11 @@ class Applied:
     ) -> None:
         self.model, self.objective, self.options, self.fields = model, objective, options, fields
         self.metrics: Metrics | None = None
+        self.step: Step | None = None  # that the next calls are parts of
         self.own_forward = vars(model).get("forward")  # on the instance, where somebody set one
         self.original = model.forward
-        self.given: dict[str, Any] = {}  # arguments of the call
-        self.given_fields: dict[str, Any] = {}
+        self.batch: Batch | None = None  # of the call
+        self.count: Any = None  # of tokens in the optimizer step, where the call says it
         self.loss: Tensor | None = None
         self.logits: Tensor | None = None
         self.sharded = False
@@ -179,7 +188,9 @@ class Applied:
             )
         before = vars(head).get("forward"), vars(self.model).get("_loss_function")
         try:
-            self.given, self.given_fields = {name: call.get(name) for name in CALL}, fields
+            # Before the model's forward: what packing asks of the device is there at the head.
+            self.batch = self.batch_of({**call, **fields}, call["labels"].device)
+            self.count = call.get("num_items_in_batch")
             self.own_head = before[0] or functools.partial(type(head).forward, head)
             head.forward, self.model._loss_function = self.at_head, self.at_loss
             output = self.original(*args, **kwargs)
@@ -191,7 +202,7 @@ class Applied:
                 vars(owner).pop(name, None)
                 if value is not None:
                     setattr(owner, name, value)
-            self.given, self.given_fields, self.loss, self.logits = {}, {}, None, None
+            self.batch = self.count = self.loss = self.logits = None
             del self.caller
 
     @_eagerly()
@@ -207,10 +218,11 @@ class Applied:
         if hidden.dtype != head.weight.dtype and is_fsdp2(self.model):
             hidden = hidden.to(head.weight.dtype)  # as FSDP2 does where a module is called
         hidden = hidden.to(head.weight.device)
-        objective = self.objective
-        batch = batch_of(self.given, self.given_fields, objective, hidden.device)
-        if (count := self.given["num_items_in_batch"]) is not None:
-            objective = over_count(objective, count)
+        batch, count = self.batch, self.count
+        assert batch is not None
+        if batch.targets.device != hidden.device:
+            batch = batch.to(hidden.device)
+        objective = over_step(self.objective, batch, self.step, count)
         try:
             out = head_loss(hidden, head, batch, objective, self.options)
         except ValueError as error:
@@ -219,10 +231,14 @@ class Applied:
             how = "apply(model, terms, fields=(names,)) hands arguments of the call to the batch"
             raise ValueError(f"{error}; {how}") from None
         self.loss, self.metrics = out.loss, out.metrics
+        if self.step is not None and self.step.parts > 1:
+            self.loss = self.loss * self.step.parts
+        if not self.model.training:
+            self.loss = nan_where_nothing(self.loss, batch, count)
         self.logits = LazyLogits(head, hidden, not self.model.training)
         if self.sharded:  # afterwards the weight is gone
             self.logits = None if self.model.training else head.logits(hidden)
-            return Carried.apply(out.loss, hidden.detach())  # type: ignore[return-value]
+            return Carried.apply(self.loss, hidden.detach())  # type: ignore[return-value]
         return hidden.new_empty((*hidden.shape[:-1], 0))
 
     @_eagerly()
@@ -231,6 +247,12 @@ class Applied:
         assert self.loss is not None
         logits = kwargs["logits"] if "logits" in kwargs else args[0]
         return hooked(self.loss, logits) if self.sharded else self.loss
+
+    def batch_of(self, call: dict[str, Any], device: torch.device) -> Batch:
+        """The batch of a call with labels, before it is made."""
+        fields = {name: call[name] for name in self.fields if name in call}
+        arguments = {name: call.get(name) for name in CALL}
+        return batch_of(arguments, fields, self.objective, device)
 
 
 def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
