@@ -33,7 +33,7 @@ examples:
 headloss COMMAND --help says more of each."""
 COMMANDS = "plan | check | doctor | terms | train | compare"
 SHOWN = ("schedule", "reason", "backend", "chunk_tokens", "tile", "bytes", "total_bytes")
-SHOWN += ("plain_bytes",)  # of a plan
+SHOWN += ("peak_bytes", "plain_bytes")  # of a plan
 ASKED = ("schedule", "chunk_tokens", "memory_budget")  # options of the command that a call has too
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -137,7 +137,7 @@ def _draw(problem: Problem, options: Options, backend: str, title: str, path: Pa
         except ValueError as error:
             notes.append(f"{schedule}: {error}")
             continue
-        curves[schedule] = [plan.total_bytes / UNITS["GiB"] for plan in plans]
+        curves[schedule] = [plan.peak_bytes / UNITS["GiB"] for plan in plans]
         curves["plain logits"] = [plan.plain_bytes / UNITS["GiB"] for plan in plans]
     for name, curve in curves.items():
         axes.plot(tokens, curve, "k:" if name == "plain logits" else "-", label=name)

@@ -35,14 +35,16 @@ PULLS: dict[Schedule, Pull] = {
     "statistics": "never",
 }
 MIB = 1 << 20
-CPU_BUDGET, GPU_BUDGET = 256 * MIB, 1200 * MIB  # for a chunk, where the call names none
-GPU_SHARE = 16  # the budget is a GPU's memory divided by it, if that is more
+# For a chunk, where the call names no budget: on a CPU, on a GPU whose memory is not known, and the
+# part of its memory on any other. More would gain 1 to 4 % of a training step.
+CPU_BUDGET, GPU_BUDGET, GPU_SHARE = 256 * MIB, 1200 * MIB, 64
 TERMS_ROWS = 16384  # tokens per product that writes statistics alone
 # Multiply-adds of a block's product: below it, reading which rows carry a gradient keeps a GPU
 # waiting longer, and takes a CPU more operations, than leaving them out can save.
 SKIP_WORTH, CPU_SKIP_WORTH = 2 * 10**11, 1 << 24
 FIXED_COLUMNS = 16384  # of a slab, if a token's bits may not depend on other tokens
 WORKING_BLOCK = 1 << 20  # logits that a reference act works on at once
+PARTIAL_BYTES = 8  # of a token in a block of columns: its maximum and sums
 CANDIDATE_BYTES = 24  # of a candidate: its id, its log-prob and its slope
 SWEEP_BYTES = 480 << 20  # of a sweep that writes terms or gradients in 16 bits
 TEACHER_BYTES = 660 << 20  # the same beside a teacher
@@ -63,7 +65,9 @@ class Plan:
         sweep_rows: of a step of a sweep for statistics that has all columns; 0: it is a tile.
         terms: whether the logits product writes softmax terms in 16 bits in place of logits.
         rows: whether kernels read given logits, and write their gradient, where they lie.
-        bytes: peak working memory beyond inputs and returned gradients, by part.
+        bytes: working memory beyond inputs and returned gradients, by part.
+        peak_bytes: most that exists at once beyond the inputs, returned gradients (of hidden states
+            and weight, or of given logits) included: what a GPU's allocator reports.
         plain_bytes: what logits, their softmax and their gradient would take.
         budget: bytes for a chunk, or for what a held schedule keeps, and where that comes from.
         reason: why this schedule.
@@ -86,6 +90,7 @@ class Plan:
     terms: bool
     rows: bool
     bytes: dict[str, int]
+    peak_bytes: int
     plain_bytes: int
     reason: str
     budget: tuple[int, str]
@@ -129,7 +134,9 @@ class Plan:
             some = f"{self.restricted} of {self.tokens} tokens"
             lines.append(f"support    {self.support} dot products for {some}")
         lines += [f"memory     {n / MIB:10.1f} MiB  {name}" for name, n in self.bytes.items()]
-        lines.append(f"total      {self.total_bytes / MIB:10.1f} MiB")
+        beyond = "beyond inputs and returned gradients"
+        lines.append(f"total      {self.total_bytes / MIB:10.1f} MiB  {beyond}")
+        lines.append(f"peak       {self.peak_bytes / MIB:10.1f} MiB  returned gradients included")
         lines.append(f"plain      {self.plain_bytes / MIB:10.1f} MiB  logits and their gradient")
         return "\n".join(lines)
 
@@ -168,6 +175,7 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         room = (tile.rows * tile.columns * _slab_bytes(p) + _hidden_sums(p)) // p.token_bytes
         rows = even(p, min(rows, max(1, room // GRAIN * GRAIN or room)))
     once, terms = _once(p, pull, len(chunks), tile), p.terms and not p.narrow
+    parts = _bytes(p, pull, rows, tile, options, once)
     least = SKIP_WORTH if p.on_gpu else 0 if p.thorough else CPU_SKIP_WORTH
     worth = p.sparse and rows * p.width * p.vocabulary >= least
     skip_rows = options.skip_rows and not (options.static or p.given or p.narrow) and worth
@@ -179,7 +187,8 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         sweep_rows=rows if p.teachers else TERMS_ROWS if terms else 0,
         terms=terms,
         rows=p.rows,
-        bytes=_bytes(p, pull, rows, tile, options, once),
+        bytes=parts,
+        peak_bytes=_peak(p, parts),
         plain_bytes=p.tokens * p.vocabulary * (4 + 2 * p.element_size),
         reason=reason,
         budget=budget,
@@ -263,11 +272,11 @@ def _budget(p: Problem, options: Options) -> tuple[int, str]:
         return options.memory_budget, "asked for"
     if not p.on_gpu:
         return CPU_BUDGET, "by default"
-    share = p.memory // GPU_SHARE
-    if share <= GPU_BUDGET:
+    if not p.memory:
         return GPU_BUDGET, "by default"
     least = "smallest GPU of the group" if p.sharded else "GPU"
-    return share, f"one part in {GPU_SHARE} of the {least}'s memory, {p.memory / MIB:.0f} MiB"
+    source = f"one part in {GPU_SHARE} of the {least}'s memory, {p.memory / MIB:.0f} MiB"
+    return p.memory // GPU_SHARE, source
 
 
 def _chunk_rows(p: Problem, options: Options, limit: int) -> int:
@@ -335,6 +344,8 @@ def _bytes(
     widened = 3 * min(elements, WORKING_BLOCK) * max(4, p.element_size)  # a few blocks at a time
     if p.element_size < 4 and not p.given:  # and of a 16-bit weight
         widened += 4 * min(4 * WORKING_BLOCK, p.vocabulary * p.width)
+    fused = pull == "never" and p.terms and not p.teachers  # the product measures what it makes
+    blocks = min(p.tokens, TERMS_ROWS) * -(-p.vocabulary // WAVE_TILE[1])
     gathered = p.tokens if p.gathered else rows
     wide = 8 if p.element_size == 8 else options.accumulate_dtype.itemsize
     # Of its own dtype or of one product, a sum is the returned gradient itself.
@@ -342,7 +353,8 @@ def _bytes(
     summed = apart and pull in ("now", "held", "blocks") and wide != p.weight_size
     sent = p.sharded and p.hidden_gradient and not p.given and pull != "never"
     parts = [
-        (not p.narrow, "logits", logits),
+        (not (p.narrow or fused), "logits", logits),
+        (fused and not p.narrow, "partial statistics", blocks * PARTIAL_BYTES),
         (p.support, "support", p.support * PAIR_BYTES),
         (True, "statistics", p.tokens * 64),
         (p.candidates, "candidates", p.tokens * p.candidates * CANDIDATE_BYTES),
@@ -354,3 +366,20 @@ def _bytes(
         (slabs and _hidden_sums(p), "hidden gradient accumulator", _hidden_sums(p)),
     ]
     return {name: size for taken, name, size in parts if taken}
+
+
+def _peak(p: Problem, parts: dict[str, int]) -> int:
+    """With the returned gradients. One that is summed apart is made of its sum at the end, when the
+    logits have gone."""
+    weight = p.vocabulary * p.width * p.weight_size
+    returned = {
+        "hidden gradient accumulator": (p.hidden_gradient, p.tokens * p.width * p.element_size),
+        "weight gradient accumulator": (p.weight_gradient and not p.main_grad, weight),
+    }
+    if p.given:
+        size = 0 if p.inplace else p.tokens * p.vocabulary * p.element_size
+        returned = {"": (p.hidden_gradient, size)}
+    sizes = {apart: size for apart, (wanted, size) in returned.items() if wanted}
+    last = sum(size for apart, size in sizes.items() if apart in parts)
+    most = max(parts.get("logits", 0), last)
+    return sum(sizes.values()) - last + sum(parts.values()) - parts.get("logits", 0) + most
