@@ -137,13 +137,13 @@ def _draw(problem: Problem, options: Options, backend: str, title: str, path: Pa
         except ValueError as error:
             notes.append(f"{schedule}: {error}")
             continue
-        curves[schedule] = [plan.peak_bytes / UNITS["GiB"] for plan in plans]
+        curves[schedule] = [plan.total_bytes / UNITS["GiB"] for plan in plans]
         curves["plain logits"] = [plan.plain_bytes / UNITS["GiB"] for plan in plans]
     for name, curve in curves.items():
         axes.plot(tokens, curve, "k:" if name == "plain logits" else "-", label=name)
     axes.axvline(problem.tokens, color="gray", linewidth=0.8, linestyle="--")
     axes.set_xscale("log", base=2)
-    label = "planned memory of loss and gradients, GiB"
+    label = "planned memory beyond inputs and returned gradients, GiB"
     axes.set(yscale="log", xlabel="scored tokens of a call", ylabel=label)
     axes.set_title(title, fontsize=9)
     axes.grid(alpha=0.3)

@@ -197,7 +197,10 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         whole=whole,
         skip_rows=skip_rows,
         once=once,
-        resends=p.resends and once and pull == "now" and len(chunks) == 1
+        resends=p.resends
+        and once
+        and pull == "now"
+        and len(chunks) == 1
         and not (skip_rows or p.sharded or p.restricted),
         pull=pull,
         support=p.support,
