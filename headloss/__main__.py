@@ -84,7 +84,6 @@ def _problem(arguments: argparse.Namespace) -> Problem:
     check_segments(-(-arguments.tokens // arguments.segment_length), objective)
     if arguments.vocab * max(arguments.tokens, arguments.hidden) >= 1 << 60:
         raise ValueError("--vocab: got logits or a weight of 2^60 elements or more, want fewer")
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
     kinds = sample()[1].kinds()
     asked = reads(objective, kinds, torch.float32, torch.device("cpu"), observe=False)
     on_gpu, teachers = arguments.device == "cuda", objective.teachers
@@ -104,7 +103,7 @@ def _problem(arguments: argparse.Namespace) -> Problem:
         element_size=dtype.itemsize,
         weight_size=dtype.itemsize,
         rescaled=dtype == torch.float16,
-        row_bytes=2 if terms else wide.itemsize * (1 + len(teachers)),
+        row_bytes=2 if terms else max(4, dtype.itemsize) * (1 + len(teachers)),
         on_gpu=on_gpu,
         multiprocessors=multiprocessors if on_gpu else 0,
         memory=kernels.memory(here),
@@ -127,7 +126,7 @@ def _draw(problem: Problem, options: Options, backend: str, title: str, path: Pa
     axes = figure.add_subplot()
     last = max(17, (4 * problem.tokens - 1).bit_length())  # four times as many, or 2 ** 17
     tokens = sorted({problem.tokens, *(1 << n for n in range(8, 1 + last))})
-    problems = [problem.of(tokens=n) for n in tokens]
+    problems = [replace(problem, tokens=n) for n in tokens]
     curves: dict[str, list[float]] = {}
     notes = []
     for schedule in (s for s in SCHEDULES if s != "auto"):

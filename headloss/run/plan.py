@@ -35,8 +35,7 @@ PULLS: dict[Schedule, Pull] = {
     "statistics": "never",
 }
 MIB = 1 << 20
-# For a chunk, where the call names no budget: on a CPU, on a GPU whose memory is not known, and the
-# part of its memory on any other. More would gain 1 to 4 % of a training step.
+# For a chunk, where the call names none: on a CPU, a GPU of unknown memory, the part of another's.
 CPU_BUDGET, GPU_BUDGET, GPU_SHARE = 256 * MIB, 1200 * MIB, 64
 TERMS_ROWS = 16384  # tokens per product that writes statistics alone
 # Multiply-adds of a block's product: below it, reading which rows carry a gradient keeps a GPU
@@ -44,7 +43,6 @@ TERMS_ROWS = 16384  # tokens per product that writes statistics alone
 SKIP_WORTH, CPU_SKIP_WORTH = 2 * 10**11, 1 << 24
 FIXED_COLUMNS = 16384  # of a slab, if a token's bits may not depend on other tokens
 WORKING_BLOCK = 1 << 20  # logits that a reference act works on at once
-PARTIAL_BYTES = 8  # of a token in a block of columns: its maximum and sums
 CANDIDATE_BYTES = 24  # of a candidate: its id, its log-prob and its slope
 SWEEP_BYTES = 480 << 20  # of a sweep that writes terms or gradients in 16 bits
 TEACHER_BYTES = 660 << 20  # the same beside a teacher
@@ -66,12 +64,10 @@ class Plan:
         terms: whether the logits product writes softmax terms in 16 bits in place of logits.
         rows: whether kernels read given logits, and write their gradient, where they lie.
         bytes: working memory beyond inputs and returned gradients, by part.
-        peak_bytes: most that exists at once beyond the inputs, returned gradients (of hidden states
-            and weight, or of given logits) included: what a GPU's allocator reports.
+        peak_bytes: the same with returned gradients in it, as a GPU's allocator reports it.
         plain_bytes: what logits, their softmax and their gradient would take.
         budget: bytes for a chunk, or for what a held schedule keeps, and where that comes from.
         reason: why this schedule.
-        whole: one block holds all tokens, however they are spread over segments.
         skip_rows: whether rows without a gradient leave the last two products.
         once: one block holds all tokens, and its products are the returned gradients.
         resends: later calls like this one may send its launches again (`kernels.triton.again`).
@@ -96,7 +92,6 @@ class Plan:
     budget: tuple[int, str]
     chunks: Sequence[Chunk] = field(repr=False)
     tokens: int = field(repr=False, default=0)
-    whole: bool = field(repr=False, default=False)
     skip_rows: bool = field(repr=False, default=False)
     once: bool = field(repr=False, default=False)
     resends: bool = field(repr=False, default=False)
@@ -134,8 +129,7 @@ class Plan:
             some = f"{self.restricted} of {self.tokens} tokens"
             lines.append(f"support    {self.support} dot products for {some}")
         lines += [f"memory     {n / MIB:10.1f} MiB  {name}" for name, n in self.bytes.items()]
-        beyond = "beyond inputs and returned gradients"
-        lines.append(f"total      {self.total_bytes / MIB:10.1f} MiB  {beyond}")
+        lines.append(f"total      {self.total_bytes / MIB:10.1f} MiB  beyond inputs and gradients")
         lines.append(f"peak       {self.peak_bytes / MIB:10.1f} MiB  returned gradients included")
         lines.append(f"plain      {self.plain_bytes / MIB:10.1f} MiB  logits and their gradient")
         return "\n".join(lines)
@@ -153,7 +147,6 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     budget = _budget(p, options)
     limit = max(1, budget[0] // max(1, p.token_bytes))  # of a chunk that has to hold a segment
     rows = max(1, p.tokens) if p.rows else _chunk_rows(p, options, limit)
-    whole = p.tokens <= rows
     chunks = cut(p, rows, limit)
     if chunks and p.scope == "segment" and options.chunk_tokens is None:
         # Equal chunks may be more of them, and each adds to the float32 sum of dW.
@@ -178,6 +171,7 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     parts = _bytes(p, pull, rows, tile, options, once)
     least = SKIP_WORTH if p.on_gpu else 0 if p.thorough else CPU_SKIP_WORTH
     worth = p.sparse and rows * p.width * p.vocabulary >= least
+    single = once and pull == "now" and len(chunks) == 1
     skip_rows = options.skip_rows and not (options.static or p.given or p.narrow) and worth
     return Plan(
         schedule=schedule,
@@ -194,14 +188,9 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         budget=budget,
         chunks=chunks,
         tokens=p.tokens,
-        whole=whole,
         skip_rows=skip_rows,
         once=once,
-        resends=p.resends
-        and once
-        and pull == "now"
-        and len(chunks) == 1
-        and not (skip_rows or p.sharded or p.restricted),
+        resends=single and p.resends and not (skip_rows or p.sharded or p.restricted),
         pull=pull,
         support=p.support,
         restricted=p.restricted,
@@ -273,13 +262,10 @@ def _budget(p: Problem, options: Options) -> tuple[int, str]:
     """Bytes, and where they come from."""
     if options.memory_budget is not None:
         return options.memory_budget, "asked for"
-    if not p.on_gpu:
-        return CPU_BUDGET, "by default"
-    if not p.memory:
-        return GPU_BUDGET, "by default"
-    least = "smallest GPU of the group" if p.sharded else "GPU"
-    source = f"one part in {GPU_SHARE} of the {least}'s memory, {p.memory / MIB:.0f} MiB"
-    return p.memory // GPU_SHARE, source
+    if not (p.on_gpu and p.memory):
+        return GPU_BUDGET if p.on_gpu else CPU_BUDGET, "by default"
+    share, whose = p.memory // GPU_SHARE, "smallest GPU of the group" if p.sharded else "GPU"
+    return share, f"one part in {GPU_SHARE} of the {whose}'s memory, {p.memory / MIB:.0f} MiB"
 
 
 def _chunk_rows(p: Problem, options: Options, limit: int) -> int:
@@ -347,8 +333,9 @@ def _bytes(
     widened = 3 * min(elements, WORKING_BLOCK) * max(4, p.element_size)  # a few blocks at a time
     if p.element_size < 4 and not p.given:  # and of a 16-bit weight
         widened += 4 * min(4 * WORKING_BLOCK, p.vocabulary * p.width)
-    fused = pull == "never" and p.terms and not p.teachers  # the product measures what it makes
-    blocks = min(p.tokens, TERMS_ROWS) * -(-p.vocabulary // WAVE_TILE[1])
+    fused = pull == "never" and p.terms and not p.teachers
+    if fused:  # the product leaves a maximum and a sum of each tile
+        logits = 8 * min(p.tokens, TERMS_ROWS) * -(-p.vocabulary // WAVE_TILE[1])
     gathered = p.tokens if p.gathered else rows
     wide = 8 if p.element_size == 8 else options.accumulate_dtype.itemsize
     # Of its own dtype or of one product, a sum is the returned gradient itself.
@@ -356,8 +343,7 @@ def _bytes(
     summed = apart and pull in ("now", "held", "blocks") and wide != p.weight_size
     sent = p.sharded and p.hidden_gradient and not p.given and pull != "never"
     parts = [
-        (not (p.narrow or fused), "logits", logits),
-        (fused and not p.narrow, "partial statistics", blocks * PARTIAL_BYTES),
+        (not p.narrow, "partial statistics" if fused else "logits", logits),
         (p.support, "support", p.support * PAIR_BYTES),
         (True, "statistics", p.tokens * 64),
         (p.candidates, "candidates", p.tokens * p.candidates * CANDIDATE_BYTES),
@@ -372,17 +358,10 @@ def _bytes(
 
 
 def _peak(p: Problem, parts: dict[str, int]) -> int:
-    """With the returned gradients. One that is summed apart is made of its sum at the end, when the
-    logits have gone."""
-    weight = p.vocabulary * p.width * p.weight_size
-    returned = {
-        "hidden gradient accumulator": (p.hidden_gradient, p.tokens * p.width * p.element_size),
-        "weight gradient accumulator": (p.weight_gradient and not p.main_grad, weight),
-    }
-    if p.given:
-        size = 0 if p.inplace else p.tokens * p.vocabulary * p.element_size
-        returned = {"": (p.hidden_gradient, size)}
-    sizes = {apart: size for apart, (wanted, size) in returned.items() if wanted}
-    last = sum(size for apart, size in sizes.items() if apart in parts)
-    most = max(parts.get("logits", 0), last)
-    return sum(sizes.values()) - last + sum(parts.values()) - parts.get("logits", 0) + most
+    """With the returned gradients; one that is summed apart is made when the logits have gone."""
+    columns = p.vocabulary * (not p.inplace) if p.given else p.width
+    hidden = p.hidden_gradient * p.tokens * columns * p.element_size
+    weight = (p.weight_gradient and not p.main_grad) * p.vocabulary * p.width * p.weight_size
+    pairs = {"hidden gradient accumulator": hidden, "weight gradient accumulator": weight}
+    late = sum(size for name, size in pairs.items() if name in parts)
+    return hidden + weight + sum(parts.values()) - min(late, parts.get("logits", 0))
