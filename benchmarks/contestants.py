@@ -471,8 +471,8 @@ def _registry() -> dict[str, Contestant]:
 
     add("headloss", _headloss())
     add("headloss, no metrics", _headloss(metrics=False))
-    for budget in (1200, 2200):
-        add(f"headloss, {budget} MiB", _headloss(schedule="one_pass", memory_budget=budget * MIB))
+    for budget, size in (("1200 MiB", 1200), ("2200 MiB", 2200), ("5 GiB", 5120)):
+        add(f"headloss, {budget}", _headloss(schedule="one_pass", memory_budget=size * MIB))
     add("headloss, 128 MiB", _headloss(memory_budget=128 * MIB))
     add("headloss, recompute", _headloss(schedule="recompute"))
     add("headloss, frozen", _headloss(schedule="frozen"))
