@@ -46,6 +46,7 @@ from counts import counts  # noqa: E402
 LEAST = against.LEAST
 PAIRS, CALLS = 30, {"cpu": 500, "cuda": 5000}
 RACES = 0.6  # of the minutes: no race begins later
+STARTS = 20.0  # seconds in which the processes of random calls begin and end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,7 +354,8 @@ def main(argv: list[str] | None = None) -> int:
         found["rows"] += run_ranks(arguments)
     if asks("calls"):
         left = 60 * arguments.minutes - (time.perf_counter() - begin)
-        found["calls"] = run_calls(arguments, left if device.type == "cuda" else float("inf"))
+        left = max(30.0, left - STARTS) if device.type == "cuda" else float("inf")
+        found["calls"] = run_calls(arguments, left)
     found["seconds"] = round(time.perf_counter() - begin)
     text = page(found)
     if arguments.json:

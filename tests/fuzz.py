@@ -210,7 +210,7 @@ def draw(seed: int, triton: bool = False, device: str = "cpu") -> Call:
         draw_newer(call, count, vocabulary, unscored)
     if ranks:
         fuzz_ranks.draw_place(call, rng)
-    graphs = device == "cuda" and not bad and call.verb != "head_topk"
+    graphs = device == "cuda" and not bad and call.verb in ("head_loss", "logits_loss")
     call.captured = graphs and "static" in call.options and rng.random() < 0.6
     return call
 
