@@ -41,7 +41,7 @@ import headloss as hl
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 SHARE_OF_BAD = 0.2
 RANKS_EVERY = 10  # so many calls, one on two ranks
-HANG = 150.0  # seconds of one call, after which a process of the command ends
+HANG = 400.0  # seconds of one call, after which a process of the command ends; ranks may start
 
 # ---------------------------------------------------------------------- terms
 
