@@ -16,6 +16,7 @@ DEFAULTS = ("headloss",)
 FASTEST = ("headloss, 5 GiB",)
 BUDGETS = (*FASTEST, "headloss, 1200 MiB", "headloss, 2200 MiB")
 RECOMPUTE = ("headloss, recompute",)
+CAPTURED = ("headloss, captured",)
 UNMETERED = ("headloss, no metrics",)
 OURS = (*DEFAULTS, *BUDGETS, *RECOMPUTE)
 PLAIN = ("eager", "torch.compile")
@@ -33,6 +34,7 @@ CE = (
     "QuACK, no scaled exp",
 )
 SCORES = (*PLAIN, *LOGPS, "CCE", "QuACK", "QuACK, no scaled exp")
+SEVERAL = ("headloss in place, metrics", "Fast-LLM, Triton", "Fast-LLM, compiled")
 GIVEN = (
     "headloss in place",
     "headloss in place, declared upstream",
@@ -40,6 +42,8 @@ GIVEN = (
     *PLAIN,
     "Liger CE",
     "QuACK",
+    "Fast-LLM, Triton",
+    "Fast-LLM, compiled",
 )
 
 
@@ -156,6 +160,8 @@ def table() -> Iterator[Case]:
         )
         goal = "0.86 of a copy, captured 0.88, and ahead of QuACK"
         yield row("given logits, in place", "ce", given, *GIVEN, goal=goal)
+        name, goal = "given logits, CE + z-loss + GRPO", "ahead of Fast-LLM from 128k columns on"
+        yield row(name, "ce+z+grpo", given, *SEVERAL, goal=goal)
 
 
 def small() -> Iterator[Case]:
@@ -164,9 +170,9 @@ def small() -> Iterator[Case]:
         for tokens in SMALL:
             yield Case(
                 row="small calls",
-                works=("ce", "grpo"),
+                works=("ce", "grpo", "gspo, wide clip"),
                 setting=Setting(tokens=tokens, width=width, vocabulary=vocabulary, segments=256),
-                contestants=(*DEFAULTS, *PLAIN),
+                contestants=(*DEFAULTS, *(CAPTURED if tokens <= 1024 else ()), *PLAIN),
                 group="small",
                 goal=f"{LEVEL}, host time <= 0.7 ms",
             )
@@ -241,18 +247,18 @@ def quick() -> Iterator[Case]:
 
 
 def _small(case: Case, tokens: int, vocabulary: int) -> Case:
-    segments = 16 if isinstance(case.setting.segments, int) else (3, 20)
-    dtype = case.setting.dtype
+    return replace(case, setting=small_setting(case.setting, tokens, vocabulary))
+
+
+def small_setting(setting: Setting, tokens: int, vocabulary: int) -> Setting:
+    """The same on a CPU, in float32 for bfloat16."""
     return replace(
-        case,
-        setting=replace(
-            case.setting,
-            tokens=tokens,
-            width=32,
-            vocabulary=vocabulary,
-            dtype=torch.float32 if dtype == torch.bfloat16 else dtype,
-            segments=segments,
-        ),
+        setting,
+        tokens=tokens,
+        width=32,
+        vocabulary=vocabulary,
+        dtype=torch.float32 if setting.dtype == torch.bfloat16 else setting.dtype,
+        segments=16 if isinstance(setting.segments, int) else (3, 20),
     )
 
 
