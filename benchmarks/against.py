@@ -2,32 +2,37 @@
 
 A card at its power cap is several percent apart from run to run, so calls alternate and each pair
 gives one ratio. The new one counts as not slower where the lower confidence bound of the median
-ratio old / new is at least LEAST.
+ratio old / new is at least LEAST. Where neither names a memory budget both have MEMORY: a default
+may differ between them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import math
 import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import contestants
 import measure
 import torch
 import works
 from cases import Case
-from contestants import CONTESTANTS, Run
+from contestants import CONTESTANTS, Found
 
 NAME = "headloss_before"
-LEAST = 0.98
+MEMORY = 5 << 30  # bytes
+LEAST = 0.97
 SURE = 1.96  # standard deviations of a count: 95 %
+ROWS, AGREE = 64, 0.5  # of each value, that are compared; relative: few rows, rounded logits
 
 
 def load(folder: Path) -> ModuleType:
@@ -45,13 +50,15 @@ def load(folder: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def using(package: ModuleType) -> Iterator[None]:
-    """Works and contestants of this module call another version."""
-    before = works.hl
+    """Works and contestants of this module call another version, at equal memory."""
+    before = works.hl, contestants.MEMORY
     try:
         works.hl = contestants.hl = package
+        contestants.MEMORY = MEMORY
         yield
     finally:
-        works.hl = contestants.hl = before
+        works.hl, contestants.MEMORY = before
+        contestants.hl = works.hl
 
 
 def lower_bound(ratios: list[float]) -> float:
@@ -60,50 +67,103 @@ def lower_bound(ratios: list[float]) -> float:
     return sorted(ratios)[max(0, math.floor(n / 2 - SURE * math.sqrt(n) / 2))]
 
 
+def judged(ratios: list[float], bar: float | None) -> dict[str, Any]:
+    """The median, its bound, and whether this reaches the bar."""
+    bound = lower_bound(ratios)
+    word = "measured" if bar is None else "well" if bound >= bar else "SLOWER"
+    return {"ratio": statistics.median(ratios), "bound": bound, "verdict": word}
+
+
 def main(cases: list[Case], folder: Path, device: torch.device, pairs: int) -> int:
     """A line for each case and contestant of headloss; 1 where one has become slower."""
     before, slower = load(folder), 0
     for case in cases:
         inputs = works.make_sets(case.setting, device, pairs + 1)
-        for work in case.works:
-            for name in filter(measure.is_ours, case.contestants):
-                ratios = race(works.WORKS[work], name, case, inputs, before, device, pairs)
-                least = lower_bound(ratios)
-                slower += least < LEAST
-                mark = "" if least >= LEAST else "  SLOWER"
-                print(
-                    f"{case.name}: {work}, {name}: old / new {statistics.median(ratios):.3f}, "
-                    f"at least {least:.3f}{mark}",
-                    flush=True,
-                )
+        for work, name in itertools.product(case.works, filter(measure.is_ours, case.contestants)):
+            what = f"{case.name}: {work}, {name}"
+            try:
+                sides = [Side.of(p, name, work, case, inputs[0]) for p in (before, works.hl)]
+                ratios = race(*sides, case, inputs, device, pairs)
+            except Exception as failure:  # such as a version that does not serve it
+                print(f"{what}: left out: {measure.one_line(failure)}", flush=True)
+                continue
+            row = judged(ratios, LEAST)
+            slower += row["verdict"] == "SLOWER"
+            numbers = f"old / new {row['ratio']:.3f}, at least {row['bound']:.3f}"
+            print(f"{what}: {numbers}, {row['verdict']}", flush=True)
     return 1 if slower else 0
 
 
+class Side(NamedTuple):
+    """One of two that take turns; `package`: that of headloss that it calls."""
+
+    package: ModuleType
+    run: Callable[[works.Inputs], Any]
+
+    @classmethod
+    def of(
+        cls, package: ModuleType, name: str, work: str, case: Case, inputs: works.Inputs
+    ) -> Side:
+        """A contestant by its name, or "limit": the products that its work cannot do without.
+
+        Raises:
+            ValueError: it cannot do this work; whatever making it raises.
+        """
+        if name == "limit":
+            return cls(package, measure.make_limit(case.setting, inputs))
+        contestant, what = CONTESTANTS[name], works.WORKS[work]
+        if reason := measure.unserved(contestant, what, inputs.targets.device):
+            raise ValueError(f"{name}: {reason}")
+        with using(package):
+            run = contestant.make(what, case.setting)
+        return cls(package, run if case.group == "small" else measure.whole(run))
+
+
 def race(
-    work: works.Work,
-    name: str,
+    first: Side,
+    second: Side,
     case: Case,
     inputs: list[works.Inputs],
-    before: ModuleType,
     device: torch.device,
     pairs: int,
 ) -> list[float]:
-    """Ratios of times, old / new, of neighbouring calls; which goes first alternates."""
-    alone = case.group == "small"
-    timed = measure.Alone if alone else measure._timed
-    packages = {"old": before, "new": works.hl}
-    runs: dict[str, Run] = {}
-    for version, package in packages.items():
-        with using(package):
-            run = CONTESTANTS[name].make(work, case.setting)
-        runs[version] = run if alone else measure.whole(run)
+    """Ratios of times, first / second, of neighbouring calls; which goes first alternates.
+
+    Raises:
+        ValueError: the two do not find the same.
+    """
+    timed = measure.Alone if case.group == "small" else measure._timed
     ratios = []
     with torch.set_grad_enabled(bool(case.setting.trains)):
+        agree(first, second, inputs[0])
         for turn in range(pairs + 1):
             ms = {}
-            for version in list(packages)[:: 1 - 2 * (turn % 2)]:
-                with using(packages[version]):
-                    ms[version] = timed(runs[version], inputs[turn % len(inputs)], device)
+            for side in (first, second)[:: 1 - 2 * (turn % 2)]:
+                with using(side.package):
+                    ms[side] = timed(side.run, inputs[turn % len(inputs)], device)
             measure.synchronize(device)
-            ratios.append(ms["old"].ms / ms["new"].ms)
+            ratios.append(ms[first].ms / ms[second].ms)
     return ratios[1:]
+
+
+def agree(first: Side, second: Side, inputs: works.Inputs) -> None:
+    """No time is taken of what is wrong: what both find is compared, as far as both round."""
+    values: list[dict[str, torch.Tensor]] = []
+    for side in (first, second):
+        inputs.fresh()
+        with using(side.package):
+            found = side.run(inputs)
+        if isinstance(found, Found):
+            scaled = {n: v * found.factor if n in works.LEAVES else v for n, v in _some(found)}
+            values.append(scaled)
+    for name in values[0].keys() & values[-1].keys():
+        a, b = values[0][name], values[-1][name]
+        off = float((a - b).norm() / b.norm().clamp_min(1e-2 if name == "loss" else 1e-30))
+        if not off <= AGREE:
+            raise ValueError(f"{name}: the two are {off:.1e} apart, want {AGREE} at most")
+
+
+def _some(found: Found) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of each value a few rows, out of what the next call overwrites."""
+    for name, value in found.values.items():
+        yield name, (value[:ROWS] if value.dim() else value).detach().double()

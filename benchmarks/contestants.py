@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from plain import plain_logits, restricted, with_the_rest
 from torch import Tensor
-from works import Inputs, Setting, Values, Work
+from works import Z_WEIGHT, Inputs, Setting, Values, Work
 
 import headloss as hl
 
 MIB = 1 << 20
+MEMORY: int | None = None  # the budget of those of headloss that name none; None: its default
 STATISTICS = ("logp", "lse", "entropy")
 
 
@@ -79,9 +80,13 @@ def gradients(loss: Tensor, inputs: Inputs) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------- headloss
 
 
+def _options(**named: Any) -> hl.Options:
+    return hl.Options(**{"memory_budget": MEMORY, **named})
+
+
 def _headloss(**options) -> Callable[[Work, Setting], Run]:
     def make(work: Work, setting: Setting) -> Run:
-        chosen = hl.Options(**options)  # once, as a trainer does
+        chosen = _options(**options)  # once, as a trainer does
 
         def run(inputs: Inputs) -> Found:
             batch, objective = work.batch(inputs), work.objective(inputs)
@@ -93,13 +98,13 @@ def _headloss(**options) -> Callable[[Work, Setting], Run]:
     return make
 
 
-def _in_place(**options) -> Callable[[Work, Setting], Run]:
+def _in_place(metrics: bool = False, **options) -> Callable[[Work, Setting], Run]:
     def make(work: Work, setting: Setting) -> Run:
-        chosen = hl.Options(metrics=False, **options)
+        chosen = _options(metrics=metrics, **options)
 
         def run(inputs: Inputs) -> Found:
             assert inputs.logits is not None
-            batch, objective = hl.Batch(inputs.targets), work.objective(inputs)
+            batch, objective = work.batch(inputs), work.objective(inputs)
             out = hl.logits_loss(inputs.logits, batch, objective, inplace=True, options=chosen)
             return _found(out, inputs)
 
@@ -108,22 +113,25 @@ def _in_place(**options) -> Callable[[Work, Setting], Run]:
     return make
 
 
-def _captured(work: Work, setting: Setting) -> Run:
-    """In place with static shapes: forward and backward captured once for each set of inputs."""
-    run = _in_place(static=True)(work, setting)
-    graphs: dict[int, tuple[torch.cuda.CUDAGraph, Found]] = {}
+def _captured(make: Callable[[Work, Setting], Run]) -> Callable[[Work, Setting], Run]:
+    """With static shapes: forward and backward captured once for each set of inputs."""
 
-    def replay(inputs: Inputs) -> Found:
-        assert inputs.logits is not None
-        key = inputs.logits.data_ptr()
-        if key not in graphs:
-            graphs[key] = captured(lambda: run(inputs).read())
-            inputs.fresh()
-        graph, found = graphs[key]
-        graph.replay()
-        return found
+    def of_graphs(work: Work, setting: Setting) -> Run:
+        run = make(work, setting)
+        graphs: dict[int, tuple[torch.cuda.CUDAGraph, Found]] = {}
 
-    return replay
+        def replay(inputs: Inputs) -> Found:
+            key = inputs.targets.data_ptr()
+            if key not in graphs:
+                graphs[key] = captured(lambda: run(inputs).read())
+                inputs.fresh()
+            graph, found = graphs[key]
+            graph.replay()
+            return found
+
+        return replay
+
+    return of_graphs
 
 
 def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -158,7 +166,7 @@ def _found(out: hl.Output, inputs: Inputs) -> Found:
 
 def _head_stats(work: Work, setting: Setting) -> Run:
     def run(inputs: Inputs) -> Found:
-        stats = hl.head_stats(inputs.hidden, inputs.head(), inputs.targets)
+        stats = hl.head_stats(inputs.hidden, inputs.head(), inputs.targets, _options())
         return Found(values={"logps": stats.logp, "entropies": stats.entropy})
 
     return run
@@ -169,7 +177,7 @@ def _stats_elsewhere(schedule: str, gradients: tuple[str, ...] = STATISTICS) -> 
 
     def make(work: Work, setting: Setting) -> Run:
         def values(inputs: Inputs) -> Values:
-            head, options = inputs.head(), hl.Options(schedule=schedule)
+            head, options = inputs.head(), _options(schedule=schedule)
             found = hl.head_stats(inputs.hidden, head, inputs.targets, options, gradients)
             return Values(found.logp, found.lse, found.entropy)
 
@@ -187,7 +195,7 @@ def _function(separable: str | None) -> Callable[[Work, Setting], Run]:
                 return work.loss(Values(logps, entropy=entropies), inputs)
 
             given = (inputs.hidden, inputs.head(), work.batch(inputs), loss_of, separable)
-            loss = hl.head_function(*given)  # type: ignore[arg-type]
+            loss = hl.head_function(*given, options=_options())  # type: ignore[arg-type]
             return Found(values={"loss": loss.detach()} | gradients(loss, inputs))
 
         return run
@@ -456,6 +464,54 @@ def _quack_given() -> Run:
     return run
 
 
+def _fast_llm(work: Work, setting: Setting) -> Run:
+    """The Triton kernel of its monolithic loss; the gradient goes to a tensor of its own."""
+    from fast_llm.functional.triton.monolithic_loss import triton_monolithic_loss_forward_backward
+
+    if not setting.given:
+        raise ValueError("takes logits that are there")
+
+    def run(i: Inputs) -> Found:
+        slots: dict[str, Any] = {"ce": (1.0,)}
+        if work.name != "ce":
+            policy = (i.advantages[i.ids], i.old, 1.0, 0.2, 0.2, i.lengths[i.ids])
+            slots |= {"z": (None, Z_WEIGHT), "grpo": policy, "compute_metrics": True}
+        z = i.logits.detach()  # type: ignore[union-attr]
+        found = triton_monolithic_loss_forward_backward(
+            z, i.targets, None, 1.0, None, float(len(z)), **slots
+        )
+        loss = found[0] if work.name == "ce" else found[0] + Z_WEIGHT * found[1] + found[2]
+        return Found(values={"loss": loss, "hidden": found[4]})
+
+    return run
+
+
+def _fast_llm_compiled(work: Work, setting: Setting) -> Run:
+    """The same loss where it has no Triton: one function that is compiled."""
+    from fast_llm.layers.language_model.loss.entropy_loss import LanguageModelLabelEntropyLoss
+    from fast_llm.layers.language_model.loss.monolithic import _monolithic_core
+    from fast_llm.layers.language_model.loss.policy_gradient import LanguageModelGRPOLoss
+    from fast_llm.layers.language_model.loss.z_loss import LanguageModelZLoss
+
+    if not setting.given:
+        raise ValueError("takes logits that are there")
+    several = (LanguageModelLabelEntropyLoss, LanguageModelZLoss, LanguageModelGRPOLoss)
+    children = several[:1] if work.name == "ce" else several
+
+    def run(i: Inputs) -> Found:
+        z = i.logits.detach()  # type: ignore[union-attr]
+        tokens = float(len(z))
+        policy = (i.advantages[i.ids], i.old, 1.0, tokens, 0.2, 0.2, i.lengths[i.ids], True)
+        given = ((i.targets, 1.0, tokens), (None, Z_WEIGHT, tokens), (i.targets, *policy))
+        given = given[: len(children)]
+        parts, gradient = _monolithic_core(children, z, None, 1.0, None, given)
+        losses = [loss for loss, _ in parts]
+        loss = sum(w * x for w, x in zip((1.0, Z_WEIGHT, 1.0), losses, strict=False))
+        return Found(values={"loss": loss, "hidden": gradient})
+
+    return run
+
+
 # ---------------------------------------------------------------------- the registry
 
 CE_ONLY = frozenset({"ce"})
@@ -471,8 +527,8 @@ def _registry() -> dict[str, Contestant]:
 
     add("headloss", _headloss())
     add("headloss, no metrics", _headloss(metrics=False))
-    for budget in (1200, 2200):
-        add(f"headloss, {budget} MiB", _headloss(schedule="one_pass", memory_budget=budget * MIB))
+    for budget, size in (("1200 MiB", 1200), ("2200 MiB", 2200), ("5 GiB", 5120)):
+        add(f"headloss, {budget}", _headloss(schedule="one_pass", memory_budget=size * MIB))
     add("headloss, 128 MiB", _headloss(memory_budget=128 * MIB))
     add("headloss, recompute", _headloss(schedule="recompute"))
     add("headloss, frozen", _headloss(schedule="frozen"))
@@ -487,7 +543,9 @@ def _registry() -> dict[str, Contestant]:
         add(f"head_function, {separable or 'undeclared'}", _function(separable))
     add("headloss in place", _in_place())
     add("headloss in place, declared upstream", _in_place(upstream=1.0))
-    add("headloss in place, captured", _captured, gpu=True)
+    add("headloss in place, captured", _captured(_in_place(static=True)), gpu=True)
+    add("headloss in place, metrics", _in_place(metrics=True))
+    add("headloss, captured", _captured(_headloss(static=True)), gpu=True)
     add("eager", _eager, rounded=True)
     add("torch.compile", partial(_eager, compiled=True), rounded=True, gpu=True)
     add("F.linear_cross_entropy", _torch_chunked, works=CE_ONLY, rounded=True)
@@ -508,6 +566,9 @@ def _registry() -> dict[str, Contestant]:
     add("Liger FLCE, fp32 sums", _liger_flce(torch.float32), **more)
     add("Liger FLCE, Hopper", _liger_flce_hopper, **more)
     add("Liger CE", _liger_ce, **more)
+    given = {"works": frozenset({"ce", "ce+z+grpo"}), "rounded": True, "gpu": True}
+    add("Fast-LLM, Triton", _fast_llm, **given)
+    add("Fast-LLM, compiled", _fast_llm_compiled, **given)
     add("CCE", _cce, works=NLL_WORKS, rounded=True, gpu=True)
     add("QuACK", _quack(None), works=NLL_WORKS, rounded=True, gpu=True)
     add("QuACK, no scaled exp", _quack(False), works=NLL_WORKS, rounded=True, gpu=True)

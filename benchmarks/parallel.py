@@ -14,6 +14,7 @@ others at cross-entropy over slices of the vocabulary, each behind the loss and 
 "slice by itself" is the slowest rank's time, in a row, where each rank's slice is all there is.
 "timeline" prints rank 0's calls in a row, of the first objective, and times of their products.
 "grid" is two rows of ranks with other tokens of the same sequences, over slices of the vocabulary.
+`--against OLD` races two versions over slices of the vocabulary instead: OLD holds a headloss/.
 
 T tokens (of each rank, but for vocabulary shards, where all have the same), H hidden width, V
 vocabulary.
@@ -29,8 +30,10 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import against
 import torch
 from parallel_checks import Tied, check
 from parallel_peers import agree, contestants, ours
@@ -45,6 +48,8 @@ import headloss as hl
 
 OBJECTIVES = ("grpo", "gspo")
 KINDS = ("vocabulary", "slice of 8", "peers", "grid", "segments", "fsdp", "timeline")
+AGAINST, SHAPES = ("ce", *OBJECTIVES), ((1024, 4096, 128256), (4096, 4096, 128256))
+LEAST_OF_FEW, LEAST_OF_MANY = 0.97, 0.95  # of --against: comparing ranks may cost a large call 2 %
 SLICES = 8
 IN_A_ROW = 8
 
@@ -124,12 +129,17 @@ class Clock:
 
 
 def loss_step(
-    hidden: Tensor, head: hl.Head, batch: hl.Batch, objective: Any, options: hl.Options
+    hidden: Tensor,
+    head: hl.Head,
+    batch: hl.Batch,
+    objective: Any,
+    options: hl.Options,
+    head_loss: Callable[..., hl.Output] = hl.head_loss,
 ) -> Step:
     """Forward and backward."""
 
     def step() -> None:
-        out = hl.head_loss(hidden, head, batch, objective, options)
+        out = head_loss(hidden, head, batch, objective, options)
         torch.autograd.grad(out.loss, (hidden, head.weight))
 
     return step
@@ -165,6 +175,38 @@ def vocabulary_parallel(
         step = loss_step(cut.hidden, hl.Head(shard), own, objective, options)
         with ranks.step(f"{work} {shape} {name}, each rank's slice by itself"):
             rows[-1]["slice"] = clock.times(step, ranks.most)
+    return rows
+
+
+def versions(
+    ranks: Ranks, sizes: Sizes, shape: tuple[int, int, int], before: ModuleType, pairs: int
+) -> list[Row]:
+    """Ratios of the times of two versions, in a row, on the slowest rank, pair by pair."""
+    rows = []
+    with ranks.step(f"inputs {shape}"):
+        inputs = sizes.inputs(shape, ranks)
+        shard = inputs.weight.detach().tensor_split(ranks.size)[ranks.rank].clone()
+        shard.requires_grad_()
+    for name in AGAINST:
+        steps: dict[str, Step] = {}
+        for version, package in (("old", before), ("new", hl)):
+            with against.using(package):
+                objective, batch = WORKS[name].objective(inputs), WORKS[name].batch(inputs)
+            head = package.Head(shard, vocab_group=ranks.group)
+            options = package.Options(metrics=False, memory_budget=against.MEMORY)
+            given = (inputs.hidden, head, batch, objective, options, package.head_loss)
+            steps[version] = loss_step(*given)
+        ratios = []
+        with ranks.step(f"two versions {shape} {name}, {ranks.size} ranks"):
+            for turn in range(pairs + 1):
+                ms = {}
+                for version in list(steps)[:: 1 - 2 * (turn % 2)]:
+                    (own,) = ranks.milliseconds(steps[version], 1, 0 if turn else 1, IN_A_ROW)
+                    ms[version] = ranks.most(own)
+                ratios.append(ms["old"] / ms["new"])
+        bar = LEAST_OF_FEW if shape[0] < 4096 else LEAST_OF_MANY
+        row = {"name": f"{ranks.size} ranks, {name} N={shape[0]} H={shape[1]}", "theirs": "old"}
+        rows.append(row | {"bar": bar, "pairs": pairs} | against.judged(ratios[1:], bar))
     return rows
 
 
@@ -363,6 +405,20 @@ def save(results: dict[str, Any], path: Path) -> dict[str, Any]:
     return results
 
 
+def race_versions(ranks: Ranks, sizes: Sizes, chosen: argparse.Namespace) -> int:
+    """`--against`: rows as rails.py has them; 1 where one is slower."""
+    before = against.load(chosen.against)
+    shapes = sizes.shapes if chosen.shapes or chosen.quick else SHAPES
+    rows = [row for s in shapes for row in versions(ranks, sizes, s, before, chosen.repeats)]
+    if ranks.rank == 0:
+        for row in rows:
+            print(row, flush=True)
+        if chosen.out:
+            chosen.out.write_text(json.dumps(rows, indent=1) + "\n")
+    ranks.close()
+    return int(any(row["verdict"] == "SLOWER" for row in rows))
+
+
 def _shape(text: str) -> tuple[int, int, int]:
     try:
         tokens, width, vocabulary = map(int, text.split("x"))
@@ -383,6 +439,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--commit", default="", help="of the tree")
     parser.add_argument("--limit", type=float, default=75.0, help="seconds; no work begins later")
     parser.add_argument("--quick", action="store_true", help="tiny, on the CPU")
+    parser.add_argument("--against", type=Path, metavar="OLD", help="race two versions")
     chosen = parser.parse_args(arguments)
     if chosen.merge:
         results: dict[str, Any] = {}
@@ -394,6 +451,8 @@ def main(arguments: list[str] | None = None) -> int:
     sizes = QUICK if chosen.quick else Sizes()
     if chosen.shapes:
         sizes = Sizes(**{**vars(sizes), "shapes": tuple(chosen.shapes)})
+    if chosen.against:
+        return race_versions(ranks, sizes, chosen)
     checks = {} if chosen.no_check else check(ranks)
     bad = [name for name, found in checks.items() if not found["ok"]]
     machine = torch.cuda.get_device_name() if ranks.on_gpu else "CPU"

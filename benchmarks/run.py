@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
             measure.run_once(case, device, keep)
         return 0
     if arguments.warm:
-        _warm(arguments.warm)
+        warm(arguments.warm)
     if arguments.against:
         return against.main(chosen, arguments.against, device, arguments.repeats or 30)
     results = Results(arguments.output, about(device, arguments.commit))
@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if red else 0
 
 
-def _warm(processes: int) -> None:
+def warm(processes: int) -> None:
     """Everything once, in processes at a time: what they compile is found on disk after that."""
     begin = time.perf_counter()
     command = [sys.executable, *sys.argv, "--once"]
@@ -223,7 +223,7 @@ def _matches(name: str, patterns: list[str] | None) -> bool:
     return not patterns or any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def _part(text: str) -> tuple[int, int]:
+def part(text: str) -> tuple[int, int]:
     index, _, count = text.partition("/")
     if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
         raise argparse.ArgumentTypeError(f"got {text!r}, want I/N with 1 <= I <= N")
@@ -239,7 +239,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         ("full", "the sweeps over shapes, tokens and vocabularies"),
     ):
         lists.add_argument(f"--{name}", dest="list", action="store_const", const=name, help=text)
-    parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/N")
+    parser.add_argument("--part", type=part, default=(1, 1), metavar="I/N")
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="cases, by shell patterns")
     parser.add_argument("--contestants", nargs="+", metavar="PATTERN")
     parser.add_argument("--repeats", type=int, help="timed runs of each contestant")

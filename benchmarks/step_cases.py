@@ -1,50 +1,28 @@
-"""What benchmarks/steps.py measures: models of known shapes, and trainers around them.
+"""What benchmarks/steps.py measures: models of known shapes, batches, and heads on one backbone.
 
-B completions, P tokens of a prompt, C of a completion, V vocabulary.
+B sequences of L tokens, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from oracle import EXACT, ROUNDED, Tolerance
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-GIB = 1 << 30
+import headloss as hl
+from headloss.integrations import transformers as adapter
 
 # ---------------------------------------------------------------------- models
 
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """A model, how it is trained, and on what.
-
-    Attributes:
-        family, sizes: of the transformers config.
-        lora: train adapters of rank 16 on all projections of the backbone; else all weights.
-        completions, prompt, completion: B, P and C of the timed step.
-        gate: C of the batch on which contestants must agree.
-        budget: bytes that the longest completion must fit in.
-        unit, most: completion lengths that are tried are 1 to `most` units.
-        dtype: of the weights.
-    """
-
-    family: str
-    sizes: dict[str, Any]
-    lora: bool
-    completions: int
-    budget: int
-    prompt: int = 256
-    completion: int = 2048
-    gate: int = 256
-    unit: int = 1024
-    most: int = 32
-    dtype: torch.dtype = torch.bfloat16
-
-
-QWEN: dict[str, Any] = {
+QWEN: dict[str, Any] = {  # Qwen2.5-0.5B
     "hidden_size": 896,
     "num_hidden_layers": 24,
     "num_attention_heads": 14,
@@ -54,26 +32,21 @@ QWEN: dict[str, Any] = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 131072,
 }
-LLAMA: dict[str, Any] = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
+LLAMA_1B: dict[str, Any] = {  # Llama-3.2-1B
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
-    "intermediate_size": 14336,
+    "intermediate_size": 8192,
     "vocab_size": 128256,
-    "tie_word_embeddings": False,
+    "tie_word_embeddings": True,
     "max_position_embeddings": 131072,
 }
-SETTINGS = {
-    "Qwen2.5-0.5B, LoRA": Setting(
-        family="qwen2", sizes=QWEN, lora=True, completions=8, budget=24 * GIB
-    ),
-    "Qwen2.5-0.5B, all weights": Setting(
-        family="qwen2", sizes=QWEN, lora=False, completions=8, budget=24 * GIB
-    ),
-    "Llama-3-8B, LoRA": Setting(
-        family="llama", sizes=LLAMA, lora=True, completions=4, budget=48 * GIB
-    ),
+LLAMA_8B = LLAMA_1B | {  # Llama-3-8B, of its 32 layers 4
+    "hidden_size": 4096,
+    "num_hidden_layers": 4,
+    "intermediate_size": 14336,
+    "tie_word_embeddings": False,
 }
 TINY: dict[str, Any] = {
     "hidden_size": 16,
@@ -84,17 +57,28 @@ TINY: dict[str, Any] = {
     "vocab_size": 2048,
     "max_position_embeddings": 1024,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A model of the transformers `family`, and the batches (B, L) that it is trained on."""
+
+    family: str
+    sizes: dict[str, Any]
+    batches: tuple[tuple[int, int], ...] = ((1, 1024), (2, 2048), (8, 2048))
+    dtype: torch.dtype = torch.bfloat16
+
+
+SETTINGS = {
+    "Qwen2.5-0.5B": Setting(family="qwen2", sizes=QWEN),
+    "Llama-3.2-1B": Setting(family="llama", sizes=LLAMA_1B),
+    "Llama-3-8B, 4 layers": Setting(family="llama", sizes=LLAMA_8B),
+}
 QUICK = {
-    name: replace(
-        setting,
+    name: Setting(
+        family=setting.family,
         sizes={**TINY, "tie_word_embeddings": setting.sizes["tie_word_embeddings"]},
-        completions=2,
-        prompt=4,
-        completion=32,
-        gate=16,
-        unit=16,
-        most=8,
-        budget=4 << 20,
+        batches=((1, 16), (3, 32)),
         dtype=torch.float32,
     )
     for name, setting in SETTINGS.items()
@@ -102,176 +86,190 @@ QUICK = {
 
 
 def make_model(setting: Setting, device: torch.device) -> Any:
-    """A model with random weights, made where it is to stay."""
-    from peft import LoraConfig, get_peft_model
+    """A model with random weights, made where it is to stay, whose predictions look trained."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(setting.family, **setting.sizes)
+    config = AutoConfig.for_model(setting.family, **setting.sizes, use_cache=False)
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
             config, dtype=setting.dtype, attn_implementation="sdpa"
         )
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    if setting.lora:
-        names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        # B is not zero, or A would have no gradient to compare.
-        lora = LoraConfig(r=16, target_modules=names, init_lora_weights=False)
-        model = get_peft_model(model, lora)
+    sharpen(model, torch.randint(config.vocab_size, (1, 512), device=device))
     return model.train()
 
 
-def make_batch(setting: Setting, completion: int, device: torch.device) -> dict[str, Tensor]:
-    """What TRL makes of a generation. Without old log-probs: they are the current ones."""
-    generator = torch.Generator().manual_seed(0)
-    rows = setting.completions
+@torch.no_grad()
+def sharpen(model: Any, ids: Tensor) -> None:
+    """Scale the last norm, and with it the logits, until a label that is drawn from the model has
+    a probability of a half in the mean: E[p(y)] = sum_j p_j^2."""
+    logits = model(input_ids=ids).logits[0].float()  # [L, V]
+    low, high = 1e-3, 1e3
+    for _ in range(24):
+        scale = math.sqrt(low * high)
+        mean = (scale * logits).softmax(-1).square().sum(-1).mean()
+        low, high = (scale, high) if mean < 0.5 else (low, scale)
+    model.base_model.norm.weight.mul_(scale)
 
-    def ids(columns: int) -> Tensor:
-        size = (rows, columns)
-        return torch.randint(setting.sizes["vocab_size"], size, generator=generator).to(device)
 
-    prompt_ids, completion_ids = ids(setting.prompt), ids(completion)
-    return {
-        "prompt_ids": prompt_ids,
-        "prompt_mask": torch.ones_like(prompt_ids),
-        "completion_ids": completion_ids,
-        "completion_mask": torch.ones_like(completion_ids),
-        "advantages": (torch.linspace(-1, 1, rows) + 0.25).to(device),  # none is 0
-    }
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Attributes:
+    ids: [B, L] int64, random.
+    labels: [B, L]; `labels[:, t + 1]` is drawn from what the model predicts at t, the first is
+        -100: B (L - 1) tokens are scored.
+    advantages: [B] float32, none of them 0.
+    probability: mean p(y) of the labels.
+    """
+
+    ids: Tensor
+    labels: Tensor
+    advantages: Tensor
+    probability: float
+
+
+@torch.no_grad()
+def make_batch(model: Any, rows: int, length: int, device: torch.device) -> Batch:
+    generator = torch.Generator(device).manual_seed(0)
+    size = (rows, length)
+    ids = torch.randint(model.config.vocab_size, size, generator=generator, device=device)
+    labels, chances = torch.full_like(ids, -100), []
+    for row, hidden in enumerate(model.base_model(input_ids=ids).last_hidden_state):
+        p = model.lm_head(hidden[:-1]).float().softmax(-1)  # [L - 1, V]
+        drawn = torch.multinomial(p, 1, generator=generator)
+        labels[row, 1:] = drawn[:, 0]
+        chances.append(p.gather(1, drawn).mean())
+    return Batch(
+        ids=ids,
+        labels=labels,
+        advantages=torch.linspace(-1, 1, rows, device=device) + 0.25,
+        probability=float(torch.stack(chances).mean()),
+    )
+
+
+# ---------------------------------------------------------------------- losses
+
+
+def mean_loss(work: str, logps: Tensor, batch: Batch) -> Tensor:
+    """Of log-probs [B, L - 1]. GRPO is that of a first update: the old log-probs are these."""
+    if work == "SFT":
+        return -logps.mean()
+    ratio, advantages = (logps - logps.detach()).exp(), batch.advantages[:, None]
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+
+
+def exact(work: str, model: Any, batch: Batch) -> Tensor:
+    """The head in float32 on the hidden states of the model, a sequence at a time."""
+    weight = model.lm_head.weight.float()
+
+    def score(hidden: Tensor, targets: Tensor) -> Tensor:
+        log_p = (hidden.float() @ weight.t()).log_softmax(-1)
+        return log_p.gather(-1, targets[:, None])[:, 0]
+
+    hidden = model.base_model(input_ids=batch.ids).last_hidden_state[:, :-1]
+    pairs = zip(hidden, batch.labels[:, 1:], strict=True)
+    logps = [checkpoint(score, *pair, use_reentrant=False) for pair in pairs]
+    return mean_loss(work, torch.stack(logps), batch)
+
+
+def of_model(work: str, model: Any, batch: Batch) -> Tensor:
+    """SFT: the loss of the model, which may be patched. Other losses: float32 log-probs."""
+    if work == "SFT":
+        return model(input_ids=batch.ids, labels=batch.labels).loss
+    logits = model(input_ids=batch.ids).logits[:, :-1]
+    log_p = logits.log_softmax(-1, dtype=torch.float32)
+    logps = log_p.gather(-1, batch.labels[:, 1:, None]).squeeze(-1)
+    del logits, log_p
+    return mean_loss(work, logps, batch)
+
+
+def of_trl(work: str, model: Any, batch: Batch) -> Tensor:
+    found = model(input_ids=batch.ids, labels=batch.labels, fused_lm_head=True)
+    return found.loss if work == "SFT" else mean_loss(work, found.log_probs, batch)
+
+
+@functools.cache
+def liger_loss() -> Any:
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    return LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="grpo")
+
+
+def of_liger(work: str, model: Any, batch: Batch) -> Tensor:
+    if work == "SFT":
+        return of_model(work, model, batch)
+    hidden = model.base_model(input_ids=batch.ids).last_hidden_state[:, :-1]
+    targets = batch.labels[:, 1:]
+    mask = torch.ones_like(targets)
+    return liger_loss()(hidden, model.lm_head.weight, targets, mask, batch.advantages)[0]
+
+
+def of_headloss(options: hl.Options) -> Callable[[str, Any, Batch], Tensor]:
+    def loss(work: str, model: Any, batch: Batch) -> Tensor:
+        if work == "SFT":
+            return of_model(work, model, batch)
+        scored = hl.Batch.from_labels(
+            batch.labels, advantages=batch.advantages, old_logps=hl.CURRENT
+        )
+        hidden = model.base_model(input_ids=batch.ids).last_hidden_state
+        return hl.head_loss(hidden, hl.Head.of_model(model), scored, hl.grpo(), options).loss
+
+    return loss
 
 
 # ---------------------------------------------------------------------- contestants
 
 
-def _trl() -> type:
-    import trl
+@contextmanager
+def with_trl(work: str, model: Any) -> Iterator[None]:
+    from trl.trainer.utils import add_fused_lm_head
 
-    return trl.GRPOTrainer
-
-
-def _headloss() -> type:
-    from headloss.integrations.trl import GRPOTrainer
-
-    return GRPOTrainer
-
-
-def on_logits(measure: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callable[[], type]:
-    """TRL's loss on log-probs and entropies from the logits [B, C, V] of the model itself.
-
-    The entropy is for the metrics and has no gradient. The logits stay in the model's dtype:
-    accelerate, where it prepares a model, would make float32 of them.
-    """
-
-    def make() -> type:
-        class Plain(_trl()):
-            def _get_per_token_logps_and_entropies(
-                self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
-            ):
-                with self.accelerator.autocast():
-                    found = model(
-                        input_ids=input_ids,
-                        attention_mask=attention_mask,
-                        logits_to_keep=logits_to_keep + 1,
-                        use_cache=False,
-                    )
-                targets = input_ids[:, -logits_to_keep:]
-                return (*measure(found.logits[:, :-1], targets), None)
-
-        return Plain
-
-    return make
+    add_fused_lm_head(model)
+    try:
+        yield
+    finally:
+        del model.forward
 
 
-def measure_in_torch(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    log_p = logits.log_softmax(-1, dtype=dtype)  # [B, C, V]
-    with torch.no_grad():  # row by row: no further [B, C, V]
-        entropy = torch.stack([-(row.exp() * row).sum(-1) for row in log_p])
-    return log_p.gather(-1, targets[..., None]).squeeze(-1), entropy
+@contextmanager
+def with_liger(work: str, model: Any) -> Iterator[None]:
+    """Its head alone: all contestants have one backbone."""
+    if work == "SFT":
+        from liger_kernel.transformers import monkey_patch
+
+        patch = getattr(monkey_patch, f"apply_liger_kernel_to_{model.config.model_type}")
+        patch(rope=False, rms_norm=False, swiglu=False, model=model)
+    try:
+        yield
+    finally:
+        vars(model).pop("forward", None)
 
 
-def measure_in_trl(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    from trl.trainer.utils import selective_log_softmax_and_entropy
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """`loss(work, model, batch)` of a model inside `patch(work, model)`."""
 
-    return selective_log_softmax_and_entropy(logits, targets, entropy_requires_grad=False)
-
-
-def _exact() -> type:
-    """TRL's loss on log-probs of a float64 head, on the hidden states of the model itself."""
-
-    class Exact(_trl()):
-        def _get_per_token_logps_and_entropies(
-            self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
-        ):
-            with self.accelerator.autocast():
-                found = model(
-                    input_ids=input_ids,
-                    attention_mask=attention_mask,
-                    logits_to_keep=1,
-                    output_hidden_states=True,
-                    use_cache=False,
-                )
-            hidden = found.hidden_states[-1][:, -logits_to_keep - 1 : -1]
-            with torch.autocast(hidden.device.type, enabled=False):
-                weight = model.get_output_embeddings().weight.double()
-                logits = hidden.double() @ weight.t()
-            return (*measure_in_torch(logits, input_ids[:, -logits_to_keep:]), None)
-
-    return Exact
+    loss: Callable[[str, Any, Batch], Tensor]
+    patch: Callable[[str, Any], AbstractContextManager[Any]] = lambda work, model: nullcontext()
+    tolerance: Tolerance = ROUNDED
+    gpu: bool = False
 
 
-# What the others are held against; it is not timed.
-TRUTH = "float64 head"
-CONTESTANTS: dict[str, Callable[[], type]] = {
-    TRUTH: _exact,
-    "plain logits": on_logits(measure_in_torch),
-    "plain logits, TRL's kernel": on_logits(measure_in_trl),
-    "TRL": _trl,
-    "TRL with headloss": _headloss,
+def _headloss(**options: Any) -> Contestant:
+    chosen = hl.Options(**options)
+
+    def patch(work: str, model: Any) -> AbstractContextManager[Any]:
+        return adapter.apply(model, options=chosen) if work == "SFT" else nullcontext()
+
+    return Contestant(loss=of_headloss(chosen), patch=patch, tolerance=EXACT)
+
+
+WORKS = ("SFT", "GRPO")
+CONTESTANTS = {
+    "Transformers": Contestant(loss=of_model),
+    "Liger": Contestant(loss=of_liger, patch=with_liger, gpu=True),
+    "TRL": Contestant(loss=of_trl, patch=with_trl),
+    "headloss": _headloss(),
+    "headloss, 5 GiB": _headloss(memory_budget=5 << 30),
+    "headloss, recompute": _headloss(schedule="recompute"),
 }
-
-
-def _reward(completions: list, **kwargs: Any) -> list[float]:
-    raise AssertionError("nothing is generated")
-
-
-def _tokenizer() -> Any:
-    """Bytes, and a token that ends and pads."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    ids = {token: i for i, token in enumerate(["<eos>", *alphabet])}
-    made = Tokenizer(models.BPE(vocab=ids, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token="<eos>")
-
-
-def make_trainer(name: str, model: Any, setting: Setting, device: torch.device, folder: str) -> Any:
-    """A contestant's trainer around the shared model, in place of any before it."""
-    import datasets
-    import trl
-
-    base = model.get_base_model() if setting.lora else model
-    base.__dict__.pop("forward", None)  # a head that another trainer has put there
-    arguments = trl.GRPOConfig(
-        output_dir=folder,
-        report_to="none",
-        use_cpu=device.type == "cpu",
-        bf16=setting.dtype == torch.bfloat16,
-        per_device_train_batch_size=setting.completions,
-        num_generations=setting.completions,
-        max_completion_length=setting.completion,
-        loss_type="grpo",
-        gradient_checkpointing_kwargs={"use_reentrant": False},
-    )
-    trainer = CONTESTANTS[name]()(
-        model=model,
-        reward_funcs=_reward,
-        args=arguments,
-        train_dataset=datasets.Dataset.from_dict({"prompt": ["."] * setting.completions}),
-        processing_class=_tokenizer(),
-    )
-    trainer.current_gradient_accumulation_steps = 1  # `train` would set it
-    return trainer

@@ -148,6 +148,7 @@ FIELDS: dict[str, Callable[[Inputs], Any]] = {
     "ref_logps": lambda i: i.ref,
     "teacher_hidden": lambda i: i.teacher_hidden,
 }
+Z_WEIGHT = 1e-4
 POLICY = ("segments", "advantages", "old_logps")
 LEAVES = ("hidden", "weight", "bias", "lora_a", "lora_b")
 PER_TOKEN = ("targets", "ids", "old", "ref", "teacher_hidden", "candidates", "support")
@@ -298,9 +299,16 @@ def _grpo(values: Values, inputs: Inputs) -> Tensor:
     return inputs.segment_mean(tokens).mean()
 
 
-def _gspo(values: Values, inputs: Inputs) -> Tensor:
+def _several(values: Values, inputs: Inputs) -> Tensor:
+    ratio = (values.logp - inputs.old).clamp(-20, 20).exp()
+    tokens = _surrogate(ratio, inputs.advantages.to(ratio.dtype)[inputs.ids], 0.2, 0.2)
+    assert values.lse is not None
+    return (tokens - values.logp + Z_WEIGHT * values.lse**2).mean()
+
+
+def _gspo(values: Values, inputs: Inputs, low: float = 3e-4, high: float = 4e-4) -> Tensor:
     ratio = inputs.segment_mean((values.logp - inputs.old).clamp(-20, 20)).exp()
-    return _surrogate(ratio, inputs.advantages.to(ratio.dtype), 3e-4, 4e-4).mean()
+    return _surrogate(ratio, inputs.advantages.to(ratio.dtype), low, high).mean()
 
 
 def _dpo(values: Values, inputs: Inputs) -> Tensor:
@@ -373,6 +381,12 @@ WORKS: dict[str, Work] = {
         Work(name="ce", objective=lambda _: hl.cross_entropy(), loss=_ce),
         Work(name="grpo", objective=lambda _: hl.grpo(), loss=_grpo, fields=POLICY),
         Work(name="gspo", objective=lambda _: hl.gspo(), loss=_gspo, fields=POLICY),
+        Work(  # of which rounded logits do not put a short sequence on the clip's other side
+            name="gspo, wide clip",
+            objective=lambda _: hl.gspo(epsilon_low=0.1, epsilon_high=0.1),
+            loss=partial(_gspo, low=0.1, high=0.1),
+            fields=POLICY,
+        ),
         Work(
             name="dpo",
             objective=lambda _: hl.dpo(),
@@ -394,6 +408,15 @@ WORKS: dict[str, Work] = {
             ),
             fields=(*POLICY, "ref_logps"),
             reads=MORE,
+        ),
+        Work(
+            name="ce+z+grpo",
+            objective=lambda _: (
+                hl.cross_entropy() + Z_WEIGHT * hl.z_loss() + hl.grpo().over("token_mean")
+            ),
+            loss=_several,
+            fields=POLICY,
+            reads=frozenset({"lse"}),
         ),
         Work(
             name="grpo+candidates",

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from headloss.losses.catalogue import modifier_table, table
 from headloss.options import Options
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 MEMORY = RESULTS / "cpu_memory.json"
 TRUTH = RESULTS / "gradient_truth.json"
+STEPS = RESULTS / "steps.json"
 
 GIB = 1 << 30
 SHAPES = ((8192, 2304, 256000), (16384, 2048, 151936), (16384, 4096, 128256), (65536, 4096, 128256))
@@ -61,6 +63,7 @@ def _plan(tokens: int, width: int, vocabulary: int, schedule: str):
         weight_size=2,
         on_gpu=True,
         multiprocessors=132,  # a Hopper GPU, whose product writes softmax terms in 16 bits
+        memory=80 * GIB,
         terms=True,
         row_bytes=2,
     )
@@ -90,15 +93,16 @@ def speed() -> str:
 
 
 def problem() -> str:
-    """The numbers of the README's picture, at every second size."""
+    """The numbers of the README's picture."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from report import PROBLEM
 
     found = json.loads((RESULTS / "full.json").read_text())["rows"]
     of = {(r["contestant"], r["tokens"]): r for r in found if r["group"] == "tokens"}
-    rows = [("tokens", *PROBLEM.values()), ("---:",) * (1 + len(PROBLEM))]
+    names = [name for name in PROBLEM if any(name == ran for ran, _ in of)]
+    rows = [("tokens", *(PROBLEM[name] for name in names)), ("---:",) * (1 + len(names))]
     for tokens in sorted({tokens for _, tokens in of}):
-        cells = (_time_and_memory(of[name, tokens]) for name in PROBLEM)
+        cells = (_time_and_memory(of[name, tokens]) for name in names)
         rows.append((str(tokens), *cells))
     return _markdown(rows)
 
@@ -139,6 +143,18 @@ def losing() -> str:
     from report import losing
 
     return losing(json.loads((RESULTS / "table.json").read_text()))
+
+
+def losing_large() -> str:
+    """The same, with a line for all small calls."""
+    lines = losing().splitlines()
+    large = [line for line in lines if not line.startswith("- small calls")]
+    if len(large) < len(lines):
+        page = "benchmarks/README.md#where-we-lose"
+        large.append(
+            f"- some calls of few tokens: torch.compile or eager PyTorch ([which]({page}))"
+        )
+    return "\n".join(large)
 
 
 def small() -> str:
@@ -219,8 +235,24 @@ def candidates() -> str:
 
 
 def steps() -> str:
-    """The table of benchmarks/steps.py."""
-    return (RESULTS / "steps.md").read_text().strip()
+    """Training steps, and how far their gradients are off."""
+    return _of_steps(lambda bench, found: f"{bench.errors(found)}\n\n{bench.table(found)}")
+
+
+def few_steps() -> str:
+    """Those of the largest batch."""
+    return _of_steps(lambda bench, found: bench.table(found, largest=True))
+
+
+def _of_steps(show: Callable[[Any, dict], str]) -> str:
+    if not STEPS.exists():
+        return (
+            "Not measured yet: `python3 benchmarks/steps.py --json benchmarks/results/steps.json`."
+        )
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import steps
+
+    return show(steps, json.loads(STEPS.read_text()))
 
 
 def scaling() -> str:
@@ -243,31 +275,35 @@ PARTS: dict[str, Callable[[], str]] = {
     "terms": table,
     "modifiers": modifier_table,
     "steps": steps,
+    "few-steps": few_steps,
     "few": few,
     "problem": problem,
     "speed": speed,
     "behind": behind,
     "errors": errors,
     "losing": losing,
+    "losing-large": losing_large,
     "small": small,
     "scaling": scaling,
     "cpu-memory": cpu_memory,
 }
 
 PLACES: dict[str, tuple[str, ...]] = {
-    "README.md": ("claim", "problem", "few", "losing"),
+    "README.md": ("claim", "few-steps", "few", "losing-large"),
     "docs/concepts.md": ("logits", "invariance-cost"),
     "docs/candidates.md": ("candidates",),
     "docs/support.md": ("support",),
     "docs/terms.md": ("terms", "modifiers"),
     "benchmarks/README.md": (
+        "steps",
         "truth",
         "errors",
         "speed",
+        "problem",
         "behind",
+        "losing",
         "small",
         "scaling",
-        "steps",
         "support",
         "invariance",
         "cpu-memory",

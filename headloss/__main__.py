@@ -34,7 +34,7 @@ examples:
 headloss COMMAND --help says more of each."""
 COMMANDS = "plan | check | doctor | terms | train | compare"
 SHOWN = ("schedule", "reason", "backend", "chunk_tokens", "tile", "bytes", "total_bytes")
-SHOWN += ("plain_bytes",)  # of a plan
+SHOWN += ("peak_bytes", "plain_bytes")  # of a plan
 ASKED = ("schedule", "chunk_tokens", "memory_budget")  # options of the command that a call has too
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -85,7 +85,6 @@ def _problem(arguments: argparse.Namespace) -> Problem:
     check_segments(-(-arguments.tokens // arguments.segment_length), objective)
     if arguments.vocab * max(arguments.tokens, arguments.hidden) >= 1 << 60:
         raise ValueError("--vocab: got logits or a weight of 2^60 elements or more, want fewer")
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
     kinds = sample()[1].kinds()
     asked = reads(objective, kinds, torch.float32, torch.device("cpu"), observe=False)
     on_gpu, teachers = arguments.device == "cuda", objective.teachers
@@ -105,7 +104,7 @@ def _problem(arguments: argparse.Namespace) -> Problem:
         element_size=dtype.itemsize,
         weight_size=dtype.itemsize,
         rescaled=dtype == torch.float16,
-        row_bytes=2 if terms else wide.itemsize * (1 + len(teachers)),
+        row_bytes=2 if terms else max(4, dtype.itemsize) * (1 + len(teachers)),
         on_gpu=on_gpu,
         multiprocessors=multiprocessors if on_gpu else 0,
         memory=kernels.memory(here),
@@ -128,7 +127,7 @@ def _draw(problem: Problem, options: Options, backend: str, title: str, path: Pa
     axes = figure.add_subplot()
     last = max(17, (4 * problem.tokens - 1).bit_length())  # four times as many, or 2 ** 17
     tokens = sorted({problem.tokens, *(1 << n for n in range(8, 1 + last))})
-    problems = [problem.of(tokens=n) for n in tokens]
+    problems = [replace(problem, tokens=n) for n in tokens]
     curves: dict[str, list[float]] = {}
     notes = []
     for schedule in (s for s in SCHEDULES if s != "auto"):
@@ -144,7 +143,7 @@ def _draw(problem: Problem, options: Options, backend: str, title: str, path: Pa
         axes.plot(tokens, curve, "k:" if name == "plain logits" else "-", label=name)
     axes.axvline(problem.tokens, color="gray", linewidth=0.8, linestyle="--")
     axes.set_xscale("log", base=2)
-    label = "planned memory of loss and gradients, GiB"
+    label = "planned memory beyond inputs and returned gradients, GiB"
     axes.set(yscale="log", xlabel="scored tokens of a call", ylabel=label)
     axes.set_title(title, fontsize=9)
     axes.grid(alpha=0.3)

@@ -1,13 +1,14 @@
-"""What this machine can run: the ten lines of `headloss doctor`."""
+"""What this machine can run, and which frameworks headloss fits: the lines of `headloss doctor`."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 
 import torch
 
 from . import __version__, kernels
+from .integrations.seams import fits
+from .integrations.seams import release as _version
 
 EXTRAS = {
     "trl": ("trl", "transformers", "peft", "accelerate"),
@@ -16,7 +17,7 @@ EXTRAS = {
 
 
 def report() -> list[str]:
-    """Versions, the GPU, what serves each dtype, and what is missing."""
+    """Versions, the GPU, what serves each dtype, what is missing, and the frameworks."""
     gpus = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpus else None
     place = device or torch.device("cpu")
@@ -32,14 +33,8 @@ def report() -> list[str]:
         f"product   {_product(place, backends[0])}",
         f"extras    {', '.join(name for name in EXTRAS if not _wanting(name)) or 'none'}",
         f"missing   {'; '.join(missing) or 'nothing'}",
+        *(f"{package:<14} {fit}" for package, fit in fits().items()),
     ]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _without_triton(device: torch.device | None) -> str | None:

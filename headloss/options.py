@@ -33,9 +33,9 @@ class Options:
             "frozen" (4NHV, a head without gradient) or "held" (6NHV, any objective; keeps the
             softmax terms or logits of all tokens until the loss is known).
         chunk_tokens: tokens per chunk; under schedule "auto" any number works with any objective.
-        memory_budget: bytes for a chunk of logits, or for all that "held" keeps. Default: 256 MiB
-            on a CPU; on a GPU a 16th of all its memory (of a vocabulary group's smallest), at least
-            1200 MiB. A budget below the logits of one token gives a warning.
+        memory_budget: bytes for a chunk of logits, or for all that "held" keeps; gradients and sums
+            come on top. Default: 256 MiB on a CPU; a 64th of a GPU's memory, 1.25 GiB of 80 (of a
+            vocabulary group's smallest). A budget below the logits of one token gives a warning.
         logits_dtype: None keeps logits in float32 (float64 for float64 inputs). torch.bfloat16 or
             torch.float16 rounds them, as other libraries do.
         accumulate_dtype: in which the weight gradient is summed over chunks.

@@ -1,8 +1,11 @@
 """Random calls of the public verbs, each drawn from its seed, and plain records of what they gave.
 
-    python tests/fuzz.py --count 5000 --save old.pt      # records of the headloss that is imported
-    python tests/fuzz.py --count 5000 --compare old.pt   # and of this one beside them
-    python tests/fuzz.py --count 5000 --against FOLDER   # both: FOLDER holds another headloss/
+    python tests/fuzz.py --count 500 --against FOLDER    # it holds another headloss/
+    python tests/fuzz.py --count 5000 --device cuda --workers 6 --against FOLDER
+    python tests/fuzz.py --first 17 --count 1 --against FOLDER    # one seed
+
+The same calls of two versions are compared in loss, gradients, metrics and texts of errors: to the
+bit, or `--close 1e-6`. Every tenth call runs on two ranks, on the CPU.
 
 N positions, T of them scored, S segments, H hidden width, V vocabulary rows.
 """
@@ -13,11 +16,10 @@ import argparse
 import math
 import os
 import random
-import subprocess
 import sys
-import tempfile
+import time
 import warnings
-from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,15 +29,17 @@ import torch
 if not torch.cuda.is_available():  # before anything imports Triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import fuzz_ranks
 from fuzz_bad import SPOILS
 from fuzz_newer import chosen, draw_newer
+from fuzz_versions import against, kinds, save, watched
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 import headloss as hl
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 SHARE_OF_BAD = 0.2
+RANKS_EVERY = 10  # so many calls, one on two ranks
 
 # ---------------------------------------------------------------------- terms
 
@@ -157,6 +161,16 @@ class Call:
     inplace: bool = False
     spoil: str | None = None
     objective: Any = None  # in place of the terms
+    device: str = "cpu"
+    place: str | None = None  # how it is cut over two ranks, see fuzz_ranks
+    captured: bool = False  # in a CUDA graph, which is replayed
+
+    @property
+    def kinds(self) -> list[str]:
+        """What a count of calls tells apart."""
+        found = {f"on {self.device}": True, f"ranks, {self.place}": self.place is not None}
+        found |= {"static": "static" in self.options, "captured": self.captured}
+        return [kind for kind, holds in found.items() if holds]
 
     def __str__(self) -> str:
         terms = [f"{c:g}*{r['name']}({r['options']})" for c, r in self.terms]
@@ -164,18 +178,22 @@ class Call:
         kind = self.segments and self.segments[0]
         return (
             f"seed {self.seed}: {self.verb} {self.grad} {self.dtype} targets {shape} {kind} "
-            f"{terms} {self.teacher} options {self.options} spoil {self.spoil}"
+            f"{terms} {self.teacher} options {self.options} spoil {self.spoil} {self.kinds}"
         )
 
 
-def draw(seed: int, triton: bool = False) -> Call:
-    """The call of a seed, a bad one in every fifth; `triton`: on that backend, interpreted."""
+def draw(seed: int, triton: bool = False, device: str = "cpu") -> Call:
+    """The call of a seed, a bad one in every fifth; `triton`: on that backend, on a GPU or
+    interpreted. Of a GPU they are larger, and some are captured."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     bad = rng.random() < SHARE_OF_BAD and not triton
-    call = Call(seed=seed, dtype=rng.choice(["float64", "float64", "float32", "bfloat16"]))
-    if triton:
-        call.dtype = rng.choice(["float32", "bfloat16"])
+    if triton and torch.cuda.is_available():
+        device = "cuda"
+    ranks = seed % RANKS_EVERY == RANKS_EVERY - 1 and not (bad or triton)
+    call = Call(seed=seed, device="cpu" if ranks else device)
+    wide = 0 if triton else 2 if call.device == "cpu" else 1
+    call.dtype = rng.choice([*["float64"] * wide, "float32", "bfloat16", "float16"])
     _draw_verb(call, rng, bad)
     shape, count = _draw_shape(call, rng, generator, bad)
     vocabulary = _draw_head(call, rng, generator, shape)
@@ -190,6 +208,10 @@ def draw(seed: int, triton: bool = False) -> Call:
         call.spoil = rng.choice(allowed)
     else:
         draw_newer(call, count, vocabulary, unscored)
+    if ranks:
+        fuzz_ranks.draw_place(call, rng)
+    graphs = device == "cuda" and not bad and call.verb in ("head_loss", "logits_loss")
+    call.captured = graphs and "static" in call.options and rng.random() < 0.6
     return call
 
 
@@ -218,7 +240,9 @@ def _draw_shape(
 ) -> tuple[tuple[int, ...], int]:
     """The targets' shape, and S."""
     layout = rng.choice(["packed", "packed", "ids", "one", "rows", "rows of ids", "cube"])
-    positions = rng.choice([0, 1, 2]) if rng.random() < 0.15 and not bad else rng.randint(4, 60)
+    few = rng.random() < 0.15 and not bad
+    most = 60 if call.device == "cpu" else rng.choice([60, 400])
+    positions = rng.choice([0, 1, 2]) if few else rng.randint(4, most)
     if layout in ("packed", "ids"):
         count = rng.randint(1, 8) if rng.random() < 0.5 else 2 * rng.randint(1, 4)
         cuts = sorted(rng.randint(0, positions) for _ in range(count - 1))
@@ -251,6 +275,8 @@ def _draw_head(
 ) -> int:
     """Hidden states and the head; the vocabulary that is scored."""
     width, rows = rng.choice([8, 16, 24, 32, 7]), rng.randint(17, 300)
+    if call.device != "cpu":
+        width, rows = width * rng.choice([1, 8, 16]), rows * rng.choice([1, 10])
     dtype, positions = DTYPES[call.dtype], math.prod(shape)
 
     def normal(*size: int) -> Tensor:
@@ -298,7 +324,7 @@ def _draw_targets(
     unscored = torch.rand(shape, generator=generator) < share
     call.batch["targets"] = targets.masked_fill(unscored, -100)
     if rng.random() < 0.5 and call.verb != "head_topk":
-        poison = rng.choice([math.nan, math.inf, -1e30])
+        poison = rng.choice([math.nan, math.inf, -6e4 if call.dtype == "float16" else -1e30])
         call.hidden = call.hidden.masked_fill(unscored.unsqueeze(-1), poison)
     temperature = call.head.get("temperature")
     if isinstance(temperature, Tensor) and call.verb != "head_topk":
@@ -387,7 +413,7 @@ def _draw_options(call: Call, rng: random.Random, generator: torch.Generator, tr
         (0.3, "schedule", lambda: rng.choice(["one_pass", "recompute", "frozen", "auto"])),
         (0.35, "chunk_tokens", lambda: rng.choice([1, 3, 7, 16, 1000])),
         (0.15, "memory_budget", lambda: rng.choice([1, 3000, 10**6])),
-        (0.12, "static", lambda: True),
+        (0.12 if call.device == "cpu" else 0.2, "static", lambda: True),
         (0.2, "skip_rows", lambda: False),
         (0.15, "metrics", lambda: False),
         (0.1, "upstream", lambda: rng.choice([1.0, 0.5, 3])),
@@ -422,6 +448,25 @@ class Built:
     leaves: dict[str, Tensor]
 
 
+def segments_of(call: Call) -> Any:
+    """As the caller makes them; numbers are put on the device where the call runs."""
+    if call.segments is None:
+        return None
+    kind, *value = call.segments
+    if kind == "cu_seqlens" or (kind == "lengths" and call.device != "cpu"):
+        value = [torch.tensor(value[0], device=call.device)]
+    if kind == "lengths":
+        return hl.Segments.from_lengths(value[0])
+    if kind == "cu_seqlens":
+        return hl.Segments.from_cu_seqlens(value[0])
+    if kind == "ids":
+        ids, count, *group = value[0]
+        return hl.Segments.from_ids(ids, count=count, group=group[0] if group else None)
+    if kind == "rows":
+        return hl.Segments.rows(*value[0], device=call.device)
+    return value[0]
+
+
 def build(call: Call) -> Built:
     """Make everything, with leaves that require what the call's mode says."""
     into, onto = call.grad in ("train", "frozen"), call.grad in ("train", "weight")
@@ -445,19 +490,7 @@ def build(call: Call) -> Built:
         a, b = leaf("lora0.a", a, onto), leaf("lora0.b", b, onto)
         given["lora"] = (hl.Lora(a=a, b=b, scaling=scaling),)
     head = hl.Head(**given)
-    segments: Any = None
-    if call.segments is not None:
-        kind, value = call.segments
-        device = getattr(call.batch["targets"], "device", torch.device("cpu"))
-        if kind == "lengths":
-            value = value if device.type == "cpu" else torch.tensor(value, device=device)
-            segments = hl.Segments.from_lengths(value)
-        elif kind == "cu_seqlens":
-            segments = hl.Segments.from_cu_seqlens(torch.tensor(value, device=device))
-        elif kind == "ids":
-            segments = hl.Segments.from_ids(value[0], count=value[1])
-        else:
-            segments = hl.Segments.rows(*value, device=device) if kind == "rows" else value
+    segments = segments_of(call)
     batch: Any = hl.Batch(segments=segments, **call.batch)
     if call.totals is not None:
         totals = hl.Totals.of(batch) if call.totals == "of" else call.totals
@@ -486,21 +519,36 @@ def run(call: Call) -> dict[str, Any]:
     """The plain record of a call: what it gave, or the error's type and text."""
     if call.spoil is not None:
         SPOILS[call.spoil].apply(call)
-    record: dict[str, Any] = {"call": str(call), "spoil": call.spoil, "dtype": call.dtype}
+    given = plainly(call) if call.place is None else fuzz_ranks.RUNNING.run(call)
+    about = {"seed": call.seed, "call": str(call), "spoil": call.spoil, "dtype": call.dtype}
+    return about | {"kinds": call.kinds} | given
+
+
+def plainly(call: Call) -> dict[str, Any]:
+    """What a call gives in this process."""
     try:
-        if call.options.get("backend") == "triton" and torch.cuda.is_available():
-            there = replace(call, **_moved(vars(call), "cuda"))
-            record |= _moved(_run(there, build(there)), "cpu")
-        else:
-            record |= _run(call, build(call))
+        return on(_run(call, build(on_device(call))), "cpu")
     except Exception as error:
-        record["error"] = f"{type(error).__name__}: {error}"
-        record["kind"] = type(error)
-    return record
+        return {"error": f"{type(error).__name__}: {error}", "kind": type(error)}
 
 
-def _moved(values: dict[str, Any], device: str) -> dict[str, Any]:
-    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, values)
+def on(value: Any, device: str) -> Any:
+    """All tensors in dicts and sequences on a device, but for those on meta."""
+    if isinstance(value, Tensor):
+        return value if value.is_meta else value.to(device)
+    if isinstance(value, dict):
+        return {name: on(part, device) for name, part in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(on(part, device) for part in value)
+    return value
+
+
+def on_device(call: Call) -> Call:
+    """A call with its tensors where it runs."""
+    if call.device == "cpu":
+        return call
+    names = ("hidden", "head", "lora", "batch", "segments", "teacher_head", "options")
+    return replace(call, **{name: on(getattr(call, name), call.device) for name in names})
 
 
 def _run(call: Call, built: Built) -> dict[str, Any]:
@@ -508,29 +556,69 @@ def _run(call: Call, built: Built) -> dict[str, Any]:
         return {"topk": tuple(hl.head_topk(built.hidden, built.head, call.k))}
     graph = torch.set_grad_enabled(call.grad not in ("no_grad", "inference"))
     with graph, torch.inference_mode(call.grad == "inference"):
-        if call.verb == "head_stats":
-            found = _head_stats(call, built)
-            loss = (found.logp + 0.3 * found.entropy - 0.1 * found.lse).sum()
-            if found.candidate_logps is not None:
-                logps = found.candidate_logps
-                loss = loss + 0.1 * torch.where(logps > -torch.inf, logps, 0).sum()
-            rest = {"logps": found.logp.detach(), "entropies": found.entropy.detach()}
-            rest["lse"] = found.lse.detach()
-            return _with_gradients(call, built, loss, rest)
-        if call.verb == "logits_loss":
-            out = _logits_loss(call, built)
+        if call.captured:
+            out, loss, gradients = _replayed(lambda: _act(call, built), built.options.main_grad)
         else:
-            out = hl.head_loss(*_arguments(built))
-    rest = {
-        "terms": dict(out.terms),
-        "metrics": out.metrics.compute(),
-        "logps": out.logps,
-        "entropies": out.entropies,
-        "schedule": str(out.plan).split()[1].rstrip(":"),
-    }
+            out, loss, gradients = _act(call, built)
+        found = {"loss": loss.detach().clone(), "gradients": gradients}
+        found |= {} if gradients is None else {"upstream": _upstream(call)}
+        found["gradients"] = gradients or {}
+        if call.verb == "head_stats":
+            found |= {"logps": out.logp.detach(), "entropies": out.entropy.detach()}
+            return found | {"lse": out.lse.detach()}
+        metrics = out.metrics
+        if call.place == "segments":
+            metrics = metrics.all_reduce(built.batch.segments.group)
+    found |= {"terms": dict(out.terms), "metrics": metrics.compute(), "logps": out.logps}
+    found |= {"entropies": out.entropies, "schedule": str(out.plan).split()[1].rstrip(":")}
     if "skipped_mass" in out.metrics:
-        rest["skipped"] = float(out.metrics["skipped_mass"].sum)
-    return _with_gradients(call, built, out.loss, rest)
+        found["skipped"] = float(out.metrics["skipped_mass"].sum)
+    return found
+
+
+def _act(call: Call, built: Built) -> tuple[Any, Tensor, dict[str, Tensor] | None]:
+    """Forward and backward, without a read of the device: output, loss, and gradients by name,
+    None where nothing wants any."""
+    if call.verb == "head_stats":
+        out = _head_stats(call, built)
+        loss = (out.logp + 0.3 * out.entropy - 0.1 * out.lse).sum()
+        if (logps := out.candidate_logps) is not None:
+            loss = loss + 0.1 * torch.where(logps > -torch.inf, logps, 0).sum()
+    elif call.verb == "logits_loss":
+        out = _logits_loss(call, built)
+        loss = out.loss
+    else:
+        out = hl.head_loss(*_arguments(built))
+        loss = out.loss
+    if not built.leaves or call.grad not in ("train", "frozen", "weight"):
+        return out, loss, None
+    upstream = torch.full_like(loss, _upstream(call))
+    found = torch.autograd.grad(loss, list(built.leaves.values()), upstream, allow_unused=True)
+    gradients = {n: g for n, g in zip(built.leaves, found, strict=True) if g is not None}
+    if built.options.main_grad is not None:
+        gradients["weight"] = built.options.main_grad - 1
+    return out, loss, gradients
+
+
+def _upstream(call: Call) -> float:
+    return 1.7 if call.options.get("upstream") is None else call.options["upstream"]
+
+
+def _replayed(act: Callable[[], Any], main_grad: Tensor | None) -> Any:
+    """What a CUDA graph of an act gives when it is replayed."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        act()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = act()
+    if main_grad is not None:
+        main_grad.fill_(1)
+    graph.replay()
+    torch.cuda.synchronize()
+    return found
 
 
 def _head_stats(call: Call, built: Built) -> hl.HeadStats:
@@ -566,105 +654,46 @@ def _logits_loss(call: Call, built: Built) -> Any:
     )
 
 
-def _with_gradients(call: Call, built: Built, loss: Tensor, rest: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"loss": loss.detach().clone(), **rest}
-    gradients: dict[str, Tensor] = {}
-    if built.leaves and call.grad in ("train", "frozen", "weight"):
-        upstream = 1.7 if call.options.get("upstream") is None else call.options["upstream"]
-        loss.backward(torch.full_like(loss, upstream))
-        found["upstream"] = upstream
-        gradients = {n: t.grad for n, t in built.leaves.items() if t.grad is not None}
-        if built.options.main_grad is not None:
-            gradients["weight"] = built.options.main_grad - 1
-    found["gradients"] = gradients
-    return found
+# ---------------------------------------------------------------------- the command
 
 
-# ---------------------------------------------------------------------- two versions
+def records(
+    first: int, count: int, device: str = "cpu", until: float = math.inf
+) -> Iterator[dict[str, Any]]:
+    """Of consecutive seeds, as many as are begun before a time."""
+    for seed in range(first, first + count):
+        if time.perf_counter() > until:
+            return
+        yield run(draw(seed, device=device))
 
 
-def difference(a: Any, b: Any, tolerance: float) -> str:
-    """Where two records differ, "" if nowhere: errors by type and text, numbers by their norm."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return f"{a.dtype}{tuple(a.shape)} is {b.dtype}{tuple(b.shape)}"
-        a, b = a.double().nan_to_num(7e33), b.double().nan_to_num(7e33)
-        off = float((a - b).norm()) / max(float(a.norm()), 1e-6) if a.numel() else 0.0
-        return "" if off <= tolerance else f"off by {off:.2g}"
-    if isinstance(a, float) and isinstance(b, float):
-        same = a == b or (a != a and b != b) or abs(a - b) <= tolerance * max(abs(a), 1e-3)
-        return "" if same else f"{a} is {b}"
-    if isinstance(a, dict) and isinstance(b, dict):
-        if a.keys() != b.keys():
-            return f"{sorted(map(str, a.keys() ^ b.keys()))} only in one"
-        found = ((key, difference(a[key], b[key], tolerance)) for key in a)
-        return next((f"{key}: {what}" for key, what in found if what), "")
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        found = (difference(x, y, tolerance) for x, y in zip(a, b, strict=True))
-        return next((what for what in found if what), "")
-    return "" if a == b else f"{a!r} is {b!r}"
-
-
-TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
-PLANNED = ("schedule",)  # may change between versions
-
-
-def compare(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[str]:
-    """What differs between the records of two versions."""
-    found = []
-    for a, b in zip(old, new, strict=True):
-        a, b = ({k: v for k, v in r.items() if k not in PLANNED} for r in (a, b))
-        if what := difference(a, b, TOLERANCES[a["dtype"]]):
-            found.append(f"{a['call']}\n    {what}")
-    return found
-
-
-def records(first: int, count: int) -> list[dict[str, Any]]:
-    return [run(draw(seed)) for seed in range(first, first + count)]
-
-
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
+    """1 where a call differs between two versions."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--count", type=int, default=5000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--save", type=Path)
-    parser.add_argument("--compare", type=Path)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--against", type=Path, help="the folder that holds another headloss/")
-    given = parser.parse_args()
+    parser.add_argument("--close", type=float, default=0.0, help="relative; 0: to the bit")
+    parser.add_argument("--workers", type=int, default=1, help="processes of each version")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no call begins later")
+    parser.add_argument("--save", type=Path, help="records of the headloss that is imported")
+    parser.add_argument("--json", type=Path, help="where to write what --against found")
+    given = parser.parse_args(argv)
+    here = Path(hl.__file__).parents[1]
+    if given.against is not None:
+        return against(given, {"old": given.against, "new": here})
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if given.against is not None:
-        return _against(given)
-    new = records(given.first, given.count)
-    print(f"{hl.__file__}: {len(new)} calls")
-    for name, number in sorted(Counter(r.get("error", "no").split(":")[0] for r in new).items()):
-        print(f"    {number:6d} {name}")
+    fuzz_ranks.RUNNING.prepare = None  # what is inside of a version is its own
+    begin = time.perf_counter()
+    found = watched(records(given.first, given.count, given.device, begin + given.seconds))
     if given.save is not None:
-        beside = given.save.with_suffix(".part")
-        torch.save(new, beside)
-        beside.rename(given.save)
-    if given.compare is None:
-        return 0
-    found = compare(torch.load(given.compare, weights_only=False), new)
-    print(*found[:20], f"{len(found)} of {len(new)} calls differ", sep="\n")
-    return int(bool(found))
-
-
-def _against(given: argparse.Namespace) -> int:
-    """The other version runs in a process of its own, with the same generator."""
-    with tempfile.TemporaryDirectory() as folder:
-        saved = Path(folder) / "other.pt"
-        same = [__file__, "--first", str(given.first), "--count", str(given.count)]
-        for path, way in ((given.against, "--save"), (Path(hl.__file__).parents[1], "--compare")):
-            paths = f"{path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-            environment = {**os.environ, "PYTHONPATH": paths}
-            ran = subprocess.run(
-                [sys.executable, *same, way, str(saved)], env=environment, check=False
-            )
-            if ran.returncode:
-                return ran.returncode
+        save(found, given.save, hl.__file__)
+    else:
+        print(hl.__file__, *sorted(kinds(found).items()), sep="\n    ")
     return 0
 
 

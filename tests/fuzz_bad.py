@@ -99,6 +99,7 @@ add(
     "hidden: got torch.float16, want the dtype of weight",
     attribute("hidden", lambda c: c.hidden.half()),
     verbs=ALL,
+    needs=lambda c: c.dtype != "float16",
 )
 add("hidden: meta", "meta", attribute("hidden", lambda c: c.hidden.to("meta")), verbs=POSITIONS)
 add("weight: a vector", "weight: got shape", put("head", "weight", torch.ones(5)), verbs=ALL)

@@ -20,8 +20,9 @@ BEYOND = 1 << 40  # an id where nothing is scored may be anything
 @hl.term
 def chosen(stats, batch, rest=0.2):
     """Of candidates, some of which have no mass, and of the others."""
-    scores = torch.arange(1, 1 + stats.candidate_logps.shape[1]) * 0.1
-    inside = (stats.candidate_logps.exp() * scores.to(stats.logp)).sum(1)
+    logps = stats.candidate_logps
+    scores = torch.arange(1, 1 + logps.shape[1], dtype=logps.dtype, device=logps.device) * 0.1
+    inside = (logps.exp() * scores).sum(1)
     return inside - 0.1 * stats.logp + (rest * stats.candidate_tail.exp() if rest else 0)
 
 

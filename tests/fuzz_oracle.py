@@ -29,8 +29,8 @@ REFUSALS = (
     r"gradient_tolerance: ",
 )
 # Of the statistics and the loss, which are float32 at least; and of gradients.
-STATISTICS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-4}
-GRADIENTS = {"float64": 1e-8, "float32": 1e-3, "bfloat16": 3e-2}
+STATISTICS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-4, "float16": 1e-4}
+GRADIENTS = {"float64": 1e-8, "float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2}
 
 
 def complaints(call: fuzz.Call, record: dict[str, Any]) -> list[str]:

@@ -24,6 +24,7 @@ import measure
 import oracle
 import parallel
 import parallel_timeline
+import rails
 import ranks
 import report
 import run
@@ -307,6 +308,54 @@ def test_against_another_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(lines) == 2 and all("ce, headloss: old / new" in line for line in lines)
 
 
+def test_versions_that_disagree_are_not_timed() -> None:
+    """And both have the same budget, whatever their defaults."""
+    inputs, setting = works.make_inputs(TINY, CPU), replace(TINY, teacher=False)
+    case = cases.Case(row="a", works=("ce",), setting=setting, contestants=("headloss",))
+    right = against.Side.of(works.hl, "headloss", "ce", case, inputs)
+    wrong = right._replace(run=lambda i: contestants.Found(values={"loss": torch.tensor(9.0)}))
+    with pytest.raises(ValueError, match="loss: the two are"):
+        against.race(wrong, right, case, [inputs], CPU, 1)
+    with pytest.raises(ValueError, match="torch.compile: needs a GPU"):
+        against.Side.of(works.hl, "torch.compile", "ce", case, inputs)
+    with against.using(works.hl):
+        assert contestants._options().memory_budget == against.MEMORY
+        assert contestants._options(memory_budget=7).memory_budget == 7
+    assert contestants._options().memory_budget is None
+
+
+def test_rails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A version beside itself in small: races, what is left out, counts, two random calls; and what
+    makes a page red."""
+    root, output = Path(run.__file__).parents[1], tmp_path / "rails.json"
+    asked = ["GRPO, recompute", "small, CE N=1024 H=896*", "support*", "counts", "calls"]
+    asked = ["--only", *asked, "--pairs", "2", "--calls", "2", "--json", str(output)]
+    rails.main(["--against", str(root), "--old", "abc", "--device", "cpu", "--quick", *asked])
+    found, text = json.loads(output.read_text()), output.with_suffix(".md").read_text()
+    assert capsys.readouterr().out.endswith(text + "\n")
+    rows = {row["name"]: row for row in found["rows"]}
+    assert len(rows) == 4 and rows["GRPO, recompute"]["bar"] == rails.LEAST
+    assert rows["support of 64 ids"]["pairs"] == 2 and rows["support of 64 ids"]["ratio"] > 0
+    assert "needs a GPU" in rows["small, CE N=1024 H=896, torch.compile"]["left out"]
+    assert (found["calls"]["calls"], found["calls"]["differ"]) == (2, 0)
+    assert all(old == new > 0 for old, new in found["counts"].values())
+    assert f"| core lines | {found['counts']['core lines'][0]} |" in text and "abc" in text
+    page = {"rows": [against.judged([1.0] * 4, 0.97)], "calls": found["calls"]}
+    assert rails.is_well(page) and page["rows"][0]["verdict"] == "well"
+    assert not rails.is_well({**page, "rows": [against.judged([0.9] * 4, 0.97)]})
+    assert not rails.is_well({**page, "calls": found["calls"] | {"differ": 1}})
+    assert against.judged([0.5], None)["verdict"] == "measured"
+
+
+def test_rails_have_names_of_their_own() -> None:
+    """And what they need is there."""
+    rows = list(rails.rails())
+    assert len({rail.name for rail in rows}) == len(rows)
+    for rail in rows:
+        assert rail.work in works.WORKS and rail.ours in contestants.CONTESTANTS
+        assert rail.theirs in {"old", "limit", *contestants.CONTESTANTS}
+
+
 def test_the_bound_of_a_median() -> None:
     ratios = [1 + i / 100 for i in range(30)]
     assert against.lower_bound(ratios) == ratios[9] and against.lower_bound([0.9]) == 0.9
@@ -422,9 +471,7 @@ def test_who_is_ahead() -> None:
         "- *a*: faster than 0.50 (default): QuACK 1.00; less than 10 MiB (recompute): CCE 2 MiB"
     )
     assert report.behind({"runs": [run], "rows": ours}) == "Nobody, in any row."
-    alone = [
-        row(name, ms, 0) | {"group": "small", "tokens": 256} for name, ms in times.items()
-    ]
+    alone = [row(name, ms, 0) | {"group": "small", "tokens": 256} for name, ms in times.items()]
     first, memory, small = report.losing({"runs": [run], "rows": ours + peers + alone}).split("\n")
     assert first == "- a, H = 1024, V = 1024: QuACK 1.00; headloss 0.50"
     assert memory.endswith(": CCE")
@@ -501,70 +548,52 @@ def test_plots(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- training steps
 
 
-@pytest.mark.parametrize("guess", [-3, 1, 2, 5, 9, 40])
-@pytest.mark.parametrize("true", range(10))
-def test_longest_by_doubling_and_bisecting(true: int, guess: int) -> None:
-    tried: list[int] = []
-
-    def fits(units: int) -> bool:
-        tried.append(units)
-        return units <= true
-
-    assert steps.longest(fits, guess, 9) == (true, true + 1)
-    assert len(set(tried)) == len(tried) <= 7 and all(1 <= units <= 9 for units in tried)
-    assert steps.longest(fits, guess, 9, late=lambda: True) == (0, 10)
-
-
 def test_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Contestants agree, and what is timed, weighed and fitted is written down."""
-    pytest.importorskip("trl", reason="TRL is the trainer whose step is measured")
-    output, markdown = tmp_path / "steps.json", tmp_path / "steps.md"
-    arguments = ["--quick", "--device", "cpu", "--output", str(output), "--markdown", str(markdown)]
-    names = ["--contestants", "plain logits", "*headloss"]
-    assert steps.main([*arguments, "--only", "*all weights", *names]) == 0
-    assert steps.main([*arguments, "--only", "Llama*", "--patience", "0", *names[::2]]) == 0
-    found = json.loads(output.read_text())
-    assert found["runs"][0]["versions"].keys() >= {"torch", "trl", "transformers", "peft"}
-    gates, rows = (
-        {(r["case"], r["contestant"]): r for r in found["rows"] if r["work"] == work}
-        for work in ("gate", "grpo step")
-    )
-    assert len(rows) == 3 and gates.keys() == rows.keys()
-    for row in gates.values():  # against a float64 head
-        assert row["loss_error"] < 1e-6 and 0 < row["gradient_error"] < 1e-5
-    for row in rows.values():
-        assert row["runs"] == steps.TIMED and row["low"] <= row["ms"] <= row["high"]
-        assert row["peak_bytes"] > 0 and row["longest"] % row["unit"] == 0
-    peaks = {name: row["peak_bytes"] for (_, name), row in rows.items()}
-    assert peaks["TRL with headloss"] < peaks["plain logits"]
-    assert markdown.read_text().count("| TRL with headloss |") == 2
-    # The gate alone: times stay those of the earlier run, and its row stands without any.
-    more = ["--contestants", "float64 head", "plain logits", "--only", "*all weights"]
-    assert steps.main([*arguments, "--gate", "--commit", "new", *more]) == 0
-    again = json.loads(output.read_text())["rows"]
-    assert [r for r in again if r["work"] == "grpo step"] == list(rows.values())
-    lines = [line for line in markdown.read_text().splitlines() if "all weights" in line]
-    exact, plain, ours = (line.strip("| ").split(" | ") for line in lines)
-    assert exact == ["Qwen2.5-0.5B, all weights", "float64 head", *"-----", "0e+00", "0 %"]
-    assert plain[1].startswith("plain logits [") and plain[-1].endswith(" %")
-    assert ours[1].startswith("TRL with headloss [")
-    capsys.readouterr()
+    """Contestants agree with a float32 head, are timed and weighed, and come into the tables."""
+    pytest.importorskip("transformers", reason="the models are its own")
+    output = tmp_path / "steps.json"
+    arguments = ["--quick", "--device", "cpu", "--json", str(output), "--only", "Llama-3-8B*"]
+    assert steps.main(arguments) == 0
+    assert "| Llama-3-8B, 4 layers | GRPO | 96 | " in capsys.readouterr().out
+    results = json.loads(output.read_text())
+    assert results["runs"][0]["versions"].keys() >= {"torch", "transformers"}
+    rows = [row for row in results["rows"] if row["status"] == "ok"]
+    names = {"Transformers", "headloss", "headloss, 5 GiB", "headloss, recompute"}
+    for work in step_cases.WORKS:
+        assert {row["contestant"] for row in rows if row["work"] == work} >= names
+    for row in rows:
+        assert row["loss_error"] < 1e-6 and row["gradient_error"] < 1e-5
+        assert row["runs"] == steps.ROUNDS and row["low"] <= row["ms"] <= row["high"]
+        assert 0.3 < row["probability"] < 0.7
+    peaks = {row["contestant"]: row["peak_bytes"] for row in rows if row["tokens"] == 96}
+    assert min(peaks.values()) > 95 * 2048 * 4 and peaks["Transformers"] > 2 * 95 * 2048 * 4
+    (liger, *_) = (row for row in results["rows"] if row["contestant"] == "Liger")
+    assert (liger["status"], liger["reason"]) == ("skipped", "needs a GPU")
+    short, full = (steps.table(results, largest=large) for large in (True, False))
+    assert short.count("| 96 |") == full.count("| 96 |") == full.count("| 16 |") == 2
+    assert "| 16 |" not in short and "| - |" in short
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
-def test_contestants_that_disagree_are_not_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("trl", reason="TRL is the trainer whose step is measured")
+def test_steps_that_disagree_are_not_timed() -> None:
+    pytest.importorskip("transformers", reason="the models are its own")
+    model = step_cases.make_model(step_cases.QUICK["Qwen2.5-0.5B"], CPU)
+    batch = step_cases.make_batch(model, 2, 16, CPU)
 
-    def off(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return step_cases.measure_in_torch(0.9 * logits, targets)
+    def off(work: str, model: torch.nn.Module, batch: step_cases.Batch) -> Tensor:
+        return 1.2 * step_cases.of_model(work, model, batch)
 
-    monkeypatch.setitem(step_cases.CONTESTANTS, "off", step_cases.on_logits(off))
-    setting = step_cases.QUICK["Qwen2.5-0.5B, LoRA"]
-    bench = steps.Bench("off", setting, CPU, str(tmp_path), patience=0.0)
-    (row,) = steps.run_setting(bench, ["off"])
-    assert row["status"] == "failed" and "loss" in row["reason"] and "ms" not in row
+    rows = steps.race("SFT", model, batch, {"off": step_cases.Contestant(loss=off)}, CPU)
+    assert rows["off"]["status"] == "failed" and "gradient_error" in rows["off"]["reason"]
+    assert "ms" not in rows["off"]
+
+
+def test_labels_look_trained() -> None:
+    """Scaling the last norm makes them as probable as is wanted, in a tied model too."""
+    pytest.importorskip("transformers", reason="the models are its own")
+    setting = replace(step_cases.QUICK["Qwen2.5-0.5B"], dtype=torch.bfloat16)
+    batch = step_cases.make_batch(step_cases.make_model(setting, CPU), 4, 512, CPU)
+    assert abs(batch.probability - 0.5) < 0.05
+    assert (batch.labels[:, 0] == -100).all() and (batch.labels[:, 1:] >= 0).all()
 
 
 # ---------------------------------------------------------------------- the true gradient

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import warnings
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import fuzz
 import fuzz_bad
 import fuzz_oracle
+import fuzz_ranks
+import fuzz_versions
 import pytest
 import torch
 
@@ -26,6 +32,7 @@ def check(first: int, count: int, **drawn: bool) -> Counter[str]:
             record = fuzz.run(call)
             found = fuzz_oracle.complaints(call, record)
         kinds["bad" if call.spoil else "refused" if "error" in record else "served"] += 1
+        kinds.update(call.kinds)
         wrong += [f"{call}\n    {what}" for what in found]
     assert not wrong, "\n".join(wrong)
     return kinds
@@ -72,10 +79,10 @@ def test_every_way_to_be_wrong_is_named(name: str) -> None:
 
 def test_a_seed_gives_one_call() -> None:
     """The records of two runs are the same, to the bit, and the comparison says so."""
-    once, again = fuzz.records(0, 20), fuzz.records(0, 20)
-    assert fuzz.compare(once, again) == []
+    once, again = records(0, 20), records(0, 20)
+    assert fuzz_versions.compare(once, again) == []
     for a, b in zip(once, again, strict=True):
-        assert fuzz.difference(a, b, 0.0) == ""
+        assert fuzz_versions.difference(a, b) == ""
 
 
 def test_the_comparison_sees_what_differs() -> None:
@@ -85,24 +92,96 @@ def test_the_comparison_sees_what_differs() -> None:
     )
     bad = next(s for s in range(500) if fuzz.draw(s).spoil is not None)
     for changed in ("loss", "gradients", "metrics", "logps"):
-        old, new = fuzz.records(seed, 1), fuzz.records(seed, 1)
+        old, new = records(seed, 1), records(seed, 1)
         value = new[0][changed]
         if isinstance(value, dict):
             value[next(iter(value))] = next(iter(value.values())) * 1.1 + 1e-3
         else:
             new[0][changed] = value * 1.1 + 1e-3
-        (found,) = fuzz.compare(old, new)
+        (found,) = fuzz_versions.compare(old, new)
         assert changed in found
-    old, new = fuzz.records(bad, 1), fuzz.records(bad, 1)
+    old, new = records(bad, 1), records(bad, 1)
     new[0]["error"] += "!"
-    assert "error" in fuzz.compare(old, new)[0]
+    assert "error" in fuzz_versions.compare(old, new)[0]
     del new[0]["error"]
-    assert "only in one" in fuzz.compare(old, new)[0]
+    assert "only in one" in fuzz_versions.compare(old, new)[0]
+
+
+def records(first: int, count: int) -> list[dict[str, Any]]:
+    return list(fuzz.records(first, count))
 
 
 def served(seed: int, name: str) -> bool:
     record = fuzz.run(fuzz.draw(seed))
     return bool(record.get(name)) and bool(record.get("metrics"))
+
+
+def test_what_is_drawn() -> None:
+    """Every dtype, static shapes and ways to cut a call over ranks; captured graphs of a GPU."""
+    for device, most in (("cpu", 0), ("cuda", 500)):
+        drawn = [fuzz.draw(seed, device=device) for seed in range(500)]
+        kinds = Counter(kind for call in drawn for kind in (*call.kinds, call.dtype))
+        for name in (*fuzz.DTYPES, "static", *(f"ranks, {place}" for place in fuzz_ranks.PLACES)):
+            assert kinds[name] >= 3, (name, kinds)
+        assert 0 <= kinds["captured"] <= most and (kinds["captured"] > 20) == (device == "cuda")
+        assert all(call.device == "cpu" for call in drawn if call.place)
+
+
+def test_two_versions(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A version beside itself, in processes of their own, two ranks among its calls; beside one
+    that says something else; and a package that is not where it should be."""
+    root, other = Path(hl.__file__).parents[1], tmp_path / "other"
+    shutil.copytree(root / "headloss", other / "headloss")
+    bad = next(s for s in range(5000) if fuzz.draw(s).spoil == "targets: negative")
+    asked = ["--first", "9", "--count", "1", "--json", str(tmp_path / "found.json")]
+    assert fuzz.main([*asked, "--against", str(other)]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["calls"], found["differ"], found["broken"]) == (1, 0, [])
+    assert any(kind.startswith("ranks") for kind in found["kinds"])
+    for path in other.rglob("*.py"):
+        path.write_text(path.read_text().replace("at position", "at place"))
+    asked[1] = str(bad)
+    assert fuzz.main([*asked, "--against", str(other)]) == 1
+    said = capfd.readouterr().out
+    assert f"seed {bad}: " in said and "at place" in said and "1 of 1 calls differ" in said
+    fuzz_versions.save(iter([]), tmp_path / "records", hl.__file__)
+    with pytest.raises(ValueError, match="against: got the package"):
+        fuzz_versions.load(tmp_path / "records", other)
+
+
+def test_a_tolerance() -> None:
+    """Relative, of numbers alone; gradients of 16 bits may be one rounding apart."""
+    about = {"call": "a", "seed": 1, "dtype": "bfloat16", "kinds": []}
+    gradients = {"hidden": torch.ones(4, dtype=torch.bfloat16)}
+    old = about | {"loss": torch.tensor(2.0), "gradients": gradients, "error": "A: b"}
+    rounded = {"hidden": torch.tensor([1 + 2**-7, 1, 1, 1], dtype=torch.bfloat16)}
+    for change, close, says in (
+        ({}, 0.0, None),
+        ({"loss": torch.tensor(2.000001)}, 1e-6, None),
+        ({"loss": torch.tensor(2.000001)}, 0.0, "loss: off by 4.8e-07"),
+        ({"loss": torch.tensor(2.00001)}, 1e-6, "loss: off by"),
+        ({"loss": torch.tensor(torch.nan)}, 1e-6, "loss: off by inf"),
+        ({"gradients": rounded}, 1e-6, None),
+        ({"gradients": rounded}, 0.0, "gradients: hidden: off by"),
+        ({"error": "A: c"}, 1e-6, "error: 'A: b' is 'A: c'"),
+    ):
+        found = fuzz_versions.compare([old], [old | change], close)
+        assert len(found) == (says is not None) and all(says in what for what in found), change
+    hung = about | {"error": "hang: rank 0 of 2"}
+    assert fuzz_versions.compare([hung], [hung]) == ["a\n    hang: rank 0 of 2"]
+
+
+def test_ranks_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call says so, and the next one has new ranks."""
+    call = next(c for c in map(fuzz.draw, range(100)) if c.place)
+    ranks = fuzz_ranks.Ranks()
+    with monkeypatch.context() as patch:
+        patch.setattr(fuzz_ranks, "SECONDS", 0.0)
+        record = ranks.run(call)
+    assert record["error"].startswith("hang: rank 0 of 2") and ranks.world is None
+    assert fuzz_oracle.complaints(call, {"spoil": None, **record})
+    assert not ranks.run(call).get("error", "").startswith("hang")
+    ranks.close()
 
 
 def test_the_oracle_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

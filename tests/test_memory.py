@@ -181,6 +181,21 @@ def test_the_peak_is_the_plans(schedule, dtype):
         assert live.peak >= plan.bytes["logits"]
 
 
+@pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
+def test_four_times_the_tokens_add_numbers_and_rows_of_hidden_width(schedule):
+    """Per token at most 64 numbers and 4 rows [H], in float32; a row of logits would be 512."""
+    options = hl.Options(schedule=schedule, memory_budget=CHUNK * V * FLOAT)
+
+    def peak(times: int) -> int:
+        hidden, weight, targets = trained_looking(times * T, H, V, torch.bfloat16)
+        head = hl.Head(weight.requires_grad_())
+        batch = hl.Batch(targets)
+        live, _ = measured(hidden.requires_grad_(), head, batch, hl.cross_entropy(), options)
+        return live.peak
+
+    assert peak(4) - peak(1) <= 3 * T * (64 + 4 * H) * FLOAT < 3 * T * V * FLOAT / 2
+
+
 def test_memory_does_not_grow_with_the_number_of_terms():
     hidden, head, batch = problem()
     options = hl.Options(chunk_tokens=CHUNK)

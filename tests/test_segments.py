@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import headloss as hl
 from headloss.batch.segments import Chunk, Segments
 
 
@@ -201,3 +202,30 @@ def test_slices(cut):
 def test_wrong_shapes(use, match):
     with pytest.raises(ValueError, match=match):
         use(Segments.from_lengths([2, 3]))
+
+
+def test_each_constructor_says_which_empty_segments_count() -> None:
+    """An empty or unscored sequence is one of S; padding is none: ends that fill up a buffer are
+    dropped before, tokens of it have a negative id."""
+    hidden, head = torch.ones(5, 2), hl.Head(torch.arange(18.0).view(9, 2))
+    filled = torch.tensor([0, 2, 5, 5, 5])
+    ids = torch.tensor([0, 0, 1, 1, -1])
+    targets = torch.tensor([1, 2, 3, 4, -100])
+    want = [
+        (Segments.from_lengths([2, 3]), 2),
+        (Segments.from_lengths([2, 0, 3, 0]), 4),
+        (Segments.from_cu_seqlens([0, 2, 2, 5, 5]), 4),
+        (Segments.from_cu_seqlens(filled.unique_consecutive()), 2),
+        (Segments.from_ids(ids), 2),
+        (Segments.from_ids(ids, 4), 4),
+    ]
+    logps = hl.head_loss(hidden, head, hl.Batch(targets), hl.cross_entropy()).logps
+    total = -logps[:2].mean() - logps[2:4].mean()
+    for segments, count in want:
+        batch = hl.Batch(targets, segments)
+        out = hl.head_loss(hidden, head, batch, hl.cross_entropy().over("sequence_mean"))
+        torch.testing.assert_close(out.loss, total / count)
+        assert out.metrics["segments"].value == count == segments.count
+    rows = hl.Batch(torch.stack([targets, torch.full((5,), -100)]), Segments.rows(2, 5))
+    out = hl.head_loss(torch.ones(2, 5, 2), head, rows, hl.cross_entropy().over("sequence_mean"))
+    torch.testing.assert_close(out.loss, -logps[:4].mean() / 2)

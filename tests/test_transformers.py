@@ -17,6 +17,7 @@ from torch import Tensor
 import headloss as hl
 from headloss.head.adapters import FAMILIES
 from headloss.integrations import shared
+from headloss.integrations.documents import as_documents
 
 transformers = pytest.importorskip("transformers")
 from headloss.integrations.transformers import apply, remove  # noqa: E402
@@ -44,7 +45,7 @@ def assert_same_step(model: Any, terms: Any = None, **call: Any) -> None:
     scale = max(float(g.abs().max()) for g in wanted.values())
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, rtol=2e-5, atol=3e-6 * scale)
-    assert "logits" not in got.keys()  # noqa: SIM118  the keys of what was computed
+    assert list(got.keys()) == list(want.keys())
     torch.testing.assert_close(got.logits, want.logits, rtol=1e-5, atol=1e-5)
     assert list(got.keys()) == list(want.keys())
     assert applied.metrics is not None and "cross_entropy/perplexity" in applied.metrics
@@ -174,15 +175,15 @@ def test_padding_between_documents() -> None:
     """It ends no document that goes on behind it, and hides no beginning of another."""
     real = torch.tensor([[0, 1, 1, 0, 1, 1, 0, 1, 1, 0]])
     position = torch.tensor([[1, 0, 1, 1, 2, 3, 1, 0, 1, 1]])
-    found = shared.as_documents(position, real.shape, real)
+    found = as_documents(position, real.shape, real)
     assert found.ids.tolist() == [[0, 0, 0, 0, 0, 0, 0, 1, 1, 1]]
 
 
 def test_positions_of_several_axes_tell_no_documents() -> None:
     """As models that see images have them."""
-    assert shared.as_documents(torch.tensor([0, 1, 0]), torch.Size((2, 3))).count == 4
+    assert as_documents(torch.tensor([0, 1, 0]), torch.Size((2, 3))).count == 4
     with pytest.raises(ValueError, match=r"position_ids: got shape \(3, 2, 5\), want \(2, 5\) or"):
-        shared.as_documents(torch.zeros(3, 2, 5), torch.Size((2, 5)))
+        as_documents(torch.zeros(3, 2, 5), torch.Size((2, 5)))
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,22 @@ def test_an_objective_of_ones_own() -> None:
     assert logs[0]["headloss/tokens"] == plain[0]["headloss/tokens"]
 
 
+def test_packed_documents_are_sequences() -> None:
+    """A mean over sequences, of rows and of the same documents in one row, and their padding."""
+
+    class PerSequence(SFTTrainer):
+        def objective(self, inputs):
+            return hl.Objective.of(hl.cross_entropy().over("sequence_mean"))
+
+    options: dict[str, Any] = {"max_steps": 1, "max_length": None}
+    want, weights = train(sft(PerSequence, **options))
+    for more in ({}, {"pad_to_multiple_of": 16}):
+        got, moved = train(sft(PerSequence, **options, padding_free=True, **more))
+        assert got[0]["loss"] == pytest.approx(want[0]["loss"], rel=1e-5)
+        assert got[0]["headloss/segments"] == want[0]["headloss/segments"] == 3
+        torch.testing.assert_close(moved, weights, rtol=1e-4, atol=1e-5)
+
+
 def test_lora_on_the_head_learns() -> None:
     lora = LoraConfig(r=4, target_modules=["lm_head"])
     logs, parameters = train(sft(SFTTrainer, peft_config=lora, max_steps=12))

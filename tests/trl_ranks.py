@@ -9,6 +9,7 @@ import pytest
 import test_rl as algorithms
 import test_trl_grpo as grpo
 import test_trl_sft_dpo as others
+import test_trl_totals as totals
 import torch
 from accelerate.state import PartialState
 from torch.distributed.device_mesh import init_device_mesh
@@ -78,6 +79,8 @@ CASES: dict[str, Any] = {
     ),
     "sft": lambda: others.same_sft(gradient_accumulation_steps=2),
     "dpo": others.same_dpo,
+    "sft_totals": lambda: totals.same_as_large_batch(others.sft, 2, ranks=2),
+    "dpo_totals": lambda: totals.same_as_large_batch(others.dpo, 3, ranks=2),
     "ppo": same_ppo,
     "fsdp2": lambda: same_sharded(head_alone=False),
     "fsdp2_head": lambda: same_sharded(head_alone=True),

@@ -14,14 +14,22 @@ from typing import Any
 SECONDS = 60.0
 
 
-def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+def skip_any_row() -> None:
+    """Small calls leave rows without gradient out, as in conftest."""
+    from headloss.run import plan
+
+    plan.CPU_SKIP_WORTH = 0
+
+
+def _serve(
+    rank: int, world: int, store: str, pipe: Connection, prepare: Callable[[], None] | None
+) -> None:
     """Run what arrives, and send back (failed, result or traceback)."""
     import torch
     from torch import distributed
 
-    from headloss.run import plan
-
-    plan.CPU_SKIP_WORTH = 0  # as in conftest
+    if prepare is not None:
+        prepare()
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world
@@ -38,15 +46,21 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
 
 
 class World:
-    """Ranks that wait for work; `run` returns each rank's result, or fails within a time limit."""
+    """Ranks that wait for work; `run` returns each rank's result, or fails within a time limit.
 
-    def __init__(self, size: int, folder: str) -> None:
+    Args:
+        prepare: run first on every rank.
+    """
+
+    def __init__(
+        self, size: int, folder: str, prepare: Callable[[], None] | None = skip_any_row
+    ) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["headloss.testing", "matrix", "torch.distributed"])
         self.size, self.pipes, self.processes = size, [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            args = (rank, size, str(Path(folder) / "store"), theirs)
+            args = (rank, size, str(Path(folder) / "store"), theirs, prepare)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             self.pipes.append(ours)
@@ -80,10 +94,10 @@ class World:
 
 
 @contextmanager
-def world_of(size: int) -> Iterator[World]:
+def world_of(size: int, prepare: Callable[[], None] | None = skip_any_row) -> Iterator[World]:
     """A world for as long as the context lasts."""
     with tempfile.TemporaryDirectory() as folder:
-        world = World(size, folder)
+        world = World(size, folder, prepare)
         try:
             yield world
         finally:

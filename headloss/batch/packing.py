@@ -7,6 +7,7 @@ segment. From there on there are no masks and no padding: every field is a vecto
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -118,29 +119,23 @@ class PackedBatch:
         fields = {**self._given, **self._fields}
         return {name: kind_of(value, 1, self._dtype) for name, value in fields.items()}
 
-    def _copy(self) -> PackedBatch:
-        """(`copy.copy` takes eight times as long.)"""
-        found = object.__new__(PackedBatch)
-        found.__dict__.update(self.__dict__)
-        return found
-
     def on(self, stats: Statistics) -> PackedBatch:
         """The same tokens beside their statistics (for CURRENT)."""
         if not self._fields:
             return self
-        found = self._copy()
+        found = copy(self)
         found._stats = stats
         return found
 
     def replacing(self, fields: Mapping[str, Tensor | Current]) -> PackedBatch:
         """The same tokens with other values of some fields, [T]."""
-        found = self._copy()
+        found = copy(self)
         found._fields = {**self._fields, **fields}
         return found
 
     def slice(self, chunk: Chunk) -> PackedBatch:
         """Some of the tokens, in their segments."""
-        found, tokens = self._copy(), chunk.rows
+        found, tokens = copy(self), chunk.rows
         found.targets, found.segments = self.targets[tokens], self.segments.slice(chunk)
         found.index = None if self.index is None else self.index[tokens]
         found.live = None if self.live is None else self.live[tokens]

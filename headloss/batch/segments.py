@@ -64,7 +64,7 @@ class Segments:
 
     @classmethod
     def from_lengths(cls, lengths: Tensor | Sequence[int]) -> Segments:
-        """Consecutive segments of the given lengths ([S] integers) over a [sum(lengths)] vector.
+        """Consecutive segments of `lengths` ([S] integers) over a [sum(lengths)] vector; 0 counts.
 
         >>> Segments.from_lengths([2, 3]).ids.tolist()
         [0, 0, 1, 1, 1]
@@ -77,10 +77,11 @@ class Segments:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor | Sequence[int]) -> Segments:
-        """Segments between cumulative lengths ([S + 1] integers, starting at 0).
+        """Segments between cumulative lengths ([S + 1] integers, starting at 0). An empty one
+        counts: `unique_consecutive()` drops ends that are repeated to fill up a buffer.
 
-        >>> Segments.from_cu_seqlens([0, 2, 5]).lengths.tolist()
-        [2, 3]
+        >>> Segments.from_cu_seqlens([0, 2, 2, 5]).lengths.tolist()
+        [2, 0, 3]
         """
         ends = _vector("cu_seqlens", cu_seqlens)
         if len(ends) == 0 or int(ends[0]) != 0:
@@ -95,6 +96,7 @@ class Segments:
     ) -> Segments:
         """Segments by the id of each token, in any order; `count` defaults to the largest id + 1.
 
+        An id that no token has counts; padding has a negative id, and is in no segment.
         With `group`, `count` is required: the ranks of the group hold tokens of the same segments.
         """
         if not is_integers(ids):
@@ -110,7 +112,7 @@ class Segments:
 
     @classmethod
     def rows(cls, rows: int, length: int, device: torch.device | str | None = None) -> Segments:
-        """Each row of a [rows, length] batch is one segment."""
+        """Each row of a [rows, length] batch is one segment, and counts with nothing scored too."""
         rows, length = _integer("rows", rows, 0), _integer("length", length, 0)
         if rows == 1:  # contiguous, so that nobody has to copy it
             return cls(torch.zeros(1, length, dtype=torch.int64, device=device), 1)
@@ -232,10 +234,8 @@ class Linear(torch.autograd.Function):
 
 def count_in(ids: Tensor, count: int, kept: Tensor) -> Tensor:
     """[count] int64, how often each id is kept ([n] bool)."""
-    counts = ids.new_zeros(count)
-    if not count:  # no token of any is scored
-        return counts
-    return counts.scatter_add_(0, ids, kept.to(counts.dtype))
+    counts = ids.new_zeros(count)  # of none where no token is scored
+    return counts.scatter_add_(0, ids, kept.to(counts.dtype)) if count else counts
 
 
 def check_own(segments: Segments) -> None:

@@ -17,7 +17,6 @@ from ..head.head import Head
 from ..head_stats import head_stats
 from .seams import Seams
 from .sharding import gathered
-from .shared import require_version
 
 BASE = "agilerl.algorithms.core.base"
 HOME = "agilerl.algorithms.core.llm_ops.fused_logprobs"
@@ -27,9 +26,8 @@ def install() -> None:
     """Put headloss in place of AgileRL's two functions, in this process, until `uninstall()`.
 
     Raises:
-        RuntimeError: a release of AgileRL that is not known here.
+        RuntimeError: AgileRL has no such function, or one that takes other arguments.
     """
-    require_version("agilerl", "2.58")
     SEAMS.install()
 
 
@@ -81,4 +79,7 @@ OURS: dict[str, Any] = {
     "FusedLinearLogProbsFunction": LogProbs,
     "fused_linear_logprobs_chunked": logprobs_chunked,
 }
-SEAMS = Seams({(owner, name): ours for owner in (HOME, BASE) for name, ours in OURS.items()})
+SEAMS = Seams(
+    {(owner, name): ours for owner in (HOME, BASE) for name, ours in OURS.items()}, "agilerl"
+)
+check = SEAMS.check

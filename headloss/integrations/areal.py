@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..head.head import Head
 from ..head_stats import head_stats
+from .seams import part, require_arguments
 from .shared import refuse
 
 if TYPE_CHECKING:
@@ -29,3 +30,11 @@ def gather_logprobs_entropy(
     head = Head(weight, temperature=temperature)
     stats = head_stats(hidden, head, labels, gradients=("logp", "entropy"))
     return stats.logp, stats.entropy
+
+
+def check() -> str:
+    """What holds. RuntimeError where AReaL's function of logits takes other arguments."""
+    name = "gather_logprobs_entropy"
+    theirs = part("areal", "areal.utils.functional.vocab_parallel", name)
+    require_arguments(theirs, ("labels", "temperature", "tp_group"), name, "areal")
+    return f"the signature of {name}"

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from axolotl.integrations.base import BasePlugin  # type: ignore[import-not-found]
 from pydantic import BaseModel, model_validator  # type: ignore[import-not-found]
 
 from ..losses import cross_entropy, z_loss
-from .shared import refuse, require_version
+from .seams import announce, check_signature, part
+from .shared import refuse
 from .transformers import apply
 
-KNOWN = ("0.21",)
+BasePlugin: Any = part("axolotl", "axolotl.integrations.base", "BasePlugin")
 # Settings that have a loss of their own, or make one of the logits.
 OTHERS = ("cut_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy")
 OTHERS += ("chunked_cross_entropy", "use_dft", "use_eaft", "orpo_alpha", "rl", "kd_trainer")
@@ -57,11 +57,19 @@ class HeadlossPlugin(BasePlugin):
         """The model with its adapters, before DDP, FSDP and DeepSpeed.
 
         Raises:
-            RuntimeError: a release of Axolotl or of Transformers that is not known here.
+            RuntimeError: Axolotl's plugins take other arguments; as `apply`.
             ValueError, TypeError: as `headloss.integrations.transformers.apply`.
         """
         if not cfg.headloss:
             return
-        require_version("axolotl", *KNOWN)
+        announce("axolotl", check())
         terms = cross_entropy(label_smoothing=cfg.headloss_label_smoothing or 0.0)
         apply(model, terms + cfg.headloss_z_loss * z_loss() if cfg.headloss_z_loss else terms)
+
+
+def check() -> str:
+    """What holds. RuntimeError where Axolotl's plugins take other arguments."""
+    for name in ("get_input_args", "post_model_load"):
+        theirs = part("axolotl", "axolotl.integrations.base:BasePlugin", name)
+        check_signature(theirs, getattr(HeadlossPlugin, name), f"BasePlugin.{name}", "axolotl")
+    return "the signature of BasePlugin's get_input_args and post_model_load"

@@ -29,9 +29,16 @@ from ..head_loss import Output, head_loss
 from ..head_stats import HeadStats, head_stats
 from ..losses import Objective, Term
 from ..options import Options
-from .shared import needs_segments, refuse, require_version
+from .seams import announce, part, require_arguments
+from .shared import needs_segments, refuse
 
-KNOWN = ("0.19",)
+
+def check() -> str:
+    """What holds. RuntimeError where Megatron-Core does not ask a processor."""
+    model = part("megatron-core", "megatron.core.models.gpt.gpt_model", "GPTModel")
+    names = ("output_processor", "output_processor_context")
+    require_arguments(model.forward, names, "GPTModel.forward", "megatron-core")
+    return "the signature of GPTModel.forward"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +55,7 @@ class Processor:
         options: memory and schedule; `sequence_parallel` and `main_grad` are set here.
 
     Raises:
-        RuntimeError: a release of Megatron-Core that is not known here.
+        RuntimeError: a Megatron-Core whose `GPTModel.forward` takes no `output_processor`.
     """
 
     temperature: float | Tensor = 1.0
@@ -56,7 +63,7 @@ class Processor:
     options: Options = field(default_factory=Options)
 
     def __post_init__(self) -> None:
-        require_version("megatron-core", *KNOWN)
+        announce("megatron-core", check())
 
     def __call__(
         self,
@@ -140,7 +147,7 @@ class HeadLoss(Processor):
 
     `output_processor_context` holds arguments of `Batch`: [b, s] or [b, s, K] fields, [S] ones,
     `totals`, and `segments` over [s, b]. Segments are by default the sequences of
-    `packed_seq_params`, else the b rows.
+    `packed_seq_params` that hold a token, else the b rows.
     """
 
     objective: Term | Objective
@@ -161,7 +168,7 @@ def _refuse(layer: Any, inference_context: Any, config: Any) -> None:
         inference_context=inference_context is not None,
         defer_embedding_wgrad_compute=config.defer_embedding_wgrad_compute,
         disable_grad_reduce=layer.disable_grad_reduce,
-        gtp_remat=layer.gtp_remat_size > 1,
+        gtp_remat=getattr(layer, "gtp_remat_size", 1) > 1,  # new in 0.19
         **{
             "Megatron-FSDP": any(hasattr(p, "__fsdp_param__") for p in layer.parameters()),
             "hooks of output_layer": bool(layer._forward_hooks or layer._forward_pre_hooks),
@@ -184,13 +191,15 @@ def _segments(packed: Any, loss_mask: Tensor | None, targets: Tensor, config: An
         )
     if packed is None:
         return Segments.from_ids(torch.arange(b, device=targets.device).expand(s, b), b)
-    ends, padded = packed.cu_seqlens_q[1:], packed.cu_seqlens_q_padded
+    ends, padded = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
+    holds_tokens = ends.diff() > 0  # others fill up a buffer of fixed size
     if padded is not None:
-        ends = padded[1:]
+        ends = padded
         if loss_mask is None:
             raise ValueError("loss_mask: got None, want [b, s], with cu_seqlens_q_padded")
     if b != 1:
         raise ValueError(f"packed_seq_params: got {b} rows of labels, want one")
+    ends = ends[1:][holds_tokens]
     positions = torch.arange(s, device=targets.device)
     return Segments.from_ids(torch.bucketize(positions, ends, right=True)[:, None], len(ends))
 

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_automodel.components.loss.linear_ce_base import (  # type: ignore[import-not-found]
-    LinearCrossEntropy,
-)
 from torch import Tensor
 
 from ..batch.batch import Batch
@@ -20,7 +17,11 @@ from ..head.head import Head
 from ..head_loss import head_loss
 from ..losses import Objective, Term, cross_entropy
 from ..objective.metrics import Metrics
-from .shared import over_count, require_version
+from .seams import announce, check_signature, part, require_arguments
+from .shared import over_count
+
+PACKAGE, HOME = "nemo-automodel", "nemo_automodel.components.loss"
+LinearCrossEntropy: Any = part(PACKAGE, f"{HOME}.linear_ce_base", "LinearCrossEntropy")
 
 
 class HeadLossCrossEntropy(LinearCrossEntropy):
@@ -35,7 +36,7 @@ class HeadLossCrossEntropy(LinearCrossEntropy):
         metrics: headloss's, of the last call; None before.
 
     Raises:
-        RuntimeError: a release of Automodel that is not known here.
+        RuntimeError: Automodel's own losses take other arguments.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class HeadLossCrossEntropy(LinearCrossEntropy):
         logit_softcapping: float = 0,
         terms: Term | Objective | None = None,
     ) -> None:
-        require_version("nemo-automodel", "0.7")
+        announce(PACKAGE, check())
         super().__init__()
         self.ignore_index, self.softcap = ignore_index, logit_softcapping or None
         self.objective = Objective.of(cross_entropy() if terms is None else terms)
@@ -59,7 +60,11 @@ class HeadLossCrossEntropy(LinearCrossEntropy):
         grad_reduce_group: Any = None,
         loss_weights: Tensor | None = None,  # [B, L]
     ) -> Tensor:
-        """A sum over tokens, divided by `num_label_tokens` where that is given."""
+        """A sum over tokens, divided by `num_label_tokens` where that is given.
+
+        Raises:
+            ValueError: another reduction, where the step has more than this call.
+        """
         weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)
         objective = self.objective
         fields: dict[str, Any] = {}
@@ -68,8 +73,21 @@ class HeadLossCrossEntropy(LinearCrossEntropy):
             weighted = ((c, term.weighted("loss_weights")) for c, term in objective.parts)
             objective = Objective(tuple(weighted))
         batch = Batch(labels, ignore_index=self.ignore_index, **fields)
-        objective = over_count(objective, 1 if num_label_tokens is None else num_label_tokens)
+        objective = over_count(
+            objective, num_label_tokens, batch, name="num_label_tokens",
+            instead="want a mean of tokens, or a headloss.Reduction with a denominator of its own",
+        )  # fmt: skip
         head = Head(weight.to(hidden_states.dtype), softcap=self.softcap)
         out = head_loss(hidden_states, head, batch, objective)
         self.metrics = out.metrics
         return out.loss
+
+
+def check() -> str:
+    """What holds. RuntimeError where Automodel's own losses take other arguments."""
+    theirs = part(PACKAGE, f"{HOME}.linear_ce", "FusedLinearCrossEntropy").forward
+    seam = "FusedLinearCrossEntropy.forward"
+    check_signature(theirs, HeadLossCrossEntropy.forward, seam, PACKAGE, by_name=True)
+    gather = part(PACKAGE, f"{HOME}.linear_ce_base:LinearCrossEntropy", "materialize_lm_weight")
+    require_arguments(gather, ("grad_reduce_group",), gather.__qualname__, PACKAGE)
+    return f"the signature of {seam}"

@@ -1,7 +1,9 @@
 """NeMo-RL's log-probs of hidden states from headloss, under Megatron's vocabulary parallelism.
 
-    install()       with `use_fused_linear_logprobs`; the losses stay NeMo-RL's
+    install()       with `megatron_cfg.use_linear_ce_fusion_loss`; the losses stay NeMo-RL's
     uninstall()     NeMo-RL is as it was
+
+After 0.7 NeMo-RL calls the flag `use_fused_linear_logprobs`.
 
 B rows of L positions, H hidden width, V vocabulary, R ranks of tensor parallelism.
 """
@@ -17,7 +19,7 @@ from ..head.head import Head
 from ..head_stats import head_stats
 from ..options import Options
 from .seams import Seams
-from .shared import refuse, require_version
+from .shared import refuse
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,9 +29,8 @@ def install() -> None:
     """Put headloss in place of NeMo-RL's function, in this process, until `uninstall()`.
 
     Raises:
-        RuntimeError: a release of NeMo-RL that is not known here.
+        RuntimeError: NeMo-RL has no such function, or one that takes other arguments.
     """
-    require_version("nemo-rl", "0.6")
     SEAMS.install()
 
 
@@ -49,15 +50,17 @@ def logprobs(
     inference_only: bool = False,
     cp_group: ProcessGroup | None = None,
     chunk_size: int | None = None,
+    output_weight: Tensor | None = None,  # the embedding's, where it is tied; 0.6 has both
 ) -> Tensor:
     """[B, L - 1] float32, in place of `from_parallel_hidden_states_to_logprobs`."""
+    weight = output_weight_layer if output_weight is None else output_weight
     refuse("logits", context_parallel=cp_group is not None and cp_group.size() > 1)
     spread = tp_group.size() > 1
     targets = target.roll(-1, dims=-1).t().contiguous()  # [L, B], as the hidden states
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         stats = head_stats(
             tensor_parallel_hidden_states,
-            Head(output_weight_layer, vocab_group=tp_group if spread else None),
+            Head(weight, vocab_group=tp_group if spread else None),
             targets,
             Options(sequence_parallel=spread),
             gradients=("logp",),
@@ -66,4 +69,5 @@ def logprobs(
 
 
 HOME = "nemo_rl.distributed.model_utils"
-SEAMS = Seams({(HOME, "from_parallel_hidden_states_to_logprobs"): logprobs})
+SEAMS = Seams({(HOME, "from_parallel_hidden_states_to_logprobs"): logprobs}, "nemo-rl")
+check = SEAMS.check

@@ -1,4 +1,5 @@
-"""prime-rl's chunked output layer with headloss: log-probs and entropies, both with a gradient.
+"""prime-rl's chunked output layer with headloss: log-probs and entropies, both with a gradient, or
+the loss of SFT in one pass.
 
     install()       with `model.fused_lm_head_token_chunk_size` set; the losses stay prime-rl's
     uninstall()     prime-rl is as it was
@@ -9,14 +10,19 @@ its own module, whose forward this is.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..batch.batch import Batch
 from ..head.head import Head
+from ..head_loss import head_loss
 from ..head_stats import head_stats
+from ..losses import cross_entropy
 from .seams import Seams
-from .shared import require_version
+from .shared import per
 
 LAYERS = "prime_rl.trainer.models.layers"
 
@@ -25,9 +31,8 @@ def install() -> None:
     """Put headloss in place of the forwards of two layers, in this process, until `uninstall()`.
 
     Raises:
-        RuntimeError: a release of prime-rl that is not known here.
+        RuntimeError: prime-rl has no such function, or one that takes other arguments.
     """
-    require_version("prime-rl", "0.8")
     SEAMS.install()
 
 
@@ -39,22 +44,42 @@ def uninstall() -> None:
 def forward(
     self: Any,  # prime-rl's layer: a weight [V, H], and a soft cap in Gemma's
     hidden_states: Tensor,  # [B, L, H]
-    labels: Tensor | None = None,  # [B, L], shifted
+    labels: Tensor | None,  # [B, L], shifted
     temperature: Tensor | None = None,  # [B, L]
+    sampling_mask: Tensor | None = None,  # [B, L, K]: ids that the sampler kept, -1: none
 ) -> dict[str, Tensor]:
-    """`logprobs` and `entropy`, [B, L] float32."""
-    for name, given in (("labels", labels), ("temperature", temperature)):
-        if given is None:
-            raise ValueError(f"{name}: got None, want [B, L]")
-    heat = temperature.expand_as(labels)  # type: ignore[union-attr, arg-type]
-    head = Head(self.weight, temperature=heat, softcap=getattr(self, "softcap", None))
-    stats = head_stats(hidden_states, head, labels, gradients=("logp", "entropy"))  # type: ignore[arg-type]
-    return {"logprobs": stats.logp, "entropy": stats.entropy}
+    """`logprobs` and `entropy`, [B, L] float32; without a temperature `loss`, a summed
+    cross-entropy, [] float32. Labels of -100 are not scored.
+
+    Raises:
+        ValueError: no labels, or a sampling mask that has ids.
+    """
+    if labels is None:
+        raise ValueError("labels: got None, want [B, L]")
+    if sampling_mask is not None and bool((sampling_mask >= 0).any()):
+        raise ValueError(
+            "sampling_mask: has ids, over which alone prime-rl normalises log-probs; headloss does "
+            "not serve that here: call uninstall(), or train without replay of the sampler"
+        )
+    head = Head(self.weight, softcap=getattr(self, "softcap", None))
+    if temperature is None:
+        total = cross_entropy().over(per(1))
+        return {"loss": head_loss(hidden_states, head, Batch(labels), total).loss}
+    head = replace(head, temperature=temperature.expand_as(labels))
+    stats = head_stats(hidden_states, head, labels, gradients=("logp", "entropy"))
+    output = {"logprobs": stats.logp, "entropy": stats.entropy}
+    if sampling_mask is not None and getattr(self, "return_mask_logprobs", False):
+        output["mask_logprobs"] = torch.zeros_like(sampling_mask, dtype=torch.float32)
+    return output
 
 
+GEMMA = (f"{LAYERS}.lm_head_gemma:GemmaFusedOutputLinear", "forward")
 SEAMS = Seams(
     {
         (f"{LAYERS}.lm_head:FusedOutputLinear", "forward"): forward,
-        (f"{LAYERS}.lm_head_gemma:GemmaFusedOutputLinear", "forward"): forward,
-    }
+        GEMMA: forward,
+    },
+    "prime-rl",
+    optional=(GEMMA,),
 )
+check = SEAMS.check

@@ -7,11 +7,41 @@ import importlib
 import importlib.metadata
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
+
+# Distributions, and the adapters that serve them.
+ADAPTERS = {
+    "transformers": "transformers",
+    "trl": "trl",
+    "megatron-core": "megatron",
+    "verl": "verl",
+    "torchtitan": "torchtitan",
+    "agilerl": "agilerl",
+    "axolotl": "axolotl",
+    "prime-rl": "prime_rl",
+    "nemo-rl": "nemo_rl",
+    "nemo-automodel": "nemo_automodel",
+    "skyrl": "skyrl",
+    "areal": "areal",
+}
 # Releases that an adapter's whole suite ran with. Others are served where what is checked holds.
-TESTED: dict[str, tuple[str, ...]] = {"transformers": ("5.23.0",), "trl": ("1.16.0",)}
+TESTED: dict[str, tuple[str, ...]] = {
+    "transformers": ("5.23.0",),
+    "trl": ("1.16.0",),
+    "megatron-core": ("0.18.0", "0.19.2"),
+    "verl": ("0.9.1",),
+    "torchtitan": ("0.3.0",),
+    "agilerl": ("2.58.0",),
+    "axolotl": ("0.21.0",),
+    "prime-rl": ("0.8.0",),
+    "nemo-rl": ("0.6.0", "0.7.0"),
+    "nemo-automodel": ("0.7.0",),
+    "skyrl": ("0.3.0", "0.4.0"),
+    "areal": ("1.0.4",),
+}
 
 
 def release(package: str) -> str | None:
@@ -22,34 +52,154 @@ def release(package: str) -> str | None:
         return None
 
 
-def check_signature(theirs: Callable[..., Any], ours: Callable[..., Any], seam: str) -> None:
+def misfit(package: str, problem: str) -> RuntimeError:
+    """The error of a seam that does not hold, with the release and what to do."""
+    if not package:
+        return RuntimeError(problem)
+    return RuntimeError(
+        f"{package} {release(package)}: {problem}; install a release that headloss's adapter was "
+        f"tested with ({_tested(package)}), or do without the adapter"
+    )
+
+
+def _tested(package: str) -> str:
+    return ", ".join(TESTED.get(package, ())) or "none"
+
+
+def part(package: str, place: str, name: str = "") -> Any:
+    """What `name` is in `place`, "module" or "module:Class"; without a name the place itself.
+
+    Raises:
+        RuntimeError: the package has no such thing.
+        ImportError: the package is not installed, or does not import here.
+    """
+    module, _, holder = place.partition(":")
+    try:
+        value: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if "." not in missing or not f"{module}.".startswith(f"{missing}."):
+            raise  # it, or something that it needs, is not installed
+        raise misfit(package, f"{module}: is not there") from error
+    for attribute in filter(None, (holder, name)):
+        if not hasattr(value, attribute):
+            raise misfit(package, f"{place}: has no {attribute}")
+        value = getattr(value, attribute)
+    return value
+
+
+def check_signature(
+    theirs: Callable[..., Any],
+    ours: Callable[..., Any],
+    seam: str,
+    package: str = "",
+    by_name: bool = False,
+) -> None:
     """RuntimeError where calls that `theirs` takes by position or by name would reach other
     arguments of `ours`. What only `theirs` has is fine where it has a default: it is refused when a
-    call passes it."""
-    want, got = (_plain(function) for function in (ours, theirs))
+    call passes it.
+
+    Args:
+        package: the distribution, for the error.
+        by_name: calls reach `ours` by name alone, so that the order is free.
+    """
+    want, got = called(ours), called(theirs)
+    new = unknown(theirs, ours)
     lacking = [name for name, p in want.items() if name not in got and p.default is p.empty]
-    new = [name for name, p in got.items() if name not in want and p.default is p.empty]
+    required = [name for name in new if got[name].default is inspect.Parameter.empty]
     moved = [n for n in want if n in got] != [n for n in got if n in want]
-    if lacking or new or moved:
-        raise RuntimeError(
-            f"{seam}: takes ({', '.join(got)}), want ({', '.join(want)}), which headloss's adapter "
-            "takes the place of"
-        )
+    places = _places(theirs)
+    moved |= any(n in new and set(places[at:]) & set(want) for at, n in enumerate(places))
+    if lacking or required or (moved and not by_name):
+        raise misfit(package, f"{seam}: takes ({', '.join(got)}), want ({', '.join(want)})")
 
 
-def _plain(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(function).parameters
-    return {n: p for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
+def require_arguments(
+    function: Callable[..., Any], names: Collection[str], seam: str, package: str
+) -> None:
+    """RuntimeError where `function` has no arguments of these names."""
+    if missing := [name for name in names if name not in called(function)]:
+        raise misfit(package, f"{seam}: takes no {', '.join(missing)}")
+
+
+def called(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The named parameters of a call; of `apply`, where that is what is called."""
+    variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    parameters = _signature(function).parameters
+    return {name: p for name, p in parameters.items() if p.kind not in variable}
+
+
+def _signature(function: Any) -> inspect.Signature:
+    if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+        signature = inspect.signature(function.forward)  # its `apply` takes all but the context
+        parameters = [p for name, p in signature.parameters.items() if name != "ctx"]
+        return signature.replace(parameters=parameters)
+    if isinstance(function, type) and "apply" in vars(function):  # in place of one
+        function = vars(function)["apply"]
+    return inspect.signature(function)
+
+
+def unknown(theirs: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:
+    """Arguments that `theirs` has and `ours` does not take: with `**kwargs` it takes those that are
+    passed by name alone, with `*args` too all."""
+    kinds = {p.kind for p in _signature(ours).parameters.values()}
+    any_name = inspect.Parameter.VAR_KEYWORD in kinds
+    anything = any_name and inspect.Parameter.VAR_POSITIONAL in kinds
+    return [
+        name
+        for name, p in called(theirs).items()
+        if name not in called(ours) and not (anything or (any_name and p.kind is p.KEYWORD_ONLY))
+    ]
+
+
+def fitted(theirs: Any, ours: Any, seam: str, package: str = "") -> Any:
+    """`ours` for calls that are made as those of `theirs`: by the names that it gives them.
+
+    Returns:
+        `ours` itself where each argument lies in the same place. Otherwise what calls it by name,
+        and raises TypeError where a call passes what `ours` does not take.
+
+    Raises:
+        RuntimeError: as `check_signature`.
+    """
+    check_signature(theirs, ours, seam, package, by_name=True)
+    new = unknown(theirs, ours)
+    if not new and _places(ours)[: len(_places(theirs))] == _places(theirs):
+        return ours
+    function = ours.apply if isinstance(ours, type) else ours
+    signature = _signature(theirs)
+
+    @functools.wraps(function)
+    def by_name(*args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(*args, **kwargs).arguments
+        for name in new:
+            default = signature.parameters[name].default
+            value = arguments.pop(name, default)
+            if not (value is default or _same(value, default)):
+                raise TypeError(f"{name}: {seam} takes it, headloss's adapter does not know it yet")
+        return function(**arguments)
+
+    if isinstance(ours, type):
+        return type(ours.__name__, (ours,), {"apply": staticmethod(by_name)})
+    return by_name
+
+
+def _places(function: Callable[..., Any]) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, p in called(function).items() if p.kind in kinds]
+
+
+def _same(value: Any, default: Any) -> bool:
+    return isinstance(value, (bool, int, float, str)) and value == default
 
 
 @functools.cache
 def announce(package: str, checked: str) -> None:
     """One warning in a process, where `package` is a release that no test ran with."""
     if (installed := release(package)) not in TESTED.get(package, ()):
-        tested = ", ".join(TESTED.get(package, ())) or "none"
         warnings.warn(
-            f"{package} {installed} was not tested with headloss (tested: {tested}); {checked} "
-            "was checked and holds",
+            f"{package} {installed} was not tested with headloss (tested: {_tested(package)}); "
+            f"{checked} was checked and holds",
             stacklevel=3,
         )
 
@@ -58,34 +208,78 @@ class Seams:
     """Attributes of a framework's modules, or of classes in them, that ours take the place of.
 
     Args:
-        ours: by ("module" or "module:Class", attribute).
+        ours: by ("module" or "module:Class", attribute). They are called by name where theirs has
+            its arguments in other places.
+        package: the distribution; a release that no test ran with is announced.
+        optional: of the keys, those that are left out where they are not there.
     """
 
-    def __init__(self, ours: dict[tuple[str, str], Any]) -> None:
-        self.ours = ours
+    def __init__(
+        self,
+        ours: dict[tuple[str, str], Any],
+        package: str = "",
+        optional: Collection[tuple[str, str]] = (),
+    ) -> None:
+        self.ours, self.package, self.optional = ours, package, optional
         self.theirs: dict[tuple[str, str], Any] = {}
 
-    def install(self) -> None:
-        """RuntimeError, and nothing done, where one of them is not there."""
+    def check(self) -> str:
+        """What holds. RuntimeError where one of them is not there, or takes other arguments."""
+        self._fitted()
+        names = dict.fromkeys(name for _, name in self.ours)
+        return f"the signature of {', '.join(names)}"
+
+    def install(self, quiet: bool = False) -> None:
+        """RuntimeError, and nothing done, where `check` raises it; `quiet`: without the warning."""
         if self.theirs:
             return
-        found = {}
-        for place, name in self.ours:
-            owner = _owner(place)
-            if name not in vars(owner):
-                raise RuntimeError(f"{place}: has no {name}, which headloss's adapter replaces")
-            found[place, name] = vars(owner)[name]
-        self.theirs = found
-        for (place, name), value in self.ours.items():
-            setattr(_owner(place), name, value)
+        replaced = self._fitted()
+        self.theirs = {at: vars(part(self.package, at[0]))[at[1]] for at in replaced}
+        for (place, name), value in replaced.items():
+            setattr(part(self.package, place), name, value)
+        if self.package and not quiet:
+            announce(self.package, self.check())
 
     def uninstall(self) -> None:
         for (place, name), value in self.theirs.items():
-            setattr(_owner(place), name, value)
+            setattr(part(self.package, place), name, value)
         self.theirs = {}
 
+    def _fitted(self) -> dict[tuple[str, str], Any]:
+        if self.theirs:
+            return {}
+        fitting = {}
+        for (place, name), ours in self.ours.items():
+            try:
+                owner = part(self.package, place)
+                if name not in vars(owner):
+                    raise misfit(self.package, f"{place}: has no {name}")
+            except RuntimeError:
+                if (place, name) in self.optional:
+                    continue
+                raise
+            theirs, seam = getattr(owner, name), f"{place}.{name}"
+            fitting[place, name] = fitted(theirs, ours, seam, self.package)
+        return fitting
 
-def _owner(place: str) -> Any:
-    module, _, name = place.partition(":")
-    owner = importlib.import_module(module)
-    return getattr(owner, name) if name else owner
+
+def fits() -> dict[str, str]:
+    """Of each framework that is installed: its release, and whether the adapter fits it."""
+    return {name: _fit(name, installed) for name in ADAPTERS if (installed := release(name))}
+
+
+def _fit(package: str, installed: str) -> str:
+    if installed in TESTED[package]:  # there is no need to import it
+        return f"{installed}, tested"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            adapter = importlib.import_module(f"headloss.integrations.{ADAPTERS[package]}")
+            if not hasattr(adapter, "check"):
+                return f"{installed}, not tested (tested: {_tested(package)})"
+            return f"{installed}, not tested; {adapter.check()} was checked and holds"
+    except Exception as error:  # a seam's, or of what the framework itself needs
+        if isinstance(error, RuntimeError) and str(error).startswith(package):
+            return str(error).removeprefix(f"{package} ")
+        reason = str(error).partition("\n")[0]
+        return f"{installed}, does not import here: {type(error).__name__}: {reason}"

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..batch.batch import IGNORE, Batch
 from ..batch.reduction import Reduction, token_mean
-from ..batch.segments import Segments
 from ..losses import Objective, Term, cispo
 
 
@@ -63,33 +63,58 @@ def needs_segments(objective: Objective) -> bool:
     )
 
 
-def as_documents(positions: Tensor, shape: torch.Size, attended: Any = None) -> Segments:
-    """Segments of [B, L] tokens: each begins where positions ([B, L] or [1, L]) do not go on.
-    Padding, where `attended` is a mask [B, L] and 0, begins none: it is in the one before it."""
-    if positions.shape not in (shape, (1, shape[1]), shape[1:]):
-        raise ValueError(
-            f"position_ids: got shape {tuple(positions.shape)}, want {tuple(shape)} or (1, "
-            f"{shape[1]}) to tell documents by, which the objective's segments are"
-        )
-    positions = positions.expand(shape)
-    starts = positions.diff(dim=1) != 1
-    if isinstance(attended, Tensor) and attended.shape == shape:
-        real = attended.to(starts.device) != 0
-        places = torch.arange(shape[1], device=starts.device).where(real, -1)
-        last = places.cummax(1).values[:, :-1]  # token that is no padding, -1: there was none
-        goes_on = positions[:, 1:] - positions.gather(1, last.clamp_min(0)) == 1
-        starts = real[:, 1:] & (last >= 0) & ~goes_on
-    ids = nn.functional.pad(starts, (1, 0), value=True).reshape(-1).cumsum(0) - 1
-    return Segments.from_ids(ids.view(shape), int(ids[-1]) + 1)
+def over_count(
+    objective: Objective,
+    count: float | Tensor | None,
+    batch: Batch,
+    *,
+    name: str,
+    instead: str,
+) -> Objective:
+    """Means of all scored tokens are divided by `count`, the tokens of a step, in place of this
+    batch's; a count of 0 acts as 1, and None as a count of 1 that says nothing of a step.
 
+    The weights of other reductions follow from the batch where it is the whole step, as its own
+    count then says. Constant denominators, and totals that the batch has, stay as they are.
 
-def over_count(objective: Objective, count: float | Tensor) -> Objective:
-    """Terms over the mean of tokens are divided by `count` tokens in place of this batch's; a count
-    of 0 acts as 1."""
-    over = per(count + (count == 0))
+    Raises:
+        ValueError: a term's weights depend on totals of the step that `count` does not tell; it
+            says what to do `instead`. `name`: of the count, for the message.
+    """
+    if batch.totals is not None:
+        return objective
+    others = [term for _, term in objective.parts if not _is_token_mean(term)]
+    if count is not None and others:
+        tokens = int((batch.targets != IGNORE).sum())
+        if tokens == count:
+            return objective
+        for term in others:
+            reduction = term.reduction
+            if reduction and _reads_totals(reduction, tokens, batch.targets.device):
+                where = f", where {term.kept_field}" if term.kept_field else ""
+                raise ValueError(
+                    f"{name}: got {float(count):.12g} tokens of the step, of which this call has "
+                    f"{tokens}; {term.name} over {reduction.name}{where} has a denominator that no "
+                    f"count of tokens tells: {instead}"
+                )
+    over = per(1 if count is None else count + (count == 0))
     return Objective(
-        tuple(
-            (c, term.over(over) if term.reduction is token_mean else term)
-            for c, term in objective.parts
-        )
+        tuple((c, term.over(over) if _is_token_mean(term) else term) for c, term in objective.parts)
     )
+
+
+def _is_token_mean(term: Term) -> bool:
+    return term.reduction == token_mean and term.kept_field is None
+
+
+def _reads_totals(reduction: Reduction, tokens: int, device: torch.device) -> bool:
+    """Whether its weights depend on totals: a user's reduction is tried with others."""
+    if reduction.key is not None:  # all of the library's own do
+        return True
+    lengths = torch.ones(tokens, dtype=torch.float64, device=device)
+    few, many = lengths.new_full((), 3.0), lengths.new_full((), 2.0**40)
+    weights = [
+        torch.as_tensor(reduction.weigh(lengths, *totals), device=device)
+        for totals in ((few, few), (many, few), (few, many))
+    ]
+    return not all(torch.equal(weights[0], other) for other in weights[1:])

@@ -17,7 +17,6 @@ from torch import Tensor
 from ..head.head import Head
 from ..head_stats import head_stats
 from .seams import Seams
-from .shared import require_version
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,9 +26,8 @@ def install() -> None:
     """Put headloss in place of SkyRL's function, in this process, until `uninstall()`.
 
     Raises:
-        RuntimeError: a release of SkyRL that is not known here.
+        RuntimeError: SkyRL has no such function, or one that takes other arguments.
     """
-    require_version("skyrl", "0.4")
     SEAMS.install()
 
 
@@ -61,4 +59,5 @@ def logprobs(
 
 
 HOME = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
-SEAMS = Seams({(HOME, "_fused_lm_head_logprob_apply"): logprobs})
+SEAMS = Seams({(HOME, "_fused_lm_head_logprob_apply"): logprobs}, "skyrl")
+check = SEAMS.check

@@ -14,11 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchtitan.components.loss import (  # type: ignore[import-not-found]
-    ChunkedLossWrapper,
-    CrossEntropyLoss,
-)
-from torchtitan.distributed.spmd_types import spmd_mesh_size  # type: ignore[import-not-found]
 
 from ..batch.batch import IGNORE, Batch
 from ..head.head import Head
@@ -26,9 +21,14 @@ from ..head_loss import head_loss
 from ..losses import Objective, cross_entropy
 from ..objective.metrics import Metrics
 from ..options import Options
-from .shared import as_documents, needs_segments, over_count, refuse, require_version
+from .documents import as_documents
+from .seams import announce, check_signature, part, require_arguments
+from .shared import needs_segments, over_count, refuse
 
-KNOWN = ("0.3",)
+HOME = "torchtitan.components.loss"
+ChunkedLossWrapper: Any = part("torchtitan", HOME, "ChunkedLossWrapper")
+CrossEntropyLoss: Any = part("torchtitan", HOME, "CrossEntropyLoss")
+spmd_mesh_size: Any = part("torchtitan", "torchtitan.distributed.spmd_types", "spmd_mesh_size")
 FIELDS = {"generator_logprobs": "old_logps"}  # torchtitan's names
 
 
@@ -36,18 +36,19 @@ class HeadLossWrapper(ChunkedLossWrapper):
     """`(hidden, labels, global_valid_tokens, **loss_inputs)` to the loss and no metrics.
 
     Terms over the mean of tokens are divided by `global_valid_tokens`, or by 1 without, as
-    torchtitan's losses are. `loss_inputs` become fields of the batch: `generator_logprobs` is
-    `old_logps`, `loss_mask` chooses positions, documents of `positions` that start anew are the
-    segments of terms that ask for segments.
+    torchtitan's losses are; other reductions serve a step of one call. `loss_inputs` become fields
+    of the batch: `generator_logprobs` is `old_logps`, `loss_mask` chooses positions, documents of
+    `positions` that start anew are the segments of terms that ask for segments.
 
     Attributes:
         metrics: headloss's, of the last call; None before.
 
     Raises:
-        RuntimeError: a release of torchtitan that is not known here.
+        RuntimeError: torchtitan's own wrapper takes other arguments.
         TypeError: an lm_head that is not known.
         ValueError: what is not supported: a `loss_fn` other than cross-entropy without an
-            objective, tensor parallelism, segments under context parallelism.
+            objective, tensor parallelism, segments under context parallelism; a reduction that the
+            count of tokens does not serve.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -58,7 +59,7 @@ class HeadLossWrapper(ChunkedLossWrapper):
         """Of `head_loss`; `num_chunks` has no effect."""
 
     def __init__(self, config: Config, *, compile_config: Any = None) -> None:
-        require_version("torchtitan", *KNOWN)
+        announce("torchtitan", check())
         super().__init__(config, compile_config=compile_config)
         if config.objective is None and type(self.loss_fn) is not CrossEntropyLoss:
             got = type(self.loss_fn).__name__
@@ -82,17 +83,20 @@ class HeadLossWrapper(ChunkedLossWrapper):
             tensor_parallel=spmd_mesh_size("tp") > 1,
             DTensor=any(hasattr(given, "full_tensor") for given in (pred, labels)),
         )
+        if (mask := loss_inputs.pop("loss_mask", None)) is not None:
+            labels = labels.masked_fill(~mask.bool(), IGNORE)
         segments, positions = None, loss_inputs.pop("positions", None)
         if needs_segments(self.objective):
             refuse("ChunkedLossWrapper", context_parallel=spmd_mesh_size("cp") > 1)
             if positions is not None:
-                segments = as_documents(positions, labels.shape)
-        if (mask := loss_inputs.pop("loss_mask", None)) is not None:
-            labels = labels.masked_fill(~mask.bool(), IGNORE)
+                segments = as_documents(positions, labels.shape, targets=labels)
         fields = {FIELDS.get(name, name): value for name, value in loss_inputs.items()}
         batch = Batch(labels, segments, **fields)
-        count = 1 if global_valid_tokens is None else global_valid_tokens
-        objective, own = over_count(self.objective, count), vars(module).get("forward")
+        objective = over_count(
+            self.objective, global_valid_tokens, batch, name="global_valid_tokens",
+            instead="want a mean of tokens, or a headloss.Reduction with a denominator of its own",
+        )  # fmt: skip
+        own = vars(module).get("forward")
 
         def forward(hidden: Tensor) -> Tensor:
             restore()
@@ -122,3 +126,14 @@ def head_of(module: nn.Module) -> Head:
     if kind == "SoftCappedLinear":
         more = {"logit_scale": layer.output_multiplier, "softcap": layer.output_soft_cap_temp}
     return Head(layer.weight, layer.bias, **more)
+
+
+def check() -> str:
+    """What holds. RuntimeError where torchtitan's own wrapper takes other arguments."""
+    theirs, ours = ChunkedLossWrapper, HeadLossWrapper
+    seam = "ChunkedLossWrapper.__call__"
+    require_arguments(theirs.__call__, ("global_valid_tokens",), seam, "torchtitan")
+    check_signature(theirs.__call__, ours.__call__, seam, "torchtitan")
+    set_head = part("torchtitan", f"{HOME}:ChunkedLossWrapper", "set_lm_head")
+    require_arguments(set_head, ("lm_head",), "ChunkedLossWrapper.set_lm_head", "torchtitan")
+    return f"the signature of {seam}"

@@ -35,8 +35,8 @@ PULLS: dict[Schedule, Pull] = {
     "statistics": "never",
 }
 MIB = 1 << 20
-CPU_BUDGET, GPU_BUDGET = 256 * MIB, 1200 * MIB  # for a chunk, where the call names none
-GPU_SHARE = 16  # the budget is a GPU's memory divided by it, if that is more
+# For a chunk, where the call names none: on a CPU, a GPU of unknown memory, the part of another's.
+CPU_BUDGET, GPU_BUDGET, GPU_SHARE = 256 * MIB, 1200 * MIB, 64
 TERMS_ROWS = 16384  # tokens per product that writes statistics alone
 # Multiply-adds of a block's product: below it, reading which rows carry a gradient keeps a GPU
 # waiting longer, and takes a CPU more operations, than leaving them out can save.
@@ -63,11 +63,11 @@ class Plan:
         sweep_rows: of a step of a sweep for statistics that has all columns; 0: it is a tile.
         terms: whether the logits product writes softmax terms in 16 bits in place of logits.
         rows: whether kernels read given logits, and write their gradient, where they lie.
-        bytes: peak working memory beyond inputs and returned gradients, by part.
+        bytes: working memory beyond inputs and returned gradients, by part.
+        peak_bytes: the same with returned gradients in it, as a GPU's allocator reports it.
         plain_bytes: what logits, their softmax and their gradient would take.
         budget: bytes for a chunk, or for what a held schedule keeps, and where that comes from.
         reason: why this schedule.
-        whole: one block holds all tokens, however they are spread over segments.
         skip_rows: whether rows without a gradient leave the last two products.
         once: one block holds all tokens, and its products are the returned gradients.
         support: pairs of a token and a column of its support, which take a dot product each.
@@ -85,12 +85,12 @@ class Plan:
     terms: bool
     rows: bool
     bytes: dict[str, int]
+    peak_bytes: int
     plain_bytes: int
     reason: str
     budget: tuple[int, str]
     chunks: Sequence[Chunk] = field(repr=False)
     tokens: int = field(repr=False, default=0)
-    whole: bool = field(repr=False, default=False)
     skip_rows: bool = field(repr=False, default=False)
     once: bool = field(repr=False, default=False)
     pull: Pull = field(repr=False, default="now")
@@ -127,7 +127,8 @@ class Plan:
             some = f"{self.restricted} of {self.tokens} tokens"
             lines.append(f"support    {self.support} dot products for {some}")
         lines += [f"memory     {n / MIB:10.1f} MiB  {name}" for name, n in self.bytes.items()]
-        lines.append(f"total      {self.total_bytes / MIB:10.1f} MiB")
+        lines.append(f"total      {self.total_bytes / MIB:10.1f} MiB  beyond inputs and gradients")
+        lines.append(f"peak       {self.peak_bytes / MIB:10.1f} MiB  returned gradients included")
         lines.append(f"plain      {self.plain_bytes / MIB:10.1f} MiB  logits and their gradient")
         return "\n".join(lines)
 
@@ -144,7 +145,6 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     budget = _budget(p, options)
     limit = max(1, budget[0] // max(1, p.token_bytes))  # of a chunk that has to hold a segment
     rows = max(1, p.tokens) if p.rows else _chunk_rows(p, options, limit)
-    whole = p.tokens <= rows
     chunks = cut(p, rows, limit)
     if chunks and p.scope == "segment" and options.chunk_tokens is None:
         # Equal chunks may be more of them, and each adds to the float32 sum of dW.
@@ -166,8 +166,10 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         room = (tile.rows * tile.columns * _slab_bytes(p) + _hidden_sums(p)) // p.token_bytes
         rows = even(p, min(rows, max(1, room // GRAIN * GRAIN or room)))
     once, terms = _once(p, pull, len(chunks), tile), p.terms and not p.narrow
+    parts = _bytes(p, pull, rows, tile, options, once)
     least = SKIP_WORTH if p.on_gpu else 0 if p.thorough else CPU_SKIP_WORTH
     worth = p.sparse and rows * p.width * p.vocabulary >= least
+    single = once and pull == "now" and len(chunks) == 1
     skip_rows = options.skip_rows and not (options.static or p.given or p.narrow) and worth
     return Plan(
         schedule=schedule,
@@ -177,13 +179,13 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         sweep_rows=rows if p.teachers else TERMS_ROWS if terms else 0,
         terms=terms,
         rows=p.rows,
-        bytes=_bytes(p, pull, rows, tile, options, once),
+        bytes=parts,
+        peak_bytes=_peak(p, parts),
         plain_bytes=p.tokens * p.vocabulary * (4 + 2 * p.element_size),
         reason=reason,
         budget=budget,
         chunks=chunks,
         tokens=p.tokens,
-        whole=whole,
         skip_rows=skip_rows,
         once=once,
         pull=pull,
@@ -257,13 +259,10 @@ def _budget(p: Problem, options: Options) -> tuple[int, str]:
     """Bytes, and where they come from."""
     if options.memory_budget is not None:
         return options.memory_budget, "asked for"
-    if not p.on_gpu:
-        return CPU_BUDGET, "by default"
-    share = p.memory // GPU_SHARE
-    if share <= GPU_BUDGET:
-        return GPU_BUDGET, "by default"
-    least = "smallest GPU of the group" if p.sharded else "GPU"
-    return share, f"one part in {GPU_SHARE} of the {least}'s memory, {p.memory / MIB:.0f} MiB"
+    if not (p.on_gpu and p.memory):
+        return GPU_BUDGET if p.on_gpu else CPU_BUDGET, "by default"
+    share, whose = p.memory // GPU_SHARE, "smallest GPU of the group" if p.sharded else "GPU"
+    return share, f"one part in {GPU_SHARE} of the {whose}'s memory, {p.memory / MIB:.0f} MiB"
 
 
 def _chunk_rows(p: Problem, options: Options, limit: int) -> int:
@@ -331,6 +330,9 @@ def _bytes(
     widened = 3 * min(elements, WORKING_BLOCK) * max(4, p.element_size)  # a few blocks at a time
     if p.element_size < 4 and not p.given:  # and of a 16-bit weight
         widened += 4 * min(4 * WORKING_BLOCK, p.vocabulary * p.width)
+    fused = pull == "never" and p.terms and not p.teachers
+    if fused:  # the product leaves a maximum and a sum of each tile
+        logits = 8 * min(p.tokens, TERMS_ROWS) * -(-p.vocabulary // WAVE_TILE[1])
     gathered = p.tokens if p.gathered else rows
     wide = 8 if p.element_size == 8 else options.accumulate_dtype.itemsize
     # Of its own dtype or of one product, a sum is the returned gradient itself.
@@ -338,7 +340,7 @@ def _bytes(
     summed = apart and pull in ("now", "held", "blocks") and wide != p.weight_size
     sent = p.sharded and p.hidden_gradient and not p.given and pull != "never"
     parts = [
-        (not p.narrow, "logits", logits),
+        (not p.narrow, "partial statistics" if fused else "logits", logits),
         (p.support, "support", p.support * PAIR_BYTES),
         (True, "statistics", p.tokens * 64),
         (p.candidates, "candidates", p.tokens * p.candidates * CANDIDATE_BYTES),
@@ -350,3 +352,13 @@ def _bytes(
         (slabs and _hidden_sums(p), "hidden gradient accumulator", _hidden_sums(p)),
     ]
     return {name: size for taken, name, size in parts if taken}
+
+
+def _peak(p: Problem, parts: dict[str, int]) -> int:
+    """With the returned gradients; one that is summed apart is made when the logits have gone."""
+    columns = p.vocabulary * (not p.inplace) if p.given else p.width
+    hidden = p.hidden_gradient * p.tokens * columns * p.element_size
+    weight = (p.weight_gradient and not p.main_grad) * p.vocabulary * p.width * p.weight_size
+    pairs = {"hidden gradient accumulator": hidden, "weight gradient accumulator": weight}
+    late = sum(size for name, size in pairs.items() if name in parts)
+    return hidden + weight + sum(parts.values()) - min(late, parts.get("logits", 0))

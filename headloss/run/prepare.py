@@ -96,7 +96,8 @@ class Prepared:
         key = tokens, packing.segments.count, pairs, vocabulary, *others
         found = self._plans.get(key)
         if found is None:
-            problem = self.problem.of(
+            problem = replace(
+                self.problem,
                 lengths=packing.lengths,
                 tokens=tokens,
                 vocabulary=place.widest,
@@ -107,7 +108,7 @@ class Prepared:
                 weight_gradient=self.problem.weight_gradient or bool(place.weight_gradient),
             )
             found = make_plan(problem, options, self.backend)
-            if found.whole and options.memory_budget is None:  # which may be warned of
+            if tokens <= found.chunk_tokens and options.memory_budget is None:  # or it may warn
                 if len(self._plans) >= MOST:
                     self._plans.clear()
                 self._plans[key] = found

@@ -24,10 +24,12 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.randn(B, L, H), torch.randn(V, H), ids, torch.randn(B, L)
 
 
-def nemo_rl() -> Any:
+def nemo_rl(tree: str = "nemo_rl") -> Any:
+    file = file_of(tree, "nemo_rl/distributed/model_utils.py")
+    newer = "_compute_distributed_log_softmax_with_grad"
     functions = extracted(
-        file_of("nemo_rl", "nemo_rl/distributed/model_utils.py"),
-        "_compute_distributed_log_softmax_with_grad",
+        file,
+        *([newer] if f"def {newer}(" in file.read_text() else []),
         "_compute_distributed_log_softmax",
         "ChunkedDistributedHiddenStatesToLogprobs",
         "from_parallel_hidden_states_to_logprobs",
@@ -57,10 +59,14 @@ def compared(act: Callable[[Callable[..., Tensor]], list[Tensor]], pair: Any) ->
     return {f"{i}": off(a, b) for i, (a, b) in enumerate(zip(got, want, strict=True))}
 
 
-def compare_nemo_rl() -> dict[str, float]:
-    """Log-probs, this rank's gradient of its slice of hidden states, and of its slice of W."""
+def compare_nemo_rl(tree: str) -> dict[str, float]:
+    """Log-probs, this rank's gradient of its slice of hidden states, and of its slice of W. Called
+    as NeMo-RL calls it: 0.6 has a second weight."""
     from headloss.integrations.nemo_rl import logprobs
+    from headloss.integrations.seams import called, fitted
 
+    stock = nemo_rl(tree)
+    twice = "output_weight" in called(stock)
     group, rank, size = ranks()
     hidden, weight, ids, up = inputs()
     rows = slice(rank * V // size, (rank + 1) * V // size)
@@ -68,12 +74,21 @@ def compare_nemo_rl() -> dict[str, float]:
     def act(function: Callable[..., Tensor]) -> list[Tensor]:
         mine = hidden.transpose(0, 1).chunk(size)[rank].clone().requires_grad_()
         part = weight[rows].clone().requires_grad_()
-        found = function(mine, part, False, ids, rows.start, rows.stop, group, chunk_size=3)
+        weights = (part, part) if twice else (part,)
+        found = function(
+            *(mine, *weights, False, ids),
+            vocab_start_index=rows.start,
+            vocab_end_index=rows.stop,
+            inference_only=False,
+            tp_group=group,
+            cp_group=None,
+            chunk_size=3,
+        )
         assert found.shape == (B, L - 1)
         found.backward(up[:, :-1])
         return [found.detach(), mine.grad, part.grad]  # type: ignore[list-item]
 
-    return compared(act, (logprobs, nemo_rl()))
+    return compared(act, (fitted(stock, logprobs, "nemo_rl"), stock))
 
 
 def compare_skyrl() -> dict[str, float]:

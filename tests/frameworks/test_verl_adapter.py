@@ -28,9 +28,11 @@ from verl.trainer.ppo import core_algos
 from verl.utils import tensordict_utils as tu
 from verl.utils.experimental import torch_functional
 from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 from verl_case import engine_of, loss_of, saved, step, trained
 
 import headloss.integrations.verl as adapter
+from headloss.integrations import seams
 from headloss.integrations.verl.losses import OF_VERL
 
 N, H, V = 13, 6, 29
@@ -385,8 +387,9 @@ def test_other_engines_and_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match="headloss under strategy 'fsdp_turbo' is not supported"):
         EngineRegistry.new("language_model", "fsdp_turbo", model_config=config)
     with monkeypatch.context() as patched:
-        patched.setattr("importlib.metadata.version", lambda name: "0.17.1")
-        with pytest.raises(RuntimeError, match=r"megatron-core: got version 0\.17\.1"):
+        gpt = pytest.importorskip("megatron.core.models.gpt.gpt_model")
+        patched.setattr(gpt.GPTModel, "forward", lambda self, input_ids: None)  # as before 0.18
+        with pytest.raises(RuntimeError, match=r"megatron-core .*takes no output_processor"):
             EngineRegistry.new("language_model", "megatron", model_config=config)
     model = engine_of(saved(tmp_path), "headloss").module
     model.config.model_type = "somebodys"
@@ -394,12 +397,46 @@ def test_other_engines_and_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         monkey_patch.patch_forward_with_backends(model, True, "headloss")
 
 
+def released(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+    monkeypatch.setattr(seams, "release", lambda package: release)
+    seams.announce.cache_clear()
+
+
 def test_other_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They work where all holds, with one warning."""
     adapter.uninstall()
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.10.0")
-    with pytest.raises(RuntimeError, match=r"verl: got version 0\.10\.0, want .* 0\.9\.\*"):
+    released(monkeypatch, "99.0")
+    with pytest.warns(UserWarning, match=r"verl 99.0 was not tested .* \(tested: 0\.9\.1\)"):
         adapter.install()
-    monkeypatch.undo()
+    assert torch_functional.FusedLinearForPPO.__module__.startswith("headloss.")
+    seams.announce.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "theirs"),
+    [
+        (torch_functional, "FusedLinearForPPO", lambda chunk_size, backend: None),
+        (monkey_patch, "patch_forward_with_backends", lambda model, fused, backend: None),
+        (EngineRegistry, "new", staticmethod(lambda kind, backend, **options: None)),
+        (FSDPEngineWithLMHead, "forward_step", lambda self, batch, loss_function: None),
+        (FSDPEngineWithLMHead, "prepare_model_inputs", lambda self, micro_batch, more: None),
+        (torch_functional, "FusedLinearForPPO", None),
+    ],
+)
+def test_seams_that_do_not_hold(
+    owner: Any, name: str, theirs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter.uninstall()
+    released(monkeypatch, "99.0")
+    if theirs is None:
+        monkeypatch.delattr(owner, name)
+    else:
+        monkeypatch.setattr(owner, name, theirs)
+    with pytest.raises(RuntimeError, match=rf"^verl 99.0: .*{name}.*; install a release.*0\.9\.1"):
+        adapter.install()
+    assert not any(n.startswith("headloss") for n in core_algos.POLICY_LOSS_REGISTRY)
+    kept = {monkey_patch.patch_forward_with_backends, EngineRegistry.new}
+    assert not any(function.__module__.startswith("headloss.") for function in kept)
 
 
 def test_uninstall() -> None:

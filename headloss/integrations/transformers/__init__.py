@@ -3,6 +3,7 @@
     apply(model)                        model(input_ids, labels=...) has a loss and no logits
     apply(model, hl.cross_entropy(label_smoothing=0.1) + 1e-4 * hl.z_loss())
     remove(model)                       the model is as it was
+    Trainer(model, ...)                 each term is divided by the totals of the optimizer step
 
 B rows, L positions, H hidden width, V vocabulary. The model's own forward runs. In a call with
 labels its head computes the loss in place of logits, and hands on logits of no columns [B, L, 0],
@@ -11,5 +12,6 @@ Calls without labels, generation among them, are the model's own.
 """
 
 from .apply import STATE, Applied, apply, remove
+from .totals import TotalsMixin, Trainer
 
-__all__ = ["STATE", "Applied", "apply", "remove"]
+__all__ = ["STATE", "Applied", "TotalsMixin", "Trainer", "apply", "remove"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ...batch.batch import IGNORE, Batch
+from ...batch.batch import Batch
 from ...batch.packing import NOT_GIVEN
 from ...head.adapters import unwrap
 from ...head.head import Head
@@ -22,7 +22,9 @@ from ...losses import Objective, Term, cross_entropy
 from ...objective.metrics import Metrics
 from ...options import DEFAULT, Options
 from ..sharding import Carried, externals, hooked, is_fsdp2, whole, whole_head
-from ..shared import as_documents, needs_segments, over_count, require_version
+from ..shared import require_version
+from .batch import CALL, batch_of
+from .denominators import Step, nan_where_nothing, over_step
 from .logits import LazyLogits, with_logits
 
 KNOWN = ("5.23",)
@@ -40,7 +42,8 @@ def apply(
     """Let calls of `model` with labels end in headloss; wrapped models and PEFT's are looked into.
 
     Labels are not shifted, as Transformers has them. Terms over the mean of tokens are divided by
-    `num_items_in_batch` where the call has it. Packed documents, told by `position_ids` that start
+    `num_items_in_batch` where the call has it; other reductions serve a step of one call, and
+    `TotalsMixin` all of `Trainer`'s. Packed documents, told by `position_ids` that start
     anew, are the segments of terms that ask for segments.
 
     Args:
@@ -83,10 +86,15 @@ def remove(model: nn.Module) -> None:
         ValueError: a model to which headloss is not applied, or whose forward others have wrapped
             since: what they hold cannot be taken from them.
     """
+    applied_to(model).remove()
+
+
+def applied_to(model: nn.Module) -> Applied:
+    """What `apply` made of a model; ValueError where it was not called."""
     causal = _causal(model)
     if STATE not in vars(causal):
         raise ValueError("model: headloss is not applied to it")
-    vars(causal)[STATE].remove()
+    return vars(causal)[STATE]
 
 
 def _causal(model: nn.Module) -> nn.Module:
@@ -114,17 +122,19 @@ class Applied:
     ) -> None:
         self.model, self.objective, self.options, self.fields = model, objective, options, fields
         self.metrics: Metrics | None = None
+        self.step: Step | None = None  # that the next calls are parts of
         self.own_forward = vars(model).get("forward")  # on the instance, where somebody set one
         self.original = model.forward
-        self.labels: Tensor | None = None
-        self.given: dict[str, Any] = {}
+        self.batch: Batch | None = None  # of the call
+        self.count: Any = None  # of tokens in the optimizer step, where the call says it
         self.loss: Tensor | None = None
         self.logits: Tensor | None = None
         self.sharded = False
         self.caller: list[int]  # the thread that is in a call with labels, if any
         self.own_head: Callable[[Tensor], Tensor]  # the head's forward before it
         setattr(model, STATE, self)
-        model.forward = types.MethodType(_forward_like(model.forward), model)
+        vars(model).pop("forward", None)  # which `__setstate__` wants behind its own
+        model.forward = types.MethodType(_forward_like(self.original), model)
 
     def __repr__(self) -> str:
         return f"Applied({type(self.model).__name__}, {self.objective!r}, fields={self.fields})"
@@ -138,6 +148,13 @@ class Applied:
         if self.own_forward is not None:
             self.model.forward = self.own_forward
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy or a pickle, of which the model is a part. Pickle finds bound methods by their
+        name: so the model has ours before it looks for its `forward`."""
+        vars(self).update(state)
+        forward = types.MethodType(_forward_like(self.original), self.model)
+        vars(self.model).update({STATE: self, "forward": forward})  # in this order, once more
+
     def __enter__(self) -> Applied:
         return self
 
@@ -150,9 +167,8 @@ class Applied:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = inspect.signature(self.original).parameters
         call = {**dict(zip(names, args, strict=False)), **kwargs}
-        labels = call.get("labels")
-        given = {name: kwargs.pop(name) for name in self.fields if name in kwargs}
-        if labels is None:
+        fields = {name: kwargs.pop(name) for name in self.fields if name in kwargs}
+        if call.get("labels") is None:
             if "num_items_in_batch" in kwargs:
                 raise ValueError(
                     "labels: are missing beside num_items_in_batch: label_smoothing_factor and "
@@ -172,11 +188,13 @@ class Applied:
             )
         before = vars(head).get("forward"), vars(self.model).get("_loss_function")
         try:
-            self.labels, self.given = labels, given | {name: call.get(name) for name in CALL}
+            # Before the model's forward: what packing asks of the device is there at the head.
+            self.batch = self.batch_of({**call, **fields}, call["labels"].device)
+            self.count = call.get("num_items_in_batch")
             self.own_head = before[0] or functools.partial(type(head).forward, head)
             head.forward, self.model._loss_function = self.at_head, self.at_loss
             output = self.original(*args, **kwargs)
-            return with_logits(output, self.logits, self.model.training)
+            return with_logits(output, self.logits)
         finally:
             for owner, name, value in zip(
                 (head, self.model), ("forward", "_loss_function"), before, strict=True
@@ -184,7 +202,7 @@ class Applied:
                 vars(owner).pop(name, None)
                 if value is not None:
                     setattr(owner, name, value)
-            self.labels, self.given, self.loss, self.logits = None, {}, None, None
+            self.batch = self.count = self.loss = self.logits = None
             del self.caller
 
     @_eagerly()
@@ -200,9 +218,11 @@ class Applied:
         if hidden.dtype != head.weight.dtype and is_fsdp2(self.model):
             hidden = hidden.to(head.weight.dtype)  # as FSDP2 does where a module is called
         hidden = hidden.to(head.weight.device)
-        batch, objective = self._batch(hidden), self.objective
-        if (count := self.given["num_items_in_batch"]) is not None:
-            objective = over_count(objective, count)
+        batch, count = self.batch, self.count
+        assert batch is not None
+        if batch.targets.device != hidden.device:
+            batch = batch.to(hidden.device)
+        objective = over_step(self.objective, batch, self.step, count)
         try:
             out = head_loss(hidden, head, batch, objective, self.options)
         except ValueError as error:
@@ -211,10 +231,14 @@ class Applied:
             how = "apply(model, terms, fields=(names,)) hands arguments of the call to the batch"
             raise ValueError(f"{error}; {how}") from None
         self.loss, self.metrics = out.loss, out.metrics
-        self.logits = LazyLogits(head, hidden)
+        if self.step is not None and self.step.parts > 1:
+            self.loss = self.loss * self.step.parts
+        if not self.model.training:
+            self.loss = nan_where_nothing(self.loss, batch, count)
+        self.logits = LazyLogits(head, hidden, not self.model.training)
         if self.sharded:  # afterwards the weight is gone
             self.logits = None if self.model.training else head.logits(hidden)
-            return Carried.apply(out.loss, hidden.detach())  # type: ignore[return-value]
+            return Carried.apply(self.loss, hidden.detach())  # type: ignore[return-value]
         return hidden.new_empty((*hidden.shape[:-1], 0))
 
     @_eagerly()
@@ -224,26 +248,11 @@ class Applied:
         logits = kwargs["logits"] if "logits" in kwargs else args[0]
         return hooked(self.loss, logits) if self.sharded else self.loss
 
-    def _batch(self, hidden: Tensor) -> Batch:
-        labels, shifted = self.labels, self.given["shift_labels"]
-        assert labels is not None
-        shape = labels.shape
-
-        def shift(value: Any) -> Any:
-            beside = isinstance(value, Tensor) and value.shape == shape
-            return nn.functional.pad(value[:, 1:], (0, 1)) if beside else value
-
-        fields = {name: shift(self.given[name]) for name in self.fields if name in self.given}
-        if shifted is None:
-            shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
-        segments = None
-        position, attended = self.given["position_ids"], self.given["attention_mask"]
-        if position is not None and needs_segments(self.objective):
-            segments = as_documents(position.to(hidden.device), shape, attended)
-        return Batch(shifted.to(hidden.device), segments, **fields)
-
-
-CALL = ("num_items_in_batch", "shift_labels", "position_ids", "attention_mask")
+    def batch_of(self, call: dict[str, Any], device: torch.device) -> Batch:
+        """The batch of a call with labels, before it is made."""
+        fields = {name: call[name] for name in self.fields if name in call}
+        arguments = {name: call.get(name) for name in CALL}
+        return batch_of(arguments, fields, self.objective, device)
 
 
 def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,8 +12,10 @@ from ... import losses
 from ...batch.batch import IGNORE, Batch
 from ...batch.segments import Segments
 from ...losses import Objective
+from ...losses.preference_pairs import Pairwise
 from ...options import Options
 from ..sharding import is_fsdp2
+from ..steps import CountsSteps
 from .common import Probe, record, refuse, refuse_common
 from .forward import Measured, Request, Unrounded, installed, require
 
@@ -21,14 +23,16 @@ TERMS = {"sigmoid": losses.dpo, "ipo": losses.ipo}
 NOT_MODEL_INPUTS = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
 
 
-class DPOTrainer(dpo_trainer.DPOTrainer):
+class DPOTrainer(CountsSteps, dpo_trainer.DPOTrainer):
     """`trl.DPOTrainer` with one pass from hidden states to loss and gradients.
 
     Arguments, configuration, losses, gradients and metrics are TRL's: the loss types "sigmoid" and
     "ipo" and their weighted sums, with a reference model, an adapter, or precomputed log-probs.
     Beyond them: LoRA on the head, and headloss's own metrics as "headloss/...".
 
-    Override `objective` to add terms, and set `options` for memory and schedule.
+    Override `objective` to add terms, and set `options` for memory and schedule. A term is divided
+    by the totals of the optimizer step, over the ranks too: pairs count alike in a last step whose
+    micro-batches differ in size. A pair without tokens has the loss of a margin of 0, as in TRL.
 
     Raises:
         ValueError: a configuration that is not supported, by the option's name.
@@ -71,11 +75,15 @@ class DPOTrainer(dpo_trainer.DPOTrainer):
         forward = {name: x for name, x in inputs.items() if name not in NOT_MODEL_INPUTS}
         if self.aux_loss_enabled:
             forward["output_router_logits"] = True
-        request = Request(
-            batch=batch, objective=self.objective(inputs) + probe.term, options=self.options
-        )
+        objective = self.objective(inputs)
+        if self.model.training and self.step_totals is not None:
+            batch.totals = self.step_totals
+            objective = objective if self.ranks == 1 else self.ranks * objective
+        request = Request(batch=batch, objective=objective + probe.term, options=self.options)
         found: Any = request.of(model, **forward)
-        loss = found.loss
+        loss = found.loss + of_empty_pairs(objective, batch).to(found.loss.dtype)
+        if batch.totals is not None and self.divides(None):
+            loss = loss * self.parts
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * found.aux_loss
         found.is_top1 = probe.scatter("top1", batch.targets.shape).bool()
@@ -84,6 +92,10 @@ class DPOTrainer(dpo_trainer.DPOTrainer):
             self._measure(Measured(found), inputs)
             record(self, request.metrics)
             return (loss, model(**forward)) if return_outputs else loss
+
+    def batch_of(self, inputs: dict[str, Any], device: torch.device) -> Batch:
+        names = "input_ids", "completion_mask"
+        return Batch(*answers({name: inputs[name].to(device) for name in names}))
 
     def _begin(self, model: Any, inputs: dict[str, Any]) -> None:
         """FSDP2 settles the dtypes of gradients at its first forward, by what is trainable then.
@@ -107,18 +119,37 @@ class DPOTrainer(dpo_trainer.DPOTrainer):
             self.precompute_ref_logps = before
 
 
-def preference_batch(inputs: dict[str, Any]) -> Batch:
-    """Rows of chosen, then rejected answers [2 B, L], as the pairs of segments that terms read.
-
-    The log-probs of the reference are known per answer: each token gets an equal part.
-    """
+def answers(inputs: dict[str, Any]) -> tuple[Tensor, Segments]:
+    """Targets of rows of chosen, then rejected answers [2 B, L], and these as pairs of segments."""
     ids, mask = inputs["input_ids"][:, 1:], inputs["completion_mask"][:, 1:]
     pairs = torch.arange(len(ids) // 2, device=ids.device)
     answer = torch.cat([2 * pairs, 2 * pairs + 1])
+    segments = Segments.from_ids(answer[:, None].expand_as(ids), len(ids))
+    return ids.masked_fill(mask == 0, IGNORE), segments
+
+
+def preference_batch(inputs: dict[str, Any]) -> Batch:
+    """The pairs that terms read.
+
+    The log-probs of the reference are known per answer: each token gets an equal part.
+    """
+    targets, segments = answers(inputs)
     reference: Tensor = torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
-    share = reference / mask.sum(1).clamp(min=1)
-    return Batch(
-        ids.masked_fill(mask == 0, IGNORE),
-        Segments.from_ids(answer[:, None].expand_as(ids), len(ids)),
-        ref_logps=share[:, None].expand(ids.shape),
-    )
+    share = reference / (targets != IGNORE).sum(1).clamp(min=1)
+    return Batch(targets, segments, ref_logps=share[:, None].expand(targets.shape))
+
+
+def of_empty_pairs(objective: Objective, batch: Batch) -> Tensor:
+    """[] what pairs without a token add to the loss in TRL: the loss of two scores of 0.
+
+    Such a pair has no token that a term's value could stand at.
+    """
+    scored = (batch.targets != IGNORE).any(1)
+    empty = ~scored.view(2, -1).any(0)
+    segments = len(scored) if batch.totals is None else batch.totals.segments
+    zero, value = torch.zeros((), dtype=torch.float64, device="cpu"), 0.0
+    for coefficient, term in objective.parts:
+        how = getattr(term.function, "keywords", {}).get("how")
+        if isinstance(how, Pairwise):
+            value += coefficient * how(zero, zero).item()
+    return value * empty.sum() * 2 / segments

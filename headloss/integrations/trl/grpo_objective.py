@@ -13,7 +13,7 @@ from torch import Tensor, distributed
 
 from ... import losses
 from ...batch.batch import CURRENT, IGNORE, Batch
-from ...batch.reduction import Reduction, fixed_length, sequence_mean, sequence_sum, token_mean
+from ...batch.reduction import Reduction, Totals, fixed_length, sequence_mean, sequence_sum
 from ...losses import Objective, Term, term
 from ...losses.importance import LEVELS
 from ...losses.modifiers import top_entropy
@@ -65,27 +65,29 @@ def make_batch(trainer: Any, inputs: dict[str, Any]) -> Batch:
         advantages=advantages,
         old_logps=CURRENT if old is None else old,
         support_ids=inputs.get("support_ids"),
+        totals=_totals(trainer, inputs),
         **fields,  # type: ignore[arg-type]
     )
 
 
 def make_objective(trainer: Any, inputs: dict[str, Any]) -> Objective:
-    """Policy, reference and entropy terms, each over TRL's denominator."""
-    training = trainer.model.training
-    accumulation = trainer.current_gradient_accumulation_steps if training else 1.0
+    """Policy, reference and entropy terms, each over TRL's denominator.
+
+    Means of tokens that TRL takes of a micro-batch ("bnpo", the entropy) are averaged over those of
+    a step; all other denominators are of the step.
+    """
     reduction = _reduction(trainer, inputs)
-    share = 1.0 if trainer.loss_type in OVER_THE_STEP else 1.0 / accumulation
-    objective = share * _modified(trainer.policy_term(), trainer).over(reduction)
+    objective = Objective.of(_modified(trainer.policy_term(), trainer).over(reduction))
     if trainer.beta != 0.0 and not trainer.kl_in_reward:
         reference = losses.kl(
             estimator="k3",
             bias_corrected=trainer.args.use_bias_correction_kl,
             importance_sampling_level=trainer.args.importance_sampling_level,
         )
-        objective += share * trainer.beta * reference.over(reduction)
+        objective += trainer.beta * reference.over(reduction)
     coefficient = _entropy_coefficient(trainer)
     if coefficient:
-        objective -= coefficient / accumulation * _entropy(trainer)
+        objective -= coefficient * _entropy(trainer, inputs)
     return objective
 
 
@@ -142,8 +144,26 @@ def tokens_of_the_step(trainer: Any, inputs: dict[str, Any]) -> Tensor:
     count = inputs["num_items_in_batch"].clamp(min=1) / trainer.accelerator.num_processes
     if not trainer.model.training:
         return count
-    steps = trainer.current_gradient_accumulation_steps
-    return count * steps / trainer.args.steps_per_generation
+    return count * _parts(trainer) / trainer.args.steps_per_generation
+
+
+def _parts(trainer: Any) -> int:
+    """The micro-batches of a step."""
+    return trainer.current_gradient_accumulation_steps if trainer.model.training else 1
+
+
+def _totals(trainer: Any, inputs: dict[str, Any]) -> Totals | None:
+    """A rank's share of the step, for terms of one's own too. TRL's micro-batches are all of one
+    size. An evaluation has no step."""
+    if not trainer.model.training:
+        return None
+    rows = len(inputs["completion_ids"])
+    return Totals(tokens_of_the_step(trainer, inputs), rows * _parts(trainer))
+
+
+def _of_micro_batch(trainer: Any, inputs: dict[str, Any]) -> Reduction:
+    """The mean over the tokens of a micro-batch, of which the mean over the step is taken."""
+    return per(completion_mask(inputs).sum().clamp(min=1) * _parts(trainer))
 
 
 def _reduction(trainer: Any, inputs: dict[str, Any]) -> Reduction:
@@ -153,7 +173,7 @@ def _reduction(trainer: Any, inputs: dict[str, Any]) -> Reduction:
     return {
         "grpo": sequence_mean,
         "sapo": sequence_mean,
-        "bnpo": token_mean,
+        "bnpo": _of_micro_batch(trainer, inputs),
         "luspo": sequence_sum,
         "dr_grpo": fixed_length(trainer.max_completion_length),
     }[kind]
@@ -170,14 +190,14 @@ def _entropy_coefficient(trainer: Any) -> float:
     return 0.0 if trainer.use_adaptive_entropy and over else trainer.entropy_coef
 
 
-def _entropy(trainer: Any) -> Term:
+def _entropy(trainer: Any, inputs: dict[str, Any]) -> Term:
     """The mean over the tokens that the policy term acts on, in this micro-batch."""
     if trainer.top_entropy_quantile == 1.0:
-        return losses.entropy()
+        return losses.entropy().over(_of_micro_batch(trainer, inputs))
     kept = top_entropy(quantile=trainer.top_entropy_quantile, group=_group(trainer))
 
     def entropy(stats, batch):
         factor = kept.factor(stats, batch)
         return stats.entropy * factor / factor.sum().clamp_min(1)
 
-    return term(entropy, scope="batch", reduction=per(1))()
+    return term(entropy, scope="batch", reduction=per(_parts(trainer)))()

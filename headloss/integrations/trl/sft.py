@@ -5,25 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from trl.trainer import sft_trainer
 
-from ...batch.batch import Batch
+from ...batch.batch import IGNORE, Batch
+from ...batch.segments import Segments
 from ...losses import Objective, cross_entropy
 from ...options import Options
-from ..shared import over_count
+from ..documents import documents_of
+from ..shared import needs_segments, over_count
+from ..steps import CountsSteps
 from .common import Probe, record, refuse, refuse_common
 from .forward import Measured, Request, installed, require
 
 
-class SFTTrainer(sft_trainer.SFTTrainer):
+class SFTTrainer(CountsSteps, sft_trainer.SFTTrainer):
     """`trl.SFTTrainer` with one pass from hidden states to loss and gradients.
 
     Arguments, configuration, losses, gradients and metrics are TRL's: `loss_type="nll"` on all
     tokens or on completions, padded or packed. Beyond them: LoRA on the head, and headloss's own
     metrics as "headloss/...".
 
-    Override `objective` to add terms, and set `options` for memory and schedule.
+    Override `objective` to add terms, and set `options` for memory and schedule. A term is divided
+    by the totals of the optimizer step, over the ranks too; documents of packed rows are sequences.
 
     Raises:
         ValueError: a configuration that is not supported, by the option's name.
@@ -49,7 +53,7 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         )
 
     def objective(self, inputs: dict[str, Any]) -> Objective:
-        """The loss per scored token; terms over the mean of tokens take TRL's denominator."""
+        """The loss on one micro-batch."""
         return Objective.of(cross_entropy())
 
     def compute_loss(
@@ -59,32 +63,51 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: int | Tensor | None = None,
     ) -> Any:
-        targets, probe = inputs["labels"][:, 1:], Probe("top1")
-        objective = self.objective(inputs)
-        if num_items_in_batch is not None:
-            objective = self._over_the_step(objective, num_items_in_batch)
+        objective, probe = self.objective(inputs), Probe("top1")
+        batch = self._batch(inputs, objective)
+        divides = self.divides(num_items_in_batch)
+        objective = self._over_the_step(objective, batch, num_items_in_batch)
         forward = {name: value for name, value in inputs.items() if name != "labels"}
         if self.aux_loss_enabled:
             forward["output_router_logits"] = True
-        request = Request(
-            batch=Batch(targets), objective=objective + probe.term, options=self.options
-        )
+        request = Request(batch=batch, objective=objective + probe.term, options=self.options)
         found: Any = request.of(model, **forward)
         loss = found.loss
+        if divides and batch.totals is not None:
+            loss = loss * self.parts
         if self.aux_loss_enabled:
-            counted = num_items_in_batch is not None
-            steps = self.current_gradient_accumulation_steps if counted else 1
-            loss = loss + self.router_aux_loss_coef * found.aux_loss / steps
-        found.is_top1 = probe.scatter("top1", targets.shape)
+            parts = 1 if divides else self.parts
+            loss = loss + self.router_aux_loss_coef * found.aux_loss / parts
+        found.is_top1 = probe.scatter("top1", batch.targets.shape)
         with torch.no_grad():  # TRL's own method keeps its metrics; its loss is not used
             measured: Any = Measured(found)
             super().compute_loss(measured, inputs, num_items_in_batch=num_items_in_batch)
             record(self, request.metrics)
             return (loss, model(**forward)) if return_outputs else loss
 
-    def _over_the_step(self, objective: Objective, count: int | Tensor) -> Objective:
-        """`count` is of all tokens of the optimizer step, over all ranks if TRL counts them so."""
-        ranks = 1
-        if self.args.average_tokens_across_devices:
-            ranks = self.accelerator.num_processes // self.get_tp_size()
-        return over_count(objective, count / ranks)
+    def batch_of(self, inputs: dict[str, Any], device: torch.device) -> Batch:
+        tensors = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in inputs.items()}
+        return self._batch(tensors, self.objective(tensors))
+
+    def _batch(self, inputs: dict[str, Any], objective: Objective) -> Batch:
+        """[B, L - 1]; the documents of packed rows are segments where a term asks for them."""
+        labels, segments = inputs["labels"], None
+        if needs_segments(objective):
+            targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+            if (every := documents_of(inputs, targets)) is not None:
+                segments = Segments.from_ids(every.ids[:, :-1], every.count)
+        return Batch(labels[:, 1:], segments)
+
+    def _over_the_step(
+        self, objective: Objective, batch: Batch, count: int | Tensor | None
+    ) -> Objective:
+        """In an evaluation, as TRL's, each batch of a rank stands for itself."""
+        if self.model.training and self.step_totals is not None:
+            batch.totals = self.step_totals
+            return objective if self.ranks == 1 else self.ranks * objective
+        if count is None:
+            return objective
+        return over_count(
+            objective, count / self.ranks, batch, name="num_items_in_batch",
+            instead="let get_batch_samples of headloss's SFTTrainer count the step",
+        )  # fmt: skip

@@ -24,7 +24,6 @@ from typing import Any
 from verl.workers.config import HFModelConfig
 
 from ...losses import Objective, Term
-from ..shared import require_version
 from .asked import asks
 
 __all__ = ["install", "register", "uninstall"]
@@ -35,9 +34,8 @@ def install() -> None:
     backends stay verl's.
 
     Raises:
-        RuntimeError: a release of verl that is not known here.
+        RuntimeError: what is replaced in verl is not there, or takes other arguments.
     """
-    require_version("verl", "0.9")
     from . import seams
 
     seams.install()
@@ -48,6 +46,13 @@ def uninstall() -> None:
     from . import seams
 
     seams.uninstall()
+
+
+def check() -> str:
+    """What holds. RuntimeError where `install` raises it."""
+    from . import seams
+
+    return seams.check()
 
 
 def register(name: str, factory: Callable[[Any], Term | Objective]) -> None:

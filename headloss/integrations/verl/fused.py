@@ -26,7 +26,7 @@ from ..sharding import inside, whole
 BACKEND = "_verl_fused_kernels_backend"  # where verl keeps a model's backend
 # Families whose forward verl brings, with a plain head.
 PLAIN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "qwen3_5", "qwen3_5_moe")
-_linear = torch_functional.FusedLinearForPPO
+linear_of_verl = torch_functional.FusedLinearForPPO
 _patch = monkey_patch.patch_forward_with_backends
 
 
@@ -84,7 +84,7 @@ def fused_linear(chunk_size: int = 512, impl_backend: Any = "torch") -> Any:
     """In place of `FusedLinearForPPO`, to which verl hands what a model has as its backend."""
     if isinstance(impl_backend, Fused):
         return impl_backend
-    return Fused() if impl_backend == "headloss" else _linear(chunk_size, impl_backend)
+    return Fused() if impl_backend == "headloss" else linear_of_verl(chunk_size, impl_backend)
 
 
 def patch_forward(

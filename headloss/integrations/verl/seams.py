@@ -3,47 +3,44 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-from verl.models.transformers import monkey_patch
-from verl.utils.experimental import torch_functional
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 
-from ..megatron import KNOWN
-from ..shared import require_version
+from .. import megatron
+from ..seams import Seams, announce, check_signature, require_arguments
 from . import fused, losses
 from .asked import asks
 from .engine import Engine
 
-_before: list[tuple[Any, str, Any]] = []
+MCORE = "verl.models.mcore.model_forward_fused"
 
 
 def install() -> None:
     """As the package's."""
-    if _before:
+    if SEAMS.theirs:
         return
+    check()
+    SEAMS.install()
     losses.add()
-    seams: list[tuple[Any, str, Any]] = [
-        (torch_functional, "FusedLinearForPPO", fused.fused_linear),
-        (monkey_patch, "patch_forward_with_backends", fused.patch_forward),
-        (EngineRegistry, "new", staticmethod(_new(EngineRegistry.new))),
-    ]
-    for seam in seams:
-        _replace(*seam)
 
 
-def _replace(owner: Any, name: str, ours: Any) -> None:
-    _before.append((owner, name, vars(owner)[name]))
-    setattr(owner, name, ours)
+def check() -> str:
+    """As the package's."""
+    linear, fused_forward = fused.linear_of_verl, "FusedLinearForPPO.forward"
+    require_arguments(linear, ("impl_backend",), "FusedLinearForPPO", "verl")
+    check_signature(linear.forward, fused.Fused.forward, fused_forward, "verl")
+    for name in ("prepare_model_inputs", "forward_step"):
+        theirs, ours = getattr(FSDPEngineWithLMHead, name), getattr(Engine, name)
+        check_signature(theirs, ours, f"FSDPEngineWithLMHead.{name}", "verl")
+    return SEAMS.check()
 
 
 def uninstall() -> None:
     """As the package's."""
-    for owner, name, theirs in _before:
-        setattr(owner, name, theirs)
-    _before.clear()
+    SEAMS.uninstall()
+    UNDER_MEGATRON.uninstall()
     losses.remove()
 
 
@@ -68,7 +65,18 @@ def _new(theirs: Any) -> Any:
 
 def _under_megatron() -> None:
     """By Megatron's own hook; with a release that has none verl would go on with its kernels."""
-    require_version("megatron-core", *KNOWN)
-    module = importlib.import_module("verl.models.mcore.model_forward_fused")
-    if module.fused_output_processor is not fused.output_processor:
-        _replace(module, "fused_output_processor", fused.output_processor)
+    announce("megatron-core", megatron.check())
+    UNDER_MEGATRON.install(quiet=True)  # install() has announced verl
+
+
+SEAMS = Seams(
+    {
+        ("verl.utils.experimental.torch_functional", "FusedLinearForPPO"): fused.fused_linear,
+        ("verl.models.transformers.monkey_patch", "patch_forward_with_backends"): (
+            fused.patch_forward
+        ),
+        ("verl.workers.engine.base:EngineRegistry", "new"): staticmethod(_new(EngineRegistry.new)),
+    },
+    "verl",
+)
+UNDER_MEGATRON = Seams({(MCORE, "fused_output_processor"): fused.output_processor}, "verl")

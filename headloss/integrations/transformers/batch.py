@@ -1,0 +1,63 @@
+"""The batch of a call of a model with labels: targets, the fields beside them, documents.
+
+B rows, L positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from ...batch.batch import IGNORE, Batch
+from ...losses import Objective
+from ..documents import TOLD_BY, documents_of, starts_of
+from ..shared import needs_segments
+
+CALL = ("labels", "num_items_in_batch", "shift_labels", *TOLD_BY)
+
+
+def batch_of(
+    call: Mapping[str, Any], fields: Mapping[str, Any], objective: Objective, device: torch.device
+) -> Batch:
+    """Labels and the fields beside them, [B, L], are shifted together, or have come shifted
+    together, as `shift_labels`; other fields are taken as they are, `segments` among them.
+
+    Raises:
+        ValueError: a shard of sequences, where the objective asks for all of each.
+    """
+    labels, targets, fields = call["labels"], call["shift_labels"], dict(fields)
+    if targets is None:
+        targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+        for name, value in fields.items():
+            if isinstance(value, Tensor) and value.shape == labels.shape:
+                fields[name] = nn.functional.pad(value[:, 1:], (0, 1))
+    targets, segments = targets.to(device), fields.pop("segments", None)
+    if segments is None and needs_segments(objective):
+        if call["shift_labels"] is not None:
+            _check_whole(call, targets)
+        segments = documents_of(call, targets)
+    return Batch(targets, segments, **fields)
+
+
+def _check_whole(call: Mapping[str, Any], targets: Tensor) -> None:
+    """ValueError where labels came shifted because each rank holds a part of each sequence."""
+    ranks, positions = 1, call["position_ids"]
+    if distributed.is_available() and distributed.is_initialized():
+        ranks = distributed.get_world_size()
+    at = 0
+    if positions is not None:
+        attended = call["attention_mask"]
+        starts = starts_of(positions.to(targets.device), targets.shape, attended)
+        if isinstance(attended, Tensor) and attended.shape == starts.shape:
+            starts &= attended.to(starts.device) != 0
+        at = int(positions.to(targets.device).expand(targets.shape).where(starts, 0).max())
+    if ranks > 1 or at:
+        got = f"a document that begins at position {at}" if at else f"{ranks} ranks"
+        raise ValueError(
+            f"shift_labels: got them with {got}, as of context or sequence parallelism, whose "
+            "parts of sequences would count as sequences; want segments=Segments.from_ids(ids, "
+            'count=S, group=...) in the call and apply(..., fields=("segments",))'
+        )

@@ -1,0 +1,195 @@
+"""Random calls on two ranks: how each is cut, and one record of what both gave.
+
+Slices of the vocabulary, the same with hidden states spread over the ranks, or tokens of the same
+segments on both. A rank draws the call from its seed and takes its own part.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fuzz_versions import PLANNED, difference
+from torch import Tensor, distributed
+from worlds import World, skip_any_row, world_of
+
+import headloss as hl
+
+RANKS = 2
+STARTING, SECONDS = 300.0, 60.0  # that ranks may take to start, and of one call
+PLACES = ("vocabulary", "spread", "segments")
+VERBS = ("head_loss", "head_stats", "head_topk")
+BATCH_SCOPED = {"clip_cov", "kl_cov", "top_entropy"}
+
+
+def draw_place(call: Any, rng: random.Random) -> None:
+    """How a call is cut, if it can be: a batch-scoped term sees the tokens of its rank alone."""
+    if call.verb not in VERBS:
+        return
+    places = ["vocabulary", "vocabulary", "spread"] if call.verb != "head_topk" else ["vocabulary"]
+    flat = isinstance(call.batch.get("support_ids"), tuple)
+    recipes = [recipe for _, recipe in call.terms]
+    scoped = any(
+        r["name"] in BATCH_SCOPED or "top_entropy" in dict(r["modifiers"]) for r in recipes
+    )
+    if call.verb == "head_loss" and not (scoped or flat):
+        places += ["segments", "segments"]
+    call.place = rng.choice(places)
+
+
+# ---------------------------------------------------------------------- a rank's part
+
+
+def cut(call: Any, rank: int) -> dict[str, Any]:
+    """Leave a rank its part of a call; which positions of the hidden states, and which tokens of
+    the batch, it holds, where it does not hold all."""
+    import fuzz
+
+    generator = torch.Generator().manual_seed(call.seed + 2)
+    targets, group = call.batch["targets"], distributed.group.WORLD
+    total = targets.numel()
+    flat = call.hidden.reshape(total, call.hidden.shape[-1])
+    if call.place == "segments":
+        tokens = (torch.randint(RANKS, (total,), generator=generator) == rank).nonzero().squeeze(1)
+        segments = hl.Batch(targets, fuzz.segments_of(call)).segments
+        call.segments = ("ids", (segments.ids.reshape(-1)[tokens], segments.count, group))
+
+        def mine_of(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.shape[: targets.dim()] == targets.shape:
+                return value.reshape(total, *value.shape[targets.dim() :])[tokens]
+            return value
+
+        call.batch = {name: mine_of(value) for name, value in call.batch.items()}
+        call.head["temperature"] = mine_of(call.head.get("temperature", 1.0))
+        call.hidden, call.totals = flat[tokens], None if call.totals == "of" else call.totals
+        return {"positions": tokens, "tokens": tokens}
+    scored = call.head.get("vocab_size", len(call.head["weight"]))
+    mine = _share(rank, int(torch.randint(1, scored, (), generator=generator)))
+    call.head = {n: v[mine] if n in ("weight", "bias") else v for n, v in call.head.items()}
+    call.head["vocab_group"] = group
+    if call.lora is not None:
+        a, b, scaling = call.lora
+        call.lora = (a, b[mine], scaling)
+    if "teacher_logits" in call.batch:
+        call.batch["teacher_logits"] = call.batch["teacher_logits"][..., mine]
+    if call.place == "spread":
+        at = int(torch.randint(total + 1, (), generator=generator))
+        positions = torch.arange(total)[_share(rank, at)]
+        call.hidden = flat[positions]
+        call.options["sequence_parallel"] = True
+        return {"positions": positions}
+    return {}
+
+
+def _share(rank: int, at: int) -> slice:
+    return slice(at, None) if rank else slice(at)
+
+
+def ready() -> None:
+    """Import what a call needs: on a busy machine this takes longer than any call."""
+    import fuzz
+
+    fuzz.draw(0)
+
+
+def run_rank(seed: int) -> dict[str, Any]:
+    """What this rank gives."""
+    import fuzz
+
+    call = fuzz.draw(seed)
+    part = cut(call, distributed.get_rank())
+    return fuzz.plainly(call) | {"part": part}
+
+
+# ---------------------------------------------------------------------- the whole
+
+
+class Ranks:
+    """The ranks of this process, started at the first call and anew after one that hangs."""
+
+    def __init__(self) -> None:
+        self.open, self.world = contextlib.ExitStack(), None
+        self.prepare: Callable[[], None] | None = skip_any_row
+        atexit.register(self.close)
+
+    def run(self, call: Any) -> dict[str, Any]:
+        """One record of both ranks."""
+        if self.world is None:
+            self.world = self.open.enter_context(world_of(RANKS, self.prepare))
+            self.world.run(ready, seconds=STARTING)
+        world: World = self.world
+        try:
+            found = world.run(run_rank, call.seed, seconds=SECONDS)
+        except TimeoutError as error:
+            self.close()
+            return {"error": f"hang: {error}", "kind": TimeoutError}
+        return joined(call, found)
+
+    def close(self) -> None:
+        self.open.close()
+        self.open, self.world = contextlib.ExitStack(), None
+
+
+RUNNING = Ranks()
+
+
+def joined(call: Any, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """What one rank would have given; an error where ranks that must agree do not."""
+    parts = [record.pop("part") for record in found]
+    if any("error" in record for record in found):
+        errors = [record.get("error", "none") for record in found]
+        if len(set(errors)) == 1:
+            return found[0]
+        return {"error": f"ranks differ: {errors}", "kind": RuntimeError}
+    gradients = [record.pop("gradients", {}) for record in found]
+    shares = ("loss", "terms", "skipped") if call.place == "segments" else ()
+    whole: dict[str, Any] = {}
+    for name, value in found[0].items():
+        values = [record[name] for record in found]
+        if name in PLANNED:
+            whole[name] = value
+        elif name in shares:
+            whole[name] = _sum(values)
+        elif call.place == "segments" and name in ("logps", "entropies") and value is not None:
+            whole[name] = _placed(values, [part["tokens"] for part in parts], call)
+        elif not _same(values):
+            return {"error": f"ranks differ: {name}: {values}", "kind": RuntimeError}
+        else:
+            whole[name] = value
+    if "loss" in whole:
+        whole["gradients"] = {
+            name: _gradient(name, [given[name] for given in gradients], parts, call)
+            for name in gradients[0]
+        }
+    return whole
+
+
+def _sum(values: list[Any]) -> Any:
+    if isinstance(values[0], dict):
+        return {name: sum(value[name] for value in values) for name in values[0]}
+    return sum(values)
+
+
+def _placed(values: list[Tensor], places: list[Tensor], call: Any) -> Tensor:
+    shape = call.batch["targets"].shape
+    whole = values[0].new_zeros(shape.numel(), *values[0].shape[1:])
+    for value, place in zip(values, places, strict=True):
+        whole[place] = value
+    return whole.reshape(*shape, *values[0].shape[1:])
+
+
+def _same(values: list[Any]) -> bool:
+    return all(difference(values[0], value) == "" for value in values[1:])
+
+
+def _gradient(name: str, values: list[Tensor], parts: list[dict[str, Any]], call: Any) -> Tensor:
+    if name == "hidden":
+        places = [part.get("positions") for part in parts]
+        return values[0] if places[0] is None else _placed(values, places, call)
+    if call.place == "segments":
+        return sum(values[1:], values[0])
+    return values[0] if name.endswith(".a") else torch.cat(values)

@@ -1,0 +1,214 @@
+"""Records of random calls: files of them, and what differs between those of two versions.
+
+Each version runs in processes of its own, which find its package by its path, so that two versions
+need share nothing but their public names. Nothing here imports the library.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HANG = 400.0  # seconds of one call, after which a process of the command ends; ranks may start
+
+PLANNED = ("schedule",)  # may change between versions
+FLOORS = {"gradients": 1e-4}  # norms below which a difference is taken as it is; others: 0.1
+SHOWN = 10
+GRACE = 180.0  # seconds that a process may take beyond those of its calls
+
+# ---------------------------------------------------------------------- what differs
+
+
+def difference(a: Any, b: Any, close: float = 0.0, floor: float = 0.1) -> str:
+    """Where two values differ, "" if nowhere. 0: in a bit; else numbers by norms, everything else
+    as it is."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return f"{a.dtype}{tuple(a.shape)} is {b.dtype}{tuple(b.shape)}"
+        off = _off(a.double(), b.double(), floor)
+        return "" if off <= close else f"off by {off:.2g}"
+    if isinstance(a, float) and isinstance(b, float):
+        numbers = (torch.tensor([x], dtype=torch.float64) for x in (a, b))
+        return "" if _off(*numbers, floor) <= close else f"{a} is {b}"
+    if isinstance(a, dict) and isinstance(b, dict):
+        if a.keys() != b.keys():
+            return f"{sorted(map(str, a.keys() ^ b.keys()))} only in one"
+        found = ((key, difference(a[key], b[key], close, floor)) for key in a)
+        return next((f"{key}: {what}" for key, what in found if what), "")
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        found = (difference(x, y, close, floor) for x, y in zip(a, b, strict=True))
+        return next((what for what in found if what), "")
+    return "" if a == b else f"{a!r} is {b!r}"
+
+
+def _off(a: Tensor, b: Tensor, floor: float) -> float:
+    """Norm of the difference over the norm; infinite where one is finite and the other is not."""
+    finite = a.isfinite()
+    same = (a == b) | (a.isnan() & b.isnan())
+    if not (same | (finite & b.isfinite())).all():
+        return float("inf")
+    away = float((a - b)[~same].norm())
+    return away / max(float(a[finite].norm()), floor) if away else 0.0
+
+
+def compare(old: list[dict[str, Any]], new: list[dict[str, Any]], close: float = 0.0) -> list[str]:
+    """What differs between the records of two versions, a text for each call."""
+    found = []
+    for a, b in zip(old, new, strict=True):
+        if what := _compared(a, b, close):
+            found.append(f"{a['call']}\n    {what}")
+    return found
+
+
+def _compared(a: dict[str, Any], b: dict[str, Any], close: float) -> str:
+    """Gradients of 16 bits, and what is summed of such, may be one rounding apart, unless every bit
+    counts. A call that hangs differs from itself."""
+    if "error" in a and a["error"].startswith("hang"):
+        return a["error"]
+    a, b = ({k: v for k, v in r.items() if k not in PLANNED} for r in (a, b))
+    digits = 2.0**-8 if a["dtype"] == "bfloat16" else 2.0**-11
+    rounded = max(close, digits) if close and a["dtype"] in ("bfloat16", "float16") else close
+    if a.keys() != b.keys():
+        return difference(a, b)
+    for name, value in a.items():
+        allowed = rounded if name == "gradients" else close
+        what = difference(value, b[name], allowed, FLOORS.get(name, 0.1))
+        if what:
+            return f"{name}: {what}"
+    return ""
+
+
+# ---------------------------------------------------------------------- files of records
+
+
+def save(records: Iterator[dict[str, Any]], path: Path, package: str) -> int:
+    """One after the other, so that a process that is ended leaves what it had; how many."""
+    count = 0
+    with path.open("wb") as file:
+        pickle.dump(package, file)
+        for record in records:
+            pickle.dump(record, file)
+            file.flush()
+            count += 1
+    return count
+
+
+def load(path: Path, folder: Path) -> dict[int, dict[str, Any]]:
+    """By seed.
+
+    Raises:
+        ValueError: the records are of another package than that below `folder`.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    with path.open("rb") as file:
+        package = pickle.load(file)
+        if folder.resolve() not in Path(package).resolve().parents:
+            raise ValueError(f"against: got the package {package}, want one below {folder}")
+        while True:
+            try:
+                record = pickle.load(file)
+            except (EOFError, pickle.UnpicklingError):  # the last one may be cut off
+                return found
+            found[record["seed"]] = record
+
+
+def kinds(records: Iterator[dict[str, Any]]) -> Counter[str]:
+    """How many calls were of which kind."""
+    count: Counter[str] = Counter()
+    for record in records:
+        error = record.get("error", "").split(":")[0]
+        count.update(["calls", error or "served", record["dtype"], *record["kinds"]])
+    return count
+
+
+# ---------------------------------------------------------------------- two versions
+
+
+def against(arguments: Any, folders: dict[str, Path]) -> int:
+    """Run "old" and "new" in `workers` processes each, at the same time, and compare their records;
+    1 where one differs or is missing."""
+    begin = time.perf_counter()
+    found: dict[str, dict[int, dict[str, Any]]] = {"old": {}, "new": {}}
+    with tempfile.TemporaryDirectory() as place:
+        running = [
+            (version, Path(place) / f"{version}{i}", _start(arguments, folder, i, place, version))
+            for i in range(arguments.workers)
+            for version, folder in folders.items()
+        ]
+        broken = []
+        for version, path, process in running:
+            try:
+                code = process.wait(_left(arguments, begin))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                code = process.wait()
+            records = load(path, folders[version]) if path.exists() else {}
+            found[version] |= records
+            if code:
+                broken.append(f"{version}: a process ended with {code} after {len(records)} calls")
+    seeds = sorted(found["old"].keys() & found["new"].keys())
+    old, new = ([found[version][seed] for seed in seeds] for version in ("old", "new"))
+    differ = compare(old, new, arguments.close)
+    _report(arguments, kinds(iter(new)), differ, broken, time.perf_counter() - begin)
+    return int(bool(differ or broken or not seeds))
+
+
+def _left(arguments: Any, begin: float) -> float | None:
+    if arguments.seconds == float("inf"):
+        return None
+    return max(1.0, arguments.seconds + GRACE - (time.perf_counter() - begin))
+
+
+def _start(arguments: Any, folder: Path, part: int, place: str, version: str) -> Any:
+    """A process that imports the package of a folder and runs its part of the calls."""
+    count, workers = arguments.count, arguments.workers
+    first, last = (count * i // workers for i in (part, part + 1))
+    script = Path(__file__).with_name("fuzz.py")
+    command = [sys.executable, str(script), "--save", str(Path(place) / f"{version}{part}")]
+    command += ["--first", str(arguments.first + first), "--count", str(last - first)]
+    command += ["--seconds", str(arguments.seconds), "--device", arguments.device]
+    paths = f"{folder.resolve()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths})
+
+
+def _report(
+    arguments: Any, counted: Counter[str], differ: list[str], broken: list[str], seconds: float
+) -> None:
+    print(", ".join(f"{name} {number}" for name, number in sorted(counted.items())))
+    for what in differ[:SHOWN]:
+        print(what)
+    if differ:
+        print(f"Replay one: python tests/fuzz.py --first SEED --count 1 "
+              f"--device {arguments.device} --against {arguments.against}")  # fmt: skip
+    print(*broken, f"{len(differ)} of {counted['calls']} calls differ", sep="\n", flush=True)
+    if arguments.json is not None:
+        found = {"device": arguments.device, "close": arguments.close, "kinds": dict(counted)}
+        found |= {"calls": counted["calls"], "differ": len(differ), "first": differ[:SHOWN]}
+        found |= {"broken": broken, "seconds": round(seconds, 1)}
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def watched(found: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The same; a call that hangs ends the process, with the stacks of its threads."""
+    while True:
+        faulthandler.dump_traceback_later(HANG, exit=True)
+        try:
+            record = next(found)
+        except StopIteration:
+            return
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        yield record
