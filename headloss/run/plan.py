@@ -169,7 +169,6 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     parts = _bytes(p, pull, rows, tile, options, once)
     least = SKIP_WORTH if p.on_gpu else 0 if p.thorough else CPU_SKIP_WORTH
     worth = p.sparse and rows * p.width * p.vocabulary >= least
-    single = once and pull == "now" and len(chunks) == 1
     skip_rows = options.skip_rows and not (options.static or p.given or p.narrow) and worth
     return Plan(
         schedule=schedule,
