@@ -14,6 +14,9 @@ from typing import Any
 TESTED: dict[str, tuple[str, ...]] = {"transformers": ("5.23.0",), "trl": ("1.16.0",)}
 
 
+VARIABLE = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+
+
 def release(package: str) -> str | None:
     """The installed release of a distribution, None where there is none."""
     try:
@@ -25,10 +28,12 @@ def release(package: str) -> str | None:
 def check_signature(theirs: Callable[..., Any], ours: Callable[..., Any], seam: str) -> None:
     """RuntimeError where calls that `theirs` takes by position or by name would reach other
     arguments of `ours`. What only `theirs` has is fine where it has a default: it is refused when a
-    call passes it."""
+    call passes it; and where `ours` takes any."""
     want, got = (_plain(function) for function in (ours, theirs))
     lacking = [name for name, p in want.items() if name not in got and p.default is p.empty]
     new = [name for name, p in got.items() if name not in want and p.default is p.empty]
+    kinds = {p.kind for p in inspect.signature(ours).parameters.values()}
+    new = [] if kinds >= VARIABLE else new
     moved = [n for n in want if n in got] != [n for n in got if n in want]
     if lacking or new or moved:
         raise RuntimeError(
@@ -39,7 +44,7 @@ def check_signature(theirs: Callable[..., Any], ours: Callable[..., Any], seam: 
 
 def _plain(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(function).parameters
-    return {n: p for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
+    return {n: p for n, p in parameters.items() if p.kind not in VARIABLE}
 
 
 @functools.cache

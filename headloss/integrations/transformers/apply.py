@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ...batch.batch import IGNORE, Batch
-from ...head.adapters import unwrap
 from ...head.head import Head
 from ...head_loss import head_loss
 from ...losses import Objective, Term, cross_entropy
 from ...objective.metrics import Metrics
 from ...options import DEFAULT, Options
+from ..families import causal_of, learn
+from ..seams import announce
 from ..sharding import Carried, externals, hooked, is_fsdp2, whole, whole_head
-from ..shared import as_documents, needs_segments, over_count, require_version
+from ..shared import as_documents, needs_segments, over_count
 from .logits import LazyLogits, with_logits
+from .seams import broken, check_after_head, check_loss_function, trial
 
-KNOWN = ("5.23",)
 STATE = "_headloss"
 # Families that do to their hidden states, before the head, what `Head.of_model` does to the logits.
 BEFORE_THE_HEAD: dict[str, dict[str, Any]] = {"minicpm3": {"logit_scale": 1.0}}
@@ -43,7 +43,8 @@ def apply(
     anew, are the segments of terms that ask for segments.
 
     Args:
-        model: a causal language model that `Head.of_model` knows.
+        model: a causal language model. One of a family that `Head.of_model` does not know is run
+            once on a few tokens, see `headloss.integrations.families.learn`.
         terms: the objective; default: cross-entropy.
         options: of `head_loss`.
         fields: arguments of a call that go to the batch: [B, L] ones lie beside the labels and are
@@ -54,23 +55,23 @@ def apply(
         of a `with` block.
 
     Raises:
-        ValueError, TypeError: a head that `Head.of_model` does not know, a model that has been
-            applied to already or has a loss function of its own.
-        RuntimeError: a release of Transformers that is not known here.
+        ValueError, TypeError: a head that cannot be read, a model that has been applied to already
+            or has a loss function of its own.
+        RuntimeError: a release of Transformers in which something is not what headloss takes the
+            place of; what a model does after its head is seen in its first call with labels.
     """
-    require_version("transformers", *KNOWN)
     if isinstance(fields, str):
         raise TypeError(f"fields: got {fields!r}, want a tuple of names")
     causal: Any = _causal(model)
     if STATE in vars(causal):
         raise ValueError("model: headloss is applied to it already; call remove(model) first")
+    transform = {**learn(causal, "head"), **BEFORE_THE_HEAD.get(_family(causal), {})}
     with whole_head(causal):
-        Head.of_model(causal)
-    if causal.loss_function is not ForCausalLMLoss:
-        got = getattr(causal.loss_function, "__qualname__", causal.loss_function)
-        raise ValueError(f"model.loss_function: got {got}, want Transformers' own; pass terms")
+        Head.of_model(causal, **transform)
+    check_loss_function(causal)
     objective = Objective.of(cross_entropy() if terms is None else terms)
-    return Applied(causal, objective, DEFAULT if options is None else options, tuple(fields))
+    options = DEFAULT if options is None else options
+    return Applied(causal, objective, options, tuple(fields), transform)
 
 
 def remove(model: nn.Module) -> None:
@@ -89,8 +90,11 @@ def remove(model: nn.Module) -> None:
 def _causal(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, want a causal language model")
-    model = unwrap(model)
-    return unwrap(model.get_base_model()) if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return causal_of(model)
+
+
+def _family(model: Any) -> Any:
+    return getattr(getattr(model, "config", None), "model_type", None)
 
 
 def _eagerly(recursive: bool = True) -> Callable[[Callable[..., Any]], Any]:
@@ -107,9 +111,15 @@ class Applied:
     """
 
     def __init__(
-        self, model: Any, objective: Objective, options: Options, fields: tuple[str, ...]
+        self,
+        model: Any,
+        objective: Objective,
+        options: Options,
+        fields: tuple[str, ...],
+        transform: dict[str, Any],
     ) -> None:
         self.model, self.objective, self.options, self.fields = model, objective, options, fields
+        self.transform = transform  # of the logits, where the table of families does not say it
         self.metrics: Metrics | None = None
         self.own_forward = vars(model).get("forward")  # on the instance, where somebody set one
         self.original = model.forward
@@ -117,6 +127,9 @@ class Applied:
         self.given: dict[str, Any] = {}
         self.loss: Tensor | None = None
         self.logits: Tensor | None = None
+        self.asked = False  # for the loss, in this call
+        self.trial: tuple[Head, Tensor] | None = None  # the logits of the first call with labels
+        self.checked = False  # what the model does after its head
         self.sharded = False
         self.caller: list[int]  # the thread that is in a call with labels, if any
         self.own_head: Callable[[Tensor], Tensor]  # the head's forward before it
@@ -169,7 +182,7 @@ class Applied:
             self.labels, self.given = labels, given | {name: call.get(name) for name in CALL}
             self.own_head = before[0] or functools.partial(type(head).forward, head)
             head.forward, self.model._loss_function = self.at_head, self.at_loss
-            output = self.original(*args, **kwargs)
+            output = self._forward(args, kwargs)
             return with_logits(output, self.logits, self.model.training)
         finally:
             for owner, name, value in zip(
@@ -179,7 +192,27 @@ class Applied:
                 if value is not None:
                     setattr(owner, name, value)
             self.labels, self.given, self.loss, self.logits = None, {}, None, None
+            self.asked, self.trial = False, None
             del self.caller
+
+    @_eagerly(recursive=False)
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's own, which must ask for its loss."""
+        seam, never = (
+            f"{type(self.model).__name__}.forward",
+            "it does not ask for its loss_function",
+        )
+        try:
+            output = self.original(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if self.loss is None or self.asked:
+                raise
+            raise broken(seam, f"{never}, and ends in {type(error).__name__}") from error
+        if not self.asked:
+            raise broken(seam, never)
+        return output
 
     @_eagerly()
     def at_head(self, hidden: Tensor) -> Tensor:
@@ -187,8 +220,7 @@ class Applied:
         if vars(self).get("caller") != [threading.get_ident()]:  # a call without labels
             return self.own_head(hidden)
         vars(self.model.get_output_embeddings()).pop("forward", None)
-        more = BEFORE_THE_HEAD.get(self.model.config.model_type, {})
-        head = whole(Head.of_model(self.model, **more), self.model, hidden.dtype)
+        head = whole(Head.of_model(self.model, **self.transform), self.model, hidden.dtype)
         if hidden.dtype != head.weight.dtype and is_fsdp2(self.model):
             hidden = hidden.to(head.weight.dtype)  # as FSDP2 does where a module is called
         hidden = hidden.to(head.weight.device)
@@ -200,14 +232,35 @@ class Applied:
         self.logits = LazyLogits(head, hidden)
         if self.sharded:  # afterwards the weight is gone
             self.logits = None if self.model.training else head.logits(hidden)
-            return Carried.apply(out.loss, hidden.detach())  # type: ignore[return-value]
-        return hidden.new_empty((*hidden.shape[:-1], 0))
+            handed: Any = Carried.apply(out.loss, hidden.detach())
+        else:
+            handed = hidden.new_empty((*hidden.shape[:-1], 0))
+        if self.checked or hidden.is_meta:
+            return handed
+        handed = trial(head, handed)
+        self.trial = head, handed
+        return handed
 
     @_eagerly()
-    def at_loss(self, *args: Any, **kwargs: Any) -> Tensor:
+    def at_loss(
+        self, logits: Tensor, labels: Any = None, *_: Any, ignore_index: int = IGNORE, **__: Any
+    ) -> Tensor:
         """In place of the model's loss function."""
-        assert self.loss is not None
-        logits = kwargs["logits"] if "logits" in kwargs else args[0]
+        seam = f"{type(self.model).__name__}.forward"
+        if self.loss is None:
+            raise broken(seam, "it makes its logits without a call of its output embeddings")
+        if self.asked:
+            raise broken(seam, "it asks for a second loss")
+        self.asked = True
+        if ignore_index != IGNORE:
+            raise broken(
+                seam, f"it asks for a loss with ignore_index={ignore_index}, want {IGNORE}"
+            )
+        if self.trial is not None:
+            head, raw = self.trial
+            check_after_head(self.model, head, raw, logits, labels, self.labels)
+            self.checked = True
+            announce("transformers", "its loss function and what its models do after their head")
         return hooked(self.loss, logits) if self.sharded else self.loss
 
     def _batch(self, hidden: Tensor) -> Batch:

@@ -12,8 +12,8 @@ from ...batch.batch import Batch
 from ...losses import Objective, cross_entropy
 from ...options import Options
 from ..shared import over_count
-from .common import Probe, record, refuse, refuse_common
-from .forward import Measured, Request, installed, require
+from .common import Probe, record, refuse, refuse_common, require
+from .forward import Measured, Request, installed
 
 
 class SFTTrainer(sft_trainer.SFTTrainer):
@@ -32,7 +32,7 @@ class SFTTrainer(sft_trainer.SFTTrainer):
     options: Options = Options()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        require(sft_trainer.SFTTrainer, "compute_loss")
+        require(sft_trainer.SFTTrainer, "compute_loss", ours=SFTTrainer)
         with installed(sft_trainer):
             super().__init__(*args, **kwargs)
         settings: Any = self.args
