@@ -15,11 +15,13 @@ transformers = pytest.importorskip("transformers")
 from headloss.integrations.transformers import apply  # noqa: E402
 
 QUICK = ("jamba", "solar_open", "llava", "paligemma")
-CAUSAL = "deepseek_v4 exaone_moe hy_v3 hy_v4 jamba kimi_linear laguna nemotron_h solar_open".split()
-VISION = (
-    "aya_vision cohere2_vision gemma3 got_ocr2 idefics3 internvl llava mistral3 paligemma qwen3_vl "
-    "smolvlm"
-).split()
+CAUSAL = """
+    deepseek_v4 exaone_moe hy_v3 hy_v4 jamba kimi_linear laguna nemotron_h solar_open
+"""
+VISION = """
+    aya_vision cohere2_vision gemma3 got_ocr2 idefics3 internvl llava mistral3 paligemma qwen3_vl
+    smolvlm
+"""
 EYES = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
     "image_size": 16, "patch_size": 8, "depth": 2, "embed_dim": 16, "num_heads": 2,
@@ -39,14 +41,17 @@ def tiny_with_eyes(model_type: str) -> Any:
 
 @pytest.mark.parametrize(
     "model_type",
-    [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in (*CAUSAL, *VISION)],
+    [
+        f if f in QUICK else pytest.param(f, marks=pytest.mark.slow)
+        for f in (CAUSAL + VISION).split()
+    ],
 )
 def test_family(model_type: str) -> None:
     """Text alone: the model's own loss and gradients."""
     assert model_type not in FAMILIES
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip("this release of Transformers does not have it yet")
-    model = tiny(model_type) if model_type in CAUSAL else tiny_with_eyes(model_type)
+    model = tiny(model_type) if model_type in CAUSAL.split() else tiny_with_eyes(model_type)
     softcap = 2.0 if model_type == "paligemma" else None
     assert learn(model, "head") == {"softcap": softcap, "logit_scale": 1.0}
     ids = torch.randint(2, 37, (2, 7), generator=torch.Generator().manual_seed(0))

@@ -176,6 +176,10 @@ def halved(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
     return self.loss_function(self.lm_head(hidden) / 2, labels, 37)
 
 
+def halved_in_place(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    return self.loss_function(self.lm_head(hidden).mul_(0.5), labels, 37)
+
+
 def clamped(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
     return self.loss_function(self.lm_head(hidden).clamp(-9, 9), labels, 37)
 
@@ -215,10 +219,11 @@ def ignores_another(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
     ("change", "says"),
     [
         (halved, r"it makes -?[\d.]+ of a raw logit -?[\d.]+, a head of softcap=None, logit_scale"),
+        (halved_in_place, r"it makes -?[\d.]+ of a raw logit"),
         (clamped, r"it makes -?9 of a raw logit -?16, a head of .* -?16\."),
         (reads_the_weight, "makes its logits without a call of its output embeddings"),
-        (has_a_loss_of_its_own, "does not ask for its loss_function, and ends in ValueError"),
-        (does_without, "does not ask for its loss_function"),
+        (has_a_loss_of_its_own, "asks for no loss_function, and ends in ValueError"),
+        (does_without, "asks for no loss_function"),
         (shifts_twice, "its loss function gets other labels"),
         (leaves_a_row_out, r"of logits \(1, 2, 37\) its loss function gets \(1, 1, 37\)"),
         (asks_twice, "asks for a second loss"),
@@ -309,7 +314,7 @@ def test_a_family_that_is_not_explained(monkeypatch: pytest.MonkeyPatch) -> None
         apply(model)
     with torch.device("meta"), pytest.raises(ValueError, match="weights on the meta device"):
         apply(transformers.AutoModelForCausalLM.from_config(tiny("llama").config))
-    with pytest.raises(ValueError, match=r"in no table; say softcap= and logit_scale="):
+    with pytest.raises(ValueError, match=r"in no table; say softcap=\.\.\. and logit_scale="):
         hl.Head.of_model(tiny("llama"))
     told = hl.Head.of_model(tiny("llama"), softcap=None, logit_scale=2.0)
     assert told.logit_scale == 2.0

@@ -188,8 +188,8 @@ def read_model(model: nn.Module, told: bool = False) -> Fields:
     name = type(model).__name__
     if not told and model_type not in FAMILIES:
         raise ValueError(
-            f"model: got {name} of model_type {model_type!r}, which is in no table; say softcap= "
-            "and logit_scale=, as headloss.integrations.families.learn(model) finds them"
+            f"model: got {name} of model_type {model_type!r}, which is in no table; say "
+            "softcap=... and logit_scale=..., as headloss.integrations.families.learn finds them"
         )
     embeddings = getattr(model, "get_output_embeddings", lambda: None)()
     if embeddings is None:

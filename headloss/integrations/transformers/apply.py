@@ -198,10 +198,7 @@ class Applied:
     @_eagerly(recursive=False)
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's own, which must ask for its loss."""
-        seam, never = (
-            f"{type(self.model).__name__}.forward",
-            "it does not ask for its loss_function",
-        )
+        seam, never = f"{type(self.model).__name__}.forward", "it asks for no loss_function"
         try:
             output = self.original(*args, **kwargs)
         except torch.OutOfMemoryError:
@@ -238,7 +235,7 @@ class Applied:
         if self.checked or hidden.is_meta:
             return handed
         handed = trial(head, handed)
-        self.trial = head, handed
+        self.trial = head, handed.detach().clone()  # a model may change its logits in place
         return handed
 
     @_eagerly()
