@@ -11,7 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 # Releases that an adapter's whole suite ran with. Others are served where what is checked holds.
-TESTED: dict[str, tuple[str, ...]] = {"transformers": ("5.23.0",), "trl": ("1.16.0",)}
+TESTED: dict[str, tuple[str, ...]] = {
+    "transformers": ("5.20.1", "5.23.0", "5.24.0"),
+    "trl": ("1.16.0",),
+}
 
 
 VARIABLE = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}

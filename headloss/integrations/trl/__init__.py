@@ -1,4 +1,4 @@
-"""Trainers of TRL 1.16 whose log-probs and losses come from headloss.
+"""Trainers of TRL whose log-probs and losses come from headloss.
 
 from headloss.integrations.trl import GRPOTrainer  # in place of `from trl import GRPOTrainer`
 """
