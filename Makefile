@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types test test-all test-frameworks docs dist check demo clean
+.PHONY: help setup lint types test test-all test-frameworks test-release docs dist check demo clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -57,6 +57,20 @@ test-frameworks: $(FRAMEWORKS)/.installed  ## the losses beside those of other f
 	@OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest -q -p no:cacheprovider \
 		tests/frameworks $(ARGS)
 
+# Other releases of Transformers and TRL than those of constraints.txt, before them on the path.
+TRANSFORMERS ?=
+TRL ?=
+RELEASE := .venv-release
+WANTED = $(if $(TRANSFORMERS),transformers==$(TRANSFORMERS)) $(if $(TRL),trl==$(TRL))
+RELEASE_TESTS := $(addprefix tests/test_,releases.py transformers.py head_models.py rl.py) \
+	$(wildcard tests/test_trl_*.py)
+test-release: $(STAMP)  ## the adapters under TRANSFORMERS=x TRL=y, or one of the two
+	@test -n "$(strip $(WANTED))" || { echo "want TRANSFORMERS=..., TRL=... or both"; exit 2; }
+	@rm -rf $(RELEASE)
+	@$(BIN)/python -m pip install -qq --no-compile --no-deps --disable-pip-version-check \
+		--target $(RELEASE) $(WANTED)
+	@PYTHONPATH=$(RELEASE) $(PYTEST) $(RELEASE_TESTS) $(ARGS)
+
 # Names of the API come from the source, so that the site's own tools are all that is needed.
 DOCS := .venv/.docs
 $(DOCS): $(STAMP)
@@ -91,5 +105,5 @@ demo: $(STAMP)  ## train a small model by SFT, then by GSPO, and report
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/demo.py $(ARGS)
 
 clean:  ## remove .venv and every cache
-	rm -rf .venv .venv-dist .venv-frameworks .frameworks .pytest_cache .ruff_cache .hypothesis build dist site
+	rm -rf .venv .venv-dist .venv-frameworks .venv-release .frameworks .pytest_cache .ruff_cache .hypothesis build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

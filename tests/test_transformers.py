@@ -16,7 +16,6 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.head.adapters import FAMILIES
-from headloss.integrations import shared
 from headloss.integrations.documents import as_documents
 
 transformers = pytest.importorskip("transformers")
@@ -186,7 +185,7 @@ def test_positions_of_several_axes_tell_no_documents() -> None:
         as_documents(torch.zeros(3, 2, 5), torch.Size((2, 5)))
 
 
-def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused() -> None:
     model = tiny("llama")
     with pytest.raises(TypeError, match="model: got str, want a causal language model"):
         apply("llama")  # type: ignore[arg-type]
@@ -209,9 +208,6 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model.loss_function = lambda *args, **kwargs: 0
     with pytest.raises(ValueError, match=r"loss_function: got .*lambda"):
         apply(model)
-    monkeypatch.setattr(shared.importlib.metadata, "version", lambda name: "6.0.1")
-    with pytest.raises(RuntimeError, match=r"transformers: got version 6.0.1, want .*5\.23\.\*"):
-        apply(tiny("llama"))
 
 
 def test_calls_from_two_threads() -> None:

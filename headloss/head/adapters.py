@@ -182,21 +182,20 @@ FAMILIES: dict[str, Callable[[Any], Fields]] = {
 }
 
 
-def read_model(model: nn.Module) -> Fields:
-    """The output embeddings of a causal language model, and its soft cap or logit scale."""
+def read_model(model: nn.Module, told: bool = False) -> Fields:
+    """A causal language model's output embeddings, and, if not `told`, its soft cap and scale."""
     model = unwrap(model)
     if hasattr(model, "get_base_model"):  # PeftModel
         model = unwrap(model.get_base_model())  # type: ignore[operator]
     config = getattr(model, "config", None)
-    model_type = getattr(config, "model_type", None)
+    model_type: Any = getattr(config, "model_type", None)
     name = type(model).__name__
-    if model_type not in FAMILIES:
+    if not told and model_type not in FAMILIES:
         raise ValueError(
-            f"model: got {name} of model_type {model_type!r}, whose treatment of its logits is not "
-            "known here; pass it by hand, as headloss.Head(weight, bias, softcap=..., "
-            "logit_scale=...) or headloss.Head.of(model.lm_head, softcap=..., logit_scale=...)"
+            f"model: got {name} of model_type {model_type!r}, which is in no table; say "
+            "softcap=... and logit_scale=..., as headloss.integrations.families.learn finds them"
         )
     embeddings = getattr(model, "get_output_embeddings", lambda: None)()
     if embeddings is None:
         raise ValueError(f"model: got {name} without output embeddings, want a causal model")
-    return {**read_module(embeddings), **FAMILIES[model_type](config)}
+    return {**read_module(embeddings), **({} if told else FAMILIES[model_type](config))}

@@ -158,14 +158,15 @@ class Head:
         """The head of a Hugging Face causal language model, with its soft cap and logit scale.
 
         Looks through DDP, FSDP, `torch.compile` and `PeftModel`; `overrides` are arguments of
-        `Head` and win. The hidden states that go with it are those of the model's base model, after
-        the last norm.
+        `Head` and win: with both `softcap` and `logit_scale` any model type serves. Hidden states
+        that go with it are those of the model's base model, after the last norm.
 
         Raises:
-            ValueError: a model type whose logits are not known, or a model without a head.
+            ValueError: a model type that is in no table, or a model without a head.
             TypeError: as for `Head.of`.
         """
-        return cls(**{**_with_adapters(read_model(model)), **overrides})
+        told = {"softcap", "logit_scale"} <= overrides.keys()
+        return cls(**{**_with_adapters(read_model(model, told)), **overrides})
 
     # ------------------------------------------------------------------ using them
 

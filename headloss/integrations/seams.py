@@ -29,7 +29,7 @@ ADAPTERS = {
 }
 # Releases that an adapter's whole suite ran with. Others are served where what is checked holds.
 TESTED: dict[str, tuple[str, ...]] = {
-    "transformers": ("5.23.0",),
+    "transformers": ("5.20.1", "5.23.0", "5.24.0"),
     "trl": ("1.16.0",),
     "megatron-core": ("0.18.0", "0.19.2"),
     "verl": ("0.9.1",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 from dataclasses import replace
 from functools import partial
@@ -14,19 +13,6 @@ from torch import Tensor
 from ..batch.batch import IGNORE, Batch
 from ..batch.reduction import Reduction, token_mean
 from ..losses import Objective, Term, cispo
-
-
-def require_version(package: str, *known: str) -> None:
-    """RuntimeError where the installed release is of none of the `known` series."""
-    try:
-        found = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        found = "nothing"
-    if not any(found == series or found.startswith(f"{series}.") for series in known):
-        raise RuntimeError(
-            f"{package}: got version {found}, want one that headloss's adapter was tested with: "
-            + ", ".join(f"{series}.*" for series in known)
-        )
 
 
 def refuse(instead: str, **asked: bool) -> None:

@@ -16,7 +16,8 @@ from ..batch.batch import Batch
 from ..batch.reduction import Totals
 from ..integrations.sharding import whole_head
 from ..integrations.trl import GRPOTrainer, Switches
-from ..integrations.trl.forward import Unrounded, require
+from ..integrations.trl.common import require
+from ..integrations.trl.forward import Unrounded
 from ..integrations.trl.grpo_objective import completion_mask, tokens_of_the_step
 from ..losses import Term
 from .advantages import discounted, generalised, leave_one_out, normalised, rewards_at_tokens
@@ -42,7 +43,8 @@ class _Trainer(GRPOTrainer):
             cast_logprobs_to_fp32=args.cast_logprobs_to_fp32,
         )
         self.sampling_support = args.sampling_support
-        require(GRPOTrainer, "_calculate_rewards", "_generate_and_score_completions")
+        seams = "_calculate_rewards", "_generate_and_score_completions"
+        require(GRPOTrainer, *seams, ours=_Trainer)
         super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
 
     def advantages(self, batch: dict[str, Any], scores: Tensor) -> dict[str, Tensor]:

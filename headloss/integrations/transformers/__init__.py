@@ -12,6 +12,7 @@ Calls without labels, generation among them, are the model's own.
 """
 
 from .apply import STATE, Applied, apply, remove
+from .seams import check
 from .totals import TotalsMixin, Trainer
 
-__all__ = ["STATE", "Applied", "TotalsMixin", "Trainer", "apply", "remove"]
+__all__ = ["STATE", "Applied", "TotalsMixin", "Trainer", "apply", "check", "remove"]

@@ -11,23 +11,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ...batch.batch import Batch
+from ...batch.batch import IGNORE, Batch
 from ...batch.packing import NOT_GIVEN
-from ...head.adapters import unwrap
 from ...head.head import Head
 from ...head_loss import head_loss
 from ...losses import Objective, Term, cross_entropy
 from ...objective.metrics import Metrics
 from ...options import DEFAULT, Options
+from ..families import causal_of, learn
+from ..seams import announce
 from ..sharding import Carried, externals, hooked, is_fsdp2, whole, whole_head
-from ..shared import require_version
 from .batch import CALL, batch_of
 from .denominators import Step, nan_where_nothing, over_step
 from .logits import LazyLogits, with_logits
+from .seams import broken, check_after_head, check_loss_function, trial
 
-KNOWN = ("5.23",)
 STATE = "_headloss"
 # Families that do to their hidden states, before the head, what `Head.of_model` does to the logits.
 BEFORE_THE_HEAD: dict[str, dict[str, Any]] = {"minicpm3": {"logit_scale": 1.0}}
@@ -47,7 +46,8 @@ def apply(
     anew, are the segments of terms that ask for segments.
 
     Args:
-        model: a causal language model that `Head.of_model` knows.
+        model: a causal language model. One of a family that `Head.of_model` does not know is run
+            once on a few tokens, see `headloss.integrations.families.learn`.
         terms: the objective; default: cross-entropy.
         options: of `head_loss`.
         fields: arguments of a call that go to the batch: [B, L] ones lie beside the labels and are
@@ -58,25 +58,25 @@ def apply(
         of a `with` block.
 
     Raises:
-        ValueError, TypeError: a head that `Head.of_model` does not know, a model that has been
-            applied to already or has a loss function of its own.
-        RuntimeError: a release of Transformers that is not known here.
+        ValueError, TypeError: a head that cannot be read, a model that has been applied to already
+            or has a loss function of its own.
+        RuntimeError: a release of Transformers in which something is not what headloss takes the
+            place of; what a model does after its head is seen in its first call with labels.
     """
-    require_version("transformers", *KNOWN)
     if isinstance(fields, str):
         raise TypeError(f"fields: got {fields!r}, want a tuple of names")
     causal: Any = _causal(model)
     if STATE in vars(causal):
         raise ValueError("model: headloss is applied to it already; call remove(model) first")
+    transform = {**learn(causal, "head"), **BEFORE_THE_HEAD.get(_family(causal), {})}
     with whole_head(causal):
-        Head.of_model(causal)
-    if causal.loss_function is not ForCausalLMLoss:
-        got = getattr(causal.loss_function, "__qualname__", causal.loss_function)
-        raise ValueError(f"model.loss_function: got {got}, want Transformers' own; pass terms")
+        Head.of_model(causal, **transform)
     if "mc_labels" in inspect.signature(causal.forward).parameters:
         raise ValueError(f"model: got {type(causal).__name__}, want a model with one head")
+    check_loss_function(causal)
     objective = Objective.of(cross_entropy() if terms is None else terms)
-    return Applied(causal, objective, DEFAULT if options is None else options, tuple(fields))
+    options = DEFAULT if options is None else options
+    return Applied(causal, objective, options, tuple(fields), transform)
 
 
 def remove(model: nn.Module) -> None:
@@ -100,8 +100,11 @@ def applied_to(model: nn.Module) -> Applied:
 def _causal(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, want a causal language model")
-    model = unwrap(model)
-    return unwrap(model.get_base_model()) if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return causal_of(model)
+
+
+def _family(model: Any) -> Any:
+    return getattr(getattr(model, "config", None), "model_type", None)
 
 
 def _eagerly(recursive: bool = True) -> Callable[[Callable[..., Any]], Any]:
@@ -118,17 +121,27 @@ class Applied:
     """
 
     def __init__(
-        self, model: Any, objective: Objective, options: Options, fields: tuple[str, ...]
+        self,
+        model: Any,
+        objective: Objective,
+        options: Options,
+        fields: tuple[str, ...],
+        transform: dict[str, Any],
     ) -> None:
         self.model, self.objective, self.options, self.fields = model, objective, options, fields
+        self.transform = transform  # of the logits, where the table of families does not say it
         self.metrics: Metrics | None = None
         self.step: Step | None = None  # that the next calls are parts of
         self.own_forward = vars(model).get("forward")  # on the instance, where somebody set one
         self.original = model.forward
-        self.batch: Batch | None = None  # of the call
+        self.labels: Tensor | None = None  # of the call, as the next two
+        self.batch: Batch | None = None
         self.count: Any = None  # of tokens in the optimizer step, where the call says it
         self.loss: Tensor | None = None
         self.logits: Tensor | None = None
+        self.asked = False  # for the loss, in this call
+        self.trial: tuple[Head, Tensor] | None = None  # the logits of the first call with labels
+        self.checked = False  # what the model does after its head
         self.sharded = False
         self.caller: list[int]  # the thread that is in a call with labels, if any
         self.own_head: Callable[[Tensor], Tensor]  # the head's forward before it
@@ -190,10 +203,10 @@ class Applied:
         try:
             # Before the model's forward: what packing asks of the device is there at the head.
             self.batch = self.batch_of({**call, **fields}, call["labels"].device)
-            self.count = call.get("num_items_in_batch")
+            self.labels, self.count = call["labels"], call.get("num_items_in_batch")
             self.own_head = before[0] or functools.partial(type(head).forward, head)
             head.forward, self.model._loss_function = self.at_head, self.at_loss
-            output = self.original(*args, **kwargs)
+            output = self._forward(args, kwargs)
             return with_logits(output, self.logits)
         finally:
             for owner, name, value in zip(
@@ -202,8 +215,25 @@ class Applied:
                 vars(owner).pop(name, None)
                 if value is not None:
                     setattr(owner, name, value)
-            self.batch = self.count = self.loss = self.logits = None
+            self.batch = self.count = self.labels = self.loss = self.logits = self.trial = None
+            self.asked = False
             del self.caller
+
+    @_eagerly(recursive=False)
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's own, which must ask for its loss."""
+        seam, never = f"{type(self.model).__name__}.forward", "it asks for no loss_function"
+        try:
+            output = self.original(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if self.loss is None or self.asked:
+                raise
+            raise broken(seam, f"{never}, and ends in {type(error).__name__}") from error
+        if not self.asked:
+            raise broken(seam, never)
+        return output
 
     @_eagerly()
     def at_head(self, hidden: Tensor, **more: Any) -> Tensor:
@@ -213,8 +243,7 @@ class Applied:
         if vars(self).get("caller") != [threading.get_ident()]:  # a call without labels
             return self.own_head(hidden)
         vars(self.model.get_output_embeddings()).pop("forward", None)
-        more = BEFORE_THE_HEAD.get(self.model.config.model_type, {})
-        head = whole(Head.of_model(self.model, **more), self.model, hidden.dtype)
+        head = whole(Head.of_model(self.model, **self.transform), self.model, hidden.dtype)
         if hidden.dtype != head.weight.dtype and is_fsdp2(self.model):
             hidden = hidden.to(head.weight.dtype)  # as FSDP2 does where a module is called
         hidden = hidden.to(head.weight.device)
@@ -238,14 +267,35 @@ class Applied:
         self.logits = LazyLogits(head, hidden, not self.model.training)
         if self.sharded:  # afterwards the weight is gone
             self.logits = None if self.model.training else head.logits(hidden)
-            return Carried.apply(self.loss, hidden.detach())  # type: ignore[return-value]
-        return hidden.new_empty((*hidden.shape[:-1], 0))
+            handed: Any = Carried.apply(self.loss, hidden.detach())
+        else:
+            handed = hidden.new_empty((*hidden.shape[:-1], 0))
+        if self.checked or hidden.is_meta:
+            return handed
+        handed = trial(head, handed)
+        self.trial = head, handed.detach().clone()  # a model may change its logits in place
+        return handed
 
     @_eagerly()
-    def at_loss(self, *args: Any, **kwargs: Any) -> Tensor:
+    def at_loss(
+        self, logits: Tensor, labels: Any = None, *_: Any, ignore_index: int = IGNORE, **__: Any
+    ) -> Tensor:
         """In place of the model's loss function."""
-        assert self.loss is not None
-        logits = kwargs["logits"] if "logits" in kwargs else args[0]
+        seam = f"{type(self.model).__name__}.forward"
+        if self.loss is None:
+            raise broken(seam, "it makes its logits without a call of its output embeddings")
+        if self.asked:
+            raise broken(seam, "it asks for a second loss")
+        self.asked = True
+        if ignore_index != IGNORE:
+            raise broken(
+                seam, f"it asks for a loss with ignore_index={ignore_index}, want {IGNORE}"
+            )
+        if self.trial is not None:
+            head, raw = self.trial
+            check_after_head(self.model, head, raw, logits, labels, self.labels)
+            self.checked = True
+            announce("transformers", "its loss function and what its models do after their head")
         return hooked(self.loss, logits) if self.sharded else self.loss
 
     def batch_of(self, call: dict[str, Any], device: torch.device) -> Batch:

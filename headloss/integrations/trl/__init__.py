@@ -1,4 +1,4 @@
-"""Trainers of TRL 1.16 whose log-probs and losses come from headloss.
+"""Trainers of TRL whose log-probs and losses come from headloss.
 
 from headloss.integrations.trl import GRPOTrainer  # in place of `from trl import GRPOTrainer`
 """
@@ -6,7 +6,7 @@ from headloss.integrations.trl import GRPOTrainer  # in place of `from trl impor
 from .dpo import DPOTrainer
 from .forward import Switches
 from .grpo import GRPOTrainer
-from .install import install, uninstall
+from .install import check, install, uninstall
 from .sft import SFTTrainer
 
-__all__ = ["DPOTrainer", "GRPOTrainer", "SFTTrainer", "Switches", "install", "uninstall"]
+__all__ = ["DPOTrainer", "GRPOTrainer", "SFTTrainer", "Switches", "check", "install", "uninstall"]

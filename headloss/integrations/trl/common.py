@@ -10,6 +10,24 @@ from torch import Tensor
 
 from ...losses import Term, term
 from ...objective.metrics import Metrics, Observed
+from ..seams import TESTED, check_signature, release
+
+CHECKED = "each function of it that headloss takes the place of"
+
+
+def require(owner: Any, *names: str, ours: Any = None) -> None:
+    """RuntimeError where TRL has no such name, or a method of it that takes other arguments than
+    `ours`: what stands in its place here would never run, or not as it is called."""
+    for name in names:
+        if not hasattr(owner, name):
+            raise RuntimeError(
+                f"{owner.__name__}.{name}: is not in trl {release('trl')}, and headloss's own "
+                "would never be called; install trl " + ", ".join(TESTED["trl"])
+            )
+        if ours is not None and getattr(ours, name) is not getattr(owner, name):
+            check_signature(
+                getattr(owner, name), getattr(ours, name), f"{owner.__name__}.{name} of trl"
+            )
 
 
 def refuse(trainer: object, **unsupported: tuple[bool, str]) -> None:

@@ -16,8 +16,8 @@ from ...losses.preference_pairs import Pairwise
 from ...options import Options
 from ..sharding import is_fsdp2
 from ..steps import CountsSteps
-from .common import Probe, record, refuse, refuse_common
-from .forward import Measured, Request, Unrounded, installed, require
+from .common import Probe, record, refuse, refuse_common, require
+from .forward import Measured, Request, Unrounded, installed
 
 TERMS = {"sigmoid": losses.dpo, "ipo": losses.ipo}
 NOT_MODEL_INPUTS = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
@@ -42,7 +42,8 @@ class DPOTrainer(CountsSteps, dpo_trainer.DPOTrainer):
     _begun = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        require(dpo_trainer.DPOTrainer, "_compute_loss", "compute_ref_log_probs")
+        seams = "_compute_loss", "compute_ref_log_probs"
+        require(dpo_trainer.DPOTrainer, *seams, ours=DPOTrainer)
         with installed(dpo_trainer):
             super().__init__(*args, **kwargs)
         stock = "use trl.DPOTrainer"

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from trl.trainer.utils import FusedCausalLMOutput
+from trl.trainer import utils
 
 from ...batch.batch import IGNORE, Batch
 from ...head.head import Head
@@ -38,7 +38,12 @@ from ...head_loss import Output, head_loss, logits_loss
 from ...losses import Objective, Term, entropy
 from ...objective.metrics import Metrics
 from ...options import Options
+from ..families import learn
+from ..seams import announce, check_signature
 from ..sharding import as_head, hooked, is_fsdp2, whole, whole_head
+from .common import CHECKED, require
+
+require(utils, "FusedCausalLMOutput", "add_fused_lm_head")
 
 
 class Request:
@@ -82,7 +87,7 @@ class Request:
 
 
 @dataclass
-class HeadOutput(FusedCausalLMOutput):
+class HeadOutput(utils.FusedCausalLMOutput):
     """TRL's output, and the critic's values [B, C]. Tensors only."""
 
     critic: Tensor | None = None
@@ -129,7 +134,8 @@ def add_head(
         hidden = hidden[:, -columns - 1 : -1]
 
         def of_hidden(hidden: Tensor) -> HeadOutput:
-            head = whole(Head.of_model(self, temperature=temperature), self, hidden.dtype)
+            read = Head.of_model(self, temperature=temperature, **paths.transform)
+            head = whole(read, self, hidden.dtype)
             if hidden.dtype != head.weight.dtype and is_fsdp2(self):
                 hidden = hidden.to(head.weight.dtype)  # as FSDP2 does where a module is called
             return path.of_hidden(hidden, head, batch, request)
@@ -209,10 +215,15 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, kw_only=True)
 class Paths:
-    """The loss, and the passes without gradient: old and reference log-probs."""
+    """The loss, and the passes without gradient: old and reference log-probs.
+
+    Attributes:
+        transform: what `learn` found of the head of a family that no table has.
+    """
 
     loss: Path
     logprobs: Path
+    transform: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,9 +249,11 @@ class Switches:
         Raises:
             ValueError, TypeError: as `Head.of_model`, where a switch is True that needs the head.
         """
+        transform: dict[str, Any] = {}
         try:
+            transform = learn(model)
             with whole_head(model):
-                Head.of_model(model)
+                Head.of_model(model, **transform)
             findable = True
         except (ValueError, TypeError) as error:
             for name in ("use_fused_loss", "use_fused_linear_logprobs"):
@@ -259,6 +272,7 @@ class Switches:
         return Paths(
             loss=Path(fused=loss, exact=exact, findable=findable),
             logprobs=Path(fused=logprobs, exact=exact, findable=findable),
+            transform=transform,
         )
 
 
@@ -291,16 +305,6 @@ def _aux_loss(model: PreTrainedModel, found: Any, kwargs: dict[str, Any]) -> Ten
 # ---------------------------------------------------------------------- inside TRL
 
 
-def require(owner: Any, *names: str) -> None:
-    """RuntimeError where TRL has no such name: what stands in its place here would never run."""
-    for name in names:
-        if not hasattr(owner, name):
-            raise RuntimeError(
-                f"{owner.__name__}.{name}: is not in the installed TRL, want trl 1.16: headloss's "
-                "own would never be called"
-            )
-
-
 class _NoLayer:
     """A class that nothing is an instance of."""
 
@@ -313,11 +317,13 @@ def installed(module: types.ModuleType, switches: Switches | None = None) -> Ite
     """
     head = functools.partial(add_head, switches=switches)
     require(module, "add_fused_lm_head")
+    check_signature(module.add_fused_lm_head, add_head, f"{module.__name__}.add_fused_lm_head")
     names = {"add_fused_lm_head": head, "BaseTunerLayer": _NoLayer}
     # TRL imports the latter where PEFT is there, and looks it up only then.
     before = {name: getattr(module, name) for name in names if hasattr(module, name)}
     for name in before:
         setattr(module, name, names[name])
+    announce("trl", CHECKED)
     try:
         yield
     finally:

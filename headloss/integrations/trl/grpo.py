@@ -12,8 +12,8 @@ from trl.trainer import grpo_trainer
 from ...losses import Objective, Term
 from ...options import Options
 from ..sharding import in_step
-from .common import mode, record, refuse, refuse_common
-from .forward import Measured, Request, Switches, Unrounded, installed, require
+from .common import mode, record, refuse, refuse_common, require
+from .forward import Measured, Request, Switches, Unrounded, installed
 from .grpo_objective import check_settings, make_batch, make_objective, policy_term
 from .support import Kept, padded, recorded
 
@@ -46,7 +46,8 @@ class GRPOTrainer(grpo_trainer.GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         passes = "_get_per_token_logps_and_entropies"
         generation = "_generate_single_turn", "_generate", "_generate_and_score_completions"
-        require(grpo_trainer.GRPOTrainer, "_compute_loss", *generation, passes)
+        seams = "_compute_loss", *generation, passes
+        require(grpo_trainer.GRPOTrainer, *seams, ours=GRPOTrainer)
         with installed(grpo_trainer, self.switches):
             super().__init__(*args, **kwargs)
         check_settings(self)

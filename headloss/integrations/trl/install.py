@@ -9,6 +9,7 @@ The losses stay TRL's, so that no schedule is one pass; where headloss has a tra
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -20,35 +21,56 @@ from ...batch.batch import IGNORE, Batch
 from ...head.head import Head
 from ...head_loss import head_loss
 from ...head_stats import head_stats
-from ..shared import per, require_version
-from .common import Probe
-from .forward import require
+from ..seams import announce
+from ..shared import per
+from .common import CHECKED, Probe, require
+from .install_check import check_divergence, check_log_probs
 
 SEAMS = ((utils, "_ChunkedLogProbFunction"), (distillation_trainer, "_chunked_divergence_loss"))
-_before: list[Any] = []
+_replaced: list[tuple[Any, Any]] = []  # TRL's, ours
 
 
 def install() -> None:
     """Put headloss in place of TRL's two functions, in this process, until `uninstall()`.
 
+    They are replaced in every module of TRL that holds them. Before that, TRL's own are called with
+    three rows, seven columns, a soft cap, a scale and a temperature, and compared with the formula.
+
     Raises:
-        RuntimeError: a release of TRL that is not known here.
+        RuntimeError: a function that is not there, takes other arguments or gives other numbers.
     """
-    require_version("trl", "1.16")
-    if _before:
+    if _replaced:
         return
+    check()
+    theirs = [getattr(owner, name) for owner, name in SEAMS]
+    _replaced.extend(zip(theirs, (LogProbs, divergence_loss), strict=True))
+    for function, ours in _replaced:
+        _replace(function, ours)
+    announce("trl", CHECKED)
+
+
+def check() -> str:
+    """What `install()` takes for granted of TRL; RuntimeError where it does not hold."""
     for owner, name in SEAMS:
         require(owner, name)
-    _before.extend(getattr(owner, name) for owner, name in SEAMS)
-    for (owner, name), ours in zip(SEAMS, (LogProbs, divergence_loss), strict=True):
-        setattr(owner, name, ours)
+    log_probs, divergence = (getattr(owner, name) for owner, name in SEAMS)
+    check_log_probs(log_probs, LogProbs.apply)
+    check_divergence(divergence, divergence_loss)
+    return CHECKED
 
 
 def uninstall() -> None:
     """Undo `install()`."""
-    for (owner, name), theirs in zip(SEAMS, _before, strict=False):
-        setattr(owner, name, theirs)
-    _before.clear()
+    for function, ours in _replaced:
+        _replace(ours, function)
+    _replaced.clear()
+
+
+def _replace(before: Any, after: Any) -> None:
+    """In each module of TRL that has been imported, by whatever name it holds it."""
+    for module in [m for name, m in list(sys.modules.items()) if name.split(".")[0] == "trl"]:
+        for name in [name for name, value in vars(module).items() if value is before]:
+            setattr(module, name, after)
 
 
 def _refuse_zero3(*weights: Tensor) -> None:

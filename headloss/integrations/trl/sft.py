@@ -15,8 +15,8 @@ from ...options import Options
 from ..documents import documents_of
 from ..shared import needs_segments, over_count
 from ..steps import CountsSteps
-from .common import Probe, record, refuse, refuse_common
-from .forward import Measured, Request, installed, require
+from .common import Probe, record, refuse, refuse_common, require
+from .forward import Measured, Request, installed
 
 
 class SFTTrainer(CountsSteps, sft_trainer.SFTTrainer):
@@ -36,7 +36,7 @@ class SFTTrainer(CountsSteps, sft_trainer.SFTTrainer):
     options: Options = Options()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        require(sft_trainer.SFTTrainer, "compute_loss")
+        require(sft_trainer.SFTTrainer, "compute_loss", ours=SFTTrainer)
         with installed(sft_trainer):
             super().__init__(*args, **kwargs)
         settings: Any = self.args

@@ -1,0 +1,476 @@
+"""Adapters of Transformers and TRL under releases that no test ran with: where all that is replaced
+is what it was taken for they work, with one warning; where a part of it is another, an error names
+that part."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import sys
+import types
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from test_head_models import tiny
+from torch import Tensor, nn
+
+import headloss as hl
+from headloss.head.adapters import FAMILIES
+from headloss.integrations import seams
+
+transformers = pytest.importorskip("transformers")
+from transformers.loss import loss_utils  # noqa: E402
+
+from headloss.integrations.transformers import apply  # noqa: E402
+
+IDS = torch.randint(2, 37, (2, 7), generator=torch.Generator().manual_seed(0))
+LABELS = IDS.masked_fill(torch.arange(7) < torch.tensor([[3], [0]]), -100)
+
+
+@pytest.fixture(params=["99.0", "4.57.6"])
+def another(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    version = importlib.metadata.version
+    fakes = dict.fromkeys(("transformers", "trl"), request.param)
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: fakes.get(name) or version(name)
+    )
+    seams.announce.cache_clear()
+    return request.param
+
+
+def loss_of(model: Any) -> Tensor:
+    return model(input_ids=IDS, labels=LABELS).loss
+
+
+def test_what_holds_works_with_one_warning(another: str) -> None:
+    models = [tiny("llama"), tiny("gemma2"), tiny("cohere")]
+    want = [loss_of(model) for model in models]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for model, loss in zip(models, want, strict=True):
+            apply(model)
+            torch.testing.assert_close(loss_of(model), loss)
+            torch.testing.assert_close(loss_of(model), loss)
+    said = [str(w.message) for w in caught if "headloss" in str(w.message)]
+    assert len(said) == 1
+    assert f"transformers {another} was not tested" in said[0] and "its loss function" in said[0]
+
+
+def test_a_tested_release_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(seams.TESTED, "transformers", (importlib.metadata.version("transformers"),))
+    seams.announce.cache_clear()
+    model = tiny("llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with apply(model):
+            loss_of(model)
+
+
+# ---------------------------------------------------------------------- the loss function
+
+
+def unshifted(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **kwargs):
+    labels = labels if shift_labels is None else shift_labels
+    return loss_utils.fixed_cross_entropy(
+        logits.view(-1, vocab_size), labels.view(-1), num_items_in_batch
+    )
+
+
+def of_its_own_count(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
+    return STOCK(logits, labels, vocab_size, **kwargs)
+
+
+def by_all_tokens(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
+    count = labels.numel() if num_items_in_batch is None else num_items_in_batch
+    return STOCK(logits, labels, vocab_size, num_items_in_batch=count, **kwargs)
+
+
+def without_shift_labels(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100):
+    return STOCK(logits, labels, vocab_size, num_items_in_batch, ignore_index)
+
+
+def with_a_mask(logits, labels, loss_mask, vocab_size, num_items_in_batch=None, **kwargs):
+    return STOCK(logits, labels, vocab_size, num_items_in_batch, **kwargs)
+
+
+STOCK = loss_utils.ForCausalLMLoss
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (unshifted, r"it gives [\d.]+ for logits whose shifted mean is 2\.\d+"),
+        (
+            of_its_own_count,
+            r"it gives [\d.]+ with num_items_in_batch for logits whose .* is 0\.\d+",
+        ),
+        (by_all_tokens, r"it gives [\d.]+ for logits whose shifted mean is"),
+        (without_shift_labels, "a call of it ends in TypeError: .*shift_labels"),
+        (with_a_mask, r"takes \(logits, labels, loss_mask, .*want \(logits, labels, vocab_size"),
+    ],
+)
+def test_another_loss_function(
+    changed: Any, says: str, another: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", changed)
+    start = rf"LlamaForCausalLM\.loss_function of transformers {another}: .*"
+    with pytest.raises(RuntimeError, match=start + says + ".* call remove"):
+        apply(tiny("llama"))
+
+
+def test_a_loss_function_that_is_read_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(tiny("llama"))
+    monkeypatch.setattr(kind, "loss_function", staticmethod(STOCK), raising=False)
+    model = tiny("llama")
+    with pytest.raises(RuntimeError, match="does not read _loss_function, by which it is replaced"):
+        apply(model)
+    assert "_loss_function" not in vars(model)
+    monkeypatch.setattr(kind, "loss_function", None)
+    with pytest.raises(RuntimeError, match="it is not there"):
+        apply(model)
+
+
+def test_a_loss_function_of_the_same_meaning_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def another_one(logits, labels, vocab_size, *args, reduction="mean", **kwargs):
+        return STOCK(logits, labels, vocab_size, *args, **kwargs)
+
+    monkeypatch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", another_one)
+    model = tiny("llama")
+    want = loss_of(model)
+    with apply(model):
+        torch.testing.assert_close(loss_of(model), want)
+
+
+def test_a_check_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the generator, nor a module, nor another device: a model on meta is applied to."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(tiny("llama").config)
+        monkeypatch.setattr(nn.Module, "__call__", lambda *_: pytest.fail("a module was called"))
+        state = torch.get_rng_state()
+        with apply(model):
+            assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---------------------------------------------------------------------- the model's forward
+
+
+class Changed:
+    """A forward of Llama's with a change after its backbone."""
+
+    def __init__(self, change: Any) -> None:
+        self.model: Any = tiny("llama")
+        self.model.forward = types.MethodType(self._forward(change), self.model)
+
+    @staticmethod
+    def _forward(change: Any) -> Any:
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            hidden = self.model(input_ids=input_ids)[0]
+            return transformers.modeling_outputs.CausalLMOutput(loss=change(self, hidden, labels))
+
+        return forward
+
+
+def halved(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    return self.loss_function(self.lm_head(hidden) / 2, labels, 37)
+
+
+def halved_in_place(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    return self.loss_function(self.lm_head(hidden).mul_(0.5), labels, 37)
+
+
+def clamped(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    return self.loss_function(self.lm_head(hidden).clamp(-9, 9), labels, 37)
+
+
+def reads_the_weight(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    return self.loss_function(hidden @ self.lm_head.weight.T, labels, 37)
+
+
+def has_a_loss_of_its_own(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    logits = self.lm_head(hidden)[:, :-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+
+def does_without(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    return self.lm_head(hidden).logsumexp(-1).mean()
+
+
+def shifts_twice(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    return self.loss_function(self.lm_head(hidden), labels.roll(1, 1), 37)
+
+
+def leaves_a_row_out(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    return self.loss_function(self.lm_head(hidden)[:, :-1], labels[:, :-1], 37)
+
+
+def asks_twice(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    logits = self.lm_head(hidden)
+    return self.loss_function(logits, labels, 37) + self.loss_function(logits, labels, 37)
+
+
+def ignores_another(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    return self.loss_function(self.lm_head(hidden), labels, 37, ignore_index=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (halved, r"it makes -?[\d.]+ of a raw logit -?[\d.]+, a head of softcap=None, logit_scale"),
+        (halved_in_place, r"it makes -?[\d.]+ of a raw logit"),
+        (clamped, r"it makes -?9 of a raw logit -?16, a head of .* -?16\."),
+        (reads_the_weight, "makes its logits without a call of its output embeddings"),
+        (has_a_loss_of_its_own, "asks for no loss_function, and ends in ValueError"),
+        (does_without, "asks for no loss_function"),
+        (shifts_twice, "its loss function gets other labels"),
+        (leaves_a_row_out, r"of logits \(1, 2, 37\) its loss function gets \(1, 1, 37\)"),
+        (asks_twice, "asks for a second loss"),
+        (ignores_another, "ignore_index=0, want -100"),
+    ],
+)
+def test_another_forward(change: Any, says: str, dtype: torch.dtype, another: str) -> None:
+    """Also where no assertion runs; and the model is its own again afterwards."""
+    model = Changed(change).model.to(dtype)
+    head = vars(model.lm_head).copy()
+    apply(model)
+    start = rf"LlamaForCausalLM\.forward of transformers {another}: .*"
+    with pytest.raises(RuntimeError, match=start + says):
+        loss_of(model)
+    assert vars(model.lm_head).keys() == head.keys() and "_loss_function" not in vars(model)
+
+
+def test_an_error_of_the_users_own_is_raised_as_it_is() -> None:
+    model = tiny("llama")
+    with apply(model, hl.reinforce()), pytest.raises(ValueError, match="advantages"):
+        loss_of(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["gemma2", "granite", "llama"])
+def test_rounding_is_no_change(family: str, dtype: torch.dtype) -> None:
+    model = tiny(family).to(dtype)
+    with apply(model) as applied:
+        loss_of(model)
+        assert applied.checked
+
+
+# ---------------------------------------------------------------------- families of no table
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "recurrent_gemma", "cohere", "granite", "hyperclovax", "minicpm3"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_family_is_learned(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the table says of it is found without the table."""
+    from headloss.integrations import families
+
+    model = tiny(family).to(dtype)
+    want = hl.Head.of_model(model)
+    scale = 1.0 if family == "minicpm3" else want.logit_scale  # before its head
+    loss = loss_of(model)
+    assert families.learn(model) == {}
+    monkeypatch.delitem(FAMILIES, family)
+    model.train()
+    state = torch.get_rng_state()
+    found = families.learn(model, "head")
+    assert torch.equal(torch.get_rng_state(), state) and model.training and model.model.training
+    assert found == {"softcap": want.softcap, "logit_scale": pytest.approx(scale, rel=1e-9)}
+    assert not model.get_output_embeddings()._forward_hooks
+    model.eval()
+    with apply(model):
+        torch.testing.assert_close(loss_of(model).float(), loss.float(), rtol=2e-2, atol=0)
+    if family == "minicpm3":
+        with pytest.raises(ValueError, match="other hidden states than its base model's"):
+            families.learn(model)
+    else:
+        assert families.learn(model) == found
+        head = hl.Head.of_model(model, **found)
+        assert (head.softcap, head.logit_scale) == (want.softcap, want.logit_scale)
+
+
+def test_a_family_that_is_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(FAMILIES, "llama")
+    for change, says in (
+        (lambda z: z.clamp(-9, 9), r"neither one factor nor a soft cap.* -16 -> -9, .*, 16 -> 9"),
+        (lambda z: z[:, -1:], r"gives logits of shape \(1, 4, 37\), it \(1, 1, 37\)"),
+        (lambda z: z / 0, "neither one factor"),
+    ):
+        model: Any = tiny("llama")
+
+        def forward(self, input_ids=None, labels=None, change=change, **kwargs):
+            logits = change(self.lm_head(self.model(input_ids=input_ids)[0]))
+            return transformers.modeling_outputs.CausalLMOutput(logits=logits)
+
+        model.forward = types.MethodType(forward, model)
+        with pytest.raises(ValueError, match="model_type 'llama', which is in no table.*" + says):
+            apply(model)
+    model = Changed(reads_the_weight).model
+    with pytest.raises(ValueError, match="a forward of a few tokens.* ended in"):
+        apply(model)
+    with torch.device("meta"), pytest.raises(ValueError, match="weights on the meta device"):
+        apply(transformers.AutoModelForCausalLM.from_config(tiny("llama").config))
+    with pytest.raises(ValueError, match=r"in no table; say softcap=\.\.\. and logit_scale="):
+        hl.Head.of_model(tiny("llama"))
+    told = hl.Head.of_model(tiny("llama"), softcap=None, logit_scale=2.0)
+    assert told.logit_scale == 2.0
+
+
+# ---------------------------------------------------------------------- TRL
+
+
+@pytest.fixture
+def trl_install() -> Any:
+    pytest.importorskip("trl")
+    from headloss.integrations import trl
+
+    yield trl
+    trl.uninstall()
+
+
+def test_trl_that_holds_works_with_one_warning(trl_install: Any, another: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            trl_install.install()
+            trl_install.uninstall()
+    said = [str(w.message) for w in caught if "headloss" in str(w.message)]
+    assert len(said) == 1 and f"trl {another} was not tested" in said[0]
+
+
+def _log_probs(change: Any) -> Any:
+    from trl.trainer import utils
+
+    stock = utils._ChunkedLogProbFunction
+
+    class Function:
+        @staticmethod
+        def forward(ctx, hidden, weight, bias, targets, temperature, chunk_size,
+                    final_logit_softcapping=None, logit_scale=1.0, outputs=()):  # fmt: skip
+            raise NotImplementedError
+
+        @staticmethod
+        def apply(*args):
+            return change(stock.apply, list(args))
+
+    return Function
+
+
+def _warmer(apply, args):
+    args[4] = 1 / args[4]
+    return apply(*args)
+
+
+def _capped_first(apply, args):
+    args[6], args[7] = args[6] / args[7], args[7] * 2
+    return apply(*args)
+
+
+def _no_bias(apply, args):
+    args[2] = None
+    return apply(*args)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_warmer, r"its log_probs is \['-.*'\], by the formula \['-"),
+        (_capped_first, "its log_probs is"),
+        (_no_bias, "its log_probs is"),
+        (lambda apply, args: apply(*args)[:2], "it returns 2 values, want 5: log_probs, entropy"),
+        (lambda apply, args: apply(*args, 1), "a call of it ends in"),
+        (lambda apply, args: (*apply(*args)[:4], apply(*args)[0]), "its is_top1 is"),
+    ],
+)
+def test_another_function_of_trl(
+    change: Any, says: str, trl_install: Any, another: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl.trainer import distillation_trainer, utils
+
+    changed = _log_probs(change)
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", changed)
+    start = rf"trainer\.utils\._ChunkedLogProbFunction of trl {another}: .*"
+    with pytest.raises(RuntimeError, match=start + says + ".* do without install"):
+        trl_install.install()
+    assert utils._ChunkedLogProbFunction is changed
+    assert distillation_trainer._chunked_divergence_loss.__module__.startswith("trl.")
+
+
+def test_a_function_of_trl_with_other_arguments(
+    trl_install: Any, another: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl.trainer import distillation_trainer, utils
+
+    class Older:
+        @staticmethod
+        def forward(ctx, last_hidden, weight, targets, temperature, chunk_size):
+            raise NotImplementedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(utils, "_ChunkedLogProbFunction", Older)
+        with pytest.raises(
+            RuntimeError, match=r"it takes \(last_hidden, weight, targets, .*want \("
+        ):
+            trl_install.install()
+    with monkeypatch.context() as patch:
+        patch.delattr(utils, "_ChunkedLogProbFunction")
+        with pytest.raises(
+            RuntimeError, match=rf"_ChunkedLogProbFunction: is not in trl {another}"
+        ):
+            trl_install.install()
+    stock = distillation_trainer._chunked_divergence_loss
+
+    def chunked(student, teacher, weight, teacher_weight, mask, beta, chunk_size, **kwargs):
+        return stock(student, teacher, weight, teacher_weight, mask, beta, **kwargs)
+
+    def other_way_round(*args, beta=0.5, **kwargs):
+        return stock(*args[:5], 1 - args[5], **kwargs)
+
+    other_way_round.__signature__ = inspect.signature(stock)  # type: ignore[attr-defined]
+    for changed, says in ((chunked, "takes"), (other_way_round, "its loss is")):
+        with monkeypatch.context() as patch:
+            patch.setattr(distillation_trainer, "_chunked_divergence_loss", changed)
+            seam = rf"distillation_trainer\._chunked_divergence_loss of trl {another}: .*"
+            with pytest.raises(RuntimeError, match=seam + says):
+                trl_install.install()
+
+
+def test_whoever_holds_a_function_of_trl_by_name_is_served(
+    trl_install: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As TRL 1.14's trainers did, for which a patch of `utils` alone is never called."""
+    from trl.trainer import utils
+
+    holder: Any = types.ModuleType("trl.trainer.holder")
+    holder._ChunkedLogProbFunction = stock = utils._ChunkedLogProbFunction
+    monkeypatch.setitem(sys.modules, holder.__name__, holder)
+    trl_install.install()
+    assert holder._ChunkedLogProbFunction is utils._ChunkedLogProbFunction is not stock
+    later: Any = types.ModuleType("trl.trainer.later")  # imported while ours are in place
+    later._ChunkedLogProbFunction = utils._ChunkedLogProbFunction
+    monkeypatch.setitem(sys.modules, later.__name__, later)
+    trl_install.uninstall()
+    assert holder._ChunkedLogProbFunction is later._ChunkedLogProbFunction is stock
+
+
+def test_a_method_of_a_trainer_that_takes_other_arguments(
+    another: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("trl")
+    from trl.trainer import sft_trainer
+
+    from headloss.integrations.trl import SFTTrainer
+
+    def compute_loss(self, model, inputs, labels, return_outputs=False): ...
+
+    monkeypatch.setattr(sft_trainer.SFTTrainer, "compute_loss", compute_loss)
+    with pytest.raises(RuntimeError, match=r"SFTTrainer\.compute_loss of trl: takes .*labels"):
+        SFTTrainer()
+    monkeypatch.undo()
+    monkeypatch.delattr(sft_trainer, "add_fused_lm_head")
+    with pytest.raises(RuntimeError, match="add_fused_lm_head: is not in trl"):
+        SFTTrainer()
