@@ -224,8 +224,8 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 11_900, "core tokens": 89_500}
-MOST |= {"kernels lines": 6_601, "kernels tokens": 56_048, "files on top": 14}
+MOST = {"core lines": 10_623, "core tokens": 78_318}
+MOST |= {"kernels lines": 4_810, "kernels tokens": 40_441, "files on top": 14}
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
