@@ -39,6 +39,7 @@ LOGITS = {"kernels", "softmax.products", "softmax"}
 VERBS = {"check_term", "head_function", "head_loss", "head_stats", "head_topk"}
 PUBLIC = {"", *PARTS, "head.head", "losses", "options", "run.plan", "run.prepare", *VERBS}
 ALLOWED: dict[str, set[str]] = {
+    "naive": set(),  # torch alone
     "arguments": set(),
     "reading": set(),
     "objective.statistics": set(),
@@ -383,7 +384,7 @@ def test_the_core_and_the_kernels_do_not_grow() -> None:
     for path in SOURCES:
         folder = path.relative_to(PACKAGE).parts[0]
         lines[folder] += len(path.read_text().splitlines())
-    beside = {"kernels", "losses", "integrations", "rl", "train"}
+    beside = {"kernels", "losses", "integrations", "rl", "train", "naive.py"}
     core = sum(n for folder, n in lines.items() if folder not in beside)
     assert core <= CORE_LINES and lines["kernels"] <= KERNEL_LINES
 
