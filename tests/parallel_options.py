@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from parallel_cases import groups
 from torch import distributed
@@ -41,6 +43,21 @@ def run(over: str, form: str, spoil: str) -> tuple[str, str]:
         return "loss", str(float(hl.head_loss(hidden, head, batch, term + hl.entropy()).loss))
     except (ValueError, TypeError) as error:
         return type(error).__name__, str(error)
+
+
+def restricted_totals(gradients: Literal["mean", "sum"]) -> tuple[float, float, dict]:
+    """Totals over the ranks of a batch whose fields keep other counts on each."""
+    rank = distributed.get_rank()
+    ids = torch.tensor([0, 0, 0, 1, 1, 2])
+    keep = {
+        "zeta": torch.tensor([1, 1, 1, 1, 0, 0]).bool(),
+        "alpha": torch.tensor([0, 0, 0, 0, 0, 1 - rank]).bool(),
+        "middle": torch.tensor([True, rank == 0, rank == 1]),  # of segments
+    }
+    batch = hl.Batch(torch.arange(T) % V, hl.Segments.from_ids(ids, count=3), **keep)
+    totals = hl.Totals.of(batch).all_reduce(gradients=gradients)
+    kept = {name: tuple(map(float, pair)) for name, pair in totals.kept.items()}
+    return float(totals.tokens), float(totals.segments), kept
 
 
 def left_out(schedule: str) -> list[tuple[list, float, float]]:
