@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from parallel_cases import groups
@@ -58,6 +58,34 @@ def restricted_totals(gradients: Literal["mean", "sum"]) -> tuple[float, float, 
     totals = hl.Totals.of(batch).all_reduce(gradients=gradients)
     kept = {name: tuple(map(float, pair)) for name, pair in totals.kept.items()}
     return float(totals.tokens), float(totals.segments), kept
+
+
+def sent(schedule: str, sparse: bool) -> list[tuple[int, ...]]:
+    """The shapes of all tensors that are added up over a vocabulary group, where every other row
+    has a gradient or all rows do."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    _, group = groups(1, world)
+    hidden, weight, targets = trained_looking(64, 8, 2 * V, torch.float64)
+    weights = torch.ones(64)
+    weights[::2] = 0 if sparse else 1
+    head = hl.Head(weight.chunk(world)[rank].requires_grad_(), vocab_group=group)
+    batch, term = hl.Batch(targets, share=weights), hl.cross_entropy().weighted("share")
+    loss = hl.head_loss(
+        hidden.requires_grad_(), head, batch, term, hl.Options(schedule=schedule)
+    ).loss
+    shapes, plain = [], distributed.all_reduce
+
+    def noted(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        shapes.append(tuple(tensor.shape))
+        return plain(tensor, *args, **options)
+
+    distributed.all_reduce = noted
+    try:
+        loss.backward()
+    finally:
+        distributed.all_reduce = plain
+    assert bool((hidden.grad[::2] == 0).all()) is sparse
+    return shapes
 
 
 def left_out(schedule: str) -> list[tuple[list, float, float]]:

@@ -210,7 +210,8 @@ def test_metrics_by_hand():
 def test_a_ratio_on_a_bound_is_inside_it(make_term):
     """With bounds of 1 and a ratio of 1, no gradient is taken."""
     hidden, head, targets, segments, fields = problem()
-    batch = hl.Batch(targets, segments, **{**fields, "old_logps": hl.CURRENT})
+    fields |= {"advantages": torch.tensor([1.0, 1, -1, 1, -1, 1]), "old_logps": hl.CURRENT}
+    batch = hl.Batch(targets, segments, **fields)
     term = make_term(epsilon_low=0.0, epsilon_high=0.0)
     found = hl.head_loss(hidden, head, batch, term).metrics.compute()
     assert found[f"{term.name}/ratio_min"] == found[f"{term.name}/ratio_max"] == 1

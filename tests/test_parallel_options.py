@@ -39,6 +39,13 @@ def test_totals_of_restricted_fields(world: World, gradients: str, share: float)
         assert found == (12 * share, 6 * share, want)
 
 
+def test_what_is_sent_does_not_depend_on_which_rows_have_a_gradient(world: World) -> None:
+    """Law 7, of the hidden gradient under recompute: 64 tokens of width 8."""
+    for sparse in (False, True):
+        for shapes in world.run(parallel_options.sent, "recompute", sparse):
+            assert shapes == [(64, 8)]
+
+
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held"])
 def test_ranks_leave_out_the_same_rows(world: World, schedule: str) -> None:
     """Masses come from merged statistics, which are the same bits on all ranks."""
