@@ -34,12 +34,13 @@ os.environ |= {"OPENBLAS_CORETYPE": "Sandybridge", "PYTHONDONTWRITEBYTECODE": "1
 sys.dont_write_bytecode = True
 
 CONFIG = Path(__file__).with_suffix(".toml")
-SECONDS = 900  # after which a mutant counts as killed: it may run forever
+# After which a mutant counts as killed, since it may run forever: of fast tests, and of all others.
+SECONDS, SECONDS_OF_REST = 900, 7200
 # The tests of a part, by the longest beginning of its name.
 OF_PART = {
     "headloss/batch": "segments batch_order bad_input wrong_values",
     "headloss/batch/support": "support",
-    "headloss/kernels/reference": "statistics",
+    "headloss/kernels/reference": "statistics candidates kernel_twins",
     "headloss/kernels/reference/support": "support",
     "headloss/losses": "values policy_terms supervised_terms proximal_terms modifiers bad_input",
     "headloss/losses/catalogue": "catalogue losses_page",
@@ -49,7 +50,9 @@ OF_PART = {
     "headloss/losses/teacher": "distillation",
     "headloss/losses/term": "term_api travel bad_input",
     "headloss/objective": "metrics tolerance policy_terms statistics",
-    "headloss/run": "plan misuse refusals bad_input",
+    "headloss/objective/divergence": "distillation",
+    "headloss/losses/rejection": "modifiers bad_input",
+    "headloss/run": "plan misuse refusals bad_input float16",
     "headloss/softmax": "statistics",
     "headloss/softmax/beside": "candidate_ids candidates",
     "headloss/softmax/given": "given",
@@ -97,12 +100,12 @@ def compiles(mutation: MutationSpec) -> bool:
         return False
 
 
-def failure(arguments: list[str]) -> str | None:
+def failure(arguments: list[str], seconds: int) -> str | None:
     """What the first failing test of these printed, None where all pass."""
     log = Path("mutant.log")
     child = os.fork()
     if child == 0:
-        signal.alarm(SECONDS)  # which ends the process
+        signal.alarm(seconds)  # which ends the process
         os.setsid()
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
@@ -111,18 +114,22 @@ def failure(arguments: list[str]) -> str | None:
 
         options = ["-x", "-q", "--tb=short", "-m", "not slow", "-p", "no:cacheprovider"]
         os._exit(pytest.main([*options, *arguments]))
-    _, status = os.waitpid(child, 0)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # what it started
-    return None if status == 0 else f"{status}: {log.read_text()[-2000:]}"
+    try:
+        _, status = os.waitpid(child, 0)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # what it started, too
+    if os.WIFSIGNALED(status):
+        return f"{signal.Signals(os.WTERMSIG(status)).name}\n{log.read_text()[-2000:]}"
+    return log.read_text()[-2000:] if status else None
 
 
-def run(db: WorkDB, item: WorkItem, tests: list[str]) -> None:
+def run(db: WorkDB, item: WorkItem, tests: list[str], seconds: int = SECONDS) -> None:
     (mutation,) = item.mutations
     operator = get_operator(mutation.operator_name)(**mutation.operator_args)
     started = time.time()
     with use_mutation(mutation.module_path, operator, mutation.occurrence) as (old, new):
-        failed = failure(tests)
+        failed = failure(tests, seconds)
     changed = difference(old, new)
     outcome = TestOutcome.SURVIVED if failed is None else TestOutcome.KILLED
     result = WorkResult(WorkerOutcome.NORMAL, failed or " ".join(tests), outcome, changed)
@@ -141,8 +148,9 @@ def report(db: WorkDB) -> Iterator[str]:
     tested = [(item, r) for item, r in db.completed_work_items if r.test_outcome is not None]
     survivors = [(item.mutations[0], r) for item, r in tested if not r.is_killed]
     killed = len(tested) - len(survivors)
+    late = sum((result.output or "").startswith("SIGALRM") for _, result in tested)
     yield f"{len(tested)} mutants, {killed} killed ({killed / max(1, len(tested)):.1%}), "
-    yield f"{len(db.pending_work_items)} to be tested.\n"
+    yield f"{late} of them by time; {len(db.pending_work_items)} to be tested.\n"
     for mutation, result in survivors:
         yield f"\n{mutation.module_path}:{mutation.start_pos[0]}, {mutation.operator_name}\n"
         yield f"\n```diff\n{result.diff}\n```\n"
@@ -165,7 +173,7 @@ def main() -> None:
             keep_a_sample(db, asked.count, asked.seed)
         if not db.num_results:
             every = sorted({path for part in OF_PART for path in first_tests(part)})
-            if failed := failure([*every, *more]):
+            if failed := failure([*every, *more], SECONDS_OF_REST):
                 sys.exit(f"tests fail without a mutant\n{failed}")
         for item in sorted(db.pending_work_items, key=lambda item: item.job_id):
             if time.time() < end:
@@ -174,7 +182,7 @@ def main() -> None:
             if not result.is_killed and "--ignore" not in result.output:
                 done = first_tests(str(item.mutations[0].module_path))
                 others = [f"--ignore={path}" for path in done]
-                run(db, item, [*others, "tests", "headloss", *more])
+                run(db, item, [*others, "tests", "headloss", *more], SECONDS_OF_REST)
         asked.session.with_name("report.md").write_text("".join(report(db)))
 
 
