@@ -28,11 +28,12 @@ from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkItem, WorkResult
 
-# As in conftest.py, whose turn comes after torch's here.
-os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-os.environ |= {"OPENBLAS_CORETYPE": "Sandybridge", "PYTHONDONTWRITEBYTECODE": "1"}
-sys.dont_write_bytecode = True
-
+ENVIRONMENT = {  # the first ones as in conftest.py, whose turn comes after torch's here
+    "OPENBLAS_CORETYPE": "Sandybridge",
+    "TRITON_INTERPRET": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
 CONFIG = Path(__file__).with_suffix(".toml")
 # After which a mutant counts as killed, since it may run forever: of fast tests, and of all others.
 SECONDS, SECONDS_OF_REST = 900, 7200
@@ -164,6 +165,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=600)
     parser.add_argument("--rest", action="store_true")
     asked, more = parser.parse_known_args()
+    os.environ.update(ENVIRONMENT)
+    sys.dont_write_bytecode = True
     import torch  # before a fork
 
     torch.set_num_threads(1)
