@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types test test-all test-frameworks test-release docs dist check demo clean
+.PHONY: help setup lint types test test-all test-frameworks test-release mutants docs dist check demo clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -70,6 +70,18 @@ test-release: $(STAMP)  ## the adapters under TRANSFORMERS=x TRL=y, or one of th
 	@$(BIN)/python -m pip install -qq --no-compile --no-deps --disable-pip-version-check \
 		--target $(RELEASE) $(WANTED)
 	@PYTHONPATH=$(RELEASE) $(PYTEST) $(RELEASE_TESTS) $(ARGS)
+# In a clone at the last commit. A run goes on where the last one ended; `rm -r .mutants` begins anew.
+MUTANTS := .mutants
+$(MUTANTS)/session.sqlite: $(STAMP)
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check \
+		-c constraints.txt -e '.[mutants]'
+	@rm -rf $(MUTANTS) && git clone -q . $(MUTANTS)/tree
+	@cd $(MUTANTS)/tree && $(CURDIR)/$(BIN)/cosmic-ray init tests/mutants.toml ../new.sqlite
+	@mv $(MUTANTS)/new.sqlite $@
+
+mutants: $(MUTANTS)/session.sqlite  ## do the tests see 300 random changes? .mutants/report.md
+	@cd $(MUTANTS)/tree && git checkout -q headloss && PYTHONPATH=$$PWD \
+		$(CURDIR)/$(BIN)/python tests/mutants.py ../session.sqlite $(ARGS)
 
 # Names of the API come from the source, so that the site's own tools are all that is needed.
 DOCS := .venv/.docs
@@ -105,5 +117,5 @@ demo: $(STAMP)  ## train a small model by SFT, then by GSPO, and report
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/demo.py $(ARGS)
 
 clean:  ## remove .venv and every cache
-	rm -rf .venv .venv-dist .venv-frameworks .venv-release .frameworks .pytest_cache .ruff_cache .hypothesis build dist site
+	rm -rf .venv .venv-dist .venv-frameworks .venv-release .frameworks .mutants .pytest_cache .ruff_cache .hypothesis build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

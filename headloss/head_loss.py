@@ -18,7 +18,7 @@ from .head.head import Head, check_head
 from .kernels.transform import Transform
 from .losses.term import Objective, Term
 from .objective.elsewhere import READ, loss_elsewhere
-from .objective.metrics import Mean, Metrics, Observed, Sum, fold, fold_all
+from .objective.metrics import Mean, Metrics, Observed, Sum, fold_all
 from .objective.statistics import Statistics
 from .options import DEFAULT, Options
 from .ranks.agreement import in_step
@@ -233,9 +233,15 @@ def _metrics(work: Work, stats: Statistics) -> Metrics:
     share = 1.0 if group is None else 1 / torch.distributed.get_world_size(group)
     one = torch.ones((), dtype=torch.float64, device=batch.targets.device)
     tokens = one * len(batch) if batch.live is None else batch.live.sum().double()
-    found = Metrics(tokens=Sum(tokens), segments=Sum(one * batch._count * share))
-    found["entropy"] = fold(Observed(stats.entropy, Mean), batch.live)
+    metrics = Metrics(tokens=Sum(tokens), segments=Sum(one * batch._count * share))
+    # What counts the same tokens, or segments, is folded together: an operation takes its time.
+    entropy: Any = {"entropy": Observed(stats.entropy, Mean)}
+    shares, together = {"token": 1.0, "segment": share}, {(id(batch.live), "token"): entropy}
+    rows = {id(batch.live): batch.live}
     for part in work.bound.parts:
-        (of_tokens, live), (of_segments, present) = part.observed(stats, batch)
-        found |= fold_all(of_tokens, live) | fold_all(of_segments, present, share)
-    return found
+        for per, (values, live) in zip(shares, part.observed(stats, batch), strict=True):
+            rows[id(live)] = live
+            together.setdefault((id(live), per), {}).update(values)
+    for (of, per), values in together.items():
+        metrics |= fold_all(values, rows[of], shares[per])
+    return metrics

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import torch
 from parallel_cases import groups
 from torch import distributed
@@ -41,6 +43,49 @@ def run(over: str, form: str, spoil: str) -> tuple[str, str]:
         return "loss", str(float(hl.head_loss(hidden, head, batch, term + hl.entropy()).loss))
     except (ValueError, TypeError) as error:
         return type(error).__name__, str(error)
+
+
+def restricted_totals(gradients: Literal["mean", "sum"]) -> tuple[float, float, dict]:
+    """Totals over the ranks of a batch whose fields keep other counts on each."""
+    rank = distributed.get_rank()
+    ids = torch.tensor([0, 0, 0, 1, 1, 2])
+    keep = {
+        "zeta": torch.tensor([1, 1, 1, 1, 0, 0]).bool(),
+        "alpha": torch.tensor([0, 0, 0, 0, 0, 1 - rank]).bool(),
+        "middle": torch.tensor([True, rank == 0, rank == 1]),  # of segments
+    }
+    batch = hl.Batch(torch.arange(T) % V, hl.Segments.from_ids(ids, count=3), **keep)
+    totals = hl.Totals.of(batch).all_reduce(gradients=gradients)
+    kept = {name: tuple(map(float, pair)) for name, pair in totals.kept.items()}
+    return float(totals.tokens), float(totals.segments), kept
+
+
+def sent(schedule: str, sparse: bool) -> list[tuple[int, ...]]:
+    """The shapes of all tensors that are added up over a vocabulary group, where every other row
+    has a gradient or all rows do."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    _, group = groups(1, world)
+    hidden, weight, targets = trained_looking(64, 8, 2 * V, torch.float64)
+    weights = torch.ones(64)
+    weights[::2] = 0 if sparse else 1
+    head = hl.Head(weight.chunk(world)[rank].requires_grad_(), vocab_group=group)
+    batch, term = hl.Batch(targets, share=weights), hl.cross_entropy().weighted("share")
+    loss = hl.head_loss(
+        hidden.requires_grad_(), head, batch, term, hl.Options(schedule=schedule)
+    ).loss
+    shapes, plain = [], distributed.all_reduce
+
+    def noted(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        shapes.append(tuple(tensor.shape))
+        return plain(tensor, *args, **options)
+
+    distributed.all_reduce = noted
+    try:
+        loss.backward()
+    finally:
+        distributed.all_reduce = plain
+    assert bool((hidden.grad[::2] == 0).all()) is sparse
+    return shapes
 
 
 def left_out(schedule: str) -> list[tuple[list, float, float]]:

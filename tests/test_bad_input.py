@@ -149,6 +149,22 @@ def test_hidden_and_head(error, match, make):
         (ValueError, "targets: got a 0-dim tensor", lambda: hl.Batch(torch.tensor(3))),
         (
             TypeError,
+            "ignore_index: got True, want an integer",
+            lambda: batch(ignore_index=True),
+        ),
+        (TypeError, "ignore_index: got 1.0, want an integer", lambda: batch(ignore_index=1.0)),
+        (
+            ValueError,
+            rf"ignore_index: got {2**63}, want an integer of 64 bits",
+            lambda: batch(ignore_index=2**63),
+        ),
+        (
+            ValueError,
+            rf"ignore_index: got {-(2**63) - 1}, want an integer of 64 bits",
+            lambda: batch(ignore_index=-(2**63) - 1),
+        ),
+        (
+            TypeError,
             "segments: got Tensor, want headloss.Segments",
             lambda: batch(segments=targets()),
         ),

@@ -22,7 +22,7 @@ HOPPER, SMALL = 227 << 10, 99 << 10  # bytes of shared memory
 def fresh() -> Iterator[None]:
     """Nothing is known of the machine."""
     kept = kernels._failure, kernels.load, tiles.has_accelerator
-    kept += versions.overlaps, versions.has_clusters
+    kept += (versions.overlaps,)
     for known in kept:
         known.cache_clear()
     yield
@@ -41,28 +41,25 @@ def on(monkeypatch, capability: tuple[int, int], shared: int = HOPPER, hip: str 
 
 
 @pytest.mark.parametrize(
-    ("name", "capability", "shared", "hip", "fused", "overlaps", "clusters"),
+    ("name", "capability", "shared", "hip", "fused", "overlaps"),
     [
-        ("A100", (8, 0), 163 << 10, None, False, False, False),
-        ("L40S", (8, 9), SMALL, None, False, False, False),
-        ("H100", (9, 0), HOPPER, None, True, True, True),
-        ("B200", (10, 0), HOPPER, None, True, False, True),
-        ("RTX 5090", (12, 0), SMALL, None, False, False, False),
-        ("MI300X", (9, 4), 64 << 10, "6.2", False, False, False),
-        ("MI250X", (9, 0), HOPPER, "6.2", False, False, False),
+        ("A100", (8, 0), 163 << 10, None, False, False),
+        ("L40S", (8, 9), SMALL, None, False, False),
+        ("H100", (9, 0), HOPPER, None, True, True),
+        ("B200", (10, 0), HOPPER, None, True, False),
+        ("RTX 5090", (12, 0), SMALL, None, False, False),
+        ("MI300X", (9, 4), 64 << 10, "6.2", False, False),
+        ("MI250X", (9, 0), HOPPER, "6.2", False, False),
     ],
 )
 def test_kernels_of_a_gpu(
-    monkeypatch, fresh, name, capability, shared, hip, fused, overlaps, clusters
+    monkeypatch, fresh, name, capability, shared, hip, fused, overlaps
 ) -> None:
     on(monkeypatch, capability, shared, hip)
     assert tiles.has_accelerator(GPU) is fused
     assert versions.overlaps(GPU) is overlaps
-    assert versions.has_clusters(GPU) is clusters
-    wide = given.shape_of(200000, True, GPU)
-    assert wide.parts == (8 if clusters else 1)
+    wide = given.shape_of(200000, True)
     assert (wide.registers is None) is (hip is not None)
-    assert given.shape_of(200000, False, GPU).parts == 1
 
 
 def test_the_tiles_in_flight_fit_the_memory_that_is_asked_for() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 
+import pytest
+
 from headloss import losses as h
+from headloss.losses import catalogue
 from headloss.losses.catalogue import MODIFIERS, TERMS, modifier_table, table
 
 
@@ -39,3 +42,19 @@ def test_table_is_traced() -> None:
     modifiers = modifier_table()
     assert "`mode`, `min=None`, `max=3.0` | `old_logps`, `sampling_logps` |" in modifiers
     assert "`sampling_logps` or `old_logps`" in modifiers
+
+
+def test_an_equation_is_the_paragraph_below_the_summary() -> None:
+    def of_two() -> None:
+        """A summary.
+
+        x +
+        y
+        """
+
+    def of_one() -> None:
+        """A summary."""
+
+    assert catalogue._equation(of_two) == "`x + y`"
+    with pytest.raises(ValueError, match="of_one: its docstring has no equation"):
+        catalogue._equation(of_one)

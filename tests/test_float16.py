@@ -199,6 +199,19 @@ def test_a_float64_adapter_widens_nothing_else(dtype):
     assert out.logps.dtype == torch.float32
 
 
+@pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held"])
+def test_small_weights_of_rows_of_their_own(schedule):
+    """The same where no row's bits may depend on others: weights alone decide the scale."""
+    hidden, weight, targets = trained_looking(12, 32, 75, torch.float16)
+    batch = hl.Batch(targets, totals=hl.Totals(tokens=16384, segments=1))
+    head = hl.Head(weight.requires_grad_())
+    chosen = hl.Options(backend="triton", schedule=schedule, batch_invariant=True)
+    hl.head_loss(hidden.requires_grad_(), head, batch, hl.cross_entropy(), chosen).loss.backward()
+    exact = plain(hidden, head, batch, hl.cross_entropy()).gradients
+    for name, leaf in (("hidden", hidden), ("weight", weight)):
+        assert within_budget(leaf.grad, exact[name], exact[name].half()), name
+
+
 @pytest.mark.parametrize("upstream", [1.0, 65536.0])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_small_weights_do_not_underflow_in_float16(schedule, upstream):

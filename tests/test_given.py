@@ -42,7 +42,7 @@ from headloss.objective.statistics import (
     finish,
 )
 from headloss.ranks.vocabulary import WHOLE
-from headloss.softmax.given import IntoLogits, WalkSoftmax
+from headloss.softmax.given import IntoLogits, View, WalkSoftmax
 from headloss.softmax.linear import Tokens
 from headloss.testing import plain
 
@@ -481,6 +481,19 @@ def test_logits_without_unit_stride_take_the_other_path():
     other = hl.logits_loss((leaf[:, 1:] * 1), batch, OBJECTIVES[0], options=options)
     assert "rows of the given logits, where they lie" in str(other.plan)
     torch.testing.assert_close(out.loss, other.loss)
+
+
+@pytest.mark.parametrize("index", [None, [5, 0, 22, 13]])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0)])
+def test_offsets_of_more_dimensions(order, index):
+    """Of logits [a, b, c, V] that no flat view has, to where each token's row begins."""
+    whole = torch.arange(2 * 3 * 4 * 48).view(2, 3, 4, 48)
+    logits = whole.permute(*order, 3)[..., :5]
+    positions = torch.arange(24) if index is None else torch.tensor(index)
+    found, aligned = View(logits, None if index is None else positions).offsets()
+    assert aligned
+    assert torch.equal(found, logits.reshape(24, 5)[positions, 0])
+    assert not View(whole[..., :47].contiguous(), None).offsets()[1]
 
 
 # ---------------------------------------------------------------------- on a GPU alone

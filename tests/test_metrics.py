@@ -206,6 +206,18 @@ def test_metrics_by_hand():
     )
 
 
+@pytest.mark.parametrize("make_term", [hl.grpo, hl.gspo])
+def test_a_ratio_on_a_bound_is_inside_it(make_term):
+    """With bounds of 1 and a ratio of 1, no gradient is taken."""
+    hidden, head, targets, segments, fields = problem()
+    fields |= {"advantages": torch.tensor([1.0, 1, -1, 1, -1, 1]), "old_logps": hl.CURRENT}
+    batch = hl.Batch(targets, segments, **fields)
+    term = make_term(epsilon_low=0.0, epsilon_high=0.0)
+    found = hl.head_loss(hidden, head, batch, term).metrics.compute()
+    assert found[f"{term.name}/ratio_min"] == found[f"{term.name}/ratio_max"] == 1
+    assert [found[f"{term.name}/clip_{side}"] for side in ("low", "high", "region")] == [0, 0, 0]
+
+
 def test_figures_of_a_segment_scoped_term_are_per_segment():
     """Of the segments that have a scored token: an empty one has no ratio."""
     hidden, head, targets, segments, fields = problem()

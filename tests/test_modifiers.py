@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 from pathlib import Path
@@ -12,8 +13,11 @@ from losses_case import LENGTHS, Case, assert_same, make, reduced, value_and_gra
 from torch import Tensor, multiprocessing
 
 from headloss import losses as h
+from headloss.batch.batch import Batch
 from headloss.batch.packing import PackedBatch
+from headloss.batch.segments import Segments
 from headloss.losses.modifiers import MODES, Modifier, top_entropy
+from headloss.losses.rejection import LEVELS, MEASURES
 from headloss.losses.term import Term
 from headloss.objective.metrics import Max, Mean, fold
 from headloss.objective.statistics import Statistics
@@ -107,6 +111,64 @@ def test_correction_carries_no_gradient_and_keeps_the_denominator() -> None:
     )
     losses = w * plain(case.stats, case.batch)
     assert_same(got, value_and_gradient(losses.sum() / sum(LENGTHS), case.logp))
+
+
+# ---------------------------------------------------------------------- rejected
+
+
+def disagreement(measure: str, old: float, sampling: float) -> float:
+    d, p, q = old - sampling, math.exp(old), math.exp(sampling)
+    return {
+        "ratio": d,
+        "k2": d * d / 2,
+        "k3": math.exp(d) - 1 - d,
+        "tv": abs(p - q),
+        "kl": q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)),
+    }[measure]
+
+
+def of_sequence(values: list[float], level: str) -> float:
+    if not values:
+        return 0.0
+    total = max(values) if level == "sequence_max" else sum(values)
+    return total / len(values) if level == "sequence_mean" else total
+
+
+@pytest.mark.parametrize("bounds", ["min", "max", "both"])
+@pytest.mark.parametrize(
+    ("measure", "level"),
+    [pair for pair in itertools.product(MEASURES, LEVELS) if pair != ("ratio", "sequence_max")],
+)
+def test_rejected(measure: str, level: str, bounds: str) -> None:
+    """Bounds lie between the middle values, and below or above all but one."""
+    case = make()
+    probabilities = {n: case.fields[n].clamp_max(-0.05) for n in ("old_logps", "sampling_logps")}
+    case = case.with_fields(**probabilities)
+    tokens = [
+        [disagreement(measure, float(o), float(q)) for o, q in zip(s.old, s.sampling, strict=True)]
+        for s in case.sequences()
+    ]
+    if level != "token":
+        tokens = [[of_sequence(values, level)] * len(values) for values in tokens]
+    if measure == "ratio":
+        tokens = [[math.exp(m) for m in values] for values in tokens]
+    ordered = sorted({m for values in tokens for m in values})
+    middle = (ordered[len(ordered) // 2 - 1] + ordered[len(ordered) // 2]) / 2
+    low = middle if bounds == "min" else (ordered[0] + ordered[1]) / 2
+    high = middle if bounds == "max" else (ordered[-2] + ordered[-1]) / 2
+    limits = {"min": low if bounds != "max" else None, "max": high if bounds != "min" else None}
+    want = [
+        float((bounds == "max" or m >= low) and (bounds == "min" or m <= high))
+        for values in tokens
+        for m in values
+    ]
+    assert 0 < sum(want) < len(want)
+    found = factor(h.grpo().rejected(measure, level, **limits), case)
+    assert found.tolist() == want
+    batch = Batch(torch.zeros(len(want)).long(), Segments.from_lengths(LENGTHS), **probabilities)
+    assert h.rejection_mask(batch, measure, level=level, **limits).tolist() == [
+        x == 1 for x in want
+    ]
 
 
 # ---------------------------------------------------------------------- off-policy mask

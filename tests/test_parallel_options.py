@@ -30,6 +30,22 @@ def test_tensors_among_options(world: World, over: str, form: str) -> None:
         assert kind == "loss", value
 
 
+@pytest.mark.parametrize(("gradients", "share"), [("sum", 1.0), ("mean", 0.5)])
+def test_totals_of_restricted_fields(world: World, gradients: str, share: float) -> None:
+    """(tokens, segments) that each field keeps, of both ranks together; names in any order."""
+    kept = {"zeta": (8, 4), "alpha": (1, 1), "middle": (3 + 2 + 3 + 1, 4)}
+    want = {name: (share * tokens, share * count) for name, (tokens, count) in kept.items()}
+    for found in world.run(parallel_options.restricted_totals, gradients):
+        assert found == (12 * share, 6 * share, want)
+
+
+def test_what_is_sent_does_not_depend_on_which_rows_have_a_gradient(world: World) -> None:
+    """Law 7, of the hidden gradient under recompute: 64 tokens of width 8."""
+    for sparse in (False, True):
+        for shapes in world.run(parallel_options.sent, "recompute", sparse):
+            assert shapes == [(64, 8)]
+
+
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held"])
 def test_ranks_leave_out_the_same_rows(world: World, schedule: str) -> None:
     """Masses come from merged statistics, which are the same bits on all ranks."""

@@ -43,6 +43,15 @@ def row(tokens: int, vocabulary: int = 5000) -> int:
 
 
 @pytest.mark.parametrize(
+    ("asked", "rows"), [(1, 1), (2, 2), (999, 999), (1000, 1000), (1001, 1000)]
+)
+def test_chunks_have_as_many_tokens_as_asked_for(asked, rows):
+    plan = planned(chunk_tokens=asked)
+    assert plan.chunk_tokens == rows
+    assert [chunk.stop - chunk.start for chunk in plan.chunks][:-1] == [rows] * (999 // rows)
+
+
+@pytest.mark.parametrize(
     ("width", "vocabulary", "budget", "rows"),
     [(4096, 128256, 1200, 4096), (4096, 128256, 2200, 8192), (2048, 151936, 2200, 6144)],
 )

@@ -273,6 +273,26 @@ def test_answers_without_pairs_on_one_token() -> None:
     assert term(case.stats, case.batch).tolist() == pytest.approx(want)
 
 
+@pytest.mark.parametrize("eps", [0.0, 0.2])
+@pytest.mark.parametrize("paired", [True, False])
+def test_optimal_transport(paired: bool, eps: float) -> None:
+    """Equation of section 3 of the paper, sorted lists of the pairs' numbers."""
+    case = make(lengths=LENGTHS)
+    chosen, rejected = case.sequences()[::2], case.sequences()[1::2]
+    if paired:
+        pairs = list(zip(chosen, rejected, strict=True))
+        upper = [total(c.logp) - total(r.logp) for c, r in pairs]
+        lower = [total(c.ref) - total(r.ref) for c, r in pairs]
+    else:
+        upper, lower = ([total(log_ratios(s)) for s in side] for side in (chosen, rejected))
+    ordered = zip(*(sorted(side, key=Tensor.item) for side in (upper, lower)), strict=True)
+    margins = [0.7 * (u - v) for u, v in ordered]
+    paper = mean([-(1 - eps) * log_sigmoid(x) - eps * log_sigmoid(-x) for x in margins])
+    term = h.aot(beta=0.7, label_smoothing=eps, paired=paired)
+    found = value_and_gradient(reduced(term, case.stats, case.batch), case.logp)
+    assert_same(found, value_and_gradient(paper, case.logp))
+
+
 @pytest.mark.parametrize("paired", [True, False])
 def test_optimal_transport_leaves_out_pairs_without_tokens(paired: bool) -> None:
     """And what static shapes put after the last pair."""

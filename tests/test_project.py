@@ -39,6 +39,7 @@ LOGITS = {"kernels", "softmax.products", "softmax"}
 VERBS = {"check_term", "head_function", "head_loss", "head_stats", "head_topk"}
 PUBLIC = {"", *PARTS, "head.head", "losses", "options", "run.plan", "run.prepare", *VERBS}
 ALLOWED: dict[str, set[str]] = {
+    "naive": set(),  # torch alone
     "arguments": set(),
     "host_copy": set(),
     "objective.statistics": set(),
@@ -224,8 +225,8 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_623, "core tokens": 78_318}
-MOST |= {"kernels lines": 4_810, "kernels tokens": 40_441, "files on top": 14}
+MOST = {"core lines": 10_627, "core tokens": 78_391}
+MOST |= {"kernels lines": 4_811, "kernels tokens": 40_449, "files on top": 14}
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -332,6 +332,8 @@ def test_a_modifier_of_ones_own_that_sees_dead_rows() -> None:
     term, data = hl.cross_entropy().modified(modifier), with_prompt()
     assert call(term, data=data).loss.isfinite()
     with pytest.raises(ValueError, match="static: got True with term cross_entropy"):
+        call(hl.entropy() + term, data=data, static=True)
+    with pytest.raises(ValueError, match="static: got True with term cross_entropy"):
         call(term, data=data, static=True)
 
 

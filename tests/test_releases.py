@@ -419,7 +419,7 @@ def test_a_function_of_trl_with_other_arguments(
     with monkeypatch.context() as patch:
         patch.delattr(utils, "_ChunkedLogProbFunction")
         with pytest.raises(
-            RuntimeError, match=rf"_ChunkedLogProbFunction: is not in trl {another}"
+            RuntimeError, match=rf"_ChunkedLogProbFunction: is not in the installed TRL, {another}"
         ):
             trl_install.install()
     stock = distillation_trainer._chunked_divergence_loss
@@ -472,5 +472,5 @@ def test_a_method_of_a_trainer_that_takes_other_arguments(
         SFTTrainer()
     monkeypatch.undo()
     monkeypatch.delattr(sft_trainer, "add_fused_lm_head")
-    with pytest.raises(RuntimeError, match="add_fused_lm_head: is not in trl"):
+    with pytest.raises(RuntimeError, match="add_fused_lm_head: is not in the installed TRL"):
         SFTTrainer()

@@ -61,6 +61,13 @@ def test_equality_sees_every_part() -> None:
     assert hl.grpo() != "grpo" and hl.grpo() != hl.Objective.of(hl.grpo())
 
 
+def test_a_function_whose_name_now_belongs_to_another_is_not_mistaken_for_it() -> None:
+    """Pickle finds a term's function by its name."""
+    with pytest.raises(pickle.PicklingError, match="renamed"):
+        pickled(travel.RENAMED)
+    assert copy.copy(travel.RENAMED) == travel.RENAMED != travel.renamed()
+
+
 def test_current_is_one() -> None:
     """A batch that has travelled stands for this call's own log-probs still."""
     hidden, head, batch = travel.problem(torch.linspace(0.5, 1, travel.T))

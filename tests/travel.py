@@ -38,6 +38,19 @@ def watched(stats, batch):
     return -stats.logp
 
 
+@hl.term
+def renamed(stats, batch):
+    return -stats.logp
+
+
+RENAMED = renamed()
+
+
+@hl.term
+def renamed(stats, batch):
+    return stats.logp
+
+
 def weigh(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
     return (2 * tokens).reciprocal().expand_as(lengths)
 

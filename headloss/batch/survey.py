@@ -68,22 +68,20 @@ class Survey:
         """[N] int64: 0 for scored positions with an id below 0, one for each segment, one for ids
         beyond, and the last for what is not scored."""
         ids, count = self.segments.ids.reshape(-1), self.segments.count
-        bins = ids.clamp(-1, count).add_(1)
+        bins = ids.long().clamp(-1, count).add_(1)
         return bins.masked_fill_(self.targets.reshape(-1) == IGNORE, count + 2)
 
     def _extremes(self) -> Tensor:
-        """How often a segment's id is followed by a lower one; the smallest scored target, or 0;
-        the largest, or 0, of targets and of each of id_fields; for each of these, at how many
-        scored positions an id stands twice."""
+        """How often a segment's id is followed by a lower one; the smallest target and the largest,
+        and the largest of each of id_fields, 0 standing for what is not scored; for each of these
+        fields, at how many scored positions an id stands twice."""
         targets, ids = self.targets.reshape(-1), self.segments.ids.reshape(-1)
         unscored, fields = targets == IGNORE, list(self.id_fields.values())
         if not len(targets):
             return targets.new_zeros(3 + 2 * len(fields), dtype=torch.int64)
         values = [targets, *(field.amax(1) for field in fields)]
         scored = [value.masked_fill(unscored, 0).long() for value in values]
-        falls = ids.clamp(-1, self.segments.count).diff() < 0
-        numbers = [falls.sum(), scored[0].amin().clamp_max(0)]
-        numbers += [value.amax().clamp_min(0) for value in scored]
+        numbers = [(ids[1:] < ids[:-1]).sum(), scored[0].amin(), *(v.amax() for v in scored)]
         numbers += [(_repeated(field) & ~unscored).sum() for field in fields]
         return torch.stack(numbers)
 

@@ -21,8 +21,8 @@ def require(owner: Any, *names: str, ours: Any = None) -> None:
     for name in names:
         if not hasattr(owner, name):
             raise RuntimeError(
-                f"{owner.__name__}.{name}: is not in trl {release('trl')}, and headloss's own "
-                "would never be called; install trl " + ", ".join(TESTED["trl"])
+                f"{owner.__name__}.{name}: is not in the installed TRL, {release('trl')}, and "
+                f"headloss's own would never be called; install trl {', '.join(TESTED['trl'])}"
             )
         if ours is not None and getattr(ours, name) is not getattr(owner, name):
             check_signature(

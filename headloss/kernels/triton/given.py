@@ -37,7 +37,8 @@ class Shape(NamedTuple):
 
 # By columns: the first row that is wide enough.
 SHAPES = {
-    49152: Shape(warps=16, registers=64), 16384: Shape(warps=8, registers=64), 0: Shape(warps=4)
+    98304: Shape(warps=32, turns=4, registers=64), 16384: Shape(warps=16, turns=4, registers=64),
+    0: Shape(warps=4)
 }
 APART = Shape(warps=16, turns=1)  # of one walk alone
 VECTOR = 16  # bytes that a thread loads at once

@@ -1,0 +1,150 @@
+"""The whole idea in plain PyTorch, to be read first.
+
+The head of a language model turns hidden vectors x [T, H] into logits z = x W^T [T, V], and a loss
+is a function of their softmax p. T x V numbers are too many to keep. They need not be kept:
+
+1. A loss sees a few *statistics* of each token, never its logits. Its gradient with respect to
+   them becomes four *coefficients* per token, from which the gradient of every logit follows.
+2. The statistics of two slices of the vocabulary merge into those of both.
+3. A mean over tokens or over sequences is a *weight* per token: the loss is sum_t w_t l_t.
+4. What a loss sees before its gradient is known decides the order: `one_pass` or `recompute`.
+
+`headloss.head_loss` does the same faster, for many more heads, batches and losses. Here inputs are
+float32 or float64, logits are finite and every position counts.
+
+T tokens, H hidden width, V vocabulary, y a token's target; n tokens of a chunk, v of V columns.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Statistics(NamedTuple):
+    """What a loss sees of each token, [T] each."""
+
+    logp: Tensor  # z_y - lse
+    lse: Tensor  # log sum exp z
+    entropy: Tensor  # -sum p log p
+    mean_logit: Tensor  # sum z / V
+
+
+Batch = dict[str, Tensor]  # [T] vectors by name: "targets", weights, and what a loss reads
+Objective = Callable[[Statistics, Batch], Tensor]  # w_t l_t [T]
+Result = tuple[Tensor, Tensor, Tensor]  # loss, dL/dx [T, H], dL/dW [V, H]
+
+
+def grpo(stats: Statistics, batch: Batch, epsilon: float = 0.2) -> Tensor:
+    """[T] the clipped surrogate -min(r A, clip(r) A), with a token's r = exp(logp - old_logp)."""
+    ratio, advantages = (stats.logp - batch["old_logps"]).exp(), batch["advantages"]
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - epsilon, 1 + epsilon) * advantages)
+
+
+def gspo(stats: Statistics, batch: Batch, low: float = 3e-4, high: float = 4e-4) -> Tensor:
+    """[T] the same with one ratio per sequence, exp(mean over its tokens of logp - old_logp): all
+    statistics of a sequence come before any of its gradient."""
+    ids, advantages, d = batch["segment_ids"], batch["advantages"], stats.logp - batch["old_logps"]
+    means = d.new_zeros(len(d)).scatter_reduce(0, ids, d, "mean", include_self=False)
+    ratio = means.exp()[ids]
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+
+
+class Partials(NamedTuple):
+    """A slice of the vocabulary in five numbers per token, with e_j = exp(z_j - m); [n] each."""
+
+    m: Tensor  # max z
+    sum_e: Tensor  # sum e
+    sum_ez: Tensor  # sum e (z - m): without the shift by m an entropy of large logits cancels
+    sum_z: Tensor
+    target: Tensor  # z_y, -inf where y lies in another slice
+
+
+def measure(z: Tensor, columns: Tensor, targets: Tensor) -> Partials:
+    """The partials of logits z [n, v] of these columns [v] of the vocabulary."""
+    m = z.amax(1)
+    shifted = z - m[:, None]
+    e = shifted.exp()
+    target = z.masked_fill(columns != targets[:, None], -torch.inf).amax(1)
+    return Partials(m, e.sum(1), (e * shifted).sum(1), z.sum(1), target)
+
+
+def merge(a: Partials, b: Partials) -> Partials:
+    """The partials of two slices together, be they blocks on one GPU or shards on two."""
+    m = torch.maximum(a.m, b.m)
+    sum_e, sum_ez = torch.zeros_like(m), torch.zeros_like(m)
+    for part in (a, b):
+        shift = part.m - m
+        sum_e += shift.exp() * part.sum_e
+        sum_ez += shift.exp() * (part.sum_ez + shift * part.sum_e)
+    return Partials(m, sum_e, sum_ez, a.sum_z + b.sum_z, torch.maximum(a.target, b.target))
+
+
+def finish(partials: Partials, vocabulary: int) -> Statistics:
+    """The statistics, from the partials of the whole vocabulary."""
+    log_sum = partials.sum_e.log()
+    lse, entropy = partials.m + log_sum, log_sum - partials.sum_ez / partials.sum_e
+    return Statistics(partials.target - lse, lse, entropy, partials.sum_z / vocabulary)
+
+
+def coefficients(
+    objective: Objective, stats: Statistics, batch: Batch, vocabulary: int
+) -> tuple[Tensor, list[Tensor]]:
+    """The loss and, of each token, c_target, c_prob, c_entropy, c_uniform: all that the gradient of
+    the logits takes from a loss. Autograd runs on [n] vectors alone."""
+    leaves = Statistics(*(statistic.detach().requires_grad_() for statistic in stats))
+    with torch.enable_grad():
+        loss = objective(leaves, batch).sum()
+    logp, lse, entropy, mean = torch.autograd.grad(loss, leaves, materialize_grads=True)
+    return loss.detach(), [logp, lse - logp - entropy * stats.entropy, -entropy, mean / vocabulary]
+
+
+def logit_gradient(
+    z: Tensor, columns: Tensor, targets: Tensor, lse: Tensor, c: list[Tensor]
+) -> Tensor:
+    """dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform, [n, v].
+
+    From dlogp/dz_j = [j = y] - p_j, dlse/dz_j = p_j, dentropy/dz_j = -p_j (log p_j + entropy) and
+    dmean_logit/dz_j = 1/V.
+    """
+    c_target, c_prob, c_entropy, c_uniform = (x[:, None] for x in c)
+    log_p = z - lse[:, None]
+    dz = log_p.exp() * (c_prob + c_entropy * log_p) + c_uniform
+    return dz + c_target * (columns == targets[:, None])
+
+
+@torch.no_grad()
+def one_pass(x: Tensor, weight: Tensor, batch: Batch, objective: Objective, chunk: int) -> Result:
+    """Three products, logits of `chunk` tokens at once; a chunk holds all that a loss needs."""
+    loss, dx, dw = x.new_zeros(()), torch.empty_like(x), torch.zeros_like(weight)
+    columns = torch.arange(len(weight), device=x.device)
+    for rows in torch.arange(len(x), device=x.device).split(chunk):
+        part = {name: values[rows] for name, values in batch.items()}
+        z = x[rows] @ weight.T
+        stats = finish(measure(z, columns, part["targets"]), len(weight))
+        share, c = coefficients(objective, stats, part, len(weight))
+        dz = logit_gradient(z, columns, part["targets"], stats.lse, c)
+        loss += share
+        dx[rows] = dz @ weight
+        dw += dz.T @ x[rows]
+    return loss, dx, dw
+
+
+@torch.no_grad()
+def recompute(x: Tensor, weight: Tensor, batch: Batch, objective: Objective, slab: int) -> Result:
+    """Four products, logits of `slab` columns at once, for any loss: the statistics of all tokens
+    come first, and the logits of each slab are made again for their gradient."""
+    dx, dw = torch.zeros_like(x), torch.empty_like(weight)
+    slabs, targets = torch.arange(len(weight), device=x.device).split(slab), batch["targets"]
+    sweep = (measure(x @ weight[columns].T, columns, targets) for columns in slabs)
+    stats = finish(functools.reduce(merge, sweep), len(weight))
+    loss, c = coefficients(objective, stats, batch, len(weight))
+    for columns in slabs:
+        dz = logit_gradient(x @ weight[columns].T, columns, targets, stats.lse, c)
+        dx += dz @ weight[columns]
+        dw[columns] = dz.T @ x
+    return loss, dx, dw
