@@ -6,7 +6,8 @@ N positions, T of them scored, H hidden width, V vocabulary, K terms.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from .arguments import brief, plain_numbers
 from .batch.batch import Batch
+from .batch.packing import PackedBatch
 from .head.head import Head, check_head
 from .kernels.transform import Transform
 from .losses.term import Objective, Term
 from .objective.elsewhere import READ, loss_elsewhere
-from .objective.metrics import Mean, Metrics, Observed, Sum, fold_all
+from .objective.metrics import Mean, Metrics, Observed, Sum, fold, fold_all
 from .objective.statistics import Statistics
 from .options import DEFAULT, Options
 from .ranks.agreement import in_step
@@ -51,10 +53,19 @@ class Output:
 
     loss: Tensor
     terms: dict[str, Tensor]
-    metrics: Metrics
     logps: Tensor
     entropies: Tensor | None
     plan: Plan
+    _measure: Callable[[], Metrics] = field(compare=False)
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        """Measurements by name, found when they are asked for first: a step often asks for none."""
+        return self._measure()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles hold the metrics themselves."""
+        return {**vars(self), "metrics": self.metrics, "_measure": Metrics}
 
     def __repr__(self) -> str:
         """Values of the loss and the terms, which are read from the device; names of metrics."""
@@ -204,13 +215,11 @@ def without_gradient(*_: Any, **__: Any) -> None:
 
 def _run(options: Options, make: Callable[..., Call], *given: Any) -> Output:
     work, tensors = make(*given)
-    metrics = Metrics()
+    measure: Callable[[], Metrics] = Metrics
     with inside(work.packing.targets.device.type, *work.groups):
         loss, (stats, values, _) = HeadLoss.apply(work, *tensors)
         if options.metrics:
-            metrics |= _metrics(work, stats)
-            if work.tolerance is not None:
-                metrics |= work.tolerance.metrics()
+            measure = _measure_of(work, stats)
     pairs = zip(work.bound.named, values.to(loss.dtype).unbind(), strict=False)
     terms = {name: value for (name, _), value in pairs}
     for value in terms.values():
@@ -219,29 +228,39 @@ def _run(options: Options, make: Callable[..., Call], *given: Any) -> Output:
     return Output(
         loss=loss,
         terms=terms,
-        metrics=metrics,
         logps=work.packing.scatter(stats.logp),
         entropies=None if entropies is None else work.packing.scatter(entropies),
         plan=work.plan,
+        _measure=measure,
     )
 
 
+def _measure_of(work: Work, stats: Statistics) -> Callable[[], Metrics]:
+    """What finds the metrics: now, where that takes collectives, is captured in a graph, runs a
+    user's code, or would need more than copies of vectors of the batch as it is; else later."""
+    batch, parts, group = work.batch, work.bound.parts, work.batch.segments.group
+    more = Metrics if work.tolerance is None else work.tolerance.metrics
+    later = None
+    if group is None and batch.live is None and all(part.term.is_own for part in parts):
+        later = batch.owned()
+    if later is None:
+        share = 1.0 if group is None else 1 / torch.distributed.get_world_size(group)
+        metrics = _metrics(parts, batch.on(stats), stats, more, share)
+        return lambda: metrics
+    parts = tuple(p if p.kept is None else p._replace(kept=p.kept.clone()) for p in parts)
+    return partial(_metrics, parts, later.on(stats), stats, more, 1.0)
+
+
 @torch.no_grad()
-def _metrics(work: Work, stats: Statistics) -> Metrics:
-    """What every term observes, folded."""
-    batch, group = work.batch.on(stats), work.batch.segments.group
-    share = 1.0 if group is None else 1 / torch.distributed.get_world_size(group)
+def _metrics(
+    parts: Any, batch: PackedBatch, stats: Statistics, more: Callable[[], Metrics], share: float
+) -> Metrics:
+    """What every term observes, folded, and more."""
     one = torch.ones((), dtype=torch.float64, device=batch.targets.device)
     tokens = one * len(batch) if batch.live is None else batch.live.sum().double()
     metrics = Metrics(tokens=Sum(tokens), segments=Sum(one * batch._count * share))
-    # What counts the same tokens, or segments, is folded together: an operation takes its time.
-    entropy: Any = {"entropy": Observed(stats.entropy, Mean)}
-    shares, together = {"token": 1.0, "segment": share}, {(id(batch.live), "token"): entropy}
-    rows = {id(batch.live): batch.live}
-    for part in work.bound.parts:
-        for per, (values, live) in zip(shares, part.observed(stats, batch), strict=True):
-            rows[id(live)] = live
-            together.setdefault((id(live), per), {}).update(values)
-    for (of, per), values in together.items():
-        metrics |= fold_all(values, rows[of], shares[per])
-    return metrics
+    metrics["entropy"] = fold(Observed(stats.entropy, Mean), batch.live)
+    for part in parts:
+        (of_tokens, live), (of_segments, present) = part.observed(stats, batch)
+        metrics |= fold_all(of_tokens, live) | fold_all(of_segments, present, share)
+    return Metrics(metrics | more())

@@ -159,7 +159,8 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(same, a, b))
     if dataclasses.is_dataclass(a):
-        names = [f.name for f in dataclasses.fields(a)]
+        names = [f.name for f in dataclasses.fields(a) if f.compare]
+        names += ["metrics"] if hasattr(a, "metrics") else []
         return all(same(getattr(a, name), getattr(b, name)) for name in names)
     return bool(a == b)
 

@@ -119,6 +119,19 @@ class PackedBatch:
         fields = {**self._given, **self._fields}
         return {name: kind_of(value, 1, self._dtype) for name, value in fields.items()}
 
+    def owned(self) -> PackedBatch | None:
+        """The same tokens in memory of their own, whatever becomes of the caller's; None where
+        fields are wider than vectors."""
+        own, fields = self.segments, {**self._given, **self._fields}
+        if any(isinstance(value, Tensor) and value.dim() > 1 for value in fields.values()):
+            return None
+        twin = copy(self)
+        twin.targets = self.targets.clone()
+        twin.segments = Segments(own.ids.clone(), own.count, counts=own._counts)
+        twin._given = {name: value.clone() for name, value in self._given.items()}
+        twin._fields = {n: v for n, v in self._fields.items() if isinstance(v, Current)}
+        return twin
+
     def on(self, stats: Statistics) -> PackedBatch:
         """The same tokens beside their statistics (for CURRENT)."""
         if not self._fields:

@@ -54,34 +54,34 @@ class Survey:
         self.tensors, self.versions = tensors, versions(tensors)
         self.targets, self.segments = targets, segments
         self.id_fields = id_fields and {n: t.flatten(0, -2) for n, t in id_fields.items()}
-        extremes, self.bins = self._extremes(), self._bins()
-        count = segments.count
-        bins = extremes.new_zeros(count + 3)
-        bins.scatter_add_(0, self.bins, torch.ones_like(self.bins))
+        unscored, count = targets.reshape(-1) == IGNORE, segments.count
+        extremes, self.bins = self._extremes(unscored), self._bins(unscored)
+        bins = extremes.new_zeros(count + 3).scatter_(0, self.bins, 1, reduce="add")
         self.counts = bins[1 : count + 1]
         numbers = [extremes, bins] if more is None else [extremes, bins, more]
         self.size = len(extremes) + len(bins)
         self._copy = HostCopy(torch.cat(numbers))
         self._read: list[int] | None = None
 
-    def _bins(self) -> Tensor:
+    def _bins(self, unscored: Tensor) -> Tensor:
         """[N] int64: 0 for scored positions with an id below 0, one for each segment, one for ids
         beyond, and the last for what is not scored."""
         ids, count = self.segments.ids.reshape(-1), self.segments.count
         bins = ids.long().clamp(-1, count).add_(1)
-        return bins.masked_fill_(self.targets.reshape(-1) == IGNORE, count + 2)
+        return bins.masked_fill_(unscored, count + 2)
 
-    def _extremes(self) -> Tensor:
+    def _extremes(self, unscored: Tensor) -> Tensor:
         """How often a segment's id is followed by a lower one; the smallest target and the largest,
         and the largest of each of id_fields, 0 standing for what is not scored; for each of these
         fields, at how many scored positions an id stands twice."""
         targets, ids = self.targets.reshape(-1), self.segments.ids.reshape(-1)
-        unscored, fields = targets == IGNORE, list(self.id_fields.values())
+        fields = list(self.id_fields.values())
         if not len(targets):
             return targets.new_zeros(3 + 2 * len(fields), dtype=torch.int64)
         values = [targets, *(field.amax(1) for field in fields)]
         scored = [value.masked_fill(unscored, 0).long() for value in values]
-        numbers = [(ids[1:] < ids[:-1]).sum(), scored[0].amin(), *(v.amax() for v in scored)]
+        numbers = [(ids[1:] < ids[:-1]).sum(), *scored[0].aminmax()]
+        numbers += [value.amax() for value in scored[1:]]
         numbers += [(_repeated(field) & ~unscored).sum() for field in fields]
         return torch.stack(numbers)
 
