@@ -111,12 +111,11 @@ class Term(_Arithmetic):
 
     @property
     def is_own(self) -> bool:
-        """Whether its function is one of this library, and not a user's."""
+        """Whether its function is one of this package, whose functions do nothing else."""
         function: Any = self.function
         while isinstance(function, functools.partial):
             function = function.func
-        package = __name__.partition(".")[0]
-        return str(getattr(function, "__module__", "")).partition(".")[0] == package
+        return str(getattr(function, "__module__", "")).startswith(f"{__package__}.")
 
     def __repr__(self) -> str:
         """The code that makes it."""
