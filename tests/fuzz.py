@@ -1,8 +1,7 @@
 """Random calls of the public verbs, each drawn from its seed, and plain records of what they gave.
 
-    python tests/fuzz.py --count 500 --against FOLDER    # it holds another headloss/
+    python tests/fuzz.py --count 500 --against FOLDER   # another headloss/; --first 17: a seed
     python tests/fuzz.py --count 5000 --device cuda --workers 6 --against FOLDER
-    python tests/fuzz.py --first 17 --count 1 --against FOLDER    # one seed
 
 The same calls of two versions are compared in loss, gradients, metrics and texts of errors: to the
 bit, or `--close 1e-6`. Every tenth call runs on two ranks, on the CPU.
