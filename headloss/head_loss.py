@@ -242,7 +242,7 @@ def _measure_of(work: Work, stats: Statistics) -> Callable[[], Metrics]:
     more = Metrics if work.tolerance is None else work.tolerance.metrics
     later = None
     if group is None and batch.live is None and all(part.term.is_own for part in parts):
-        later = batch.owned()
+        later = batch._owned()
     if later is None:
         share = 1.0 if group is None else 1 / torch.distributed.get_world_size(group)
         metrics = _metrics(parts, batch.on(stats), stats, more, share)

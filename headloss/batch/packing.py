@@ -119,7 +119,7 @@ class PackedBatch:
         fields = {**self._given, **self._fields}
         return {name: kind_of(value, 1, self._dtype) for name, value in fields.items()}
 
-    def owned(self) -> PackedBatch | None:
+    def _owned(self) -> PackedBatch | None:
         """The same tokens in memory of their own, whatever becomes of the caller's; None where
         fields are wider than vectors."""
         own, fields = self.segments, {**self._given, **self._fields}
