@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..arguments import IGNORE
 from ..host_copy import HostCopy
-from .segments import Segments
+from .segments import Segments, count_in
 
 
 class Order(NamedTuple):
@@ -56,7 +56,7 @@ class Survey:
         self.id_fields = id_fields and {n: t.flatten(0, -2) for n, t in id_fields.items()}
         unscored, count = targets.reshape(-1) == IGNORE, segments.count
         extremes, self.bins = self._extremes(unscored), self._bins(unscored)
-        bins = extremes.new_zeros(count + 3).scatter_(0, self.bins, 1, reduce="add")
+        bins = count_in(self.bins, count + 3, torch.ones_like(self.bins))
         self.counts = bins[1 : count + 1]
         numbers = [extremes, bins] if more is None else [extremes, bins, more]
         self.size = len(extremes) + len(bins)
