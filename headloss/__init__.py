@@ -19,9 +19,9 @@ from .head_stats import HeadStats, head_stats
 from .head_topk import HeadTopk, head_topk
 from .losses import *  # noqa: F403
 from .objective.metrics import Max, Mean, Metrics, Min, Observed, Sum
+from .objective.reads import clear_cache
 from .options import Options
 from .run.plan import Plan
-from .run.prepare import clear_cache
 
 __version__ = "0.1.0.dev0"
 

@@ -17,7 +17,7 @@ from . import __version__, doctor, gate, kernels, train
 from .arguments import did_you_mean
 from .losses.catalogue import TERMS, sample, table
 from .losses.term import Objective
-from .objective.bound import reads
+from .objective.reads import reads
 from .options import SCHEDULES, Options
 from .run.checks import check_segments
 from .run.plan import MIB, Problem, make_plan

@@ -15,7 +15,8 @@ from .batch.packing import PackedBatch, outside_inference, pack
 from .batch.segments import Chunk, Segments
 from .losses.term import Term
 from .losses.trial import Reads
-from .objective.bound import differentiate, reads
+from .objective.bound import differentiate
+from .objective.reads import reads
 from .objective.sample import sample_statistics
 from .objective.statistics import BESIDE, CANDIDATES, DIFFERENTIABLE, STATISTICS, Statistics
 

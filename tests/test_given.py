@@ -32,7 +32,8 @@ from headloss.kernels.transform import Transform
 from headloss.kernels.triton.given import Shape, given_rows
 from headloss.kernels.triton.order import scale_rows_
 from headloss.losses.term import Objective
-from headloss.objective.bound import bind, has_slopes
+from headloss.objective.bound import bind
+from headloss.objective.reads import has_slopes
 from headloss.objective.statistics import (
     Coefficients,
     Normalizer,

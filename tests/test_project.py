@@ -33,11 +33,11 @@ PARTS = {
     "objective.statistics",
 }
 TERMS = {"losses.distillation", "losses.scope", "losses.teacher", "losses.term", "losses.trial"}
-TERMS |= {"objective.bound"}
+TERMS |= {"objective.bound", "objective.reads"}
 ENGINE = {"objective.elsewhere", "objective.tolerance"}
 LOGITS = {"kernels", "softmax.products", "softmax"}
 VERBS = {"check_term", "head_function", "head_loss", "head_stats", "head_topk"}
-PUBLIC = {"", *PARTS, "head.head", "losses", "options", "run.plan", "run.prepare", *VERBS}
+PUBLIC = {"", *PARTS, "head.head", "losses", "objective.reads", "options", "run.plan", *VERBS}
 ALLOWED: dict[str, set[str]] = {
     "naive": set(),  # torch alone
     "arguments": set(),
@@ -83,7 +83,14 @@ ALLOWED: dict[str, set[str]] = {
     "head": {"arguments", "head", "softmax.products"},
     "objective.sample": {*PARTS, "losses.term"},
     "objective.elsewhere": {*PARTS, "losses.identity", *TERMS},
-    "objective.bound": {*PARTS, "losses.term", "losses.trial", "objective.sample"},
+    "objective.bound": {*PARTS, "losses.term", "objective.sample"},
+    "objective.reads": {
+        *PARTS,
+        "losses.identity",
+        "losses.term",
+        "losses.trial",
+        "objective.sample",
+    },
     "objective.tolerance": {*PARTS, "kernels", "objective.bound"},
     "softmax": {
         *LOGITS,
@@ -128,7 +135,6 @@ ALLOWED: dict[str, set[str]] = {
         "run.work",
         *ENGINE,
     },
-    "run.signature": {*PARTS, "losses.term", "head.head", "options"},
     "run.operator": {
         *PARTS,
         "kernels",
@@ -141,7 +147,6 @@ ALLOWED: dict[str, set[str]] = {
     },
     "run.prepare": {
         "ranks.place",
-        "run.signature",
         *PARTS,
         *TERMS,
         *LOGITS,
@@ -225,7 +230,7 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_659, "core tokens": 78_701}
+MOST = {"core lines": 10_527, "core tokens": 77_764}
 MOST |= {"kernels lines": 4_811, "kernels tokens": 40_449, "files on top": 14}
 
 
@@ -379,7 +384,7 @@ def test_hidden_states_take_a_short_way() -> None:
     from stays import climbs, stays
 
     found = stays()
-    assert len(found) <= 28 and len(climbs(found)) <= 6, found
+    assert len(found) <= 35 and len(climbs(found)) <= 7, found
 
 
 HEAVY = ("triton", "transformers", "trl", "peft", "accelerate", "datasets")

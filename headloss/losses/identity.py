@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from types import MethodType
 from typing import Any
 
@@ -51,24 +53,36 @@ class Recorder:
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Whether two parts of a term say the same: functions with their options, records, tensors."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
-    if isinstance(a, functools.partial):
-        return alike((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
-    if isinstance(a, MethodType):
-        return a.__func__ is b.__func__ and alike(a.__self__, b.__self__)
-    if isinstance(a, tuple | list):
-        return len(a) == len(b) and all(map(alike, a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(alike(a[key], b[key]) for key in a)
-    if is_dataclass(a):
-        return all(alike(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
-    return bool(a == b)
+    """Whether two terms, or parts of them, say the same: functions, options, values of tensors."""
+    ours: list[Tensor] = []
+    theirs: list[Tensor] = []
+    same = fingerprint(a, ours) == fingerprint(b, theirs)
+    return same and all(x is y or torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
+def fingerprint(value: Any, tensors: list[Tensor]) -> Any:
+    """The same for parts of terms that are alike but for the values of tensors, which are added to
+    `tensors`. It keeps no tensor, function or group alive."""
+    if value is None or isinstance(value, int | float | str):
+        return type(value), value
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return value.dtype, value.device, value.shape
+    if isinstance(value, functools.partial):
+        parts: Any = (value.func, value.args, value.keywords)
+    elif isinstance(value, MethodType):
+        parts = (value.__func__, value.__self__)
+    elif isinstance(value, tuple | list):
+        parts = value
+    elif isinstance(value, dict):
+        parts = sorted(value.items(), key=lambda item: str(item[0]))
+    elif is_dataclass(value):
+        parts = vars(value).values()
+    else:
+        with contextlib.suppress(TypeError):
+            return weakref.ref(value)
+        return type(value), value
+    return type(value), tuple([fingerprint(part, tensors) for part in parts])
 
 
 def leaves_of(values: Tensor) -> Iterator[Tensor]:

@@ -129,7 +129,7 @@ class Term(_Arithmetic):
         return ".".join(calls)
 
     def __eq__(self, other: object) -> bool:
-        return alike(vars(self), vars(other)) if isinstance(other, Term) else NotImplemented
+        return alike(self, other) if isinstance(other, Term) else NotImplemented
 
     def __hash__(self) -> int:
         return hash((self.name, *(o for o in self.options if type(o[1]) in (float, int, str))))

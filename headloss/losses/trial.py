@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -18,8 +17,6 @@ from .term import Term
 
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
-
-_CUT: WeakSet[Any] = WeakSet()  # code of users' terms that has been tried on cuts
 
 
 @dataclass(frozen=True)
@@ -83,13 +80,10 @@ def _trial(term: Term, stats: Any, batch: Any, observe: bool) -> Tensor:
 
 def check_cuts(term: Term, stats: Statistics, batch: PackedBatch) -> None:
     """ValueError for a user's term that is another on each token of a sample, a segment each, than
-    on all: a mean over tokens, say, though its scope allows to cut them apart. Code is tried once,
-    since the comparison reads the device."""
-    function = getattr(term.function, "func", term.function)
-    code: Any = getattr(function, "__code__", type(function))
+    on all: a mean over tokens, say, though its scope allows to cut them apart. Reads the device."""
     capturing = batch.targets.is_cuda and torch.cuda.is_current_stream_capturing()
     uncut = term.is_own or term.scope == "batch" or term.segments_per_unit > 1
-    if uncut or code in _CUT or capturing:
+    if uncut or capturing:
         return
     ramp = torch.linspace(1.0, 0.5, len(batch), device=batch.targets.device)
     stats = stats.map(lambda t: t.detach() * ramp.view(-1, *[1] * (t.dim() - 1)))
@@ -111,4 +105,3 @@ def check_cuts(term: Term, stats: Statistics, batch: PackedBatch) -> None:
             f'its scope is "{term.scope}", so that they may be cut apart: leave a mean over tokens '
             'to its reduction, or declare scope="batch"'
         )
-    _CUT.add(code)

@@ -14,17 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..batch.packing import MissingField, PackedBatch, as_wide, missing
+from ..batch.packing import PackedBatch, as_wide, missing
 from ..batch.reduction import Number, Reduction, Totals, sequence_mean
 from ..batch.segments import Chunk
 from ..losses.term import Objective, Term
-from ..losses.trial import Reads, check_cuts, trace
 from .metrics import Observed, checked
-from .sample import Kinds, sample_batch, sample_statistics
+from .sample import Kinds
 from .statistics import CANDIDATES, DIFFERENTIABLE, Coefficients, Slope, Statistics, pull_back
 
 PerRaw = Callable[..., Number]  # slope of the logits that a term sees, by its teacher, over raw
-OURS = ("sums over", "reads stats.")  # how errors begin that do not name the term yet
 UNREAD = ("teacher_logits", "teacher_hidden")  # by terms: these are large, and stay as they are
 
 
@@ -366,33 +364,3 @@ def _at_least_one(count: float | Tensor, device: torch.device, own: bool) -> flo
     count = count.to(device, torch.float64)
     return count.masked_fill(count == 0, 1.0)
 
-
-
-def reads(
-    objective: Objective, kinds: Kinds, dtype: torch.dtype, device: torch.device, observe: bool,
-    cuts: bool = False
-) -> dict[str, Reads]:
-    """What each term reads, by key; ValueError for what the batch lacks, or `cuts` would change."""
-    found = {}
-    for name, _, term in objective.named():
-        if (known := getattr(term.function, "reads", None)) is not None:
-            found[name] = known
-            continue
-        sample = sample_batch(kinds, term, device)
-        stats = sample_statistics(dtype, device, kinds, [term.teacher] if term.teacher else [])
-        try:
-            found[name] = trace(term, stats, sample.on(stats), observe)
-            if cuts:
-                check_cuts(term, stats, sample)
-        except ValueError as error:
-            if isinstance(error, MissingField) or str(error).startswith(OURS):
-                raise ValueError(f"term {name}: {error}") from None
-            raise
-    return found
-
-
-def has_slopes(objective: Objective, kinds: Kinds) -> bool:
-    """Whether `Bound.beforehand` serves: modifiers may read statistics, and CURRENT is one."""
-    if any(dtype is None for dtype, _ in kinds.values()):
-        return False
-    return all(term.slopes is not None and not term.modifiers for _, term in objective.parts)

@@ -1,1 +1,1 @@
-"""One call: prepared once per signature, planned, and run in one loop."""
+"""One call: checked, packed, planned, and run in one loop."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +32,7 @@ from ..softmax.support import SupportSoftmax
 from .checks import Given, GivenLogits, check_masks, check_temperatures
 from .loop import GatherRows
 from .plan import Plan
-from .prepare import Prepared, known, prepare_given, prepare_linear
-from .signature import of_linear as signature_of
+from .prepare import Prepared, prepare_given, prepare_linear
 from .teachers import with_beside
 from .work import Work, slope_of
 
@@ -46,7 +45,7 @@ def _linear_work(given: Given) -> Work:
     """What the arguments of `head_loss` come to before a logit is looked at."""
     hidden, head, batch, _, options, _ = given
     return _agreed(
-        given, _checked, of_linear, hidden, head, batch, options, _transform(head),
+        given, prepare_linear, of_linear, hidden, head, batch, options, _transform(head),
         head.vocab_group
     )
 
@@ -94,16 +93,6 @@ def _agreed(
     return _completed(over_segments(batch, options, packed, group, wait) if over else packed())
 
 
-def _checked(given: Given) -> tuple[Prepared, Objective]:
-    hidden, head, batch, objective, options, _ = given
-    whole = Objective.of(objective)
-    key = signature_of(hidden, head, batch, whole, options)
-    found = None if key is None else known(key)
-    if found is None or found.per_call or batch.segments.count % found.problem.segments_per_unit:
-        found = prepare_linear(given, whole, key)
-    return found, whole
-
-
 def linear_plan(given: Given) -> Plan:
     """What `head_loss` would run; hidden states may be on the meta device."""
     work = _linear_work(given)
@@ -114,13 +103,7 @@ def linear_plan(given: Given) -> Plan:
 
 
 def _transform(head: Head) -> Transform:
-    make = Transform if isinstance(head.temperature, Tensor) else _of_numbers
-    return make(scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature)
-
-
-# Those of many calls are the same, and a record that checks or freezes takes its time.
-_of_numbers = lru_cache(maxsize=256, typed=True)(Transform)
-_totals = lru_cache(maxsize=256)(Totals)
+    return Transform(scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature)
 
 
 def linear_call(given: Given) -> Call:
@@ -221,7 +204,7 @@ def _bound(work: Work) -> Bound:
     options, totals, view = work.options, batch.totals, work.batch
     if totals is None:  # packing may have read them
         read = prepared.counted and packing.live is None
-        totals = _totals(packing.targets.shape[0], packing.count) if read else Totals.of(batch)
+        totals = Totals(len(packing), packing.count) if read else Totals.of(batch)
     vocabulary, plan, transform = work.place.vocabulary, work.plan, work.transform
     rescaled = prepared.problem.rescaled and not prepared.problem.fitted
 

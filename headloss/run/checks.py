@@ -20,8 +20,9 @@ from ..kernels.transform import Transform
 from ..losses.teacher import INPUTS
 from ..losses.term import Objective, Term
 from ..losses.trial import Reads
-from ..objective.bound import reads
+from ..objective.reads import reads
 from ..objective.sample import Kinds
+from ..objective.statistics import Statistics
 from ..options import Options
 from ..ranks.place import is_dtensor, local_head
 
@@ -283,6 +284,10 @@ def warn_of_misspelt_fields(batch: Batch, read: set[str]) -> None:
             )
 
 
+def _logp(stats: Statistics, _: object) -> Tensor:
+    return stats.logp
+
+
 def check_dead_rows(
     objective: Objective, kinds: Kinds, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -292,9 +297,7 @@ def check_dead_rows(
     for name, _, term in objective.named():
         if term.scope != "batch":
             continue
-        alone = replace(
-            term, function=lambda stats, _: stats.logp, per="token", weight_fields=(), observe=None
-        )
+        alone = replace(term, function=_logp, per="token", weight_fields=(), observe=None)
         parts = [replace(term, modifiers=())] * ((term.own_scope or term.scope) == "batch")
         parts += [replace(alone, modifiers=(m,)) for m in term.modifiers if m.scope == "batch"]
         found = [reads(Objective.of(part), kinds, dtype, device, observe=False) for part in parts]

@@ -119,11 +119,6 @@ class HeadStatistics(torch.autograd.Function):
         return None, None, *found
 
 
-# PyTorch's own goes by whether a transform of torch.func is active: the signature has seen to that.
-HeadLoss.apply = super(torch.autograd.Function, HeadLoss).apply  # type: ignore[method-assign,misc]
-HeadStatistics.apply = super(torch.autograd.Function, HeadStatistics).apply  # type: ignore
-
-
 def pull_slopes(
     work: Work, source: Any, swept: Swept, upstream: Sequence[Tensor | None]
 ) -> Gradients:

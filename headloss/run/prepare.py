@@ -1,16 +1,12 @@
-"""Law 4b: what follows from the signature of a call is found out once, kept and reused.
+"""A call's arguments checked, and what follows from them before the batch is packed (law 4b).
 
-N positions, T of them scored, H hidden width, V vocabulary. Nothing prepared holds a tensor or a
-process group; the number of tokens, lengths, totals and the coefficients of the sum are arguments
-of what was prepared.
+N positions, T of them scored, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,7 +20,8 @@ from ..kernels.interface import Kernels
 from ..losses.teacher import Teacher
 from ..losses.term import Objective
 from ..losses.trial import Reads
-from ..objective.bound import check_weights, has_slopes, reads
+from ..objective.bound import check_weights
+from ..objective.reads import has_slopes, reads
 from ..objective.sample import Kinds
 from ..objective.statistics import BESIDE, CANDIDATES, COLLISION, PEAK, STATISTICS
 from ..options import Options
@@ -46,22 +43,19 @@ from .checks import (
     warn_of_misspelt_fields,
 )
 from .plan import Plan, Problem, make_plan
-from .signature import of_batch, of_mode, of_objective, of_options, of_tensor
 
 DIFFERENCES = ("forward_kl", "reverse_kl")  # that a teacher's product measures
-MOST = 256  # signatures that are kept
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What every call of one signature shares.
+    """What a call needs, known before its batch is packed.
 
     Attributes:
         needs: statistics.
         problem: what the planner knows of it, without what differs from call to call.
         wide: of statistics.
         readable: hidden states lie as the product that writes terms reads them.
-        per_call: some checks have to be made in every call.
         beside: something is measured beside the statistics: teachers, candidates.
         slopes: the objective's gradient can be known before the statistics.
         counted: the batch's totals are numbers of tokens and segments, on this rank alone.
@@ -75,88 +69,42 @@ class Prepared:
     wants: Wants
     compute_dtype: torch.dtype | None = None
     readable: bool = True
-    per_call: bool = True
     beside: bool = True
     slopes: bool = False
     counted: bool = False
     per_segment: frozenset[str] = frozenset()
     masks: Mapping[str, bool] = field(default_factory=dict)
-    _plans: dict[tuple, Plan] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def acts(self) -> Kernels:
         return kernels.load(self.backend)
 
     def plan(self, options: Options, packing: Packing, place: Place) -> Plan:
-        """What runs for the numbers of one call. One block of tokens does not depend on how they
-        are spread over segments, so that its plan serves other lengths."""
-        (vocabulary, group, *others), support = place, packing.support
-        tokens = packing.targets.shape[0]
-        pairs = None if support is None else (len(support.ids), support.restricted)
-        key = tokens, packing.segments.count, pairs, vocabulary, *others
-        found = self._plans.get(key)
-        if found is None:
-            problem = replace(
-                self.problem,
-                lengths=packing.lengths,
-                tokens=tokens,
-                vocabulary=place.widest,
-                support=pairs[0] if pairs else 0,
-                restricted=pairs[1] if pairs else 0,
-                sharded=group is not None,
-                memory=self.problem.memory if place.memory is None else place.memory,
-                weight_gradient=self.problem.weight_gradient or bool(place.weight_gradient),
-            )
-            found = make_plan(problem, options, self.backend)
-            if tokens <= found.chunk_tokens and options.memory_budget is None:  # or it may warn
-                if len(self._plans) >= MOST:
-                    self._plans.clear()
-                self._plans[key] = found
-        return found
+        """What runs for the tokens of the call."""
+        support = packing.support
+        problem = replace(
+            self.problem,
+            lengths=packing.lengths,
+            tokens=len(packing),
+            vocabulary=place.widest,
+            support=0 if support is None else len(support.ids),
+            restricted=0 if support is None else support.restricted,
+            sharded=place.group is not None,
+            memory=self.problem.memory if place.memory is None else place.memory,
+            weight_gradient=self.problem.weight_gradient or bool(place.weight_gradient),
+        )
+        return make_plan(problem, options, self.backend)
 
 
-_KEPT: dict[object, Prepared] = {}
-_LOCK = threading.Lock()
-
-
-known = _KEPT.get  # what was prepared for a signature: one lookup in a dict is safe under threads
-
-
-def _kept(key: object, made: Prepared) -> Prepared:
-    """The first signature that was kept leaves first."""
-    if key is not None:
-        with _LOCK:
-            while len(_KEPT) >= MOST:
-                del _KEPT[next(iter(_KEPT))]
-            _KEPT[key] = made
-    return made
-
-
-def clear_cache() -> None:
-    """Forget what was found out about earlier calls; the next ones find it out again.
-
-    >>> import headloss as hl
-    >>> hl.clear_cache()
-    """
-    with _LOCK:
-        _KEPT.clear()
-
-
-# ---------------------------------------------------------------------- the calls
-
-
-def prepare_linear(given: Given, objective: Objective, key: object) -> Prepared:
-    """What the signature of `head_loss` decides, after all that it asks of its arguments is seen to
-    hold.
+def prepare_linear(given: Given) -> tuple[Prepared, Objective]:
+    """What a call of `head_loss` needs, after all that it asks of its arguments is seen to hold.
 
     Raises:
         ValueError, TypeError: for bad input, naming the argument, what it got and what it wanted.
     """
+    hidden, head, batch, terms, options, _ = given
+    objective = Objective.of(terms)
     compute_dtype = check_linear(given, objective)
-    hidden, head, batch, _, options, _ = given
-    found = known(key)
-    if found is not None:
-        return found
     dtype = compute_dtype or hidden.dtype
     backend = kernels.choose(options.backend, hidden.device, dtype)
     if options.batch_invariant and backend != "triton":
@@ -184,21 +132,16 @@ def prepare_linear(given: Given, objective: Objective, key: object) -> Prepared:
     )
     softcap = head.softcap is not None
     prepared = _prepared(objective, batch, options, problem, softcap, backend, dtype, wants)
-    found = replace(
-        prepared,
-        compute_dtype=compute_dtype,
-        readable=hidden.is_meta or kernels.suits_product(hidden),
-        per_call=isinstance(head.temperature, Tensor) or head.vocab_group is not None,
-    )
-    return _kept(key, found)
+    readable = hidden.is_meta or kernels.suits_product(hidden)
+    return replace(prepared, compute_dtype=compute_dtype, readable=readable), objective
 
 
 def prepare_given(given: GivenLogits) -> tuple[Prepared, Objective]:
-    """What the signature of `logits_loss` decides; raises as `prepare_linear`."""
-    logits, batch, objective, transform, _, inplace, options = given
+    """What a call of `logits_loss` needs; raises as `prepare_linear`."""
+    logits, batch, terms, transform, _, inplace, options = given
     check_eager("logits_loss", logits)
-    found = Objective.of(objective)
-    check_objective(found, batch, options)
+    objective = Objective.of(terms)
+    check_objective(objective, batch, options)
     if batch.support is not None:
         raise ValueError(
             "support_ids: got them beside given logits, want head_loss, or the logits masked"
@@ -220,20 +163,6 @@ def prepare_given(given: GivenLogits) -> tuple[Prepared, Objective]:
         raise TypeError(f"inplace: got {inplace!r}, want True or False")
     if inplace:
         check_own_places("inplace", logits, "logits")
-    temperature = transform.temperature
-    key = (
-        logits.shape[-1] <= 1,
-        of_tensor(logits),
-        logits.stride(-1),
-        (isinstance(temperature, Tensor), transform.softcap is None, inplace),
-        of_batch(batch),
-        of_objective(found),
-        *of_options(options),
-        *of_mode(logits.device),
-    )
-    prepared = known(key)
-    if prepared is not None:
-        return prepared, found
     backend = kernels.choose(options.backend, logits.device, logits.dtype)
     wants = Wants(logits=logits.requires_grad and torch.is_grad_enabled())
     problem = Problem(
@@ -249,8 +178,7 @@ def prepare_given(given: GivenLogits) -> tuple[Prepared, Objective]:
         rows=backend == "triton" and (logits.stride(-1) == 1 or logits.shape[-1] <= 1),
     )
     kind = transform.softcap is not None, backend, logits.dtype
-    made = _prepared(found, batch, options, problem, *kind, wants)
-    return _kept(key, made), found
+    return _prepared(objective, batch, options, problem, *kind, wants), objective
 
 
 def _wants(hidden: Tensor, head: Head) -> Wants:

@@ -1,0 +1,97 @@
+"""What the terms of an objective read, found by a trial and kept in one bounded table (law 4b)."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import torch
+
+from ..batch.packing import MissingField
+from ..losses.identity import fingerprint
+from ..losses.term import Objective, Term
+from ..losses.trial import Reads, check_cuts, trace
+from .sample import Kinds, sample_batch, sample_statistics
+
+OURS = ("sums over", "reads stats.")  # how errors begin that do not name the term yet
+MOST = 256  # entries of the table
+_TABLE: dict[Any, Reads] = {}
+_LOCK = threading.Lock()
+
+
+def clear_cache() -> None:
+    """Forget what the terms of earlier calls read; the next ones find it out again.
+
+    >>> import headloss as hl
+    >>> hl.clear_cache()
+    """
+    with _LOCK:
+        _TABLE.clear()
+
+
+def reads(
+    objective: Objective,
+    kinds: Kinds,
+    dtype: torch.dtype,
+    device: torch.device,
+    observe: bool,
+    cuts: bool = False,
+) -> dict[str, Reads]:
+    """What each term reads, by key; ValueError for what the batch lacks, or `cuts` would change.
+    Equal terms share an entry of the table, so that one that is made anew in each step is traced
+    once."""
+    found = {}
+    for name, _, term in objective.named():
+        known = getattr(term.function, "reads", None)
+        if known is None:
+            key = fingerprint(term, []), tuple(kinds.items()), dtype, observe, cuts
+            known = _entry(key)
+        if known is None:
+            known = _traced(name, term, kinds, dtype, device, observe, cuts)
+            _keep(key, known)
+        found[name] = known
+    return found
+
+
+def _entry(key: Any) -> Reads | None:
+    with contextlib.suppress(TypeError):  # an option that has no hash
+        return _TABLE.get(key)
+    return None
+
+
+def _keep(key: Any, value: Reads) -> None:
+    """The entry that was made first leaves first."""
+    with _LOCK, contextlib.suppress(TypeError):
+        while len(_TABLE) >= MOST:
+            del _TABLE[next(iter(_TABLE))]
+        _TABLE[key] = value
+
+
+def _traced(
+    name: str,
+    term: Term,
+    kinds: Kinds,
+    dtype: torch.dtype,
+    device: torch.device,
+    observe: bool,
+    cuts: bool,
+) -> Reads:
+    sample = sample_batch(kinds, term, device)
+    stats = sample_statistics(dtype, device, kinds, [term.teacher] if term.teacher else [])
+    try:
+        found = trace(term, stats, sample.on(stats), observe)
+        if cuts:
+            check_cuts(term, stats, sample)
+    except ValueError as error:
+        if isinstance(error, MissingField) or str(error).startswith(OURS):
+            raise ValueError(f"term {name}: {error}") from None
+        raise
+    return found
+
+
+def has_slopes(objective: Objective, kinds: Kinds) -> bool:
+    """Whether `Bound.beforehand` serves: modifiers may read statistics, and CURRENT is one."""
+    if any(dtype is None for dtype, _ in kinds.values()):
+        return False
+    return all(term.slopes is not None and not term.modifiers for _, term in objective.parts)
