@@ -174,7 +174,6 @@ def prepare_linear(given: Given, objective: Objective, key: object) -> Prepared:
         element_size=dtype.itemsize,
         weight_size=head.weight.dtype.itemsize,
         rescaled=dtype == torch.float16,
-        fitted=dtype == torch.float16 and not options.batch_invariant,
         on_gpu=hidden.is_cuda,
         multiprocessors=kernels.multiprocessors(hidden.device),
         memory=kernels.memory(hidden.device),
