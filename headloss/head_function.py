@@ -58,7 +58,7 @@ def head_function(
             of the same full shape that hold 0 at all other positions, of which only the gradient at
             the chunk's own positions is taken, and once more on everything, for the value. It must
             be pure, and no tensor that it catches may require a gradient. In float16, where the
-            gradients of all tokens decide how they are scaled, they run as None does.
+            largest slope of all tokens decides how they are scaled, they run as None does.
 
     Returns:
         The loss, 0-dim. Its gradient is given once.

@@ -230,7 +230,7 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_527, "core tokens": 77_764}
+MOST = {"core lines": 10_489, "core tokens": 77_192}
 MOST |= {"kernels lines": 4_811, "kernels tokens": 40_449, "files on top": 14}
 
 

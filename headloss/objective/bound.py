@@ -110,16 +110,6 @@ class Gradient(NamedTuple):
         divergences = {key: function(g) for key, g in self.divergences.items()}
         return self._replace(coefficients=self.coefficients.map(function), divergences=divergences)
 
-    def near_one(self, stats: Statistics, slope: PerRaw, *more: Tensor) -> tuple[Gradient, Tensor]:
-        """Times a power of two, which is returned too, that brings the largest dL/draw, or number
-        in `more`, to about 1: where p(y) is near 1 that is far less than a coefficient."""
-        named = {**self.coefficients.tensors(), **self.divergences}
-        if "target" in named and "prob" in named:  # at y, and at most at any other column
-            less = stats.logp.expm1().nan_to_num(0) * named["prob"]
-            named |= {"target": named["target"] + named["prob"] + less, "prob": less}
-        scale = power_of_two([*(g.t() * slope(key) for key, g in named.items()), *more])
-        return self.map(lambda t: t * scale), scale
-
     def times(self, factor: float | None) -> Gradient:
         """Multiplied by the upstream gradient, where it is known."""
         return self if factor in (None, 1) else self.map(lambda t: t * factor)
@@ -229,8 +219,15 @@ class Bound:
         return known, torch.stack(moving).to(zero.dtype) if moving else None
 
     def scaled(self, device: torch.device, slope: PerRaw) -> Bound:
-        """The same objective with coefficients near 1 by weights and the declared upstream gradient
-        alone: no row depends on others. Multiply by 1 / scale afterwards."""
+        """The same objective, its gradient times the power of two that brings the largest
+        |weight * coefficient * declared upstream gradient * dz/draw| of a term to between 1 and 2,
+        whatever the statistics and the batch's values are; multiply by 1 / scale afterwards.
+
+        dL/draw then stays within float16 where |d term / dz| stays below 65504 / 2, at a weight of
+        1: it is at most 1 for cross-entropy and distillation, log V for the entropy, 2 |lse| for a
+        z-loss, |advantage| times a ratio for a policy, and beta times the length for a preference
+        that adds up a sequence's log-probs. What lies far below 1 keeps fewer digits.
+        """
         one = torch.full((), self.declared or 1.0, dtype=self.dtype, device=device)  # no copy waits
         sizes = [one * p.weights * (p.coefficient * slope(p.term.teacher)) for p in self.parts]
         return replace(self, scale=power_of_two(sizes))

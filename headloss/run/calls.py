@@ -206,13 +206,13 @@ def _bound(work: Work) -> Bound:
         read = prepared.counted and packing.live is None
         totals = Totals(len(packing), packing.count) if read else Totals.of(batch)
     vocabulary, plan, transform = work.place.vocabulary, work.plan, work.transform
-    rescaled = prepared.problem.rescaled and not prepared.problem.fitted
-
     bound = bind(
         objective, view, totals, vocabulary, prepared.wide, declared=options.upstream,
         closed=prepared.slopes, logp_only=plan.pull == "unit",
     )  # fmt: skip
-    return bound.scaled(view.targets.device, partial(slope_of, transform)) if rescaled else bound
+    if not prepared.problem.rescaled:
+        return bound
+    return bound.scaled(view.targets.device, partial(slope_of, transform))
 
 
 def _of_tokens(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.interface import Held, Measured
-from ..objective.bound import Gradient, without_constants
+from ..objective.bound import Gradient, power_of_two, without_constants
 from ..objective.elsewhere import READ, gradient_of
 from ..objective.statistics import BESIDE, CANDIDATES, Coefficients, Statistics
 from ..ranks.collectives import inside
@@ -26,7 +26,7 @@ from ..softmax.given import WalkSoftmax
 from ..softmax.linear import RawSoftmax
 from ..softmax.rows import ALL, Known
 from .pull_back import from_held, pull_back
-from .work import NOT_YET, Gradients, Swept, Work, join, measure
+from .work import NOT_YET, Gradients, Swept, Work, join, measure, slope_of
 
 # What a forward pass measured: statistics [T], first each term's value [>= K] in float64, the loss
 # where it is there already.
@@ -129,9 +129,14 @@ def pull_slopes(
     stats, width = swept.whole.stats, work.vocabulary
     if CANDIDATES in given:
         given[CANDIDATES] = without_constants(given[CANDIDATES], stats, work.batch)
-    gradient = work.fitted(gradient_of(given, stats, width), stats)
+    gradient, factor = gradient_of(given, stats, width), None
+    if work.tolerance is not None:
+        gradient = work.tolerance(gradient, stats, ALL, None)
+    if work.prepared.problem.rescaled and not work.options.batch_invariant:
+        # Its weights are not known here: the largest slope, of any row, stands for them.
+        scale = power_of_two([g.t() * slope_of(work.transform) for g in given.values()])
+        gradient, factor = gradient.map(lambda t: t * scale), 1 / scale
     with inside(work.packing.targets.device.type, *work.groups):
-        factor = None if work.scale is None else 1 / work.scale
         return pull_back(work, source, swept, gradient, factor)
 
 
@@ -158,7 +163,7 @@ def refuse_changes(read_again: Sequence[tuple[str, Tensor, int]]) -> None:
 def owed(work: Work, upstream: Tensor) -> Tensor | None:
     """The factor between gradients of a bound objective's coefficients and those that are owed,
     None where it is one, as far as the host may know."""
-    declared, scale, seen = work.bound.declared, work.scale, work.packing.live is None
+    declared, scale, seen = work.bound.declared, work.bound.scale, work.packing.live is None
     if declared is None:
         if seen and scale is None and upstream.is_cpu and upstream.equal(torch.ones_like(upstream)):
             return None
@@ -204,14 +209,15 @@ def forward(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack | Non
     gradient = work.bound.gradient(stats, work.batch, None, pull != "never")
     if pull == "never":
         return (stats, gradient.values, gradient.loss), None
-    gradient = work.fitted(gradient, stats)
+    if work.tolerance is not None:
+        gradient = work.tolerance(gradient, stats, ALL, work.bound.scale)
     outcome = stats, gradient.values, gradient.loss
     if pull == "held":  # no later: what is held takes more than the gradients do
         sums = from_held(work, source, swept, gradient)
         return outcome, lambda factor, _: sums.finish(factor)
 
     def back(factor: Tensor | None, again: Any) -> Gradients:
-        found, scale = gradient, work.scale
+        found, scale = gradient, work.bound.scale
         if factor is not None and scale is None:
             found = found.map(lambda t: t * factor.to(t.dtype))
         return pull_back(work, again, swept, found, None if scale is None else factor)
@@ -222,7 +228,7 @@ def forward(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack | Non
 def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]:
     """Both acts block by block."""
     source = work.open(tensors)
-    found, scales = list[Measured](), list[Tensor]()
+    found = list[Measured]()
     sums = values = loss = NOT_YET
     blocks = work.plan.chunks
     uncut = len(blocks) == 1 and not (work.plan.support or work.slices.is_spread)
@@ -233,20 +239,15 @@ def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]
         found.append(measured)
         chunk = block if len(blocks) > 1 else None
         gradient = work.bound.gradient(measured.stats, work.batch, chunk, True)
-        if work.tolerance is not None or work.prepared.problem.fitted:
-            gradient = work.fitted(gradient, measured.stats, rows)
+        if work.tolerance is not None:
+            gradient = work.tolerance(gradient, measured.stats, rows, work.bound.scale)
         values = gradient.values if values is None else values + gradient.values
         loss, live = gradient.loss, gradient.live() if work.plan.skip_rows else None
         pulled = source.pull(rows, ALL, Known(measured, gradient, held, live))
         sums = sums or work.sums(source, work.into, work.plan)  # after the first product is queued
-        if chunk is not None and work.prepared.problem.fitted:
-            sums.rescale(work.scale)
-            scales.append(work.scale.expand(chunk.stop - chunk.start))
         sums.add(pulled)
         del held, pulled  # they are used up
     sums = sums or work.sums(source, work.into, work.plan)
-    if scales:
-        sums.of_rows = work.slices.own(torch.cat(scales))
     whole = found[0] if len(found) == 1 else join(work, source, found)
     if values is None:
         values = whole.normalizer.peak.new_zeros(len(work.bound.named), dtype=torch.float64)

@@ -48,8 +48,7 @@ class Problem:
     element_size: int = 4  # of hidden and weight
     weight_size: int = 4  # of the weight's own dtype
     terms: bool = False  # the product writes softmax terms in place of logits
-    rescaled: bool = False  # gradients are scaled against underflow, and back in float32
-    fitted: bool = False  # by what they are, so that a row's bits depend on all rows
+    rescaled: bool = False  # gradients are scaled against underflow: dW sums in float32
     row_bytes: int = 4  # per token and vocabulary entry of a chunk, teachers included
     on_gpu: bool = False
     multiprocessors: int = 0  # of the GPU

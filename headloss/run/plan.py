@@ -195,8 +195,7 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
 
 def _once(p: Problem, pull: Pull, chunks: int, tile: Tile) -> bool:
     """Whether one product is the whole weight gradient, so that no wider sum is needed."""
-    unscaled = p.rescaled and (p.spread or p.support or pull == "slabs")  # features, in float16
-    if p.main_grad or p.given or 0 < p.restricted < p.tokens or unscaled:
+    if p.main_grad or p.given or 0 < p.restricted < p.tokens or p.rescaled:
         return False
     return chunks <= 1 if pull in ("now", "held", "blocks") else p.tokens <= tile.rows
 

@@ -122,7 +122,6 @@ def prepare_linear(given: Given) -> tuple[Prepared, Objective]:
         element_size=dtype.itemsize,
         weight_size=head.weight.dtype.itemsize,
         rescaled=dtype == torch.float16,
-        fitted=dtype == torch.float16 and not options.batch_invariant,
         on_gpu=hidden.is_cuda,
         multiprocessors=kernels.multiprocessors(hidden.device),
         memory=kernels.memory(hidden.device),

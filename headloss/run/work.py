@@ -6,8 +6,8 @@ T tokens, V vocabulary, n tokens of a block, v columns of a tile.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from ..kernels.interface import Measured
 from ..kernels.transform import Transform
 from ..losses.term import Objective
 from ..objective.bound import Bound, Gradient
-from ..objective.statistics import PEAK, Partials, Statistics, finish
+from ..objective.statistics import PEAK, Partials, finish
 from ..options import Options
 from ..ranks.place import Place
 from ..softmax.linear import RawSoftmax
@@ -81,7 +81,6 @@ class Work:
     slices = open = sums = into = NOT_YET
     tolerance = NOT_YET
     at_once = False
-    scale: Any = field(init=False, default=None)  # [] power of two on coefficients, in float16
 
     @property
     def vocabulary(self) -> int:
@@ -95,9 +94,7 @@ class Work:
 
     @cached_property
     def bound(self) -> Bound:
-        found = self.bind(self)
-        self.scale = found.scale
-        return found
+        return self.bind(self)  # type: ignore[no-any-return]
 
     @cached_property
     def unit(self) -> Tensor:
@@ -127,14 +124,6 @@ class Work:
             return []
         given = ((name, self.batch.as_given(name)) for name in READ_AGAIN)
         return [(n, t, t._version) for n, t in given if t is not None and not t.is_inference()]
-
-    def fitted(self, found: Gradient, stats: Statistics, rows: slice = ALL) -> Gradient:
-        """In float16 near 1 as it is, by no more than blocks before it; without the least rows."""
-        if self.prepared.problem.fitted:
-            before = [] if rows is ALL or self.scale is None else [1 / self.scale]
-            slope = partial(slope_of, self.transform.rows(rows))
-            found, self.scale = found.near_one(stats, slope, *before)
-        return found if self.tolerance is None else self.tolerance(found, stats, rows, self.scale)
 
     def live(self, gradient: Gradient) -> Tensor | None:
         """[n] bool, the rows that carry a gradient, if the others are to be left out (law 5)."""

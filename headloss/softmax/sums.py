@@ -119,12 +119,6 @@ class RowSums:
         self.sum_dtype = torch.float64 if wide else into.accumulate_dtype
         self.main_grad = into.main_grad if into.wants.weights[0] else None
         self.fresh = True  # nothing was written yet, of a slab or at all
-        # [] powers of two that features of float16 weights are scaled by: what is rounded before it
-        # is scaled back has to stay in range.
-        self.rooms: Any = {} if once and source.features[0].dtype == torch.float16 else None
-        # Powers of two: of all sums [], and of hidden gradients [T], where blocks differ in theirs.
-        self.scale: Any = None
-        self.of_rows: Any = None
         self.bias = None
         if into.wants.bias:
             assert source.full_bias is not None
@@ -155,13 +149,6 @@ class RowSums:
         if self.hidden.add(gradient, self.columns, last, weights):
             self.fresh = False
 
-    def rescale(self, scale: Tensor) -> None:
-        """The next block was multiplied by `scale`, at most that of the one before: so are sums."""
-        if self.scale is not None and not self.fresh:
-            totals = [Scaling(t, t.dtype) for t in (*self.places, self.bias) if t is not None]
-            self.source.acts.scaled(totals, scale / self.scale)  # mostly 1: nothing is read
-        self.scale = scale
-
     def _into_weights(self, gradient: RowGradient) -> bool:
         """dW and the bias's gradient of some rows and columns; whether there was any."""
         values, rows, multiple, given, _, pairs, _ = gradient
@@ -169,16 +156,12 @@ class RowSums:
             return False
         own = None if self.main_grad is None else self.main_grad.data_ptr()
         fresh = self.fresh and self.at_once
-        for i, (features, total) in enumerate(zip(self.source.features, self.totals, strict=True)):
+        for features, total in zip(self.source.features, self.totals, strict=True):
             if total is None:
                 continue
             first = fresh and total.data_ptr() != own
             if values.shape[0]:
                 x = (features if rows is ALL else features[rows]) if given is None else given
-                if self.rooms is not None and total.dtype == torch.float16:
-                    size = torch.linalg.vector_norm(x, 1, 0, dtype=torch.float32).max()
-                    self.rooms[i] = (256 / size.clamp(2**-6, 2**30)).log2().floor().exp2()
-                    x = x * self.rooms[i]
                 products.add_weight_gradient_(total, values, x, first)
                 first = False
             if pairs is not None:
@@ -197,23 +180,18 @@ class RowSums:
     def finish(self, factor: Tensor | None) -> list[Tensor | None]:
         """Gradients times `factor` in the inputs' dtypes: features and weights pairwise, bias."""
         self.hidden.settle()
-        multiple, alike = self.hidden.multiple, self.of_rows is None
-        if not alike:  # at once with the factor: what is rounded in between might not be in range
-            multiple = factor * self.scale / self.of_rows
-        source, scaled = self.source, self.source.acts.scaled
+        source, scaled, multiple = self.source, self.source.acts.scaled, self.hidden.multiple
         sums: list[Scaling | None] = []
         pairs = zip(source.features, source.full_weights, self.weights, strict=True)
         for i, (features, weight, total) in enumerate(pairs):
             into = self.hidden.totals[i]
-            sums.append(None if into is None else Scaling(into, features.dtype, alike, multiple))
+            sums.append(None if into is None else Scaling(into, features.dtype, True, multiple))
             own = None
             if total is not None and total is not self.main_grad:
                 if self.fresh:
                     total.zero_()
                 # A slab's weight gradient was multiplied when it was closed.
                 own = Scaling(total, weight.dtype, not self.by_slab)
-                if self.rooms and i in self.rooms:
-                    own = Scaling(scaled([own], factor / self.rooms[i])[0], weight.dtype, False)
             if own is not None and i == 0 and self.main_grad is not None:
                 self.main_grad.add_(scaled([own._replace(dtype=self.main_grad.dtype)], factor)[0])
                 own = None
