@@ -20,7 +20,8 @@ from .losses.term import Objective
 from .objective.reads import reads
 from .options import SCHEDULES, Options
 from .run.checks import check_segments
-from .run.plan import MIB, Problem, make_plan
+from .run.plan import MIB, make_plan
+from .run.problem import Problem
 
 DTYPES = {gate.name_of(d): d for d in (*gate.DTYPES, torch.float64)}
 EXAMPLES = """\
@@ -73,7 +74,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.json:
         shown = {name: getattr(found, name) for name in SHOWN}
         return print(json.dumps(shown | {"chunks": len(found.chunks)}, indent=2))
-    segments = f"{-(-problem.tokens // problem.each)} segments of at most {problem.each}"
+    segments = f"{len(problem.lengths or [])} segments of at most {arguments.segment_length}"
     print(f"{problem.tokens} tokens in {segments}, {sizes}, {device.type}")
     print(f"objective  {arguments.objective}: {problem.scope}-scoped")
     print(found)
@@ -82,7 +83,8 @@ def _plan(arguments: argparse.Namespace) -> None:
 def _problem(arguments: argparse.Namespace) -> Problem:
     """What the engine would find out from tensors of these sizes."""
     objective, dtype = objective_of(arguments.objective), DTYPES[arguments.dtype]
-    check_segments(-(-arguments.tokens // arguments.segment_length), objective)
+    length = arguments.segment_length
+    check_segments(-(-arguments.tokens // length), objective)
     if arguments.vocab * max(arguments.tokens, arguments.hidden) >= 1 << 60:
         raise ValueError("--vocab: got logits or a weight of 2^60 elements or more, want fewer")
     kinds = sample()[1].kinds()
@@ -97,7 +99,7 @@ def _problem(arguments: argparse.Namespace) -> Problem:
         width=arguments.hidden,
         vocabulary=arguments.vocab,
         scope=objective.scope,
-        each=min(arguments.segment_length, arguments.tokens),
+        lengths=[min(length, arguments.tokens - at) for at in range(0, arguments.tokens, length)],
         segments_per_unit=objective.segments_per_unit,
         logp_only=all(term.gradients <= {"logp"} for term in asked.values()),
         weight_gradient=not arguments.frozen_head,

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from .batch.batch import Batch
+from .head.dtensor import local_head
 from .head.head import Head, autocast_dtype, check_head
 from .head_stats import head_stats
 from .losses.scope import Scope
 from .losses.term import Term
 from .objective.elsewhere import Foreign, loss_elsewhere, scalar
 from .options import DEFAULT, Options
-from .ranks.agreement import in_step
 from .ranks.collectives import inside
-from .ranks.place import local_head
 from .run.calls import linear_call
 from .run.checks import eagerly, outside
 from .run.loop import HeadLoss
@@ -89,12 +88,8 @@ def head_function(
         return scalar(loss_fn(logps, entropies))
     head = local_head(head)
     objective = loss_elsewhere(READ, SCOPES[separable])
-
-    def run() -> Tensor:
-        work, tensors = linear_call((hidden, head, batch, objective, options, "head_function"))
-        foreign = Foreign(loss_fn, work.packing, work.vocabulary, options.upstream)
-        work.bind = lambda _: foreign
-        with inside(hidden.device.type, *work.groups):
-            return HeadLoss.apply(work, *tensors)[0]
-
-    return in_step(head.vocab_group, batch, run)
+    work, tensors = linear_call((hidden, head, batch, objective, options, "head_function"))
+    foreign = Foreign(loss_fn, work.packing, work.vocabulary, options.upstream)
+    work.bind = lambda _: foreign
+    with inside(hidden.device.type, *work.groups):
+        return HeadLoss.apply(work, *tensors)[0]

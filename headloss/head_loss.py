@@ -16,6 +16,7 @@ from torch import Tensor
 from .arguments import brief, plain_numbers
 from .batch.batch import Batch
 from .batch.packing import PackedBatch
+from .head.dtensor import local_head
 from .head.head import Head, check_head
 from .kernels.transform import Transform
 from .losses.term import Objective, Term
@@ -23,9 +24,7 @@ from .objective.elsewhere import READ, loss_elsewhere
 from .objective.metrics import Mean, Metrics, Observed, Sum, fold, fold_all
 from .objective.statistics import Statistics
 from .options import DEFAULT, Options
-from .ranks.agreement import in_step
 from .ranks.collectives import inside
-from .ranks.place import local_head
 from .run.calls import Call, given_call, linear_call, linear_plan
 from .run.checks import eagerly, outside
 from .run.loop import HeadLoss
@@ -122,7 +121,7 @@ def head_loss(
     options = DEFAULT if options is None else options
     head = local_head(head)
     given = (hidden, head, batch, objective, options, "head_loss")
-    return in_step(head.vocab_group, batch, lambda: _run(options, linear_call, given))
+    return _run(options, linear_call, given)
 
 
 @eagerly
@@ -165,7 +164,7 @@ def logits_loss(
     transform = Transform(scale=logit_scale, softcap=softcap, temperature=temperature)
     plain_numbers(transform, "scale", "softcap", "temperature")
     given = (logits, batch, objective, transform, vocab_group, inplace, options)
-    return in_step(vocab_group, batch, lambda: _run(options, given_call, given))
+    return _run(options, given_call, given)
 
 
 @eagerly

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from .batch.batch import Batch
+from .head.dtensor import local_head
 from .head.head import Head, check_head
 from .objective.elsewhere import CANDIDATE, READ, loss_elsewhere
 from .options import DEFAULT, Options
-from .ranks.agreement import in_step
 from .ranks.collectives import inside
-from .ranks.place import local_head
 from .run.calls import linear_call
 from .run.checks import check_targets, outside
 from .run.loop import HeadStatistics
@@ -106,17 +105,12 @@ def head_stats(
         except (TypeError, ValueError) as error:
             batch = error  # all ranks have to hear of it
     objective = loss_elsewhere(names, candidates=candidates)
-
-    def run() -> HeadStats:
-        given = (hidden, head, batch, objective, options, "head_stats")
-        work, tensors = linear_call(given)
-        with inside(hidden.device.type, *work.groups):
-            found = HeadStatistics.apply(work, names, *tensors)
-        stats = _with_candidates(found, names)
-        stats.plan = work.plan
-        return stats
-
-    return in_step(head.vocab_group, batch, run)
+    work, tensors = linear_call((hidden, head, batch, objective, options, "head_stats"))
+    with inside(hidden.device.type, *work.groups):
+        found = HeadStatistics.apply(work, names, *tensors)
+    stats = _with_candidates(found, names)
+    stats.plan = work.plan
+    return stats
 
 
 def _with_candidates(found: Sequence[Tensor], names: frozenset[str]) -> HeadStats:

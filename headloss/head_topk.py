@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .head.dtensor import local_head
 from .head.head import Head, autocast_dtype, check_head
 from .kernels.transform import Transform
 from .objective.statistics import finish
 from .options import DEFAULT, Options
-from .ranks.place import Place, join_positions, local_head
+from .ranks.place import Place, place_of_positions
 from .run.checks import check_eager, check_options, check_temperatures
-from .run.plan import Problem, make_plan
+from .run.plan import make_plan
+from .run.problem import Problem
 from .run.work import steps
 from .softmax.beside import NOTHING
 from .softmax.linear import LinearSoftmax, Tokens
@@ -62,7 +64,7 @@ def head_topk(
     head = local_head(head)
     compute = autocast_dtype(hidden)
     check = functools.partial(head.validate, hidden, compute_dtype=compute)
-    place = join_positions(head, hidden, check, k=k)
+    place = place_of_positions(head, hidden, check, k, options.check_ranks)
     if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= place.vocabulary:
         raise ValueError(f"k: got {k!r}, want an integer in 1..{place.vocabulary}")
     if isinstance(t := head.temperature, Tensor) and not options.static:
@@ -74,7 +76,7 @@ def head_topk(
 def _topk(
     hidden: Tensor, head: Head, k: int, options: Options, place: Place, compute: torch.dtype | None
 ) -> HeadTopk:
-    slices = place.slices(None, hidden.device)
+    slices = place.slices()
     x = hidden.reshape(-1, hidden.shape[-1]).to(compute or hidden.dtype)
     factors = slices.factors(head, x)
     temperature = head.temperature

@@ -60,8 +60,12 @@ class Options:
             vendor's. It does not hold for the weight's gradient, divergences, or between different
             devices or numbers of shards.
         sequence_parallel: `hidden` is this rank's slice of the tokens; needs a vocabulary group.
-            Tokens are gathered a chunk at a time; with `static` all at once, since only the device
-            knows their order.
+            Hidden states are gathered on every rank, and each gets the gradient of its own.
+        check_ranks: compare on every call, and not on a group's first one alone, what the ranks of
+            a group have to be given alike: targets, fields, one value of each hidden state, values
+            of the objective's options. Switch it on where a loss is wrong on several ranks and
+            right on one, or where ranks wait for each other: data that differs between the ranks of
+            a tensor-parallel group is a usual cause. It reads the device twice.
         metrics: False leaves `out.metrics` empty and computes only what the loss needs.
         upstream: the gradient that `out.loss` will receive, declared in advance. Gradients are then
             final in the forward pass, and `main_grad` is written there.
@@ -86,6 +90,7 @@ class Options:
     gradient_tolerance: float = 0.0
     batch_invariant: bool = False
     sequence_parallel: bool = False
+    check_ranks: bool = False
     metrics: bool = True
     upstream: float | None = None
     main_grad: Tensor | None = None
@@ -94,7 +99,8 @@ class Options:
         for name, allowed in {"backend": BACKENDS, "schedule": SCHEDULES}.items():
             if not (isinstance(value := getattr(self, name), str) and value in allowed):
                 raise ValueError(f"{name}: got {value!r}, want one of {allowed}")
-        for name in ("static", "skip_rows", "batch_invariant", "sequence_parallel", "metrics"):
+        flags = "static skip_rows batch_invariant sequence_parallel check_ranks metrics"
+        for name in flags.split():
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: got {getattr(self, name)!r}, want True or False")
         for name in ("chunk_tokens", "memory_budget"):

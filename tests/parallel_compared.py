@@ -12,6 +12,7 @@ from torch import Tensor, distributed
 import headloss as hl
 
 T, H, V = 7, 4, 5  # rows per rank
+CHECKED = hl.Options(check_ranks=True)
 
 
 def scale(stats, batch, factor=None, how=None):
@@ -55,11 +56,12 @@ def given(over: str, **changed: Any) -> Callable[[], hl.Output]:
     known |= {name: change(known.get(name)) for name, change in changed.items()}
     head = hl.Head(torch.ones(V, H), vocab_group=group if over == "vocabulary" else None)
     if known["verb"] == "head_stats":
-        return lambda: hl.head_stats(known["hidden"], head, known["targets"])  # type: ignore[return-value]
+        stats = known["hidden"], head, known["targets"], CHECKED
+        return lambda: hl.head_stats(*stats)  # type: ignore[return-value]
     if known["verb"] == "head_topk":
-        return lambda: hl.head_topk(known["hidden"], head, 2)  # type: ignore[return-value]
+        return lambda: hl.head_topk(known["hidden"], head, 2, CHECKED)  # type: ignore[return-value]
     batch = hl.Batch(known["targets"], segments, **known["fields"])
-    return lambda: hl.head_loss(known["hidden"], head, batch, known["objective"])
+    return lambda: hl.head_loss(known["hidden"], head, batch, known["objective"], CHECKED)
 
 
 def only_last(change: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -12,7 +12,7 @@ from parallel_cases import groups
 from torch import Tensor, distributed
 
 import headloss as hl
-from headloss.ranks.agreement import _CALLS, Agreement
+from headloss.ranks import agreement
 from headloss.softmax.linear import LinearSoftmax
 
 T, H, V = 6, 4, 10
@@ -66,7 +66,7 @@ def setup(over: str) -> Setup:
         advantages=torch.ones(2),
         segments=segments,
         objective=hl.gspo(),
-        options=hl.Options(),
+        options=hl.Options(check_ranks=True),
         head={"vocab_group": group} if over == "vocabulary" else {},
     )
 
@@ -84,14 +84,18 @@ def fields(s: Setup) -> None:
 def candidates(s: Setup) -> None:
     ids = torch.arange(2).expand(T, 2) + s.last
     batch, head = hl.Batch(s.targets, candidate_ids=ids), hl.Head(s.weight, **s.head)
-    s.run = lambda: hl.head_loss(s.hidden, head, batch, hl.cross_entropy())  # type: ignore[method-assign]
+    s.run = lambda: hl.head_loss(  # type: ignore[method-assign]
+        s.hidden, head, batch, hl.cross_entropy(), s.options
+    )
 
 
 def wide_field(s: Setup, k: int, more: int = 0) -> None:
     """A field [T, K] of which the last rank was given other values, or more of them."""
     many = torch.full((T, k + more * s.last), float(s.last and not more))
     batch, head = hl.Batch(s.targets, many=many), hl.Head(s.weight, **s.head)
-    s.run = lambda: hl.head_loss(s.hidden, head, batch, hl.cross_entropy())  # type: ignore[method-assign]
+    s.run = lambda: hl.head_loss(  # type: ignore[method-assign]
+        s.hidden, head, batch, hl.cross_entropy(), s.options
+    )
 
 
 def autocast(s: Setup) -> None:
@@ -152,7 +156,7 @@ def objective(s: Setup) -> None:
 
 def options(s: Setup) -> None:
     if s.last:
-        s.options = hl.Options(chunk_tokens=2)
+        s.options = hl.Options(chunk_tokens=2, check_ranks=True)
 
 
 def gradient(s: Setup) -> None:
@@ -272,8 +276,8 @@ def crossed() -> tuple[str, str]:
 
 
 def resized() -> None:
-    """The last rank's slice grows and shrinks; the others, whose own does not, take it for what it
-    was until they have heard, and make the call again: its results are those of one rank."""
+    """Heads of different sizes in turn on one group, of which the last rank's slice alone grows and
+    shrinks: results are those of one rank."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     _, group = groups(1, world)
     torch.manual_seed(0)
@@ -296,8 +300,7 @@ def resized() -> None:
 
 
 def nested() -> None:
-    """As `resized`, of a call whose loss makes a call of its own on the same group in the middle:
-    what the outer one hears of the ranks is still its own after that."""
+    """As `resized`, of a call whose loss makes another call on the same group in the middle."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     _, group = groups(1, world)
     torch.manual_seed(0)
@@ -305,9 +308,7 @@ def nested() -> None:
 
     def loss(head: hl.Head, targets: Tensor) -> Any:
         def of(logps: Tensor, entropies: Tensor) -> Tensor:
-            before = _CALLS.get(head.vocab_group)
             other = hl.head_stats(hidden, head, targets).logp.detach()
-            assert _CALLS.get(head.vocab_group) is before
             return -(logps * other.exp() + entropies).sum()
 
         return of
@@ -330,31 +331,156 @@ def nested() -> None:
 
 
 @contextmanager
-def noted(seen: list[list[str]]) -> Iterator[None]:
-    """Products, and reading what the others said, are noted in the last of `seen`."""
-    plain = Agreement.said.func, LinearSoftmax.raw
+def gathers() -> Iterator[list[str]]:
+    """What a rank gathers and measures: records, other exchanges, products."""
+    seen: list[str] = []
+    record, product = agreement._gathered, LinearSoftmax.raw
 
-    def noting(name: str, run: Any) -> Any:
-        return lambda *args: (seen[-1].append(name), run(*args))[1]
+    def noted(name: str, run: Any) -> Any:
+        return lambda *args: (seen.append(name), run(*args))[1]
 
-    Agreement.said.func, LinearSoftmax.raw = map(noting, ("read", "product"), plain)  # type: ignore
+    agreement._gathered = noted("record", record)
+    LinearSoftmax.raw = noted("product", product)  # type: ignore[method-assign]
     try:
-        yield
+        yield seen
     finally:
-        Agreement.said.func, LinearSoftmax.raw = plain  # type: ignore[method-assign]
+        agreement._gathered, LinearSoftmax.raw = record, product  # type: ignore[method-assign]
 
 
-def read_late() -> list[list[str]]:
-    """What a rank does in the first call of its kind and in others: its first product, and reading
-    what the others said. In the last nothing is scored."""
-    seen: list[list[str]] = []
-    with noted(seen):
-        for ids in (torch.arange(T), torch.arange(T).flip(0), torch.full((T,), -100)):
-            s = setup("vocabulary")
-            s.targets, s.weight = ids, torch.ones(V + 1, H)  # sizes that no call before it had
-            seen.append([])
+def one_record() -> list[list[str]]:
+    """What a rank does in a group's first call, in the next ones, under `check_ranks`, and where
+    nothing is scored."""
+    _, known = groups(1, distributed.get_world_size())
+    fresh = distributed.new_group(distributed.get_process_group_ranks(known))
+    found = []
+    for ids, check in ((0, False), (1, False), (2, True), (None, False)):
+        s = setup("vocabulary")
+        s.head, s.options = {"vocab_group": fresh}, hl.Options(check_ranks=check)
+        s.targets = torch.full((T,), -100) if ids is None else torch.arange(T).roll(ids)
+        with gathers() as seen:
             s.run()
-    return seen
+        found.append([*dict.fromkeys(seen), str(seen.count("record"))])
+    return found
+
+
+def values_are_compared_when_asked() -> list[str]:
+    """Another batch on one rank: on a group's first call, on its second, under `check_ranks`."""
+    _, known = groups(1, distributed.get_world_size())
+    found = []
+    for check, first in ((False, True), (False, False), (True, False)):
+        group = distributed.new_group(distributed.get_process_group_ranks(known))
+        for wrong in (True,) if first else (False, True):
+            s = setup("vocabulary")
+            s.head, s.options = {"vocab_group": group}, hl.Options(check_ranks=check)
+            if wrong and s.last:
+                s.targets = s.targets.flip(0)
+            try:
+                s.run()
+            except ValueError as error:
+                found.append(str(error))
+            else:
+                found.append("")
+        distributed.destroy_process_group(group)
+    return found
+
+
+def bad_values_of_one() -> list[str]:
+    """A target outside of the vocabulary, a negative one and an id twice, on the last rank."""
+    found = []
+    for spoil in (10**6, -5, None):
+        s = setup("vocabulary")
+        ids = torch.arange(2).expand(T, 2).clone()
+        if s.last and spoil is None:
+            ids[3] = 1
+        elif s.last:
+            s.targets[2] = spoil
+        batch, head = hl.Batch(s.targets, candidate_ids=ids), hl.Head(s.weight, **s.head)
+        try:
+            hl.head_loss(s.hidden, head, batch, hl.cross_entropy())
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            found.append("nothing was raised")
+        assert setup("vocabulary").run().loss.isfinite()
+    return found
+
+
+def raises_while_traced() -> str:
+    """A term that raises where it is tried, on the last rank alone."""
+    s = setup("vocabulary")
+
+    @hl.term
+    def mine(stats, batch):
+        return -stats.logp if not s.last else {}["missing"]
+
+    s.objective = mine()
+    try:
+        s.run()
+    except Exception as error:
+        assert setup("vocabulary").run().loss.isfinite()
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def same_ranks_again() -> None:
+    """Two groups of the same ranks in turn, groups that are destroyed and made again, and one group
+    for the vocabulary and the segments: losses are those of one rank."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    torch.manual_seed(0)
+    hidden, whole = torch.randn(T, H).double(), torch.randn(V * world, H).double()
+    own, targets = whole[V * rank : V * (rank + 1)], torch.arange(T) * 3 % (V * world)
+    want = hl.head_loss(hidden, hl.Head(whole), hl.Batch(targets), hl.cross_entropy()).loss
+    for _ in range(3):
+        two = [distributed.new_group(list(range(world))) for _ in range(2)]
+        for group in (*two, *two):
+            head = hl.Head(own, vocab_group=group)
+            got = hl.head_loss(hidden, head, hl.Batch(targets), hl.cross_entropy()).loss
+            assert (got - want).abs() < 1e-12
+            # Each rank has all tokens, so that the segments have each of them `world` times.
+            segments = hl.Segments.from_ids(torch.zeros(T).long(), count=1, group=group)
+            batch = hl.Batch(targets, segments)
+            got = hl.head_loss(hidden, head, batch, hl.cross_entropy()).loss
+            assert (got * world - want).abs() < 1e-12
+        for group in two:
+            distributed.destroy_process_group(group)
+
+
+def without_tokens() -> None:
+    """Ranks that hold no token of the segments, and under sequence parallelism none of the hidden
+    states."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    _, group = groups(1, world)
+    torch.manual_seed(0)
+    hidden, whole = torch.randn(T, H).double(), torch.randn(V * world, H).double()
+    targets, ids = torch.arange(T) * 3 % (V * world), torch.tensor([0, 0, 0, 0, 1, 1])
+    fields = {"advantages": torch.tensor([1.0, -2.0]), "old_logps": torch.full((T,), -2.0)}
+    batch = hl.Batch(targets, hl.Segments.from_ids(ids), **fields)  # type: ignore[arg-type]
+    want = hl.head_loss(hidden, hl.Head(whole), batch, hl.gspo()).loss
+    own = slice(0, T if rank == 0 else 0)
+    segments = hl.Segments.from_ids(ids[own], count=2, group=group)
+    old = {"advantages": fields["advantages"], "old_logps": fields["old_logps"][own]}
+    part = hl.Batch(targets[own], segments, **old)  # type: ignore[arg-type]
+    got = hl.head_loss(hidden[own], hl.Head(whole), part, hl.gspo()).loss
+    distributed.all_reduce(got)
+    assert (got - want).abs() < 1e-12
+    head = hl.Head(whole[V * rank : V * (rank + 1)], vocab_group=group)
+    options = hl.Options(sequence_parallel=True)
+    assert (hl.head_loss(hidden[own], head, batch, hl.gspo(), options).loss - want).abs() < 1e-12
+
+
+def static_goes_by_what_was_learned() -> list[list[str]]:
+    """The records of a static call: after the same call without `static`, and without one."""
+    _, known = groups(1, distributed.get_world_size())
+    fresh = distributed.new_group(distributed.get_process_group_ranks(known))
+    found = []
+    for static, more in ((False, 0), (True, 0), (True, 0), (True, 1), (True, 1)):
+        s = setup("vocabulary")
+        s.head, s.options = {"vocab_group": fresh}, hl.Options(static=static)
+        s.weight = torch.ones(V + more, H)
+        with gathers() as seen:
+            s.run()
+        found.append([name for name in seen if name == "record"])
+    return found
 
 
 def nothing_to_send() -> tuple[str, str]:
@@ -370,48 +496,13 @@ def nothing_to_send() -> tuple[str, str]:
     return "", "nothing was raised"
 
 
-def bad_target() -> tuple[str, str, list[str]]:
-    """A target outside the vocabulary."""
-    s = setup("vocabulary")
-    assert s.run().loss.isfinite()
-    outside(s)
-    try:
-        s.run()
-    except ValueError as error:
-        return type(error).__name__, str(error), getattr(error, "__notes__", [])
-    return "", "nothing was raised", []
-
-
 def long_error() -> str:
     """What one rank raises is not cut on the others."""
     s = setup("vocabulary")
-
-    def act() -> None:
-        if s.last:
-            raise ValueError("long " * 1000 + "end")
-
-    try:
-        Agreement("a group", s.group, act, lambda _: {}, lambda _: {}).read()
-    except ValueError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def own_mistake() -> tuple[str, str, list[str]]:
-    """A rank's own exception after the ranks have agreed, before it has read that: it is raised as
-    it is where the ranks do agree, with a note; else they hear that they do not."""
-    s = setup("vocabulary")
-    assert s.run().loss.isfinite()
-    plain = LinearSoftmax.raw
-    LinearSoftmax.raw = lambda *_: 1 / 0  # type: ignore[assignment, method-assign]
-    s.advantages = s.advantages + s.last
-    try:
-        s.run()
-    except (ValueError, ZeroDivisionError) as error:
-        return type(error).__name__, str(error), getattr(error, "__notes__", [])
-    finally:
-        LinearSoftmax.raw = plain  # type: ignore[method-assign]
-    return "", "nothing was raised", []
+    mine = ValueError("long " * 1000 + "end") if s.last else None
+    facts = agreement.Facts(own={}, same={}, counts={}, values=lambda _: {})
+    _, error = agreement.agree("a group", s.group, None if s.last else facts, mine)
+    return str(error)
 
 
 def of_grid(rows: tuple[int, int] = (V, V), forms: int = 0) -> dict[str, Any]:
@@ -445,7 +536,8 @@ def run_grid(p: dict[str, Any]) -> tuple[Tensor, ...]:
     batch = hl.Batch(p["targets"], segments, **p["fields"])
     head = hl.Head(p["weight"], vocab_group=p["groups"][1], **p.get("head", {}))
     objective = p.get("objective", hl.gspo())
-    loss = hl.head_loss(p["hidden"], head, batch, objective, hl.Options(metrics=False)).loss
+    options = p.get("options", hl.Options(metrics=False))
+    loss = hl.head_loss(p["hidden"], head, batch, objective, options).loss
     gradients = torch.autograd.grad(loss, (p["hidden"], p["weight"]))
     loss = loss.detach().clone()
     distributed.all_reduce(loss, group=p["groups"][0])
@@ -507,17 +599,16 @@ GRID_ERRORS = {
 }
 
 
-def grid_known() -> list[str]:
-    """On a grid whose calls are known: other sizes on one rank, another form of a field on a row,
-    and what is wrong on some ranks; after each of them, a call that is right."""
+def on_a_grid() -> list[str]:
+    """Calls on a grid: other sizes on one rank, another form of a field on a row, and what is wrong
+    on some ranks; after each of them, a call that is right."""
     rank, found = distributed.get_rank(), []
     other = {"rows": (V, V + 2)}
-    for turn, changes in enumerate(({}, {}, other, {}, {"forms": 1}, other, {})):
-        if rank == turn:  # which waits where the others do not
-            hl.clear_cache()
+    for changes in ({}, {}, other, {}, {"forms": 1}, other, {}):
         right_on_a_grid(**changes)
     for spoil in GRID_ERRORS.values():
         p = of_grid()
+        p["options"] = hl.Options(metrics=False, check_ranks=True)
         spoil(p, rank)
         try:
             run_grid(p)
@@ -529,11 +620,8 @@ def grid_known() -> list[str]:
     return found
 
 
-def grid_read_late() -> list[list[str]]:
-    """What a rank of a grid does in the first call of its kind and in the next."""
-    seen: list[list[str]] = []
-    with noted(seen):
-        for _ in range(2):
-            seen.append([])
-            run_grid(of_grid(rows=(V + 1, V + 3)))
+def records_on_a_grid() -> list[str]:
+    """What a rank of a grid gathers in a call that both of its groups know."""
+    with gathers() as seen:
+        run_grid(of_grid())
     return seen

@@ -40,7 +40,9 @@ def run(over: str, form: str, spoil: str) -> tuple[str, str]:
     batch = hl.Batch(torch.arange(T) % V, segments)
     hidden = torch.ones(T, H).requires_grad_()
     try:
-        return "loss", str(float(hl.head_loss(hidden, head, batch, term + hl.entropy()).loss))
+        options = hl.Options(check_ranks=True)
+        out = hl.head_loss(hidden, head, batch, term + hl.entropy(), options)
+        return "loss", str(float(out.loss))
     except (ValueError, TypeError) as error:
         return type(error).__name__, str(error)
 

@@ -43,5 +43,6 @@ def other_supports() -> None:
     ids = mine.batch.support_ids.clone()
     ids[0] = ids[0].roll(rank)
     batch = mine.batch.with_fields(support_ids=ids)
+    options = hl.Options(check_ranks=True)
     with pytest.raises(ValueError, match="support_ids"):
-        hl.head_loss(mine.hidden, mine.head, batch, inputs.objective)
+        hl.head_loss(mine.hidden, mine.head, batch, inputs.objective, options)

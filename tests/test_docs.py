@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 EXPECTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
 # The blocks of a page run as one program, but for these.
 NOT_RUN = {"CONTRIBUTING.md": "a fragment of headloss/losses, with the names of its file"}
+RANKS = "docs/across-devices.md"  # a script for two ranks
 WITH_CODE = [page for page in PAGES if BLOCK.search((ROOT / page).read_text())]
 
 
@@ -42,13 +46,27 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
-@pytest.mark.parametrize("page", [page for page in WITH_CODE if page not in NOT_RUN])
+@pytest.mark.parametrize("page", [page for page in WITH_CODE if page not in (*NOT_RUN, RANKS)])
 def test_code_prints_what_it_says(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The blocks run as one program; a comment after a print is what it prints."""
     names: dict[str, object] = {"__name__": "page"}
     for block in BLOCK.findall((ROOT / page).read_text()):
         exec(compile(block, page, "exec"), names)
         assert capsys.readouterr().out.splitlines() == EXPECTED.findall(block)
+
+
+def test_code_of_ranks_says_what_it_says(tmp_path: Path) -> None:
+    code = "\n".join(BLOCK.findall((ROOT / RANKS).read_text()))
+    path = tmp_path / "script.py"
+    path.write_text(f"{code}\ndistributed.destroy_process_group()\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ran = subprocess.run(
+        [*command, "--nproc-per-node=2", str(path)], capture_output=True, text=True, timeout=120,
+        check=False, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    said = re.findall(r"^ *say\(.*\)  # (.*)$", code, re.MULTILINE)
+    assert ran.stdout.splitlines() == said and len(said) == 4
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

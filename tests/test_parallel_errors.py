@@ -1,4 +1,4 @@
-"""What is wrong on one rank is raised on all of them, within a time limit."""
+"""What is wrong on one rank is raised on all of them, within a time limit; and what is gathered."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worlds import World, world_of
 SECONDS = 10.0
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, 3, 4])
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     with world_of(request.param) as made:
         yield made
@@ -31,29 +31,65 @@ def test_errors_cross_a_grid(world: World) -> None:
 
 
 @pytest.mark.parametrize("world", [4], indirect=True)
-def test_a_grid_goes_by_what_it_knows(world: World) -> None:
-    """Both groups' records are read behind the first product; what is wrong anywhere is raised
-    everywhere, and the groups stay usable."""
-    for found in world.run(parallel_errors.grid_known, seconds=SECONDS):
+def test_a_grid_makes_two_records(world: World) -> None:
+    """What is wrong anywhere is raised everywhere, and the groups stay usable."""
+    for found in world.run(parallel_errors.on_a_grid, seconds=SECONDS):
         for match, message in zip(parallel_errors.GRID_ERRORS, found, strict=True):
             assert match in message, (match, message)
-    for first, second in world.run(parallel_errors.grid_read_late, seconds=SECONDS):
-        assert first[0] == "read" and first.count("read") == 2, first
-        assert second[0] == "product" and second.count("read") == 2, second
+    for seen in world.run(parallel_errors.records_on_a_grid, seconds=SECONDS):
+        assert seen[:3] == ["record", "record", "product"] and seen.count("record") == 2
+
+
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
+def test_a_call_makes_one_record(world: World) -> None:
+    """Values are compared in a group's first call, and where they are asked to be."""
+    for found in world.run(parallel_errors.one_record, seconds=SECONDS):
+        more = [["record", "product", n] for n in ("2", "1", "2")]
+        assert found == [*more, ["record", "1"]], found
+
+
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
+def test_values_are_compared_at_first_and_when_asked(world: World) -> None:
+    for found in world.run(parallel_errors.values_are_compared_when_asked, seconds=SECONDS):
+        assert [message.partition(" between")[0] for message in found] == [
+            "targets: differs",
+            *("", ""),
+            *("", "targets: differs"),
+        ]
+
+
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
+def test_bad_values_of_one_rank_are_raised_on_all(world: World) -> None:
+    for found in world.run(parallel_errors.bad_values_of_one, seconds=SECONDS):
+        wants = "targets: got (id )?1000000", "targets: got -5 at position 2", "candidate_ids: got"
+        assert all(map(re.match, wants, found)), found
+
+
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
+def test_a_term_that_raises_on_one_rank_raises_on_all(world: World) -> None:
+    found = world.run(parallel_errors.raises_while_traced, seconds=SECONDS)
+    assert found[-1] == "KeyError: 'missing'", found
+    last = f"RuntimeError: 'missing' (on rank {world.size - 1} of vocab_group)"
+    assert found[:-1] == [last] * (world.size - 1), found
+
+
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
+def test_groups_may_be_made_again_and_play_both_roles(world: World) -> None:
+    world.run(parallel_errors.same_ranks_again, seconds=SECONDS)
+    world.run(parallel_errors.without_tokens, seconds=SECONDS)
+    world.run(parallel_errors.resized, seconds=SECONDS)
+    world.run(parallel_errors.nested, seconds=SECONDS)
+
+
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
+def test_static_calls_go_by_what_was_learned(world: World) -> None:
+    for found in world.run(parallel_errors.static_goes_by_what_was_learned, seconds=SECONDS):
+        assert [len(records) for records in found] == [2, 0, 0, 1, 0], found
 
 
 @pytest.mark.parametrize("world", [2], indirect=True)
-def test_the_host_does_not_wait_for_what_it_knows(world: World) -> None:
-    world.run(parallel_errors.resized, seconds=SECONDS)
-    world.run(parallel_errors.nested, seconds=SECONDS)
-    for seen in world.run(parallel_errors.read_late, seconds=SECONDS):
-        assert [names[:2] for names in seen] == [["read", "product"], ["product", "read"], ["read"]]
-        assert all(names.count("read") == 1 for names in seen)
+def test_errors_are_whole(world: World) -> None:
     for kind, message in world.run(parallel_errors.nothing_to_send, seconds=SECONDS):
         assert kind == "ValueError" and "softcap, temperature: differs" in message
     found = world.run(parallel_errors.long_error, seconds=SECONDS)
     assert found == ["long " * 1000 + "end" + more for more in (" (on rank 1 of a group)", "")]
-    for kind, message, notes in world.run(parallel_errors.bad_target, seconds=SECONDS):
-        assert (kind, notes) == ("ValueError", []) and "targets: got 20 at position 2" in message
-    for kind, message, notes in world.run(parallel_errors.own_mistake, seconds=SECONDS):
-        assert (kind, notes) == ("ValueError", []) and "values of fields: differs" in message

@@ -78,8 +78,8 @@ ALLOWED: dict[str, set[str]] = {
     "losses.values": {"losses", *PARTS, "objective.bound"},  # packs what it is given, and weighs it
     "losses.catalogue": {"losses", *PARTS},  # traces the terms on a sample
     "kernels": {"kernels", "objective.divergence", "objective.statistics"},
-    "run.pieces": {"batch.segments", "softmax.products"},
-    "run.plan": {"options", "run.pieces", "softmax.products"},
+    "run.problem": {"options", "softmax.products"},
+    "run.plan": {"batch.segments", "options", "run.problem", "softmax.products"},
     "head": {"arguments", "head", "softmax.products"},
     "objective.sample": {*PARTS, "losses.term"},
     "objective.elsewhere": {*PARTS, "losses.identity", *TERMS},
@@ -103,10 +103,11 @@ ALLOWED: dict[str, set[str]] = {
     "ranks.collectives": set(),
     "ranks.vocabulary": {*LOGITS, "batch.segments", "ranks", "objective.statistics"},
     "ranks.agreement": {"ranks.collectives", "host_copy"},
-    "ranks.place": {"batch.batch", "head.head", "kernels", "ranks"},
-    "ranks.segments": {*PARTS, "options", "ranks"},
+    "ranks.facts": {*PARTS, "head.head", "kernels", "options", "losses.term", "ranks.agreement"},
+    "ranks.place": {"batch.batch", "head.head", "ranks"},
     "ranks": set(),
     "run.checks": {
+        "head.dtensor",
         *PARTS,
         *TERMS,
         "kernels",
@@ -146,6 +147,7 @@ ALLOWED: dict[str, set[str]] = {
         "run",
     },
     "run.prepare": {
+        "run.problem",
         "ranks.place",
         *PARTS,
         *TERMS,
@@ -156,7 +158,7 @@ ALLOWED: dict[str, set[str]] = {
         "options",
         "run.plan",
     },
-    "run.teachers": {*PARTS, *TERMS, *LOGITS, "run.checks", "ranks", "run.work"},
+    "run.teachers": {"head.dtensor", *PARTS, *TERMS, *LOGITS, "run.checks", "ranks", "run.work"},
     "run.calls": {
         *PARTS,
         *TERMS,
@@ -173,6 +175,7 @@ ALLOWED: dict[str, set[str]] = {
     "batch": set(),
     "objective": set(),
     "head_loss": {
+        "head.dtensor",
         *PARTS,
         "objective.elsewhere",
         *TERMS,
@@ -185,6 +188,7 @@ ALLOWED: dict[str, set[str]] = {
         "run",
     },
     "head_function": {
+        "head.dtensor",
         *PARTS,
         "head.head",
         "head_stats",
@@ -197,6 +201,7 @@ ALLOWED: dict[str, set[str]] = {
         "run.checks",
     },
     "head_stats": {
+        "head.dtensor",
         *PARTS,
         "head.head",
         "objective.elsewhere",
@@ -206,6 +211,8 @@ ALLOWED: dict[str, set[str]] = {
         "run",
     },
     "head_topk": {
+        "run.problem",
+        "head.dtensor",
         *PARTS,
         *LOGITS,
         "head.head",
@@ -220,7 +227,9 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {*PUBLIC, *TERMS},
     "gate": {*PUBLIC, *TERMS, "testing"},
     "doctor": {"", "kernels", "integrations"},  # which frameworks it fits
-    "__main__": {*PUBLIC, *TERMS, "doctor", "gate", "kernels", "run.checks", "train"},
+    "__main__": {
+        *PUBLIC, *TERMS, "doctor", "gate", "kernels", "run.checks", "run.problem", "train"
+    },
     "integrations": {*PUBLIC, "head.adapters", "integrations"},  # how a model is looked into
     "rl": {*PUBLIC, "rl", "integrations"},
     "train": {*PUBLIC, "train", "rl", "integrations"},
@@ -230,7 +239,7 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_489, "core tokens": 77_192}
+MOST = {"core lines": 10_167, "core tokens": 74_488}
 MOST |= {"kernels lines": 4_811, "kernels tokens": 40_449, "files on top": 14}
 
 
@@ -384,7 +393,7 @@ def test_hidden_states_take_a_short_way() -> None:
     from stays import climbs, stays
 
     found = stays()
-    assert len(found) <= 35 and len(climbs(found)) <= 7, found
+    assert len(found) <= 36 and len(climbs(found)) <= 7, found
 
 
 HEAVY = ("triton", "transformers", "trl", "peft", "accelerate", "datasets")

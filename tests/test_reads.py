@@ -47,8 +47,8 @@ def call(
 def test_a_term_that_is_made_anew_in_each_step_is_traced_once(traced: list[str]) -> None:
     """Tokens, totals, coefficients, chunks and addresses differ in every step of a training."""
     for tokens in (1, 6, 7, 40):
-        coefficient = 0.1 * tokens
-        call(tokens, lambda c=coefficient: hl.cross_entropy() + c * hl.z_loss(), chunk_tokens=tokens)
+        objective = hl.cross_entropy() + 0.1 * tokens * hl.z_loss()
+        call(tokens, lambda objective=objective: objective, chunk_tokens=tokens)
     assert traced == ["cross_entropy", "z_loss"]
 
 
@@ -114,17 +114,19 @@ def test_what_is_wrong_is_not_kept() -> None:
 
 def test_the_table_keeps_no_tensor_and_no_function_alive() -> None:
     hl.clear_cache()
-    tensor = torch.full((), 0.5)
 
-    @hl.term
-    def mine(stats, batch, scale):
-        return -scale * tensor * stats.logp
+    def run() -> list[weakref.ref]:
+        closed, option = torch.full((), 0.5), torch.full((), 2.0)
 
-    option = torch.full((), 2.0)
-    call(objective=lambda: mine(scale=option))
-    alive = [weakref.ref(x) for x in (tensor, option)]
+        @hl.term
+        def mine(stats, batch, scale):
+            return -scale * closed * stats.logp
+
+        call(objective=lambda: mine(scale=option))
+        return [weakref.ref(x) for x in (closed, option)]
+
+    alive = run()
     assert len(reads._TABLE) == 1
-    del mine, option, tensor
     gc.collect()
     assert [ref() for ref in alive] == [None, None]
 

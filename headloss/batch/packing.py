@@ -273,8 +273,8 @@ def packing_of(batch: Batch, vocabulary: int, static: bool = False, unit: int = 
         if support is not None:
             _check_static(batch)
         return Packing(batch, static_order(batch.targets.reshape(-1), batch.segments, unit))
-    survey = batch.found()
-    numbers = survey.check(vocabulary)
+    survey = batch.found().check(vocabulary)
+    numbers = survey.read()
     if support is not None:
         support.check(numbers[survey.size :], batch.targets, vocabulary)
     if survey.packing is None:

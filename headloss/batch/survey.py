@@ -96,8 +96,19 @@ class Survey:
             self._read = self._copy.tolist()
         return self._read
 
-    def check(self, vocabulary: int) -> list[int]:
-        """What was read; ValueError for a bad target, segment or id field, where it is scored."""
+    @property
+    def lengths(self) -> list[int]:
+        """Scored tokens of each segment."""
+        numbers = self.read()[: self.size]
+        return numbers[len(numbers) - self.segments.count - 2 : -2]
+
+    @property
+    def highest(self) -> int:
+        """The largest of all scored targets and ids of columns."""
+        return max(self.read()[2 : 3 + len(self.id_fields)])
+
+    def check(self, vocabulary: int) -> Survey:
+        """The same; ValueError for a bad target, segment or id field, where it is scored."""
         numbers, fields = self.read(), len(self.id_fields)
         if vocabulary < 1:
             raise ValueError("vocabulary: got a weight without rows or logits without columns")
@@ -120,7 +131,7 @@ class Survey:
             bad = (ids < 0) | (ids >= self.segments.count)
             want = f"0 <= id < {self.segments.count} at a scored position"
             self._refuse("segments", ids, bad, want)
-        return numbers
+        return self
 
     def _refuse(self, name: str, value: Tensor, bad: Tensor, want: str) -> None:
         position = int((bad & (self.targets.reshape(-1) != IGNORE)).nonzero()[0])
@@ -129,8 +140,8 @@ class Survey:
 
     def order(self) -> Order:
         """The scored positions by segment."""
-        descents, *bins = self.read()[: self.size]
-        *lengths, _, unscored = bins[-self.segments.count - 2 :]
+        descents, *_, unscored = self.read()[: self.size]
+        lengths = self.lengths
         ids = self.segments.ids.reshape(-1)
         if not (descents or unscored) or not len(ids):
             return Order(None, ids.contiguous(), self.counts, lengths)

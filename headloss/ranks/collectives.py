@@ -9,7 +9,7 @@ came to, and its next one would meet the wrong one of theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -18,10 +18,6 @@ from torch import Tensor, distributed
 R = TypeVar("R")
 PROCESS_GROUP = getattr(distributed, "ProcessGroup", ())
 UNUSABLE = "the group cannot be used any more: end the processes of all ranks and start them again"
-
-
-class Misguessed(Exception):
-    """A call began before something was read that turned out otherwise: it is made again."""
 
 
 class RankError(RuntimeError):
@@ -80,25 +76,16 @@ def gather(values: Tensor, group: distributed.ProcessGroup) -> Tensor:
     return found
 
 
-_NOTHING = nullcontext()
-
-
-def inside(device: str, *groups: distributed.ProcessGroup | None) -> AbstractContextManager:
-    """The surroundings of a call's own arithmetic: no autocast, and an exception of a rank that is
-    not alone gets a note of what it means for the others. Nothing is entered where there is nothing
-    to do: each context costs a host ten microseconds."""
-    autocast = torch.is_autocast_enabled(device)
-    alone = groups.count(None) == len(groups)
-    return _NOTHING if alone and not autocast else _apart(device, autocast, alone)
-
-
 @contextmanager
-def _apart(device: str, autocast: bool, alone: bool) -> Iterator[None]:
+def inside(device: str, *groups: distributed.ProcessGroup | None) -> Iterator[None]:
+    """The surroundings of a call's own arithmetic: no autocast, and an exception of a rank that is
+    not alone gets a note of what it means for the others."""
     try:
-        with torch.autocast(device, enabled=False) if autocast else _NOTHING:
+        with torch.autocast(device, enabled=False):
             yield
     except Exception as error:
-        if not (alone or isinstance(error, RankError | Misguessed)):
+        alone = groups.count(None) == len(groups)
+        if not (alone or isinstance(error, RankError)):
             error.add_note(
                 "headloss: this was raised between the collectives of a call. Unless every rank "
                 "raised it at the same point, the others wait for this one until their group's "

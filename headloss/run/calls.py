@@ -22,9 +22,9 @@ from ..losses.term import Objective
 from ..objective.bound import Bound, bind
 from ..objective.tolerance import Tolerance
 from ..options import Options
-from ..ranks.agreement import agree_early, settle
-from ..ranks.place import Place, of_given, of_linear, own_facts
-from ..ranks.segments import over_segments, voted
+from ..ranks.agreement import agree, attempt
+from ..ranks.facts import of_segments, of_vocabulary, per_segment
+from ..ranks.place import Place
 from ..softmax.given import GivenSoftmax, GivenSums, IntoLogits, WalkSoftmax
 from ..softmax.linear import ExpSoftmax, LinearSoftmax, Tokens
 from ..softmax.sums import Hidden, Into, RowSums
@@ -44,53 +44,60 @@ Call = tuple[Work, list[Tensor | None]]
 def _linear_work(given: Given) -> Work:
     """What the arguments of `head_loss` come to before a logit is looked at."""
     hidden, head, batch, _, options, _ = given
+    transform = Transform(
+        scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature
+    )
     return _agreed(
-        given, prepare_linear, of_linear, hidden, head, batch, options, _transform(head),
-        head.vocab_group
+        given, prepare_linear, hidden, head, batch, options, transform, head.vocab_group
     )
 
 
 def _agreed(
-    given: Any, check: Callable[[Any], tuple[Prepared, Objective]],
-    same: Callable[[Any, Objective], dict[str, Any]], value: Tensor, head: Head | None,
-    batch: Batch, options: Options, transform: Transform, group: Any
+    given: Any, check: Callable[[Any], tuple[Prepared, Objective]], value: Tensor,
+    head: Head | None, batch: Batch, options: Options, transform: Transform, group: Any
 ) -> Work:
-    """A call that the ranks of its groups agree on: checked, packed, planned.
+    """A call that the ranks of its groups agree on: checked, packed, planned. An error waits until
+    all of them have heard of it.
 
     Args:
-        same: facts that are to be the same on all ranks of the vocabulary's group.
         value: hidden states, or (without a head) logits.
     """
-    over = isinstance(batch, Batch) and batch.segments.group is not None
-    wait = (over or group is not None) and (
-        not (isinstance(batch, Batch) and isinstance(options, Options))
-        or options.sequence_parallel or (over and options.static)
-    )
+    ready, error = attempt(None, check, given)
+    if group is None:
+        place, error = attempt(error, lambda: Place(head.vocabulary if head else value.shape[-1]))
+    else:
+        of = value, head, transform, batch, options
+        facts, error = attempt(error, lambda: of_vocabulary(*of, *ready))
+        said, error = agree("vocab_group", group, facts, error)
+        place, error = attempt(error, lambda: Place.of(group, said, head and head.vocab_size))
+    work, error = attempt(error, lambda: _packed(batch, options, transform, place, *ready))
+    over = batch.segments.group if isinstance(batch, Batch) else None
+    if over is not None:
+        facts, error = attempt(error, lambda: of_segments(batch, options, work.plan, *ready))
+        said, error = agree("segments.group", over, facts, error)
+        forms, error = attempt(error, lambda: per_segment(said))
+        if error is None:
+            work.per_segment = forms
+    if error is not None:
+        raise error
+    return work  # type: ignore[no-any-return]
 
-    def packed() -> Work:
-        """Without a collective over the segments' group."""
-        if group is None:
-            ready = check(given)
-            place = Place(value.shape[-1] if head is None else head.vocabulary)
-        else:
-            own = partial(own_facts, value, head, batch, options)
-            act, facts = partial(check, given), lambda ready: same(given, ready[1])
-            ready, said = agree_early("vocab_group", group, act, own, facts, wait, quiet=over)
-            place = Place.of(group, said, head and head.vocab_size)
-            if options.sequence_parallel:
-                place.check_tokens(batch)
-        prepared, objective = ready
-        unit = prepared.problem.segments_per_unit
-        packing = packing_of(batch, place.vocabulary, options.static, unit)
-        if prepared.masks and not options.static:
-            check_masks(batch, prepared.masks, packing.view(batch, prepared.wide))
-        plan = prepared.plan(options, packing, place)
-        return Work(
-            prepared, objective, batch, options, place, packing, plan, prepared.per_segment,
-            transform, bool, _bound
+
+def _packed(
+    batch: Batch, options: Options, transform: Transform, place: Place, prepared: Prepared,
+    objective: Objective
+) -> Work:
+    unit = prepared.problem.segments_per_unit
+    packing = packing_of(batch, place.vocabulary, options.static, unit)
+    place.check_batch(batch, options.sequence_parallel)
+    if prepared.masks and not options.static:
+        check_masks(batch, prepared.masks, packing.view(batch, prepared.wide))
+    plan, of_segment = prepared.plan(options, packing, place), prepared.per_segment
+    return _completed(
+        Work(
+            prepared, objective, batch, options, place, packing, plan, of_segment, transform, _bound
         )
-
-    return _completed(over_segments(batch, options, packed, group, wait) if over else packed())
+    )
 
 
 def linear_plan(given: Given) -> Plan:
@@ -102,10 +109,6 @@ def linear_plan(given: Given) -> Plan:
     return work.plan
 
 
-def _transform(head: Head) -> Transform:
-    return Transform(scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature)
-
-
 def linear_call(given: Given) -> Call:
     """The call that `head_loss` makes of its arguments."""
     (hidden, head, _, _, options, _), work = given, _linear_work(given)
@@ -114,8 +117,8 @@ def linear_call(given: Given) -> Call:
     x = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)  # else autograd gets a step more
     if prepared.compute_dtype is not None:
         x = x.to(prepared.compute_dtype)
-    if slices.group is not None:
-        x, index = slices.given(x), slices.index(index)
+    if options.sequence_parallel:
+        x = slices.given(x)
     if index is not None:
         x = GatherRows.apply(x, index, packing.live)
     elif (plan.terms or prepared.problem.differences) and not prepared.readable:
@@ -128,7 +131,6 @@ def linear_call(given: Given) -> Call:
     work.open = partial(
         ExpSoftmax if plan.terms else LinearSoftmax,
         tokens=of_tokens,
-        spread=slices.open if slices.is_spread else list,
         compute_dtype=prepared.compute_dtype,
         logits_dtype=options.logits_dtype,
         fixed=fixed,
@@ -150,8 +152,7 @@ def linear_call(given: Given) -> Call:
 def given_call(given: GivenLogits) -> Call:
     """The call that `logits_loss` makes of its arguments."""
     logits, batch, _, transform, group, _, options = given
-    of = logits, None, batch, options, transform, group
-    work = _agreed(given, prepare_given, of_given, *of)
+    work = _agreed(given, prepare_given, logits, None, batch, options, transform, group)
     of_tokens = _tokens(work)
     packing, inplace = work.packing, work.prepared.problem.inplace
     work.into = into = IntoLogits(packing.order, inplace)
@@ -168,10 +169,7 @@ def _completed(work: Work) -> Work:
     """With what the loop needs beside, once the ranks agree."""
     prepared, packing, plan, batch = work.prepared, work.packing, work.plan, work.given
     options, transform, group = work.options, work.transform, batch.segments.group
-    if group is not None and options.static:  # by a collective, which cannot wait
-        work.batch = voted(packing, batch, prepared.wide, group)
-    device, spread = batch.targets.device, packing if options.sequence_parallel else None
-    work.slices = (place := work.place).slices(spread, device, work.confirm)
+    work.slices = (place := work.place).slices()
     if isinstance(transform.temperature, Tensor):
         work.transform = transform = _of_tokens(transform, batch, packing, prepared.wide)
     if plan.rows and plan.schedule == "one_pass" and prepared.slopes:
@@ -199,8 +197,6 @@ def _bound(work: Work) -> Bound:
     """The objective bound to its totals, while the first product runs. (What is bound holds no
     `work`, which holds it.)"""
     prepared, objective, packing, batch = work.prepared, work.objective, work.packing, work.given
-    if batch.segments.group is not None:
-        settle(batch.segments.group)  # before its collectives
     options, totals, view = work.options, batch.totals, work.batch
     if totals is None:  # packing may have read them
         read = prepared.counted and packing.live is None

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from ..arguments import IGNORE, check_dense, check_device
 from ..batch.batch import LOGPS, Batch, check_ids
 from ..batch.packing import PackedBatch
+from ..head.dtensor import is_dtensor, local_head
 from ..head.head import Head, autocast_dtype, check_head
 from ..kernels.transform import Transform
 from ..losses.teacher import INPUTS
@@ -24,7 +25,6 @@ from ..objective.reads import reads
 from ..objective.sample import Kinds
 from ..objective.statistics import Statistics
 from ..options import Options
-from ..ranks.place import is_dtensor, local_head
 
 P = ParamSpec("P")
 R = TypeVar("R")

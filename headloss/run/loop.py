@@ -46,7 +46,7 @@ class HeadLoss(torch.autograd.Function):
     def forward(ctx, work: Work, *tensors):
         measured, ctx.pull = forward(work, tensors)
         ctx.work, ctx.used, ctx.count, ctx.read_again = work, False, 0, []
-        if work.plan.pull in ("slabs", "blocks"):  # autograd sees to it that none of these changes
+        if work.plan.pull == "slabs":  # autograd sees to it that none of these changes
             ctx.count, ctx.read_again = len(tensors), work.read_again
             ctx.save_for_backward(*tensors, *work.constants)
         stats, values, loss = measured
@@ -92,7 +92,7 @@ class HeadStatistics(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.work, ctx.swept = work, swept._replace(held=[])
         ctx.used, ctx.count, aside, ctx.read_again = False, 0, [], work.read_again
-        if work.plan.pull in ("held", "slabs", "blocks"):
+        if work.plan.pull in ("held", "slabs"):
             aside, ctx.count = [*tensors, *work.constants], len(tensors)
         ctx.rest, tiles = len(aside), []
         ctx.again = [stored(held, tiles) for held in swept.held]
@@ -231,11 +231,10 @@ def _in_one_pass(work: Work, tensors: Sequence[Any]) -> tuple[Outcome, PullBack]
     found = list[Measured]()
     sums = values = loss = NOT_YET
     blocks = work.plan.chunks
-    uncut = len(blocks) == 1 and not (work.plan.support or work.slices.is_spread)
+    uncut = len(blocks) == 1 and not work.plan.support
     for block in blocks:
         rows = ALL if uncut else block.rows
         measured, held = source.statistics(rows, [ALL], keep=True)
-        work.confirm()
         found.append(measured)
         chunk = block if len(blocks) > 1 else None
         gradient = work.bound.gradient(measured.stats, work.batch, chunk, True)

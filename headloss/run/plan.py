@@ -8,25 +8,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal
 
+from ..batch.segments import Chunk
 from ..options import Options
 from ..softmax.products import GRAIN, PARTS
-from .pieces import (
-    PAIR_BYTES,
-    WAVE_TILE,
-    Chunk,
-    Even,
-    Problem,
-    Tile,
-    cut,
-    cut_anywhere,
-    even,
-    whole_waves,
-)
+from . import problem as sizes
+from .problem import TERMS_ROWS, WAVE_TILE, Problem, Pull, Tile
 
 Schedule = Literal["one_pass", "recompute", "frozen", "held", "statistics"]
-Pull = Literal["now", "unit", "held", "slabs", "blocks", "never"]
 PULLS: dict[Schedule, Pull] = {
     "one_pass": "now",
     "recompute": "slabs",
@@ -35,15 +26,13 @@ PULLS: dict[Schedule, Pull] = {
     "statistics": "never",
 }
 MIB = 1 << 20
+CHUNK_WAVES = 0.3  # the fixed cost of a chunk, in waves of its products
 # For a chunk, where the call names none: on a CPU, a GPU of unknown memory, the part of another's.
 CPU_BUDGET, GPU_BUDGET, GPU_SHARE = 256 * MIB, 1200 * MIB, 64
-TERMS_ROWS = 16384  # tokens per product that writes statistics alone
 # Multiply-adds of a block's product: below it, reading which rows carry a gradient keeps a GPU
 # waiting longer, and takes a CPU more operations, than leaving them out can save.
 SKIP_WORTH, CPU_SKIP_WORTH = 2 * 10**11, 1 << 24
 FIXED_COLUMNS = 16384  # of a slab, if a token's bits may not depend on other tokens
-WORKING_BLOCK = 1 << 20  # logits that a reference act works on at once
-CANDIDATE_BYTES = 24  # of a candidate: its id, its log-prob and its slope
 SWEEP_BYTES = 480 << 20  # of a sweep that writes terms or gradients in 16 bits
 TEACHER_BYTES = 660 << 20  # the same beside a teacher
 SLAB_ELEMENTS = (48 << 20, 192 << 20)  # of its slabs, least and most
@@ -70,11 +59,8 @@ class Plan:
         reason: why this schedule.
         skip_rows: whether rows without a gradient leave the last two products.
         once: one block holds all tokens, and its products are the returned gradients.
-        support: pairs of a token and a column of its support, which take a dot product each.
+        support: pairs of a token and a column of its support, a dot product each.
         restricted: tokens that have a support.
-        pull: when the second act runs: with each block's statistics ("now", or "unit" coefficients
-            that are scaled later), once the coefficients of all tokens are there on what was
-            "held", in the backward pass in "slabs" of columns or in "blocks" of tokens, or "never".
     """
 
     schedule: Schedule
@@ -89,21 +75,28 @@ class Plan:
     plain_bytes: int
     reason: str
     budget: tuple[int, str]
-    chunks: Sequence[Chunk] = field(repr=False)
+    chunks: tuple[Chunk, ...] = field(repr=False)
     tokens: int = field(repr=False, default=0)
     skip_rows: bool = field(repr=False, default=False)
     once: bool = field(repr=False, default=False)
-    pull: Pull = field(repr=False, default="now")
     support: int = 0
     restricted: int = 0
 
     @property
+    def pull(self) -> Pull:
+        """When the second act runs: with each block's statistics ("now", or "unit" coefficients
+        that are scaled later), once the coefficients of all tokens are there on what was "held", in
+        the backward pass in "slabs" of columns, or "never"."""
+        return PULLS[self.schedule]
+
+    @property
     def blocks(self) -> Sequence[Chunk]:
         """The tokens of one step of the statistics, in order."""
-        if self.pull in ("now", "unit", "held", "blocks"):
+        if self.pull in ("now", "unit", "held"):
             return self.chunks
         step = self.sweep_rows or max(1, self.tile.rows)
-        return Even(range(0, self.tokens, step), self.tokens)
+        starts = range(0, self.tokens, step)
+        return [Chunk(start, min(start + step, self.tokens), 0, 0) for start in starts]
 
     @property
     def total_bytes(self) -> int:
@@ -155,18 +148,19 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
     if schedule == "held":  # a teacher measures all tokens before it differentiates any
         most = p.tokens if p.teachers else options.chunk_tokens or TERMS_ROWS
         rows = max(1, min(p.tokens, most))
-    pull = "blocks" if schedule == "recompute" and p.spread else PULLS[schedule]
-    if pull in ("unit", "held", "blocks") or chunks is None:
+    pull = PULLS[schedule]
+    if pull in ("unit", "held") or chunks is None:
         chunks = cut_anywhere(p, rows)
-    if pull == "now" and chunks:  # without lengths all are equal but for the last
-        rows = max(c.stop - c.start for c in (chunks if p.lengths else (chunks[0], chunks[-1])))
+    if pull == "now" and chunks:
+        rows = max(c.stop - c.start for c in chunks)
     tile = _tile(p, rows, options)
     if p.teachers and pull in ("slabs", "never") and options.chunk_tokens is None:
         # The logits of one sweep take the memory that the other has for a slab and sums of dX.
-        room = (tile.rows * tile.columns * _slab_bytes(p) + _hidden_sums(p)) // p.token_bytes
+        swept = tile.rows * tile.columns * sizes.slab_bytes(p) + sizes.hidden_sums(p)
+        room = swept // p.token_bytes
         rows = even(p, min(rows, max(1, room // GRAIN * GRAIN or room)))
     once, terms = _once(p, pull, len(chunks), tile), p.terms and not p.narrow
-    parts = _bytes(p, pull, rows, tile, options, once)
+    parts = sizes.bytes_by_part(p, pull, rows, tile, options, once)
     least = SKIP_WORTH if p.on_gpu else 0 if p.thorough else CPU_SKIP_WORTH
     worth = p.sparse and rows * p.width * p.vocabulary >= least
     skip_rows = options.skip_rows and not (options.static or p.given or p.narrow) and worth
@@ -179,15 +173,14 @@ def make_plan(problem: Problem, options: Options, backend: str) -> Plan:
         terms=terms,
         rows=p.rows,
         bytes=parts,
-        peak_bytes=_peak(p, parts),
+        peak_bytes=sizes.peak_bytes(p, parts),
         plain_bytes=p.tokens * p.vocabulary * (4 + 2 * p.element_size),
         reason=reason,
         budget=budget,
-        chunks=chunks,
+        chunks=tuple(chunks),
         tokens=p.tokens,
         skip_rows=skip_rows,
         once=once,
-        pull=pull,
         support=p.support,
         restricted=p.restricted,
     )
@@ -197,12 +190,7 @@ def _once(p: Problem, pull: Pull, chunks: int, tile: Tile) -> bool:
     """Whether one product is the whole weight gradient, so that no wider sum is needed."""
     if p.main_grad or p.given or 0 < p.restricted < p.tokens or p.rescaled:
         return False
-    return chunks <= 1 if pull in ("now", "held", "blocks") else p.tokens <= tile.rows
-
-
-def _first(*reasons: tuple[object, str]) -> str | None:
-    """The first one that holds."""
-    return next((text for holds, text in reasons if holds), None)
+    return chunks <= 1 if pull in ("now", "held") else p.tokens <= tile.rows
 
 
 def _choose(
@@ -215,24 +203,25 @@ def _choose(
     summed = "slopes of candidates would be summed over ranks in the backward pass"
     too_long = f"the objective is {p.scope}-scoped and does not fit chunks within the budget"
     fewer = most is not None and most < p.tokens
-    errors = {
-        "one_pass": _first(
+    reasons = {
+        "one_pass": [
             (p.scope == "elsewhere", "the loss lives elsewhere and needs all statistics first"),
             (chunks is None and p.grouped, "segments run across ranks"),
             (chunks is None, too_long),
-        ),
-        "frozen": _first(
+        ],
+        "frozen": [
             (p.given, "the logits are given"),
             (p.weight_gradient, "the head requires a gradient"),
             (not p.logp_only, "the objective needs the gradient of more than logp"),
             (p.candidates and p.sharded, summed),
-        ),
-        "held": _first(
+        ],
+        "held": [
             (p.given, "the logits are given"),
             (size > budget, f"{kept}, more than the budget of {budget / MIB:.1f} MiB"),
             (fewer, f"no more than chunk_tokens={most} are to be held at once"),
-        ),
+        ],
     }
+    errors = {n: next((text for holds, text in r if holds), None) for n, r in reasons.items()}
     # Who asks for held without a budget may hold any number of tokens, in chunks of any size.
     free = asked == "held" and not p.given and options.memory_budget is None
     if errors.get(asked) and not free:
@@ -274,7 +263,7 @@ def _chunk_rows(p: Problem, options: Options, limit: int) -> int:
 
 def _tile(p: Problem, rows: int, options: Options) -> Tile:
     """A sweep's tile, of no more logits than `rows` tokens have over the whole vocabulary."""
-    if p.narrow or p.spread:  # of spread tokens no more than a chunk's are gathered at once
+    if p.narrow:
         return Tile(rows, p.vocabulary)
     elements, explicit = rows * p.vocabulary, options.chunk_tokens is not None
     if options.batch_invariant:
@@ -285,8 +274,8 @@ def _tile(p: Problem, rows: int, options: Options) -> Tile:
     if (p.terms or (p.teachers and p.on_gpu)) and not explicit:
         least, most = SLAB_ELEMENTS
         least = max(least, p.tokens * p.width)  # a slab takes less, as it adds to all of dX
-        room = (TEACHER_BYTES if p.teachers else SWEEP_BYTES) - _hidden_sums(p)
-        elements = min(elements, max(least, min(most, room // _slab_bytes(p))))
+        room = (TEACHER_BYTES if p.teachers else SWEEP_BYTES) - sizes.hidden_sums(p)
+        elements = min(elements, max(least, min(most, room // sizes.slab_bytes(p))))
     least = 1 if explicit else min(p.vocabulary, 4 * GRAIN)
     tall = max(1, min(p.tokens, elements // least))
     columns = max(1, min(p.vocabulary, elements // tall))
@@ -300,63 +289,61 @@ def _tile(p: Problem, rows: int, options: Options) -> Tile:
     return Tile(tall, columns)
 
 
-def _hidden_sums(p: Problem) -> int:
-    """Bytes of the hidden gradient of slabs, where it is summed apart."""
-    return p.tokens * p.width * 4 if p.hidden_gradient and p.element_size < 4 else 0
+def even(p: Problem, rows: int) -> int:
+    """The size of equal chunks, so that the last one is as efficient as the others."""
+    pieces = -(-p.tokens // rows) or 1
+    even = -(-p.tokens // pieces) or 1
+    return min(rows, -(-even // GRAIN) * GRAIN) if even > GRAIN else even
 
 
-def _slab_bytes(p: Problem) -> int:
-    """Of a slab, per token and column: its logits or, beside a teacher, its gradient and the logits
-    of a part of the tokens."""
-    if p.given or not p.teachers:
-        return p.row_bytes
-    return (p.element_size if p.on_gpu else max(4, p.element_size)) + max(8, p.row_bytes) // PARTS
+def whole_waves(p: Problem, most: int) -> int:
+    """The size of chunk, up to `most`, with the least time in the hidden gradient's products, which
+    come in waves of one output tile for each multiprocessor. (The other two products have so many
+    tiles that their last wave does not count.)"""
+    across = -(-p.width // WAVE_TILE[1])
+
+    def waves(rows: int) -> int:
+        return -(-(-(-rows // WAVE_TILE[0]) * across) // p.multiprocessors)
+
+    def cost(rows: int) -> float:
+        whole, rest = divmod(p.tokens, rows)
+        return whole * waves(rows) + waves(rest) + CHUNK_WAVES * (whole + (rest > 0))
+
+    step = GRAIN * (1 + (most >> 24))  # of a tiny vocabulary there may be very many sizes
+    return min(range(most, most // 2, -step), key=lambda rows: (cost(rows), rows))
 
 
-def _bytes(
-    p: Problem, pull: Pull, rows: int, tile: Tile, options: Options, once: bool
-) -> dict[str, int]:
-    if p.rows:
-        return {"statistics": p.tokens * 64}
-    sweeps, slabs = pull in ("slabs", "blocks", "never"), pull == "slabs" and not p.given
-    elements = tile.rows * tile.columns if sweeps else rows * p.vocabulary
-    logits = elements * (_slab_bytes(p) if sweeps else p.row_bytes)
-    if sweeps and p.teachers:
-        logits = max(logits, rows * p.token_bytes - _hidden_sums(p))
-    if pull == "held":
-        logits = p.tokens * p.vocabulary * p.row_bytes
-    widened = 3 * min(elements, WORKING_BLOCK) * max(4, p.element_size)  # a few blocks at a time
-    if p.element_size < 4 and not p.given:  # and of a 16-bit weight
-        widened += 4 * min(4 * WORKING_BLOCK, p.vocabulary * p.width)
-    fused = pull == "never" and p.terms and not p.teachers
-    if fused:  # the product leaves a maximum and a sum of each tile
-        logits = 8 * min(p.tokens, TERMS_ROWS) * -(-p.vocabulary // WAVE_TILE[1])
-    gathered = p.tokens if p.gathered else rows
-    wide = 8 if p.element_size == 8 else options.accumulate_dtype.itemsize
-    # Of its own dtype or of one product, a sum is the returned gradient itself.
-    apart = p.weight_gradient and not (p.given or once)
-    summed = apart and pull in ("now", "held", "blocks") and wide != p.weight_size
-    sent = p.sharded and p.hidden_gradient and not p.given and pull != "never"
-    parts = [
-        (not p.narrow, "partial statistics" if fused else "logits", logits),
-        (p.support, "support", p.support * PAIR_BYTES),
-        (True, "statistics", p.tokens * 64),
-        (p.candidates, "candidates", p.tokens * p.candidates * CANDIDATE_BYTES),
-        (not p.on_gpu, "working blocks", widened),
-        (sent, "hidden gradient on its way", rows * p.width * max(4, p.element_size)),
-        (p.spread or p.gathered, "gathered hidden states", gathered * p.width * p.element_size),
-        (summed, "weight gradient accumulator", p.vocabulary * p.width * wide),
-        (slabs and apart, "weight gradient slab", tile.columns * p.width * wide),
-        (slabs and _hidden_sums(p), "hidden gradient accumulator", _hidden_sums(p)),
-    ]
-    return {name: size for taken, name, size in parts if taken}
+def cut_anywhere(p: Problem, rows: int) -> list[Chunk]:
+    """Chunks of equal size; a border may fall inside a segment."""
+    ends = list(accumulate(p.lengths or []))
+    starts = range(0, p.tokens, rows)
+    return [Chunk.between(ends, start, min(start + rows, p.tokens)) for start in starts]
 
 
-def _peak(p: Problem, parts: dict[str, int]) -> int:
-    """With the returned gradients; one that is summed apart is made when the logits have gone."""
-    columns = p.vocabulary * (not p.inplace) if p.given else p.width
-    hidden = p.hidden_gradient * p.tokens * columns * p.element_size
-    weight = (p.weight_gradient and not p.main_grad) * p.vocabulary * p.width * p.weight_size
-    pairs = {"hidden gradient accumulator": hidden, "weight gradient accumulator": weight}
-    late = sum(size for name, size in pairs.items() if name in parts)
-    return hidden + weight + sum(parts.values()) - min(late, parts.get("logits", 0))
+def cut(p: Problem, rows: int, limit: int) -> list[Chunk] | None:
+    """Chunks that respect the objective's scope, or None where there are none."""
+    if p.tokens == 0 and not p.grouped and p.scope != "elsewhere":
+        return []
+    lengths, unit = p.lengths or [], p.segments_per_unit
+    whole = Chunk(0, p.tokens, 0, len(lengths))
+    if p.rows:  # nothing is held
+        return [whole]
+    if p.scope == "token":
+        return cut_anywhere(p, rows)
+    if p.grouped or p.scope == "elsewhere":
+        return None
+    if p.tokens <= rows or p.scope == "batch" or not lengths:
+        return [whole] if p.tokens <= max(rows, limit) else None
+    chunks: list[Chunk] = []
+    start = stop = first = last = 0
+    for at in range(0, len(lengths), unit):  # may not be cut apart
+        tokens = sum(lengths[at : at + unit])
+        if tokens > max(rows, limit):
+            return None
+        if stop > start and stop + tokens - start > rows:
+            chunks.append(Chunk(start, stop, first, last))
+            start, first = stop, last
+        stop, last = stop + tokens, min(last + unit, len(lengths))
+    if last > first:
+        chunks.append(Chunk(start, stop, first, last))
+    return chunks

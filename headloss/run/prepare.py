@@ -42,7 +42,8 @@ from .checks import (
     masks_of,
     warn_of_misspelt_fields,
 )
-from .plan import Plan, Problem, make_plan
+from .plan import Plan, make_plan
+from .problem import Problem
 
 DIFFERENCES = ("forward_kl", "reverse_kl")  # that a teacher's product measures
 
@@ -234,8 +235,7 @@ def _prepared(
         thorough=restricted or options.gradient_tolerance > 0,
         segments_per_unit=objective.segments_per_unit,
         grouped=batch.segments.group is not None,
-        spread=options.sequence_parallel and not options.static,
-        gathered=options.sequence_parallel and options.static,
+        gathered=options.sequence_parallel,
         logp_only=gradients <= ({"logp"} if "candidate_tail" in needs else {"logp", CANDIDATES}),
         rows=problem.rows and not of_tiles and "candidate_logps" not in needs,
         terms=terms,

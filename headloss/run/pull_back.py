@@ -14,7 +14,7 @@ from ..softmax.given import WalkSoftmax
 from ..softmax.linear import LinearSoftmax, RawSoftmax, rows_left
 from ..softmax.rows import ALL, Known
 from ..softmax.sums import SlabSums
-from .work import Gradients, Swept, Work, measure, steps
+from .work import Gradients, Swept, Work, steps
 
 
 def pull_back(
@@ -25,7 +25,7 @@ def pull_back(
     plan, known = work.plan, Known(swept.whole, gradient)
     if plan.pull == "unit":
         return _scale(work, swept, gradient, factor)
-    if plan.pull in ("held", "blocks"):
+    if plan.pull == "held":
         return from_held(work, source, swept, gradient).finish(factor)
     if isinstance(source, LinearSoftmax):
         return in_slabs(work, source, known, factor)
@@ -50,7 +50,7 @@ def _scale(work: Work, swept: Swept, gradient: Gradient, factor: Tensor | None) 
         row = -prob
     if factor is not None:
         row = row * factor.to(row.dtype)
-    row = work.slices.own(row / work.unit)
+    row = row / work.unit
     multiple, sums.hidden.multiple = sums.hidden.multiple, None
     chosen = [part for part in source.beside if part.key in gradient.divergences]
     for i, total in enumerate(sums.hidden.totals):
@@ -69,23 +69,14 @@ def _scale(work: Work, swept: Swept, gradient: Gradient, factor: Tensor | None) 
 
 
 def from_held(work: Work, source: RawSoftmax, swept: Swept, gradient: Gradient) -> Any:
-    """Act two of what was held, block by block. What was not is measured again, statistics too:
-    where p is near 1, 1 - p needs the very logits that p comes from."""
+    """Act two of what was held, block by block."""
     sums, blocks = work.sums(source, work.into, work.plan), work.plan.blocks
     whole = Known(swept.whole, gradient)
     for block in blocks:
-        rows = block.rows
-        known = whole if len(blocks) == 1 else whole.rows(rows)
-        if work.plan.pull == "blocks":
-            measured, held = measure(work, source, rows, keep=True)
-            known = known._replace(measured=measured)
-        else:
-            held = swept.held.pop(0)
-            if work.slices.is_spread:  # they come in a collective, whatever is live
-                _ = [x[rows] for x in source.features]  # type: ignore[attr-defined]
-        known = known._replace(held=held, live=work.live(known.gradient))
-        sums.add(source.pull(rows, ALL, known))
-        del known, held  # they are used up
+        known = whole if len(blocks) == 1 else whole.rows(block.rows)
+        known = known._replace(held=swept.held.pop(0), live=work.live(known.gradient))
+        sums.add(source.pull(block.rows, ALL, known))
+        del known  # what it holds is used up
     return sums
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..head.dtensor import local_head
 from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
 from ..objective.statistics import CANDIDATES, COLLISION
-from ..ranks.place import local_head
 from ..softmax.beside import NOTHING, Candidates, Collision
 from ..softmax.given import View
 from ..softmax.linear import LinearSoftmax, Tokens

@@ -62,7 +62,6 @@ class Work:
         transform: of raw logits, of the packed tokens.
         at_once: the objective's gradient is known before the statistics are.
         tolerance: which rows are left out in addition to those without gradient.
-        confirm: reads what the ranks said, once the first product is queued.
         open: makes the source of the call's tensors; `sums` takes its gradient in blocks of tokens.
     """
 
@@ -75,7 +74,6 @@ class Work:
     plan: Plan
     per_segment: frozenset[str]
     transform: Transform
-    confirm: Callable[[], object]
     bind: Callable[[Work], Any]
     # What is not known when this is made.
     slices = open = sums = into = NOT_YET
@@ -142,9 +140,7 @@ def measure(
     held."""
     columns = source.vocabulary if keep or work.plan.sweep_rows else work.plan.tile.columns
     tiles = [ALL] if columns >= source.vocabulary else steps(source.vocabulary, columns)
-    found = source.statistics(rows, tiles, keep)
-    work.confirm()
-    return found
+    return source.statistics(rows, tiles, keep)
 
 
 def join(work: Work, source: RawSoftmax, found: list[Measured]) -> Measured:

@@ -197,15 +197,13 @@ class LinearSoftmax(RawSoftmax):
         tensors: Sequence[Any],  # features [T, H_i], weights [V', H_i] pairwise; bias [V'] or None
         tokens: Tokens,
         *,
-        # Makes what can be indexed by tokens of features that are spread over ranks.
-        spread: Callable[[Sequence[Tensor]], Sequence[Any]] = list,
         compute_dtype: torch.dtype | None = None,  # of products; None: the tensors' own (autocast)
         logits_dtype: torch.dtype | None = None,  # what logits are rounded to, if anything
         fixed: products.Fixed | None = None,  # for logits and dX, if rows' bits are to be their own
         measured: bool = False,  # the product measures statistics where it can
     ) -> None:
         super().__init__(tokens)
-        self.features, self.full_weights = spread(tensors[:-1:2]), list(tensors[1:-1:2])
+        self.features, self.full_weights = list(tensors[:-1:2]), list(tensors[1:-1:2])
         self.full_bias: Tensor | None = tensors[-1]
         self.logits_dtype, self.fixed, vocabulary = logits_dtype, fixed, self.vocabulary
         # Rows of weights beyond it are padding and never scored.
