@@ -225,8 +225,8 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_621, "core tokens": 78_127}
-MOST |= {"kernels lines": 4_811, "kernels tokens": 40_449, "files on top": 14}
+MOST = {"core lines": 10_616, "core tokens": 78_044}
+MOST |= {"kernels lines": 4_564, "kernels tokens": 38_023, "files on top": 14}
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

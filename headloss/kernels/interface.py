@@ -338,11 +338,6 @@ class Kernels(Protocol):
     def teacher_product(self, x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differences:
         """Of a teacher x @ w.T from a student's raw logits, as `product_statistics` leaves them."""
 
-    def teacher_gradient(
-        self, x: Tensor, w: Tensor, raw: Tensor, part: Divergence, to: Tensor
-    ) -> bool:  # fmt: skip
-        """`part_gradient_` beside a teacher x @ w.T, into `to` [n, v]; False if it cannot."""
-
     def part_gradient_(
         self, raw: Tensor, part: Divergence | Outcomes, extra: Tensor | None = None,
         others: Backward | None = None,

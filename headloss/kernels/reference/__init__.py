@@ -17,7 +17,7 @@ from .fused import (
     product_partials,
     product_statistics,
 )
-from .pair import divergence, part_gradient_, readable, teacher_gradient, teacher_product
+from .pair import divergence, part_gradient_, readable, teacher_product
 from .rows import dense_order, given_rows, scale_rows_, scaled, scaled_rows
 from .support import support_gradient, support_logits, support_partials, support_sums
 from .tile import logit_gradient_, partials

@@ -60,11 +60,6 @@ def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differen
     return Differences(ratio.squeeze(1), value, pair.teacher.normalizer, own)
 
 
-def teacher_gradient(x: Tensor, w: Tensor, raw: Tensor, part: Divergence, to: Tensor) -> bool:
-    to.copy_(part_gradient_(raw, part._replace(teacher=widened(x) @ widened(w).t())))
-    return True
-
-
 def _again(side: Side, log_p: Tensor) -> Tensor:
     """Raw logits from log p, without a soft cap."""
     z = log_p + (side.normalizer.peak + side.normalizer.log_sum).unsqueeze(1)
@@ -105,7 +100,6 @@ def _of_divergence(raw: Tensor, part: Divergence, rows: slice) -> tuple[Any, ...
         log_p = _log_p(student.rows(rows), tile, ALL)
         log_q = log_p + difference + part.teacher.ratio[rows].unsqueeze(1)
     else:
-        assert part.teacher is not None
         tile, log_p = raw[rows], _log_p(student, raw, rows)
         log_q = _log_p(teacher, part.teacher, rows)
     p = log_p.exp()
