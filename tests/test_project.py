@@ -226,7 +226,7 @@ LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
 MOST = {"core lines": 10_616, "core tokens": 78_044}
-MOST |= {"kernels lines": 4_564, "kernels tokens": 38_023, "files on top": 14}
+MOST |= {"kernels lines": 4_310, "kernels tokens": 34_943, "files on top": 14}
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

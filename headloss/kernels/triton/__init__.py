@@ -1,6 +1,6 @@
 """The Triton backend: every act as kernels, on a GPU or in Triton's interpreter.
 
-float64 is left to the reference, which has the plain twin of each act.
+float64 is left to the reference.
 """
 
 from __future__ import annotations

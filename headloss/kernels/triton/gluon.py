@@ -134,7 +134,7 @@ def each_half(
     for tile in range(gl.program_id(0), tiles_m * blocks, PROGRAMS):
         m, block = place_of(tile, tiles_m, blocks)
         first = m * ROWS + WHO * HALF
-        asked = ASK(of, first, block, n, v)
+        asked = ASK(of, first, block, n)
         z, stage, phase = multiplied(ring, stage, phase, h, WHO)
         END(z, asked, out, to, of, first, block, n, v, WHO)
     tma.store_wait(0)
@@ -169,7 +169,7 @@ def rows_of(first, n, PART: gl.constexpr):
 
 
 @gluon.jit
-def ask_of_tokens(given, first, block, n, v):
+def ask_of_tokens(given, first, block, n):
     """Each row's factor, and its reference and its column in the block."""
     of, _ = given
     rows, inside = rows_of(first, n, PART)
@@ -245,7 +245,7 @@ def overlapping_product_kernel(
 
 
 @gluon.jit
-def ask_of_coefficients(a, first, block, n, v):
+def ask_of_coefficients(a, first, block, n):
     """Each row's scale and shift of log p in units of log 2, and its coefficients."""
     rows, inside = rows_of(first, n, PART)
     none = gl.zeros_like(rows, dtype=gl.float32)
