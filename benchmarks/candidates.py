@@ -99,7 +99,7 @@ def check(
 
 def acts(hidden: Tensor, weight: Tensor, ids: Tensor, repeats: int) -> dict[str, Any]:
     """The acts on chosen columns alone: milliseconds, and TB/s of the rows that are gathered."""
-    backend = kernels.load(kernels.choose("auto", DEVICE, hidden.dtype))
+    backend = kernels.load("triton")
     x, w = hidden.detach(), weight.detach()
     ms = milliseconds(lambda: backend.chosen_logits(x, w, ids, Transform()), repeats)
     moved = ids.numel() * x.shape[1] * x.element_size()
@@ -147,7 +147,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         alone.setdefault(schedule, ms)
         row |= {"ms": round(ms, 3), "share of GRPO's speed": round(alone[schedule] / ms, 3)}
         row["peak MiB"] = peak_mib(run, returned)
-        if k and not rest and schedule == "one_pass":
+        if k and not rest and schedule == "one_pass" and DEVICE.type == "cuda":
             row["kernels"] = acts(hidden, weight, more["candidate_ids"], arguments.repeats)
         name = f"{schedule}, " + (f"{k} candidates" if k else "GRPO") + ", rest" * rest
         found[name] = row

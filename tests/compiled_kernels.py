@@ -153,9 +153,6 @@ class Form:
                 for keep in (True, False):
                     given = x, w, some(N, V), to._replace(keep=keep)
                     yield "teacher", lambda given=given: acts.teacher_product(*given)
-                part = Divergence(None, Pair(side, side, kind, 0.5), some(N), some(N))
-                given = x, w, some(N, V), part, some(N, V, dtype=x.dtype)
-                yield "teacher's gradient", lambda given=given: acts.teacher_gradient(*given)
 
     def tiles(self) -> Iterator[tuple[str, Call]]:
         raw, held, order, backward = self.raw, self.held, self.order, self.backward

@@ -11,11 +11,11 @@ from dataclasses import replace
 import matrix
 import pytest
 import torch
+import twins
 from triton_cases import DEVICE, EPS, coefficients_of, transforms
 
 import headloss as hl
 from headloss import kernels
-from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
 from headloss.kernels.interface import Backward, Forward, Held
 from headloss.kernels.pair import Chosen
@@ -42,7 +42,7 @@ def test_chosen_logits(n, h, k, dtype, name):
     columns = columns_of(n, v, k, 20)
     bias = torch.randn(v, device=DEVICE) if name in ("scaled", "capped rows") else None
     given = x, w, columns, replace(transform, bias=bias)
-    mine, twin = (b.chosen_logits(*given) for b in (triton_backend, reference))
+    mine, twin = (b.chosen_logits(*given) for b in (triton_backend, twins))
     raw = x.double() @ w.double().t()
     z = transform((raw if bias is None else raw + bias).float())
     here = (columns >= 0) & (columns < v)
@@ -84,7 +84,7 @@ def test_chosen_gradient(which, name, ordered):
     logps = torch.where(here, log_p.gather(1, torch.where(here, columns, 0)), 0)
     target = log_p.gather(1, (targets - first).unsqueeze(1)).squeeze(1)
     backward = Backward(targets, first, transform, normalizer, c, target)
-    base = reference.logit_gradient_(raw.clone(), backward)
+    base = twins.logit_gradient_(raw.clone(), backward)
     # What the slopes add, by the transform's own derivative.
     leaf = raw.clone().requires_grad_()
     picked = transform_of(transform, leaf).gather(1, torch.where(here, columns, 0))
@@ -92,11 +92,11 @@ def test_chosen_gradient(which, name, ordered):
     want, places = base + extra, torch.arange(n, device=DEVICE)
     order = None
     if ordered:
-        order = reference.dense_order(torch.tensor([0, 1, 0, 1, 1, 1], device=DEVICE).bool(), 5)
+        order = twins.dense_order(torch.tensor([0, 1, 0, 1, 1, 1], device=DEVICE).bool(), 5)
         places = order.rows[: int(order.count)]
     multiples = torch.rand(n, device=DEVICE) + 0.5
     chosen = Chosen(columns, logps, slopes)
-    for backend in (triton_backend, reference):
+    for backend in (triton_backend, twins):
         for divisor in (None, multiples):
             tile = torch.full((n, v + 3), math.nan, device=DEVICE)[:, :v]
             over = 1 if divisor is None else divisor[: len(places), None]
@@ -117,7 +117,7 @@ def transform_of(transform: Transform, raw: torch.Tensor) -> torch.Tensor:
     return (raw * transform.scale / transform.softcap).tanh() * transform.softcap / t
 
 
-@pytest.mark.parametrize("backend", [triton_backend, reference], ids=["triton", "reference"])
+@pytest.mark.parametrize("backend", [triton_backend, twins], ids=["triton", "reference"])
 def test_slopes_alone_make_a_multiple(backend):
     """Two slopes that cancel: c_prob is 0, and so would be every multiple."""
     n, h, v = 3, 16, 40
@@ -168,7 +168,7 @@ def terms(request, monkeypatch):
     monkeypatch.setattr(kernels, "can_hold_terms", lambda *_: True)
     monkeypatch.setattr(kernels, "choose", lambda *_: "triton")
     if request.param == "twins":
-        monkeypatch.setattr(kernels, "load", lambda _: reference)
+        monkeypatch.setattr(kernels, "load", lambda _: twins)
     return request.param
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import twins
 from triton_cases import (
     DEVICE,
     EPS,
@@ -540,7 +541,7 @@ def test_static_calls_can_be_captured():
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
-@pytest.mark.parametrize("acts", [reference, triton_backend], ids=["reference", "triton"])
+@pytest.mark.parametrize("acts", [twins, triton_backend], ids=["twins", "triton"])
 def test_a_slice_is_measured_whatever_lies_beyond_it(acts):
     """A batch's targets are columns of the whole vocabulary, of which a rank has a slice."""
     raw, targets = tile(4, 16, torch.float32), torch.tensor([3, 20, 31, 9], device=DEVICE)

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import twins
 from triton_cases import DEVICE, coefficients_of, error, in_float64
 
-from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
 from headloss.kernels.interface import Backward, Forward, Held, Rows, Support, Walk
 from headloss.kernels.pair import Divergence, Pair, Side
@@ -61,7 +61,7 @@ def z_of(raw: torch.Tensor, transform: Transform) -> torch.Tensor:
 def side_of(raw: torch.Tensor, transform: Transform) -> Side:
     """Of float64 logits."""
     transform = in_float64(transform)
-    found = reference.partials(raw, Forward(None, 0, transform, NOTHING))
+    found = twins.partials(raw, Forward(None, 0, transform, NOTHING))
     return Side(transform, finish(found, 1, NOTHING)[1])
 
 
@@ -92,7 +92,7 @@ def test_act_two(form, name, between):
     raw = saturated(between, transform)
     targets = torch.arange(N, device=DEVICE) * 31 % V
     oracle, backward = act_two(raw, transform, coefficients_of(N, "tpe"), targets)
-    twin = reference.logit_gradient_(raw.clone(), backward)
+    twin = twins.logit_gradient_(raw.clone(), backward)
     if form == "tile":
         found = triton_backend.logit_gradient_(raw.clone(), backward)
     elif form == "support":
@@ -118,12 +118,12 @@ def test_divergences(kind, name, between):
     raw, other = saturated(between, transform), torch.randn(N, V, device=DEVICE) * 3
     sides = side_of(raw.double(), transform), side_of(other.double(), Transform(temperature=1.5))
     exact, weight = Pair(*sides, kind, 0.3), torch.rand(N, device=DEVICE)
-    pivot = reference.divergence(raw.double(), other.double(), exact)[1]
+    pivot = twins.divergence(raw.double(), other.double(), exact)[1]
     part = Divergence(other.double(), exact, pivot, weight.double())
-    oracle = reference.part_gradient_(raw.double(), part)
+    oracle = twins.part_gradient_(raw.double(), part)
     pair = exact._replace(student=narrow(sides[0]), teacher=narrow(sides[1]))
     part = Divergence(other, pair, pivot.float(), weight)
-    found, twin = (a.part_gradient_(raw.clone(), part) for a in (triton_backend, reference))
+    found, twin = (a.part_gradient_(raw.clone(), part) for a in (triton_backend, twins))
     assert error(found, oracle) <= 3 * error(twin, oracle) + 1e-6
 
 
@@ -139,7 +139,7 @@ def test_a_slab(name, between):
     assert error(found, oracle) <= 3 * error(oracle.half(), oracle) + 1e-6
 
 
-@pytest.mark.parametrize("backend", [reference, triton_backend], ids=["reference", "triton"])
+@pytest.mark.parametrize("backend", [twins, triton_backend], ids=["reference", "triton"])
 def test_held_terms(backend, name, between):
     """A term in bfloat16 knows z to a 512th at best, which may lie beyond the cap: the slope is 0
     there, and no gradient turns around."""

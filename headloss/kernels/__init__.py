@@ -1,4 +1,5 @@
-"""Backends: each is a package that has the acts of `interface.Kernels`; none imports another."""
+"""Backends: each is a package that has the acts of `interface.Acts`, and triton's those of
+`interface.Kernels`; none imports another."""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
 
 @functools.cache
 def load(backend: str) -> Kernels:
-    """The acts of a backend."""
+    """The acts of a backend. The reference has those of `Acts` alone: no plan asks it for more."""
     if backend == "reference":
         from . import reference
 
-        return reference
+        return reference  # type: ignore[return-value]
     from . import triton
 
     return triton

@@ -166,8 +166,8 @@ class Scaling(NamedTuple):
     rows: Tensor | None = None  # [n] float32 multiplies [n, H] first, in its own dtype
 
 
-class Kernels(Protocol):
-    """A backend. Each module that `kernels.load` returns is one."""
+class Acts(Protocol):
+    """What every backend serves. Each module that `kernels.load` returns is one."""
 
     # ------------------------------------------------------------------ a tile of logits
 
@@ -185,6 +185,71 @@ class Kernels(Protocol):
 
     def logit_gradient_(self, raw: Tensor, backward: Backward) -> Tensor:
         """Act two: dL/draw [n, v], over `raw`, or with `dtype` in the front of each of its rows."""
+
+    def finish(self, slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
+        """Statistics from the partials of W slices of a vocabulary, which is of this size, in their
+        order: slices [W, 3 + .., n], contiguous, fields as in `partials_of`."""
+
+    # ------------------------------------------------------------------ rows
+
+    def scaled_rows(
+        self, x: Tensor, scale: Tensor, *, out: Tensor | None = None, places: Tensor | None = None
+    ) -> Tensor:
+        """out[places] = x[:n] * scale of each row, in float32 or wider and rounded once: x and out
+        [.., H], scale [n] float32, places [n] int64, none twice, or the first n; out is new and of
+        x's dtype, or may be x."""
+
+    def scaled(self, values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
+        """Each value times `factor` [], or as it is, in float32 or wider and rounded to its dtype
+        once; where the dtypes are the same, in place."""
+
+    # ------------------------------------------------------------------ a support
+
+    def support_logits(
+        self, x: Tensor, w: Tensor, support: Support, onto: Tensor | None = None
+    ) -> Tensor:
+        """[P] x[token] . w[id - first] of each pair in the window, in float32 or wider, in float32
+        (float64 beside float64); 0 elsewhere. Added to `onto` where it is given.
+
+        x [n, H] and w [size, H] may have any strides and differ in dtype.
+        """
+
+    def support_partials(self, raw: Tensor, support: Support, forward: Forward) -> Partials:
+        """Act one over each token's pairs in the window, of their raw logits [P]. `forward.first`
+        is the support's. A token without any is an empty slice: peak -inf, rest -1."""
+
+    def support_gradient(self, raw: Tensor, support: Support, backward: Backward) -> Tensor:
+        """Act two: dL/draw of each pair [P], 0 outside of the window."""
+
+    def support_sums(
+        self, values: Tensor, rows: Tensor, support: Support, out: Tensor, add: bool = False,
+        uneven: bool = False,
+    ) -> None:  # fmt: skip
+        """out [n, H] = sum of values [P] * rows[id - first] over each token's pairs in the window,
+        in their order, in float32 or wider and rounded once; with `add`, added to what is there.
+        Rows whose value is 0 are not read. This is the gradient of hidden states; with tokens and
+        columns exchanged it is a weight's, whose pairs are `uneven`: one row may have far more than
+        another, `first` is 0, and all pairs lie in the window."""
+
+    # ------------------------------------------------------------------ pairs of tiles: see `pair`
+
+    def readable(self, tile: Tensor, dtype: torch.dtype) -> Tensor:
+        """A teacher's tile [n, v] as the acts below read it: itself, or a copy in `dtype`."""
+
+    def divergence(self, raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
+        """[2, n]: a tile's shares of the divergence and of its pivot."""
+
+    def part_gradient_(
+        self, raw: Tensor, part: Divergence | Outcomes, extra: Tensor | None = None,
+        others: Backward | None = None,
+    ) -> Tensor:  # fmt: skip
+        """d part / d raw + extra [n, v], in new float32 (or float64) memory, or over `extra`; with
+        `others`, the rest of the objective, the whole gradient over raw as in `logit_gradient_`:
+        its transform differs from the part's in the temperature alone."""
+
+
+class Kernels(Acts, Protocol):
+    """What the triton backend has as well. Plans for another one ask for none of these acts."""
 
     def fixed_product(
         self, a: Tensor, b: Tensor, *, dtype: torch.dtype = torch.float32, out: Tensor | None = None
@@ -215,10 +280,6 @@ class Kernels(Protocol):
         raw: Tensor | None = None,
     ) -> Measured:  # fmt: skip
         """`product_partials` of all columns, and `stats.finish`; raw [n, v] takes raw logits."""
-
-    def finish(self, slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
-        """Statistics from the partials of W slices of a vocabulary, which is of this size, in their
-        order: slices [W, 3 + .., n], contiguous, fields as in `partials_of`."""
 
     def product_gradient(self, x: Tensor, w: Tensor, backward: Backward) -> Tensor:
         """Act two of raw = x [n, H] @ w.T [H, v]: [n, v] in x's dtype, in new memory."""
@@ -276,17 +337,6 @@ class Kernels(Protocol):
         kept, moving is not worth it: all stay, and all count.
         """
 
-    def scaled_rows(
-        self, x: Tensor, scale: Tensor, *, out: Tensor | None = None, places: Tensor | None = None
-    ) -> Tensor:
-        """out[places] = x[:n] * scale of each row, in float32 or wider and rounded once: x and out
-        [.., H], scale [n] float32, places [n] int64, none twice, or the first n; out is new and of
-        x's dtype, or may be x."""
-
-    def scaled(self, values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
-        """Each value times `factor` [], or as it is, in float32 or wider and rounded to its dtype
-        once; where the dtypes are the same, in place."""
-
     # ------------------------------------------------------------------ logits where they lie
 
     def given_rows(self, walk: Walk) -> Partials | None:
@@ -299,54 +349,7 @@ class Kernels(Protocol):
     def scale_rows_(self, rows: Rows, factor: Tensor) -> None:
         """rows *= factor [], in float32 or wider and rounded once; left alone where it is 1."""
 
-    # ------------------------------------------------------------------ a support
-
-    def support_logits(
-        self, x: Tensor, w: Tensor, support: Support, onto: Tensor | None = None
-    ) -> Tensor:
-        """[P] x[token] . w[id - first] of each pair in the window, in float32 or wider, in float32
-        (float64 beside float64); 0 elsewhere. Added to `onto` where it is given.
-
-        x [n, H] and w [size, H] may have any strides and differ in dtype.
-        """
-
-    def support_partials(self, raw: Tensor, support: Support, forward: Forward) -> Partials:
-        """Act one over each token's pairs in the window, of their raw logits [P]. `forward.first`
-        is the support's. A token without any is an empty slice: peak -inf, rest -1."""
-
-    def support_gradient(self, raw: Tensor, support: Support, backward: Backward) -> Tensor:
-        """Act two: dL/draw of each pair [P], 0 outside of the window."""
-
-    def support_sums(
-        self, values: Tensor, rows: Tensor, support: Support, out: Tensor, add: bool = False,
-        uneven: bool = False,
-    ) -> None:  # fmt: skip
-        """out [n, H] = sum of values [P] * rows[id - first] over each token's pairs in the window,
-        in their order, in float32 or wider and rounded once; with `add`, added to what is there.
-        Rows whose value is 0 are not read. This is the gradient of hidden states; with tokens and
-        columns exchanged it is a weight's, whose pairs are `uneven`: one row may have far more than
-        another, `first` is 0, and all pairs lie in the window."""
-
     # ------------------------------------------------------------------ pairs of tiles: see `pair`
-
-    def readable(self, tile: Tensor, dtype: torch.dtype) -> Tensor:
-        """A teacher's tile [n, v] as the acts below read it: itself, or a copy in `dtype`."""
-
-    def divergence(self, raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
-        """[2, n]: a tile's shares of the divergence and of its pivot."""
 
     def teacher_product(self, x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differences:
         """Of a teacher x @ w.T from a student's raw logits, as `product_statistics` leaves them."""
-
-    def teacher_gradient(
-        self, x: Tensor, w: Tensor, raw: Tensor, part: Divergence, to: Tensor
-    ) -> bool:  # fmt: skip
-        """`part_gradient_` beside a teacher x @ w.T, into `to` [n, v]; False if it cannot."""
-
-    def part_gradient_(
-        self, raw: Tensor, part: Divergence | Outcomes, extra: Tensor | None = None,
-        others: Backward | None = None,
-    ) -> Tensor:  # fmt: skip
-        """d part / d raw + extra [n, v], in new float32 (or float64) memory, or over `extra`; with
-        `others`, the rest of the objective, the whole gradient over raw as in `logit_gradient_`:
-        its transform differs from the part's in the temperature alone."""

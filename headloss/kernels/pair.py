@@ -81,8 +81,7 @@ class Differences(NamedTuple):
 class Divergence(NamedTuple):
     """A part of an objective: a divergence, times a weight."""
 
-    # [n, v] raw logits, or what is in the memory of the student's; None: a product makes them
-    teacher: Tensor | Differences | None
+    teacher: Tensor | Differences  # [n, v] raw logits, or what is in the memory of the student's
     pair: Pair
     pivot: Tensor  # [n]
     weight: Tensor  # [n]; where it is 0 the teacher's row and the pivot may hold anything

@@ -33,7 +33,7 @@ class DenseTeacher:
         kept: [5, T], which `measure` fills and `gradient` reads: both sides' normalizers, and the
             pivot.
         fused: the teacher's product measures a block of tokens at once, and leaves in the memory
-            of the student's logits what the gradient needs; or it ends in the gradient.
+            of the student's logits what the gradient needs.
     """
 
     def __init__(
@@ -102,16 +102,11 @@ class DenseTeacher:
         gradient of the whole objective, in raw's memory or in `others.to`."""
         student, teacher = (Side(s.transform, s.normalizer.rows(rows)) for s in self.sides)
         pair = Pair(student, teacher, self.key.kind, self.key.beta)
-        part = Divergence(None, pair, self.pivot[rows], weight)
-        to = None if others is None or others.coefficients.tensors() else others.to
-        if to is not None and self.fused:
-            x, w = self.source.features[0][rows], self.source.weights[0][columns]
-            if self.acts.teacher_gradient(x, w, raw, part, to):
-                return to
         (first, found), self.held = self.held or (0, None), None  # of the last measurement
         if found is None:
             found = self._teacher(rows, columns)
         elif isinstance(rows, Tensor):
             at = rows - first
             found = found.rows(at) if isinstance(found, Differences) else compact_(found, at)
-        return self.acts.part_gradient_(raw, part._replace(teacher=found), extra, others)
+        part = Divergence(found, pair, self.pivot[rows], weight)
+        return self.acts.part_gradient_(raw, part, extra, others)

@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 
 from ...objective.divergence import phi, tilt
-from ...objective.statistics import finish
-from ..interface import Backward, Forward
-from ..pair import DEEPEST, ROOT, Compared, Differences, Divergence, Outcomes, Pair, Side
-from .tile import ALL, blocks, log_softmax, logit_gradient_, partials, wide, widened, with_columns
-
-NOTHING: frozenset[str] = frozenset()
+from ..interface import Backward
+from ..pair import Divergence, Outcomes, Pair, Side
+from .tile import blocks, log_softmax, logit_gradient_, wide, widened, with_columns
 
 
 def readable(tile: Tensor, dtype: torch.dtype) -> Tensor:
@@ -38,45 +35,6 @@ def divergence(raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
         log_p = _log_p(student, raw, rows)
         out[0, rows], out[1, rows] = phi(log_q, log_p, kind, beta)
     return out
-
-
-def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differences:
-    student, teacher, targets, kind, own, _ = to
-    other = widened(x) @ widened(w).t()
-    found = partials(other, Forward(None, 0, teacher, NOTHING))
-    pair = Pair(student, Side(teacher, finish(found, 1, NOTHING)[1]), kind, 0.5)
-    value = divergence(raw, other, pair)[0]
-    log_q, log_p = _log_p(pair.teacher, other, ALL), _log_p(student, raw, ALL)
-    ratio = (log_q - log_p).gather(1, (targets % w.shape[0]).unsqueeze(1))
-    side, one = own or student, torch.ones_like(ratio)
-    warmth = student.transform(one) / side.transform(one)
-    depth = (DEEPEST / warmth).clamp_max(ROOT * DEEPEST)
-    p = torch.maximum(_log_p(side, raw, ALL), -depth)
-    log_p = _log_p(student, _again(side, p), ALL)
-    kept = torch.where(p < -DEEPEST, -(p / ROOT).exp(), p.exp())
-    halves = kept.to(torch.bfloat16), (log_q - log_p - ratio).to(torch.float16)
-    low, high = (half.view(torch.int16).to(torch.int32) for half in halves)
-    raw.view(torch.int32).copy_(high << 16 | low & 0xFFFF)
-    return Differences(ratio.squeeze(1), value, pair.teacher.normalizer, own)
-
-
-def teacher_gradient(x: Tensor, w: Tensor, raw: Tensor, part: Divergence, to: Tensor) -> bool:
-    to.copy_(part_gradient_(raw, part._replace(teacher=widened(x) @ widened(w).t())))
-    return True
-
-
-def _again(side: Side, log_p: Tensor) -> Tensor:
-    """Raw logits from log p, without a soft cap."""
-    z = log_p + (side.normalizer.peak + side.normalizer.log_sum).unsqueeze(1)
-    return z / side.transform(torch.ones_like(z[:, :1]))
-
-
-def _parted(words: Tensor, side: Side) -> tuple[Tensor, Tensor]:
-    """Raw logits and differences: see `Differences`."""
-    words = words.view(torch.int32)
-    p = (words << 16).view(torch.float32)
-    log_p = torch.where(p < 0, ROOT * p.abs().log(), p.log())
-    return _again(side, log_p), (words >> 16).to(torch.int16).view(torch.float16).float()
 
 
 def part_gradient_(
@@ -100,21 +58,15 @@ def part_gradient_(
 def _of_divergence(raw: Tensor, part: Divergence, rows: slice) -> tuple[Any, ...]:
     """Raw logits of some rows, their transform, and d part / dz."""
     student, teacher, kind, beta = part.pair
-    if isinstance(part.teacher, Differences):
-        tile, difference = _parted(raw[rows], (part.teacher.own or student).rows(rows))
-        log_p = _log_p(student.rows(rows), tile, ALL)
-        log_q = log_p + difference + part.teacher.ratio[rows].unsqueeze(1)
-    else:
-        assert part.teacher is not None
-        tile, log_p = raw[rows], _log_p(student, raw, rows)
-        log_q = _log_p(teacher, part.teacher, rows)
+    assert isinstance(part.teacher, Tensor), "no act of this backend leaves anything else"
+    log_p, log_q = _log_p(student, raw, rows), _log_p(teacher, part.teacher, rows)
     p = log_p.exp()
     if kind == "forward_kl":
         g = p.sub_(log_q.exp_())
     else:
         g = p.mul_(tilt(log_q, log_p, kind, beta).sub_(part.pivot[rows].unsqueeze(1)))
     w = part.weight[rows].unsqueeze(1)
-    return tile, student.transform.rows(rows), torch.where(w == 0, 0, g * w)
+    return raw[rows], student.transform.rows(rows), torch.where(w == 0, 0, g * w)
 
 
 def _of_outcomes(raw: Tensor, part: Outcomes, rows: slice) -> tuple[Any, ...]:

@@ -11,8 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from ...objective.statistics import FLOOR, SURE, Coefficients, Normalizer, Partials, merge
-from ..interface import Backward, Forward
+from ...objective import statistics as stats
+from ...objective.statistics import FLOOR, SURE, Coefficients, Normalizer, Partials
+from ..interface import Backward, Forward, Measured, partials_of
 
 ALL = slice(None)
 BLOCK_ELEMENTS = 1 << 20  # working memory of one step, so that temporaries stay small
@@ -57,7 +58,12 @@ def partials(
     if len(parts) > 1:
         names = parts[0].tensors()
         parts = [Partials(**{n: torch.cat([getattr(part, n) for part in parts]) for n in names})]
-    return parts[0] if onto is None else merge(onto, parts[0])
+    return parts[0] if onto is None else stats.merge(onto, parts[0])
+
+
+def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
+    merged = stats.merge_all(partials_of(slices.unbind(1), needs))
+    return Measured(*stats.finish(merged, vocabulary, needs))
 
 
 def with_columns(tile: Tensor, columns: Tensor, values: Tensor | float) -> Tensor:

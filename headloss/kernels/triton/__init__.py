@@ -1,11 +1,11 @@
 """The Triton backend: every act as kernels, on a GPU or in Triton's interpreter.
 
-float64 is left to the reference, which has the plain twin of each act.
+float64 is left to the reference.
 """
 
 from __future__ import annotations
 
-from .beside import teacher_gradient, teacher_product
+from .beside import teacher_product
 from .chosen import chosen_gradient_, chosen_logits
 from .fixed import fixed_product
 from .given import given_rows

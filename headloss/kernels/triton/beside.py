@@ -4,8 +4,7 @@ n tokens, v columns, H' the teacher's hidden width. The float32 accumulator of e
 student's logits in the epilogue, so that the divergence is as exact as of float32 logits on both
 sides. What stays for the gradient takes the place of the student's logits: `Differences`, of which
 d = z_q - z_p - offset. It is small where the two are near, and then p - q = -p expm1(log q/p) keeps
-its digits. The offset is that of one column, the token's target. Where both models' logits are made
-a second time, normalizers are known, and the epilogue of the teacher's product is the gradient.
+its digits. The offset is that of one column, the token's target.
 
 Sums of a block of columns are taken against the teacher's largest logit in it.
 """
@@ -20,16 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ...objective.statistics import Normalizer
-from ..pair import Compared, Differences, Divergence
+from ..pair import Compared, Differences
 from ..rounding import lost
 from .chosen import chosen_logits
 from .formulas import LOG2E, normalizer_of, per_row, transformed
 from .launch import Launcher, cdiv
-from .pair import DEEP, POWER, Part, Softmax, softmax
-from .product import LEAST_SCALE, LOWEST, check_operands
+from .pair import DEEP, POWER, Softmax, softmax
+from .product import LOWEST, check_operands
 from .records import LogitScaling, Matrix, constant, matrix_of, over_tiles, scaling
 from .tiles import BM, BN, OPTIONS, READ, WIDTH, each_tile
-from .versions import overlaps
 
 BLOCKS = 64  # that a program adds at once
 
@@ -47,6 +45,7 @@ class Beside(NamedTuple):
     stride: int  # blocks * pitch
     reverse: tl.constexpr  # under p
     apart: tl.constexpr  # the two temperatures of the student's differ
+    keep: tl.constexpr  # words are written
 
 
 @triton.jit
@@ -58,8 +57,6 @@ def pair_tile(z, m, block, out, of, n, v):
     raw = (of.raw.data + rows.to(tl.int64) * of.raw.stride)[:, None] + columns[None, :]
     offset = tl.load(of.offset + rows, mask=inside, other=0.0)
     q, outer = transformed(z, of.z, of.z.outer), of.p.z.outer
-    own = per_row(of.own.z.outer, of.own.z, rows, inside)
-    own_peak, own_log_sum = normalizer_of(of.own.normalizer, rows, inside)
     p = tl.load(raw, mask=real, other=0.0)
     d = tl.where(real, (q - p * outer) - offset[:, None], 0.0)
     masked = tl.where(real, q, LOWEST)
@@ -74,24 +71,27 @@ def pair_tile(z, m, block, out, of, n, v):
     tl.store(place, peak, mask=inside)
     tl.store(place + of.stride, mass, mask=inside)
     tl.store(place + 2 * of.stride, moment, mask=inside)
-    own += tl.zeros_like(own_peak)
-    lse = (own_peak + own_log_sum)[:, None]
-    warmth = (outer / own)[:, None]
-    depth = DEEP
-    if of.apart:
-        depth = tl.minimum(DEEP / warmth, DEEP * POWER)
-    high = tl.maximum(p * own[:, None], lse - depth)
-    d = (q - high * warmth) - offset[:, None]
-    far = (high - lse) * LOG2E
-    if of.apart:
-        deep = far < -DEEP * LOG2E
-        root = tl.exp2(tl.where(deep, far / POWER, far))
-        p = tl.where(deep, -root, root)
-    else:
-        p = tl.exp2(far)
-    low = p.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
-    high = d.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-    tl.store(raw.to(tl.pointer_type(tl.uint32), bitcast=True), low | high, mask=real)
+    if of.keep:
+        own = per_row(of.own.z.outer, of.own.z, rows, inside)
+        own_peak, own_log_sum = normalizer_of(of.own.normalizer, rows, inside)
+        own += tl.zeros_like(own_peak)
+        lse = (own_peak + own_log_sum)[:, None]
+        warmth = (outer / own)[:, None]
+        depth = DEEP
+        if of.apart:
+            depth = tl.minimum(DEEP / warmth, DEEP * POWER)
+        high = tl.maximum(p * own[:, None], lse - depth)
+        d = (q - high * warmth) - offset[:, None]
+        far = (high - lse) * LOG2E
+        if of.apart:
+            deep = far < -DEEP * LOG2E
+            root = tl.exp2(tl.where(deep, far / POWER, far))
+            p = tl.where(deep, -root, root)
+        else:
+            p = tl.exp2(far)
+        low = p.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+        high = d.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        tl.store(raw.to(tl.pointer_type(tl.uint32), bitcast=True), low | high, mask=real)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -167,30 +167,8 @@ def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differen
     p = softmax(student)
     sides = z, p, p if own is None else softmax(own)
     reverse = constant(kind != "forward_kl")
-    apart = constant(own is not None)
-    of = Beside(matrix_of(raw), offset, *sides, sums, wide, blocks * wide, reverse, apart)
-    run, words = launch_beside, ()
-    if z.inner is None and z.outer > LEAST_SCALE and overlaps(x.device):
-        from . import gluon_beside  # Gluon is not in every Triton
-
-        run, words = gluon_beside.launch_measuring, (None,)
-        if keep:
-            run, words = gluon_beside.launch_beside, (raw.view(torch.int32),)
-    over_tiles(run, x, w, *words, of)
+    flags = constant(own is not None), constant(keep)
+    of = Beside(matrix_of(raw), offset, *sides, sums, wide, blocks * wide, reverse, *flags)
+    over_tiles(launch_beside, x, w, of)
     launch_finish(cdiv(n, 16), of, out, blocks, n, ROWS=16, BLOCKS=BLOCKS)
     return found
-
-
-def teacher_gradient(x: Tensor, w: Tensor, raw: Tensor, part: Divergence, to: Tensor) -> bool:
-    check_operands(x, w)
-    (student, teacher, kind, _) = part.pair
-    z = scaling(teacher.transform, lost(x.device, x.shape[1]))
-    if z.inner is not None or z.outer <= LEAST_SCALE or not overlaps(x.device):
-        return False
-    from . import gluon_beside  # Gluon is not in every Triton
-
-    q = Softmax(z, teacher.normalizer)
-    pivot = None if kind == "forward_kl" else part.pivot
-    of = Part(softmax(student), pivot, part.weight, teacher=q)
-    over_tiles(gluon_beside.launch_slope, x, w, to, matrix_of(raw), of)
-    return True

@@ -26,9 +26,10 @@ STAGES = gl.constexpr(tiles.STAGES)
 HALF = gl.constexpr(tiles.ROWS // 2)  # rows of one group
 PART = gl.constexpr(tiles.WIDTH // 4)  # columns whose terms leave together
 BUFFERS = gl.constexpr(2)  # of each group, for parts on their way out
-LINE = gl.constexpr(32)  # float32 numbers of 128 bytes
 LOWEST = gl.constexpr(-1e20)  # for what is left out: below all logits, finite under any scale
 AT_START = gl.constexpr(168)  # registers of a thread: 3 x 128 threads start with all there are
+LOADING = gl.constexpr(24)  # of one that loads
+MULTIPLYING = gl.constexpr((3 * AT_START.value - LOADING.value) // 2)  # 128 of them hold z
 
 place_of, biased = gluon.jit(tiles.place_of.fn), gluon.jit(tiles.biased.fn)
 bent, act_two = gluon.jit(formulas.bent.fn), gluon.jit(formulas.act_two.fn)
@@ -67,26 +68,8 @@ def new_ring(x, w):
 
 
 @gluon.jit
-def fetch(of, m, block, step, steps, n, v, SKIP: gl.constexpr):
-    """A share of a tile into the L2, by the lanes of one warp: of all but its first columns."""
-    LINES: gl.constexpr = (WIDTH - SKIP) // LINE
-    EACH: gl.constexpr = ROWS * LINES // 32
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    for i in range(step * EACH // steps, (step + 1) * EACH // steps):
-        line = i * 32 + lane
-        row = m * ROWS + line // LINES
-        column = block * WIDTH + SKIP + line % LINES * LINE
-        place = gl.where((row < n) & (column < v), row.to(gl.int64) * of.stride + column, 0)
-        gl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [of.data + place],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@gluon.jit
-def load(x, w, ring, n, v, h, PROGRAMS: gl.constexpr, beside=None, SKIP: gl.constexpr = 0):
-    """One warp: the slices of all tiles of this program. `beside` is a float32 matrix [n, v] that
-    the epilogue is going to read, from column `SKIP` of each tile on."""
+def load(x, w, ring, n, v, h, PROGRAMS: gl.constexpr):
+    """One warp: the slices of all tiles of this program."""
     xs, ws, full, empty = ring
     tiles_m, blocks = gl.cdiv(n, ROWS), gl.cdiv(v, WIDTH)
     stage, phase = 0, 1
@@ -98,8 +81,6 @@ def load(x, w, ring, n, v, h, PROGRAMS: gl.constexpr, beside=None, SKIP: gl.cons
             mbarrier.expect(ready, x.block_type.nbytes + w.block_type.nbytes)
             bring(x, [m * ROWS, k], ready, xs.index(stage))
             bring(w, [block * WIDTH, k], ready, ws.index(stage))
-            if beside is not None:
-                fetch(beside, m, block, k // DEPTH, gl.cdiv(h, DEPTH), n, v, SKIP)
             stage, phase = following(stage, phase)
 
 
@@ -132,14 +113,6 @@ def halves(z):
 
 
 @gluon.jit
-def pieces(z):
-    """Eighths of the columns, of which 32 bits are 128 bytes of a row."""
-    left, right = halves(z)
-    a, b, c, d = halves(left) + halves(right)
-    return halves(a) + halves(b) + halves(c) + halves(d)
-
-
-@gluon.jit
 def write(part, to, out, first, block, WHO: gl.constexpr, PLACE: gl.constexpr):
     """A share of the columns, by way of the next of this group's buffers."""
     buffer = out.index(WHO * BUFFERS + PLACE % BUFFERS)
@@ -161,7 +134,7 @@ def each_half(
     for tile in range(gl.program_id(0), tiles_m * blocks, PROGRAMS):
         m, block = place_of(tile, tiles_m, blocks)
         first = m * ROWS + WHO * HALF
-        asked = ASK(of, first, block, n, v)
+        asked = ASK(of, first, block, n)
         z, stage, phase = multiplied(ring, stage, phase, h, WHO)
         END(z, asked, out, to, of, first, block, n, v, WHO)
     tma.store_wait(0)
@@ -170,11 +143,8 @@ def each_half(
 @gluon.jit
 def each_tile(
     x, w, to, of, n, v, h, PROGRAMS: gl.constexpr, ASK: gl.constexpr, END: gl.constexpr,
-    LOADING: gl.constexpr = 24, beside=None, SKIP: gl.constexpr = 0,
 ):  # fmt: skip
-    """All warps of a program. `to` is a descriptor of what END writes in parts, or None; LOADING
-    are the registers of a thread that loads, see `load` for what follows."""
-    MULTIPLYING: gl.constexpr = (3 * AT_START - LOADING) // 2  # 128 of them hold z
+    """All warps of a program. `to` is a descriptor of what END writes in parts, or None."""
     ring = new_ring(x, w)
     out = ring[0]
     if to is not None:
@@ -184,7 +154,7 @@ def each_tile(
         [
             (each_half, (ring, out, to, of, n, v, h, 0, PROGRAMS, ASK, END)),
             (each_half, (ring, out, to, of, n, v, h, 1, PROGRAMS, ASK, END)),
-            (load, (x, w, ring, n, v, h, PROGRAMS, beside, SKIP)),
+            (load, (x, w, ring, n, v, h, PROGRAMS)),
         ],
         [4, 1],
         [MULTIPLYING, LOADING],
@@ -199,7 +169,7 @@ def rows_of(first, n, PART: gl.constexpr):
 
 
 @gluon.jit
-def ask_of_tokens(given, first, block, n, v):
+def ask_of_tokens(given, first, block, n):
     """Each row's factor, and its reference and its column in the block."""
     of, _ = given
     rows, inside = rows_of(first, n, PART)
@@ -275,7 +245,7 @@ def overlapping_product_kernel(
 
 
 @gluon.jit
-def ask_of_coefficients(a, first, block, n, v):
+def ask_of_coefficients(a, first, block, n):
     """Each row's scale and shift of log p in units of log 2, and its coefficients."""
     rows, inside = rows_of(first, n, PART)
     none = gl.zeros_like(rows, dtype=gl.float32)

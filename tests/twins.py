@@ -1,0 +1,296 @@
+"""Every act of the kernels in plain PyTorch: the reference backend's, and here the twins of those
+that kernels alone have. Tests hold the kernels to it, and whole calls run through it on a CPU.
+
+n tokens or rows, v columns, H hidden width, K chosen columns of a token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headloss.kernels.interface import Backward, Forward, Held, Measured, Order, Rows, Walk
+from headloss.kernels.pair import (
+    DEEPEST,
+    ROOT,
+    Chosen,
+    Compared,
+    Differences,
+    Divergence,
+    Outcomes,
+    Pair,
+    Side,
+)
+from headloss.kernels.reference import (  # noqa: F401
+    divergence,
+    finish,
+    logit_gradient_,
+    partials,
+    readable,
+    scaled,
+    scaled_rows,
+    support_gradient,
+    support_logits,
+    support_partials,
+    support_sums,
+)
+from headloss.kernels.reference import pair as pairs
+from headloss.kernels.reference.tile import (
+    ALL,
+    blocks,
+    own_gradient,
+    put_,
+    wide,
+    widened,
+    z_gradient,
+)
+from headloss.kernels.transform import Transform
+from headloss.objective import statistics as stats
+from headloss.objective.statistics import FLOOR, Coefficients, Normalizer, Partials, Slope
+
+NOTHING: frozenset[str] = frozenset()
+SMALLEST = 2.0**-90  # of |c_target|, for a multiple: what else is in the row weighs nothing
+
+
+def can_fuse(x: Tensor, w: Tensor) -> bool:
+    return True
+
+
+def _product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    raw = x.to(wide(x.dtype)) @ w.to(wide(x.dtype)).t()
+    return raw if bias is None else raw.add_(bias)
+
+
+def fixed_product(
+    a: Tensor, b: Tensor, *, dtype: torch.dtype = torch.float32, out: Tensor | None = None
+) -> Tensor:
+    found = a.to(wide(a.dtype)) @ b.to(wide(a.dtype))
+    return found.to(dtype) if out is None else out.add_(found)
+
+
+def product_partials(x: Tensor, w: Tensor, forward: Forward, held: Held | None = None) -> Partials:
+    raw = _product(x, w, forward.transform.bias)
+    found = partials(raw, forward)
+    if held is not None:
+        held.reference.copy_(found.peak)
+        for rows in blocks(*raw.shape):
+            z = forward.transform.rows(rows)(raw[rows])
+            held.terms[rows] = z.sub_(found.peak[rows].unsqueeze(1)).exp_().to(held.terms.dtype)
+    return found
+
+
+def product_statistics(
+    x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: Held | None = None,
+    raw: Tensor | None = None,
+) -> Measured:  # fmt: skip
+    found = product_partials(x, w, forward, held)
+    if raw is not None:
+        raw.copy_(_product(x, w, forward.transform.bias))
+    return Measured(*stats.finish(found, vocabulary, forward.needs))
+
+
+def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
+    raw = _product(x, w, backward.transform.bias)
+    return logit_gradient_(raw, backward._replace(dtype=None)).to(x.dtype)
+
+
+def held_gradient_(held: Held, backward: Backward, *, order: Order | None = None) -> Tensor:
+    held.check(backward)
+    terms = held.terms
+    for rows in blocks(*terms.shape):
+        picked = rows if order is None else order.rows[rows]
+        own = backward.rows(picked)
+        (peak, log_sum), c = own.normalizer, own.coefficients.map(lambda t: t.unsqueeze(1))
+        e = terms[picked].to(peak.dtype)
+        log_p = e.log().sub_(((peak - held.reference[picked]) + log_sum).unsqueeze(1))
+        log_p.masked_fill_(e <= 0, FLOOR)
+        if own.logps is not None:  # a term of 0 no longer tells its z
+            put_(log_p, own, own.logps.clamp_min(FLOOR))
+        z = log_p + (peak + log_sum).unsqueeze(1)
+        g = z_gradient(log_p, c, e)
+        if own.logps is not None:
+            put_(g, own, own_gradient(own.logps, own.coefficients.target, own.coefficients))
+        terms[rows] = own.transform.pull_back_(g, z, is_z=True).to(terms.dtype)
+    return terms
+
+
+def held_multiple_(
+    held: Held,
+    backward: Backward,
+    *,
+    x: Tensor | None = None,
+    order: Order | None = None,
+    least: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    transform, (peak, log_sum), c = backward.transform, backward.normalizer, backward.coefficients
+    held.check(backward, multiple=True)
+    assert c.prob is not None and backward.logps is not None
+    multiple = c.prob * ((held.reference - peak) - log_sum).exp()
+    own = own_gradient(backward.logps, c.target, c)
+    others = [t.abs() for t in (c.target, least) if t is not None]
+    if others:
+        floor = torch.stack(others).amax(0) * SMALLEST
+        multiple = torch.where(multiple.abs() < floor, floor, multiple)
+    own = torch.where(multiple == 0, 0, own / torch.where(multiple == 0, 1, multiple))
+    put_(held.terms, backward, own)
+    multiple = transform.pull_back_(multiple.unsqueeze(1), multiple.unsqueeze(1)).squeeze(1)
+    if order is not None:
+        held.terms.copy_(held.terms[order.rows])
+        multiple = multiple[order.rows]
+        x = None if x is None else x[order.rows]
+    return multiple, None if x is None else scaled_rows(x, multiple)
+
+
+def chosen_logits(x: Tensor, w: Tensor, columns: Tensor, transform: Transform) -> Tensor:
+    (n, count), dtype = columns.shape, wide(x.dtype)
+    out = x.new_empty(n, count, dtype=dtype)
+    here = (columns >= 0) & (columns < len(w))
+    for rows in blocks(n, count * w.shape[1]):
+        places = torch.where(here[rows], columns[rows], 0)
+        raw = torch.linalg.vecdot(w[places].to(dtype), x[rows].to(dtype).unsqueeze(1))
+        if transform.bias is not None:
+            raw += transform.bias[places]
+        out[rows] = torch.where(here[rows], transform.rows(rows)(raw), 0)
+    return out
+
+
+def chosen_gradient_(
+    tile: Tensor,
+    chosen: Chosen,
+    backward: Backward,
+    *,
+    multiples: Tensor | None = None,
+    order: Order | None = None,
+) -> None:
+    picked = slice(None) if order is None else order.rows[: int(order.count)]
+    columns, log_p, slopes = (t[picked] for t in chosen)
+    own, places = backward.rows(picked), slice(len(columns))
+    c, (peak, log_sum) = own.coefficients.map(lambda t: t.unsqueeze(1)), own.normalizer
+    here = (columns >= 0) & (columns < tile.shape[1])
+    slopes = slopes.clone()
+    if c.target is not None:
+        slopes += torch.where(columns == (own.targets - own.first).unsqueeze(1), c.target, 0)
+    g = own_gradient(log_p.clamp_max(0), slopes, c)
+    g = own.transform.pull_back_(g, log_p + (peak + log_sum).unsqueeze(1), is_z=True)
+    if multiples is not None:
+        multiple = multiples[places].unsqueeze(1)
+        g = torch.where(multiple == 0, 0, g / torch.where(multiple == 0, 1, multiple))
+    # Distinct columns: none is written twice.
+    row = torch.arange(len(columns), device=tile.device).unsqueeze(1).expand_as(columns)
+    tile[row[here], columns[here]] = g[here].to(tile.dtype)
+
+
+def dense_order(keep: Tensor, most: int) -> Order:
+    n, kept = len(keep), keep.sum()
+    place = torch.arange(n, device=keep.device)
+    some = kept <= most
+    gaps = torch.where(some & ~keep & (place < kept), place, n).sort().values
+    movers = torch.where(some & keep & (place >= kept), place, n).sort().values
+    rows = torch.arange(n + 1, device=keep.device).scatter_(0, gaps, movers)[:n]
+    return Order(rows, torch.where(some, kept, n).reshape(1))
+
+
+def _places(rows: Rows, picked: Tensor | slice = slice(None)) -> tuple[Tensor, Tensor]:
+    """The whole tensor as a vector, and where in it the elements of some rows are."""
+    x = rows.tensor
+    extent = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    columns = torch.arange(x.shape[-1], device=x.device)
+    return x.as_strided((extent,), (1,)), rows.offsets[picked].unsqueeze(1) + columns
+
+
+def given_rows(walk: Walk) -> Partials | None:
+    n, v = len(walk.targets), walk.logits.tensor.shape[-1]
+    every = torch.arange(n, device=walk.targets.device)
+    live = every if walk.live is None else every[walk.live]
+    memory, places = _places(walk.logits, live) if n else (walk.logits.tensor, every)
+    raw = widened(memory[places].reshape(len(live), v))
+    targets, transform = walk.targets[live], walk.transform.rows(live)
+    c = (walk.coefficients or Coefficients()).map(lambda t: t[live])
+    here = partials(raw, Forward(targets, walk.first, transform, walk.needs or frozenset()))
+    logps, normalizer = stats.finish(here, v, frozenset({"logp"}))
+    found = None
+    if walk.needs is not None:
+        if walk.out is not None:
+            c = _completed(c, here, None if walk.slopes is None else walk.slopes[:, :, live])
+        named = here.tensors()
+        found = Partials(**{k: t.new_zeros(n).index_copy_(0, live, t) for k, t in named.items()})
+    if walk.out is not None and n:
+        backward = Backward(targets, walk.first, transform, normalizer, c, logps.logp)
+        memory, places = _places(walk.out)
+        memory[places] = 0
+        memory[places[live]] = logit_gradient_(raw, backward).to(memory.dtype)
+    return found
+
+
+def _completed(c: Coefficients, found: Partials, slopes: Tensor | None) -> Coefficients:
+    """With the entropy's own part and the slopes in closed form."""
+    log_sum = found.rest.log1p()
+    target, prob = c.target, torch.zeros_like(log_sum) if c.prob is None else c.prob
+    if c.entropy is not None:
+        assert found.spread is not None
+        prob = prob + c.entropy * (log_sum - found.spread / (1 + found.rest))
+    if slopes is not None:
+        logp = (found.target - found.peak) - log_sum
+        slope = torch.zeros_like(logp)
+        for row in slopes:
+            slope += Slope(*row).at(logp)  # type: ignore[arg-type]
+        prob = prob - slope
+        target = slope if target is None else target + slope
+    return Coefficients(target=target, prob=prob, entropy=c.entropy, uniform=c.uniform)
+
+
+def scale_rows_(rows: Rows, factor: Tensor) -> None:
+    if len(rows.offsets):
+        memory, places = _places(rows)
+        x = memory[places]
+        memory[places] = (widened(x) * factor.to(wide(x.dtype))).to(x.dtype)
+
+
+def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differences:
+    student, teacher, targets, kind, own, _ = to
+    other = widened(x) @ widened(w).t()
+    found = partials(other, Forward(None, 0, teacher, NOTHING))
+    pair = Pair(student, Side(teacher, stats.finish(found, 1, NOTHING)[1]), kind, 0.5)
+    value = divergence(raw, other, pair)[0]
+    log_q, log_p = pairs._log_p(pair.teacher, other, ALL), pairs._log_p(student, raw, ALL)
+    ratio = (log_q - log_p).gather(1, (targets % w.shape[0]).unsqueeze(1))
+    side, one = own or student, torch.ones_like(ratio)
+    warmth = student.transform(one) / side.transform(one)
+    depth = (DEEPEST / warmth).clamp_max(ROOT * DEEPEST)
+    p = torch.maximum(pairs._log_p(side, raw, ALL), -depth)
+    log_p = pairs._log_p(student, _again(side, p), ALL)
+    kept = torch.where(p < -DEEPEST, -(p / ROOT).exp(), p.exp())
+    halves = kept.to(torch.bfloat16), (log_q - log_p - ratio).to(torch.float16)
+    low, high = (half.view(torch.int16).to(torch.int32) for half in halves)
+    raw.view(torch.int32).copy_(high << 16 | low & 0xFFFF)
+    return Differences(ratio.squeeze(1), value, pair.teacher.normalizer, own)
+
+
+def _again(side: Side, log_p: Tensor) -> Tensor:
+    """Raw logits from log p, without a soft cap."""
+    z = log_p + (side.normalizer.peak + side.normalizer.log_sum).unsqueeze(1)
+    return z / side.transform(torch.ones_like(z[:, :1]))
+
+
+def _parted(words: Tensor, side: Side) -> tuple[Tensor, Tensor]:
+    """Raw logits and differences: see `Differences`."""
+    words = words.view(torch.int32)
+    p = (words << 16).view(torch.float32)
+    log_p = torch.where(p < 0, ROOT * p.abs().log(), p.log())
+    return _again(side, log_p), (words >> 16).to(torch.int16).view(torch.float16).float()
+
+
+def part_gradient_(
+    raw: Tensor,
+    part: Divergence | Outcomes,
+    extra: Tensor | None = None,
+    others: Backward | None = None,
+) -> Tensor:
+    if isinstance(part, Outcomes) or isinstance(part.teacher, Tensor):
+        return pairs.part_gradient_(raw, part, extra, others)
+    student, words = part.pair.student, part.teacher
+    tile, difference = _parted(raw, words.own or student)
+    log_q = pairs._log_p(student, tile, ALL) + difference + words.ratio.unsqueeze(1)
+    none = torch.zeros_like(words.ratio)
+    pair = part.pair._replace(teacher=Side(Transform(), Normalizer(none, none)))
+    return pairs.part_gradient_(tile, Divergence(log_q, pair, *part[2:]), extra, others)
