@@ -36,6 +36,8 @@ OPTIONS = {
     "kl_cov": {"share": 0.2},
     "a2po": {"beta": 0.5},
 }
+# Drawn by themselves, after all that.
+LATEST = ("chord_phi",)
 
 
 def draw_newer(call: Any, count: int, vocabulary: int, unscored: Tensor) -> None:
@@ -57,6 +59,8 @@ def draw_newer(call: Any, count: int, vocabulary: int, unscored: Tensor) -> None
     free = "static" not in call.options and call.options.get("metrics", True) and not dense
     if rng.random() < 0.1 and call.verb == "head_loss" and free:
         call.options["gradient_tolerance"] = rng.choice([1e-3, 0.05, 0.3])
+    if call.verb != "head_stats":
+        _draw_latest(call, random.Random(f"latest {call.seed}"))
 
 
 def _draw_terms(
@@ -75,6 +79,12 @@ def _draw_terms(
 def _add_term(call: Any, name: str, options: dict[str, Any], rng: random.Random) -> None:
     recipe = {"name": name, "options": options, "modifiers": [], "over": None}
     call.terms.append((rng.choice([1.0, 0.3, -0.5]), recipe | {"weighted": False, "where": False}))
+
+
+def _draw_latest(call: Any, rng: random.Random) -> None:
+    if rng.random() < 0.12:
+        name = rng.choice(LATEST)
+        _add_term(call, name, OPTIONS.get(name, {}) if rng.random() < 0.7 else {}, rng)
 
 
 def _draw_candidates(

@@ -107,6 +107,7 @@ SUPERVISED = {
     # Where p is 1 but for 1e-13, the oracle keeps no more digits of 1 - p than that.
     "unlikelihood": _policy(hl.unlikelihood, tightest=1e-4),
     "dft": _policy(hl.dft),
+    "chord_phi": _policy(hl.chord_phi),
     "eaft": _other(hl.eaft),
     "focal": _policy(hl.focal),
 }

@@ -12,6 +12,7 @@ from .reinforce import cispo, reinforce, vespo
 from .rejection import rejection_mask
 from .supervised import (
     any_of,
+    chord_phi,
     cross_entropy,
     dft,
     eaft,
@@ -35,6 +36,7 @@ __all__ = [
     "entropy",
     "unlikelihood",
     "dft",
+    "chord_phi",
     "eaft",
     "focal",
     "soft_cross_entropy",
