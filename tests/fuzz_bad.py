@@ -309,6 +309,7 @@ for term, option, value in (
     ("simpo", "gamma", -1),
     ("cross_entropy", "label_smoothing", 1.5),
     ("dr_grpo", "max_completion_length", 0),
+    ("sdar", "beta", 0),
 ):  # fmt: skip
     add(
         f"{term}: {option}: {value}",

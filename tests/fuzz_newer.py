@@ -35,9 +35,10 @@ OPTIONS = {
     "clip_cov": {"share": 0.1, "low": -1.0},
     "kl_cov": {"share": 0.2},
     "a2po": {"beta": 0.5},
+    "sdar": {"beta": 0.7},
 }
 # Drawn by themselves, after all that.
-LATEST = ("chord_phi",)
+LATEST = ("chord_phi", "sdar")
 
 
 def draw_newer(call: Any, count: int, vocabulary: int, unscored: Tensor) -> None:

@@ -231,6 +231,7 @@ MIXES = {
         lambda: hl.dapo().where("kept") + hl.dapo().where("segment_kept") - 0.1 * hl.entropy()
     ),
     "on_policy_distillation": _policy(hl.on_policy_distillation),
+    "sdar": _policy(lambda: hl.reinforce() + 0.1 * hl.sdar()),
     "mix_distillation": Case(
         make=lambda _: hl.gspo() + 0.5 * hl.distillation(temperature=1.5) - 0.01 * hl.entropy(),
         teacher="logits",

@@ -61,7 +61,7 @@ def terms() -> dict[str, hl.Term]:
     teacher = hl.Head(torch.randn(V, H, generator=generator))
     simple = "cross_entropy z_loss entropy unlikelihood grpo gspo gspo_token dapo bnpo luspo ppo "
     simple += "cispo reinforce sapo gmpo vespo kl dpo ipo simpo distillation "
-    simple += "dft chord_phi eaft focal cpo orpo aot kto a2po on_policy_distillation "
+    simple += "dft chord_phi eaft focal cpo orpo aot kto a2po on_policy_distillation sdar "
     simple += "soft_cross_entropy any_of"
     return {
         **{name: getattr(hl, name)() for name in simple.split()},

@@ -1,7 +1,7 @@
 """Terms: what they are, and those that the library has. Nothing here uses logits."""
 
 from .covariance import clip_cov, kl_cov
-from .distillation import distillation, on_policy_distillation
+from .distillation import distillation, on_policy_distillation, sdar
 from .kl import kl, kl_shaped
 from .modifiers import Modifier
 from .policy import bnpo, dapo, dr_grpo, grpo, gspo, gspo_token, luspo, ppo
@@ -73,6 +73,7 @@ __all__ = [
     "a2po",
     "distillation",
     "on_policy_distillation",
+    "sdar",
     "kl_shaped",
     "rejection_mask",
     "value_loss",

@@ -135,6 +135,50 @@ def on_policy_distillation(stats: Statistics, batch: PackedBatch) -> Tensor:
     return (stats.logp - batch.teacher_logps).detach() * stats.logp
 
 
+def _gap(stats: Statistics, batch: PackedBatch) -> Tensor:
+    """log q_y - log p_y, [T]; a token without any mass counts as one of log-prob -10000."""
+    return batch.teacher_logps.clamp_min(FLOOR) - stats.logp.clamp_min(FLOOR)
+
+
+def _gated(stats: Statistics, batch: PackedBatch, *, beta: float) -> Tensor:
+    gap = _gap(stats, batch)
+    return (beta * gap).sigmoid().detach() * gap
+
+
+def _observe_gate(stats: Statistics, batch: PackedBatch, *, beta: float) -> dict[str, Observed]:
+    gap = _gap(stats, batch)
+    gate = (beta * gap).sigmoid()
+    return {
+        "gate": Observed(gate),
+        "gate_open": Observed((gate > 0.5).to(gate.dtype)),
+        "gap": Observed(gap),
+    }
+
+
+@factory
+def sdar(*, beta: float = 5.0) -> Term:
+    """Distillation at sampled tokens, gated by how much more the teacher likes them.
+
+        g (log q_y - log p_y), g = sg(sigmoid(beta (log q_y - log p_y)))
+
+    Lu et al. 2026 (SDAR), arXiv:2605.15155. Added to a policy term with 0.1 or 0.01. Its gradient
+    is -g grad log p_y; its value is no divergence and may be negative.
+
+    Args:
+        beta: steepness of the gate, > 0.
+
+    Inputs: teacher_logps [..], log q_y. Default reduction: token_mean. Metrics: gate, gate_open
+    (the share of gates above a half), gap (log q_y - log p_y).
+    """
+    positive(beta=beta)
+    return Term(
+        name="",
+        function=partial(_gated, beta=beta),
+        reduction=token_mean,
+        observe=partial(_observe_gate, beta=beta),
+    )
+
+
 def log_tail(log_p: Tensor) -> Tensor:
     """log(1 - sum exp(log_p)) over the last dimension, [.., K] to [.., 1]: the mass of the rest.
 
