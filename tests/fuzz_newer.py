@@ -39,6 +39,7 @@ OPTIONS = {
 }
 # Drawn by themselves, after all that.
 LATEST = ("chord_phi", "sdar")
+SHAPED = ("grpo", "gspo", "dapo", "ppo", "cispo", "reinforce", "sapo", "gmpo")
 
 
 def draw_newer(call: Any, count: int, vocabulary: int, unscored: Tensor) -> None:
@@ -61,7 +62,7 @@ def draw_newer(call: Any, count: int, vocabulary: int, unscored: Tensor) -> None
     if rng.random() < 0.1 and call.verb == "head_loss" and free:
         call.options["gradient_tolerance"] = rng.choice([1e-3, 0.05, 0.3])
     if call.verb != "head_stats":
-        _draw_latest(call, random.Random(f"latest {call.seed}"))
+        _draw_latest(call, random.Random(f"latest {call.seed}"), unscored.shape)
 
 
 def _draw_terms(
@@ -82,10 +83,16 @@ def _add_term(call: Any, name: str, options: dict[str, Any], rng: random.Random)
     call.terms.append((rng.choice([1.0, 0.3, -0.5]), recipe | {"weighted": False, "where": False}))
 
 
-def _draw_latest(call: Any, rng: random.Random) -> None:
+def _draw_latest(call: Any, rng: random.Random, shape: torch.Size) -> None:
+    generator = torch.Generator().manual_seed(call.seed + 3)
     if rng.random() < 0.12:
         name = rng.choice(LATEST)
         _add_term(call, name, OPTIONS.get(name, {}) if rng.random() < 0.7 else {}, rng)
+    shaped = [recipe for _, recipe in call.terms if recipe["name"] in SHAPED]
+    if shaped and rng.random() < 0.1:
+        options = {"mix": rng.choice([0.0, 0.3, 1.0]), "epsilon": rng.choice([0.1, 2.0])}
+        rng.choice(shaped)["shaped"] = options | {"negative_only": rng.random() < 0.5}
+    call.batch.setdefault("teacher_logps", -3 * torch.rand(shape, generator=generator))
 
 
 def _draw_candidates(

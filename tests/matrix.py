@@ -192,6 +192,7 @@ MODIFIED = {
     "where_segment_scope": _policy(lambda: hl.gspo().where("kept")),
     "over_sequence_sum": _other(lambda: hl.entropy().over("sequence_sum")),
     "over_fixed_length": _policy(lambda: hl.gspo().over(hl.fixed_length(16))),
+    "rlsd_shaped": _policy(lambda: hl.rlsd_shaped(hl.grpo()) + hl.rlsd_shaped(hl.gspo(), mix=1.0)),
     "standardised": _policy(standardised),
     "segment_sigmoid": _other(segment_sigmoid),
 }

@@ -4,7 +4,6 @@ the papers."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -95,3 +94,120 @@ def test_sdar_is_checked() -> None:
     for beta in (0, -1.0, math.nan):
         with pytest.raises(ValueError, match="sdar: beta: got"):
             hl.sdar(beta=beta)
+
+
+# ---------------------------------------------------------------------- rlsd_shaped
+
+
+def shaped(fields, old: Tensor, mix: float, epsilon: float, negative_only: bool) -> Tensor:
+    """[T], by the paper's formula, token by token."""
+    found = []
+    for a, q, o in zip(fields["advantages"], fields["teacher_logps"], old, strict=True):
+        w = math.exp(float(a.sign()) * float(q - o))
+        factor = (1 - mix) + mix * min(max(w, 1 - epsilon), 1 + epsilon)
+        found.append(a * (1.0 if negative_only and a >= 0 else factor))
+    return torch.stack(found)
+
+
+RLSD = {
+    "defaults": {},
+    "all of it": {"mix": 1.0, "epsilon": 0.5},
+    "none of it": {"mix": 0.0},
+    "a wide clip": {"mix": 0.7, "epsilon": 3.0},
+    "negative advantages alone": {"negative_only": True},
+}
+
+
+@pytest.mark.parametrize("name", RLSD)
+@pytest.mark.parametrize("clipped", [False, True])
+def test_rlsd_shaped(name: str, clipped: bool) -> None:
+    options = {"mix": 0.5, "epsilon": 0.2, "negative_only": False} | RLSD[name]
+
+    def formula(log_p, targets, fields) -> Tensor:
+        logp, old = of_targets(log_p, targets), fields["old_logps"]
+        advantages = shaped(fields, old, **options)
+        if not clipped:
+            return -advantages * logp
+        ratio = (logp - old).exp()
+        return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+
+    term = hl.dapo(epsilon_high=0.2) if clipped else hl.reinforce()
+    agree(problem(), hl.rlsd_shaped(term, **RLSD[name]), formula)
+
+
+def test_rlsd_shaped_by_the_policy_as_it_is() -> None:
+    """With CURRENT the factor is of this call's log-probs, and has no gradient."""
+
+    def formula(log_p, targets, fields) -> Tensor:
+        logp = of_targets(log_p, targets)
+        return -shaped(fields, logp.detach(), 0.5, 0.2, False) * logp
+
+    made = problem()
+    batch = made.batch.with_fields(old_logps=hl.CURRENT)
+    out = hl.head_loss(made.hidden, made.head, batch, hl.rlsd_shaped(hl.reinforce()))
+    found = torch.autograd.grad(out.loss, [made.hidden, made.weight])
+    want = made.want(formula)
+    torch.testing.assert_close([out.loss.detach(), *found], want, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("far", [800.0, math.inf])
+def test_rlsd_shaped_never_turns_a_sign(far: float) -> None:
+    """Teachers of any size: the factor is within its bounds, and 0 stays 0."""
+    made = problem()
+    made.fields["teacher_logps"] = made.fields["teacher_logps"].clone()
+    made.fields["teacher_logps"][::3] = -far
+    for epsilon in (0.0, 0.2, 1.0, 5.0):
+        seen = []
+
+        @hl.term
+        def probe(stats, batch, seen=seen):
+            seen.append(batch.advantages.clone())
+            return -batch.advantages * stats.logp
+
+        term = hl.rlsd_shaped(probe(), mix=1.0, epsilon=epsilon)
+        hl.head_loss(made.hidden, made.head, made.batch, term)
+        assert torch.equal(seen[-1].sign(), made.fields["advantages"][made.scored].sign())
+        assert seen[-1].isfinite().all()
+
+
+def test_rlsd_shaped_keeps_the_term_s_ways() -> None:
+    term = hl.rlsd_shaped(hl.gspo().corrected("token_mask", max=2.0).over("token_mean"), mix=0.3)
+    assert (term.name, term.scope, term.per) == ("gspo", "segment", "segment")
+    assert term.reduction.name == "token_mean" and len(term.modifiers) == 1
+    assert "rlsd_shaped" in repr(term) and "mix" in repr(term)
+    assert term != hl.rlsd_shaped(term) and term == hl.rlsd_shaped(
+        hl.gspo().corrected("token_mask", max=2.0).over("token_mean"), mix=0.3
+    )
+    assert {"advantages", "old_logps", "teacher_logps"} <= {*hl.check_term(term).fields}
+    made = problem()
+    found = made.metrics(hl.rlsd_shaped(hl.grpo(), negative_only=True))
+    advantages, w = made.fields["advantages"], made.fields["teacher_logps"]
+    w = (advantages.sign() * (w - made.fields["old_logps"])).exp()
+    factor = torch.where(advantages < 0, 0.5 + 0.5 * w.clamp(0.8, 1.2), 1.0)[made.scored]
+    outside = ((w - 1).abs() > 0.2) & (advantages < 0)
+    assert found["grpo/factor"] == pytest.approx(float(factor.mean()))
+    assert found["grpo/factor_clipped"] == pytest.approx(
+        float(outside[made.scored].double().mean())
+    )
+    assert "grpo/ratio" in found and found["grpo/advantage"] == pytest.approx(
+        float((factor * advantages[made.scored]).mean())
+    )
+    bare = made.metrics(hl.rlsd_shaped(hl.term(lambda s, b: -s.logp * b.advantages, name="own")()))
+    assert "own/factor" in bare
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"mix": -0.1}, "mix: got -0.1"),
+        ({"mix": 1.1}, "mix: got 1.1"),
+        ({"mix": math.nan}, "mix: got nan"),
+        ({"epsilon": -1}, "epsilon: got -1"),
+        ({"negative_only": 1}, "negative_only: got 1"),
+    ],
+)
+def test_options_of_rlsd_shaped(options, says: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"rlsd_shaped: {says}"):
+        hl.rlsd_shaped(hl.grpo(), **options)
+    with pytest.raises(TypeError, match="rlsd_shaped: term: got function, want a Term"):
+        hl.rlsd_shaped(hl.grpo)  # type: ignore[arg-type]

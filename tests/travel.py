@@ -67,6 +67,7 @@ def terms() -> dict[str, hl.Term]:
         **{name: getattr(hl, name)() for name in simple.split()},
         "dr_grpo": hl.dr_grpo(max_completion_length=5),
         "distillation with a head": hl.distillation(teacher_head=teacher),
+        "shaped": hl.rlsd_shaped(hl.grpo(), mix=0.3),
         "modified": hl.grpo()
         .corrected("sequence_mask", max=2.0)
         .off_policy_masked(0.1)

@@ -2,7 +2,7 @@
 
 from .covariance import clip_cov, kl_cov
 from .distillation import distillation, on_policy_distillation, sdar
-from .kl import kl, kl_shaped
+from .kl import kl
 from .modifiers import Modifier
 from .policy import bnpo, dapo, dr_grpo, grpo, gspo, gspo_token, luspo, ppo
 from .preference import cpo, dpo, ipo, orpo, simpo
@@ -10,6 +10,7 @@ from .preference_unpaired import a2po, aot, kto
 from .proximal import dppo, dro, icepop, vaco
 from .reinforce import cispo, reinforce, vespo
 from .rejection import rejection_mask
+from .shaped import kl_shaped, rlsd_shaped
 from .supervised import (
     any_of,
     chord_phi,
@@ -75,6 +76,7 @@ __all__ = [
     "on_policy_distillation",
     "sdar",
     "kl_shaped",
+    "rlsd_shaped",
     "rejection_mask",
     "value_loss",
     "bradley_terry",

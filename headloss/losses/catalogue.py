@@ -21,7 +21,7 @@ from .term import Term
 from .trial import trace
 
 # Of the names that `losses` exports, those that make no term by themselves.
-_OTHERS = {"Term", "Objective", "Modifier", "term", "kl_shaped", "rejection_mask"}
+_OTHERS = {"Term", "Objective", "Modifier", "term", "kl_shaped", "rlsd_shaped", "rejection_mask"}
 _OTHERS |= {"value_loss", "bradley_terry", "classification"}
 TERMS: tuple[Callable[..., Term], ...] = tuple(
     getattr(losses, name) for name in losses.__all__ if name not in _OTHERS
@@ -69,7 +69,7 @@ def modifier_table() -> str:
 def also_called(function: Callable[..., Any]) -> list[tuple[str, str]]:
     """(framework, name there) of a term, as its docstring lists them:
 
-        Also called: verl vanilla, TRL dapo.
+    Also called: verl vanilla, TRL dapo.
     """
     listed = _listed(function, "Also called: ")
     pairs = (pair.partition(" ") for pair in listed.split(", ") if listed)
