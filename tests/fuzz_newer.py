@@ -39,7 +39,7 @@ OPTIONS = {
 }
 # Drawn by themselves, after all that.
 LATEST = ("chord_phi", "sdar")
-SHAPED = ("grpo", "gspo", "dapo", "ppo", "cispo", "reinforce", "sapo", "gmpo")
+POLICY = ("grpo", "gspo", "dapo", "ppo", "cispo", "reinforce", "sapo", "gmpo")
 
 
 def draw_newer(call: Any, count: int, vocabulary: int, unscored: Tensor) -> None:
@@ -88,10 +88,14 @@ def _draw_latest(call: Any, rng: random.Random, shape: torch.Size) -> None:
     if rng.random() < 0.12:
         name = rng.choice(LATEST)
         _add_term(call, name, OPTIONS.get(name, {}) if rng.random() < 0.7 else {}, rng)
-    shaped = [recipe for _, recipe in call.terms if recipe["name"] in SHAPED]
-    if shaped and rng.random() < 0.1:
+    policy = [recipe for _, recipe in call.terms if recipe["name"] in POLICY]
+    if policy and rng.random() < 0.1:
         options = {"mix": rng.choice([0.0, 0.3, 1.0]), "epsilon": rng.choice([0.1, 2.0])}
-        rng.choice(shaped)["shaped"] = options | {"negative_only": rng.random() < 0.5}
+        rng.choice(policy)["shaped"] = options | {"negative_only": rng.random() < 0.5}
+    if policy and rng.random() < 0.1:
+        bounds = rng.choice([{"min": 0.5}, {"max": 2.0}, {"min": 0.3, "max": 4.0}])
+        given = {"measure": "ratio", "level": "sequence_max", "live": rng.random() < 0.3}
+        rng.choice(policy)["modifiers"].append(("rejected", given | bounds))
     call.batch.setdefault("teacher_logps", -3 * torch.rand(shape, generator=generator))
 
 

@@ -182,6 +182,12 @@ MODIFIED = {
             + hl.dapo().corrected("sequence_mask", min=0.5, live=True, normalized=True)
         )
     ),
+    "rejected_by_each_ratio": _policy(
+        lambda: (
+            hl.grpo().rejected("ratio", "sequence_max", min=0.75, max=1.3)
+            + hl.gspo().rejected("ratio", "sequence_max", max=1.5, live=True)
+        )
+    ),
     "off_policy_masked": _policy(lambda: hl.grpo().off_policy_masked(0.02)),
     "top_entropy_quantile": _policy(lambda: hl.dapo().top_entropy(quantile=0.4)),
     "top_entropy_threshold": _policy(lambda: hl.dapo().top_entropy(threshold=0.5)),

@@ -65,8 +65,11 @@ class _Rejection:
         low, high = self.minimum, self.maximum
         if self.measure == "ratio":
             low, high = (math.log(x) if x > 0 else -math.inf for x in (low, high))
-        found = self.statistic(stats, batch)
-        return (found >= low) & (found <= high)
+        # A ratio is far from 1 on either side: that of each token has to be within the bounds.
+        of_each = self.measure == "ratio" and self.level == "sequence_max"
+        values = self._of_tokens(stats, batch) if of_each else self.statistic(stats, batch)
+        inside = (values >= low) & (values <= high)
+        return batch.segments.sum((~inside).to(values.dtype)) == 0 if of_each else inside
 
     def factor(self, stats: Statistics, batch: PackedBatch) -> Tensor:
         kept = self.kept(stats, batch).to(batch.sampling_logps.dtype)
@@ -109,6 +112,8 @@ def rejected(
         measure: "ratio", "k2", "k3", "tv" or "kl".
         level: "token", or a sequence by the "sequence_sum", "sequence_mean" or "sequence_max" of
             its tokens' measures (of a ratio's logarithm: the product or the geometric mean).
+            "sequence_max" of a ratio has two sides: it keeps a sequence all of whose tokens' ratios
+            are within the bounds, as SkyRL masks outliers (there 1e-4 and 100).
         minimum, maximum: bounds of m, each >= 0 or None.
         live: the policy as it is now, in place of old.
 
@@ -131,8 +136,6 @@ def _made(
     one_of(MEASURES, measure=measure)
     one_of(LEVELS, level=level)
     flags(live=live)
-    if measure == "ratio" and level == "sequence_max":
-        raise ValueError("level: got 'sequence_max' with 'ratio', want another: it has two sides")
     if minimum is None and maximum is None:
         raise ValueError("got min=None and max=None, want one")
     bounds = {"min": minimum, "max": maximum}
