@@ -310,6 +310,7 @@ for term, option, value in (
     ("cross_entropy", "label_smoothing", 1.5),
     ("dr_grpo", "max_completion_length", 0),
     ("sdar", "beta", 0),
+    ("score_centering", "mode", "token"),
 ):  # fmt: skip
     add(
         f"{term}: {option}: {value}",

@@ -62,7 +62,7 @@ def draw_newer(call: Any, count: int, vocabulary: int, unscored: Tensor) -> None
     if rng.random() < 0.1 and call.verb == "head_loss" and free:
         call.options["gradient_tolerance"] = rng.choice([1e-3, 0.05, 0.3])
     if call.verb != "head_stats":
-        _draw_latest(call, random.Random(f"latest {call.seed}"), unscored.shape)
+        _draw_latest(call, random.Random(f"latest {call.seed}"), vocabulary, unscored)
 
 
 def _draw_terms(
@@ -83,7 +83,7 @@ def _add_term(call: Any, name: str, options: dict[str, Any], rng: random.Random)
     call.terms.append((rng.choice([1.0, 0.3, -0.5]), recipe | {"weighted": False, "where": False}))
 
 
-def _draw_latest(call: Any, rng: random.Random, shape: torch.Size) -> None:
+def _draw_latest(call: Any, rng: random.Random, vocabulary: int, unscored: Tensor) -> None:
     generator = torch.Generator().manual_seed(call.seed + 3)
     if rng.random() < 0.12:
         name = rng.choice(LATEST)
@@ -96,21 +96,47 @@ def _draw_latest(call: Any, rng: random.Random, shape: torch.Size) -> None:
         bounds = rng.choice([{"min": 0.5}, {"max": 2.0}, {"min": 0.3, "max": 4.0}])
         given = {"measure": "ratio", "level": "sequence_max", "live": rng.random() < 0.3}
         rng.choice(policy)["modifiers"].append(("rejected", given | bounds))
-    call.batch.setdefault("teacher_logps", -3 * torch.rand(shape, generator=generator))
+    call.batch.setdefault("teacher_logps", -3 * torch.rand(unscored.shape, generator=generator))
+    if "candidate_ids" in call.batch or rng.random() < 0.08:
+        _draw_centering(call, rng, generator, vocabulary, unscored)
+
+
+def _draw_centering(
+    call: Any, rng: random.Random, generator: torch.Generator, vocabulary: int, unscored: Tensor
+) -> None:
+    """Score centering over the candidates, or over the ids of a padded support."""
+    support = call.batch.get("support_ids")
+    if "candidate_ids" not in call.batch and isinstance(support, Tensor):
+        call.batch["candidate_ids"] = support
+    elif "candidate_ids" not in call.batch:
+        call.batch["candidate_ids"] = _candidate_ids(call, rng, generator, vocabulary, unscored)
+    shape = call.batch["candidate_ids"].shape
+    logps = torch.randn(*shape[:-1], shape[-1] + 1, generator=generator).log_softmax(-1)[..., :-1]
+    logps = logps.masked_fill(torch.rand(shape, generator=generator) < 0.1, -torch.inf)
+    call.batch["candidate_sampling_logps"] = logps.masked_fill(unscored.unsqueeze(-1), torch.nan)
+    bounds = rng.choice([{"min": 0.5}, {"max": 2.0}, {"min": 0.3, "max": 4.0}])
+    modes = [{}, *({"mode": mode} | bounds for mode in ("token_truncate", "token_mask"))]
+    _add_term(call, "score_centering", rng.choice(modes), rng)
 
 
 def _draw_candidates(
     call: Any, rng: random.Random, generator: torch.Generator, vocabulary: int, unscored: Tensor
 ) -> None:
+    call.batch["candidate_ids"] = _candidate_ids(call, rng, generator, vocabulary, unscored)
+    if call.verb != "head_stats":
+        _add_term(call, "chosen", {"rest": 0.0} if rng.random() < 0.5 else {}, rng)
+
+
+def _candidate_ids(
+    call: Any, rng: random.Random, generator: torch.Generator, vocabulary: int, unscored: Tensor
+) -> Tensor:
     k = rng.choice([1, 3, 6])
     ids = torch.rand(*unscored.shape, vocabulary, generator=generator).argsort(-1)[..., :k]
     if rng.random() < 0.5:  # the target is often one of them
         first = call.batch["targets"].unsqueeze(-1)
         ids[..., :1] = torch.where((ids == first).any(-1, keepdim=True), ids[..., :1], first)
     ids = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.15, -1)
-    call.batch["candidate_ids"] = ids.masked_fill(unscored.unsqueeze(-1), BEYOND)
-    if call.verb != "head_stats":
-        _add_term(call, "chosen", {"rest": 0.0} if rng.random() < 0.5 else {}, rng)
+    return ids.masked_fill(unscored.unsqueeze(-1), BEYOND)
 
 
 def support(

@@ -221,6 +221,14 @@ CANDIDATES = {
         make=lambda _: hl.soft_cross_entropy() + 0.5 * hl.any_of(), teacher="candidates"
     ),
     "margin": _policy(margin, teacher="candidates"),
+    "score_centering": _policy(
+        lambda: (
+            hl.reinforce().corrected("token_truncate", min=0.7, max=1.4, live=True)
+            + hl.score_centering(mode="token_truncate", min=0.7, max=1.4)
+            + 0.3 * hl.score_centering()
+        ),
+        teacher="candidates",
+    ),
     "reverse_kl_and_rest": Case(make=lambda _: reverse_kl_and_rest(), teacher="candidates"),
 }
 MIXES = {
@@ -543,7 +551,8 @@ def teacher_fields(
         ids[:, 0] = torch.where(torch.arange(tokens) % 2 == 0, targets, ids[:, 0])
         ids[4:5] = -3  # no candidate at all
         log_q = logits.log_softmax(-1).gather(1, ids.clamp_min(0)).masked_fill(ids < 0, -20.0)
-        return {"candidate_ids": ids, "teacher_logps": log_q, "candidate_probs": log_q.exp()}
+        fields = {"candidate_ids": ids, "teacher_logps": log_q, "candidate_probs": log_q.exp()}
+        return fields | {"candidate_sampling_logps": log_q}
     return {}
 
 

@@ -1,5 +1,6 @@
 """Terms: what they are, and those that the library has. Nothing here uses logits."""
 
+from .centering import score_centering
 from .covariance import clip_cov, kl_cov
 from .distillation import distillation, on_policy_distillation, sdar
 from .kl import kl
@@ -52,6 +53,7 @@ __all__ = [
     "ppo",
     "cispo",
     "reinforce",
+    "score_centering",
     "sapo",
     "gmpo",
     "vespo",

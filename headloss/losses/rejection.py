@@ -17,7 +17,7 @@ from ..batch.batch import Batch, Current
 from ..batch.packing import pack
 from ..objective.metrics import Observed
 from ..objective.statistics import Statistics
-from .arguments import flags, naming, number, one_of, with_floats
+from .arguments import bounds, flags, naming, one_of, with_floats
 from .importance import MAX_LOG_RATIO, estimate
 from .modifiers import Modifier, not_none, sampler_mismatch
 
@@ -138,17 +138,8 @@ def _made(
     flags(live=live)
     if minimum is None and maximum is None:
         raise ValueError("got min=None and max=None, want one")
-    bounds = {"min": minimum, "max": maximum}
-    number(">= 0", lambda x: x >= 0, **{n: x for n, x in bounds.items() if x is not None})
-    if minimum is not None and maximum is not None and minimum > maximum:
-        raise ValueError(f"min: got {minimum!r}, want <= max, {maximum!r}")
-    return _Rejection(
-        measure=measure,
-        level=level,
-        minimum=-math.inf if minimum is None else minimum,
-        maximum=math.inf if maximum is None else maximum,
-        live=live,
-    )
+    low, high = bounds(">= 0", lambda x: x >= 0, minimum, maximum)
+    return _Rejection(measure=measure, level=level, minimum=low, maximum=high, live=live)
 
 
 @with_floats
