@@ -354,7 +354,13 @@ def scored(call: Any) -> int:
     return call.head.get("vocab_size") or call.head["weight"].shape[0]
 
 
+add(
+    "distillation: generalized",
+    "distillation: divergence: got 'total_variation' with tail=",
+    lambda c: distilled(c, divergence="total_variation", tail="generalized"),
+)
 for option, value in (
+    ("tail", "none"),
     ("divergence", "kl"),
     ("beta", 1.0),
     ("temperature", 0),

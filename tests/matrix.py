@@ -216,6 +216,16 @@ DISTILLATION = {
     for teacher, t in (("logits", 1.0), ("hidden", 2.0), ("topk", 0.8))
     for kind in ("forward_kl", "reverse_kl", "js", *(("skew_reverse_kl",) if t == 1 else ()))
 }
+DISTILLATION |= {
+    f"distillation_generalized_{kind}": Case(
+        make=lambda _, kind=kind: hl.distillation(
+            divergence=kind, temperature=0.8, tail="generalized"
+        ),
+        teacher="topk",
+        temperature=0.8,
+    )
+    for kind in ("forward_kl", "reverse_kl")
+}
 CANDIDATES = {
     "several_targets": Case(
         make=lambda _: hl.soft_cross_entropy() + 0.5 * hl.any_of(), teacher="candidates"

@@ -225,7 +225,7 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_659, "core tokens": 78_701}
+MOST = {"core lines": 10_664, "core tokens": 78_779}
 MOST |= {"kernels lines": 4_811, "kernels tokens": 40_449, "files on top": 14}
 
 
