@@ -46,9 +46,8 @@ class Problem:
     targets: Tensor = field(init=False)  # of all positions
 
     def __post_init__(self) -> None:
-        made = trained_looking(N, H, V, torch.float64, seed=self.seed)
-        self.hidden, self.weight = (t.requires_grad_() for t in made[:2])
-        self.targets = made[2]
+        hidden, weight, self.targets = trained_looking(N, H, V, torch.float64, seed=self.seed)
+        self.hidden, self.weight = hidden.requires_grad_(), weight.requires_grad_()
 
     @property
     def head(self) -> hl.Head:

@@ -17,17 +17,17 @@ from headloss.objective.statistics import Statistics
 
 
 def problem(scale: float = 0.8) -> Problem:
-    made = Problem({})
+    case = Problem({})
     generator = torch.Generator().manual_seed(7)
     advantages = torch.randn(N, generator=generator, dtype=torch.float64)
     advantages[::4] = 0
-    made.fields |= {
-        "teacher_logps": logps_near(made, scale, 1),
-        "old_logps": logps_near(made, 0.3, 2),
-        "sampling_logps": logps_near(made, 0.2, 3),
+    case.fields |= {
+        "teacher_logps": logps_near(case, scale, 1),
+        "old_logps": logps_near(case, 0.3, 2),
+        "sampling_logps": logps_near(case, 0.2, 3),
         "advantages": advantages,
     }
-    return made
+    return case
 
 
 def of_targets(log_p: Tensor, targets: Tensor) -> Tensor:
@@ -76,21 +76,21 @@ def test_sdar_of_gaps_of_any_size(dtype: torch.dtype) -> None:
 
 
 def test_sdar_reports_the_gate() -> None:
-    made = problem()
-    logp = of_targets(made.log_p().detach(), made.targets[made.scored])
-    gap = made.fields["teacher_logps"][made.scored] - logp
+    case = problem()
+    logp = of_targets(case.log_p().detach(), case.targets[case.scored])
+    gap = case.fields["teacher_logps"][case.scored] - logp
     gate = torch.sigmoid(2.0 * gap)
-    found = made.metrics(hl.sdar(beta=2.0))
-    assert found["sdar/gate"] == pytest.approx(float(gate.mean()))
-    assert found["sdar/gate_open"] == pytest.approx(float((gap > 0).double().mean()))
-    assert found["sdar/gap"] == pytest.approx(float(gap.mean()))
+    metrics = case.metrics(hl.sdar(beta=2.0))
+    assert metrics["sdar/gate"] == pytest.approx(float(gate.mean()))
+    assert metrics["sdar/gate_open"] == pytest.approx(float((gap > 0).double().mean()))
+    assert metrics["sdar/gap"] == pytest.approx(float(gap.mean()))
 
 
 def test_sdar_is_checked() -> None:
     term = hl.sdar()
     assert (term.scope, term.per, term.reduction.name) == ("token", "token", "token_mean")
-    found = hl.check_term(term)
-    assert found.fields == ("teacher_logps",) and found.gradients == ("logp",)
+    report = hl.check_term(term)
+    assert report.fields == ("teacher_logps",) and report.gradients == ("logp",)
     for beta in (0, -1.0, math.nan):
         with pytest.raises(ValueError, match="sdar: beta: got"):
             hl.sdar(beta=beta)
@@ -101,12 +101,12 @@ def test_sdar_is_checked() -> None:
 
 def shaped(fields, old: Tensor, mix: float, epsilon: float, negative_only: bool) -> Tensor:
     """[T], by the paper's formula, token by token."""
-    found = []
+    values = []
     for a, q, o in zip(fields["advantages"], fields["teacher_logps"], old, strict=True):
         w = math.exp(float(a.sign()) * float(q - o))
         factor = (1 - mix) + mix * min(max(w, 1 - epsilon), 1 + epsilon)
-        found.append(a * (1.0 if negative_only and a >= 0 else factor))
-    return torch.stack(found)
+        values.append(a * (1.0 if negative_only and a >= 0 else factor))
+    return torch.stack(values)
 
 
 RLSD = {
@@ -142,32 +142,32 @@ def test_rlsd_shaped_by_the_policy_as_it_is() -> None:
         logp = of_targets(log_p, targets)
         return -shaped(fields, logp.detach(), 0.5, 0.2, False) * logp
 
-    made = problem()
-    batch = made.batch.with_fields(old_logps=hl.CURRENT)
-    out = hl.head_loss(made.hidden, made.head, batch, hl.rlsd_shaped(hl.reinforce()))
-    found = torch.autograd.grad(out.loss, [made.hidden, made.weight])
-    want = made.want(formula)
-    torch.testing.assert_close([out.loss.detach(), *found], want, rtol=1e-8, atol=1e-8)
+    case = problem()
+    batch = case.batch.with_fields(old_logps=hl.CURRENT)
+    out = hl.head_loss(case.hidden, case.head, batch, hl.rlsd_shaped(hl.reinforce()))
+    gradients = torch.autograd.grad(out.loss, [case.hidden, case.weight])
+    want = case.want(formula)
+    torch.testing.assert_close([out.loss.detach(), *gradients], want, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("far", [800.0, math.inf])
 def test_rlsd_shaped_never_turns_a_sign(far: float) -> None:
     """Teachers of any size: the factor is within its bounds, and 0 stays 0."""
-    made = problem()
-    made.fields["teacher_logps"] = made.fields["teacher_logps"].clone()
-    made.fields["teacher_logps"][::3] = -far
+    case = problem()
+    case.fields["teacher_logps"] = case.fields["teacher_logps"].clone()
+    case.fields["teacher_logps"][::3] = -far
     for epsilon in (0.0, 0.2, 1.0, 5.0):
-        seen = []
+        advantages = []
 
         @hl.term
-        def probe(stats, batch, seen=seen):
-            seen.append(batch.advantages.clone())
+        def probe(stats, batch, advantages=advantages):
+            advantages.append(batch.advantages.clone())
             return -batch.advantages * stats.logp
 
         term = hl.rlsd_shaped(probe(), mix=1.0, epsilon=epsilon)
-        hl.head_loss(made.hidden, made.head, made.batch, term)
-        assert torch.equal(seen[-1].sign(), made.fields["advantages"][made.scored].sign())
-        assert seen[-1].isfinite().all()
+        hl.head_loss(case.hidden, case.head, case.batch, term)
+        assert torch.equal(advantages[-1].sign(), case.fields["advantages"][case.scored].sign())
+        assert advantages[-1].isfinite().all()
 
 
 def test_rlsd_shaped_keeps_the_term_s_ways() -> None:
@@ -179,20 +179,20 @@ def test_rlsd_shaped_keeps_the_term_s_ways() -> None:
         hl.gspo().corrected("token_mask", max=2.0).over("token_mean"), mix=0.3
     )
     assert {"advantages", "old_logps", "teacher_logps"} <= {*hl.check_term(term).fields}
-    made = problem()
-    found = made.metrics(hl.rlsd_shaped(hl.grpo(), negative_only=True))
-    advantages, w = made.fields["advantages"], made.fields["teacher_logps"]
-    w = (advantages.sign() * (w - made.fields["old_logps"])).exp()
-    factor = torch.where(advantages < 0, 0.5 + 0.5 * w.clamp(0.8, 1.2), 1.0)[made.scored]
+    case = problem()
+    metrics = case.metrics(hl.rlsd_shaped(hl.grpo(), negative_only=True))
+    advantages, w = case.fields["advantages"], case.fields["teacher_logps"]
+    w = (advantages.sign() * (w - case.fields["old_logps"])).exp()
+    factor = torch.where(advantages < 0, 0.5 + 0.5 * w.clamp(0.8, 1.2), 1.0)[case.scored]
     outside = ((w - 1).abs() > 0.2) & (advantages < 0)
-    assert found["grpo/factor"] == pytest.approx(float(factor.mean()))
-    assert found["grpo/factor_clipped"] == pytest.approx(
-        float(outside[made.scored].double().mean())
+    assert metrics["grpo/factor"] == pytest.approx(float(factor.mean()))
+    assert metrics["grpo/factor_clipped"] == pytest.approx(
+        float(outside[case.scored].double().mean())
     )
-    assert "grpo/ratio" in found and found["grpo/advantage"] == pytest.approx(
-        float((factor * advantages[made.scored]).mean())
+    assert "grpo/ratio" in metrics and metrics["grpo/advantage"] == pytest.approx(
+        float((factor * advantages[case.scored]).mean())
     )
-    bare = made.metrics(hl.rlsd_shaped(hl.term(lambda s, b: -s.logp * b.advantages, name="own")()))
+    bare = case.metrics(hl.rlsd_shaped(hl.term(lambda s, b: -s.logp * b.advantages, name="own")()))
     assert "own/factor" in bare
 
 

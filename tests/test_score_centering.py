@@ -26,13 +26,13 @@ BOUNDS: dict[str, dict] = {
 
 def problem(k: int = K, apart: float = 0.5, seed: int = 0) -> Problem:
     """The sampler's k likeliest tokens, of which some are left out."""
-    made = Problem({}, seed=seed)
+    case = Problem({}, seed=seed)
     generator = torch.Generator().manual_seed(20 + seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    z = (made.hidden @ made.weight.t()).detach() / made.temperature
+    z = (case.hidden @ case.weight.t()).detach() / case.temperature
     log_q = (0.9 * z + apart * normal(N, V)).log_softmax(1)
     logps, ids = log_q.topk(k, 1)
     at = torch.rand(N, k, generator=generator).argsort(1)  # in any order
@@ -41,14 +41,14 @@ def problem(k: int = K, apart: float = 0.5, seed: int = 0) -> Problem:
         ids[::3, 2], logps[::3, 2] = -1, math.nan  # an empty slot, whatever it holds
         ids[6], logps[6] = -5, 0.0  # a token without any
         logps[8, 0] = -math.inf  # a token that the sampler cannot draw
-    made.fields |= {
+    case.fields |= {
         "advantages": normal(N),
         "candidate_ids": ids,
         "candidate_sampling_logps": logps,
-        "sampling_logps": log_q.gather(1, made.targets[:, None]).squeeze(1),
+        "sampling_logps": log_q.gather(1, case.targets[:, None]).squeeze(1),
         "old_logps": torch.full((N,), -1.0, dtype=torch.float64),
     }
-    return made
+    return case
 
 
 def weight_of(w: float, mode: str | None = None, min: float = 0.0, max: float = math.inf) -> float:
@@ -60,21 +60,21 @@ def weight_of(w: float, mode: str | None = None, min: float = 0.0, max: float = 
     return min if w < min else max if w > max else w
 
 
-def centering(log_p: Tensor, fields, **given) -> Tensor:
+def centering(log_p: Tensor, fields, **options) -> Tensor:
     """[T], slot by slot."""
-    found = []
+    values = []
     for t, ids in enumerate(fields["candidate_ids"].tolist()):
         slots = [(k, j) for k, j in enumerate(ids) if j >= 0]
         p = [math.exp(float(log_p[t, j].detach())) for _, j in slots]
         q = [math.exp(float(fields["candidate_sampling_logps"][t, k])) for k, _ in slots]
         rho = max(1 - sum(q), 1e-6) / max(1 - sum(p), 1e-6)
-        alpha = rho * weight_of(1 / rho, **given)
+        alpha = rho * weight_of(1 / rho, **options)
         total = log_p.new_zeros(())
         for (_, j), p_k, q_k in zip(slots, p, q, strict=True):
-            drawn = q_k * weight_of(p_k / q_k, **given) if q_k else 0.0
+            drawn = q_k * weight_of(p_k / q_k, **options) if q_k else 0.0
             total = total + (drawn - alpha * p_k) * log_p[t, j]
-        found.append(fields["advantages"][t] * total)
-    return torch.stack(found)
+        values.append(fields["advantages"][t] * total)
+    return torch.stack(values)
 
 
 def of_targets(log_p: Tensor, targets: Tensor) -> Tensor:
@@ -86,66 +86,66 @@ def of_targets(log_p: Tensor, targets: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_formula(name: str) -> None:
-    given = BOUNDS[name]
+    options = BOUNDS[name]
     agree(
         problem(),
-        hl.score_centering(**given),
-        lambda log_p, targets, fields: centering(log_p, fields, **given),
+        hl.score_centering(**options),
+        lambda log_p, targets, fields: centering(log_p, fields, **options),
     )
 
 
 @pytest.mark.parametrize("name", ["no mode", "truncated", "masked"])
 def test_beside_the_policy_term(name: str) -> None:
     """With the correction's bounds in both, as the two are to be used."""
-    given = BOUNDS[name]
+    options = BOUNDS[name]
 
     def formula(log_p, targets, fields) -> Tensor:
         logp = of_targets(log_p, targets)
         ratio = (logp.detach() - fields["sampling_logps"]).exp()
-        w = ratio.new_tensor([weight_of(float(r), **given) for r in ratio])
-        return -w * fields["advantages"] * logp + centering(log_p, fields, **given)
+        w = ratio.new_tensor([weight_of(float(r), **options) for r in ratio])
+        return -w * fields["advantages"] * logp + centering(log_p, fields, **options)
 
     policy = hl.reinforce()
-    if given:
-        how = {"min": given.get("min"), "max": given.get("max")}
-        policy = policy.corrected(given["mode"], **how, live=True)
-    agree(problem(), policy + hl.score_centering(**given), formula)
+    if options:
+        how = {"min": options.get("min"), "max": options.get("max")}
+        policy = policy.corrected(options["mode"], **how, live=True)
+    agree(problem(), policy + hl.score_centering(**options), formula)
 
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_all_of_the_vocabulary(name: str) -> None:
     """Both tails are floored, rho is 1, and what alpha weighs has no gradient: the sum is exact."""
-    given, made = BOUNDS[name], problem(k=V)
+    options, case = BOUNDS[name], problem(k=V)
     agree(
-        made,
-        hl.score_centering(**given),
-        lambda log_p, targets, fields: centering(log_p, fields, **given),
+        case,
+        hl.score_centering(**options),
+        lambda log_p, targets, fields: centering(log_p, fields, **options),
     )
 
     def exact(log_p, targets, fields) -> Tensor:
         ids = fields["candidate_ids"]
         q, log_of = fields["candidate_sampling_logps"].exp(), log_p.gather(1, ids)
         ratio = log_of.detach().exp() / q
-        w = q.new_tensor([[weight_of(float(r), **given) for r in row] for row in ratio])
+        w = q.new_tensor([[weight_of(float(r), **options) for r in row] for row in ratio])
         return fields["advantages"] * (q * w * log_of).sum(1)
 
-    want = made.want(exact)[1:]
-    same(made.got(hl.score_centering(**given), hl.Options())[1:], want, "gradients")
-    assert made.metrics(hl.score_centering(**given))["score_centering/rho"] == 1
+    want = case.want(exact)[1:]
+    same(case.got(hl.score_centering(**options), hl.Options())[1:], want, "gradients")
+    assert case.metrics(hl.score_centering(**options))["score_centering/rho"] == 1
 
 
 def test_the_mean_over_what_the_sampler_draws_is_zero() -> None:
     """What it is for: the policy gradient at one advantage, averaged over tokens that the sampler
     draws, is 0 once the sampler's mean score is taken out."""
-    made = problem(k=V)
+    case = problem(k=V)
     q = torch.zeros(N, V, dtype=torch.float64)
-    q.scatter_(1, made.fields["candidate_ids"], made.fields["candidate_sampling_logps"].exp())
-    made.fields["advantages"] = torch.ones(N, dtype=torch.float64)
+    q.scatter_(1, case.fields["candidate_ids"], case.fields["candidate_sampling_logps"].exp())
+    case.fields["advantages"] = torch.ones(N, dtype=torch.float64)
 
     def mean_score(log_p, targets, fields) -> Tensor:
-        return -(q[made.scored] * log_p).sum(1)
+        return -(q[case.scored] * log_p).sum(1)
 
-    drawn, centred = made.want(mean_score), made.got(hl.score_centering(), hl.Options())
+    drawn, centred = case.want(mean_score), case.got(hl.score_centering(), hl.Options())
     for a, b in zip(drawn[1:], centred[1:], strict=True):
         torch.testing.assert_close(a, -b, rtol=1e-8, atol=1e-10)
 
@@ -154,7 +154,7 @@ def test_the_mean_over_what_the_sampler_draws_is_zero() -> None:
 
 
 def value_and_slopes(
-    log_p: list[float], log_q: list[float], ids: list[int], dtype: torch.dtype, **given
+    log_p: list[float], log_q: list[float], ids: list[int], dtype: torch.dtype, **options
 ) -> tuple[float, list[float]]:
     """Of one token with advantage 1."""
     from headloss.batch.packing import PackedBatch
@@ -168,7 +168,7 @@ def value_and_slopes(
         "candidate_sampling_logps": torch.tensor([log_q], dtype=dtype),
     }
     batch = PackedBatch(torch.zeros(1).long(), Segments.rows(1, 1), fields)
-    value = hl.score_centering(**given)(Statistics(divergences={CANDIDATES: leaf}), batch)
+    value = hl.score_centering(**options)(Statistics(divergences={CANDIDATES: leaf}), batch)
     (slopes,) = torch.autograd.grad(value.sum(), leaf)
     assert value.isfinite().all() and slopes.isfinite().all()
     return float(value.detach()), slopes[0, :-1].tolist()
@@ -177,29 +177,29 @@ def value_and_slopes(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", BOUNDS)
 def test_edges(dtype: torch.dtype, name: str) -> None:
-    given, near = BOUNDS[name], {"rel": 1e-5, "abs": 1e-9}
+    options, near = BOUNDS[name], {"rel": 1e-5, "abs": 1e-9}
     # Slots that are all empty: 0, whatever they hold.
-    value, slopes = value_and_slopes([0.0, 0.0], [math.nan, 3.0], [-1, -7], dtype, **given)
+    value, slopes = value_and_slopes([0.0, 0.0], [math.nan, 3.0], [-1, -7], dtype, **options)
     assert value == 0 and slopes == [0, 0]
     # q_k = 0 leaves -alpha p_k.
     p, q = (0.25, 0.5), (0.0, 0.4)
     value, slopes = value_and_slopes(
-        [math.log(x) for x in p], [-math.inf, math.log(q[1])], [3, 5], dtype, **given
+        [math.log(x) for x in p], [-math.inf, math.log(q[1])], [3, 5], dtype, **options
     )
     rho = 0.6 / 0.25
-    alpha = rho * weight_of(1 / rho, **given)
-    want = [-alpha * p[0], q[1] * weight_of(p[1] / q[1], **given) - alpha * p[1]]
+    alpha = rho * weight_of(1 / rho, **options)
+    want = [-alpha * p[0], q[1] * weight_of(p[1] / q[1], **options) - alpha * p[1]]
     assert slopes == pytest.approx(want, **near)
     assert value == pytest.approx(
         sum(c * math.log(x) for c, x in zip(want, p, strict=True)), **near
     )
     # p_k = 0: the log of the ratio is held, and there is no gradient.
-    _, slopes = value_and_slopes([-math.inf, math.log(0.5)], [-3.0, -2.0], [3, 5], dtype, **given)
+    _, slopes = value_and_slopes([-math.inf, math.log(0.5)], [-3.0, -2.0], [3, 5], dtype, **options)
     assert slopes[0] == 0
-    value_and_slopes([-800.0, -1.0], [-1.0, -800.0], [3, 5], dtype, **given)
-    value_and_slopes([-math.inf, -1.0], [-math.inf, -1.0], [3, 5], dtype, **given)
+    value_and_slopes([-800.0, -1.0], [-1.0, -800.0], [3, 5], dtype, **options)
+    value_and_slopes([-math.inf, -1.0], [-math.inf, -1.0], [3, 5], dtype, **options)
     # One candidate has all the mass of both: both tails are floored.
-    value, slopes = value_and_slopes([0.0], [0.0], [3], dtype, **given)
+    value, slopes = value_and_slopes([0.0], [0.0], [3], dtype, **options)
     assert value == 0 and slopes == pytest.approx([0.0], abs=1e-12)
 
 
@@ -218,47 +218,47 @@ def test_small_tails_keep_their_digits() -> None:
 def replayed(seed: int = 0) -> Problem:
     """The sampler kept a set of each token, the target among it, and stored the log-probs of all
     of these; candidates are the support itself."""
-    made = problem(seed=seed)
+    case = problem(seed=seed)
     generator = torch.Generator().manual_seed(5 + seed)
     ids = torch.rand(N, V, generator=generator).argsort(1)[:, :K]
-    first = made.targets[:, None]
+    first = case.targets[:, None]
     ids = torch.where(ids == first, ids[:, :1], ids)
     ids[:, :1] = first
     ids[::4, 3:] = -1  # fewer
     logits = torch.randn(N, K, generator=generator, dtype=torch.float64)
     log_q = logits.masked_fill(ids < 0, -math.inf).log_softmax(1)
-    made.fields |= {
+    case.fields |= {
         "support_ids": ids,
         "candidate_ids": ids,
         "candidate_sampling_logps": log_q.masked_fill(ids < 0, math.nan),
         "sampling_logps": log_q[:, 0],
     }
-    return made
+    return case
 
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_over_a_replayed_support(name: str) -> None:
     """Probabilities are those of the support, which the candidates are all of: p and q sum to 1."""
-    given = BOUNDS[name]
-    made = replayed()
+    options = BOUNDS[name]
+    case = replayed()
     agree(
-        made,
-        hl.reinforce() + hl.score_centering(**given),
+        case,
+        hl.reinforce() + hl.score_centering(**options),
         lambda log_p, targets, fields: (
-            centering(log_p, fields, **given) - fields["advantages"] * of_targets(log_p, targets)
+            centering(log_p, fields, **options) - fields["advantages"] * of_targets(log_p, targets)
         ),
         frozen=False,
     )
-    found = made.metrics(hl.reinforce() + hl.score_centering(**given))
-    assert found["score_centering/sampler_mass"] == pytest.approx(1)
-    assert found["score_centering/trainer_mass"] == pytest.approx(1)
-    assert found["score_centering/rho"] == pytest.approx(1)
+    metrics = case.metrics(hl.reinforce() + hl.score_centering(**options))
+    assert metrics["score_centering/sampler_mass"] == pytest.approx(1)
+    assert metrics["score_centering/trainer_mass"] == pytest.approx(1)
+    assert metrics["score_centering/rho"] == pytest.approx(1)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_replayed_support_s_gradient_is_the_exact_sum(schedule: str) -> None:
     """-A (log p_y - sum_k q_k log p_k), q without a gradient, as prime-rl has it."""
-    made = replayed(1)
+    case = replayed(1)
 
     def exact(log_p, targets, fields) -> Tensor:
         ids, q = fields["candidate_ids"], fields["candidate_sampling_logps"].exp().nan_to_num(0)
@@ -267,21 +267,21 @@ def test_a_replayed_support_s_gradient_is_the_exact_sum(schedule: str) -> None:
         return -fields["advantages"] * (of_targets(log_p, targets) - mean)
 
     terms = hl.reinforce() + hl.score_centering()
-    same(made.got(terms, SCHEDULES[schedule])[1:], made.want(exact)[1:], schedule)
+    same(case.got(terms, SCHEDULES[schedule])[1:], case.want(exact)[1:], schedule)
 
 
 def test_what_the_support_does_not_hold_counts_for_nothing() -> None:
     """A candidate outside of the support has p = 0 and no gradient; nor has it any q."""
-    made = replayed()
-    want = made.got(hl.score_centering(), hl.Options())
-    support = made.fields["support_ids"]
+    case = replayed()
+    want = case.got(hl.score_centering(), hl.Options())
+    support = case.fields["support_ids"]
     outside = [next(j for j in range(V) if j not in row) for row in support.tolist()]
     more = torch.tensor(outside)[:, None]
-    ids, logps = made.fields["candidate_ids"], made.fields["candidate_sampling_logps"]
-    made.fields["candidate_ids"] = torch.cat([more, ids], 1)
+    ids, logps = case.fields["candidate_ids"], case.fields["candidate_sampling_logps"]
+    case.fields["candidate_ids"] = torch.cat([more, ids], 1)
     nothing = torch.full((N, 1), -math.inf, dtype=torch.float64)
-    made.fields["candidate_sampling_logps"] = torch.cat([nothing, logps], 1)
-    same(made.got(hl.score_centering(), hl.Options()), want, "an outsider")
+    case.fields["candidate_sampling_logps"] = torch.cat([nothing, logps], 1)
+    same(case.got(hl.score_centering(), hl.Options()), want, "an outsider")
 
 
 # ---------------------------------------------------------------------- metrics, options
@@ -289,33 +289,33 @@ def test_what_the_support_does_not_hold_counts_for_nothing() -> None:
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_metrics(name: str) -> None:
-    made, given = problem(), BOUNDS[name]
-    log_p, (masses, rhos, sizes) = made.log_p().detach(), ([], [], [])
-    rows = [made.fields[n][made.scored] for n in ("candidate_ids", "candidate_sampling_logps")]
+    case, options = problem(), BOUNDS[name]
+    log_p, (masses, rhos, sizes) = case.log_p().detach(), ([], [], [])
+    rows = [case.fields[n][case.scored] for n in ("candidate_ids", "candidate_sampling_logps")]
     for t, (ids, logps) in enumerate(zip(*rows, strict=True)):
         inside = ids >= 0
         p, q = log_p[t, ids[inside]].exp(), logps[inside].exp()
         rho = max(1 - float(q.sum()), 1e-6) / max(1 - float(p.sum()), 1e-6)
-        alpha = rho * weight_of(1 / rho, **given)
+        alpha = rho * weight_of(1 / rho, **options)
         pairs = zip(p.tolist(), q.tolist(), strict=True)
-        c = [(b and b * weight_of(a / b, **given)) - alpha * a for a, b in pairs]
+        c = [(b and b * weight_of(a / b, **options)) - alpha * a for a, b in pairs]
         masses.append((float(q.sum()), float(p.sum())))
         rhos.append(rho)
         sizes.append(sum(map(abs, c)))
-    found = made.metrics(hl.score_centering(**given))
+    metrics = case.metrics(hl.score_centering(**options))
     mean = lambda values: sum(values) / len(values)  # noqa: E731
-    assert found["score_centering/sampler_mass"] == pytest.approx(mean([q for q, _ in masses]))
-    assert found["score_centering/trainer_mass"] == pytest.approx(mean([p for _, p in masses]))
-    assert found["score_centering/rho"] == pytest.approx(mean(rhos))
-    assert found["score_centering/abs_c"] == pytest.approx(mean(sizes))
+    assert metrics["score_centering/sampler_mass"] == pytest.approx(mean([q for q, _ in masses]))
+    assert metrics["score_centering/trainer_mass"] == pytest.approx(mean([p for _, p in masses]))
+    assert metrics["score_centering/rho"] == pytest.approx(mean(rhos))
+    assert metrics["score_centering/abs_c"] == pytest.approx(mean(sizes))
 
 
 def test_it_is_checked() -> None:
     term = hl.score_centering()
     assert (term.scope, term.per, term.reduction.name) == ("token", "token", "token_mean")
-    found = hl.check_term(term, candidate_sampling_logps=-torch.rand(28, 4) - 2)
-    assert found.gradients == ("candidate_logps",)
-    assert found.fields == ("advantages", "candidate_ids", "candidate_sampling_logps")
+    report = hl.check_term(term, candidate_sampling_logps=-torch.rand(28, 4) - 2)
+    assert report.gradients == ("candidate_logps",)
+    assert report.fields == ("advantages", "candidate_ids", "candidate_sampling_logps")
     assert term == hl.score_centering() != hl.score_centering(mode="token_mask", max=2.0)
 
 
@@ -338,10 +338,10 @@ def test_bad_options(options, says: str) -> None:
 
 
 def test_a_field_of_another_width() -> None:
-    made = problem()
-    made.fields["candidate_sampling_logps"] = made.fields["candidate_sampling_logps"][:, :3]
+    case = problem()
+    case.fields["candidate_sampling_logps"] = case.fields["candidate_sampling_logps"][:, :3]
     with pytest.raises(ValueError, match=rf"candidate_sampling_logps: got \(3,\).*want \({K},\)"):
-        made.metrics(hl.score_centering())
-    del made.fields["candidate_sampling_logps"]
+        case.metrics(hl.score_centering())
+    del case.fields["candidate_sampling_logps"]
     with pytest.raises(ValueError, match=r"reads batch.candidate_sampling_logps, which was not"):
-        made.metrics(hl.score_centering())
+        case.metrics(hl.score_centering())

@@ -21,25 +21,25 @@ KINDS = ("reverse_kl", "forward_kl", "js")
 
 def problem(k: int = K, temperature: float = 1.0, seed: int = 0) -> Problem:
     """The k likeliest tokens of a teacher at a temperature; some slots are empty."""
-    made = Problem({}, seed=seed)
+    case = Problem({}, seed=seed)
     generator = torch.Generator().manual_seed(40 + seed)
     z = 2 * torch.randn(N, V, generator=generator, dtype=torch.float64)
     logps, ids = (z / temperature).log_softmax(1).topk(k, 1)
     if k < V:
         ids[::3, 2], logps[::3, 2] = -1, math.nan  # an empty slot, whatever it holds
         ids[6], logps[6] = -5, 0.0  # a token without any
-    made.fields |= {"teacher_topk_ids": ids, "teacher_topk_logps": logps}
-    return made
+    case.fields |= {"teacher_topk_ids": ids, "teacher_topk_logps": logps}
+    return case
 
 
-def student(made: Problem, log_p: Tensor, temperature: float) -> Tensor:
+def student(case: Problem, log_p: Tensor, temperature: float) -> Tensor:
     """[T, V] at another temperature than the head's."""
-    return (log_p * made.temperature / temperature).log_softmax(1)
+    return (log_p * case.temperature / temperature).log_softmax(1)
 
 
 def generalized(log_p: Tensor, fields, kind: str, beta: float = 0.5) -> Tensor:
     """[T], outcome by outcome."""
-    found = []
+    values = []
     rows = zip(fields["teacher_topk_ids"].tolist(), fields["teacher_topk_logps"], strict=True)
     for t, (ids, logps) in enumerate(rows):
         total = log_p.new_zeros(())
@@ -56,19 +56,19 @@ def generalized(log_p: Tensor, fields, kind: str, beta: float = 0.5) -> Tensor:
                 of_q = (q * (log_q - m.log()) if q > 0 else 0) - q + m
                 of_p = p * (log_p[t, j] - m.log()) - p + m
                 total = total + beta * of_q + (1 - beta) * of_p
-        found.append(total)
-    return torch.stack(found)
+        values.append(total)
+    return torch.stack(values)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])  # the head's own is 0.7
 def test_formula(kind: str, temperature: float) -> None:
-    made = problem(temperature=temperature)
+    case = problem(temperature=temperature)
     agree(
-        made,
+        case,
         hl.distillation(divergence=kind, beta=0.3, temperature=temperature, tail="generalized"),  # type: ignore[arg-type]
         lambda log_p, targets, fields: generalized(
-            student(made, log_p, temperature), fields, kind, 0.3
+            student(case, log_p, temperature), fields, kind, 0.3
         ),
         frozen=False,
     )
@@ -76,43 +76,43 @@ def test_formula(kind: str, temperature: float) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_of_the_vocabulary_is_the_divergence_itself(kind: str) -> None:
-    made = problem(k=V)
+    case = problem(k=V)
     term = hl.distillation(divergence=kind, tail="generalized")  # type: ignore[arg-type]
-    stored = made.got(term, hl.Options())
-    ids, logps = made.fields.pop("teacher_topk_ids"), made.fields.pop("teacher_topk_logps")
-    made.fields["teacher_logits"] = torch.zeros_like(logps).scatter(1, ids, logps)
-    same(stored, made.got(hl.distillation(divergence=kind), hl.Options()), "bucket")  # type: ignore[arg-type]
-    same(made.got(term, hl.Options()), stored, "a teacher's logits have no tail")
+    stored = case.got(term, hl.Options())
+    ids, logps = case.fields.pop("teacher_topk_ids"), case.fields.pop("teacher_topk_logps")
+    case.fields["teacher_logits"] = torch.zeros_like(logps).scatter(1, ids, logps)
+    same(stored, case.got(hl.distillation(divergence=kind), hl.Options()), "bucket")  # type: ignore[arg-type]
+    same(case.got(term, hl.Options()), stored, "a teacher's logits have no tail")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_zero_where_the_student_is_the_teacher_and_above_it_elsewhere(kind: str) -> None:
     """Exactly there, whatever mass is outside; which the truncated sum is not."""
-    made = problem()
-    z = (made.hidden @ made.weight.t()).detach()
+    case = problem()
+    z = (case.hidden @ case.weight.t()).detach()
     logps, ids = z.log_softmax(1).topk(K, 1)
-    made.fields |= {"teacher_topk_ids": ids, "teacher_topk_logps": logps}
+    case.fields |= {"teacher_topk_ids": ids, "teacher_topk_logps": logps}
     term = hl.distillation(divergence=kind, tail="generalized")  # type: ignore[arg-type]
-    loss, *gradients = made.got(term, hl.Options())
+    loss, *gradients = case.got(term, hl.Options())
     assert abs(loss) < 1e-15
     assert all(g.abs().max() < 1e-14 for g in gradients)
     if kind == "forward_kl":  # whose truncated sum has a gradient there
-        _, *others = made.got(hl.distillation(divergence=kind, tail="truncated"), hl.Options())  # type: ignore[arg-type]
+        _, *others = case.got(hl.distillation(divergence=kind, tail="truncated"), hl.Options())  # type: ignore[arg-type]
         assert all(g.abs().max() > 1e-3 for g in others)
     for seed in range(5):
-        made = problem(seed=seed)
+        case = problem(seed=seed)
         for t in range(N):
-            fields = {n: v[t : t + 1] for n, v in made.fields.items()}
-            batch = hl.Batch(made.targets[t : t + 1], **fields)  # type: ignore[arg-type]
-            out = hl.head_loss(made.hidden[t : t + 1], made.head, batch, term)
+            fields = {n: v[t : t + 1] for n, v in case.fields.items()}
+            batch = hl.Batch(case.targets[t : t + 1], **fields)  # type: ignore[arg-type]
+            out = hl.head_loss(case.hidden[t : t + 1], case.head, batch, term)
             empty = bool((fields["teacher_topk_ids"] < 0).all())
             assert out.loss == 0 if empty else out.loss > 0
 
 
 def test_the_truncated_sum_of_a_js_is_the_same() -> None:
-    made, options = problem(), hl.Options()
+    case, options = problem(), hl.Options()
     both = (
-        made.got(hl.distillation(divergence="js", beta=0.3, tail=tail), options)  # type: ignore[arg-type]
+        case.got(hl.distillation(divergence="js", beta=0.3, tail=tail), options)  # type: ignore[arg-type]
         for tail in ("generalized", "truncated")
     )
     same(*both, "js")
@@ -121,12 +121,12 @@ def test_the_truncated_sum_of_a_js_is_the_same() -> None:
 @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl"])
 def test_an_outcome_that_the_teacher_rules_out(kind: str) -> None:
     """q = 0 (log-prob -inf counts as -10000): p 10000 - p, or p; and a student that is certain."""
-    made = problem()
-    made.fields["teacher_topk_logps"][:, 1] = -math.inf
+    case = problem()
+    case.fields["teacher_topk_logps"][:, 1] = -math.inf
     agree(
-        made,
+        case,
         hl.distillation(divergence=kind, tail="generalized"),  # type: ignore[arg-type]
-        lambda log_p, targets, fields: generalized(student(made, log_p, 1.0), fields, kind),
+        lambda log_p, targets, fields: generalized(student(case, log_p, 1.0), fields, kind),
         frozen=False,
     )
     hidden = torch.zeros(1, V)
@@ -143,9 +143,9 @@ def test_an_outcome_that_the_teacher_rules_out(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_metric_is_the_value(kind: str) -> None:
-    made = problem()
+    case = problem()
     term = hl.distillation(divergence=kind, tail="generalized")  # type: ignore[arg-type]
-    out = hl.head_loss(made.hidden, made.head, made.batch, term)
+    out = hl.head_loss(case.hidden, case.head, case.batch, term)
     assert float(out.metrics[f"distillation/{kind}"].value) == pytest.approx(
         float(out.loss.detach())
     )

@@ -79,8 +79,8 @@ def bounds(
     want: str, accept: Callable[[float], bool], minimum: float | None, maximum: float | None
 ) -> tuple[float, float]:
     """The options `min` and `max`, each None (no bound) or a number that `accept`s, in order."""
-    given = {"min": minimum, "max": maximum}
-    number(want, accept, **{name: x for name, x in given.items() if x is not None})
+    limits = {"min": minimum, "max": maximum}
+    number(want, accept, **{name: x for name, x in limits.items() if x is not None})
     if minimum is not None and maximum is not None and minimum > maximum:
         raise ValueError(f"min: got {minimum!r}, want <= max, {maximum!r}")
     return -math.inf if minimum is None else minimum, math.inf if maximum is None else maximum

@@ -74,12 +74,12 @@ class _Centering:
         )
 
     def observe(self, stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
-        found = self.centre(_log_p(stats, batch), batch)
+        centre = self.centre(_log_p(stats, batch), batch)
         return {
-            "sampler_mass": Observed(found.sampler_mass),
-            "trainer_mass": Observed(found.trainer_mass),
-            "rho": Observed(found.rho),
-            "abs_c": Observed(found.c.abs().sum(1)),
+            "sampler_mass": Observed(centre.sampler_mass),
+            "trainer_mass": Observed(centre.trainer_mass),
+            "rho": Observed(centre.rho),
+            "abs_c": Observed(centre.c.abs().sum(1)),
         }
 
 
@@ -124,5 +124,5 @@ def score_centering(
     elif min is not None or max is not None:
         raise ValueError(f"got min={min!r} and max={max!r} without a mode, want none")
     low, high = bounds("> 0", lambda x: x > 0, min, max)
-    made = _Centering(mode=mode, minimum=low, maximum=high)
-    return Term(name="", function=made, reduction=token_mean, observe=made.observe)
+    centering = _Centering(mode=mode, minimum=low, maximum=high)
+    return Term(name="", function=centering, reduction=token_mean, observe=centering.observe)
