@@ -162,7 +162,8 @@ def _candidates(log_p: Tensor, ids: Tensor) -> Tensor:
 
 
 def plain_divergence(student: Tensor, teacher: Teacher, batch: PackedBatch) -> Tensor:
-    """[T] divergences of a student's raw, soft-capped logits [T, V] from a teacher."""
+    """[T] divergences of a student's raw, soft-capped logits [T, V] from a teacher, whose tail is
+    "bucket", "truncated" or "generalized"."""
     log_p = (student / teacher.temperature).log_softmax(-1)
     form = teacher.source(batch)
     if form == "topk":
@@ -170,9 +171,9 @@ def plain_divergence(student: Tensor, teacher: Teacher, batch: PackedBatch) -> T
         empty = ids < 0
         log_p = log_p.gather(1, ids.clamp_min(0)).masked_fill(empty, -math.inf)
         log_q = batch.teacher_topk_logps.to(log_p.dtype).masked_fill(empty, -math.inf)
-        log_p, log_q = (
-            torch.cat([x, torch.log1p(-x.exp().sum(-1, keepdim=True))], 1) for x in (log_p, log_q)
-        )
+        if teacher.tail == "bucket":
+            rest = (torch.log1p(-x.exp().sum(-1, keepdim=True)) for x in (log_p, log_q))
+            log_p, log_q = (torch.cat(pair, 1) for pair in zip((log_p, log_q), rest, strict=True))
     else:
         if form == "logits":
             raw = batch.teacher_logits
@@ -195,7 +196,10 @@ def plain_divergence(student: Tensor, teacher: Teacher, batch: PackedBatch) -> T
         "skew_reverse_kl": lambda: kl(p, log_p, log_m),
         "js": lambda: beta * kl(q, log_q, log_m) + (1 - beta) * kl(p, log_p, log_m),
     }
-    return kinds[teacher.kind]()
+    value = kinds[teacher.kind]()
+    if form == "topk" and teacher.tail == "generalized":
+        value = value + {"reverse_kl": 1, "forward_kl": -1}.get(teacher.kind, 0) * (q - p).sum(-1)
+    return value
 
 
 # ---------------------------------------------------------------------- the error budget

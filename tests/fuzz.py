@@ -103,6 +103,8 @@ def make_term(recipe: dict[str, Any]) -> hl.Term:
     own = {"blend": blend, "sigmoid": sigmoid_of_segments, "chosen": chosen}
     name = recipe["name"]
     found = (own[name] if name in own else getattr(hl, name))(**recipe["options"])
+    if recipe.get("shaped") is not None:
+        found = hl.rlsd_shaped(found, **recipe["shaped"])
     for modifier, arguments in recipe["modifiers"]:
         found = getattr(found, modifier)(**arguments)
     if recipe["over"] is not None:

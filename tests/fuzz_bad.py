@@ -309,6 +309,8 @@ for term, option, value in (
     ("simpo", "gamma", -1),
     ("cross_entropy", "label_smoothing", 1.5),
     ("dr_grpo", "max_completion_length", 0),
+    ("sdar", "beta", 0),
+    ("score_centering", "mode", "token"),
 ):  # fmt: skip
     add(
         f"{term}: {option}: {value}",
@@ -352,7 +354,13 @@ def scored(call: Any) -> int:
     return call.head.get("vocab_size") or call.head["weight"].shape[0]
 
 
+add(
+    "distillation: generalized",
+    "distillation: divergence: got 'total_variation' with tail=",
+    lambda c: distilled(c, divergence="total_variation", tail="generalized"),
+)
 for option, value in (
+    ("tail", "none"),
     ("divergence", "kl"),
     ("beta", 1.0),
     ("temperature", 0),

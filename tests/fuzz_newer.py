@@ -35,7 +35,11 @@ OPTIONS = {
     "clip_cov": {"share": 0.1, "low": -1.0},
     "kl_cov": {"share": 0.2},
     "a2po": {"beta": 0.5},
+    "sdar": {"beta": 0.7},
 }
+# Drawn by themselves, after all that.
+LATEST = ("chord_phi", "sdar")
+POLICY = ("grpo", "gspo", "dapo", "ppo", "cispo", "reinforce", "sapo", "gmpo")
 
 
 def draw_newer(call: Any, count: int, vocabulary: int, unscored: Tensor) -> None:
@@ -57,6 +61,8 @@ def draw_newer(call: Any, count: int, vocabulary: int, unscored: Tensor) -> None
     free = "static" not in call.options and call.options.get("metrics", True) and not dense
     if rng.random() < 0.1 and call.verb == "head_loss" and free:
         call.options["gradient_tolerance"] = rng.choice([1e-3, 0.05, 0.3])
+    if call.verb != "head_stats":
+        _draw_latest(call, random.Random(f"latest {call.seed}"), vocabulary, unscored)
 
 
 def _draw_terms(
@@ -77,18 +83,62 @@ def _add_term(call: Any, name: str, options: dict[str, Any], rng: random.Random)
     call.terms.append((rng.choice([1.0, 0.3, -0.5]), recipe | {"weighted": False, "where": False}))
 
 
+def _draw_latest(call: Any, rng: random.Random, vocabulary: int, unscored: Tensor) -> None:
+    generator = torch.Generator().manual_seed(call.seed + 3)
+    if rng.random() < 0.12:
+        name = rng.choice(LATEST)
+        _add_term(call, name, OPTIONS.get(name, {}) if rng.random() < 0.7 else {}, rng)
+    policy = [recipe for _, recipe in call.terms if recipe["name"] in POLICY]
+    if policy and rng.random() < 0.1:
+        options = {"mix": rng.choice([0.0, 0.3, 1.0]), "epsilon": rng.choice([0.1, 2.0])}
+        rng.choice(policy)["shaped"] = options | {"negative_only": rng.random() < 0.5}
+    if policy and rng.random() < 0.1:
+        bounds = rng.choice([{"min": 0.5}, {"max": 2.0}, {"min": 0.3, "max": 4.0}])
+        given = {"measure": "ratio", "level": "sequence_max", "live": rng.random() < 0.3}
+        rng.choice(policy)["modifiers"].append(("rejected", given | bounds))
+    call.batch.setdefault("teacher_logps", -3 * torch.rand(unscored.shape, generator=generator))
+    if call.teacher is not None and "teacher_topk_ids" in call.batch:
+        call.teacher["tail"] = rng.choice(["bucket", "truncated", "generalized"])
+    if "candidate_ids" in call.batch or rng.random() < 0.08:
+        _draw_centering(call, rng, generator, vocabulary, unscored)
+
+
+def _draw_centering(
+    call: Any, rng: random.Random, generator: torch.Generator, vocabulary: int, unscored: Tensor
+) -> None:
+    """Score centering over the candidates, or over the ids of a padded support."""
+    support = call.batch.get("support_ids")
+    if "candidate_ids" not in call.batch and isinstance(support, Tensor):
+        call.batch["candidate_ids"] = support
+    elif "candidate_ids" not in call.batch:
+        call.batch["candidate_ids"] = _candidate_ids(call, rng, generator, vocabulary, unscored)
+    shape = call.batch["candidate_ids"].shape
+    logps = torch.randn(*shape[:-1], shape[-1] + 1, generator=generator).log_softmax(-1)[..., :-1]
+    logps = logps.masked_fill(torch.rand(shape, generator=generator) < 0.1, -torch.inf)
+    call.batch["candidate_sampling_logps"] = logps.masked_fill(unscored.unsqueeze(-1), torch.nan)
+    bounds = rng.choice([{"min": 0.5}, {"max": 2.0}, {"min": 0.3, "max": 4.0}])
+    modes = [{}, *({"mode": mode} | bounds for mode in ("token_truncate", "token_mask"))]
+    _add_term(call, "score_centering", rng.choice(modes), rng)
+
+
 def _draw_candidates(
     call: Any, rng: random.Random, generator: torch.Generator, vocabulary: int, unscored: Tensor
 ) -> None:
+    call.batch["candidate_ids"] = _candidate_ids(call, rng, generator, vocabulary, unscored)
+    if call.verb != "head_stats":
+        _add_term(call, "chosen", {"rest": 0.0} if rng.random() < 0.5 else {}, rng)
+
+
+def _candidate_ids(
+    call: Any, rng: random.Random, generator: torch.Generator, vocabulary: int, unscored: Tensor
+) -> Tensor:
     k = rng.choice([1, 3, 6])
     ids = torch.rand(*unscored.shape, vocabulary, generator=generator).argsort(-1)[..., :k]
     if rng.random() < 0.5:  # the target is often one of them
         first = call.batch["targets"].unsqueeze(-1)
         ids[..., :1] = torch.where((ids == first).any(-1, keepdim=True), ids[..., :1], first)
     ids = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.15, -1)
-    call.batch["candidate_ids"] = ids.masked_fill(unscored.unsqueeze(-1), BEYOND)
-    if call.verb != "head_stats":
-        _add_term(call, "chosen", {"rest": 0.0} if rng.random() < 0.5 else {}, rng)
+    return ids.masked_fill(unscored.unsqueeze(-1), BEYOND)
 
 
 def support(

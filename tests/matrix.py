@@ -107,6 +107,7 @@ SUPERVISED = {
     # Where p is 1 but for 1e-13, the oracle keeps no more digits of 1 - p than that.
     "unlikelihood": _policy(hl.unlikelihood, tightest=1e-4),
     "dft": _policy(hl.dft),
+    "chord_phi": _policy(hl.chord_phi),
     "eaft": _other(hl.eaft),
     "focal": _policy(hl.focal),
 }
@@ -181,6 +182,12 @@ MODIFIED = {
             + hl.dapo().corrected("sequence_mask", min=0.5, live=True, normalized=True)
         )
     ),
+    "rejected_by_each_ratio": _policy(
+        lambda: (
+            hl.grpo().rejected("ratio", "sequence_max", min=0.75, max=1.3)
+            + hl.gspo().rejected("ratio", "sequence_max", max=1.5, live=True)
+        )
+    ),
     "off_policy_masked": _policy(lambda: hl.grpo().off_policy_masked(0.02)),
     "top_entropy_quantile": _policy(lambda: hl.dapo().top_entropy(quantile=0.4)),
     "top_entropy_threshold": _policy(lambda: hl.dapo().top_entropy(threshold=0.5)),
@@ -191,6 +198,7 @@ MODIFIED = {
     "where_segment_scope": _policy(lambda: hl.gspo().where("kept")),
     "over_sequence_sum": _other(lambda: hl.entropy().over("sequence_sum")),
     "over_fixed_length": _policy(lambda: hl.gspo().over(hl.fixed_length(16))),
+    "rlsd_shaped": _policy(lambda: hl.rlsd_shaped(hl.grpo()) + hl.rlsd_shaped(hl.gspo(), mix=1.0)),
     "standardised": _policy(standardised),
     "segment_sigmoid": _other(segment_sigmoid),
 }
@@ -208,11 +216,29 @@ DISTILLATION = {
     for teacher, t in (("logits", 1.0), ("hidden", 2.0), ("topk", 0.8))
     for kind in ("forward_kl", "reverse_kl", "js", *(("skew_reverse_kl",) if t == 1 else ()))
 }
+DISTILLATION |= {
+    f"distillation_generalized_{kind}": Case(
+        make=lambda _, kind=kind: hl.distillation(
+            divergence=kind, temperature=0.8, tail="generalized"
+        ),
+        teacher="topk",
+        temperature=0.8,
+    )
+    for kind in ("forward_kl", "reverse_kl")
+}
 CANDIDATES = {
     "several_targets": Case(
         make=lambda _: hl.soft_cross_entropy() + 0.5 * hl.any_of(), teacher="candidates"
     ),
     "margin": _policy(margin, teacher="candidates"),
+    "score_centering": _policy(
+        lambda: (
+            hl.reinforce().corrected("token_truncate", min=0.7, max=1.4, live=True)
+            + hl.score_centering(mode="token_truncate", min=0.7, max=1.4)
+            + 0.3 * hl.score_centering()
+        ),
+        teacher="candidates",
+    ),
     "reverse_kl_and_rest": Case(make=lambda _: reverse_kl_and_rest(), teacher="candidates"),
 }
 MIXES = {
@@ -230,6 +256,7 @@ MIXES = {
         lambda: hl.dapo().where("kept") + hl.dapo().where("segment_kept") - 0.1 * hl.entropy()
     ),
     "on_policy_distillation": _policy(hl.on_policy_distillation),
+    "sdar": _policy(lambda: hl.reinforce() + 0.1 * hl.sdar()),
     "mix_distillation": Case(
         make=lambda _: hl.gspo() + 0.5 * hl.distillation(temperature=1.5) - 0.01 * hl.entropy(),
         teacher="logits",
@@ -534,7 +561,8 @@ def teacher_fields(
         ids[:, 0] = torch.where(torch.arange(tokens) % 2 == 0, targets, ids[:, 0])
         ids[4:5] = -3  # no candidate at all
         log_q = logits.log_softmax(-1).gather(1, ids.clamp_min(0)).masked_fill(ids < 0, -20.0)
-        return {"candidate_ids": ids, "teacher_logps": log_q, "candidate_probs": log_q.exp()}
+        fields = {"candidate_ids": ids, "teacher_logps": log_q, "candidate_probs": log_q.exp()}
+        return fields | {"candidate_sampling_logps": log_q}
     return {}
 
 

@@ -134,6 +134,50 @@ def of_sequence(values: list[float], level: str) -> float:
     return total / len(values) if level == "sequence_mean" else total
 
 
+@pytest.mark.parametrize(
+    "limits", [{"min": 0.6}, {"max": 1.6}, {"min": 0.6, "max": 1.6}, {"min": 1e-4, "max": 100}]
+)
+@pytest.mark.parametrize("live", [False, True])
+def test_rejected_by_the_ratio_of_each_token(limits: dict[str, float], live: bool) -> None:
+    """A sequence is kept where every token's ratio is within the bounds; NaN says nothing, and what
+    is clamped at exp(20) is compared so."""
+    case = make(scale=0.35, seed=2)
+    case.fields["sampling_logps"][3] = math.nan  # the only token of the second sequence
+    case.fields["sampling_logps"][12] = -90.0 if limits.get("max") == 100 else -1.0
+    low, high = limits.get("min", 0.0), limits.get("max", math.inf)
+    want = []
+    for s in case.sequences():
+        new = [x.detach() for x in s.logp] if live else s.old
+        d = [float(o - q) for o, q in zip(new, s.sampling, strict=True)]
+        ratios = [1.0 if math.isnan(x) else math.exp(min(max(x, -20), 20)) for x in d]
+        want += [float(all(low <= r <= high for r in ratios))] * len(ratios)
+    assert 0 < sum(want) < len(want)
+    term = h.grpo().rejected("ratio", "sequence_max", **limits, live=live)
+    assert term.scope == "segment"
+    assert factor(term, case).tolist() == want
+    (modifier,) = term.modifiers
+    dropped = modifier.observe(case.stats, case.batch)["rejected"]
+    of_tokens = case.batch.segments.expand(dropped.values)
+    assert dropped.per == "segment" and of_tokens.tolist() == [1 - x for x in want]
+    if not live:
+        batch = Batch(torch.zeros(len(want)).long(), Segments.from_lengths(LENGTHS), **case.fields)
+        field = h.rejection_mask(batch, "ratio", level="sequence_max", **limits)
+        assert field.tolist() == [x == 1 for x in want]
+
+
+def test_bounds_of_the_ratio_of_each_token() -> None:
+    for make_it in (
+        h.grpo().rejected,
+        lambda *given, **more: h.rejection_mask(None, *given, **more),
+    ):
+        with pytest.raises(ValueError, match="got min=None and max=None, want one"):
+            make_it("ratio", level="sequence_max")
+        with pytest.raises(ValueError, match="min: got 2, want <= max, 1"):
+            make_it("ratio", level="sequence_max", min=2, max=1)
+        with pytest.raises(ValueError, match="max: got -1, want >= 0"):
+            make_it("ratio", level="sequence_max", max=-1)
+
+
 @pytest.mark.parametrize("bounds", ["min", "max", "both"])
 @pytest.mark.parametrize(
     ("measure", "level"),

@@ -239,7 +239,7 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_162, "core tokens": 74_405}
+MOST = {"core lines": 10_167, "core tokens": 74_485}
 MOST |= {"kernels lines": 4_310, "kernels tokens": 34_943, "files on top": 14}
 
 

@@ -64,6 +64,11 @@ def dynamic(z: Tensor, y: int) -> Tensor:
     return -p.detach() * torch.log(p)
 
 
+def undecided(z: Tensor, y: int) -> Tensor:
+    p = torch.exp(z[y]) / sum(torch.exp(z[k]) for k in range(V))
+    return -(p * (1 - p)).detach() * torch.log(p)
+
+
 def entropy_adaptive(z: Tensor, y: int) -> Tensor:
     p = torch.exp(z[y]) / sum(torch.exp(z[k]) for k in range(V))
     return -((negative_p_log_p(z, y).detach() / 2) ** 1.5) * torch.log(p)
@@ -76,6 +81,7 @@ def focused(z: Tensor, y: int) -> Tensor:
 
 PAPERS = {
     "dft": (h.dft(), dynamic),
+    "chord_phi": (h.chord_phi(), undecided),
     "eaft": (h.eaft(alpha=1.5, scale=2.0), entropy_adaptive),
     "focal": (h.focal(gamma=1.3), focused),
     "cross_entropy": (h.cross_entropy(), lambda z, y: smoothed(z, y, 0.0)),
@@ -150,6 +156,21 @@ def test_dft_states_its_slope() -> None:
     assert (slope.rate * (slope.sign * (logp.detach() - slope.anchor)).exp()).equal(want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_chord_phi_of_a_certain_or_impossible_target(dtype: torch.dtype) -> None:
+    """1 - p keeps its digits near 1; nothing is NaN at p = 0 and p = 1."""
+    points = [0.0, -1e-30, -1e-9, -1e-3, -0.7, -5.0, -800.0, -math.inf]
+    logp = torch.tensor(points, dtype=dtype, requires_grad=True)
+    values = h.chord_phi()(Statistics(logp=logp), make(lengths=(8,)).batch)
+    (gradient,) = torch.autograd.grad(values.sum(), logp)
+    x = [float(p) for p in logp.detach().double()]  # as the dtype holds them
+    slope = [math.exp(p) * math.expm1(p) for p in x]
+    want = [s * p if p > -math.inf else 0.0 for s, p in zip(slope, x, strict=True)]
+    tolerance = 16 * torch.finfo(dtype).eps
+    assert values.tolist() == pytest.approx(want, rel=tolerance, abs=1e-38)
+    assert gradient.tolist() == pytest.approx(slope, rel=tolerance, abs=1e-38)
+
+
 def test_focal_of_a_certain_or_impossible_target() -> None:
     logp = torch.tensor([0.0, -1e-30, -700.0], dtype=torch.float64, requires_grad=True)
     for gamma in (0.0, 0.5, 2.0):
@@ -215,7 +236,7 @@ def test_bad_type() -> None:
         h.z_loss(scale=2)
 
 
-@pytest.mark.parametrize("factory", [h.cross_entropy, h.unlikelihood])
+@pytest.mark.parametrize("factory", [h.cross_entropy, h.unlikelihood, h.chord_phi])
 def test_metrics(factory) -> None:
     z, targets = logits()
     stats = statistics(z.detach(), targets)
@@ -229,7 +250,7 @@ def test_metrics(factory) -> None:
     assert float(fold(found["perplexity"])) == pytest.approx(math.exp(mean_nll))
 
 
-@pytest.mark.parametrize("factory", [h.dft, h.focal, h.eaft, h.on_policy_distillation])
+@pytest.mark.parametrize("factory", [h.dft, h.chord_phi, h.focal, h.eaft, h.on_policy_distillation])
 def test_checked(factory) -> None:
     assert hl.check_term(factory()).gradients == ("logp",)
 

@@ -217,6 +217,7 @@ def test_verbs(name: str) -> None:
 
 LOSSES: dict[str, dict[str, Any]] = {
     "kl_shaped": {"term": hl.grpo(), "beta": 0.1},
+    "rlsd_shaped": {"term": hl.grpo()},
     "rejection_mask": {"batch": batch(), "measure": "k3", "max": 1.0},
     "value_loss": {"values": torch.ones(T, requires_grad=True), "batch": batch()},
     "bradley_terry": {"rewards": torch.ones(2, requires_grad=True), "batch": batch()},

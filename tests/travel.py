@@ -61,12 +61,13 @@ def terms() -> dict[str, hl.Term]:
     teacher = hl.Head(torch.randn(V, H, generator=generator))
     simple = "cross_entropy z_loss entropy unlikelihood grpo gspo gspo_token dapo bnpo luspo ppo "
     simple += "cispo reinforce sapo gmpo vespo kl dpo ipo simpo distillation "
-    simple += "dft eaft focal cpo orpo aot kto a2po on_policy_distillation "
-    simple += "soft_cross_entropy any_of"
+    simple += "dft chord_phi eaft focal cpo orpo aot kto a2po on_policy_distillation sdar "
+    simple += "soft_cross_entropy any_of score_centering"
     return {
         **{name: getattr(hl, name)() for name in simple.split()},
         "dr_grpo": hl.dr_grpo(max_completion_length=5),
         "distillation with a head": hl.distillation(teacher_head=teacher),
+        "shaped": hl.rlsd_shaped(hl.grpo(), mix=0.3),
         "modified": hl.grpo()
         .corrected("sequence_mask", max=2.0)
         .off_policy_masked(0.1)
@@ -99,6 +100,7 @@ def problem(temperature: float | Tensor = 1.0) -> tuple[Tensor, hl.Head, hl.Batc
         teacher_logps=normal(T) - 3,
         candidate_ids=torch.arange(2).expand(T, 2),
         candidate_probs=torch.full((T, 2), 0.5),
+        candidate_sampling_logps=torch.full((T, 2), -1.0),
         desirable=torch.arange(4) % 3 == 0,
         reference_kl=torch.full((4,), 0.2),
         sampling_logps=normal(T) - 3,

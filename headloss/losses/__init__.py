@@ -1,8 +1,9 @@
 """Terms: what they are, and those that the library has. Nothing here uses logits."""
 
+from .centering import score_centering
 from .covariance import clip_cov, kl_cov
-from .distillation import distillation, on_policy_distillation
-from .kl import kl, kl_shaped
+from .distillation import distillation, on_policy_distillation, sdar
+from .kl import kl
 from .modifiers import Modifier
 from .policy import bnpo, dapo, dr_grpo, grpo, gspo, gspo_token, luspo, ppo
 from .preference import cpo, dpo, ipo, orpo, simpo
@@ -10,8 +11,10 @@ from .preference_unpaired import a2po, aot, kto
 from .proximal import dppo, dro, icepop, vaco
 from .reinforce import cispo, reinforce, vespo
 from .rejection import rejection_mask
+from .shaped import kl_shaped, rlsd_shaped
 from .supervised import (
     any_of,
+    chord_phi,
     cross_entropy,
     dft,
     eaft,
@@ -35,6 +38,7 @@ __all__ = [
     "entropy",
     "unlikelihood",
     "dft",
+    "chord_phi",
     "eaft",
     "focal",
     "soft_cross_entropy",
@@ -49,6 +53,7 @@ __all__ = [
     "ppo",
     "cispo",
     "reinforce",
+    "score_centering",
     "sapo",
     "gmpo",
     "vespo",
@@ -71,7 +76,9 @@ __all__ = [
     "a2po",
     "distillation",
     "on_policy_distillation",
+    "sdar",
     "kl_shaped",
+    "rlsd_shaped",
     "rejection_mask",
     "value_loss",
     "bradley_terry",

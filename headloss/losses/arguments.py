@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -72,6 +73,17 @@ def non_negative(**options: object) -> None:
 def positive(**options: object) -> None:
     """Each option must be a number > 0."""
     number("> 0", lambda x: x > 0, **options)
+
+
+def bounds(
+    want: str, accept: Callable[[float], bool], minimum: float | None, maximum: float | None
+) -> tuple[float, float]:
+    """The options `min` and `max`, each None (no bound) or a number that `accept`s, in order."""
+    limits = {"min": minimum, "max": maximum}
+    number(want, accept, **{name: x for name, x in limits.items() if x is not None})
+    if minimum is not None and maximum is not None and minimum > maximum:
+        raise ValueError(f"min: got {minimum!r}, want <= max, {maximum!r}")
+    return -math.inf if minimum is None else minimum, math.inf if maximum is None else maximum
 
 
 def one_of(choices: tuple[str, ...], **options: object) -> None:

@@ -21,7 +21,7 @@ from .term import Term
 from .trial import trace
 
 # Of the names that `losses` exports, those that make no term by themselves.
-_OTHERS = {"Term", "Objective", "Modifier", "term", "kl_shaped", "rejection_mask"}
+_OTHERS = {"Term", "Objective", "Modifier", "term", "kl_shaped", "rlsd_shaped", "rejection_mask"}
 _OTHERS |= {"value_loss", "bradley_terry", "classification"}
 TERMS: tuple[Callable[..., Term], ...] = tuple(
     getattr(losses, name) for name in losses.__all__ if name not in _OTHERS
@@ -194,6 +194,7 @@ def sample() -> tuple[Statistics, PackedBatch]:
     fields |= {"desirable": torch.tensor([True, True, False, False]), "reference_kl": vector(0.5)}
     one = torch.zeros(4, 1)
     fields |= {"candidate_ids": one.long(), "candidate_probs": one}
+    fields["candidate_sampling_logps"] = one - 1
     batch = Batch(torch.zeros(4, dtype=torch.int64), Segments.from_lengths([2, 2]), **fields)
     vectors: dict[str, Any] = {name: vector(0.8).requires_grad_() for name in STATISTICS}
     vectors["logp"] = vector(-1.0).requires_grad_()

@@ -54,7 +54,11 @@ def distillation(
         tail: what becomes of the mass outside of a top-k teacher's K outcomes: "bucket", one more
             outcome; "renormalized", both sides are distributions over the K; "truncated", the sum
             over these alone, which is no divergence and may be negative; "clamped", that sum where
-            it is above 0, else 0 and without a gradient, as verl has it.
+            it is above 0, else 0 and without a gradient, as verl has it; "generalized", the
+            divergence of two measures that need not sum to 1: sum_k p_k (log p_k - log q_k) - p_k +
+            q_k for "reverse_kl", likewise for "forward_kl", the truncated sum for "js", and no
+            other. It is never negative, and 0 with a gradient of 0 where p = q on the K: Ma et al.
+            2026 (MOPD), arXiv:2606.30406, equation 5.
 
     Inputs: one of `teacher_logits` [.., V]; `teacher_hidden` [.., H'] with `teacher_head` (its
     logits are made a tile at a time); `teacher_topk_ids` [.., K] int64 (distinct; a negative id is
@@ -69,6 +73,9 @@ def distillation(
         number("between 0 and 1", lambda x: 0 < x < 1, beta=beta)
         positive(temperature=temperature)
         one_of(TAILS, tail=tail)
+        if tail == "generalized" and divergence not in GENERALIZED:
+            names = ", ".join(map(repr, GENERALIZED))
+            raise ValueError(f"divergence: got {divergence!r} with tail={tail!r}, want {names}")
     of_teacher = 1 - beta if divergence == "skew_reverse_kl" else beta
     side = {"temperature": temperature, "head": teacher_head, "tail": tail}
     teacher = Teacher(kind=divergence, beta=of_teacher, **side)  # type: ignore[arg-type]
@@ -85,6 +92,7 @@ def distillation(
     )
 
 
+GENERALIZED = ("forward_kl", "reverse_kl", "js")  # divergences of measures that need not sum to 1
 NOISE = 4  # times eps: 1 - sum of 512 probabilities, from a log-softmax, was off by 3.3 at most
 
 
@@ -110,6 +118,9 @@ def _divergence(stats: Statistics, batch: PackedBatch, *, teacher: Teacher) -> T
         log_q, log_p = log_q.log_softmax(1), log_p.log_softmax(1)
     log_q, log_p = log_q.clamp_min(least), log_p.clamp_min(least)
     value, _ = phi(log_q, log_p, teacher.kind, teacher.beta)
+    if teacher.tail == "generalized" and teacher.kind != "js":  # of which the masses cancel
+        more = log_q.exp().sum(1) - log_p.exp().sum(1)
+        value = value + (more if teacher.kind == "reverse_kl" else -more)
     if teacher.tail == "clamped":
         value = value.clamp_min(0)
     return value.to(wide)
@@ -133,6 +144,50 @@ def on_policy_distillation(stats: Statistics, batch: PackedBatch) -> Tensor:
     Inputs: teacher_logps [..], log q_y. Default reduction: token_mean.
     """
     return (stats.logp - batch.teacher_logps).detach() * stats.logp
+
+
+def _gap(stats: Statistics, batch: PackedBatch) -> Tensor:
+    """log q_y - log p_y, [T]; a token without any mass counts as one of log-prob -10000."""
+    return batch.teacher_logps.clamp_min(FLOOR) - stats.logp.clamp_min(FLOOR)
+
+
+def _gated(stats: Statistics, batch: PackedBatch, *, beta: float) -> Tensor:
+    gap = _gap(stats, batch)
+    return (beta * gap).sigmoid().detach() * gap
+
+
+def _observe_gate(stats: Statistics, batch: PackedBatch, *, beta: float) -> dict[str, Observed]:
+    gap = _gap(stats, batch)
+    gate = (beta * gap).sigmoid()
+    return {
+        "gate": Observed(gate),
+        "gate_open": Observed((gate > 0.5).to(gate.dtype)),
+        "gap": Observed(gap),
+    }
+
+
+@factory
+def sdar(*, beta: float = 5.0) -> Term:
+    """Distillation at sampled tokens, gated by how much more the teacher likes them.
+
+        g (log q_y - log p_y), g = sg(sigmoid(beta (log q_y - log p_y)))
+
+    Lu et al. 2026 (SDAR), arXiv:2605.15155. Added to a policy term with 0.1 or 0.01. Its gradient
+    is -g grad log p_y; its value is no divergence and may be negative.
+
+    Args:
+        beta: steepness of the gate, > 0.
+
+    Inputs: teacher_logps [..], log q_y. Default reduction: token_mean. Metrics: gate, gate_open
+    (the share of gates above a half), gap (log q_y - log p_y).
+    """
+    positive(beta=beta)
+    return Term(
+        name="",
+        function=partial(_gated, beta=beta),
+        reduction=token_mean,
+        observe=partial(_observe_gate, beta=beta),
+    )
 
 
 def log_tail(log_p: Tensor) -> Tensor:

@@ -55,6 +55,13 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
+def bounded(weight: Tensor, minimum: float, maximum: float, mask: bool) -> Tensor:
+    """A weight within bounds: clamped to them, or with `mask` 0 outside."""
+    if mask:
+        return weight.masked_fill((weight < minimum) | (weight > maximum), 0.0)
+    return weight.clamp(minimum, maximum)
+
+
 def importance_ratio(stats: Statistics, batch: PackedBatch, level: str) -> Tensor:
     """Ratio of new to old policy, [T], or [S] at sequence level."""
     d = log_ratio(stats, batch)

@@ -6,9 +6,8 @@ the gradient. Every term is [T].
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -16,10 +15,9 @@ from torch import Tensor
 from ..batch.reduction import token_mean
 from ..objective.metrics import Observed
 from ..objective.statistics import Slope, Statistics
-from .arguments import flags, naming, number, one_of, positive, with_floats
+from .arguments import flags, one_of, positive
 from .factory import factory
 from .importance import Level, estimate, ratio_per_token, scope_and_per
-from .scope import wider
 from .term import Term
 
 if TYPE_CHECKING:
@@ -141,90 +139,4 @@ def kl(
         reduction=token_mean,
         observe=made.observe,
         slopes=_k1_slopes if plain else None,
-    )
-
-
-# ---------------------------------------------------------------------- in the advantages
-
-
-class _Shaped:
-    """A batch with other advantages."""
-
-    def __init__(self, batch: Any, advantages: Tensor) -> None:
-        self._batch, self.advantages = batch, advantages
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batch, name)
-
-    def __len__(self) -> int:
-        return len(self._batch)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._batch
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return getattr(self, name) if name in self else default
-
-
-def _shaped(
-    stats: Statistics,
-    batch: Any,
-    *,
-    of: Any,
-    beta: float,
-    estimator: str,
-    centred: bool,
-    through: bool,
-) -> Any:
-    value = estimate(batch.ref_logps - stats.logp, estimator)
-    value = value if through else value.detach()
-    if centred:
-        value = value - batch.segments.expand(batch.segments.mean(value))
-    return of(stats, _Shaped(batch, batch.advantages - beta * value))
-
-
-@with_floats
-def kl_shaped(
-    term: Term,
-    *,
-    beta: float,
-    estimator: Literal["k1", "k2", "k3", "abs"] = "k1",
-    centred: bool = False,
-    through: bool = False,
-) -> Term:
-    """A policy term with the divergence from the reference in its advantages.
-
-        A_t - beta kl_t, or where centred A_t - beta (kl_t - mean_t kl_t)
-
-    As a reward: Ziegler et al. 2019, arXiv:1909.08593. With advantages of 0 and beta 1 it is
-    on-policy distillation from the reference.
-
-    Args:
-        term: reads advantages.
-        beta: weight of the divergence, a finite number.
-        estimator: as `kl`.
-        centred: less the mean over the sequence, so that it moves no advantage on average.
-        through: let the gradient flow through the advantages too, as AgileRL does; it is then not
-            that of a policy gradient.
-
-    Returns:
-        Term: under the same name, reduction and modifiers.
-    """
-    if not isinstance(term, Term):
-        raise TypeError(f"kl_shaped: term: got {type(term).__name__}, want a Term")
-    with naming("kl_shaped"):
-        number("a finite number", lambda x: True, beta=beta)
-        one_of(ESTIMATORS, estimator=estimator)
-        flags(centred=centred, through=through)
-    how: dict[str, Any] = {"beta": beta, "estimator": estimator}
-    how |= {"centred": centred, "through": through}
-    needs = "segment" if centred else "token"
-    return replace(
-        term,
-        function=functools.partial(_shaped, of=term.function, **how),
-        observe=term.observe and functools.partial(_shaped, of=term.observe, **how),
-        options=(*term.options, ("kl_shaped", tuple(how.items()))),
-        scope=wider(term.scope, needs),
-        own_scope=term.own_scope and wider(term.own_scope, needs),
-        slopes=None,
     )

@@ -18,16 +18,16 @@ from ..objective.metrics import Max, Observed
 from ..objective.statistics import Statistics
 from ..ranks.collectives import check_group, together
 from .arguments import (
+    bounds,
     call_text,
     flags,
     naming,
     non_negative,
     number,
     one_of,
-    positive,
     with_floats,
 )
-from .importance import MAX_LOG_RATIO
+from .importance import bounded, bounded_exp
 from .scope import TRACING, Per, Scope
 
 if TYPE_CHECKING:
@@ -81,17 +81,10 @@ class _Correction:
         mismatch = sampler_mismatch(stats, batch, self.live)
         if self.sequence:
             mismatch = batch.segments.sum(mismatch)
-        return mismatch.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-    def outside(self, weight: Tensor) -> Tensor:
-        return (weight < self.minimum) | (weight > self.maximum)
+        return bounded_exp(mismatch)
 
     def factor(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        weight = self.weight(stats, batch)
-        if self.mask:
-            kept = weight.masked_fill(self.outside(weight), 0.0)
-        else:
-            kept = weight.clamp(self.minimum, self.maximum)
+        kept = bounded(self.weight(stats, batch), self.minimum, self.maximum, self.mask)
         if self.normalized:
             counted = torch.ones_like(batch.old_logps) if batch.live is None else batch.live
             if self.sequence:
@@ -103,7 +96,7 @@ class _Correction:
     def observe(self, stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
         weight = self.weight(stats, batch)
         per: Per = "segment" if self.sequence else "token"
-        outside = self.outside(weight).to(weight.dtype)
+        outside = ((weight < self.minimum) | (weight > self.maximum)).to(weight.dtype)
         return {
             "mismatch": Observed(weight, per=per),
             "mismatch_max": Observed(weight, Max, per=per),
@@ -148,18 +141,13 @@ def corrected(
     with naming("corrected"):
         one_of(MODES, mode=mode)
         flags(live=live, normalized=normalized)
-        if minimum is not None:
-            positive(min=minimum)
-        if maximum is not None:
-            positive(max=maximum)
-        if minimum is not None and maximum is not None and minimum > maximum:
-            raise ValueError(f"min: got {minimum!r}, want <= max, {maximum!r}")
+        low, high = bounds("> 0", lambda x: x > 0, minimum, maximum)
     level, action = mode.split("_")
     correction = _Correction(
         sequence=level == "sequence",
         mask=action == "mask",
-        minimum=-math.inf if minimum is None else minimum,
-        maximum=math.inf if maximum is None else maximum,
+        minimum=low,
+        maximum=high,
         live=live,
         normalized=normalized,
     )

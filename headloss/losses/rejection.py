@@ -17,7 +17,7 @@ from ..batch.batch import Batch, Current
 from ..batch.packing import pack
 from ..objective.metrics import Observed
 from ..objective.statistics import Statistics
-from .arguments import flags, naming, number, one_of, with_floats
+from .arguments import bounds, flags, naming, one_of, with_floats
 from .importance import MAX_LOG_RATIO, estimate
 from .modifiers import Modifier, not_none, sampler_mismatch
 
@@ -65,8 +65,11 @@ class _Rejection:
         low, high = self.minimum, self.maximum
         if self.measure == "ratio":
             low, high = (math.log(x) if x > 0 else -math.inf for x in (low, high))
-        found = self.statistic(stats, batch)
-        return (found >= low) & (found <= high)
+        # A ratio is far from 1 on either side: that of each token has to be within the bounds.
+        of_each = self.measure == "ratio" and self.level == "sequence_max"
+        values = self._of_tokens(stats, batch) if of_each else self.statistic(stats, batch)
+        inside = (values >= low) & (values <= high)
+        return batch.segments.sum((~inside).to(values.dtype)) == 0 if of_each else inside
 
     def factor(self, stats: Statistics, batch: PackedBatch) -> Tensor:
         kept = self.kept(stats, batch).to(batch.sampling_logps.dtype)
@@ -109,6 +112,8 @@ def rejected(
         measure: "ratio", "k2", "k3", "tv" or "kl".
         level: "token", or a sequence by the "sequence_sum", "sequence_mean" or "sequence_max" of
             its tokens' measures (of a ratio's logarithm: the product or the geometric mean).
+            "sequence_max" of a ratio has two sides: it keeps a sequence all of whose tokens' ratios
+            are within the bounds, as SkyRL masks outliers (there 1e-4 and 100).
         minimum, maximum: bounds of m, each >= 0 or None.
         live: the policy as it is now, in place of old.
 
@@ -131,21 +136,10 @@ def _made(
     one_of(MEASURES, measure=measure)
     one_of(LEVELS, level=level)
     flags(live=live)
-    if measure == "ratio" and level == "sequence_max":
-        raise ValueError("level: got 'sequence_max' with 'ratio', want another: it has two sides")
     if minimum is None and maximum is None:
         raise ValueError("got min=None and max=None, want one")
-    bounds = {"min": minimum, "max": maximum}
-    number(">= 0", lambda x: x >= 0, **{n: x for n, x in bounds.items() if x is not None})
-    if minimum is not None and maximum is not None and minimum > maximum:
-        raise ValueError(f"min: got {minimum!r}, want <= max, {maximum!r}")
-    return _Rejection(
-        measure=measure,
-        level=level,
-        minimum=-math.inf if minimum is None else minimum,
-        maximum=math.inf if maximum is None else maximum,
-        live=live,
-    )
+    low, high = bounds(">= 0", lambda x: x >= 0, minimum, maximum)
+    return _Rejection(measure=measure, level=level, minimum=low, maximum=high, live=live)
 
 
 @with_floats

@@ -152,6 +152,24 @@ def dft(stats: Statistics, batch: PackedBatch) -> Tensor:
     return -stats.logp.detach().exp() * stats.logp
 
 
+@factory
+@term(observe=_observe)
+def chord_phi(stats: Statistics, batch: PackedBatch) -> Tensor:
+    """Fine-tuning on another's answers, weighted to the tokens where the policy is undecided.
+
+        -sg(p_y (1 - p_y)) log p_y
+
+    Zhang et al. 2025 (CHORD), arXiv:2508.11408; 0 where p_y is 0 or 1. Beside a policy
+    term, with a field for the rows of each: (1 - mu) * hl.grpo().where("rl") + mu *
+    hl.chord_phi().where("sft"); the schedule of mu is the caller's.
+
+    Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
+    """
+    logp = stats.logp.clamp_min(FLOOR)  # 0 * -inf would be NaN
+    undecided = -logp.exp() * logp.expm1()
+    return -undecided.detach() * logp
+
+
 def _focal(stats: Statistics, batch: PackedBatch, *, gamma: float) -> Tensor:
     return -(gamma * log_1_minus_p(stats.logp)).exp() * stats.logp
 

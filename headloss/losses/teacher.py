@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 if TYPE_CHECKING:
     from ..head.head import Head
 
-Tail = Literal["bucket", "renormalized", "truncated", "clamped"]
+Tail = Literal["bucket", "renormalized", "truncated", "clamped", "generalized"]
 TAILS: tuple[Tail, ...] = get_args(Tail)
 Kind = Literal[
     "forward_kl", "reverse_kl", "js", "skew_forward_kl", "skew_reverse_kl", "total_variation"

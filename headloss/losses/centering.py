@@ -1,0 +1,128 @@
+"""Score centering: what a policy gradient gets from the sampler's mean score, taken out of it.
+
+T scored tokens, K candidates, A advantages, p the trainer's probabilities, q the sampler's; sg
+stops the gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..batch.reduction import token_mean
+from ..objective.metrics import Observed
+from ..objective.statistics import FLOOR, Statistics
+from .arguments import bounds, one_of
+from .factory import factory
+from .importance import bounded, bounded_exp
+from .term import Term
+
+if TYPE_CHECKING:
+    from ..batch.packing import PackedBatch
+
+Mode = Literal["token_truncate", "token_mask"]
+MODES = ("token_truncate", "token_mask")
+LEAST_TAIL = 1e-6  # mass that either side has outside of the candidates, at least
+
+
+class _Centre(NamedTuple):
+    """Of each token, without a gradient."""
+
+    c: Tensor  # [T, K]
+    sampler_mass: Tensor  # sum_k q_k, [T]
+    trainer_mass: Tensor  # sum_k p_k, [T]
+    rho: Tensor  # [T]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Centering:
+    mode: str | None
+    minimum: float
+    maximum: float
+
+    def __call__(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        log_p = _log_p(stats, batch)
+        return batch.advantages * (self.centre(log_p, batch).c * log_p).sum(1)
+
+    @torch.no_grad()
+    def centre(self, log_p: Tensor, batch: PackedBatch) -> _Centre:
+        """From the trainer's log-probs of the candidates, [T, K]."""
+        got, want = batch.candidate_sampling_logps.shape[1:], log_p.shape[1:]
+        if got != want:
+            raise ValueError(
+                f"candidate_sampling_logps: got {tuple(got)} at each token, want {tuple(want)}"
+            )
+        log_q = _held(batch.candidate_sampling_logps.to(log_p.dtype), batch)
+        p, q = log_p.exp(), log_q.exp()
+        # Of values that are small beside 1 a sum of float32 would leave no digits.
+        masses = [x.sum(1, dtype=torch.float64) for x in (q, p)]
+        of_q, of_p = ((1 - mass).clamp_min(LEAST_TAIL) for mass in masses)
+        rho = of_q / of_p
+        alpha = (rho * self._weight(-rho.log())).to(p.dtype)
+        c = q * self._weight(log_p - log_q) - alpha.unsqueeze(1) * p
+        return _Centre(c, *(x.to(p.dtype) for x in (*masses, rho)))
+
+    def _weight(self, log_ratio: Tensor) -> Tensor:
+        """f of the exponential."""
+        if self.mode is None:
+            return torch.ones_like(log_ratio)
+        return bounded(
+            bounded_exp(log_ratio), self.minimum, self.maximum, self.mode == "token_mask"
+        )
+
+    def observe(self, stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
+        centre = self.centre(_log_p(stats, batch), batch)
+        return {
+            "sampler_mass": Observed(centre.sampler_mass),
+            "trainer_mass": Observed(centre.trainer_mass),
+            "rho": Observed(centre.rho),
+            "abs_c": Observed(centre.c.abs().sum(1)),
+        }
+
+
+def _held(logps: Tensor, batch: PackedBatch) -> Tensor:
+    """[T, K] log-probs of candidates, -10000 for what has no mass and in empty slots."""
+    return logps.masked_fill(batch.candidate_ids < 0, FLOOR).clamp_min(FLOOR)
+
+
+def _log_p(stats: Statistics, batch: PackedBatch) -> Tensor:
+    return _held(stats.candidate_logps, batch)
+
+
+@factory
+def score_centering(
+    *, mode: Mode | None = None, min: float | None = None, max: float | None = None
+) -> Term:
+    """Takes the sampler's mean score out of a policy gradient where sampler q and trainer p differ.
+
+        A sum_k sg(c_k) log p_k, c_k = q_k f(p_k / q_k) - alpha p_k, alpha = rho f(1 / rho), rho = (1 - sum_k q_k) / (1 - sum_k p_k)
+
+    Marek and Ryabinin 2026, arXiv:2609.20807, equations 9, 12 and 14; both tails of rho are at
+    least 1e-6 (A.3; NeMo-RL holds the second one alone). To be added to the policy term, under its
+    reduction, and with the bounds of its correction: hl.reinforce() + hl.score_centering(), or
+    hl.reinforce().corrected("token_truncate", min=a, max=b, live=True) +
+    hl.score_centering(mode="token_truncate", min=a, max=b). The sampler's tail is taken to be rho p.
+    Over all of the vocabulary, or all of a support, alpha p has no gradient and the sum is exact: so
+    prime-rl has it over a replayed support, and weighs by a mask of its own, |p - q|. It acts also
+    on tokens that another part of the objective clips or masks.
+
+    Args:
+        mode: f(w) is 1 (None), w within [min, max] ("token_truncate"), or w there and 0 outside
+            ("token_mask"). The log of w is clamped to [-20, 20].
+        min, max: bounds of w, each > 0 or None; with a mode alone.
+
+    Inputs: advantages; candidate_ids [.., K], the sampler's likeliest, of which an empty slot counts
+    for nothing; candidate_sampling_logps [.., K], log q of these, over all that it samples from.
+    Default reduction: token_mean. Metrics: sampler_mass, trainer_mass (on the candidates), rho,
+    abs_c (sum_k |c_k|).
+    """  # noqa: E501 (an equation is one line)
+    if mode is not None:
+        one_of(MODES, mode=mode)
+    elif min is not None or max is not None:
+        raise ValueError(f"got min={min!r} and max={max!r} without a mode, want none")
+    low, high = bounds("> 0", lambda x: x > 0, min, max)
+    centering = _Centering(mode=mode, minimum=low, maximum=high)
+    return Term(name="", function=centering, reduction=token_mean, observe=centering.observe)

@@ -1,0 +1,178 @@
+"""Policy terms with other advantages than the batch's: `kl_shaped` and `rlsd_shaped`.
+
+T scored tokens, A advantages, kl an estimate of the divergence; sg stops the gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from ..objective.metrics import Observed
+from ..objective.statistics import Statistics
+from .arguments import flags, naming, non_negative, number, one_of, with_floats
+from .importance import MAX_LOG_RATIO, estimate
+from .kl import ESTIMATORS
+from .scope import Scope, wider
+from .term import Term
+
+
+class _Shaped:
+    """A batch with other advantages."""
+
+    def __init__(self, batch: Any, advantages: Tensor) -> None:
+        self._batch, self.advantages = batch, advantages
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batch, name)
+
+    def __len__(self) -> int:
+        return len(self._batch)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._batch
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name) if name in self else default
+
+
+Advantages = Callable[..., Tensor]  # (stats, batch, **options) to [T]
+
+
+def _called(
+    stats: Statistics, batch: Any, *, of: Callable[..., Any], by: Advantages, **how: Any
+) -> Any:
+    return of(stats, _Shaped(batch, by(stats, batch, **how)))
+
+
+def _shaped(term: object, name: str, by: Advantages, needs: Scope, **how: Any) -> Term:
+    """`term` with the advantages that `by` makes of the options `how`, which its repr shows under
+    `name`; TypeError where it is no term."""
+    if not isinstance(term, Term):
+        raise TypeError(f"{name}: term: got {type(term).__name__}, want a Term")
+    return replace(
+        term,
+        function=functools.partial(_called, of=term.function, by=by, **how),
+        observe=term.observe and functools.partial(_called, of=term.observe, by=by, **how),
+        options=(*term.options, (name, tuple(how.items()))),
+        scope=wider(term.scope, needs),
+        own_scope=term.own_scope and wider(term.own_scope, needs),
+        slopes=None,
+    )
+
+
+# ---------------------------------------------------------------------- less a divergence
+
+
+def _less_kl(
+    stats: Statistics, batch: Any, *, beta: float, estimator: str, centred: bool, through: bool
+) -> Tensor:
+    value = estimate(batch.ref_logps - stats.logp, estimator)
+    value = value if through else value.detach()
+    if centred:
+        value = value - batch.segments.expand(batch.segments.mean(value))
+    return batch.advantages - beta * value
+
+
+@with_floats
+def kl_shaped(
+    term: Term,
+    *,
+    beta: float,
+    estimator: Literal["k1", "k2", "k3", "abs"] = "k1",
+    centred: bool = False,
+    through: bool = False,
+) -> Term:
+    """A policy term with the divergence from the reference in its advantages.
+
+        A_t - beta kl_t, or where centred A_t - beta (kl_t - mean_t kl_t)
+
+    As a reward: Ziegler et al. 2019, arXiv:1909.08593. With advantages of 0 and beta 1 it is
+    on-policy distillation from the reference.
+
+    Args:
+        term: reads advantages.
+        beta: weight of the divergence, a finite number.
+        estimator: as `kl`.
+        centred: less the mean over the sequence, so that it moves no advantage on average.
+        through: let the gradient flow through the advantages too, as AgileRL does; it is then not
+            that of a policy gradient.
+
+    Returns:
+        Term: under the same name, reduction and modifiers.
+    """
+    with naming("kl_shaped"):
+        number("a finite number", lambda x: True, beta=beta)
+        one_of(ESTIMATORS, estimator=estimator)
+        flags(centred=centred, through=through)
+    how: dict[str, Any] = {"beta": beta, "estimator": estimator}
+    how |= {"centred": centred, "through": through}
+    return _shaped(term, "kl_shaped", _less_kl, "segment" if centred else "token", **how)
+
+
+# ---------------------------------------------------------------------- times a teacher's ratio
+
+
+def _weight(batch: Any, epsilon: float) -> tuple[Tensor, Tensor]:
+    """w clipped to [1 - epsilon, 1 + epsilon], [T] without a gradient, and where it was outside."""
+    apart = (batch.teacher_logps - batch.old_logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    weight = (batch.advantages.sign() * apart).exp()
+    clipped = weight.clamp(1 - epsilon, 1 + epsilon)
+    return clipped, clipped != weight
+
+
+def _factor(batch: Any, *, mix: float, epsilon: float, negative_only: bool) -> Tensor:
+    factor = 1 - mix + mix * _weight(batch, epsilon)[0]
+    return factor.where(batch.advantages < 0, 1) if negative_only else factor
+
+
+def _times_teacher(stats: Statistics, batch: Any, **how: Any) -> Tensor:
+    return batch.advantages * _factor(batch, **how)
+
+
+def _observe_factor(
+    stats: Statistics, batch: Any, *, of: Callable[..., Any] | None, **how: Any
+) -> dict[str, Observed]:
+    outside = _weight(batch, how["epsilon"])[1]
+    if how["negative_only"]:
+        outside = outside & (batch.advantages < 0)
+    factor = _factor(batch, **how)
+    figures = {"factor": factor, "factor_clipped": outside.to(factor.dtype)}
+    of_term = {} if of is None else of(stats, batch)
+    return of_term | {name: Observed(values) for name, values in figures.items()}
+
+
+@with_floats
+def rlsd_shaped(
+    term: Term, *, mix: float = 0.5, epsilon: float = 0.2, negative_only: bool = False
+) -> Term:
+    """A policy term with each token's advantage scaled by how much a teacher agrees with its sign.
+
+        A_t ((1 - mix) + mix clip(w_t, 1 - epsilon, 1 + epsilon)), w_t = sg(exp(sign(A_t) (teacher_t - old_t)))
+
+    Yang et al. 2026 (RLSD), arXiv:2604.03128; there the teacher is the policy itself with the
+    answer in its prompt. No advantage changes its sign. The log of w is clamped to [-20, 20].
+
+    Args:
+        term: reads advantages.
+        mix: share of the factor, in [0, 1]; its warm-up or decay is the caller's.
+        epsilon: bound of w's distance from 1, >= 0.
+        negative_only: leave advantages >= 0 as they are.
+
+    Inputs: those of the term; teacher_logps, old_logps [..]. Metrics: those of the term; factor,
+    factor_clipped (the share of tokens whose w was clipped).
+
+    Returns:
+        Term: under the same name, reduction and modifiers.
+    """  # noqa: E501 (an equation is one line)
+    with naming("rlsd_shaped"):
+        number("in [0, 1]", lambda x: 0 <= x <= 1, mix=mix)
+        non_negative(epsilon=epsilon)
+        flags(negative_only=negative_only)
+    how = {"mix": mix, "epsilon": epsilon, "negative_only": negative_only}
+    shaped = _shaped(term, "rlsd_shaped", _times_teacher, "token", **how)
+    return replace(shaped, observe=functools.partial(_observe_factor, of=shaped.observe, **how))

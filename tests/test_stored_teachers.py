@@ -1,0 +1,160 @@
+"""`distillation(tail="generalized")`: a divergence of measures that need not sum to 1, over a
+teacher's stored outcomes, against its formula on materialised logits.
+
+T scored tokens, V vocabulary, K outcomes; q is the teacher, p the student.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from materialised import N, Problem, V, agree, same
+from torch import Tensor
+
+import headloss as hl
+
+K = 5
+KINDS = ("reverse_kl", "forward_kl", "js")
+
+
+def problem(k: int = K, temperature: float = 1.0, seed: int = 0) -> Problem:
+    """The k likeliest tokens of a teacher at a temperature; some slots are empty."""
+    case = Problem({}, seed=seed)
+    generator = torch.Generator().manual_seed(40 + seed)
+    z = 2 * torch.randn(N, V, generator=generator, dtype=torch.float64)
+    logps, ids = (z / temperature).log_softmax(1).topk(k, 1)
+    if k < V:
+        ids[::3, 2], logps[::3, 2] = -1, math.nan  # an empty slot, whatever it holds
+        ids[6], logps[6] = -5, 0.0  # a token without any
+    case.fields |= {"teacher_topk_ids": ids, "teacher_topk_logps": logps}
+    return case
+
+
+def student(case: Problem, log_p: Tensor, temperature: float) -> Tensor:
+    """[T, V] at another temperature than the head's."""
+    return (log_p * case.temperature / temperature).log_softmax(1)
+
+
+def generalized(log_p: Tensor, fields, kind: str, beta: float = 0.5) -> Tensor:
+    """[T], outcome by outcome."""
+    values = []
+    rows = zip(fields["teacher_topk_ids"].tolist(), fields["teacher_topk_logps"], strict=True)
+    for t, (ids, logps) in enumerate(rows):
+        total = log_p.new_zeros(())
+        for j, log_q in zip(ids, logps, strict=True):
+            if j < 0:
+                continue
+            p, q, log_q = log_p[t, j].exp(), log_q.exp(), log_q.clamp_min(-1e4)
+            m = beta * q + (1 - beta) * p
+            if kind == "reverse_kl":
+                total = total + p * (log_p[t, j] - log_q) - p + q
+            elif kind == "forward_kl":
+                total = total + q * (log_q - log_p[t, j]) - q + p
+            else:
+                of_q = (q * (log_q - m.log()) if q > 0 else 0) - q + m
+                of_p = p * (log_p[t, j] - m.log()) - p + m
+                total = total + beta * of_q + (1 - beta) * of_p
+        values.append(total)
+    return torch.stack(values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])  # the head's own is 0.7
+def test_formula(kind: str, temperature: float) -> None:
+    case = problem(temperature=temperature)
+    agree(
+        case,
+        hl.distillation(divergence=kind, beta=0.3, temperature=temperature, tail="generalized"),  # type: ignore[arg-type]
+        lambda log_p, targets, fields: generalized(
+            student(case, log_p, temperature), fields, kind, 0.3
+        ),
+        frozen=False,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_of_the_vocabulary_is_the_divergence_itself(kind: str) -> None:
+    case = problem(k=V)
+    term = hl.distillation(divergence=kind, tail="generalized")  # type: ignore[arg-type]
+    stored = case.got(term, hl.Options())
+    ids, logps = case.fields.pop("teacher_topk_ids"), case.fields.pop("teacher_topk_logps")
+    case.fields["teacher_logits"] = torch.zeros_like(logps).scatter(1, ids, logps)
+    same(stored, case.got(hl.distillation(divergence=kind), hl.Options()), "bucket")  # type: ignore[arg-type]
+    same(case.got(term, hl.Options()), stored, "a teacher's logits have no tail")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zero_where_the_student_is_the_teacher_and_above_it_elsewhere(kind: str) -> None:
+    """Exactly there, whatever mass is outside; which the truncated sum is not."""
+    case = problem()
+    z = (case.hidden @ case.weight.t()).detach()
+    logps, ids = z.log_softmax(1).topk(K, 1)
+    case.fields |= {"teacher_topk_ids": ids, "teacher_topk_logps": logps}
+    term = hl.distillation(divergence=kind, tail="generalized")  # type: ignore[arg-type]
+    loss, *gradients = case.got(term, hl.Options())
+    assert abs(loss) < 1e-15
+    assert all(g.abs().max() < 1e-14 for g in gradients)
+    if kind == "forward_kl":  # whose truncated sum has a gradient there
+        _, *others = case.got(hl.distillation(divergence=kind, tail="truncated"), hl.Options())  # type: ignore[arg-type]
+        assert all(g.abs().max() > 1e-3 for g in others)
+    for seed in range(5):
+        case = problem(seed=seed)
+        for t in range(N):
+            fields = {n: v[t : t + 1] for n, v in case.fields.items()}
+            batch = hl.Batch(case.targets[t : t + 1], **fields)  # type: ignore[arg-type]
+            out = hl.head_loss(case.hidden[t : t + 1], case.head, batch, term)
+            empty = bool((fields["teacher_topk_ids"] < 0).all())
+            assert out.loss == 0 if empty else out.loss > 0
+
+
+def test_the_truncated_sum_of_a_js_is_the_same() -> None:
+    case, options = problem(), hl.Options()
+    both = (
+        case.got(hl.distillation(divergence="js", beta=0.3, tail=tail), options)  # type: ignore[arg-type]
+        for tail in ("generalized", "truncated")
+    )
+    same(*both, "js")
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl"])
+def test_an_outcome_that_the_teacher_rules_out(kind: str) -> None:
+    """q = 0 (log-prob -inf counts as -10000): p 10000 - p, or p; and a student that is certain."""
+    case = problem()
+    case.fields["teacher_topk_logps"][:, 1] = -math.inf
+    agree(
+        case,
+        hl.distillation(divergence=kind, tail="generalized"),  # type: ignore[arg-type]
+        lambda log_p, targets, fields: generalized(student(case, log_p, 1.0), fields, kind),
+        frozen=False,
+    )
+    hidden = torch.zeros(1, V)
+    hidden[0, 3] = 2000.0  # p = 1 at one outcome, 0 at the other
+    ids, logps = torch.tensor([[3, 5]]), torch.tensor([[0.25, 0.5]]).log()
+    batch = hl.Batch(torch.tensor([3]), teacher_topk_ids=ids, teacher_topk_logps=logps)
+    term = hl.distillation(divergence=kind, tail="generalized")  # type: ignore[arg-type]
+    out = hl.head_loss(hidden.requires_grad_(), hl.Head(torch.eye(V)), batch, term)
+    reverse = -math.log(0.25) - 1 + 0.25 + 0.5
+    forward = 0.25 * math.log(0.25) - 0.25 + 1 + 0.5 * (math.log(0.5) + 2000) - 0.5
+    assert float(out.loss.detach()) == pytest.approx(reverse if kind == "reverse_kl" else forward)
+    assert torch.autograd.grad(out.loss, hidden)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_metric_is_the_value(kind: str) -> None:
+    case = problem()
+    term = hl.distillation(divergence=kind, tail="generalized")  # type: ignore[arg-type]
+    out = hl.head_loss(case.hidden, case.head, case.batch, term)
+    assert float(out.metrics[f"distillation/{kind}"].value) == pytest.approx(
+        float(out.loss.detach())
+    )
+    assert "tail='generalized'" in repr(term)
+
+
+@pytest.mark.parametrize("kind", ["skew_forward_kl", "skew_reverse_kl", "total_variation"])
+def test_other_divergences_are_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match=f"distillation: divergence: got '{kind}' with tail="):
+        hl.distillation(divergence=kind, tail="generalized")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="distillation: tail: got 'general', want one of"):
+        hl.distillation(tail="general")  # type: ignore[arg-type]
