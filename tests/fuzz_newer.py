@@ -70,6 +70,11 @@ def _draw_terms(
     call.batch["reference_kl"] = torch.rand(count, generator=generator)
     call.batch["teacher_logps"] = -3 * torch.rand(shape, generator=generator)
     call.batch["draws"] = torch.rand(shape, generator=generator)
+    call.batch["prompts"] = 3 - torch.randint(3, (count,), generator=generator)
+    if rng.random() < 0.25:
+        call.terms[-1][1]["over"] = "prompt_mean"
+        if isinstance(call.totals, tuple):
+            call.totals = (*call.totals[:2], 2.5)
 
 
 def _add_term(call: Any, name: str, options: dict[str, Any], rng: random.Random) -> None:

@@ -63,7 +63,8 @@ def cut(call: Any, rank: int) -> dict[str, Any]:
                 return value.reshape(total, *value.shape[targets.dim() :])[tokens]
             return value
 
-        call.batch = {name: mine_of(value) for name, value in call.batch.items()}
+        whole = {n: value for n, value in call.batch.items() if n == "prompts"}  # of segments
+        call.batch = {name: mine_of(value) for name, value in call.batch.items()} | whole
         call.head["temperature"] = mine_of(call.head.get("temperature", 1.0))
         call.hidden, call.totals = flat[tokens], None if call.totals == "of" else call.totals
         return {"positions": tokens, "tokens": tokens}

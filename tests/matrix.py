@@ -191,6 +191,13 @@ MODIFIED = {
     "where_segment_scope": _policy(lambda: hl.gspo().where("kept")),
     "over_sequence_sum": _other(lambda: hl.entropy().over("sequence_sum")),
     "over_fixed_length": _policy(lambda: hl.gspo().over(hl.fixed_length(16))),
+    "over_prompt_mean": _policy(
+        lambda: (
+            hl.gspo().over("prompt_mean")
+            + hl.dapo().over("prompt_mean").where("kept")
+            + hl.reinforce().over("prompt_mean").where("segment_kept")
+        )
+    ),
     "standardised": _policy(standardised),
     "segment_sigmoid": _other(segment_sigmoid),
 }
@@ -502,13 +509,16 @@ def _fields(
 
 
 def others(tokens: int, segments: int) -> dict[str, Tensor]:
-    """Fields of a term or two each: labels of answers, a KL of their batch, log-probs, draws."""
+    """Fields of a term or two each: labels of answers, a KL of their batch, log-probs, draws,
+    prompts."""
     generator = torch.Generator().manual_seed(4)
     return {
         "desirable": torch.arange(segments) % 3 != 1,
         "reference_kl": torch.full((segments,), 0.2),
         "teacher_logps": -torch.rand(tokens, generator=generator),
         "draws": torch.rand(tokens, generator=generator),
+        # Each four segments hold two prompts, in turn.
+        "prompts": 5 - 3 * (torch.arange(segments) // 4 * 2 + torch.arange(segments) % 2),
     }
 
 

@@ -155,6 +155,19 @@ def test_every_term(world: World) -> None:
         assert not failures, "\n".join(map(str, failures))
 
 
+def test_answers_to_prompts_that_run_across_ranks(world: World) -> None:
+    """Sums over the segments of a prompt are those of all ranks."""
+    rows = [
+        ((case, layout, schedule, "float64", "plain", "plain", "near"), replace(cut, seed=seed))
+        for case in ("over_prompt_mean",)
+        for cut in CUTS[world.size]
+        for seed, (layout, schedule) in enumerate((("packed", "recompute"), ("padded", "held")))
+    ]
+    results = world.run(parallel_cases.run_all, rows)
+    for number, (row, cut) in enumerate(rows):
+        compare(row, cut, [found[number] for found in results])
+
+
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_random_cuts(world: World, data: st.DataObject) -> None:

@@ -83,7 +83,14 @@ ALLOWED: dict[str, set[str]] = {
     "head": {"arguments", "head", "softmax.products"},
     "objective.sample": {*PARTS, "losses.term"},
     "objective.elsewhere": {*PARTS, "losses.identity", *TERMS},
-    "objective.bound": {*PARTS, "losses.term", "losses.trial", "objective.sample"},
+    "objective.weights": PARTS,
+    "objective.bound": {
+        *PARTS,
+        "losses.term",
+        "losses.trial",
+        "objective.sample",
+        "objective.weights",
+    },
     "objective.tolerance": {*PARTS, "kernels", "objective.bound"},
     "softmax": {
         *LOGITS,
@@ -225,7 +232,7 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_659, "core tokens": 78_701}
+MOST = {"core lines": 10_765, "core tokens": 79_425}
 MOST |= {"kernels lines": 4_811, "kernels tokens": 40_449, "files on top": 14}
 
 

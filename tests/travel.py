@@ -99,6 +99,7 @@ def problem(temperature: float | Tensor = 1.0) -> tuple[Tensor, hl.Head, hl.Batc
         teacher_logps=normal(T) - 3,
         candidate_ids=torch.arange(2).expand(T, 2),
         candidate_probs=torch.full((T, 2), 0.5),
+        prompts=torch.tensor([7, -2, -2, 7]),
         desirable=torch.arange(4) % 3 == 0,
         reference_kl=torch.full((4,), 0.2),
         sampling_logps=normal(T) - 3,

@@ -192,6 +192,7 @@ def sample() -> tuple[Statistics, PackedBatch]:
     names = ("advantages", "old_logps", "ref_logps", "sampling_logps", "teacher_logps", "draws")
     fields: dict[str, Any] = {name: vector(-1 - i / 10) for i, name in enumerate(names)}
     fields |= {"desirable": torch.tensor([True, True, False, False]), "reference_kl": vector(0.5)}
+    fields["prompts"] = torch.zeros(2, dtype=torch.int64)
     one = torch.zeros(4, 1)
     fields |= {"candidate_ids": one.long(), "candidate_probs": one}
     batch = Batch(torch.zeros(4, dtype=torch.int64), Segments.from_lengths([2, 2]), **fields)
