@@ -27,7 +27,7 @@ def chosen(stats, batch, rest=0.2):
 
 
 NEWER = ("dppo", "icepop", "vaco", "ce_gppo", "aspo", "clip_cov", "kl_cov", "dro", "dft", "eaft")
-NEWER = (*NEWER, "focal", "a2po", "kto", "on_policy_distillation")
+NEWER = (*NEWER, "focal", "a2po", "kto", "on_policy_distillation", "real")
 PAIRS = ("cpo", "orpo", "aot")
 OPTIONS = {
     "dppo": {"delta_low": 0.05},
@@ -35,6 +35,7 @@ OPTIONS = {
     "clip_cov": {"share": 0.1, "low": -1.0},
     "kl_cov": {"share": 0.2},
     "a2po": {"beta": 0.5},
+    "real": {"tau": 0.2},
 }
 
 

@@ -156,10 +156,10 @@ def test_every_term(world: World) -> None:
 
 
 def test_answers_to_prompts_that_run_across_ranks(world: World) -> None:
-    """Sums over the segments of a prompt are those of all ranks."""
+    """A batch-scoped term of sums over segments alone sees all of them on each rank."""
     rows = [
         ((case, layout, schedule, "float64", "plain", "plain", "near"), replace(cut, seed=seed))
-        for case in ("over_prompt_mean",)
+        for case in ("real", "over_prompt_mean")
         for cut in CUTS[world.size]
         for seed, (layout, schedule) in enumerate((("packed", "recompute"), ("padded", "held")))
     ]

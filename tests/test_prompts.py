@@ -1,7 +1,8 @@
-"""Means over prompts, in plain loops of float64."""
+"""Means over prompts, and losses of the answers to one prompt, in plain loops of float64."""
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -151,7 +152,7 @@ def test_a_prompt_with_one_segment_each_is_the_sequence_mean() -> None:
 def test_micro_batches_of_whole_prompts_add_up() -> None:
     """In any order, with totals of the step; a prompt without a scored token counts."""
     step = Step()
-    objective = hl.dapo().over("prompt_mean")
+    objective = hl.dapo().over("prompt_mean") + 0.3 * hl.real().over("prompt_mean")
     want = step.run(objective)
     orders = [[5, 3], [4, 0, 2, 1]]
     totals: Any = sum(hl.Totals.of(step.batch(order)) for order in orders)
@@ -220,3 +221,102 @@ def test_what_a_mean_over_prompts_lacks() -> None:
         step.run(objective, prompts=None)
     with pytest.raises(ValueError, match="totals: have no count of prompts, over which term dapo"):
         step.run(objective, totals=hl.Totals(10, 4))
+    with pytest.raises(ValueError, match="term real: reads batch.prompts, which was not given"):
+        step.run(hl.real(), prompts=None)
+
+
+# ---------------------------------------------------------------------- rewards as labels
+
+
+def real_loss(step: Step, rows: list[list[Any]], tau: float, prompts: Any = PROMPTS) -> Tensor:
+    """The sum of each group's value over those of its segments that have a token, over S."""
+    zero = torch.zeros((), dtype=torch.float64)
+    scores = [sum((n - o for n, o in row), zero) / max(len(row), 1) for row in rows]
+    right = [bool(rows[i]) and float(step.advantages[i]) > 0 for i in range(len(rows))]
+    total = zero
+    for group in groups(prompts):
+        positive = [scores[i] for i in group if right[i]]
+        negative = [scores[i] for i in group if not right[i]]
+        if positive and negative:
+            value = torch.log(1 + sum(torch.exp(s / tau) for s in negative))
+            value = value + torch.log(1 + sum(torch.exp(-s / tau) for s in positive))
+            total = total + value * sum(bool(rows[i]) for i in group)
+    return total / len(rows)
+
+
+@pytest.mark.parametrize("schedule", TRAINED)
+@pytest.mark.parametrize("tau", [0.5, 0.05])
+def test_real(schedule: str, tau: float) -> None:
+    """Groups in any order; an answer without a token is a wrong one of score 0."""
+    step = Step()
+    want = step.plain(lambda rows: real_loss(step, rows, tau))
+    assert float(want[0]) > 0 and want[1][step.segments == 5].any()
+    same(step.run(hl.real(tau=tau), None, SCHEDULES[schedule]), want)
+    same(step.run(hl.real(tau=tau), [4, 5, 0, 3, 2, 1], SCHEDULES[schedule]), want)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0, 0.0])
+def test_real_of_groups_on_one_side(sign: float) -> None:
+    """All right, all wrong, and 0, which is wrong: no loss and no gradient."""
+    step = Step()
+    step.advantages = torch.full((6,), sign, dtype=torch.float64)
+    step.prompts = torch.tensor([1, 2, 1, 3, 4, 5])  # the answer without a token is by itself
+    value, *gradients = step.run(hl.real())
+    assert value == 0 and not any(gradient.any() for gradient in gradients)
+
+
+def test_real_reads_the_sign_of_advantages_alone() -> None:
+    step = Step()
+    want = step.run(hl.real())
+    step.advantages = torch.where(step.advantages > 0, 1e-12, -1e9).double()
+    same(step.run(hl.real()), want, 0.0)
+    per_token = step.advantages[step.segments].clone()
+    step.advantages = torch.zeros(6, dtype=torch.float64)
+    same(step.run(hl.real(), advantages=per_token), want, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("far", [90.0, 1e4, math.inf])
+def test_real_far_from_the_old_policy(dtype: torch.dtype, far: float) -> None:
+    """Scores are not clamped, and their exponentials do not overflow."""
+    logits = torch.zeros(4, 3, dtype=dtype, requires_grad=True)
+    old = torch.tensor([far, -far, far, -far], dtype=dtype)
+    batch = hl.Batch(
+        torch.zeros(4).long(),
+        hl.Segments.from_lengths([1, 1, 1, 1]),
+        old_logps=old,
+        advantages=torch.tensor([1.0, -1.0, -1.0, 1.0], dtype=dtype),
+        prompts=torch.tensor([0, 0, 1, 1]),
+    )
+    out = hl.logits_loss(logits, batch, hl.real(tau=0.5))
+    out.loss.backward()
+    assert out.loss.isfinite() and logits.grad is not None and logits.grad.isfinite().all()
+    if far < math.inf:
+        # s / tau is 2 (-log 3 -+ far): of the first group both are on the wrong side.
+        value = 2 * (far + math.log(3)) + 2 * (far - math.log(3))
+        assert float(out.loss.detach()) == pytest.approx(value / 2, rel=1e-6)
+
+
+def test_metrics_of_real() -> None:
+    step = Step()
+    batch = step.batch()
+    out = hl.head_loss(step.hidden, hl.Head(step.weight), batch, hl.real())
+    logps = (step.hidden @ step.weight.t()).log_softmax(-1)
+    d = logps.gather(1, step.targets.clamp_min(0)[:, None])[:, 0] - step.old
+    scored = step.targets >= 0
+    score = [float(d[scored & (step.segments == i)].mean()) for i in (0, 2, 4, 5)]
+    found = out.metrics.compute()
+    assert found["real/positive_score"] == pytest.approx((score[0] + score[3]) / 2)
+    assert found["real/negative_score"] == pytest.approx((score[1] + score[2]) / 2)
+    assert found["real/mixed_groups"] == pytest.approx(2 / 3)  # -7 has wrong answers alone
+    ratios = [math.exp(s) for s in score]
+    assert found["real/ratio"] == pytest.approx(sum(ratios) / 4)
+    assert found["real/ratio_max"] == pytest.approx(max(ratios))
+
+
+@pytest.mark.parametrize("tau", [0, -1.0, math.nan, math.inf])
+def test_bad_tau(tau: float) -> None:
+    with pytest.raises(ValueError, match="real: tau: got .*, want > 0"):
+        hl.real(tau=tau)
+    with pytest.raises(TypeError, match="real: tau: got 'a'"):
+        hl.real(tau="a")  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from .modifiers import Modifier
 from .policy import bnpo, dapo, dr_grpo, grpo, gspo, gspo_token, luspo, ppo
 from .preference import cpo, dpo, ipo, orpo, simpo
 from .preference_unpaired import a2po, aot, kto
+from .prompts import real
 from .proximal import dppo, dro, icepop, vaco
 from .reinforce import cispo, reinforce, vespo
 from .rejection import rejection_mask
@@ -58,6 +59,7 @@ __all__ = [
     "dro",
     "ce_gppo",
     "aspo",
+    "real",
     "clip_cov",
     "kl_cov",
     "kl",
