@@ -2,6 +2,7 @@
 
 from .covariance import clip_cov, kl_cov
 from .distillation import distillation, on_policy_distillation
+from .future import fipo
 from .kl import kl, kl_shaped
 from .modifiers import Modifier
 from .policy import bnpo, dapo, dr_grpo, grpo, gspo, gspo_token, luspo, ppo
@@ -59,6 +60,7 @@ __all__ = [
     "dro",
     "ce_gppo",
     "aspo",
+    "fipo",
     "real",
     "clip_cov",
     "kl_cov",

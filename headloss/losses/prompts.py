@@ -19,13 +19,11 @@ from ..objective.metrics import Observed
 from ..objective.statistics import Statistics
 from .arguments import positive
 from .factory import factory
-from .importance import advantages_at, log_ratio, observe
+from .importance import FAR, advantages_at, log_ratio, observe
 from .term import Term
 
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
-
-FAR = 1e30  # where a log-ratio that is infinite is held, so that a mean of them is a number
 
 
 def _scores(stats: Statistics, batch: PackedBatch) -> tuple[Tensor, Tensor]:
