@@ -27,7 +27,7 @@ def chosen(stats, batch, rest=0.2):
 
 
 NEWER = ("dppo", "icepop", "vaco", "ce_gppo", "aspo", "clip_cov", "kl_cov", "dro", "dft", "eaft")
-NEWER = (*NEWER, "focal", "a2po", "kto", "on_policy_distillation", "real", "fipo")
+NEWER = (*NEWER, "focal", "a2po", "kto", "on_policy_distillation", "real", "fipo", "topr")
 PAIRS = ("cpo", "orpo", "aot")
 OPTIONS = {
     "dppo": {"delta_low": 0.05},
@@ -36,6 +36,7 @@ OPTIONS = {
     "kl_cov": {"share": 0.2},
     "a2po": {"beta": 0.5},
     "real": {"tau": 0.2},
+    "topr": {"importance_sampling_level": "sequence", "weight_neg": 0.5},
     "fipo": {"delta": 1.2, "half_life": 3.0, "weight_clip": 0.5, "high_only": False},
 }
 

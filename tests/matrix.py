@@ -153,6 +153,7 @@ POLICY = {
             + hl.clip_cov(share=0.1, low=-1.0)
         )
     ),
+    "topr": _policy(lambda: hl.topr() + hl.topr(importance_sampling_level="token")),
     "fipo": _policy(lambda: hl.fipo(delta=1.3, half_life=2.0, safety=1.1, high_only=False)),
     "real": _policy(lambda: hl.real(tau=0.3) + hl.real().over("prompt_mean").where("kept")),
     "penalties": _policy(

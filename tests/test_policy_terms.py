@@ -226,7 +226,7 @@ def test_scopes_of_the_others() -> None:
             assert (scope, per) == ("segment", "segment")
         elif name in ("aot", "real"):
             assert (scope, per) == ("batch", "segment")
-        elif name in ("gspo_token", "vespo", "vaco", "fipo"):
+        elif name in ("gspo_token", "vespo", "vaco", "fipo", "topr"):
             assert (scope, per) == ("segment", "token")
         elif name in ("clip_cov", "kl_cov"):
             assert (scope, per) == ("batch", "token")

@@ -62,7 +62,7 @@ def terms() -> dict[str, hl.Term]:
     simple = "cross_entropy z_loss entropy unlikelihood grpo gspo gspo_token dapo bnpo luspo ppo "
     simple += "cispo reinforce sapo gmpo vespo kl dpo ipo simpo distillation "
     simple += "dft eaft focal cpo orpo aot kto a2po on_policy_distillation "
-    simple += "soft_cross_entropy any_of real fipo"
+    simple += "soft_cross_entropy any_of real fipo topr"
     return {
         **{name: getattr(hl, name)() for name in simple.split()},
         "dr_grpo": hl.dr_grpo(max_completion_length=5),

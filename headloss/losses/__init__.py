@@ -10,7 +10,7 @@ from .preference import cpo, dpo, ipo, orpo, simpo
 from .preference_unpaired import a2po, aot, kto
 from .prompts import real
 from .proximal import dppo, dro, icepop, vaco
-from .reinforce import cispo, reinforce, vespo
+from .reinforce import cispo, reinforce, topr, vespo
 from .rejection import rejection_mask
 from .supervised import (
     any_of,
@@ -54,6 +54,7 @@ __all__ = [
     "sapo",
     "gmpo",
     "vespo",
+    "topr",
     "dppo",
     "icepop",
     "vaco",
