@@ -74,6 +74,9 @@ def _draw_terms(
     call.batch["teacher_logps"] = -3 * torch.rand(shape, generator=generator)
     call.batch["draws"] = torch.rand(shape, generator=generator)
     call.batch["prompts"] = 3 - torch.randint(3, (count,), generator=generator)
+    if rng.random() < 0.25 and "sampling_logps" in call.batch:
+        masked = {"threshold": rng.choice([0.01, 0.04, 0.2]), "live": rng.random() < 0.5}
+        call.terms[-1][1]["modifiers"].append(("second_moment_masked", masked))
     if rng.random() < 0.25:
         call.terms[-1][1]["over"] = "prompt_mean"
         if isinstance(call.totals, tuple):

@@ -23,7 +23,8 @@ RANKS = 2
 STARTING, SECONDS = 300.0, 60.0  # that ranks may take to start, and of one call
 PLACES = ("vocabulary", "spread", "segments")
 VERBS = ("head_loss", "head_stats", "head_topk")
-WHOLE = {"clip_cov", "kl_cov", "top_entropy", "fipo"}  # terms that split segments do not fit
+# What sees the tokens of its rank alone, or needs the order of a segment's.
+WHOLE = {"clip_cov", "kl_cov", "top_entropy", "second_moment_masked", "fipo"}
 
 
 def draw_place(call: Any, rng: random.Random) -> None:

@@ -185,6 +185,12 @@ MODIFIED = {
         )
     ),
     "off_policy_masked": _policy(lambda: hl.grpo().off_policy_masked(0.02)),
+    "second_moment_masked": _policy(
+        lambda: (
+            hl.grpo().second_moment_masked(0.02)
+            + hl.cispo(epsilon_high=50.0).second_moment_masked(live=True)
+        )
+    ),
     "top_entropy_quantile": _policy(lambda: hl.dapo().top_entropy(quantile=0.4)),
     "top_entropy_threshold": _policy(lambda: hl.dapo().top_entropy(threshold=0.5)),
     "weighted": _policy(lambda: hl.cross_entropy().weighted("weight")),

@@ -75,6 +75,7 @@ ALLOWED: dict[str, set[str]] = {
         "ranks.collectives",
     },
     "losses.rejection": {"losses", *PARTS},  # packs what it is given
+    "losses.second_moment": {"losses", *PARTS},  # packs what it is given
     "losses.prompts": {"losses", *PARTS},  # groups the segments
     "losses.values": {"losses", *PARTS, "objective.bound"},  # packs what it is given, and weighs it
     "losses.catalogue": {"losses", *PARTS},  # traces the terms on a sample

@@ -12,6 +12,7 @@ from .prompts import real
 from .proximal import dppo, dro, icepop, vaco
 from .reinforce import cispo, reinforce, topr, vespo
 from .rejection import rejection_mask
+from .second_moment import second_moment_mask
 from .supervised import (
     any_of,
     cross_entropy,
@@ -78,6 +79,7 @@ __all__ = [
     "on_policy_distillation",
     "kl_shaped",
     "rejection_mask",
+    "second_moment_mask",
     "value_loss",
     "bradley_terry",
     "classification",
