@@ -119,3 +119,25 @@ def test_cispo_on_the_sampler(peer: SimpleNamespace, edge: str) -> None:
 
     term = hl.cispo(epsilon_low=0.3, epsilon_high=0.4)
     compare(term, turned, loss, NEAR, totals=hl.Totals(1, 1))
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_outliers(peer: SimpleNamespace, edge: str) -> None:
+    """A sequence with a ratio outside of two bounds is left out, and its tokens still count."""
+    made = step(edge)
+    file = file_of("skyrl", f"{UTILS}/off_policy_correction_utils.py")
+    names = {"safe_exp_delta": peer.importance_sampling_loss.__globals__["safe_exp_delta"]}
+    outliers = extracted(file, "compute_outlier_token_mask", Tuple=tuple, **names)
+    bounds = SimpleNamespace(
+        outlier_token_is_threshold_low=0.6, outlier_token_is_threshold_high=1.8
+    )
+    mask = made["mask"].double()
+    given = made["old_logps"], made["sampling_logps"], mask, bounds
+    kept, _ = outliers.compute_outlier_token_mask(*given)
+
+    def loss(logp: torch.Tensor) -> torch.Tensor:
+        ratio, a = (logp - made["old_logps"]).clamp(-20, 20).exp(), made["advantages"]
+        value = -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a)
+        return (value * mask * kept).sum() / mask.sum()
+
+    compare(hl.ppo().weighted("inside"), made, loss, inside=kept.double().squeeze(1))
