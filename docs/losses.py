@@ -29,7 +29,10 @@ from headloss.losses.catalogue import markdown
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "losses.md"
 DATA = ROOT / "docs" / "frameworks"
-FRAMEWORKS = ("trl", "verl", "liger", "openrlhf", "agilerl", "prime_rl", "nemo_rl")
+FRAMEWORKS = (
+    *("trl", "verl", "liger", "openrlhf", "agilerl", "prime_rl", "nemo_rl", "ms_swift", "skyrl"),
+    *("areal", "roll", "miles", "tinker", "axolotl", "llama_factory"),
+)
 NAMES = {
     **{"head": None, "teacher_head": None},
     **{"n": 1024, "beta": 0.1, "alpha": 0.5, "gamma": 0.5, "delta": 0.2, "tau": 1.0},

@@ -55,7 +55,7 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
         term: the term, or its factory.
         **fields: [28] or [6] tensors for fields that a random normal vector does not suit, [28, K]
             for those with K values per token. Without `candidate_ids` a term that reads candidates
-            is given four per token.
+            is given four per token, and one that reads prompts two of them.
 
     Returns:
         A `TermReport`: what the term reads, and the cuts on which it agrees with the whole.
@@ -91,7 +91,7 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     beside = {name for name in asked.statistics if BESIDE.get(name) in asked.gradients}
     return TermReport(
         statistics=tuple(sorted(asked.statistics & {*STATISTICS, *BESIDE})),
-        fields=tuple(sorted(asked.fields - {"segments", "targets"})),
+        fields=tuple(sorted(asked.fields - {"segments", "targets", "as_given"})),
         gradients=tuple(sorted(asked.gradients - {CANDIDATES} | beside)),
         cuts=tuple(cuts),
     )
@@ -121,6 +121,9 @@ def _batch(term: Term, given: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
             text = str(error)
             if "batch.candidate_ids" in text and "candidate_ids" not in fields:
                 fields["candidate_ids"] = torch.arange(4, device="cpu").expand(tokens, 4)
+                continue
+            if "batch.prompts" in text and "prompts" not in fields:
+                fields["prompts"] = torch.arange(len(lengths), device="cpu") % 2
                 continue
             name = text.partition("reads batch.")[2].partition(",")[0]
             if not name:
@@ -167,6 +170,8 @@ def _permute(term: Term, batch: PackedBatch) -> Piece:
     turned = torch.arange(count, device="cpu").view(-1, term.segments_per_unit).flip(0).flatten()
     segments = Segments.from_ids(turned[batch.segments.ids], count)
     fields = {name: getattr(batch, name) for name in batch.kinds()}
+    if (prompts := batch.as_given("prompts")) is not None:
+        fields["prompts"] = prompts[turned]  # the same when it is turned back
     found = pack(Batch(batch.targets, segments, **fields), VOCABULARY, torch.float64)
     index = found.packing.index
     return slice(None) if index is None else index, found.batch

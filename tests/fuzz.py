@@ -153,7 +153,7 @@ class Call:
     lora: tuple[Tensor, Tensor, float] | None = None
     batch: dict[str, Any] = field(default_factory=dict)
     segments: tuple[str, Any] | None = None
-    totals: tuple[float, float] | str | None = None
+    totals: tuple[float, ...] | str | None = None  # of tokens and segments, or prompts too
     terms: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
     teacher: dict[str, Any] | None = None
     teacher_head: Any = None

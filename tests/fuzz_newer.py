@@ -27,7 +27,7 @@ def chosen(stats, batch, rest=0.2):
 
 
 NEWER = ("dppo", "icepop", "vaco", "ce_gppo", "aspo", "clip_cov", "kl_cov", "dro", "dft", "eaft")
-NEWER = (*NEWER, "focal", "a2po", "kto", "on_policy_distillation")
+NEWER = (*NEWER, "focal", "a2po", "kto", "on_policy_distillation", "real", "fipo", "topr")
 PAIRS = ("cpo", "orpo", "aot")
 OPTIONS = {
     "dppo": {"delta_low": 0.05},
@@ -36,6 +36,9 @@ OPTIONS = {
     "kl_cov": {"share": 0.2},
     "a2po": {"beta": 0.5},
     "sdar": {"beta": 0.7},
+    "real": {"tau": 0.2},
+    "topr": {"importance_sampling_level": "sequence", "weight_neg": 0.5},
+    "fipo": {"delta": 1.2, "half_life": 3.0, "weight_clip": 0.5, "high_only": False},
 }
 # Drawn by themselves, after all that.
 LATEST = ("chord_phi", "sdar")
@@ -76,6 +79,14 @@ def _draw_terms(
     call.batch["reference_kl"] = torch.rand(count, generator=generator)
     call.batch["teacher_logps"] = -3 * torch.rand(shape, generator=generator)
     call.batch["draws"] = torch.rand(shape, generator=generator)
+    call.batch["prompts"] = 3 - torch.randint(3, (count,), generator=generator)
+    if rng.random() < 0.25 and "sampling_logps" in call.batch:
+        masked = {"threshold": rng.choice([0.01, 0.04, 0.2]), "live": rng.random() < 0.5}
+        call.terms[-1][1]["modifiers"].append(("second_moment_masked", masked))
+    if rng.random() < 0.25:
+        call.terms[-1][1]["over"] = "prompt_mean"
+        if isinstance(call.totals, tuple):
+            call.totals = (*call.totals[:2], 2.5)
 
 
 def _add_term(call: Any, name: str, options: dict[str, Any], rng: random.Random) -> None:

@@ -23,19 +23,19 @@ RANKS = 2
 STARTING, SECONDS = 300.0, 60.0  # that ranks may take to start, and of one call
 PLACES = ("vocabulary", "spread", "segments")
 VERBS = ("head_loss", "head_stats", "head_topk")
-BATCH_SCOPED = {"clip_cov", "kl_cov", "top_entropy"}
+# What sees the tokens of its rank alone, or needs the order of a segment's.
+WHOLE = {"clip_cov", "kl_cov", "top_entropy", "second_moment_masked", "fipo"}
 
 
 def draw_place(call: Any, rng: random.Random) -> None:
-    """How a call is cut, if it can be: a batch-scoped term sees the tokens of its rank alone."""
+    """How a call is cut, if it can be: a batch-scoped term sees the tokens of its rank alone, and
+    the order of a segment's tokens is lost among ranks."""
     if call.verb not in VERBS:
         return
     places = ["vocabulary", "vocabulary", "spread"] if call.verb != "head_topk" else ["vocabulary"]
     flat = isinstance(call.batch.get("support_ids"), tuple)
-    recipes = [recipe for _, recipe in call.terms]
-    scoped = any(
-        r["name"] in BATCH_SCOPED or "top_entropy" in dict(r["modifiers"]) for r in recipes
-    )
+    names = {name for _, r in call.terms for name in (r["name"], *dict(r["modifiers"]))}
+    scoped = bool(names & WHOLE)
     if call.verb == "head_loss" and not (scoped or flat):
         places += ["segments", "segments"]
     call.place = rng.choice(places)
@@ -63,7 +63,8 @@ def cut(call: Any, rank: int) -> dict[str, Any]:
                 return value.reshape(total, *value.shape[targets.dim() :])[tokens]
             return value
 
-        call.batch = {name: mine_of(value) for name, value in call.batch.items()}
+        whole = {n: value for n, value in call.batch.items() if n == "prompts"}  # of segments
+        call.batch = {name: mine_of(value) for name, value in call.batch.items()} | whole
         call.head["temperature"] = mine_of(call.head.get("temperature", 1.0))
         call.hidden, call.totals = flat[tokens], None if call.totals == "of" else call.totals
         return {"positions": tokens, "tokens": tokens}

@@ -154,6 +154,9 @@ POLICY = {
             + hl.clip_cov(share=0.1, low=-1.0)
         )
     ),
+    "topr": _policy(lambda: hl.topr() + hl.topr(importance_sampling_level="token")),
+    "fipo": _policy(lambda: hl.fipo(delta=1.3, half_life=2.0, safety=1.1, high_only=False)),
+    "real": _policy(lambda: hl.real(tau=0.3) + hl.real().over("prompt_mean").where("kept")),
     "penalties": _policy(
         lambda: hl.dro() + hl.kl_cov(share=0.2) + 0.1 * hl.kl(straight_through=True), current=True
     ),
@@ -189,6 +192,12 @@ MODIFIED = {
         )
     ),
     "off_policy_masked": _policy(lambda: hl.grpo().off_policy_masked(0.02)),
+    "second_moment_masked": _policy(
+        lambda: (
+            hl.grpo().second_moment_masked(0.02)
+            + hl.cispo(epsilon_high=50.0).second_moment_masked(live=True)
+        )
+    ),
     "top_entropy_quantile": _policy(lambda: hl.dapo().top_entropy(quantile=0.4)),
     "top_entropy_threshold": _policy(lambda: hl.dapo().top_entropy(threshold=0.5)),
     "weighted": _policy(lambda: hl.cross_entropy().weighted("weight")),
@@ -199,6 +208,13 @@ MODIFIED = {
     "over_sequence_sum": _other(lambda: hl.entropy().over("sequence_sum")),
     "over_fixed_length": _policy(lambda: hl.gspo().over(hl.fixed_length(16))),
     "rlsd_shaped": _policy(lambda: hl.rlsd_shaped(hl.grpo()) + hl.rlsd_shaped(hl.gspo(), mix=1.0)),
+    "over_prompt_mean": _policy(
+        lambda: (
+            hl.gspo().over("prompt_mean")
+            + hl.dapo().over("prompt_mean").where("kept")
+            + hl.reinforce().over("prompt_mean").where("segment_kept")
+        )
+    ),
     "standardised": _policy(standardised),
     "segment_sigmoid": _other(segment_sigmoid),
 }
@@ -529,13 +545,16 @@ def _fields(
 
 
 def others(tokens: int, segments: int) -> dict[str, Tensor]:
-    """Fields of a term or two each: labels of answers, a KL of their batch, log-probs, draws."""
+    """Fields of a term or two each: labels of answers, a KL of their batch, log-probs, draws,
+    prompts."""
     generator = torch.Generator().manual_seed(4)
     return {
         "desirable": torch.arange(segments) % 3 != 1,
         "reference_kl": torch.full((segments,), 0.2),
         "teacher_logps": -torch.rand(tokens, generator=generator),
         "draws": torch.rand(tokens, generator=generator),
+        # Each four segments hold two prompts, in turn.
+        "prompts": 5 - 3 * (torch.arange(segments) // 4 * 2 + torch.arange(segments) % 2),
     }
 
 

@@ -39,8 +39,8 @@ def fits(row: dict[str, str], cut: Cut) -> bool:
     if schedule == "frozen" and not (case.logp_only and case.teacher != "candidates"):
         return False
     if cut.data > 1:
-        # A user's own batch-scoped term sees its rank's tokens alone.
-        if objective.scope == "batch":
+        # A user's own batch-scoped term sees its rank's tokens alone; fipo has an order of tokens.
+        if objective.scope == "batch" or row["case"] == "fipo":
             return False
         if objective.scope != "token" and schedule in ("one_pass", "static"):
             return False
@@ -153,6 +153,26 @@ def test_every_term(world: World) -> None:
             except AssertionError as error:
                 failures.append((row, own, str(error)))
         assert not failures, "\n".join(map(str, failures))
+
+
+def test_answers_to_prompts_that_run_across_ranks(world: World) -> None:
+    """A batch-scoped term of sums over segments alone sees all of them on each rank."""
+    rows = [
+        ((case, layout, schedule, "float64", "plain", "plain", "near"), replace(cut, seed=seed))
+        for case in ("real", "over_prompt_mean")
+        for cut in CUTS[world.size]
+        for seed, (layout, schedule) in enumerate((("packed", "recompute"), ("padded", "held")))
+    ]
+    results = world.run(parallel_cases.run_all, rows)
+    for number, (row, cut) in enumerate(rows):
+        compare(row, cut, [found[number] for found in results])
+
+
+def test_an_order_of_tokens_that_run_across_ranks(world: World) -> None:
+    row = ("fipo", "packed", "recompute", "float64", "plain", "plain", "near")
+    for cut in (cut for cut in CUTS[world.size] if cut.data > 1):
+        with pytest.raises(AssertionError, match="fipo: segments.group: got segments that run"):
+            world.run(parallel_cases.run_all, [(row, cut)])
 
 
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -224,9 +224,9 @@ def test_scopes_of_the_others() -> None:
     for name, (scope, per) in found.items():
         if name in segment:
             assert (scope, per) == ("segment", "segment")
-        elif name == "aot":
+        elif name in ("aot", "real"):
             assert (scope, per) == ("batch", "segment")
-        elif name in ("gspo_token", "vespo", "vaco"):
+        elif name in ("gspo_token", "vespo", "vaco", "fipo", "topr"):
             assert (scope, per) == ("segment", "token")
         elif name in ("clip_cov", "kl_cov"):
             assert (scope, per) == ("batch", "token")

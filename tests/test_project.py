@@ -75,6 +75,8 @@ ALLOWED: dict[str, set[str]] = {
         "ranks.collectives",
     },
     "losses.rejection": {"losses", *PARTS},  # packs what it is given
+    "losses.second_moment": {"losses", *PARTS},  # packs what it is given
+    "losses.prompts": {"losses", *PARTS},  # groups the segments
     "losses.values": {"losses", *PARTS, "objective.bound"},  # packs what it is given, and weighs it
     "losses.catalogue": {"losses", *PARTS},  # traces the terms on a sample
     "kernels": {"kernels", "objective.divergence", "objective.statistics"},
@@ -83,7 +85,8 @@ ALLOWED: dict[str, set[str]] = {
     "head": {"arguments", "head", "softmax.products"},
     "objective.sample": {*PARTS, "losses.term"},
     "objective.elsewhere": {*PARTS, "losses.identity", *TERMS},
-    "objective.bound": {*PARTS, "losses.term", "objective.sample"},
+    "objective.weights": PARTS,
+    "objective.bound": {*PARTS, "losses.term", "objective.sample", "objective.weights"},
     "objective.reads": {
         *PARTS,
         "losses.identity",
@@ -239,7 +242,7 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_167, "core tokens": 74_485}
+MOST = {"core lines": 10_275, "core tokens": 75_209}
 MOST |= {"kernels lines": 4_310, "kernels tokens": 34_943, "files on top": 14}
 
 

@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 from losses_case import Case, Sequence, assert_same, make, reduced, value_and_gradient
+from matrix import SCHEDULES
 from policy_papers import average, kl_paper, over_tokens, ratios, surrogate
+from test_prompts import TRAINED, Step, same
 from torch import Tensor
 
 import headloss as hl
@@ -94,6 +96,18 @@ def product_rows(s: Sequence) -> list[Tensor]:
     return [surrogate(d.exp(), a, 0.2, 0.2)] * len(s)
 
 
+def topr_rows(level="sequence_product", pos=1.0, neg=1.0) -> Rows:
+    def of(s: Sequence) -> list[Tensor]:
+        d = [fixed(n - o) for n, o in zip(s.logp, s.old, strict=True)]
+        w = [sum(d) / {"sequence_product": 1, "sequence": max(len(s), 1)}.get(level, 1)] * len(s)
+        w = d if level == "token" else w
+        rows = zip(w, s.advantages, s.logp, strict=True)
+        # Its reduction is a sum over tokens by sequences, here a mean over tokens.
+        return [-(pos if a >= 0 else neg * min(math.exp(x), 1)) * a * n for x, a, n in rows]
+
+    return of
+
+
 PAPERS: dict[str, tuple[Term, Rows]] = {
     "dppo": (hl.dppo(delta_low=0.05, delta_high=0.08), dppo_rows(low=0.05, high=0.08)),
     "dppo kl": (
@@ -114,6 +128,15 @@ PAPERS: dict[str, tuple[Term, Rows]] = {
     "dro": (hl.dro(beta=0.3), dro_rows),
     "ce_gppo": (hl.ce_gppo(beta_high=0.9), ce_gppo_rows),
     "aspo": (hl.aspo(dual_clip=1.3), aspo_rows),
+    "topr": (hl.topr().over("token_mean"), topr_rows()),
+    "topr sequence": (
+        hl.topr(importance_sampling_level="sequence", weight_pos=0.7).over("token_mean"),
+        topr_rows("sequence", pos=0.7),
+    ),
+    "topr token": (
+        hl.topr(importance_sampling_level="token", weight_neg=0.3).over("token_mean"),
+        topr_rows("token", neg=0.3),
+    ),
     "grpo product": (
         hl.grpo(importance_sampling_level="sequence_product").over("token_mean"),
         product_rows,
@@ -147,6 +170,59 @@ def test_far_from_the_old_policy(name: str, dtype: torch.dtype) -> None:
         far = case.with_fields(old_logps=case.fields["old_logps"].detach() - by)
         value, gradient = value_and_gradient(reduced(term, far.stats, far.batch), far.logp)
         assert value.isfinite() and gradient.isfinite().all() and value.dtype == torch.float64
+
+
+@pytest.mark.parametrize("schedule", TRAINED)
+def test_topr_through_the_head(schedule: str) -> None:
+    """Loss and both gradients under its own reduction, segments without a token counted."""
+    step = Step()
+
+    def loss(rows: list[list[tuple[Tensor, Tensor]]]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for a, row in zip(step.advantages, rows, strict=True):
+            w = math.exp(sum(fixed(n - o) for n, o in row))
+            total = total - sum(((1 if a >= 0 else min(w, 1)) * a * n for n, _ in row), 0 * total)
+        return total / len(rows)
+
+    same(step.run(hl.topr(), [2, 0, 5, 1, 4, 3], SCHEDULES[schedule]), step.plain(loss))
+    assert hl.topr().scope == "segment" and hl.topr().reduction is hl.sequence_sum
+    assert hl.topr(importance_sampling_level="token").scope == "token"
+
+
+def test_topr_by_other_terms() -> None:
+    """As the sum of a REINFORCE of one side and a capped one of the other."""
+    for seed, level in enumerate(("sequence_product", "sequence", "token")):
+        case = make(per_token=True, seed=seed)
+        up = case.fields["advantages"] >= 0
+        case = case.with_fields(pos=up.double(), neg=(~up).double())
+        two = hl.reinforce().weighted("pos") + hl.cispo(
+            epsilon_high=0.0, importance_sampling_level=level
+        ).weighted("neg")
+        term = hl.topr(importance_sampling_level=level).over("token_mean")
+        assert_same(
+            ours(term, case), value_and_gradient(reduced(two, case.stats, case.batch), case.logp)
+        )
+
+
+def test_topr_far_below_and_its_metrics() -> None:
+    """A small ratio leaves what is to be lowered without a gradient, and not what is to rise."""
+    case = make(lengths=(2, 2), scale=0.2)
+    advantages = torch.tensor([-1.0, 1.0], dtype=torch.float64)
+    far = case.with_fields(old_logps=case.fields["old_logps"] + 50, advantages=advantages)
+    value, gradient = value_and_gradient(reduced(hl.topr(), far.stats, far.batch), far.logp)
+    assert value.isfinite() and gradient[:2].abs().max() < 1e-8
+    torch.testing.assert_close(gradient[2:], torch.full((2,), -0.5, dtype=torch.float64))
+    case = make(per_token=True, seed=3)
+    term = hl.topr(importance_sampling_level="token")
+    seen = term.observe(case.stats.map(Tensor.detach), case.batch)  # type: ignore[misc]
+    down = [
+        fixed(r) > 1
+        for s in case.sequences()
+        for r, a in zip(ratios(s), s.advantages, strict=True)
+        if a < 0
+    ]
+    assert float(fold(seen["capped"]).value) == pytest.approx(sum(down) / len(down))
+    assert 0 < sum(down) < len(down) and "ratio_squared" in seen
 
 
 # ---------------------------------------------------------------------- covariance
@@ -199,11 +275,7 @@ def test_kl_cov(share: float) -> None:
         c, _, _ = covariances(case)
         held = sorted(range(len(c)), key=lambda i: -c[i])[: max(1, int(share * len(c)))]
         losses = torch.stack(
-            [
-                -x * y
-                for q in case.sequences()
-                for x, y in zip(ratios(q), q.advantages, strict=True)
-            ]
+            [-x * y for q in case.sequences() for x, y in zip(ratios(q), q.advantages, strict=True)]
         )
         penalty = torch.zeros_like(losses)
         penalty[held] = (case.logp - case.fields["old_logps"]).abs()[held]
@@ -356,6 +428,12 @@ def test_kl_zero_above_and_ratio_max() -> None:
         (lambda: hl.dro(beta=0), r"dro: beta: got 0, want > 0"),
         (lambda: hl.ce_gppo(beta_low=-1), r"ce_gppo: beta_low: got -1"),
         (lambda: hl.aspo(epsilon_low=1), r"aspo: epsilon_low: got 1, want 0 <= epsilon_low < 1"),
+        (lambda: hl.topr(weight_pos=-1), r"topr: weight_pos: got -1, want >= 0"),
+        (lambda: hl.topr(weight_neg=math.nan), r"topr: weight_neg: got nan, want >= 0"),
+        (
+            lambda: hl.topr(importance_sampling_level="sequence_token"),
+            r"topr: importance_sampling_level: got 'sequence_token', want one of 'sequence_p",
+        ),
         (lambda: hl.aspo(dual_clip=1), r"aspo: dual_clip: got 1, want > 1"),
         (lambda: hl.clip_cov(share=0), r"clip_cov: share: got 0, want 0 < share <= 1"),
         (lambda: hl.clip_cov(low=2, high=1), r"clip_cov: high: got 1, want > low"),

@@ -92,6 +92,7 @@ FIELDS: dict[str, Any] = {
     "sampling_logps": hl.grpo().corrected("token_mask"), "kept": CE.where("kept"),
     "share": CE.weighted("share"), "teacher_logits": hl.distillation(), "unread": CE,
     "desirable": hl.kto(), "reference_kl": hl.kto(), "draws": hl.clip_cov(),
+    "prompts": CE.over("prompt_mean"),
     "teacher_hidden": hl.distillation(teacher_head=hl.Head(torch.ones(V, H))),
 }  # fmt: skip
 
@@ -132,6 +133,7 @@ def makes_segments() -> dict[str, Callable[[Any], Any]]:
         "values of expand": segments.expand,
         "tokens": lambda v: hl.Totals(v, 1),
         "segments": lambda v: hl.Totals(1, v),
+        "prompts": lambda v: hl.Totals(1, 1, prompts=v),
         "kept": lambda v: hl.Totals(1, 1, v),
         "kept['a']": lambda v: hl.Totals(1, 1, {"a": v}),
         "batch": hl.Totals.of,

@@ -62,7 +62,7 @@ def terms() -> dict[str, hl.Term]:
     simple = "cross_entropy z_loss entropy unlikelihood grpo gspo gspo_token dapo bnpo luspo ppo "
     simple += "cispo reinforce sapo gmpo vespo kl dpo ipo simpo distillation "
     simple += "dft chord_phi eaft focal cpo orpo aot kto a2po on_policy_distillation sdar "
-    simple += "soft_cross_entropy any_of score_centering"
+    simple += "soft_cross_entropy any_of score_centering real fipo topr"
     return {
         **{name: getattr(hl, name)() for name in simple.split()},
         "dr_grpo": hl.dr_grpo(max_completion_length=5),
@@ -101,6 +101,7 @@ def problem(temperature: float | Tensor = 1.0) -> tuple[Tensor, hl.Head, hl.Batc
         candidate_ids=torch.arange(2).expand(T, 2),
         candidate_probs=torch.full((T, 2), 0.5),
         candidate_sampling_logps=torch.full((T, 2), -1.0),
+        prompts=torch.tensor([7, -2, -2, 7]),
         desirable=torch.arange(4) % 3 == 0,
         reference_kl=torch.full((4,), 0.2),
         sampling_logps=normal(T) - 3,

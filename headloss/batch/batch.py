@@ -69,6 +69,7 @@ class Batch:
         ignore_index: a target that is not scored either, as the id of the padding token is.
         **fields: any further [..], [.., K] or [S] tensors, by name, for terms; not a name that a
             batch or what terms see of it has itself, nor one that begins with an underscore.
+            `prompts`, [S] integers in any order, are equal where segments answer the same prompt.
 
     Raises:
         TypeError: a field that is not a dense tensor of real numbers, targets that are not
@@ -249,6 +250,8 @@ class Batch:
         if value.requires_grad:
             raise ValueError(f"{name}: requires a gradient, which would be lost: detach it")
         check_device(name, value, self.targets)
+        if name == "prompts" and not is_integers(value):
+            raise TypeError(f"prompts: got {value.dtype}, want integers")
         if name == "candidate_ids":
             check_ids(name, value, self.targets.shape, MOST_IDS)
         shape = tuple(self.targets.shape)
@@ -256,8 +259,9 @@ class Batch:
             want = f"{(*shape, 'K')} with K >= 1"
             raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {want}")
         if not any(self._fits(name)):
-            segment = "" if name in LOGPS else f", or ({self.segments.count},) per segment"
-            want = f"{shape} per token{segment}"
+            of_token = "" if name == "prompts" else f"{shape} per token"
+            of_segment = "" if name in LOGPS else f"({self.segments.count},) per segment"
+            want = ", or ".join(filter(None, [of_token, of_segment]))
             raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {want}")
 
     def per_token(self, name: str) -> bool:
@@ -270,6 +274,8 @@ class Batch:
         if isinstance(value, Current):
             return True, False
         as_segment = name not in LOGPS and value.shape == (self.segments.count,)
+        if name == "prompts":  # also where there are as many segments as positions
+            return False, as_segment
         rank = None if name in REAL else self.targets.dim()
         return value.shape[:rank] == self.targets.shape, as_segment
 

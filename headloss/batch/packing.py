@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..objective.statistics import Statistics
 from .batch import Batch, Current, Kind, kind_of
-from .segments import Chunk, Segments
+from .segments import Chunk, Segments, numbered
 from .support import Packed as PackedSupport
 from .survey import IGNORE, Order, static_order
 
@@ -160,6 +160,22 @@ class PackedBatch:
                 made[name] = value
         found._fields, found._given, found._whole = current, made, (self, tokens)
         return found
+
+
+def answers(batch: PackedBatch) -> Segments:
+    """The S segments in place of tokens, in groups that answer the same prompt: [S] values have
+    sums and means over a prompt's segments. Those without a token are among them, and what static
+    shapes add is by itself."""
+    of_tokens, segments = batch.prompts, batch.segments
+    prompts = batch.as_given("prompts")
+    if prompts is None:  # a made-up batch holds vectors of tokens alone
+        first = segments.lengths.cumsum(0) - segments.lengths
+        prompts = of_tokens[first.clamp_max(len(batch) - 1)]
+    numbers, _ = numbered(prompts)
+    if batch.live is not None:
+        more = torch.arange(len(numbers), segments.count, device=numbers.device)
+        numbers = torch.cat([numbers, more])
+    return Segments(numbers, segments.count)
 
 
 class Packing:

@@ -6,7 +6,7 @@ give the same loss and gradient however they are cut up: padded, packed, accumul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,42 +15,51 @@ from torch import Tensor, distributed
 
 from ..arguments import IGNORE, INT64, check_dense, check_number
 from ..ranks.collectives import check_group, device_of, summed
-from .segments import count_in
+from .segments import count_in, numbered
 
 Number = float | Tensor
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Global denominators: scored tokens and segments, over micro-batches and ranks.
+    """Global denominators: scored tokens, segments and prompts, over micro-batches and ranks.
 
-    `tokens` and `segments` are finite numbers >= 0, or 0-dim tensors, whose values are not read.
-    `kept` holds the same pair for each boolean field of the batch, for terms that are restricted
-    with `.where(field)`.
+    All are finite numbers >= 0, or 0-dim tensors, whose values are not read. `prompts` is None
+    where no batch has the field `prompts`; a prompt whose segments lie in several micro-batches or
+    on several ranks would count in each. `kept` holds the same numbers for each boolean field of
+    the batch, for terms that are restricted with `.where(field)`; it may be the third argument.
 
-    >>> first, second = Totals(300, 4), Totals(212, 4)
+    >>> first, second = Totals(300, 4, 2), Totals(212, 4, 1)
     >>> first + second
-    Totals(tokens=512, segments=8, kept={})
+    Totals(tokens=512, segments=8, prompts=3, kept={})
     """
 
     tokens: Number
     segments: Number
-    kept: dict[str, tuple[Number, Number]] = field(default_factory=dict)
+    prompts: Number | None = None
+    kept: dict[str, tuple[Number, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if isinstance(self.prompts, Mapping):
+            object.__setattr__(self, "kept", self.prompts)
+            object.__setattr__(self, "prompts", None)
         _check_total("tokens", self.tokens)
         _check_total("segments", self.segments)
+        if self.prompts is not None:
+            _check_total("prompts (or kept)", self.prompts)
         if not isinstance(self.kept, Mapping):
             raise TypeError(f"kept: got {type(self.kept).__name__}, want a dict of pairs by field")
-        for name, pair in self.kept.items():
-            if not isinstance(pair, tuple | list) or len(pair) != 2:
-                raise TypeError(f"kept[{name!r}]: got {pair!r}, want (tokens, segments)")
-            for count in pair:
+        for name, counts in self.kept.items():
+            if not isinstance(counts, tuple | list) or len(counts) != len(self._counts):
+                more = "" if self.prompts is None else ", prompts"
+                raise TypeError(f"kept[{name!r}]: got {counts!r}, want (tokens, segments{more})")
+            for count in counts:
                 _check_total(f"kept[{name!r}]", count)
 
     @classmethod
     def of(cls, batch: Any) -> Totals:
-        """The totals of one `Batch` (over the ranks of its segments' group).
+        """The totals of one `Batch` (over the ranks of its segments' group), of prompts where it
+        has the field `prompts`.
 
         A boolean field is per token where its shape is that on all these ranks, else per segment.
         """
@@ -60,8 +69,11 @@ class Totals:
         masks = {n: v for n, v in batch.fields.items() if getattr(v, "dtype", None) == torch.bool}
         rank = batch.targets.dim()  # a field with more values at each token keeps or drops none
         masks = {n: v for n, v in masks.items() if v.dim() <= rank}
+        prompts, groups = None, batch.fields.get("prompts")
+        if groups is not None:
+            groups, prompts = numbered(groups)
         if not masks and segments.group is None and segments.count:
-            return cls(scored.sum(), segments.count)
+            return cls(scored.sum(), segments.count, prompts)
         ids = segments.ids.reshape(-1).clamp(0, max(segments.count - 1, 0))
         rows, against, nothing = [scored], [], torch.zeros_like(scored)
         for name, mask in masks.items():
@@ -79,9 +91,13 @@ class Totals:
         kept, forms = {}, zip(masks.items(), counts[1::2], counts[2::2], against, strict=True)
         for (name, mask), by_token, by_segment, vote in forms:
             as_token = vote.view(()) == 0
+            of_segments = mask if mask.shape == by_token.shape else by_token > 0
+            of_segments = torch.where(as_token, by_token > 0, of_segments)
             tokens = torch.where(as_token, by_token.sum(), by_segment.sum())
-            kept[name] = tokens, torch.where(as_token, (by_token > 0).sum(), mask.sum())
-        return cls(counts[0].sum(), segments.count, kept)
+            kept[name] = tokens, of_segments.sum()
+            if groups is not None:
+                kept[name] += ((count_in(groups, segments.count, of_segments) > 0).sum(),)
+        return cls(counts[0].sum(), segments.count, prompts, kept)
 
     def __add__(self, other: Totals) -> Totals:
         if not isinstance(other, Totals):
@@ -91,9 +107,13 @@ class Totals:
                 f"totals: got boolean fields {sorted(self.kept)} and {sorted(other.kept)}, want "
                 "the same in every micro-batch"
             )
-        more = other.kept
-        kept = {n: (a + more[n][0], b + more[n][1]) for n, (a, b) in self.kept.items()}
-        return Totals(self.tokens + other.tokens, self.segments + other.segments, kept)
+        if (self.prompts is None) != (other.prompts is None):
+            raise ValueError(
+                f"totals: got prompts {self.prompts} and {other.prompts}, want a number in every "
+                "micro-batch: give each the field prompts"
+            )
+        pairs = zip(self._numbers, other._numbers, strict=True)
+        return self._with([a + b for a, b in pairs])
 
     def __radd__(self, other: object) -> Totals:
         """So that `sum(Totals.of(b) for b in batches)` works."""
@@ -120,15 +140,25 @@ class Totals:
         summed("Totals.all_reduce", packed, group)
         if gradients == "mean":
             packed = packed / distributed.get_world_size(group)
-        tokens, segments, *rest = packed.unbind()
-        pairs = zip(rest[::2], rest[1::2], strict=True)
-        return Totals(tokens, segments, dict(zip(sorted(self.kept), pairs, strict=True)))
+        return self._with(list(packed.unbind()))
+
+    @property
+    def _counts(self) -> list[Number]:
+        """Those of all tokens."""
+        more = [] if self.prompts is None else [self.prompts]
+        return [self.tokens, self.segments, *more]
 
     @property
     def _numbers(self) -> list[Number]:
-        """All of them, in the order of the fields' names."""
-        pairs = [self.kept[name] for name in sorted(self.kept)]
-        return [self.tokens, self.segments, *(number for pair in pairs for number in pair)]
+        """All of them, those of the fields in the order of their names."""
+        return [*self._counts, *(n for name in sorted(self.kept) for n in self.kept[name])]
+
+    def _with(self, numbers: Sequence[Number]) -> Totals:
+        """Others, in the order of `_numbers`."""
+        size = len(self._counts)
+        names = ["", *sorted(self.kept)]
+        counts = {name: tuple(numbers[i * size : (i + 1) * size]) for i, name in enumerate(names)}
+        return Totals(*counts.pop(""), kept=counts)
 
 
 def _check_total(name: str, value: object) -> None:
@@ -149,7 +179,11 @@ Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Reduction:
-    """A rule for w_t, from (length of each token's segment [T], tokens [], segments [])."""
+    """A rule for w_t, from (length of each token's segment [T], tokens [], segments []).
+
+    `prompt_mean` is given the tokens of each token's prompt and the number of prompts in place of
+    lengths and segments.
+    """
 
     name: str
     weigh: Weigh = field(repr=False)
@@ -183,9 +217,14 @@ def _sequence_sum(lengths: Any, tokens: Any, segments: Any) -> Any:
     return _for_all(1 / segments, lengths)
 
 
+def _prompt_mean(lengths: Any, tokens: Any, prompts: Any) -> Any:
+    return (lengths * prompts).reciprocal()
+
+
 token_mean = Reduction("token_mean", _token_mean)
 sequence_mean = Reduction("sequence_mean", _sequence_mean)
 sequence_sum = Reduction("sequence_sum", _sequence_sum)
+prompt_mean = Reduction("prompt_mean", _prompt_mean)
 
 
 @dataclass(frozen=True)
@@ -202,7 +241,7 @@ def fixed_length(length: float) -> Reduction:
     return Reduction(f"fixed_length({length})", _FixedLength(length))
 
 
-REDUCTIONS = {r.name: r for r in (token_mean, sequence_mean, sequence_sum)}
+REDUCTIONS = {r.name: r for r in (token_mean, sequence_mean, sequence_sum, prompt_mean)}
 
 
 def as_reduction(value: Reduction | str) -> Reduction:

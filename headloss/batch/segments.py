@@ -238,6 +238,16 @@ def count_in(ids: Tensor, count: int, kept: Tensor) -> Tensor:
     return counts.scatter_add_(0, ids, kept.to(counts.dtype)) if count else counts
 
 
+def numbered(values: Tensor) -> tuple[Tensor, Tensor]:
+    """[n] the number of each value among the distinct ones, from 0 in ascending order, and how many
+    of these there are, []; without a read of the device."""
+    ordered, order = values.sort()
+    steps = (ordered[1:] != ordered[:-1]).cumsum(0)
+    numbers = torch.cat([steps.new_zeros(min(len(values), 1)), steps])
+    count = torch.cat([steps.new_zeros(1), numbers + 1])[-1]
+    return torch.empty_like(numbers).scatter_(0, order, numbers), count
+
+
 def check_own(segments: Segments) -> None:
     """TypeError or ValueError where segments were made of other ids or another count than integers
     (a constructor that each cut of a batch calls checks nothing)."""

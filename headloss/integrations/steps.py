@@ -75,5 +75,4 @@ class CountsSteps:
 
 def changed(totals: Totals, change: Callable[[Any], Any]) -> Totals:
     """Each number of them anew."""
-    by_field = {name: (change(a), change(b)) for name, (a, b) in totals.kept.items()}
-    return Totals(change(totals.tokens), change(totals.segments), by_field)
+    return totals._with([change(number) for number in totals._numbers])

@@ -3,14 +3,17 @@
 from .centering import score_centering
 from .covariance import clip_cov, kl_cov
 from .distillation import distillation, on_policy_distillation, sdar
+from .future import fipo
 from .kl import kl
 from .modifiers import Modifier
 from .policy import bnpo, dapo, dr_grpo, grpo, gspo, gspo_token, luspo, ppo
 from .preference import cpo, dpo, ipo, orpo, simpo
 from .preference_unpaired import a2po, aot, kto
+from .prompts import real
 from .proximal import dppo, dro, icepop, vaco
-from .reinforce import cispo, reinforce, vespo
+from .reinforce import cispo, reinforce, topr, vespo
 from .rejection import rejection_mask
+from .second_moment import second_moment_mask
 from .shaped import kl_shaped, rlsd_shaped
 from .supervised import (
     any_of,
@@ -57,12 +60,15 @@ __all__ = [
     "sapo",
     "gmpo",
     "vespo",
+    "topr",
     "dppo",
     "icepop",
     "vaco",
     "dro",
     "ce_gppo",
     "aspo",
+    "fipo",
+    "real",
     "clip_cov",
     "kl_cov",
     "kl",
@@ -80,6 +86,7 @@ __all__ = [
     "kl_shaped",
     "rlsd_shaped",
     "rejection_mask",
+    "second_moment_mask",
     "value_loss",
     "bradley_terry",
     "classification",

@@ -16,12 +16,14 @@ from ..batch.segments import Segments
 from ..objective.statistics import CANDIDATES, COLLISION, STATISTICS, Statistics
 from .modifiers import Modifier, corrected, off_policy_masked, top_entropy
 from .rejection import rejected
+from .second_moment import second_moment_masked
 from .teacher import INPUTS as TEACHER_INPUTS
 from .term import Term
 from .trial import trace
 
 # Of the names that `losses` exports, those that make no term by themselves.
 _OTHERS = {"Term", "Objective", "Modifier", "term", "kl_shaped", "rlsd_shaped", "rejection_mask"}
+_OTHERS |= {"second_moment_mask"}
 _OTHERS |= {"value_loss", "bradley_terry", "classification"}
 TERMS: tuple[Callable[..., Term], ...] = tuple(
     getattr(losses, name) for name in losses.__all__ if name not in _OTHERS
@@ -29,6 +31,7 @@ TERMS: tuple[Callable[..., Term], ...] = tuple(
 MODIFIERS: tuple[Callable[..., Modifier], ...] = (
     corrected,
     rejected,
+    second_moment_masked,
     off_policy_masked,
     top_entropy,
 )
@@ -176,6 +179,7 @@ def _modified(modifier: Callable[..., Modifier]) -> Term:
     """A term that reads no field, modified."""
     required = {
         "corrected": {},
+        "second_moment_masked": {},
         "rejected": {"measure": "k3", "maximum": 1.0},
         "off_policy_masked": {"threshold": 0.0},
         "top_entropy": {"quantile": 0.5},
@@ -192,6 +196,7 @@ def sample() -> tuple[Statistics, PackedBatch]:
     names = ("advantages", "old_logps", "ref_logps", "sampling_logps", "teacher_logps", "draws")
     fields: dict[str, Any] = {name: vector(-1 - i / 10) for i, name in enumerate(names)}
     fields |= {"desirable": torch.tensor([True, True, False, False]), "reference_kl": vector(0.5)}
+    fields["prompts"] = torch.zeros(2, dtype=torch.int64)
     one = torch.zeros(4, 1)
     fields |= {"candidate_ids": one.long(), "candidate_probs": one}
     fields["candidate_sampling_logps"] = one - 1

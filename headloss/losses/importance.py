@@ -34,6 +34,7 @@ LEVELS: dict[str, tuple[Scope, Per]] = {
     "sequence_product": ("segment", "segment"),
 }
 MAX_LOG_RATIO = 20.0
+FAR = 1e30  # where an infinite log-ratio is held in a sum, so that the sum is a number
 
 
 def scope_and_per(level: str) -> tuple[Scope, Per]:

@@ -39,17 +39,20 @@ NO_WEIGHT = 1e-8  # a mean weight that nothing is divided by
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
+Factor = Callable[[Statistics, "PackedBatch"], Tensor]  # [T], without gradient
+
+
 def _nothing(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
     return {}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Modifier:
-    """`factor`: (stats, batch) to [T] without gradient; `observe`: what it reports; `options`:
+    """`factor` multiplies the losses of tokens; `observe`: what it reports; `options`:
     those of the call that made it."""
 
     name: str
-    factor: Callable[[Statistics, PackedBatch], Tensor]
+    factor: Factor
     scope: Scope
     observe: Callable[[Statistics, PackedBatch], dict[str, Observed]] = _nothing
     options: tuple[tuple[str, Any], ...] = ()

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from ..batch.reduction import token_mean
+from ..batch.reduction import sequence_sum, token_mean
 from ..objective.metrics import Observed
 from ..objective.statistics import Slope, Statistics
-from .arguments import non_negative, positive
+from .arguments import non_negative, one_of, positive
 from .factory import factory
 from .importance import (
     MAX_LOG_RATIO,
@@ -186,4 +186,58 @@ def vespo(
         scope="segment",
         reduction=token_mean,
         observe=_observe_vespo,
+    )
+
+
+TAPERS = ("sequence_product", "sequence", "token")
+
+
+def _tapered(
+    stats: Statistics, batch: PackedBatch, *, level: str, weight_pos: float, weight_neg: float
+) -> Tensor:
+    ratio = ratio_per_token(stats, batch, level).clamp(max=1)
+    return torch.where(batch.advantages >= 0, weight_pos, weight_neg * ratio)
+
+
+def _observe_topr(stats: Statistics, batch: PackedBatch, *, level: str) -> dict[str, Observed]:
+    capped = (ratio_per_token(stats, batch, level) > 1).to(batch.advantages.dtype)
+    shares = {"capped": Observed(capped, where=batch.advantages < 0)}
+    return observe(stats, batch, level=level) | shares
+
+
+@factory
+def topr(
+    *,
+    importance_sampling_level: Literal[
+        "sequence_product", "sequence", "token"
+    ] = "sequence_product",
+    weight_pos: float = 1.0,
+    weight_neg: float = 1.0,
+) -> Term:
+    """Tapered off-policy REINFORCE: what is to be lowered is weighted by a ratio of at most 1.
+
+        -weight_pos A log p_y where A >= 0, else -weight_neg sg(min(w, 1)) A log p_y; w = exp(sum_t d_t), exp(mean_t d_t) or r
+
+    Le Roux et al. 2025, arXiv:2503.14286, eq. 8, which has the first w. ROLL has the last, and
+    chooses the side by the episode's score, here by A. The log of w is clamped to [-20, 20].
+
+    Args:
+        importance_sampling_level: "sequence_product" (exp of the sum), "sequence" (exp of the mean)
+            or "token".
+        weight_pos, weight_neg: of each side, >= 0.
+
+    Inputs: advantages; old_logps, of the policy that sampled. Default reduction: sequence_sum.
+    Metrics: capped, the share of w above 1 among A < 0.
+    Also called: ROLL topr.
+    """  # noqa: E501 (an equation is one line)
+    level = importance_sampling_level
+    one_of(TAPERS, importance_sampling_level=level)
+    non_negative(weight_pos=weight_pos, weight_neg=weight_neg)
+    weight = functools.partial(_tapered, level=level, weight_pos=weight_pos, weight_neg=weight_neg)
+    return Term(
+        name="",
+        function=functools.partial(weighted, weight=weight),
+        scope=scope_and_per(level)[0],
+        reduction=sequence_sum,
+        observe=functools.partial(_observe_topr, level=level),
     )

@@ -19,7 +19,7 @@ from ..objective.metrics import Observed
 from ..objective.statistics import Statistics
 from .arguments import bounds, flags, naming, one_of, with_floats
 from .importance import MAX_LOG_RATIO, estimate
-from .modifiers import Modifier, not_none, sampler_mismatch
+from .modifiers import Factor, Modifier, not_none, sampler_mismatch
 
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
@@ -168,10 +168,14 @@ def rejection_mask(
     """
     with naming("rejection_mask"):
         made = _made(measure, level, min, max, live=False)
+    return field_of("rejection_mask", batch, made.factor)
+
+
+def field_of(name: str, batch: Batch, factor: Factor) -> Tensor:
+    """[..] bool: where a factor that reads no statistics keeps a token; `name` says who asks."""
     if not isinstance(batch, Batch):
-        raise TypeError(f"rejection_mask: batch: got {type(batch).__name__}, want headloss.Batch")
+        raise TypeError(f"{name}: batch: got {type(batch).__name__}, want headloss.Batch")
     if isinstance(batch.fields.get("old_logps"), Current):
-        raise ValueError("rejection_mask: old_logps: got CURRENT, want the trainer's log-probs")
+        raise ValueError(f"{name}: old_logps: got CURRENT, want the trainer's log-probs")
     packed, packing = pack(batch, 1 << 62, torch.float64)
-    kept = made.factor(Statistics(), packed)
-    return packing.scatter(kept).bool()
+    return packing.scatter(factor(Statistics(), packed)).bool()

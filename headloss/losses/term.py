@@ -26,6 +26,7 @@ from .identity import Given, alike
 from .modifiers import Modifier, corrected, off_policy_masked, top_entropy
 from .rejection import rejected
 from .scope import SCOPES, Per, Scope, wider
+from .second_moment import second_moment_masked
 from .teacher import Teacher
 
 if TYPE_CHECKING:
@@ -190,6 +191,10 @@ class Term(_Arithmetic):
     ) -> Term:
         """Keep the tokens of highest entropy; see `modifiers.top_entropy`."""
         return self.modified(top_entropy(quantile=quantile, threshold=threshold, group=group))
+
+    def second_moment_masked(self, threshold: float = 0.04, *, live: bool = False) -> Term:
+        """Drop the most off-policy tokens; see `second_moment.second_moment_masked`."""
+        return self.modified(second_moment_masked(threshold, live=live))
 
     # ------------------------------------------------------------------ calling one
 

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..batch.packing import PackedBatch, as_wide, missing
-from ..batch.reduction import Number, Reduction, Totals, sequence_mean
+from ..batch.reduction import Number, Totals, prompt_mean, sequence_mean
 from ..batch.segments import Chunk
 from ..losses.term import Objective, Term
 from .metrics import Observed, checked
 from .sample import Kinds
 from .statistics import CANDIDATES, DIFFERENTIABLE, Coefficients, Slope, Statistics, pull_back
+from .weights import count, of_others
 
 PerRaw = Callable[..., Number]  # slope of the logits that a term sees, by its teacher, over raw
 UNREAD = ("teacher_logits", "teacher_hidden")  # by terms: these are large, and stay as they are
@@ -286,49 +287,18 @@ def bind(
         reduction = term.reduction
         assert reduction is not None
         rule = reduction.key
-        flat = rule not in (None, sequence_mean.weigh)
-        key = term.kept_field, rule is not None, flat
+        flat = rule not in (None, sequence_mean.weigh, prompt_mean.weigh)
+        key = term.kept_field, rule is not None, flat, rule is prompt_mean.weigh
         if key not in counted:
-            counted[key] = _count(batch, totals, *key, dtype)
+            counted[key] = count(batch, totals, *key, dtype)
         kept, *given = counted[key]
-        weights = _of_others(reduction, *given) if rule is None else reduction.weigh(*given)
+        weights = of_others(reduction, *given) if rule is None else reduction.weigh(*given)
         if isinstance(weights, Tensor):
             weights = weights.to(dtype)
         if (some := batch.live if kept is None else kept) is not None:
             weights = torch.where(some, weights, some.new_zeros((), dtype=dtype))
         parts.append(Part(name, coefficient, term, weights, kept))
     return Bound(tuple(parts), vocabulary, dtype, **more)
-
-
-@torch.enable_grad()
-def _of_others(reduction: Reduction, lengths: Tensor, *totals: Tensor) -> Tensor:
-    """The weights of a reduction that is not the library's own, checked."""
-    weights: object = reduction.weigh(lengths, *totals)
-    want = f"want one weight per token, {tuple(lengths.shape)}, without a gradient"
-    if not isinstance(weights, Tensor):
-        raise TypeError(f"reduction {reduction.name}: returned {weights!r}, {want}")
-    if weights.shape != lengths.shape or weights.is_complex() or weights.requires_grad:
-        got = f"shape {tuple(weights.shape)}, {weights.dtype}, gradient {weights.requires_grad}"
-        raise ValueError(f"reduction {reduction.name}: returned {got}, {want}")
-    return weights
-
-
-def _count(
-    batch: PackedBatch, totals: Totals, field: str | None, own: bool, flat: bool,
-    dtype: torch.dtype,
-) -> tuple[Any, ...]:  # fmt: skip
-    """What a reduction needs: of all tokens, or of those that a field keeps, [T] bool, lengths of
-    their segments [T], and the totals of tokens and segments, [] float64 or, for the library's
-    `own`, as they are. A reduction that reads no length (`flat`) gets none."""
-    kept, of_batch, counts = None, batch.segments, (totals.tokens, totals.segments)
-    read = not flat or of_batch.group is not None  # over a group all ranks take part in it here
-    lengths: Any = of_batch.lengths if read else None
-    if field is not None:
-        kept, counts = getattr(batch, field), totals.kept[field]
-        lengths = of_batch.sum(kept.to(dtype)) if read else None
-    tokens, segments = [_at_least_one(count, batch.targets.device, own) for count in counts]
-    lengths = None if flat else of_batch.expand(lengths.to(dtype).clamp_min(1))
-    return kept, lengths, tokens, segments
 
 
 def check_weights(objective: Objective, kinds: Kinds, totals: Totals | None) -> None:
@@ -340,6 +310,14 @@ def check_weights(objective: Objective, kinds: Kinds, totals: Totals | None) -> 
                 raise ValueError(f"{one}: got {more} values at each token, want one for {name}")
         if term.reduction is None:
             raise ValueError(term.missing_reduction or f"term {name}: has no reduction, use .over")
+        if term.reduction.key is prompt_mean.weigh:
+            if "prompts" not in kinds:
+                raise ValueError(f"term {name}: is averaged over {missing('prompts', kinds)}")
+            if totals is not None and totals.prompts is None:
+                raise ValueError(
+                    f"totals: have no count of prompts, over which term {name} is averaged; make "
+                    "them with headloss.Totals.of(batch)"
+                )
         if field is None:
             continue
         if field not in kinds:
@@ -352,12 +330,4 @@ def check_weights(objective: Objective, kinds: Kinds, totals: Totals | None) -> 
                 "make them with headloss.Totals.of(batch)"
             )
 
-
-def _at_least_one(count: float | Tensor, device: torch.device, own: bool) -> float | Tensor:
-    """A total as a float64 scalar; a zero total acts as one."""
-    if not isinstance(count, Tensor):
-        number = float(count) or 1.0
-        return number if own else torch.full((), number, dtype=torch.float64, device=device)
-    count = count.to(device, torch.float64)
-    return count.masked_fill(count == 0, 1.0)
 

@@ -225,7 +225,7 @@ def check_main_grad(weight: Tensor, options: Options) -> None:
 # ---------------------------------------------------------------------- fields and terms
 
 FIELDS = ("advantages", *LOGPS, "teacher_logps", "candidate_ids", "candidate_probs", "desirable")
-FIELDS += ("reference_kl", "importance_sampling_ratio", *sum(INPUTS.values(), ()))
+FIELDS += ("reference_kl", "importance_sampling_ratio", "prompts", *sum(INPUTS.values(), ()))
 FIELDS += ("candidate_sampling_logps",)
 # Names under which others say which tokens count, and what stands there at those that do not.
 _ZERO = "mask attention_mask loss_mask completion_mask response_mask action_mask assistant_mask"

@@ -244,6 +244,7 @@ def _prepared(
         row_bytes=2 if terms else 4 if differences else wide.itemsize * tiles,
         candidates=sum(kinds[field][1][-1] for field in listed),
     )
+    masked = torch.bool in (kind for kind, _ in kinds.values())
     return Prepared(
         needs=needs,
         problem=problem,
@@ -252,7 +253,7 @@ def _prepared(
         wants=wants,
         beside=bool(teachers or beside),
         slopes=slopes,
-        counted=batch.segments.group is None and torch.bool not in (k for k, _ in kinds.values()),
+        counted=not (batch.segments.group is not None or "prompts" in kinds or masked),
         masks=masks_of(kinds, objective, read),
         per_segment=frozenset([name for name in kinds if not batch.per_token(name)]),
     )

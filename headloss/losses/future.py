@@ -1,0 +1,143 @@
+"""The clipped surrogate, weighted by how the policy has moved on what follows a token.
+
+T scored tokens, A advantages, d_t = logp_t - old_t, r = exp(d) with d clamped to [-20, 20]; sg
+stops the gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..batch.reduction import token_mean
+from ..batch.segments import Segments
+from ..objective.metrics import Observed
+from ..objective.statistics import Statistics
+from .arguments import flags, non_negative, positive
+from .factory import factory
+from .importance import FAR, MAX_LOG_RATIO, importance_ratio, log_ratio, observe
+from .policy import clipped_surrogate
+from .term import Term
+
+if TYPE_CHECKING:
+    from ..batch.packing import PackedBatch
+
+SAFE = (0.8, 1.0)  # the weight of a token whose loss a large ratio makes large already
+
+
+def discounted(values: Tensor, segments: Segments, half_life: float) -> Tensor:
+    """[T] float64: sum over k >= t in t's segment of 2^(-(k - t) / half_life) values_k.
+
+    After each round a token holds the sum of twice as many that follow it.
+    """
+    total, ids, reach = values.double(), segments.ids, 1
+    while reach < len(total) and (decay := 2 ** (-reach / half_life)) > 0:
+        later = torch.where(ids[reach:] == ids[:-reach], total[reach:], 0)
+        total, reach = total + decay * pad(later, (0, reach)), 2 * reach
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fipo:
+    clip: tuple[float, float]
+    delta: float | None
+    half_life: float
+    bounds: tuple[float, float] | None
+    safety: float | None
+
+    def __call__(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        value = clipped_surrogate(
+            stats, batch, level="token", clip=self.clip, delta=self.delta, dual_clip=None
+        )
+        return self._influence(stats, batch, self._future(stats, batch)) * value
+
+    def _future(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        """F, [T]."""
+        if batch.segments.group is not None:
+            raise ValueError(
+                "term fipo: segments.group: got segments that run across ranks, want them whole: "
+                "the tokens that follow one may be on another rank"
+            )
+        moved = log_ratio(stats, batch).detach().clamp(-FAR, FAR)
+        if self.delta is not None:
+            ratio = importance_ratio(stats, batch, "token").detach()
+            moved = moved.masked_fill(ratio > self.delta, 0)
+        future = discounted(moved, batch.segments, self.half_life)
+        return future.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).to(moved.dtype)
+
+    def _influence(self, stats: Statistics, batch: PackedBatch, future: Tensor) -> Tensor:
+        """f, [T]."""
+        weight = future.exp()
+        if self.bounds is not None:
+            weight = weight.clamp(*self.bounds)
+        return torch.where(self._safe(stats, batch), weight, weight.clamp(*SAFE))
+
+    def _safe(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        """[T] bool."""
+        advantages = batch.advantages
+        if self.safety is None:
+            return torch.ones_like(advantages, dtype=torch.bool)
+        ratio = importance_ratio(stats, batch, "token").detach()
+        return (advantages >= 0) | (ratio <= self.safety)
+
+    def observe(self, stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
+        future = self._future(stats, batch)
+        return observe(stats, batch, level="token", clip=self.clip) | {
+            "future_kl": Observed(future),
+            "influence_weight": Observed(self._influence(stats, batch, future)),
+            "safe": Observed(self._safe(stats, batch).to(future.dtype)),
+        }
+
+
+@factory
+def fipo(
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    delta: float | None = None,
+    half_life: float = 32.0,
+    weight_clip: float | None = 0.2,
+    high_only: bool = True,
+    safety: float | None = 4.0,
+) -> Term:
+    """Future-KL influenced policy optimization: a token counts by the change of what follows it.
+
+        -sg(f_t) min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A), f_t = clip(exp(F_t), lo, 1 + weight_clip), F_t = sum_{k >= t} 2^(-(k - t) / half_life) m_k d_k
+
+    m_k is 0 where r_k > delta, else 1; lo is 1 if high_only, else 1 - weight_clip. Where A < 0 and
+    r > safety, f becomes clip(f, 0.8, 1). Ma et al. 2026, arXiv:2603.19835, as ms-swift has it.
+    k - t counts scored tokens of the segment; frameworks count positions, which is another number
+    where a segment has holes. d_k in the sum is not clamped, F is to [-20, 20]. With
+    old_logps=CURRENT every f is 1.
+
+    Args:
+        epsilon_low, epsilon_high: how far the ratio may move from 1, each >= 0.
+        delta: upper bound of the ratio also where the advantage is negative, > 0; None for no bound.
+        half_life: tokens after which a change counts half, > 0; the authors' decay rate.
+        weight_clip: how far f may move from 1, >= 0; None or 0: f = exp(F).
+        high_only: f never falls below 1.
+        safety: ratio above which a token of negative advantage is not weighted up, > 0; None: none.
+
+    Inputs: advantages, old_logps; segments that run across ranks are refused. Default reduction:
+    token_mean. Metrics: future_kl, F; influence_weight, f; safe, the share that safety leaves as it is.
+    Also called: ms-swift fipo.
+    """  # noqa: E501 (an equation is one line)
+    non_negative(epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    positive(half_life=half_life)
+    flags(high_only=high_only)
+    positive(**{n: x for n, x in (("delta", delta), ("safety", safety)) if x is not None})
+    if weight_clip is not None:
+        non_negative(weight_clip=weight_clip)
+    bounds = (1.0 if high_only else 1 - weight_clip, 1 + weight_clip) if weight_clip else None
+    made = _Fipo(
+        clip=(1 - epsilon_low, 1 + epsilon_high),
+        delta=delta,
+        half_life=half_life,
+        bounds=bounds,
+        safety=safety,
+    )
+    return Term(name="", function=made, scope="segment", reduction=token_mean, observe=made.observe)

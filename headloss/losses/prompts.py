@@ -1,0 +1,98 @@
+"""Terms that compare the answers to one prompt.
+
+T scored tokens, S segments, d_t = logp_t - old_t; segments with equal `prompts` form a group.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..batch.packing import answers
+from ..batch.reduction import sequence_mean
+from ..batch.segments import Segments
+from ..objective.metrics import Observed
+from ..objective.statistics import Statistics
+from .arguments import positive
+from .factory import factory
+from .importance import FAR, advantages_at, log_ratio, observe
+from .term import Term
+
+if TYPE_CHECKING:
+    from ..batch.packing import PackedBatch
+
+
+def _scores(stats: Statistics, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """s and whether A > 0, [S]."""
+    d = log_ratio(stats, batch).clamp(-FAR, FAR)
+    return batch.segments.mean(d), advantages_at(batch, "sequence") > 0
+
+
+def _mixed(right: Tensor, group: Segments) -> Tensor:
+    """[S] bool: groups in which some answers are right and some are not."""
+    share = group.expand(group.mean(right.double()))
+    return (share > 0) & (share < 1)
+
+
+def _anchored(x: Tensor, among: Tensor, group: Segments) -> Tensor:
+    """log(1 + sum of exp(x) over those of a group that are `among` it), [S]."""
+    x = x.masked_fill(~among, -math.inf)
+    peak = x.new_zeros(group.count).scatter_reduce(0, group.ids, x.detach(), "amax")
+    total = (-peak).exp() + group.sum((x - group.expand(peak)).exp())
+    return group.expand(peak + total.log())
+
+
+def _real(stats: Statistics, batch: PackedBatch, *, tau: float) -> Tensor:
+    (scores, right), group = _scores(stats, batch), answers(batch)
+    wrong = _anchored(scores / tau, ~right, group)
+    value = wrong + _anchored(-scores / tau, right, group)
+    return torch.where(_mixed(right, group), value, 0)
+
+
+def _observe(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
+    (scores, right), group = _scores(stats, batch), answers(batch)
+    # A group is seen at the first of its segments that has a token.
+    present, place = batch.segments.lengths > 0, torch.arange(len(right), device=right.device)
+    places = torch.where(present, place, len(right))
+    first = places.new_full(places.shape, len(right)).scatter_reduce(0, group.ids, places, "amin")
+    mixed = _mixed(right, group).to(scores.dtype)
+    return observe(stats, batch, level="sequence") | {
+        "positive_score": Observed(scores, per="segment", where=right),
+        "negative_score": Observed(scores, per="segment", where=~right),
+        "mixed_groups": Observed(mixed, per="segment", where=first[group.ids] == place),
+    }
+
+
+@factory
+def real(*, tau: float = 0.5) -> Term:
+    """Rewards as labels: the answers to one prompt are classified by their mean log-ratio.
+
+        log(1 + sum_{A_i <= 0} exp(s_i / tau)) + log(1 + sum_{A_i > 0} exp(-s_i / tau)), s_i = mean_t d_t; sums over the answers to i's prompt, 0 where all of them are on one side
+
+    Zhai et al. 2026, arXiv:2602.05630. The value of a group stands at each of its segments: for
+    groups of one size the mean over segments is that over prompts, of which those of value 0 count;
+    for others it is `.over("prompt_mean")`. s_i is not clamped, and its gradient is within 1 / tau.
+    A segment without tokens has s = 0 and A = 0 in its group, and no share in the mean.
+
+    Args:
+        tau: temperature of the scores, > 0.
+
+    Inputs: advantages, averaged over the sequence, of which the sign alone counts; old_logps;
+    prompts [S]: all segments of a prompt are in one call, in any order. Default reduction:
+    sequence_mean. Metrics: positive_score and negative_score, s of either side; mixed_groups, the
+    share of groups with both.
+    Also called: ms-swift real.
+    """  # noqa: E501 (an equation is one line)
+    positive(tau=tau)
+    return Term(
+        name="",
+        function=functools.partial(_real, tau=tau),
+        scope="batch",
+        per="segment",
+        reduction=sequence_mean,
+        observe=_observe,
+    )

@@ -1,0 +1,117 @@
+"""Leaving out the tokens on which trainer and sampler differ most (M2PO): a modifier, and a field.
+
+T scored tokens; m_t = (old_t - sampling_t)^2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..batch.batch import Batch
+from ..objective.metrics import Observed
+from ..objective.statistics import Statistics
+from .arguments import flags, naming, positive, with_floats
+from .modifiers import Modifier, not_none, sampler_mismatch
+from .rejection import field_of
+
+if TYPE_CHECKING:
+    from ..batch.packing import PackedBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SecondMoment:
+    threshold: float
+    live: bool
+
+    def moments(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        """m, [T]."""
+        return sampler_mismatch(stats, batch, self.live).square()
+
+    def kept(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        """[T] bool, without a read of the device."""
+        moments = self.moments(stats, batch).double()
+        if batch.live is not None:  # what is not scored comes last
+            moments = moments.where(batch.live, torch.inf)
+        ordered, order = moments.sort(stable=True)
+        number = torch.arange(1, len(order) + 1, device=order.device)
+        # The mean of the least ones rises with their number, which is found bit by bit.
+        count, step = number.new_zeros(()), 1 << len(order).bit_length()
+        while step := step // 2:
+            more = count + step
+            mean = ordered.where(number <= more, 0).sum() / more
+            count = torch.where((more <= len(order)) & (mean < self.threshold), more, count)
+        kept = number <= count.clamp_min(1)
+        return torch.empty_like(kept).scatter_(0, order, kept)
+
+    def factor(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        return self.kept(stats, batch).to(batch.sampling_logps.dtype)
+
+    def observe(self, stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
+        moments, kept = self.moments(stats, batch), self.kept(stats, batch)
+        return {
+            "second_moment": Observed(moments),
+            "second_moment_kept": Observed(moments, where=kept),
+            "second_moment_dropped": Observed((~kept).to(moments.dtype)),
+        }
+
+
+@with_floats
+def second_moment_masked(threshold: float = 0.04, *, live: bool = False) -> Modifier:
+    """Drops the tokens on which trainer and sampler differ most, as few as bring the rest near.
+
+        0 for the n largest m, else 1; m = (old - sampling)^2, n the least with mean(the other m) < threshold
+
+    Zheng et al. 2025 (M2PO), arXiv:2510.01161, which has 0.04, live, and a ratio without a clip;
+    its authors' code makes a range of a clip out of the threshold instead. Where no n does, all but
+    the least m are dropped. The tokens are those of the call, on one rank; a NaN of the sampler
+    counts as m = 0. The denominator stays: see `second_moment_mask`.
+
+    Args:
+        threshold: bound of the mean square, > 0.
+        live: the policy as it is now, in place of old.
+
+    Inputs: old_logps, sampling_logps. Metrics: second_moment and second_moment_kept, the mean m
+    before and after; second_moment_dropped, the share dropped.
+    """  # noqa: E501 (an equation is one line)
+    with naming("second_moment_masked"):
+        made = _made(threshold, live)
+    return Modifier(
+        name="second_moment_masked",
+        factor=made.factor,
+        scope="batch",
+        observe=made.observe,
+        options=(("threshold", threshold), *not_none(live=live)),
+    )
+
+
+def _made(threshold: float, live: bool = False) -> _SecondMoment:
+    positive(threshold=threshold)
+    flags(live=live)
+    return _SecondMoment(threshold=threshold, live=live)
+
+
+@with_floats
+def second_moment_mask(batch: Batch, *, threshold: float = 0.04) -> Tensor:
+    """What `.second_moment_masked` keeps, as a field for `.where`, whose denominator counts what is
+    kept: AReaL's way.
+
+        kept = hl.second_moment_mask(batch, threshold=0.04)
+        out = hl.head_loss(hidden, head, batch.with_fields(kept=kept), hl.grpo().where("kept"))
+
+    Args:
+        batch: with old_logps and sampling_logps; the tokens of this rank are compared.
+        threshold: as `second_moment_masked`.
+
+    Returns:
+        Tensor: [..] bool in the targets' shape, False at unscored positions.
+
+    Raises:
+        ValueError, TypeError: for an option, or a field that is missing.
+    """
+    with naming("second_moment_mask"):
+        made = _made(threshold)
+    return field_of("second_moment_mask", batch, made.factor)
