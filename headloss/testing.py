@@ -163,8 +163,9 @@ def _candidates(log_p: Tensor, ids: Tensor) -> Tensor:
 
 def plain_divergence(student: Tensor, teacher: Teacher, batch: PackedBatch) -> Tensor:
     """[T] divergences of a student's raw, soft-capped logits [T, V] from a teacher, whose tail is
-    "bucket", "truncated" or "generalized"."""
+    "bucket", "truncated", "generalized" or "sampled"."""
     log_p = (student / teacher.temperature).log_softmax(-1)
+    log_of_target = log_p.gather(1, batch.targets.unsqueeze(1)).squeeze(1)
     form = teacher.source(batch)
     if form == "topk":
         ids = batch.teacher_topk_ids
@@ -199,6 +200,10 @@ def plain_divergence(student: Tensor, teacher: Teacher, batch: PackedBatch) -> T
     value = kinds[teacher.kind]()
     if form == "topk" and teacher.tail == "generalized":
         value = value + {"reverse_kl": 1, "forward_kl": -1}.get(teacher.kind, 0) * (q - p).sum(-1)
+    if form == "topk" and teacher.tail == "sampled":
+        pull = (1 + log_of_target - batch.teacher_logps).detach()
+        outside = (batch.teacher_topk_ids != batch.targets.unsqueeze(1)).all(1)
+        value = value + torch.where(outside, pull * log_of_target, 0)
     return value
 
 

@@ -109,7 +109,8 @@ def _draw_latest(call: Any, rng: random.Random, vocabulary: int, unscored: Tenso
         rng.choice(policy)["modifiers"].append(("rejected", given | bounds))
     call.batch.setdefault("teacher_logps", -3 * torch.rand(unscored.shape, generator=generator))
     if call.teacher is not None and "teacher_topk_ids" in call.batch:
-        call.teacher["tail"] = rng.choice(["bucket", "truncated", "generalized"])
+        sampled = ["sampled"] if call.teacher["divergence"] == "reverse_kl" else []
+        call.teacher["tail"] = rng.choice(["bucket", "truncated", "generalized", *sampled])
     if "candidate_ids" in call.batch or rng.random() < 0.08:
         _draw_centering(call, rng, generator, vocabulary, unscored)
 

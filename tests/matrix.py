@@ -242,6 +242,11 @@ DISTILLATION |= {
     )
     for kind in ("forward_kl", "reverse_kl")
 }
+DISTILLATION["distillation_sampled"] = Case(
+    make=lambda _: hl.distillation(divergence="reverse_kl", temperature=0.8, tail="sampled"),
+    teacher="topk",
+    temperature=0.8,
+)
 CANDIDATES = {
     "several_targets": Case(
         make=lambda _: hl.soft_cross_entropy() + 0.5 * hl.any_of(), teacher="candidates"
@@ -539,7 +544,7 @@ def _fields(
     fields["kept"] = torch.rand(TOKENS, generator=generator) > 0.4
     fields["segment_kept"] = torch.arange(len(LENGTHS)) % 3 != 1
     fields |= others(TOKENS, len(LENGTHS))
-    if case.teacher is not None:
+    if case.teacher == "candidates":  # which has its own, of each
         del fields["teacher_logps"]
     return fields | teacher_fields(case, targets, vocabulary, dtype)
 

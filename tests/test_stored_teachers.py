@@ -1,5 +1,5 @@
-"""`distillation(tail="generalized")`: a divergence of measures that need not sum to 1, over a
-teacher's stored outcomes, against its formula on materialised logits.
+"""`distillation` with the tails "generalized" and "sampled", over a teacher's stored outcomes,
+against formulas on materialised logits.
 
 T scored tokens, V vocabulary, K outcomes; q is the teacher, p the student.
 """
@@ -158,3 +158,146 @@ def test_other_divergences_are_refused(kind: str) -> None:
         hl.distillation(divergence=kind, tail="generalized")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="distillation: tail: got 'general', want one of"):
         hl.distillation(tail="general")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- a sampled tail
+
+
+def with_samples(temperature: float = 1.0, k: int = K, seed: int = 0) -> Problem:
+    """Targets of which some are stored, and the teacher's log-probs of them all."""
+    case = problem(k, temperature, seed)
+    generator = torch.Generator().manual_seed(60 + seed)
+    case.fields["teacher_logps"] = -4 * torch.rand(N, generator=generator, dtype=torch.float64)
+    at = case.fields["teacher_topk_ids"][:, 0]
+    case.targets = torch.where((torch.arange(N) % 2 == 0) & (at >= 0), at, case.targets)
+    return case
+
+
+def sampled(log_p: Tensor, targets: Tensor, fields) -> Tensor:
+    """[T], outcome by outcome, and the target."""
+    values = []
+    for t, (ids, y) in enumerate(
+        zip(fields["teacher_topk_ids"].tolist(), targets.tolist(), strict=True)
+    ):
+        total = log_p.new_zeros(())
+        for j, log_q in zip(ids, fields["teacher_topk_logps"][t], strict=True):
+            if j >= 0:
+                total = total + log_p[t, j].exp() * (log_p[t, j] - log_q)
+        if y not in ids:
+            pull = 1 + log_p[t, y] - fields["teacher_logps"][t]
+            total = total + pull.detach() * log_p[t, y]
+        values.append(total)
+    return torch.stack(values)
+
+
+def of_samples(temperature: float) -> hl.Term:
+    return hl.distillation(divergence="reverse_kl", temperature=temperature, tail="sampled")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])  # of y as of the rest; the head's is 0.7
+def test_a_sampled_tail(temperature: float) -> None:
+    case = with_samples(temperature)
+    stored = (case.fields["teacher_topk_ids"] == case.targets[:, None]).any(1)
+    assert 0 < int(stored.sum()) < N
+    agree(
+        case,
+        of_samples(temperature),
+        lambda log_p, targets, fields: sampled(student(case, log_p, temperature), targets, fields),
+        frozen=False,
+    )
+
+
+def test_a_sampled_tail_is_three_terms() -> None:
+    """Of the head's own temperature, as it can also be written."""
+    case = with_samples(0.7)
+    ids = case.fields["teacher_topk_ids"]
+    outside = (ids != case.targets[:, None]).all(1)
+    got = case.got(of_samples(0.7), hl.Options())
+    case.fields["outside"] = outside.double()
+    three = hl.distillation(divergence="reverse_kl", temperature=0.7, tail="truncated")
+    three = three + hl.on_policy_distillation().weighted("outside")
+    three = three - hl.cross_entropy().weighted("outside")
+    same(got, case.got(three, hl.Options()), "three terms")
+
+
+def test_the_mean_gradient_of_a_sampled_tail_is_that_of_the_whole() -> None:
+    """Weighted by p over all y it is the gradient of the divergence itself: the 1 is needed."""
+    case = problem(k=4)
+    case.fields = {n: v[:1] for n, v in case.fields.items()}
+    generator = torch.Generator().manual_seed(3)
+    log_q = torch.randn(1, V, generator=generator, dtype=torch.float64).log_softmax(1)
+    z = torch.randn(1, V, generator=generator, dtype=torch.float64).requires_grad_()
+    ids = torch.tensor([[4, 9, -1, 20]])
+    p = z.detach().log_softmax(1).exp()[0]
+    total = torch.zeros_like(z)
+    for y in range(V):
+        batch = hl.Batch(
+            torch.tensor([y]),
+            teacher_topk_ids=ids,
+            teacher_topk_logps=log_q.gather(1, ids.clamp_min(0)),
+            teacher_logps=log_q[:, y],
+        )
+        out = hl.head_loss(z, hl.Head(torch.eye(V, dtype=torch.float64)), batch, of_samples(1.0))
+        total += p[y] * torch.autograd.grad(out.loss, z)[0]
+    log_p = z.log_softmax(1)
+    (want,) = torch.autograd.grad((log_p.exp() * (log_p - log_q)).sum(), z)
+    torch.testing.assert_close(total, want, rtol=1e-9, atol=1e-12)
+
+
+def test_all_stored_has_no_second_part() -> None:
+    case = with_samples(k=V)
+    both = (
+        case.got(hl.distillation(divergence="reverse_kl", tail=tail), hl.Options())  # type: ignore[arg-type]
+        for tail in ("sampled", "truncated")
+    )
+    same(*both, "all of the vocabulary")
+
+
+def test_what_a_sampled_tail_reports() -> None:
+    case = with_samples()
+    log_p = student(case, case.log_p(), 1.0).detach()
+    targets = case.targets[case.scored]
+    fields = {n: v[case.scored] for n, v in case.fields.items()}
+    ids = fields["teacher_topk_ids"]
+    p = log_p.gather(1, ids.clamp_min(0)).exp().masked_fill(ids < 0, 0)
+    outside = (ids != targets[:, None]).all(1)
+    all_of_it = sampled(log_p, targets, fields)
+    logp = log_p.gather(1, targets[:, None]).squeeze(1)
+    second = torch.where(outside, (1 + logp - fields["teacher_logps"]) * logp, 0)
+    metrics = case.metrics(of_samples(1.0))
+    want = {
+        "reverse_kl": all_of_it,
+        "stored": all_of_it - second,
+        "sampled": second,
+        "mass": p.sum(1),
+        "outside": outside.double(),
+    }
+    for name, values in want.items():
+        assert metrics[f"distillation/{name}"] == pytest.approx(float(values.mean())), name
+
+
+def test_a_target_of_any_probability() -> None:
+    """p_y = 0 or 1, q_y = 0: numbers, with a gradient that is one."""
+    ids, logps = torch.tensor([[3, 5]]), torch.tensor([[0.25, 0.5]]).log()
+    for size, y, log_q in ((2000.0, 7, -1.0), (-2000.0, 7, -math.inf), (0.0, 7, -800.0)):
+        hidden = torch.zeros(1, V)
+        hidden[0, 3] = size
+        batch = hl.Batch(
+            torch.tensor([y]),
+            teacher_topk_ids=ids,
+            teacher_topk_logps=logps,
+            teacher_logps=torch.tensor([log_q]),
+        )
+        head = hl.Head(torch.eye(V))
+        out = hl.head_loss(hidden.requires_grad_(), head, batch, of_samples(1.0))
+        assert out.loss.isfinite() and torch.autograd.grad(out.loss, hidden)[0].isfinite().all()
+
+
+def test_bad_input_of_a_sampled_tail() -> None:
+    for kind in ("forward_kl", "js", "skew_reverse_kl"):
+        with pytest.raises(ValueError, match=f"divergence: got '{kind}' with tail='sampled', want"):
+            hl.distillation(divergence=kind, tail="sampled")  # type: ignore[arg-type]
+    case = with_samples()
+    del case.fields["teacher_logps"]
+    with pytest.raises(ValueError, match="term distillation: reads batch.teacher_logps, which was"):
+        case.metrics(of_samples(1.0))

@@ -58,23 +58,29 @@ def distillation(
             divergence of two measures that need not sum to 1: sum_k p_k (log p_k - log q_k) - p_k +
             q_k for "reverse_kl", likewise for "forward_kl", the truncated sum for "js", and no
             other. It is never negative, and 0 with a gradient of 0 where p = q on the K: Ma et al.
-            2026 (MOPD), arXiv:2606.30406, equation 5.
+            2026 (MOPD), arXiv:2606.30406, equation 5; "sampled", of "reverse_kl" alone: the
+            truncated sum, and where the target y, which the student sampled, is not stored, sg(1 +
+            log p_y - log q_y) log p_y, an unbiased estimate of the gradient that the rest has. Its
+            value is a choice: NeMo-RL's pull requests 3584 and 3608 name none.
 
     Inputs: one of `teacher_logits` [.., V]; `teacher_hidden` [.., H'] with `teacher_head` (its
     logits are made a tile at a time); `teacher_topk_ids` [.., K] int64 (distinct; a negative id is
     an empty slot) and `teacher_topk_logps` [.., K] log-probs at the term's temperature. The ids may
     be the student's own, of hl.head_topk. A token that the teacher rules out (logit -inf) counts as
-    one of log-prob -10000.
+    one of log-prob -10000. With the tail "sampled" also teacher_logps [..], log q_y at the term's
+    temperature.
 
-    Default reduction: token_mean.
+    Default reduction: token_mean. Metrics: the divergence by its name; with the tail "sampled" its
+    two parts, stored and sampled, mass (the student's, on the K) and outside (the share of tokens
+    whose target is not stored).
     """
     with naming("distillation"):
         one_of(KINDS, divergence=divergence)
         number("between 0 and 1", lambda x: 0 < x < 1, beta=beta)
         positive(temperature=temperature)
         one_of(TAILS, tail=tail)
-        if tail == "generalized" and divergence not in GENERALIZED:
-            names = ", ".join(map(repr, GENERALIZED))
+        if divergence not in (kinds := KINDS_OF.get(tail, KINDS)):
+            names = ", ".join(map(repr, kinds))
             raise ValueError(f"divergence: got {divergence!r} with tail={tail!r}, want {names}")
     of_teacher = 1 - beta if divergence == "skew_reverse_kl" else beta
     side = {"temperature": temperature, "head": teacher_head, "tail": tail}
@@ -92,7 +98,11 @@ def distillation(
     )
 
 
-GENERALIZED = ("forward_kl", "reverse_kl", "js")  # divergences of measures that need not sum to 1
+# Divergences that a tail is for, where it is not for all.
+KINDS_OF: dict[str, tuple[Kind, ...]] = {
+    "generalized": ("forward_kl", "reverse_kl", "js"),
+    "sampled": ("reverse_kl",),
+}
 NOISE = 4  # times eps: 1 - sum of 512 probabilities, from a log-softmax, was off by 3.3 at most
 
 
@@ -113,7 +123,8 @@ def _divergence(stats: Statistics, batch: PackedBatch, *, teacher: Teacher) -> T
         unknown = (log_q[:, -1] <= math.log(noise)) | log_p[:, -1].isneginf()
         least[:, -1].masked_fill_(unknown, math.log(torch.finfo(wide).eps))
     else:
-        log_p, least = log_p[:, :-1].masked_fill(empty, FLOOR), torch.full_like(log_q[:1], FLOOR)
+        log_p = log_p[:, : empty.shape[1]].masked_fill(empty, FLOOR)
+        least = torch.full_like(log_q[:1], FLOOR)
     if teacher.tail == "renormalized":
         log_q, log_p = log_q.log_softmax(1), log_p.log_softmax(1)
     log_q, log_p = log_q.clamp_min(least), log_p.clamp_min(least)
@@ -123,11 +134,34 @@ def _divergence(stats: Statistics, batch: PackedBatch, *, teacher: Teacher) -> T
         value = value + (more if teacher.kind == "reverse_kl" else -more)
     if teacher.tail == "clamped":
         value = value.clamp_min(0)
+    if teacher.tail == "sampled":
+        value = value + _of_target(found, batch)
     return value.to(wide)
 
 
+def _outside(batch: PackedBatch) -> Tensor:
+    """Where the target is not stored, [T] bool."""
+    return (batch.teacher_topk_ids != batch.targets.unsqueeze(1)).all(1)
+
+
+def _of_target(found: Tensor, batch: PackedBatch) -> Tensor:
+    """What stands for the rest where the target is of it, [T]; `found` has its log-prob before the
+    rest's."""
+    outside = _outside(batch)
+    log_p = torch.where(outside, found[:, -2].double(), 0).clamp_min(FLOOR)
+    log_q = batch.teacher_logps.double().clamp_min(FLOOR)
+    return torch.where(outside, (1 + log_p - log_q).detach() * log_p, 0)
+
+
 def _observe(stats: Statistics, batch: PackedBatch, *, teacher: Teacher) -> dict[str, Observed]:
-    return {teacher.kind: Observed(_divergence(stats, batch, teacher=teacher))}
+    value, found = _divergence(stats, batch, teacher=teacher), stats.divergences[teacher]
+    figures = {teacher.kind: value}
+    if teacher.tail == "sampled" and found.dim() == 2:
+        sampled = _of_target(found, batch).to(value.dtype)
+        mass = found[:, :-2].exp().sum(1).to(value.dtype)  # that of an empty slot is 0
+        figures |= {"stored": value - sampled, "sampled": sampled, "mass": mass}
+        figures["outside"] = _outside(batch).to(value.dtype)
+    return {name: Observed(values) for name, values in figures.items()}
 
 
 @factory

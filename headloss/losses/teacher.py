@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
+    from ..batch.packing import PackedBatch
     from ..head.head import Head
 
-Tail = Literal["bucket", "renormalized", "truncated", "clamped", "generalized"]
+Tail = Literal["bucket", "renormalized", "truncated", "clamped", "generalized", "sampled"]
 TAILS: tuple[Tail, ...] = get_args(Tail)
 Kind = Literal[
     "forward_kl", "reverse_kl", "js", "skew_forward_kl", "skew_reverse_kl", "total_variation"
@@ -47,3 +51,14 @@ class Teacher:
                 "term distillation: got batch.teacher_hidden without distillation(teacher_head=...)"
             )
         return given[0]
+
+    def columns(self, batch: PackedBatch) -> Tensor:
+        """[N, K] ids of stored outcomes; with the tail "sampled" [N, K + 1], of which the last is
+        the target where it is not stored, and an empty slot where it is."""
+        ids: Any = batch.as_given("teacher_topk_ids")
+        if self.tail != "sampled":
+            return ids
+        target = ids.new_full((len(ids), 1), -1)
+        target[slice(None) if batch.index is None else batch.index, 0] = batch.targets.to(ids.dtype)
+        stored = (ids == target).any(1, keepdim=True)
+        return torch.cat([ids, target.masked_fill(stored, -1)], 1)

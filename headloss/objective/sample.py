@@ -48,13 +48,14 @@ def sample_statistics(
     def leaf(value: float, *more: int) -> Tensor:
         return torch.full((tokens, *more), value, dtype=dtype, device=device, requires_grad=True)
 
-    def outcomes(ids: str) -> Tensor:
-        """Log-probs of K columns and of the rest."""
-        return leaf(-2.0, kinds[ids][1][-1] + 1)
+    def outcomes(ids: str, more: int = 0) -> Tensor:
+        """Log-probs of K columns, of some more, and of the rest."""
+        return leaf(-2.0, kinds[ids][1][-1] + more + 1)
 
     stored = {"teacher_topk_ids", "teacher_topk_logps"} <= kinds.keys()
     beside: dict[object, Tensor] = {
-        teacher: outcomes("teacher_topk_ids") if stored else leaf(0.3) for teacher in teachers
+        t: outcomes("teacher_topk_ids", t.tail == "sampled") if stored else leaf(0.3)
+        for t in teachers
     }
     beside |= {COLLISION: leaf(0.5), PEAK: leaf(1.0)}
     if "candidate_ids" in kinds:

@@ -27,8 +27,7 @@ def with_beside(tokens: Tokens, work: Work) -> Tokens:
     prepared, index, teachers = work.prepared, work.batch.index, work.objective.teachers
     acts, _, own, needs, slices, *_ = tokens
 
-    def candidates(key: object, field: str, transform: Transform, tail: bool) -> Candidates:
-        ids: Any = work.batch.as_given(field)
+    def candidates(key: object, ids: Any, transform: Transform, tail: bool) -> Candidates:
         return Candidates(
             key=key,
             ids=ids,
@@ -44,10 +43,11 @@ def with_beside(tokens: Tokens, work: Work) -> Tokens:
     stored = [t for t in teachers if t.source(work.batch) == "topk"]
     dense = tuple(_dense(work, tokens, t) for t in teachers if t not in stored)
     found: list[Candidates | Collision] = [
-        candidates(t, "teacher_topk_ids", _at(own, t.temperature), True) for t in stored
+        candidates(t, t.columns(work.batch), _at(own, t.temperature), True) for t in stored
     ]
     if needs & {"candidate_logps", "candidate_tail"}:
-        found.append(candidates(CANDIDATES, "candidate_ids", own, "candidate_tail" in needs))
+        ids = work.batch.as_given("candidate_ids")
+        found.append(candidates(CANDIDATES, ids, own, "candidate_tail" in needs))
     if COLLISION in needs:
         found.append(Collision(own, acts, slices))
     return tokens._replace(teachers=dense, beside=tuple(found))
