@@ -256,6 +256,24 @@ def test_hidden_that_is_not_contiguous():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+def test_padded_rows_of_a_weight(schedule):
+    """Rows beyond the vocabulary are no tokens, and get a gradient of 0."""
+    hidden, weight, targets = trained_looking(9, H, V)
+    batch = hl.Batch(targets)
+    want, dx, dw = run(schedule, hidden, weight, batch, hl.cross_entropy())
+    leaf = hidden.detach().requires_grad_()
+    padded = torch.cat([weight.detach(), torch.ones(3, H)]).requires_grad_(schedule != "frozen")
+    head = hl.Head(padded, vocab_size=V)
+    loss = hl.head_loss(leaf, head, batch, hl.cross_entropy(), options(schedule)).loss
+    loss.backward()
+    torch.testing.assert_close(loss, want.loss)
+    torch.testing.assert_close(leaf.grad, dx)
+    if dw is not None:
+        torch.testing.assert_close(padded.grad[:V], dw)
+        assert zero(padded.grad[V:])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_int32_targets(schedule):
     hidden, weight, targets = trained_looking(9, H, V)
     targets[2] = -100
