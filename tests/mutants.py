@@ -39,24 +39,33 @@ CONFIG = Path(__file__).with_suffix(".toml")
 SECONDS, SECONDS_OF_REST = 900, 7200
 # The tests of a part, by the longest beginning of its name.
 OF_PART = {
-    "headloss/batch": "segments batch_order bad_input wrong_values",
+    "headloss/batch": "segments batch_order bad_input wrong_values candidate_ids term_api",
+    "headloss/batch/packing": "segments batch_order bad_input head_function support",
     "headloss/batch/support": "support",
     "headloss/kernels/reference": "statistics candidates kernel_twins",
+    "headloss/kernels/reference/pair": "statistics kernel_twins distillation",
     "headloss/kernels/reference/support": "support",
     "headloss/losses": "values policy_terms supervised_terms proximal_terms modifiers bad_input",
+    "headloss/losses/arguments": "term_api bad_input misuse",
     "headloss/losses/catalogue": "catalogue losses_page",
     "headloss/losses/distillation": "distillation",
     "headloss/losses/identity": "travel",
-    "headloss/losses/preference": "preference_terms bad_input",
+    "headloss/losses/preference": "preference_terms trl_preference bad_input",
     "headloss/losses/teacher": "distillation",
-    "headloss/losses/term": "term_api travel bad_input",
-    "headloss/objective": "metrics tolerance policy_terms statistics",
+    "headloss/losses/term": "term_api travel bad_input misuse",
+    "headloss/losses/trial": "term_api misuse",
+    "headloss/objective": "metrics tolerance policy_terms statistics head_function",
     "headloss/objective/divergence": "distillation",
+    "headloss/objective/sample": "term_api misuse",
     "headloss/losses/rejection": "modifiers bad_input",
     "headloss/run": "plan misuse refusals bad_input float16",
+    "headloss/run/operator": "head_stats head_stats_candidates",
+    "headloss/run/prepare": "plan bad_input kernel_twins",
+    "headloss/run/teachers": "distillation wrong_values",
     "headloss/softmax": "statistics",
-    "headloss/softmax/beside": "candidate_ids candidates",
+    "headloss/softmax/beside": "candidate_ids candidates support_candidates",
     "headloss/softmax/given": "given",
+    "headloss/softmax/rows": "statistics kernel_twins",
     "headloss/softmax/support": "support",
     "headloss/softmax/teacher": "distillation",
 }
@@ -92,9 +101,12 @@ def keep_a_sample(db: WorkDB, count: int, seed: int) -> None:
 
 
 def compiles(mutation: MutationSpec) -> bool:
-    """Not where a star before an argument was taken for an operator."""
-    operator = get_operator(mutation.operator_name)(**mutation.operator_args)
-    source = mutate_code(mutation.module_path.read_text(), operator, mutation.occurrence)
+    """Not where a star before an argument, or one alone, was taken for an operator."""
+    operator, text = get_operator(mutation.operator_name), mutation.module_path.read_text()
+    line, column = mutation.start_pos
+    if text.splitlines()[line - 1].startswith("*,", column):
+        return False
+    source = mutate_code(text, operator(**mutation.operator_args), mutation.occurrence)
     try:
         return source is not None and compile(source, "", "exec") is not None
     except SyntaxError:

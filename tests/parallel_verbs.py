@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import headloss as hl
 from headloss.ranks.agreement import checksum
-from headloss.testing import trained_looking
+from headloss.testing import error, trained_looking
 
 T, H, V = 24, 8, 61
 LENGTHS = (7, 1, 10, 0, 6)
@@ -68,6 +68,22 @@ def head_stats() -> None:
         found_hidden, found_shard = torch.autograd.grad(losses[1], (p.hidden, p.shard))
         close(found_hidden, into_hidden)
         close(found_shard, into_weight[p.rows])
+
+
+def float16() -> None:
+    """Statistics of slices are merged, and coefficients are scaled alike on all ranks."""
+    p = Problem()
+    x, whole, shard = (t.detach().half().requires_grad_() for t in (p.hidden, p.weight, p.shard))
+    heads = hl.Head(whole), hl.Head(shard, vocab_group=p.group)
+    objective = hl.cross_entropy() + 0.1 * hl.z_loss() - 0.01 * hl.entropy()
+    for given in ({}, {"chunk_tokens": 6}, {"schedule": "recompute"}, {"schedule": "held"}):
+        calls = [hl.head_loss(x, head, p.batch, objective, hl.Options(**given)) for head in heads]
+        (want, got), losses = calls, [call.loss for call in calls]
+        assert (got.loss - want.loss).abs() < 1e-5 and error(got.logps, want.logps) < 1e-5
+        into_hidden, into_weight = torch.autograd.grad(losses[0], (x, whole))
+        found_hidden, found_shard = torch.autograd.grad(losses[1], (x, shard))
+        assert error(found_hidden, into_hidden) < 2**-10
+        assert error(found_shard, into_weight[p.rows]) < 2**-10
 
 
 def loss_elsewhere() -> None:

@@ -17,7 +17,7 @@ import headloss as hl
 from headloss.kernels import triton as triton_backend
 from headloss.kernels.interface import Forward, Held, Measured
 from headloss.kernels.transform import Transform
-from headloss.testing import trained_looking
+from headloss.testing import error, plain, trained_looking
 
 # The interpreter multiplies the bits of bf16 operands as integers: they are for the GPU.
 SIXTEEN = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -208,6 +208,20 @@ def test_calls_that_are_batch_invariant(kind: str, schedule: str) -> None:
         found = trained(hidden[rows], head, targets[rows], schedule=schedule, **few)
         for value, other in zip(found, whole, strict=True):
             assert torch.equal(value, other[rows])
+
+
+@pytest.mark.parametrize("size", [2.0**-24, 2.0**20])
+def test_coefficients_of_any_size_leave_float16_its_digits(size: float) -> None:
+    """They are brought near one by what is known of them in advance: no row depends on others."""
+    hidden, weight, targets = (t.to(DEVICE) for t in trained_looking(7, 24, 90, torch.float16))
+    head, batch = hl.Head(weight), hl.Batch(targets, share=torch.rand(7, device=DEVICE) + 0.5)
+    objective = hl.cross_entropy().weighted("share")
+    leaf = hidden.requires_grad_()
+    given = hl.Options(backend="triton", batch_invariant=True)
+    (hl.head_loss(leaf, head, batch, size * objective, given).loss / size).backward()
+    assert leaf.grad is not None
+    want = plain(leaf, head, batch, objective).gradients["hidden"]
+    assert error(leaf.grad, want) <= 3 * error(want.half(), want) + 1e-6
 
 
 def test_refused_where_it_cannot_be_kept() -> None:

@@ -95,6 +95,7 @@ def test_chosen_gradient(which, name, ordered):
         order = twins.dense_order(torch.tensor([0, 1, 0, 1, 1, 1], device=DEVICE).bool(), 5)
         places = order.rows[: int(order.count)]
     multiples = torch.rand(n, device=DEVICE) + 0.5
+    multiples[3], multiples[5] = -1, -multiples[5]
     chosen = Chosen(columns, logps, slopes)
     for backend in (triton_backend, twins):
         for divisor in (None, multiples):

@@ -336,6 +336,38 @@ def test_a_rest_that_no_teacher_knows_counts_for_nothing(kind, size):
     assert error(out.loss, value) < 1e-6 and error(found, want) < 1e-6
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("missing", [0, None])
+def test_a_rest_of_the_teachers_where_the_student_has_none(kind, missing):
+    """Nothing is outside of what is stored: the student's rest is a rounding error's mass, and what
+    the student itself rules out stays ruled out."""
+    logps, ids = torch.tensor([[0.6, 0.2, 0.1]] * 2).log(), torch.tensor([[0, 1, 2]] * 2)
+    logits = torch.tensor([[0.3, -0.2, 0.5], [1.0, 0.0, -1.0]])
+    if missing is not None:
+        logits[:, missing] = -math.inf
+    batch = hl.Batch(ids[:, 1], teacher_topk_ids=ids, teacher_topk_logps=logps)
+    term = hl.distillation(divergence=kind)
+    loss = hl.logits_loss(logits, batch, term).loss
+    eps = torch.finfo(torch.float32).eps
+    log_q = torch.cat([logps, torch.full((2, 1), 0.1).log()], 1).double()
+    log_p = logits.double().log_softmax(-1).clamp_min(-1e4)
+    log_p = torch.cat([log_p, torch.full((2, 1), math.log(eps)).double()], 1)
+    assert error(loss, formula(log_q, log_p, kind, beta=0.5).mean()) < 1e-6
+
+
+@pytest.mark.parametrize("tail", ["bucket", "clamped"])
+def test_stored_log_probs_that_add_up_to_more_than_one(tail):
+    """As rounding may leave them: they are taken as they are, so that the sum may be negative."""
+    logps, ids = torch.tensor([[0.6, 0.3, 0.2]] * 2).log(), torch.tensor([[0, 1, 2]] * 2)
+    hidden = torch.full((2, V), -40.0)
+    hidden[:, :3] = logps
+    batch = hl.Batch(ids[:, 0], teacher_topk_ids=ids, teacher_topk_logps=logps)
+    term = hl.distillation(divergence="reverse_kl", tail=tail)
+    loss = hl.head_loss(hidden, hl.Head(torch.eye(V)), batch, term).loss
+    want = -math.log(1.1) if tail == "bucket" else 0.0
+    torch.testing.assert_close(loss, torch.tensor(want), atol=2e-6, rtol=0)
+
+
 # ---------------------------------------------------------------------- in company
 
 

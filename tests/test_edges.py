@@ -256,6 +256,24 @@ def test_hidden_that_is_not_contiguous():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+def test_padded_rows_of_a_weight(schedule):
+    """Rows beyond the vocabulary are no tokens, and get a gradient of 0."""
+    hidden, weight, targets = trained_looking(9, H, V)
+    batch = hl.Batch(targets)
+    want, dx, dw = run(schedule, hidden, weight, batch, hl.cross_entropy())
+    leaf = hidden.detach().requires_grad_()
+    padded = torch.cat([weight.detach(), torch.ones(3, H)]).requires_grad_(schedule != "frozen")
+    head = hl.Head(padded, vocab_size=V)
+    loss = hl.head_loss(leaf, head, batch, hl.cross_entropy(), options(schedule)).loss
+    loss.backward()
+    torch.testing.assert_close(loss, want.loss)
+    torch.testing.assert_close(leaf.grad, dx)
+    if dw is not None:
+        torch.testing.assert_close(padded.grad[:V], dw)
+        assert zero(padded.grad[V:])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_int32_targets(schedule):
     hidden, weight, targets = trained_looking(9, H, V)
     targets[2] = -100
@@ -395,15 +413,17 @@ def test_poison_in_unscored_positions(schedule, poison):
     assert out[0].metrics.compute() == clean[0].metrics.compute()
 
 
+@pytest.mark.parametrize("tokens", [12, V])  # or as many as columns
+@pytest.mark.parametrize("chunk", [5, None])
 @pytest.mark.parametrize("rows", [[], [0, 5, 6], list(range(12))])
-def test_rows_without_a_gradient_whatever_memory_holds(fresh_memory_is_nan, rows):
+def test_rows_without_a_gradient_whatever_memory_holds(fresh_memory_is_nan, rows, chunk, tokens):
     """Their gradient is exactly 0, also where memory is not filled beforehand."""
-    hidden, weight, targets = trained_looking(12, H, V)
-    advantages = torch.randn(12)
+    hidden, weight, targets = trained_looking(tokens, H, V)
+    advantages = torch.randn(tokens)
     advantages[rows] = 0
-    batch = hl.Batch(targets, advantages=advantages, old_logps=-torch.rand(12) - 1)
-    want = run("one_pass", hidden, weight, batch, hl.grpo(), skip_rows=False, chunk_tokens=5)
-    got = run("one_pass", hidden, weight, batch, hl.grpo(), chunk_tokens=5)
+    batch = hl.Batch(targets, advantages=advantages, old_logps=-torch.rand(tokens) - 1)
+    want = run("one_pass", hidden, weight, batch, hl.grpo(), skip_rows=False, chunk_tokens=chunk)
+    got = run("one_pass", hidden, weight, batch, hl.grpo(), chunk_tokens=chunk)
     assert got[1][rows].eq(0).all() and got[1].isfinite().all()
     torch.testing.assert_close(got[1:], want[1:])
 

@@ -95,7 +95,7 @@ def test_a_frozen_head_keeps_the_digits_of_a_token_near_p_1_in_float16(margin):
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 8])
-@pytest.mark.parametrize("upstream", [65536.0, 2**-20])
+@pytest.mark.parametrize("upstream", [65536.0, 2.0, 2**-20])
 def test_a_declared_upstream_gradient_leaves_float16_its_digits(upstream, chunk_tokens):
     """Also where chunks go by what is known before the statistics are."""
     hidden, weight = torch.randn(64, 16).half(), torch.randn(97, 16).half()

@@ -261,6 +261,16 @@ def declared(stats, batch, tau=2.0):
     return tau * batch.w * stats.logp
 
 
+@hl.term(slopes=lambda batch: (Slope(-batch.w, batch.old_logps, sign=-1.0),))
+def inverse_ratio(stats, batch):
+    return batch.w * (batch.old_logps - stats.logp).exp()
+
+
+@hl.term(slopes=lambda batch: (Slope(batch.w, low=-2.0, sign=0.0),))
+def no_lower(stats, batch):
+    return batch.w * stats.logp.clamp_min(-2.0)
+
+
 CLIPPED = [
     hl.grpo(),
     hl.grpo(epsilon_low=0.0, epsilon_high=0.0),
@@ -276,6 +286,7 @@ CLIPPED = [
     hl.cross_entropy(label_smoothing=0.1).where("keep") + hl.cross_entropy().weighted("w"),
     hl.reinforce() - 0.2 * hl.kl(),
     declared(tau=3.0),
+    inverse_ratio() + no_lower(),
 ]
 
 
@@ -297,6 +308,9 @@ def test_what_is_known_beforehand_is_the_gradient(objective):
     )
     bound = bind(objective, inside, Totals.of(batch), 10, torch.float64)
     want = bound.gradient(stats, inside, None).coefficients
+    closed = replace(bound, closed=True).gradient(stats, inside, None).coefficients
+    for name, value in want.tensors().items():
+        torch.testing.assert_close(getattr(closed, name), value, rtol=1e-12, atol=1e-15)
     (c, *_), slopes = replace(bound, declared=2.0).beforehand(inside, frozenset(stats.tensors()))
     slope = torch.zeros_like(logp)
     for rate, anchor, low, high, sign in () if slopes is None else slopes:
@@ -496,6 +510,8 @@ def test_offsets_of_more_dimensions(order, index):
     assert aligned
     assert torch.equal(found, logits.reshape(24, 5)[positions, 0])
     assert not View(whole[..., :47].contiguous(), None).offsets()[1]
+    one_for_all = View(whole[0, 0, 0, :5].expand(6, 5), None)
+    assert one_for_all.offsets()[0].tolist() == [0] * 6
 
 
 # ---------------------------------------------------------------------- on a GPU alone

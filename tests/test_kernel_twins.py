@@ -9,6 +9,7 @@ import inspect
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -513,6 +514,22 @@ def test_distillation_through_the_twins(through_twins, monkeypatch, kind, temper
     assert abs(loss - want) <= 1e-6 * want
     for gradient, oracle in zip(gradients, exact, strict=True):
         assert error(gradient, oracle) <= 2**-8  # p and differences have 8 and 11 bits
+
+
+@pytest.mark.parametrize("more", ["bias", "adapter"])
+def test_a_teachers_head_with_more_than_a_weight_through_the_twins(twins, more):
+    """Its product alone would not be its logits."""
+    hidden, weight, targets = trained_looking(T, H, V, torch.float32, "cpu")
+    lora = (hl.Lora(a=torch.randn(2, 8), b=torch.randn(V, 2), scaling=0.5),)
+    given: Any = {"bias": {"bias": torch.randn(V)}, "adapter": {"lora": lora}}[more]
+    states, teacher = torch.randn(T, 8), hl.Head(torch.randn(V, 8), **given)
+    found = []
+    for fields in ({"teacher_hidden": states}, {"teacher_logits": teacher.logits(states)}):
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+        term = hl.distillation(teacher_head=teacher if "teacher_hidden" in fields else None)
+        loss = hl.head_loss(leaves[0], hl.Head(leaves[1]), hl.Batch(targets, **fields), term).loss
+        found.append((loss, *torch.autograd.grad(loss, leaves)))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

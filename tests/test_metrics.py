@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import headloss as hl
 from headloss.objective.metrics import Max, Mean, Metrics, Min, Observed, Perplexity, Sum, fold
+from headloss.testing import LiveTensors
 
 KINDS = [Mean, Perplexity, Sum, Max, Min]
 
@@ -272,3 +273,16 @@ def test_metrics_that_are_asked_for_later_are_those_of_the_call():
         for tensor in (*given.values(), batch.segments.ids, batch.targets):
             tensor.zero_()
         assert out.metrics.compute() == now and "gspo/ratio" in now
+
+
+def test_who_reads_no_metrics_pays_for_none():
+    """The library's own terms are measured when they are asked; a copy of wide fields is not kept
+    for that."""
+    hidden, head = torch.randn(12, 4), hl.Head(torch.randn(9, 4))
+    fields = {"advantages": torch.randn(12), "old_logps": -torch.rand(12)}
+    for more in ({}, {"candidate_ids": torch.arange(12).unsqueeze(1) % 9}):
+        batch = hl.Batch(torch.arange(12) % 9, **fields, **more)
+        out = hl.head_loss(hidden, head, batch, hl.grpo())
+        with LiveTensors() as meter:
+            assert "grpo/ratio" in out.metrics
+        assert (meter.largest == 0) == bool(more)

@@ -207,8 +207,12 @@ def test_rejected(measure: str, level: str, bounds: str) -> None:
         for m in values
     ]
     assert 0 < sum(want) < len(want)
-    found = factor(h.grpo().rejected(measure, level, **limits), case)
-    assert found.tolist() == want
+    term = h.grpo().rejected(measure, level, **limits)
+    assert factor(term, case).tolist() == want
+    told = term.modifiers[0].observe(case.stats, case.batch)["rejected"]
+    dropped = told.values if level == "token" else case.batch.segments.expand(told.values)
+    assert told.per == ("token" if level == "token" else "segment")
+    assert dropped.tolist() == [1 - kept for kept in want]
     batch = Batch(torch.zeros(len(want)).long(), Segments.from_lengths(LENGTHS), **probabilities)
     assert h.rejection_mask(batch, measure, level=level, **limits).tolist() == [
         x == 1 for x in want

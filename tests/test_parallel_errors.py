@@ -9,6 +9,8 @@ import parallel_errors
 import pytest
 from worlds import World, world_of
 
+import headloss as hl
+
 SECONDS = 10.0
 
 
@@ -22,6 +24,13 @@ def test_all_ranks_refuse(world: World) -> None:
     for name, (_, _, match) in parallel_errors.CASES.items():
         for kind, message in world.run(parallel_errors.refuse, name, seconds=SECONDS):
             assert kind and re.search(match, message), (name, match, message)
+
+
+def test_all_ranks_refuse_a_plan(world: World) -> None:
+    for name, (over, _, match) in parallel_errors.CASES.items():
+        if over == "segments":
+            for kind, message in world.run(parallel_errors.refuse, name, hl.plan, seconds=SECONDS):
+                assert kind and re.search(match, message), (name, match, message)
 
 
 @pytest.mark.parametrize("world", [4], indirect=True)

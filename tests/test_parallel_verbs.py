@@ -10,6 +10,7 @@ from worlds import World, world_of
 
 VERBS = [
     "head_stats",
+    "float16",
     "loss_elsewhere",
     "head_topk",
     "logits_loss",

@@ -368,6 +368,8 @@ def test_bytes_by_part():
     plan = planned({"tokens": 512, "element_size": 2, "weight_size": 2}, chunk_tokens=128)
     assert plan.bytes["logits"] == row(128)
     assert plan.bytes["weight gradient accumulator"] == 5000 * 64 * 4
+    # Three blocks of logits in float32, and one of the weight.
+    assert plan.bytes["working blocks"] == 4 * (3 * 128 * 5000 + 5000 * 64)
     assert plan.total_bytes == sum(plan.bytes.values())
     # When the float32 sum becomes the gradient, the logits have gone.
     returned = 2 * 64 * 5000
@@ -410,6 +412,7 @@ def test_str():
     assert any("logits" in line and "4.9 MiB" in line for line in lines)
     assert any(line.startswith("total") for line in lines)
     assert any(line.startswith("plain") for line in lines)
+    assert "chunks=" not in repr(planned(chunk_tokens=1))  # of a long call there are many
     sweep = str(planned(schedule="recompute"))
     assert "tiles of" in sweep and "asked for" in sweep
 
@@ -429,6 +432,14 @@ def test_plan_counts_scored_tokens_alone():
     hidden = torch.zeros(4, 50, 8, requires_grad=True)
     plan = hl.plan(hidden, hl.Head(torch.zeros(30, 8)), hl.Batch(targets), hl.cross_entropy())
     assert plan.chunks[-1].stop == 80 and plan.chunks[-1].last == 4
+
+
+def test_given_logits_beside_a_teacher_take_no_more_than_a_chunk_of_both():
+    logits = torch.randn(40, 300).bfloat16().requires_grad_()
+    batch = hl.Batch(torch.arange(40), teacher_logits=torch.randn(40, 300))
+    options = hl.Options(schedule="recompute", chunk_tokens=7)
+    plan = hl.logits_loss(logits, batch, hl.distillation(), options=options).plan
+    assert plan.bytes["logits"] == 7 * 300 * 4 * 2
 
 
 def test_plan_of_shipped_objectives():

@@ -135,6 +135,19 @@ def test_vespo_without_a_sampler() -> None:
     assert_same([reduced(h.vespo(), case.stats, case.batch)], [want])
 
 
+def test_vespo_takes_the_ratio_of_the_sampler_from_the_caller() -> None:
+    """In place of the sampler's log-probs; a masked one, of 0, counts as 1e-8."""
+    case = make(scale=0.1)
+    ratio = (case.fields["old_logps"] - case.fields["sampling_logps"]).exp()
+    ratio[4], masked = 1e-8, ratio.clone()
+    masked[4] = 0
+    sampled = case.fields["old_logps"] - ratio.log()
+    want = vespo_paper(case.with_fields(sampling_logps=sampled).sequences())
+    for given in (ratio, masked):
+        batch = case.with_fields(importance_sampling_ratio=given).batch
+        assert_same([reduced(h.vespo(), case.stats, batch)], [want])
+
+
 # ---------------------------------------------------------------------- equal by theory
 
 

@@ -242,7 +242,7 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_281, "core tokens": 75_313}
+MOST = {"core lines": 10_279, "core tokens": 75_296}
 MOST |= {"kernels lines": 4_310, "kernels tokens": 34_943, "files on top": 14}
 
 

@@ -234,6 +234,7 @@ def refused(match: str, ids, targets=(3, 0, 2), vocabulary: int = 8, **options):
         (IDS, (-100, 0, 1), r"got ids \[2\] at position 2, want the target, 1, among them"),
         ([[3, 8, -1]], (3,), r"got id 8 at position 0, want 0 <= id < 8"),
         ([[3, 5, 3]], (3,), r"got id 3 more than once at position 0, want distinct ids"),
+        ([[3, 5, 5]], (3,), r"got id 5 more than once at position 0, want distinct ids"),
         ((torch.tensor([3, -1]), torch.tensor([0, 2])), (3,), r"got id -1 at position 0"),
         ((torch.tensor([3, 2]), torch.tensor([0, 3])), (3,), r"offsets that do not rise from 0"),
         ((torch.tensor([3, 2]), torch.tensor([0, 2, 1])), (3, 2), r"offsets that do not rise"),
@@ -291,6 +292,9 @@ def test_the_plan_says_that_a_support_serves():
     assert (plan.restricted, plan.support) == (21, 21 * cases.MOST)
     assert "189 dot products for 21 of 21 tokens" in str(plan)
     assert "logits" not in plan.bytes and plan.bytes["support"] == 189 * 48
+    budget = hl.Options(memory_budget=7 * 9 * 48)  # of seven tokens' pairs
+    small = hl.plan(inputs.hidden, inputs.head, inputs.batch, hl.cross_entropy(), budget)
+    assert (small.chunk_tokens, len(small.chunks)) == (7, 3)
     mixed = cases.inputs("mixed flat").batch
     plan = hl.plan(inputs.hidden, inputs.head, mixed, inputs.objective)
     assert "dot products for 13 of 21 tokens" in str(plan) and "logits" in plan.bytes

@@ -133,6 +133,7 @@ def test_one_term_object_may_stand_twice():
         ("sequence_sum", lambda loss: per_segment(loss, torch.sum).mean()),
         (hl.token_mean, lambda loss: loss.mean()),
         (hl.fixed_length(7), lambda loss: loss.sum() / (S * 7)),
+        (hl.fixed_length(0.5), lambda loss: loss.sum() / (S * 0.5)),
     ],
 )
 def test_over(reduction, weigh):

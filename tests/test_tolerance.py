@@ -182,6 +182,7 @@ def test_a_frozen_head_leaves_nothing_out() -> None:
         for given in ({}, {"gradient_tolerance": 0.3})
     )
     assert float(found.metrics["skipped_rows"]) == 0
+    assert float(found.metrics["skipped_mass"].count) == 0  # nor looks at any
     gradients = [torch.autograd.grad(out.loss, hidden)[0] for out in (exact, found)]
     assert torch.equal(*gradients)
 

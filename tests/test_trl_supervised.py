@@ -89,18 +89,19 @@ def test_label_smoothing() -> None:
     check("random", hl.cross_entropy(label_smoothing=0.3), want, leaves)
 
 
-def test_ignore_index() -> None:
+@pytest.mark.parametrize("pad", [0, V // 2, V - 1])
+def test_ignore_index(pad: int) -> None:
     """Of another value, for targets and for labels that are shifted here."""
     hidden, weight, labels = problem()
-    padded = labels.where(labels != -100, V - 1)
+    padded = labels.where(labels != -100, pad)
     logits = hidden @ weight.t()
-    want = F.cross_entropy(logits.view(-1, V), padded.view(-1), ignore_index=V - 1)
-    batch = hl.Batch(padded, ignore_index=V - 1)
+    want = F.cross_entropy(logits.view(-1, V), padded.view(-1), ignore_index=pad)
+    batch = hl.Batch(padded, ignore_index=pad)
     torch.testing.assert_close(
         hl.head_loss(hidden, hl.Head(weight), batch, hl.cross_entropy()).loss, want
     )
-    want = F.cross_entropy(logits[:, :-1].transpose(1, 2), padded[:, 1:], ignore_index=V - 1)
-    batch = hl.Batch.from_labels(padded, ignore_index=V - 1)
+    want = F.cross_entropy(logits[:, :-1].transpose(1, 2), padded[:, 1:], ignore_index=pad)
+    batch = hl.Batch.from_labels(padded, ignore_index=pad)
     torch.testing.assert_close(
         hl.head_loss(hidden, hl.Head(weight), batch, hl.cross_entropy()).loss, want
     )

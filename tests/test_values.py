@@ -157,8 +157,10 @@ def test_kl_shaped(centred: bool, through: bool) -> None:
         shaped = zip(ratios(s), s.advantages, kl, strict=True)
         return [-r * (a - 0.5 * (k - mean)) for r, a, k in shaped]
 
+    asked = {"centred": centred, "through": through}
+    flags = {name: True for name, value in asked.items() if value}  # False by default
     term = hl.dppo(delta_low=1.0, delta_high=1.0, surrogate="ratio", ratio_max=None)
-    term = hl.kl_shaped(term, beta=0.5, estimator="k3", centred=centred, through=through)
+    term = hl.kl_shaped(term, beta=0.5, estimator="k3", **flags)
     got = value_and_gradient(reduced(term, case.stats, case.batch), case.logp)
     if not through:  # weights are constants: with a gradient through A, so is r
         assert_same(got, value_and_gradient(over_tokens(case.sequences(), rows), case.logp))
@@ -166,8 +168,7 @@ def test_kl_shaped(centred: bool, through: bool) -> None:
         hl.grpo(epsilon_low=0.999, epsilon_high=1e6).over("token_mean"),
         beta=0.5,
         estimator="k3",
-        centred=centred,
-        through=through,
+        **flags,
     )
     got = value_and_gradient(reduced(clipped, case.stats, case.batch), case.logp)
     assert_same(got, value_and_gradient(over_tokens(case.sequences(), rows), case.logp))
@@ -183,6 +184,23 @@ def test_kl_shaped_with_modifiers_and_errors() -> None:
         hl.kl_shaped(hl.grpo(), beta=1.0, estimator="k9")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="kl_shaped: term: got"):
         hl.kl_shaped(hl.grpo, beta=1.0)  # type: ignore[arg-type]
+
+
+def test_kl_shaped_lets_a_term_read_as_ever() -> None:
+    """A field by name, one that may be missing, the advantages by `get`."""
+
+    @hl.term
+    def scaled(stats, batch):
+        one = torch.ones_like(batch.old_logps)
+        assert "bonus" not in batch and len(batch) == len(one)
+        return -batch.get("advantages") * stats.logp * batch.get("bonus", 3 * one)
+
+    case = make(per_token=True)
+    shaped = case.fields["advantages"] - 0.5 * (case.fields["ref_logps"] - case.logp).neg().detach()
+    got = value_and_gradient(
+        reduced(hl.kl_shaped(scaled(), beta=0.5), case.stats, case.batch), case.logp
+    )
+    assert_same(got, value_and_gradient((-3 * shaped * case.logp).mean(), case.logp))
 
 
 def test_staleness_weights() -> None:

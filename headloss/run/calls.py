@@ -104,8 +104,6 @@ def linear_plan(given: Given) -> Plan:
     """What `head_loss` would run; hidden states may be on the meta device."""
     work = _linear_work(given)
     _ = _tokens(work)  # what it is made of is checked
-    if work.given.segments.group is not None:
-        _ = work.bound  # and what its ranks' totals and weights are
     return work.plan
 
 
