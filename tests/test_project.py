@@ -37,7 +37,17 @@ TERMS |= {"objective.bound"}
 ENGINE = {"objective.elsewhere", "objective.tolerance"}
 LOGITS = {"kernels", "softmax.products", "softmax"}
 VERBS = {"check_term", "head_function", "head_loss", "head_stats", "head_topk"}
-PUBLIC = {"", *PARTS, "head.head", "losses", "options", "run.plan", "run.prepare", *VERBS}
+PUBLIC = {
+    "",
+    *PARTS,
+    "batch.support_forms",
+    "head.head",
+    "losses",
+    "options",
+    "run.plan",
+    "run.prepare",
+    *VERBS,
+}
 ALLOWED: dict[str, set[str]] = {
     "naive": set(),  # torch alone
     "arguments": set(),
@@ -50,6 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     "softmax.products": {"kernels"},
     "batch.survey": {"arguments", "batch.segments", "host_copy"},
     "batch.support": {"arguments", "kernels", "batch.survey"},
+    "batch.support_forms": {"arguments"},
     "batch.batch": {
         "arguments",
         "batch.reduction",
@@ -225,7 +236,7 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_659, "core tokens": 78_701}
+MOST = {"core lines": 10_845, "core tokens": 79_898}
 MOST |= {"kernels lines": 4_811, "kernels tokens": 40_449, "files on top": 14}
 
 
