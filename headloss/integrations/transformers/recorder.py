@@ -145,8 +145,8 @@ class SupportRecorder:
         def with_recorder(*args: Any, **kwargs: Any) -> Any:
             made = processors(*args, **kwargs)
             config: Any = kwargs.get("generation_config", args[0] if args else None)
-            _check_mode(config, self._assistant, "input_ids_seq_length" in kwargs)
             if self._wanted is None or self._wanted(made, config):
+                _check_mode(config, self._assistant, "input_ids_seq_length" in kwargs)
                 self._greedy = not config.do_sample
                 made.append(self)
             return made
