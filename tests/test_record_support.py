@@ -108,7 +108,7 @@ def test_what_the_model_itself_and_the_call_filter_is_seen() -> None:
     assert (kept != 40).all() and ((kept >= 0).sum(-1) < 30).all()
 
 
-@pytest.mark.parametrize("wrap", ["lora", "compiled"])
+@pytest.mark.parametrize("wrap", ["lora", "parallel"])
 def test_wrapped_models(wrap: str) -> None:
     model: Any = load(llama())
     if wrap == "lora":
