@@ -26,7 +26,7 @@ CASES = ("grpo", "sft", "dpo", "sft_totals", "dpo_totals", "ppo")
 CASES += ("replay", "fsdp2", "fsdp2_head", "fsdp2_lone_head")
 FORWARDS = ("sharded", "sharded, float32 out", "sharded head")
 MIXED = (*FORWARDS, "sft", "dpo", "grpo_trainer", "grpo", "gspo", "cispo", "ppo", "reinforce")
-MIXED += ("float32",)
+MIXED += ("float32", "replay", "replay, lora")
 
 
 def free_port() -> int:

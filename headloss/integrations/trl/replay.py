@@ -13,9 +13,8 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from trl.generation import vllm_generation
-
 from ..seams import release
+from .support import ENGINE
 
 SWITCH, RUNNER = "return_sampling_mask", "VLLM_USE_V2_MODEL_RUNNER"
 # Options that change the logits of ids which are kept, where they are not one of these values.
@@ -204,10 +203,11 @@ def _changes(option: str) -> Obstacle:
 @contextlib.contextmanager
 def engine_with_sets(trainer: Any) -> Iterator[None]:
     """Inside, the engine of vLLM that TRL builds returns the ids that it kept, where wanted."""
-    if not hasattr(vllm_generation, "LLM"):  # vLLM is not installed
+    module: Any = sys.modules.get(ENGINE)  # TRL's trainer imports it
+    theirs = getattr(module, "LLM", None)
+    if theirs is None:  # vLLM is not installed
         yield
         return
-    theirs: Any = vllm_generation.LLM  # type: ignore[attr-defined]
 
     def build(*args: Any, **kwargs: Any) -> Any:
         if not wanted(trainer):
@@ -226,11 +226,11 @@ def engine_with_sets(trainer: Any) -> Iterator[None]:
         wanted(trainer)  # raises, or warns
         return theirs(*args, **kwargs)
 
-    vllm_generation.LLM = build  # type: ignore[attr-defined]
+    module.LLM = build
     try:
         yield
     finally:
-        vllm_generation.LLM = theirs  # type: ignore[attr-defined]
+        module.LLM = theirs
 
 
 def _version() -> str:

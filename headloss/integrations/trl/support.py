@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from trl.generation import vllm_generation
 
 from ...arguments import is_integers
 from ...batch.support_forms import support_from_lists
 from ...objective.metrics import Max, Mean, Metrics, Min
+from ..seams import part
 from ..transformers.recorder import SampledSets
-from .common import require
 
 Row = tuple[Tensor, Tensor]
+ENGINE = "trl.generation.vllm_generation"
 
 
 class Drawn(float):
@@ -180,8 +180,7 @@ def sampling_metrics(new_logps: Tensor, scored: Tensor, inputs: dict[str, Any]) 
 @contextlib.contextmanager
 def sets_of_outputs() -> Iterator[None]:
     """Inside, the log-probs that TRL takes from vLLM's outputs carry their sets."""
-    require(vllm_generation, "extract_logprobs")
-    theirs = vllm_generation.extract_logprobs
+    theirs = part("trl", ENGINE, "extract_logprobs")
 
     def extract_logprobs(all_outputs: Any) -> Any:
         logprobs, token_ids = theirs(all_outputs)
@@ -189,11 +188,12 @@ def sets_of_outputs() -> Iterator[None]:
             _attach(logprobs, [one for outputs in all_outputs for one in outputs.outputs])
         return logprobs, token_ids
 
-    vllm_generation.extract_logprobs = extract_logprobs
+    module = part("trl", ENGINE)
+    module.extract_logprobs = extract_logprobs
     try:
         yield
     finally:
-        vllm_generation.extract_logprobs = theirs
+        module.extract_logprobs = theirs
 
 
 def _attach(logprobs: list[list[list[float | None]]], completions: list[Any]) -> None:
