@@ -78,7 +78,7 @@ def rows_drawn(
             tokens: list[Any] = list(run)
             count = len(tokens)
             runs.append(_nothing(count) if sets is None else sets.tokens(tokens[0].at, count))
-        ids, counts = (torch.cat([t.to(device) for t in part]) for part in zip(*runs, strict=True))
+        ids, counts = (torch.cat([t.to(device) for t in ts]) for ts in zip(*runs, strict=True))
         rows.append((ids, counts))
     return rows
 
@@ -117,10 +117,10 @@ def _row(given: Any, columns: int) -> Row:
         sets = [_integers([] if ids is None else ids, 1) for ids in tokens]
     else:
         raise TypeError(f"support_ids: got {given!r} for a completion, want ids for each token")
-    sets = [ids[ids >= 0] for ids in sets]
+    sets = [ids[ids >= 0].int() for ids in sets]
     counts = torch.zeros(columns, dtype=torch.int32, device="cpu")
     counts[: len(sets)] = torch.tensor([len(ids) for ids in sets], dtype=torch.int32, device="cpu")
-    return torch.cat([_nothing(0)[0], *sets]).int(), counts
+    return torch.cat([_nothing(0)[0], *sets]), counts
 
 
 def _integers(ids: Any, dimensions: int) -> Tensor:
