@@ -6,6 +6,7 @@ Two runs of shipped recipes, from Python: what `headloss train sft` and `headlos
 from __future__ import annotations
 
 import shutil
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from headloss.train import Result
 from headloss.train.report import DECODING, score, table
 
 QWEN = {"width": 1024, "vocabulary": 151936}  # of Qwen3-0.6B
+SAMPLER = {"gspo": ("trainer.top_p=0.95",)}  # a filter, whose sets are replayed
 
 
 def main(output: Path = Path("runs/demo"), overrides: tuple[str, ...] = ()) -> int:
@@ -25,14 +27,16 @@ def main(output: Path = Path("runs/demo"), overrides: tuple[str, ...] = ()) -> i
     recipes, results = {}, {}
     for name, model in (("sft", "tiny"), ("gspo", str(output / "sft" / "model"))):
         print(f"\n{name}: {train.recipes()[name]}", flush=True)
-        settings = [f"model={model}", f"output={output / name}", *overrides]
+        settings = [f"model={model}", f"output={output / name}", *SAMPLER.get(name, ()), *overrides]
         recipes[name] = train.recipe(name, settings)
         results[name] = train.run(recipes[name])
         if not results[name].finished:
             return 130
     minutes = (time.perf_counter() - begun) / 60
     both = train.compare([output / name for name in results], output / "compare.html")
-    lines = [accuracies(results), pages(results, both), logits(recipes["gspo"], results["gspo"])]
+    gspo = results["gspo"]
+    lines = [accuracies(results), mismatch(gspo), pages(results, both)]
+    lines.append(logits(recipes["gspo"], gspo))
     report = output / "report.md"
     report.write_text(f"# Demo, {minutes:.1f} minutes\n\n" + "\n\n".join(lines) + "\n")
     print("\n" + "\n\n".join(lines))
@@ -45,6 +49,20 @@ def accuracies(results: dict[str, Result]) -> str:
     found = {"before": sft.before, "after SFT": sft.after, "after GSPO": gspo.after}
     rows = [["model", "held-out problems"], *([k, score(v)] for k, v in found.items() if v)]
     return f"{table(rows)}\n\n{DECODING}"
+
+
+def mismatch(result: Result) -> str:
+    """How far the trainer's log-probs were from those that tokens were drawn with."""
+    steps = [line for line in result.metrics if "headloss/sampling/kl" in line]
+    first, kept = steps[0], statistics.fmean(line["headloss/sampling/kept"] for line in steps)
+    at = {name: first[f"headloss/sampling/{name}"] for name in ("ratio_min", "ratio_max", "kl")}
+    later = statistics.fmean(line["headloss/sampling/kl"] for line in steps)
+    return (
+        f"GSPO drew by top-p from {kept:.1f} ids a token, and took log-probs over these. On the "
+        f"first step the ratios to the sampler's lie between {at['ratio_min']:.6f} and "
+        f"{at['ratio_max']:.6f}, their KL is {at['kl']:.1e}; over the run, whose every second step "
+        f"is off-policy, it is {later:.1e}."
+    )
 
 
 def pages(results: dict[str, Result], comparison: Path) -> str:

@@ -12,6 +12,7 @@ from .batch.reduction import (
     token_mean,
 )
 from .batch.segments import Segments
+from .batch.support_forms import support_from_counts, support_from_lists, support_from_scores
 from .check_term import TermReport, check_term
 from .head.head import Head, Lora
 from .head_function import head_function
@@ -39,6 +40,9 @@ __all__ = [
     "Lora",
     "Batch",
     "CURRENT",
+    "support_from_scores",
+    "support_from_lists",
+    "support_from_counts",
     "Segments",
     "Totals",
     "Reduction",

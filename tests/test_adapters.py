@@ -380,8 +380,52 @@ def test_prime_rl_sampling_mask() -> None:
     made.return_mask_logprobs = True
     output = forward(made, hidden, ids, heat, sampling_mask=torch.full((2, 5, 3), -1))
     assert output["mask_logprobs"].shape == (2, 5, 3) and not output["mask_logprobs"].any()
-    with pytest.raises(ValueError, match="sampling_mask: has ids.*without replay"):
-        forward(made, hidden, ids, heat, sampling_mask=ids[..., None])
+    with pytest.raises(ValueError, match="sampling_mask: has ids, want a temperature"):
+        forward(made, hidden, ids, sampling_mask=ids[..., None])
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_prime_rl_replays_a_sampling_mask(cap: float | None) -> None:
+    """Values and gradients are those of masked logits; a set that is empty or misses its label is
+    none. Slots lie anywhere, in int32."""
+    from headloss.integrations.prime_rl import forward
+
+    torch.manual_seed(1)
+    made, ids, heat = layer(), torch.randint(33, (2, 6)), 0.5 + torch.rand(2, 6)
+    made.softcap, made.return_mask_logprobs = cap, True
+    hidden = torch.randn(2, 6, 8, requires_grad=True)
+    mask = torch.rand(2, 6, 33).topk(7).indices.to(torch.int32)
+    mask[torch.rand(2, 6, 7) < 0.3] = -1
+    mask[..., 3] = ids
+    mask[..., :3][mask[..., :3] == ids[..., None]] = -1
+    mask[..., 4:][mask[..., 4:] == ids[..., None]] = -1
+    mask[0, 0] = -1
+    mask[1, 2] = torch.tensor([(int(ids[1, 2]) + 1) % 33, *[-1] * 6])
+    ids[1, 5] = -100
+    whole = torch.zeros(2, 6).bool()
+    whole[0, 0] = whole[1, 2] = whole[1, 5] = True
+    z = hidden @ made.weight.T
+    z = (z if cap is None else cap * torch.tanh(z / cap)) / heat[..., None]
+    inside = torch.zeros(2, 6, 34).scatter_(2, mask.long() % 34, 1.0)[..., :33].bool()
+    log_p = z.masked_fill(~(inside | whole[..., None]), -1e4).log_softmax(-1)
+    scored = ids >= 0
+    logp = log_p.gather(2, ids.clamp_min(0)[..., None])[..., 0] * scored
+    entropy = -(log_p.exp() * log_p).sum(-1) * scored
+    usable = (mask >= 0) & ~whole[..., None]
+    of_mask = torch.where(usable, log_p.gather(2, mask.long().clamp_min(0)), 0.0)
+    want = {"logprobs": logp, "entropy": entropy, "mask_logprobs": of_mask}
+    got = forward(made, hidden, ids, heat, sampling_mask=mask)
+    assert got.keys() == want.keys()
+    weights = {name: torch.randn(x.shape) for name, x in want.items()}
+    leaves = (hidden, made.weight)
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5, msg=name)
+    totals = [sum((x[n] * w).sum() for n, w in weights.items()) for x in (got, want)]
+    ours, theirs = (torch.autograd.grad(total, leaves) for total in totals)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    made.return_mask_logprobs = False
+    assert "mask_logprobs" not in forward(made, hidden, ids, heat, sampling_mask=mask)
 
 
 # ---------------------------------------------------------------------- NeMo-RL

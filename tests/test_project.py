@@ -37,7 +37,8 @@ TERMS |= {"objective.bound", "objective.reads"}
 ENGINE = {"objective.elsewhere", "objective.tolerance"}
 LOGITS = {"kernels", "softmax.products", "softmax"}
 VERBS = {"check_term", "head_function", "head_loss", "head_stats", "head_topk"}
-PUBLIC = {"", *PARTS, "head.head", "losses", "objective.reads", "options", "run.plan", *VERBS}
+PUBLIC = {"", *PARTS, "batch.support_forms", "head.head", "losses", "objective.reads", "options"}
+PUBLIC |= {"run.plan", *VERBS}
 ALLOWED: dict[str, set[str]] = {
     "naive": set(),  # torch alone
     "arguments": set(),
@@ -50,6 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "softmax.products": {"kernels"},
     "batch.survey": {"arguments", "batch.segments", "host_copy"},
     "batch.support": {"arguments", "kernels", "batch.survey"},
+    "batch.support_forms": {"arguments"},
     "batch.batch": {
         "arguments",
         "batch.reduction",
@@ -242,7 +244,7 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_279, "core tokens": 75_296}
+MOST = {"core lines": 10_461, "core tokens": 76_495}
 MOST |= {"kernels lines": 4_310, "kernels tokens": 34_943, "files on top": 14}
 
 

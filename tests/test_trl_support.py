@@ -13,9 +13,11 @@ from torch import Tensor
 from trl_case import llama, load, prompts, reward, tokenizer
 
 from headloss import rl
-from headloss.integrations.trl.support import padded
+from headloss.batch.support_forms import padded_pairs
+from headloss.integrations.trl.support import counts_of, pairs, rows_given
 
 TEMPERATURE = 0.9
+CPU = torch.device("cpu")
 SAMPLERS = {"top_k": {"top_k": 5}, "top_p": {"top_p": 0.7}, "min_p": {"min_p": 0.2}}
 
 
@@ -34,6 +36,14 @@ def make(kind: type = rl.GRPO, rollout_func: Any = None, **options: Any) -> Any:
 def generated(trainer: Any) -> dict[str, Any]:
     """What one generation gives, before any step."""
     return trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
+
+
+def support_of(inputs: dict[str, Any]) -> Tensor:
+    """[B, C, K] of the rows in TRL's batch."""
+    rows, shape = inputs["support_ids"], inputs["completion_ids"].shape
+    ids, _ = pairs(rows, shape[1])
+    padded = padded_pairs(ids, counts_of(rows, shape[1]).flatten())
+    return padded.view(*shape, padded.shape[1])
 
 
 def logits_of(trainer: Any, inputs: dict[str, Any]) -> Tensor:
@@ -66,7 +76,7 @@ def ratio(trainer: Any, inputs: dict[str, Any], old: Tensor) -> float:
 def test_ratio_is_one_on_the_first_step(sampler: str) -> None:
     trainer = make(sampling_support=True, **SAMPLERS[sampler])
     inputs = generated(trainer)
-    support, scored = inputs["support_ids"], inputs["completion_mask"].bool()
+    support, scored = support_of(inputs), inputs["completion_mask"].bool()
     kept = (support >= 0).sum(2)[scored]
     assert (kept == 5).all() if sampler == "top_k" else len(kept.unique()) > 1
     hit = (support == inputs["completion_ids"].unsqueeze(2)).any(2)
@@ -89,7 +99,7 @@ def test_every_pass_has_the_support(kind: type) -> None:
     trainer = make(kind, sampling_support=True, top_k=4, beta=0.1, **options)
     inputs = generated(trainer)
     scored = inputs["completion_mask"].bool()
-    want = sampler_logps(trainer, inputs, inputs["support_ids"])[scored]
+    want = sampler_logps(trainer, inputs, support_of(inputs))[scored]
     passes = [name for name in ("old_per_token_logps", "ref_per_token_logps") if name in inputs]
     assert "ref_per_token_logps" in passes and (len(passes) == 2 or kind is rl.REINFORCE)
     for name in passes:
@@ -113,8 +123,8 @@ def test_a_rollout_says_what_was_kept() -> None:
     inputs = generated(trainer)
     first = inputs["completion_ids"][:, 0]
     want = torch.stack([torch.full_like(first, 3), first, torch.full_like(first, 50)], 1)
-    assert torch.equal(inputs["support_ids"][:, 0], want)
-    assert (inputs["support_ids"][:, 1] == -1).all()
+    assert torch.equal(support_of(inputs)[:, 0], want)
+    assert (support_of(inputs)[:, 1] == -1).all()
     log_p = logits_of(trainer, inputs)
     z = log_p[:, 0].gather(1, want).log_softmax(1)[:, 1]
     whole = log_p[:, 1].log_softmax(1).gather(1, inputs["completion_ids"][:, 1:]).squeeze(1)
@@ -126,7 +136,14 @@ def test_what_was_kept_may_be_an_array() -> None:
     """As an engine's may be; of a completion, or of all."""
     kept = torch.tensor([[[3, 5], [7, -1]], [[2, -1], [4, 6]]])
     for given in (kept, kept.numpy(), [*kept.numpy()], kept.tolist()):
-        assert torch.equal(padded(given, 2, 2, torch.device("cpu")), kept)
+        rows = rows_given(given, [[8, 8], [9, 9]], CPU)
+        assert [ids.tolist() for ids, _ in rows] == [[3, 5, 7], [2, 4, 6]]
+        assert [counts.tolist() for _, counts in rows] == [[2, 1], [1, 2]]
+    rows = rows_given([kept[0], None], [[8], [9, 9, 9]], CPU)
+    assert [(ids.tolist(), counts.tolist()) for ids, counts in rows] == [
+        ([3, 5], [2]),
+        ([], [0, 0, 0]),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -141,13 +158,13 @@ def test_what_was_kept_may_be_an_array() -> None:
 )
 def test_ids_that_are_none_are_refused(given: Any) -> None:
     with pytest.raises(TypeError, match="support_ids: got .*, want (integers|ids)"):
-        padded(given, 2, 2, torch.device("cpu"))
+        rows_given(given, [[8, 8], [9, 9]], CPU)
 
 
 def test_what_is_not_known_is_refused() -> None:
     with pytest.raises(ValueError, match="rollout_func: is not supported .* support_ids"):
         make(rollout_func=rollout, sampling_support=True)
     with pytest.raises(ValueError, match="got 1 entries, want one for each of 2 completions"):
-        padded([[[1]]], 2, 3, torch.device("cpu"))
+        rows_given([[[1]]], [[8], [9]], CPU)
     with pytest.raises(ValueError, match="support_ids: got them beside given logits"):
         make(sampling_support=True, top_k=3, use_fused_loss=False).train()

@@ -23,10 +23,10 @@ import torch
 from test_train_runs import RL, SMALL, metrics, run, weights
 
 CASES = ("grpo", "sft", "dpo", "sft_totals", "dpo_totals", "ppo")
-CASES += ("fsdp2", "fsdp2_head", "fsdp2_lone_head")
+CASES += ("replay", "fsdp2", "fsdp2_head", "fsdp2_lone_head")
 FORWARDS = ("sharded", "sharded, float32 out", "sharded head")
 MIXED = (*FORWARDS, "sft", "dpo", "grpo_trainer", "grpo", "gspo", "cispo", "ppo", "reinforce")
-MIXED += ("float32",)
+MIXED += ("float32", "replay", "replay, lora")
 
 
 def free_port() -> int:

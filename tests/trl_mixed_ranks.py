@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import test_trl_replay as replay
 import torch
+from peft import LoraConfig
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -23,6 +25,7 @@ import trainer_runs
 from trainer_cases import SMALL, Case
 
 import headloss as hl
+from headloss import rl
 from headloss.integrations.trl.forward import Request, add_head
 from headloss.objective.metrics import Metrics
 
@@ -154,6 +157,22 @@ def same_run(case: Case, folder: Path) -> None:
     assert all(norm > 1e-3 for norm in mine["grad_norms"])
 
 
+def sharded_replay(lora: str = "") -> None:
+    """Under FSDP2 too, ratios to the sampler are 1 on the first step."""
+    more = {}
+    if lora:
+        targets = ["q_proj", "lm_head"]
+        more = {"peft_config": LoraConfig(r=2, target_modules=targets, init_lora_weights=False)}
+    with trainer_cases.launched(Case(trainer="GRPO", wrapper="fsdp2", lora=lora)):
+        trainer = replay.make(rl.GRPO, beta=0.1, per_device_train_batch_size=2, more=more)
+        replay.check_first_step(trainer)
+    del trainer
+    trainer_runs.release()
+
+
+REPLAYS = {"replay": "", "replay, lora": "body, head"}
+
+
 def main(folder: Path, names: list[str]) -> None:
     trainer_runs.quiet()
     trainer_cases.allow_sharding_on_cpus()
@@ -165,6 +184,8 @@ def main(folder: Path, names: list[str]) -> None:
     for name in names:
         if name in TRAINERS:
             same_run(TRAINERS[name], folder)
+        elif name in REPLAYS:
+            sharded_replay(REPLAYS[name])
         else:
             same_forward(FORWARDS[name], BF16)
         sys.stdout.write(f"\n{name}: well on rank {rank}\n")

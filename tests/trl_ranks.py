@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import test_rl as algorithms
 import test_trl_grpo as grpo
+import test_trl_replay as replay
 import test_trl_sft_dpo as others
 import test_trl_totals as totals
 import torch
@@ -67,7 +68,21 @@ def same_lone_head() -> list[float]:
     return [1.0]
 
 
+def same_replay() -> list[float]:
+    """Ratios to the sampler are 1 on the first step, and the metrics are of both ranks."""
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2, "num_iterations": 2, "beta": 0.1}
+    trainer = replay.make(rl.GRPO, per_device_train_batch_size=2, **options)
+    replay.check_first_step(trainer)
+    log = next(row for row in trainer.state.log_history if "loss" in row)
+    mine = torch.tensor([log[f"headloss/sampling/{name}"] for name in ("kl", "kept", "kept_max")])
+    theirs = mine.clone()
+    torch.distributed.broadcast(theirs, 0)
+    assert torch.equal(mine, theirs)
+    return mine.tolist()
+
+
 CASES: dict[str, Any] = {
+    "replay": same_replay,
     "grpo": lambda: grpo.same(
         per_device_train_batch_size=2,
         loss_type="dapo",

@@ -51,26 +51,40 @@ def forward(
     """`logprobs` and `entropy`, [B, L] float32; without a temperature `loss`, a summed
     cross-entropy, [] float32. Labels of -100 are not scored.
 
+    Where a token's ids hold its label, its log-prob and its entropy are those of the softmax over
+    them, K products in place of V (prime-rl's entropy stays that of the whole vocabulary); a token
+    without ids, or whose ids miss its label, has the whole vocabulary, as there. Where the layer's
+    `return_mask_logprobs` is set, `mask_logprobs` [B, L, K] are the log-probs of the ids, with a
+    gradient; 0 in empty slots, and for tokens that have the whole vocabulary.
+
     Raises:
-        ValueError: no labels, or a sampling mask that has ids.
+        ValueError: no labels, or a sampling mask that has ids without a temperature.
     """
     if labels is None:
         raise ValueError("labels: got None, want [B, L]")
-    if sampling_mask is not None and bool((sampling_mask >= 0).any()):
-        raise ValueError(
-            "sampling_mask: has ids, over which alone prime-rl normalises log-probs; headloss does "
-            "not serve that here: call uninstall(), or train without replay of the sampler"
-        )
     head = Head(self.weight, softcap=getattr(self, "softcap", None))
     if temperature is None:
+        if sampling_mask is not None and bool((sampling_mask >= 0).any()):
+            raise ValueError("sampling_mask: has ids, want a temperature beside them")
         total = cross_entropy().over(per(1))
         return {"loss": head_loss(hidden_states, head, Batch(labels), total).loss}
     head = replace(head, temperature=temperature.expand_as(labels))
-    stats = head_stats(hidden_states, head, labels, gradients=("logp", "entropy"))
-    output = {"logprobs": stats.logp, "entropy": stats.entropy}
-    if sampling_mask is not None and getattr(self, "return_mask_logprobs", False):
-        output["mask_logprobs"] = torch.zeros_like(sampling_mask, dtype=torch.float32)
-    return output
+    if sampling_mask is None:
+        stats = head_stats(hidden_states, head, labels, gradients=("logp", "entropy"))
+        return {"logprobs": stats.logp, "entropy": stats.entropy}
+    hit = (sampling_mask == labels.unsqueeze(-1)).any(-1, keepdim=True)
+    ids = sampling_mask.masked_fill(~hit, -1)
+    fields = {"support_ids": ids} if ids.shape[-1] else {}
+    output, gradients = {}, ("logp", "entropy")
+    if getattr(self, "return_mask_logprobs", False):
+        output["mask_logprobs"] = torch.zeros_like(ids, dtype=torch.float32)
+        if fields:
+            fields["candidate_ids"], gradients = ids, (*gradients, "candidate_logps")
+    batch = Batch(labels, **fields)  # type: ignore[arg-type]
+    stats = head_stats(hidden_states, head, batch, gradients=gradients)
+    if stats.candidate_logps is not None:
+        output["mask_logprobs"] = stats.candidate_logps.masked_fill(ids < 0, 0)
+    return {"logprobs": stats.logp, "entropy": stats.entropy, **output}
 
 
 GEMMA = (f"{LAYERS}.lm_head_gemma:GemmaFusedOutputLinear", "forward")

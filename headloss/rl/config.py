@@ -24,8 +24,8 @@ class RLConfig(grpo_config.GRPOConfig):
     cast_logprobs_to_fp32: bool | None = _option(
         None, "True: log-probs of float32 logits. False: of bf16 logits. None: as use_fused_loss."
     )
-    sampling_support: bool = _option(
-        False, "Log-probs over the ids that top_k, top_p or min_p left, in place of all."
+    sampling_support: bool | None = _option(
+        None, "Log-probs over the ids that a sampler kept. None: where a filter takes ids away."
     )
 
 

@@ -129,7 +129,7 @@ class _TokenRewards(_Trainer):
             self.model, self.args.gradient_checkpointing_kwargs
         )
         with torch.no_grad(), checkpointing, self.accelerator.autocast():
-            model = Unrounded(self.model, support)
+            model = Unrounded(self.model, support, columns)
             for i, a, y in rows:
                 out: Any = model(input_ids=i, attention_mask=a, labels=y, fused_lm_head=True)
                 found["old_per_token_logps"].append(out.log_probs[:, -columns:])

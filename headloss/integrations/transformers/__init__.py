@@ -4,6 +4,7 @@
     apply(model, hl.cross_entropy(label_smoothing=0.1) + 1e-4 * hl.z_loss())
     remove(model)                       the model is as it was
     Trainer(model, ...)                 each term is divided by the totals of the optimizer step
+    record_support(model)               what `generate` drew its tokens from
 
 B rows, L positions, H hidden width, V vocabulary. The model's own forward runs. In a call with
 labels its head computes the loss in place of logits, and hands on logits of no columns [B, L, 0],
@@ -12,7 +13,18 @@ Calls without labels, generation among them, are the model's own.
 """
 
 from .apply import STATE, Applied, apply, remove
+from .recorder import SupportRecorder, record_support
 from .seams import check
 from .totals import TotalsMixin, Trainer
 
-__all__ = ["STATE", "Applied", "TotalsMixin", "Trainer", "apply", "check", "remove"]
+__all__ = [
+    "STATE",
+    "Applied",
+    "SupportRecorder",
+    "TotalsMixin",
+    "Trainer",
+    "apply",
+    "check",
+    "record_support",
+    "remove",
+]

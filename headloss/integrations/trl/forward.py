@@ -42,6 +42,7 @@ from ..families import learn
 from ..seams import announce, check_signature
 from ..sharding import as_head, hooked, is_fsdp2, whole, whole_head
 from .common import CHECKED, require
+from .support import Row, pairs
 
 require(utils, "FusedCausalLMOutput", "add_fused_lm_head")
 
@@ -99,8 +100,11 @@ def add_head(
     cast_lm_head_to_fp32: bool = False,
     outputs: tuple[str, ...] = (),
     switches: Switches | None = None,
+    resolved: list[Paths] | None = None,
 ) -> None:
     """Let `model`'s forward end in headloss on request; the logits are divided by `temperature`.
+
+    Its paths are appended to `resolved`.
 
     Raises:
         ValueError, TypeError: as `Head.of_model`, where the head cannot be read.
@@ -110,6 +114,8 @@ def add_head(
             "cast_lm_head_to_fp32: is not supported; log-probs come from float32 logits already"
         )
     paths = (switches or Switches(use_fused_loss=True)).resolve(model)
+    if resolved is not None:
+        resolved.append(paths)
     original = model.forward
 
     @functools.wraps(type(model).forward)
@@ -175,9 +181,7 @@ class Path:
     def from_model(self) -> bool:
         return not self.fused and not (self.exact and self.findable)
 
-    def of_hidden(
-        self, hidden: Tensor, head: Head, batch: Batch, request: Request
-    ) -> HeadOutput:
+    def of_hidden(self, hidden: Tensor, head: Head, batch: Batch, request: Request) -> HeadOutput:
         options = replace(request.options, metrics=True)  # TRL's metrics need the entropy
         if not self.fused:
             logits = replace(head, temperature=1.0).logits(hidden)
@@ -310,12 +314,16 @@ class _NoLayer:
 
 
 @contextlib.contextmanager
-def installed(module: types.ModuleType, switches: Switches | None = None) -> Iterator[None]:
+def installed(
+    module: types.ModuleType,
+    switches: Switches | None = None,
+    resolved: list[Paths] | None = None,
+) -> Iterator[None]:
     """Trainers of TRL's `module` are built with `add_head` for their head, and with adapters on it.
 
     TRL's own fused head would leave such adapters out, so TRL refuses them; ours does not.
     """
-    head = functools.partial(add_head, switches=switches)
+    head = functools.partial(add_head, switches=switches, resolved=resolved)
     require(module, "add_fused_lm_head")
     check_signature(module.add_fused_lm_head, add_head, f"{module.__name__}.add_fused_lm_head")
     names = {"add_fused_lm_head": head, "BaseTunerLayer": _NoLayer}
@@ -338,11 +346,12 @@ class Unrounded:
     gives the rows in parts, one after another.
 
     Args:
-        support: [B, C, K] the ids that the last C tokens of each row were drawn from.
+        support: of each row the ids that its last C tokens were drawn from.
+        columns: C.
     """
 
-    def __init__(self, model: Any, support: Tensor | None = None) -> None:
-        self.model, self.support = model, support
+    def __init__(self, model: Any, support: list[Row] | None = None, columns: int = 0) -> None:
+        self.model, self.support, self.columns = model, support, columns
         self.done = 0  # rows
 
     def __call__(self, *, fused_lm_head: bool, labels: Tensor, **inputs: Any) -> HeadOutput:
@@ -350,8 +359,8 @@ class Unrounded:
         self.done = rows.stop
         if self.support is None:
             return Request().of(self.model, labels=labels, **inputs)
-        ids = self.support[rows]
-        batch = Batch(labels[:, -ids.shape[1] :], support_ids=ids)
+        support = pairs(self.support[rows], self.columns)
+        batch = Batch(labels[:, -self.columns :], support_ids=support)
         return Request(batch=batch).of(self.model, **inputs)
 
 

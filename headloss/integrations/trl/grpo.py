@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -12,10 +13,18 @@ from trl.trainer import grpo_trainer
 from ...losses import Objective, Term
 from ...options import Options
 from ..sharding import in_step
-from .common import mode, record, refuse, refuse_common, require
-from .forward import Measured, Request, Switches, Unrounded, installed
-from .grpo_objective import check_settings, make_batch, make_objective, policy_term
-from .support import Kept, padded, recorded
+from ..transformers.recorder import SupportRecorder
+from .common import mode, record, refuse_common, require
+from .forward import Measured, Paths, Request, Switches, Unrounded, installed
+from .grpo_objective import (
+    check_settings,
+    completion_mask,
+    make_batch,
+    make_objective,
+    policy_term,
+)
+from .replay import Obstacle, engine_with_sets, settle, wanted, wanted_of_processors
+from .support import Row, drawn_logps, rows_drawn, rows_given, sampling_metrics, sets_of_outputs
 
 
 class GRPOTrainer(grpo_trainer.GRPOTrainer):
@@ -25,10 +34,12 @@ class GRPOTrainer(grpo_trainer.GRPOTrainer):
 
     - `importance_sampling_level="sequence_token"` (GSPO-token; advantages may be [B, C]);
     - LoRA on the head;
-    - with `sampling_support`, log-probs and entropies are those of the softmax over the ids that
-      top-k, top-p or min-p sampling left, in all passes; a `rollout_func` says them itself, as
-      "support_ids" beside its "completion_ids": for each completion [C, K] integers with -1 in
-      empty slots, or a list with the ids of each token (none: the whole vocabulary);
+    - where top-k, top-p or min-p sampling leaves ids out, log-probs and entropies of all passes are
+      those of the softmax over the ids that were kept. `sampling_support`: True, or an error by
+      name; False, or TRL's own; None, the default: where ids are taken away, else TRL's own, with a
+      warning where the sets cannot be had. A `rollout_func` says them itself, as "support_ids"
+      beside its "completion_ids": for each completion [C, K] integers with -1 in empty slots, or a
+      list with the ids of each token (none: the whole vocabulary);
     - headloss's own metrics, as "headloss/...".
 
     Override `objective` to add terms, and set `options` for memory and schedule.
@@ -40,23 +51,23 @@ class GRPOTrainer(grpo_trainer.GRPOTrainer):
     options: Options = Options()
     switches: Switches = Switches(use_fused_loss=True)
     kl_in_reward = False  # the reference shapes the advantages, not the loss
-    sampling_support = False  # of tokens that transformers generates here
-    _kept: Kept | None = None  # of the generation that is under way
+    sampling_support: bool | None = None
+    without_sets: str | None = None  # why the engine that generates returns no sets
+    _rows: list[Row] | None = None  # the sets of the generation that is under way
+    _replayed: bool | None = None  # whether its tokens carry sets; None: not drawn here
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         passes = "_get_per_token_logps_and_entropies"
         generation = "_generate_single_turn", "_generate", "_generate_and_score_completions"
         seams = "_compute_loss", *generation, passes
         require(grpo_trainer.GRPOTrainer, *seams, ours=GRPOTrainer)
-        with installed(grpo_trainer, self.switches):
+        self.warned_of: set[str] = set()  # options, see `replay`
+        self.paths: list[Paths] = []  # of the models that have a head of ours
+        with installed(grpo_trainer, self.switches, self.paths), engine_with_sets(self):
             super().__init__(*args, **kwargs)
         check_settings(self)
         refuse_common(self, "trl.GRPOTrainer")
-        if self.sampling_support:
-            own = "beside sampling_support: let a rollout_func return support_ids"
-            batching = "use_transformers_continuous_batching"
-            for name in ("use_vllm", batching, "tools", "rollout_func"):
-                refuse(self, **{name: (bool(getattr(self, name)), own)})
+        wanted(self)
         if self.importance_sampling_level == "sequence_token":
             self.importance_sampling_level = "sequence"  # where TRL measures; the value is the same
 
@@ -93,37 +104,52 @@ class GRPOTrainer(grpo_trainer.GRPOTrainer):
         # controller; the loss that it returns is not used.
         with torch.no_grad():
             super()._compute_loss(Measured(found), inputs)
-        record(self, request.metrics)
+        assert request.metrics is not None and found.log_probs is not None
+        scored = completion_mask(inputs).bool()
+        record(self, request.metrics.merge(sampling_metrics(found.log_probs, scored, inputs)))
         return loss
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        self._kept = None
+        self._rows = None
         found = super()._generate_and_score_completions(inputs)
-        if self._kept is not None:
-            found["support_ids"] = self._support(*found["completion_ids"].shape)
-        self._kept = None
+        if self._rows is not None:
+            found["support_ids"] = self._rows
+        self._rows = None
         return found
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        self._rows = self._replayed = None
         found = super()._generate(*args, **kwargs)
-        kept = found[5].pop("support_ids", None)  # of what a rollout_func has returned
-        self._kept = self._kept if kept is None else kept
+        completion_ids, tool_mask, logprobs, more = found[1], found[2], found[4], found[5]
+        device = self.accelerator.device
+        if self.rollout_func is not None and self.sampling_support is not False:
+            given = more.pop("support_ids", None)
+            self._rows = None if given is None else rows_given(given, completion_ids, device)
+        elif self._replayed:
+            assert logprobs is not None
+            self._rows = rows_drawn(logprobs, tool_mask, device)
+        if self._rows is None and self._replayed is None and wanted(self):
+            name = "_generate_single_turn" if self.rollout_func is None else "rollout_func"
+            settle(self, [Obstacle(name, "it gives no ids that the sampler kept")])
         return found
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         model = self.accelerator.unwrap_model(self.model)
         with contextlib.ExitStack() as stack:
             stack.enter_context(in_step(model))
-            recorder = stack.enter_context(recorded(model)) if self.sampling_support else None
-            found = super()._generate_single_turn(*args, **kwargs)
-        self._kept = None if recorder is None else recorder.rows()
-        return found
-
-    def _support(self, completions: int, columns: int) -> Tensor | None:
-        """[B, C, K] of the generation that is under way."""
-        if self._kept is None:
-            return None
-        return padded(self._kept, completions, columns, self.accelerator.device)
+            if self.use_vllm:
+                self._replayed = wanted(self)
+                if self._replayed:
+                    stack.enter_context(sets_of_outputs())
+                return super()._generate_single_turn(*args, **kwargs)
+            recorder = SupportRecorder(functools.partial(wanted_of_processors, self))
+            if self.sampling_support is not False and not self.use_transformers_continuous_batching:
+                stack.enter_context(recorder.attached(model))
+            completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
+        self._replayed = recorder.sets is not None
+        if recorder.sets is not None:
+            logprobs = drawn_logps(recorder.sets, recorder.drawn_logps, completion_ids)
+        return completion_ids, logprobs
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -136,6 +162,6 @@ class GRPOTrainer(grpo_trainer.GRPOTrainer):
     ) -> Any:
         """TRL's passes over the model; the one that it measures has been made."""
         if not isinstance(model, Measured):
-            model = Unrounded(model, self._support(len(input_ids), logits_to_keep))
+            model = Unrounded(model, self._rows, logits_to_keep)
         given = (model, input_ids, attention_mask, logits_to_keep, *args)
         return super()._get_per_token_logps_and_entropies(*given, **kwargs)

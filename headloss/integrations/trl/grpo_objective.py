@@ -18,6 +18,7 @@ from ...losses import Objective, Term, term
 from ...losses.importance import LEVELS
 from ...losses.modifiers import top_entropy
 from ..shared import per, raw_cispo
+from .support import pairs
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
@@ -59,12 +60,13 @@ def make_batch(trainer: Any, inputs: dict[str, Any]) -> Batch:
         fields["importance_sampling_ratio"] = ratio.squeeze(1) if ratio.shape[1] == 1 else ratio
     elif trainer.loss_type == "vespo" and "sampling_logps" in fields:
         fields["importance_sampling_ratio"] = torch.ones_like(fields["sampling_logps"])
-    old = inputs.get("old_per_token_logps")
+    old, rows = inputs.get("old_per_token_logps"), inputs.get("support_ids")
+    support = None if rows is None else pairs(rows, scored.shape[1])
     return Batch(
         torch.where(scored, inputs["completion_ids"], IGNORE),
         advantages=advantages,
         old_logps=CURRENT if old is None else old,
-        support_ids=inputs.get("support_ids"),
+        support_ids=support,
         totals=_totals(trainer, inputs),
         **fields,  # type: ignore[arg-type]
     )

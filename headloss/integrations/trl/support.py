@@ -1,105 +1,211 @@
 """The ids that a sampler kept, from where a token is drawn to the batch.
 
-B rows, C completion columns, K ids of a token at most, V vocabulary.
+B rows, C completion columns, K ids of a token at most, P pairs of a token and an id. In TRL's
+batch they are a list with an entry for each row, which TRL shuffles and splits with the rest: the
+row's ids [P] and how many each of its tokens has [C], int32. A token without ids has the whole
+vocabulary.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
+from torch.nn import functional as F
 
 from ...arguments import is_integers
+from ...batch.support_forms import support_from_lists
+from ...objective.metrics import Max, Mean, Metrics, Min
+from ..seams import part
+from ..transformers.recorder import SampledSets
+
+Row = tuple[Tensor, Tensor]
+ENGINE = "trl.generation.vllm_generation"
 
 
-class Recorder(LogitsProcessor):
-    """Stands behind a model's own processors of logits, and writes down which ids they left."""
+class Drawn(float):
+    """The log-prob of a token, and its place among the sampled sets of a generation.
 
-    def __init__(self) -> None:
-        self.steps: list[Tensor] = []  # [B, K] each
+    TRL cuts and joins lists of log-probs, with 0.0 for a tool's tokens: so the sets stay with their
+    tokens.
+    """
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        left = scores > -torch.inf
-        most = int(left.sum(1).max())
-        if most == scores.shape[1]:  # nothing was taken away from some row
-            left = left & ~left.all(1, keepdim=True)
-            most = int(left.sum(1).max())
-        ids = left.to(torch.int8).topk(most, dim=1).indices
-        self.steps.append(ids.masked_fill(~left.gather(1, ids), -1))
-        return scores
+    __slots__ = ("at", "sets")
 
-    def rows(self) -> Tensor:
-        """[B, C, K] the ids of each token that was drawn, -1 in empty slots."""
-        most = max((step.shape[1] for step in self.steps), default=0)
-        steps = [torch.nn.functional.pad(s, (0, most - s.shape[1]), value=-1) for s in self.steps]
-        return torch.stack(steps, 1)
+    def __new__(cls, logp: float, sets: SampledSets, at: int) -> Drawn:
+        drawn = super().__new__(cls, logp)
+        drawn.sets, drawn.at = sets, at
+        return drawn
 
 
-@contextlib.contextmanager
-def recorded(model: Any) -> Iterator[Recorder]:
-    """Inside, what `model.generate` draws from is recorded."""
-    while hasattr(model, "get_base_model"):
-        model = model.get_base_model()
-    make, recorder = model._get_logits_processor, Recorder()
-
-    def with_recorder(*args: Any, **kwargs: Any) -> Any:
-        processors = make(*args, **kwargs)
-        processors.append(recorder)
-        return processors
-
-    model._get_logits_processor = with_recorder
-    try:
-        yield recorder
-    finally:
-        del model._get_logits_processor
+def drawn_logps(
+    sets: SampledSets, logps: Tensor, completion_ids: Sequence[Sequence[int]]
+) -> list[list[Drawn]]:
+    """For each token of the completions, of those that were recorded."""
+    columns = logps.shape[1]
+    return [
+        [Drawn(x, sets, b * columns + c) for c, x in enumerate(row[: len(ids)])]
+        for b, (row, ids) in enumerate(zip(logps.tolist(), completion_ids, strict=True))
+    ]
 
 
-Kept = Sequence[Any] | Tensor  # of each completion: [C, K] integers, or the ids of each token
+def rows_drawn(
+    logps: Sequence[Sequence[float]],
+    tool_mask: Sequence[Sequence[int]] | None,
+    device: torch.device,
+) -> list[Row]:
+    """The sets that log-probs carry.
+
+    Raises:
+        ValueError: a token that the model generated has none.
+    """
+    rows: list[Row] = []
+    for b, row in enumerate(logps):
+        generated = [1] * len(row) if tool_mask is None else tool_mask[b]
+        for c, (x, mask) in enumerate(zip(row, generated, strict=True)):
+            if mask and not isinstance(x, Drawn):
+                raise ValueError(
+                    f"support_ids: sequence {b} has no set at its token {c}, which was sampled "
+                    "while a filter was on; set sampling_support=False to do without sets"
+                )
+        runs = [_nothing(0)]
+        for sets, run in groupby(row, key=lambda x: getattr(x, "sets", None)):
+            tokens: list[Any] = list(run)
+            count = len(tokens)
+            runs.append(_nothing(count) if sets is None else sets.tokens(tokens[0].at, count))
+        ids, counts = (torch.cat([t.to(device) for t in ts]) for ts in zip(*runs, strict=True))
+        rows.append((ids, counts))
+    return rows
 
 
-def padded(kept: Kept, completions: int, columns: int, device: torch.device) -> Tensor:
-    """[B, C, K] int64 with -1 in empty slots; a token without ids has the whole vocabulary.
+def _nothing(tokens: int) -> Row:
+    empty = torch.zeros(tokens, dtype=torch.int32, device="cpu")
+    return empty[:0], empty
+
+
+Given = Sequence[Any] | Tensor  # of each completion: [C, K] integers, or the ids of each token
+
+
+def rows_given(
+    given: Given, completion_ids: Sequence[Sequence[int]], device: torch.device
+) -> list[Row]:
+    """Of what a rollout says: [C, K] with -1 in empty slots, or the ids of each token.
 
     Raises:
         ValueError: not one entry for each completion.
         TypeError: ids that are no integers, or of another number of dimensions.
     """
-    if len(kept) != completions:
+    if len(given) != len(completion_ids):
         raise ValueError(
-            f"support_ids: got {len(kept)} entries, want one for each of {completions} completions"
+            f"support_ids: got {len(given)} entries, want one for each of {len(completion_ids)} "
+            "completions"
         )
-    rows = [_ids_of(row) for row in kept]
-    most = max((len(ids) for row in rows for ids in row), default=0)
-    shape = completions, columns, max(1, most)
-    found = torch.full(shape, -1, dtype=torch.int64, device="cpu")
-    for place, row in zip(found, rows, strict=True):
-        if isinstance(row, Tensor):
-            part = row[:columns]
-            place[: len(part), : part.shape[1]] = part
-            continue
-        for slots, ids in zip(place, row, strict=False):
-            slots[: len(ids)] = ids
-    return found.to(device)
+    rows = [_row(row, len(ids)) for row, ids in zip(given, completion_ids, strict=True)]
+    return [(ids.to(device), counts.to(device)) for ids, counts in rows]
 
 
-def _ids_of(row: Any) -> Tensor | list[Tensor]:
-    """[C, K] int64 of a completion, or [K] of each of its tokens."""
-    if isinstance(row, Tensor):
-        return _integers(row, 2)
-    if not isinstance(row, Iterable | None):
-        raise TypeError(f"support_ids: got {row!r} for a completion, want ids for each token")
-    return [_integers([] if ids is None else ids, 1) for ids in (() if row is None else row)]
+def _row(given: Any, columns: int) -> Row:
+    if isinstance(given, Tensor):
+        sets = list(_integers(given, 2)[:columns])
+    elif isinstance(given, Iterable | None):
+        tokens = islice(() if given is None else given, columns)
+        sets = [_integers([] if ids is None else ids, 1) for ids in tokens]
+    else:
+        raise TypeError(f"support_ids: got {given!r} for a completion, want ids for each token")
+    sets = [ids[ids >= 0].int() for ids in sets]
+    counts = torch.zeros(columns, dtype=torch.int32, device="cpu")
+    counts[: len(sets)] = torch.tensor([len(ids) for ids in sets], dtype=torch.int32, device="cpu")
+    return torch.cat([_nothing(0)[0], *sets]), counts
 
 
 def _integers(ids: Any, dimensions: int) -> Tensor:
-    found = torch.as_tensor(ids, device="cpu")
-    if found.dim() != dimensions or (found.numel() and not is_integers(found)):
+    integers = torch.as_tensor(ids, device="cpu")
+    if integers.dim() != dimensions or (integers.numel() and not is_integers(integers)):
         raise TypeError(
-            f"support_ids: got {found.dtype} of shape {tuple(found.shape)}, want integers, [C, K] "
-            "of a completion or [K] of a token"
+            f"support_ids: got {integers.dtype} of shape {tuple(integers.shape)}, want integers, "
+            "[C, K] of a completion or [K] of a token"
         )
-    return found.long()
+    return integers
+
+
+def pairs(rows: Sequence[Row], columns: int) -> tuple[Tensor, Tensor]:
+    """([P] ids, [B C + 1] offsets) of rows that have at most C tokens, for a batch [B, C]."""
+    counts = counts_of(rows, columns).flatten()
+    offsets = counts.new_zeros(len(counts) + 1, dtype=torch.int64)
+    torch.cumsum(counts, 0, out=offsets[1:])
+    return torch.cat([ids for ids, _ in rows]), offsets
+
+
+def counts_of(rows: Sequence[Row], columns: int) -> Tensor:
+    """[B, C] how many ids each token has."""
+    return torch.stack([F.pad(counts, (0, columns - len(counts))) for _, counts in rows])
+
+
+def sampling_metrics(new_logps: Tensor, scored: Tensor, inputs: dict[str, Any]) -> Metrics:
+    """How far the trainer's log-probs [B, C] are from the sampler's, and how large the sets are.
+
+    With d = trainer's - sampler's: the mean of exp(d) - 1 - d, and the extremes and the mean of
+    exp(d).
+    """
+    metrics = Metrics()
+    sampling = inputs.get("sampling_per_token_logps")
+    if sampling is not None:
+        d = (new_logps.detach() - sampling)[scored].double()
+        d = d[~d.isnan()]
+        ratio, count = d.exp(), d.new_tensor(len(d))
+        ends = d.new_tensor([math.inf]), d.new_tensor([-math.inf])
+        metrics |= {
+            "sampling/kl": Mean((d.expm1() - d).sum(), count),
+            "sampling/ratio_mean": Mean(ratio.sum(), count),
+            "sampling/ratio_min": Min(torch.cat([ratio, ends[0]]).amin()),
+            "sampling/ratio_max": Max(torch.cat([ratio, ends[1]]).amax()),
+        }
+    if "support_ids" in inputs:
+        counts = counts_of(inputs["support_ids"], scored.shape[1])[scored].double()
+        metrics |= {
+            "sampling/kept": Mean(counts.sum(), (counts > 0).sum()),
+            "sampling/kept_max": Max(torch.cat([counts, counts.new_zeros(1)]).amax()),
+        }
+    return metrics
+
+
+# ---------------------------------------------------------------------- vLLM in this process
+
+
+@contextlib.contextmanager
+def sets_of_outputs() -> Iterator[None]:
+    """Inside, the log-probs that TRL takes from vLLM's outputs carry their sets."""
+    theirs = part("trl", ENGINE, "extract_logprobs")
+
+    def extract_logprobs(all_outputs: Any) -> Any:
+        logprobs, token_ids = theirs(all_outputs)
+        if logprobs is not None:
+            _attach(logprobs, [one for outputs in all_outputs for one in outputs.outputs])
+        return logprobs, token_ids
+
+    module = part("trl", ENGINE)
+    module.extract_logprobs = extract_logprobs
+    try:
+        yield
+    finally:
+        module.extract_logprobs = theirs
+
+
+def _attach(logprobs: list[list[list[float | None]]], completions: list[Any]) -> None:
+    """In place; the log-prob of a token that has no ids stays as it is."""
+    masks = [getattr(one, "sampling_mask", None) for one in completions]
+    lists = [getattr(mask, "token_ids", None) for mask in masks]
+    columns = max((len(row) for row in logprobs), default=0)
+    ids, offsets = support_from_lists(lists, columns)
+    counts = offsets.diff().view(len(lists), columns)
+    sets = SampledSets(ids.int(), counts.int())
+    for b, (row, sizes) in enumerate(zip(logprobs, counts.tolist(), strict=True)):
+        for c, (likely, size) in enumerate(zip(row, sizes, strict=False)):
+            if size:
+                logp = math.nan if likely[0] is None else likely[0]
+                likely[0] = Drawn(logp, sets, b * columns + c)

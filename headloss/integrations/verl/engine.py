@@ -15,7 +15,6 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
-from verl.workers.utils.padding import no_padding_2_padding
 
 from ...batch.batch import Batch
 from ...batch.reduction import Totals
@@ -26,6 +25,7 @@ from ...losses import Objective
 from ...options import Options
 from . import losses
 from .fused import fused_of
+from .scored import Scored
 
 FIELDS = {
     "old_log_probs": "old_logps",
@@ -70,8 +70,11 @@ class Engine(FSDPEngineWithLMHead):
             fused.temperature = each.clamp(min=1e-8).expand(shape)
         else:
             fused.temperature, inputs["temperature"] = None, temperature
+        fused.support = None
         if self._config is not None:
-            fused.request = self._request(micro_batch, shape, packed)
+            fused.request = self._request(micro_batch, Scored(self, micro_batch, shape, packed))
+        elif "support_ids" in micro_batch:
+            fused.support = Scored(self, micro_batch, shape, packed).everywhere(micro_batch)
         return inputs, args
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
@@ -96,20 +99,11 @@ class Engine(FSDPEngineWithLMHead):
         finally:
             self._config = fused.request = None
 
-    def _request(self, data: Any, shape: torch.Size, packed: bool) -> Request:
-        """The micro-batch, packed or in rows: this rank's positions of it, which have a shape."""
-        config = self._config
-        offsets = data["input_ids"].offsets()
-        places = no_padding_2_padding(torch.arange(int(offsets[-1]), device=offsets.device), data)
-        rows = torch.arange(len(places), device=places.device).unsqueeze(1).expand_as(places)
-        if not packed:
-            places = places + rows * shape[1] - offsets[:-1].unsqueeze(1)
+    def _request(self, data: Any, scored: Scored) -> Request:
+        """The micro-batch, packed or in rows: this rank's positions of it."""
+        config, mask, here = self._config, scored.mask, scored.here
         names = [name for name in FIELDS if name in data]
         padded = data.select("response_mask", *names).to_padded_tensor()
-        mask = padded["response_mask"].to(bool)  # [B, R]
-        group = self.ulysses_parallel_group if self.use_ulysses_sp else None
-        first = 0 if group is None else torch.distributed.get_rank(group) * shape.numel()
-        here = mask & (places >= first) & (places < first + shape.numel())
         given = {FIELDS[name]: padded[name][here] for name in names}
         ranks, tokens = data["dp_size"], data["batch_num_tokens"]
         sequences = data["global_batch_size"]
@@ -117,11 +111,14 @@ class Engine(FSDPEngineWithLMHead):
         sequences = mask.any(1).sum() if sequences is None else sequences
         over = losses.reduction(config, mask.shape[1], ranks)
         entropy = tu.get_non_tensor_data(data, "calculate_entropy", False)
+        fields = {**given, "totals": Totals(tokens / ranks, sequences / ranks)}
+        if (support := scored.support(data)) is not None:
+            fields["support_ids"] = support
         return Request(
             losses.objective(config, over, given, entropy),
-            places[here] - first,
-            Segments.from_ids(rows[here], len(places), group=group),
-            {**given, "totals": Totals(tokens / ranks, sequences / ranks)},
+            scored.at,
+            Segments.from_ids(scored.rows[here], len(mask), group=scored.group),
+            fields,
         )
 
 

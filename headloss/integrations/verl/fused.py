@@ -16,6 +16,7 @@ from verl.models.transformers import monkey_patch
 from verl.utils.experimental import torch_functional
 from verl.utils.model import CausalLMOutputForPPO
 
+from ...batch.batch import Batch
 from ...head.adapters import FAMILIES, unwrap
 from ...head.head import Head
 from ...head_stats import head_stats
@@ -37,6 +38,7 @@ class Fused:
         model: whose head it reads, with bias, soft cap, scale and adapters; None: as it is given.
         temperature: in place of the given number: a tensor in the shape of the labels.
         request: what the engine wants in place of the log-probs of all positions.
+        support: `support_ids` of the labels' positions; None: all have the whole vocabulary.
         options: of `head_stats` and `head_loss`.
     """
 
@@ -44,6 +46,7 @@ class Fused:
         self.model, self.options = model, Options()
         self.temperature: Tensor | None = None
         self.request: Any = None
+        self.support: Any = None
 
     def head(self, weight: Tensor, temperature: float | Tensor, dtype: torch.dtype) -> Head:
         if self.model is None:
@@ -68,7 +71,10 @@ class Fused:
             head = self.head(vocab_weights, scale, hidden.dtype)
             if self.request is not None:
                 return self.request.run(hidden, head, input_ids, self.options)
-            stats = head_stats(hidden, head, input_ids.to(torch.int64), self.options)
+            targets: Any = input_ids.to(torch.int64)
+            if self.support is not None:
+                targets = Batch(targets, support_ids=self.support)
+            stats = head_stats(hidden, head, targets, self.options)
             return stats.logp, stats.entropy
 
         # FSDP2 shards a head that is not tied by itself.

@@ -1,0 +1,229 @@
+"""The ids that each token of `generate` was drawn from, and its log-prob among them.
+
+B rows, C generated columns, K the most ids of a token, P pairs of a token and an id, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...arguments import is_integers
+from ...batch.support_forms import padded_pairs, pairs_of
+from ...head.adapters import unwrap
+
+MODES = ("sample", "greedy_search")
+
+
+@contextlib.contextmanager
+def record_support(model: Any) -> Iterator[SupportRecorder]:
+    """Inside, `model.generate` records which ids each token was drawn from.
+
+        with record_support(model) as drawn:
+            tokens = model.generate(**prompts, do_sample=True, top_p=0.9)[:, prompt_length:]
+        batch = hl.Batch(tokens, support_ids=drawn.support_ids, old_logps=drawn.logps(tokens), ...)
+
+    The recorder stands behind all processors of logits, those of the model's own
+    `generation_config` and a call's `logits_processor` too, and changes no draw. It keeps pairs of
+    a token and an id, and the scores of one step; on a GPU the host waits once a token.
+
+    Args:
+        model: of Transformers; PEFT, DDP and others are unwrapped.
+
+    Yields:
+        SupportRecorder: of the last `generate` inside; afterwards nothing more is recorded.
+
+    Raises:
+        TypeError: a model that does not generate.
+        ValueError: by `generate`, for beams and assisted decoding, whose steps draw no tokens of a
+            softmax, and for `generate_batch`, which has no steps of whole rows.
+    """
+    recorder = SupportRecorder()
+    with recorder.attached(model):
+        yield recorder
+
+
+@dataclass(frozen=True, eq=False)
+class SampledSets:
+    """The ids that B rows of C tokens were drawn from.
+
+    Attributes:
+        ids: [P] int32, one token's after another's, row by row, ascending.
+        counts: [B, C] int32; 0: the sampler took nothing away.
+    """
+
+    ids: Tensor
+    counts: Tensor
+
+    @functools.cached_property
+    def _ends(self) -> list[int]:
+        """[B C] on the host: behind the last id of each token."""
+        return self.counts.flatten().cumsum(0).tolist()
+
+    def tokens(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """The ids of `count` tokens from the `first` of all B C on, and how many each has."""
+        begin, end = (self._ends[at - 1] if at else 0 for at in (first, first + count))
+        return self.ids[begin:end], self.counts.flatten()[first : first + count]
+
+
+class SupportRecorder:
+    """What `record_support` yields.
+
+    Args:
+        wanted: of the processors of logits and the generation config, whether to record; None: yes.
+
+    Attributes:
+        sets: of the last `generate`; None: none has ended.
+        drawn_logps: [B, C] float32, what `logps` returns.
+    """
+
+    sets: SampledSets | None = None
+    drawn_logps: Tensor
+
+    def __init__(self, wanted: Callable[[Any, Any], bool] | None = None) -> None:
+        self._wanted = wanted
+        self._begin(None)
+
+    @property
+    def support_ids(self) -> Tensor:
+        """[B, C, K] int64 ids that were kept, ascending, then -1; all -1: nothing was taken away.
+
+        Greedy decoding keeps the one id.
+        """
+        sets = self._ended()
+        ids = padded_pairs(sets.ids, sets.counts.flatten())
+        return ids.view(*sets.counts.shape, ids.shape[1])
+
+    def logps(self, tokens: Tensor) -> Tensor:
+        """[B, C] float32 log-probs of the distributions that the tokens were drawn from.
+
+        Behind a row's end those of padding are -inf where it was not kept.
+
+        Args:
+            tokens: [B, C] integers, those that `generate` returned behind the prompt.
+
+        Raises:
+            TypeError: no integers.
+            ValueError: tokens of another shape, or others than were drawn.
+        """
+        shape = self._ended().counts.shape
+        if not is_integers(tokens):
+            raise TypeError(f"tokens: got {getattr(tokens, 'dtype', tokens)!r}, want integers")
+        if tokens.shape != shape:
+            raise ValueError(f"tokens: got shape {tuple(tokens.shape)}, want {tuple(shape)}")
+        if len(others := (tokens.to(self._tokens.device) != self._tokens).nonzero()):
+            b, c = others[0].tolist()
+            got, want = int(tokens[b, c]), int(self._tokens[b, c])
+            raise ValueError(f"tokens: got {got} at row {b}, column {c}, where {want} was drawn")
+        return self.drawn_logps
+
+    def _ended(self) -> SampledSets:
+        if self.sets is None:
+            raise RuntimeError("record_support: no generate has ended inside")
+        return self.sets
+
+    # ------------------------------------------------------------------ inside `generate`
+
+    @contextlib.contextmanager
+    def attached(self, model: Any) -> Iterator[None]:
+        """Inside, it is the last of the model's processors of logits."""
+        model = unwrap(model)
+        while hasattr(model, "get_base_model"):
+            model = unwrap(model.get_base_model())
+        names = "_get_logits_processor", "generate"
+        if not all(hasattr(model, name) for name in names):
+            raise TypeError(f"model: got {type(model).__name__}, want one that generates")
+        processors, generate = (getattr(model, name) for name in names)
+
+        @functools.wraps(processors)
+        def with_recorder(*args: Any, **kwargs: Any) -> Any:
+            made = processors(*args, **kwargs)
+            config: Any = kwargs.get("generation_config", args[0] if args else None)
+            if self._wanted is None or self._wanted(made, config):
+                _check_mode(config, self._assistant, "input_ids_seq_length" in kwargs)
+                self._greedy = not config.do_sample
+                made.append(self)
+            return made
+
+        @functools.wraps(generate)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            self._begin(kwargs.get("assistant_model"))
+            output = generate(*args, **kwargs)
+            self._end(getattr(output, "sequences", output))
+            return output
+
+        before = {name: vars(model)[name] for name in names if name in vars(model)}
+        model._get_logits_processor, model.generate = with_recorder, recorded
+        try:
+            yield
+        finally:
+            for name in names:
+                delattr(model, name)
+            vars(model).update(before)
+
+    def _begin(self, assistant: Any) -> None:
+        self.sets, self._assistant, self._greedy = None, assistant, False
+        self._steps: list[tuple[Tensor, Tensor]] = []  # ids and counts
+        self._step_logps: list[Tensor] = []
+        self._scores: Tensor | None = None  # of a step whose tokens are not drawn yet
+        self._first = 0  # columns of the prompt
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if not self._steps:
+            self._first = input_ids.shape[1]
+        if input_ids.shape[1] != self._first + len(self._steps):
+            raise ValueError(
+                f"record_support: got a step of {input_ids.shape[1]} columns after one of "
+                f"{self._first + len(self._steps) - 1}, want one more: assisted or other decoding "
+                "that does not draw one token a step is not recorded"
+            )
+        self._look_up(input_ids)
+        reached = scores
+        if self._greedy:
+            best = scores.argmax(1, keepdim=True)
+            reached = torch.full_like(scores, -torch.inf).scatter_(1, best, 0)
+        ids, counts = pairs_of(reached > -torch.inf)
+        self._steps.append((ids.int(), counts.int()))
+        self._scores = reached
+        return scores
+
+    def _look_up(self, sequences: Tensor) -> None:
+        """The log-probs of the tokens that were drawn from the last scores."""
+        if self._scores is not None:
+            drawn = self._scores.gather(1, sequences[:, -1:].to(self._scores.device))
+            self._step_logps.append((drawn.squeeze(1) - self._scores.logsumexp(1)).float())
+        self._scores = None
+
+    def _end(self, sequences: Tensor) -> None:
+        """Of `sequences` [B, prompt + C]; a step that `generate` has taken back is left out."""
+        if not self._steps:
+            return
+        self._tokens = sequences[:, self._first :]
+        rows, columns = self._tokens.shape
+        if columns == len(self._steps):
+            self._look_up(sequences)
+        self.drawn_logps = torch.stack(self._step_logps[:columns], 1)
+        steps, self._steps, self._step_logps, self._scores = self._steps[:columns], [], [], None
+        counts = torch.stack([step[1] for step in steps])  # [C, B]
+        ids = torch.cat([step[0] for step in steps])
+        of_row = torch.arange(rows, device=ids.device, dtype=torch.int32).repeat(columns)
+        order = of_row.repeat_interleave(counts.flatten()).sort(stable=True).indices
+        self.sets = SampledSets(ids[order], counts.T.contiguous())
+
+
+def _check_mode(config: Any, assistant: Any, steps: bool) -> None:
+    """ValueError for decoding that does not draw one token of a softmax in a step."""
+    want = "want num_beams=1 and one token a step, sampled or greedy"
+    if not steps:
+        raise ValueError(f"generate_batch: continuous batching is not recorded, {want}")
+    mode = str(config.get_generation_mode(assistant).value)
+    if mode not in MODES:
+        options = {"num_beams": config.num_beams, "prompt_lookup": config.prompt_lookup_num_tokens}
+        named = ", ".join(f"{name}={value}" for name, value in options.items() if value)
+        raise ValueError(f"record_support: got {mode} ({named or 'an assistant'}), {want}")

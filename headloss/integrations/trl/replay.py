@@ -1,0 +1,237 @@
+"""Whether a trainer takes log-probs over the ids that its sampler kept, and what stands in the way.
+
+`sampling_support` is a trainer's: True asks for it, False is TRL's own, None has it where a filter
+takes ids away. What cannot be replayed raises under True and warns once under None, by its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from ..seams import release
+from .support import ENGINE
+
+SWITCH, RUNNER = "return_sampling_mask", "VLLM_USE_V2_MODEL_RUNNER"
+# Options that change the logits of ids which are kept, where they are not one of these values.
+CHANGING: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1,),
+    "encoder_repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "sequence_bias": ({}, []),
+    "guidance_scale": (1,),
+    "exponential_decay_length_penalty": (),
+    "watermarking_config": (),
+}
+# Processors of Transformers that only take ids away, with the values at which they take none; that
+# leave the softmax as it is; and the options of those that change it.
+REMOVING: dict[str, tuple[str, Any]] = {"MinPLogitsWarper": ("min_p", 0)}
+REMOVING |= dict.fromkeys(
+    (
+        "TopHLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "NoRepeatNGramLogitsProcessor",
+        "EncoderNoRepeatNGramLogitsProcessor",
+        "NoBadWordsLogitsProcessor",
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "PrefixConstrainedLogitsProcessor",
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
+        "SuppressTokensAtBeginLogitsProcessor",
+    ),
+    ("", None),
+)
+TEMPERATURE = "TemperatureLogitsWarper"
+LEAVING = (TEMPERATURE, "InfNanRemoveLogitsProcessor", "LogitNormalization")
+OPTIONS = {
+    "RepetitionPenaltyLogitsProcessor": "repetition_penalty",
+    "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty",
+    "SequenceBiasLogitsProcessor": "sequence_bias",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
+    "ExponentialDecayLengthPenalty": "exponential_decay_length_penalty",
+}
+
+
+class Obstacle(NamedTuple):
+    """An option under which log-probs over the sets are not the sampler's, or cannot be had."""
+
+    option: str
+    problem: str
+    replayed: bool = False  # the sets are replayed all the same
+
+
+def wanted(trainer: Any) -> bool:
+    """By the options alone; raises or warns as `settle`."""
+    asked = trainer.sampling_support
+    if asked is False or (asked is None and not _truncates(_options(trainer))):
+        return False
+    return settle(trainer, obstacles(trainer))
+
+
+def wanted_of_processors(trainer: Any, processors: Iterable[Any], config: Any) -> bool:
+    """By what Transformers has built, in which a model's own generation config may have a part."""
+    processors = list(processors)
+    if trainer.sampling_support is None and not any(map(_removes, processors)):
+        return False
+    return settle(trainer, [*obstacles(trainer), *_of_processors(trainer, processors, config)])
+
+
+def settle(trainer: Any, obstacles: Iterable[Obstacle]) -> bool:
+    """Whether the sets are replayed.
+
+    Raises:
+        ValueError: an obstacle, where `sampling_support` is True.
+    """
+    replayed = True
+    for option, problem, all_the_same in obstacles:
+        if trainer.sampling_support:
+            raise ValueError(f"{option}: is not supported beside sampling_support=True: {problem}")
+        replayed &= all_the_same
+        if option not in trainer.warned_of:
+            trainer.warned_of.add(option)
+            then = "the ids that were kept are replayed all the same"
+            then = then if all_the_same else "log-probs are TRL's own, over the whole vocabulary"
+            warnings.warn(f"sampling_support: {option}: {problem}; {then}", stacklevel=2)
+    return replayed
+
+
+def obstacles(trainer: Any) -> Iterator[Obstacle]:
+    """Of a trainer's options."""
+    options = _options(trainer)
+    yield from _of_generation(trainer)
+    if options["temperature"] != trainer.temperature:
+        yield _temperature(options["temperature"], trainer)
+    if options["top_k"] == 1:
+        yield Obstacle("top_k", "with the one id that top_k=1 keeps a token has no gradient")
+    elif trainer.use_vllm and not _positive(options["top_k"]):
+        yield Obstacle("top_k", "vLLM returns the ids that it kept where top_k > 0 alone")
+    for name, neutral in CHANGING.items():
+        value = options.get(name)
+        if value is not None and value not in neutral:
+            yield _changes(name)
+    for path in trainer.paths:
+        fused = {"use_fused_loss": path.loss, "use_fused_linear_logprobs": path.logprobs}
+        for name in [name for name, of in fused.items() if not of.fused][:1]:
+            problem = "logits are materialised, of which the loss would say: support_ids: got them "
+            yield Obstacle(name, f"{problem}beside given logits")
+
+
+def _of_generation(trainer: Any) -> Iterator[Obstacle]:
+    """Of the way in which tokens are generated."""
+    if trainer.rollout_func is not None and trainer.sampling_support:
+        yield Obstacle("rollout_func", "its sets are not recorded; let it return support_ids")
+    if trainer.use_vllm and trainer.vllm_mode != "colocate":
+        mode = f"vllm_mode={trainer.vllm_mode!r}"
+        yield Obstacle("vllm_mode", f"{mode} returns no sets here, want 'colocate'")
+    if trainer.use_vllm and trainer.without_sets:
+        yield Obstacle("use_vllm", trainer.without_sets)
+    if trainer.use_vllm:
+        return
+    if trainer.use_transformers_continuous_batching:
+        name = "use_transformers_continuous_batching"
+        yield Obstacle(name, "it has no step in which sets could be read")
+    yield from _of_decoding(_options(trainer))
+
+
+def _of_decoding(options: dict[str, Any]) -> Iterator[Obstacle]:
+    if options.get("do_sample", True) is False:
+        yield Obstacle("do_sample", "greedy decoding keeps one id, which has no gradient")
+    if (options.get("num_beams") or 1) > 1:
+        yield Obstacle("num_beams", "the scores of beams are no logits")
+    for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
+        if options.get(name):
+            yield Obstacle(name, "assisted decoding does not draw one token a step")
+
+
+def _of_processors(trainer: Any, processors: list[Any], config: Any) -> Iterator[Obstacle]:
+    named = {type(processor).__name__: processor for processor in processors}
+    temperature = getattr(named.get(TEMPERATURE), "temperature", 1.0)
+    yield from _of_decoding(vars(config))
+    if config.do_sample and temperature != trainer.temperature:
+        yield _temperature(temperature, trainer)
+    for name in named:
+        if name not in REMOVING and name not in LEAVING:
+            yield _changes(OPTIONS.get(name, name))
+
+
+def _options(trainer: Any) -> dict[str, Any]:
+    """Of sampling; `generation_kwargs` win."""
+    names = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
+    return {name: getattr(trainer, name) for name in names} | (trainer.args.generation_kwargs or {})
+
+
+def _truncates(options: dict[str, Any]) -> bool:
+    top_p = options["top_p"]
+    narrow = top_p is not None and top_p < 1
+    return narrow or _positive(options["top_k"]) or _positive(options["min_p"])
+
+
+def _positive(value: float | None) -> bool:
+    return value is not None and value > 0
+
+
+def _removes(processor: Any) -> bool:
+    name, neutral = REMOVING.get(type(processor).__name__, (None, None))
+    return name is not None and (not name or getattr(processor, name) != neutral)
+
+
+def _temperature(got: float, trainer: Any) -> Obstacle:
+    problem = f"tokens are drawn at {got}, log-probs are taken at {trainer.temperature}"
+    return Obstacle("temperature", problem)
+
+
+def _changes(option: str) -> Obstacle:
+    problem = "it changes the logits of ids that are kept, which is not replayed"
+    return Obstacle(option, problem, replayed=True)
+
+
+# ---------------------------------------------------------------------- vLLM in this process
+
+
+@contextlib.contextmanager
+def engine_with_sets(trainer: Any) -> Iterator[None]:
+    """Inside, the engine of vLLM that TRL builds returns the ids that it kept, where wanted."""
+    module: Any = sys.modules.get(ENGINE)  # TRL's trainer imports it
+    theirs = getattr(module, "LLM", None)
+    if theirs is None:  # vLLM is not installed
+        yield
+        return
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        if not wanted(trainer):
+            return theirs(*args, **kwargs)
+        chosen = RUNNER in os.environ
+        if not chosen:
+            os.environ[RUNNER] = "1"
+        try:
+            return theirs(*args, **{SWITCH: True}, **kwargs)
+        except TypeError as error:
+            if SWITCH not in str(error):
+                raise
+        if not chosen:
+            del os.environ[RUNNER]
+        trainer.without_sets = f"vLLM {_version()} does not know {SWITCH}, want 0.28 or later"
+        wanted(trainer)  # raises, or warns
+        return theirs(*args, **kwargs)
+
+    module.LLM = build
+    try:
+        yield
+    finally:
+        module.LLM = theirs
+
+
+def _version() -> str:
+    return release("vllm") or getattr(sys.modules.get("vllm"), "__version__", "(no version)")

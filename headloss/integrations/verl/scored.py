@@ -1,0 +1,84 @@
+"""Which positions of a micro-batch are scored on this rank, and what their tokens were drawn from.
+
+B sequences of at most R response tokens, N flattened positions of this rank, T of them scored, P
+pairs of a token and an id.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import no_padding_2_padding
+
+from ...batch.support_forms import support_from_lists
+
+Pairs = tuple[Tensor, Tensor]  # [P] ids, and offsets: what `support_ids` takes
+
+
+class Scored:
+    """The positions of a micro-batch, packed or in rows.
+
+    Args:
+        shape: of this rank's positions.
+
+    Attributes:
+        mask: [B, R] bool, of `response_mask`.
+        here: [B, R] bool, which of these this rank predicts.
+        rows: [B, R] the sequence of each.
+        at: [T] where they are predicted, among the flattened positions of this rank.
+        group: of sequence parallelism, or None.
+    """
+
+    def __init__(self, engine: Any, data: Any, shape: torch.Size, packed: bool) -> None:
+        offsets = data["input_ids"].offsets()
+        places = no_padding_2_padding(torch.arange(int(offsets[-1]), device=offsets.device), data)
+        self.rows = torch.arange(len(places), device=places.device).unsqueeze(1).expand_as(places)
+        if not packed:
+            places = places + self.rows * shape[1] - offsets[:-1].unsqueeze(1)
+        self.mask = data.select("response_mask").to_padded_tensor()["response_mask"].to(bool)
+        self.group = engine.ulysses_parallel_group if engine.use_ulysses_sp else None
+        rank = 0 if self.group is None else torch.distributed.get_rank(self.group)
+        first = rank * shape.numel()
+        self.here = self.mask & (places >= first) & (places < first + shape.numel())
+        self.at = places[self.here] - first
+        self.positions = shape.numel()
+
+    def support(self, data: Any) -> Pairs | None:
+        """Of the T tokens, in order of their positions; None: the batch has no sets.
+
+        It has them as `support_ids`: for each response the ids of each of its tokens, in lists; an
+        empty one: the sampler took nothing away.
+
+        Raises:
+            ValueError: a scored token has no list.
+        """
+        lists = tu.get(data, "support_ids")
+        if lists is None or all(row is None for row in lists):
+            return None
+        columns = self.mask.shape[1]
+        for b, c in self.mask.nonzero().tolist():
+            row = lists[b]
+            if row is None or c >= len(row) or row[c] is None:
+                raise ValueError(
+                    f"support_ids: sequence {b} has no set at token {c} of its response, which is "
+                    "scored; a loop of several turns has to join the sets of all of them"
+                )
+        ids, offsets = support_from_lists(lists, columns)
+        counts, chosen = offsets.diff(), self.here.flatten().cpu()
+        ids = ids[chosen.repeat_interleave(counts)]
+        return ids.to(self.at.device), _offsets(counts[chosen]).to(self.at.device)
+
+    def everywhere(self, data: Any) -> Pairs | None:
+        """Of all N positions, of which others than the T tokens have none."""
+        if (pairs := self.support(data)) is None:
+            return None
+        counts = pairs[1].new_zeros(self.positions)
+        return pairs[0], _offsets(counts.index_copy_(0, self.at, pairs[1].diff()))
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
