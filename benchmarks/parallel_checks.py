@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import headloss as hl
-from headloss.ranks.agreement import checksums
+from headloss.ranks.agreement import checksum
 from headloss.testing import error, plain, random_batch, trained_looking
 
 Found = dict[str, Any]  # "ok", and what was seen
@@ -144,7 +144,8 @@ def placed(p: Problem, grid: Grid, groups: tuple[Any, Any], name: str, schedule:
     loss, dw = out.loss.detach().double(), dw.float()
     same = True
     if part.group is not None:
-        (bits,) = checksums([loss, out.logps] if grid.spread else [loss, out.logps, dx])
+        sums = checksum([loss, out.logps] if grid.spread else [loss, out.logps, dx])
+        bits = torch.tensor(sums, device=loss.device)
         least, most = bits.clone(), bits.clone()
         distributed.all_reduce(least, distributed.ReduceOp.MIN, group=part.group)
         distributed.all_reduce(most, distributed.ReduceOp.MAX, group=part.group)

@@ -23,6 +23,7 @@ from .run.checks import check_segments
 from .run.plan import MIB, make_plan
 from .run.problem import Problem
 
+MOST_TOKENS = 1 << 24  # a plan lists their segments and chunks
 DTYPES = {gate.name_of(d): d for d in (*gate.DTYPES, torch.float64)}
 EXAMPLES = """\
 examples:
@@ -85,6 +86,8 @@ def _problem(arguments: argparse.Namespace) -> Problem:
     objective, dtype = objective_of(arguments.objective), DTYPES[arguments.dtype]
     length = arguments.segment_length
     check_segments(-(-arguments.tokens // length), objective)
+    if arguments.tokens > MOST_TOKENS:
+        raise ValueError(f"--tokens: got {arguments.tokens}, want at most {MOST_TOKENS} in a call")
     if arguments.vocab * max(arguments.tokens, arguments.hidden) >= 1 << 60:
         raise ValueError("--vocab: got logits or a weight of 2^60 elements or more, want fewer")
     kinds = sample()[1].kinds()

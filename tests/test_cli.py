@@ -120,14 +120,16 @@ def test_what_is_known_of_a_term_does_not_depend_on_the_dtype(capsys) -> None:
 
 @pytest.mark.parametrize("objective", ["cross_entropy", "gspo", "dpo"])
 def test_plan_of_very_many_tokens(capsys: pytest.CaptureFixture[str], objective: str) -> None:
-    """Nothing is made for each chunk or segment: there would be no memory for it."""
-    tokens = 10**12 - 1
+    tokens = (1 << 24) - 1
     found = plan(capsys, "--objective", objective, "--tokens", f"{tokens}")
     size = 4224 if objective == "cross_entropy" else 4096  # the others end with segments
     assert found["chunk_tokens"] == size and found["chunks"] == -(-tokens // size)
     assert found["plain_bytes"] == tokens * 128256 * 8
     found = plan(capsys, "--objective", "gspo", "--tokens", f"{tokens}", "--vocab", "1")
     assert found["bytes"]["logits"] <= 1200 << 20
+    with pytest.raises(SystemExit):
+        plan(capsys, "--tokens", "1000000000000")
+    assert "--tokens: got 1000000000000, want at most" in capsys.readouterr().err
 
 
 def test_objective_of() -> None:

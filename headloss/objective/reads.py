@@ -42,10 +42,11 @@ def reads(
     Equal terms share an entry of the table, so that one that is made anew in each step is traced
     once."""
     found = {}
+    how = dtype, observe, cuts, torch.is_inference_mode_enabled()  # which has no gradients to see
     for name, _, term in objective.named():
         known = getattr(term.function, "reads", None)
         if known is None:
-            key = fingerprint(term, []), tuple(kinds.items()), dtype, observe, cuts
+            key = fingerprint(term, []), tuple(kinds.items()), how
             known = _entry(key)
         if known is None:
             known = _traced(name, term, kinds, dtype, device, observe, cuts)
