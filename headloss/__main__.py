@@ -86,10 +86,10 @@ def _problem(arguments: argparse.Namespace) -> Problem:
     objective, dtype = objective_of(arguments.objective), DTYPES[arguments.dtype]
     length = arguments.segment_length
     check_segments(-(-arguments.tokens // length), objective)
-    if arguments.tokens > MOST_TOKENS:
-        raise ValueError(f"--tokens: got {arguments.tokens}, want at most {MOST_TOKENS} in a call")
     if arguments.vocab * max(arguments.tokens, arguments.hidden) >= 1 << 60:
         raise ValueError("--vocab: got logits or a weight of 2^60 elements or more, want fewer")
+    if arguments.tokens > MOST_TOKENS:
+        raise ValueError(f"--tokens: got {arguments.tokens}, want at most {MOST_TOKENS} in a call")
     kinds = sample()[1].kinds()
     asked = reads(objective, kinds, torch.float32, torch.device("cpu"), observe=False)
     on_gpu, teachers = arguments.device == "cuda", objective.teachers
