@@ -517,7 +517,7 @@ def test_distillation_through_the_twins(through_twins, monkeypatch, kind, temper
 
 
 @pytest.mark.parametrize("more", ["bias", "adapter"])
-def test_a_teachers_head_with_more_than_a_weight_through_the_twins(twins, more):
+def test_a_teachers_head_with_more_than_a_weight_through_the_twins(through_twins, more):
     """Its product alone would not be its logits."""
     hidden, weight, targets = trained_looking(T, H, V, torch.float32, "cpu")
     lora = (hl.Lora(a=torch.randn(2, 8), b=torch.randn(V, 2), scaling=0.5),)
