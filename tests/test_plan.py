@@ -341,7 +341,7 @@ def test_the_planned_peak_is_the_measured_one():
 
 
 def test_ranks_plan_for_the_smallest_gpu():
-    own = {"rows": 5, "tokens": 4, "weight_gradient": 1, "teacher_columns": -1, "highest": 3}
+    own = {"rows": 5, "tokens": 4, "weight_gradient": 1, "teacher_columns": -1, "highest id": 3}
     theirs = {fact: [value] * 2 for fact, value in own.items()} | {"memory": [140 << 30, 79 << 30]}
     found = place.Place.of(object(), theirs)
     assert found.memory == 79 << 30 and found.sizes == (5, 5)

@@ -28,6 +28,7 @@ from .collectives import PROCESS_GROUP, device_of, gather, together
 R = TypeVar("R")
 WORDS = 64  # of a record: an error's mark, two checksums, and a rank's own numbers
 MOST = WORDS - 4  # numbers of its own
+HIGHEST = "highest id"  # no name that a field of a batch can have
 LEARNED = 256  # calls that a static one can go by, of a group
 ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)  # the last: any other
 
@@ -103,7 +104,7 @@ def agree(
     if any(record[:3] != [0, *records[0][1:3]] for record in records):
         return None, _explained(role, group, facts, error)
     assert facts is not None
-    found = {n: [r[at] for r in records] for at, n in enumerate(("highest", *facts.own), 3)}
+    found = {n: [r[at] for r in records] for at, n in enumerate((HIGHEST, *facts.own), 3)}
     if not learned or facts.check:
         error = _compared(role, group, facts.values(found))
         if error is not None:

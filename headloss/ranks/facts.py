@@ -18,7 +18,7 @@ from ..batch.batch import IGNORE, MOST_IDS, Batch
 from ..head.head import Head, autocast_dtype
 from ..kernels import suits_product
 from ..kernels.transform import Transform
-from .agreement import MOST, Facts, OwnNumbers
+from .agreement import HIGHEST, MOST, Facts, OwnNumbers
 
 if TYPE_CHECKING:
     from ..losses.term import Objective
@@ -111,7 +111,7 @@ def _form(batch: Batch, name: str) -> int:
 def per_segment(said: OwnNumbers) -> frozenset[str]:
     """The fields that are per segment, by the forms they have on each rank: those that are not per
     token on all. ValueError where there is no form for all."""
-    forms = {name: forms for name, forms in said.items() if name != "highest"}
+    forms = {name: forms for name, forms in said.items() if name != HIGHEST}
     found = frozenset(name for name, of in forms.items() if not all(form & 1 for form in of))
     for name in sorted(found):
         if not all(form & 2 for form in said[name]):

@@ -11,7 +11,7 @@ from torch import Tensor, distributed
 
 from ..batch.batch import Batch
 from ..head.head import Head
-from .agreement import OwnNumbers, agree, attempt
+from .agreement import HIGHEST, OwnNumbers, agree, attempt
 from .facts import of_positions
 from .vocabulary import WHOLE, Shard, Whole
 
@@ -54,7 +54,7 @@ class Place(NamedTuple):
                     f"student's {sizes[rank]} scored rows there"
                 )
         wanted, tokens = any(own["weight_gradient"]), tuple(own["tokens"])
-        memory, highest = min(own["memory"]), tuple(own["highest"])
+        memory, highest = min(own["memory"]), tuple(own[HIGHEST])
         return cls(vocabulary, group, sizes, tokens, wanted, memory, highest)
 
     @property
