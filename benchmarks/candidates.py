@@ -29,7 +29,7 @@ from headloss import kernels
 from headloss.kernels.interface import Backward
 from headloss.kernels.pair import Chosen
 from headloss.kernels.transform import Transform
-from headloss.objective.statistics import Coefficients, Normalizer
+from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients
 from headloss.testing import trained_looking
 
 
@@ -107,7 +107,7 @@ def acts(hidden: Tensor, weight: Tensor, ids: Tensor, repeats: int) -> dict[str,
     rows = min(len(x), 4096)
     tile = torch.zeros(rows, len(w), dtype=x.dtype, device=DEVICE)
     zero, slopes = torch.zeros(rows, device=DEVICE), torch.zeros(rows, ids.shape[1], device=DEVICE)
-    normalizer, c = Normalizer(zero, zero), Coefficients(target=zero, prob=zero)
+    normalizer, c = Normalizer(zero, zero), SoftmaxCoefficients(target=zero, prob=zero)
     backward = Backward(ids[:rows, 0].contiguous(), 0, Transform(), normalizer, c, zero)
     chosen = Chosen(ids[:rows], slopes, slopes)
     ms = milliseconds(lambda: backend.chosen_gradient_(tile, chosen, backward), repeats)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 import headloss as hl
-from headloss.gate import eager_cross_entropy, eager_gspo
 from headloss.testing import random_batch, trained_looking
+from headloss.testing.gate import eager_cross_entropy, eager_gspo
 
 MIB = 1 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -32,7 +32,7 @@ from headloss.kernels.interface import Rows, Walk
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton import given as triton_given
 from headloss.kernels.triton.given import Shape, given_rows
-from headloss.objective.statistics import Coefficients, finish
+from headloss.statistics.softmax import SoftmaxCoefficients, finish
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEEDS = frozenset({"logp"})
@@ -63,7 +63,7 @@ class Problem:
         offsets = torch.arange(n, device=DEVICE) * v
         self.rows = Rows(self.work, offsets, v % 16 == 0)
         weight = torch.full((n,), -1 / n, device=DEVICE)
-        self.ce = Coefficients(target=weight, prob=-weight)
+        self.ce = SoftmaxCoefficients(target=weight, prob=-weight)
 
     def restore(self) -> None:
         self.work.copy_(self.pristine)

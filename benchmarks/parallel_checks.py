@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import headloss as hl
-from headloss.ranks.agreement import checksum
+from headloss.parallel.agreement import checksum
 from headloss.testing import error, plain, random_batch, trained_looking
 
 Found = dict[str, Any]  # "ok", and what was seen

@@ -23,10 +23,10 @@ from measure import Stretch
 from torch import Tensor
 
 from headloss.kernels import triton as acts
-from headloss.kernels.interface import Backward, Forward, Held
+from headloss.kernels.interface import Backward, ExpTile, Forward
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton import product
-from headloss.objective.statistics import Coefficients
+from headloss.statistics.softmax import SoftmaxCoefficients
 
 SHAPES = ((8192, 4096, 128256), (8192, 2048, 151936))
 SCORES = frozenset({"logp", "lse", "entropy"})
@@ -55,12 +55,12 @@ def calls(x: Tensor, w: Tensor, targets: Tensor) -> Iterator[tuple[str, Call]]:
         ("bias", Transform(bias=torch.randn(v, device=x.device).bfloat16())),
     ):
         forward = Forward(targets, 0, transform, SCORES)
-        held = Held.empty(x, v)
+        held = ExpTile.empty(x, v)
         yield f"terms, {name}", lambda f=forward, h=held: acts.product_statistics(x, w, f, v, h)
         yield f"no terms, {name}", lambda f=forward: acts.product_statistics(x, w, f, v)
         stats, normalizer = acts.product_statistics(x, w, forward, v)
         for which, more in (("log-prob", {}), ("log-prob and entropy", {"entropy": ones})):
-            c = Coefficients(target=ones, prob=-ones, **more)
+            c = SoftmaxCoefficients(target=ones, prob=-ones, **more)
             given = Backward(targets, 0, transform, normalizer, c, stats.logp)
             yield f"slab of {which}, {name}", lambda g=given: acts.product_gradient(x, w, g)
 

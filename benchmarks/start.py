@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from works import WORKS, Setting, make_inputs
 
 import headloss as hl
+from headloss.head import products
 from headloss.kernels.triton import product as triton_product
-from headloss.softmax import products
 
 SIZES = Setting(tokens=16384, width=4096, vocabulary=32768)
 TINY = Setting(tokens=64, width=16, vocabulary=96, dtype=torch.float32, segments=16)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from headloss.engine.plan import MIB, PlanInputs, make_plan
 from headloss.losses.catalogue import modifier_table, table
 from headloss.options import Options
-from headloss.run.plan import MIB, Problem, make_plan
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -53,7 +53,7 @@ def logits() -> str:
 
 
 def _plan(tokens: int, width: int, vocabulary: int, schedule: str):
-    problem = Problem(
+    problem = PlanInputs(
         tokens=tokens,
         width=width,
         vocabulary=vocabulary,
@@ -64,7 +64,7 @@ def _plan(tokens: int, width: int, vocabulary: int, schedule: str):
         on_gpu=True,
         multiprocessors=132,  # a Hopper GPU, whose product writes softmax terms in 16 bits
         memory=80 * GIB,
-        terms=True,
+        exp_tiles=True,
         row_bytes=2,
     )
     return make_plan(problem, Options(schedule=schedule), "triton")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.batch.packing import PackedBatch
-from headloss.objective.statistics import Statistics
+from headloss.statistics.softmax import Statistics
 
 
 @hl.term

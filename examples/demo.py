@@ -13,7 +13,7 @@ from pathlib import Path
 
 import headloss as hl
 from headloss import train
-from headloss.run.plan import MIB, Problem, make_plan
+from headloss.engine.plan import MIB, PlanInputs, make_plan
 from headloss.train import Result
 from headloss.train.report import DECODING, score, table
 
@@ -79,7 +79,7 @@ def logits(recipe: train.Recipe, result: Result) -> str:
     lines = ["Loss and gradients of one step, planned (not measured), in float32:"]
     for what, sizes in (("this model", own), ("as wide as Qwen3-0.6B", QWEN)):
         lengths = [tokens // rows + (i < tokens % rows) for i in range(rows)]
-        problem = Problem(
+        problem = PlanInputs(
             tokens=tokens,
             width=sizes["width"],
             vocabulary=sizes["vocabulary"],

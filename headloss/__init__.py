@@ -14,16 +14,16 @@ from .batch.reduction import (
 from .batch.segments import Segments
 from .batch.support_forms import support_from_counts, support_from_lists, support_from_scores
 from .check_term import TermReport, check_term
+from .engine.plan import Plan
 from .head.head import Head, Lora
 from .head_function import head_function
 from .head_loss import Output, head_loss, logits_loss, plan
 from .head_stats import HeadStats, head_stats
 from .head_topk import HeadTopk, head_topk
 from .losses import *  # noqa: F403
-from .objective.metrics import Max, Mean, Metrics, Min, Observed, Sum
 from .objective.reads import clear_cache
 from .options import Options
-from .run.plan import Plan
+from .statistics.metrics import Max, Mean, Metrics, Min, Observed, Sum
 
 __version__ = "0.1.0.dev0"
 

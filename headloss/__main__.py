@@ -13,15 +13,16 @@ from typing import Any, NoReturn
 
 import torch
 
-from . import __version__, doctor, gate, kernels, train
+from . import __version__, kernels, train
 from .arguments import did_you_mean
+from .engine.checks import check_segments
+from .engine.plan import MIB, make_plan
+from .engine.plan_inputs import PlanInputs
 from .losses.catalogue import TERMS, sample, table
 from .losses.term import Objective
 from .objective.reads import reads
 from .options import SCHEDULES, Options
-from .run.checks import check_segments
-from .run.plan import MIB, make_plan
-from .run.problem import Problem
+from .testing import doctor, gate
 
 MOST_TOKENS = 1 << 24  # a plan lists their segments and chunks
 DTYPES = {gate.name_of(d): d for d in (*gate.DTYPES, torch.float64)}
@@ -81,7 +82,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     print(found)
 
 
-def _problem(arguments: argparse.Namespace) -> Problem:
+def _problem(arguments: argparse.Namespace) -> PlanInputs:
     """What the engine would find out from tensors of these sizes."""
     objective, dtype = objective_of(arguments.objective), DTYPES[arguments.dtype]
     length = arguments.segment_length
@@ -93,11 +94,11 @@ def _problem(arguments: argparse.Namespace) -> Problem:
     kinds = sample()[1].kinds()
     asked = reads(objective, kinds, torch.float32, torch.device("cpu"), observe=False)
     on_gpu, teachers = arguments.device == "cuda", objective.teachers
-    # As `kernels.can_hold_terms` would say of a head without bias or adapters.
-    terms = on_gpu and dtype == torch.bfloat16 and arguments.hidden % 8 == 0 and not teachers
+    # As `kernels.can_write_exp` would say of a head without bias or adapters.
+    exp_tiles = on_gpu and dtype == torch.bfloat16 and arguments.hidden % 8 == 0 and not teachers
     here = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     multiprocessors = kernels.multiprocessors(here) or 132  # those of an H100 or H200
-    return Problem(
+    return PlanInputs(
         tokens=arguments.tokens,
         width=arguments.hidden,
         vocabulary=arguments.vocab,
@@ -109,15 +110,15 @@ def _problem(arguments: argparse.Namespace) -> Problem:
         element_size=dtype.itemsize,
         weight_size=dtype.itemsize,
         rescaled=dtype == torch.float16,
-        row_bytes=2 if terms else max(4, dtype.itemsize) * (1 + len(teachers)),
+        row_bytes=2 if exp_tiles else max(4, dtype.itemsize) * (1 + len(teachers)),
         on_gpu=on_gpu,
         multiprocessors=multiprocessors if on_gpu else 0,
         memory=kernels.memory(here),
-        terms=terms,
+        exp_tiles=exp_tiles,
     )
 
 
-def _draw(problem: Problem, options: Options, backend: str, title: str, path: Path) -> list[str]:
+def _draw(problem: PlanInputs, options: Options, backend: str, title: str, path: Path) -> list[str]:
     """Draws planned bytes against tokens, of plain logits and of every schedule, with matplotlib;
     ValueError where that is not installed, or does not know the suffix of `path`. What it returns
     is a line for each schedule that cannot serve this objective, with the reason."""

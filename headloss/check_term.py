@@ -15,10 +15,10 @@ from .batch.packing import PackedBatch, outside_inference, pack
 from .batch.segments import Chunk, Segments
 from .losses.term import Term
 from .losses.trial import Reads
-from .objective.bound import differentiate
 from .objective.reads import reads
 from .objective.sample import sample_statistics
-from .objective.statistics import BESIDE, CANDIDATES, DIFFERENTIABLE, STATISTICS, Statistics
+from .objective.weighted import differentiate
+from .statistics.softmax import BESIDE, CANDIDATES, DIFFERENTIABLE, STATISTICS, Statistics
 
 LENGTHS = (5, 1, 7, 4, 3, 8)
 TOLERANCE = 1e-9
@@ -180,7 +180,7 @@ def _permute(term: Term, batch: PackedBatch) -> Piece:
 def _pure(term: Term, stats: Statistics, batch: PackedBatch) -> Tensor:
     """The term's value, which two evaluations agree on."""
     given: dict[Any, Tensor] = {n: getattr(batch, n) for n in batch.kinds()}
-    given |= {**stats.tensors(), **stats.divergences}
+    given |= {**stats.tensors(), **stats.extras}
     before = {name: value.clone() for name, value in given.items()}
     whole, again = (_evaluate(term, stats, batch) for _ in range(2))
     for name, value in given.items():
@@ -200,7 +200,7 @@ def _check_gradient(term: Term, asked: Reads, stats: Statistics, batch: PackedBa
             "has no gradient (is everything detached, or read out with .item()?)"
         )
     leaves = stats.map(lambda t: t.clone().requires_grad_())
-    found = {**leaves.tensors(), **leaves.divergences}
+    found = {**leaves.tensors(), **leaves.extras}
     inputs = {n: found[n] for n in (*DIFFERENTIABLE, CANDIDATES) if n in found}
     with torch.enable_grad():
         total = term(leaves, batch.on(leaves)).sum()

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from .batch.batch import Batch
+from .collectives import inside
+from .engine.autograd import HeadLoss
+from .engine.call import linear_call
+from .engine.checks import eagerly, outside
 from .head.dtensor import local_head
 from .head.head import Head, autocast_dtype, check_head
 from .head_stats import head_stats
 from .losses.scope import Scope
 from .losses.term import Term
-from .objective.elsewhere import Foreign, loss_elsewhere, scalar
+from .objective.external import external_loss, scalar
 from .options import DEFAULT, Options
-from .ranks.collectives import inside
-from .run.calls import linear_call
-from .run.checks import eagerly, outside
-from .run.loop import HeadLoss
 
 SCOPES: dict[object, Scope] = {"token": "token", "sequence": "segment"}
 READ = frozenset({"logp", "entropy"})
@@ -87,9 +87,8 @@ def head_function(
         logps, _, entropies = head_stats(hidden, head, batch, options, READ)
         return scalar(loss_fn(logps, entropies))
     head = local_head(head)
-    objective = loss_elsewhere(READ, SCOPES[separable])
-    work, tensors = linear_call((hidden, head, batch, objective, options, "head_function"))
-    foreign = Foreign(loss_fn, work.packing, work.vocabulary, options.upstream)
-    work.bind = lambda _: foreign
-    with inside(hidden.device.type, *work.groups):
-        return HeadLoss.apply(work, *tensors)[0]
+    objective = external_loss(READ, SCOPES[separable])
+    arguments = hidden, head, batch, objective, options, "head_function"
+    call, tensors = linear_call(arguments, loss_fn)
+    with inside(hidden.device.type, *call.groups):
+        return HeadLoss.apply(call, *tensors)[0]  # type: ignore[no-any-return]

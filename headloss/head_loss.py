@@ -16,20 +16,19 @@ from torch import Tensor
 from .arguments import brief, plain_numbers
 from .batch.batch import Batch
 from .batch.packing import PackedBatch
+from .collectives import inside
+from .engine.autograd import HeadLoss
+from .engine.call import Call, given_call, linear_call, linear_plan
+from .engine.checks import eagerly, outside
+from .engine.plan import Plan
 from .head.dtensor import local_head
 from .head.head import Head, check_head
 from .kernels.transform import Transform
 from .losses.term import Objective, Term
-from .objective.elsewhere import READ, loss_elsewhere
-from .objective.metrics import Mean, Metrics, Observed, Sum, fold, fold_all
-from .objective.statistics import Statistics
+from .objective.external import READ, external_loss
 from .options import DEFAULT, Options
-from .ranks.collectives import inside
-from .run.calls import Call, given_call, linear_call, linear_plan
-from .run.checks import eagerly, outside
-from .run.loop import HeadLoss
-from .run.plan import Plan
-from .run.work import Work
+from .statistics.metrics import Mean, Metrics, Observed, Sum, fold, fold_all
+from .statistics.softmax import Statistics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -197,8 +196,8 @@ def plan(
     check_head(head)
     head, options = local_head(head), DEFAULT if options is None else options
     if objective is None:
-        objective = loss_elsewhere(frozenset(READ))
-    return linear_plan((hidden, head, batch, objective, options, "plan"))
+        objective = external_loss(frozenset(READ))
+    return linear_plan((hidden, head, batch, objective, options, "plan")).plan
 
 
 # ---------------------------------------------------------------------- running a call
@@ -212,14 +211,14 @@ def without_gradient(*_: Any, **__: Any) -> None:
     )
 
 
-def _run(options: Options, make: Callable[..., Call], *given: Any) -> Output:
-    work, tensors = make(*given)
+def _run(options: Options, make: Callable[..., Any], *given: Any) -> Output:
+    call, tensors = make(*given)
     measure: Callable[[], Metrics] = Metrics
-    with inside(work.packing.targets.device.type, *work.groups):
-        loss, (stats, values, _) = HeadLoss.apply(work, *tensors)
+    with inside(call.scored.targets.device.type, *call.groups):
+        loss, (stats, values) = HeadLoss.apply(call, *tensors)
         if options.metrics:
-            measure = _measure_of(work, stats)
-    pairs = zip(work.bound.named, values.to(loss.dtype).unbind(), strict=False)
+            measure = _measure_of(call, stats)
+    pairs = zip(call.weighted.named, values.to(loss.dtype).unbind(), strict=False)
     terms = {name: value for (name, _), value in pairs}
     for value in terms.values():
         vars(value)["backward"] = without_gradient
@@ -227,18 +226,19 @@ def _run(options: Options, make: Callable[..., Call], *given: Any) -> Output:
     return Output(
         loss=loss,
         terms=terms,
-        logps=work.packing.scatter(stats.logp),
-        entropies=None if entropies is None else work.packing.scatter(entropies),
-        plan=work.plan,
+        logps=call.scored.scatter(stats.logp),
+        entropies=None if entropies is None else call.scored.scatter(entropies),
+        plan=call.plan,
         _measure=measure,
     )
 
 
-def _measure_of(work: Work, stats: Statistics) -> Callable[[], Metrics]:
+def _measure_of(call: Call, stats: Statistics) -> Callable[[], Metrics]:
     """What finds the metrics: now, where that takes collectives, is captured in a graph, runs a
     user's code, or would need more than copies of vectors of the batch as it is; else later."""
-    batch, parts, group = work.batch, work.bound.parts, work.batch.segments.group
-    more = Metrics if work.tolerance is None else work.tolerance.metrics
+    batch, group = call.packed, call.batch.segments.group
+    parts = call.weighted.parts  # type: ignore[union-attr]
+    more = Metrics if call.tolerance is None else call.tolerance.metrics
     later = None
     if group is None and batch.live is None and all(part.term.is_own for part in parts):
         later = batch._owned()

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from .batch.batch import Batch
+from .collectives import inside
+from .engine.autograd import HeadStatistics
+from .engine.call import linear_call
+from .engine.checks import check_targets, outside
+from .engine.operator import in_graph
+from .engine.plan import Plan
 from .head.dtensor import local_head
 from .head.head import Head, check_head
-from .objective.elsewhere import CANDIDATE, READ, loss_elsewhere
+from .objective.external import CANDIDATE, READ, external_loss
 from .options import DEFAULT, Options
-from .ranks.collectives import inside
-from .run.calls import linear_call
-from .run.checks import check_targets, outside
-from .run.loop import HeadStatistics
-from .run.operator import in_graph
-from .run.plan import Plan
 
 
 class _Statistics(NamedTuple):
@@ -104,12 +104,12 @@ def head_stats(
             batch = check_targets(batch, hidden, options)
         except (TypeError, ValueError) as error:
             batch = error  # all ranks have to hear of it
-    objective = loss_elsewhere(names, candidates=candidates)
-    work, tensors = linear_call((hidden, head, batch, objective, options, "head_stats"))
-    with inside(hidden.device.type, *work.groups):
-        found = HeadStatistics.apply(work, names, *tensors)
+    objective = external_loss(names, candidates=candidates)
+    call, tensors = linear_call((hidden, head, batch, objective, options, "head_stats"))
+    with inside(hidden.device.type, *call.groups):
+        found = HeadStatistics.apply(call, names, *tensors)
     stats = _with_candidates(found, names)
-    stats.plan = work.plan
+    stats.plan = call.plan
     return stats
 
 

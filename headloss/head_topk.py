@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .engine.checks import check_eager, check_options, check_temperatures
+from .engine.plan import make_plan
+from .engine.plan_inputs import PlanInputs
 from .head.dtensor import local_head
 from .head.head import Head, autocast_dtype, check_head
+from .head.products import sum_dtype
 from .kernels.transform import Transform
-from .objective.statistics import finish
+from .logits.beside import NOTHING
+from .logits.linear import LinearLogits, RowContext
+from .logits.rows import steps
 from .options import DEFAULT, Options
-from .ranks.place import Place, place_of_positions
-from .run.checks import check_eager, check_options, check_temperatures
-from .run.plan import make_plan
-from .run.problem import Problem
-from .run.work import steps
-from .softmax.beside import NOTHING
-from .softmax.linear import LinearSoftmax, Tokens
-from .softmax.products import sum_dtype
+from .parallel.layout import VocabLayout, layout_of_positions
+from .statistics.softmax import finish
 
 
 class HeadTopk(NamedTuple):
@@ -64,19 +64,20 @@ def head_topk(
     head = local_head(head)
     compute = autocast_dtype(hidden)
     check = functools.partial(head.validate, hidden, compute_dtype=compute)
-    place = place_of_positions(head, hidden, check, k, options.check_ranks)
-    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= place.vocabulary:
-        raise ValueError(f"k: got {k!r}, want an integer in 1..{place.vocabulary}")
+    layout = layout_of_positions(head, hidden, check, k, options.check_ranks)
+    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= layout.vocabulary:
+        raise ValueError(f"k: got {k!r}, want an integer in 1..{layout.vocabulary}")
     if isinstance(t := head.temperature, Tensor) and not options.static:
         check_temperatures(t.reshape(-1), None)
     with torch.autocast(hidden.device.type, enabled=False):  # its products would be rounded
-        return _topk(hidden, head, k, options, place, compute)
+        return _topk(hidden, head, k, options, layout, compute)
 
 
 def _topk(
-    hidden: Tensor, head: Head, k: int, options: Options, place: Place, compute: torch.dtype | None
+    hidden: Tensor, head: Head, k: int, options: Options, layout: VocabLayout,
+    compute: torch.dtype | None
 ) -> HeadTopk:
-    slices = place.slices()
+    slices = layout.shard()
     x = hidden.reshape(-1, hidden.shape[-1]).to(compute or hidden.dtype)
     factors = slices.factors(head, x)
     temperature = head.temperature
@@ -84,29 +85,31 @@ def _topk(
         temperature = temperature.reshape(-1).to(sum_dtype(x.dtype))
     transform = Transform(scale=head.logit_scale, softcap=head.softcap, temperature=temperature)
     nowhere = hidden.new_full((len(x),), -1, dtype=torch.int64)
-    source = LinearSoftmax(
+    source = LinearLogits(
         [*(tensor for pair in factors for tensor in pair), head.bias],
-        Tokens(kernels.load("reference"), nowhere, transform, NOTHING, slices, place.vocabulary),
+        RowContext(
+            kernels.load("reference"), nowhere, transform, NOTHING, slices, layout.vocabulary
+        ),
         compute_dtype=compute,
     )
-    problem = Problem(
+    inputs = PlanInputs(
         tokens=len(x),
         width=x.shape[1],
-        vocabulary=place.widest,
+        vocabulary=layout.widest,
         hidden_gradient=False,
         weight_gradient=False,
         element_size=x.element_size(),
         row_bytes=2 * source.dtype.itemsize,  # the logits, and what top-k makes of them
         on_gpu=x.is_cuda,
     )
-    tile = make_plan(problem, replace(options, schedule="auto"), "reference").tile
+    tile = make_plan(inputs, replace(options, schedule="auto"), "reference").tile
     ids, logps = (x.new_empty(len(x), k, dtype=dtype) for dtype in (torch.int64, source.dtype))
     for rows in steps(len(x), tile.rows):
         ids[rows], logps[rows] = _rows(source, rows, tile.columns, k)
     return HeadTopk(*(found.view(*hidden.shape[:-1], k) for found in (ids, logps)))
 
 
-def _rows(source: LinearSoftmax, rows: slice, width: int, k: int) -> tuple[Tensor, Tensor]:
+def _rows(source: LinearLogits, rows: slice, width: int, k: int) -> tuple[Tensor, Tensor]:
     """Merge the best of each tile of columns with the best so far."""
     forward, slices = source.tokens.forward(rows), source.tokens.slices
     partials: Any = None

@@ -54,7 +54,7 @@ def gspo(stats: Statistics, batch: Batch, low: float = 3e-4, high: float = 4e-4)
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
 
 
-class Partials(NamedTuple):
+class SoftmaxState(NamedTuple):
     """A slice of the vocabulary in five numbers per token, with e_j = exp(z_j - m); [n] each."""
 
     m: Tensor  # max z
@@ -64,16 +64,16 @@ class Partials(NamedTuple):
     target: Tensor  # z_y, -inf where y lies in another slice
 
 
-def measure(z: Tensor, columns: Tensor, targets: Tensor) -> Partials:
+def measure(z: Tensor, columns: Tensor, targets: Tensor) -> SoftmaxState:
     """The partials of logits z [n, v] of these columns [v] of the vocabulary."""
     m = z.amax(1)
     shifted = z - m[:, None]
     e = shifted.exp()
     target = z.masked_fill(columns != targets[:, None], -torch.inf).amax(1)
-    return Partials(m, e.sum(1), (e * shifted).sum(1), z.sum(1), target)
+    return SoftmaxState(m, e.sum(1), (e * shifted).sum(1), z.sum(1), target)
 
 
-def merge(a: Partials, b: Partials) -> Partials:
+def merge(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
     """The partials of two slices together, be they blocks on one GPU or shards on two."""
     m = torch.maximum(a.m, b.m)
     sum_e, sum_ez = torch.zeros_like(m), torch.zeros_like(m)
@@ -81,10 +81,10 @@ def merge(a: Partials, b: Partials) -> Partials:
         shift = part.m - m
         sum_e += shift.exp() * part.sum_e
         sum_ez += shift.exp() * (part.sum_ez + shift * part.sum_e)
-    return Partials(m, sum_e, sum_ez, a.sum_z + b.sum_z, torch.maximum(a.target, b.target))
+    return SoftmaxState(m, sum_e, sum_ez, a.sum_z + b.sum_z, torch.maximum(a.target, b.target))
 
 
-def finish(partials: Partials, vocabulary: int) -> Statistics:
+def finish(partials: SoftmaxState, vocabulary: int) -> Statistics:
     """The statistics, from the partials of the whole vocabulary."""
     log_sum = partials.sum_e.log()
     lse, entropy = partials.m + log_sum, log_sum - partials.sum_ez / partials.sum_e

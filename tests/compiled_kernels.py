@@ -32,18 +32,24 @@ if __name__ == "__main__" and "hip:" in " ".join(sys.argv):  # kernels know it f
 from headloss.kernels import triton as acts
 from headloss.kernels.interface import (
     Backward,
+    ExpTile,
     Forward,
-    Held,
     Order,
     Rows,
     Scaling,
     Support,
     Walk,
 )
-from headloss.kernels.pair import Chosen, Compared, Differences, Divergence, Outcomes, Pair, Side
+from headloss.kernels.pair import (
+    Chosen,
+    Distribution,
+    Divergence,
+    Pair,
+    StoredTopk,
+)
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton import beside, launch, product, tiles, versions
-from headloss.objective.statistics import Coefficients, Normalizer, Partials
+from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, SoftmaxState
 
 ALL = frozenset({"logp", "lse", "entropy", "mean_logit", "top1"})
 LEAST = frozenset({"logp"})
@@ -116,7 +122,7 @@ class Form:
         self.x, self.w, self.targets = some(N, H, dtype=dtype), some(V, H, dtype=dtype), whole(N)
         self.raw = some(N, V, dtype=torch.float32 if full else dtype)
         self.normalizer = Normalizer(some(N), some(N))
-        self.one = Coefficients(target=some(N), prob=some(N))
+        self.one = SoftmaxCoefficients(target=some(N), prob=some(N))
         self.c, self.transform = self.one, Transform()
         if full:
             self.c = self.one._replace(entropy=some(N), uniform=some(N))
@@ -127,7 +133,7 @@ class Form:
         self.forward = Forward(self.targets, 0, self.transform, ALL if full else LEAST)
         self.backward = Backward(self.targets, 0, self.transform, self.normalizer, self.c, some(N))
         self.multiple = self.backward._replace(transform=self.plain, coefficients=self.one)
-        self.held = Held.empty(self.x, V)
+        self.held = ExpTile.empty(self.x, V)
         self.order = Order(whole(N), whole(1)) if full else None
 
     def if_full(self, value: Any) -> Any:
@@ -144,15 +150,6 @@ class Form:
             "raw product",
             lambda: acts.product_statistics(x, w, uncapped, V, raw=some(N, V)),
         )
-        number = Transform(scale=0.5, temperature=1.5)
-        own = self.if_full(Side(self.plain, self.normalizer))
-        for cap in (None, 30.0) if self.full else (None,):
-            for kind in ("forward_kl", "reverse_kl"):
-                side, capped = Side(number, self.normalizer), replace(number, softcap=cap)
-                to = Compared(side, capped, self.targets, kind, own)
-                for keep in (True, False):
-                    given = x, w, some(N, V), to._replace(keep=keep)
-                    yield "teacher", lambda given=given: acts.teacher_product(*given)
 
     def tiles(self) -> Iterator[tuple[str, Call]]:
         raw, held, order, backward = self.raw, self.held, self.order, self.backward
@@ -207,8 +204,8 @@ class Form:
         chosen = Chosen(columns, some(N, K), some(N, K))
         more = {"multiples": self.if_full(some(N)), "order": self.order}
         onto = self.if_full(partials_of(N))
-        side = Side(self.plain, self.normalizer)
-        outcomes = Outcomes(columns, side, some(N, K), some(N))
+        side = Distribution(self.plain, self.normalizer)
+        outcomes = StoredTopk(columns, side, some(N, K), some(N))
         tail = Forward(None, 0, self.plain, frozenset())
         given = {"extra": self.if_full(some(N, V)), "others": self.if_full(self.backward)}
         yield "chosen", lambda: acts.chosen_logits(x, w, columns, self.biased)
@@ -219,12 +216,12 @@ class Form:
         for few in (columns, whole(N, 1)):
             yield "tail", lambda few=few: acts.partials(self.raw, tail, onto, few)
         yield "stored", lambda: acts.part_gradient_(self.raw, outcomes, **given)
-        lone = Outcomes(whole(N, 1), side, some(N, 1), some(N))
+        lone = StoredTopk(whole(N, 1), side, some(N, 1), some(N))
         yield "stored", lambda: acts.part_gradient_(self.raw, lone, **given)
 
     def pairs(self) -> Iterator[tuple[str, Call]]:
         number = Transform(scale=0.5, softcap=30.0 if self.full else None, temperature=1.5)
-        side = Side(number, self.normalizer)
+        side = Distribution(number, self.normalizer)
         more = {"extra": self.if_full(some(N, V))}
         others = self.backward._replace(transform=replace(number, temperature=2.0))
         more |= {"others": self.if_full(others)}
@@ -235,17 +232,6 @@ class Form:
                 f"{kind}, gradient",
                 lambda p=pair: acts.part_gradient_(
                     self.raw, Divergence(self.raw, p, some(N), some(N)), **more
-                ),
-            )
-        words = some(N, V)
-        held = Differences(some(N), some(N), self.if_full(Side(self.plain, self.normalizer)))
-        plain = Side(Transform(temperature=1.5), self.normalizer)
-        for kind in KINDS[:2]:
-            pair = Pair(plain, plain, kind, 0.5)
-            yield (
-                f"{kind}, gradient of differences",
-                lambda p=pair: acts.part_gradient_(
-                    words, Divergence(held, p, some(N), some(N)), **more
                 ),
             )
 
@@ -268,9 +254,9 @@ class Form:
         )
 
 
-def partials_of(n: int) -> Partials:
+def partials_of(n: int) -> SoftmaxState:
     peak, rest, target, spread, total = some(5, n)
-    return Partials(peak=peak, rest=rest, target=target, spread=spread, total=total)
+    return SoftmaxState(peak=peak, rest=rest, target=target, spread=spread, total=total)
 
 
 def calls(full: bool, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:

@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():  # before anything imports Triton: its kernels then run on a CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from headloss.run import plan  # noqa: E402
+from headloss.engine import plan  # noqa: E402
 
 plan.CPU_SKIP_WORTH = 0  # small tests see what large calls do: rows without gradient are left out
 

@@ -11,7 +11,7 @@ from headloss.batch.batch import Batch
 from headloss.batch.packing import PackedBatch, pack
 from headloss.batch.segments import Segments
 from headloss.losses.term import Objective, Term
-from headloss.objective.statistics import Statistics
+from headloss.statistics.softmax import Statistics
 
 LENGTHS = (3, 1, 0, 5, 2, 4)  # the third sequence has no scored token
 

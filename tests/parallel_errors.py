@@ -12,8 +12,8 @@ from parallel_cases import groups
 from torch import Tensor, distributed
 
 import headloss as hl
-from headloss.ranks import agreement
-from headloss.softmax.linear import LinearSoftmax
+from headloss.logits.linear import LinearLogits
+from headloss.parallel import agreement
 
 T, H, V = 6, 4, 10
 
@@ -334,17 +334,17 @@ def nested() -> None:
 def gathers() -> Iterator[list[str]]:
     """What a rank gathers and measures: records, other exchanges, products."""
     seen: list[str] = []
-    record, product = agreement._gathered, LinearSoftmax.raw
+    record, product = agreement._gathered, LinearLogits.raw
 
     def noted(name: str, run: Any) -> Any:
         return lambda *args: (seen.append(name), run(*args))[1]
 
     agreement._gathered = noted("record", record)
-    LinearSoftmax.raw = noted("product", product)  # type: ignore[method-assign]
+    LinearLogits.raw = noted("product", product)  # type: ignore[method-assign]
     try:
         yield seen
     finally:
-        agreement._gathered, LinearSoftmax.raw = record, product  # type: ignore[method-assign]
+        agreement._gathered, LinearLogits.raw = record, product  # type: ignore[method-assign]
 
 
 def one_record() -> list[list[str]]:
@@ -481,6 +481,38 @@ def static_goes_by_what_was_learned() -> list[list[str]]:
             s.run()
         found.append([name for name in seen if name == "record"])
     return found
+
+
+def static_error_of_one() -> str:
+    """A rank that fails in a static call, after others may have learned it, meets no collective."""
+    s = setup("vocabulary")
+    for static in (False, True):
+        s.options = hl.Options(static=static)
+        s.run()
+    message = ""
+    if s.last:
+        with gathers() as seen:
+            try:
+                hl.head_loss(s.hidden, hl.Head(s.weight, **s.head), None, s.objective, s.options)
+            except TypeError as error:
+                message = str(error)
+        assert seen == []
+    s.run()
+    return message
+
+
+def compared_in_any_order() -> list[str]:
+    """What ranks compare, named in another order on each; and what one of them cannot compare."""
+    rank, (_, group) = distributed.get_rank(), groups(1, distributed.get_world_size())
+    names = ["one", "two", "three"]
+    values = {name: name for name in (names, names[::-1])[rank]}
+    assert agreement._compared("a group", group, values) is None
+    tensors = torch.ones(2), torch.ones(2).to_sparse()
+    errors = [
+        agreement._compared("a group", group, {"one": [tensors[rank]]}),
+        agreement._compared("a group", group, {"one": [torch.ones(1 + rank)]}),
+    ]
+    return [str(error) for error in errors]
 
 
 def nothing_to_send() -> tuple[str, str]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import headloss as hl
-from headloss.ranks.agreement import checksum
+from headloss.parallel.agreement import checksum
 from headloss.testing import error, trained_looking
 
 T, H, V = 24, 8, 61
@@ -86,7 +86,7 @@ def float16() -> None:
         assert error(found_shard, into_weight[p.rows]) < 2**-10
 
 
-def loss_elsewhere() -> None:
+def external_loss() -> None:
     """Schedules of `head_stats` and `head_function` on slices, and on tokens that are spread."""
     p = Problem()
     mine = slice(*[0, 3, 20, T][p.rank : p.rank + 2])

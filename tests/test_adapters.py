@@ -20,9 +20,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headloss import doctor
 from headloss.integrations import seams
 from headloss.integrations.seams import TESTED, Seams, check_signature, fitted
+from headloss.testing import doctor
 
 # ---------------------------------------------------------------------- signatures, as they are
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import headloss as hl
+from headloss.head import products
 from headloss.kernels import reference  # before the fixture, whose stand-ins it would keep
-from headloss.softmax import products
-from headloss.softmax.given import GivenSoftmax
+from headloss.logits.given import GivenLogits
 
 T, H, V, S = 6, 4, 9, 2
 
@@ -22,7 +22,7 @@ def no_work(monkeypatch):
         raise AssertionError("work was done on bad input")
 
     monkeypatch.setattr(products, "logits", forbidden)
-    monkeypatch.setattr(GivenSoftmax, "raw", forbidden)
+    monkeypatch.setattr(GivenLogits, "raw", forbidden)
     monkeypatch.setattr(reference, "partials", forbidden)
 
 

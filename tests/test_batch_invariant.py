@@ -15,7 +15,7 @@ from triton_cases import DEVICE  # first: it asks for the interpreter
 
 import headloss as hl
 from headloss.kernels import triton as triton_backend
-from headloss.kernels.interface import Forward, Held, Measured
+from headloss.kernels.interface import ExpTile, Forward, Measured
 from headloss.kernels.transform import Transform
 from headloss.testing import error, plain, trained_looking
 
@@ -38,7 +38,7 @@ def measure(
     x: Tensor, w: Tensor, targets: Tensor, needs: frozenset[str] = STATISTICS, keep: bool = False
 ) -> Measured:
     """Of tensors of their own, wherever the rows came from."""
-    held = Held.empty(x, len(w)) if keep else None
+    held = ExpTile.empty(x, len(w)) if keep else None
     transform = Transform(scale=0.7, temperature=torch.full((len(x),), 0.9, device=DEVICE))
     forward = Forward(targets, 0, transform, needs)
     return triton_backend.product_statistics(x, w, forward, len(w), held)

@@ -17,10 +17,10 @@ from triton_cases import DEVICE, EPS, coefficients_of, transforms
 import headloss as hl
 from headloss import kernels
 from headloss.kernels import triton as triton_backend
-from headloss.kernels.interface import Backward, Forward, Held
+from headloss.kernels.interface import Backward, ExpTile, Forward
 from headloss.kernels.pair import Chosen
 from headloss.kernels.transform import Transform
-from headloss.objective.statistics import Coefficients, Normalizer, finish
+from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, finish
 from headloss.testing import error, plain, trained_looking
 
 SIXTEEN = (torch.float16, torch.bfloat16) if DEVICE == "cuda" else (torch.float16,)
@@ -125,13 +125,13 @@ def test_slopes_alone_make_a_multiple(backend):
     x = torch.randn(n, h, device=DEVICE).half()
     w = torch.randn(v, h, device=DEVICE).half()
     targets = torch.arange(n, device=DEVICE)
-    held = Held.empty(x, v)
+    held = ExpTile.empty(x, v)
     partials = backend.product_partials(
         x, w, Forward(targets, 0, Transform(), frozenset({"logp"})), held
     )
     stats, normalizer = finish(partials, v, frozenset({"logp"}))
     zero = torch.zeros(n, device=DEVICE)
-    c = Coefficients(prob=zero)
+    c = SoftmaxCoefficients(prob=zero)
     backward = Backward(targets, 0, Transform(), normalizer, c, stats.logp)
     columns = torch.tensor([[5, 9]] * n, device=DEVICE)
     slopes = torch.tensor([[1.0, -1.0], [0.0, 0.0], [1e-6, -1e-6]], device=DEVICE)
@@ -166,7 +166,7 @@ SCHEDULES = {
 @pytest.fixture(params=["twins", "kernels"])
 def terms(request, monkeypatch):
     """Whole calls take the path of a GPU: with the kernels, or with their twins in place."""
-    monkeypatch.setattr(kernels, "can_hold_terms", lambda *_: True)
+    monkeypatch.setattr(kernels, "can_write_exp", lambda *_: True)
     monkeypatch.setattr(kernels, "choose", lambda *_: "triton")
     if request.param == "twins":
         monkeypatch.setattr(kernels, "load", lambda _: twins)
@@ -209,7 +209,7 @@ def test_whole_calls(terms, schedule, objective):
     head = hl.Head(weight, temperature=1.3)
     oracle, coarse = (plain(hidden, head, batch, made, mode) for mode in ("float64", "input"))
     out = hl.head_loss(hidden, head, batch, made, hl.Options(**SCHEDULES[schedule]))
-    assert out.plan.terms
+    assert out.plan.exp_tiles
     out.loss.backward()
     assert abs(out.loss.double() - oracle.loss) <= 1e-5
     for key, leaf in (("hidden", hidden), ("weight", weight)):
@@ -229,7 +229,7 @@ def test_statistics_to_be_read(terms):
 
     read = hl.term(lambda stats, batch: -stats.logp, observe=observe, name="read")
     out = hl.head_loss(hidden, hl.Head(weight), batch, read())
-    assert out.plan.terms
+    assert out.plan.exp_tiles
     z = hidden.double() @ weight.double().t()
     logps = z.log_softmax(1).gather(1, batch.candidate_ids.clamp_min(0))
     logps = logps.masked_fill(batch.candidate_ids < 0, 0).sum(1)
@@ -276,7 +276,7 @@ def test_the_rest_in_triton(schedule, dtype):
     oracle, coarse = (plain(hidden, head, batch, made, mode) for mode in ("float64", "input"))
     options = hl.Options(backend="triton", **SCHEDULES[schedule])
     out = hl.head_loss(hidden, head, batch, made, options)
-    assert not out.plan.terms
+    assert not out.plan.exp_tiles
     out.loss.backward()
     assert abs(out.loss.double() - oracle.loss) <= 1e-5
     for key, leaf in (("hidden", hidden), ("weight", weight)):

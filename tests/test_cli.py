@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import headloss as hl
-from headloss import doctor, gate, kernels
+from headloss import kernels
 from headloss.__main__ import _bytes, main, objective_of
 from headloss.integrations.seams import fits
 from headloss.losses.catalogue import TERMS, table
-from headloss.testing import plain
+from headloss.testing import doctor, gate, plain
 
 SIZES = ["--tokens", "16384", "--hidden", "4096", "--vocab", "128256"]
 

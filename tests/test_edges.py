@@ -430,7 +430,7 @@ def test_rows_without_a_gradient_whatever_memory_holds(fresh_memory_is_nan, rows
 
 def test_rows_without_a_gradient_never_reach_the_products(monkeypatch):
     """Zero advantages, in one pass and in a sweep."""
-    from headloss.softmax import products
+    from headloss.head import products
 
     seen: list[int] = []
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.losses.future import discounted
-from headloss.objective.metrics import fold
+from headloss.statistics.metrics import fold
 
 
 def fipo_paper(

@@ -32,20 +32,20 @@ from headloss.kernels.interface import Forward, Rows, Walk
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton.given import Shape, given_rows
 from headloss.kernels.triton.order import scale_rows_
+from headloss.logits.given import InPlaceLogits, LogitsBuffer, View
+from headloss.logits.linear import RowContext
 from headloss.losses.term import Objective
-from headloss.objective.bound import bind
 from headloss.objective.reads import has_slopes
-from headloss.objective.statistics import (
-    Coefficients,
+from headloss.objective.weighted import bind
+from headloss.parallel.vocabulary import WHOLE
+from headloss.statistics.softmax import (
     Normalizer,
-    Partials,
     Slope,
+    SoftmaxCoefficients,
+    SoftmaxState,
     Statistics,
     finish,
 )
-from headloss.ranks.vocabulary import WHOLE
-from headloss.softmax.given import IntoLogits, View, WalkSoftmax
-from headloss.softmax.linear import Tokens
 from headloss.testing import plain
 
 SMALL = Shape(warps=1)
@@ -79,7 +79,7 @@ def test_both_walks_in_one_launch(n, v, dtype, name, shape):
     raw[1, 3] = -math.inf
     stats, normalizer = exactly(raw, targets, 0, transform)
     c = coefficients_of(n, "tpeu")
-    whole = Coefficients(
+    whole = SoftmaxCoefficients(
         target=c.target,
         prob=c.prob + c.entropy * stats.entropy,
         entropy=c.entropy,
@@ -114,7 +114,7 @@ def test_rows_that_stay_in_shared_memory(name, which):
     walk = Walk(rows_of(aligned), rows_of(out), live, targets, 0, transform, NEEDS, c)
     for turns in (1, 2):
         found = given_rows(walk, shape=Shape(4, turns))
-        kept = Partials(*(t[live] for t in found))
+        kept = SoftmaxState(*(t[live] for t in found))
         assert_statistics(kept, before[live], targets[live], 0, transform.rows(live))
         assert not out[2].any()
         assert error(out[live], oracle[live]) <= EPS[dtype] + 3e-6
@@ -307,8 +307,8 @@ def test_what_is_known_beforehand_is_the_gradient(objective):
         mean_logit=torch.rand_like(logp),
     )
     bound = bind(objective, inside, Totals.of(batch), 10, torch.float64)
-    want = bound.gradient(stats, inside, None).coefficients
-    closed = replace(bound, closed=True).gradient(stats, inside, None).coefficients
+    want = bound.coefficients(stats, inside, None).softmax
+    closed = replace(bound, closed=True).coefficients(stats, inside, None).softmax
     for name, value in want.tensors().items():
         torch.testing.assert_close(getattr(closed, name), value, rtol=1e-12, atol=1e-15)
     (c, *_), slopes = replace(bound, declared=2.0).beforehand(inside, frozenset(stats.tensors()))
@@ -400,7 +400,7 @@ def test_logits_loss(objective, inplace, shift):
     out = hl.logits_loss(
         work, batch, objective, inplace=inplace, options=hl.Options(backend="triton")
     )
-    assert out.plan.rows and out.plan.backend == "triton"
+    assert out.plan.in_place and out.plan.backend == "triton"
     over = inplace and dtype != torch.float16
     assert out.plan.schedule == ("one_pass" if over else "recompute")
     torch.testing.assert_close(out.loss.detach().double(), loss, rtol=2e-6, atol=1e-7)
@@ -428,7 +428,7 @@ def test_triton_is_reference(objective, options):
         out = hl.logits_loss(work, batch, objective, inplace=True, options=chosen)
         found.append((out, torch.autograd.grad(out.loss, work)[0]))
     (want, want_gradient), (got, gradient) = found
-    assert not want.plan.rows and got.plan.rows
+    assert not want.plan.in_place and got.plan.in_place
     torch.testing.assert_close(got.loss, want.loss)
     torch.testing.assert_close(gradient, want_gradient, rtol=1e-5, atol=1e-8)
     torch.testing.assert_close(got.logps, want.logps)
@@ -493,7 +493,7 @@ def test_logits_without_unit_stride_take_the_other_path():
     work = (leaf[:, 1:] * 1).transpose(1, 2).contiguous().transpose(1, 2)
     options = hl.Options(backend="triton")
     out = hl.logits_loss(work, batch, OBJECTIVES[0], inplace=True, options=options)
-    assert not out.plan.rows and "rows of the given logits" not in str(out.plan)
+    assert not out.plan.in_place and "rows of the given logits" not in str(out.plan)
     other = hl.logits_loss((leaf[:, 1:] * 1), batch, OBJECTIVES[0], options=options)
     assert "rows of the given logits, where they lie" in str(other.plan)
     torch.testing.assert_close(out.loss, other.loss)
@@ -525,7 +525,7 @@ def test_offsets_beyond_two_to_the_31():
     before, targets = raw[last].clone(), torch.randint(v, (n,), device=DEVICE)
     rows = Rows(raw, torch.arange(n, device=DEVICE) * v, True)
     weight = torch.ones(n, device=DEVICE)
-    c = Coefficients(target=-weight, prob=weight)
+    c = SoftmaxCoefficients(target=-weight, prob=weight)
     given_rows(Walk(rows, rows, None, targets, 0, Transform(), frozenset({"logp"}), c))
     want = before.double().softmax(1)
     want[torch.arange(3, device=DEVICE), targets[last]] -= 1
@@ -562,9 +562,9 @@ def test_a_slice_is_measured_whatever_lies_beyond_it(acts):
     """A batch's targets are columns of the whole vocabulary, of which a rank has a slice."""
     raw, targets = tile(4, 16, torch.float32), torch.tensor([3, 20, 31, 9], device=DEVICE)
     order = SimpleNamespace(live=None, unscored=None)
-    tokens = Tokens(acts, targets, Transform(), NEEDS, WHOLE, raw.shape[-1])
-    into = IntoLogits(order, inplace=False)
-    source = WalkSoftmax([raw], tokens, index=None, into=into)
+    tokens = RowContext(acts, targets, Transform(), NEEDS, WHOLE, raw.shape[-1])
+    into = LogitsBuffer(order, inplace=False)
+    source = InPlaceLogits([raw], tokens, index=None, into=into)
     found, _ = source.partials(slice(None))
     assert_statistics(found, raw, targets, 0, Transform())
 
@@ -589,7 +589,7 @@ def test_many_rows_in_turn():
     found = run()
     some = torch.arange(0, n, 50, device=DEVICE)[live[::50]]
     named, of_some, gradient = raw[some], targets[some], work.clone()
-    of_found = Partials(*(t[some] for t in found))
+    of_found = SoftmaxState(*(t[some] for t in found))
     assert_statistics(of_found, named, of_some, 0, transform)
     assert not gradient[~live].any()
     stats, normalizer = exactly(named, of_some, 0, transform)

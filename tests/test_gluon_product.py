@@ -11,7 +11,7 @@ import triton
 from triton_cases import DEVICE, coefficients_of, transforms
 
 from headloss.kernels import triton as triton_backend
-from headloss.kernels.interface import Backward, Forward, Held
+from headloss.kernels.interface import Backward, ExpTile, Forward
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton import product as triton_product
 
@@ -33,7 +33,7 @@ def products(monkeypatch, given, needs, *, hold: bool):
     x, w = given[:2]
     for overlaps in (True, False):
         monkeypatch.setattr(triton_product, "overlaps", lambda device, to=overlaps: to)
-        held = Held.empty(x, len(w)) if hold else None
+        held = ExpTile.empty(x, len(w)) if hold else None
         if held is not None:
             held.terms.fill_(math.nan)
         yield triton_backend.product_partials(*given[:2], Forward(*given[2:], needs), held), held

@@ -13,7 +13,7 @@ from triton_cases import DEVICE, EPS  # first: it asks for the interpreter
 
 import headloss as hl
 from headloss import kernels
-from headloss.softmax import products
+from headloss.head import products
 from headloss.testing import error, trained_looking, within_budget
 
 N, H, V = 20, 8, 37
@@ -134,7 +134,7 @@ def test_few_tokens(schedule, count):
 def test_on_triton(monkeypatch, schedule, loss, form):
     """Held softmax terms where the product writes them, else logits; any coefficients."""
     held = form == "terms"
-    monkeypatch.setattr(kernels, "can_hold_terms", lambda backend, *_: held and backend == "triton")
+    monkeypatch.setattr(kernels, "can_write_exp", lambda backend, *_: held and backend == "triton")
     sixteen = torch.bfloat16 if DEVICE == "cuda" else torch.float16
     frozen = schedule == "frozen"
     trained = ("hidden",) if frozen else ("hidden", "weight")
@@ -149,7 +149,7 @@ def test_on_triton(monkeypatch, schedule, loss, form):
     hl.clear_cache()  # of the other form
     values, found, stats = run(sixteen, verb, loss, trained, given)
     hl.clear_cache()
-    assert stats.plan.terms == (form == "terms")
+    assert stats.plan.exp_tiles == (form == "terms")
     if stats.plan.schedule == "held":
         assert stats.plan.bytes["logits"] == 17 * V * (2 if form == "terms" else 4)
     for value, want in zip(values, oracle[0], strict=True):

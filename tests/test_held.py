@@ -11,10 +11,10 @@ from triton_cases import DEVICE, EPS  # first: it asks for the interpreter
 
 import headloss as hl
 from headloss import kernels
+from headloss.head.products import logits
 from headloss.kernels import triton as triton_backend
 from headloss.kernels.triton import order as triton_order
-from headloss.softmax.products import logits
-from headloss.softmax.rows import RowGradient
+from headloss.logits.rows import LogitGradient
 from headloss.testing import error, plain, trained_looking, within_budget
 
 T, H, V = 40, 64, 300
@@ -25,7 +25,7 @@ LENGTHS = (9, 0, 14, 17)
 
 @pytest.fixture(autouse=True)
 def terms(monkeypatch):
-    monkeypatch.setattr(kernels, "can_hold_terms", lambda backend, *_: backend == "triton")
+    monkeypatch.setattr(kernels, "can_write_exp", lambda backend, *_: backend == "triton")
 
 
 def setting(quiet: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor, hl.Batch]:
@@ -67,7 +67,7 @@ def check(hidden, weight, batch, objective, **options) -> hl.Plan:
         plain(hidden, head, batch, objective, mode) for mode in ("float64", "float32", "input")
     )
     out = hl.head_loss(hidden, head, batch, objective, hl.Options(backend="triton", **options))
-    assert out.plan.terms
+    assert out.plan.exp_tiles
     out.loss.backward()
     assert within_budget(out.logps, oracle.logps, exact.logps)
     assert error(out.loss, oracle.loss) <= 1e-5 or not oracle.loss
@@ -162,7 +162,8 @@ def test_logits_in_float16_are_measured_by_their_product(monkeypatch, schedule, 
     objective = hl.grpo() if frozen else hl.grpo() - 0.01 * hl.entropy() + 1e-3 * hl.z_loss()
     options = hl.Options(backend="triton", **options)
     out = hl.head_loss(hidden.requires_grad_(), head, batch, objective, options)
-    assert not out.plan.terms and kept and all(keep is (schedule != "recompute") for keep in kept)
+    assert not out.plan.exp_tiles and kept
+    assert all(keep is (schedule != "recompute") for keep in kept)
     out.loss.backward()
     oracle, exact, coarse = (
         plain(hidden, head, batch, objective, mode) for mode in ("float64", "float32", "input")
@@ -202,5 +203,5 @@ def test_all_rows_of_a_chunk_from_those_with_a_gradient(rows, scaled):
     want = torch.zeros(5, 7, device=DEVICE)
     want[places - 20] = part if multiple is None else part * multiple[:, None]
     rows = rows if isinstance(rows, slice) else rows.to(DEVICE)
-    gradient = RowGradient(part, rows, multiple, None, triton_order.scaled_rows)
+    gradient = LogitGradient(part, rows, multiple, None, triton_order.scaled_rows)
     torch.testing.assert_close(gradient.whole(part, chunk), want)

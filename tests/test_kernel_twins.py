@@ -23,8 +23,8 @@ from headloss.kernels import triton as triton_backend
 from headloss.kernels.interface import (
     Acts,
     Backward,
+    ExpTile,
     Forward,
-    Held,
     Kernels,
     Rows,
     Scaling,
@@ -32,7 +32,7 @@ from headloss.kernels.interface import (
 )
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton.given import Shape
-from headloss.objective.statistics import Coefficients, Normalizer, Partials, finish
+from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, SoftmaxState, finish
 from headloss.testing import plain, trained_looking
 
 # The interpreter multiplies the bits of bf16 operands as integers: they are for the GPU.
@@ -47,7 +47,7 @@ def double(of):
         return of.double() if of.is_floating_point() else of
     if isinstance(of, Transform):
         return in_float64(of)
-    if isinstance(of, Coefficients):
+    if isinstance(of, SoftmaxCoefficients):
         return of.map(lambda t: t.double())
     return type(of)(*map(double, of)) if isinstance(of, tuple) else of
 
@@ -64,7 +64,9 @@ def head(n: int, h: int, v: int, first: int, dtype: torch.dtype):
     return x, w, targets
 
 
-def assert_statistics(found: Partials, twin: Partials, exact: Partials, v: int, needs) -> None:
+def assert_statistics(
+    found: SoftmaxState, twin: SoftmaxState, exact: SoftmaxState, v: int, needs
+) -> None:
     """What may be read off partials, whatever they are taken against. A log-prob near 0 has no more
     digits than its logit's rounding leaves, which a twin meets by luck where there is one token."""
     rounding = torch.finfo(torch.float32).eps * max(exact.peak.abs().tolist(), default=0.0)
@@ -111,7 +113,7 @@ def test_products_and_held_terms(n, v, name):
         x, w, targets = head(n, 72, v, first, dtype)
         forward, c = Forward(targets, first, transform, NEEDS), coefficients_of(n, which)
         c = c._replace(prob=-c.target)
-        held = {a: Held.empty(x, v) for a in (triton_backend, twins)}
+        held = {a: ExpTile.empty(x, v) for a in (triton_backend, twins)}
         for one in held.values():
             one.terms.fill_(math.nan)
         found, twin = (a.product_partials(x, w, forward, one) for a, one in held.items())
@@ -182,8 +184,8 @@ def test_gradient_of_rows_that_several_programs_share(dtype):
     terms = (z.float() - normalizer.peak.unsqueeze(1)).exp().to(torch.bfloat16)
     keep = torch.arange(n, device=DEVICE) % 3 > 0
     order = triton_backend.dense_order(keep, n - 1)
-    held = Held(terms, normalizer.peak)
-    wide = Held(terms.double(), normalizer.peak.double())
+    held = ExpTile(terms, normalizer.peak)
+    wide = ExpTile(terms.double(), normalizer.peak.double())
     found = triton_backend.held_gradient_(held, backward, order=order)[: int(keep.sum())]
     exact = twins.held_gradient_(wide, double(backward), order=order)[: int(keep.sum())]
     assert error(found, exact) <= 2 * EPS[torch.bfloat16]
@@ -205,7 +207,7 @@ def test_what_held_terms_cannot_give_is_refused_by_both():
     c = coefficients_of(2, "tpu")
     zero = torch.zeros(2, device=DEVICE)
     targets = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    held = Held.empty(torch.zeros(2, 8, dtype=torch.bfloat16, device=DEVICE), 9)
+    held = ExpTile.empty(torch.zeros(2, 8, dtype=torch.bfloat16, device=DEVICE), 9)
     backward = Backward(targets, 0, Transform(softcap=9.0), Normalizer(zero, zero), c, zero)
     for backend in (twins, triton_backend):
         with pytest.raises(ValueError, match="soft cap"):
@@ -402,11 +404,11 @@ def test_twins_are_the_gradient(form, name):
         g_entropy = g_entropy * 0
     (want,) = torch.autograd.grad((g * logp + g_entropy * entropy).sum(), raw)
     forward = Forward(targets, first, transform, NEEDS)
-    held = Held.empty(x, v)
+    held = ExpTile.empty(x, v)
     partials = twins.product_partials(x, w, forward, held)
     stats, normalizer = finish(partials, v, NEEDS)
     torch.testing.assert_close(stats.logp, logp.detach(), rtol=1e-12, atol=1e-12)
-    c = Coefficients(target=g, prob=-g - g_entropy * entropy.detach(), entropy=-g_entropy)
+    c = SoftmaxCoefficients(target=g, prob=-g - g_entropy * entropy.detach(), entropy=-g_entropy)
     backward = Backward(targets, first, transform, normalizer, c, stats.logp)
     if form == "tile":
         found = twins.logit_gradient_(raw.detach().clone(), backward)
@@ -415,7 +417,7 @@ def test_twins_are_the_gradient(form, name):
     elif form == "held":
         found = twins.held_gradient_(held, backward)
     elif form == "multiple":
-        backward = backward._replace(coefficients=Coefficients(target=g, prob=-g))
+        backward = backward._replace(coefficients=SoftmaxCoefficients(target=g, prob=-g))
         if transform.softcap is not None:
             return
         multiple, _ = twins.held_multiple_(held, backward)
@@ -443,7 +445,7 @@ SCHEDULES = {
 @pytest.fixture
 def through_twins(monkeypatch):
     """Whole calls take the path of the kernels, with their twins in place."""
-    monkeypatch.setattr(kernels, "can_hold_terms", lambda *_: True)
+    monkeypatch.setattr(kernels, "can_write_exp", lambda *_: True)
     monkeypatch.setattr(kernels, "choose", lambda *_: "triton")
     monkeypatch.setattr(kernels, "load", lambda _: twins)
 
@@ -474,7 +476,7 @@ def test_whole_calls_through_the_twins(through_twins, multiples, bias, schedule,
     oracle = plain(hidden, head, batch, objective, "float64")
     coarse = plain(hidden, head, batch, objective, "input")
     out = hl.head_loss(hidden, head, batch, objective, hl.Options(**options))
-    assert out.plan.terms
+    assert out.plan.exp_tiles
     out.loss.backward()
     floor = {torch.float64: 1e-11, torch.float32: 3e-6, torch.bfloat16: 2**-6}[dtype]
     assert abs(out.loss.double() - oracle.loss) <= (1e-12 if dtype == torch.float64 else 1e-5)
@@ -489,7 +491,7 @@ def test_whole_calls_through_the_twins(through_twins, multiples, bias, schedule,
 def test_distillation_through_the_twins(through_twins, monkeypatch, kind, temperature, schedule):
     """The student's logits give way to what the gradient needs, beside other terms, with a bias and
     with rows that carry nothing."""
-    monkeypatch.setattr("headloss.softmax.linear.GRAIN", 1)
+    monkeypatch.setattr("headloss.logits.linear.GRAIN", 1)
     hidden, weight, targets = trained_looking(T, H, V, torch.float32, "cpu")
     states, other, shift = torch.randn(T, 8), torch.randn(V, 8), torch.randn(V)
     found = {}
@@ -542,7 +544,7 @@ def test_given_logits_through_the_twins(through_twins, inplace, dtype):
     work = (leaf * 1)[:, :, :]
     objective = hl.cross_entropy(label_smoothing=0.1) - 0.1 * hl.entropy()
     out = hl.logits_loss(work, hl.Batch(targets), objective, inplace=inplace)
-    assert out.plan.rows
+    assert out.plan.in_place
     (2 * out.loss).backward()
     eye = hl.Head(torch.eye(V, dtype=torch.float64))
     wide = z.double().requires_grad_()

@@ -14,9 +14,9 @@ from torch import Tensor
 from triton_cases import DEVICE, error
 
 import headloss as hl
+from headloss.head import products
 from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
-from headloss.softmax import products
 from headloss.testing import plain
 
 T, H, V = 8, 64, 80

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import headloss as hl
+from headloss.engine import plan
+from headloss.head import products
 from headloss.kernels.reference import tile as reference
-from headloss.run import plan
-from headloss.softmax import products
 from headloss.testing import LiveTensors, trained_looking
 
 T, H, V, CHUNK = 256, 24, 512, 32

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headloss as hl
-from headloss.objective.metrics import Max, Mean, Metrics, Min, Observed, Perplexity, Sum, fold
+from headloss.statistics.metrics import Max, Mean, Metrics, Min, Observed, Perplexity, Sum, fold
 from headloss.testing import LiveTensors
 
 KINDS = [Mean, Perplexity, Sum, Max, Min]

@@ -19,8 +19,8 @@ from headloss.batch.segments import Segments
 from headloss.losses.modifiers import MODES, Modifier, top_entropy
 from headloss.losses.rejection import LEVELS, MEASURES
 from headloss.losses.term import Term
-from headloss.objective.metrics import Max, Mean, fold
-from headloss.objective.statistics import Statistics
+from headloss.statistics.metrics import Max, Mean, fold
+from headloss.statistics.softmax import Statistics
 
 BOUNDS = [(None, 3.0), (0.7, 1.3), (0.9, None), (None, None)]
 

@@ -97,6 +97,19 @@ def test_static_calls_go_by_what_was_learned(world: World) -> None:
 
 
 @pytest.mark.parametrize("world", [2], indirect=True)
+def test_an_error_of_a_static_call_stays_on_its_rank(world: World) -> None:
+    found = world.run(parallel_errors.static_error_of_one, seconds=SECONDS)
+    assert found == ["", "batch: got NoneType, want headloss.Batch"]
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+def test_ranks_compare_by_name(world: World) -> None:
+    first, second = world.run(parallel_errors.compared_in_any_order, seconds=SECONDS)
+    assert first[0].startswith("values: cannot be compared between the ranks of a group")
+    assert "sparse" in second[0].lower() and first[1].startswith("one between"), second
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
 def test_errors_are_whole(world: World) -> None:
     for kind, message in world.run(parallel_errors.nothing_to_send, seconds=SECONDS):
         assert kind == "ValueError" and "softcap, temperature: differs" in message

@@ -13,15 +13,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import headloss as hl
-from headloss.ranks import place
-from headloss.run.plan import GRAIN, MIB, Chunk, Plan, make_plan
-from headloss.run.problem import Problem
-from headloss.softmax.linear import PARTS
+from headloss.engine.plan import GRAIN, MIB, Chunk, Plan, make_plan
+from headloss.engine.plan_inputs import PlanInputs
+from headloss.logits.linear import PARTS
+from headloss.parallel import layout
 
-BASE = Problem(tokens=1000, width=64, vocabulary=5000, scope="token", lengths=[1000])
+BASE = PlanInputs(tokens=1000, width=64, vocabulary=5000, scope="token", lengths=[1000])
 
 
-def problem(**changes) -> Problem:
+def problem(**changes) -> PlanInputs:
     if "lengths" in changes:
         changes.setdefault("tokens", sum(changes["lengths"]))
     elif "tokens" in changes:
@@ -200,14 +200,14 @@ def test_static_shapes_know_no_lengths():
             "recompute",
         ),
         ({"hidden_gradient": False, "weight_gradient": False}, {}, "statistics"),
-        ({"scope": "elsewhere"}, {"memory_budget": row(1000)}, "held"),
-        ({"scope": "elsewhere"}, {"memory_budget": row(999)}, "recompute"),
-        ({"scope": "elsewhere"}, {"chunk_tokens": 999}, "recompute"),
-        ({"scope": "elsewhere", "weight_gradient": False}, {}, "held"),
-        ({"scope": "elsewhere", "weight_gradient": False, "logp_only": True}, {}, "frozen"),
+        ({"scope": "external"}, {"memory_budget": row(1000)}, "held"),
+        ({"scope": "external"}, {"memory_budget": row(999)}, "recompute"),
+        ({"scope": "external"}, {"chunk_tokens": 999}, "recompute"),
+        ({"scope": "external", "weight_gradient": False}, {}, "held"),
+        ({"scope": "external", "weight_gradient": False, "logp_only": True}, {}, "frozen"),
         ({}, {"schedule": "held", "chunk_tokens": 100}, "held"),
         ({"given": True}, {}, "recompute"),
-        ({"given": True, "inplace": True}, {}, "one_pass"),
+        ({"given": True, "overwrites": True}, {}, "one_pass"),
     ],
 )
 def test_the_choice(changes, options, schedule):
@@ -226,7 +226,7 @@ def test_the_choice(changes, options, schedule):
             "the logits are given",
         ),
         ({"scope": "segment", "vocabulary": 1 << 20}, "one_pass", "segment-scoped"),
-        ({"scope": "elsewhere"}, "one_pass", "the loss lives elsewhere"),
+        ({"scope": "external"}, "one_pass", "the loss lives elsewhere"),
         ({"given": True}, "held", "the logits are given"),
     ],
 )
@@ -238,15 +238,15 @@ def test_what_cannot_be_served(changes, schedule, match):
 def test_held_says_its_bytes():
     """Those of all tokens, whatever the blocks; a budget that is given is kept to."""
     plan = planned(schedule="held", chunk_tokens=300)
-    assert plan.bytes["logits"] == row(1000) and len(plan.chunks) == 4 and not plan.once
-    whole = planned({"scope": "elsewhere"}, memory_budget=row(1000))
+    assert plan.bytes["logits"] == row(1000) and len(plan.chunks) == 4 and not plan.single_block
+    whole = planned({"scope": "external"}, memory_budget=row(1000))
     size = row(1000) / (1 << 20)
-    assert len(whole.chunks) == 1 and whole.once
+    assert len(whole.chunks) == 1 and whole.single_block
     assert f"the logits of all tokens take {size:.1f} MiB within the budget" in whole.reason
     match = f"logits of all tokens take {size:.1f} MiB, more than the budget"
     with pytest.raises(ValueError, match=match):
         planned(schedule="held", memory_budget=row(999))
-    assert match.split(",")[0] in planned({"scope": "elsewhere"}, memory_budget=row(999)).reason
+    assert match.split(",")[0] in planned({"scope": "external"}, memory_budget=row(999)).reason
 
 
 def test_teachers_are_held_in_one_block():
@@ -263,7 +263,7 @@ def test_a_budget_by_default():
     assert "1200.0 MiB  by default" in str(gpu)
 
 
-GPU = {"element_size": 2, "weight_size": 2, "row_bytes": 2, "terms": True, "on_gpu": True}
+GPU = {"element_size": 2, "weight_size": 2, "row_bytes": 2, "exp_tiles": True, "on_gpu": True}
 GPU |= {"multiprocessors": 132, "memory": 80 << 30}
 
 
@@ -277,7 +277,7 @@ def test_the_budget_of_a_gpu(gib, mib):
     assert f"budget     {mib:8}.0 MiB  {source}" in str(plan)
     asked = planned(changes, memory_budget=5 << 30)
     assert asked.budget == (5 << 30, "asked for")
-    assert asked.once and len(asked.chunks) == 1  # whose weight gradient is rounded at once
+    assert asked.single_block and len(asked.chunks) == 1  # whose weight gradient is rounded at once
 
 
 HEADS = [(2048, 151936), (4096, 128256)]
@@ -343,7 +343,7 @@ def test_the_planned_peak_is_the_measured_one():
 def test_ranks_plan_for_the_smallest_gpu():
     own = {"rows": 5, "tokens": 4, "weight_gradient": 1, "teacher_columns": -1, "highest id": 3}
     theirs = {fact: [value] * 2 for fact, value in own.items()} | {"memory": [140 << 30, 79 << 30]}
-    found = place.Place.of(object(), theirs)
+    found = layout.VocabLayout.of(object(), theirs)
     assert found.memory == 79 << 30 and found.sizes == (5, 5)
 
 
@@ -490,24 +490,24 @@ def test_slabs_beside_a_teacher_are_whole_waves():
     """One sweep's logits take no more than the other's slab and sums of dX."""
     sizes = {"tokens": 16384, "width": 4096, "vocabulary": 128256, "lengths": [16384]}
     gpu = {"on_gpu": True, "multiprocessors": 132, "memory": 139 << 30, "element_size": 2}
-    teacher = {"teachers": True, "differences": True, "row_bytes": 4, "weight_size": 2}
+    teacher = {"teachers": True, "row_bytes": 8, "weight_size": 2}
     options = hl.Options(schedule="recompute")
-    p = Problem(**sizes, **gpu, **teacher)  # type: ignore[arg-type]
+    p = PlanInputs(**sizes, **gpu, **teacher)  # type: ignore[arg-type]
     plan = make_plan(p, options, "triton")
     assert plan.tile == (16384, 33 * 256) and 16384 // PARTS // 128 * 33 % 132 == 0
     assert plan.bytes["logits"] == 16384 * 33 * 256 * 3  # a gradient, and two logits of an eighth
     assert plan.total_bytes <= 660 << 20
     rows = {block.stop - block.start for block in plan.blocks}
-    assert rows == {1280, 16384 % 1280}
-    assert max(rows) * 128256 * 4 <= plan.total_bytes
+    assert rows == {640, 16384 % 640}
+    assert max(rows) * 128256 * 8 <= plan.total_bytes
     long = make_plan(dataclasses.replace(p, tokens=32768, lengths=None), options, "triton")
     assert long.tile.columns == 4096  # of fewer, adding to dX takes as long as the product
 
 
 def test_a_small_call_on_a_cpu_does_not_look_for_rows_without_a_gradient(monkeypatch):
     """Reading which they are costs more than it saves, unless they are asked for."""
-    monkeypatch.setattr("headloss.run.plan.CPU_SKIP_WORTH", 1 << 24)
-    p = Problem(tokens=64, width=32, vocabulary=128, lengths=[64])
+    monkeypatch.setattr("headloss.engine.plan.CPU_SKIP_WORTH", 1 << 24)
+    p = PlanInputs(tokens=64, width=32, vocabulary=128, lengths=[64])
     assert not make_plan(p, hl.Options(), "reference").skip_rows
     assert make_plan(dataclasses.replace(p, thorough=True), hl.Options(), "reference").skip_rows
     large = dataclasses.replace(p, tokens=4096, lengths=[4096])

@@ -45,8 +45,8 @@ from headloss.batch.segments import Segments
 from headloss.losses.catalogue import TERMS
 from headloss.losses.term import Term
 from headloss.losses.trial import trace
-from headloss.objective.metrics import Max, Mean, Min, fold
-from headloss.objective.statistics import Statistics
+from headloss.statistics.metrics import Max, Mean, Min, fold
+from headloss.statistics.softmax import Statistics
 
 PAPERS: dict[str, tuple[Term, Loops]] = {
     "grpo": (h.grpo(), grpo_paper),

@@ -16,7 +16,7 @@ from headloss.batch.packing import PackedBatch
 from headloss.batch.segments import Segments
 from headloss.losses.term import Term
 from headloss.losses.trial import trace
-from headloss.objective.metrics import fold
+from headloss.statistics.metrics import fold
 
 LENGTHS = (3, 1, 2, 5, 4, 2)
 

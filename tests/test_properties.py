@@ -20,7 +20,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.batch.batch import IGNORE
-from headloss.objective.metrics import Metrics
+from headloss.statistics.metrics import Metrics
 from headloss.testing import trained_looking
 
 V, H = 19, 6

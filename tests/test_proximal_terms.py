@@ -17,8 +17,8 @@ from torch import Tensor
 import headloss as hl
 from headloss.batch.packing import pack
 from headloss.losses.term import Term
-from headloss.objective.metrics import fold
-from headloss.objective.statistics import Statistics
+from headloss.statistics.metrics import fold
+from headloss.statistics.softmax import Statistics
 
 Rows = Callable[[Sequence], list[Tensor]]
 

@@ -159,7 +159,7 @@ def value_and_slopes(
     """Of one token with advantage 1."""
     from headloss.batch.packing import PackedBatch
     from headloss.batch.segments import Segments
-    from headloss.objective.statistics import CANDIDATES, Statistics
+    from headloss.statistics.softmax import CANDIDATES, Statistics
 
     leaf = torch.tensor([[*log_p, -1.0]], dtype=dtype, requires_grad=True)
     fields = {
@@ -168,7 +168,7 @@ def value_and_slopes(
         "candidate_sampling_logps": torch.tensor([log_q], dtype=dtype),
     }
     batch = PackedBatch(torch.zeros(1).long(), Segments.rows(1, 1), fields)
-    value = hl.score_centering(**options)(Statistics(divergences={CANDIDATES: leaf}), batch)
+    value = hl.score_centering(**options)(Statistics(extras={CANDIDATES: leaf}), batch)
     (slopes,) = torch.autograd.grad(value.sum(), leaf)
     assert value.isfinite().all() and slopes.isfinite().all()
     return float(value.detach()), slopes[0, :-1].tolist()

@@ -13,7 +13,7 @@ from test_prompts import TRAINED, Step, T, same
 from torch import Tensor
 
 import headloss as hl
-from headloss.objective.metrics import fold
+from headloss.statistics.metrics import fold
 
 
 def kept_of(moments: list[float], threshold: float) -> list[bool]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.__main__ import main
-from headloss.run import plan
+from headloss.engine import plan
 
 N, H, V = 24, 8, 32
 LENGTHS = [5, 1, 8, 10]

@@ -14,10 +14,10 @@ import twins
 from triton_cases import DEVICE, coefficients_of, error, in_float64
 
 from headloss.kernels import triton as triton_backend
-from headloss.kernels.interface import Backward, Forward, Held, Rows, Support, Walk
-from headloss.kernels.pair import Divergence, Pair, Side
+from headloss.kernels.interface import Backward, ExpTile, Forward, Rows, Support, Walk
+from headloss.kernels.pair import Distribution, Divergence, Pair
 from headloss.kernels.transform import Transform
-from headloss.objective.statistics import Coefficients, Normalizer, finish
+from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, finish
 
 N, V = 6, 75
 SATURATED = ((1, 3), (3, 5), (5, 8))  # |x|
@@ -58,21 +58,21 @@ def z_of(raw: torch.Tensor, transform: Transform) -> torch.Tensor:
     return z / (t.unsqueeze(1).to(z.dtype) if isinstance(t, torch.Tensor) else t)
 
 
-def side_of(raw: torch.Tensor, transform: Transform) -> Side:
+def side_of(raw: torch.Tensor, transform: Transform) -> Distribution:
     """Of float64 logits."""
     transform = in_float64(transform)
     found = twins.partials(raw, Forward(None, 0, transform, NOTHING))
-    return Side(transform, finish(found, 1, NOTHING)[1])
+    return Distribution(transform, finish(found, 1, NOTHING)[1])
 
 
-def narrow(side: Side) -> Side:
+def narrow(side: Distribution) -> Distribution:
     t = side.transform.temperature
     t = t.float() if isinstance(t, torch.Tensor) else t
     own = replace(side.transform, temperature=t)
-    return Side(own, Normalizer(*(part.float() for part in side.normalizer)))
+    return Distribution(own, Normalizer(*(part.float() for part in side.normalizer)))
 
 
-def act_two(raw: torch.Tensor, transform: Transform, c: Coefficients, targets: torch.Tensor):
+def act_two(raw: torch.Tensor, transform: Transform, c: SoftmaxCoefficients, targets: torch.Tensor):
     """Act two in float64, from the formula, and what it takes in float32."""
     exact = raw.double().requires_grad_()
     z = z_of(exact, transform)
@@ -147,10 +147,10 @@ def test_held_terms(backend, name, between):
     x, w = exact_operands(between, transform)
     raw = x.float() @ w.float().t()
     targets = torch.arange(N, device=DEVICE) * 31 % V
-    c = Coefficients(prob=torch.ones(N, device=DEVICE))
+    c = SoftmaxCoefficients(prob=torch.ones(N, device=DEVICE))
     zero = c._replace(target=torch.zeros(N, device=DEVICE), entropy=torch.zeros(N, device=DEVICE))
     oracle, backward = act_two(raw, transform, zero, targets)
-    held = Held.empty(x, V + 1)
+    held = ExpTile.empty(x, V + 1)
     backend.product_partials(x, w, Forward(targets, 0, transform, NOTHING), held)
     found = backend.held_gradient_(held, backward._replace(coefficients=c)).double()
     sign = math.copysign(1, transform.scale)

@@ -18,16 +18,16 @@ from headloss.kernels import reference
 from headloss.kernels.interface import Backward, Forward
 from headloss.kernels.reference import tile
 from headloss.kernels.transform import Transform
-from headloss.objective.statistics import (
+from headloss.statistics.softmax import (
     DIFFERENTIABLE,
     STATISTICS,
-    Coefficients,
     Normalizer,
-    Partials,
+    SoftmaxCoefficients,
+    SoftmaxState,
     Statistics,
     finish,
     merge,
-    pull_back,
+    vjp,
 )
 
 ALL = frozenset(STATISTICS)
@@ -36,7 +36,7 @@ FIELDS = ("peak", "rest", "target", "spread", "total")
 act_one = tile.partials
 
 
-def partials(raw: Tensor, *forward) -> Partials:
+def partials(raw: Tensor, *forward) -> SoftmaxState:
     return act_one(raw, Forward(*forward))
 
 
@@ -63,14 +63,14 @@ def oracle(z: Tensor, targets: Tensor) -> dict[str, Tensor]:
     }
 
 
-def empty_slice(n: int, dtype: torch.dtype = torch.float64) -> Partials:
+def empty_slice(n: int, dtype: torch.dtype = torch.float64) -> SoftmaxState:
     nothing, nowhere = torch.zeros(n, dtype=dtype), torch.full((n,), -math.inf, dtype=dtype)
-    return Partials(
+    return SoftmaxState(
         peak=nowhere, rest=nothing - 1, target=nowhere.clone(), spread=nothing, total=nothing
     )
 
 
-def sliced(z: Tensor, targets: Tensor, borders: list[int]) -> list[Partials]:
+def sliced(z: Tensor, targets: Tensor, borders: list[int]) -> list[SoftmaxState]:
     """Partials of consecutive slices of the vocabulary; a slice may be empty."""
     edges = [0, *sorted(borders), z.shape[1]]
     return [
@@ -79,7 +79,7 @@ def sliced(z: Tensor, targets: Tensor, borders: list[int]) -> list[Partials]:
     ]
 
 
-def assert_same(a: Partials, b: Partials, tolerance: float = 1e-12) -> None:
+def assert_same(a: SoftmaxState, b: SoftmaxState, tolerance: float = 1e-12) -> None:
     for name in FIELDS:
         torch.testing.assert_close(
             getattr(a, name), getattr(b, name), rtol=tolerance, atol=tolerance, msg=name
@@ -231,7 +231,7 @@ def test_gradients_of_small_entropies_keep_their_digits(size, gap):
     logp, entropy = in_decimals(z)
     others = logp - float(z[0, 7].double() - z[0, 0].double())
     stats, normalizer = finish(partials(z, targets, 0, PLAIN, ALL), 1001, ALL)
-    coefficients = pull_back({"entropy": torch.ones(1)}, stats, 1001)
+    coefficients = vjp({"entropy": torch.ones(1)}, stats, 1001)
     got = logit_gradient_(z.clone(), targets, 0, PLAIN, normalizer, coefficients)
     want = -math.exp(logp) * (logp + entropy), -math.exp(others) * (others + entropy)
     assert float(got[0, 7]) == pytest.approx(want[0], rel=1e-5, abs=0)
@@ -251,7 +251,7 @@ def test_logits_of_minus_infinity():
             getattr(found, name).double(), kept[name], rtol=1e-6, atol=1e-6, msg=name
         )
     slopes = {"logp": torch.randn(4), "lse": torch.randn(4), "entropy": torch.randn(4)}
-    coefficients = pull_back(slopes, found, 30)
+    coefficients = vjp(slopes, found, 30)
     got = logit_gradient_(z.clone(), targets, 0, PLAIN, normalizer, coefficients)
     assert got[:, banned].eq(0).all() and got.isfinite().all()
 
@@ -273,7 +273,7 @@ def test_one_token_with_all_the_mass(dtype):
     assert found.entropy is not None and found.entropy.tolist() == [0.0, 0.0]
     assert found.top1 is not None and found.top1.tolist() == [1.0, 0.0]
     one = torch.ones(2, dtype=dtype)
-    coefficients = pull_back({"logp": one, "entropy": one}, found, 40)
+    coefficients = vjp({"logp": one, "entropy": one}, found, 40)
     got = logit_gradient_(z, targets, 0, PLAIN, normalizer, coefficients)
     want = torch.zeros(2, 40, dtype=dtype)
     want[1, 4], want[1, 3] = 1, -1  # the target that was not said; the token that was
@@ -330,7 +330,7 @@ def test_four_coefficients_are_the_gradient_of_any_mix(transform, names, seed):
     stats, normalizer = finish(partials(tile, targets, 0, transform, ALL), 23, ALL)
     leaves = {n: t.clone().requires_grad_() for n, t in stats.tensors().items() if n in g}
     slopes = dict(zip(leaves, torch.autograd.grad(mix(leaves), list(leaves.values())), strict=True))
-    coefficients = pull_back(slopes, stats, 23)
+    coefficients = vjp(slopes, stats, 23)
     # A tile at a time, as a sweep does: columns 0..9, then 9..23.
     for columns in (slice(0, 9), slice(9, 23)):
         part = logit_gradient_(
@@ -347,13 +347,13 @@ def test_coefficients_are_those_of_the_law():
         "entropy": torch.tensor([4.0]),
         "mean_logit": torch.tensor([10.0]),
     }
-    found = {n: float(t) for n, t in pull_back(slopes, stats, 5).tensors().items()}
+    found = {n: float(t) for n, t in vjp(slopes, stats, 5).tensors().items()}
     assert found == {"target": 2.0, "prob": 3.0 - 2.0 - 4.0 * 0.5, "entropy": -4.0, "uniform": 2.0}
 
 
 def test_absent_coefficients_are_none():
-    assert pull_back({}, Statistics(), 5).tensors() == {}
-    only = pull_back({"logp": torch.ones(1)}, Statistics(), 5)
+    assert vjp({}, Statistics(), 5).tensors() == {}
+    only = vjp({"logp": torch.ones(1)}, Statistics(), 5)
     assert set(only.tensors()) == {"target", "prob"}
     nothing = logit_gradient_(
         torch.randn(2, 4),
@@ -361,7 +361,7 @@ def test_absent_coefficients_are_none():
         0,
         PLAIN,
         Normalizer(torch.zeros(2), torch.zeros(2)),
-        Coefficients(),
+        SoftmaxCoefficients(),
     )
     assert nothing.eq(0).all()
 
@@ -392,7 +392,7 @@ def test_partials_hold_only_what_is_needed():
 def test_a_call_computes_only_what_its_objective_reads(
     monkeypatch, objective, metrics, spread, total
 ):
-    seen: list[Partials] = []
+    seen: list[SoftmaxState] = []
 
     def spy(*args, onto=None):
         seen.append(act_one(*args))
@@ -427,7 +427,8 @@ def test_a_tile_of_the_whole_vocabulary_needs_no_search(names, softcap):
     for name, value in want.tensors().items():
         torch.testing.assert_close(getattr(found, name), value, rtol=0, atol=0)
     stats, normalizer = finish(found, v, needs)
-    c = Coefficients(**{k: torch.randn(n) for k in Coefficients._fields if k[0] in names})
+    fields = [k for k in SoftmaxCoefficients._fields if k[0] in names]
+    c = SoftmaxCoefficients(**{k: torch.randn(n) for k in fields})
     given = targets, 0, transform, normalizer, c, stats.logp
     want, found = (
         tile.logit_gradient_(raw.clone(), Backward(*given, None, known)) for known in (False, True)

@@ -16,8 +16,8 @@ from headloss.batch.packing import PackedBatch
 from headloss.batch.segments import Segments
 from headloss.losses.term import Term
 from headloss.losses.trial import trace
-from headloss.objective.metrics import Mean, Perplexity, fold
-from headloss.objective.statistics import CANDIDATES, Statistics
+from headloss.statistics.metrics import Mean, Perplexity, fold
+from headloss.statistics.softmax import CANDIDATES, Statistics
 
 T, V = 13, 9  # as many tokens as `make(lengths=(T,))`
 
@@ -264,7 +264,7 @@ def test_terms_of_several_targets_are_checked(factory) -> None:
 
 def several(z: Tensor, ids: Tensor) -> Statistics:
     chosen = z.log_softmax(1).gather(1, ids.clamp_min(0)).masked_fill(ids < 0, 0)
-    return Statistics(divergences={CANDIDATES: torch.cat([chosen, z[:, :1]], 1)})
+    return Statistics(extras={CANDIDATES: torch.cat([chosen, z[:, :1]], 1)})
 
 
 def test_several_targets() -> None:

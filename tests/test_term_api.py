@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import headloss as hl
-from headloss.objective.metrics import Observed
+from headloss.statistics.metrics import Observed
 from headloss.testing import plain
 
 T, H, V, S = 12, 6, 19, 4

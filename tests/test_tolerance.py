@@ -16,9 +16,9 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.kernels.transform import Transform
-from headloss.objective.bound import Gradient
-from headloss.objective.statistics import Coefficients, Statistics
 from headloss.objective.tolerance import least, masses
+from headloss.objective.weighted import Coefficients
+from headloss.statistics.softmax import SoftmaxCoefficients, Statistics
 from headloss.testing import plain, random_batch, trained_looking
 
 T, H, V = 96, 12, 40
@@ -198,7 +198,7 @@ def test_mass_bounds_the_gradient_of_the_logits(entropy: bool, uniform: bool) ->
     y = torch.randint(V, (T,), generator=generator)
     log_p = z.log_softmax(1)
     numbers = [torch.randn(T, generator=generator, dtype=torch.float64) for _ in range(4)]
-    c = Coefficients(
+    c = SoftmaxCoefficients(
         target=numbers[0],
         prob=numbers[1],
         entropy=numbers[2] if entropy else None,
@@ -212,7 +212,7 @@ def test_mass_bounds_the_gradient_of_the_logits(entropy: bool, uniform: bool) ->
     entropies = -(log_p.exp() * log_p).sum(1)
     stats = Statistics(logp=log_p.gather(1, y[:, None])[:, 0], entropy=entropies)
     transform = Transform(scale=-3.0, temperature=torch.full((T,), 1.5))
-    mass = masses(Gradient(c, {}, z), stats, transform, V)
+    mass = masses(Coefficients(c, {}, z), stats, transform, V)
     true = 2 * g.abs().sum(1)
     assert (mass >= true * (1 - 1e-12)).all()
     if not entropy and not uniform:
@@ -221,8 +221,8 @@ def test_mass_bounds_the_gradient_of_the_logits(entropy: bool, uniform: bool) ->
 
 def test_mass_keeps_the_digits_of_a_certain_token() -> None:
     logp = torch.tensor([-1e-12], dtype=torch.float64)
-    c = Coefficients(target=torch.ones(1), prob=-torch.ones(1))
-    mass = masses(Gradient(c, {}, logp), Statistics(logp=logp), Transform(), V)
+    c = SoftmaxCoefficients(target=torch.ones(1), prob=-torch.ones(1))
+    mass = masses(Coefficients(c, {}, logp), Statistics(logp=logp), Transform(), V)
     assert float(mass) == pytest.approx(2e-12, rel=1e-9)
 
 
@@ -249,7 +249,7 @@ def test_the_least_rows_leave_and_as_many_as_may(given: list[float], share: floa
 def test_nothing_is_left_out_beside_a_mass_that_is_no_number(poison: float) -> None:
     logp = torch.full((4,), -1.0, dtype=torch.float64)
     target = torch.tensor([1e-9, poison, 1.0, 1.0], dtype=torch.float64)
-    gradient = Gradient(Coefficients(target=target, prob=-target), {}, logp)
+    gradient = Coefficients(SoftmaxCoefficients(target=target, prob=-target), {}, logp)
     mass = masses(gradient, Statistics(logp=logp), Transform(), V)
     assert not least(mass, 0.5).any()
 

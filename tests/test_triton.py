@@ -28,7 +28,7 @@ from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
 from headloss.kernels.interface import Backward, Forward
 from headloss.kernels.transform import Transform
-from headloss.objective.statistics import Normalizer, Partials, finish
+from headloss.statistics.softmax import Normalizer, SoftmaxState, finish
 
 
 @pytest.mark.parametrize("name", transforms(1))
@@ -196,7 +196,7 @@ def test_offsets_beyond_two_to_the_31():
     targets = torch.randint(v, (n,), device=DEVICE)
     found = triton_backend.partials(raw, Forward(targets, 0, Transform(), NEEDS))
     last = slice(n - 5, n)
-    part = Partials(*(t[last] for t in found))
+    part = SoftmaxState(*(t[last] for t in found))
     assert_statistics(part, raw[last], targets[last], 0, Transform())
     oracle_raw = raw[last].clone()
     c = coefficients_of(n, "tpe")

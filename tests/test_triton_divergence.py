@@ -23,13 +23,13 @@ from triton_cases import (
 )
 
 import headloss as hl
+from headloss.head import products
 from headloss.kernels import reference as reference_divergence
 from headloss.kernels import triton as triton_divergence
 from headloss.kernels.interface import Backward, Forward
-from headloss.kernels.pair import Compared, Divergence, Outcomes, Pair, Side
+from headloss.kernels.pair import Distribution, Divergence, Pair, StoredTopk
 from headloss.kernels.transform import Transform
-from headloss.objective.statistics import Coefficients, Normalizer, finish
-from headloss.softmax import products
+from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, finish
 from headloss.testing import trained_looking, within_budget
 
 KINDS = ("forward_kl", "reverse_kl", "js")
@@ -71,13 +71,13 @@ def normalizer_of(raw, transform) -> Normalizer:
     return narrow(finish(exact, 1, frozenset())[1])
 
 
-def sides(raw, raw_teacher, transforms) -> tuple[Side, Side]:
+def sides(raw, raw_teacher, transforms) -> tuple[Distribution, Distribution]:
     pair = zip((raw, raw_teacher), transforms, strict=True)
-    return tuple(Side(t, normalizer_of(tile, t)) for tile, t in pair)  # type: ignore[return-value]
+    return tuple(Distribution(t, normalizer_of(tile, t)) for tile, t in pair)  # type: ignore[return-value]
 
 
-def in_double(side: Side) -> Side:
-    return Side(side.transform, wide(side.normalizer))
+def in_double(side: Distribution) -> Distribution:
+    return Distribution(side.transform, wide(side.normalizer))
 
 
 def pair_of(n, v, dtype, teacher_dtype=None):
@@ -272,10 +272,10 @@ def test_poison_where_the_weight_is_zero():
 def test_nothing_at_all():
     raw, raw_teacher = tile(0, 97, torch.float32), tile(0, 97, torch.float32)
     nothing = torch.zeros(0, device=DEVICE)
-    side = Side(Transform(), Normalizer(nothing, nothing))
+    side = Distribution(Transform(), Normalizer(nothing, nothing))
     found = triton_divergence.divergence(raw, raw_teacher, Pair(side, side, "js", BETA))
     assert found.shape == (2, 0)
-    others = Backward(nothing.long(), 0, Transform(), side.normalizer, Coefficients(), None)
+    others = Backward(nothing.long(), 0, Transform(), side.normalizer, SoftmaxCoefficients(), None)
     part = Divergence(raw_teacher, Pair(side, side, "js", BETA), nothing, nothing)
     found = triton_divergence.part_gradient_(raw, part, None, others)
     assert found.shape == (0, 97)
@@ -324,16 +324,16 @@ def test_sparse_gradient(name, which):
     slopes, slope_tail = torch.randn(n, 6, device=DEVICE), torch.randn(n, device=DEVICE)
     forward = Forward(None, 0, transform, frozenset())
     exact = reference_divergence.partials(raw.double(), forward, None, columns)
-    tail = Side(transform, narrow(finish(exact, 1, frozenset())[1]))
+    tail = Distribution(transform, narrow(finish(exact, 1, frozenset())[1]))
     extra = torch.randn(n, v, device=DEVICE)
     others = None if which is None else others_of(n, v, which, transform)
     oracle = reference_divergence.part_gradient_(
         raw.double().clone(),
-        Outcomes(columns, in_double(tail), slopes.double(), slope_tail.double()),
+        StoredTopk(columns, in_double(tail), slopes.double(), slope_tail.double()),
         extra.double(),
         None if others is None else others_in_double(others),
     )
-    part = Outcomes(columns, tail, slopes, slope_tail)
+    part = StoredTopk(columns, tail, slopes, slope_tail)
     found = triton_divergence.part_gradient_(raw, part, extra, others)
     assert error(found, oracle) <= 3e-6
 
@@ -501,85 +501,6 @@ def test_readable():
     transposed = triton_divergence.readable(plain.t(), torch.float32)
     assert transposed.stride(1) == 1 and torch.equal(transposed, plain.t())
     assert triton_divergence.readable(plain.double(), torch.float32).dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("plain", "forward_kl"), ("temperature", "reverse_kl"), ("capped", "forward_kl")],
-)
-def test_the_teachers_product_measures(name, kind):
-    """The divergence is as exact as of float32 logits, and what is left of these is enough for the
-    gradient, at one temperature or two: in kernels and in their twin."""
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
-    n, h, v = 300 if DEVICE == "cuda" else 9, 72, 328
-    x, weight = torch.randn(n, h, device=DEVICE), torch.randn(v, h, device=DEVICE) / 3
-    other = (weight + 0.05 * torch.randn_like(weight)).to(dtype)
-    x, weight = x.to(dtype), weight.to(dtype)
-    targets = torch.randint(v, (n,), device=DEVICE)
-    raw, exact = x.double() @ weight.double().t(), x.double() @ other.double().t()
-    raw[[0, 3], 5] = -500  # p is nothing there, and q is not
-    ours, theirs = PAIRS[name]
-    student, teacher = sides(raw, exact, (replace(ours, softcap=None), theirs))
-    pair = Pair(in_double(student), in_double(teacher), kind, BETA)
-    want, pivot = twins.divergence(raw, exact, pair)
-    weights = torch.randn(n, device=DEVICE)
-    warm = Transform(scale=ours.scale, temperature=torch.linspace(0.8, 1.5, n, device=DEVICE))
-    held = {}
-    for own, which in ((None, None), (None, "tpe"), (warm, "tpeu"), (warm, None)):
-        side = student if own is None else Side(own, normalizer_of(raw, own))
-        others = None
-        if which is not None:
-            given = targets, 0, side.transform, side.normalizer, coefficients_of(n, which)
-            others = backward_of(raw.float(), *given)
-        double = None if others is None else others_in_double(others)
-        part = Divergence(exact, pair, pivot, weights.double())
-        oracle = twins.part_gradient_(raw.clone(), part, None, double)
-        to = Compared(student, teacher.transform, targets, kind, own and side)
-        for acts in (triton_divergence, twins):
-            if (acts, own) not in held:
-                words = raw.float()
-                held[acts, own] = words, acts.teacher_product(x, other, words, to)
-                assert error(sum(held[acts, own][1].teacher), sum(teacher.normalizer)) <= 1e-5
-                alone = acts.teacher_product(x, other, raw.float(), to._replace(keep=False))
-                assert error(alone.value, want) <= 1e-5
-            tile, words = held[acts, own]
-            assert error(words.value, want) <= 1e-5
-            part = Divergence(words, Pair(student, teacher, kind, BETA), words.value, weights)
-            for backend in (triton_divergence, twins):
-                found = backend.part_gradient_(tile.clone(), part, None, others)
-                assert error(found, oracle) <= EPS[torch.bfloat16]
-                assert abs(found[3, 5] - oracle[3, 5]) <= 0.05 * abs(oracle[3, 5]) + 1e-15
-
-
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
-def test_what_is_nothing_at_the_heads_temperature_counts_at_the_terms(kind):
-    """Logits 40 to 160 below the largest, at a term's temperature of 20: p is below the least
-    float32 at the head's own, and all of these columns together hold most of the term's mass."""
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
-    n, h, v = 200 if DEVICE == "cuda" else 9, 72, 328
-    x, other = torch.randn(n, h, device=DEVICE), torch.randn(v, h, device=DEVICE) * 3
-    x, other = x.to(dtype), other.to(dtype)
-    targets = torch.randint(v, (n,), device=DEVICE)
-    raw = -40 - 120 * torch.rand(n, v, device=DEVICE, dtype=torch.float64)
-    raw.scatter_(1, targets.unsqueeze(1), 0.0)
-    exact = x.double() @ other.double().t()
-    warm = Transform(temperature=20.0)
-    student, teacher = sides(raw, exact, (warm, warm))
-    pair = Pair(in_double(student), in_double(teacher), kind, BETA)
-    want, pivot = twins.divergence(raw, exact, pair)
-    weights = torch.randn(n, device=DEVICE)
-    own = Side(Transform(), normalizer_of(raw, Transform()))
-    to = Compared(student, teacher.transform, targets, kind, own)
-    part = Divergence(exact, pair, pivot, weights.double())
-    oracle = twins.part_gradient_(raw.clone(), part)
-    for acts in (triton_divergence, twins):
-        tile = raw.float()
-        words = acts.teacher_product(x, other, tile, to)
-        assert error(words.value, want) <= 1e-5
-        part = Divergence(words, Pair(student, teacher, kind, BETA), words.value, weights)
-        for backend in (triton_divergence, twins):
-            found = backend.part_gradient_(tile.clone(), part)
-            assert error(found, oracle) <= EPS[torch.bfloat16]
 
 
 def test_a_product_leaves_raw_logits():

@@ -13,7 +13,7 @@ from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
 from headloss.kernels.interface import Forward, partials_of
 from headloss.kernels.transform import Transform
-from headloss.objective.statistics import STATISTICS, Partials, finish, merge
+from headloss.statistics.softmax import STATISTICS, SoftmaxState, finish, merge
 
 SOME = [NEEDS, frozenset({"logp", "entropy"}), frozenset({"lse"}), frozenset({"top1", "logp"})]
 
@@ -119,7 +119,7 @@ def test_statistics_of_slices(needs, ranks, n):
         atol=4e-6,
     )
     parts = [partials_of(part, needs) for part in wide]
-    joined: Partials = parts[0]
+    joined: SoftmaxState = parts[0]
     for part in parts[1:]:
         joined = merge(joined, part)
     same(exact.stats.tensors(), finish(joined, 12 * ranks, needs)[0].tensors())

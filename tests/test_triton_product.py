@@ -18,12 +18,12 @@ from triton_cases import (
 )
 
 import headloss as hl
+from headloss.head.products import logits
 from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
-from headloss.kernels.interface import Backward, Forward, Held, Scaling
+from headloss.kernels.interface import Backward, ExpTile, Forward, Scaling
 from headloss.kernels.transform import Transform
-from headloss.objective.statistics import Coefficients, Normalizer, Partials, finish, merge
-from headloss.softmax.products import logits
+from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, SoftmaxState, finish, merge
 from headloss.testing import plain, trained_looking
 
 # The interpreter multiplies the bits of bf16 operands as integers: they are for the GPU.
@@ -42,8 +42,8 @@ def head(n: int, h: int, v: int, *, first: int = 0, dtype: torch.dtype = SIXTEEN
     return x, w, targets, x.double() @ w.double().t()
 
 
-def poisoned_held(n: int, v: int) -> Held:
-    held = Held.empty(torch.empty(n, 1, dtype=SIXTEEN, device=DEVICE), v)
+def poisoned_held(n: int, v: int) -> ExpTile:
+    held = ExpTile.empty(torch.empty(n, 1, dtype=SIXTEEN, device=DEVICE), v)
     held.terms.fill_(math.nan)
     held.reference.fill_(math.nan)
     return held
@@ -55,7 +55,7 @@ def exact_gradient(raw, targets, first, transform, coefficients):
     return oracle_gradient(raw, targets, first, transform, normalizer, coefficients)
 
 
-def assert_close_statistics(found: Partials, exact: Partials, v: int, needs=NEEDS) -> None:
+def assert_close_statistics(found: SoftmaxState, exact: SoftmaxState, v: int, needs=NEEDS) -> None:
     found, exact = finish(found, v, needs)[0], finish(exact, v, needs)[0]
     for name in needs:
         mine, oracle = getattr(found, name).double(), getattr(exact, name)
@@ -122,7 +122,7 @@ def test_held_gradient(which, name):
     backward = Backward(targets, first, transform, normalizer, c, stats.logp)
     oracle = exact_gradient(raw, targets, first, transform, c)
     if backward.is_multiple:
-        copy = Held(terms=held.terms.clone(), reference=held.reference)
+        copy = ExpTile(terms=held.terms.clone(), reference=held.reference)
         multiple, _ = triton_backend.held_multiple_(copy, backward)
         got = copy.terms.double() * multiple.double().unsqueeze(1)
         # Row by row: a likely target's row is small, and must be good all the same.
@@ -132,7 +132,7 @@ def test_held_gradient(which, name):
             triton_backend.held_gradient_(held, backward)
         return
     for mask in ([0, 1, 0, 1, 1, 1], [1] * 6, [0] * 6):
-        copy, count = Held(terms=held.terms.clone(), reference=held.reference), sum(mask)
+        copy, count = ExpTile(terms=held.terms.clone(), reference=held.reference), sum(mask)
         order = triton_backend.dense_order(torch.tensor(mask, device=DEVICE).bool(), n - 1)
         got = triton_backend.held_gradient_(copy, backward, order=order)
         assert got.data_ptr() == copy.terms.data_ptr()
@@ -196,7 +196,7 @@ def test_rows_without_coefficients_have_no_gradient():
         x, w, Forward(targets, 0, Transform(), NEEDS), held=held
     )
     stats, normalizer = finish(found, v, frozenset({"logp"}))
-    c = Coefficients(
+    c = SoftmaxCoefficients(
         target=torch.tensor([0.0, 0.0, 2.0], device=DEVICE),
         prob=torch.tensor([0.0, -1.0, 0.0], device=DEVICE),
     )
@@ -290,7 +290,7 @@ def test_a_multiple_moved_and_with_its_features_in_one_launch(case, fresh_memory
     mask = torch.zeros(n, dtype=torch.bool, device=DEVICE)
     mask[list(kept)] = True
     order = None if case == "no order" else triton_backend.dense_order(mask, n)
-    one, other = (Held(terms=held.terms.clone(), reference=held.reference) for _ in range(2))
+    one, other = (ExpTile(terms=held.terms.clone(), reference=held.reference) for _ in range(2))
     multiple, features = triton_backend.held_multiple_(one, backward, x=x, order=order)
     expected, nothing = triton_backend.held_multiple_(other, backward)
     assert nothing is None and features is not None
@@ -307,7 +307,7 @@ def test_a_multiple_moved_and_with_its_features_in_one_launch(case, fresh_memory
 def test_multiples_of_no_tokens():
     held = poisoned_held(0, 40)
     none = held.reference
-    normalizer, c = Normalizer(none, none), Coefficients(prob=none)
+    normalizer, c = Normalizer(none, none), SoftmaxCoefficients(prob=none)
     backward = Backward(none.long(), 0, Transform(), normalizer, c, none)
     multiple, features = triton_backend.held_multiple_(held, backward, x=none[:, None])
     assert multiple.shape == (0,) and features is not None and features.shape == (0, 1)
@@ -356,7 +356,7 @@ def test_capture_in_a_graph_and_the_same_bits_twice():
     c = coefficients_of(n, "tp")
 
     def run() -> tuple[torch.Tensor, ...]:
-        held = Held.empty(torch.empty(n, 1, dtype=SIXTEEN, device=DEVICE), v)
+        held = ExpTile.empty(torch.empty(n, 1, dtype=SIXTEEN, device=DEVICE), v)
         found = triton_backend.product_partials(
             x, w, Forward(targets, 0, Transform(), needs), held=held
         )
@@ -391,7 +391,7 @@ def test_whole_calls_of_a_head_with_a_bias(schedule, softcap):
         if schedule == "held":
             options = hl.Options(schedule=schedule)
         out = hl.head_loss(hidden, head, batch, objective, options)
-        assert out.plan.terms and abs(out.loss.double() - oracle.loss) <= 1e-5
+        assert out.plan.exp_tiles and abs(out.loss.double() - oracle.loss) <= 1e-5
         for key, found in zip(leaves, torch.autograd.grad(out.loss, leaves.values()), strict=True):
             want = oracle.gradients[key]
             assert error(found, want) <= 3 * error(coarse.gradients[key], want) + 2**-8, key

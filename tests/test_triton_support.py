@@ -18,7 +18,7 @@ from headloss.kernels import triton as triton_backend
 from headloss.kernels.interface import Backward, Forward
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton import support as kernels
-from headloss.objective.statistics import finish
+from headloss.statistics.softmax import finish
 
 BACKENDS = {"reference": reference, "triton": triton_backend}
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")

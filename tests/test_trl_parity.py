@@ -20,8 +20,8 @@ from headloss import losses as h
 from headloss.batch.batch import Batch
 from headloss.batch.packing import PackedBatch, pack
 from headloss.losses.term import Objective, Term
-from headloss.objective.metrics import fold
-from headloss.objective.statistics import Statistics
+from headloss.statistics.metrics import fold
+from headloss.statistics.softmax import Statistics
 
 pytest.importorskip("trl", reason="TRL is the peer that these terms are compared with")
 from trl import DPOTrainer, GRPOTrainer

@@ -20,8 +20,8 @@ from headloss.batch.batch import Batch
 from headloss.batch.packing import pack
 from headloss.batch.segments import Segments
 from headloss.losses.term import Objective, Term
-from headloss.objective.metrics import fold
-from headloss.objective.statistics import COLLISION, Statistics
+from headloss.statistics.metrics import fold
+from headloss.statistics.softmax import COLLISION, Statistics
 
 pytest.importorskip("trl", reason="TRL is the peer that these terms are compared with")
 from trl import DPOTrainer, KTOTrainer
@@ -225,7 +225,7 @@ def test_weighting(loss_type: str, shape: str) -> None:
     want = direct(step, loss_type, 0.3, **options)
     term = h.dpo(beta=0.3, loss_type=loss_type, use_weighting=True)
     leaf = step.logps[step.mask].clone().requires_grad_()
-    stats = Statistics(logp=leaf, divergences={COLLISION: squares[step.mask]})
+    stats = Statistics(logp=leaf, extras={COLLISION: squares[step.mask]})
     for packed in (False, True):
         got = value_and_gradient(reduced(term, stats, step.batch(packed)), leaf)
         assert_same(got, want)

@@ -13,7 +13,7 @@ from test_trl_parity import inputs, ours, stub
 from test_trl_parity import packed as packed_step
 
 import headloss as hl
-from headloss.objective.metrics import fold
+from headloss.statistics.metrics import fold
 
 pytest.importorskip("trl", reason="TRL is the peer that these are compared with")
 from trl import RewardTrainer, RLOOTrainer

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import headloss as hl
-from headloss.run import plan
+from headloss.engine import plan
 
 plan.CPU_SKIP_WORTH = 0  # as in conftest, also in a worker
 T, H, V = 8, 6, 11

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from headloss.kernels import reference  # noqa: E402
 from headloss.kernels.interface import Backward, Forward  # noqa: E402
 from headloss.kernels.transform import Transform  # noqa: E402
-from headloss.objective.statistics import Coefficients, Normalizer, Partials, finish  # noqa: E402
+from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, SoftmaxState, finish  # noqa: E402
 
 NEEDS = frozenset({"logp", "lse", "entropy", "mean_logit", "top1"})
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float32)
@@ -67,10 +67,10 @@ def targets_of(n: int, v: int) -> torch.Tensor:
     return targets
 
 
-def coefficients_of(n: int, which: str) -> Coefficients:
+def coefficients_of(n: int, which: str) -> SoftmaxCoefficients:
     generator = torch.Generator().manual_seed(7)
     names = {"t": "target", "p": "prob", "e": "entropy", "u": "uniform"}
-    return Coefficients(
+    return SoftmaxCoefficients(
         **{
             names[letter]: torch.randn(n, generator=generator).to(DEVICE)
             / (50 if letter == "u" else 1)
@@ -84,7 +84,7 @@ def error(found, oracle) -> float:
     return float((found.double() - oracle).norm() / oracle.norm().clamp_min(1e-30))
 
 
-def assert_statistics(found: Partials, raw, targets, first, transform) -> Normalizer:
+def assert_statistics(found: SoftmaxState, raw, targets, first, transform) -> Normalizer:
     """Within 3 times the error of the reference in float32, and a relative 1e-6."""
     v = raw.shape[1]
     exact = reference.partials(raw.double(), Forward(targets, first, in_float64(transform), NEEDS))

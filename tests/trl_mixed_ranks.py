@@ -27,7 +27,7 @@ from trainer_cases import SMALL, Case
 import headloss as hl
 from headloss import rl
 from headloss.integrations.trl.forward import Request, add_head
-from headloss.objective.metrics import Metrics
+from headloss.statistics.metrics import Metrics
 
 BF16 = torch.bfloat16
 

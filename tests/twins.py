@@ -9,17 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headloss.kernels.interface import Backward, Forward, Held, Measured, Order, Rows, Walk
+from headloss.kernels.interface import Backward, ExpTile, Forward, Measured, Order, Rows, Walk
 from headloss.kernels.pair import (
-    DEEPEST,
-    ROOT,
     Chosen,
-    Compared,
-    Differences,
-    Divergence,
-    Outcomes,
-    Pair,
-    Side,
 )
 from headloss.kernels.reference import (  # noqa: F401
     divergence,
@@ -34,9 +26,7 @@ from headloss.kernels.reference import (  # noqa: F401
     support_partials,
     support_sums,
 )
-from headloss.kernels.reference import pair as pairs
 from headloss.kernels.reference.tile import (
-    ALL,
     blocks,
     own_gradient,
     put_,
@@ -45,8 +35,8 @@ from headloss.kernels.reference.tile import (
     z_gradient,
 )
 from headloss.kernels.transform import Transform
-from headloss.objective import statistics as stats
-from headloss.objective.statistics import FLOOR, Coefficients, Normalizer, Partials, Slope
+from headloss.statistics import softmax as stats
+from headloss.statistics.softmax import FLOOR, Slope, SoftmaxCoefficients, SoftmaxState
 
 NOTHING: frozenset[str] = frozenset()
 SMALLEST = 2.0**-90  # of |c_target|, for a multiple: what else is in the row weighs nothing
@@ -68,7 +58,9 @@ def fixed_product(
     return found.to(dtype) if out is None else out.add_(found)
 
 
-def product_partials(x: Tensor, w: Tensor, forward: Forward, held: Held | None = None) -> Partials:
+def product_partials(
+    x: Tensor, w: Tensor, forward: Forward, held: ExpTile | None = None
+) -> SoftmaxState:
     raw = _product(x, w, forward.transform.bias)
     found = partials(raw, forward)
     if held is not None:
@@ -80,7 +72,7 @@ def product_partials(x: Tensor, w: Tensor, forward: Forward, held: Held | None =
 
 
 def product_statistics(
-    x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: Held | None = None,
+    x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: ExpTile | None = None,
     raw: Tensor | None = None,
 ) -> Measured:  # fmt: skip
     found = product_partials(x, w, forward, held)
@@ -94,7 +86,7 @@ def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
     return logit_gradient_(raw, backward._replace(dtype=None)).to(x.dtype)
 
 
-def held_gradient_(held: Held, backward: Backward, *, order: Order | None = None) -> Tensor:
+def held_gradient_(held: ExpTile, backward: Backward, *, order: Order | None = None) -> Tensor:
     held.check(backward)
     terms = held.terms
     for rows in blocks(*terms.shape):
@@ -110,12 +102,12 @@ def held_gradient_(held: Held, backward: Backward, *, order: Order | None = None
         g = z_gradient(log_p, c, e)
         if own.logps is not None:
             put_(g, own, own_gradient(own.logps, own.coefficients.target, own.coefficients))
-        terms[rows] = own.transform.pull_back_(g, z, is_z=True).to(terms.dtype)
+        terms[rows] = own.transform.vjp_(g, z, is_z=True).to(terms.dtype)
     return terms
 
 
 def held_multiple_(
-    held: Held,
+    held: ExpTile,
     backward: Backward,
     *,
     x: Tensor | None = None,
@@ -133,7 +125,7 @@ def held_multiple_(
         multiple = torch.where(multiple.abs() < floor, floor, multiple)
     own = torch.where(multiple == 0, 0, own / torch.where(multiple == 0, 1, multiple))
     put_(held.terms, backward, own)
-    multiple = transform.pull_back_(multiple.unsqueeze(1), multiple.unsqueeze(1)).squeeze(1)
+    multiple = transform.vjp_(multiple.unsqueeze(1), multiple.unsqueeze(1)).squeeze(1)
     if order is not None:
         held.terms.copy_(held.terms[order.rows])
         multiple = multiple[order.rows]
@@ -171,7 +163,7 @@ def chosen_gradient_(
     if c.target is not None:
         slopes += torch.where(columns == (own.targets - own.first).unsqueeze(1), c.target, 0)
     g = own_gradient(log_p.clamp_max(0), slopes, c)
-    g = own.transform.pull_back_(g, log_p + (peak + log_sum).unsqueeze(1), is_z=True)
+    g = own.transform.vjp_(g, log_p + (peak + log_sum).unsqueeze(1), is_z=True)
     if multiples is not None:
         multiple = multiples[places].unsqueeze(1)
         g = torch.where(multiple == 0, 0, g / torch.where(multiple == 0, 1, multiple))
@@ -198,14 +190,14 @@ def _places(rows: Rows, picked: Tensor | slice = slice(None)) -> tuple[Tensor, T
     return x.as_strided((extent,), (1,)), rows.offsets[picked].unsqueeze(1) + columns
 
 
-def given_rows(walk: Walk) -> Partials | None:
+def given_rows(walk: Walk) -> SoftmaxState | None:
     n, v = len(walk.targets), walk.logits.tensor.shape[-1]
     every = torch.arange(n, device=walk.targets.device)
     live = every if walk.live is None else every[walk.live]
     memory, places = _places(walk.logits, live) if n else (walk.logits.tensor, every)
     raw = widened(memory[places].reshape(len(live), v))
     targets, transform = walk.targets[live], walk.transform.rows(live)
-    c = (walk.coefficients or Coefficients()).map(lambda t: t[live])
+    c = (walk.coefficients or SoftmaxCoefficients()).map(lambda t: t[live])
     here = partials(raw, Forward(targets, walk.first, transform, walk.needs or frozenset()))
     logps, normalizer = stats.finish(here, v, frozenset({"logp"}))
     found = None
@@ -213,7 +205,8 @@ def given_rows(walk: Walk) -> Partials | None:
         if walk.out is not None:
             c = _completed(c, here, None if walk.slopes is None else walk.slopes[:, :, live])
         named = here.tensors()
-        found = Partials(**{k: t.new_zeros(n).index_copy_(0, live, t) for k, t in named.items()})
+        full = {k: t.new_zeros(n).index_copy_(0, live, t) for k, t in named.items()}
+        found = SoftmaxState(**full)
     if walk.out is not None and n:
         backward = Backward(targets, walk.first, transform, normalizer, c, logps.logp)
         memory, places = _places(walk.out)
@@ -222,7 +215,9 @@ def given_rows(walk: Walk) -> Partials | None:
     return found
 
 
-def _completed(c: Coefficients, found: Partials, slopes: Tensor | None) -> Coefficients:
+def _completed(
+    c: SoftmaxCoefficients, found: SoftmaxState, slopes: Tensor | None
+) -> SoftmaxCoefficients:
     """With the entropy's own part and the slopes in closed form."""
     log_sum = found.rest.log1p()
     target, prob = c.target, torch.zeros_like(log_sum) if c.prob is None else c.prob
@@ -236,7 +231,7 @@ def _completed(c: Coefficients, found: Partials, slopes: Tensor | None) -> Coeff
             slope += Slope(*row).at(logp)  # type: ignore[arg-type]
         prob = prob - slope
         target = slope if target is None else target + slope
-    return Coefficients(target=target, prob=prob, entropy=c.entropy, uniform=c.uniform)
+    return SoftmaxCoefficients(target=target, prob=prob, entropy=c.entropy, uniform=c.uniform)
 
 
 def scale_rows_(rows: Rows, factor: Tensor) -> None:
@@ -244,53 +239,3 @@ def scale_rows_(rows: Rows, factor: Tensor) -> None:
         memory, places = _places(rows)
         x = memory[places]
         memory[places] = (widened(x) * factor.to(wide(x.dtype))).to(x.dtype)
-
-
-def teacher_product(x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differences:
-    student, teacher, targets, kind, own, _ = to
-    other = widened(x) @ widened(w).t()
-    found = partials(other, Forward(None, 0, teacher, NOTHING))
-    pair = Pair(student, Side(teacher, stats.finish(found, 1, NOTHING)[1]), kind, 0.5)
-    value = divergence(raw, other, pair)[0]
-    log_q, log_p = pairs._log_p(pair.teacher, other, ALL), pairs._log_p(student, raw, ALL)
-    ratio = (log_q - log_p).gather(1, (targets % w.shape[0]).unsqueeze(1))
-    side, one = own or student, torch.ones_like(ratio)
-    warmth = student.transform(one) / side.transform(one)
-    depth = (DEEPEST / warmth).clamp_max(ROOT * DEEPEST)
-    p = torch.maximum(pairs._log_p(side, raw, ALL), -depth)
-    log_p = pairs._log_p(student, _again(side, p), ALL)
-    kept = torch.where(p < -DEEPEST, -(p / ROOT).exp(), p.exp())
-    halves = kept.to(torch.bfloat16), (log_q - log_p - ratio).to(torch.float16)
-    low, high = (half.view(torch.int16).to(torch.int32) for half in halves)
-    raw.view(torch.int32).copy_(high << 16 | low & 0xFFFF)
-    return Differences(ratio.squeeze(1), value, pair.teacher.normalizer, own)
-
-
-def _again(side: Side, log_p: Tensor) -> Tensor:
-    """Raw logits from log p, without a soft cap."""
-    z = log_p + (side.normalizer.peak + side.normalizer.log_sum).unsqueeze(1)
-    return z / side.transform(torch.ones_like(z[:, :1]))
-
-
-def _parted(words: Tensor, side: Side) -> tuple[Tensor, Tensor]:
-    """Raw logits and differences: see `Differences`."""
-    words = words.view(torch.int32)
-    p = (words << 16).view(torch.float32)
-    log_p = torch.where(p < 0, ROOT * p.abs().log(), p.log())
-    return _again(side, log_p), (words >> 16).to(torch.int16).view(torch.float16).float()
-
-
-def part_gradient_(
-    raw: Tensor,
-    part: Divergence | Outcomes,
-    extra: Tensor | None = None,
-    others: Backward | None = None,
-) -> Tensor:
-    if isinstance(part, Outcomes) or isinstance(part.teacher, Tensor):
-        return pairs.part_gradient_(raw, part, extra, others)
-    student, words = part.pair.student, part.teacher
-    tile, difference = _parted(raw, words.own or student)
-    log_q = pairs._log_p(student, tile, ALL) + difference + words.ratio.unsqueeze(1)
-    none = torch.zeros_like(words.ratio)
-    pair = part.pair._replace(teacher=Side(Transform(), Normalizer(none, none)))
-    return pairs.part_gradient_(tile, Divergence(log_q, pair, *part[2:]), extra, others)

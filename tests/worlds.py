@@ -16,7 +16,7 @@ SECONDS = 60.0
 
 def skip_any_row() -> None:
     """Small calls leave rows without gradient out, as in conftest."""
-    from headloss.run import plan
+    from headloss.engine import plan
 
     plan.CPU_SKIP_WORTH = 0
 

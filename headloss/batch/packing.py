@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..objective.statistics import Statistics
+from ..statistics.softmax import Statistics
 from .batch import Batch, Current, Kind, kind_of
 from .segments import Chunk, Segments, numbered
 from .support import Packed as PackedSupport

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from ..arguments import IGNORE, INT64, check_dense, check_number
-from ..ranks.collectives import check_group, device_of, summed
+from ..collectives import check_group, device_of, summed
 from .segments import count_in, numbered
 
 Number = float | Tensor

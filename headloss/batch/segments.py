@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed
 
 from ..arguments import INT64, check_dense, check_device, is_integers
-from ..ranks.collectives import summed
+from ..collectives import summed
 
 
 class Chunk(NamedTuple):

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 
 from ..arguments import LARGEST, brief, check_dense, check_device, plain_numbers
-from ..softmax.products import Fixed, WideLinear
 from .adapters import Fields, read_model, read_module
+from .products import Fixed, WideLinear
 
 Dropout = Callable[[Tensor, float], Tensor]
 GATHER = (

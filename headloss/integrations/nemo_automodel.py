@@ -16,7 +16,7 @@ from ..batch.batch import Batch
 from ..head.head import Head
 from ..head_loss import head_loss
 from ..losses import Objective, Term, cross_entropy
-from ..objective.metrics import Metrics
+from ..statistics.metrics import Metrics
 from .seams import announce, check_signature, part, require_arguments
 from .shared import over_count
 

@@ -19,8 +19,8 @@ from ..batch.batch import IGNORE, Batch
 from ..head.head import Head
 from ..head_loss import head_loss
 from ..losses import Objective, cross_entropy
-from ..objective.metrics import Metrics
 from ..options import Options
+from ..statistics.metrics import Metrics
 from .documents import as_documents
 from .seams import announce, check_signature, part, require_arguments
 from .shared import needs_segments, over_count, refuse

@@ -41,7 +41,7 @@ def load(backend: str) -> Kernels:
     return triton
 
 
-def can_hold_terms(backend: str, dtype: torch.dtype, weight: torch.Tensor) -> bool:
+def can_write_exp(backend: str, dtype: torch.dtype, weight: torch.Tensor) -> bool:
     """Whether the logits product of a bfloat16 head can write softmax terms in place of logits."""
     if backend != "triton" or dtype != torch.bfloat16 or not weight.is_cuda:
         return False

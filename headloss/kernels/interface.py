@@ -23,8 +23,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..objective.statistics import Coefficients, Normalizer, Partials, Statistics
-from .pair import Chosen, Compared, Differences, Divergence, Outcomes, Pair
+from ..statistics.softmax import Normalizer, SoftmaxCoefficients, SoftmaxState, Statistics
+from .pair import Chosen, Divergence, Pair, StoredTopk
 from .transform import Transform
 
 
@@ -51,7 +51,7 @@ class Backward(NamedTuple):
     first: int
     transform: Transform
     normalizer: Normalizer  # [n], of the whole vocabulary
-    coefficients: Coefficients  # [n]
+    coefficients: SoftmaxCoefficients  # [n]
     logps: Tensor | None  # [n] of the targets; None: these have no coefficient, and are as others
     dtype: torch.dtype | None = None  # of the gradient, at most as wide as the tile's, its default
     whole: bool = False  # the tile is the one of act one, and has all columns
@@ -73,7 +73,7 @@ class Backward(NamedTuple):
 
 
 @dataclass(eq=False)
-class Held:
+class ExpTile:
     """The softmax terms of some tokens, e = exp(z - reference)."""
 
     terms: Tensor  # [n, v] bfloat16; float32 and float64 beside hidden states of those
@@ -90,7 +90,7 @@ class Held:
             )
 
     @classmethod
-    def empty(cls, x: Tensor, v: int) -> Held:
+    def empty(cls, x: Tensor, v: int) -> ExpTile:
         """Room for the terms of x [n, H]; rows are whole 16 bytes."""
         n, wide = x.shape[0], torch.float64 if x.dtype == torch.float64 else torch.float32
         dtype = torch.bfloat16 if x.dtype.itemsize == 2 else wide
@@ -98,12 +98,12 @@ class Held:
         return cls(terms[:, :v] if v % 8 else terms, x.new_empty(n, dtype=wide))
 
 
-def partials_of(fields: Sequence[Tensor], needs: frozenset[str]) -> Partials:
+def partials_of(fields: Sequence[Tensor], needs: frozenset[str]) -> SoftmaxState:
     """By name: peak, rest, target, then spread where the entropy is needed and total where the
     mean logit is."""
     peak, rest, target, *more = fields
     spread = more[0] if "entropy" in needs else None
-    return Partials(peak, rest, target, spread, more[-1] if "mean_logit" in needs else None)
+    return SoftmaxState(peak, rest, target, spread, more[-1] if "mean_logit" in needs else None)
 
 
 class Measured(NamedTuple):
@@ -135,7 +135,7 @@ class Walk(NamedTuple):
     first: int
     transform: Transform
     needs: frozenset[str] | None  # statistics; None: not taken, `normalizer` has them
-    coefficients: Coefficients | None = None  # [n]; with `needs`: at an entropy of 0
+    coefficients: SoftmaxCoefficients | None = None  # [n]; with `needs`: at an entropy of 0
     slopes: Tensor | None = None  # [parts, 5, n], with `needs`: more of dL/dlogp, see stats.Slope
     normalizer: Normalizer | None = None  # [n]
 
@@ -172,9 +172,9 @@ class Acts(Protocol):
     # ------------------------------------------------------------------ a tile of logits
 
     def partials(
-        self, raw: Tensor, forward: Forward, onto: Partials | None = None,
+        self, raw: Tensor, forward: Forward, onto: SoftmaxState | None = None,
         without: Tensor | None = None,
-    ) -> Partials:  # fmt: skip
+    ) -> SoftmaxState:  # fmt: skip
         """Act one. raw [n, v] float32, bfloat16, float16 (or float64) -> [n] vectors.
 
         Only what `needs` asks for is taken. With `onto`, the partials of the tile and of those
@@ -214,7 +214,7 @@ class Acts(Protocol):
         x [n, H] and w [size, H] may have any strides and differ in dtype.
         """
 
-    def support_partials(self, raw: Tensor, support: Support, forward: Forward) -> Partials:
+    def support_partials(self, raw: Tensor, support: Support, forward: Forward) -> SoftmaxState:
         """Act one over each token's pairs in the window, of their raw logits [P]. `forward.first`
         is the support's. A token without any is an empty slice: peak -inf, rest -1."""
 
@@ -240,7 +240,7 @@ class Acts(Protocol):
         """[2, n]: a tile's shares of the divergence and of its pivot."""
 
     def part_gradient_(
-        self, raw: Tensor, part: Divergence | Outcomes, extra: Tensor | None = None,
+        self, raw: Tensor, part: Divergence | StoredTopk, extra: Tensor | None = None,
         others: Backward | None = None,
     ) -> Tensor:  # fmt: skip
         """d part / d raw + extra [n, v], in new float32 (or float64) memory, or over `extra`; with
@@ -266,8 +266,8 @@ class Kernels(Acts, Protocol):
         """Whether the acts on a product accept these operands; if not, those raise ValueError."""
 
     def product_partials(
-        self, x: Tensor, w: Tensor, forward: Forward, held: Held | None = None
-    ) -> Partials:
+        self, x: Tensor, w: Tensor, forward: Forward, held: ExpTile | None = None
+    ) -> SoftmaxState:
         """Act one of raw = x [n, H] @ w.T [H, v], both 16 bits wide, from the float32 sums.
 
         `held` [n, v] is filled. `peak` is what rest and spread are taken against, the reference of
@@ -276,7 +276,7 @@ class Kernels(Acts, Protocol):
         """
 
     def product_statistics(
-        self, x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: Held | None = None,
+        self, x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: ExpTile | None = None,
         raw: Tensor | None = None,
     ) -> Measured:  # fmt: skip
         """`product_partials` of all columns, and `stats.finish`; raw [n, v] takes raw logits."""
@@ -287,17 +287,17 @@ class Kernels(Acts, Protocol):
     # ------------------------------------------------------------------ held softmax terms
 
     def held_gradient_(
-        self, held: Held, backward: Backward, *, order: Order | None = None
+        self, held: ExpTile, backward: Backward, *, order: Order | None = None
     ) -> Tensor:
         """Act two from terms, over them: [n, v] in their dtype, for any coefficients. With `order`,
         row i of it is that of terms' row order.rows[i], and rows from `count` on hold anything.
 
         Raises:
-            ValueError: z is read off log p and has to be known where a term is 0 (`Held.check`).
+            ValueError: z is read off log p and has to be known where a term is 0 (`ExpTile.check`).
         """
 
     def held_multiple_(
-        self, held: Held, backward: Backward, *,
+        self, held: ExpTile, backward: Backward, *,
         x: Tensor | None = None, order: Order | None = None, least: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """s [n] such that dL/draw = s e, where `is_multiple`; the terms of targets are set to suit.
@@ -307,7 +307,7 @@ class Kernels(Acts, Protocol):
 
         The second is s * x of x [n, H], in float32 or wider and rounded once. With `order`, row i
         of terms, s and s * x is that of row order.rows[i], and rows from `count` on hold anything.
-        ValueError where there is none (`Held.check`).
+        ValueError where there is none (`ExpTile.check`).
         """
 
     # ------------------------------------------------------------------ chosen columns
@@ -339,7 +339,7 @@ class Kernels(Acts, Protocol):
 
     # ------------------------------------------------------------------ logits where they lie
 
-    def given_rows(self, walk: Walk) -> Partials | None:
+    def given_rows(self, walk: Walk) -> SoftmaxState | None:
         """Statistics of each row, then its gradient into `out`; either may be left out.
 
         Statistics and gradients of rows that are not live are 0. In one call the coefficients are
@@ -348,8 +348,3 @@ class Kernels(Acts, Protocol):
 
     def scale_rows_(self, rows: Rows, factor: Tensor) -> None:
         """rows *= factor [], in float32 or wider and rounded once; left alone where it is 1."""
-
-    # ------------------------------------------------------------------ pairs of tiles: see `pair`
-
-    def teacher_product(self, x: Tensor, w: Tensor, raw: Tensor, to: Compared) -> Differences:
-        """Of a teacher x @ w.T from a student's raw logits, as `product_statistics` leaves them."""

@@ -42,7 +42,7 @@ class Transform:
         known = self.softcap is None and not isinstance(self.temperature, Tensor)
         return raw if known and self.scale == self.temperature else self(raw)
 
-    def pull_back_(self, gradient: Tensor, at: Tensor, is_z: bool = False) -> Tensor:
+    def vjp_(self, gradient: Tensor, at: Tensor, is_z: bool = False) -> Tensor:
         """In place: d/dz to d/draw at raw logits; at z = self(raw) to the digits of cap - |z|."""
         factor = self.scale / self._divisor
         if self.softcap is not None and is_z:

@@ -13,7 +13,7 @@ from .. import losses
 from ..batch.batch import Batch
 from ..batch.packing import MissingField, PackedBatch, pack
 from ..batch.segments import Segments
-from ..objective.statistics import CANDIDATES, COLLISION, STATISTICS, Statistics
+from ..statistics.softmax import CANDIDATES, COLLISION, STATISTICS, Statistics
 from .modifiers import Modifier, corrected, off_policy_masked, top_entropy
 from .rejection import rejected
 from .second_moment import second_moment_masked
@@ -206,4 +206,4 @@ def sample() -> tuple[Statistics, PackedBatch]:
     beside: dict[object, Tensor] = {COLLISION: vector(0.8)}
     beside[CANDIDATES] = torch.full((4, 2), -1.0, requires_grad=True)
     packed = pack(batch, vocabulary=1, dtype=torch.float32).batch
-    return Statistics(**vectors, divergences=beside), packed
+    return Statistics(**vectors, extras=beside), packed

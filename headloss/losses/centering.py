@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..batch.reduction import token_mean
-from ..objective.metrics import Observed
-from ..objective.statistics import FLOOR, Statistics
+from ..statistics.metrics import Observed
+from ..statistics.softmax import FLOOR, Statistics
 from .arguments import bounds, one_of
 from .factory import factory
 from .importance import bounded, bounded_exp

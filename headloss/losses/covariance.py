@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..batch.reduction import token_mean
-from ..objective.metrics import Observed
-from ..objective.statistics import Statistics
+from ..statistics.metrics import Observed
+from ..statistics.softmax import Statistics
 from .arguments import non_negative, number
 from .factory import factory
 from .importance import estimate, importance_ratio, log_ratio, observe, ratio_figures

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..batch.reduction import token_mean
-from ..objective.divergence import phi
-from ..objective.metrics import Observed
-from ..objective.statistics import FLOOR, Statistics
+from ..statistics.divergence import phi
+from ..statistics.metrics import Observed
+from ..statistics.softmax import FLOOR, Statistics
 from .arguments import naming, number, one_of, positive, with_floats
 from .factory import factory
 from .teacher import KINDS, TAILS, Kind, Tail, Teacher
@@ -107,7 +107,7 @@ NOISE = 4  # times eps: 1 - sum of 512 probabilities, from a log-softmax, was of
 
 
 def _divergence(stats: Statistics, batch: PackedBatch, *, teacher: Teacher) -> Tensor:
-    found = stats.divergences[teacher]
+    found = stats.extras[teacher]
     if found.dim() == 1:
         return found
     wide = found.dtype if stats.logp is None else stats.logp.dtype
@@ -154,7 +154,7 @@ def _of_target(found: Tensor, batch: PackedBatch) -> Tensor:
 
 
 def _observe(stats: Statistics, batch: PackedBatch, *, teacher: Teacher) -> dict[str, Observed]:
-    value, found = _divergence(stats, batch, teacher=teacher), stats.divergences[teacher]
+    value, found = _divergence(stats, batch, teacher=teacher), stats.extras[teacher]
     figures = {teacher.kind: value}
     if teacher.tail == "sampled" and found.dim() == 2:
         sampled = _of_target(found, batch).to(value.dtype)

@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 
 from ..batch.reduction import token_mean
 from ..batch.segments import Segments
-from ..objective.metrics import Observed
-from ..objective.statistics import Statistics
+from ..statistics.metrics import Observed
+from ..statistics.softmax import Statistics
 from .arguments import flags, non_negative, positive
 from .factory import factory
 from .importance import FAR, MAX_LOG_RATIO, importance_ratio, log_ratio, observe

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from ..objective.metrics import Max, Min, Observed
-from ..objective.statistics import Statistics
+from ..statistics.metrics import Max, Min, Observed
+from ..statistics.softmax import Statistics
 from .arguments import one_of
 from .scope import Per, Scope
 

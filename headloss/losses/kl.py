@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..batch.reduction import token_mean
-from ..objective.metrics import Observed
-from ..objective.statistics import Slope, Statistics
+from ..statistics.metrics import Observed
+from ..statistics.softmax import Slope, Statistics
 from .arguments import flags, one_of, positive
 from .factory import factory
 from .importance import Level, estimate, ratio_per_token, scope_and_per

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..objective.metrics import Max, Observed
-from ..objective.statistics import Statistics
-from ..ranks.collectives import check_group, together
+from ..collectives import check_group, together
+from ..statistics.metrics import Max, Observed
+from ..statistics.softmax import Statistics
 from .arguments import (
     bounds,
     call_text,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..batch.reduction import Reduction, fixed_length, sequence_mean, sequence_sum, token_mean
-from ..objective.statistics import Slope, Statistics
+from ..statistics.softmax import Slope, Statistics
 from .arguments import non_negative, number, positive
 from .factory import factory
 from .importance import (

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ..batch.reduction import sequence_mean
-from ..objective.metrics import Observed
-from ..objective.statistics import Statistics
+from ..statistics.metrics import Observed
+from ..statistics.softmax import Statistics
 from .arguments import counts, non_negative, number, one_of, positive
 from .supervised import log_1_minus_p
 from .term import Term

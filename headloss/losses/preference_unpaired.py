@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..batch.reduction import sequence_mean
-from ..objective.metrics import Observed
-from ..objective.statistics import Statistics
+from ..statistics.metrics import Observed
+from ..statistics.softmax import Statistics
 from .arguments import flags, non_negative, one_of, positive
 from .factory import factory
 from .preference_pairs import Pairwise, log_ratio, preference, split, spread, summed

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..batch.packing import answers
 from ..batch.reduction import sequence_mean
 from ..batch.segments import Segments
-from ..objective.metrics import Observed
-from ..objective.statistics import Statistics
+from ..statistics.metrics import Observed
+from ..statistics.softmax import Statistics
 from .arguments import positive
 from .factory import factory
 from .importance import FAR, advantages_at, log_ratio, observe

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..batch.reduction import token_mean
-from ..objective.metrics import Observed
-from ..objective.statistics import Statistics
+from ..statistics.metrics import Observed
+from ..statistics.softmax import Statistics
 from .arguments import flags, number, one_of, positive
 from .factory import factory
 from .importance import MAX_LOG_RATIO, estimate, importance_ratio, log_ratio, ratio_figures

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..batch.reduction import sequence_sum, token_mean
-from ..objective.metrics import Observed
-from ..objective.statistics import Slope, Statistics
+from ..statistics.metrics import Observed
+from ..statistics.softmax import Slope, Statistics
 from .arguments import non_negative, one_of, positive
 from .factory import factory
 from .importance import (

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..batch.batch import Batch, Current
 from ..batch.packing import pack
-from ..objective.metrics import Observed
-from ..objective.statistics import Statistics
+from ..statistics.metrics import Observed
+from ..statistics.softmax import Statistics
 from .arguments import bounds, flags, naming, one_of, with_floats
 from .importance import MAX_LOG_RATIO, estimate
 from .modifiers import Factor, Modifier, not_none, sampler_mismatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Literal
 
-Scope = Literal["token", "segment", "batch", "elsewhere"]
+Scope = Literal["token", "segment", "batch", "external"]
 Per = Literal["token", "segment"]
 SCOPES: tuple[Scope, ...] = ("token", "segment", "batch")  # of terms
 TRACING = ContextVar("tracing", default=False)  # no collective runs for the sake of a trace
@@ -13,5 +13,5 @@ TRACING = ContextVar("tracing", default=False)  # no collective runs for the sak
 
 def wider(a: Scope, b: Scope) -> Scope:
     """The larger of two scopes."""
-    order: tuple[Scope, ...] = (*SCOPES, "elsewhere")
+    order: tuple[Scope, ...] = (*SCOPES, "external")
     return order[max(order.index(a), order.index(b))]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..batch.batch import Batch
-from ..objective.metrics import Observed
-from ..objective.statistics import Statistics
+from ..statistics.metrics import Observed
+from ..statistics.softmax import Statistics
 from .arguments import flags, naming, positive, with_floats
 from .modifiers import Modifier, not_none, sampler_mismatch
 from .rejection import field_of

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ..objective.metrics import Observed
-from ..objective.statistics import Statistics
+from ..statistics.metrics import Observed
+from ..statistics.softmax import Statistics
 from .arguments import flags, naming, non_negative, number, one_of, with_floats
 from .importance import MAX_LOG_RATIO, estimate
 from .kl import ESTIMATORS

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..batch.reduction import token_mean
-from ..objective.metrics import Observed, Perplexity
-from ..objective.statistics import FLOOR, Slope, Statistics
+from ..statistics.metrics import Observed, Perplexity
+from ..statistics.softmax import FLOOR, Slope, Statistics
 from .arguments import non_negative, number, positive
 from .factory import factory
 from .term import Term, term

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..batch.reduction import sequence_mean, token_mean
-from ..objective.metrics import Observed
-from ..objective.statistics import Statistics
+from ..statistics.metrics import Observed
+from ..statistics.softmax import Statistics
 from .arguments import non_negative, number, positive
 from .factory import factory
 from .importance import (

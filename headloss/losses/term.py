@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..arguments import as_float
 from ..batch.reduction import REDUCTIONS, Reduction, as_reduction, sequence_mean, token_mean
-from ..objective.metrics import Observed
-from ..objective.statistics import Slope, Statistics
+from ..statistics.metrics import Observed
+from ..statistics.softmax import Slope, Statistics
 from .arguments import call_text, check_names, counts, naming, one_of
 from .identity import Given, alike
 from .modifiers import Modifier, corrected, off_policy_masked, top_entropy

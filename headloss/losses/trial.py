@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..batch.segments import Chunk
-from ..objective.metrics import checked
-from ..objective.statistics import Statistics
+from ..statistics.metrics import checked
+from ..statistics.softmax import Statistics
 from .identity import Recorder, leaves_of
 from .scope import TRACING
 from .term import Term
@@ -54,7 +54,7 @@ def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = Tru
     finally:
         TRACING.reset(token)
     own = {id(leaf): name for name, leaf in stats.tensors().items()}
-    own |= {id(leaf): str(key) for key, leaf in stats.divergences.items()}
+    own |= {id(leaf): str(key) for key, leaf in stats.extras.items()}
     leaves = list(leaves_of(values))
     for leaf in leaves:
         if id(leaf) not in own:

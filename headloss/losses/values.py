@@ -15,10 +15,8 @@ from ..arguments import check_dense, check_device
 from ..batch.batch import Batch
 from ..batch.packing import Packed, pack
 from ..batch.reduction import Reduction, Totals, as_reduction
-from ..objective.bound import bind
+from ..batch.weights import TokenWeights
 from .arguments import naming, non_negative, with_floats
-from .supervised import entropy
-from .term import Objective
 
 ANY = 1 << 62  # targets of a batch may be of any vocabulary
 
@@ -207,6 +205,5 @@ def _totals(batch: Batch) -> Totals:
 
 def _reduced(losses: Tensor, found: Packed, batch: Batch, over: Reduction | str) -> Tensor:
     """sum_t w_t l_t, [], with the weights that any term would have."""
-    any_term = Objective.of(entropy().over(as_reduction(over)))
-    (part,) = bind(any_term, found.batch, _totals(batch), ANY, losses.dtype).parts
-    return (part.weights * losses).sum(dtype=torch.float64).to(losses.dtype)
+    weights, _ = TokenWeights(found.batch, _totals(batch), losses.dtype).under(as_reduction(over))
+    return (weights * losses).sum(dtype=torch.float64).to(losses.dtype)

@@ -92,7 +92,8 @@ def _traced(
 
 
 def has_slopes(objective: Objective, kinds: Kinds) -> bool:
-    """Whether `Bound.beforehand` serves: modifiers may read statistics, and CURRENT is one."""
+    """Whether `WeightedObjective.beforehand` serves: modifiers may read statistics, and CURRENT is
+    one."""
     if any(dtype is None for dtype, _ in kinds.values()):
         return False
     return all(term.slopes is not None and not term.modifiers for _, term in objective.parts)

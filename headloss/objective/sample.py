@@ -11,7 +11,7 @@ from ..batch.batch import CURRENT, Current, Kind
 from ..batch.packing import PackedBatch
 from ..batch.segments import Segments
 from ..losses.term import Term
-from .statistics import CANDIDATES, COLLISION, PEAK, Statistics
+from ..statistics.softmax import CANDIDATES, COLLISION, PEAK, Statistics
 
 Kinds = Mapping[str, Kind]  # of fields, by name
 _SAMPLE = 2  # tokens, in a segment each: enough for a pair
@@ -66,5 +66,5 @@ def sample_statistics(
         entropy=leaf(1.5),
         mean_logit=leaf(0.1),
         top1=leaf(1.0).detach(),
-        divergences=beside,
+        extras=beside,
     )

@@ -11,21 +11,23 @@ import torch
 from torch import Tensor
 
 from ..kernels.transform import Transform
-from .bound import Gradient
-from .metrics import Mean, Metrics, Sum
-from .statistics import FLOOR, Statistics
+from ..statistics.metrics import Mean, Metrics, Sum
+from ..statistics.softmax import FLOOR, Statistics
+from .weighted import Coefficients
 
 WHOLE = 1 << 50  # units of mass in a chunk
 
 
-def masses(gradient: Gradient, stats: Statistics, transform: Transform, vocabulary: int) -> Tensor:
+def masses(
+    gradient: Coefficients, stats: Statistics, transform: Transform, vocabulary: int
+) -> Tensor:
     """[n] float64, infinite where a coefficient is no number:
 
     (|c_target + p_y (c_prob + c_entropy log p_y)| + (1 - p_y) |c_prob|
      + |c_entropy| (entropy + p_y log p_y) + V |c_uniform| + |candidate slopes|)
     |logit_scale| / temperature
     """
-    c = gradient.coefficients.map(lambda t: t.double())
+    c = gradient.softmax.map(lambda t: t.double())
     logp = stats.logp.double().clamp_min(FLOOR)
     p, rest = logp.exp(), -logp.expm1()
     zero = torch.zeros_like(logp)
@@ -38,7 +40,7 @@ def masses(gradient: Gradient, stats: Statistics, transform: Transform, vocabula
     mass = own.abs() + others
     if c.uniform is not None:
         mass = mass + vocabulary * c.uniform.abs()
-    for slopes in gradient.divergences.values():
+    for slopes in gradient.extras.values():
         mass = mass + slopes.double().abs().unsqueeze(-1).flatten(1).sum(1)
     return (mass * abs(transform.scale) / transform.temperature).nan_to_num(nan=torch.inf)
 
@@ -73,8 +75,8 @@ class Tolerance:
         self.rows = self.skipped = self.whole = none
 
     def __call__(
-        self, gradient: Gradient, stats: Statistics, rows: slice, scale: Tensor | None
-    ) -> Gradient:
+        self, gradient: Coefficients, stats: Statistics, rows: slice, scale: Tensor | None
+    ) -> Coefficients:
         """The gradient of the tokens `rows` without the least of them. `scale` is what its
         coefficients were multiplied by against underflow."""
         if not self.share:

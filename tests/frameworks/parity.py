@@ -25,9 +25,9 @@ from torch import Tensor
 import headloss as hl
 from headloss.batch.packing import pack
 from headloss.losses.term import Objective
-from headloss.objective.bound import bind
-from headloss.objective.metrics import fold
-from headloss.objective.statistics import Statistics
+from headloss.objective.weighted import bind
+from headloss.statistics.metrics import fold
+from headloss.statistics.softmax import Statistics
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / ".frameworks"  # of those that no package index has

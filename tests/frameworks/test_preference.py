@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import headloss as hl
 from headloss.batch.packing import pack
-from headloss.objective.bound import bind
-from headloss.objective.statistics import Statistics
+from headloss.objective.weighted import bind
+from headloss.statistics.softmax import Statistics
 
 B, C = 6, 7
 LENGTHS = {"random": (7, 4, 3, 5, 1, 6), "one token": (1,) * 6, "empty answer": (4, 0, 0, 3, 6, 2)}

@@ -17,8 +17,8 @@ from ...batch.packing import NOT_GIVEN
 from ...head.head import Head
 from ...head_loss import head_loss
 from ...losses import Objective, Term, cross_entropy
-from ...objective.metrics import Metrics
 from ...options import DEFAULT, Options
+from ...statistics.metrics import Metrics
 from ..families import causal_of, learn
 from ..seams import announce
 from ..sharding import Carried, externals, hooked, is_fsdp2, whole, whole_head

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...losses import Term, term
-from ...objective.metrics import Metrics, Observed
+from ...statistics.metrics import Metrics, Observed
 from ..seams import TESTED, check_signature, release
 
 CHECKED = "each function of it that headloss takes the place of"

@@ -36,8 +36,8 @@ from ...batch.batch import IGNORE, Batch
 from ...head.head import Head
 from ...head_loss import Output, head_loss, logits_loss
 from ...losses import Objective, Term, entropy
-from ...objective.metrics import Metrics
 from ...options import Options
+from ...statistics.metrics import Metrics
 from ..families import learn
 from ..seams import announce, check_signature
 from ..sharding import as_head, hooked, is_fsdp2, whole, whole_head

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ...arguments import is_integers
 from ...batch.support_forms import support_from_lists
-from ...objective.metrics import Max, Mean, Metrics, Min
+from ...statistics.metrics import Max, Mean, Metrics, Min
 from ..seams import part
 from ..transformers.recorder import SampledSets
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...objective.divergence import phi, tilt
+from ...statistics.divergence import phi, tilt
 from ..interface import Backward
-from ..pair import Divergence, Outcomes, Pair, Side
+from ..pair import Distribution, Divergence, Pair, StoredTopk
 from .tile import blocks, log_softmax, logit_gradient_, wide, widened, with_columns
 
 
@@ -21,7 +21,7 @@ def readable(tile: Tensor, dtype: torch.dtype) -> Tensor:
     return tile.to(dtype)
 
 
-def _log_p(side: Side, raw: Tensor, rows: slice) -> Tensor:
+def _log_p(side: Distribution, raw: Tensor, rows: slice) -> Tensor:
     """log softmax(z) of some rows."""
     part = side.rows(rows)
     return log_softmax(part.transform(widened(raw[rows])), part.normalizer)
@@ -38,15 +38,15 @@ def divergence(raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
 
 
 def part_gradient_(
-    raw: Tensor, part: Divergence | Outcomes, extra: Tensor | None = None,
+    raw: Tensor, part: Divergence | StoredTopk, extra: Tensor | None = None,
     others: Backward | None = None
 ) -> Tensor:
     out = raw if others is not None else extra
     out = torch.empty_like(raw, dtype=wide(raw.dtype)) if out is None else out
-    of_rows = _of_outcomes if isinstance(part, Outcomes) else _of_divergence
+    of_rows = _of_outcomes if isinstance(part, StoredTopk) else _of_divergence
     for rows in blocks(*raw.shape):
         tile, transform, g = of_rows(raw, part, rows)  # type: ignore[arg-type]
-        g = transform.pull_back_(g, tile)
+        g = transform.vjp_(g, tile)
         if extra is not None:
             g += extra[rows]
         if others is not None:
@@ -69,7 +69,7 @@ def _of_divergence(raw: Tensor, part: Divergence, rows: slice) -> tuple[Any, ...
     return raw[rows], student.transform.rows(rows), torch.where(w == 0, 0, g * w)
 
 
-def _of_outcomes(raw: Tensor, part: Outcomes, rows: slice) -> tuple[Any, ...]:
+def _of_outcomes(raw: Tensor, part: StoredTopk, rows: slice) -> tuple[Any, ...]:
     """As `_of_divergence`."""
     columns, side, tile = part.columns[rows], part.tail.rows(rows), raw[rows]
     z = side.transform(widened(tile))

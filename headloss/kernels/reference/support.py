@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from ...objective.statistics import Partials
+from ...statistics.softmax import SoftmaxState
 from ..interface import Backward, Forward, Support, partials_of
 from ..transform import Transform
 from .tile import blocks, logit_gradient_, partials, wide
@@ -51,7 +51,7 @@ def support_logits(x: Tensor, w: Tensor, support: Support, onto: Tensor | None =
     return out
 
 
-def support_partials(raw: Tensor, support: Support, forward: Forward) -> Partials:
+def support_partials(raw: Tensor, support: Support, forward: Forward) -> SoftmaxState:
     targets, _, transform, needs, _ = forward
     assert targets is not None
     nothing = (-math.inf, -1.0, -math.inf, 0.0, 0.0)

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from ...objective import statistics as stats
-from ...objective.statistics import FLOOR, SURE, Coefficients, Normalizer, Partials
+from ...statistics import softmax as stats
+from ...statistics.softmax import FLOOR, SURE, Normalizer, SoftmaxCoefficients, SoftmaxState
 from ..interface import Backward, Forward, Measured, partials_of
 
 ALL = slice(None)
@@ -43,8 +43,8 @@ def outside(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def partials(
-    raw: Tensor, forward: Forward, onto: Partials | None = None, without: Tensor | None = None
-) -> Partials:
+    raw: Tensor, forward: Forward, onto: SoftmaxState | None = None, without: Tensor | None = None
+) -> SoftmaxState:
     targets, first, transform, needs, whole = forward
     if targets is None:
         targets = torch.full((len(raw),), first - 1, device=raw.device)
@@ -57,7 +57,8 @@ def partials(
         parts.append(_block(z, those, None if whole else first, needs, room))
     if len(parts) > 1:
         names = parts[0].tensors()
-        parts = [Partials(**{n: torch.cat([getattr(part, n) for part in parts]) for n in names})]
+        fields = {n: torch.cat([getattr(part, n) for part in parts]) for n in names}
+        parts = [SoftmaxState(**fields)]
     return parts[0] if onto is None else stats.merge(onto, parts[0])
 
 
@@ -74,7 +75,9 @@ def with_columns(tile: Tensor, columns: Tensor, values: Tensor | float) -> Tenso
     return wider.scatter_(1, place, values)[:, :v]  # type: ignore[arg-type]
 
 
-def _block(z: Tensor, y: Tensor, first: int | None, needs: frozenset[str], room: list) -> Partials:
+def _block(
+    z: Tensor, y: Tensor, first: int | None, needs: frozenset[str], room: list
+) -> SoftmaxState:  # fmt: skip
     """Without `first` it is the whole vocabulary: all targets are columns, some logit is finite."""
     peak, likeliest = z.max(1, keepdim=True)
     top, own = peak, [tile[: len(z)] for tile in room] if room else (None, None)
@@ -92,7 +95,7 @@ def _block(z: Tensor, y: Tensor, first: int | None, needs: frozenset[str], room:
         rest.add_(peak == -math.inf, alpha=-1)
     total = z.sum(1) if "mean_logit" in needs else None
     spread = e.mul_(shifted).sum(1) if "entropy" in needs else None
-    return Partials(peak, rest, target.view(-1), spread, total)
+    return SoftmaxState(peak, rest, target.view(-1), spread, total)
 
 
 def log_softmax(z: Tensor, normalizer: Normalizer) -> Tensor:
@@ -105,7 +108,7 @@ def log_softmax(z: Tensor, normalizer: Normalizer) -> Tensor:
     return (z - peak.unsqueeze(1)).sub_(log_sum.unsqueeze(1)).clamp_min_(FLOOR)
 
 
-def own_gradient(log_p: Tensor, slope: Tensor | None, c: Coefficients) -> Tensor:
+def own_gradient(log_p: Tensor, slope: Tensor | None, c: SoftmaxCoefficients) -> Tensor:
     """dL/dz of columns that have a slope of their own, to the last digit of 1 - p where that and
     c_prob cancel, else of p. log_p is at most 0; coefficients have its dimensions."""
     prob, own = (torch.zeros_like(log_p) if t is None else t for t in (c.prob, slope))
@@ -128,7 +131,7 @@ def put_(tile: Tensor, backward: Backward, values: Tensor) -> None:
     tile.scatter_(1, column, values)
 
 
-def z_gradient(log_p: Tensor, c: Coefficients, out: Tensor) -> Tensor:
+def z_gradient(log_p: Tensor, c: SoftmaxCoefficients, out: Tensor) -> Tensor:
     """p (c_prob + c_entropy log p) + c_uniform [n, v], into `out`: act two but for the targets, of
     coefficients [n, 1]. log_p is overwritten."""
     g = torch.exp(log_p, out=out)
@@ -157,7 +160,7 @@ def logit_gradient_(raw: Tensor, backward: Backward) -> Tensor:
             z_gradient(log_softmax(z, own.normalizer), c.map(lambda t: t.unsqueeze(1)), g)
         if own.logps is not None:
             put_(g, own, own_gradient(own.logps, c.target, c))
-        own.transform.pull_back_(g, here)
+        own.transform.vjp_(g, here)
         if g is not here:
             here.copy_(g)
     return raw if backward.dtype is None else raw.to(backward.dtype)

@@ -5,7 +5,6 @@ float64 is left to the reference.
 
 from __future__ import annotations
 
-from .beside import teacher_product
 from .chosen import chosen_gradient_, chosen_logits
 from .fixed import fixed_product
 from .given import given_rows

@@ -7,10 +7,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...objective import statistics
+from ...statistics import softmax
 from .versions import PTX
 
-FLOOR, SURE = tl.constexpr(statistics.FLOOR), tl.constexpr(statistics.SURE)
+FLOOR, SURE = tl.constexpr(softmax.FLOOR), tl.constexpr(softmax.SURE)
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_LOW = tl.constexpr(1.925963033500e-08)  # what float32 leaves of it
@@ -147,7 +147,7 @@ def coefficient(pointer, row, inside=None):
 @triton.jit
 def act_two(p, log_p, at, c):
     """dL/dz but for the target's own term; `at` is (c_prob, c_entropy, c_uniform), of which `c`, a
-    `Coefficients`, says what there is."""
+    `SoftmaxCoefficients`, says what there is."""
     if c.entropy is not None:
         g = p * (at[0] + at[1] * log_p)
     else:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...objective.statistics import Coefficients, Normalizer, Partials
+from ...statistics.softmax import Normalizer, SoftmaxCoefficients, SoftmaxState
 from ..interface import Walk
 from .formulas import coefficient, coefficients, log1p, normalizer_of, per_row, store_partials
 from .launch import Launcher, cdiv
@@ -56,8 +56,8 @@ class Given(NamedTuple):
     targets: Tensor
     z: LogitScaling
     normalizer: Normalizer | None
-    to: Partials | None  # the statistics, where there is no normalizer
-    c: Coefficients  # with statistics: at an entropy of 0
+    to: SoftmaxState | None  # the statistics, where there is no normalizer
+    c: SoftmaxCoefficients  # with statistics: at an entropy of 0
     slopes: Tensor | None  # [SLOPES, 5, T]
     out: Tensor | None  # where the gradient goes
 
@@ -154,7 +154,7 @@ def given_kernel(
                 tl.store(y + column, g, mask=mine)
 
 
-def given_rows(walk: Walk, *, shape: Shape | None = None) -> Partials | None:
+def given_rows(walk: Walk, *, shape: Shape | None = None) -> SoftmaxState | None:
     logits, out, live, targets, first, transform, needs, c, slopes, normalizer = walk
     x, count, both = logits.tensor, len(targets), needs is not None and out is not None
     v, aligned = x.shape[-1], logits.aligned and (out is None or out.aligned)
@@ -162,7 +162,7 @@ def given_rows(walk: Walk, *, shape: Shape | None = None) -> Partials | None:
     if count == 0:
         return partials
     offsets, where = (None, None) if out is None else (out.offsets, out.tensor)
-    z, c = scaling(transform), c or Coefficients()
+    z, c = scaling(transform), c or SoftmaxCoefficients()
     of = Given(logits.offsets, offsets, live, targets, z, normalizer, partials, c, slopes, where)
     shape = shape or shape_of(v, both)
     lanes = 32 * shape.warps * VECTOR // x.element_size()  # fewer where a row is short

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...objective.statistics import Coefficients, Normalizer
-from ..interface import Backward, Held, Order
+from ...statistics.softmax import Normalizer, SoftmaxCoefficients
+from ..interface import Backward, ExpTile, Order
 from .formulas import (
     FLOOR,
     LN2,
@@ -161,7 +161,7 @@ class Multiple(NamedTuple):
     factor: float
     temperature: Tensor | None
     normalizer: Normalizer
-    c: Coefficients
+    c: SoftmaxCoefficients
     logps: Tensor
     references: Tensor  # [n]
     order: Order | None
@@ -219,7 +219,7 @@ launch_rows = Launcher(multiple_rows_kernel, num_warps=8)
 
 
 def held_multiple_(
-    held: Held, backward: Backward, *, x: Tensor | None = None, order: Order | None = None,
+    held: ExpTile, backward: Backward, *, x: Tensor | None = None, order: Order | None = None,
     least: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     if not backward.is_multiple:
@@ -238,7 +238,7 @@ def held_multiple_(
     return multiples, features
 
 
-def held_gradient_(held: Held, backward: Backward, *, order: Order | None = None) -> Tensor:
+def held_gradient_(held: ExpTile, backward: Backward, *, order: Order | None = None) -> Tensor:
     held.check(backward)
     backward, of = backward._replace(dtype=None), held.reference
     return logit_gradient_(held.terms, backward, order=order, references=of)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...objective.statistics import STATISTICS, Normalizer, Statistics
+from ...statistics.softmax import STATISTICS, Normalizer, Statistics
 from ..interface import Measured
 from .chosen import TOKENS, own_column, references_kernel
 from .formulas import FLOOR, block_partials, dots, exp, folded, log1p, merged, per_row, transformed

@@ -15,16 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...objective.statistics import Normalizer
+from ...statistics.softmax import Normalizer
 from ..interface import Backward
-from ..pair import DEEPEST, ROOT, Differences, Divergence, Outcomes, Pair, Side
+from ..pair import Distribution, Divergence, Pair, StoredTopk
 from . import records
 from .formulas import act_two, expm1, log, log_softmax, normalizer_of, per_row, token_of, under_cap
 from .launch import Launcher
 from .records import NO_ACT, WARPS, Apart, LogitScaling, Matrix
 
-LEAST = tl.constexpr(1.2e-38)  # a normal number
-DEEP, POWER = tl.constexpr(DEEPEST), tl.constexpr(float(ROOT))
 BLOCK = 2048  # columns a program works on at once, at most: of two tiles
 
 
@@ -47,8 +45,6 @@ class Part(NamedTuple):
     beta: float = 0.0
     teacher: Softmax = NO_SIDE
     teacher_tile: Matrix | None = None
-    ratio: Tensor | None = None  # the tile holds words: `Differences`
-    own: Softmax = NO_SIDE  # at the head's own temperature; without a normalizer: the same
     stored: Apart | None = None
     slopes: Tensor | None = None  # [n, K] d/dz of the stored ones
     extra: Matrix | None = None  # another part of the gradient
@@ -144,7 +140,7 @@ def divergence_kernel(
 launch_divergence = Launcher(divergence_kernel, num_warps=WARPS)
 
 
-def softmax(side: Side | None) -> Softmax:
+def softmax(side: Distribution | None) -> Softmax:
     """One side."""
     return NO_SIDE if side is None else Softmax(records.scaling(side.transform), side.normalizer)
 
@@ -172,7 +168,7 @@ def divergence(raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
 
 @triton.jit(do_not_specialize=["first"])
 def pair_gradient_kernel(
-    tile,  # Matrix, of int32 where it holds words
+    tile,  # Matrix
     to,  # Matrix
     d,  # Part
     a,  # Act: the rest of the objective, or NO_ACT
@@ -192,12 +188,6 @@ def pair_gradient_kernel(
         places = d.stored.places.data + row * d.stored.places.stride
         slopes = d.slopes + row * d.stored.places.stride
         bounds = d.stored.bounds.data + row * d.stored.bounds.stride
-    elif d.ratio is not None:
-        ratio = tl.load(d.ratio + row)
-        if d.own.normalizer is not None:
-            own_peak, own_log_sum = normalizer_of(d.own.normalizer, row)
-            own_lse = own_peak + own_log_sum
-            warmth = p_outer / per_row(d.own.z.outer, d.own.z, row)
     else:
         teacher = d.teacher_tile.data + row * d.teacher_tile.stride
         q = normalizer_of(d.teacher.normalizer, row)
@@ -208,29 +198,14 @@ def pair_gradient_kernel(
     for start in range(0, v, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < v
-        value = tl.load(x + columns, mask=inside, other=0)
-        if d.ratio is not None:
-            p = (value << 16).to(tl.float32, bitcast=True)
-            difference = (value >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            own_log_p = log(tl.maximum(tl.abs(p), LEAST))
-            at_term = p
-            if d.own.normalizer is not None:
-                own_log_p = tl.where(p < 0, POWER * own_log_p, own_log_p)
-                p = tl.maximum(p, 0.0)
-                at_term = tl.exp(((own_log_p + own_lse) * warmth - p_peak) - p_log_sum)
-            difference += ratio  # log q - log p
-            if KIND == "forward_kl":
-                g = -at_term * expm1(difference)
-            else:
-                g = -at_term * (difference + pivot)
-        else:
-            log_p = log_softmax(value, p_z, p_outer, p_peak, p_log_sum)
+        value = tl.load(x + columns, mask=inside, other=0.0)
+        log_p = log_softmax(value, p_z, p_outer, p_peak, p_log_sum)
         if KIND == "stored":
             g = pivot * tl.exp(tl.minimum(log_p, 0.0))
             bound = bounds + start // BLOCK
             for k in range(tl.load(bound), tl.load(bound + 1)):
                 g = tl.where(columns == tl.load(places + k), tl.load(slopes + k), g)
-        elif d.ratio is None:
+        else:
             other = tl.load(teacher + columns, mask=inside, other=0.0)
             log_q = log_softmax(other, d.teacher.z, d.teacher.z.outer, *q)
             g = tl.exp(log_p)
@@ -243,13 +218,11 @@ def pair_gradient_kernel(
         else:
             g *= p_factor
         if a.targets is not None:
-            if d.ratio is None:
-                if p_z.inner is not None:  # the same soft cap, whose tanh is there
-                    own_log_p = log_softmax(value, p_z, outer, *normalizer)
-                else:
-                    own_log_p = log_softmax(value, a.z, outer, *normalizer)
-                p = tl.exp(own_log_p)
-            h = act_two(p, own_log_p, at, a.c)
+            if p_z.inner is not None:  # the same soft cap, whose tanh is there
+                own_log_p = log_softmax(value, p_z, outer, *normalizer)
+            else:
+                own_log_p = log_softmax(value, a.z, outer, *normalizer)
+            h = act_two(tl.exp(own_log_p), own_log_p, at, a.c)
             if a.logps is not None:
                 h = tl.where(columns == target, own, h)
             g += h * factor
@@ -265,7 +238,7 @@ launch_gradient = Launcher(pair_gradient_kernel, num_warps=WARPS)
 
 
 def part_gradient_(
-    raw: Tensor, part: Divergence | Outcomes, extra: Tensor | None = None,
+    raw: Tensor, part: Divergence | StoredTopk, extra: Tensor | None = None,
     others: Backward | None = None
 ) -> Tensor:
     records.check_tile("raw", raw)
@@ -277,19 +250,15 @@ def part_gradient_(
     if n == 0:
         return out
     block, overlap = records.block_width(v, BLOCK), others is not None and out.dtype != raw.dtype
-    if isinstance(part, Outcomes):
+    if isinstance(part, StoredTopk):
         stored, order = records.apart(part.columns, v, block)
         slopes, kind = part.slope_stored.gather(1, order), "stored"
         of = Part(softmax(part.tail), part.slope_tail, stored=stored, slopes=slopes)
     else:
         teacher, (student, side, kind, beta), *given = part
         of = Part(softmax(student), *given, beta)
-        if isinstance(teacher, Differences):
-            of = of._replace(ratio=teacher.ratio, own=softmax(teacher.own))
-            raw = raw.view(torch.int32)
-        else:
-            other = records.check_tile("raw_teacher", teacher)
-            of = of._replace(teacher=softmax(side), teacher_tile=other)
+        other = records.check_tile("raw_teacher", teacher)
+        of = of._replace(teacher=softmax(side), teacher_tile=other)
     of = of if extra is None else of._replace(extra=records.matrix_of(extra))
     rest = others is not None and others.coefficients.tensors()
     a, first = (records.act(others), others.first) if rest else (NO_ACT, 0)

@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...objective.statistics import Partials
-from ..interface import Backward, Forward, Held, Measured, partials_of
+from ...statistics.softmax import SoftmaxState
+from ..interface import Backward, ExpTile, Forward, Measured, partials_of
 from ..rounding import lost
 from .chosen import TOKENS, own_column, target_gradient_
 from .formulas import LN2, LOG2E, act_two, normalizer_of, per_row, transformed, under_cap
@@ -144,19 +144,21 @@ def check_operands(x: Tensor, w: Tensor) -> None:
         )
 
 
-def product_partials(x: Tensor, w: Tensor, forward: Forward, held: Held | None = None) -> Partials:
+def product_partials(
+    x: Tensor, w: Tensor, forward: Forward, held: ExpTile | None = None
+) -> SoftmaxState:
     return partials_of(_act_one(x, w, forward, None, held), forward.needs)
 
 
 def product_statistics(
-    x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: Held | None = None,
+    x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: ExpTile | None = None,
     raw: Tensor | None = None,
 ) -> Measured:  # fmt: skip
     return measured(_act_one(x, w, forward, vocabulary, held, raw), forward.needs)
 
 
 def _act_one(
-    x: Tensor, w: Tensor, forward: Forward, vocabulary: int | None, held: Held | None,
+    x: Tensor, w: Tensor, forward: Forward, vocabulary: int | None, held: ExpTile | None,
     raw: Tensor | None = None,
 ) -> Sequence[Tensor]:  # fmt: skip
     """The rows of `measured`; those of `partials_of` without the size of the vocabulary."""

@@ -15,7 +15,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ...objective.statistics import Coefficients, Normalizer, Partials
+from ...statistics.softmax import Normalizer, SoftmaxCoefficients, SoftmaxState
 from ..interface import Backward, partials_of
 from ..transform import Transform
 
@@ -58,7 +58,7 @@ class Act(NamedTuple):
     targets: Tensor | None  # [n], as all vectors
     z: LogitScaling | None
     normalizer: Normalizer | None
-    c: Coefficients
+    c: SoftmaxCoefficients
     logps: Tensor | None  # of the targets; None: their elements are as others
 
 
@@ -113,7 +113,7 @@ def _scaling(cap: float | None, scale: float, temperature: float, lost: float) -
 constant = {False: NO, True: YES}.__getitem__  # of a field that is known when a kernel is compiled
 
 
-NO_ACT = Act(None, None, None, Coefficients(), None)
+NO_ACT = Act(None, None, None, SoftmaxCoefficients(), None)
 
 
 def act(backward: Backward) -> Act:
@@ -121,7 +121,7 @@ def act(backward: Backward) -> Act:
     return Act(targets, scaling(transform), normalizer, c, logps)
 
 
-def empty_partials(like: Tensor, n: int, needs: frozenset[str]) -> Partials:
+def empty_partials(like: Tensor, n: int, needs: frozenset[str]) -> SoftmaxState:
     """Room for what `needs` asks for, in float32."""
     entropy, mean = "entropy" in needs, "mean_logit" in needs
     room = like.new_empty(3 + entropy + mean, n, dtype=torch.float32)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...objective.statistics import Partials
+from ...statistics.softmax import SoftmaxState
 from ..interface import Forward, Support
 from . import records
 from .formulas import block_partials, merged, per_row, store_partials, transformed
@@ -27,7 +27,7 @@ class Tile(NamedTuple):
     """What the kernel takes."""
 
     raw: Matrix  # of a support, [P] of all rows
-    to: Partials
+    to: SoftmaxState
     targets: Tensor | None  # [n]
     without: Apart | None
     z: LogitScaling
@@ -97,8 +97,8 @@ launch = Launcher(partials_kernel, num_warps=WARPS)
 
 
 def partials(
-    raw: Tensor, forward: Forward, onto: Partials | None = None, without: Tensor | None = None
-) -> Partials:
+    raw: Tensor, forward: Forward, onto: SoftmaxState | None = None, without: Tensor | None = None
+) -> SoftmaxState:
     tile = records.check_tile("raw", raw)
     targets, first, transform, needs, _ = forward
     n, v = raw.shape

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...objective.statistics import Partials
+from ...statistics.softmax import SoftmaxState
 from ..interface import Backward, Forward, Support
 from .formulas import act_two, log_softmax, token_of, under_cap
 from .launch import Launcher, cdiv
@@ -71,7 +71,7 @@ def support_logits(x: Tensor, w: Tensor, support: Support, onto: Tensor | None =
 launch_partials = Launcher(partials_kernel, num_warps=1)
 
 
-def support_partials(raw: Tensor, support: Support, forward: Forward) -> Partials:
+def support_partials(raw: Tensor, support: Support, forward: Forward) -> SoftmaxState:
     targets, _, transform, needs, _ = forward
     result = empty_partials(raw, len(targets), needs)
     if len(targets):

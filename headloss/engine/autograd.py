@@ -1,0 +1,178 @@
+"""What autograd sees of a call: one function of its tensors, to the loss or to statistics.
+
+N positions, T of them scored, K candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..collectives import inside
+from ..kernels.interface import ExpTile
+from ..logits.rows import ALL
+from ..objective.external import READ, coefficients_of
+from ..objective.weighted import power_of_two, without_constants
+from ..statistics.softmax import BESIDE, CANDIDATES
+from .backward import ForwardResult, Gradients, backward
+from .call import Call, slope_of
+from .loop import forward, sweep
+
+
+class HeadLoss(torch.autograd.Function):
+    """The scalar loss, and its `loop.Outcome`. The backward may be called once.
+
+    `tensors` are the source's, in the order of its gradients.
+    """
+
+    @staticmethod
+    def forward(ctx, call: Call, *tensors):
+        outcome, ctx.later = forward(call, tensors)
+        ctx.call, ctx.used, ctx.count, ctx.read_again = call, False, 0, []
+        if call.plan.backward == "slabs":  # autograd sees to it that none of these changes
+            ctx.count, ctx.read_again = len(tensors), call.read_again
+            ctx.save_for_backward(*tensors, *call.constants)
+        stats, values = outcome
+        # In memory of its own: it gets a graph.
+        loss = call.weighted.total(values, stats).to(call.requirements.wide, copy=True)
+        return loss, outcome
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor, _):  # type: ignore[override]
+        refuse_second_derivatives("out.loss")
+        if ctx.used:
+            raise RuntimeError(
+                "headloss: backward through out.loss a second time; its gradient is given once "
+                "per call, call head_loss again"
+            )
+        ctx.used, call, later = True, ctx.call, ctx.later
+        refuse_changes(ctx.read_again)
+        ctx.call = ctx.later = ctx.read_again = None  # who keeps the loss keeps no batch
+        saved = ctx.saved_tensors[: ctx.count]  # read once: checkpointing recomputes them
+        with inside(upstream.device.type, *call.groups):
+            gradients = later(owed(call, upstream), call.open(saved) if saved else None)
+        return None, *gradients
+
+
+class HeadStatistics(torch.autograd.Function):
+    """logp, lse and entropy of all positions, and [.., K + 1] of candidates where there are any;
+    its backward takes the slopes that the loss outside sends.
+
+    `gradients` names those that carry one; `tensors` are as in `HeadLoss`. The tiles of a held
+    schedule are saved with autograd, so that checkpointing drops them and makes them again.
+    """
+
+    @staticmethod
+    def forward(ctx, call: Call, gradients, *tensors):
+        result, scatter = sweep(call, call.open(tensors)), call.scored.scatter
+        stats = result.measured.stats
+        outputs = {n: getattr(stats, n) for n in READ}
+        if CANDIDATES in stats.extras:
+            outputs[CANDIDATES] = stats.extras[CANDIDATES]
+        outputs = {n: scatter(t, alone=True) for n, t in outputs.items()}
+        carry = {BESIDE.get(name, name) for name in gradients}
+        ctx.mark_non_differentiable(*(t for n, t in outputs.items() if n not in carry))
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.result = call, result._replace(tiles=[])
+        ctx.used, ctx.count, saved, ctx.read_again = False, 0, [], call.read_again
+        if call.plan.backward in ("held", "slabs"):
+            saved, ctx.count = [*tensors, *call.constants], len(tensors)
+        ctx.first_tile, tiles = len(saved), []
+        ctx.rebuild = [stored(tile, tiles) for tile in result.tiles]
+        ctx.save_for_backward(*saved, *tiles)
+        return tuple(outputs.values())
+
+    @staticmethod
+    def backward(ctx, *upstream: Tensor | None):  # type: ignore[override]
+        refuse_second_derivatives("head_stats")
+        call, result = ctx.call, ctx.result
+        if ctx.used and call.plan.backward in ("held", "unit"):
+            raise RuntimeError(
+                f"headloss: backward through head_stats a second time, but its schedule, "
+                f'{call.plan.schedule}, has used up what it kept; add the losses first, or ask for '
+                'Options(schedule="recompute")'
+            )
+        ctx.used = True
+        refuse_changes(ctx.read_again)
+        saved = ctx.saved_tensors  # read once: checkpointing recomputes them
+        source: Any = call.open(saved[: ctx.count]) if ctx.count else None
+        tiles = iter(saved[ctx.first_tile :])
+        result = result._replace(tiles=[rebuild(tiles) for rebuild in ctx.rebuild])
+        return None, None, *backward_of_slopes(call, source, result, upstream)
+
+
+def backward_of_slopes(
+    call: Call, source: Any, result: ForwardResult, upstream: Sequence[Tensor | None]
+) -> Gradients:
+    """Gradients from the slopes that a loss outside sends: of each of `READ` and of candidates, in
+    the caller's shape."""
+    pairs = zip((*READ, CANDIDATES), upstream, strict=False)
+    slopes = {n: call.scored.gather(g) for n, g in pairs if g is not None}
+    stats, factor = result.measured.stats, None
+    if CANDIDATES in slopes:
+        slopes[CANDIDATES] = without_constants(slopes[CANDIDATES], stats, call.packed)
+    coefficients = coefficients_of(slopes, stats, call.vocabulary)
+    if call.tolerance is not None:
+        coefficients = call.tolerance(coefficients, stats, ALL, None)
+    if call.requirements.inputs.rescaled and not call.options.batch_invariant:
+        # Its weights are not known here: the largest slope, of any row, stands for them.
+        scale = power_of_two([g.t() * slope_of(call.transform) for g in slopes.values()])
+        coefficients, factor = coefficients.map(lambda t: t * scale), 1 / scale
+    with inside(call.scored.targets.device.type, *call.groups):
+        return backward(call, source, result, coefficients, factor)
+
+
+def refuse_second_derivatives(of: str) -> None:
+    """RuntimeError in a backward pass with `create_graph=True`: its result has no graph, so that a
+    penalty on the gradient would be dropped without a word."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"headloss: got a backward pass through {of} with create_graph=True, but its second "
+            "derivatives are not there; compute them from the logits, head.logits(hidden)"
+        )
+
+
+def refuse_changes(read_again: Sequence[tuple[str, Tensor, int]]) -> None:
+    """RuntimeError where a field that the backward pass reads again is no longer what it was."""
+    for name, tensor, version in read_again:
+        if tensor._version != version:
+            raise RuntimeError(
+                f"batch.{name}: it, or a tensor whose memory it shares, was changed in place "
+                "before the backward pass, which reads it again; give the batch a clone of it"
+            )
+
+
+def owed(call: Call, upstream: Tensor) -> Tensor | None:
+    """The factor between gradients of the objective's coefficients and those that are owed, None
+    where it is one, as far as the host may know."""
+    stated, scale, static = call.weighted.upstream, call.weighted.scale, call.options.static
+    if stated is None:
+        plain = not static and scale is None and upstream.is_cpu
+        if plain and upstream.equal(torch.ones_like(upstream)):
+            return None
+        factor = upstream if upstream.dtype == torch.float64 else upstream.float()
+        return factor if scale is None else factor / scale
+    same = (upstream - stated).abs() <= 1e-6 * abs(stated)
+    message = f"out.loss: its upstream gradient differs from {stated}, as declared"
+    torch._assert_async(same, message)  # type: ignore[attr-defined]
+    return None if scale is None else 1 / scale
+
+
+def stored(tile: Any, tensors: list[Tensor]) -> Callable[[Iterator[Tensor]], Any]:
+    """Add the tensors that a source kept of one block to a list; return a function that builds what
+    was kept from these tensors. (What the source can compute again is left out.)"""
+    if tile is None:
+        return lambda saved: None
+    if isinstance(tile, ExpTile):
+        tensors += [tile.terms, tile.reference]
+        return lambda saved: ExpTile(terms=next(saved), reference=next(saved))
+    if isinstance(tile, tuple):  # of a support, and of the tokens without one
+        raw, _, of_others = tile
+        tensors.append(raw)
+        rebuild = stored(of_others, tensors)
+        return lambda saved: (next(saved), None, rebuild(saved))
+    tensors.append(tile)
+    return next

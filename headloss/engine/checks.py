@@ -1,0 +1,316 @@
+"""What a call's arguments must be; errors name the argument, what came and what was wanted."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..arguments import IGNORE, check_dense, check_device
+from ..batch.batch import LOGPS, Batch, check_ids
+from ..batch.packing import PackedBatch
+from ..head.dtensor import is_dtensor, local_head
+from ..head.head import Head, autocast_dtype, check_head
+from ..kernels.transform import Transform
+from ..losses.teacher import INPUTS
+from ..losses.term import Objective, Term
+from ..losses.trial import Reads
+from ..objective.reads import reads
+from ..objective.sample import Kinds
+from ..options import Options
+from ..statistics.softmax import Statistics
+
+P = ParamSpec("P")
+R = TypeVar("R")
+UNCOMPILED = (
+    "headloss: this verb reads the device and plans, so it breaks the graph: compile with "
+    "fullgraph=False, or call headloss.head_stats, which does not"
+)
+
+
+# What a verb on hidden states is given, options and its name included.
+HeadLossArguments = tuple[Tensor, Head, Batch, Term | Objective, Options, str]
+# And a verb on logits, with what is done to them, their group, and whether they may be overwritten.
+LogitsLossArguments = tuple[Tensor, Batch, Term | Objective, Transform, Any, bool, Options]
+
+
+def eagerly(verb: Callable[P, R]) -> Callable[P, R]:
+    """Says with fullgraph=True why a compiled graph has no such call; without, the verb breaks the
+    graph by itself, where it is being compiled. (`torch.compiler.disable` as a decorator would
+    import the compiler with the package, and every call would pass through another function.)"""
+    verb.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=UNCOMPILED)
+    return verb
+
+
+def outside(verb: Callable[P, R]) -> Callable[P, R]:
+    """The same verb, run outside of the graph that is being compiled."""
+    return torch.compiler.disable(verb)  # type: ignore[no-any-return]
+
+
+def check_eager(verb: str, given: object = None, *others: object) -> None:
+    """Refuse what the operators of a verb cannot handle: RuntimeError inside a transform of
+    torch.func, NotImplementedError for a dual tensor, ValueError for one on the meta device."""
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"headloss.{verb}: got called inside a transform of torch.func (grad, vmap, jvp, ...), "
+            "want a plain call: take gradients with backward() or torch.autograd.grad, and make "
+            "vmap's dimension one of the tokens'"
+        )
+    if isinstance(given, Tensor) and given.is_meta:
+        raise ValueError(
+            f"headloss.{verb}: got a tensor of shape {tuple(given.shape)} on the meta device, want "
+            "one with values; headloss.plan takes hidden states and a head without"
+        )
+    tensors = [t for t in (given, *others) if isinstance(t, Tensor)]
+    level = forward_ad._current_level
+    if level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(
+            f"headloss.{verb}: got a dual tensor, want a plain one: there is no forward mode"
+        )
+
+
+def check_linear(given: HeadLossArguments, objective: Objective) -> torch.dtype | None:
+    """What autocast computes in, where all arguments are what they must be."""
+    hidden, head, batch, _, options, verb = given
+    on_meta = verb == "plan"  # hidden states may have no values
+    if on_meta:
+        check_eager(verb, getattr(batch, "targets", None))
+    else:
+        check_eager(verb, hidden, head.weight)
+    check_objective(objective, batch, options)
+    if objective.scope == "external" and options.upstream is not None:
+        raise ValueError(
+            f"upstream: got {options.upstream}, want None: statistics have an upstream gradient "
+            "per token, which is not known in advance"
+        )
+    grouped = head.vocab_group is not None
+    if options.sequence_parallel and not grouped:
+        raise ValueError("sequence_parallel: needs a head with a vocab_group")
+    check_shape("hidden", hidden, batch, on_meta, spread=options.sequence_parallel)
+    compute_dtype = autocast_dtype(hidden)
+    head.validate(hidden, token_shape=batch.targets.shape, compute_dtype=compute_dtype)
+    check_main_grad(head.weight, options)
+    if batch.support is not None and objective.teachers:
+        raise ValueError(
+            f"support_ids: got them with {objective!r}, whose teachers have the whole vocabulary; "
+            "want terms without distillation"
+        )
+    for teacher in objective.teachers if grouped else ():
+        other = teacher.head and local_head(teacher.head)
+        if other and other.vocab_group is not None:
+            got, want = ((h.weight.shape[0], h.vocab_size) for h in (other, head))
+            if got != want or other.vocab_group is not head.vocab_group:
+                raise ValueError(
+                    f"teacher_head: got (rows, vocab_size) {got}, want the student's {want} and "
+                    "its vocab_group, or the teacher's whole head"
+                )
+    return compute_dtype
+
+
+def check_objective(objective: Objective, batch: Batch, options: Options) -> None:
+    """Check an objective beside the batch and the options."""
+    if not objective.parts:
+        raise ValueError("objective: got no terms, want at least one")
+    if isinstance(batch, Exception):  # wrong targets, which all ranks have to learn of
+        raise batch
+    if not isinstance(batch, Batch):
+        raise TypeError(f"batch: got {type(batch).__name__}, want headloss.Batch")
+    check_options(options)
+    check_segments(batch.segments.count, objective)
+    for teacher in objective.teachers:
+        if teacher.head is not None:
+            check_head(teacher.head, "teacher_head")
+    if options.gradient_tolerance and objective.teachers:
+        raise ValueError(
+            f"gradient_tolerance: got {options.gradient_tolerance} with {objective!r}, want 0: a "
+            "divergence's gradient has no bound that is known before it is computed"
+        )
+
+
+def check_options(options: object) -> None:
+    if not isinstance(options, Options):
+        raise TypeError(f"options: got {type(options).__name__}, want headloss.Options")
+
+
+def check_segments(count: int, objective: Objective) -> None:
+    """ValueError where segments do not make whole units, such as pairs."""
+    if count % (unit := objective.segments_per_unit):
+        raise ValueError(f"segments: got {count}, want a multiple of {unit} for {objective!r}")
+
+
+def check_shape(
+    name: str, value: Tensor, batch: Batch, on_meta: bool = False, spread: bool = False
+) -> None:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        got = f"a {value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name}: got {got}, want a floating tensor")
+    check_dense(name, value)
+    if is_dtensor(value):
+        raise TypeError(f"{name}: got a DTensor, want this rank's own tensor: {name}.to_local()")
+    want = tuple(batch.targets.shape)
+    if value.dim() < 2 or (tuple(value.shape[:-1]) != want and not spread):
+        raise ValueError(
+            f"{name}: got shape {tuple(value.shape)}, want the targets' {want} and one more "
+            "dimension"
+        )
+    if value.device != batch.targets.device and not (on_meta and value.is_meta):
+        raise ValueError(
+            f"batch: got targets on {batch.targets.device}, want {name}'s device {value.device}"
+        )
+
+
+def check_targets(given: object, hidden: Tensor, options: Options) -> Batch:
+    """A batch of targets alone."""
+    check_options(options)
+    if not isinstance(given, Tensor):
+        raise TypeError(
+            f"targets: got {type(given).__name__}, want an int64 tensor [..] or a headloss.Batch"
+        )
+    if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
+        got = hidden.dtype if isinstance(hidden, Tensor) else type(hidden).__name__
+        raise TypeError(f"hidden: got {got}, want a floating tensor [.., H]")
+    check_dense("targets", given)
+    check_dense("hidden", hidden)
+    check_device("targets", given, hidden, "that of hidden,")
+    want = hidden.shape[:-1]
+    if given.shape != want and not options.sequence_parallel:
+        raise ValueError(f"targets: got shape {tuple(given.shape)}, want hidden's {tuple(want)}")
+    return Batch(given)
+
+
+def check_topk(batch: Batch) -> None:
+    """ValueError or TypeError where a teacher's stored outcomes are not [.., K] integers, with a
+    log-prob each."""
+    ids, logps = (batch.fields.get(name) for name in INPUTS["topk"])
+    if isinstance(ids, Tensor) and isinstance(logps, Tensor):
+        check_ids("teacher_topk_ids", ids, batch.targets.shape)
+        if logps.shape != ids.shape:
+            got, want = (t.shape[-1] if t.dim() else None for t in (logps, ids))
+            raise ValueError(
+                f"teacher_topk_logps: got a last dimension of {got}, want a log-prob for each of "
+                f"teacher_topk_ids, {want}"
+            )
+
+
+def check_main_grad(weight: Tensor, options: Options) -> None:
+    grad = options.main_grad
+    if grad is None:
+        return
+    if grad.shape != weight.shape or grad.dtype != torch.float32 or grad.device != weight.device:
+        raise ValueError(
+            f"main_grad: got {grad.dtype} {tuple(grad.shape)} on {grad.device}, want torch.float32 "
+            f"{tuple(weight.shape)} on {weight.device}"
+        )
+    if torch.is_grad_enabled() and not weight.requires_grad:
+        raise ValueError("main_grad: got a tensor, but the weight requires no gradient; want None")
+
+
+# ---------------------------------------------------------------------- fields and terms
+
+FIELDS = ("advantages", *LOGPS, "teacher_logps", "candidate_ids", "candidate_probs", "desirable")
+FIELDS += ("reference_kl", "importance_sampling_ratio", "prompts", *sum(INPUTS.values(), ()))
+FIELDS += ("candidate_sampling_logps",)
+# Names under which others say which tokens count, and what stands there at those that do not.
+_ZERO = "mask attention_mask loss_mask completion_mask response_mask action_mask assistant_mask"
+_ZERO += " assistant_masks weight weights loss_weights sample_weight"
+MASKS = {**dict.fromkeys(_ZERO.split(), 0), "labels": IGNORE}
+
+
+def check_gradient(objective: Objective, asked: dict[str, Reads]) -> None:
+    """ValueError where a gradient is wanted of an objective that has none."""
+    if not any(term.gradients for term in asked.values()):
+        raise ValueError(
+            f"objective: {objective!r} has no gradient with respect to any statistic, but hidden "
+            "states or weights require one (is everything detached?); call it under torch.no_grad()"
+        )
+
+
+def fields_read(objective: Objective, asked: dict[str, Reads]) -> set[str]:
+    read = {name for term in asked.values() for name in term.fields}
+    return read | {term.kept_field for _, term in objective.parts if term.kept_field is not None}
+
+
+def masks_of(kinds: Kinds, objective: Objective, read: set[str]) -> dict[str, bool]:
+    """Fields of `MASKS`, and whether a term reads them; none beside a loss that lives elsewhere,
+    which may read what it likes."""
+    if any(hasattr(term.function, "reads") for _, term in objective.parts):
+        return {}
+    return {name: name in read for name in MASKS if name in kinds}
+
+
+def check_masks(batch: Batch, masks: Mapping[str, bool], packed: PackedBatch) -> None:
+    """ValueError for a field that by its name says which tokens count (`MASKS`), leaves a scored
+    one out, and is read by no term: of this call, whose `masks` says so, or of one before with the
+    same batch. Reads the device, once for each such field."""
+    batch._masks_read |= {name for name, read in masks.items() if read}
+    for name in masks.keys() - batch._masks_read:
+        out = (value := getattr(packed, name)) == MASKS[name]
+        if value.dim() == 1 and out.any():
+            token = int(out.nonzero()[0])
+            position = token if packed.index is None else int(packed.index[token])
+            raise ValueError(
+                f"{name}: got {MASKS[name]} at position {position}, which is scored, as no term "
+                f"reads {name}; to leave it out want a target of -100 there, or a term that reads "
+                f'it: .where("{name}") of a boolean field, .weighted("{name}") of any'
+            )
+
+
+def warn_of_misspelt_fields(batch: Batch, read: set[str]) -> None:
+    """Warn of a field that no term reads, if its name is close to one that exists."""
+    absent = {name.lower(): name for name in {*FIELDS, *read} if name not in batch.fields}
+    for name in batch.fields.keys() - read - set(FIELDS):
+        close = difflib.get_close_matches(name.lower(), absent, n=1, cutoff=0.8)
+        if close:
+            warnings.warn(
+                f"{name}: is a field of the batch that no term reads; is it meant to be "
+                f"{absent[close[0]]}?",
+                stacklevel=2,
+            )
+
+
+def _logp(stats: Statistics, _: object) -> Tensor:
+    return stats.logp
+
+
+def check_dead_rows(
+    objective: Objective, kinds: Kinds, dtype: torch.dtype, device: torch.device
+) -> None:
+    """ValueError for a batch-scoped term that would count unscored rows as tokens: with static
+    shapes they are among the others, and only `batch.live` tells them apart. Every part of a term
+    that needs the whole batch has to read it."""
+    for name, _, term in objective.named():
+        if term.scope != "batch":
+            continue
+        alone = replace(term, function=_logp, per="token", weight_fields=(), observe=None)
+        parts = [replace(term, modifiers=())] * ((term.own_scope or term.scope) == "batch")
+        parts += [replace(alone, modifiers=(m,)) for m in term.modifiers if m.scope == "batch"]
+        found = [reads(Objective.of(part), kinds, dtype, device, observe=False) for part in parts]
+        if any("live" not in asked.fields for part in found for asked in part.values()):
+            raise ValueError(
+                f"static: got True with term {name}, whose scope is batch, want False: with static "
+                "shapes it would see unscored rows (batch.live, which it does not read, marks the "
+                "others)"
+            )
+
+
+def check_temperatures(
+    rows: Tensor,  # [T] of packed tokens
+    index: Tensor | None,  # [T] position of each, None: all in order
+) -> None:
+    """ValueError for one that is not a finite number > 0. Reads the device."""
+    bad = ~((rows > 0) & rows.isfinite())
+    if not rows.is_meta and bad.any():
+        token = int(bad.nonzero()[0])
+        position = token if index is None else int(index[token])
+        raise ValueError(
+            f"temperature: got {rows[token].item()} at position {position}, want a finite number "
+            "> 0"
+        )

@@ -1,0 +1,208 @@
+"""`head_stats` inside a compiled graph: a registered operator, so that the graph need not break.
+
+N positions, T of them scored, V vocabulary, K candidates. Schedule: recompute. Adapters' features
+are made in the graph. Both operators take a call as
+
+    tensors      features [N, ..] and weights [V, ..] pairwise, then those with names: bias [V],
+                 temperature [N], targets [N], candidate_ids [N, K], and support_ids, [N, K] or [P]
+                 with offsets [N + 1]; a bias is the first, next to what else carries a gradient
+    sizes        V; chunk_tokens and memory_budget, 0 where there is none
+    numbers      logit scale, soft cap (0: none), temperature where it is one number,
+                 gradient_tolerance
+    spelt        the names that are there, and other options, as Python spells them
+
+and make the head and the batch anew inside.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..batch.batch import IGNORE, Batch
+from ..head.head import Head, Lora, autocast_dtype
+from ..kernels.interface import Measured
+from ..logits.linear import LogitSource
+from ..objective.external import CANDIDATE, READ, external_loss
+from ..options import DEFAULT, Options
+from ..statistics.softmax import Normalizer, Statistics
+from .autograd import backward_of_slopes, refuse_second_derivatives
+from .backward import ForwardResult
+from .call import Call, linear_call
+from .checks import check_targets
+from .loop import sweep
+
+SPELT = ("backend", "static", "skip_rows")
+REFUSED = ("logits_dtype", "accumulate_dtype", "sequence_parallel", "main_grad", "batch_invariant")
+REFUSED += ("upstream",)
+
+
+def in_graph(
+    hidden: Tensor, head: Head, given: object, options: Options, gradients: frozenset[str]
+) -> list[Tensor]:
+    """logp, lse and entropy of every position, and [.., K + 1] log-probs of candidates and the rest
+    where the batch names some; ValueError for an option that the operator does not take."""
+    compute = autocast_dtype(hidden)
+    head.validate(hidden, compute_dtype=compute)
+    ids: dict[str, Any] = {}
+    if isinstance(given, Batch):
+        ids["candidate_ids"] = given.fields.get("candidate_ids")
+        if given.support is not None:
+            ids.update(zip(("support_ids", "offsets"), given.support.tensors, strict=False))
+        given = given.targets
+    targets = check_targets(given, hidden, options).targets
+    x = hidden.reshape(-1, hidden.shape[-1]).to(compute or hidden.dtype)
+    if head.lora:  # poison in unscored rows must not reach the adapters' weights
+        x = torch.where((targets.reshape(-1) != IGNORE).unsqueeze(1), x, 0)
+    pairs = [(f, w if compute is None else w.to(compute)) for f, w in head.factors(x)]
+    number, per_token = head.temperature, None
+    if isinstance(number, Tensor):
+        number, per_token = 1.0, number.reshape(-1)
+    flat = {"bias": head.bias, "temperature": per_token, "targets": targets.reshape(-1)}
+    present = {name: t for name, t in (flat | ids).items() if t is not None}
+    named = {name: t.flatten(0, -2) if t.dim() > 1 else t for name, t in present.items()}
+    found = _head_stats(
+        [*(t for pair in pairs for t in pair), *named.values()],
+        [head.vocabulary, options.chunk_tokens or 0, options.memory_budget or 0],
+        [head.logit_scale, head.softcap or 0.0, float(number), options.gradient_tolerance],
+        _spelt(list(named), options, CANDIDATE[1] in gradients),
+    )
+    stats = [
+        (t if name in gradients else t.detach()).view(targets.shape)
+        for name, t in zip(READ, found, strict=False)
+    ]
+    return [*stats, *(t.unflatten(0, targets.shape) for t in found[5:6])]
+
+
+def _spelt(names: list[str], options: Options, tail: bool) -> str:
+    """Checks the options; `tail`: the candidates' rest is asked for."""
+    if (asked := options.schedule) not in ("auto", "recompute"):
+        raise ValueError(f'schedule: got "{asked}", but a compiled graph is served by recompute')
+    for name in REFUSED:
+        if getattr(options, name) is not getattr(DEFAULT, name):
+            raise ValueError(f"{name}: got {getattr(options, name)}, which no compiled graph takes")
+    return f"{names}, {tail}, {[getattr(options, name) for name in SPELT]}"
+
+
+def _named(tensors: Sequence[Tensor], spelt: str) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The tensors that have names, and the pairs."""
+    names = ast.literal_eval(spelt)[0]
+    pairs = len(tensors) - len(names)
+    return dict(zip(names, tensors[pairs:], strict=True)), list(tensors[:pairs])
+
+
+def _open(
+    tensors: Sequence[Tensor], sizes: Sequence[int], numbers: Sequence[float], spelt: str,
+    wanted: Sequence[bool]
+) -> tuple[Call, LogitSource]:
+    """What to do for the call that these are of, and its logits; `wanted`: which tensors want a
+    gradient."""
+    _, tail, values = ast.literal_eval(spelt)
+    (vocabulary, chunk, budget), (scale, softcap, number, tolerance) = sizes, numbers
+    options = Options(
+        schedule="recompute",
+        chunk_tokens=chunk or None,
+        memory_budget=budget or None,
+        gradient_tolerance=tolerance,
+        **dict(zip(SPELT, values, strict=True)),
+    )
+    leaves = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
+    named, (hidden, weight, *adapters) = _named(leaves, spelt)
+    adapted, rows = adapters[::2], adapters[1::2]
+    lora = []
+    for features, b in zip(adapted, rows, strict=True):
+        # An inner side stays in the graph; this one only tells that a gradient is wanted.
+        a = b.new_empty(b.shape[1], hidden.shape[1]).requires_grad_(features.requires_grad)
+        lora.append(Lora(a=a, b=b, scaling=1.0))
+    bias, temperature = named.get("bias"), named.get("temperature", number)
+    head = Head(weight, bias, temperature, softcap or None, scale, vocabulary, lora=tuple(lora))
+    chosen, kept = named.get("candidate_ids"), named.get("support_ids")
+    names = READ if chosen is None else (*READ, *CANDIDATE[: 1 + tail])
+    objective = external_loss(frozenset(names), candidates=chosen is not None)
+    if kept is not None and "offsets" in named:
+        kept = kept, named["offsets"]  # type: ignore[assignment]
+    with torch.set_grad_enabled(any(wanted)):
+        batch = Batch(named["targets"], candidate_ids=chosen, support_ids=kept)
+        given = hidden, head, batch, objective, options, "head_stats"
+        call, (x, own, *_, bias) = linear_call(given)
+    index = call.scored.index
+    packed = adapted if index is None else [f[index] for f in adapted]
+    pairs = [t for pair in zip(packed, rows, strict=True) for t in pair]
+    return call, call.open([None if t is None else t.detach() for t in (x, own, *pairs, bias)])
+
+
+@torch.library.custom_op("headloss::head_stats", mutates_args=())
+def _head_stats(
+    tensors: Sequence[Tensor], sizes: Sequence[int], numbers: Sequence[float], spelt: str
+) -> list[Tensor]:
+    """logp, lse, entropy, and the normalizer's two parts, [N] each; of candidates also log-probs
+    and the rest [N, K + 1], and the rest's normalizer [N, 2]."""
+    call, source = _open(tensors, sizes, numbers, spelt, [False] * len(tensors))
+    measured = sweep(call, source).measured
+    found = [*(getattr(measured.stats, name) for name in READ), *measured.normalizer]
+    for part in source.beside:
+        found += [measured.stats.extras[part.key], part.rest.t()]
+    return [call.scored.scatter(t, alone=True) for t in found]
+
+
+@_head_stats.register_fake
+def _(tensors, sizes, numbers, spelt):
+    named, (hidden, *_) = _named(tensors, spelt)
+    count, dtype = named["targets"].shape[0], torch.promote_types(hidden.dtype, torch.float32)
+    shapes = [(count,)] * 5
+    if "candidate_ids" in named:
+        shapes += [(count, named["candidate_ids"].shape[1] + 1), (count, 2)]
+    return [hidden.new_empty(shape, dtype=dtype) for shape in shapes]
+
+
+@torch.library.custom_op("headloss::head_stats_backward", mutates_args=())
+def _head_stats_backward(
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+    numbers: Sequence[float],
+    spelt: str,
+    measured: Sequence[Tensor],  # what the other operator returned
+    upstream: Sequence[Tensor],  # of logp, lse, entropy, candidates
+    wanted: Sequence[bool],  # which of `tensors`
+) -> list[Tensor]:
+    """The wanted gradients, in the order of `tensors`."""
+    call, source = _open(tensors, sizes, numbers, spelt, wanted)
+    scored = call.scored
+    logp, _, entropy, peak, log_sum, *beside = map(scored.gather, measured)
+    stats = Statistics(logp=logp, entropy=entropy)
+    for part in source.beside:
+        stats.extras[part.key], part.rest = beside[0], beside[1].t()
+    result = ForwardResult(Measured(stats, Normalizer(peak, log_sum)), [])
+    found = backward_of_slopes(call, source, result, upstream)
+    for i, value in enumerate(found[:-1:2]):
+        if value is not None and scored.index is not None:
+            found[2 * i] = torch.zeros_like(tensors[2 * i]).index_copy_(0, scored.index, value)
+    return [g for g, want in zip(found, wanted, strict=False) if want and g is not None]
+
+
+@_head_stats_backward.register_fake
+def _(tensors, sizes, numbers, spelt, measured, upstream, wanted):
+    return [torch.empty_like(t) for t, want in zip(tensors, wanted, strict=True) if want]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    tensors, *ctx.constants = inputs
+    ctx.mark_non_differentiable(*output[3:5], *output[6:])
+    ctx.save_for_backward(*tensors, *output)
+    ctx.wanted = [t.requires_grad for t in tensors]
+
+
+def _backward(ctx, upstream):
+    refuse_second_derivatives("head_stats")
+    saved, count = list(ctx.saved_tensors), len(ctx.wanted)
+    slopes = [*upstream[:3], *upstream[5:6]]
+    given = (saved[:count], *ctx.constants, saved[count:], slopes, ctx.wanted)
+    found = iter(_head_stats_backward(*given))
+    return [next(found) if wanted else None for wanted in ctx.wanted], *[None] * 3
+
+
+_head_stats.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,136 @@
+"""What the planner knows of a call, and the bytes that it takes beyond its inputs, part by part.
+
+T scored tokens, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ..head.products import PARTS
+from ..options import Options
+
+BackwardMode = Literal["now", "unit", "held", "slabs", "never"]
+WAVE_TILE = (128, 256)  # rows x columns of a product that one multiprocessor computes at once
+WORKING_BLOCK = 1 << 20  # logits that a reference act works on at once
+CANDIDATE_BYTES = 24  # of a candidate: its id, its log-prob and its slope
+PAIR_BYTES = 48  # of a pair of a support: its logit and gradient in float32, its places by column
+EXP_ROWS = 16384  # tokens per product that writes statistics alone
+
+
+class Tile(NamedTuple):
+    """A sweep's step: rows x columns of the logits."""
+
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanInputs:
+    """What the planner knows of a call."""
+
+    tokens: int = 0  # T
+    width: int = 0  # H
+    vocabulary: int = 0  # V
+    scope: str = "token"  # or "external": the loss is not known before all statistics are out
+    lengths: list[int] | None = None  # scored tokens per segment; None with static shapes
+    segments_per_unit: int = 1
+    grouped: bool = False  # segments run across ranks
+    gathered: bool = False  # hidden states are on several ranks
+    sharded: bool = False  # hidden gradients are summed over ranks
+    sparse: bool = True  # some tokens may be without a gradient
+    thorough: bool = False  # a CPU leaves them out at any size: it is asked to, or they may be NaN
+    logp_only: bool = False  # the gradient needs nothing but d/dlogp, or K of them per token
+    hidden_gradient: bool = True
+    weight_gradient: bool = True
+    element_size: int = 4  # of hidden and weight
+    weight_size: int = 4  # of the weight's own dtype
+    exp_tiles: bool = False  # the product writes exp(logits) in 16 bits in place of logits
+    rescaled: bool = False  # gradients are scaled against underflow: dW sums in float32
+    row_bytes: int = 4  # per token and vocabulary entry of a chunk, teachers included
+    on_gpu: bool = False
+    multiprocessors: int = 0  # of the GPU
+    memory: int = 0  # bytes of the GPU, in a vocabulary group of the one that has least
+    given: bool = False  # the logits exist already
+    overwrites: bool = False  # and their gradient may overwrite them
+    in_place: bool = False  # and a kernel works on them where they lie
+    main_grad: bool = False  # the weight gradient is added to a tensor of the caller's
+    teachers: bool = False  # stand beside the logits
+    candidates: int = 0  # columns of a token that are measured apart
+    support: int = 0  # pairs of a token and a column of its support
+    restricted: int = 0  # tokens that have one
+
+    @property
+    def narrow(self) -> bool:
+        """Whether all tokens have a support: there is no product over the vocabulary."""
+        return 0 < self.restricted == self.tokens
+
+    @property
+    def token_bytes(self) -> int:
+        """What a token takes of a chunk."""
+        if self.narrow:
+            return max(1, self.support * PAIR_BYTES // self.tokens)
+        return self.vocabulary * self.row_bytes
+
+
+def hidden_sums(p: PlanInputs) -> int:
+    """Bytes of the hidden gradient of slabs, where it is summed apart."""
+    return p.tokens * p.width * 4 if p.hidden_gradient and p.element_size < 4 else 0
+
+
+def slab_bytes(p: PlanInputs) -> int:
+    """Of a slab, per token and column: its logits or, beside a teacher, its gradient and the logits
+    of a part of the tokens."""
+    if p.given or not p.teachers:
+        return p.row_bytes
+    return (p.element_size if p.on_gpu else max(4, p.element_size)) + max(8, p.row_bytes) // PARTS
+
+
+def bytes_by_part(
+    p: PlanInputs, backward: BackwardMode, rows: int, tile: Tile, options: Options,
+    single_block: bool
+) -> dict[str, int]:
+    if p.in_place:
+        return {"statistics": p.tokens * 64}
+    sweeps, slabs = backward in ("slabs", "never"), backward == "slabs" and not p.given
+    elements = tile.rows * tile.columns if sweeps else rows * p.vocabulary
+    logits = elements * (slab_bytes(p) if sweeps else p.row_bytes)
+    if sweeps and p.teachers:
+        logits = max(logits, rows * p.token_bytes - hidden_sums(p))
+    if backward == "held":
+        logits = p.tokens * p.vocabulary * p.row_bytes
+    widened = 3 * min(elements, WORKING_BLOCK) * max(4, p.element_size)  # a few blocks at a time
+    if p.element_size < 4 and not p.given:  # and of a 16-bit weight
+        widened += 4 * min(4 * WORKING_BLOCK, p.vocabulary * p.width)
+    fused = backward == "never" and p.exp_tiles and not p.teachers
+    if fused:  # the product leaves a maximum and a sum of each tile
+        logits = 8 * min(p.tokens, EXP_ROWS) * -(-p.vocabulary // WAVE_TILE[1])
+    wide = 8 if p.element_size == 8 else options.accumulate_dtype.itemsize
+    # Of its own dtype or of one product, a sum is the returned gradient itself.
+    apart = p.weight_gradient and not (p.given or single_block)
+    summed = apart and backward in ("now", "held") and wide != p.weight_size
+    sent = p.sharded and p.hidden_gradient and not p.given and backward != "never"
+    parts = [
+        (not p.narrow, "partial statistics" if fused else "logits", logits),
+        (p.support, "support", p.support * PAIR_BYTES),
+        (True, "statistics", p.tokens * 64),
+        (p.candidates, "candidates", p.tokens * p.candidates * CANDIDATE_BYTES),
+        (not p.on_gpu, "working blocks", widened),
+        (sent, "hidden gradient on its way", rows * p.width * max(4, p.element_size)),
+        (p.gathered, "gathered hidden states", p.tokens * p.width * p.element_size),
+        (summed, "weight gradient accumulator", p.vocabulary * p.width * wide),
+        (slabs and apart, "weight gradient slab", tile.columns * p.width * wide),
+        (slabs and hidden_sums(p), "hidden gradient accumulator", hidden_sums(p)),
+    ]
+    return {name: size for taken, name, size in parts if taken}
+
+
+def peak_bytes(p: PlanInputs, parts: dict[str, int]) -> int:
+    """With the returned gradients; one that is summed apart is made when the logits have gone."""
+    columns = p.vocabulary * (not p.overwrites) if p.given else p.width
+    hidden = p.hidden_gradient * p.tokens * columns * p.element_size
+    weight = (p.weight_gradient and not p.main_grad) * p.vocabulary * p.width * p.weight_size
+    pairs = {"hidden gradient accumulator": hidden, "weight gradient accumulator": weight}
+    late = sum(size for name, size in pairs.items() if name in parts)
+    return hidden + weight + sum(parts.values()) - min(late, parts.get("logits", 0))

@@ -1,0 +1,270 @@
+"""A call's arguments checked, and what follows from them before the batch is packed (law 4b).
+
+N positions, T of them scored, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..arguments import check_device, check_own_places
+from ..batch.batch import Batch
+from ..batch.packing import Packing
+from ..head.head import Head, check_transform
+from ..head.products import Fixed, sum_dtype
+from ..kernels.interface import Kernels
+from ..logits.linear import NeedsGrad
+from ..losses.term import Objective
+from ..losses.trial import Reads
+from ..objective.reads import has_slopes, reads
+from ..objective.weighted import check_weights
+from ..options import Options
+from ..parallel.layout import VocabLayout
+from ..statistics.softmax import BESIDE, CANDIDATES, COLLISION, PEAK, STATISTICS
+from .checks import (
+    HeadLossArguments,
+    LogitsLossArguments,
+    check_dead_rows,
+    check_eager,
+    check_gradient,
+    check_linear,
+    check_objective,
+    check_shape,
+    check_topk,
+    fields_read,
+    masks_of,
+    warn_of_misspelt_fields,
+)
+from .plan import Plan, make_plan
+from .plan_inputs import PlanInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requirements:
+    """What a call needs, known before its batch is packed.
+
+    Attributes:
+        needs: statistics.
+        inputs: what the planner knows of the call, without what differs from batch to batch.
+        wide: dtype of statistics.
+        needs_grad: which tensors want a gradient.
+        compute_dtype: of products, under autocast; None: the tensors' own.
+        readable: hidden states lie as the product that writes exp tiles reads them.
+        beside: something is measured beside the statistics: teachers, candidates.
+        slopes: the objective's gradient can be known before the statistics.
+        counted: the batch's totals are numbers of tokens and segments, on this rank alone.
+        masks: fields of `MASKS`, and whether a term reads them.
+        per_segment: fields with one value per segment, by their shapes.
+    """
+
+    needs: frozenset[str]
+    inputs: PlanInputs
+    backend: str
+    wide: torch.dtype
+    needs_grad: NeedsGrad
+    compute_dtype: torch.dtype | None
+    readable: bool
+    beside: bool
+    slopes: bool
+    counted: bool
+    masks: Mapping[str, bool]
+    per_segment: frozenset[str]
+
+    @property
+    def kernels(self) -> Kernels:
+        return kernels.load(self.backend)
+
+    def fixed_product(self, options: Options) -> Fixed | None:
+        """The product of which a row's bits depend on no other row, where it is asked for."""
+        return self.kernels.fixed_product if options.batch_invariant else None
+
+    def plan(self, options: Options, scored: Packing, layout: VocabLayout) -> Plan:
+        """What runs for the tokens of the call."""
+        support = scored.support
+        inputs = replace(
+            self.inputs,
+            lengths=scored.lengths,
+            tokens=len(scored),
+            vocabulary=layout.widest,
+            support=0 if support is None else len(support.ids),
+            restricted=0 if support is None else support.restricted,
+            sharded=layout.group is not None,
+            memory=self.inputs.memory if layout.memory is None else layout.memory,
+            weight_gradient=self.inputs.weight_gradient or bool(layout.weight_gradient),
+        )
+        return make_plan(inputs, options, self.backend)
+
+
+def of_hidden_states(arguments: HeadLossArguments) -> tuple[Requirements, Objective]:
+    """What a call of `head_loss` needs, after all that it asks of its arguments is seen to hold.
+
+    Raises:
+        ValueError, TypeError: for bad input, naming the argument, what it got and what it wanted.
+    """
+    hidden, head, batch, terms, options, _ = arguments
+    objective = Objective.of(terms)
+    compute_dtype = check_linear(arguments, objective)
+    dtype = compute_dtype or hidden.dtype
+    backend = kernels.choose(options.backend, hidden.device, dtype)
+    if options.batch_invariant and backend != "triton":
+        raise ValueError(
+            f"batch_invariant: got True for {dtype} on {hidden.device}, want a GPU with the triton "
+            "backend and at most 32 bits: no other product keeps its order for another batch"
+        )
+    needs_grad = _needs_grad(hidden, head)
+    plain = not head.lora and options.logits_dtype is None
+    inputs = {
+        "width": hidden.shape[-1],
+        "hidden_gradient": any(needs_grad.features),
+        "weight_gradient": needs_grad.any_weight,
+        "element_size": dtype.itemsize,
+        "weight_size": head.weight.dtype.itemsize,
+        "rescaled": dtype == torch.float16,
+        "on_gpu": hidden.is_cuda,
+        "multiprocessors": kernels.multiprocessors(hidden.device),
+        "memory": kernels.memory(hidden.device),
+        "main_grad": options.main_grad is not None,
+        "exp_tiles": plain and kernels.can_write_exp(backend, dtype, head.weight),
+    }
+    readable = hidden.is_meta or kernels.suits_product(hidden)
+    kind = backend, dtype, needs_grad, head.softcap is not None, compute_dtype, readable
+    return _required(objective, batch, options, inputs, *kind), objective
+
+
+def of_given_logits(arguments: LogitsLossArguments) -> tuple[Requirements, Objective]:
+    """What a call of `logits_loss` needs; raises as `of_hidden_states`."""
+    logits, batch, terms, transform, _, inplace, options = arguments
+    check_eager("logits_loss", logits)
+    objective = Objective.of(terms)
+    check_objective(objective, batch, options)
+    if batch.support is not None:
+        raise ValueError(
+            "support_ids: got them beside given logits, want head_loss, or the logits masked"
+        )
+    check_shape("logits", logits, batch)
+    check_transform(transform.temperature, transform.softcap, transform.scale)
+    if isinstance(transform.temperature, Tensor):
+        check_device("temperature", transform.temperature, logits, "that of logits,")
+    if options.main_grad is not None:
+        raise ValueError("main_grad: got a tensor, but given logits have no weight")
+    if options.sequence_parallel:
+        raise ValueError("sequence_parallel: got logits, want hidden states before a head")
+    if options.gradient_tolerance:
+        raise ValueError(
+            f"gradient_tolerance: got {options.gradient_tolerance}, want 0: given logits have no "
+            "products that leaving rows out would save"
+        )
+    if not isinstance(inplace, bool):
+        raise TypeError(f"inplace: got {inplace!r}, want True or False")
+    if inplace:
+        check_own_places("inplace", logits, "logits")
+    backend = kernels.choose(options.backend, logits.device, logits.dtype)
+    needs_grad = NeedsGrad(logits=logits.requires_grad and torch.is_grad_enabled())
+    inputs = {
+        "hidden_gradient": needs_grad.logits,
+        "weight_gradient": False,
+        "element_size": logits.element_size(),
+        "on_gpu": logits.is_cuda,
+        "memory": kernels.memory(logits.device),
+        "given": True,
+        # In float16 it is written in the backward pass, where the upstream gradient is known.
+        "overwrites": inplace and logits.dtype != torch.float16,
+        # A kernel serves the logits where they lie: with unit stride along the vocabulary.
+        "in_place": backend == "triton" and (logits.stride(-1) == 1 or logits.shape[-1] <= 1),
+    }
+    kind = backend, logits.dtype, needs_grad, transform.softcap is not None
+    return _required(objective, batch, options, inputs, *kind), objective
+
+
+def _needs_grad(hidden: Tensor, head: Head) -> NeedsGrad:
+    enabled = torch.is_grad_enabled()
+    into, bias = enabled and hidden.requires_grad, head.bias
+    return NeedsGrad(
+        features=(into, *(into or (enabled and lora.a.requires_grad) for lora in head.lora)),
+        weights=tuple(
+            enabled and w.requires_grad for w in (head.weight, *(x.b for x in head.lora))
+        ),
+        bias=enabled and bias is not None and bias.requires_grad,
+    )
+
+
+def _required(
+    objective: Objective, batch: Batch, options: Options, inputs: dict[str, Any], backend: str,
+    dtype: torch.dtype, needs_grad: NeedsGrad, softcap: bool,
+    compute_dtype: torch.dtype | None = None, readable: bool = True
+) -> Requirements:
+    """Trace the objective's terms, and say what follows for the plan; `inputs` of it are known."""
+    wide, teachers = sum_dtype(dtype), objective.teachers
+    if teachers:
+        check_topk(batch)
+    kinds = batch.kinds(wide)
+    check_weights(objective, kinds, batch.totals)
+    asked = reads(objective, kinds, wide, batch.targets.device, options.metrics, cuts=True)
+    if options.static:
+        check_dead_rows(objective, kinds, wide, batch.targets.device)
+    warn_of_misspelt_fields(batch, read := fields_read(objective, asked))
+    if needs_grad.any:
+        check_gradient(objective, asked)
+    needs, gradients = _needs(asked, options), {g for r in asked.values() for g in r.gradients}
+    beside = needs & BESIDE.keys()
+    # These are measured of tiles of logits; candidates alone also of hidden states and weights.
+    of_tiles = bool(teachers or needs & {"candidate_tail", COLLISION})
+    exp_tiles = inputs.pop("exp_tiles", False) and not of_tiles
+    exp_tiles &= not (softcap and "mean_logit" in gradients)
+    in_place = inputs.pop("in_place", False) and not of_tiles and "candidate_logps" not in needs
+    # Beside the student's tile: logits of each dense teacher, and parts of the gradient of all
+    # that is measured beside the statistics but the last.
+    dense = sum(teacher.source(kinds) != "topk" for teacher in teachers)
+    tiles = 1 + dense + (len(teachers) + (CANDIDATES in gradients) > 1)
+    # Columns that are measured one by one.
+    listed = ["teacher_topk_ids"] * (len(teachers) - dense)
+    listed += ["candidate_ids"] * bool(needs & {"candidate_logps", "candidate_tail"})
+    slopes = has_slopes(objective, kinds) and not beside
+    # Who depends on statistics may clip, who reads a field may weigh by 0 or leave out.
+    restricted = any(term.kept_field for _, term in objective.parts)
+    constant = slopes and not (restricted or any(term.fields for term in asked.values()))
+    constant &= not any(term.weight_fields for _, term in objective.parts)
+    inputs |= {
+        "scope": objective.scope,
+        "sparse": not constant or options.gradient_tolerance > 0,
+        "thorough": restricted or options.gradient_tolerance > 0,
+        "segments_per_unit": objective.segments_per_unit,
+        "grouped": batch.segments.group is not None,
+        "gathered": options.sequence_parallel,
+        "logp_only": gradients <= ({"logp"} if "candidate_tail" in needs else {"logp", CANDIDATES}),
+        "in_place": in_place,
+        "exp_tiles": exp_tiles,
+        "teachers": dense > 0,
+        "row_bytes": 2 if exp_tiles else wide.itemsize * tiles,
+        "candidates": sum(kinds[field][1][-1] for field in listed),
+    }
+    masked = torch.bool in (kind for kind, _ in kinds.values())
+    return Requirements(
+        needs=needs,
+        inputs=PlanInputs(**inputs),
+        backend=backend,
+        wide=wide,
+        needs_grad=needs_grad,
+        compute_dtype=compute_dtype,
+        readable=readable,
+        beside=bool(teachers or beside),
+        slopes=slopes,
+        counted=not (batch.segments.group is not None or "prompts" in kinds or masked),
+        masks=masks_of(kinds, objective, read),
+        per_segment=frozenset([name for name in kinds if not batch.per_token(name)]),
+    )
+
+
+def _needs(asked: dict[str, Reads], options: Options) -> frozenset[str]:
+    needs = {"logp"} | ({"entropy"} if options.metrics else set())
+    for term in asked.values():
+        needs |= term.statistics & {*STATISTICS, *BESIDE}
+    if PEAK in needs:
+        needs.add("top1")  # finds it
+    return frozenset(needs)

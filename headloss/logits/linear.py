@@ -1,0 +1,337 @@
+"""Logits of a linear head: raw = sum_i features_i @ weight_i.T + bias.
+
+T tokens, H hidden width, V vocabulary; n tokens and v columns of a tile. `LinearLogits` holds raw
+logits between its two acts and serves every backend, dtype, adapter and teacher. `ExpLogits` holds
+softmax terms in 16 bits, which the product writes in place of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..head import products
+from ..head.products import GRAIN, PARTS
+from ..host_copy import HostCopy
+from ..kernels.interface import Backward, ExpTile, Forward, Kernels, Measured
+from ..kernels.pair import Chosen
+from ..kernels.transform import Transform
+from ..statistics.softmax import PEAK
+from .rows import ALL, BackwardInputs, LogitGradient, Rows, compact_
+
+MOST = 15 / 16  # rows of a GPU: to leave out fewer costs more than it saves
+
+
+class NeedsGrad(NamedTuple):
+    """Which of a source's tensors need a gradient, in the source's own order."""
+
+    features: tuple[bool, ...] = ()
+    weights: tuple[bool, ...] = ()
+    bias: bool = False
+    logits: bool = False
+
+    @property
+    def any_weight(self) -> bool:
+        return any(self.weights) or self.bias
+
+    @property
+    def any(self) -> bool:
+        return any(self.features) or self.any_weight or self.logits
+
+
+class RowContext(NamedTuple):
+    """What a softmax needs to know of its tokens and its backend, in addition to the logits."""
+
+    acts: Kernels
+    targets: Tensor  # [T] columns of the whole vocabulary
+    transform: Transform  # its temperature is a number or [T]
+    needs: frozenset[str]  # statistics
+    slices: Any  # of the vocabulary on the ranks of a group
+    vocabulary: int  # V of the whole model
+    whole: bool = False  # the slice is all of it, and all targets are known to lie in it
+    teachers: tuple[Any, ...] = ()  # whose divergences are measured beside the student's logits
+    beside: tuple[Any, ...] = ()  # what else is, of the tiles: `Candidates`, `SquaredSum`
+
+    def take(self, index: Tensor) -> RowContext:
+        """Of some of the tokens."""
+        teachers, beside = (tuple(x.take(index) for x in t) for t in (self.teachers, self.beside))
+        targets, transform = self._at(index)
+        given = self.acts, targets, transform, self.needs, self.slices, self.vocabulary, self.whole
+        return RowContext(*given, teachers, beside)
+
+    def forward(self, rows: Rows, columns: slice = ALL) -> Forward:
+        """Arguments of act one beside the logits of a tile."""
+        targets, transform = self._at(rows)
+        whole = self.whole and columns is ALL
+        first = self.slices.first + (columns.start or 0)
+        return Forward(targets, first, transform, self.needs, whole)
+
+    def backward(
+        self, rows: Rows, columns: slice, inputs: BackwardInputs, dtype: torch.dtype | None = None
+    ) -> Backward:
+        """Arguments of act two beside the logits of a tile."""
+        (stats, normalizer), coefficients = inputs.measured, inputs.coefficients.softmax
+        targets, transform = self._at(rows)
+        given = targets, self.slices.first + (columns.start or 0), transform, normalizer
+        whole = self.whole and columns is ALL and isinstance(inputs.tile, Tensor)
+        return Backward(*given, coefficients, stats.logp, dtype, whole)
+
+    def measured(self, partials: Any) -> Measured:
+        """What partials of this rank's slice come to over the whole vocabulary."""
+        found = self.slices.measured(self.acts, partials, self.needs, self.vocabulary)
+        return found  # type: ignore[no-any-return]
+
+    def _at(self, rows: Rows) -> tuple[Tensor, Transform]:
+        if rows is ALL:
+            return self.targets, self.transform
+        return self.targets[rows], self.transform.rows(rows)
+
+
+def rows_left(live: Tensor | None) -> Callable[[], Tensor | None]:
+    """Begins to read how many rows carry a gradient, of [n] bool. What it returns waits for that,
+    and gives [K] these rows, ascending; None where it does not pay to leave the others out (their
+    coefficients are 0)."""
+    if live is None:
+        return lambda: None
+    count, most = HostCopy(live.sum().view(1)), (MOST if live.is_cuda else 1) * len(live)
+    return lambda: None if count.tolist()[0] >= most else live.nonzero().squeeze(1)
+
+
+class LogitSource:
+    """Both acts over raw logits in float32 or float64; a subclass says where these come from."""
+
+    dtype: torch.dtype  # of statistics and of raw logits
+    gradient_dtype: torch.dtype | None = None  # of dL/draw on a GPU; None: as the logits
+    additions: int = 1  # in which the weight gradient of a block of tokens comes
+
+    def __init__(self, tokens: RowContext) -> None:
+        self.tokens, self.acts = tokens, tokens.acts
+        self.vocabulary: int = tokens.slices.size or tokens.vocabulary  # columns of this slice
+        self.teachers, self.beside = tokens.teachers, tokens.beside
+
+    def __len__(self) -> int:
+        return self.tokens.targets.shape[0]
+
+    def raw(self, rows: Rows, columns: slice = ALL) -> Tensor:
+        """[n, v] raw logits in memory of their own."""
+        raise NotImplementedError
+
+    def partials(self, rows: slice, tiles: Sequence[slice] = (ALL,)) -> tuple[Any, Tensor | None]:
+        """Act one on some tiles: their partial statistics, and the logits of the last."""
+        partials = raw = None
+        for columns in tiles:
+            raw = None  # before the next one is made
+            raw = self.raw(rows, columns)
+            for other in self.beside:
+                other.add(rows, columns, raw)
+            partials = self.acts.partials(raw, self.tokens.forward(rows, columns), partials)
+        return partials, raw
+
+    def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
+        """Act one over the whole vocabulary: what it says of some tokens; and, with `keep`, what
+        act two will find of their logits, which are then one tile, as they are where there are
+        teachers, who read it too."""
+        partials, raw = self.partials(rows, tiles)
+        measured = self.tokens.measured(partials)
+        self.measure_beside(rows, measured, raw, keep)
+        return measured, raw if keep else None
+
+    def measure_beside(
+        self, rows: slice, measured: Measured, raw: Tensor | None = None, keep: bool = False
+    ) -> None:
+        """Finish what was measured in addition to the statistics."""
+        for teacher in self.teachers:
+            value = teacher.measure(rows, raw, measured.normalizer, keep)
+            measured.stats.extras[teacher.key] = value
+        if PEAK in self.tokens.needs:
+            measured.stats.extras[PEAK] = measured.normalizer.peak.clone()
+        for part in self.beside:
+            measured.stats.extras[part.key] = part.found(rows, measured.normalizer)
+
+    def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
+        """Act two on a tile: dL/draw of the rows that carry a gradient. On a GPU that of all rows
+        is queued before the host reads how many these are."""
+        raw = self.raw(rows, columns) if inputs.tile is None else inputs.tile
+        left, at_once = rows_left(inputs.live), raw.is_cuda
+        places: Rows = rows
+        if at_once:
+            raw = self.gradient_(raw, places, columns, inputs)
+        index = left()
+        if index is not None:
+            raw, places = compact_(raw, index), index + (rows.start or 0)
+            inputs = inputs.rows(index)._replace(tile=None if inputs.tile is None else raw)
+        if not at_once:
+            raw = self.gradient_(raw, places, columns, inputs)
+        return LogitGradient(raw, places)
+
+    def gradient_(
+        self, raw: Tensor, rows: Rows, columns: slice, inputs: BackwardInputs,
+        to: Tensor | None = None
+    ) -> Tensor:
+        """dL/draw of a tile, teachers' part included, in the tile's memory or in 16 bits, or where
+        it may go."""
+        dtype = self.gradient_dtype if raw.is_cuda else None  # the products take 16 bits
+        others = self.tokens.backward(rows, columns, inputs, dtype)._replace(to=to)
+        given, slopes = (rows, columns, inputs.measured), inputs.coefficients.extras
+        parts = [part for part in (*self.teachers, *self.beside) if part.key in slopes]
+        if not parts:
+            return self.acts.logit_gradient_(raw, others)
+        others = others._replace(whole=False)  # where logits may stand for those of act one
+        extra = None  # all but the last need the student's logits unchanged
+        for part in parts[:-1]:
+            extra = part.gradient(raw, *given, slopes[part.key], extra)
+        last = parts[-1]
+        return last.gradient(raw, *given, slopes[last.key], extra, others)
+
+
+class LinearLogits(LogitSource):
+    """Raw logits from products: the head's own, then one pair per adapter."""
+
+    def __init__(
+        self,
+        tensors: Sequence[Any],  # features [T, H_i], weights [V', H_i] pairwise; bias [V'] or None
+        tokens: RowContext,
+        *,
+        compute_dtype: torch.dtype | None = None,  # of products; None: the tensors' own (autocast)
+        logits_dtype: torch.dtype | None = None,  # what logits are rounded to, if anything
+        fixed: products.Fixed | None = None,  # for logits and dX, if rows' bits are to be their own
+        measured: bool = False,  # the product measures statistics where it can
+    ) -> None:
+        super().__init__(tokens)
+        self.features, self.full_weights = list(tensors[:-1:2]), list(tensors[1:-1:2])
+        self.full_bias: Tensor | None = tensors[-1]
+        self.logits_dtype, self.fixed, vocabulary = logits_dtype, fixed, self.vocabulary
+        # Rows of weights beyond it are padding and never scored.
+        self.weights = [w if w.shape[0] == vocabulary else w[:vocabulary] for w in tensors[1:-1:2]]
+        self.bias = None if self.full_bias is None else self.full_bias[:vocabulary]
+        if compute_dtype is not None:
+            self.weights = [w.to(compute_dtype) for w in self.weights]
+        plain = measured and not (logits_dtype or tokens.transform.softcap or self.weights[1:])
+        plain = plain and not (tokens.teachers or tokens.beside)
+        self.fused = plain and self.acts.can_fuse(self.features[0], self.weights[0])
+        if self.fused:
+            needs = tokens.needs | {"top1"}  # act two asks for the peak
+            self.tokens = tokens._replace(needs=needs)
+        dtype = self.features[0].dtype
+        self.dtype = products.sum_dtype(dtype)
+        self.gradient_dtype = dtype if dtype.itemsize == 2 else None
+
+    def take(self, index: Tensor) -> LinearLogits:
+        """The same head on some of the tokens, gathered."""
+        found = copy(self)
+        LogitSource.__init__(found, self.tokens.take(index))
+        found.features = [features[index] for features in self.features]
+        return found
+
+    def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
+        if not self.fused:
+            return super().statistics(rows, tiles, keep)
+        x, width, raw = self._x(rows), self.vocabulary, None
+        if keep:
+            raw = x.new_empty(x.shape[0], 16 * -(-width // 16), dtype=self.dtype)[:, :width]
+        forward = self._biased(self.tokens.forward(rows))
+        given = x, self.weights[0], forward, self.tokens.vocabulary
+        found = self.acts.product_statistics(*given, raw=raw)
+        self.measure_beside(rows, found)
+        return found, raw
+
+    def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
+        if inputs.tile is not None or not self.teachers:
+            return super().logit_gradient(rows, columns, inputs)
+        # Both models' logits are in memory for some of the tokens at once.
+        x, v = self.features[0], len(self.weights[0][columns])
+        count, start = rows.stop - rows.start, rows.start
+        dtype = self.gradient_dtype if x.is_cuda else None
+        width = v if dtype is None else 8 * -(-v // 8)  # rows of whole 16 bytes
+        found = x.new_empty(count, width, dtype=dtype or self.dtype)[:, :v]
+        for to in found.split(GRAIN * -(-count // (GRAIN * PARTS))):
+            at, of = slice(start, start + len(to)), start - rows.start
+            part, start = inputs.rows(slice(of, of + len(to))), at.stop
+            made = self.gradient_(self.raw(at, columns), at, columns, part, to)
+            if made is not to:
+                to.copy_(made)
+        return LogitGradient(found, rows)
+
+    def _x(self, rows: slice) -> Tensor:
+        return self.features[0] if rows is ALL else self.features[0][rows]
+
+    def _biased(self, given: Any, columns: slice = ALL) -> Any:
+        """Arguments of an act whose product has to add the bias of these columns."""
+        if self.bias is None:
+            return given
+        transform = replace(given.transform, bias=self.bias[columns])
+        return given._replace(transform=transform)
+
+    def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
+        """[n, v] raw logits in float32 or float64, in memory of their own. The widest product comes
+        last: it hides what it adds to."""
+        out = None
+        for features, weight in zip(reversed(self.features), reversed(self.weights), strict=True):
+            x = features if rows is ALL else features[rows]
+            w = weight if columns is ALL else weight[columns]
+            out = products.logits(x, w, out, self.fixed).to(self.dtype)
+        assert out is not None
+        if self.bias is not None:
+            out += self.bias[columns]
+        return out if self.logits_dtype is None else out.to(self.logits_dtype).to(self.dtype)
+
+
+class ExpLogits(LinearLogits):
+    """exp(z - reference) [n, V] in bfloat16, written by the product in place of logits."""
+
+    def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
+        x, weight = self._x(rows), self.weights[0]
+        held = ExpTile.empty(x, weight.shape[0]) if keep else None
+        forward = self._biased(self.tokens.forward(rows))
+        if (tokens := self.tokens).slices.size is None:
+            found = self.acts.product_statistics(x, weight, forward, tokens.vocabulary, held)
+        else:
+            found = tokens.measured(self.acts.product_partials(x, weight, forward, held))
+        for other in self.beside:
+            other.add_product(rows, x, weight, self.bias)
+        if self.beside or PEAK in forward.needs:
+            self.measure_beside(rows, found)
+        return found, held
+
+    def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
+        backward = self.tokens.backward(rows, columns, inputs)
+        if inputs.tile is not None:
+            return self._of_terms(rows, inputs, backward)
+        # The product that would make the logits again makes their gradient.
+        x, weight = self.features[0][rows], self.weights[0][columns]
+        found = self.acts.product_gradient(x, weight, self._biased(backward, columns))
+        for chosen in self._chosen(rows, columns, inputs):
+            self.acts.chosen_gradient_(found, chosen, backward)
+        return LogitGradient(found, rows)
+
+    def _chosen(self, rows: slice, columns: slice, inputs: BackwardInputs) -> list[Chosen]:
+        """The candidates' columns, where they carry a gradient: at most one of them."""
+        logps, slopes = inputs.measured.stats.extras, inputs.coefficients.extras
+        return [
+            Chosen(part.columns(rows, columns), logps[part.key][:, :-1], slopes[part.key][:, :-1])
+            for part in self.beside
+            if part.key in slopes
+        ]
+
+    def _of_terms(self, rows: slice, inputs: BackwardInputs, backward: Backward) -> LogitGradient:
+        """Everything but the products is queued before the host reads how many rows there are, and
+        most of it runs meanwhile: the products follow at once."""
+        acts, x, held, live = self.acts, self._x(rows), inputs.tile, inputs.live
+        order = None if live is None else acts.dense_order(live, int(MOST * len(live)))
+        later = order and (order.rows + (rows.start or 0), HostCopy(order.count))
+        multiple = features = None
+        chosen = self._chosen(rows, ALL, inputs) if self.beside else []
+        if backward.is_multiple:
+            least = chosen[0].slopes.abs().amax(1) if chosen else None
+            multiple, features = acts.held_multiple_(held, backward, x=x, order=order, least=least)
+        else:
+            acts.held_gradient_(held, backward, order=order)
+        for sparse in chosen:
+            options = {"multiples": multiple, "order": order}
+            acts.chosen_gradient_(held.terms, sparse, backward, **options)
+        return LogitGradient(held.terms, rows, multiple, features, acts.scaled_rows, later=later)

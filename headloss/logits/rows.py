@@ -1,0 +1,151 @@
+"""dL/draw of some tokens, as kernels write it and the last two products read it.
+
+K of a block's n tokens, v columns, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..host_copy import HostCopy
+from ..kernels.interface import Kernels, Measured, Support
+from ..objective.weighted import Coefficients
+from ..statistics.softmax import Normalizer, Statistics
+
+Rows = slice | Tensor  # of a source's tokens
+ALL = slice(None)  # what `is` this is not cut: that would be an operation
+
+
+class BackwardInputs(NamedTuple):
+    """What the gradient of some tokens' logits takes beside these."""
+
+    measured: Measured
+    coefficients: Coefficients
+    tile: Any = None  # what the statistics left of their logits; it is used up
+    live: Tensor | None = None  # [n] bool, where those without gradient may be left out
+
+    def rows(self, rows: Rows) -> BackwardInputs:
+        """Of some of them, without a tile."""
+        return BackwardInputs(self.measured.rows(rows), self.coefficients.rows(rows))
+
+
+class PairGradient(NamedTuple):
+    """dL/draw of pairs of a token and a column, for products over pairs."""
+
+    values: Tensor  # [P]
+    support: Support
+    by_column: tuple[Tensor, Support]  # [P] their order, and the tokens of each column
+    rows: Rows  # the tokens
+    acts: Kernels
+
+    def add_to_hidden(self, total: Tensor, weight: Tensor) -> None:
+        """total [T, H] += values @ weight, of these tokens."""
+        if isinstance(self.rows, slice):
+            self.into_hidden(total[self.rows], weight, add=True)
+        else:
+            part = total.new_empty(len(self.rows), total.shape[1])
+            self.into_hidden(part, weight)
+            total.index_add_(0, self.rows, part)  # no row twice
+
+    def into_hidden(self, total: Tensor, weight: Tensor, add: bool = False) -> None:
+        """total [n, H] = values @ weight, or added to it."""
+        self.acts.support_sums(self.values, weight, self.support, total, add)
+
+    def into_weight(self, total: Tensor, features: Tensor, add: bool) -> None:
+        """total [v, k] = values.T @ features of all tokens, or added to it."""
+        order, columns = self.by_column
+        x, values = features[self.rows], self.values[order]
+        self.acts.support_sums(values, x, columns, total, add, uneven=True)
+
+    def add_to_bias(self, total: Tensor) -> None:
+        """total [v] += the sum of values."""
+        one = self.values.new_ones(self.by_column[1].size, 1)
+        self._replace(rows=ALL).into_weight(total.unsqueeze(1), one, add=True)
+
+
+class LogitGradient(NamedTuple):
+    """dL/draw of some rows, for the products: `values`, times `multiple` if that is given.
+
+    `features` are the rows of hidden states, times `multiple` already; `scaled_rows` is the
+    backend's. `pairs` are other rows' gradients, in a few columns each. `later` are the places of
+    these rows in their order, and how many of them carry a gradient, until `counted` has read it.
+    """
+
+    values: Tensor  # [K, v]
+    rows: Rows
+    multiple: Tensor | None = None  # [K]
+    features: Tensor | None = None  # [K, H]
+    scaled_rows: Callable[..., Tensor] | None = None
+    pairs: PairGradient | None = None
+    later: tuple[Tensor, HostCopy] | None = None
+
+    def at(self, index: Tensor) -> LogitGradient:
+        """The same rows where token i is token index[i]."""
+        pairs = self.pairs and self.pairs._replace(rows=index[self.pairs.rows])
+        return self._replace(rows=index[self.rows], pairs=pairs)
+
+    def counted(self) -> LogitGradient:
+        """The rows that carry a gradient, where the host has yet to read how many these are."""
+        if self.later is None:
+            return self
+        rows, count_copy = self.later
+        (count,) = count_copy.tolist()
+        if count == len(rows):
+            return self._replace(later=None)
+        ordered = self.values, rows, self.multiple, self.features
+        first = [None if t is None else t[:count] for t in ordered]
+        return LogitGradient(*first, scaled_rows=self.scaled_rows)  # type: ignore[arg-type]
+
+    def whole(self, part: Tensor, block: slice, weight: Tensor | None = None) -> Tensor:
+        """[n, H] of all rows of a block from [K, H] `part`, times `multiple`, and from pairs, of
+        `weight`; 0 where there is no gradient. `part` may be overwritten."""
+        if isinstance(self.rows, slice) and self.pairs is None:
+            if self.multiple is not None:
+                self._replace(rows=ALL).put_(part, part)
+            return part
+        total = part.new_zeros(block.stop - block.start, part.shape[1])
+        if self.pairs is not None and weight is not None:
+            self.pairs.into_hidden(total, weight)
+        if isinstance(self.rows, Tensor):
+            self._replace(rows=self.rows - block.start).put_(total, part)
+        return total
+
+    def put_(self, total: Tensor, part: Tensor) -> None:
+        """Write [K, H] `part`, times `multiple`, to this gradient's rows of `total`."""
+        places = self.rows if isinstance(self.rows, Tensor) else None
+        into = total[self.rows] if places is None else total
+        if self.multiple is not None:
+            assert self.scaled_rows is not None
+            self.scaled_rows(part, self.multiple, out=into, places=places)
+        elif places is not None:
+            into.index_copy_(0, places, part)
+        else:
+            into.copy_(part)
+
+
+def of_several(make: Callable[[Any], Tensor], several: Sequence[Measured]) -> Measured:
+    """Each vector made from a list of those that others have in its place."""
+    stats = [m.stats for m in several]
+    named = {name: make([getattr(s, name) for s in stats]) for name in stats[0].tensors()}
+    beside = {key: make([s.extras[key] for s in stats]) for key in stats[0].extras}
+    return Measured(
+        Statistics(**named, extras=beside),  # type: ignore[arg-type]
+        Normalizer(*map(make, zip(*[m.normalizer for m in several], strict=True))),
+    )
+
+
+def steps(total: int, step: int) -> list[slice]:
+    """Consecutive slices of at most `step`."""
+    return [slice(start, min(start + step, total)) for start in range(0, total, step)]
+
+
+def compact_(raw: Tensor, index: Tensor) -> Tensor:
+    """Move rows to the front of the same memory; `index` ascends."""
+    block = max(1, (1 << 22) // max(1, raw.shape[1]))
+    for start in range(0, len(index), block):
+        rows = index[start : start + block]
+        raw[start : start + len(rows)] = raw[rows]  # read in full before it is written
+    return raw[: len(index)]

@@ -1,0 +1,107 @@
+"""A softmax that runs over a few columns of each token: K dot products in place of V.
+
+T tokens, P pairs of a token and a column, n tokens of a block, H hidden width. Tokens without
+columns of their own have the whole vocabulary: their logits are those of the source beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..kernels.interface import Measured
+from ..statistics.softmax import finish
+from .linear import LinearLogits
+from .rows import ALL, BackwardInputs, LogitGradient, PairGradient, Rows, of_several
+
+if TYPE_CHECKING:
+    from ..batch.support import Packed
+
+
+class SupportLogits(LinearLogits):
+    """The softmax of each token over the columns of its support; both acts on P raw logits.
+
+    Args:
+        whole: the same head over all columns, for tokens without a support.
+        support: the pairs of all tokens.
+    """
+
+    def __init__(self, whole: LinearLogits, support: Packed) -> None:
+        vars(self).update(vars(whole))
+        self.whole, self.support = whole, support
+        self.additions = 1 if support.free is None else 2
+
+    def take(self, index: Tensor) -> SupportLogits:
+        return SupportLogits(self.whole.take(index), self.support.take(index))
+
+    def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
+        """[P] raw logits of the pairs of some tokens in some columns."""
+        assert isinstance(rows, slice)
+        support, out = self._window(rows, columns), None
+        for features, weight in zip(self.features, self.weights, strict=True):
+            out = self.acts.support_logits(features[rows], weight[columns], support, out)
+        assert out is not None
+        if self.bias is not None:
+            bias = self.bias[columns]
+            at = support.ids - support.first
+            out += bias[at.clamp(0, len(bias) - 1)].to(out.dtype)
+        return out if self.logits_dtype is None else out.to(self.logits_dtype).to(self.dtype)
+
+    def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
+        raw, needs, support = self.raw(rows), self.tokens.needs, self._window(rows, ALL)
+        partials = self.acts.support_partials(raw, support, self.tokens.forward(rows))
+        for part in self.beside:
+            part.add_pairs(rows, raw, support)
+        stats, normalizer = finish(self.tokens.slices.merge(partials), 1, needs)
+        if stats.mean_logit is not None:
+            stats = replace(stats, mean_logit=stats.mean_logit / self.support.counts[rows])
+        measured, whole, held = Measured(stats, normalizer), None, None
+        self.measure_beside(rows, measured)
+        index = self.support.unrestricted(rows)
+        if index is not None:
+            whole = self.whole.take(index + (rows.start or 0))
+            found, held = whole.statistics(slice(0, len(index)), tiles, keep)
+            measured = of_several(
+                lambda pair: pair[0].index_copy(0, index, pair[1]), [measured, found]
+            )
+            for part, taken in zip(self.beside, whole.beside, strict=True):
+                part.put(index + (rows.start or 0), taken)
+        return measured, (raw, whole, held) if keep else None
+
+    def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
+        raw, whole, kept = inputs.tile or (self.raw(rows, columns), None, None)
+        index = self.support.unrestricted(rows)
+        found = LogitGradient(raw.new_empty(0, len(range(self.vocabulary)[columns])), slice(0, 0))
+        if index is not None:
+            places = index + (rows.start or 0)
+            whole = self.whole.take(places) if whole is None else whole
+            live = None if inputs.live is None else inputs.live[index]
+            own = inputs.rows(index)._replace(tile=kept, live=live)
+            found = whole.logit_gradient(slice(0, len(index)), columns, own).at(places)
+        return found._replace(pairs=self._pairs(raw, rows, columns, inputs))
+
+    def _pairs(
+        self, raw: Tensor, rows: slice, columns: slice, inputs: BackwardInputs
+    ) -> PairGradient:
+        """dL/draw of pairs; a mean logit is that of the support, where an objective takes it over
+        the whole model's columns."""
+        coefficients, support = inputs.coefficients, self._window(rows, columns)
+        c = coefficients.softmax
+        if c.uniform is not None:
+            size = self.tokens.vocabulary
+            c = c._replace(uniform=c.uniform * size / self.support.counts[rows].clamp_min(1))
+        inputs = inputs._replace(coefficients=coefficients._replace(softmax=c))
+        backward = self.tokens.backward(rows, columns, inputs)
+        values = self.acts.support_gradient(raw, support, backward)
+        for part in self.beside:
+            if part.key in coefficients.extras:
+                part.add_to_pairs_(values, raw, rows, support, coefficients.extras[part.key])
+        by_column = self.support.by_column(rows, support.first, support.size)
+        return PairGradient(values, support, by_column, rows, self.acts)
+
+    def _window(self, rows: slice, columns: slice) -> Any:
+        size = len(range(self.vocabulary)[columns])
+        return self.support.window(rows, self.tokens.slices.first + (columns.start or 0), size)

@@ -1,0 +1,127 @@
+"""A loss in somebody else's code, in the place of an objective.
+
+T scored tokens. What the signature of a call needs to know of it is which statistics it reads and
+which of them carry a gradient: `external_loss` says so where calls are prepared. Of the loss
+itself only slopes come back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..arguments import check_dense
+from ..batch.packing import ALL, PackedBatch, Packing
+from ..batch.reduction import token_mean
+from ..batch.segments import Chunk
+from ..losses.identity import leaves_of
+from ..losses.scope import Scope
+from ..losses.term import Objective, Term
+from ..losses.trial import Reads
+from ..statistics.softmax import BESIDE, CANDIDATES, SoftmaxCoefficients, Statistics, vjp
+from .weighted import Coefficients, differentiate
+
+READ: tuple[str, ...] = ("logp", "lse", "entropy")
+CANDIDATE = ("candidate_logps", "candidate_tail")  # also, of a batch with candidates
+
+
+class ExternalTerm(NamedTuple):
+    """Stands for the function of a term."""
+
+    reads: Reads
+
+    def __call__(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        raise AssertionError("a loss that lives elsewhere is not evaluated here")
+
+
+@functools.cache
+def external_loss(
+    gradients: frozenset[str], scope: Scope = "external", candidates: bool = False
+) -> Objective:
+    """A term that stands for such a loss. It reads the statistics of `READ`, the log-probs of
+    `candidates`, and their rest where its gradient is asked for; it differentiates `gradients`."""
+    statistics = frozenset((*READ, *CANDIDATE[:candidates])) | gradients
+    differentiable = {BESIDE.get(name, name) for name in gradients}
+    term = Term(
+        name="loss_elsewhere",
+        function=ExternalTerm(Reads(statistics, frozenset(), frozenset(differentiable))),
+        scope=scope,
+        reduction=token_mean,
+        options=(("gradients", tuple(sorted(gradients))),),
+    )
+    return Objective.of(term)
+
+
+def coefficients_of(slopes: dict[str, Tensor], stats: Statistics, vocabulary: int) -> Coefficients:
+    """Coefficients from slopes, d loss / d statistic: [T] each, of candidates [T, K + 1]."""
+    sparse: dict[object, Tensor] = {key: slopes[key] for key in (CANDIDATES,) if key in slopes}
+    return Coefficients(vjp(slopes, stats, vocabulary), sparse, torch.empty(0, device="cpu"))
+
+
+@dataclass(eq=False)
+class ExternalLoss:
+    """A scalar loss that is a sum over tokens or segments, as the loop sees a
+    `WeightedObjective`.
+
+    The gradient on some tokens is taken with 0 at all other positions: in a sum it depends on
+    nothing else. The value is taken once, of all tokens.
+    """
+
+    loss: Callable[[Tensor, Tensor], Tensor]  # of log-probs and entropies in the targets' shape
+    packing: Packing
+    vocabulary: int
+    upstream: float | None  # the upstream gradient, where it is known in advance
+    named: ClassVar = (("loss", 1.0),)
+    scale: ClassVar = None
+
+    def coefficients(
+        self, stats: Statistics, batch: PackedBatch, chunk: Chunk | None, needed: bool = True
+    ) -> Coefficients:
+        rows = ALL if chunk is None else chunk.rows
+        value = stats.logp.new_zeros(1, dtype=torch.float64)
+        if not needed:
+            return Coefficients(SoftmaxCoefficients(), {}, value)
+        leaves = {n: getattr(stats, n).detach().requires_grad_() for n in ("logp", "entropy")}
+        with torch.enable_grad():
+            full = (self.packing.scatter(t, alone=True, rows=rows) for t in leaves.values())
+            found = scalar(self.loss(*full))
+            _check_leaves(found, list(leaves.values()))
+        given = differentiate(found, leaves)
+        softmax = vjp(given, stats, self.vocabulary)
+        return Coefficients(softmax, {}, value).times(self.upstream)
+
+    def total(self, values: Tensor, stats: Statistics) -> Tensor:
+        """[] the loss."""
+        with torch.no_grad():
+            full = (self.packing.scatter(t, alone=True) for t in (stats.logp, stats.entropy))
+            return scalar(self.loss(*full))
+
+
+def scalar(value: object) -> Tensor:
+    """The scalar that a loss function returned; ValueError for anything else."""
+    if isinstance(value, Tensor):
+        check_dense("loss_fn", value)
+    if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"loss_fn: returned {got}, want a floating scalar tensor")
+    return value
+
+
+def _check_leaves(value: Tensor, own: list[Tensor]) -> None:
+    """ValueError where a loss depends on no statistic, or on another tensor with a gradient."""
+    if not value.requires_grad:
+        raise ValueError(
+            "loss_fn: its value has no gradient with respect to log-probs or entropies (is "
+            "everything detached?)"
+        )
+    for leaf in leaves_of(value):
+        if not any(leaf is mine for mine in own):
+            raise ValueError(
+                f"loss_fn: a tensor of shape {tuple(leaf.shape)} that requires a gradient is "
+                "caught in it; its gradient would be lost: detach it, or leave separable=None"
+            )

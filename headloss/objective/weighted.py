@@ -1,0 +1,326 @@
+"""An objective on one packed batch: its weights, and its pull-back to the four coefficients.
+
+T scored tokens, S segments, K terms.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..batch.packing import PackedBatch, as_wide, missing
+from ..batch.reduction import Number, Totals, prompt_mean
+from ..batch.segments import Chunk
+from ..batch.weights import TokenWeights
+from ..losses.term import Objective, Term
+from ..statistics.metrics import Observed, checked
+from ..statistics.softmax import (
+    CANDIDATES,
+    DIFFERENTIABLE,
+    Slope,
+    SoftmaxCoefficients,
+    Statistics,
+    vjp,
+)
+from .sample import Kinds
+
+PerRaw = Callable[..., Number]  # slope of the logits that a term sees, by its teacher, over raw
+UNREAD = ("teacher_logits", "teacher_hidden")  # by terms: these are large, and stay as they are
+
+
+class WeightedTerm(NamedTuple):
+    """One term of an objective on one batch."""
+
+    name: str
+    coefficient: float
+    term: Term
+    weights: Tensor | float  # [T], or one for all tokens
+    kept: Tensor | None  # [T] bool, where the term is restricted
+
+    def rows(self, rows: slice) -> WeightedTerm:
+        """Of some of the tokens."""
+        both = {"weights": self.weights, "kept": self.kept}.items()
+        return self._replace(**{n: v[rows] for n, v in both if isinstance(v, Tensor) and v.dim()})
+
+    def losses(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        """[n] of the tokens that the batch holds: 0 where the term is restricted."""
+        seen = batch if self.kept is None else without_poison(batch, self.kept)
+        try:
+            losses = self.term(stats, seen.on(stats))
+        except (AttributeError, TypeError) as error:  # it may have met a None
+            there = sorted(stats.tensors())
+            error.add_note(f"term {self.name}: was given {there}, as it read of a small sample")
+            raise
+        return losses if self.kept is None else torch.where(self.kept, losses, 0)
+
+    def share(self, stats: Statistics, batch: PackedBatch) -> Tensor:
+        """[] float64, what these tokens add to the term's reduced value."""
+        losses, weights = self.losses(stats, batch), self.weights
+        if batch.live is not None:
+            losses = torch.where(batch.live, losses, 0)
+        if isinstance(weights, Tensor):
+            return (weights * losses).sum(dtype=torch.float64)
+        return losses.sum(dtype=torch.float64) * weights
+
+    def slopes(self, batch: PackedBatch, upstream: float | None = None) -> list[Slope]:
+        """Of the loss in closed form, times its upstream gradient where that is upstream."""
+        view = batch if self.kept is None else without_poison(batch, self.kept)
+        times: Any = self.weights * (self.coefficient * (1.0 if upstream is None else upstream))
+        for field in self.term.weight_fields:
+            times = times * getattr(view, field)
+        assert self.term.slopes is not None
+        return [Slope(slope[0] * times, *slope[1:]) for slope in self.term.slopes(view)]
+
+    def observed(
+        self, stats: Statistics, batch: PackedBatch
+    ) -> list[tuple[dict[str, Observed], Tensor | None]]:
+        """What the term and its modifiers report of each token, and of each segment; beside it
+        which of them count, None: all."""
+        seen: dict[str, Observed] = {}
+        for source in (self.term, *self.term.modifiers):
+            if source.observe is not None:
+                found = source.observe(stats, batch)
+                seen |= checked(source.name, found, len(batch), batch.segments.count)
+        seen = {f"{self.name}/{name}": o for name, o in seen.items()}
+        of_segments = {name: o for name, o in seen.items() if o.per == "segment"}
+        live, kept, present = batch.live, self.kept, None
+        if of_segments:
+            present = batch.segments.lengths > 0
+            if live is not None:
+                present[batch._count :] = False
+            if kept is not None:
+                present = present & (batch.segments.sum(kept.double()) > 0)
+        if kept is not None:
+            live = kept if live is None else kept & live
+        return [({n: o for n, o in seen.items() if o.per == "token"}, live), (of_segments, present)]
+
+
+class Coefficients(NamedTuple):
+    """What the kernels need to know of the objective on some tokens."""
+
+    softmax: SoftmaxCoefficients  # [n]
+    extras: dict[object, Tensor]  # slopes of `Statistics.extras`, [n] or [n, K + 1]
+    values: Tensor  # [>= K] float64, first each term's share of its reduced value
+
+    def rows(self, rows: Tensor | slice) -> Coefficients:
+        """Of some of the tokens."""
+        return self.map(lambda t: t[rows])
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Coefficients:
+        """Apply `function` to every tensor."""
+        extras = {key: function(g) for key, g in self.extras.items()}
+        return self._replace(softmax=self.softmax.map(function), extras=extras)
+
+    def times(self, factor: float | None) -> Coefficients:
+        """Multiplied by the upstream gradient, where it is known."""
+        return self if factor in (None, 1) else self.map(lambda t: t * factor)
+
+    def without(self, rows: Tensor) -> Coefficients:
+        """With 0 at rows [n] bool."""
+        return self.map(lambda t: t.masked_fill(as_wide(rows, t), 0))
+
+    def live(self) -> Tensor:
+        """[n] bool: tokens with any gradient at all."""
+        given = [*self.softmax.tensors().values(), *self.extras.values()]
+        alive = [t != 0 if t.dim() == 1 else (t != 0).any(1) for t in given]
+        return functools.reduce(torch.logical_or, alive)
+
+
+@dataclass(eq=False)
+class WeightedObjective:
+    """An objective bound to a packed batch and its totals."""
+
+    parts: tuple[WeightedTerm, ...]
+    vocabulary: int
+    dtype: torch.dtype  # of the statistics
+    closed: bool = False  # all terms declare their slopes, so that no gradient needs autograd
+    scale: Tensor | None = None  # [] power of two on the coefficients, against 16-bit underflow
+    upstream: float | None = None  # the upstream gradient, where it is known in advance
+    logp_only: bool = False  # nothing will be pulled back from other statistics
+
+    def coefficients(
+        self, stats: Statistics, batch: PackedBatch, chunk: Chunk | None, needed: bool = True
+    ) -> Coefficients:
+        """Evaluate every term on the tokens of a chunk (None: on all), and pull the sum back to
+        coefficients."""
+        parts = self.parts
+        if chunk is not None:
+            batch, parts = batch.slice(chunk), tuple([p.rows(chunk.rows) for p in parts])
+        found, shares = self._differentiated(parts, stats, batch, needed)
+        coefficients = vjp(found, stats, self.vocabulary)
+        extras = {key: found[key] for key in stats.extras if key in found}
+        values = torch.stack(shares) if len(shares) > 1 else shares[0].view(1)
+        return Coefficients(coefficients, extras, values).times(self.upstream)
+
+    @property
+    def named(self) -> tuple[tuple[str, float], ...]:
+        """Each term's key and coefficient."""
+        return tuple((part.name, part.coefficient) for part in self.parts)
+
+    def total(self, values: Iterable[Tensor], stats: Statistics | None = None) -> Tensor:
+        """[] the loss of all tokens, from its terms' values. They are added one by one: a tensor of
+        the coefficients would have to be copied to the device, and the copy would wait."""
+        pairs = zip(self.named, values, strict=False)
+        return functools.reduce(torch.add, [v if c == 1 else c * v for (_, c), v in pairs])
+
+    def _differentiated(
+        self, parts: Sequence[WeightedTerm], stats: Statistics, batch: PackedBatch, needed: bool
+    ) -> tuple[dict[Any, Tensor], list[Tensor]]:
+        """The gradient with respect to each statistic [n], and each term's value []."""
+        found: dict[Any, Tensor] = {}
+        if needed and not self.closed:
+            leaves = stats.map(lambda t: t.detach())
+            inputs: dict[Any, Tensor] = {n: getattr(leaves, n) for n in DIFFERENTIABLE}
+            inputs = {n: t for n, t in (inputs | leaves.extras).items() if t is not None}
+            for leaf in inputs.values():
+                leaf.requires_grad_()
+            with torch.enable_grad():
+                shares = [part.share(leaves, batch) for part in parts]
+                found = differentiate(self.total(shares), inputs)
+            shares = [share.detach() for share in shares]
+        else:
+            shares = [part.share(stats, batch) for part in parts]
+            if needed:
+                found = in_closed_form([s for p in parts for s in p.slopes(batch)], stats.logp)
+        if self.logp_only and found.keys() - {"logp", CANDIDATES}:
+            raise ValueError(
+                "objective: its terms have a gradient of more than logp for the values of this "
+                'batch, which a frozen schedule cannot serve; want Options(schedule="recompute")'
+            )
+        if needed and not found:  # of these tokens: it may depend on the batch's values
+            found["logp"] = torch.zeros_like(stats.logp)
+        if batch.live is not None:
+            dead = ~batch.live
+            found = {n: g.masked_fill(as_wide(dead, g), 0) for n, g in found.items()}
+        if CANDIDATES in found:
+            found[CANDIDATES] = without_constants(found[CANDIDATES], stats, batch)
+        if self.scale is not None:
+            found = {name: g * self.scale for name, g in found.items()}
+        return found, shares
+
+    def beforehand(
+        self, batch: PackedBatch, needs: frozenset[str]
+    ) -> tuple[Coefficients, Tensor | None]:
+        """What `coefficients` is going to give: those at an entropy of 0, and slopes [P, 5, T] in
+        closed form. The objective must have slopes (`has_slopes`)."""
+        zero = torch.zeros(len(batch), dtype=self.dtype, device=batch.targets.device)
+        slopes = [slope for part in self.parts for slope in part.slopes(batch, self.upstream)]
+        found = in_closed_form([slope for slope in slopes if slope.constant], zero)
+        zeros: dict[str, Any] = dict.fromkeys(needs, zero)
+        coefficients = vjp(found, Statistics(**zeros), self.vocabulary)
+        # Numbers are filled in and not copied, since a copy would wait for the device.
+        moving = [
+            torch.stack([x if isinstance(x, Tensor) and x.dim() else zero + x for x in slope[:5]])
+            for slope in slopes
+            if not slope.constant
+        ]
+        known = Coefficients(coefficients, {}, zero[:0])
+        return known, torch.stack(moving).to(zero.dtype) if moving else None
+
+    def scaled(self, device: torch.device, slope: PerRaw) -> WeightedObjective:
+        """The same objective, its gradient times the power of two that brings the largest
+        |weight * coefficient * upstream upstream gradient * dz/draw| of a term to between 1 and 2,
+        whatever the statistics and the batch's values are; multiply by 1 / scale afterwards.
+
+        dL/draw then stays within float16 where |d term / dz| stays below 65504 / 2, at a weight of
+        1: it is at most 1 for cross-entropy and distillation, log V for the entropy, 2 |lse| for a
+        z-loss, |advantage| times a ratio for a policy, and beta times the length for a preference
+        that adds up a sequence's log-probs. What lies far below 1 keeps fewer digits.
+        """
+        one = torch.full((), self.upstream or 1.0, dtype=self.dtype, device=device)  # no copy waits
+        sizes = [one * p.weights * (p.coefficient * slope(p.term.teacher)) for p in self.parts]
+        return replace(self, scale=power_of_two(sizes))
+
+
+def in_closed_form(slopes: Iterable[Slope], logp: Tensor) -> dict[Any, Tensor]:
+    """The sum of the slopes of each statistic, [n]."""
+    found: dict[Any, Tensor] = {}
+    for slope in slopes:
+        rate = slope.at(logp)
+        found[slope.of] = found[slope.of] + rate if slope.of in found else rate
+    return found
+
+
+def power_of_two(coefficients: list[Tensor]) -> Tensor:
+    """[] the power of two, at most 2^61, that brings the largest coefficient to between 1 and 2."""
+    sizes = [torch.linalg.vector_norm(c, torch.inf) for c in coefficients if c.numel()]
+    largest = torch.stack(sizes).max() if sizes else torch.tensor(0.0, device="cpu")
+    return (1 - largest.clamp_min(2**-61).frexp().exponent.clamp(max=127)).exp2()
+
+
+def differentiate(total: Tensor, inputs: dict[Any, Tensor]) -> dict[Any, Tensor]:
+    """d total / d input, for those inputs that the total depends on."""
+    if not total.requires_grad:
+        return {}
+    gradients = torch.autograd.grad(total, list(inputs.values()), allow_unused=True)
+    return {name: g for name, g in zip(inputs, gradients, strict=True) if g is not None}
+
+
+def without_constants(slopes: Tensor, stats: Statistics, batch: PackedBatch) -> Tensor:
+    """Slopes of candidates [n, K + 1], 0 for empty slots and for columns without mass: both are
+    constants."""
+    constant = stats.extras[CANDIDATES].isneginf()
+    return slopes.masked_fill(constant | pad(batch.candidate_ids < 0, (0, 1)), 0)
+
+
+def without_poison(batch: PackedBatch, kept: Tensor) -> PackedBatch:
+    """Fields with 0 for non-finite values: tokens that a term leaves out may hold anything."""
+    fields = {}
+    for name, given in {**batch._given, **batch._fields}.items():
+        if name not in UNREAD and isinstance(given, Tensor) and given.is_floating_point():
+            value = getattr(batch, name)
+            fields[name] = torch.where(as_wide(kept, value) | value.isfinite(), value, 0)
+    return batch.replacing(fields)
+
+
+def bind(
+    objective: Objective, batch: PackedBatch, totals: Totals, vocabulary: int, dtype: torch.dtype,
+    **more: Any
+) -> WeightedObjective:
+    """Fix every token's weight from global totals (law 3), after `check_weights`; with `more` of a
+    `WeightedObjective`."""
+    weights, parts = TokenWeights(batch, totals, dtype), []
+    for name, coefficient, term in objective.named():
+        assert term.reduction is not None
+        parts.append(
+            WeightedTerm(name, coefficient, term, *weights.under(term.reduction, term.kept_field))
+        )
+    return WeightedObjective(tuple(parts), vocabulary, dtype, **more)
+
+
+def check_weights(objective: Objective, kinds: Kinds, totals: Totals | None) -> None:
+    """ValueError or TypeError where the weights of a term cannot be found out."""
+    for name, _, term in objective.named():
+        field = term.kept_field
+        for one in {*term.weight_fields, field} & kinds.keys():
+            if more := kinds[one][1]:
+                raise ValueError(f"{one}: got {more} values at each token, want one for {name}")
+        if term.reduction is None:
+            raise ValueError(term.missing_reduction or f"term {name}: has no reduction, use .over")
+        if term.reduction.key is prompt_mean.weigh:
+            if "prompts" not in kinds:
+                raise ValueError(f"term {name}: is averaged over {missing('prompts', kinds)}")
+            if totals is not None and totals.prompts is None:
+                raise ValueError(
+                    f"totals: have no count of prompts, over which term {name} is averaged; make "
+                    "them with headloss.Totals.of(batch)"
+                )
+        if field is None:
+            continue
+        if field not in kinds:
+            raise ValueError(f"term {name}: is restricted to {missing(field, kinds)}")
+        if kinds[field][0] != torch.bool:
+            raise TypeError(f"{field}: want a boolean tensor, as term {name} is restricted to it")
+        if totals is not None and field not in totals.kept:
+            raise ValueError(
+                f"totals: have no count for field {field!r} that term {name} is restricted to; "
+                "make them with headloss.Totals.of(batch)"
+            )
+
+

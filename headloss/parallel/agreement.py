@@ -1,0 +1,211 @@
+"""Ranks agree on a call before it makes any other collective: `agree`.
+
+Each group of a call gathers one small record of what the host knows, and reads it. The record says
+whether a rank has failed, what has to be equal on all (as a checksum), and numbers that may differ,
+which all ranks plan by. Where a record says that something is wrong, the ranks exchange the words,
+and every one of them raises. A group's first call, and each with `Options(check_ranks=True)`, also
+compares tensors and texts. A static call goes by what the same call has learned, so that it can be
+captured.
+
+A call of two groups makes two records, the vocabulary's first. What a rank hears in the first is an
+error that its second record carries on, so that on a grid every rank hears it.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, distributed
+
+from ..collectives import PROCESS_GROUP, device_of, gather, together
+from ..host_copy import HostCopy
+
+R = TypeVar("R")
+WORDS = 64  # of a record: an error's mark, two checksums, and a rank's own numbers
+MOST = WORDS - 4  # numbers of its own
+HIGHEST = "highest id"  # no name that a field of a batch can have
+LEARNED = 256  # calls that a static one can go by, of a group
+ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)  # the last: any other
+
+OwnNumbers = dict[str, list[int]]  # by name, of each rank
+_LEARNED: weakref.WeakKeyDictionary[Any, dict[str, dict[Any, OwnNumbers]]]
+_LEARNED = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a rank says of its call to the others of a group.
+
+    Attributes:
+        own: numbers that may differ between the ranks.
+        same: what has to be equal, known to the host.
+        counts: what has to be equal and was read of the batch; static calls have none.
+        highest: target or id of columns, read of the batch, which may differ like `own`.
+        values: makes, of each rank's own numbers, lists of tensors and texts that have to be equal
+            too, by what is to be said where they are not.
+        check: of the call's options.
+    """
+
+    own: Mapping[str, int]
+    same: Mapping[str, object]
+    counts: Mapping[str, Sequence[int]]
+    values: Callable[[OwnNumbers], Mapping[str, Sequence[Tensor] | str]]
+    highest: int = -1
+    check: bool = False
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Of the same call, static or not."""
+        return _checksum(self.same), *self.own.values()
+
+
+def attempt(error: Exception | None, make: Callable[..., R], *given: Any) -> tuple[Any, Any]:
+    """What `make` returns, and the error there was or that it raises: a rank that fails goes on
+    until the others have heard of it."""
+    if error is not None:
+        return None, error
+    try:
+        return make(*given), None
+    except Exception as caught:  # whatever it is: the others must not wait for this rank
+        return None, caught
+
+
+def agree(
+    role: str, group: distributed.ProcessGroup, facts: Facts | None, error: Exception | None,
+    static: bool = False
+) -> tuple[Any, Exception | None]:  # fmt: skip
+    """The own numbers of each rank, or the error that every rank of the group is to raise: one of
+    its own (another kind than ValueError and TypeError: as a RuntimeError on the others), a fact
+    that is not the same on all, or a group that this rank is not in.
+
+    Args:
+        role: what the group is called in errors.
+        facts: None where this rank has failed by an `error`.
+        static: the call is. Once the group has learned any call, the others may go on without a
+            record: a rank that fails then raises alone.
+    """
+    if not isinstance(group, PROCESS_GROUP) or distributed.get_rank(group) < 0:
+        return None, error or ValueError(
+            f"{role}: got {group!r}, want a process group that this rank is in (new_group returns "
+            "a placeholder to the ranks that it leaves out)"
+        )
+    learned = _LEARNED.setdefault(group, {}).setdefault(role, {})
+    if facts is not None and static and facts.key in learned:
+        return learned[facts.key], None
+    if facts is None and static and learned:
+        return None, error
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return None, error or RuntimeError(
+            f"{role}: a CUDA graph is being captured, in which the ranks cannot compare their "
+            "sizes, and no call of this size has run before it; run it once, as a warm-up"
+        )
+    records = _gathered(group, _record(facts))
+    if any(record[:3] != [0, *records[0][1:3]] for record in records):
+        return None, _explained(role, group, facts, error)
+    assert facts is not None
+    found = {n: [r[at] for r in records] for at, n in enumerate((HIGHEST, *facts.own), 3)}
+    if not learned or facts.check:
+        error = _compared(role, group, facts.values(found))
+        if error is not None:
+            return None, error
+    if len(learned) >= LEARNED:
+        del learned[next(iter(learned))]
+    learned[facts.key] = found
+    return found, None
+
+
+def _record(facts: Facts | None) -> list[int]:
+    """[WORDS] whether the rank has failed, checksums of what has to be equal, its own numbers."""
+    words = [1]
+    if facts is not None:
+        sums = _checksum(facts.same), _checksum(facts.counts)
+        words = [0, *sums, facts.highest, *map(int, facts.own.values())]
+    return words + [0] * (WORDS - len(words))
+
+
+def _gathered(group: distributed.ProcessGroup, words: list[int]) -> list[list[int]]:
+    """The words of each rank, in rank order."""
+    device = device_of(group)
+    mine = torch.tensor(words, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    return HostCopy(gather(mine.to(device, non_blocking=True), group)).tolist()
+
+
+def _explained(
+    role: str, group: distributed.ProcessGroup, facts: Facts | None, error: Exception | None
+) -> Exception:
+    """What is wrong, of which the ranks tell each other."""
+    same = {} if facts is None else {n: str(v) for n, v in {**facts.same, **facts.counts}.items()}
+    kind = next((kind for kind in ERRORS if isinstance(error, kind)), RuntimeError)
+    every: list[Any] = [None] * distributed.get_world_size(group)
+    given = every, (None if error is None else (kind, str(error)), same), group
+    together("an exchange of errors", group, distributed.all_gather_object, *given)
+    if error is not None:
+        return error
+    for rank, (other, _) in enumerate(every):
+        if other is not None:
+            return other[0](f"{other[1]} (on rank {rank} of {role})")  # type: ignore[no-any-return]
+    said = {name: [theirs.get(name) for _, theirs in every] for name in same}
+    name, texts = next((name, texts) for name, texts in said.items() if len(set(texts)) > 1)
+    brief = f": got [{', '.join(map(str, texts))}]"
+    return _differs(role, group, f"{name}: differs", texts, brief if len(brief) < 200 else "")
+
+
+def _compared(
+    role: str, group: distributed.ProcessGroup, values: Mapping[str, Sequence[Tensor] | str]
+) -> Exception | None:
+    """What is wrong with tensors and texts, if anything: their checksums are gathered."""
+    names = sorted(values)  # of a set, which has another order on each rank
+    numbers, error = attempt(None, lambda: [_number(values[name]) for name in names])
+    numbers = [0, *numbers] if error is None else [1] * (1 + len(names))
+    sums = zip(*_gathered(group, numbers), strict=True)
+    if error is not None:
+        return error
+    for what, of_ranks in zip(("values: cannot be compared", *names), sums, strict=True):
+        if len(set(of_ranks)) > 1:
+            return _differs(role, group, what, of_ranks)
+    return None
+
+
+def _number(value: Sequence[Tensor] | str) -> int:
+    return _checksum(value) if isinstance(value, str) else checksum(value)
+
+
+def _differs(
+    role: str, group: distributed.ProcessGroup, what: str, found: Sequence[Any], values: str = ""
+) -> ValueError:
+    me = distributed.get_rank(group)
+    other = next(rank for rank, value in enumerate(found) if value != found[me])
+    return ValueError(
+        f"{what} between the ranks of {role}{values}, want the same on all; rank {other} and this "
+        f"one, rank {me}, do not agree"
+    )
+
+
+def _checksum(value: object) -> int:
+    return zlib.crc32(str(value).encode())
+
+
+MIX = -7046029254386353131  # 2^64 over the golden ratio: Knuth's multiplicative hashing
+NARROW = {1: torch.uint8, 2: torch.int16}
+
+
+def checksum(tensors: Sequence[Tensor]) -> int:
+    """Of the bits of some tensors, in their order and places. Reads the device."""
+    if not any(tensor.numel() for tensor in tensors):
+        return 0
+    flat = torch.cat([_words(tensor) for tensor in tensors])
+    # Sums of integers wrap and do not round. The factors follow no line: values that change places
+    # would give the same sum along one.
+    factors = torch.arange(1, len(flat) + 1, device=flat.device).mul_(MIX)
+    return int(factors.bitwise_xor_(factors >> 29).mul_(flat).sum())
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits of a tensor, [..] int32."""
+    flat = tensor.detach().reshape(-1).contiguous()
+    return flat.view(NARROW.get(flat.element_size(), torch.int32)).to(torch.int32)

@@ -1,0 +1,262 @@
+"""What the ranks of a call's groups say of it (`agreement.Facts`): all that decides which
+collectives follow, and in which shapes; and on a group's first call what else has to be equal.
+
+N positions, H hidden width, V rows of the whole vocabulary, S segments.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, distributed
+
+from ..batch.batch import IGNORE, MOST_IDS, Batch
+from ..head.head import Head, autocast_dtype
+from ..kernels import suits_product
+from ..kernels.transform import Transform
+from .agreement import HIGHEST, MOST, Facts, OwnNumbers
+
+if TYPE_CHECKING:
+    from ..losses.term import Objective
+    from ..options import Options
+
+# Fields of columns: a sharded teacher's are each rank's own, candidates are compared by their name.
+APART = ("teacher_logits", "candidate_ids")
+ANY_VOCABULARY = 1 << 62
+
+
+def of_vocabulary(
+    value: Tensor, head: Head | None, transform: Transform, batch: Batch, options: Options,
+    requirements: Any, objective: Objective
+) -> Facts:
+    """Of a call on hidden states, or (without a head) on logits. Every rank of the vocabulary's
+    group is given the whole batch."""
+    teacher = batch.fields.get("teacher_logits")
+    spread = options.sequence_parallel
+    own = {
+        "rows": value.shape[-1] if head is None else head.weight.shape[0],
+        "tokens": value.shape[:-1].numel() if spread else 0,
+        "weight_gradient": requirements.needs_grad.any_weight,
+        "memory": requirements.inputs.memory,
+        "teacher_columns": teacher.shape[-1] if isinstance(teacher, Tensor) else -1,
+    }
+    same = _of_logits(value) if head is None else _of_head(head, value)
+    same |= _of_transform(transform) | _of_batch(batch) | _of_plan(objective, options, requirements)
+
+    def values(_: OwnNumbers) -> dict[str, Sequence[Tensor] | str]:
+        apart = spread or head is None
+        found = _values_of_batch(batch) | _text_of(objective, batch)
+        found["hidden: differs"] = [] if apart else [_sampled(value, batch.targets)]
+        per_token = isinstance(transform.temperature, Tensor)
+        found["temperature: differs"] = [transform.temperature] if per_token else []  # type: ignore[list-item]
+        found["lora.a: differs"] = [] if head is None else [x.a for x in head.lora]
+        return found
+
+    # Wrong ids that need no vocabulary to be seen are raised here, hence on all ranks.
+    highest = -1 if options.static else batch.found().check(ANY_VOCABULARY).highest
+    counts, check = _counts(batch, options), options.check_ranks
+    return Facts(own=own, same=same, counts=counts, values=values, highest=highest, check=check)
+
+
+def of_positions(head: Head, hidden: Tensor, k: int, check: bool) -> Facts:
+    """Of a verb on positions alone."""
+    own = {"rows": head.weight.shape[0], "teacher_columns": -1}
+    own |= dict.fromkeys(("tokens", "weight_gradient", "memory"), 0)
+    same = {"k": k, "hidden.shape": tuple(hidden.shape)} | _of_head(head, hidden)
+    same |= _of_transform(head)
+    counts, sample = {"check_ranks": [check]}, {"hidden: differs": [_sampled(hidden)]}
+    return Facts(own=own, same=same, counts=counts, values=lambda _: sample, check=check)
+
+
+def of_segments(
+    batch: Batch, options: Options, plan: Any, requirements: Any, objective: Objective
+) -> Facts:
+    """Of a call whose segments run across ranks, each of which holds some of their tokens; with the
+    forms that each field has there. Other choices (schedule, chunks) may differ."""
+    if len(batch.fields) > MOST:
+        raise ValueError(f"fields: got {len(batch.fields)}, want at most {MOST} across ranks")
+    names = sorted(batch.fields)
+    forms = {name: _form(batch, name) for name in names}
+    same = {
+        "fields": " ".join(names),
+        "segments.count": batch.segments.count,
+        "a gradient is wanted": plan.schedule != "statistics",
+        "objective": _names(objective),
+        "metrics": options.metrics,
+        "statistics": sorted(requirements.needs),
+    }
+
+    def values(said: OwnNumbers) -> dict[str, Sequence[Tensor] | str]:
+        fields = {
+            f"{name}: its values per segment differ": [batch.fields[name]]
+            for name in per_segment(said)
+        }
+        return {**fields, **_text_of(objective, batch)}  # type: ignore[dict-item]
+
+    counts = {"check_ranks": [options.check_ranks]}
+    return Facts(own=forms, same=same, counts=counts, values=values, check=options.check_ranks)
+
+
+def _form(batch: Batch, name: str) -> int:
+    """1 for a field with the shape of values per token, 2 per segment, 3 for both."""
+    per_token, of_segments = batch._fits(name)
+    return per_token + 2 * of_segments
+
+
+def per_segment(said: OwnNumbers) -> frozenset[str]:
+    """The fields that are per segment, by the forms they have on each rank: those that are not per
+    token on all. ValueError where there is no form for all."""
+    forms = {name: forms for name, forms in said.items() if name != HIGHEST}
+    found = frozenset(name for name, of in forms.items() if not all(form & 1 for form in of))
+    for name in sorted(found):
+        if not all(form & 2 for form in said[name]):
+            raise ValueError(
+                f"{name}: is per token on some ranks of segments.group and per segment on others, "
+                "want the same on all"
+            )
+    return found
+
+
+# ---------------------------------------------------------------------- known to the host
+
+
+def _counts(batch: Batch, options: Options) -> dict[str, Sequence[int]]:
+    lengths = [] if options.static else batch.found().lengths
+    return {"check_ranks": [options.check_ranks], "targets": lengths}
+
+
+def _of_batch(batch: Batch) -> dict[str, object]:
+    rank, totals = batch.targets.dim(), batch.totals
+    numbers = [] if totals is None else totals._numbers
+    return {
+        "targets.shape": f"{tuple(batch.targets.shape)} {tuple(batch.segments.ids.shape)}",
+        "segments.count": batch.segments.count,
+        "fields": " ".join(
+            f"{name}:{_kind(value, rank if name in APART else None)}"
+            for name, value in sorted(batch.fields.items())
+        ),
+        "totals": [None if isinstance(t, Tensor) else float(t) for t in numbers],
+    }
+
+
+def _kind(value: Any, rank: int | None) -> str:
+    """A field's dtype and the first dimensions of its shape; None: all."""
+    return f"{value.dtype}{tuple(value.shape[:rank])}" if isinstance(value, Tensor) else ""
+
+
+def _of_head(head: Head, hidden: Tensor) -> dict[str, object]:
+    return {
+        "hidden width": hidden.shape[-1],
+        "dtype": f"{hidden.dtype} {head.weight.dtype} {autocast_dtype(hidden)}",
+        # Ranks that differ here would plan differently.
+        "layout of weight": not head.weight.is_cuda or suits_product(head.weight),
+        "hidden.requires_grad": torch.is_grad_enabled() and hidden.requires_grad,
+        "vocab_size": -1 if head.vocab_size is None else head.vocab_size,
+        "lora": [(tuple(x.a.shape), x.scaling, x.dropout, x.a.requires_grad) for x in head.lora],
+    }
+
+
+def _of_logits(logits: Tensor) -> dict[str, object]:
+    return {
+        "dtype": logits.dtype,
+        "logits, contiguous along the vocabulary": logits.stride(-1) == 1 or logits.shape[-1] <= 1,
+        "logits.requires_grad": logits.requires_grad and torch.is_grad_enabled(),
+    }
+
+
+def _of_transform(transform: Any) -> dict[str, object]:
+    """Of a `Transform`, or of a head that has the same."""
+    scale = transform.logit_scale if isinstance(transform, Head) else transform.scale
+    temperature: Any = transform.temperature
+    temperature = "per token" if isinstance(temperature, Tensor) else temperature
+    return {"logit_scale, softcap, temperature": (scale, transform.softcap, temperature)}
+
+
+def _of_plan(objective: Objective, options: Options, requirements: Any) -> dict[str, object]:
+    chosen = vars(options).items()
+    return {
+        "objective": _names(objective),
+        "options": [
+            (name, value)
+            for name, value in chosen
+            if name not in ("static", "check_ranks") and not isinstance(value, Tensor)
+        ],
+        "inplace": requirements.inputs.overwrites,
+        "statistics": sorted(requirements.needs),
+    }
+
+
+def _names(objective: Objective) -> list[tuple[Any, ...]]:
+    """Of its terms, and what their teachers' adapters drop, which takes a collective."""
+    heads = [term.teacher and term.teacher.head for _, term in objective.parts]
+    drops = [head and [lora.dropout for lora in head.lora] for head in heads]
+    terms = [term for _, term in objective.parts]
+    return [(t.name, t.scope, drop) for t, drop in zip(terms, drops, strict=True)]
+
+
+# ---------------------------------------------------------------------- compared at first
+
+
+def _values_of_batch(batch: Batch) -> dict[str, Sequence[Tensor] | str]:
+    ordered, rank = sorted(batch.fields.items()), batch.targets.dim()
+    shared = [t for n, t in ordered if isinstance(t, Tensor) and n not in APART]
+    wide = [t.dim() == rank + 1 and t.shape[-1] > MOST_IDS for t in shared]
+    fields = [_sampled(t, batch.targets) if w else t for t, w in zip(shared, wide, strict=True)]
+    totals: list[Any] = [] if batch.totals is None else batch.totals._numbers
+    candidates = batch.fields.get("candidate_ids")
+    return {
+        "targets: differs": [batch.targets],
+        "segments: differs": [batch.segments.ids],
+        "candidate_ids: differs": [candidates] if isinstance(candidates, Tensor) else [],
+        "support_ids: differs": [] if batch.support is None else list(batch.support.tensors),
+        "values of fields: differs": fields,
+        "totals: differs": [t.to(batch.targets.device) for t in totals if isinstance(t, Tensor)],
+    }
+
+
+def _sampled(hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+    """[N] one value of each row, 0 where targets are not scored: to compare all values would take
+    too long."""
+    rows = hidden.detach().reshape(-1, hidden.shape[-1])
+    at = torch.arange(len(rows), device=rows.device)
+    found = rows[at, at % rows.shape[1]]
+    return found if targets is None else found.masked_fill(targets.reshape(-1) == IGNORE, 0)
+
+
+def _text_of(objective: Objective, batch: Batch) -> dict[str, Sequence[Tensor] | str]:
+    """Text that says the same of equal objectives on all ranks, and the tensors among their
+    options."""
+    tensors: list[Tensor] = []
+    parts = [
+        (c, t.name, t.options, t.scope, t.reduction and t.reduction.name, t.kept_field,
+         t.weight_fields, [(m.name, m.factor) for m in t.modifiers])
+        for c, t in objective.parts
+    ]  # fmt: skip
+    text = _spelt(parts, tensors)
+    values = [tensor.to(batch.targets.device) for tensor in tensors]
+    return {"objective: differs": text, "values of options: differs": values}
+
+
+def _spelt(value: Any, tensors: list[Tensor]) -> str:
+    """What says the same of equal values on all ranks: `repr` leaves values of a tensor out, and
+    shows where in memory a function lies. Tensors are added to `tensors`."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return f"{value.dtype}{tuple(value.shape)}"
+    if isinstance(value, functools.partial):
+        return _spelt((value.func, value.args, value.keywords), tensors)
+    if isinstance(value, MethodType):
+        return _spelt((value.__func__, value.__self__), tensors)
+    if isinstance(value, Mapping):
+        value = tuple(value.items())
+    if isinstance(value, tuple | list):
+        return f"({', '.join(_spelt(x, tensors) for x in value)})"
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    if type(value).__repr__ is object.__repr__ or isinstance(value, distributed.ProcessGroup):
+        return type(value).__qualname__
+    return repr(value)

@@ -1,0 +1,200 @@
+"""Measurements that merge, so that any cut of a batch, or any number of ranks, gives one value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Literal, Self
+
+import torch
+from torch import Tensor, distributed
+
+from ..collectives import check_group, together
+
+
+class _Joined:
+    """Numbers that join one by one with those of another cut."""
+
+    join: ClassVar[Callable[..., Tensor]] = torch.add
+    sign: ClassVar[int] = 1  # of what travels as a maximum
+
+    def merge(self, other: Self) -> Self:
+        names = [f.name for f in fields(self)]  # type: ignore[arg-type]
+        return type(self)(*(type(self).join(getattr(self, n), getattr(other, n)) for n in names))
+
+    @property
+    def value(self) -> Tensor:
+        """The only number; a mean has two."""
+        (value,) = vars(self).values()
+        return value
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+
+@dataclass(frozen=True)
+class Mean(_Joined):
+    """sum / count; NaN where nothing was counted."""
+
+    sum: Tensor
+    count: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        return self.sum / self.count
+
+
+class Perplexity(Mean):
+    """exp of the mean negative log-likelihood."""
+
+    @property
+    def value(self) -> Tensor:
+        return (self.sum / self.count).exp()
+
+
+@dataclass(frozen=True)
+class Sum(_Joined):
+    sum: Tensor
+
+
+@dataclass(frozen=True)
+class Max(_Joined):
+    """The largest value; -inf where there was none."""
+
+    max: Tensor
+    join: ClassVar = torch.maximum
+
+
+@dataclass(frozen=True)
+class Min(_Joined):
+    """The smallest value; inf where there was none."""
+
+    min: Tensor
+    join: ClassVar = torch.minimum
+    sign: ClassVar = -1
+
+
+Measurement = Mean | Sum | Max | Min
+
+
+class Metrics(dict[str, Measurement]):
+    """Measurements by name: "tokens", "entropy", "grpo/ratio"...
+
+    >>> import torch, headloss as hl
+    >>> one, two = (hl.Metrics(loss=hl.Mean(*torch.tensor(x))) for x in ([6.0, 2], [3.0, 1]))
+    >>> one.merge(two).compute()  # a sum of 9 over a count of 3
+    {'loss': 3.0}
+    """
+
+    def merge(self, other: Mapping[str, Measurement]) -> Metrics:
+        """Join with the metrics of another cut; a name that only one side has is kept as it is."""
+        joined = Metrics({**self, **other})
+        for name in self.keys() & other.keys():
+            joined[name] = self[name].merge(other[name])  # type: ignore[arg-type]
+        return joined
+
+    def all_reduce(self, group: distributed.ProcessGroup | None = None) -> Metrics:
+        """Join over the ranks of `group` (the default group if None), in two collectives.
+
+        Every rank must hold the same names; `Min` travels as a negated `Max`.
+        """
+        check_group("group", group)
+        joined, by = Metrics({name: self[name] for name in sorted(self)}), distributed.ReduceOp
+        for extremes, operation in ((False, by.SUM), (True, by.MAX)):
+            chosen = {n: m for n, m in joined.items() if isinstance(m, Max | Min) is extremes}
+            if not chosen:
+                continue
+            values = [v.double() * m.sign for m in chosen.values() for v in vars(m).values()]
+            packed = torch.stack(values)
+            together("Metrics.all_reduce", group, distributed.all_reduce, packed, operation, group)
+            found = iter(packed.unbind())
+            for name, m in chosen.items():
+                joined[name] = type(m)(*(next(found) * m.sign for _ in vars(m)))
+        return joined
+
+    def compute(self) -> dict[str, float]:
+        """Every value as a Python float, with one read of the device."""
+        if not self:
+            return {}
+        values = torch.stack([m.value.double() for m in self.values()]).tolist()
+        return dict(zip(self, values, strict=True))
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a term reports before it is folded: per-token [T] or per-segment [S] values.
+
+    The engine folds the values of scored tokens, or of segments that have one, by `kind`; of these
+    only the ones where the boolean vector `where` holds, if it is given.
+    """
+
+    values: Tensor
+    kind: type[Mean] | type[Perplexity] | type[Sum] | type[Max] | type[Min] = Mean
+    per: Literal["token", "segment"] = "token"
+    where: Tensor | None = None
+
+
+def checked(name: str, found: object, tokens: int, segments: int) -> dict[str, Observed]:
+    """What a term or modifier observes, a dict of `Observed` of T or S values; TypeError or
+    ValueError, naming the term, for anything else."""
+    if not isinstance(found, dict):
+        got = type(found).__name__
+        raise TypeError(f"term {name}: observe: returned {got}, want a dict of headloss.Observed")
+    for key, seen in found.items():
+        at = f"term {name}: observe: {key!r}"
+        if not isinstance(key, str) or not isinstance(seen, Observed):
+            raise TypeError(
+                f"{at}: got {type(seen).__name__}, want a name and a headloss.Observed of values "
+                "per token or per segment, which are folded to one"
+            )
+        if not isinstance(seen.kind, type) or not issubclass(seen.kind, Mean | Sum | Max | Min):
+            raise TypeError(f"{at}: kind: got {seen.kind!r}, want Mean, Sum, Max or Min")
+        if seen.per not in ("token", "segment"):
+            raise ValueError(f'{at}: per: got {seen.per!r}, want "token" or "segment"')
+        if not isinstance(seen.values, Tensor) or seen.values.is_complex():
+            got = seen.values.dtype if isinstance(seen.values, Tensor) else type(seen.values)
+            raise TypeError(f"{at}: values: got {got}, want a tensor of real numbers")
+        want = (tokens if seen.per == "token" else segments,)
+        for what, vector in (("values", seen.values), ("where", seen.where)):
+            if vector is not None and tuple(vector.shape) != want:
+                raise ValueError(
+                    f"{at}: {what}: got shape {tuple(vector.shape)}, want {want} (one value per "
+                    f'{seen.per}; declare per="token" or per="segment")'
+                )
+    return found
+
+
+def fold(observed: Observed, live: Tensor | None = None, share: float = 1.0) -> Measurement:
+    """Fold [N] values to one measurement; rows where `live` is False do not count.
+
+    `share` is this rank's part of values that several ranks report alike.
+    """
+    return fold_all({"": observed}, live, share)[""]
+
+
+def fold_all(
+    observed: Mapping[str, Observed], live: Tensor | None = None, share: float = 1.0
+) -> Metrics:
+    """Fold many [N] vectors with the same live rows, in a few operations."""
+    found = Metrics()
+    for name, o in observed.items():
+        if o.where is not None:
+            kept = o.where if live is None else o.where & live
+            found |= fold_all({name: replace(o, where=None)}, kept, share)
+    observed = {name: o for name, o in observed.items() if o.where is None}
+    sums = {n: o for n, o in observed.items() if not issubclass(o.kind, Max | Min)}
+    peaks = {n: o for n, o in observed.items() if n not in sums}
+    if sums:
+        rows = torch.stack([o.values for o in sums.values()]).double()
+        rows = rows if live is None else torch.where(live, rows, 0)
+        count = rows.new_full((), rows.shape[1]) if live is None else live.sum().double()
+        for (name, o), total in zip(sums.items(), (rows.sum(1) * share).unbind(), strict=True):
+            found[name] = Sum(total) if o.kind is Sum else o.kind(total, count * share)  # type: ignore[call-arg]
+    if peaks:
+        rows = torch.stack([o.values if o.kind is Max else -o.values for o in peaks.values()])
+        rows = rows.double() if live is None else torch.where(live, rows.double(), -math.inf)
+        rows = torch.cat([rows, rows.new_full((len(peaks), 1), -math.inf)], 1)
+        for (name, o), peak in zip(peaks.items(), rows.amax(1).unbind(), strict=True):
+            found[name] = o.kind(peak * o.kind.sign)  # type: ignore[call-arg]
+    return found

@@ -1,0 +1,255 @@
+"""Laws 1 and 2: what a loss may see of a softmax, and how a gradient gets back through it.
+
+T scored tokens, V vocabulary, z [T, V] logits after scale, soft cap and temperature,
+p = softmax(z).
+
+`SoftmaxState` are the softmax of a *slice* of the vocabulary in a few floats per token. They form a
+commutative monoid under `merge`, so tiles of a kernel, blocks of a sweep and ranks of a group join
+by the same rule. `Statistics` are what a term sees. `SoftmaxCoefficients` are all that a kernel
+ever learns of a loss:
+
+    dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform
+
+Candidates add K sparse numbers per token to these four: a slope s_k of the log-prob of column id_k
+adds s_k at that column and -s_k to c_prob; a slope s of the rest's, all columns but the candidates,
+adds s p_j / (mass of the rest) at each of those, and -s to c_prob.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+STATISTICS = ("logp", "lse", "entropy", "mean_logit", "top1")
+# What is measured beside them, and its key in `Statistics.divergences`. There candidates have
+# [T, K + 1] log-probs, of which the rest's is the last.
+CANDIDATES, COLLISION, PEAK = "candidates", "sum_p_squared", "peak"
+BESIDE = {
+    "candidate_logps": CANDIDATES,
+    "candidate_tail": CANDIDATES,
+    "sum_p_squared": COLLISION,
+    "peak": PEAK,
+}
+DIFFERENTIABLE = ("logp", "lse", "entropy", "mean_logit")
+NOT_ASKED: Any = None
+
+# exp(FLOOR) is 0 in float32 and float64 and FLOOR is finite, so that 0 * log 0 is 0 and not NaN.
+FLOOR = -1e4
+# Above this log p a column is the likeliest one, and no other is near it.
+SURE = -0.5
+
+
+def _present(named: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a record, by name."""
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+class SoftmaxState(NamedTuple):
+    """A slice of the vocabulary, with e_j = exp(z_j - peak) over the slice; every field is [T].
+
+    `rest` leaves the largest term out of the sum: log(sum e) = log1p(rest) then keeps its digits
+    where one token has nearly all the mass. An empty slice is (peak = -inf, rest = -1).
+    """
+
+    peak: Tensor  # max z
+    rest: Tensor  # sum e - 1
+    target: Tensor  # z_y, or -inf where y lies in another slice
+    spread: Tensor | None = None  # sum e (z - peak), for the entropy
+    total: Tensor | None = None  # sum z, for the mean logit
+
+    def tensors(self) -> dict[str, Tensor]:
+        return _present(self._asdict())
+
+
+def merge(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
+    """The partials of the union of two disjoint slices."""
+    theirs = b.tensors()
+    both = {name: (mine, theirs[name]) for name, mine in a.tensors().items() if name in theirs}
+    return merge_all(SoftmaxState(**{name: torch.stack(pair) for name, pair in both.items()}))
+
+
+def merge_all(slices: SoftmaxState) -> SoftmaxState:
+    """The same of the slices [W, n] of W ranks, in a few operations for any W."""
+    peak, holder = slices.peak.max(0)
+    # A side that holds the peak is not shifted at all, also where all are -inf.
+    shift = torch.where(slices.peak == peak, 0.0, slices.peak - peak).clamp_min_(FLOOR)
+    scale = shift.exp()
+    mass = 1 + slices.rest
+    # The largest term stays out of one slice's sum alone, also where several slices hold its equal.
+    rest = (mass * scale).scatter(0, holder.unsqueeze(0), slices.rest.gather(0, holder[None]))
+    spread = total = None
+    if slices.spread is not None:
+        spread = (scale * (slices.spread + mass * shift)).sum(0)
+    if slices.total is not None:
+        total = slices.total.sum(0)
+    target = slices.target.amax(0)
+    return SoftmaxState(peak=peak, rest=rest.sum(0), target=target, spread=spread, total=total)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """What a term sees of each scored token: [T] vectors, float32 (float64 for float64 inputs).
+
+    `logp` = z_y - lse, `lse` = log sum exp z, `entropy` = -sum p log p and `mean_logit` = sum z / V
+    carry a gradient; `top1` = 1 where no token is likelier than the target, `peak` = max z and
+    `sum_p_squared` = sum p^2 are to be read. With `batch.candidate_ids` [T, K] there are also
+    `candidate_logps` [T, K], log-probs of these columns, 0 in empty slots, and `candidate_tail`
+    [T], the log of the mass of all others; both carry a gradient. Only those that the objective
+    reads are computed. `extras` holds what is measured beside these: one [T] vector per
+    teacher of a distillation term, [T, K + 1] log-probs of stored outcomes and of the rest.
+    """
+
+    # None where nobody has asked for it: whoever reads one has asked.
+    logp: Tensor = NOT_ASKED
+    lse: Tensor = NOT_ASKED
+    entropy: Tensor = NOT_ASKED
+    mean_logit: Tensor = NOT_ASKED
+    top1: Tensor = NOT_ASKED
+    extras: dict[object, Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(next(t for t in self.tensors().values()))
+
+    @property
+    def candidate_logps(self) -> Tensor:
+        return self._candidates("logps")[:, :-1]
+
+    @property
+    def candidate_tail(self) -> Tensor:
+        return self._candidates("tail")[:, -1]
+
+    @property
+    def sum_p_squared(self) -> Tensor:
+        return self.extras[COLLISION].detach()
+
+    @property
+    def peak(self) -> Tensor:
+        return self.extras[PEAK].detach()
+
+    def _candidates(self, name: str) -> Tensor:
+        if CANDIDATES not in self.extras:
+            raise ValueError(f"reads stats.candidate_{name}, but batch.candidate_ids was not given")
+        return self.extras[CANDIDATES]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The statistics that are present, by name."""
+        return _present(vars(self))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Statistics:
+        """Apply `function` to every vector, what is measured beside them included."""
+        found: dict[str, Any] = {name: function(t) for name, t in self.tensors().items()}
+        beside = {key: function(t) for key, t in self.extras.items()}
+        return Statistics(**found, extras=beside)
+
+
+class Normalizer(NamedTuple):
+    """log-sum-exp in two parts, [T] each: log p_j = (z_j - peak) - log_sum loses no digits to the
+    size of z, where z_j - lse would."""
+
+    peak: Tensor
+    log_sum: Tensor
+
+    def rows(self, rows: Tensor | slice) -> Normalizer:
+        """Of some of the tokens."""
+        return Normalizer(self.peak[rows], self.log_sum[rows])
+
+
+def finish(
+    partials: SoftmaxState, vocabulary: int, needs: frozenset[str]
+) -> tuple[Statistics, Normalizer]:
+    """The statistics in `needs` of the whole vocabulary, and what a gradient kernel needs of it."""
+    log_sum = partials.rest.log1p()
+    found: dict[str, Any] = {}
+    if "logp" in needs:
+        found["logp"] = (partials.target - partials.peak) - log_sum
+    if "lse" in needs:
+        found["lse"] = partials.peak + log_sum
+    if "entropy" in needs:
+        assert partials.spread is not None
+        found["entropy"] = torch.addcdiv(log_sum, partials.spread, 1 + partials.rest, value=-1)
+    if "mean_logit" in needs:
+        assert partials.total is not None
+        found["mean_logit"] = partials.total / vocabulary
+    if "top1" in needs:
+        found["top1"] = (partials.target >= partials.peak).to(partials.peak.dtype)
+    return Statistics(**found), Normalizer(partials.peak, log_sum)
+
+
+class SoftmaxCoefficients(NamedTuple):
+    """The pull-back of an objective, [T] each; None where no token can have one."""
+
+    target: Tensor | None = None
+    prob: Tensor | None = None
+    entropy: Tensor | None = None
+    uniform: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        return _present(self._asdict())
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> SoftmaxCoefficients:
+        return SoftmaxCoefficients(*(None if value is None else function(value) for value in self))
+
+
+def vjp(
+    gradients: dict[str, Tensor],  # d objective / d statistic, [T] each, candidates' [T, K + 1]
+    stats: Statistics,
+    vocabulary: int,
+) -> SoftmaxCoefficients:
+    """Turn the gradient with respect to the statistics into the four coefficients of law 1.
+
+    From dlogp/dz_j = [j = y] - p_j, dlse/dz_j = p_j, dentropy/dz_j = -p_j (log p_j + entropy) and
+    dmean_logit/dz_j = 1/V.
+    """
+    g_logp, g_lse, g_entropy, g_mean = map(gradients.get, DIFFERENTIABLE)
+    parts = [] if g_lse is None else [g_lse]
+    if g_logp is not None:
+        parts.append(-g_logp)
+    if g_entropy is not None:
+        parts.append(-g_entropy * stats.entropy)
+    if CANDIDATES in gradients:
+        parts.append(-gradients[CANDIDATES].sum(1))
+    prob = sum(parts[1:], parts[0]) if parts else None
+    return SoftmaxCoefficients(
+        target=g_logp,
+        prob=prob,
+        entropy=None if g_entropy is None else -g_entropy,
+        uniform=None if g_mean is None else g_mean / vocabulary,
+    )
+
+
+class Slope(NamedTuple):
+    """A part of a term's gradient in closed form, so that a kernel can find it once it has logp:
+
+        d term / d of = rate * exp(sign * (logp - anchor))   where low <= logp <= high, else 0
+
+    [T] vectors or numbers. Of another statistic than logp it must be a constant.
+    """
+
+    rate: Tensor | float
+    anchor: Tensor | float = 0.0
+    low: Tensor | float = -math.inf
+    high: Tensor | float = math.inf
+    sign: Tensor | float = 1.0  # 0: a constant
+    of: str = "logp"
+
+    @property
+    def constant(self) -> bool:
+        """Whether it is the same for all statistics."""
+        low, high = self.low, self.high
+        known = not (isinstance(low, Tensor) or isinstance(high, Tensor))
+        return known and bool(self.sign == 0) and (low, high) == (-math.inf, math.inf)
+
+    def at(self, logp: Tensor) -> Tensor:
+        """[n] its values at the tokens' log-probs."""
+        rate = self.rate
+        if self.constant:
+            many = isinstance(rate, Tensor)
+            return torch.zeros_like(logp).add_(rate) if many else torch.full_like(logp, rate)
+        plain, power = isinstance(self.sign, float) and self.sign == 1, logp - self.anchor
+        found = (power if plain else power * self.sign).exp_().mul_(rate)
+        return found.where((logp >= self.low).logical_and_(logp <= self.high), 0)

@@ -1,0 +1,69 @@
+"""What this machine can run, and which frameworks headloss fits: the lines of `headloss doctor`."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+from .. import __version__, kernels
+from ..integrations.seams import fits
+from ..integrations.seams import release as _version
+
+EXTRAS = {
+    "trl": ("trl", "transformers", "peft", "accelerate"),
+    "train": ("jinja2", "matplotlib", "omegaconf", "reasoning-gym", "rich"),
+}
+
+
+def report() -> list[str]:
+    """Versions, the GPU, what serves each dtype, what is missing, and the frameworks."""
+    gpus = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if gpus else None
+    place = device or torch.device("cpu")
+    dtypes = (torch.bfloat16, torch.float32, torch.float64)
+    backends = [kernels.choose("auto", place, dtype) for dtype in dtypes]
+    missing = filter(None, [_without_triton(device), _wanting("trl"), _wanting("train")])
+    return [
+        f"headloss  {__version__}, Python {platform.python_version()}",
+        f"torch     {torch.__version__}",
+        f"triton    {_version('triton') or 'not installed'}",
+        f"GPU       {described(device)}",
+        *(f"{str(d)[6:]:<9} {b}" for d, b in zip(dtypes, backends, strict=True)),
+        f"product   {_product(place, backends[0])}",
+        f"extras    {', '.join(name for name in EXTRAS if not _wanting(name)) or 'none'}",
+        f"missing   {'; '.join(missing) or 'nothing'}",
+        *(f"{package:<14} {fit}" for package, fit in fits().items()),
+    ]
+
+
+def _without_triton(device: torch.device | None) -> str | None:
+    if device is None:
+        return "a GPU that torch sees"
+    try:
+        kernels.choose("triton", device, torch.bfloat16)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _wanting(extra: str) -> str | None:
+    lacks = [name for name in EXTRAS[extra] if _version(name) is None]
+    return f"for headloss[{extra}]: {', '.join(lacks)}" if lacks else None
+
+
+def described(device: torch.device | None) -> str:
+    if device is None:
+        return "none"
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name}, {found.total_memory / (1 << 30):.0f} GiB"
+
+
+def _product(device: torch.device, backend: str) -> str:
+    """Which kernel multiplies hidden states and a bfloat16 head."""
+    if backend == "reference":
+        return "PyTorch's"
+    from ..kernels.triton.versions import overlaps
+
+    overlapping = overlaps(device)
+    return "Triton's, whose epilogue overlaps with the next tile" if overlapping else "Triton's"

@@ -1,0 +1,313 @@
+"""An oracle that materialises the logits, the error budget, and a meter for live tensors.
+
+Only terms, packing and weights are shared with the library proper: statistics, divergences and
+gradients come from autograd through plain logits.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..batch.batch import Batch
+from ..batch.packing import PackedBatch, Packing, pack
+from ..batch.reduction import Totals
+from ..batch.segments import Segments
+from ..head.head import Head
+from ..losses.teacher import Teacher
+from ..losses.term import Objective, Term
+from ..objective.weighted import bind, check_weights
+from ..statistics.softmax import CANDIDATES, COLLISION, PEAK, Statistics
+
+Mode = Literal["float64", "float32", "input"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain:
+    """What plain PyTorch computes: values in the caller's shapes, and gradients."""
+
+    loss: Tensor
+    terms: dict[str, Tensor]
+    logps: Tensor
+    entropies: Tensor
+    gradients: dict[str, Tensor]
+
+
+def plain(
+    hidden: Tensor,  # [.., H]
+    head: Head,
+    batch: Batch,
+    objective: Term | Objective,
+    mode: Mode = "float64",
+    upstream: float = 1.0,
+) -> Plain:
+    """The objective by autograd through materialised logits.
+
+    mode "float64" is the oracle; "float32" makes the logits in float32 whatever the inputs' dtype,
+    and "input" in the inputs' own: the two yardsticks of the error budget.
+    """
+    objective = Objective.of(objective)
+    dtype = {"float64": torch.float64, "float32": torch.float32, "input": hidden.dtype}[mode]
+    leaves = {
+        name: t.detach().to(dtype).requires_grad_(t.requires_grad)
+        for name, t in parameters(hidden, head).items()
+    }
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    packed = pack(batch, head.vocabulary, wide, unit=objective.segments_per_unit)
+    packing = packed.packing
+    index = slice(None) if packing.index is None else packing.index
+    with torch.enable_grad():
+        x = leaves["hidden"].reshape(-1, hidden.shape[-1])[index]
+        temperature = head.temperature
+        if isinstance(temperature, Tensor):
+            temperature = temperature.reshape(-1)[index].to(wide).unsqueeze(1)
+        capped = _logits(x, leaves, head, wide)
+        rows = capped / temperature
+        ids = packed.batch.get("candidate_ids")
+        stats = _statistics(rows, packed.batch.targets, _supported(packing, rows), ids)
+        for teacher in objective.teachers:
+            stats.extras[teacher] = plain_divergence(capped, teacher, packed.batch)
+        check_weights(objective, packed.batch.kinds(), batch.totals)
+        totals = batch.totals if batch.totals is not None else Totals.of(batch)
+        bound = bind(objective, packed.batch, totals, head.vocabulary, wide)
+        shares = [part.share(stats, packed.batch) for part in bound.parts]
+        loss = sum(p.coefficient * s for p, s in zip(bound.parts, shares, strict=True))
+        assert isinstance(loss, Tensor)
+    wanted = {name: t for name, t in leaves.items() if t.requires_grad}
+    gradients: dict[str, Tensor] = {}
+    if wanted and loss.requires_grad:
+        found = torch.autograd.grad(upstream * loss, [*wanted.values()], materialize_grads=True)
+        gradients = dict(zip(wanted, found, strict=True))
+    return Plain(
+        loss=loss.detach(),
+        terms={p.name: s.detach() for p, s in zip(bound.parts, shares, strict=True)},
+        logps=packing.scatter(stats.logp.detach()),
+        entropies=packing.scatter(stats.entropy.detach()),
+        gradients=gradients,
+    )
+
+
+def parameters(hidden: Tensor, head: Head) -> dict[str, Tensor]:
+    """What may require a gradient, by name: hidden, weight, bias, lora0.a, lora0.b, ..."""
+    found = {"hidden": hidden, "weight": head.weight}
+    if head.bias is not None:
+        found["bias"] = head.bias
+    for i, lora in enumerate(head.lora):
+        found |= {f"lora{i}.a": lora.a, f"lora{i}.b": lora.b}
+    return found
+
+
+def _logits(x: Tensor, leaves: dict[str, Tensor], head: Head, wide: torch.dtype) -> Tensor:
+    """[T, V] before the temperature, in `wide`, from a product in the tensors' own dtype."""
+    scored = slice(head.vocabulary)
+    z = F.linear(x, leaves["weight"][scored]).to(wide)
+    for i, lora in enumerate(head.lora):
+        narrow = F.linear(x, leaves[f"lora{i}.a"])
+        z = z + lora.scaling * F.linear(narrow, leaves[f"lora{i}.b"][scored]).to(wide)
+    if head.bias is not None:
+        z = z + leaves["bias"][scored].to(wide)
+    z = z * head.logit_scale
+    if head.softcap is not None:
+        z = head.softcap * torch.tanh(z / head.softcap)
+    return z
+
+
+def _supported(packing: Packing, z: Tensor) -> Tensor:
+    """[T, V] bool, the columns that a token's softmax runs over."""
+    found = torch.zeros_like(z, dtype=torch.bool)
+    if packing.support is not None:
+        counts, ids = packing.support.offsets.diff(), packing.support.ids
+        rows = torch.arange(len(z), device=z.device).repeat_interleave(counts)
+        found[rows[ids >= 0], ids[ids >= 0]] = True
+    return found | ~found.any(1, keepdim=True)
+
+
+def _statistics(
+    z: Tensor, targets: Tensor, supported: Tensor, candidate_ids: Tensor | None
+) -> Statistics:
+    mean = torch.where(supported, z, 0).sum(-1) / supported.sum(-1)
+    z = z.masked_fill(~supported, -math.inf)
+    log_p = z.log_softmax(-1)
+    target = targets.unsqueeze(1)
+    beside: dict[object, Tensor] = {COLLISION: log_p.exp().square().sum(-1).detach()}
+    beside[PEAK] = peak = z.detach().amax(-1)
+    if candidate_ids is not None:
+        beside[CANDIDATES] = _candidates(log_p, candidate_ids)
+    return Statistics(
+        logp=log_p.gather(1, target).squeeze(1),
+        lse=z.logsumexp(-1),
+        entropy=-(log_p.exp() * log_p.clamp_min(-1e30)).sum(-1),
+        mean_logit=mean,
+        top1=(z.gather(1, target).squeeze(1) >= peak).to(z.dtype),
+        extras=beside,
+    )
+
+
+def _candidates(log_p: Tensor, ids: Tensor) -> Tensor:
+    """[T, K + 1] log-probs of K columns, 0 in empty slots, and of all others together."""
+    empty = ids < 0
+    chosen = log_p.gather(1, ids.clamp_min(0)).masked_fill(empty, 0)
+    others = log_p.new_zeros(len(log_p), log_p.shape[1] + 1)  # a column for empty slots
+    others = others.scatter(1, torch.where(empty, log_p.shape[1], ids), -math.inf)[:, :-1]
+    return torch.cat([chosen, (log_p + others).logsumexp(-1, keepdim=True)], 1)
+
+
+def plain_divergence(student: Tensor, teacher: Teacher, batch: PackedBatch) -> Tensor:
+    """[T] divergences of a student's raw, soft-capped logits [T, V] from a teacher, whose tail is
+    "bucket", "truncated", "generalized" or "sampled"."""
+    log_p = (student / teacher.temperature).log_softmax(-1)
+    log_of_target = log_p.gather(1, batch.targets.unsqueeze(1)).squeeze(1)
+    form = teacher.source(batch)
+    if form == "topk":
+        ids = batch.teacher_topk_ids
+        empty = ids < 0
+        log_p = log_p.gather(1, ids.clamp_min(0)).masked_fill(empty, -math.inf)
+        log_q = batch.teacher_topk_logps.to(log_p.dtype).masked_fill(empty, -math.inf)
+        if teacher.tail == "bucket":
+            rest = (torch.log1p(-x.exp().sum(-1, keepdim=True)) for x in (log_p, log_q))
+            log_p, log_q = (torch.cat(pair, 1) for pair in zip((log_p, log_q), rest, strict=True))
+    else:
+        if form == "logits":
+            raw = batch.teacher_logits
+        else:
+            assert teacher.head is not None
+            raw = replace(teacher.head, temperature=1.0).logits(batch.teacher_hidden)
+        log_q = (raw.to(log_p.dtype) / teacher.temperature).log_softmax(-1)
+    p, q = log_p.exp(), log_q.exp()
+
+    def kl(a: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
+        return torch.where(a > 0, a * (log_a - log_b), 0).sum(-1)
+
+    beta = teacher.beta
+    log_m = (beta * q + (1 - beta) * p).log()
+    kinds: dict[str, Callable[[], Tensor]] = {
+        "forward_kl": lambda: kl(q, log_q, log_p),
+        "reverse_kl": lambda: kl(p, log_p, log_q),
+        "total_variation": lambda: (p - q).abs().sum(-1) / 2,
+        "skew_forward_kl": lambda: kl(q, log_q, log_m),
+        "skew_reverse_kl": lambda: kl(p, log_p, log_m),
+        "js": lambda: beta * kl(q, log_q, log_m) + (1 - beta) * kl(p, log_p, log_m),
+    }
+    value = kinds[teacher.kind]()
+    if form == "topk" and teacher.tail == "generalized":
+        value = value + {"reverse_kl": 1, "forward_kl": -1}.get(teacher.kind, 0) * (q - p).sum(-1)
+    if form == "topk" and teacher.tail == "sampled":
+        pull = (1 + log_of_target - batch.teacher_logps).detach()
+        outside = (batch.teacher_topk_ids != batch.targets.unsqueeze(1)).all(1)
+        value = value + torch.where(outside, pull * log_of_target, 0)
+    return value
+
+
+# ---------------------------------------------------------------------- the error budget
+
+
+def error(value: Tensor, oracle: Tensor) -> float:
+    """The norm of the difference over the norm of the oracle (of the difference, if that is 0)."""
+    value, oracle = value.detach().double().cpu(), oracle.detach().double().cpu()
+    if value.shape != oracle.shape:
+        raise ValueError(f"value: got shape {tuple(value.shape)}, want {tuple(oracle.shape)}")
+    difference, norm = float((value - oracle).norm()), float(oracle.norm())
+    return difference / norm if norm else difference
+
+
+def within_budget(value: Tensor, oracle: Tensor, yardstick: Tensor) -> bool:
+    """err <= 3 err(yardstick) + 1e-6, relative; NaN never passes."""
+    return error(value, oracle) <= 3 * error(yardstick, oracle) + 1e-6
+
+
+# ---------------------------------------------------------------------- inputs
+
+
+def trained_looking(
+    tokens: int, width: int, vocabulary: int, dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu", seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden [T, H], weight [V, H] and targets [T] whose p(target) has a mean near one half."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32)
+
+    weight = normal(vocabulary, width) * width**-0.5
+    targets = torch.randint(vocabulary, (tokens,), generator=generator, device=device)
+    strength = 24 * torch.rand(tokens, 1, generator=generator, device=device)
+    hidden = 0.8 * normal(tokens, width) + weight[targets] * strength
+    return hidden.to(dtype), weight.to(dtype), targets
+
+
+def random_batch(
+    targets: Tensor,  # [T]
+    segments: Segments,
+    logps: Tensor,  # [T], around which old, reference and sampler scatter
+    seed: int = 0,
+    **fields: Tensor,
+) -> Batch:
+    """A batch with every field that the shipped terms read."""
+    generator = torch.Generator(device=logps.device).manual_seed(seed)
+
+    def near(scale: float) -> Tensor:
+        noise = torch.randn(logps.shape, generator=generator, device=logps.device)
+        return (logps.detach().float() + scale * noise).clamp_max(0)
+
+    advantages = torch.randn(segments.count, generator=generator, device=logps.device)
+    given = {
+        "advantages": advantages,
+        "old_logps": near(0.2),
+        "ref_logps": near(0.3),
+        "sampling_logps": near(0.1),
+        "desirable": advantages > 0,
+        "reference_kl": torch.full_like(advantages, 0.1),
+        "teacher_logps": near(0.4),
+        **fields,
+    }
+    return Batch(targets, segments, **given)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- memory
+
+
+class LiveTensors(TorchDispatchMode):
+    """Notes every tensor that operators create: the largest one, and the peak of live bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0  # elements of one tensor
+        self.live = 0
+        self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and _key(tensor) not in known:
+                self._note(tensor)
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = _key(tensor)
+        if key in self._seen or not storage.nbytes():
+            return
+        self.largest = max(self.largest, storage.nbytes() // tensor.element_size())
+        self._seen.add(key)
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, key, storage.nbytes())
+
+    def _forget(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.live -= size
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
