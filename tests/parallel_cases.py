@@ -147,6 +147,9 @@ def run_inputs(
     data, vocab = groups(cut.data, cut.vocabulary)
     mine = part_of(inputs, cut, distributed.get_rank(), data, vocab)
     options = replace(options, sequence_parallel=cut.spread, **changes)
+    if options.static:  # goes by what the same call learned on every rank
+        plain = replace(options, static=False)
+        hl.plan(mine.hidden, mine.head, mine.batch, inputs.objective, plain)
     out = hl.head_loss(mine.hidden, mine.head, mine.batch, inputs.objective, options)
     leaves = {n: t for n, t in parameters(mine.hidden, mine.head).items() if t.requires_grad}
     found = torch.autograd.grad(out.loss, list(leaves.values()))

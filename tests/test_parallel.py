@@ -56,18 +56,15 @@ def rows_of(cut: Cut, turn: int) -> list[tuple[Row, Cut]]:
         values |= {"case": case, "storage": "plain"}
         if values["dtype"] == "float16":
             values["dtype"] = "float32"
-        while not fits(values, cut):
-            values["schedule"] = next(others[list(AXES).index("schedule")])
-            if not CASES[case].teacher and cut.data > 1 and _is_batch_scoped(case):
+        schedules = others[list(AXES).index("schedule")]
+        for _ in AXES["schedule"]:
+            if fits(values, cut):
                 break
+            values["schedule"] = next(schedules)
         if not fits(values, cut):
             continue
         found.append((tuple(values[name] for name in AXES), replace(cut, seed=number)))
     return found
-
-
-def _is_batch_scoped(case: str) -> bool:
-    return CASES[case].objective(hl.Head(torch.ones(2, 2))).scope == "batch"
 
 
 def join(name: str, results: list[dict[str, Any]], cut: Cut, total: int, inputs: Any) -> Any:

@@ -50,8 +50,8 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_466, "core tokens": 76_528}
-MOST |= {"kernels lines": 4_310, "kernels tokens": 34_943, "files on top": 14}
+MOST = {"core lines": 10_630, "core tokens": 76_613}
+MOST |= {"kernels lines": 4_072, "kernels tokens": 32_701, "files on top": 12}
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
