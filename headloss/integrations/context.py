@@ -1,5 +1,5 @@
-"""Trainers of Transformers' kind under context parallelism: each rank of a group holds tokens of the
-same rows, which accelerate's torch backend shards.
+"""Trainers of Transformers' kind under context parallelism: each rank of a group holds tokens of
+the same rows, which accelerate's torch backend shards.
 
 B rows of L positions, of which a rank holds L / cp.
 """
