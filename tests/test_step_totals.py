@@ -51,11 +51,15 @@ def collate(pairs: list[dict[str, Any]]) -> dict[str, Tensor]:
     }
 
 
-def run(terms: Any, pairs: int, kind: type = Trainer, model: Any = None, **settings: Any) -> Any:
+def run(
+    terms: Any, pairs: int, kind: type = Trainer, model: Any = None, collate: Any = collate,
+    fields: Any = None, **settings: Any,
+) -> Any:  # fmt: skip
     """Logged losses and parameters after a step of SGD on all rows, `pairs` at a time."""
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    ranks //= getattr(settings.get("parallelism_config"), "cp_size", 1)  # with rows of their own
     model = tiny("llama") if model is None else model
-    apply(model, terms, fields=FIELDS)
+    apply(model, terms, fields=FIELDS if fields is None else fields)
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
             folder, per_device_train_batch_size=pairs, max_steps=1, learning_rate=0.1,

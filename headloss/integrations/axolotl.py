@@ -42,8 +42,8 @@ class HeadlossArgs(BaseModel):
     def check_headloss(cls, data: Any) -> Any:
         if data.get("headloss"):
             refuse("Axolotl without `headloss: true`", **{n: bool(data.get(n)) for n in OTHERS})
-            for name in ("context_parallel_size", "tensor_parallel_size"):
-                refuse("Axolotl without `headloss: true`", **{name: (data.get(name) or 1) > 1})
+            tensors = (data.get("tensor_parallel_size") or 1) > 1
+            refuse("Axolotl without `headloss: true`", tensor_parallel_size=tensors)
         return data
 
 

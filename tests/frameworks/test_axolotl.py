@@ -147,7 +147,7 @@ def test_terms(manager: Any) -> None:
         ("liger_fused_linear_cross_entropy", True),
         ("chunked_cross_entropy", True),
         ("rl", "dpo"),
-        ("context_parallel_size", 2),
+        ("tensor_parallel_size", 2),
     ],
 )
 def test_refusals(manager: Any, name: str, value: Any) -> None:

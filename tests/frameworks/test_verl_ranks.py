@@ -36,6 +36,13 @@ def test_sequence_parallel(world: World, tmp_path: Path, mode: str) -> None:
     check(world, ranks.engine, saved(tmp_path), mode, True, False)
 
 
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("spread", [False, True])
+def test_teacher(world: World, tmp_path: Path, spread: bool, alone: bool) -> None:
+    """A teacher's top k, data parallel and with half of the packed positions on each rank."""
+    check(world, ranks.teacher, saved(tmp_path), spread, alone)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="wants megatron-core")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("spread", [False, True])

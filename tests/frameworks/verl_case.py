@@ -17,15 +17,22 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from verl.trainer.config import CheckpointConfig
+from verl.trainer.distillation import distillation_ppo_loss
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import ActorConfig, FSDPEngineConfig, HFModelConfig
+from verl.workers.config import (
+    ActorConfig,
+    DistillationConfig,
+    DistillationLossConfig,
+    FSDPEngineConfig,
+    HFModelConfig,
+)
 from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.config.optimizer import FSDPOptimizerConfig
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 
 assert verl_platform.platform_manager.get_platform().device_name == "cpu"
-PROMPTS, RESPONSES, R, V = (3, 2, 4, 1), (5, 1, 7, 4), 7, 61
+PROMPTS, RESPONSES, R, V, K = (3, 2, 4, 1), (5, 1, 7, 4), 7, 61, 6
 B = len(PROMPTS)
 FLOATS = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
 
@@ -131,6 +138,30 @@ def loss_of(mode: str, **options: Any) -> Any:
         **{"clip_ratio_low": 0.15, "clip_ratio_high": 0.25, **options},
     )  # fmt: skip
     return functools.partial(ppo_loss, config=config)
+
+
+def taught(seed: int = 0, **more: Any) -> TensorDict:
+    """A step with a teacher's K likeliest at each token, as verl's servers return them: nested
+    [B, L, K], and one id K times at the last token of a sequence."""
+    data = step(seed, **{"distillation_use_topk": True, **more})
+    generator = torch.Generator().manual_seed(seed + 7)
+    logps, ids = [], []
+    for tokens in data["input_ids"].unbind():
+        z = 4 * torch.randn(len(tokens), V, generator=generator)
+        likeliest = z.log_softmax(-1).topk(K)
+        likeliest.values[-1], likeliest.indices[-1] = 0, 0
+        logps.append(likeliest.values)
+        ids.append(likeliest.indices.int())
+    data["teacher_logprobs"], data["teacher_ids"] = jagged(logps), jagged(ids)
+    return data
+
+
+def distillation_of(mode: str, settings: Any, **options: Any) -> Any:
+    """As the worker of an actor has it where a teacher is configured."""
+    config = loss_of(mode, **options).keywords["config"]
+    loss = DistillationLossConfig(loss_mode="forward_kl_topk", topk=K, **settings)
+    teacher = DistillationConfig(distillation_loss=loss)
+    return functools.partial(distillation_ppo_loss, config=config, distillation_config=teacher)
 
 
 def gradients(engine: Any) -> dict[str, Tensor]:

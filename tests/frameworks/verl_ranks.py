@@ -4,6 +4,7 @@ and its output processor under Megatron."""
 from __future__ import annotations
 
 import contextlib
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,25 +31,46 @@ def _off(got: Any, want: Any) -> float:
 
 def engine(path: str, mode: str, spread: bool, tied: bool) -> dict[str, float]:
     """Under FSDP2, data parallel or (`spread`) with Ulysses sequence parallelism; beside logits."""
+    from verl_case import loss_of, step
+
+    loss = {"entropy_coeff": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.2}
+    theirs, ours = (loss_of(name, **loss) for name in (mode.removeprefix("headloss_"), mode))
+    temperature = torch.tensor([0.7, 1.3, 0.9, 1.0])
+    batch = functools.partial(step, temperature=temperature)
+    return _beside(path, spread, theirs, ours, batch)
+
+
+def teacher(path: str, spread: bool, alone: bool) -> dict[str, float]:
+    """As `engine`, with a teacher's top k, `alone` or beside a policy loss."""
+    from verl_case import distillation_of, taught
+
+    loss = distillation_of(
+        "vanilla", {"use_policy_gradient": False, "use_task_rewards": not alone}, entropy_coeff=0.1
+    )
+    batch = functools.partial(taught, distillation_only=alone, calculate_entropy=not alone)
+    return _beside(path, spread, loss, loss, batch)
+
+
+def _beside(path: str, spread: bool, theirs: Any, ours: Any, batch: Any) -> dict[str, float]:
     from verl.utils.ulysses import set_ulysses_sequence_parallel_group
-    from verl_case import engine_of, loss_of, step, trained
+    from verl_case import engine_of, trained
 
     import headloss.integrations.verl as adapter
 
     adapter.install()
     more = {"ulysses_sequence_parallel_size": 2} if spread else {}
-    loss = {"entropy_coeff": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.2}
     found = []
-    for backend, name in ((None, mode.removeprefix("headloss_")), ("headloss", mode)):
+    for backend, loss in ((None, theirs), ("headloss", ours)):
         made = engine_of(path, backend, engine=more)
         set_ulysses_sequence_parallel_group(made.ulysses_parallel_group)
-        data = step(
+        data = batch(
             seed=0 if spread else torch.distributed.get_rank(), use_fused_kernels=bool(backend),
             global_batch_size=4 if spread else 8,
-            temperature=torch.tensor([0.7, 1.3, 0.9, 1.0]),
         )  # fmt: skip
-        found.append(trained(made, data, loss_of(name, **loss)))
+        found.append(trained(made, data, loss))
     set_ulysses_sequence_parallel_group(None)
+    for name in ("distillation/overlap_ratio", "distillation/overlap_token_advantage"):
+        found[0][0]["metrics"].pop(name, None)  # they want the student's own top k
     return differences(found[1], found[0])
 
 

@@ -202,7 +202,8 @@ class Applied:
         before = vars(head).get("forward"), vars(self.model).get("_loss_function")
         try:
             # Before the model's forward: what packing asks of the device is there at the head.
-            self.batch = self.batch_of({**call, **fields}, call["labels"].device)
+            batch = self.step and self.step.batch
+            self.batch = batch or self.batch_of({**call, **fields}, call["labels"].device)
             self.labels, self.count = call["labels"], call.get("num_items_in_batch")
             self.own_head = before[0] or functools.partial(type(head).forward, head)
             head.forward, self.model._loss_function = self.at_head, self.at_loss

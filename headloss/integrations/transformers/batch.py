@@ -59,5 +59,6 @@ def _check_whole(call: Mapping[str, Any], targets: Tensor) -> None:
         raise ValueError(
             f"shift_labels: got them with {got}, as of context or sequence parallelism, whose "
             "parts of sequences would count as sequences; want segments=Segments.from_ids(ids, "
-            'count=S, group=...) in the call and apply(..., fields=("segments",))'
+            'count=S, group=...) in the call and apply(..., fields=("segments",)), or under '
+            "accelerate's context parallelism headloss.integrations.transformers.Trainer"
         )

@@ -21,11 +21,13 @@ class Step:
         totals: the denominators of all its calls, on all ranks.
         ranks: that will average their gradients.
         parts: the calls of a rank, whose losses will be averaged.
+        batch: of this call, where a rank holds some of the tokens of its rows.
     """
 
     totals: Totals
     ranks: int = 1
     parts: int = 1
+    batch: Batch | None = None
 
 
 def over_step(

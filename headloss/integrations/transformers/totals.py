@@ -9,6 +9,7 @@ import transformers
 from torch import Tensor
 
 from ...batch.batch import Batch
+from ..context import group_of
 from ..steps import CountsSteps
 from .apply import Applied, applied_to
 from .denominators import Step
@@ -27,10 +28,14 @@ class TotalsMixin(CountsSteps):
     and ranks. With `average_tokens_across_devices=False` each rank counts for itself, and the
     ranks' losses are averaged.
 
+    Under context parallelism (accelerate's torch backend) labels, documents and the fields of each
+    token are shifted over whole rows and then sharded as the tokens are; terms of segments take
+    sums over the group.
+
     Raises:
         ValueError: in the first step: a model that `apply` was not called on,
             `label_smoothing_factor` and `compute_loss_func`, which take the loss from logits, and
-            context or sequence parallelism, where a sequence is on several ranks.
+            sequence parallelism (DeepSpeed), whose data loader shards rows before they are counted.
     """
 
     def batch_of(self, inputs: dict[str, Any], device: torch.device) -> Batch | None:
@@ -45,10 +50,10 @@ class TotalsMixin(CountsSteps):
         num_items_in_batch: int | Tensor | None = None,
     ) -> Any:
         applied, stock = self._applied(), super().compute_loss  # type: ignore[misc]
-        totals = self.step_totals if self.model.training else self.totals_of([inputs])
+        batch, totals = self.of_call(inputs)
         if totals is None:
             return stock(model, inputs, return_outputs, num_items_in_batch)
-        applied.step = Step(totals, self.ranks, self.parts)
+        applied.step = Step(totals, self.ranks, self.parts, batch)
         try:  # without a count, for which Trainer would multiply by the ranks
             loss, outputs = stock(model, inputs, return_outputs=True)
         finally:
@@ -64,11 +69,7 @@ class TotalsMixin(CountsSteps):
                 "label_smoothing_factor and compute_loss_func: take the loss from logits; pass "
                 "terms to apply() in their place"
             )
-        if trainer.get_cp_size() > 1 or trainer.get_sp_size() > 1:
-            raise ValueError(
-                "parallelism_config: got context or sequence parallelism, want whole sequences on "
-                "each rank; transformers.Trainer serves means of tokens"
-            )
+        group_of(self)  # refused before the first step
         return applied_to(self.model)
 
 

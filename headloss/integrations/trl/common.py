@@ -39,8 +39,8 @@ def refuse(trainer: object, **unsupported: tuple[bool, str]) -> None:
             )
 
 
-def refuse_common(trainer: Any, stock: str) -> None:
-    """What no trainer here supports."""
+def refuse_common(trainer: Any, stock: str, context: bool = False) -> None:
+    """What no trainer here supports; `context` parallelism one does."""
     args, accelerator = trainer.args, trainer.accelerator
     peft = getattr(accelerator.unwrap_model(trainer.model), "active_peft_config", None)
     parallel = getattr(accelerator, "parallelism_config", None)
@@ -53,7 +53,7 @@ def refuse_common(trainer: Any, stock: str) -> None:
         multimodal_inputs=(vision, instead),
         use_liger_kernel=(bool(args.use_liger_kernel), "headloss takes the place of its loss"),
         prompt_learning=(bool(getattr(peft, "is_prompt_learning", False)), instead),
-        context_parallel=(bool(getattr(parallel, "cp_enabled", False)), instead),
+        context_parallel=(bool(getattr(parallel, "cp_enabled", False)) and not context, instead),
         sequence_parallel=(bool(getattr(parallel, "sp_enabled", False)), instead),
     )
 

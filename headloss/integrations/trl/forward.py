@@ -53,8 +53,9 @@ class Request:
     It must not become a dataclass or a container: wrappers would cast the batch's fields.
 
     Args:
-        batch: targets [B, C]: column c of a row is predicted at position L - C - 1 + c. Default:
-            the labels that the forward is given [B, C + 1], less the first.
+        batch: targets [B, C]: column c of a row is predicted at position L - C - 1 + c, or at c
+            where C = L, of labels that have been shifted. Default: the labels that the forward is
+            given [B, C + 1], less the first.
         objective: the loss. Default: the entropy, for a pass without gradient.
         options: of `head_loss`.
 
@@ -137,7 +138,8 @@ def add_head(
             found = self.base_model(*args, **kwargs)
             hidden, logits = found.last_hidden_state, None
         columns = batch.targets.shape[1]
-        hidden = hidden[:, -columns - 1 : -1]
+        places = slice(None) if columns == hidden.shape[1] else slice(-columns - 1, -1)
+        hidden = hidden[:, places]
 
         def of_hidden(hidden: Tensor) -> HeadOutput:
             read = Head.of_model(self, temperature=temperature, **paths.transform)
@@ -149,7 +151,7 @@ def add_head(
         if logits is None:
             output = as_head(self, of_hidden, hidden)
         else:
-            logits = logits[:, -columns - 1 : -1]
+            logits = logits[:, places]
             output = path.of_logits(logits, temperature, batch, request)
         output.aux_loss = _aux_loss(self, found, kwargs)
         if hasattr(self, "value_head"):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from trl.trainer import sft_trainer
 
 from ...batch.batch import IGNORE, Batch
+from ...batch.reduction import Totals
 from ...batch.segments import Segments
 from ...losses import Objective, cross_entropy
 from ...options import Options
@@ -28,6 +29,7 @@ class SFTTrainer(CountsSteps, sft_trainer.SFTTrainer):
 
     Override `objective` to add terms, and set `options` for memory and schedule. A term is divided
     by the totals of the optimizer step, over the ranks too; documents of packed rows are sequences.
+    Context parallelism is TRL's: accelerate's torch backend, without packing.
 
     Raises:
         ValueError: a configuration that is not supported, by the option's name.
@@ -41,7 +43,7 @@ class SFTTrainer(CountsSteps, sft_trainer.SFTTrainer):
             super().__init__(*args, **kwargs)
         settings: Any = self.args
         stock = "use trl.SFTTrainer"
-        refuse_common(self, "trl.SFTTrainer")
+        refuse_common(self, "trl.SFTTrainer", context=True)
         refuse(
             self,
             loss_type=(settings.loss_type != "nll", f'want "nll", or {stock}'),
@@ -64,10 +66,15 @@ class SFTTrainer(CountsSteps, sft_trainer.SFTTrainer):
         num_items_in_batch: int | Tensor | None = None,
     ) -> Any:
         objective, probe = self.objective(inputs), Probe("top1")
-        batch = self._batch(inputs, objective)
+        if self.shards is None:
+            totals = self.step_totals if self.model.training else None
+            batch = self._batch(inputs, objective)
+        else:
+            batch, totals = self.of_call(inputs)
         divides = self.divides(num_items_in_batch)
-        objective = self._over_the_step(objective, batch, num_items_in_batch)
-        forward = {name: value for name, value in inputs.items() if name != "labels"}
+        objective = self._over_the_step(objective, batch, num_items_in_batch, totals)
+        labels = ("labels", "shift_labels")
+        forward = {name: value for name, value in inputs.items() if name not in labels}
         if self.aux_loss_enabled:
             forward["output_router_logits"] = True
         request = Request(batch=batch, objective=objective + probe.term, options=self.options)
@@ -90,20 +97,24 @@ class SFTTrainer(CountsSteps, sft_trainer.SFTTrainer):
         return self._batch(tensors, self.objective(tensors))
 
     def _batch(self, inputs: dict[str, Any], objective: Objective) -> Batch:
-        """[B, L - 1]; the documents of packed rows are segments where a term asks for them."""
+        """[B, L - 1]; the documents of packed rows are segments where a term asks for them. Under
+        context parallelism [B, L], to be sharded as the tokens are."""
         labels, segments = inputs["labels"], None
+        targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
         if needs_segments(objective):
-            targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
-            if (every := documents_of(inputs, targets)) is not None:
-                segments = Segments.from_ids(every.ids[:, :-1], every.count)
+            segments = documents_of(inputs, targets)
+        if self.get_cp_size() > 1:
+            return Batch(targets, segments)
+        if segments is not None:
+            segments = Segments.from_ids(segments.ids[:, :-1], segments.count)
         return Batch(labels[:, 1:], segments)
 
     def _over_the_step(
-        self, objective: Objective, batch: Batch, count: int | Tensor | None
+        self, objective: Objective, batch: Batch, count: int | Tensor | None, totals: Totals | None
     ) -> Objective:
         """In an evaluation, as TRL's, each batch of a rank stands for itself."""
-        if self.model.training and self.step_totals is not None:
-            batch.totals = self.step_totals
+        if totals is not None:
+            batch.totals = totals
             return objective if self.ranks == 1 else self.ranks * objective
         if count is None:
             return objective

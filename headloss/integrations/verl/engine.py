@@ -1,4 +1,5 @@
-"""verl's FSDP engine with a temperature per sample, and with losses in one pass.
+"""verl's FSDP engine with a temperature per sample, with losses in one pass, and with a teacher's
+top k.
 
 B sequences of at most R response tokens, N packed positions, T scored tokens, H hidden width.
 """
@@ -23,9 +24,11 @@ from ...head.head import Head
 from ...head_loss import head_loss
 from ...losses import Objective
 from ...options import Options
+from ..seams import misfit
 from . import losses
 from .fused import fused_of
 from .scored import Scored
+from .teacher import Teacher, TopK, distillation_of
 
 FIELDS = {
     "old_log_probs": "old_logps",
@@ -39,6 +42,7 @@ class Engine(FSDPEngineWithLMHead):
     """`FSDPEngineWithLMHead` under `impl_backend: headloss`."""
 
     _config: Any = None  # of the actor, in a step whose loss is one of headloss's
+    _distillation: Any = None  # verl's settings, in a step whose loss is verl's of distillation
 
     def _build_module(self) -> Any:
         module = super()._build_module()
@@ -51,10 +55,12 @@ class Engine(FSDPEngineWithLMHead):
         """As without fused kernels, which serves a temperature per sample, and their arguments."""
         if not tu.get_non_tensor_data(micro_batch, "use_fused_kernels", False):
             return super().prepare_model_inputs(micro_batch)
-        if tu.get_non_tensor_data(micro_batch, "distillation_use_topk", False):
+        topk = tu.get_non_tensor_data(micro_batch, "distillation_use_topk", False)
+        if topk and (self._distillation is None or "support_ids" in micro_batch):
+            got = "support_ids" if self._distillation else "another loss function"
             raise ValueError(
-                "impl_backend: headloss does not serve top-k distillation under verl; set "
-                "use_fused_kernels=False"
+                f"impl_backend: got top-k distillation with {got}, want verl's "
+                "distillation_ppo_loss over the whole vocabulary; or use_fused_kernels=False"
             )
         fused = fused_of(self.module)
         tu.assign_non_tensor(micro_batch, use_fused_kernels=False)
@@ -70,18 +76,45 @@ class Engine(FSDPEngineWithLMHead):
             fused.temperature = each.clamp(min=1e-8).expand(shape)
         else:
             fused.temperature, inputs["temperature"] = None, temperature
-        fused.support = None
+        fused.support = fused.request = None
         if self._config is not None:
             fused.request = self._request(micro_batch, Scored(self, micro_batch, shape, packed))
+        elif topk:
+            scored = Scored(self, micro_batch, shape, packed)
+            alone = tu.get_non_tensor_data(micro_batch, "distillation_only", False)
+            floor = self._distillation.log_prob_min_clamp
+            fused.request = Teacher(scored, micro_batch, floor, alone)
         elif "support_ids" in micro_batch:
             fused.support = Scored(self, micro_batch, shape, packed).everywhere(micro_batch)
         return inputs, args
 
+    def prepare_model_outputs(
+        self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
+    ) -> dict[str, Any]:
+        """verl looks for a teacher's losses in packed batches alone: those of rows are added."""
+        given = output, output_args, micro_batch, logits_processor_func
+        outputs = super().prepare_model_outputs(*given)
+        topk = getattr(output, "fused_linear_aux", None)
+        if isinstance(topk, TopK) and "distillation_losses" not in outputs:
+            if "temperature_rmpad" in output_args:
+                seam = "FSDPEngineWithLMHead.prepare_model_outputs"
+                raise misfit("verl", f"{seam}: does not read fused_linear_aux")
+            offsets = micro_batch["input_ids"].offsets()
+            columns = torch.arange(topk.teacher_mass.shape[1], device=offsets.device)
+            real = columns < offsets.diff().unsqueeze(1)
+            for name, value in topk.items():
+                outputs[name] = torch.nested.nested_tensor_from_jagged(value[real], offsets)
+        return outputs
+
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         config = _config_of(loss_function)
-        if config is None:
-            return super().forward_step(micro_batch, loss_function, forward_only)
         fused, self._config = fused_of(self.module), config
+        if config is None:
+            self._distillation = distillation_of(loss_function)
+            try:
+                return super().forward_step(micro_batch, loss_function, forward_only)
+            finally:
+                self._distillation = fused.request = None
 
         def measure(model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, Any]:
             """The loss of the pass, and what verl's own loss function measures of it."""
@@ -187,3 +220,8 @@ class Request:
 
         assert out.entropies is not None
         return spread(out.logps), spread(out.entropies), out.loss
+
+    def put(self, output: Any) -> Any:
+        """The model's output with the loss, which has to go through what FSDP hooks."""
+        output["loss"] = self.loss
+        return output

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl.utils import tensordict_utils as tu
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 
@@ -15,6 +16,7 @@ from .asked import asks
 from .engine import Engine
 
 MCORE = "verl.models.mcore.model_forward_fused"
+MEGATRON = "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead"
 
 
 def install() -> None:
@@ -31,7 +33,7 @@ def check() -> str:
     linear, fused_forward = fused.linear_of_verl, "FusedLinearForPPO.forward"
     require_arguments(linear, ("impl_backend",), "FusedLinearForPPO", "verl")
     check_signature(linear.forward, fused.Fused.forward, fused_forward, "verl")
-    for name in ("prepare_model_inputs", "forward_step"):
+    for name in ("prepare_model_inputs", "prepare_model_outputs", "forward_step"):
         theirs, ours = getattr(FSDPEngineWithLMHead, name), getattr(Engine, name)
         check_signature(theirs, ours, f"FSDPEngineWithLMHead.{name}", "verl")
     return SEAMS.check()
@@ -69,6 +71,17 @@ def _under_megatron() -> None:
     UNDER_MEGATRON.install(quiet=True)  # install() has announced verl
 
 
+def prepare_model_inputs(self: Any, batch: Any) -> Any:
+    """Of the Megatron engine, whose fused forward computes no loss of a teacher."""
+    fused = tu.get_non_tensor_data(batch, "use_fused_kernels", False) and asks(self.model_config)
+    if fused and tu.get_non_tensor_data(batch, "distillation_use_topk", False):
+        raise ValueError(
+            "impl_backend: got top-k distillation under strategy 'megatron', want fsdp or fsdp2; "
+            "or use_fused_kernels=False"
+        )
+    return UNDER_MEGATRON.theirs[MEGATRON, "prepare_model_inputs"](self, batch)
+
+
 SEAMS = Seams(
     {
         ("verl.utils.experimental.torch_functional", "FusedLinearForPPO"): fused.fused_linear,
@@ -79,4 +92,10 @@ SEAMS = Seams(
     },
     "verl",
 )
-UNDER_MEGATRON = Seams({(MCORE, "fused_output_processor"): fused.output_processor}, "verl")
+UNDER_MEGATRON = Seams(
+    {
+        (MCORE, "fused_output_processor"): fused.output_processor,
+        (MEGATRON, "prepare_model_inputs"): prepare_model_inputs,
+    },
+    "verl",
+)
