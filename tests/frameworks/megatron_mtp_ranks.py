@@ -81,7 +81,8 @@ def logged() -> Tensor:
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     helper = MTPLossLoggingHelper
-    names = [n for n in ("loss_values", "correct_values", "total_values") if n in helper.tracker]
+    names = ("loss_values", "values", "correct_values", "total_values")  # "values" in 0.18 alone
+    names = [n for n in names if n in helper.tracker]
     found = torch.stack([helper.tracker[name].clone() for name in names])
     helper.clean_metrics_in_tracker()
     return found
