@@ -84,7 +84,8 @@ def logged() -> Tensor:
     names = ("loss_values", "values", "correct_values", "total_values")  # "values" in 0.18 alone
     names = [n for n in names if n in helper.tracker]
     found = torch.stack([helper.tracker[name].clone() for name in names])
-    helper.clean_metrics_in_tracker()
+    name = "clean_metrics_in_tracker"
+    getattr(helper, name if hasattr(helper, name) else "clean_loss_in_tracker")()  # in 0.18
     return found
 
 
