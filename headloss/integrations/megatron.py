@@ -15,9 +15,8 @@ masks as [b, s]. The vocabulary is sharded over the output layer's tensor-parall
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from importlib import import_module
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,8 +28,11 @@ from ..head_loss import Output, head_loss
 from ..head_stats import HeadStats, head_stats
 from ..losses import Objective, Term
 from ..options import Options
+from .megatron_heads import check_layer as _refuse
+from .megatron_heads import head_of
+from .megatron_mtp import handed_on, with_depths
 from .seams import announce, part, require_arguments
-from .shared import needs_segments, refuse
+from .shared import needs_segments
 
 
 def check() -> str:
@@ -82,24 +84,11 @@ class Processor:
         if labels is None:
             raise ValueError("labels: got None, want [b, s]; without them there are logits alone")
         _refuse(output_layer, inference_context, config)
-        weight: Any = output_layer.weight if output_weight is None else output_weight
-        options = replace(self.options, sequence_parallel=bool(output_layer.sequence_parallel))
-        if (
-            output_layer.gradient_accumulation_fusion
-            and hasattr(weight, "main_grad")
-            and weight.requires_grad
-            and torch.is_grad_enabled()
-        ):
-            options = replace(options, main_grad=weight.main_grad)
-            weight = _InMainGrad.apply(weight)
-        group, temperature = output_layer.tp_group, self.temperature
-        head = Head(
-            weight,
-            output_layer.bias,
-            temperature.t() if isinstance(temperature, Tensor) else temperature,
-            logit_scale=config.mup_output_mult if config.use_mup else 1.0,
-            vocab_size=self.vocab_size,
-            vocab_group=group if group.size() > 1 else None,
+        temperature = self.temperature
+        if isinstance(temperature, Tensor):
+            temperature = temperature.t()
+        head, options = head_of(
+            output_layer, output_weight, config, self.options, temperature, self.vocab_size
         )
         targets = labels.t().contiguous()  # [s, b], as the hidden states
         if loss_mask is not None:
@@ -151,29 +140,16 @@ class HeadLoss(Processor):
     """
 
     objective: Term | Objective
+    takes_depths: ClassVar = True
 
     def _needs_segments(self) -> bool:
         return needs_segments(Objective.of(self.objective))
 
     def _act(self, hidden: Tensor, head: Head, batch: Batch, options: Options) -> Output:
-        return head_loss(hidden, head, batch, self.objective, options)
-
-
-def _refuse(layer: Any, inference_context: Any, config: Any) -> None:
-    known = import_module("megatron.core.tensor_parallel").ColumnParallelLinear
-    if type(layer) is not known:
-        raise TypeError(f"output_layer: got {type(layer).__name__}, want ColumnParallelLinear")
-    refuse(
-        "Megatron without output_processor",
-        inference_context=inference_context is not None,
-        defer_embedding_wgrad_compute=config.defer_embedding_wgrad_compute,
-        disable_grad_reduce=layer.disable_grad_reduce,
-        gtp_remat=getattr(layer, "gtp_remat_size", 1) > 1,  # new in 0.19
-        **{
-            "Megatron-FSDP": any(hasattr(p, "__fsdp_param__") for p in layer.parameters()),
-            "hooks of output_layer": bool(layer._forward_hooks or layer._forward_pre_hooks),
-        },
-    )
+        objective = Objective.of(self.objective)
+        if (depths := handed_on()) is not None:
+            return with_depths(depths, hidden, head, batch, objective, options)
+        return head_loss(hidden, head, batch, objective, options)
 
 
 def _as_hidden(value: Any, shape: torch.Size) -> Any:
@@ -202,24 +178,3 @@ def _segments(packed: Any, loss_mask: Tensor | None, targets: Tensor, config: An
     ends = ends[1:][holds_tokens]
     positions = torch.arange(s, device=targets.device)
     return Segments.from_ids(torch.bucketize(positions, ends, right=True)[:, None], len(ends))
-
-
-class _InMainGrad(torch.autograd.Function):
-    """The weight. Its gradient is in `main_grad` by then, as Megatron's hooks are told here, which
-    run where a gradient arrives; so one does, which nobody reads."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Any) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.weight = weight
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
-        weight = ctx.weight
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            return None
-        weight.grad_added_to_main_grad = True
-        if getattr(weight, "zero_out_wgrad", False):
-            return torch.zeros_like(weight)
-        return torch.empty_like(weight)

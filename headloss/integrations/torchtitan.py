@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 
 from ..batch.batch import IGNORE, Batch
 from ..head.head import Head
@@ -28,7 +29,8 @@ from .shared import needs_segments, over_count, refuse
 HOME = "torchtitan.components.loss"
 ChunkedLossWrapper: Any = part("torchtitan", HOME, "ChunkedLossWrapper")
 CrossEntropyLoss: Any = part("torchtitan", HOME, "CrossEntropyLoss")
-spmd_mesh_size: Any = part("torchtitan", "torchtitan.distributed.spmd_types", "spmd_mesh_size")
+SPMD = "torchtitan.distributed.spmd_types"
+spmd_mesh_size: Any = part("torchtitan", SPMD, "spmd_mesh_size")
 FIELDS = {"generator_logprobs": "old_logps"}  # torchtitan's names
 
 
@@ -47,8 +49,8 @@ class HeadLossWrapper(ChunkedLossWrapper):
         RuntimeError: torchtitan's own wrapper takes other arguments.
         TypeError: an lm_head that is not known.
         ValueError: what is not supported: a `loss_fn` other than cross-entropy without an
-            objective, tensor parallelism, segments under context parallelism; a reduction that the
-            count of tokens does not serve.
+            objective, segments under context parallelism, a weight that is sharded by anything but
+            rows over "tp"; a reduction that the count of tokens does not serve.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -78,16 +80,14 @@ class HeadLossWrapper(ChunkedLossWrapper):
         module: Any = self.lm_head
         if module is None:
             raise ValueError("lm_head: is not set, call set_lm_head first")
-        refuse(
-            "ChunkedLossWrapper",
-            tensor_parallel=spmd_mesh_size("tp") > 1,
-            DTensor=any(hasattr(given, "full_tensor") for given in (pred, labels)),
-        )
+        given, pred = pred, _replicated(pred)
+        labels, global_valid_tokens = _local(labels), _local(global_valid_tokens)
+        loss_inputs = {name: _local(value) for name, value in loss_inputs.items()}
         if (mask := loss_inputs.pop("loss_mask", None)) is not None:
             labels = labels.masked_fill(~mask.bool(), IGNORE)
         segments, positions = None, loss_inputs.pop("positions", None)
         if needs_segments(self.objective):
-            refuse("ChunkedLossWrapper", context_parallel=spmd_mesh_size("cp") > 1)
+            refuse("ChunkedLossWrapper", context_parallel=_is_cut(given))
             if positions is not None:
                 segments = as_documents(positions, labels.shape, targets=labels)
         fields = {FIELDS.get(name, name): value for name, value in loss_inputs.items()}
@@ -111,21 +111,87 @@ class HeadLossWrapper(ChunkedLossWrapper):
 
         module.forward = torch.compiler.disable(forward)
         try:
-            return module(pred), {}
+            return _as_loss(module(pred), given), {}
         finally:
             restore()
 
 
 def head_of(module: nn.Module) -> Head:
-    """The head of torchtitan's linear layers; TypeError for one that is not known."""
+    """The head of torchtitan's linear layers, with the group of tensor parallelism; TypeError for
+    one that is not known, ValueError for a weight that is sharded otherwise."""
     kind, more = type(module).forward.__qualname__.split(".")[0], {}
     if kind not in ("Linear", "CastLinear", "SoftCappedLinear"):
         raise TypeError(f"lm_head: got {kind}, want Linear, CastLinear or SoftCappedLinear")
     layer: Any = module
-    refuse("ChunkedLossWrapper", tensor_parallel=hasattr(layer.weight, "full_tensor"))
     if kind == "SoftCappedLinear":
         more = {"logit_scale": layer.output_multiplier, "softcap": layer.output_soft_cap_temp}
-    return Head(layer.weight, layer.bias, **more)
+    weight, group = layer.weight, None
+    if isinstance(weight, DTensor):
+        weight, group = _rows(weight)
+    elif spmd_mesh_size("tp") > 1:  # spmd_types: plain rows
+        group = part("torchtitan", SPMD, "current_spmd_mesh")().get_group("tp")
+    if group is not None:
+        refuse("ChunkedLossWrapper", **{"a bias under tensor parallelism": layer.bias is not None})
+    return Head(weight, layer.bias, vocab_group=group, **more)
+
+
+# ---------------------------------------------------------------------- tensor parallelism
+
+
+def _rows(weight: DTensor) -> tuple[Tensor, Any]:
+    """This rank's rows [V / tp, H] and their group. Over the mesh's other dimensions, which are
+    those of data, the ranks' gradients are yet to be added."""
+    mesh, names = weight.device_mesh, weight.device_mesh.mesh_dim_names or ()
+    placed = dict(zip(names, weight.placements, strict=True))
+    split = "tp" in placed and placed["tp"].is_shard(0)
+    if not split or any(not p.is_replicate() for name, p in placed.items() if name != "tp"):
+        raise ValueError(
+            f'lm_head.weight: got a DTensor placed {placed}, want rows sharded over "tp" alone'
+        )
+    grads = [p if name == "tp" else Partial() for name, p in placed.items()]
+    return weight.to_local(grad_placements=grads), mesh.get_group("tp")
+
+
+def _replicated(hidden: Tensor) -> Tensor:
+    """Local hidden states, alike on all ranks of tensor parallelism, as their gradient is."""
+    if isinstance(hidden, DTensor):
+        return hidden.to_local(grad_placements=hidden.placements)
+    ranks = spmd_mesh_size("tp")
+    return hidden if ranks == 1 else _Shared.apply(hidden, ranks)
+
+
+class _Shared(torch.autograd.Function):
+    """Replicated hidden states under spmd_types, where the ranks' gradients are added later: each
+    gives its share of the whole gradient, which it has."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] / ctx.ranks, None
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _is_cut(hidden: Tensor) -> bool:
+    """Whether context parallelism gives this rank a part of the sequences."""
+    if isinstance(hidden, DTensor):
+        return any(p.is_shard(1) for p in hidden.placements)
+    return spmd_mesh_size("cp") > 1
+
+
+def _as_loss(loss: Tensor, hidden: Tensor) -> Tensor:
+    """Beside hidden states that are sharded over data, as under full_dtensor, a DTensor: the sum
+    over their shards."""
+    if not isinstance(hidden, DTensor) or all(p.is_replicate() for p in hidden.placements):
+        return loss
+    placements = [p if p.is_replicate() else Partial() for p in hidden.placements]
+    return DTensor.from_local(loss, hidden.device_mesh, placements, run_check=False)
 
 
 def check() -> str:

@@ -18,7 +18,7 @@ import headloss as hl
 B, S, H, V = 2, 8, 16, 64
 
 
-def parallel(size: int) -> None:
+def parallel(size: int, **more: int) -> None:
     """Megatron's groups, with `size` ranks of tensor parallelism; its devices become the CPU."""
     warnings.simplefilter("ignore")
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
@@ -27,7 +27,7 @@ def parallel(size: int) -> None:
     from megatron.core.tensor_parallel import random
 
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(size)
+    parallel_state.initialize_model_parallel(size, **more)
     # Its random states are a GPU's; dropout is off.
     random.CudaRNGStatesTracker.fork = lambda *a, **k: contextlib.nullcontext()  # type: ignore[assignment]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from parity import extracted, file_of
-from worlds import world_of
+from worlds import World, world_of
 
 if importlib.util.find_spec("spmd_types") is None:
     pytest.skip("torchtitan is not installed here", allow_module_level=True)
@@ -123,3 +123,17 @@ def test_fsdp2() -> None:
         for tied, half in itertools.product((False, True), repeat=2):
             for found in world.run(case.sharded, tied, half, seconds=300):
                 assert max(found.values()) < (2e-2 if half else NEAR), found
+
+
+@pytest.fixture(scope="module")
+def world():
+    with world_of(2) as made:
+        yield made
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("backend", ["partial_dtensor", "full_dtensor", "spmd_types"])
+def test_tensor_parallel(world: World, backend: str, spread: bool, tied: bool) -> None:
+    for found in world.run(case.tensor_parallel, backend, spread, tied, seconds=300):
+        assert max(found.values()) < NEAR, found

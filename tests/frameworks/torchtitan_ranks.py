@@ -14,7 +14,8 @@ import headloss as hl
 B, L = 2, 16
 
 
-def model_of(tied: bool = False, capped: bool = False) -> Any:
+def model_of(tied: bool = False, capped: bool = False, spread: bool | None = None) -> Any:
+    """One layer; `spread` says whether it is sharded with sequence parallelism or without."""
     from torchtitan.models.llama3 import llama3_configs
     from torchtitan.models.muse_glimmer.model import SoftCappedLinear
 
@@ -30,11 +31,18 @@ def model_of(tied: bool = False, capped: bool = False) -> Any:
             output_multiplier=1.7,
             output_soft_cap_temp=3.0,
         )
+    if spread is not None:
+        from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+
+        set_llama3_sharding_config(config, enable_sp=spread)
     torch.manual_seed(0)
     model = config.build()
     model.init_states()
-    for layer in model.layers.values():
-        layer.attention = Mean()
+    for name, layer in model.layers.items():
+        if spread is None:
+            layer.attention = Mean()
+        else:  # the embedding, the norm and the head are what is sharded
+            model.layers[name] = Squashed()
     return model
 
 
@@ -43,6 +51,13 @@ class Mean(torch.nn.Module):
 
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
         return x.cumsum(1) / torch.arange(1, x.shape[1] + 1).to(x.dtype)[:, None]
+
+
+class Squashed(torch.nn.Module):
+    """In place of a layer, for DTensors and for rows of them."""
+
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        return torch.tanh(x)
 
 
 def batch_of(seed: int, vocabulary: int = 2048) -> tuple[Tensor, Tensor]:
@@ -122,3 +137,38 @@ def dapo(seed: int) -> dict[str, Tensor]:
 
 
 OBJECTIVE = hl.dapo(epsilon_low=0.15, epsilon_high=0.25)
+
+
+def tensor_parallel(backend: str, spread: bool, tied: bool) -> dict[str, float]:
+    """torchtitan's own sharding over two ranks of tensor parallelism, with its loss of shards of
+    logits and with headloss's."""
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.distributed import full_dtensor, parallel_dims
+    from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
+
+    kinds, parallel_dims.device_type = both(), "cpu"
+    set_spmd_backend("partial_dtensor")  # the others ask for a mesh to make numbers
+    model = model_of(tied, spread=spread)
+    set_spmd_backend(backend)
+    try:
+        dims = parallel_dims.ParallelDims(
+            dp_replicate=1, dp_shard=1, cp=1, tp=2, pp=1, ep=1, world_size=2, spmd_backend=backend
+        )
+        dims.build_mesh()
+        with get_spmd_context(parallel_dims=dims)():
+            model.parallelize(dims)
+            if tied:  # as its `init_states` does after it
+                model.tok_embeddings.weight = model.lm_head.weight
+            ids, labels = batch_of(1)
+            count = (labels != -100).sum()
+            if backend == "full_dtensor":
+                ids, labels, _ = full_dtensor.parallelize_inputs(dims, ids, labels, {})
+            inner = CrossEntropyLoss.Config(global_vocab_size=2048)
+            config = kinds.theirs.Config(num_chunks=4, loss_fn=inner)
+            want = a_step(model, config, ids, labels, count)
+            got = a_step(model, kinds.ours.Config(), ids, labels, count)
+    finally:
+        set_spmd_backend("spmd_types")
+    assert len(got[1]) == len(want[1]) == 3 - tied
+    worst = max(off(a, b) for a, b in zip(got[1], want[1], strict=True))
+    return {"loss": off(whole(got[0]), whole(want[0])), "gradient": worst}

@@ -9,7 +9,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 
-from .. import megatron
+from .. import megatron, megatron_mtp
 from ..seams import Seams, announce, check_signature, require_arguments
 from . import fused, losses
 from .asked import asks
@@ -43,6 +43,7 @@ def uninstall() -> None:
     """As the package's."""
     SEAMS.uninstall()
     UNDER_MEGATRON.uninstall()
+    megatron_mtp.uninstall()
     losses.remove()
 
 
@@ -69,6 +70,8 @@ def _under_megatron() -> None:
     """By Megatron's own hook; with a release that has none verl would go on with its kernels."""
     announce("megatron-core", megatron.check())
     UNDER_MEGATRON.install(quiet=True)  # install() has announced verl
+    # Where MTP is on, verl calls no processor: the main logits are made, those of the depths not.
+    megatron_mtp.install()
 
 
 def prepare_model_inputs(self: Any, batch: Any) -> Any:

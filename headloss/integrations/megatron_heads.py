@@ -1,0 +1,204 @@
+"""The heads that Megatron's output layers compute, without calling them.
+
+V vocabulary rows of this rank, H hidden width, r the rank of an adapter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..head.head import Head, Lora
+from ..options import Options
+from .shared import refuse
+
+INSTEAD = "Megatron without output_processor"
+
+
+def head_of(
+    layer: Any,
+    tied: Tensor | None,
+    config: Any,
+    options: Options,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+    detached: bool = False,
+) -> tuple[Head, Options]:
+    """The head of an output layer, and the options that go with it: sequence parallelism, and
+    `main_grad` where the layer's gradients go there.
+
+    Args:
+        layer: as `check_layer` accepts it.
+        tied: [V, H], the embeddings' weight in place of the layer's.
+        config: the model's.
+        temperature, vocab_size: of the head.
+        detached: whether the head gets no gradient.
+    """
+    linear = _linear(layer)
+    weight: Any = linear.weight if tied is None else tied
+    bias = linear.bias if linear.bias is not None and linear.bias.numel() else None
+    lora = (_lora(layer.adapter, linear.tp_group),) if _has_lora(layer) else ()
+    options = replace(options, sequence_parallel=bool(linear.sequence_parallel))
+    if detached:
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
+        lora = tuple(replace(x, a=x.a.detach(), b=x.b.detach()) for x in lora)
+    elif (
+        _is_fused(linear)
+        and hasattr(weight, "main_grad")
+        and weight.requires_grad
+        and torch.is_grad_enabled()
+    ):
+        options = replace(options, main_grad=weight.main_grad)
+        weight = _InMainGrad.apply(weight)
+    head = Head(
+        weight,
+        bias,
+        temperature,
+        softcap=_softcap(linear),
+        logit_scale=config.mup_output_mult if config.use_mup else 1.0,
+        vocab_size=vocab_size,
+        vocab_group=linear.tp_group if linear.tp_group.size() > 1 else None,
+        lora=lora,
+    )
+    return head, options
+
+
+def check_layer(layer: Any, inference_context: Any, config: Any) -> None:
+    """Whether `head_of` can read the layer.
+
+    Raises:
+        TypeError: a layer, or an adapter of it, that is not known.
+        ValueError: a setting that is not supported, by its name.
+    """
+    linear = _linear(layer)
+    plain = import_module("megatron.core.tensor_parallel").ColumnParallelLinear
+    if type(linear) is not plain and _name_of(linear) not in (MXFP8, *CAPPED):
+        raise TypeError(f"output_layer: got {type(linear).__name__}, want ColumnParallelLinear")
+    weight = getattr(linear, "weight", None)
+    refuse(
+        INSTEAD,
+        inference_context=inference_context is not None,
+        defer_embedding_wgrad_compute=config.defer_embedding_wgrad_compute,
+        disable_grad_reduce=linear.disable_grad_reduce,
+        gtp_remat=getattr(linear, "gtp_remat_size", 1) > 1,  # new in 0.19
+        **{
+            "Megatron-FSDP": any(hasattr(p, "__fsdp_param__") for p in layer.parameters()),
+            "hooks of output_layer": any(_has_hooks(module) for module in layer.modules()),
+            "FP8 parameters of output_layer": weight is not None and _is_quantised(weight),
+            "a soft cap with MuP": _softcap(linear) is not None and config.use_mup,
+        },
+    )
+    if _has_lora(layer):
+        _check_adapter(layer.adapter)
+
+
+# ---------------------------------------------------------------------- which layer it is
+
+# The forward that a layer runs says what it computes: Megatron-Bridge gives a layer its soft cap by
+# another class of the same name.
+BRIDGE = "megatron.bridge"
+MXFP8 = "megatron.core.extensions.transformer_engine.TELMHeadColumnParallelLinear.forward"
+CAPPED = (
+    f"{BRIDGE}.models.gemma.gemma2_provider.Gemma2OutputLayer.forward",
+    f"{BRIDGE}.models.gemma.modeling_gemma4.Gemma4OutputLayer.forward",
+)
+LORA = f"{BRIDGE}.peft.lora_layers.LoRALinear.forward"
+ADAPTER = f"{BRIDGE}.peft.utils.ParallelLinearAdapter.forward"
+
+
+def _name_of(layer: Any) -> str:
+    forward = type(layer).forward
+    return f"{forward.__module__}.{forward.__qualname__}"
+
+
+def _linear(layer: Any) -> Any:
+    """The layer inside LoRA's wrapper."""
+    return layer.to_wrap if _name_of(layer) == LORA else layer
+
+
+def _has_lora(layer: Any) -> bool:
+    return _linear(layer) is not layer and layer._adapter_enabled
+
+
+def _is_fused(linear: Any) -> bool:
+    """Whether the weight's gradient is added to `main_grad`; Transformer Engine's name is other."""
+    name = "fuse_wgrad_accumulation"
+    return bool(getattr(linear, name, getattr(linear, "gradient_accumulation_fusion", False)))
+
+
+def _softcap(linear: Any) -> float | None:
+    capped = _name_of(linear) in CAPPED
+    return (linear.config.final_logit_softcapping or None) if capped else None
+
+
+def _is_quantised(weight: Any) -> bool:
+    """Transformer Engine's tensors are of classes of their own, also inside a parameter."""
+    kinds = {type(weight), type(weight.data)}
+    return any(kind.__module__.partition(".")[0] != "torch" for kind in kinds)
+
+
+def _has_hooks(module: Any) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+# ---------------------------------------------------------------------- LoRA
+
+
+def _check_adapter(adapter: Any) -> None:
+    if _name_of(adapter) != ADAPTER:
+        name = type(adapter).__name__
+        raise TypeError(f"output_layer.adapter: got {name}, want ParallelLinearAdapter")
+    refuse(
+        INSTEAD,
+        **{
+            "an activation in LoRA": not isinstance(adapter.activation, torch.nn.Identity),
+            "dropout_position='post'": adapter.dropout_position == "post" and _dropout(adapter) > 0,
+            "LoRA with input_is_parallel": adapter.input_is_parallel,
+            "LoRA with gather_output": adapter.linear_out.gather_output,
+        },
+    )
+
+
+def _dropout(adapter: Any) -> float:
+    dropout = adapter.dropout
+    return getattr(dropout, "p", 0.0) if dropout.training else 0.0
+
+
+def _lora(adapter: Any, group: Any) -> Lora:
+    """The adapter, whose A is sharded by rows over the tensor-parallel ranks. Each rank gets the
+    whole gradient of A from `head_loss`, and takes that of its own rows: the wrapper's `weight`,
+    whose gather has no gradient, would lose it."""
+    a = adapter.linear_in.weight  # [r / tp, H]
+    if group.size() > 1:
+        gather = import_module("megatron.core.tensor_parallel").gather_from_sequence_parallel_region
+        a = gather(a, tensor_parallel_output_grad=False, group=group)
+    b = adapter.linear_out.weight  # [V, r]
+    return Lora(a=a, b=b, scaling=adapter.alpha / adapter.dim, dropout=_dropout(adapter))
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+class _InMainGrad(torch.autograd.Function):
+    """The weight. Its gradient is in `main_grad` by then, as Megatron's hooks are told here, which
+    run where a gradient arrives; so one does, which nobody reads."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
+        weight = ctx.weight
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        if getattr(weight, "zero_out_wgrad", False):
+            return torch.zeros_like(weight)
+        return torch.empty_like(weight)

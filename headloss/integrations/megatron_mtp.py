@@ -1,0 +1,329 @@
+"""Megatron-Core's multi-token prediction without the logits of its depths.
+
+    install()       in each process; the loss, its scale and what Megatron logs of it stay
+    uninstall()     Megatron-Core is as it was
+
+    scale / D * sum_k 1 / n_k * sum_t m_kt CE(head(hidden_k)_t, label_kt)
+
+D depths; the k-th predicts labels that lie k positions further on. m_k is the loss mask, shifted
+alike, and n_k its sum (with `calculate_per_token_loss` that sum divided by the main one). All
+depths are one `head_loss` with a weight per row. Its gradient comes by Megatron's
+`MTPLossAutoScaler`; its value is in no loss. The processor `HeadLoss` has the main rows in the same
+call, where its terms are means of tokens.
+
+b sequences of s positions, H hidden width. Hidden states are [(1 + D) s, b, H], or
+[(1 + D) s / tp, b, H] under sequence parallelism, with the main rows first.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..batch.batch import CURRENT, IGNORE, Batch
+from ..batch.reduction import Totals
+from ..head.head import Head
+from ..head_loss import Output, head_loss
+from ..losses import Objective, cross_entropy
+from ..options import Options
+from .megatron_heads import check_layer, head_of
+from .seams import Seams, fitted, part
+from .shared import needs_segments, per
+
+PACKAGE, HOME = "megatron-core", "megatron.core.transformer.multi_token_prediction"
+MODEL = "megatron.core.models.gpt.gpt_model:GPTModel"
+NAME = "process_mtp_loss"
+
+
+def install(options: Options | None = None) -> None:
+    """Put headloss in place of `process_mtp_loss` in every module that holds it, until
+    `uninstall()`.
+
+    Args:
+        options: of the depths' `head_loss`; `sequence_parallel` and `main_grad` are set here.
+
+    Raises:
+        RuntimeError: Megatron-Core has no such function, or one that takes other arguments.
+    """
+    if not INSTALLED:
+        seams = _seams(options or Options())
+        seams.install()
+        INSTALLED.append(seams)
+
+
+def uninstall() -> None:
+    """Undo `install()`."""
+    if INSTALLED:
+        INSTALLED.pop().uninstall()
+
+
+def check() -> str:
+    """What holds. RuntimeError where `install` raises it."""
+    return (INSTALLED[0] if INSTALLED else _seams(Options())).check()
+
+
+INSTALLED: list[Seams] = []
+
+
+def _seams(options: Options) -> Seams:
+    def process(
+        hidden_states: Tensor,
+        labels: Tensor | None,  # [b, s], shifted
+        loss_mask: Tensor | None,  # [b, s]
+        output_layer: Any,
+        output_weight: Tensor | None,
+        runtime_gather_output: bool | None,
+        is_training: bool,
+        compute_language_model_loss: Any,
+        config: Any,
+        cp_group: Any = None,
+        tp_group: Any = None,
+        packed_seq_params: Any = None,
+        scale_logits_fn: Any = None,
+        input_ids: Tensor | None = None,  # [b, s]
+    ) -> Tensor:
+        """The main rows, whose backward is that of the depths as well."""
+        main = hidden_states.chunk(1 + config.mtp_num_layers)[0]
+        if (labels is None and input_ids is None) or not (is_training or torch.is_grad_enabled()):
+            return main
+        depths = _depths(
+            hidden_states, labels, loss_mask, input_ids, config,
+            {"cp_group": cp_group, "packed_seq_params": packed_seq_params},
+        )  # fmt: skip
+        waiting = WAITING.get()
+        if waiting is not None and labels is not None and is_training and _is_alike(config):
+            waiting.append(depths)
+            return main
+        check_layer(output_layer, None, config)
+        detached = getattr(config, "mtp_detach_heads", False)
+        head, used = head_of(output_layer, output_weight, config, options, detached=detached)
+        return _tied(main, depths, head, replace(used, metrics=is_training))
+
+    theirs, model = part(PACKAGE, HOME, NAME), part(PACKAGE, MODEL)
+    ours = fitted(theirs, process, NAME, PACKAGE)
+
+    @functools.wraps(theirs)  # whoever reads its signature, as verl does, finds Megatron's
+    def process_mtp_loss(*args: Any, **kwargs: Any) -> Tensor:
+        return ours(*args, **kwargs)
+
+    held: dict[tuple[str, str], Any] = {
+        (place, name): process_mtp_loss
+        for place, module in list(sys.modules.items())
+        if isinstance(module, ModuleType)
+        for name, value in list(vars(module).items())
+        if value is theirs
+    }
+    return Seams({**held, (MODEL, "forward"): _waited_for(model.forward)}, PACKAGE)
+
+
+# ---------------------------------------------------------------------- in a call of their own
+
+
+@dataclass(frozen=True)
+class Depths:
+    """What the depths of one forward predict.
+
+    Attributes:
+        hidden: of all rows, the main ones first.
+        targets: [D, s, b] int64.
+        mask: [D, s, b] the loss mask of each.
+        tokens: [D] its sums.
+        factors: [D] scale / (D n_k).
+    """
+
+    hidden: Tensor
+    targets: Tensor
+    mask: Tensor
+    tokens: Tensor
+    factors: Tensor
+
+
+def _depths(
+    hidden: Tensor, labels: Tensor | None, mask: Tensor | None, input_ids: Any, config: Any,
+    places: dict[str, Any],
+) -> Depths:  # fmt: skip
+    """Labels and masks that Megatron's own function shifts, across ranks and within documents."""
+    roll = functools.partial(part(PACKAGE, HOME, "roll_tensor"), shifts=-1, dims=-1, **places)
+    ids: Any = input_ids if labels is None else labels
+    weights: Any = torch.ones_like(ids) if mask is None else mask
+    if labels is None:
+        ids, weights = roll(ids)[0], roll(weights)[0]
+    main = weights.sum()
+    targets, masks, tokens = [], [], []
+    for _ in range(config.mtp_num_layers):
+        ids, (weights, count) = roll(ids)[0], roll(weights)
+        targets.append(ids.t().masked_fill(weights.t() == 0, IGNORE))
+        masks.append(weights.t())
+        tokens.append(count)
+    counts = torch.stack(tokens).double()
+    factors = config.mtp_loss_scaling_factor / config.mtp_num_layers / counts.clamp(min=1)
+    if config.calculate_per_token_loss:
+        factors = factors * main
+    return Depths(hidden, torch.stack(targets), torch.stack(masks), counts, factors)
+
+
+def _tied(main: Tensor, depths: Depths, head: Head, options: Options) -> Tensor:
+    """The main rows, tied to the loss of the depths."""
+    out, _ = _run(depths, depths.hidden[len(main) :], head, options)
+    return part(PACKAGE, HOME, "MTPLossAutoScaler").apply(main, out.loss[None])
+
+
+def _run(
+    depths: Depths, hidden: Tensor, head: Head, options: Options, main: Batch | None = None,
+    objective: Objective | None = None,
+) -> tuple[Output, list[str]]:  # fmt: skip
+    """One `head_loss` of the depths, and of `objective` on the `main` rows before them.
+
+    Returns:
+        its output, with [blocks, s, b] log-probs; the names of the depths' terms.
+    """
+    targets, count = depths.targets, len(depths.targets)
+    if main is not None:
+        targets = torch.cat([main.targets[None], targets])
+    blocks, first = len(targets), len(targets) - count
+    ranks = head.vocab_group.size() if options.sequence_parallel and head.vocab_group else 1
+
+    def rows(values: Tensor, at: int) -> Tensor:
+        """[n, s, b, ..] of n blocks, in the order of hidden rows; 0 in the other blocks."""
+        spread = values.new_zeros(blocks, *values.shape[1:])
+        spread[at : at + len(values)] = values
+        return spread.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 2)
+
+    weights = depths.mask * depths.factors[:, None, None]
+    fields: dict[str, Any] = {WEIGHTS: rows(weights, first)}
+    for k in range(blocks):
+        fields[_block(k)] = rows(torch.ones_like(targets[:1], dtype=torch.bool), k)
+    terms = _terms(first, count)
+    if main is not None and objective is not None:
+        given = main.fields.items()
+        fields |= {n: rows(x[None], 0) if isinstance(x, Tensor) else x for n, x in given}
+        fields["totals"] = None if main.totals is None else _totals(main.totals, blocks)
+        parts = ((c, term.where(_block(0))) for c, term in objective.parts)
+        terms = Objective((*parts, *terms.parts))
+    batch = Batch(rows(targets, 0), **fields)
+    out = head_loss(hidden, head, batch, terms, options)
+    names = [name for name, _, _ in terms.named()][-count:]
+
+    def by_block(values: Tensor | None) -> Any:
+        if values is None:
+            return None
+        return values.unflatten(0, (ranks, blocks, -1)).transpose(0, 1).flatten(1, 2)
+
+    out = replace(out, logps=by_block(out.logps), entropies=by_block(out.entropies))
+    if options.metrics:
+        _log(depths, out, names)
+    return out, names
+
+
+WEIGHTS = "mtp_weights"
+
+
+def _block(k: int) -> str:
+    return f"mtp_block_{k}"
+
+
+@functools.cache
+def _terms(first: int, count: int) -> Objective:
+    """A sum over the weighted rows of each block, whose metrics are by depth."""
+    term = cross_entropy().over(per(1)).weighted(WEIGHTS)
+    return Objective(tuple((1.0, term.where(_block(first + k))) for k in range(count)))
+
+
+def _totals(totals: Totals, blocks: int) -> Totals:
+    """Those of the main rows, for the terms on their block; the depths' weights need none."""
+    counts = (totals.tokens, totals.segments)
+    counts += () if totals.prompts is None else (totals.prompts,)
+    return replace(totals, kept={_block(k): counts for k in range(blocks)})
+
+
+def _log(depths: Depths, out: Output, names: list[str]) -> None:
+    """What Megatron logs of each depth: its mean loss, and how often its likeliest token hits."""
+    count = len(names)
+    helper = part(PACKAGE, HOME, "MTPLossLoggingHelper")
+    state = import_module("megatron.core.parallel_state")
+    over = state.get_data_parallel_group(with_context_parallel=True)
+    losses = -(depths.mask * out.logps[-count:]).sum((1, 2)) / depths.tokens.clamp(min=1)
+    for k, name in enumerate(names):
+        if hasattr(helper, "save_metrics_to_tracker"):  # 0.18 logs the loss alone
+            top1: Any = out.metrics[f"{name}/top1"]
+            hits, scored = top1.sum, depths.mask[k].bool().sum()
+            save, more = helper.save_metrics_to_tracker, (hits.float(), scored.float())
+        else:
+            save, more = helper.save_loss_to_tracker, ()
+        save(losses[k].float(), *more, k, count, avg_group=over)
+
+
+# ---------------------------------------------------------------------- with the main rows
+
+WAITING: ContextVar[list[Depths] | None] = ContextVar("waiting", default=None)
+
+
+def _waited_for(theirs: Any) -> Any:
+    """A model's forward, in which a processor that takes depths along is handed them."""
+
+    @functools.wraps(theirs)
+    def forward(*args: Any, output_processor: Any = None, **kwargs: Any) -> Any:
+        takes = getattr(output_processor, "takes_depths", False)
+        token = WAITING.set([] if takes else None)
+        try:
+            return theirs(*args, output_processor=output_processor, **kwargs)
+        finally:
+            WAITING.reset(token)
+
+    return forward
+
+
+def handed_on() -> Depths | None:
+    """The depths of the model's call that is going on, for its processor."""
+    waiting = WAITING.get()
+    return waiting.pop() if waiting else None
+
+
+def _is_alike(config: Any) -> bool:
+    """Whether a step scales the loss of the depths as it scales the main one, so that one gradient
+    serves both; detached heads want two in any case."""
+    return not (
+        config.calculate_per_token_loss
+        or config.context_parallel_size > 1
+        or getattr(config, "mtp_grad_scale_func", None) is not None
+        or getattr(config, "mtp_detach_heads", False)
+    )
+
+
+def with_depths(
+    depths: Depths, main: Tensor, head: Head, batch: Batch, objective: Objective, options: Options
+) -> Output:
+    """`head_loss` of the main rows, whose gradient is that of the depths as well: in one pass where
+    terms are means of the tokens, else in two."""
+    if not _is_of_tokens(head, batch, objective):
+        plain = replace(head, temperature=1.0, vocab_size=None)
+        main = _tied(main, depths, plain, replace(options, metrics=True))
+        return head_loss(main, head, batch, objective, options)
+    options = replace(options, metrics=True)
+    out, names = _run(depths, depths.hidden, head, options, batch, objective)
+    terms = {name: value for name, value in out.terms.items() if name not in names}
+    value: Any = sum(c * terms[name] for name, c, _ in objective.named())
+    loss = value + (out.loss - out.loss.detach())  # whose gradient is that of all rows
+    entropies = None if out.entropies is None else out.entropies[0]
+    return replace(out, loss=loss, terms=terms, logps=out.logps[0], entropies=entropies)
+
+
+def _is_of_tokens(head: Head, batch: Batch, objective: Objective) -> bool:
+    """Whether the depths' rows can stand beside the main ones, under the same head."""
+    shape, heat = batch.targets.shape, head.temperature
+    return (
+        not isinstance(heat, Tensor)
+        and (heat, head.vocab_size, batch.support) == (1.0, None, None)
+        and not needs_segments(objective)
+        and all(t.kept_field is None and t.teacher is None for _, t in objective.parts)
+        and "candidate_ids" not in batch.fields
+        and all(x is CURRENT or x.shape[:2] == shape for x in batch.fields.values())  # type: ignore[union-attr]
+    )

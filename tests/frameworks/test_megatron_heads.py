@@ -1,0 +1,79 @@
+"""Megatron's output layers with LoRA, a soft cap, and of Transformer Engine, on two gloo ranks of
+tensor parallelism: Megatron-Bridge's own classes in Megatron-Core's own model, with headloss's
+processor and without. Transformer Engine wants a GPU: a stand-in has its layer's attributes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from worlds import World, world_of
+
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed here", allow_module_level=True)
+
+import megatron_heads_ranks as ranks
+
+NEAR = 2e-6  # float32 on both sides
+of_bridge = pytest.mark.skipif(ranks.bridge() is None, reason="megatron-bridge is not installed")
+
+
+@pytest.fixture(scope="module")
+def world():
+    with world_of(2) as made:
+        yield made
+
+
+def check(world: World, function, *args) -> None:
+    for found in world.run(function, *args, seconds=300):
+        assert max(found.values()) < NEAR, found
+
+
+@of_bridge
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_lora(world: World, size: int, spread: bool, frozen: bool) -> None:
+    if size == 2 or not spread:
+        check(world, ranks.lora, size, spread, frozen)
+
+
+@of_bridge
+def test_the_merged_weight_loses_a_gradient(world: World) -> None:
+    assert world.run(ranks.the_merged_weight_loses_a_gradient, seconds=300) == [True, True]
+
+
+@of_bridge
+def test_lora_under_multi_token_prediction(world: World) -> None:
+    check(world, ranks.lora_and_depths)
+
+
+@of_bridge
+@pytest.mark.parametrize("kind", ranks.CAPS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_softcap(world: World, tied: bool, kind: tuple[str, str]) -> None:
+    check(world, ranks.softcap, tied, kind)
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_the_layer_of_transformer_engine(world: World, main_grad: bool) -> None:
+    check(world, ranks.mxfp8_layer, main_grad)
+
+
+def test_refusals(world: World) -> None:
+    found = world.run(ranks.refusals, seconds=300)[0]
+    assert found.pop("fp8") == (
+        "ValueError: FP8 parameters of output_layer: is not supported here, only by Megatron "
+        "without output_processor"
+    )
+    if ranks.bridge() is not None:
+        assert found.pop("adapter").startswith("TypeError: output_layer.adapter: got Identity")
+        wants = {
+            "post": "dropout_position='post'",
+            "activation": "an activation in LoRA",
+            "mup": "a soft cap with MuP",
+        }
+        for name, want in wants.items():
+            assert f"{want}: is not supported here" in found.pop(name)
+    assert not found

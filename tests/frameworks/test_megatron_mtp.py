@@ -1,0 +1,91 @@
+"""Multi-token prediction of Megatron-Core's own `GPTModel` on two gloo ranks of tensor parallelism:
+its own `process_mtp_loss` beside headloss's. Differences are relative: of the main losses, of the
+worst parameter's gradient, of the depths' losses that Megatron logs; its counts of hits are equal.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from worlds import World, world_of
+
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed here", allow_module_level=True)
+
+import megatron_mtp_ranks as ranks
+
+NEAR = 2e-6  # float32 on both sides
+
+
+@pytest.fixture(scope="module")
+def world():
+    with world_of(2) as made:
+        yield made
+
+
+def check(world: World, function, *args, near: float = NEAR) -> None:
+    for found in world.run(function, *args, seconds=300):
+        assert max(found.values()) < near, found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_depths(world: World, size: int, spread: bool, tied: bool) -> None:
+    if size == 2 or not spread:
+        check(world, ranks.depths, size, spread, tied, False, {})
+
+
+MORE = {
+    "per token": {"calculate_per_token_loss": True},
+    "detached": {"mtp_detach_heads": True},
+    "mup": {"use_mup": True, "mup_base_hidden_size": 8},
+}
+
+
+@pytest.mark.parametrize("more", MORE)
+def test_settings(world: World, more: str) -> None:
+    check(world, ranks.depths, 2, False, False, True, MORE[more])
+
+
+@pytest.mark.parametrize("policy", [False, True])
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_call(world: World, size: int, spread: bool, policy: bool) -> None:
+    if size == 2 or not spread:
+        check(world, ranks.one_call, size, spread, policy, policy and spread)
+
+
+@pytest.mark.parametrize("more", MORE)
+def test_two_calls(world: World, more: str) -> None:
+    check(world, ranks.two_calls, {} if more == "mup" else MORE[more], more == "mup")
+
+
+@pytest.mark.parametrize("context_parallel", [False, True])
+def test_packed(world: World, context_parallel: bool) -> None:
+    check(world, ranks.packed, context_parallel)
+
+
+def test_under_verl(world: World) -> None:
+    pytest.importorskip("verl")
+    check(world, ranks.under_verl)
+
+
+def test_without_labels(world: World) -> None:
+    check(world, ranks.without_labels)
+
+
+@pytest.mark.parametrize("processor", [False, True])
+def test_main_grad(world: World, processor: bool) -> None:
+    check(world, ranks.main_grad, processor)
+
+
+@pytest.mark.parametrize("processor", [False, True])
+def test_a_step_of_its_schedule(world: World, processor: bool) -> None:
+    check(world, ranks.a_step, processor)
+
+
+def test_where_it_is_bound(world: World) -> None:
+    for found in world.run(ranks.bound, seconds=300):
+        assert all(found.values()), found
