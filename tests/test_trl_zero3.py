@@ -30,7 +30,7 @@ NAMES = list(CASES)
     importlib.util.find_spec("deepspeed") is None,
     reason="DeepSpeed is not installed: DS_BUILD_OPS=0 pip install '.[zero3]'",
 )
-@pytest.mark.parametrize("cases", [NAMES[:4], NAMES[4:8], NAMES[8:]], ids=lambda x: x[0])
+@pytest.mark.parametrize("cases", [NAMES[:4], NAMES[4:8], NAMES[8:12], NAMES[12:]], ids=lambda x: x[0])
 def test_as_under_ddp(cases: list[str], tmp_path: Path) -> None:
     script = Path(__file__).with_name("trl_zero3_ranks.py")
     launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
