@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..batch.batch import Batch
 from ..batch.reduction import Totals
+from ..losses import Objective
 
 
 class CountsSteps:
@@ -48,6 +49,14 @@ class CountsSteps:
             same = self.get_tp_size()  # type: ignore[attr-defined]  ranks with the same rows
             totals = changed(totals.all_reduce(gradients="sum"), lambda n: n / same)
         return totals
+
+    def over_the_step(self, objective: Objective, batch: Batch) -> Objective | None:
+        """`objective` on a batch of the step that is under way, which gets that step's totals; None
+        where there is no such step, as in an evaluation."""
+        if not self.model.training or self.step_totals is None:
+            return None
+        batch.totals = self.step_totals
+        return objective if self.ranks == 1 else self.ranks * objective
 
     @property
     def ranks(self) -> int:

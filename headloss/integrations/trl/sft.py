@@ -57,12 +57,9 @@ class SFTTrainer(CountsSteps, sft_trainer.SFTTrainer):
         return Objective.of(cross_entropy())
 
     def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False,
         num_items_in_batch: int | Tensor | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         objective, probe = self.objective(inputs), Probe("top1")
         batch = self._batch(inputs, objective)
         divides = self.divides(num_items_in_batch)
@@ -102,11 +99,9 @@ class SFTTrainer(CountsSteps, sft_trainer.SFTTrainer):
         self, objective: Objective, batch: Batch, count: int | Tensor | None
     ) -> Objective:
         """In an evaluation, as TRL's, each batch of a rank stands for itself."""
-        if self.model.training and self.step_totals is not None:
-            batch.totals = self.step_totals
-            return objective if self.ranks == 1 else self.ranks * objective
-        if count is None:
-            return objective
+        in_step = self.over_the_step(objective, batch)
+        if in_step is not None or count is None:
+            return objective if in_step is None else in_step
         return over_count(
             objective, count / self.ranks, batch, name="num_items_in_batch",
             instead="let get_batch_samples of headloss's SFTTrainer count the step",
