@@ -184,8 +184,8 @@ def stubbed(
         theirs = CASES[adapter][2]
         if adapter == "agilerl":
             theirs = AgileFunction if name.startswith("Fused") else agile_chunked
-        head_of = name == "_fused_logprob_fn_and_head"  # of AgileRL, which takes no tensors
-        standing[at, name] = agile_head if head_of else changed(theirs)
+            theirs = agile_head if name.startswith("_fused") else theirs  # it takes no tensors
+        standing[at, name] = changed(theirs)
         place(monkeypatch, at, name, standing[at, name])
     return module, standing
 
