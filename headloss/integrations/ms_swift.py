@@ -46,11 +46,11 @@ def register(
         )
     checked = check()
 
-    def made(args: Any, trainer: Any) -> Callback:
+    def callback_of(args: Any, trainer: Any) -> Callback:
         announce("ms-swift", checked)
         return Callback(args, trainer, objective, options)
 
-    part("ms-swift", "swift.callbacks", "callbacks_map")[name] = made
+    part("ms-swift", "swift.callbacks", "callbacks_map")[name] = callback_of
 
 
 def check() -> str:

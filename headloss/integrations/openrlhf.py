@@ -114,22 +114,22 @@ def measured(
     if model not in _transforms:
         _transforms[model] = transform_of(model)
     sharded, gradients = externals(model.get_output_embeddings()), ("logp", "entropy")
-    found: list[Tensor] = []
+    statistics: list[Tensor] = []
 
     def at_head(hidden: Tensor) -> Tensor:
         head = Head.of_model(model, temperature=actor.temperature, **_transforms[model])
         stats = head_stats(hidden, head, targets, gradients=gradients[: 1 + with_entropy])
-        found.extend([stats.logp, stats.entropy][: 1 + with_entropy])
+        statistics.extend([stats.logp, stats.entropy][: 1 + with_entropy])
         if not sharded:
             return hidden.new_empty((*hidden.shape[:-1], 0))
-        return Carried.apply(sum(x.sum() for x in found), hidden.detach())  # type: ignore[return-value]
+        return Carried.apply(sum(x.sum() for x in statistics), hidden.detach())  # type: ignore[return-value]
 
     with in_place_of_head(model, at_head):
         output = actor.model(*args, **kwargs)
     if sharded and torch.is_grad_enabled():
-        found = [hooked(x, output.logits) for x in found]
+        statistics = [hooked(x, output.logits) for x in statistics]
     output["logits"] = None
-    return output, found
+    return output, statistics
 
 
 SEAMS = Seams({SEAM: forward}, "openrlhf")

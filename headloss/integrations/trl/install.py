@@ -100,8 +100,9 @@ class Regathered(torch.autograd.Function):
             pairs = zip(ctx.act(*copies), grads, strict=True)
             outputs, slopes = zip(*((x, g) for x, g in pairs if g is not None), strict=True)
             leaves = [x for x in copies if x is not None and x.requires_grad]
-            found = iter(torch.autograd.grad(outputs, leaves, slopes))
-        return None, *(None if x is None or not x.requires_grad else next(found) for x in copies)
+            gradients = iter(torch.autograd.grad(outputs, leaves, slopes))
+        wanted = [x is not None and x.requires_grad for x in copies]
+        return None, *(next(gradients) if is_wanted else None for is_wanted in wanted)
 
 
 def _call(act: Callable[..., Any], *tensors: Any) -> Any:
