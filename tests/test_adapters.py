@@ -86,6 +86,10 @@ class AgileFunction(torch.autograd.Function):
         raise AssertionError("stock")
 
 
+def agile_head(self):
+    return None, None, None
+
+
 def agile_chunked(
     hidden, head_w, head_b, target_ids, temperature=1.0, cast_to_fp32=True, *, chunk_rows
 ):
@@ -180,6 +184,7 @@ def stubbed(
         theirs = CASES[adapter][2]
         if adapter == "agilerl":
             theirs = AgileFunction if name.startswith("Fused") else agile_chunked
+            theirs = agile_head if name.startswith("_fused") else theirs  # it takes no tensors
         standing[at, name] = changed(theirs)
         place(monkeypatch, at, name, standing[at, name])
     return module, standing
@@ -711,7 +716,7 @@ def test_every_adapter_is_known() -> None:
 def test_the_table_of_versions() -> None:
     """The releases that the documentation names are those of TESTED."""
     page = Path(__file__).parents[1] / "docs" / "integrations" / "README.md"
-    rows = re.findall(r"^\| \[(.+?)\]\(\S+\) \| ([\d., ]+) \| [^|]*\|$", page.read_text(), re.M)
+    rows = re.findall(r"^\| \[(.+?)\]\(\S+\) \| ([\d., ]+) \|", page.read_text(), re.M)
     table = {name.lower(): tuple(releases.split(", ")) for name, releases in rows}
     del table["liger's api"]  # nothing of it is replaced
     assert table == {n.replace("nemo-automodel", "automodel"): r for n, r in TESTED.items()}

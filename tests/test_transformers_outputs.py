@@ -16,7 +16,7 @@ import headloss as hl
 
 transformers = pytest.importorskip("transformers")
 from headloss.integrations.transformers import apply  # noqa: E402
-from headloss.integrations.transformers.logits import LazyLogits  # noqa: E402
+from headloss.integrations.transformers.logits import LazyLogits, with_logits  # noqa: E402
 
 IDS = torch.randint(2, 37, (2, 7), generator=torch.Generator().manual_seed(0))
 
@@ -185,3 +185,24 @@ def test_an_output_is_changed_like_any() -> None:
     out["logits"] = stock.logits
     assert out.logits is stock.logits and dict(out)["logits"] is stock.logits
     assert dataclasses.replace(out, loss=None).logits is stock.logits
+
+
+def test_a_release_whose_outputs_read_their_fields(computed: Any) -> None:
+    """The constructor of outputs did so up to some release of Transformers."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    class Reads(CausalLMOutputWithPast):
+        def __post_init__(self) -> None:
+            [getattr(self, field.name) for field in dataclasses.fields(self)]
+            super().__post_init__()
+
+    stock, out = outputs(training=True)
+    computed.clear()
+    out = with_logits(Reads(loss=out.loss, logits=out.loss.new_empty(2, 7, 0)), lazy(out))
+    assert computed == [] and list(out) == ["loss", "logits"] and "logits" in out
+    torch.testing.assert_close(out[1], stock.logits, rtol=1e-5, atol=1e-5)
+    assert computed == [1]
+
+
+def lazy(out: Any) -> LazyLogits:
+    return vars(out)["logits"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,13 +80,42 @@ def test_divergence(beta: float, count: int | None, temperature: float) -> None:
         torch.testing.assert_close(b, a, rtol=2e-5, atol=2e-6)
 
 
-def test_heads_of_zero3_are_refused() -> None:
+def test_a_head_that_zero3_shards(monkeypatch: Any) -> None:
+    """It is gathered again in the backward pass, by TRL's own function, and not held in between."""
     install()
     install()  # a second one changes nothing
-    weight = torch.randn(5, 3)
+    torch.manual_seed(0)
+    hidden, weight, bias = torch.randn(4, 3), torch.randn(5, 3), torch.randn(5)
+    targets, found, times = torch.tensor([0, 4, 2, 2]), [], []
+    for sharded in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        held = [x.data for x in leaves[1:]]
+
+        @contextlib.contextmanager
+        def gathered(*parts: Any, held: Any = held) -> Iterator[None]:
+            times.append(len(parts))
+            for part, data in zip(parts, held, strict=True):
+                part.data = data
+            yield
+            for part in parts:
+                part.data = torch.empty(0)
+
+        monkeypatch.setattr(utils, "maybe_gather_lm_head_ctx", gathered)
+        if sharded:
+            leaves[1].ds_id = 1  # type: ignore[attr-defined]
+        out = utils._ChunkedLogProbFunction.apply(*leaves, targets, 0.7, 8, 3.0, 1.5)
+        if sharded:
+            for part in leaves[1:]:
+                part.data = torch.empty(0)
+        loss = (out[0] * torch.arange(4)).sum() + 0.3 * out[1].square().sum()
+        found.append([*out, *torch.autograd.grad(loss, leaves)])
+    assert times == [2]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a)
     weight.ds_id = 1  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="ZeRO-3 shards is not supported"):
-        utils._ChunkedLogProbFunction.apply(torch.randn(2, 3), weight, None, torch.zeros(2), 1.0, 8)
+    states, mask = torch.randn(1, 4, 3), torch.ones(1, 4)
+    with pytest.raises(ValueError, match="distillation with a head that ZeRO-3 shards"):
+        distillation_trainer._chunked_divergence_loss(states, states, weight, weight, mask, 0.5)
 
 
 def test_rloo_runs_the_same(tmp_path: Any) -> None:

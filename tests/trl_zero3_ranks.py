@@ -37,6 +37,9 @@ CASES: dict[str, Case] = {
     "cispo": Case(trainer="CISPO", wrapper="zero3", checkpointing=True),
     "ppo": Case(trainer="PPO", wrapper="zero3", tied=True, then="resume"),
     "reinforce": Case(trainer="REINFORCE", wrapper="zero3", lora="body"),
+    "sft, installed": Case(trainer="SFTTrainer", wrapper="zero3", accumulation=2),
+    "dpo, installed, tied": Case(trainer="DPOTrainer", wrapper="zero3", tied=True),
+    "grpo, installed": Case(trainer="GRPOTrainer", wrapper="zero3", checkpointing=True),
 }
 
 
@@ -46,9 +49,13 @@ def same_as_replicated(name: str, folder: Path) -> None:
     schedule = "recompute" if "recompute" in name else "auto"
     ours.SFTTrainer.options = hl.Options(schedule=schedule)
     size = SMALL if case.experts else ODD  # experts' products take no odd sizes
-    mine = trainer_runs.run(case, "headloss", size, folder)
-    other = trainer_runs.run(replace(case, wrapper="ddp"), "headloss", size, folder)
-    assert any(key.startswith("headloss/") for key in mine["logs"][0])
+    kind = "trl" if "installed" in name else "headloss"
+    if kind == "trl":
+        ours.install()
+    mine = trainer_runs.run(case, kind, size, folder)
+    ours.uninstall()
+    other = trainer_runs.run(replace(case, wrapper="ddp"), kind, size, folder)
+    assert any(key.startswith("headloss/") for key in mine["logs"][0]) == (kind == "headloss")
     off = trainer_runs.gradient_apart(mine["gradient"], other["gradient"])
     found = trainer_runs.differences(mine["logs"], other["logs"])
     assert off < 2e-6 and max(found.values()) < 2e-4, f"{off}, {found}"

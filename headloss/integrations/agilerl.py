@@ -3,27 +3,33 @@
     install()       with `use_liger_loss=False`; the losses stay AgileRL's
     uninstall()     AgileRL is as it was
 
-B rows of T positions, H hidden width, V vocabulary.
+LoRA on `lm_head` is in the log-probs, and trained. B rows of T positions, H hidden width, V
+vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..head.head import Head
+from ..head.adapters import LORA_KINDS
+from ..head.head import Head, Lora
 from ..head_stats import head_stats
-from .seams import Seams
+from .seams import Seams, part
 from .sharding import gathered
 
 BASE = "agilerl.algorithms.core.base"
 HOME = "agilerl.algorithms.core.llm_ops.fused_logprobs"
+ALGORITHM = f"{BASE}:LLMAlgorithm"
 
 
 def install() -> None:
-    """Put headloss in place of AgileRL's two functions, in this process, until `uninstall()`.
+    """Put headloss in place of AgileRL's functions, in this process, until `uninstall()`.
 
     Raises:
         RuntimeError: AgileRL has no such function, or one that takes other arguments.
@@ -50,12 +56,23 @@ class LogProbs:
         chunk_rows: int,
     ) -> Tensor:
         """[B, T] float32 whatever `cast_to_fp32`: not rounded to the hidden states' dtype."""
-        weight, bias = gathered(head_w), gathered(head_b)
-        if weight.dtype != hidden.dtype:  # as where AgileRL multiplies in the wider of the two
-            wide = torch.promote_types(weight.dtype, hidden.dtype)
-            hidden, weight = hidden.to(wide), weight.to(wide)
-        head = Head(weight, bias, temperature)
-        return head_stats(hidden, head, target_ids.long(), gradients=("logp",)).logp
+        return log_probs(hidden, head_w, head_b, target_ids, temperature)
+
+
+def log_probs(
+    hidden: Tensor,
+    head_w: Tensor,
+    head_b: Tensor | None,
+    target_ids: Tensor,
+    temperature: float,
+    lora: tuple[Lora, ...] = (),
+) -> Tensor:
+    weight, bias = gathered(head_w), gathered(head_b)
+    if weight.dtype != hidden.dtype:  # as where AgileRL multiplies in the wider of the two
+        wide = torch.promote_types(weight.dtype, hidden.dtype)
+        hidden, weight = hidden.to(wide), weight.to(wide)
+    head = Head(weight, bias, temperature, lora=lora)
+    return head_stats(hidden, head, target_ids.long(), gradients=("logp",)).logp
 
 
 def logprobs_chunked(
@@ -75,11 +92,68 @@ def logprobs_chunked(
         )
 
 
+def fused_logprob_fn_and_head(self: Any) -> tuple[Callable[..., Tensor], Tensor, Tensor | None]:
+    """In place of `LLMAlgorithm._fused_logprob_fn_and_head`, whose function sees the base layer."""
+    layer = self._get_lm_head()
+    if not hasattr(layer, "base_layer"):
+        return SEAMS.theirs[ALGORITHM, "_fused_logprob_fn_and_head"](self)
+    function = functools.partial(log_probs_of_layer, layer, torch.is_grad_enabled())
+    return function, layer.weight, layer.bias
+
+
+def log_probs_of_layer(
+    layer: Any,
+    with_gradient: bool,
+    hidden: Tensor,  # [B, T, H]
+    head_w: Tensor,  # [V, H], of the base layer
+    head_b: Tensor | None,
+    target_ids: Tensor,  # [B, T]
+    temperature: float = 1.0,
+    cast_to_fp32: bool = True,
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """[B, T] float32, of a PEFT layer whose adapter AgileRL chooses for each row.
+
+    With a gradient all rows are the actor's, which comes first where others ran beside it.
+    """
+    routing, rows = part("agilerl", "agilerl.lora.fused", "ROUTING_STATE").get(layer), len(hidden)
+    if routing is None:  # PEFT's own choice
+        names = () if layer.disable_adapters or layer.merged else tuple(layer.active_adapters)
+        runs = [(names, rows)]
+    elif with_gradient:
+        runs = [((routing[0],), rows)]
+    else:
+        runs = [((name,), len(list(run))) for name, run in itertools.groupby(routing)]
+    parts, first = [], 0
+    for names, count in runs:
+        here = slice(first, first := first + count)
+        lora = tuple(adapter(layer, name) for name in names if name in layer.lora_A)
+        parts.append(
+            log_probs(hidden[here], head_w, head_b, target_ids[here], temperature, lora)
+        )
+    if first != rows:
+        raise ValueError(f"lm_head: got {rows} rows, want the {first} that AgileRL has routed")
+    return torch.cat(parts)
+
+
+def adapter(layer: Any, name: str) -> Lora:
+    kind = f"{type(layer).forward.__module__}.{type(layer).forward.__qualname__}"
+    if LORA_KINDS.get(kind, ("", None))[0] != "lora_A" or name in layer.lora_variant:
+        raise ValueError(
+            f"lm_head: its adapter {name!r} is no plain LoRA, whose log-probs headloss cannot "
+            "take; leave lm_head out of target_modules"
+        )
+    fields = LORA_KINDS[kind][1](layer, name)
+    return Lora(**{**fields, "a": gathered(fields["a"]), "b": gathered(fields["b"])})
+
+
 OURS: dict[str, Any] = {
     "FusedLinearLogProbsFunction": LogProbs,
     "fused_linear_logprobs_chunked": logprobs_chunked,
 }
 SEAMS = Seams(
-    {(owner, name): ours for owner in (HOME, BASE) for name, ours in OURS.items()}, "agilerl"
+    {(owner, name): ours for owner in (HOME, BASE) for name, ours in OURS.items()}
+    | {(ALGORITHM, "_fused_logprob_fn_and_head"): fused_logprob_fn_and_head},
+    "agilerl",
 )
 check = SEAMS.check

@@ -26,6 +26,8 @@ ADAPTERS = {
     "nemo-automodel": "nemo_automodel",
     "skyrl": "skyrl",
     "areal": "areal",
+    "openrlhf": "openrlhf",
+    "ms-swift": "ms_swift",
 }
 # Releases that an adapter's whole suite ran with. Others are served where what is checked holds.
 TESTED: dict[str, tuple[str, ...]] = {
@@ -41,6 +43,8 @@ TESTED: dict[str, tuple[str, ...]] = {
     "nemo-automodel": ("0.7.0",),
     "skyrl": ("0.3.0", "0.4.0"),
     "areal": ("1.0.4",),
+    "openrlhf": ("0.11.2",),
+    "ms-swift": ("4.6.0",),
 }
 
 

@@ -63,6 +63,28 @@ def inside(module: Any, act: Callable[[Tensor], T], hidden: Tensor) -> T:
     return module(hidden)
 
 
+@contextlib.contextmanager
+def in_place_of_head(model: Any, act: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside, `act` is the forward of the model's head, once: where its weights are gathered."""
+    module = model.get_output_embeddings()
+    before = vars(module).get("forward")
+
+    def forward(hidden: Tensor) -> Tensor:
+        restore()  # whoever reads the module finds its own
+        return act(hidden)
+
+    def restore() -> None:
+        vars(module).pop("forward", None)
+        if before is not None:
+            module.forward = before
+
+    module.forward = forward
+    try:
+        yield
+    finally:
+        restore()
+
+
 def hooked(exact: Tensor, passed: Tensor) -> Tensor:
     """`exact`, value and gradient, tied to what a wrapper made of it, so that its hooks fire."""
     return exact if passed is exact else _Hooked.apply(exact, passed)  # type: ignore[return-value]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..batch.batch import Batch
 from ..batch.reduction import Totals
+from ..losses import Objective
 from .context import Shards, group_of
 from .seams import misfit
 
@@ -84,6 +85,16 @@ class CountsSteps:
             same = trainer.get_tp_size() * trainer.get_cp_size()  # ranks with the same rows
             totals = changed(totals.all_reduce(gradients="sum"), lambda n: n / same)
         return totals
+
+    def over_the_step(
+        self, objective: Objective, batch: Batch, totals: Totals | None
+    ) -> Objective | None:
+        """`objective` on a batch that gets the `totals` of its step; None where there are none, as
+        in an evaluation."""
+        if totals is None:
+            return None
+        batch.totals = totals
+        return objective if self.ranks == 1 else self.ranks * objective
 
     @property
     def ranks(self) -> int:

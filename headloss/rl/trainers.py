@@ -16,7 +16,7 @@ from ..batch.batch import Batch
 from ..batch.reduction import Totals
 from ..integrations.sharding import whole_head
 from ..integrations.trl import GRPOTrainer, Switches
-from ..integrations.trl.common import require
+from ..integrations.trl.common import refuse, require
 from ..integrations.trl.forward import Unrounded
 from ..integrations.trl.grpo_objective import completion_mask, tokens_of_the_step
 from ..losses import Term
@@ -103,6 +103,11 @@ class _TokenRewards(_Trainer):
     """The reference enters the reward of each token, and advantages are per token."""
 
     kl_in_reward = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        instead = "use GRPO, GSPO or CISPO"
+        refuse(self, multimodal_inputs=(bool(getattr(self, "_is_vlm", False)), instead))
 
     def _at_tokens(self, batch: dict[str, Any], scores: Tensor) -> tuple[Tensor, Tensor]:
         """(rewards, mask), each [B, C]."""

@@ -40,7 +40,10 @@ def uninstalled() -> Iterator[None]:
     assert before == (base.FusedLinearLogProbsFunction, base.fused_linear_logprobs_chunked)
 
 
-def agent(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+def agent(
+    name: str, dtype: torch.dtype = torch.float32, adapted: tuple[str, ...] = ("q_proj", "v_proj"),
+    **more: Any,
+) -> Any:  # fmt: skip
     from peft import LoraConfig
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -70,7 +73,7 @@ def agent(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
         pad_token="<pad>",
         actor_network=model,
         lora_config=LoraConfig(
-            r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+            r=4, target_modules=list(adapted), task_type="CAUSAL_LM", init_lora_weights=False
         ),
         batch_size=ROWS,
         micro_batch_size_per_gpu=2,
@@ -94,6 +97,9 @@ def updates(name: str, **more: Any) -> tuple[list[dict[str, float]], list[Tensor
         rewards = torch.randn(1, ROWS) if "group_size" in ALGORITHMS[name][1] else torch.randn(ROWS)
         reported.append(made.learn(([ids], [mask], rewards)))
     trained = [p.detach().clone() for p in made.actor.parameters() if p.requires_grad]
+    assert any("lm_head" in n for n, _ in made.actor.named_parameters() if "lora" in n) == (
+        "lm_head" in more.get("adapted", ())
+    )
     return reported, trained
 
 
@@ -116,3 +122,49 @@ def test_two_updates(name: str) -> None:
     assert max(off(a, b) for a, b in zip(trained, weights, strict=True)) < 2e-4
     start = [p.detach() for p in agent(name).actor.parameters() if p.requires_grad]
     assert max(off(a, b) for a, b in zip(weights, start, strict=True)) > 1e-2
+
+
+def through_the_layer(self: Any) -> Any:
+    """Log-probs of the logits of AgileRL's own routed layer, in place of its function."""
+    from agilerl.lora.fused import ROUTING_STATE
+
+    layer, with_gradient = self._get_lm_head(), torch.is_grad_enabled()
+
+    def log_probs(hidden, head_w, head_b, target_ids, temperature, **more):
+        routing = ROUTING_STATE.get(layer)
+        if with_gradient and routing is not None:  # the actor's rows, of a pass with the critic's
+            ROUTING_STATE[layer] = ["actor"] * len(hidden)
+        logits = layer(hidden) / temperature
+        ROUTING_STATE[layer] = routing
+        return logits.log_softmax(-1).gather(-1, target_ids[..., None]).squeeze(-1)
+
+    return log_probs, layer.weight, layer.bias
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_lora_on_the_head(name: str, monkeypatch: Any) -> None:
+    """Against the layer's own forward; AgileRL's function leaves the adapter out."""
+    from agilerl.algorithms.core.base import LLMAlgorithm
+
+    from headloss.integrations.agilerl import install
+
+    adapted = {"adapted": ("q_proj", "lm_head")}
+    without, _ = updates(name, **adapted)
+    with monkeypatch.context() as patch:
+        patch.setattr(LLMAlgorithm, "_fused_logprob_fn_and_head", through_the_layer)
+        metrics, weights = updates(name, **adapted)
+    install()
+    ours, trained = updates(name, **adapted)
+    for got, want in zip(ours, metrics, strict=True):
+        assert got.keys() == want.keys()
+        for key in want:
+            if not key.endswith("_s"):  # but seconds
+                assert got[key] == pytest.approx(want[key], rel=2e-4, abs=2e-6, nan_ok=True), key
+    assert max(off(a, b) for a, b in zip(trained, weights, strict=True)) < 2e-4
+    named = agent(name, **adapted).actor.named_parameters()
+    start = [(n, p.detach()) for n, p in named if p.requires_grad]
+    moved = {n: off(b, a) for (n, a), b in zip(start, weights, strict=True) if "lm_head" in n}
+    assert min(moved[n] for n in moved if "critic" not in n) > 1e-4  # a critic has no use for it
+    assert any(a[key] != pytest.approx(b[key], rel=1e-3, abs=1e-5, nan_ok=True)
+               for a, b in zip(without, metrics, strict=True)
+               for key in b if not key.endswith("_s"))  # fmt: skip

@@ -3,6 +3,7 @@
     apply(model)                        model(input_ids, labels=...) has a loss and no logits
     apply(model, hl.cross_entropy(label_smoothing=0.1) + 1e-4 * hl.z_loss())
     remove(model)                       the model is as it was
+    HeadLossCallback()                  applies it to the model of a Trainer that others build
     Trainer(model, ...)                 each term is divided by the totals of the optimizer step
     record_support(model)               what `generate` drew its tokens from
 
@@ -13,6 +14,7 @@ Calls without labels, generation among them, are the model's own.
 """
 
 from .apply import STATE, Applied, apply, remove
+from .callback import HeadLossCallback
 from .recorder import SupportRecorder, record_support
 from .seams import check
 from .totals import TotalsMixin, Trainer
@@ -20,6 +22,7 @@ from .totals import TotalsMixin, Trainer
 __all__ = [
     "STATE",
     "Applied",
+    "HeadLossCallback",
     "SupportRecorder",
     "TotalsMixin",
     "Trainer",

@@ -68,7 +68,7 @@ def apply(
     causal: Any = _causal(model)
     if STATE in vars(causal):
         raise ValueError("model: headloss is applied to it already; call remove(model) first")
-    transform = {**learn(causal, "head"), **BEFORE_THE_HEAD.get(_family(causal), {})}
+    transform = transform_of(causal)
     with whole_head(causal):
         Head.of_model(causal, **transform)
     if "mc_labels" in inspect.signature(causal.forward).parameters:
@@ -77,6 +77,11 @@ def apply(
     objective = Objective.of(cross_entropy() if terms is None else terms)
     options = DEFAULT if options is None else options
     return Applied(causal, objective, options, tuple(fields), transform)
+
+
+def transform_of(causal: nn.Module) -> dict[str, Any]:
+    """Arguments of `Head.of_model`, for the hidden states that the head's module is given."""
+    return {**learn(causal, "head"), **BEFORE_THE_HEAD.get(_family(causal), {})}
 
 
 def remove(model: nn.Module) -> None:

@@ -105,8 +105,11 @@ def with_logits(output: ModelOutput, logits: Tensor | None) -> ModelOutput:
     in evaluation; there they are computed when something is done with them.
     """
     kind = type(output)
-    kind = _lazily(kind) if isinstance(logits, LazyLogits) else kind
-    return kind(**{**dict(output.items()), "logits": logits})
+    if not isinstance(logits, LazyLogits):
+        return kind(**{**dict(output.items()), "logits": logits})
+    changed = _lazily(kind)(**dict(output.items()))  # some releases read all fields in here
+    changed["logits"] = logits
+    return changed
 
 
 @functools.cache

@@ -45,12 +45,8 @@ def refuse_common(trainer: Any, stock: str, context: bool = False) -> None:
     peft = getattr(accelerator.unwrap_model(trainer.model), "active_peft_config", None)
     parallel = getattr(accelerator, "parallelism_config", None)
     instead = f"use {stock}"
-    vision = bool(
-        getattr(trainer, "_is_vlm", False) or getattr(trainer, "_is_vision_dataset", False)
-    )
     refuse(
         trainer,
-        multimodal_inputs=(vision, instead),
         use_liger_kernel=(bool(args.use_liger_kernel), "headloss takes the place of its loss"),
         prompt_learning=(bool(getattr(peft, "is_prompt_learning", False)), instead),
         context_parallel=(bool(getattr(parallel, "cp_enabled", False)) and not context, instead),

@@ -77,9 +77,9 @@ class DPOTrainer(CountsSteps, dpo_trainer.DPOTrainer):
         if self.aux_loss_enabled:
             forward["output_router_logits"] = True
         objective = self.objective(inputs)
-        if self.model.training and self.step_totals is not None:
-            batch.totals = self.step_totals
-            objective = objective if self.ranks == 1 else self.ranks * objective
+        totals = self.step_totals if self.model.training else None
+        in_step = self.over_the_step(objective, batch, totals)
+        objective = objective if in_step is None else in_step
         request = Request(batch=batch, objective=objective + probe.term, options=self.options)
         found: Any = request.of(model, **forward)
         loss = found.loss + of_empty_pairs(objective, batch).to(found.loss.dtype)

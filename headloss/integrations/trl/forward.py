@@ -374,3 +374,16 @@ class Measured:
 
     def __call__(self, *args: Any, **kwargs: Any) -> HeadOutput:
         return self.output
+
+
+class Asked(Measured):
+    """Stands for a model where TRL's loss method brings a pass's inputs, images among them, and
+    measures it: the pass is made with a gradient wherever one was recorded when this was."""
+
+    def __init__(self, model: Any, request: Request) -> None:
+        self.model, self.request, self.gradient = model, request, torch.is_grad_enabled()
+
+    def __call__(self, *, fused_lm_head: bool, labels: Tensor, **inputs: Any) -> HeadOutput:
+        with torch.set_grad_enabled(self.gradient):
+            self.output = self.request.of(self.model, **inputs)
+        return self.output

@@ -15,7 +15,7 @@ from ...options import Options
 from ..sharding import in_step
 from ..transformers.recorder import SupportRecorder
 from .common import mode, record, refuse_common, require
-from .forward import Measured, Paths, Request, Switches, Unrounded, installed
+from .forward import Asked, Measured, Paths, Request, Switches, Unrounded, installed
 from .grpo_objective import (
     check_settings,
     completion_mask,
@@ -91,19 +91,14 @@ class GRPOTrainer(grpo_trainer.GRPOTrainer):
         request = Request(
             batch=make_batch(self, inputs), objective=self.objective(inputs), options=self.options
         )
-        router = {"output_router_logits": True} if self.aux_loss_enabled else {}
-        with self.accelerator.autocast():
-            found: Any = request.of(
-                model,
-                input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1),
-                attention_mask=torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
-                **router,
-            )
-        loss = found.loss + self.further_loss(found, inputs)
-        # TRL's own method, on the log-probs of this pass, keeps its metrics and its entropy
-        # controller; the loss that it returns is not used.
+        # TRL's own method brings the inputs of the model, and keeps its metrics and its entropy
+        # controller on the log-probs of this pass; the loss that it returns is not used.
+        asked = Asked(model, request)
         with torch.no_grad():
-            super()._compute_loss(Measured(found), inputs)
+            super()._compute_loss(asked, inputs)
+        found = asked.output
+        assert found.loss is not None
+        loss = found.loss + self.further_loss(found, inputs)
         assert request.metrics is not None and found.log_probs is not None
         scored = completion_mask(inputs).bool()
         record(self, request.metrics.merge(sampling_metrics(found.log_probs, scored, inputs)))

@@ -10,6 +10,7 @@ The losses stay TRL's, so that no schedule is one pass; where headloss has a tra
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,12 +74,39 @@ def _replace(before: Any, after: Any) -> None:
             setattr(module, name, after)
 
 
-def _refuse_zero3(*weights: Tensor) -> None:
-    if any(hasattr(weight, "ds_id") for weight in weights):
-        raise ValueError(
-            "headloss.integrations.trl.install: a head that ZeRO-3 shards is not supported; call "
-            "uninstall(), or use headloss's GRPOTrainer, SFTTrainer or DPOTrainer"
-        )
+def _sharded(*weights: Tensor) -> bool:
+    return any(hasattr(weight, "ds_id") for weight in weights)  # by ZeRO-3
+
+
+class Regathered(torch.autograd.Function):
+    """`act(hidden, weight, bias)` of a head that ZeRO-3 shards, which TRL has gathered around it:
+    the backward pass gathers it by TRL's own function, and computes `act` once more."""
+
+    @staticmethod
+    def forward(ctx: Any, act: Callable[..., Any], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.act = act
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return act(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        with utils.maybe_gather_lm_head_ctx(*tensors[1:]), torch.enable_grad():
+            copies = [
+                None if x is None else x.detach().requires_grad_(needed)
+                for x, needed in zip(tensors, ctx.needs_input_grad[1:], strict=True)
+            ]
+            pairs = zip(ctx.act(*copies), grads, strict=True)
+            outputs, slopes = zip(*((x, g) for x, g in pairs if g is not None), strict=True)
+            leaves = [x for x in copies if x is not None and x.requires_grad]
+            gradients = iter(torch.autograd.grad(outputs, leaves, slopes))
+        wanted = [x is not None and x.requires_grad for x in copies]
+        return None, *(next(gradients) if is_wanted else None for is_wanted in wanted)
+
+
+def _call(act: Callable[..., Any], *tensors: Any) -> Any:
+    return act(*tensors)
 
 
 class LogProbs:
@@ -97,9 +125,14 @@ class LogProbs:
         outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
     ) -> tuple[Tensor | None, ...]:
         """[N]: log-probs, entropies, log of the sum of p^2, mean logits, whether top-1."""
-        _refuse_zero3(weight)
-        head = Head(weight, bias, temperature, final_logit_softcapping, logit_scale)
-        stats = head_stats(hidden, head, targets)
+
+        def act(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+            head = Head(weight, bias, temperature, final_logit_softcapping, logit_scale)
+            stats = head_stats(hidden, head, targets)
+            return stats.logp, stats.entropy
+
+        sharded = _sharded(weight) and torch.is_grad_enabled()
+        logp, entropy = (Regathered.apply if sharded else _call)(act, hidden, weight, bias)
         names = {"log_sum_sq_probs": "sum_p_squared", "mean_logits": "mean_logit"}
         names["is_top1"] = "top1"
         asked = {name: at for name, at in names.items() if name in outputs}
@@ -107,12 +140,13 @@ class LogProbs:
         if asked:
             probe = Probe(*asked.values())
             with torch.no_grad():
+                head = Head(weight, bias, temperature, final_logit_softcapping, logit_scale)
                 head_loss(hidden, head, Batch(targets), probe.term)
             found = {name: probe.scatter(at, targets.shape) for name, at in asked.items()}
         squares, top1 = found.get("log_sum_sq_probs"), found.get("is_top1")
         return (
-            stats.logp,
-            stats.entropy if "entropy" in outputs else None,
+            logp,
+            entropy if "entropy" in outputs else None,
             None if squares is None else squares.log(),
             found.get("mean_logits"),
             None if top1 is None else top1.bool(),
@@ -139,7 +173,11 @@ def divergence_loss(
 
     One pass. The temperature divides logits after scale and soft cap, without a factor of T^2.
     """
-    _refuse_zero3(student_lm_head_weight, teacher_lm_head_weight)
+    if _sharded(student_lm_head_weight, teacher_lm_head_weight):
+        raise ValueError(
+            "headloss.integrations.trl.install: distillation with a head that ZeRO-3 shards is not "
+            "supported; call uninstall()"
+        )
     if any(type(w).__name__ == "DTensor" for w in (student_lm_head_weight, teacher_lm_head_weight)):
         raise ValueError(
             "headloss.integrations.trl.install: distillation with a head that FSDP2 shards is not "

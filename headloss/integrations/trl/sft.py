@@ -59,12 +59,9 @@ class SFTTrainer(CountsSteps, sft_trainer.SFTTrainer):
         return Objective.of(cross_entropy())
 
     def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False,
         num_items_in_batch: int | Tensor | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         objective, probe = self.objective(inputs), Probe("top1")
         if self.shards is None:
             totals = self.step_totals if self.model.training else None
@@ -113,11 +110,9 @@ class SFTTrainer(CountsSteps, sft_trainer.SFTTrainer):
         self, objective: Objective, batch: Batch, count: int | Tensor | None, totals: Totals | None
     ) -> Objective:
         """In an evaluation, as TRL's, each batch of a rank stands for itself."""
-        if totals is not None:
-            batch.totals = totals
-            return objective if self.ranks == 1 else self.ranks * objective
-        if count is None:
-            return objective
+        in_step = self.over_the_step(objective, batch, totals)
+        if in_step is not None or count is None:
+            return objective if in_step is None else in_step
         return over_count(
             objective, count / self.ranks, batch, name="num_items_in_batch",
             instead="let get_batch_samples of headloss's SFTTrainer count the step",

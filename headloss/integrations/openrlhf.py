@@ -1,0 +1,136 @@
+"""OpenRLHF's log-probs and entropies from headloss, for SFT, DPO and PPO alike.
+
+    install()       OpenRLHF's `Actor.forward` makes no logits
+    uninstall()     OpenRLHF is as it was
+
+The losses stay OpenRLHF's. B rows, L positions, A actions at the end of a row, H hidden width, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ..batch.batch import IGNORE
+from ..head.head import Head
+from ..head_stats import head_stats
+from .families import causal_of
+from .seams import Seams, part
+from .sharding import Carried, externals, hooked, in_place_of_head
+from .shared import refuse
+from .transformers.apply import transform_of
+
+HOME = "openrlhf.models.actor"
+SEAM = f"{HOME}:Actor", "forward"
+_transforms: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+
+
+def install() -> None:
+    """Put headloss in place of `Actor.forward`, in this process, until `uninstall()`.
+
+    Raises:
+        RuntimeError: OpenRLHF has no such method, or one that takes other arguments.
+    """
+    SEAMS.install()
+
+
+def uninstall() -> None:
+    """Undo `install()`."""
+    SEAMS.uninstall()
+
+
+def forward(
+    self: Any,
+    sequences: Tensor,  # [B, L]
+    action_mask: Tensor | None = None,  # [B, A]
+    attention_mask: Tensor | None = None,  # [B, L]
+    return_output: bool = False,
+    allgather_logits: bool = False,
+    return_logprobs: bool = False,
+    ring_attn_group: Any = None,
+    packed_seq_lens: list[int] | None = None,
+    return_entropy: bool = False,
+    **mm_inputs: Any,
+) -> Any:
+    """In place of `Actor.forward`: [B, L - 1] log-probs, or the last [B, A] of them; the output has
+    no logits. Where these alone are asked for, OpenRLHF's own method runs.
+
+    Raises:
+        ValueError: images; a head that cannot be read.
+    """
+    if action_mask is None and not return_logprobs:
+        return SEAMS.theirs[SEAM](
+            self, sequences, attention_mask=attention_mask, return_output=return_output,
+            allgather_logits=allgather_logits, ring_attn_group=ring_attn_group,
+            packed_seq_lens=packed_seq_lens, return_entropy=return_entropy, **mm_inputs,
+        )  # fmt: skip
+    refuse("OpenRLHF's own method: call uninstall()", **dict.fromkeys(mm_inputs, True))
+    if attention_mask is None:
+        raise ValueError("attention_mask: is missing, want [B, L]")
+    actor, shape = part("openrlhf", HOME), sequences.shape
+    packed: tuple[Any, ...] = ()
+    if self.packing_samples:
+        tokens, positions, targets, *packed = actor.unpad_and_slice_tensor(  # type: ignore[assignment]
+            sequences, attention_mask, ring_attn_group
+        )
+        attention_mask = None
+    else:
+        tokens, padding = sequences, attention_mask.roll(-1, 1) == 0
+        targets = sequences.roll(-1, 1).masked_fill(padding, IGNORE)
+        if action_mask is not None:  # no other position is of use to anyone
+            actions = action_mask.shape[1]
+            targets[:, : -actions - 1] = IGNORE
+        positions = attention_mask.long().cumsum(-1) - 1
+        vision = getattr(self, "is_vlm", False)  # which computes its own
+        positions = None if vision else positions.masked_fill(attention_mask == 0, 1)
+    output, stats = measured(
+        self, targets, return_entropy, tokens, attention_mask=attention_mask, position_ids=positions
+    )
+
+    def of_rows(values: Tensor) -> Tensor:
+        """[B, L - 1]"""
+        if packed:
+            added, places = packed
+            values = actor.gather_and_pad_tensor(values, ring_attn_group, added, places, *shape)
+        return values[:, :-1]
+
+    logps, *entropies = map(of_rows, stats)
+    if entropies:
+        output.entropy = entropies[0]
+    if action_mask is not None:
+        logps = logps[:, -action_mask.shape[1] :] * action_mask.float()
+    return (logps, output) if return_output else logps
+
+
+def measured(
+    actor: Any, targets: Tensor, with_entropy: bool, *args: Any, **kwargs: Any
+) -> tuple[Any, list[Tensor]]:
+    """The model's output, and log-probs, with entropies if they are wanted, [B, L] float32."""
+    model: Any = causal_of(actor.model)
+    if model not in _transforms:
+        _transforms[model] = transform_of(model)
+    sharded, gradients = externals(model.get_output_embeddings()), ("logp", "entropy")
+    statistics: list[Tensor] = []
+
+    def at_head(hidden: Tensor) -> Tensor:
+        head = Head.of_model(model, temperature=actor.temperature, **_transforms[model])
+        stats = head_stats(hidden, head, targets, gradients=gradients[: 1 + with_entropy])
+        statistics.extend([stats.logp, stats.entropy][: 1 + with_entropy])
+        if not sharded:
+            return hidden.new_empty((*hidden.shape[:-1], 0))
+        return Carried.apply(sum(x.sum() for x in statistics), hidden.detach())  # type: ignore[return-value]
+
+    with in_place_of_head(model, at_head):
+        output = actor.model(*args, **kwargs)
+    if sharded and torch.is_grad_enabled():
+        statistics = [hooked(x, output.logits) for x in statistics]
+    output["logits"] = None
+    return output, statistics
+
+
+SEAMS = Seams({SEAM: forward}, "openrlhf")
+check = SEAMS.check

@@ -1,0 +1,61 @@
+"""headloss in a `Trainer` that somebody else builds, where that takes callbacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from ...losses import Objective, Term
+from ...options import Options
+from .apply import Applied, apply
+
+
+class HeadLossCallback(TrainerCallback):
+    """Applies headloss to the model of a `transformers.Trainer` as soon as that is built:
+
+        Trainer(model, ..., callbacks=[HeadLossCallback()])
+
+    The end of the training removes nothing, so that the model is evaluated with the same loss;
+    `remove(model)` does.
+
+    Args:
+        terms, options, fields: as those of `apply`.
+
+    Attributes:
+        applied: what `apply` returned; None before a `Trainer` is built.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: when the `Trainer` is built, as `apply`; ValueError for
+            `label_smoothing_factor`. RuntimeError before the optimizer's first step, whose loss
+            did not come from headloss: the trainer has a loss of its own, or another model.
+    """
+
+    def __init__(
+        self,
+        terms: Term | Objective | None = None,
+        options: Options | None = None,
+        fields: tuple[str, ...] = (),
+    ) -> None:
+        self.terms, self.options, self.fields = terms, options, fields
+        self.applied: Applied | None = None
+
+    def on_init_end(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
+    ) -> None:
+        if args.label_smoothing_factor:
+            raise ValueError(
+                f"label_smoothing_factor: got {args.label_smoothing_factor}, want 0, as it takes "
+                "the loss from logits; pass headloss.cross_entropy(label_smoothing=...) as terms"
+            )
+        assert model is not None  # Trainer wants one, and hands it on
+        self.applied = apply(model, self.terms, self.options, self.fields)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.applied is None or not self.applied.checked:
+            raise RuntimeError(
+                "HeadLossCallback: the loss of the first step did not come from headloss. The "
+                "trainer computes its own (as TRL's do, and compute_loss_func: see headloss's page "
+                "of the framework), or trains another model than it was built with (model_init)"
+            )
