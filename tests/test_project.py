@@ -50,7 +50,7 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_630, "core tokens": 76_613}
+MOST = {"core lines": 10_620, "core tokens": 76_575}
 MOST |= {"kernels lines": 4_072, "kernels tokens": 32_701, "files on top": 12}
 
 
@@ -178,7 +178,7 @@ def test_hidden_states_take_a_short_way() -> None:
     from stays import climbs, stays
 
     found = stays()
-    assert len(found) <= 36 and len(climbs(found)) <= 7, found
+    assert len(found) <= 44 and len(climbs(found)) <= 8, found
 
 
 HEAVY = ("triton", "transformers", "trl", "peft", "accelerate", "datasets")

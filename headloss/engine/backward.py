@@ -96,7 +96,8 @@ def of_tiles(
     inputs = BackwardInputs(result.measured, coefficients)
     for block in blocks:
         part = inputs if len(blocks) == 1 else inputs.rows(block.rows)
-        part = part._replace(tile=result.tiles.pop(0), live=call.live(part.coefficients))
+        live = part.coefficients.live() if call.plan.skip_rows else None
+        part = part._replace(tile=result.tiles.pop(0), live=live)
         sums.add(source.logit_gradient(block.rows, ALL, part))
         del part  # its tile is used up
     return sums
@@ -106,7 +107,8 @@ def _in_slabs(
     call: LinearCall, source: LinearLogits, inputs: BackwardInputs, factor: Tensor | None
 ) -> Gradients:
     """In slabs of columns: each slab of the weight gradient is written once."""
-    index, every_row = rows_left(call.live(inputs.coefficients))(), source
+    live = inputs.coefficients.live() if call.plan.skip_rows else None
+    index, every_row = rows_left(live)(), source
     if index is not None:  # once, and not for each slab
         source, inputs = source.take(index), inputs.rows(index)
     # Ranks send all rows, whether or not they carry a gradient: collectives never depend on data.

@@ -19,16 +19,20 @@ from ..batch.packing import PackedBatch, Packing, packing_of
 from ..batch.reduction import Number, Totals
 from ..head.head import Head
 from ..kernels.transform import Transform
-from ..logits.accumulators import BlockAccumulator, GradientBuffers
+from ..logits.accumulators import (
+    BlockAccumulator,
+    GradientBuffers,
+    HiddenGradient,
+    SharedHiddenGradient,
+)
 from ..logits.given import GivenAccumulator, GivenLogits, InPlaceLogits, LogitsBuffer
-from ..logits.hidden_gradient import HiddenGradient, SharedHiddenGradient
 from ..logits.linear import ExpLogits, LinearLogits, LogitSource, RowContext
 from ..logits.measured_beside import measuring
 from ..logits.support import SupportLogits
 from ..losses.term import Objective
 from ..objective.external import ExternalLoss
 from ..objective.tolerance import Tolerance
-from ..objective.weighted import Coefficients, WeightedObjective, bind
+from ..objective.weighted import WeightedObjective, bind
 from ..options import Options
 from ..parallel.agreement import agree, attempt
 from ..parallel.facts import of_segments, of_vocabulary, per_segment
@@ -163,10 +167,6 @@ class Call:
             return []
         fields = ((name, self.packed.as_given(name)) for name in READ_AGAIN)
         return [(n, t, t._version) for n, t in fields if t is not None and not t.is_inference()]
-
-    def live(self, coefficients: Coefficients) -> Tensor | None:
-        """[n] bool, the rows that carry a gradient, if the others are to be left out (law 5)."""
-        return coefficients.live() if self.plan.skip_rows else None
 
 
 C = TypeVar("C", bound=Call)

@@ -78,7 +78,8 @@ def in_one_pass(call: Call, tensors: Tensors) -> tuple[Outcome, Backward]:
             coefficients = tolerance(coefficients, measured.stats, rows, call.weighted.scale)
         share = coefficients.values
         values = share if values is None else values + share
-        inputs = BackwardInputs(measured, coefficients, tile, call.live(coefficients))
+        live = coefficients.live() if plan.skip_rows else None
+        inputs = BackwardInputs(measured, coefficients, tile, live)
         gradient = source.logit_gradient(rows, ALL, inputs)
         sums = sums or call.accumulator(source)  # after the first product is queued
         sums.add(gradient)
