@@ -312,12 +312,12 @@ def test_versions_that_disagree_are_not_timed() -> None:
     """And both have the same budget, whatever their defaults."""
     inputs, setting = works.make_inputs(TINY, CPU), replace(TINY, teacher=False)
     case = cases.Case(row="a", works=("ce",), setting=setting, contestants=("headloss",))
-    right = against.Distribution.of(works.hl, "headloss", "ce", case, inputs)
+    right = against.Side.of(works.hl, "headloss", "ce", case, inputs)
     wrong = right._replace(run=lambda i: contestants.Found(values={"loss": torch.tensor(9.0)}))
     with pytest.raises(ValueError, match="loss: the two are"):
         against.race(wrong, right, case, [inputs], CPU, 1)
     with pytest.raises(ValueError, match="torch.compile: needs a GPU"):
-        against.Distribution.of(works.hl, "torch.compile", "ce", case, inputs)
+        against.Side.of(works.hl, "torch.compile", "ce", case, inputs)
     with against.using(works.hl):
         assert contestants._options().memory_budget == against.MEMORY
         assert contestants._options(memory_budget=7).memory_budget == 7

@@ -77,7 +77,7 @@ def test_a_triton_that_does_not_work(monkeypatch, fresh, broken: str) -> None:
         raise RuntimeError("no C compiler was found")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(kernels, "_find_driver", fail if broken == "driver" else lambda: None)
+    monkeypatch.setattr(kernels, "find_triton_driver", fail if broken == "driver" else lambda: None)
     reason = {
         "missing": "ImportError: triton is not installed",
         "import": "ModuleNotFoundError: import of headloss.kernels.triton halted",

@@ -50,8 +50,8 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_620, "core tokens": 76_575}
-MOST |= {"kernels lines": 4_072, "kernels tokens": 32_701, "files on top": 12}
+MOST = {"core lines": 10_667, "core tokens": 76_730}
+MOST |= {"kernels lines": 4_066, "kernels tokens": 32_687, "files on top": 13}
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -178,7 +178,7 @@ def test_hidden_states_take_a_short_way() -> None:
     from stays import climbs, stays
 
     found = stays()
-    assert len(found) <= 44 and len(climbs(found)) <= 8, found
+    assert len(found) <= 44 and len(climbs(found)) <= 9, found
 
 
 HEAVY = ("triton", "transformers", "trl", "peft", "accelerate", "datasets")
@@ -263,6 +263,18 @@ def test_tensors_are_made_on_a_device_that_is_named(name: str) -> None:
     wide = [c for c in found if ast.unparse(c.func) in {"torch.empty", "torch.ones", "torch.zeros"}]
     full = [c for c in wide if ast.unparse(c.args[0]) != "0"]
     assert [c.lineno for c in full if not {"dtype", None} & {k.arg for k in c.keywords}] == []
+
+
+PRIVATE = re.compile(
+    r"\bexec\(|object\.__new__|torch\._C\b|triton\.runtime import driver|triton\.runtime\.driver"
+    r"|triton\.backends|packed_metadata|super\(torch\.autograd\.Function|forward_ad\._|_torchdynamo_"
+)
+
+
+def test_private_interfaces_stand_in_one_file() -> None:
+    uses = {name: len(PRIVATE.findall(path.read_text())) for name, path in MODULES.items()}
+    assert {name for name, count in uses.items() if count} == {"private"}
+    assert uses["private"] <= 8
 
 
 def test_no_path_of_any_machine() -> None:

@@ -332,6 +332,8 @@ def check_ids(name: str, ids: Tensor, shape: torch.Size, most: int | None = None
 
 def _may_ask_device() -> bool:
     """False while a graph is captured or compiled, and in a data loader's worker."""
-    if torch.compiler.is_compiling() or torch._C._cuda_isCurrentStreamCapturing():
+    if torch.compiler.is_compiling():
+        return False
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return False
     return torch.utils.data.get_worker_info() is None

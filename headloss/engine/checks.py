@@ -10,7 +10,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..arguments import IGNORE, check_dense, check_device
 from ..batch.batch import LOGPS, Batch, check_ids
@@ -24,6 +23,7 @@ from ..losses.trial import Reads
 from ..objective.reads import reads
 from ..objective.sample import Kinds
 from ..options import Options
+from ..private import break_graph, has_tangent, in_function_transform
 from ..statistics.softmax import Statistics
 
 P = ParamSpec("P")
@@ -42,9 +42,8 @@ LogitsLossArguments = tuple[Tensor, Batch, Term | Objective, Transform, Any, boo
 
 def eagerly(verb: Callable[P, R]) -> Callable[P, R]:
     """Says with fullgraph=True why a compiled graph has no such call; without, the verb breaks the
-    graph by itself, where it is being compiled. (`torch.compiler.disable` as a decorator would
-    import the compiler with the package, and every call would pass through another function.)"""
-    verb.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=UNCOMPILED)
+    graph by itself, where it is being compiled."""
+    break_graph(verb, UNCOMPILED)
     return verb
 
 
@@ -58,7 +57,7 @@ def check_eager(verb: str, given: object = None, *others: object) -> None:
     torch.func, NotImplementedError for a dual tensor, ValueError for one on the meta device."""
     if torch.compiler.is_compiling():
         return
-    if torch._C._are_functorch_transforms_active():
+    if in_function_transform():
         raise RuntimeError(
             f"headloss.{verb}: got called inside a transform of torch.func (grad, vmap, jvp, ...), "
             "want a plain call: take gradients with backward() or torch.autograd.grad, and make "
@@ -69,9 +68,7 @@ def check_eager(verb: str, given: object = None, *others: object) -> None:
             f"headloss.{verb}: got a tensor of shape {tuple(given.shape)} on the meta device, want "
             "one with values; headloss.plan takes hidden states and a head without"
         )
-    tensors = [t for t in (given, *others) if isinstance(t, Tensor)]
-    level = forward_ad._current_level
-    if level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+    if has_tangent([t for t in (given, *others) if isinstance(t, Tensor)]):
         raise NotImplementedError(
             f"headloss.{verb}: got a dual tensor, want a plain one: there is no forward mode"
         )

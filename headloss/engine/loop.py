@@ -85,7 +85,7 @@ def in_one_pass(call: Call, tensors: Tensors) -> tuple[Outcome, Backward]:
         sums.add(gradient)
         del tile, inputs, gradient  # they are used up
     sums = sums or call.accumulator(source)
-    stats = joined(call, source, parts).stats
+    stats = parts[0].stats if len(parts) == 1 else joined(call, source, parts).stats
     if values is None:
         count = len(call.weighted.named)
         values = stats.logp.new_zeros(count, dtype=torch.float64)
@@ -121,7 +121,8 @@ def sweep(call: Call, source: LogitSource) -> ForwardResult:
         del tile  # before the next one is made
     if mode == "unit":
         sums = sums or call.accumulator(source)
-    return ForwardResult(joined(call, source, parts), tiles, sums)
+    measured = parts[0] if len(parts) == 1 else joined(call, source, parts)
+    return ForwardResult(measured, tiles, sums)
 
 
 def _unit(call: Call, measured: Measured, rows: slice) -> Coefficients:
@@ -142,8 +143,6 @@ def _measure(call: Call, source: LogitSource, rows: slice, keep: bool) -> tuple[
 
 def joined(call: Call, source: LogitSource, parts: list[Measured]) -> Measured:
     """[T] vectors from those of consecutive blocks."""
-    if len(parts) == 1:
-        return parts[0]
     if parts:
         return of_several(torch.cat, parts)
     needs = call.requirements.needs

@@ -9,6 +9,7 @@ import warnings
 
 import torch
 
+from ..private import find_triton_driver
 from .interface import Kernels
 
 
@@ -79,7 +80,7 @@ def _failure() -> str | None:
             raise ImportError("triton is not installed")
         load("triton")
         if torch.cuda.is_available():
-            _find_driver()
+            find_triton_driver()
         return None
     except Exception as error:  # a broken installation may raise anything
         reason = f"{type(error).__name__}: {error}"
@@ -89,10 +90,3 @@ def _failure() -> str | None:
             RuntimeWarning, stacklevel=2
         )
     return reason
-
-
-def _find_driver() -> None:
-    """Triton compiles the helpers of its driver on first use: without a compiler it raises here."""
-    from triton.runtime import driver
-
-    driver.active.get_current_target()

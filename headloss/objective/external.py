@@ -93,7 +93,8 @@ class ExternalLoss:
             _check_leaves(found, list(leaves.values()))
         given = differentiate(found, leaves)
         softmax = vjp(given, stats, self.vocabulary)
-        return Coefficients(softmax, {}, value).times(self.upstream)
+        found = Coefficients(softmax, {}, value)
+        return found if self.upstream is None else found.times(self.upstream)
 
     def total(self, values: Tensor, stats: Statistics) -> Tensor:
         """[] the loss."""

@@ -117,9 +117,9 @@ class Coefficients(NamedTuple):
         extras = {key: function(g) for key, g in self.extras.items()}
         return self._replace(softmax=self.softmax.map(function), extras=extras)
 
-    def times(self, factor: float | None) -> Coefficients:
-        """Multiplied by the upstream gradient, where it is known."""
-        return self if factor in (None, 1) else self.map(lambda t: t * factor)
+    def times(self, factor: float) -> Coefficients:
+        """Multiplied by the upstream gradient."""
+        return self if factor == 1 else self.map(lambda t: t * factor)
 
     def without(self, rows: Tensor) -> Coefficients:
         """With 0 at rows [n] bool."""
@@ -156,7 +156,8 @@ class WeightedObjective:
         coefficients = vjp(found, stats, self.vocabulary)
         extras = {key: found[key] for key in stats.extras if key in found}
         values = torch.stack(shares) if len(shares) > 1 else shares[0].view(1)
-        return Coefficients(coefficients, extras, values).times(self.upstream)
+        found = Coefficients(coefficients, extras, values)
+        return found if self.upstream is None else found.times(self.upstream)
 
     @property
     def named(self) -> tuple[tuple[str, float], ...]:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 from transformers.utils.generic import ModelOutput
 
 from ...head.head import Head
+from ...private import refuse_to_be_written
 
 # What is asked of a tensor that needs no values.
 OF_NO_VALUES = {
@@ -48,7 +49,7 @@ class LazyLogits(Tensor):
             cls, (*hidden.shape[:-1], head.vocabulary), dtype=wide, device=hidden.device,
             requires_grad=attached,
         )  # fmt: skip
-        torch._C._set_throw_on_mutable_data_ptr(logits)  # where C would read address 0
+        refuse_to_be_written(logits)
         logits.head, logits.hidden, logits.computed = head, hidden, None
         logits.plainly = plainly and attached
         if attached:

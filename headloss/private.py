@@ -1,0 +1,48 @@
+"""What PyTorch and Triton keep to themselves and have no public way for, each with its reason.
+
+Nothing of the kind is used elsewhere, but `Tensor._version`, `torch._assert_async` and
+`torch.cuda._sleep`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def in_function_transform() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp, ...) is under way, in which the verbs'
+    operations would give wrong numbers without a word."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def has_tangent(tensors: Sequence[Tensor]) -> bool:
+    """Whether one of them is a dual tensor of forward mode: `unpack_dual` asks for an open level,
+    and nothing public says whether there is one."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def break_graph(verb: Callable[..., Any], message: str) -> None:
+    """Has the compiler leave a function out, and say why with fullgraph=True. The public decorator
+    imports the compiler with the package, and every call would pass through another function."""
+    verb.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=message)
+
+
+def refuse_to_be_written(placeholder: Tensor) -> None:
+    """A tensor without memory raises where C code would take the address to write to, which is 0:
+    what fails would end the process."""
+    torch._C._set_throw_on_mutable_data_ptr(placeholder)
+
+
+def find_triton_driver() -> None:
+    """Has Triton compile the helpers of its driver, which it does on first use: without a compiler
+    on the machine it raises here, and not in the middle of a call."""
+    from triton.runtime import driver
+
+    driver.active.get_current_target()
