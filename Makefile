@@ -76,12 +76,12 @@ $(MUTANTS)/session.sqlite: $(STAMP)
 	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check \
 		-c constraints.txt -e '.[mutants]'
 	@rm -rf $(MUTANTS) && git clone -q . $(MUTANTS)/tree
-	@cd $(MUTANTS)/tree && $(CURDIR)/$(BIN)/cosmic-ray init tests/mutants.toml ../new.sqlite
+	@cd $(MUTANTS)/tree && $(CURDIR)/$(BIN)/cosmic-ray init tests/helpers/mutants.toml ../new.sqlite
 	@mv $(MUTANTS)/new.sqlite $@
 
 mutants: $(MUTANTS)/session.sqlite  ## do the tests see 300 random changes? .mutants/report.md
 	@cd $(MUTANTS)/tree && git checkout -q headloss && PYTHONPATH=$$PWD \
-		$(CURDIR)/$(BIN)/python tests/mutants.py ../session.sqlite $(ARGS)
+		$(CURDIR)/$(BIN)/python tests/helpers/mutants.py ../session.sqlite $(ARGS)
 
 # Names of the API come from the source, so that the site's own tools are all that is needed.
 DOCS := .venv/.docs

@@ -5,12 +5,11 @@
     python benchmarks/rails.py --against OLD --device cuda --only 'GRPO*' 'small*'
     python benchmarks/rails.py --names
 
-OLD holds another version's headloss/. Random calls of both are compared (tests/fuzz.py); calls of
-both, or of the new one and somebody else, take turns, and a row is well where the lower confidence
-bound of the median ratio (theirs / ours, 30 pairs) reaches its bar; lines and tokens are counted.
-Where two GPUs are there, ranks race too. Rows that need what is not there are left out with a word;
-Fast-LLM is taken from PYTHONPATH.
-"""
+OLD holds another version's headloss/. Random calls of both are compared (tests/helpers/fuzz.py);
+calls of both, or of the new one and somebody else, take turns, and a row is well where the lower
+confidence bound of the median ratio (theirs / ours, 30 pairs) reaches its bar; lines and tokens are
+counted. Where two GPUs are there, ranks race too. Rows that need what is not there are left out
+with a word; Fast-LLM is taken from PYTHONPATH. """
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ from measure import one_line, synchronize
 from run import about, part, warm, write
 from works import Setting
 
-TESTS = Path(__file__).parents[1] / "tests"
+TESTS = Path(__file__).parents[1] / "tests" / "helpers"
 sys.path.append(str(TESTS))
 from counts import counts  # noqa: E402
 
@@ -376,7 +375,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--calls", type=int, help="random calls: 5000, or 500 on a CPU")
-    parser.add_argument("--close", type=float, default=0.0, help="see tests/fuzz.py")
+    parser.add_argument("--close", type=float, default=0.0, help="see tests/helpers/fuzz.py")
     parser.add_argument("--minutes", type=float, default=8.0, help="of all of it, on a GPU")
     parser.add_argument(
         "--warm", type=int, default=5, metavar="N", help="first compile all, in N processes; or 0"

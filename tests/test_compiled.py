@@ -21,7 +21,7 @@ def compiled(*arguments: str) -> tuple[list[dict], set[str]]:
     """What was compiled, each of it without an error, and the names of all kernels."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), *sys.path])
-    command = [sys.executable, str(HERE / "compiled_kernels.py"), *arguments]
+    command = [sys.executable, str(HERE / "helpers" / "compiled_kernels.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     *found, last = (json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{")

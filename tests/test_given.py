@@ -311,7 +311,7 @@ def test_what_is_known_beforehand_is_the_gradient(objective):
     closed = replace(bound, closed=True).coefficients(stats, inside, None).softmax
     for name, value in want.tensors().items():
         torch.testing.assert_close(getattr(closed, name), value, rtol=1e-12, atol=1e-15)
-    (c, *_), slopes = replace(bound, declared=2.0).beforehand(inside, frozenset(stats.tensors()))
+    (c, *_), slopes = replace(bound, upstream=2.0).beforehand(inside, frozenset(stats.tensors()))
     slope = torch.zeros_like(logp)
     for rate, anchor, low, high, sign in () if slopes is None else slopes:
         slope += torch.where(

@@ -34,13 +34,13 @@ NAMES = list(CASES)
     "cases", [NAMES[i : i + 4] for i in range(0, len(NAMES), 4)], ids=lambda x: x[0]
 )
 def test_as_under_ddp(cases: list[str], tmp_path: Path) -> None:
-    script = Path(__file__).with_name("trl_zero3_ranks.py")
+    script = Path(__file__).parent / "helpers" / "trl_zero3_ranks.py"
     launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    paths = os.pathsep.join(filter(None, [str(script.parents[1]), os.environ.get("PYTHONPATH")]))
+    paths = [*map(str, script.parents[1:3]), os.environ.get("PYTHONPATH")]
     on_cpus = {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(
         [sys.executable, *launch, str(script), str(tmp_path), *cases],
-        env={**os.environ, **on_cpus, "PYTHONPATH": paths},
+        env={**os.environ, **on_cpus, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,
         check=False,

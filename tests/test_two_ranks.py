@@ -56,14 +56,15 @@ def test_trainers(tmp_path: Path) -> None:
 
 
 def launched(folder: Path, recipes: dict[str, list[str]], cases: tuple[str, ...]) -> str:
-    script = Path(__file__).with_name("two_ranks.py")
+    script = Path(__file__).parent / "helpers" / "two_ranks.py"
     # accelerate's own `--cpu` starts ranks with mpirun alone; its launcher for GPUs needs none.
     launch = ["--multi_gpu", "--num_processes=2", f"--main_process_port={free_port()}"]
-    paths = os.pathsep.join(filter(None, [str(script.parents[1]), os.environ.get("PYTHONPATH")]))
+    paths = [*map(str, script.parents[1:3]), os.environ.get("PYTHONPATH")]
+    on_cpus = {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-m", "accelerate.commands.launch", *launch]
     ran = subprocess.run(
         [*command, str(script), str(folder), json.dumps(recipes), *cases],
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": paths},
+        env={**os.environ, **on_cpus},
         capture_output=True,
         text=True,
         check=False,

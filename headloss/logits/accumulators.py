@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, distributed
 
 from ..collectives import together
-from ..head.products import add_input_gradient_, add_weight_gradient_, input_gradient
+from ..head import products
 from ..kernels.interface import Scaling
 from ..parallel.vocabulary import VocabShard
 from .linear import LinearLogits, NeedsGrad
@@ -92,7 +92,7 @@ class _Accumulator:
             fresh = self.fresh and not self._is_main_grad(total)
             if len(values):
                 x = (features if rows is ALL else features[rows]) if scaled is None else scaled
-                add_weight_gradient_(total, values, x, fresh)
+                products.add_weight_gradient_(total, values, x, fresh)
                 fresh = False
             if pairs is not None:
                 pairs.into_weight(total, features, not fresh)
@@ -103,7 +103,7 @@ class _Accumulator:
         if multiple is None:
             place += values.sum(0, dtype=self.bias.dtype)
         else:
-            add_weight_gradient_(place.unsqueeze(1), values, multiple.unsqueeze(1))
+            products.add_weight_gradient_(place.unsqueeze(1), values, multiple.unsqueeze(1))
         if pairs is not None:
             pairs.add_to_bias(place)
 
@@ -250,7 +250,7 @@ class HiddenGradient:
         values, pairs, memory = gradient.values, gradient.pairs, gradient.features
         if self.single_block and pairs is None and len(values) == len(features):
             dtype = features.dtype
-            self.totals[i] = input_gradient(values, weight, dtype, fixed, memory)
+            self.totals[i] = products.input_gradient(values, weight, dtype, fixed, memory)
             self.multiple = gradient.multiple
             return
         total = self._total(i)
@@ -259,7 +259,8 @@ class HiddenGradient:
         elif isinstance(gradient.rows, Tensor):
             total[block] = 0  # of rows that carry no gradient
         if len(values):
-            gradient.put_(total, input_gradient(values, weight, total.dtype, fixed, memory))
+            part = products.input_gradient(values, weight, total.dtype, fixed, memory)
+            gradient.put_(total, part)
 
     def _add_to_slab(self, i: int, weight: Tensor, gradient: LogitGradient) -> None:
         total, fixed = self._total(i), self.source.fixed
@@ -269,9 +270,9 @@ class HiddenGradient:
         if not len(values):
             return
         if isinstance(rows, slice):
-            add_input_gradient_(total[rows], values, weight, fixed)
+            products.add_input_gradient_(total[rows], values, weight, fixed)
         else:  # no row twice
-            total.index_add_(0, rows, input_gradient(values, weight, total.dtype, fixed))
+            total.index_add_(0, rows, products.input_gradient(values, weight, total.dtype, fixed))
 
     def _total(self, i: int) -> Tensor:
         """Sums of slabs begin at 0, blocks write every row; in rows, whatever the features'
@@ -319,7 +320,8 @@ class SharedHiddenGradient(HiddenGradient):
         block = next(self.blocks).rows
         for i, weight in enumerate(self.source.weights):
             if self.needs_grad[i]:
-                part = input_gradient(gradient.values, weight, self.source.dtype, self.source.fixed)
+                values, source = gradient.values, self.source
+                part = products.input_gradient(values, weight, source.dtype, source.fixed)
                 self._start(i, gradient.whole(part, block, weight), block)
 
     def _start(self, i: int, dense: Tensor, rows: slice) -> None:

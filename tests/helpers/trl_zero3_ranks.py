@@ -1,6 +1,6 @@
 """Run by each of two processes: trainers under ZeRO-3, step for step beside the same under DDP.
 
-torchrun --nproc-per-node 2 tests/trl_zero3_ranks.py FOLDER CASE ...
+torchrun --nproc-per-node 2 tests/helpers/trl_zero3_ranks.py FOLDER CASE ...
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import distributed
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import trainer_cases
 import trainer_runs
 from trainer_cases import SMALL, Case, Size

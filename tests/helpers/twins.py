@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from headloss.kernels.interface import Backward, ExpTile, Forward, Measured, Order, Rows, Walk
-from headloss.kernels.pair import (
-    Chosen,
-)
+from headloss.kernels.pair import Chosen
 from headloss.kernels.reference import (  # noqa: F401
     divergence,
     finish,
     logit_gradient_,
+    part_gradient_,
     partials,
     readable,
     scaled,

@@ -1,7 +1,7 @@
 """Compile every kernel of the Triton backend for GPUs that are not here, and say how it went.
 
-    python tests/compiled_kernels.py cuda:80 cuda:90 --only '*product*'
-    python tests/compiled_kernels.py hip:gfx942
+    python tests/helpers/compiled_kernels.py cuda:80 cuda:90 --only '*product*'
+    python tests/helpers/compiled_kernels.py hip:gfx942
 
 Acts are called with tensors on the CPU; in place of a launch, the kernel is compiled for what the
 call would launch. Triton's interpreter must be off. A line of JSON per kernel and call.

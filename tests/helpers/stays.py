@@ -1,7 +1,7 @@
 """Where `hidden` goes: the files that a call's hidden states pass through on their way to the
 gradient.
 
-    python tests/stays.py        # prints every stay of a GRPO call on one GPU
+    PYTHONPATH=.:tests python tests/helpers/stays.py   # every stay of a GRPO call on one GPU
 
 A *stay* is each time that hidden states, or something made of them, enter a file as an argument of
 a function, in the order in which the functions run. A *climb* is a stay in a file that imports the

@@ -1,6 +1,6 @@
 """Run by each of two processes: what trainers do on two ranks, one after another.
 
-accelerate launch --multi_gpu --num_processes 2 tests/two_ranks.py FOLDER RECIPES CASE ...
+accelerate launch --multi_gpu --num_processes 2 tests/helpers/two_ranks.py FOLDER RECIPES CASE ...
 
 RECIPES are those of `headloss train` with what they override, as JSON: {"sft": ["seed=1"]}. Where
 there are none, only the cases with mixed precision run.

@@ -204,7 +204,7 @@ def _report(
     for what in differ[:SHOWN]:
         print(what)
     if differ:
-        print(f"Replay one: python tests/fuzz.py --first SEED --count 1 "
+        print(f"Replay one: python tests/helpers/fuzz.py --first SEED --count 1 "
               f"--device {arguments.device} --against {arguments.against}")  # fmt: skip
     print(*broken, f"{len(differ)} of {counted['calls']} calls differ", sep="\n", flush=True)
     if arguments.json is not None:

@@ -1,6 +1,6 @@
 """How much code there is: lines with comments and docstrings, tokens without.
 
-    python tests/counts.py [FOLDER ...]     # each holds a headloss/; without any, this one
+    python tests/helpers/counts.py [FOLDER ...]     # each holds a headloss/; without any, this one
 
 Core is what lies outside kernels, losses, integrations, rl, train and naive.py.
 """
@@ -49,5 +49,5 @@ def counts(package: Path) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    for folder in sys.argv[1:] or [str(Path(__file__).parents[1])]:
+    for folder in sys.argv[1:] or [str(Path(__file__).parents[2])]:
         print(folder, counts(Path(folder) / "headloss"))

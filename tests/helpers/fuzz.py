@@ -1,7 +1,7 @@
 """Random calls of the public verbs, each drawn from its seed, and plain records of what they gave.
 
-    python tests/fuzz.py --count 500 --against FOLDER   # another headloss/; --first 17: a seed
-    python tests/fuzz.py --count 5000 --device cuda --workers 6 --against FOLDER
+    python tests/helpers/fuzz.py --count 500 --against FOLDER  # another headloss/; --first: a seed
+    python tests/helpers/fuzz.py --count 5000 --device cuda --workers 6 --against FOLDER
 
 The same calls of two versions are compared in loss, gradients, metrics and texts of errors: to the
 bit, or `--close 1e-6`. Every tenth call runs on two ranks, on the CPU.
