@@ -24,7 +24,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # type checking included. "" is the package itself, with its public names.
 LAYERS = [
     "naive",  # which imports torch alone
-    "arguments host_copy private",
+    "arguments command host_copy private",
     "collectives options",
     "statistics",
     "kernels",
@@ -50,8 +50,8 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_620, "core tokens": 76_575}
-MOST |= {"kernels lines": 4_072, "kernels tokens": 32_701, "files on top": 12}
+MOST = {"core lines": 10_692, "core tokens": 76_822}
+MOST |= {"kernels lines": 4_072, "kernels tokens": 32_701, "files on top": 13}
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
