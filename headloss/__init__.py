@@ -1,5 +1,10 @@
 """Every loss at the head of a language model, over one softmax, without the logits."""
 
+from .command import answer as _answer
+
+__version__ = "0.1.0.dev0"
+_answer(__version__)  # --version and --help
+
 from . import losses as _losses
 from .batch.batch import CURRENT, Batch
 from .batch.reduction import (
@@ -24,8 +29,6 @@ from .losses import *  # noqa: F403
 from .objective.reads import clear_cache
 from .options import Options
 from .statistics.metrics import Max, Mean, Metrics, Min, Observed, Sum
-
-__version__ = "0.1.0.dev0"
 
 __all__ = [
     "head_loss",
@@ -65,3 +68,8 @@ __all__ = [
     "Min",
     *_losses.__all__,
 ]
+
+
+def __dir__() -> list[str]:
+    """Without the modules, some of whose names differ from public ones in case alone."""
+    return __all__

@@ -9,12 +9,13 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from . import __version__, kernels, train
 from .arguments import did_you_mean
+from .command import Parser, parsers
 from .engine.checks import check_segments
 from .engine.plan import MIB, make_plan
 from .engine.plan_inputs import PlanInputs
@@ -26,16 +27,6 @@ from .testing import doctor, gate
 
 MOST_TOKENS = 1 << 24  # a plan lists their segments and chunks
 DTYPES = {gate.name_of(d): d for d in (*gate.DTYPES, torch.float64)}
-EXAMPLES = """\
-examples:
-  headloss doctor
-  headloss plan --tokens 16384 --hidden 4096 --vocab 128256 --objective gspo --device cuda
-  headloss train sft                   a tiny model learns from answers, in minutes on a CPU
-  headloss train gspo                  and goes on from there with rewards
-  headloss compare runs/sft runs/gspo
-
-headloss COMMAND --help says more of each."""
-COMMANDS = "plan | check | doctor | terms | train | compare"
 SHOWN = ("schedule", "reason", "backend", "chunk_tokens", "tile", "bytes", "total_bytes")
 SHOWN += ("peak_bytes", "plain_bytes")  # of a plan
 ASKED = ("schedule", "chunk_tokens", "memory_budget")  # options of the command that a call has too
@@ -63,14 +54,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    problem = _problem(arguments)
+    elsewhere, dtype = arguments.gpu_memory is not None, DTYPES[arguments.dtype]
+    if elsewhere and arguments.device == "cpu":
+        raise ValueError("--gpu-memory: got it beside --device cpu, want --device cuda, or none")
+    device = torch.device("cuda" if elsewhere else arguments.device or _default_device())
+    problem = _problem(arguments, device.type == "cuda")
     options = Options(**{name: getattr(arguments, name) for name in ASKED})
-    device = torch.device(arguments.device)
-    backend = kernels.choose("auto", device, DTYPES[arguments.dtype])
+    triton = elsewhere and dtype != torch.float64  # such a GPU is taken to have it
+    backend = "triton" if triton else kernels.choose("auto", device, dtype)
     found = make_plan(problem, options, backend)
     sizes = f"hidden {problem.width}, vocabulary {problem.vocabulary}, {arguments.dtype}"
     if arguments.plot is not None:
-        title = f"{arguments.objective}, {sizes}, {device.type}"
+        title = f"{arguments.objective}\n{sizes}, {device.type}"
         for note in _draw(problem, options, backend, title, arguments.plot):
             print(f"headloss: not drawn: {note}", file=sys.stderr)
     if arguments.json:
@@ -82,7 +77,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     print(found)
 
 
-def _problem(arguments: argparse.Namespace) -> PlanInputs:
+def _problem(arguments: argparse.Namespace, on_gpu: bool) -> PlanInputs:
     """What the engine would find out from tensors of these sizes."""
     objective, dtype = objective_of(arguments.objective), DTYPES[arguments.dtype]
     length = arguments.segment_length
@@ -93,10 +88,10 @@ def _problem(arguments: argparse.Namespace) -> PlanInputs:
         raise ValueError(f"--tokens: got {arguments.tokens}, want at most {MOST_TOKENS} in a call")
     kinds = sample()[1].kinds()
     asked = reads(objective, kinds, torch.float32, torch.device("cpu"), observe=False)
-    on_gpu, teachers = arguments.device == "cuda", objective.teachers
+    teachers = objective.teachers
     # As `kernels.can_write_exp` would say of a head without bias or adapters.
     exp_tiles = on_gpu and dtype == torch.bfloat16 and arguments.hidden % 8 == 0 and not teachers
-    here = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    here = torch.device(_default_device() if arguments.gpu_memory is None else "cpu")
     multiprocessors = kernels.multiprocessors(here) or 132  # those of an H100 or H200
     return PlanInputs(
         tokens=arguments.tokens,
@@ -113,7 +108,7 @@ def _problem(arguments: argparse.Namespace) -> PlanInputs:
         row_bytes=2 if exp_tiles else max(4, dtype.itemsize) * (1 + len(teachers)),
         on_gpu=on_gpu,
         multiprocessors=multiprocessors if on_gpu else 0,
-        memory=kernels.memory(here),
+        memory=arguments.gpu_memory or kernels.memory(here),
         exp_tiles=exp_tiles,
     )
 
@@ -149,7 +144,7 @@ def _draw(problem: PlanInputs, options: Options, backend: str, title: str, path:
         axes.plot(tokens, curve, "k:" if name == "plain logits" else "-", label=name)
     axes.axvline(problem.tokens, color="gray", linewidth=0.8, linestyle="--")
     axes.set_xscale("log", base=2)
-    label = "planned memory beyond inputs and returned gradients, GiB"
+    label = "planned memory beyond inputs\nand returned gradients, GiB"
     axes.set(yscale="log", xlabel="scored tokens of a call", ylabel=label)
     axes.set_title(title, fontsize=9)
     axes.grid(alpha=0.3)
@@ -237,41 +232,27 @@ def _train(arguments: argparse.Namespace) -> int | None:
 # ---------------------------------------------------------------------- arguments
 
 
-class _Parser(argparse.ArgumentParser):
-    """Bad arguments get one line, without the usage."""
+def _parser() -> Parser:
+    parser, commands = parsers(__version__)
 
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"headloss: {' '.join(message.splitlines())}\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="headloss",
-        description="Losses at the head of a language model, without the logits.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"headloss {__version__}")
-    commands = parser.add_subparsers(required=True, metavar=COMMANDS)
-
-    def command(name: str, run: Callable, errors: Any, about: str) -> Callable:
+    def command(name: str, run: Callable, errors: Any) -> Callable:
         """What adds arguments to it; `errors` are what bad arguments raise."""
-        found = commands.add_parser(name, help=about)
-        found.set_defaults(command=run, errors=errors)
-        return found.add_argument
+        commands[name].set_defaults(command=run, errors=errors)
+        return commands[name].add_argument
 
     number: dict[str, Any] = {"type": _positive, "metavar": "N"}
     flag: dict[str, Any] = {"action": "store_true"}
-    default, bad = "cuda" if torch.cuda.is_available() else "cpu", (ValueError, TypeError)
+    bad = (ValueError, TypeError)
 
-    add = command("plan", _plan, bad, "what would run for a call of this size, in how many bytes")
+    add = command("plan", _plan, bad)
     add("--tokens", **number, required=True, help="scored tokens, T")
     add("--hidden", **number, required=True, help="hidden width, H")
     add("--vocab", **number, required=True, help="vocabulary, V")
     add("--objective", default="cross_entropy", metavar="TERMS", help="e.g. gspo+z_loss+kl")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of hidden and weight")
     add("--segment-length", **number, default=2048, help="tokens per segment")
-    add("--device", choices=("cuda", "cpu"), default=default, help="the device to plan for")
+    add("--device", choices=("cuda", "cpu"), help="the device to plan for; default: a GPU, if any")
+    add("--gpu-memory", type=_bytes, metavar="SIZE", help="plan for such a GPU, e.g. 80GiB")
     add("--frozen-head", **flag, help="the head needs no gradient")
     add("--chunk-tokens", **number)
     add("--memory-budget", type=_bytes, metavar="SIZE", help="e.g. 512MiB or 2GiB")
@@ -279,26 +260,27 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", **flag)
     add("--plot", type=Path, metavar="FILE", help="draw memory against tokens for every schedule")
 
-    add = command("check", _check, bad, "errors against float64 and peak memory, on this machine")
-    add("--device", type=_device, default=default, help="e.g. cuda:1; default: a GPU, if any")
+    add = command("check", _check, bad)
+    about = "e.g. cuda:1; default: a GPU, if any"
+    add("--device", type=_device, default=_default_device(), help=about)
     add("--quick", **flag, help="a third of the cases")
 
-    about = "what this machine can run, and what is missing"
-    command("doctor", lambda _: print(*doctor.report(), sep="\n"), (), about)
-    command("terms", lambda _: print(table()), (), "the table of terms, in Markdown")
+    command("doctor", lambda _: print(*doctor.report(), sep="\n"), ())
+    command("terms", lambda _: print(table()), ())
 
-    add = command("train", _train, train.RecipeError, "train a model by a recipe")
+    add = command("train", _train, train.RecipeError)
     add("recipe", nargs="?", metavar="RECIPE", help="a YAML file, or a name")
     add("overrides", nargs="*", metavar="key=value", help="e.g. model=gpt2")
     add("--list", **flag, help="the recipes there are")
 
-    about = "one page about several runs of train"
-    add = command(
-        "compare", lambda a: print(train.compare(a.runs, a.output)), train.RecipeError, about
-    )
+    add = command("compare", lambda a: print(train.compare(a.runs, a.output)), train.RecipeError)
     add("runs", nargs="+", metavar="FOLDER", help="what a run wrote to")
     add("--output", default="compare.html", metavar="FILE", help="default: compare.html")
     return parser
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _positive(text: str) -> int:

@@ -39,6 +39,9 @@ def head_function(
 ) -> Tensor:
     """A framework's own loss of log-probs and entropies, with its gradient, without the logits.
 
+    Shapes: hidden [.., H], head.weight [V, H] and batch.targets [..]; loss_fn gets log-probs and
+    entropies [..], and the loss is 0-dim.
+
     Args:
         hidden, head, batch, options: as of `head_loss`. `batch` says which positions are scored and
             (`segments`) which form a sequence; loss_fn brings everything else in its closure.

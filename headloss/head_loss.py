@@ -85,6 +85,9 @@ def head_loss(
 ) -> Output:
     """An objective on the logits of a linear head, without the logits.
 
+    Shapes: hidden [.., H], head.weight [V, H] and batch.targets [..], say [T] or [B, T]; the loss
+    is 0-dim, log-probs are [..].
+
     loss = sum_k c_k sum_t w_kt l_kt, with l_kt a function of the softmax statistics of
     z = head(hidden) at each scored token, and gradients for everything that requires one.
 
@@ -113,6 +116,9 @@ def head_loss(
     >>> out = hl.head_loss(hidden, hl.Head(weight), batch, hl.cross_entropy())
     >>> print(f"{out.loss.item():.4f}")  # the logarithm of 10: all logits are 0
     2.3026
+    >>> out.loss.backward()
+    >>> [list(x.shape) for x in (out.logps, hidden.grad)]
+    [[3], [3, 4]]
     """
     if torch.compiler.is_compiling():
         return outside(head_loss)(hidden, head, batch, objective, options)
@@ -136,6 +142,8 @@ def logits_loss(
     options: Options | None = None,
 ) -> Output:
     """An objective on logits that exist already; otherwise as `head_loss`.
+
+    Shapes: logits [.., V] and batch.targets [..]; the loss is 0-dim, log-probs are [..].
 
     Args:
         logits: [.., V] raw logits, any float dtype and layout.
@@ -175,6 +183,8 @@ def plan(
     options: Options | None = None,
 ) -> Plan:
     """What `head_loss` would run for these arguments, without running it.
+
+    Shapes: hidden [.., H], head.weight [V, H] and batch.targets [..], as there.
 
     Args:
         hidden, head, batch, options: as of `head_loss`; tensors may be on the meta device.

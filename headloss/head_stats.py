@@ -56,6 +56,8 @@ def head_stats(
     """Log-prob of the target, log-sum-exp and entropy at each position, without the logits; and
     log-probs of the candidates that a batch names.
 
+    Shapes: hidden [.., H], head.weight [V, H] and targets [..]; each statistic is [..].
+
     For a loss that somebody else's code makes of them. float32 (float64 for float64 inputs).
     Unscored positions get 0 and give no gradient. A batch brings its packing, which other calls
     share, and may be of another shape than the hidden states (`Options(sequence_parallel=True)`).

@@ -41,6 +41,8 @@ def head_topk(
 ) -> HeadTopk:
     """Ids and log-probs of the k likeliest tokens at every position; no gradient.
 
+    Shapes: hidden [.., H] and head.weight [V, H]; ids and log-probs are [.., k].
+
     Log-probs are float32 (float64 for float64 inputs). Between tokens of equal logit any may win.
 
     Args:

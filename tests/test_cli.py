@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import headloss as hl
 from headloss import kernels
 from headloss.__main__ import _bytes, main, objective_of
+from headloss.command import answer
 from headloss.integrations.seams import fits
 from headloss.losses.catalogue import TERMS, table
 from headloss.testing import doctor, gate, plain
@@ -66,6 +68,31 @@ def test_plan_chooses(
     capsys: pytest.CaptureFixture[str], arguments: list[str], schedule: str
 ) -> None:
     assert plan(capsys, *arguments)["schedule"] == schedule
+
+
+@pytest.mark.parametrize(("size", "budget"), [("80GiB", 1280), ("24576MiB", 384), (1 << 30, 16)])
+def test_plan_for_a_gpu_that_is_not_here(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    size: str | int,
+    budget: int,
+) -> None:
+    """A 64th of its memory is the budget; what is here, a GPU or none, does not matter."""
+    arguments = ["plan", *SIZES, "--objective", "gspo", "--gpu-memory", f"{size}"]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "vocabulary 128256, bfloat16, cuda\n" in shown and "backend    triton\n" in shown
+    whole = f"one part in 64 of the GPU's memory, {64 * budget} MiB"
+    assert f"budget     {budget:10.1f} MiB  {whole}\n" in shown
+    for name, other in (("multiprocessors", 20), ("memory", 8 << 30)):
+        value = {"cuda": other, "cpu": 0}
+        monkeypatch.setattr(kernels, name, lambda device, value=value: value[device.type])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels, "choose", lambda *_: "reference")  # no Triton here
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == shown
+    assert main([*arguments, "--dtype", "float64", "--device", "cuda"]) == 0
+    assert "backend    reference\n" in capsys.readouterr().out
 
 
 def test_plan_options_reach_the_planner(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,6 +184,9 @@ def test_sizes(text: str, size: int) -> None:
         (["--memory-budget", "3MB"], ("--memory-budget", "'3MB'", "512MiB")),
         (["--memory-budget", "0"], ("--memory-budget", "'0'")),
         (["--memory-budget", "9" * 400], ("--memory-budget", "'999", "512MiB")),
+        (["--gpu-memory", "80GB"], ("--gpu-memory", "'80GB'", "want bytes, e.g. 512MiB, 2GiB")),
+        (["--gpu-memory", "0GiB"], ("--gpu-memory", "'0GiB'", "want bytes")),
+        (["--gpu-memory", "80GiB", "--device", "cpu"], ("--gpu-memory", "--device cpu", "cuda")),
         (["--dtype", "int8"], ("--dtype", "int8", "bfloat16")),
         (["--schedule", "frozen"], ("schedule", "frozen", "requires a gradient")),
         (["--schedule", "fast"], ("--schedule", "fast", "one_pass")),
@@ -300,6 +330,55 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert stopped.value.code == 0
     assert capsys.readouterr().out == f"headloss {hl.__version__}\n"
+
+
+@pytest.mark.parametrize("start", ["module", "script"])
+@pytest.mark.parametrize("word", ["--version", "--help", "-h"])
+def test_version_and_help_do_without_torch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], start: str, word: str
+) -> None:
+    """As a module and as the installed command, where torch cannot even be imported."""
+    (tmp_path / "torch.py").write_text("raise ImportError('torch was asked for')\n")
+    script = tmp_path / "headloss"  # as pip writes it
+    script.write_text("import sys\nfrom headloss.__main__ import main\nsys.exit(main())\n")
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    how = ["-m", "headloss"] if start == "module" else [str(script)]
+    ran = subprocess.run(
+        [sys.executable, *how, word],
+        env={**os.environ, "PYTHONPATH": paths},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    with pytest.raises(SystemExit):
+        main([word])
+    assert ran.stdout == capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["python", "program.py", "--version"],
+        ["python", "program.py", "headloss", "--version"],
+        ["python", "-m", "pytest", "--help"],
+        ["python", "-c", "import headloss", "-h"],
+        ["headloss", "plan", "--help"],
+        ["headloss"],
+        ["embedded"],
+        [],
+    ],
+)
+def test_another_program_gets_no_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    """What imports the package is asked `--version` too, and answers for itself."""
+    after = [word for word in words if word not in ("python", "-m")]
+    monkeypatch.setattr(sys, "orig_argv", words)
+    monkeypatch.setattr(sys, "argv", after if "-c" not in words else ["-c", "-h"])
+    answer("0")
+    assert capsys.readouterr().out == ""
 
 
 def test_doctor_without_a_gpu(

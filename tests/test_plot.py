@@ -35,6 +35,21 @@ def test_every_schedule_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "<!-- frozen -->" in path.read_text() and not capsys.readouterr().err
 
 
+def test_labels_lie_inside_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda f, *a, **k: (figures.append(f), save(f, *a, **k)))
+    objective = "gspo+z_loss+kl+entropy+cross_entropy+reinforce"
+    assert main(["plan", *SIZES, "--plot", str(tmp_path / "a.png"), "--objective", objective]) == 0
+    (figure,) = figures
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    for text in (axes.title, axes.xaxis.label, axes.yaxis.label, *figure.legends[0].get_texts()):
+        box = text.get_window_extent(figure.canvas.get_renderer())
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.x1, text
+        assert 0 <= box.y0 < box.y1 <= figure.bbox.y1, text
+
+
 @pytest.mark.parametrize(
     ("file", "said"),
     [("memory.txt", "want a file ending in .png"), ("no/memory.png", "cannot write")],

@@ -24,7 +24,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # type checking included. "" is the package itself, with its public names.
 LAYERS = [
     "naive",  # which imports torch alone
-    "arguments host_copy private",
+    "arguments command host_copy private",
     "collectives options",
     "statistics",
     "kernels",
@@ -50,8 +50,8 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_667, "core tokens": 76_730}
-MOST |= {"kernels lines": 4_066, "kernels tokens": 32_687, "files on top": 13}
+MOST = {"core lines": 10_742, "core tokens": 77_002}
+MOST |= {"kernels lines": 4_066, "kernels tokens": 32_687, "files on top": 14}
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

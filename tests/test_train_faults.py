@@ -202,6 +202,7 @@ def test_a_finished_run_trains_no_further(finished: Path, capsys: Any, killed: b
     kept = contents(RUN / "checkpoints")
     assert train("sft", "resume=true") == 0
     printed = capsys.readouterr().out
+    assert printed.splitlines()[0] == f"goes on from {newest()}"
     assert "5/4" not in printed and "sft " not in printed and "held-out after" in printed
     assert "finished after 4 steps" in (RUN / "report.md").read_text()
     assert contents(RUN / "checkpoints") == kept

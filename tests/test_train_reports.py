@@ -110,6 +110,34 @@ def test_page_of_a_run(two_runs: Path) -> None:
     assert "learning_rate: 0.002" in page.text
 
 
+def test_plots_show_whole_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every word of every plot lies inside its picture: supervised beside policy runs, whose loss
+    has the longest label, and names of runs longer than a picture is wide."""
+    shown: dict[str, str] = {}
+    save = plots.Figure.savefig
+
+    def measured(figure: Any, path: Path, **options: Any) -> None:
+        save(figure, path, **options)
+        figure.canvas.draw()  # in points of the screen, where `save` had those of the file
+        axes, renderer = figure.axes[0], figure.canvas.get_renderer()
+        texts = [axes.xaxis.label, axes.yaxis.label, *axes.get_legend().get_texts()]
+        for box in (text.get_window_extent(renderer) for text in texts):
+            assert 0 <= box.x0 < box.x1 <= figure.bbox.x1, (path, box)
+            assert 0 <= box.y0 < box.y1 <= figure.bbox.y1, (path, box)
+        shown[path.name] = "".join("".join(text.get_text().split()) for text in texts)
+
+    monkeypatch.setattr(plots.Figure, "savefig", measured)
+    long, held = "learning_rate_" * 12, [(0, {"accuracy": 0.1, "sampled_accuracy": 0.2})]
+    more = dict.fromkeys(("loss/kl_old_k3", "clip_ratio/region_mean", "peak_memory_mib"), 1.0)
+    logged = [{**e, "kl": 0.1, "entropy": 1.0} for e in entries([10, 30])]
+    policy = [{**e, "reward": 0.5, **more} for e in logged]
+    paths = plots.overlay({f"rl/{long}": (policy, held), "sft": (logged, held)}, tmp_path)
+    assert len(paths) == len(shown) == 1 + len(plots.FIGURES)
+    loss = next(text for name, text in shown.items() if name.endswith("loss.png"))
+    assert f"{plots.POLICY_LOSS} / loss, nats per token".replace(" ", "") in loss
+    assert all(long in text for text in shown.values())
+
+
 def test_page_of_several_runs(two_runs: Path, capsys: Any) -> None:
     to = two_runs / "both.html"
     runs = [str(two_runs / name) for name in ("a", "b")]

@@ -49,6 +49,9 @@ def kind_of(value: Tensor | Current, rank: int, wide: torch.dtype | None) -> Kin
 class Batch:
     """Targets and everything else that terms read, in the caller's own shape.
 
+    Shapes: [..] is that of the targets, say [T] packed or [B, T] padded; [.., K] has K values for
+    each token, [S] one for each segment.
+
     Args:
         targets: [..] int64, already shifted: position t's target is the next token. -100 is not
             scored.
@@ -62,10 +65,10 @@ class Batch:
         totals: global denominators; default: this batch (over `segments.group`).
         candidate_ids: [.., K] int64, K <= 512, columns whose log-probs `stats.candidate_logps` are:
             distinct at each position; a negative id is an empty slot.
-        support_ids: the columns that the softmax of each position runs over, the ids that a sampler
-            kept: [.., K] integers, a negative one being an empty slot, or a pair of all ids [P] and
-            offsets [N + 1]. They are distinct and hold the target. A position without ids has the
-            whole vocabulary.
+        support_ids: [.., K] integers, a negative one being an empty slot, or a pair of all ids [P]
+            and offsets [N + 1]: the columns that the softmax of each position runs over, the ids
+            that a sampler kept. They are distinct and hold the target. A position without ids has
+            the whole vocabulary.
         ignore_index: a target that is not scored either, as the id of the padding token is.
         **fields: any further [..], [.., K] or [S] tensors, by name, for terms; not a name that a
             batch or what terms see of it has itself, nor one that begins with an underscore.
@@ -77,11 +80,14 @@ class Batch:
         ValueError: a shape that fits neither, a field that requires a gradient, a reserved name.
 
     >>> import torch, headloss as hl
-    >>> batch = hl.Batch(
-    ...     torch.tensor([5, 3, -100, 7]),
+    >>> hl.Batch(torch.tensor([[5, 3, -100], [7, 2, 9]]))  # [B, T]: a segment is a row
+    Batch(targets=[2, 3] int64, 2 segments, on cpu)
+    >>> hl.Batch(
+    ...     torch.tensor([5, 3, -100, 7]),  # [T]
     ...     hl.Segments.from_lengths([2, 2]),
     ...     advantages=torch.tensor([1.0, -1.0]),  # one for each segment
     ... )
+    Batch(targets=[4] int64, advantages=[2] float32, 2 segments, on cpu)
     """
 
     def __init__(

@@ -80,6 +80,8 @@ class Lora:
 class Head:
     """What turns hidden states into logits; made by hand, or read by `Head.of` and `Head.of_model`.
 
+    Shapes: a weight [V, H] makes logits [.., V] of hidden states [.., H].
+
     FSDP2 holds parameters as DTensors and has them whole inside the forward of the module that it
     wraps: make the head and call there. Elsewhere gather them with `full_tensor(grad_placements=
     [Partial("avg")] * device_mesh.ndim)`. The backward of a plain `full_tensor()` takes all ranks'

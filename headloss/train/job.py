@@ -66,6 +66,8 @@ def _claim(trainer: Any, recipe: Recipe, held: contextlib.ExitStack) -> str | No
         try:
             held.enter_context(folder.locked(Path(recipe.output)))
             found[0] = folder.claim(recipe)
+            if found[0] is not None:
+                print(f"goes on from {found[0]}", flush=True)
         except RecipeError as error:
             found[1] = str(error)
     broadcast_object_list(found)

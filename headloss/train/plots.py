@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ FIGURES: dict[str, tuple[str, tuple[str, ...]]] = {  # file: label, the first of
 POLICY_LOSS = "loss (its gradient counts, not its value)"
 SOLVED = "share of held-out problems solved"
 SMOOTHED = 20  # entries from which on a curve is drawn through the points
+LABEL_WIDTH, NAME_WIDTH = 36, 44  # characters of a line that a figure has room for
 WINDOW = 10  # entries that a rate is taken over
 
 
@@ -129,10 +131,11 @@ def _one(path: Path, label: str, curves: dict[str, Points], marks: dict[str, Poi
     for i, (name, points) in enumerate(marks.items(), len(curves)):
         axes.plot(*zip(*points, strict=True), "o--", color=f"C{i}", linewidth=1, label=name)
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel(label)
+    axes.set_ylabel(textwrap.fill(label, LABEL_WIDTH))
     axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(fontsize=8)
+    handles, names = axes.get_legend_handles_labels()
+    if names:
+        axes.legend(handles, [textwrap.fill(n, NAME_WIDTH) for n in names], fontsize=8)
     with files.replacing(path) as partial:
         figure.savefig(partial, format="png", dpi=120)
     return path

@@ -1,0 +1,57 @@
+"""The command's name, help and version, without torch; `headloss.__main__` does the rest."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import PurePath
+from typing import NoReturn
+
+EXAMPLES = """\
+examples:
+  headloss doctor
+  headloss plan --tokens 16384 --hidden 4096 --vocab 128256 --objective gspo --gpu-memory 80GiB
+  headloss train sft                   a tiny model learns from answers, in minutes on a CPU
+  headloss train gspo                  and goes on from there with rewards
+  headloss compare runs/sft runs/gspo
+
+headloss COMMAND --help says more of each."""
+COMMANDS = {
+    "plan": "what would run for a call of this size, in how many bytes",
+    "check": "errors against float64 and peak memory, on this machine",
+    "doctor": "what this machine can run, and what is missing",
+    "terms": "the table of terms, in Markdown",
+    "train": "train a model by a recipe",
+    "compare": "one page about several runs of train",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Bad arguments get one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"headloss: {' '.join(message.splitlines())}\n")
+
+
+def parsers(version: str) -> tuple[Parser, dict[str, Parser]]:
+    """That of the command line, and one without arguments for each command."""
+    parser = Parser(
+        prog="headloss",
+        description="Losses at the head of a language model, without the logits.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"headloss {version}")
+    commands = parser.add_subparsers(required=True, metavar=" | ".join(COMMANDS))
+    return parser, {name: commands.add_parser(name, help=about) for name, about in COMMANDS.items()}
+
+
+def answer(version: str) -> None:
+    """Print the version or the help and exit, in a process that was started for nothing else.
+
+    The package calls this before it imports torch, which takes seconds. Such a process is
+    `headloss --help` or `python -m headloss --help`: the last words it was started with.
+    """
+    program = [PurePath(word).stem for word in sys.orig_argv[-2:-1]]
+    if program == ["headloss"] and sys.argv[1:] in (["--version"], ["--help"], ["-h"]):
+        parsers(version)[0].parse_args()

@@ -1,0 +1,45 @@
+"""What a user sees of the package at a prompt: its names, and their help."""
+
+from __future__ import annotations
+
+import doctest
+import pydoc
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import headloss as hl
+
+ROOT = Path(__file__).parents[1]
+VERBS = ("head_loss", "logits_loss", "head_stats", "head_function", "head_topk", "plan")
+
+
+def test_dir_is_the_public_names() -> None:
+    """Of a fresh process too, and after modules that nobody names have been imported."""
+    assert dir(hl) == sorted(hl.__all__)
+    assert not {"batch", "head", "objective", "options", "losses", "command"} & set(dir(hl))
+    program = "import headloss as hl, headloss.testing, headloss.train; print(*dir(hl))"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.split() == sorted(hl.__all__)
+
+
+def test_public_names_are_no_modules() -> None:
+    assert [n for n in dir(hl) if type(getattr(hl, n)) is type(hl)] == []
+    assert hl.batch.batch.Batch is hl.Batch  # still there for who names one
+
+
+@pytest.mark.parametrize("name", ["Batch", "Head", *VERBS])
+def test_help_gives_shapes_and_examples_that_run(name: str) -> None:
+    """Shapes before arguments, examples that show what they gave."""
+    shown = pydoc.plain(pydoc.render_doc(getattr(hl, name)))
+    first = "Attributes:" if name == "Head" else "Args:"
+    shapes, arguments = shown.find("Shapes: "), shown.find(first)
+    assert 0 < shapes < arguments < shown.index(">>>")
+    assert shown[shapes:arguments].count("[") >= 2
+    (test,) = doctest.DocTestFinder(recurse=False).find(getattr(hl, name), name, globs={})
+    assert any(example.want for example in test.examples)
+    assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test).failed == 0
