@@ -563,8 +563,8 @@ def test_a_slice_is_measured_whatever_lies_beyond_it(acts):
     raw, targets = tile(4, 16, torch.float32), torch.tensor([3, 20, 31, 9], device=DEVICE)
     order = SimpleNamespace(live=None, unscored=None)
     tokens = RowContext(acts, targets, Transform(), NEEDS, WHOLE, raw.shape[-1])
-    into = LogitsBuffer(order, inplace=False)
-    source = InPlaceLogits([raw], tokens, index=None, into=into)
+    buffer = LogitsBuffer(order, overwrites=False)
+    source = InPlaceLogits([raw], tokens, index=None, buffer=buffer)
     found, _ = source.partials(slice(None))
     assert_statistics(found, raw, targets, 0, Transform())
 
