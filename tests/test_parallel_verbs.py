@@ -11,7 +11,7 @@ from worlds import World, world_of
 VERBS = [
     "head_stats",
     "float16",
-    "loss_elsewhere",
+    "external_loss",
     "head_topk",
     "logits_loss",
     "lora_dropout",

@@ -48,7 +48,7 @@ def external_loss(
     statistics = frozenset((*READ, *CANDIDATE[:candidates])) | gradients
     differentiable = {BESIDE.get(name, name) for name in gradients}
     term = Term(
-        name="loss_elsewhere",
+        name="external_loss",
         function=ExternalTerm(Reads(statistics, frozenset(), frozenset(differentiable))),
         scope=scope,
         reduction=token_mean,
