@@ -102,9 +102,9 @@ def ours(
     packed = pack(batch, 1, torch.float64).batch
     stats = Statistics(logp=made["logp"][made["mask"]])
     bound = bind(Objective.of(objective), packed, totals or hl.Totals.of(batch), 1, torch.float64)
-    found = bound.gradient(stats, packed, None)
-    assert found.coefficients.target is not None
-    return [bound.total(found.values, stats), found.coefficients.target]
+    found = bound.coefficients(stats, packed, None)
+    assert found.softmax.target is not None
+    return [bound.total(found.values, stats), found.softmax.target]
 
 
 def compare(

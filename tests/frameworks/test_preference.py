@@ -46,8 +46,8 @@ class Pairs:
             stats = Statistics(logp=self.leaf.detach()[self.mask])
             objective = hl.losses.Objective.of(objective)
             bound = bind(objective, packed, hl.Totals.of(batch), 1, torch.float64)
-            found = bound.gradient(stats, packed, None)
-            got = (bound.total(found.values, stats), found.coefficients.target)
+            found = bound.coefficients(stats, packed, None)
+            got = (bound.total(found.values, stats), found.softmax.target)
             for a, b in zip(got, (want, gradient[self.mask]), strict=True):
                 torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
