@@ -12,6 +12,7 @@ from triton_cases import DEVICE, EPS  # first: it asks for the interpreter
 import headloss as hl
 from headloss import kernels
 from headloss.head.products import logits
+from headloss.host_copy import HostCopy
 from headloss.kernels import triton as triton_backend
 from headloss.kernels.triton import order as triton_order
 from headloss.logits.rows import LogitGradient
@@ -205,3 +206,12 @@ def test_all_rows_of_a_chunk_from_those_with_a_gradient(rows, scaled):
     rows = rows if isinstance(rows, slice) else rows.to(DEVICE)
     gradient = LogitGradient(part, rows, multiple, None, triton_order.scaled_rows)
     torch.testing.assert_close(gradient.whole(part, chunk), want)
+
+
+def test_rows_that_are_not_counted_yet_move_with_their_order():
+    """Of three rows two carry a gradient, the last one first: both go to their tokens' places."""
+    later = torch.tensor([2, 0, 1]), HostCopy(torch.tensor([2]))
+    gradient = LogitGradient(torch.arange(6.0).view(3, 2), slice(0, 3), later=later)
+    moved = gradient.at(torch.tensor([10, 11, 12]))
+    assert moved.later is None and moved.rows.tolist() == [12, 10]
+    assert moved.values.tolist() == [[0, 1], [2, 3]]

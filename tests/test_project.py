@@ -50,7 +50,7 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_742, "core tokens": 77_002}
+MOST = {"core lines": 10_744, "core tokens": 77_021}
 MOST |= {"kernels lines": 4_066, "kernels tokens": 32_687, "files on top": 14}
 
 

@@ -84,6 +84,8 @@ class LogitGradient(NamedTuple):
 
     def at(self, index: Tensor) -> LogitGradient:
         """The same rows where token i is token index[i]."""
+        if self.later is not None:
+            return self.counted().at(index)
         pairs = self.pairs and self.pairs._replace(rows=index[self.pairs.rows])
         return self._replace(rows=index[self.rows], pairs=pairs)
 
