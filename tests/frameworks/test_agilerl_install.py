@@ -24,7 +24,7 @@ ALGORITHMS = {
 @pytest.fixture(scope="module", autouse=True)
 def agilerl() -> Any:
     """Its package, without the logger and whatever else of its LLM extra a CPU has no need of."""
-    stubbed("wandb")
+    stubbed("agilerl", "wandb")
     package = pytest.importorskip("agilerl")
     package.HAS_LLM_DEPENDENCIES = True
     return package

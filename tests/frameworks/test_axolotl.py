@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,7 @@ import pytest
 import torch
 from parity import stubbed
 
-if importlib.util.find_spec("axolotl") is None:
-    pytest.skip("axolotl is not installed here", allow_module_level=True)
-stubbed("numba")  # of its samplers
+stubbed("axolotl", "numba")  # of its samplers
 
 # ruff: noqa: E402
 from axolotl.core.trainers.base import AxolotlTrainer

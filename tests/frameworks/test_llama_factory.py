@@ -11,8 +11,8 @@ import pytest
 import torch
 from parity import stubbed
 
+stubbed("llamafactory", "torchaudio")
 os.environ["DISABLE_VERSION_CHECK"] = "1"  # LLaMA-Factory's, of what its extras pin
-stubbed("torchaudio")
 tuner = pytest.importorskip("llamafactory.train.tuner", exc_type=ImportError)
 
 import headloss as hl  # noqa: E402

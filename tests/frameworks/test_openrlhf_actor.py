@@ -38,6 +38,7 @@ def pad_input(x: Tensor, places: Tensor, rows: int, columns: int) -> Tensor:
 @pytest.fixture(scope="module", autouse=True)
 def peer() -> Any:
     """Its module, with what it takes of flash-attn for packing written out."""
+    stubbed("openrlhf", "deepspeed", "pylatexenc")
     padding, gather = ModuleType("flash_attn.bert_padding"), ModuleType("all_gather")
     vars(padding).update(
         index_first_axis=index_first_axis, pad_input=pad_input, unpad_input=unpad_input,
@@ -46,11 +47,10 @@ def peer() -> Any:
     vars(gather)["all_gather"] = None
     modules = {"flash_attn": ModuleType("flash_attn"), "flash_attn.utils": ModuleType("utils")}
     modules |= {"flash_attn.bert_padding": padding, "flash_attn.utils.distributed": gather}
-    sys.modules.update(modules)
-    stubbed("deepspeed", "pylatexenc")
-    yield pytest.importorskip("openrlhf.models.actor", exc_type=ImportError)
-    for name in modules:
-        del sys.modules[name]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in modules.items():
+            patch.setitem(sys.modules, name, module)
+        yield pytest.importorskip("openrlhf.models.actor", exc_type=ImportError)
 
 
 @pytest.fixture(autouse=True)

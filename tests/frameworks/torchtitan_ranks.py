@@ -94,7 +94,7 @@ def whole(tensor: Any) -> Tensor:
 
 
 def both() -> SimpleNamespace:
-    stubbed("wandb", "tensorboard", "torch.utils.tensorboard")
+    stubbed("torchtitan", "wandb", "tensorboard", "torch.utils.tensorboard")
     from torchtitan.components.loss import ChunkedLossWrapper
 
     from headloss.integrations.torchtitan import HeadLossWrapper
