@@ -213,18 +213,8 @@ def _sequence_mean(lengths: Any, tokens: Any, segments: Any) -> Any:
     return (lengths * segments).reciprocal()
 
 
-def _sequence_sum(lengths: Any, tokens: Any, segments: Any) -> Any:
-    return _for_all(1 / segments, lengths)
-
-
 def _prompt_mean(lengths: Any, tokens: Any, prompts: Any) -> Any:
     return (lengths * prompts).reciprocal()
-
-
-token_mean = Reduction("token_mean", _token_mean)
-sequence_mean = Reduction("sequence_mean", _sequence_mean)
-sequence_sum = Reduction("sequence_sum", _sequence_sum)
-prompt_mean = Reduction("prompt_mean", _prompt_mean)
 
 
 @dataclass(frozen=True)
@@ -233,6 +223,12 @@ class _FixedLength:
 
     def __call__(self, lengths: Any, tokens: Any, segments: Any) -> Any:
         return _for_all(1 / (segments * self.length), lengths)
+
+
+token_mean = Reduction("token_mean", _token_mean)
+sequence_mean = Reduction("sequence_mean", _sequence_mean)
+sequence_sum = Reduction("sequence_sum", _FixedLength(1))
+prompt_mean = Reduction("prompt_mean", _prompt_mean)
 
 
 def fixed_length(length: float) -> Reduction:
@@ -246,10 +242,9 @@ REDUCTIONS = {r.name: r for r in (token_mean, sequence_mean, sequence_sum, promp
 
 def as_reduction(value: Reduction | str) -> Reduction:
     """A reduction by name or as given."""
-    if isinstance(value, Reduction):
-        return value
-    if isinstance(value, str) and value in REDUCTIONS:
-        return REDUCTIONS[value]
+    reduction = REDUCTIONS.get(value) if isinstance(value, str) else value
+    if isinstance(reduction, Reduction):
+        return reduction
     raise ValueError(
         f"reduction: got {value!r}, want one of {sorted(REDUCTIONS)}, headloss.fixed_length(n) or "
         "a headloss.Reduction"

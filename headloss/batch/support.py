@@ -59,38 +59,25 @@ class Support:
         """[6] int64: the largest and the smallest id at a scored position; how often offsets are
         not what they should be; ids that a position has twice; scored positions whose target is
         not among their ids; scored positions with ids."""
-        targets = targets.reshape(-1)
-        n = len(targets)
+        targets, n = targets.reshape(-1), targets.numel()
         if not n or not self.tensors[0].numel():
             return targets.new_zeros(6, dtype=torch.int64)
-        if self.width is not None:
-            return self._survey_rows(targets.unsqueeze(1))
         pairs = self._pairs
-        ids, at = pairs.ids, pairs.tokens()
-        offsets, kept = self.tensors[1], targets[at] != IGNORE
+        ids, at, offsets = pairs.ids, pairs.tokens(), pairs.offsets
+        counted = targets[at] != IGNORE
+        if self.width is not None:
+            counted &= ids >= 0
         bad = (offsets.diff() < 0).sum() + (offsets[0] != 0) + (offsets[-1] != len(ids))
-        real = torch.where(kept, ids, 0)
+        real = torch.where(counted, ids, 0)
         # One number for each position and id; those that do not count differ from all.
         alone = ~torch.arange(len(ids), device=ids.device)
-        key = torch.where(kept, at * HIGH + real.clamp(0, HIGH - 1), alone).sort().values
+        key = torch.where(counted, at * HIGH + real.clamp(0, HIGH - 1), alone).sort().values
         counts = ids.new_zeros(2, n)
-        counts[0].index_add_(0, at, kept.long())
-        counts[1].index_add_(0, at, (kept & (ids == targets[at])).long())
+        counts[0].index_add_(0, at, counted.long())
+        counts[1].index_add_(0, at, (counted & (ids == targets[at])).long())
         has, hit = counts > 0
-        found = [real.amax(), real.amin(), bad, (key[1:] == key[:-1]).sum()]
-        return torch.stack([*found, (has & ~hit).sum(), has.sum()])
-
-    def _survey_rows(self, targets: Tensor) -> Tensor:
-        """The same for [N, K] ids, each row sorted by itself; targets [N, 1]."""
-        ids = self.tensors[0].flatten(0, -2).long()
-        ids = ids.masked_fill(targets == IGNORE, -1)
-        ordered = ids.sort(1).values
-        twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).sum()
-        largest = ordered[:, -1]
-        has, hit = largest >= 0, (ids == targets).any(1)
-        nothing = twice.new_zeros(())
-        found = [largest.amax().clamp_min(0), nothing, nothing, twice]
-        return torch.stack([*found, (has & ~hit).sum(), has.sum()])
+        repeated, missing = (key[1:] == key[:-1]).sum(), (has & ~hit).sum()
+        return torch.stack([real.amax(), real.amin(), bad, repeated, missing, has.sum()])
 
     def check(self, facts: list[int], targets: Tensor, vocabulary: int) -> None:
         """ValueError for what the facts of `survey` say is wrong."""
@@ -129,14 +116,14 @@ class Support:
         """
         if live is not None and self.width is None:
             raise ValueError("static: got support_ids with offsets, want [.., K]")
-        found = self._pairs if index is None else self._pairs.take(index)
+        pairs = self._pairs if index is None else self._pairs.take(index)
         if live is not None:  # unscored tokens get one column, whichever
-            ids = found.ids.view(len(live), self.width or 0).masked_fill(~live.unsqueeze(1), -1)
+            ids = pairs.ids.view(len(live), self.width or 0).masked_fill(~live.unsqueeze(1), -1)
             ids[:, 0] = torch.where(live, ids[:, 0], 0)
-            found = Packed(ids.reshape(-1), width=self.width)
-        if restricted is not None and restricted < len(found):
-            found.free = (found.counts == 0).cpu()
-        return found
+            pairs = Packed(ids.reshape(-1), width=self.width)
+        if restricted is not None and restricted < len(pairs):
+            pairs.free = (pairs.counts == 0).cpu()
+        return pairs
 
 
 class Packed:
@@ -226,13 +213,13 @@ class Packed:
     def take(self, index: Tensor) -> Packed:
         """The pairs of some of the tokens."""
         if self.width is not None:
-            found = Packed(self.ids.view(-1, self.width)[index].reshape(-1), width=self.width)
+            taken = Packed(self.ids.view(-1, self.width)[index].reshape(-1), width=self.width)
         else:
             counts = self.offsets.diff()[index]
             ends = counts.cumsum(0)
             shift = (self.offsets[index] - (ends - counts)).repeat_interleave(counts)
             places = torch.arange(len(shift), device=shift.device) + shift
-            found = Packed(self.ids[places], offsets=torch.cat([ends.new_zeros(1), ends]))
+            taken = Packed(self.ids[places], offsets=torch.cat([ends.new_zeros(1), ends]))
         if self.free is not None:
-            found.free = self.free[index.cpu()]
-        return found
+            taken.free = self.free[index.cpu()]
+        return taken

@@ -56,21 +56,16 @@ def logits(
         middle = (features - high).bfloat16()
         features = torch.cat([high, middle, (features - high - middle).bfloat16()], 1)
         weight = weight.repeat(1, 3)
-    if features.is_cuda and features.dtype == weight.dtype:
-        n, h = features.shape
-        beta, alpha = 0 if out is None else 1, 1 + lost(features.device, h)
-        if out is None:
-            out = features.new_empty(n, len(weight), dtype=torch.float32)
-        given = (out, features, weight.t(), torch.float32)
-        return aten.addmm.dtype_out(*given, beta=beta, alpha=alpha, out=out)
-    wide = torch.promote_types(torch.promote_types(features.dtype, weight.dtype), torch.float32)
-    wide = wide if out is None else out.dtype
-    beta = 1
+    beta = 0 if out is None else 1
     if out is None:
-        out, beta = features.new_empty(len(features), len(weight), dtype=wide), 0
-    features = features.to(wide)
+        wide = torch.promote_types(torch.promote_types(features.dtype, weight.dtype), torch.float32)
+        out = features.new_empty(len(features), len(weight), dtype=wide)
+    if features.is_cuda and features.dtype == weight.dtype:
+        factors, alpha = (features, weight.t()), 1 + lost(features.device, features.shape[1])
+        return aten.addmm.dtype_out(out, *factors, torch.float32, beta=beta, alpha=alpha, out=out)
+    features = features.to(out.dtype)
     for block in _blocks(weight):
-        out[:, block].addmm_(features, weight[block].to(wide).t(), beta=beta)
+        out[:, block].addmm_(features, weight[block].to(out.dtype).t(), beta=beta)
     return out
 
 
@@ -90,8 +85,6 @@ def input_gradient(
         gradient = gradient.to(weight.dtype)
         if dtype == weight.dtype:
             rows = max(1, LARGE // weight.shape[1])
-            if gradient.shape[0] <= rows:
-                return torch.mm(gradient, weight, out=room)
             out = gradient.new_empty(len(gradient), weight.shape[1]) if room is None else room
             for part, values in zip(out.split(rows), gradient.split(rows), strict=True):
                 torch.mm(values, weight, out=part)

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from ..batch.packing import PackedBatch, as_wide, missing
 from ..batch.reduction import Number, Totals, prompt_mean
 from ..batch.segments import Chunk
-from ..batch.weights import TokenWeights
+from ..batch.weights import token_weights
 from ..losses.term import Objective, Term
 from ..statistics.metrics import Observed, checked
 from ..statistics.softmax import (
@@ -273,7 +273,7 @@ def without_constants(slopes: Tensor, stats: Statistics, batch: PackedBatch) -> 
 def without_poison(batch: PackedBatch, kept: Tensor) -> PackedBatch:
     """Fields with 0 for non-finite values: tokens that a term leaves out may hold anything."""
     fields = {}
-    for name, given in {**batch._given, **batch._fields}.items():
+    for name, given in {**batch._unread, **batch._fields}.items():
         if name not in UNREAD and isinstance(given, Tensor) and given.is_floating_point():
             value = getattr(batch, name)
             fields[name] = torch.where(as_wide(kept, value) | value.isfinite(), value, 0)
@@ -286,12 +286,11 @@ def bind(
 ) -> WeightedObjective:
     """Fix every token's weight from global totals (law 3), after `check_weights`; with `more` of a
     `WeightedObjective`."""
-    weights, parts = TokenWeights(batch, totals, dtype), []
+    parts = []
     for name, coefficient, term in objective.named():
         assert term.reduction is not None
-        parts.append(
-            WeightedTerm(name, coefficient, term, *weights.under(term.reduction, term.kept_field))
-        )
+        weights = token_weights(batch, totals, dtype, term.reduction, term.kept_field)
+        parts.append(WeightedTerm(name, coefficient, term, *weights))
     return WeightedObjective(tuple(parts), vocabulary, dtype, **more)
 
 
