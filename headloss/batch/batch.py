@@ -180,7 +180,7 @@ class Batch:
 
         fields = {name: moved(value) for name, value in self.fields.items()}
         if self.support is not None:
-            fields["support_ids"] = moved(self.support.given)
+            fields["support_ids"] = moved(self.support.value)
         targets, own = moved(self.targets), self.segments
         segments = Segments(moved(own.ids), own.count, own.group)
         return Batch(targets, segments, totals=self.totals, **fields)
@@ -197,45 +197,38 @@ class Batch:
         Raises:
             RuntimeError: the targets, segments or stored ids were changed in place since.
         """
-        known, support = self._found, self.support
-        tensors = (self.targets, self.segments.ids)
-        ids = self._id_fields() if self.fields else {}
-        if ids:
-            tensors += (*ids.values(),)
-        if support is not None:
-            tensors += support.tensors
-        if known is None or not known.is_of(tensors):
+        survey, support, ids = self._found, self.support, self._id_fields()
+        columns = () if support is None else support.tensors
+        tensors = self.targets, self.segments.ids, *ids.values(), *columns
+        if survey is None or not survey.is_of(tensors):
             more = None if support is None else support.survey(self.targets)
-            known = self._found = Survey(self.targets, self.segments, ids, more, tensors)
-        elif known.versions != versions(tensors):
+            survey = self._found = Survey(self.targets, self.segments, ids, more, tensors)
+        elif survey.versions != versions(tensors):
             raise RuntimeError(
                 "batch: its targets, segments or stored ids were changed in place since it was "
                 "made; make a new Batch"
             )
-        return known
+        return survey
 
     def _id_fields(self) -> dict[str, Tensor]:
         """The fields of columns that are [.., K] integers, K >= 1."""
-        found, shape = {}, self.targets.shape
-        for name in ID_FIELDS:
-            value: Any = self.fields.get(name)
-            if is_integers(value) and value.shape[:-1] == shape and value.shape[-1] > 0:
-                found[name] = value
-        return found
+        fields: Any = {n: self.fields[n] for n in ID_FIELDS if is_integers(self.fields.get(n))}
+        shape = self.targets.shape
+        return {n: v for n, v in fields.items() if v.shape[:-1] == shape and v.shape[-1] > 0}
 
     def __getattr__(self, name: str) -> Any:
         fields, support = self.__dict__.get("fields", {}), self.__dict__.get("support")
         if name in fields:
             return fields[name]
         if name == "support_ids" and support is not None:
-            return support.given
+            return support.value
         raise AttributeError(f"batch has no field {name!r}; it has {sorted(fields)}")
 
     def __repr__(self) -> str:
         """Shapes, dtypes and the number of segments; nothing is read from the device."""
         held = {"targets": self.targets, **self.fields}
         if self.support is not None:
-            held["support_ids"] = self.support.given
+            held["support_ids"] = self.support.value
         shown = ", ".join(f"{name}={brief(value)}" for name, value in held.items())
         return f"Batch({shown}, {self.segments.count} segments, on {self.targets.device})"
 

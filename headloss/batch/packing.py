@@ -229,21 +229,18 @@ class Packing:
     def scatter(self, values: Tensor, alone: bool = False, rows: slice = ALL) -> Tensor:
         """[T, ..] back to the caller's shape, 0 at unscored positions; `alone`: in new memory, then
         also of the tokens `rows`, with 0 at all others."""
-        (index, live), rest = (self.index, self.live), values.shape[1:]
-        if rows is not ALL:
-            index = None if index is None else index[rows]
-            live = None if live is None else live[rows]
-        if live is not None:
-            values = values.masked_fill(~as_wide(live, values), 0)
-        if index is None and rows is ALL:
-            full = values.reshape(*self.shape, *rest)
+        shape = *self.shape, *values.shape[1:]
+        if self.live is not None:
+            values = values.masked_fill(~as_wide(self.live[rows], values), 0)
+        if self.index is None and rows is ALL:
+            full = values.reshape(shape)
             return full.clone() if alone else full
-        full = values.new_zeros(*self.shape, *rest)
-        flat = full.view(-1, *rest)
-        if index is None:
+        full = values.new_zeros(shape)
+        flat = full.flatten(0, len(self.shape) - 1)
+        if self.index is None:
             flat[rows].copy_(values)
         else:
-            flat.index_copy_(0, index, values)
+            flat.index_copy_(0, self.index[rows], values)
         return full
 
     def gather(self, values: Tensor) -> Tensor:

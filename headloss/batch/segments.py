@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -55,7 +56,6 @@ class Segments:
         # This rank's tokens per segment; given only for a vector that is sorted by segment.
         self._counts, self._sorted = counts, counts is not None
         self._lengths: Tensor | None = None
-        self._offsets: Tensor | None = None
 
     def __repr__(self) -> str:
         return f"Segments(count={self.count}, shape={tuple(self.ids.shape)})"
@@ -164,12 +164,17 @@ class Segments:
 
     # ------------------------------------------------------------------ how
 
-    @property
+    @cached_property
     def _local_counts(self) -> Tensor:
-        if self._counts is None:
-            bins = self._bins.reshape(-1)
-            self._counts = count_in(bins, self.count + 1, bins < self.count)[: self.count]
-        return self._counts
+        if self._counts is not None:
+            return self._counts
+        bins = self._bins.reshape(-1)
+        return count_in(bins, self.count + 1, bins < self.count)[: self.count]
+
+    @cached_property
+    def _offsets(self) -> Tensor:
+        """[S + 1] where each segment of the sorted tokens begins, and where the last ends."""
+        return torch.cat([self._local_counts.new_zeros(1), self._local_counts.cumsum(0)])
 
     @property
     def _bins(self) -> Tensor:
@@ -190,9 +195,6 @@ class Segments:
             return values.new_zeros(self.count, dtype=torch.float64)
         if not self._sorted:
             values = values[self._bins.reshape(-1).argsort(stable=True)]
-        if self._offsets is None:  # where each segment of the sorted tokens begins
-            counts = self._local_counts
-            self._offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         # Wide accumulation: a mean over 100k tokens keeps float32's digits, and so does a segment
         # whose parts on several ranks cancel.
         of = {"offsets": self._offsets, "initial": 0, "unsafe": True}

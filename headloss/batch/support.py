@@ -22,8 +22,8 @@ class Support:
     """What a batch was given as `support_ids`: [.., K], a negative id being an empty slot, or a
     pair of [P] ids and [N + 1] offsets; TypeError or ValueError for anything else."""
 
-    def __init__(self, given: Any, targets: Tensor) -> None:
-        self.tensors: Any = given if isinstance(given, tuple) else (given,)
+    def __init__(self, value: Any, targets: Tensor) -> None:
+        self.value, self.tensors = value, value if isinstance(value, tuple) else (value,)
         self.width: int | None = None  # K, where all positions have as many slots
         want = "[.., K] integers, or ([P] ids, [N + 1] offsets)"
         if len(self.tensors) not in (1, 2) or not all(map(is_integers, self.tensors)):
@@ -44,10 +44,6 @@ class Support:
             )
         for tensor in self.tensors:
             check_device("support_ids", tensor, targets)
-
-    @property
-    def given(self) -> Any:
-        return self.tensors if len(self.tensors) > 1 else self.tensors[0]
 
     @property
     def _pairs(self) -> Packed:

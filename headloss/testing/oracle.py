@@ -28,6 +28,19 @@ from ..losses.term import Objective, Term
 from ..objective.weighted import bind, check_weights
 from ..statistics.softmax import CANDIDATES, COLLISION, PEAK, Statistics
 
+__all__ = [
+    "LiveTensors",
+    "Mode",
+    "Plain",
+    "error",
+    "parameters",
+    "plain",
+    "plain_divergence",
+    "random_batch",
+    "trained_looking",
+    "within_budget",
+]
+
 Mode = Literal["float64", "float32", "input"]
 
 
