@@ -274,7 +274,7 @@ def packing_of(batch: Batch, vocabulary: int, static: bool = False, unit: int = 
         if support is not None:
             _check_static(batch)
         return Packing(batch, static_order(batch.targets.reshape(-1), batch.segments, unit))
-    survey = batch.found().check(vocabulary)
+    survey = batch._survey().check(vocabulary)
     if support is not None:
         support.check(survey.numbers[survey.size :], batch.targets, vocabulary)
     if survey.packing is None:

@@ -75,19 +75,19 @@ class Totals:
         if not masks and segments.group is None and segments.count:
             return cls(scored.sum(), segments.count, prompts)
         ids = segments.ids.reshape(-1).clamp(0, max(segments.count - 1, 0))
-        rows, against, nothing = [scored], [], torch.zeros_like(scored)
+        masked, against, nothing = [scored], [], torch.zeros_like(scored)
         for name, mask in masks.items():
             as_token, as_segment = batch._fits(name)
-            rows.append(scored & mask.reshape(-1) if as_token else nothing)
-            rows.append(scored & mask[ids] if as_segment else nothing)
+            masked.append(scored & mask.reshape(-1) if as_token else nothing)
+            masked.append(scored & mask[ids] if as_segment else nothing)
             against.append(ids.new_full((1,), not as_token))
         # [1 + 2 masks, S] kept tokens per segment, joined over the ranks that share the segments.
-        counts = torch.stack([count_in(ids, segments.count, row) for row in rows])
+        counts = torch.stack([count_in(ids, segments.count, one) for one in masked])
         if segments.group is not None:
             joined = torch.cat([counts.reshape(-1), *against])
             summed("the count of tokens in segments", joined, segments.group)
             counts, votes = joined.split([counts.numel(), len(masks)])
-            counts, against = counts.view(len(rows), segments.count), list(votes)
+            counts, against = counts.view(len(masked), segments.count), list(votes)
         kept, forms = {}, zip(masks.items(), counts[1::2], counts[2::2], against, strict=True)
         for (name, mask), by_token, by_segment, vote in forms:
             as_token = vote.view(()) == 0
@@ -164,14 +164,14 @@ class Totals:
 def _check_total(name: str, value: object) -> None:
     if type(value) is int and 0 <= value < INT64:
         return
-    kind = "a number or a 0-dim tensor"
+    want = "a number or a 0-dim tensor"
     if isinstance(value, Tensor):
         check_dense(name, value)
         if value.dim() or value.is_complex() or value.dtype == torch.bool:
             got = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-            raise TypeError(f"{name}: got {got}, want {kind}")
+            raise TypeError(f"{name}: got {got}, want {want}")
         return
-    check_number(name, value, kind, "a finite number >= 0", lambda x: x >= 0)
+    check_number(name, value, want, "a finite number >= 0", lambda x: x >= 0)
 
 
 Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -230,33 +230,33 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients: Tensor):
-        found = ctx.adjoint(*gradients)
-        return None, None, *(found if isinstance(found, tuple) else (found,))
+        slopes = ctx.adjoint(*gradients)
+        return None, None, *(slopes if isinstance(slopes, tuple) else (slopes,))
 
 
-def count_in(ids: Tensor, count: int, kept: Tensor) -> Tensor:
-    """[count] int64, how often each id is kept ([n] bool)."""
+def count_in(ids: Tensor, count: int, included: Tensor) -> Tensor:
+    """[count] int64, how often each id stands where `included` ([n] bool) says so."""
     counts = ids.new_zeros(count)  # of none where no token is scored
-    return counts.scatter_add_(0, ids, kept.to(counts.dtype)) if count else counts
+    return counts.scatter_add_(0, ids, included.to(counts.dtype)) if count else counts
 
 
 def numbered(values: Tensor) -> tuple[Tensor, Tensor]:
     """[n] the number of each value among the distinct ones, from 0 in ascending order, and how many
     of these there are, []; without a read of the device."""
-    ordered, order = values.sort()
+    ordered, places = values.sort()
     steps = (ordered[1:] != ordered[:-1]).cumsum(0)
     numbers = torch.cat([steps.new_zeros(min(len(values), 1)), steps])
     count = torch.cat([steps.new_zeros(1), numbers + 1])[-1]
-    return torch.empty_like(numbers).scatter_(0, order, numbers), count
+    return torch.empty_like(numbers).scatter_(0, places, numbers), count
 
 
-def check_own(segments: Segments) -> None:
+def check_ids_and_count(segments: Segments) -> None:
     """TypeError or ValueError where segments were made of other ids or another count than integers
     (a constructor that each cut of a batch calls checks nothing)."""
-    if not is_integers(given := segments.ids):
-        got = given.dtype if isinstance(given, Tensor) else type(given).__name__
+    if not is_integers(ids := segments.ids):
+        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise TypeError(f"segments.ids: got {got}, want an integer tensor")
-    check_dense("segments.ids", given)
+    check_dense("segments.ids", ids)
     _integer("segments.count", segments.count, 0)
 
 
@@ -273,18 +273,18 @@ def _check_values(values: Tensor, of: str, place: Tensor, shape: tuple[int, ...]
         )
 
 
-def _integer(name: str, value: object, least: int | None = None) -> int:
+def _integer(name: str, value: Any, least: int | None = None) -> int:
     try:
         # The index of a size that changes under a compiled graph would be a constant there.
-        found = value if isinstance(value, int) else operator.index(value)  # type: ignore[arg-type]
+        number = value if isinstance(value, int) else operator.index(value)
     except (TypeError, ValueError):
-        found = None
-    if found is None or isinstance(value, bool):
+        number = None
+    if number is None or isinstance(value, bool):
         raise TypeError(f"{name}: got {value!r}, want integers")
-    if not (-INT64 if least is None else least) <= found < INT64:
-        want = f">= {least}" if least is not None and found < least else "an integer of 64 bits"
-        raise ValueError(f"{name}: got {found}, want {want}")
-    return found
+    if not (-INT64 if least is None else least) <= number < INT64:
+        want = f">= {least}" if least is not None and number < least else "an integer of 64 bits"
+        raise ValueError(f"{name}: got {number}, want {want}")
+    return number
 
 
 def _vector(name: str, value: Tensor | Sequence[int]) -> Tensor:

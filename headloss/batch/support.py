@@ -89,14 +89,14 @@ class Support:
         pairs = self._pairs
         ids, at = pairs.ids, pairs.tokens()
         for position in (targets != IGNORE).nonzero().squeeze(1).tolist():
-            own = [i for i in ids[at == position].tolist() if i >= 0 or self.width is None]
+            listed = [i for i in ids[at == position].tolist() if i >= 0 or self.width is None]
             target = int(targets[position])
-            if wrong := [i for i in own if not 0 <= i < vocabulary]:
+            if wrong := [i for i in listed if not 0 <= i < vocabulary]:
                 got, want = f"id {wrong[0]}", f"0 <= id < {vocabulary}"
-            elif again := [i for i in own if own.count(i) > 1]:
-                got, want = f"id {again[0]} more than once", "distinct ids"
-            elif own and target not in own:
-                shown = f"{own[:8]}{' and more' if len(own) > 8 else ''}"
+            elif repeated := [i for i in listed if listed.count(i) > 1]:
+                got, want = f"id {repeated[0]} more than once", "distinct ids"
+            elif listed and target not in listed:
+                shown = f"{listed[:8]}{' and more' if len(listed) > 8 else ''}"
                 got, want = f"ids {shown}", f"the target, {target}, among them"
             else:
                 continue
@@ -200,11 +200,11 @@ class Packed:
         if key not in self._sorted:
             begin, end = self._ends[rows.start], self._ends[rows.stop]
             # Columns fit into 32 bits, which a GPU sorts in half the passes.
-            columns, order = self.ids[begin:end].int().sort(stable=True)
-            self._sorted[key] = order, self.tokens(order + begin) - rows.start, columns
-        order, tokens, columns = self._sorted[key]
+            columns, pairs = self.ids[begin:end].int().sort(stable=True)
+            self._sorted[key] = pairs, self.tokens(pairs + begin) - rows.start, columns
+        pairs, tokens, columns = self._sorted[key]
         bounds = torch.arange(first, first + size + 1, device=columns.device, dtype=columns.dtype)
-        return order, Window(tokens, torch.searchsorted(columns, bounds), 0, rows.stop - rows.start)
+        return pairs, Window(tokens, torch.searchsorted(columns, bounds), 0, rows.stop - rows.start)
 
     def take(self, index: Tensor) -> Packed:
         """The pairs of some of the tokens."""

@@ -44,19 +44,19 @@ def support_from_scores(scores: Tensor) -> Tensor:
     check_dense("scores", scores)
     if not scores.dim() or not scores.shape[-1]:
         raise ValueError(f"scores: got shape {tuple(scores.shape)}, want [.., V] with V >= 1")
-    kept = scores if of_bool else scores.isfinite()
-    ids, counts = pairs_of(kept.reshape(-1, scores.shape[-1]))
+    mask = scores if of_bool else scores.isfinite()
+    ids, counts = pairs_of(mask.reshape(-1, scores.shape[-1]))
     padded = padded_pairs(ids, counts)
     return padded.view(*scores.shape[:-1], padded.shape[1])
 
 
-def pairs_of(kept: Tensor) -> tuple[Tensor, Tensor]:
+def pairs_of(mask: Tensor) -> tuple[Tensor, Tensor]:
     """[P] ids that are True in [N, V], row by row, and [N] how many; none of a row without False.
 
     On a GPU the host waits for their number.
     """
-    lost = kept & ~kept.all(1, keepdim=True)
-    return lost.nonzero()[:, 1], lost.sum(1)
+    restricted = mask & ~mask.all(1, keepdim=True)
+    return restricted.nonzero()[:, 1], restricted.sum(1)
 
 
 def padded_pairs(ids: Tensor, counts: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def _listed(value: Any, name: str) -> Sequence[Any]:
 def _ids(value: Any, name: str) -> Sequence[int]:
     """Of one token."""
     ids = _listed(value, name)
-    if wrong := {kind for kind in map(type, ids) if kind is bool or not issubclass(kind, Integral)}:
+    if wrong := {cls for cls in map(type, ids) if cls is bool or not issubclass(cls, Integral)}:
         bad = next(x for x in ids if type(x) in wrong)
         raise TypeError(f"support_from_lists: {name} has {bad!r}, want integers")
     low, high = min(ids, default=0), max(ids, default=0)

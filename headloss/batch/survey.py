@@ -110,8 +110,8 @@ class Survey:
         fields = len(self.id_fields)
         if vocabulary < 1:
             raise ValueError("vocabulary: got a weight without rows or logits without columns")
-        _, lowest, highest, *rest = self.numbers[: self.size]
-        largest, repeated, bins = rest[:fields], rest[fields : 2 * fields], rest[2 * fields :]
+        _, lowest, highest, *others = self.numbers[: self.size]
+        largest, repeated, bins = others[:fields], others[fields : 2 * fields], others[2 * fields :]
         if lowest < 0 or highest >= vocabulary:
             value = self.targets.reshape(-1)
             bad = (value < 0) | (value >= vocabulary)

@@ -29,11 +29,11 @@ def token_weights(
     by_prompt = rule is prompt_mean.weigh
     by_length = by_prompt or rule in (None, sequence_mean.weigh)
     reads_lengths = by_length or segments.group is not None  # then all ranks sum them here
-    counted: Any = None
+    included: Any = None
     lengths: Any = segments.lengths if reads_lengths else None
     if field is not None:
-        counted, counts = getattr(batch, field), totals.kept[field]
-        lengths = segments.sum(counted.to(dtype)) if reads_lengths else None
+        included, counts = getattr(batch, field), totals.kept[field]
+        lengths = segments.sum(included.to(dtype)) if reads_lengths else None
     if by_prompt:  # of a token's prompt
         prompts = answers(batch)
         lengths = prompts.expand(prompts.sum(lengths))
@@ -46,10 +46,10 @@ def token_weights(
         weights = reduction.weigh(of_tokens, *of_all)
     if isinstance(weights, Tensor):
         weights = weights.to(dtype)
-    scored = batch.live if counted is None else counted
+    scored = batch.live if included is None else included
     if scored is not None:
         weights = torch.where(scored, weights, scored.new_zeros((), dtype=dtype))
-    return weights, counted
+    return weights, included
 
 
 @torch.enable_grad()

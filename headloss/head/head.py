@@ -185,8 +185,8 @@ class Head:
         The first pair is the weight's own, then one per adapter, in that adapter's dtype. Features
         carry autograd to `hidden` and to each `a`. Rows are not cut to `vocab_size`.
         """
-        own = (hidden, self.weight)
-        return [own, *((x.features(hidden, dropout, fixed), x.b) for x in self.lora)]
+        base = (hidden, self.weight)
+        return [base, *((x.features(hidden, dropout, fixed), x.b) for x in self.lora)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[.., H] to [.., vocabulary] in float32 (float64 for float64 hidden states).
@@ -309,8 +309,8 @@ def check_matrix(name: str, value: object, shape: str) -> None:
         raise TypeError(f"{name}: got {describe(value)}, want a tensor {shape}{hint}")
     check_dense(name, value)
     # Quantised weights are integers, or classes of their own that pose as a floating dtype.
-    own = type(value) in (Tensor, nn.Parameter) or type(value).__module__.startswith("torch.")
-    if not value.is_floating_point() or not own:
+    plain = type(value) in (Tensor, nn.Parameter) or type(value).__module__.startswith("torch.")
+    if not value.is_floating_point() or not plain:
         raise TypeError(
             f"{name}: got {value.dtype} in a {type(value).__module__}.{type(value).__name__}, want "
             "a plain floating tensor; a quantised head has to be dequantised first"
@@ -348,8 +348,8 @@ def _check_floating(name: str, value: object, want: str) -> None:
 
 
 def _misfit(name: str, value: Tensor, want: str, weight: Tensor) -> ValueError:
-    got, beside = tuple(value.shape), tuple(weight.shape)
-    return ValueError(f"{name}: got shape {got}, want {want} for a weight of shape {beside}")
+    got, shape = tuple(value.shape), tuple(weight.shape)
+    return ValueError(f"{name}: got shape {got}, want {want} for a weight of shape {shape}")
 
 
 def _check_lora(adapters: object, weight: Tensor) -> None:
