@@ -152,8 +152,8 @@ class Batch:
         batch = copy(self)
         batch.fields = {n: v for n, v in self.fields.items() if n not in fields}
         batch._set_fields(fields)
-        if fields.keys() & {"support_ids", *ID_FIELDS}:
-            batch._last_survey = None
+        if not fields.keys() & {"support_ids", *ID_FIELDS}:
+            batch._last_survey = self._last_survey  # which a copy does not have
         return batch
 
     def _set_fields(self, fields: dict[str, Any]) -> None:
