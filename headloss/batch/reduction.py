@@ -194,47 +194,39 @@ class Reduction:
         if not callable(self.weigh):
             raise TypeError(f"weigh: got {type(self.weigh).__name__}, want a function")
 
-    @property
-    def key(self) -> Weigh | None:
-        """What decides the weights; None where they may depend on more than the arguments."""
-        return self.weigh if getattr(self.weigh, "__module__", None) == __name__ else None
-
-
-# The library's own take totals that are numbers, too.
-def _for_all(weight: Any, lengths: Tensor | None) -> Any:
-    return weight if lengths is None else weight.expand_as(lengths)
-
-
-def _token_mean(lengths: Any, tokens: Any, segments: Any) -> Any:
-    return _for_all(1 / tokens, lengths)
-
-
-def _sequence_mean(lengths: Any, tokens: Any, segments: Any) -> Any:
-    return (lengths * segments).reciprocal()
-
-
-def _prompt_mean(lengths: Any, tokens: Any, prompts: Any) -> Any:
-    return (lengths * prompts).reciprocal()
-
 
 @dataclass(frozen=True)
-class _FixedLength:
-    length: float
+class StandardWeight:
+    """The weights of the library's own reductions: 1 / total for all tokens, or by their lengths.
+    It takes totals that are numbers, too, and then no lengths where it reads none.
+
+    Attributes:
+        of: the total, "tokens", "segments" or "prompts".
+        by_length: divided by the length of each token's segment or prompt, too.
+        length: the total is multiplied by it.
+    """
+
+    of: Literal["tokens", "segments", "prompts"]
+    by_length: bool = False
+    length: float = 1
 
     def __call__(self, lengths: Any, tokens: Any, segments: Any) -> Any:
-        return _for_all(1 / (segments * self.length), lengths)
+        if self.by_length:
+            return (lengths * segments).reciprocal()
+        weight = 1 / (tokens if self.of == "tokens" else segments * self.length)
+        return weight if lengths is None else weight.expand_as(lengths)
 
 
-token_mean = Reduction("token_mean", _token_mean)
-sequence_mean = Reduction("sequence_mean", _sequence_mean)
-sequence_sum = Reduction("sequence_sum", _FixedLength(1))
-prompt_mean = Reduction("prompt_mean", _prompt_mean)
+token_mean = Reduction("token_mean", StandardWeight("tokens"))
+sequence_mean = Reduction("sequence_mean", StandardWeight("segments", by_length=True))
+sequence_sum = Reduction("sequence_sum", StandardWeight("segments"))
+prompt_mean = Reduction("prompt_mean", StandardWeight("prompts", by_length=True))
 
 
 def fixed_length(length: float) -> Reduction:
     """Sum over tokens divided by (segments * length), as in Dr. GRPO (Liu et al. 2025)."""
     check_number("length", length, "a number > 0", "> 0", lambda x: x > 0)
-    return Reduction(f"fixed_length({length})", _FixedLength(length))
+    return Reduction(f"fixed_length({length})", StandardWeight("segments", length=length))
 
 
 REDUCTIONS = {r.name: r for r in (token_mean, sequence_mean, sequence_sum, prompt_mean)}

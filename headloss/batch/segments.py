@@ -114,8 +114,6 @@ class Segments:
     def rows(cls, rows: int, length: int, device: torch.device | str | None = None) -> Segments:
         """Each row of a [rows, length] batch is one segment, and counts with nothing scored too."""
         rows, length = _integer("rows", rows, 0), _integer("length", length, 0)
-        if rows == 1:  # contiguous, so that nobody has to copy it
-            return cls(torch.zeros(1, length, dtype=torch.int64, device=device), 1)
         ids = torch.arange(rows, device=device).unsqueeze(1).expand(rows, length)
         return cls(ids, rows)
 
@@ -140,8 +138,6 @@ class Segments:
     def expand(self, values: Tensor) -> Tensor:
         """Give each token the value of its segment: [S] to [T]."""
         _check_values(values, "segment", self.ids, (self.count,))
-        if not values.requires_grad:
-            return self._at_tokens(values)
         return cast(Tensor, Linear.apply(self._at_tokens, self._own_sum, values))
 
     def split_pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,7 @@ class Support:
             raise TypeError(f"support_ids: got {got}, want {want}")
         for tensor in self.tensors:
             check_dense("support_ids", tensor)
+            check_device("support_ids", tensor, targets)
         shapes = [tuple(t.shape) for t in self.tensors]
         if len(self.tensors) == 1:
             self.width = width = shapes[0][-1] if shapes[0] else 0
@@ -42,8 +43,6 @@ class Support:
                 f"support_ids: got shapes {shapes}, want {(*targets.shape, 'K')} with K >= 1, or "
                 f"[P] ids and {(targets.numel() + 1,)} offsets"
             )
-        for tensor in self.tensors:
-            check_device("support_ids", tensor, targets)
 
     @property
     def _pairs(self) -> Packed:

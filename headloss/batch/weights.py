@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .packing import PackedBatch, answers
-from .reduction import Reduction, Totals, prompt_mean, sequence_mean
+from .reduction import Reduction, StandardWeight, Totals
 
 
 def token_weights(
@@ -25,9 +25,10 @@ def token_weights(
         totals: the global denominators.
         dtype: of the weights.
     """
-    rule, segments, counts = reduction.key, batch.segments, totals._counts
-    by_prompt = rule is prompt_mean.weigh
-    by_length = by_prompt or rule in (None, sequence_mean.weigh)
+    segments, counts = batch.segments, totals._counts
+    standard = reduction.weigh if isinstance(reduction.weigh, StandardWeight) else None
+    by_prompt = standard is not None and standard.of == "prompts"
+    by_length = standard is None or standard.by_length
     reads_lengths = by_length or segments.group is not None  # then all ranks sum them here
     included: Any = None
     lengths: Any = segments.lengths if reads_lengths else None
@@ -38,12 +39,12 @@ def token_weights(
         prompts = answers(batch)
         lengths = prompts.expand(prompts.sum(lengths))
     numbers = counts[0], counts[2 if by_prompt else 1]
-    of_all: Any = [_at_least_one(n, batch.targets.device, rule is not None) for n in numbers]
+    of_all: Any = [_at_least_one(n, batch.targets.device, standard is not None) for n in numbers]
     of_tokens: Any = segments.expand(lengths.to(dtype).clamp_min(1)) if by_length else None
-    if rule is None:
+    if standard is None:
         weights = _of_users(reduction, of_tokens, *of_all)
     else:
-        weights = reduction.weigh(of_tokens, *of_all)
+        weights = standard(of_tokens, *of_all)
     if isinstance(weights, Tensor):
         weights = weights.to(dtype)
     scored = batch.live if included is None else included

@@ -126,13 +126,11 @@ class Head:
             _check_floating("bias", self.bias, "[V] or None")
             if self.bias.shape != self.weight.shape[:1]:
                 raise _misfit("bias", self.bias, f"({self.weight.shape[0]},)", self.weight)
-        if not (self.softcap is None and type(self.temperature) is type(self.logit_scale) is float):
-            plain_numbers(self, "temperature", "softcap", "logit_scale")
+        plain_numbers(self, "temperature", "softcap", "logit_scale")
         check_transform(self.temperature, self.softcap, self.logit_scale)
         if self.vocab_size is not None:
             self._check_vocab_size(self.vocab_size)
-        if not isinstance(self.lora, tuple) or self.lora:
-            _check_lora(self.lora, self.weight)
+        _check_lora(self.lora, self.weight)
 
     def __repr__(self) -> str:
         """What differs from the defaults; of tensors the shape and dtype."""

@@ -304,7 +304,7 @@ def check_weights(objective: Objective, kinds: Kinds, totals: Totals | None) -> 
                 raise ValueError(f"{one}: got {more} values at each token, want one for {name}")
         if term.reduction is None:
             raise ValueError(term.missing_reduction or f"term {name}: has no reduction, use .over")
-        if term.reduction.key is prompt_mean.weigh:
+        if term.reduction.weigh == prompt_mean.weigh:
             if "prompts" not in kinds:
                 raise ValueError(f"term {name}: is averaged over {missing('prompts', kinds)}")
             if totals is not None and totals.prompts is None:
