@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, distributed
 
-from ..arguments import IGNORE, INT64, check_dense, check_number
+from ..arguments import IGNORE, check_dense, check_number
 from ..collectives import check_group, device_of, summed
 from .segments import count_in, numbered
 
@@ -162,8 +162,6 @@ class Totals:
 
 
 def _check_total(name: str, value: object) -> None:
-    if type(value) is int and 0 <= value < INT64:
-        return
     want = "a number or a 0-dim tensor"
     if isinstance(value, Tensor):
         check_dense(name, value)

@@ -216,18 +216,20 @@ class Segments:
         return summed("a sum over segments that run across ranks", values.clone(), self.group)
 
 
+Map = Callable[[Tensor], Tensor]
+
+
 class Linear(torch.autograd.Function):
     """A linear map, such as one between tokens and segments, and its adjoint."""
 
     @staticmethod
-    def forward(ctx, run: Callable[..., Any], adjoint: Callable[..., Any], *values: Tensor):
+    def forward(ctx, run: Map, adjoint: Map, values: Tensor) -> Tensor:
         ctx.adjoint = adjoint
-        return run(*values)
+        return run(values)
 
     @staticmethod
-    def backward(ctx, *gradients: Tensor):
-        slopes = ctx.adjoint(*gradients)
-        return None, None, *(slopes if isinstance(slopes, tuple) else (slopes,))
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+        return None, None, ctx.adjoint(gradient)
 
 
 def count_in(ids: Tensor, count: int, included: Tensor) -> Tensor:
