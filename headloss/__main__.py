@@ -149,14 +149,10 @@ def _draw(problem: PlanInputs, options: Options, backend: str, title: str, path:
     axes.set_title(title, fontsize=9)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8)
-    partial = path.with_name(f".partial-{path.name}")
     try:
-        figure.savefig(partial, dpi=130)
-        partial.replace(path)
+        figure.savefig(path, dpi=130)
     except OSError as error:
         raise ValueError(f"--plot: cannot write {path}: {error.strerror}") from None
-    finally:
-        partial.unlink(missing_ok=True)
     return notes
 
 

@@ -49,11 +49,10 @@ class PackedBatch:
     Args:
         targets: [T] int64.
         segments: sorted.
-        fields: [T] vectors, and `CURRENT`.
+        fields: [N, ..], gathered when a term reads them, and `CURRENT`.
         live: [T] bool, only with static shapes: which tokens are scored.
         index: [T] position of each token, None: all N in order.
-        unread: fields [N, ..], gathered when a term reads them.
-        per_segment: those of them that are [S].
+        per_segment: fields that are [S].
         dtype: of gathered floating vectors; None: their own.
         count: S, without what static shapes add for unscored tokens.
     """
@@ -64,12 +63,11 @@ class PackedBatch:
     def __init__(
         self, targets: Tensor, segments: Segments, fields: Mapping[str, Tensor | Current],
         live: Tensor | None = None, *, index: Tensor | None = None,
-        unread: Mapping[str, Tensor | Current] | None = None,
         per_segment: frozenset[str] = frozenset(), dtype: torch.dtype | None = None,
         count: int | None = None
     ) -> None:
         self.targets, self.segments, self.live, self.index = targets, segments, live, index
-        self._fields, self._unread = dict(fields), unread or {}
+        self._fields, self._read = fields, dict[str, Any]()  # as they are, and gathered
         self._per_segment, self._dtype = per_segment, dtype
         self._count = segments.count if count is None else count
 
@@ -77,7 +75,7 @@ class PackedBatch:
         return self.targets.shape[0]
 
     def __contains__(self, name: str) -> bool:
-        return name in self._fields or name in self._unread
+        return name in self._read or name in self._fields
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field, or `default` where it was not given."""
@@ -88,13 +86,13 @@ class PackedBatch:
             raise AttributeError(name)
         if name not in self:
             raise MissingField(f"reads {missing(name, self.kinds())}")
-        value = self._fields.get(name, self._unread.get(name))
+        value = self._read.get(name, self._fields.get(name))
         if isinstance(value, Current):
             assert self._stats is not None
             return self._stats.logp.detach()
-        if name not in self._fields:
-            self._fields[name] = self._gathered(name, value)
-        return self._fields[name]
+        if name not in self._read:
+            self._read[name] = self._gathered(name, value)
+        return self._read[name]
 
     def _gathered(self, name: str, value: Any) -> Tensor:
         if self._cut_of is not None:
@@ -116,24 +114,24 @@ class PackedBatch:
 
     def as_given(self, name: str) -> Any:
         """A field before it is gathered: [N, ..], or [S] if it is per segment; None without it."""
-        return self._unread.get(name)
+        return self._fields.get(name)
 
     def kinds(self) -> dict[str, Kind]:
         """The fields by name, with floating vectors in the dtype of the statistics."""
-        fields = {**self._unread, **self._fields}
+        fields = {**self._fields, **self._read}
         return {name: kind_of(value, 1, self._dtype) for name, value in fields.items()}
 
     def _owned(self) -> PackedBatch | None:
         """The same tokens in memory of their own, whatever becomes of the caller's; None where
         fields are wider than vectors."""
-        segments, fields = self.segments, self._unread.items()
+        segments, fields = self.segments, self._fields.items()
         if any(isinstance(value, Tensor) and value.dim() > 1 for _, value in fields):
             return None
         twin = copy(self)
         twin.targets = self.targets.clone()
         twin.segments = Segments(segments.ids.clone(), segments.count, counts=segments._counts)
-        twin._unread = {n: v.clone() if isinstance(v, Tensor) else v for n, v in fields}
-        twin._fields = {}
+        twin._fields = {n: v.clone() if isinstance(v, Tensor) else v for n, v in fields}
+        twin._read = {}
         return twin
 
     def on(self, stats: Statistics) -> PackedBatch:
@@ -145,7 +143,7 @@ class PackedBatch:
     def replacing(self, fields: Mapping[str, Tensor | Current]) -> PackedBatch:
         """The same tokens with other values of some fields, [T]."""
         twin = copy(self)
-        twin._fields = {**self._fields, **fields}
+        twin._read = {**self._read, **fields}
         return twin
 
     def slice(self, chunk: Chunk) -> PackedBatch:
@@ -154,7 +152,7 @@ class PackedBatch:
         part.targets, part.segments = self.targets[tokens], self.segments.slice(chunk)
         part.index = None if self.index is None else self.index[tokens]
         part.live = None if self.live is None else self.live[tokens]
-        part._fields, part._unread = {}, {**self._unread, **self._fields}
+        part._read, part._fields = {}, {**self._fields, **self._read}
         part._cut_of = self, tokens
         return part
 
@@ -165,7 +163,7 @@ def answers(batch: PackedBatch) -> Segments:
     shapes add is by itself."""
     of_tokens, segments = batch.prompts, batch.segments
     prompts = batch.as_given("prompts")
-    if prompts is None:  # a made-up batch holds vectors of tokens alone
+    if "prompts" not in batch._per_segment:  # a made-up batch holds vectors of tokens alone
         first = segments.lengths.cumsum(0) - segments.lengths
         prompts = of_tokens[first.clamp_max(len(batch) - 1)]
     numbers, _ = numbered(prompts)
@@ -222,7 +220,7 @@ class Packing:
             elif isinstance(value, Tensor):
                 fields[name] = value.reshape(-1, *value.shape[rank:])
         return PackedBatch(
-            self.targets, self.segments, {}, self.live, index=self.index, unread=fields,
+            self.targets, self.segments, fields, self.live, index=self.index,
             per_segment=per_segment, dtype=dtype, count=self.count,
         )  # fmt: skip
 

@@ -274,7 +274,7 @@ def without_constants(slopes: Tensor, stats: Statistics, batch: PackedBatch) -> 
 def without_poison(batch: PackedBatch, included: Tensor) -> PackedBatch:
     """Fields with 0 for non-finite values: tokens that a term leaves out may hold anything."""
     fields = {}
-    for name, field in {**batch._unread, **batch._fields}.items():
+    for name, field in {**batch._fields, **batch._read}.items():
         if name not in UNREAD and isinstance(field, Tensor) and field.is_floating_point():
             value = getattr(batch, name)
             fields[name] = torch.where(as_wide(included, value) | value.isfinite(), value, 0)
