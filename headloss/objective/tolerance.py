@@ -72,7 +72,7 @@ class Tolerance:
 
     def __init__(self, share: float, transform: Transform, vocabulary: int, none: Tensor) -> None:
         self.share, self.transform, self.vocabulary = share, transform, vocabulary
-        self.rows = self.skipped = self.mass = none
+        self.skipped_rows = self.skipped_mass = self.mass = none
 
     def __call__(
         self, gradient: Coefficients, stats: Statistics, rows: slice, scale: Tensor | None
@@ -85,12 +85,13 @@ class Tolerance:
         out, alive = least(mass, self.share), gradient.live()
         if scale is not None:
             mass = mass / scale
-        self.rows = self.rows + (out & alive).sum().double()
-        self.skipped = self.skipped + torch.where(out, mass, 0).sum()
+        self.skipped_rows = self.skipped_rows + (out & alive).sum().double()
+        self.skipped_mass = self.skipped_mass + torch.where(out, mass, 0).sum()
         self.mass = self.mass + mass.sum()
         return gradient.without(out)
 
     def metrics(self) -> Metrics:
         """`skipped_rows`: rows with a gradient that were left out. `skipped_mass`: their share of
         the whole mass; its `sum` is their mass, which bounds the error."""
-        return Metrics(skipped_rows=Sum(self.rows), skipped_mass=Mean(self.skipped, self.mass))
+        share = Mean(self.skipped_mass, self.mass)
+        return Metrics(skipped_rows=Sum(self.skipped_rows), skipped_mass=share)
