@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..statistics.softmax import Statistics
-from .batch import Batch, Current, Kind, kind_of
+from .batch import CURRENT, Batch, Current, Kind, kind_of
 from .segments import Chunk, Segments, numbered
 from .support import Packed as PackedSupport
 from .survey import IGNORE, Order, static_order
@@ -135,7 +135,9 @@ class PackedBatch:
         return twin
 
     def on(self, stats: Statistics) -> PackedBatch:
-        """The same tokens beside their statistics (for CURRENT)."""
+        """The same tokens beside their statistics, where a field is CURRENT."""
+        if self._fields.get("old_logps") is not CURRENT:
+            return self
         twin = copy(self)
         twin._stats = stats
         return twin
