@@ -62,19 +62,19 @@ def _plan(arguments: argparse.Namespace) -> None:
     options = Options(**{name: getattr(arguments, name) for name in ASKED})
     triton = elsewhere and dtype != torch.float64  # such a GPU is taken to have it
     backend = "triton" if triton else kernels.choose("auto", device, dtype)
-    found = make_plan(problem, options, backend)
+    plan = make_plan(problem, options, backend)
     sizes = f"hidden {problem.width}, vocabulary {problem.vocabulary}, {arguments.dtype}"
     if arguments.plot is not None:
         title = f"{arguments.objective}\n{sizes}, {device.type}"
         for note in _draw(problem, options, backend, title, arguments.plot):
             print(f"headloss: not drawn: {note}", file=sys.stderr)
     if arguments.json:
-        shown = {name: getattr(found, name) for name in SHOWN}
-        return print(json.dumps(shown | {"chunks": len(found.chunks)}, indent=2))
+        shown = {name: getattr(plan, name) for name in SHOWN}
+        return print(json.dumps(shown | {"chunks": len(plan.chunks)}, indent=2))
     segments = f"{len(problem.lengths or [])} segments of at most {arguments.segment_length}"
     print(f"{problem.tokens} tokens in {segments}, {sizes}, {device.type}")
     print(f"objective  {arguments.objective}: {problem.scope}-scoped")
-    print(found)
+    print(plan)
 
 
 def _problem(arguments: argparse.Namespace, on_gpu: bool) -> PlanInputs:
@@ -87,7 +87,7 @@ def _problem(arguments: argparse.Namespace, on_gpu: bool) -> PlanInputs:
     if arguments.tokens > MOST_TOKENS:
         raise ValueError(f"--tokens: got {arguments.tokens}, want at most {MOST_TOKENS} in a call")
     kinds = sample()[1].kinds()
-    asked = reads(objective, kinds, torch.float32, torch.device("cpu"), observe=False)
+    terms = reads(objective, kinds, torch.float32, torch.device("cpu"), observe=False)
     teachers = objective.teachers
     # As `kernels.can_write_exp` would say of a head without bias or adapters.
     exp_tiles = on_gpu and dtype == torch.bfloat16 and arguments.hidden % 8 == 0 and not teachers
@@ -100,7 +100,7 @@ def _problem(arguments: argparse.Namespace, on_gpu: bool) -> PlanInputs:
         scope=objective.scope,
         lengths=[min(length, arguments.tokens - at) for at in range(0, arguments.tokens, length)],
         segments_per_unit=objective.segments_per_unit,
-        logp_only=all(term.gradients <= {"logp"} for term in asked.values()),
+        logp_only=all(term.gradients <= {"logp"} for term in terms.values()),
         weight_gradient=not arguments.frozen_head,
         element_size=dtype.itemsize,
         weight_size=dtype.itemsize,
@@ -149,24 +149,20 @@ def _draw(problem: PlanInputs, options: Options, backend: str, title: str, path:
     axes.set_title(title, fontsize=9)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8)
-    partial = path.with_name(f".partial-{path.name}")
     try:
-        figure.savefig(partial, dpi=130)
-        partial.replace(path)
+        figure.savefig(path, dpi=130)
     except OSError as error:
         raise ValueError(f"--plot: cannot write {path}: {error.strerror}") from None
-    finally:
-        partial.unlink(missing_ok=True)
     return notes
 
 
 def objective_of(names: str) -> Objective:
     """Terms with their default options, joined by "+": "gspo+z_loss+kl"."""
-    factories, asked = {f.__name__: f for f in TERMS}, [name.strip() for name in names.split("+")]
-    for name in (name for name in asked if name not in factories):
+    factories, chosen = {f.__name__: f for f in TERMS}, [name.strip() for name in names.split("+")]
+    for name in (name for name in chosen if name not in factories):
         want = f"want names of terms joined by '+'; {did_you_mean(name, factories)}"
         raise ValueError(f"--objective: got {name!r}, {want}")
-    return Objective(tuple((1.0, factories[name]()) for name in asked))
+    return Objective(tuple((1.0, factories[name]()) for name in chosen))
 
 
 # ---------------------------------------------------------------------- check

@@ -256,7 +256,7 @@ def _measure_of(call: Call, stats: Statistics) -> Callable[[], Metrics]:
         share = 1.0 if group is None else 1 / torch.distributed.get_world_size(group)
         metrics = _metrics(parts, batch.on(stats), stats, more, share)
         return lambda: metrics
-    parts = tuple(p if p.kept is None else p._replace(kept=p.kept.clone()) for p in parts)
+    parts = [p if p.included is None else p._replace(included=p.included.clone()) for p in parts]
     return partial(_metrics, parts, later.on(stats), stats, more, 1.0)
 
 

@@ -69,7 +69,7 @@ def test_with_fields_shares_the_order_and_not_the_fields():
     batch = made()
     loss(batch)
     other = batch.with_fields(old_logps=torch.full((6,), -2.0), advantages=torch.ones(6))
-    assert other.found() is batch.found()
+    assert other._survey() is batch._survey()
     assert "old_logps" not in batch.fields
     whole = hl.Batch(
         batch.targets, old_logps=torch.full((6,), -2.0), advantages=torch.ones(6)
@@ -87,7 +87,7 @@ def test_copies_find_their_order_anew(copied):
     batch = made()
     before = loss(batch)
     other = copied(batch)
-    assert other.found() is not batch.found()
+    assert other._survey() is not batch._survey()
     assert loss(other) == before
 
 
@@ -129,7 +129,7 @@ def test_a_batch_is_freed_with_its_last_name(targets, support):
     try:
         for _ in range(2):
             batch = hl.Batch(torch.tensor(targets), support_ids=support, more=torch.ones(3, 5))
-            kept = weakref.ref(batch.targets), weakref.ref(batch.more), weakref.ref(batch.found())
+            kept = weakref.ref(batch.targets), weakref.ref(batch.more), weakref.ref(batch._survey())
             out = hl.head_loss(hidden, head, batch, hl.cross_entropy())
             out.loss.backward()
             assert out.metrics["tokens"].value == 3 - targets.count(-100)

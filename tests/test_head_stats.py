@@ -334,10 +334,10 @@ def test_a_batch_shares_its_packing():
     batch = hl.Batch(targets.view(4, 5), advantages=torch.randn(4, dtype=torch.float64))
     x = x.view(4, 5, H)
     found = hl.head_stats(x, head, batch)
-    packing = batch.found().packing
+    packing = batch._survey().packing
     assert packing is not None and found.logp.shape == (4, 5)
     ready = batch.with_fields(old_logps=found.logp.detach())
-    assert ready.found().packing is packing
+    assert ready._survey().packing is packing
     out = hl.head_loss(x, head, ready, hl.grpo())
     torch.testing.assert_close(out.logps, found.logp.detach())
     for got, want in zip(found, hl.head_stats(x, head, batch.targets), strict=True):

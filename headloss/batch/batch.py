@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..arguments import IGNORE, INT64, brief, check_dense, check_device, is_integers
 from .reduction import Totals
-from .segments import Segments, check_own
+from .segments import Segments, check_ids_and_count
 from .support import Support
 from .survey import Survey, versions
 
@@ -118,16 +118,16 @@ class Batch:
         self.totals = totals
         self.support: Support | None = None
         self.fields: dict[str, Tensor | Current] = {}
-        given = {
+        named = {
             "support_ids": support_ids, "advantages": advantages, "old_logps": old_logps,
             "ref_logps": ref_logps, "sampling_logps": sampling_logps,
             "candidate_ids": candidate_ids, **fields,
         }
-        self._give(given)
+        self._set_fields(named)
         self._masks_read: frozenset[str] = frozenset()  # by the terms of earlier calls
-        self._found: Survey | None = None
+        self._last_survey: Survey | None = None
         if targets.is_cuda and _may_ask_device():
-            self.found()
+            self._survey()
 
     @classmethod
     def from_labels(cls, labels: Tensor, segments: Segments | None = None, **fields: Any) -> Batch:
@@ -149,13 +149,14 @@ class Batch:
 
         >>> batch = Batch(torch.tensor([3, 1])).with_fields(old_logps=torch.zeros(2))
         """
-        found = copy(self)
-        found.fields = {n: v for n, v in self.fields.items() if n not in fields}
-        found._give(fields)
-        found._found = None if fields.keys() & {"support_ids", *ID_FIELDS} else self._found
-        return found
+        batch = copy(self)
+        batch.fields = {n: v for n, v in self.fields.items() if n not in fields}
+        batch._set_fields(fields)
+        if not fields.keys() & {"support_ids", *ID_FIELDS}:
+            batch._last_survey = self._last_survey  # which a copy does not have
+        return batch
 
-    def _give(self, fields: dict[str, Any]) -> None:
+    def _set_fields(self, fields: dict[str, Any]) -> None:
         """Check and take fields; None leaves one out."""
         for name, value in fields.items():
             if name == "support_ids":
@@ -172,24 +173,24 @@ class Batch:
                 return tuple(map(moved, value))
             if not isinstance(value, Tensor):
                 return value
-            found = value.to(*args, **options)
-            if found.is_floating_point() != value.is_floating_point():
-                got, want = found.dtype, f"a device: its {value.dtype} tensors stay what they are"
+            result = value.to(*args, **options)
+            if result.is_floating_point() != value.is_floating_point():
+                got, want = result.dtype, f"a device: its {value.dtype} tensors stay what they are"
                 raise TypeError(f"to: got {got} for a batch, want {want}")
-            return found
+            return result
 
         fields = {name: moved(value) for name, value in self.fields.items()}
         if self.support is not None:
-            fields["support_ids"] = moved(self.support.given)
-        targets, own = moved(self.targets), self.segments
-        segments = Segments(moved(own.ids), own.count, own.group)
+            fields["support_ids"] = moved(self.support.value)
+        targets, segments = moved(self.targets), self.segments
+        segments = Segments(moved(segments.ids), segments.count, segments.group)
         return Batch(targets, segments, totals=self.totals, **fields)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles do not keep the order of the tokens; they find it again."""
-        return {**self.__dict__, "_found": None}
+        return {**self.__dict__, "_last_survey": None}
 
-    def found(self) -> Survey:
+    def _survey(self) -> Survey:
         """What is known of the order of the tokens; if nothing is, it is asked for now.
 
         A tensor that has replaced one that was surveyed is surveyed again.
@@ -197,45 +198,38 @@ class Batch:
         Raises:
             RuntimeError: the targets, segments or stored ids were changed in place since.
         """
-        known, support = self._found, self.support
-        tensors = (self.targets, self.segments.ids)
-        ids = self._id_fields() if self.fields else {}
-        if ids:
-            tensors += (*ids.values(),)
-        if support is not None:
-            tensors += support.tensors
-        if known is None or not known.is_of(tensors):
+        survey, support, ids = self._last_survey, self.support, self._id_fields()
+        columns = () if support is None else support.tensors
+        tensors = self.targets, self.segments.ids, *ids.values(), *columns
+        if survey is None or not survey.is_of(tensors):
             more = None if support is None else support.survey(self.targets)
-            known = self._found = Survey(self.targets, self.segments, ids, more, tensors)
-        elif known.versions != versions(tensors):
+            survey = self._last_survey = Survey(self.targets, self.segments, ids, more, tensors)
+        elif survey.versions != versions(tensors):
             raise RuntimeError(
                 "batch: its targets, segments or stored ids were changed in place since it was "
                 "made; make a new Batch"
             )
-        return known
+        return survey
 
     def _id_fields(self) -> dict[str, Tensor]:
         """The fields of columns that are [.., K] integers, K >= 1."""
-        found, shape = {}, self.targets.shape
-        for name in ID_FIELDS:
-            value: Any = self.fields.get(name)
-            if is_integers(value) and value.shape[:-1] == shape and value.shape[-1] > 0:
-                found[name] = value
-        return found
+        fields: Any = {n: self.fields[n] for n in ID_FIELDS if is_integers(self.fields.get(n))}
+        shape = self.targets.shape
+        return {n: v for n, v in fields.items() if v.shape[:-1] == shape and v.shape[-1] > 0}
 
     def __getattr__(self, name: str) -> Any:
         fields, support = self.__dict__.get("fields", {}), self.__dict__.get("support")
         if name in fields:
             return fields[name]
         if name == "support_ids" and support is not None:
-            return support.given
+            return support.value
         raise AttributeError(f"batch has no field {name!r}; it has {sorted(fields)}")
 
     def __repr__(self) -> str:
         """Shapes, dtypes and the number of segments; nothing is read from the device."""
         held = {"targets": self.targets, **self.fields}
         if self.support is not None:
-            held["support_ids"] = self.support.given
+            held["support_ids"] = self.support.value
         shown = ", ".join(f"{name}={brief(value)}" for name, value in held.items())
         return f"Batch({shown}, {self.segments.count} segments, on {self.targets.device})"
 
@@ -287,8 +281,8 @@ class Batch:
 
     def kinds(self, wide: torch.dtype) -> dict[str, Kind]:
         """The fields as terms see them, by name, with floating vectors in `wide`."""
-        rank, given = self.targets.dim(), self.fields.items()
-        return {n: kind_of(v, rank if self.per_token(n) else 1, wide) for n, v in given}
+        rank, fields = self.targets.dim(), self.fields.items()
+        return {n: kind_of(v, rank if self.per_token(n) else 1, wide) for n, v in fields}
 
 
 ID_FIELDS = ("teacher_topk_ids", "candidate_ids")  # of columns, each once at a position
@@ -296,7 +290,7 @@ MOST_IDS = 512  # of a position
 # Names of the batch itself, as it is given and as terms see it.
 RESERVED = frozenset(
     {"targets", "segments", "totals", "fields", "get", "live", "on", "slice", "replacing", "kinds"}
-    | {"wide", "index", "stats", "as_given", "found", "with_fields", "to", "per_token"}
+    | {"wide", "index", "stats", "as_given", "with_fields", "to", "per_token"}
     | {"from_labels", "support", "support_ids"}
 )
 
@@ -319,7 +313,7 @@ def _segments_of(of: str, value: Tensor, segments: object) -> Segments:
         return Segments.rows(math.prod(rows), length, device=value.device)
     if not isinstance(segments, Segments):
         raise TypeError(f"segments: got {type(segments).__name__}, want headloss.Segments")
-    check_own(segments)
+    check_ids_and_count(segments)
     if (ids := segments.ids).numel() != value.numel():
         got, want = tuple(ids.shape), tuple(value.shape)
         raise ValueError(f"segments: got {got} tokens, want the {of}' shape {want}")

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import copy
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..statistics.softmax import Statistics
-from .batch import Batch, Current, Kind, kind_of
+from .batch import CURRENT, Batch, Current, Kind, kind_of
 from .segments import Chunk, Segments, numbered
 from .support import Packed as PackedSupport
 from .survey import IGNORE, Order, static_order
@@ -50,30 +49,33 @@ class PackedBatch:
     Args:
         targets: [T] int64.
         segments: sorted.
-        fields: [T] vectors, and `CURRENT`.
+        fields: [N, ..], gathered when a term reads them, and `CURRENT`.
         live: [T] bool, only with static shapes: which tokens are scored.
+        index: [T] position of each token, None: all N in order.
+        per_segment: fields that are [S].
+        dtype: of gathered floating vectors; None: their own.
+        count: S, without what static shapes add for unscored tokens.
     """
 
-    index: Tensor | None = None  # [T] position of each token, None: all N in order
-    _given: Mapping[str, Tensor] = MappingProxyType({})  # [N, ..], gathered when a term reads them
-    _per_segment: frozenset[str] = frozenset()  # those of them that are [S]
-    _dtype: torch.dtype | None = None  # of gathered floating vectors; None: their own
     _stats: Statistics | None = None  # this call's, for CURRENT
-    _whole: tuple[PackedBatch, slice] | None = None  # what this is a cut of
+    _cut_of: tuple[PackedBatch, slice] | None = None
 
     def __init__(
         self, targets: Tensor, segments: Segments, fields: Mapping[str, Tensor | Current],
-        live: Tensor | None = None
+        live: Tensor | None = None, *, index: Tensor | None = None,
+        per_segment: frozenset[str] = frozenset(), dtype: torch.dtype | None = None,
+        count: int | None = None
     ) -> None:
-        self.targets, self.segments, self.live = targets, segments, live
-        self._fields = dict(fields)
-        self._count = segments.count  # S, without what static shapes add for unscored tokens
+        self.targets, self.segments, self.live, self.index = targets, segments, live, index
+        self._fields, self._read = fields, dict[str, Any]()  # as they are, and gathered
+        self._per_segment, self._dtype = per_segment, dtype
+        self._count = segments.count if count is None else count
 
     def __len__(self) -> int:
         return self.targets.shape[0]
 
     def __contains__(self, name: str) -> bool:
-        return name in self._fields or name in self._given
+        return name in self._read or name in self._fields
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field, or `default` where it was not given."""
@@ -82,21 +84,21 @@ class PackedBatch:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        value = self._fields.get(name)
-        if value is None:
-            if name not in self._given:
-                raise MissingField(f"reads {missing(name, self.kinds())}")
-            value = self._fields[name] = self._gathered(name)
+        if name not in self:
+            raise MissingField(f"reads {missing(name, self.kinds())}")
+        value = self._read.get(name, self._fields.get(name))
         if isinstance(value, Current):
             assert self._stats is not None
             return self._stats.logp.detach()
-        return value
+        if name not in self._read:
+            self._read[name] = self._gathered(name, value)
+        return self._read[name]
 
-    def _gathered(self, name: str) -> Tensor:
-        if self._whole is not None:
-            whole, tokens = self._whole
-            return getattr(whole, name)[tokens]
-        value, live = self._given[name], self.live
+    def _gathered(self, name: str, value: Any) -> Tensor:
+        if self._cut_of is not None:
+            batch, tokens = self._cut_of
+            return getattr(batch, name)[tokens]
+        live = self.live
         if name in self._per_segment:
             if live is not None:  # of the segments that are not scored
                 value = torch.cat([value, value.new_zeros(1)])
@@ -110,56 +112,51 @@ class PackedBatch:
         value = outside_inference(value)
         return value if live is None else value.masked_fill(~live, 0)
 
-    def as_given(self, name: str) -> Tensor | None:
-        """A field before it is gathered: [N, ..], or [S] if it is per segment."""
-        return self._given.get(name)
+    def as_given(self, name: str) -> Any:
+        """A field before it is gathered: [N, ..], or [S] if it is per segment; None without it."""
+        return self._fields.get(name)
 
     def kinds(self) -> dict[str, Kind]:
         """The fields by name, with floating vectors in the dtype of the statistics."""
-        fields = {**self._given, **self._fields}
+        fields = {**self._fields, **self._read}
         return {name: kind_of(value, 1, self._dtype) for name, value in fields.items()}
 
     def _owned(self) -> PackedBatch | None:
         """The same tokens in memory of their own, whatever becomes of the caller's; None where
         fields are wider than vectors."""
-        own, fields = self.segments, {**self._given, **self._fields}
-        if any(isinstance(value, Tensor) and value.dim() > 1 for value in fields.values()):
+        segments, fields = self.segments, self._fields.items()
+        if any(isinstance(value, Tensor) and value.dim() > 1 for _, value in fields):
             return None
         twin = copy(self)
         twin.targets = self.targets.clone()
-        twin.segments = Segments(own.ids.clone(), own.count, counts=own._counts)
-        twin._given = {name: value.clone() for name, value in self._given.items()}
-        twin._fields = {n: v for n, v in self._fields.items() if isinstance(v, Current)}
+        twin.segments = Segments(segments.ids.clone(), segments.count, counts=segments._counts)
+        twin._fields = {n: v.clone() if isinstance(v, Tensor) else v for n, v in fields}
+        twin._read = {}
         return twin
 
     def on(self, stats: Statistics) -> PackedBatch:
-        """The same tokens beside their statistics (for CURRENT)."""
-        if not self._fields:
+        """The same tokens beside their statistics, where a field is CURRENT."""
+        if self._fields.get("old_logps") is not CURRENT:
             return self
-        found = copy(self)
-        found._stats = stats
-        return found
+        twin = copy(self)
+        twin._stats = stats
+        return twin
 
     def replacing(self, fields: Mapping[str, Tensor | Current]) -> PackedBatch:
         """The same tokens with other values of some fields, [T]."""
-        found = copy(self)
-        found._fields = {**self._fields, **fields}
-        return found
+        twin = copy(self)
+        twin._read = {**self._read, **fields}
+        return twin
 
     def slice(self, chunk: Chunk) -> PackedBatch:
         """Some of the tokens, in their segments."""
-        found, tokens = copy(self), chunk.rows
-        found.targets, found.segments = self.targets[tokens], self.segments.slice(chunk)
-        found.index = None if self.index is None else self.index[tokens]
-        found.live = None if self.live is None else self.live[tokens]
-        current, made = {}, dict(self._given)
-        for name, value in self._fields.items():
-            if isinstance(value, Current):
-                current[name] = value
-            else:
-                made[name] = value
-        found._fields, found._given, found._whole = current, made, (self, tokens)
-        return found
+        part, tokens = copy(self), chunk.rows
+        part.targets, part.segments = self.targets[tokens], self.segments.slice(chunk)
+        part.index = None if self.index is None else self.index[tokens]
+        part.live = None if self.live is None else self.live[tokens]
+        part._read, part._fields = {}, {**self._fields, **self._read}
+        part._cut_of = self, tokens
+        return part
 
 
 def answers(batch: PackedBatch) -> Segments:
@@ -168,7 +165,7 @@ def answers(batch: PackedBatch) -> Segments:
     shapes add is by itself."""
     of_tokens, segments = batch.prompts, batch.segments
     prompts = batch.as_given("prompts")
-    if prompts is None:  # a made-up batch holds vectors of tokens alone
+    if "prompts" not in batch._per_segment:  # a made-up batch holds vectors of tokens alone
         first = segments.lengths.cumsum(0) - segments.lengths
         prompts = of_tokens[first.clamp_max(len(batch) - 1)]
     numbers, _ = numbered(prompts)
@@ -184,7 +181,7 @@ class Packing:
     Attributes:
         targets: [T].
         segments: sorted.
-        index, live: see `Order`.
+        index, live, lengths: see `Order`.
         shape: of the targets as given.
         count: S as given.
         support: the columns of each token; None where all have the whole vocabulary.
@@ -202,13 +199,8 @@ class Packing:
         self.targets = targets if live is None else targets.masked_fill(~live, 0)
         group = batch.segments.group
         self.segments = Segments(order.ids, len(order.counts), group, counts=order.counts)
-        self.order, self.index, self.live = order, index, live
+        self.order, self.index, self.live, self.lengths = order, index, live, order.lengths
         self.shape, self.count = batch.targets.shape, batch.segments.count
-
-    @property
-    def lengths(self) -> list[int] | None:
-        """Scored tokens of each segment; None with static shapes."""
-        return self.order.lengths
 
     def __len__(self) -> int:
         return self.targets.shape[0]
@@ -223,39 +215,32 @@ class Packing:
         """
         if per_segment is None:
             per_segment = frozenset([n for n in batch.fields if not batch.per_token(n)])
-        current: dict[str, Tensor | Current] = {}
-        given: dict[str, Tensor] = {}
-        rank = batch.targets.dim()
+        fields, rank = dict(batch.fields), batch.targets.dim()
         for name, value in batch.fields.items():
-            if isinstance(value, Current):
-                current[name] = value
-            elif name in per_segment or value.dim() == rank:
-                given[name] = value.reshape(-1).contiguous()
-            else:
-                given[name] = value.reshape(-1, *value.shape[rank:])
-        view = PackedBatch(self.targets, self.segments, current, self.live)
-        view.index, view._given, view._count = self.index, given, self.count
-        view._per_segment, view._dtype = per_segment, dtype
-        return view
+            if isinstance(value, Tensor) and (name in per_segment or value.dim() == rank):
+                fields[name] = value.reshape(-1).contiguous()
+            elif isinstance(value, Tensor):
+                fields[name] = value.reshape(-1, *value.shape[rank:])
+        return PackedBatch(
+            self.targets, self.segments, fields, self.live, index=self.index,
+            per_segment=per_segment, dtype=dtype, count=self.count,
+        )  # fmt: skip
 
     def scatter(self, values: Tensor, alone: bool = False, rows: slice = ALL) -> Tensor:
         """[T, ..] back to the caller's shape, 0 at unscored positions; `alone`: in new memory, then
         also of the tokens `rows`, with 0 at all others."""
-        (index, live), rest = (self.index, self.live), values.shape[1:]
-        if rows is not ALL:
-            index = None if index is None else index[rows]
-            live = None if live is None else live[rows]
-        if live is not None:
-            values = values.masked_fill(~as_wide(live, values), 0)
-        if index is None and rows is ALL:
-            full = values.reshape(*self.shape, *rest)
+        shape = *self.shape, *values.shape[1:]
+        if self.live is not None:
+            values = values.masked_fill(~as_wide(self.live[rows], values), 0)
+        if self.index is None and rows is ALL:
+            full = values.reshape(shape)
             return full.clone() if alone else full
-        full = values.new_zeros(*self.shape, *rest)
-        flat = full.view(-1, *rest)
-        if index is None:
+        full = values.new_zeros(shape)
+        flat = full.flatten(0, len(self.shape) - 1)
+        if self.index is None:
             flat[rows].copy_(values)
         else:
-            flat.index_copy_(0, index, values)
+            flat.index_copy_(0, self.index[rows], values)
         return full
 
     def gather(self, values: Tensor) -> Tensor:
@@ -289,12 +274,11 @@ def packing_of(batch: Batch, vocabulary: int, static: bool = False, unit: int = 
         if support is not None:
             _check_static(batch)
         return Packing(batch, static_order(batch.targets.reshape(-1), batch.segments, unit))
-    survey = batch.found().check(vocabulary)
-    numbers = survey.read()
+    survey = batch._survey().check(vocabulary)
     if support is not None:
-        support.check(numbers[survey.size :], batch.targets, vocabulary)
+        support.check(survey.numbers[survey.size :], batch.targets, vocabulary)
     if survey.packing is None:
-        restricted = None if support is None else numbers[-1]
+        restricted = None if support is None else survey.numbers[-1]
         survey.packing = Packing(batch, survey.order(), restricted)
     return survey.packing
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, distributed
 
-from ..arguments import IGNORE, INT64, check_dense, check_number
+from ..arguments import IGNORE, check_dense, check_number
 from ..collectives import check_group, device_of, summed
 from .segments import count_in, numbered
 
@@ -75,19 +75,19 @@ class Totals:
         if not masks and segments.group is None and segments.count:
             return cls(scored.sum(), segments.count, prompts)
         ids = segments.ids.reshape(-1).clamp(0, max(segments.count - 1, 0))
-        rows, against, nothing = [scored], [], torch.zeros_like(scored)
+        masked, against, nothing = [scored], [], torch.zeros_like(scored)
         for name, mask in masks.items():
             as_token, as_segment = batch._fits(name)
-            rows.append(scored & mask.reshape(-1) if as_token else nothing)
-            rows.append(scored & mask[ids] if as_segment else nothing)
+            masked.append(scored & mask.reshape(-1) if as_token else nothing)
+            masked.append(scored & mask[ids] if as_segment else nothing)
             against.append(ids.new_full((1,), not as_token))
         # [1 + 2 masks, S] kept tokens per segment, joined over the ranks that share the segments.
-        counts = torch.stack([count_in(ids, segments.count, row) for row in rows])
+        counts = torch.stack([count_in(ids, segments.count, one) for one in masked])
         if segments.group is not None:
             joined = torch.cat([counts.reshape(-1), *against])
             summed("the count of tokens in segments", joined, segments.group)
             counts, votes = joined.split([counts.numel(), len(masks)])
-            counts, against = counts.view(len(rows), segments.count), list(votes)
+            counts, against = counts.view(len(masked), segments.count), list(votes)
         kept, forms = {}, zip(masks.items(), counts[1::2], counts[2::2], against, strict=True)
         for (name, mask), by_token, by_segment, vote in forms:
             as_token = vote.view(()) == 0
@@ -162,16 +162,14 @@ class Totals:
 
 
 def _check_total(name: str, value: object) -> None:
-    if type(value) is int and 0 <= value < INT64:
-        return
-    kind = "a number or a 0-dim tensor"
+    want = "a number or a 0-dim tensor"
     if isinstance(value, Tensor):
         check_dense(name, value)
         if value.dim() or value.is_complex() or value.dtype == torch.bool:
             got = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-            raise TypeError(f"{name}: got {got}, want {kind}")
+            raise TypeError(f"{name}: got {got}, want {want}")
         return
-    check_number(name, value, kind, "a finite number >= 0", lambda x: x >= 0)
+    check_number(name, value, want, "a finite number >= 0", lambda x: x >= 0)
 
 
 Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -194,51 +192,39 @@ class Reduction:
         if not callable(self.weigh):
             raise TypeError(f"weigh: got {type(self.weigh).__name__}, want a function")
 
-    @property
-    def key(self) -> Weigh | None:
-        """What decides the weights; None where they may depend on more than the arguments."""
-        return self.weigh if getattr(self.weigh, "__module__", None) == __name__ else None
-
-
-# The library's own take totals that are numbers, too.
-def _for_all(weight: Any, lengths: Tensor | None) -> Any:
-    return weight if lengths is None else weight.expand_as(lengths)
-
-
-def _token_mean(lengths: Any, tokens: Any, segments: Any) -> Any:
-    return _for_all(1 / tokens, lengths)
-
-
-def _sequence_mean(lengths: Any, tokens: Any, segments: Any) -> Any:
-    return (lengths * segments).reciprocal()
-
-
-def _sequence_sum(lengths: Any, tokens: Any, segments: Any) -> Any:
-    return _for_all(1 / segments, lengths)
-
-
-def _prompt_mean(lengths: Any, tokens: Any, prompts: Any) -> Any:
-    return (lengths * prompts).reciprocal()
-
-
-token_mean = Reduction("token_mean", _token_mean)
-sequence_mean = Reduction("sequence_mean", _sequence_mean)
-sequence_sum = Reduction("sequence_sum", _sequence_sum)
-prompt_mean = Reduction("prompt_mean", _prompt_mean)
-
 
 @dataclass(frozen=True)
-class _FixedLength:
-    length: float
+class StandardWeight:
+    """The weights of the library's own reductions: 1 / total for all tokens, or by their lengths.
+    It takes totals that are numbers, too, and then no lengths where it reads none.
+
+    Attributes:
+        of: the total, "tokens", "segments" or "prompts".
+        by_length: divided by the length of each token's segment or prompt, too.
+        length: the total is multiplied by it.
+    """
+
+    of: Literal["tokens", "segments", "prompts"]
+    by_length: bool = False
+    length: float = 1
 
     def __call__(self, lengths: Any, tokens: Any, segments: Any) -> Any:
-        return _for_all(1 / (segments * self.length), lengths)
+        if self.by_length:
+            return (lengths * segments).reciprocal()
+        weight = 1 / (tokens if self.of == "tokens" else segments * self.length)
+        return weight if lengths is None else weight.expand_as(lengths)
+
+
+token_mean = Reduction("token_mean", StandardWeight("tokens"))
+sequence_mean = Reduction("sequence_mean", StandardWeight("segments", by_length=True))
+sequence_sum = Reduction("sequence_sum", StandardWeight("segments"))
+prompt_mean = Reduction("prompt_mean", StandardWeight("prompts", by_length=True))
 
 
 def fixed_length(length: float) -> Reduction:
     """Sum over tokens divided by (segments * length), as in Dr. GRPO (Liu et al. 2025)."""
     check_number("length", length, "a number > 0", "> 0", lambda x: x > 0)
-    return Reduction(f"fixed_length({length})", _FixedLength(length))
+    return Reduction(f"fixed_length({length})", StandardWeight("segments", length=length))
 
 
 REDUCTIONS = {r.name: r for r in (token_mean, sequence_mean, sequence_sum, prompt_mean)}
@@ -246,10 +232,9 @@ REDUCTIONS = {r.name: r for r in (token_mean, sequence_mean, sequence_sum, promp
 
 def as_reduction(value: Reduction | str) -> Reduction:
     """A reduction by name or as given."""
-    if isinstance(value, Reduction):
-        return value
-    if isinstance(value, str) and value in REDUCTIONS:
-        return REDUCTIONS[value]
+    reduction = REDUCTIONS.get(value) if isinstance(value, str) else value
+    if isinstance(reduction, Reduction):
+        return reduction
     raise ValueError(
         f"reduction: got {value!r}, want one of {sorted(REDUCTIONS)}, headloss.fixed_length(n) or "
         "a headloss.Reduction"

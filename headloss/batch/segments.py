@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -55,7 +56,6 @@ class Segments:
         # This rank's tokens per segment; given only for a vector that is sorted by segment.
         self._counts, self._sorted = counts, counts is not None
         self._lengths: Tensor | None = None
-        self._offsets: Tensor | None = None
 
     def __repr__(self) -> str:
         return f"Segments(count={self.count}, shape={tuple(self.ids.shape)})"
@@ -114,8 +114,6 @@ class Segments:
     def rows(cls, rows: int, length: int, device: torch.device | str | None = None) -> Segments:
         """Each row of a [rows, length] batch is one segment, and counts with nothing scored too."""
         rows, length = _integer("rows", rows, 0), _integer("length", length, 0)
-        if rows == 1:  # contiguous, so that nobody has to copy it
-            return cls(torch.zeros(1, length, dtype=torch.int64, device=device), 1)
         ids = torch.arange(rows, device=device).unsqueeze(1).expand(rows, length)
         return cls(ids, rows)
 
@@ -140,8 +138,6 @@ class Segments:
     def expand(self, values: Tensor) -> Tensor:
         """Give each token the value of its segment: [S] to [T]."""
         _check_values(values, "segment", self.ids, (self.count,))
-        if not values.requires_grad:
-            return self._at_tokens(values)
         return cast(Tensor, Linear.apply(self._at_tokens, self._own_sum, values))
 
     def split_pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,12 +160,17 @@ class Segments:
 
     # ------------------------------------------------------------------ how
 
-    @property
+    @cached_property
     def _local_counts(self) -> Tensor:
-        if self._counts is None:
-            bins = self._bins.reshape(-1)
-            self._counts = count_in(bins, self.count + 1, bins < self.count)[: self.count]
-        return self._counts
+        if self._counts is not None:
+            return self._counts
+        bins = self._bins.reshape(-1)
+        return count_in(bins, self.count + 1, bins < self.count)[: self.count]
+
+    @cached_property
+    def _offsets(self) -> Tensor:
+        """[S + 1] where each segment of the sorted tokens begins, and where the last ends."""
+        return torch.cat([self._local_counts.new_zeros(1), self._local_counts.cumsum(0)])
 
     @property
     def _bins(self) -> Tensor:
@@ -190,9 +191,6 @@ class Segments:
             return values.new_zeros(self.count, dtype=torch.float64)
         if not self._sorted:
             values = values[self._bins.reshape(-1).argsort(stable=True)]
-        if self._offsets is None:  # where each segment of the sorted tokens begins
-            counts = self._local_counts
-            self._offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         # Wide accumulation: a mean over 100k tokens keeps float32's digits, and so does a segment
         # whose parts on several ranks cancel.
         of = {"offsets": self._offsets, "initial": 0, "unsafe": True}
@@ -218,43 +216,45 @@ class Segments:
         return summed("a sum over segments that run across ranks", values.clone(), self.group)
 
 
+Map = Callable[[Tensor], Tensor]
+
+
 class Linear(torch.autograd.Function):
     """A linear map, such as one between tokens and segments, and its adjoint."""
 
     @staticmethod
-    def forward(ctx, run: Callable[..., Any], adjoint: Callable[..., Any], *values: Tensor):
+    def forward(ctx, run: Map, adjoint: Map, values: Tensor) -> Tensor:
         ctx.adjoint = adjoint
-        return run(*values)
+        return run(values)
 
     @staticmethod
-    def backward(ctx, *gradients: Tensor):
-        found = ctx.adjoint(*gradients)
-        return None, None, *(found if isinstance(found, tuple) else (found,))
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+        return None, None, ctx.adjoint(gradient)
 
 
-def count_in(ids: Tensor, count: int, kept: Tensor) -> Tensor:
-    """[count] int64, how often each id is kept ([n] bool)."""
+def count_in(ids: Tensor, count: int, included: Tensor) -> Tensor:
+    """[count] int64, how often each id stands where `included` ([n] bool) says so."""
     counts = ids.new_zeros(count)  # of none where no token is scored
-    return counts.scatter_add_(0, ids, kept.to(counts.dtype)) if count else counts
+    return counts.scatter_add_(0, ids, included.to(counts.dtype)) if count else counts
 
 
 def numbered(values: Tensor) -> tuple[Tensor, Tensor]:
     """[n] the number of each value among the distinct ones, from 0 in ascending order, and how many
     of these there are, []; without a read of the device."""
-    ordered, order = values.sort()
+    ordered, places = values.sort()
     steps = (ordered[1:] != ordered[:-1]).cumsum(0)
     numbers = torch.cat([steps.new_zeros(min(len(values), 1)), steps])
     count = torch.cat([steps.new_zeros(1), numbers + 1])[-1]
-    return torch.empty_like(numbers).scatter_(0, order, numbers), count
+    return torch.empty_like(numbers).scatter_(0, places, numbers), count
 
 
-def check_own(segments: Segments) -> None:
+def check_ids_and_count(segments: Segments) -> None:
     """TypeError or ValueError where segments were made of other ids or another count than integers
     (a constructor that each cut of a batch calls checks nothing)."""
-    if not is_integers(given := segments.ids):
-        got = given.dtype if isinstance(given, Tensor) else type(given).__name__
+    if not is_integers(ids := segments.ids):
+        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise TypeError(f"segments.ids: got {got}, want an integer tensor")
-    check_dense("segments.ids", given)
+    check_dense("segments.ids", ids)
     _integer("segments.count", segments.count, 0)
 
 
@@ -271,18 +271,18 @@ def _check_values(values: Tensor, of: str, place: Tensor, shape: tuple[int, ...]
         )
 
 
-def _integer(name: str, value: object, least: int | None = None) -> int:
+def _integer(name: str, value: Any, least: int | None = None) -> int:
     try:
         # The index of a size that changes under a compiled graph would be a constant there.
-        found = value if isinstance(value, int) else operator.index(value)  # type: ignore[arg-type]
+        number = value if isinstance(value, int) else operator.index(value)
     except (TypeError, ValueError):
-        found = None
-    if found is None or isinstance(value, bool):
+        number = None
+    if number is None or isinstance(value, bool):
         raise TypeError(f"{name}: got {value!r}, want integers")
-    if not (-INT64 if least is None else least) <= found < INT64:
-        want = f">= {least}" if least is not None and found < least else "an integer of 64 bits"
-        raise ValueError(f"{name}: got {found}, want {want}")
-    return found
+    if not (-INT64 if least is None else least) <= number < INT64:
+        want = f">= {least}" if least is not None and number < least else "an integer of 64 bits"
+        raise ValueError(f"{name}: got {number}, want {want}")
+    return number
 
 
 def _vector(name: str, value: Tensor | Sequence[int]) -> Tensor:

@@ -22,8 +22,8 @@ class Support:
     """What a batch was given as `support_ids`: [.., K], a negative id being an empty slot, or a
     pair of [P] ids and [N + 1] offsets; TypeError or ValueError for anything else."""
 
-    def __init__(self, given: Any, targets: Tensor) -> None:
-        self.tensors: Any = given if isinstance(given, tuple) else (given,)
+    def __init__(self, value: Any, targets: Tensor) -> None:
+        self.value, self.tensors = value, value if isinstance(value, tuple) else (value,)
         self.width: int | None = None  # K, where all positions have as many slots
         want = "[.., K] integers, or ([P] ids, [N + 1] offsets)"
         if len(self.tensors) not in (1, 2) or not all(map(is_integers, self.tensors)):
@@ -31,6 +31,7 @@ class Support:
             raise TypeError(f"support_ids: got {got}, want {want}")
         for tensor in self.tensors:
             check_dense("support_ids", tensor)
+            check_device("support_ids", tensor, targets)
         shapes = [tuple(t.shape) for t in self.tensors]
         if len(self.tensors) == 1:
             self.width = width = shapes[0][-1] if shapes[0] else 0
@@ -42,12 +43,6 @@ class Support:
                 f"support_ids: got shapes {shapes}, want {(*targets.shape, 'K')} with K >= 1, or "
                 f"[P] ids and {(targets.numel() + 1,)} offsets"
             )
-        for tensor in self.tensors:
-            check_device("support_ids", tensor, targets)
-
-    @property
-    def given(self) -> Any:
-        return self.tensors if len(self.tensors) > 1 else self.tensors[0]
 
     @property
     def _pairs(self) -> Packed:
@@ -59,38 +54,25 @@ class Support:
         """[6] int64: the largest and the smallest id at a scored position; how often offsets are
         not what they should be; ids that a position has twice; scored positions whose target is
         not among their ids; scored positions with ids."""
-        targets = targets.reshape(-1)
-        n = len(targets)
+        targets, n = targets.reshape(-1), targets.numel()
         if not n or not self.tensors[0].numel():
             return targets.new_zeros(6, dtype=torch.int64)
-        if self.width is not None:
-            return self._survey_rows(targets.unsqueeze(1))
         pairs = self._pairs
-        ids, at = pairs.ids, pairs.tokens()
-        offsets, kept = self.tensors[1], targets[at] != IGNORE
+        ids, at, offsets = pairs.ids, pairs.tokens(), pairs.offsets
+        counted = targets[at] != IGNORE
+        if self.width is not None:
+            counted &= ids >= 0
         bad = (offsets.diff() < 0).sum() + (offsets[0] != 0) + (offsets[-1] != len(ids))
-        real = torch.where(kept, ids, 0)
+        real = torch.where(counted, ids, 0)
         # One number for each position and id; those that do not count differ from all.
         alone = ~torch.arange(len(ids), device=ids.device)
-        key = torch.where(kept, at * HIGH + real.clamp(0, HIGH - 1), alone).sort().values
+        key = torch.where(counted, at * HIGH + real.clamp(0, HIGH - 1), alone).sort().values
         counts = ids.new_zeros(2, n)
-        counts[0].index_add_(0, at, kept.long())
-        counts[1].index_add_(0, at, (kept & (ids == targets[at])).long())
+        counts[0].index_add_(0, at, counted.long())
+        counts[1].index_add_(0, at, (counted & (ids == targets[at])).long())
         has, hit = counts > 0
-        found = [real.amax(), real.amin(), bad, (key[1:] == key[:-1]).sum()]
-        return torch.stack([*found, (has & ~hit).sum(), has.sum()])
-
-    def _survey_rows(self, targets: Tensor) -> Tensor:
-        """The same for [N, K] ids, each row sorted by itself; targets [N, 1]."""
-        ids = self.tensors[0].flatten(0, -2).long()
-        ids = ids.masked_fill(targets == IGNORE, -1)
-        ordered = ids.sort(1).values
-        twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).sum()
-        largest = ordered[:, -1]
-        has, hit = largest >= 0, (ids == targets).any(1)
-        nothing = twice.new_zeros(())
-        found = [largest.amax().clamp_min(0), nothing, nothing, twice]
-        return torch.stack([*found, (has & ~hit).sum(), has.sum()])
+        repeated, missing = (key[1:] == key[:-1]).sum(), (has & ~hit).sum()
+        return torch.stack([real.amax(), real.amin(), bad, repeated, missing, has.sum()])
 
     def check(self, facts: list[int], targets: Tensor, vocabulary: int) -> None:
         """ValueError for what the facts of `survey` say is wrong."""
@@ -106,14 +88,14 @@ class Support:
         pairs = self._pairs
         ids, at = pairs.ids, pairs.tokens()
         for position in (targets != IGNORE).nonzero().squeeze(1).tolist():
-            own = [i for i in ids[at == position].tolist() if i >= 0 or self.width is None]
+            listed = [i for i in ids[at == position].tolist() if i >= 0 or self.width is None]
             target = int(targets[position])
-            if wrong := [i for i in own if not 0 <= i < vocabulary]:
+            if wrong := [i for i in listed if not 0 <= i < vocabulary]:
                 got, want = f"id {wrong[0]}", f"0 <= id < {vocabulary}"
-            elif again := [i for i in own if own.count(i) > 1]:
-                got, want = f"id {again[0]} more than once", "distinct ids"
-            elif own and target not in own:
-                shown = f"{own[:8]}{' and more' if len(own) > 8 else ''}"
+            elif repeated := [i for i in listed if listed.count(i) > 1]:
+                got, want = f"id {repeated[0]} more than once", "distinct ids"
+            elif listed and target not in listed:
+                shown = f"{listed[:8]}{' and more' if len(listed) > 8 else ''}"
                 got, want = f"ids {shown}", f"the target, {target}, among them"
             else:
                 continue
@@ -129,14 +111,14 @@ class Support:
         """
         if live is not None and self.width is None:
             raise ValueError("static: got support_ids with offsets, want [.., K]")
-        found = self._pairs if index is None else self._pairs.take(index)
+        pairs = self._pairs if index is None else self._pairs.take(index)
         if live is not None:  # unscored tokens get one column, whichever
-            ids = found.ids.view(len(live), self.width or 0).masked_fill(~live.unsqueeze(1), -1)
+            ids = pairs.ids.view(len(live), self.width or 0).masked_fill(~live.unsqueeze(1), -1)
             ids[:, 0] = torch.where(live, ids[:, 0], 0)
-            found = Packed(ids.reshape(-1), width=self.width)
-        if restricted is not None and restricted < len(found):
-            found.free = (found.counts == 0).cpu()
-        return found
+            pairs = Packed(ids.reshape(-1), width=self.width)
+        if restricted is not None and restricted < len(pairs):
+            pairs.free = (pairs.counts == 0).cpu()
+        return pairs
 
 
 class Packed:
@@ -217,22 +199,22 @@ class Packed:
         if key not in self._sorted:
             begin, end = self._ends[rows.start], self._ends[rows.stop]
             # Columns fit into 32 bits, which a GPU sorts in half the passes.
-            columns, order = self.ids[begin:end].int().sort(stable=True)
-            self._sorted[key] = order, self.tokens(order + begin) - rows.start, columns
-        order, tokens, columns = self._sorted[key]
+            columns, pairs = self.ids[begin:end].int().sort(stable=True)
+            self._sorted[key] = pairs, self.tokens(pairs + begin) - rows.start, columns
+        pairs, tokens, columns = self._sorted[key]
         bounds = torch.arange(first, first + size + 1, device=columns.device, dtype=columns.dtype)
-        return order, Window(tokens, torch.searchsorted(columns, bounds), 0, rows.stop - rows.start)
+        return pairs, Window(tokens, torch.searchsorted(columns, bounds), 0, rows.stop - rows.start)
 
     def take(self, index: Tensor) -> Packed:
         """The pairs of some of the tokens."""
         if self.width is not None:
-            found = Packed(self.ids.view(-1, self.width)[index].reshape(-1), width=self.width)
+            taken = Packed(self.ids.view(-1, self.width)[index].reshape(-1), width=self.width)
         else:
             counts = self.offsets.diff()[index]
             ends = counts.cumsum(0)
             shift = (self.offsets[index] - (ends - counts)).repeat_interleave(counts)
             places = torch.arange(len(shift), device=shift.device) + shift
-            found = Packed(self.ids[places], offsets=torch.cat([ends.new_zeros(1), ends]))
+            taken = Packed(self.ids[places], offsets=torch.cat([ends.new_zeros(1), ends]))
         if self.free is not None:
-            found.free = self.free[index.cpu()]
-        return found
+            taken.free = self.free[index.cpu()]
+        return taken

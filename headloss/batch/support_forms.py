@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import check_dense, check_device, check_number, is_integers
+from ..arguments import INT64, check_dense, check_device, check_number, is_integers
 
 
 def support_from_scores(scores: Tensor) -> Tensor:
@@ -44,19 +44,19 @@ def support_from_scores(scores: Tensor) -> Tensor:
     check_dense("scores", scores)
     if not scores.dim() or not scores.shape[-1]:
         raise ValueError(f"scores: got shape {tuple(scores.shape)}, want [.., V] with V >= 1")
-    kept = scores if of_bool else scores.isfinite()
-    ids, counts = pairs_of(kept.reshape(-1, scores.shape[-1]))
+    mask = scores if of_bool else scores.isfinite()
+    ids, counts = pairs_of(mask.reshape(-1, scores.shape[-1]))
     padded = padded_pairs(ids, counts)
     return padded.view(*scores.shape[:-1], padded.shape[1])
 
 
-def pairs_of(kept: Tensor) -> tuple[Tensor, Tensor]:
+def pairs_of(mask: Tensor) -> tuple[Tensor, Tensor]:
     """[P] ids that are True in [N, V], row by row, and [N] how many; none of a row without False.
 
     On a GPU the host waits for their number.
     """
-    lost = kept & ~kept.all(1, keepdim=True)
-    return lost.nonzero()[:, 1], lost.sum(1)
+    restricted = mask & ~mask.all(1, keepdim=True)
+    return restricted.nonzero()[:, 1], restricted.sum(1)
 
 
 def padded_pairs(ids: Tensor, counts: Tensor) -> Tensor:
@@ -92,18 +92,9 @@ def support_from_lists(lists: Any, columns: int | None = None) -> tuple[Tensor, 
     counts: list[int] = []
     flat: list[int] = []
     for b, row in enumerate(rows):
-        tokens = [_listed(ids, f"lists[{b}][{c}]") for c, ids in enumerate(islice(row, columns))]
+        tokens = [_ids(ids, f"lists[{b}][{c}]") for c, ids in enumerate(islice(row, columns))]
         counts += [*map(len, tokens), *[0] * (columns - len(tokens))]
         flat += chain.from_iterable(tokens)
-    kinds = set(map(type, flat))
-    if wrong := [kind for kind in kinds if kind is bool or not issubclass(kind, Integral)]:
-        at = next(i for i, x in enumerate(flat) if type(x) in wrong)
-        raise TypeError(f"{_place(at, counts, columns)} has {flat[at]!r}, want integers")
-    low, high = min(flat, default=0), max(flat, default=0)
-    if low < 0 or high >= 1 << 63:
-        bad = low if low < 0 else high
-        place = _place(flat.index(bad), counts, columns)
-        raise ValueError(f"{place} has {bad}, want ids >= 0; a token without ids has an empty list")
     ids = torch.tensor(flat, dtype=torch.int64, device="cpu")
     return ids, _offsets(torch.tensor(counts, dtype=torch.int64, device="cpu"))
 
@@ -120,11 +111,17 @@ def _listed(value: Any, name: str) -> Sequence[Any]:
     return value
 
 
-def _place(at: int, counts: list[int], columns: int) -> str:
-    """Which token the pair `at` is of."""
-    ends = torch.tensor(counts, dtype=torch.int64, device="cpu").cumsum(0)
-    token = int((ends <= at).sum())
-    return f"support_from_lists: lists[{token // columns}][{token % columns}]"
+def _ids(value: Any, name: str) -> Sequence[int]:
+    """Of one token."""
+    ids = _listed(value, name)
+    if wrong := {cls for cls in map(type, ids) if cls is bool or not issubclass(cls, Integral)}:
+        bad = next(x for x in ids if type(x) in wrong)
+        raise TypeError(f"support_from_lists: {name} has {bad!r}, want integers")
+    low, high = min(ids, default=0), max(ids, default=0)
+    if low < 0 or high >= INT64:
+        got, want = low if low < 0 else high, "ids >= 0; a token without ids has an empty list"
+        raise ValueError(f"support_from_lists: {name} has {got}, want {want}")
+    return ids
 
 
 def support_from_counts(ids: Any, counts: Any) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ N positions, T of them scored, S segments.
 from __future__ import annotations
 
 import operator
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ class Order(NamedTuple):
 class Survey:
     """Extremes and counts of a batch, and the order of its tokens that follows.
 
-    On a GPU the answers are on their way to the host when this was made; `read` waits for them
+    On a GPU the answers are on their way to the host when this was made; `numbers` waits for them
     alone. Nothing here knows the vocabulary: a call compares the extremes with its own.
 
     Attributes:
@@ -61,7 +62,6 @@ class Survey:
         numbers = [extremes, bins] if more is None else [extremes, bins, more]
         self.size = len(extremes) + len(bins)
         self._copy = HostCopy(torch.cat(numbers))
-        self._read: list[int] | None = None
 
     def _bins(self, unscored: Tensor) -> Tensor:
         """[N] int64: 0 for scored positions with an id below 0, one for each segment, one for ids
@@ -90,41 +90,38 @@ class Survey:
         same = len(self.tensors) == len(tensors) and all(map(operator.is_, self.tensors, tensors))
         return same and self.versions is not None
 
-    def read(self) -> list[int]:
-        """The numbers on the host, and from `size` on the further ones."""
-        if self._read is None:
-            self._read = self._copy.tolist()
-        return self._read
+    @cached_property
+    def numbers(self) -> list[int]:
+        """On the host, and from `size` on the further ones."""
+        return self._copy.tolist()
 
     @property
     def lengths(self) -> list[int]:
         """Scored tokens of each segment."""
-        numbers = self.read()[: self.size]
-        return numbers[len(numbers) - self.segments.count - 2 : -2]
+        return self.numbers[self.size - self.segments.count - 2 : self.size - 2]
 
     @property
     def highest(self) -> int:
         """The largest of all scored targets and ids of columns."""
-        return max(self.read()[2 : 3 + len(self.id_fields)])
+        return max(self.numbers[2 : 3 + len(self.id_fields)])
 
     def check(self, vocabulary: int) -> Survey:
         """The same; ValueError for a bad target, segment or id field, where it is scored."""
-        numbers, fields = self.read(), len(self.id_fields)
+        fields = len(self.id_fields)
         if vocabulary < 1:
             raise ValueError("vocabulary: got a weight without rows or logits without columns")
-        _, lowest, highest, *rest = numbers[: self.size]
-        largest, repeated, bins = rest[:fields], rest[fields : 2 * fields], rest[2 * fields :]
+        _, lowest, highest, *others = self.numbers[: self.size]
+        largest, repeated, bins = others[:fields], others[fields : 2 * fields], others[2 * fields :]
         if lowest < 0 or highest >= vocabulary:
             value = self.targets.reshape(-1)
             bad = (value < 0) | (value >= vocabulary)
             self._refuse("targets", value, bad, f"-100 or 0 <= target < {vocabulary}")
-        for most, (name, value) in zip(largest, self.id_fields.items(), strict=True):
+        for (name, ids), most, twice in zip(self.id_fields.items(), largest, repeated, strict=True):
             if most >= vocabulary:
-                value = value.amax(1)
+                value = ids.amax(1)
                 self._refuse(name, value, value >= vocabulary, f"id < {vocabulary}")
-        for count, (name, value) in zip(repeated, self.id_fields.items(), strict=True):
-            if count:
-                self._refuse(name, value, _repeated(value), "distinct ids")
+            if twice:
+                self._refuse(name, ids, _repeated(ids), "distinct ids")
         below, *_, beyond, _ = bins
         if below or beyond:
             ids = self.segments.ids.reshape(-1)
@@ -140,12 +137,12 @@ class Survey:
 
     def order(self) -> Order:
         """The scored positions by segment."""
-        descents, *_, unscored = self.read()[: self.size]
+        descents, *_, unscored = self.numbers[: self.size]
         lengths = self.lengths
         ids = self.segments.ids.reshape(-1)
         if not (descents or unscored) or not len(ids):
             return Order(None, ids.contiguous(), self.counts, lengths)
-        order = _argsort(self.bins, self.segments.count)
+        order = self.bins.argsort(stable=True)
         index, left = order.split([len(ids) - unscored, unscored])
         return Order(index, ids[index], self.counts, lengths, left)
 
@@ -167,13 +164,8 @@ def static_order(targets: Tensor, segments: Segments, unit: int) -> Order:
     ids, count = segments.ids.reshape(-1), segments.count
     bad = (ids < 0) | (ids >= count) | (targets == IGNORE)
     ids = ids.masked_fill(bad, count)
-    index = _argsort(ids, count)
+    index = ids.argsort(stable=True)
     ids = ids[index]
     # Where each segment begins: a GPU adds ones to few counts one after another.
     ends = torch.searchsorted(ids, torch.arange(count + unit + 1, device=ids.device))
     return Order(index, ids, ends.diff(), live=ids < count)
-
-
-def _argsort(bins: Tensor, count: int) -> Tensor:
-    """[N] a stable order by bin, one for each segment; a GPU sorts narrow numbers faster."""
-    return bins.to(torch.int16 if count < 1 << 14 else torch.int32).argsort(stable=True)

@@ -11,65 +11,46 @@ import torch
 from torch import Tensor
 
 from .packing import PackedBatch, answers
-from .reduction import Reduction, Totals, prompt_mean, sequence_mean
+from .reduction import Reduction, StandardWeight, Totals
 
 
-class TokenWeights:
-    """Weights of a packed batch's tokens under any reduction; what several reductions need is
-    counted once.
+def token_weights(
+    batch: PackedBatch, totals: Totals, dtype: torch.dtype, reduction: Reduction,
+    field: str | None = None
+) -> tuple[Tensor | float, Tensor | None]:
+    """[T] weights of a packed batch's tokens under a reduction, or one for all tokens; and [T]
+    bool, which tokens a boolean field keeps (None: all). The weights of other tokens are 0.
 
     Args:
         totals: the global denominators.
         dtype: of the weights.
     """
-
-    def __init__(self, batch: PackedBatch, totals: Totals, dtype: torch.dtype) -> None:
-        self.batch, self.totals, self.dtype = batch, totals, dtype
-        self._counted: dict[Any, tuple[Any, ...]] = {}
-
-    def under(
-        self, reduction: Reduction, field: str | None = None
-    ) -> tuple[Tensor | float, Tensor | None]:
-        """[T] weights, or one for all tokens; and [T] bool, which tokens `field` keeps (None: all).
-        The weights of other tokens are 0."""
-        rule = reduction.key
-        by_length = rule in (None, sequence_mean.weigh, prompt_mean.weigh)
-        key = field, rule is not None, by_length, rule is prompt_mean.weigh
-        if key not in self._counted:
-            self._counted[key] = self._count(*key)
-        kept, *counts = self._counted[key]
-        weights = _of_users(reduction, *counts) if rule is None else reduction.weigh(*counts)
-        if isinstance(weights, Tensor):
-            weights = weights.to(self.dtype)
-        scored = self.batch.live if kept is None else kept
-        if scored is not None:
-            weights = torch.where(scored, weights, scored.new_zeros((), dtype=self.dtype))
-        return weights, kept
-
-    def _count(
-        self, field: str | None, is_library: bool, by_length: bool, by_prompt: bool
-    ) -> tuple[Any, ...]:
-        """What a reduction needs of all tokens, or of those that a field keeps: [T] bool, lengths
-        of their segments [T], and the totals of tokens and segments, [] float64 or, for the
-        library's reductions, as they are. A reduction that reads no length gets None; one
-        `by_prompt` gets the tokens of a token's prompt and the number of prompts."""
-        batch, segments, counts = self.batch, self.batch.segments, self.totals._counts
-        kept: Any = None
-        reads_lengths = by_length or segments.group is not None  # then all ranks sum them here
-        lengths: Any = segments.lengths if reads_lengths else None
-        if field is not None:
-            kept, counts = getattr(batch, field), self.totals.kept[field]
-            lengths = segments.sum(kept.to(self.dtype)) if reads_lengths else None
-        if by_prompt:
-            prompts = answers(batch)
-            lengths = prompts.expand(prompts.sum(lengths))
-        totals = [
-            _at_least_one(count, batch.targets.device, is_library)
-            for count in (counts[0], counts[2 if by_prompt else 1])
-        ]
-        if not by_length:
-            return kept, None, *totals
-        return kept, segments.expand(lengths.to(self.dtype).clamp_min(1)), *totals
+    segments, counts = batch.segments, totals._counts
+    standard = reduction.weigh if isinstance(reduction.weigh, StandardWeight) else None
+    by_prompt = standard is not None and standard.of == "prompts"
+    by_length = standard is None or standard.by_length
+    reads_lengths = by_length or segments.group is not None  # then all ranks sum them here
+    included: Any = None
+    lengths: Any = segments.lengths if reads_lengths else None
+    if field is not None:
+        included, counts = getattr(batch, field), totals.kept[field]
+        lengths = segments.sum(included.to(dtype)) if reads_lengths else None
+    if by_prompt:  # of a token's prompt
+        prompts = answers(batch)
+        lengths = prompts.expand(prompts.sum(lengths))
+    numbers = counts[0], counts[2 if by_prompt else 1]
+    of_all: Any = [_at_least_one(n, batch.targets.device, standard is not None) for n in numbers]
+    of_tokens: Any = segments.expand(lengths.to(dtype).clamp_min(1)) if by_length else None
+    if standard is None:
+        weights = _of_users(reduction, of_tokens, *of_all)
+    else:
+        weights = standard(of_tokens, *of_all)
+    if isinstance(weights, Tensor):
+        weights = weights.to(dtype)
+    scored = batch.live if included is None else included
+    if scored is not None:
+        weights = torch.where(scored, weights, scored.new_zeros((), dtype=dtype))
+    return weights, included
 
 
 @torch.enable_grad()

@@ -110,10 +110,10 @@ def _read_tuner(layer: Any) -> Fields:
     if layer.disable_adapters or layer.merged:
         return read_module(layer.base_layer)
     forward = type(layer).forward
-    kind = LORA_KINDS.get(f"{forward.__module__}.{forward.__qualname__}")
-    if kind is None:
+    reader = LORA_KINDS.get(f"{forward.__module__}.{forward.__qualname__}")
+    if reader is None:
         raise _unknown(layer, "this adapter is not a plain LoRA; merge or disable it")
-    factors, read = kind
+    factors, read = reader
     adapters = [name for name in layer.active_adapters if name in getattr(layer, factors)]
     for name in adapters:
         if name in layer.lora_variant:

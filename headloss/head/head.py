@@ -126,13 +126,11 @@ class Head:
             _check_floating("bias", self.bias, "[V] or None")
             if self.bias.shape != self.weight.shape[:1]:
                 raise _misfit("bias", self.bias, f"({self.weight.shape[0]},)", self.weight)
-        if not (self.softcap is None and type(self.temperature) is type(self.logit_scale) is float):
-            plain_numbers(self, "temperature", "softcap", "logit_scale")
+        plain_numbers(self, "temperature", "softcap", "logit_scale")
         check_transform(self.temperature, self.softcap, self.logit_scale)
         if self.vocab_size is not None:
             self._check_vocab_size(self.vocab_size)
-        if not isinstance(self.lora, tuple) or self.lora:
-            _check_lora(self.lora, self.weight)
+        _check_lora(self.lora, self.weight)
 
     def __repr__(self) -> str:
         """What differs from the defaults; of tensors the shape and dtype."""
@@ -185,8 +183,8 @@ class Head:
         The first pair is the weight's own, then one per adapter, in that adapter's dtype. Features
         carry autograd to `hidden` and to each `a`. Rows are not cut to `vocab_size`.
         """
-        own = (hidden, self.weight)
-        return [own, *((x.features(hidden, dropout, fixed), x.b) for x in self.lora)]
+        base = (hidden, self.weight)
+        return [base, *((x.features(hidden, dropout, fixed), x.b) for x in self.lora)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[.., H] to [.., vocabulary] in float32 (float64 for float64 hidden states).
@@ -309,8 +307,8 @@ def check_matrix(name: str, value: object, shape: str) -> None:
         raise TypeError(f"{name}: got {describe(value)}, want a tensor {shape}{hint}")
     check_dense(name, value)
     # Quantised weights are integers, or classes of their own that pose as a floating dtype.
-    own = type(value) in (Tensor, nn.Parameter) or type(value).__module__.startswith("torch.")
-    if not value.is_floating_point() or not own:
+    plain = type(value) in (Tensor, nn.Parameter) or type(value).__module__.startswith("torch.")
+    if not value.is_floating_point() or not plain:
         raise TypeError(
             f"{name}: got {value.dtype} in a {type(value).__module__}.{type(value).__name__}, want "
             "a plain floating tensor; a quantised head has to be dequantised first"
@@ -325,9 +323,6 @@ def check_matrix(name: str, value: object, shape: str) -> None:
 
 def check_transform(temperature: object, softcap: object, logit_scale: object) -> None:
     """Check what is done to raw logits."""
-    if softcap is None and isinstance(temperature, float) and isinstance(logit_scale, float):
-        if 0 < temperature <= LARGEST and -LARGEST <= logit_scale <= LARGEST:
-            return
     if isinstance(temperature, Tensor):
         if not temperature.is_floating_point() or temperature.element_size() < 2:
             raise TypeError(f"temperature: got {temperature.dtype}, want a floating tensor [..]")
@@ -351,8 +346,8 @@ def _check_floating(name: str, value: object, want: str) -> None:
 
 
 def _misfit(name: str, value: Tensor, want: str, weight: Tensor) -> ValueError:
-    got, beside = tuple(value.shape), tuple(weight.shape)
-    return ValueError(f"{name}: got shape {got}, want {want} for a weight of shape {beside}")
+    got, shape = tuple(value.shape), tuple(weight.shape)
+    return ValueError(f"{name}: got shape {got}, want {want} for a weight of shape {shape}")
 
 
 def _check_lora(adapters: object, weight: Tensor) -> None:

@@ -49,28 +49,23 @@ def logits(
         if out is None:
             return torch.nn.functional.linear(features, weight)
         return out.addmm_(features.to(out.dtype), weight.to(out.dtype).t())
-    kinds = features.dtype, weight.dtype
+    dtypes = features.dtype, weight.dtype
     narrow = weight.shape[1] <= 64 and len(features) * len(weight) > 1 << 28  # else launches count
-    if features.is_cuda and narrow and kinds == (torch.float32, torch.bfloat16):
+    if features.is_cuda and narrow and dtypes == (torch.float32, torch.bfloat16):
         high = features.bfloat16()  # three numbers of 8 bits have all digits of one of 24
         middle = (features - high).bfloat16()
         features = torch.cat([high, middle, (features - high - middle).bfloat16()], 1)
         weight = weight.repeat(1, 3)
-    if features.is_cuda and features.dtype == weight.dtype:
-        n, h = features.shape
-        beta, alpha = 0 if out is None else 1, 1 + lost(features.device, h)
-        if out is None:
-            out = features.new_empty(n, len(weight), dtype=torch.float32)
-        given = (out, features, weight.t(), torch.float32)
-        return aten.addmm.dtype_out(*given, beta=beta, alpha=alpha, out=out)
-    wide = torch.promote_types(torch.promote_types(features.dtype, weight.dtype), torch.float32)
-    wide = wide if out is None else out.dtype
-    beta = 1
+    beta = 0 if out is None else 1
     if out is None:
-        out, beta = features.new_empty(len(features), len(weight), dtype=wide), 0
-    features = features.to(wide)
+        wide = torch.promote_types(torch.promote_types(features.dtype, weight.dtype), torch.float32)
+        out = features.new_empty(len(features), len(weight), dtype=wide)
+    if features.is_cuda and features.dtype == weight.dtype:
+        factors, alpha = (features, weight.t()), 1 + lost(features.device, features.shape[1])
+        return aten.addmm.dtype_out(out, *factors, torch.float32, beta=beta, alpha=alpha, out=out)
+    features = features.to(out.dtype)
     for block in _blocks(weight):
-        out[:, block].addmm_(features, weight[block].to(wide).t(), beta=beta)
+        out[:, block].addmm_(features, weight[block].to(out.dtype).t(), beta=beta)
     return out
 
 
@@ -79,7 +74,7 @@ def input_gradient(
     weight: Tensor,  # [v, H]
     dtype: torch.dtype,
     fixed: Fixed | None = None,
-    room: Tensor | None = None,  # [n, H] in that dtype, whose memory may be taken
+    memory: Tensor | None = None,  # [n, H] in that dtype, whose memory may be taken
 ) -> Tensor:  # [n, H]
     """gradient @ weight, in `dtype` (rounded once)."""
     if fixed is not None:
@@ -90,9 +85,7 @@ def input_gradient(
         gradient = gradient.to(weight.dtype)
         if dtype == weight.dtype:
             rows = max(1, LARGE // weight.shape[1])
-            if gradient.shape[0] <= rows:
-                return torch.mm(gradient, weight, out=room)
-            out = gradient.new_empty(len(gradient), weight.shape[1]) if room is None else room
+            out = gradient.new_empty(len(gradient), weight.shape[1]) if memory is None else memory
             for part, values in zip(out.split(rows), gradient.split(rows), strict=True):
                 torch.mm(values, weight, out=part)
             return out
@@ -143,13 +136,13 @@ def add_weight_gradient_(
         return
     features = features.to(wide)
     for block in _blocks(total, features.shape[0]):
-        part, own = gradient[:, block].to(wide).t(), total[block]
+        part, rows = gradient[:, block].to(wide).t(), total[block]
         if total.dtype == wide:
-            own.addmm_(part, features, beta=0 if fresh else 1)
+            rows.addmm_(part, features, beta=0 if fresh else 1)
         elif fresh:
-            own.copy_(part @ features)
+            rows.copy_(part @ features)
         else:
-            own += part @ features
+            rows += part @ features
 
 
 class WideLinear(torch.autograd.Function):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..batch.batch import IGNORE, Batch
-from ..batch.reduction import Reduction, token_mean
+from ..batch.reduction import Reduction, StandardWeight, token_mean
 from ..losses import Objective, Term, cispo
 
 
@@ -95,7 +95,7 @@ def _is_token_mean(term: Term) -> bool:
 
 def _reads_totals(reduction: Reduction, tokens: int, device: torch.device) -> bool:
     """Whether its weights depend on totals: a user's reduction is tried with others."""
-    if reduction.key is not None:  # all of the library's own do
+    if isinstance(reduction.weigh, StandardWeight):  # all of the library's own do
         return True
     lengths = torch.ones(tokens, dtype=torch.float64, device=device)
     few, many = lengths.new_full((), 3.0), lengths.new_full((), 2.0**40)

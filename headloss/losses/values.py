@@ -15,7 +15,7 @@ from ..arguments import check_dense, check_device
 from ..batch.batch import Batch
 from ..batch.packing import Packed, pack
 from ..batch.reduction import Reduction, Totals, as_reduction
-from ..batch.weights import TokenWeights
+from ..batch.weights import token_weights
 from .arguments import naming, non_negative, with_floats
 
 ANY = 1 << 62  # targets of a batch may be of any vocabulary
@@ -205,5 +205,5 @@ def _totals(batch: Batch) -> Totals:
 
 def _reduced(losses: Tensor, found: Packed, batch: Batch, over: Reduction | str) -> Tensor:
     """sum_t w_t l_t, [], with the weights that any term would have."""
-    weights, _ = TokenWeights(found.batch, _totals(batch), losses.dtype).under(as_reduction(over))
+    weights, _ = token_weights(found.batch, _totals(batch), losses.dtype, as_reduction(over))
     return (weights * losses).sum(dtype=torch.float64).to(losses.dtype)

@@ -89,12 +89,11 @@ class ExternalLoss:
         leaves = {n: getattr(stats, n).detach().requires_grad_() for n in ("logp", "entropy")}
         with torch.enable_grad():
             full = (self.packing.scatter(t, alone=True, rows=rows) for t in leaves.values())
-            found = scalar(self.loss(*full))
-            _check_leaves(found, list(leaves.values()))
-        given = differentiate(found, leaves)
-        softmax = vjp(given, stats, self.vocabulary)
-        found = Coefficients(softmax, {}, value)
-        return found if self.upstream is None else found.times(self.upstream)
+            loss = scalar(self.loss(*full))
+            _check_leaves(loss, list(leaves.values()))
+        softmax = vjp(differentiate(loss, leaves), stats, self.vocabulary)
+        coefficients = Coefficients(softmax, {}, value)
+        return coefficients if self.upstream is None else coefficients.times(self.upstream)
 
     def total(self, values: Tensor, stats: Statistics) -> Tensor:
         """[] the loss."""
@@ -113,7 +112,7 @@ def scalar(value: object) -> Tensor:
     return value
 
 
-def _check_leaves(value: Tensor, own: list[Tensor]) -> None:
+def _check_leaves(value: Tensor, inputs: list[Tensor]) -> None:
     """ValueError where a loss depends on no statistic, or on another tensor with a gradient."""
     if not value.requires_grad:
         raise ValueError(
@@ -121,7 +120,7 @@ def _check_leaves(value: Tensor, own: list[Tensor]) -> None:
             "everything detached?)"
         )
     for leaf in leaves_of(value):
-        if not any(leaf is mine for mine in own):
+        if not any(leaf is one for one in inputs):
             raise ValueError(
                 f"loss_fn: a tensor of shape {tuple(leaf.shape)} that requires a gradient is "
                 "caught in it; its gradient would be lost: detach it, or leave separable=None"

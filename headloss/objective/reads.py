@@ -31,28 +31,25 @@ def clear_cache() -> None:
 
 
 def reads(
-    objective: Objective,
-    kinds: Kinds,
-    dtype: torch.dtype,
-    device: torch.device,
-    observe: bool,
-    cuts: bool = False,
+    objective: Objective, kinds: Kinds, dtype: torch.dtype, device: torch.device, observe: bool,
+    cuts: bool = False
 ) -> dict[str, Reads]:
     """What each term reads, by key; ValueError for what the batch lacks, or `cuts` would change.
     Equal terms share an entry of the table, so that one that is made anew in each step is traced
     once."""
-    found = {}
+    by_term = {}
     how = dtype, observe, cuts, torch.is_inference_mode_enabled()  # which has no gradients to see
     for name, _, term in objective.named():
-        known = getattr(term.function, "reads", None)
-        if known is None:
-            key = fingerprint(term, []), tuple(kinds.items()), how
-            known = _entry(key)
-        if known is None:
-            known = _traced(name, term, kinds, dtype, device, observe, cuts)
-            _keep(key, known)
-        found[name] = known
-    return found
+        key = fingerprint(term, []), tuple(kinds.items()), how
+        read = getattr(term.function, "reads", None) or _entry(key)
+        if read is None:
+            read = _traced(name, term, kinds, dtype, device, observe, cuts)
+            with _LOCK, contextlib.suppress(TypeError):  # the first entry leaves first
+                while len(_TABLE) >= MOST:
+                    del _TABLE[next(iter(_TABLE))]
+                _TABLE[key] = read
+        by_term[name] = read
+    return by_term
 
 
 def _entry(key: Any) -> Reads | None:
@@ -61,34 +58,21 @@ def _entry(key: Any) -> Reads | None:
     return None
 
 
-def _keep(key: Any, value: Reads) -> None:
-    """The entry that was made first leaves first."""
-    with _LOCK, contextlib.suppress(TypeError):
-        while len(_TABLE) >= MOST:
-            del _TABLE[next(iter(_TABLE))]
-        _TABLE[key] = value
-
-
 def _traced(
-    name: str,
-    term: Term,
-    kinds: Kinds,
-    dtype: torch.dtype,
-    device: torch.device,
-    observe: bool,
-    cuts: bool,
+    name: str, term: Term, kinds: Kinds, dtype: torch.dtype, device: torch.device, observe: bool,
+    cuts: bool
 ) -> Reads:
     sample = sample_batch(kinds, term, device)
     stats = sample_statistics(dtype, device, kinds, [term.teacher] if term.teacher else [])
     try:
-        found = trace(term, stats, sample.on(stats), observe)
+        read = trace(term, stats, sample.on(stats), observe)
         if cuts:
             check_cuts(term, stats, sample)
     except ValueError as error:
         if isinstance(error, MissingField) or str(error).startswith(OURS):
             raise ValueError(f"term {name}: {error}") from None
         raise
-    return found
+    return read
 
 
 def has_slopes(objective: Objective, kinds: Kinds) -> bool:

@@ -33,8 +33,8 @@ def sample_batch(kinds: Kinds, term: Term, device: torch.device) -> PackedBatch:
     cls = _NoSums if term.scope == "token" else Segments
     fields: dict[str, Tensor | Current] = {}
     for name, (dtype, more) in kinds.items():
-        made = torch.full((_SAMPLE, *more), 0.0 if more else -0.5, device=device)
-        fields[name] = CURRENT if dtype is None else made.to(dtype)
+        values = torch.full((_SAMPLE, *more), 0.0 if more else -0.5, device=device)
+        fields[name] = CURRENT if dtype is None else values.to(dtype)
     count = max(_SAMPLE, term.segments_per_unit)
     counts = (torch.arange(count, device=device) < _SAMPLE).long()
     return PackedBatch(torch.zeros_like(ids), cls(ids, count, counts=counts), fields)
@@ -53,18 +53,18 @@ def sample_statistics(
         return leaf(-2.0, kinds[ids][1][-1] + more + 1)
 
     stored = {"teacher_topk_ids", "teacher_topk_logps"} <= kinds.keys()
-    beside: dict[object, Tensor] = {
+    extras: dict[object, Tensor] = {
         t: outcomes("teacher_topk_ids", t.tail == "sampled") if stored else leaf(0.3)
         for t in teachers
     }
-    beside |= {COLLISION: leaf(0.5), PEAK: leaf(1.0)}
+    extras |= {COLLISION: leaf(0.5), PEAK: leaf(1.0)}
     if "candidate_ids" in kinds:
-        beside[CANDIDATES] = outcomes("candidate_ids")
+        extras[CANDIDATES] = outcomes("candidate_ids")
     return Statistics(
         logp=leaf(-1.0),
         lse=leaf(2.0),
         entropy=leaf(1.5),
         mean_logit=leaf(0.1),
         top1=leaf(1.0).detach(),
-        extras=beside,
+        extras=extras,
     )

@@ -15,7 +15,7 @@ from ..statistics.metrics import Mean, Metrics, Sum
 from ..statistics.softmax import FLOOR, Statistics
 from .weighted import Coefficients
 
-WHOLE = 1 << 50  # units of mass in a chunk
+UNITS = 1 << 50  # units of mass in a chunk
 
 
 def masses(
@@ -29,15 +29,15 @@ def masses(
     """
     c = gradient.softmax.map(lambda t: t.double())
     logp = stats.logp.double().clamp_min(FLOOR)
-    p, rest = logp.exp(), -logp.expm1()
+    p, q = logp.exp(), -logp.expm1()
     zero = torch.zeros_like(logp)
     target, prob = (zero if t is None else t for t in (c.target, c.prob))
     # c_target + c_prob p_y, to the last digit of 1 - p_y where the two cancel
-    own, others = (target + prob) - prob * rest, rest * prob.abs()
+    at_target, others = (target + prob) - prob * q, q * prob.abs()
     if c.entropy is not None:
-        own = own + c.entropy * (p * logp)
+        at_target = at_target + c.entropy * (p * logp)
         others = others + c.entropy.abs() * (stats.entropy.double() + p * logp).clamp_min(0)
-    mass = own.abs() + others
+    mass = at_target.abs() + others
     if c.uniform is not None:
         mass = mass + vocabulary * c.uniform.abs()
     for slopes in gradient.extras.values():
@@ -54,10 +54,10 @@ def least(mass: Tensor, share: float) -> Tensor:
     """
     total = mass.sum()
     usable = total.isfinite() & (total > 0)
-    units = torch.where(usable, (mass / total * WHOLE).ceil(), 0).long()
-    order = mass.argsort(stable=True)
-    within = units[order].cumsum(0) <= int(min(share, 2.0) * WHOLE)
-    return torch.empty_like(within).scatter_(0, order, within & usable)
+    units = torch.where(usable, (mass / total * UNITS).ceil(), 0).long()
+    ranking = mass.argsort(stable=True)
+    within = units[ranking].cumsum(0) <= int(min(share, 2.0) * UNITS)
+    return torch.empty_like(within).scatter_(0, ranking, within & usable)
 
 
 class Tolerance:
@@ -72,7 +72,7 @@ class Tolerance:
 
     def __init__(self, share: float, transform: Transform, vocabulary: int, none: Tensor) -> None:
         self.share, self.transform, self.vocabulary = share, transform, vocabulary
-        self.rows = self.skipped = self.whole = none
+        self.skipped_rows = self.skipped_mass = self.mass = none
 
     def __call__(
         self, gradient: Coefficients, stats: Statistics, rows: slice, scale: Tensor | None
@@ -85,12 +85,13 @@ class Tolerance:
         out, alive = least(mass, self.share), gradient.live()
         if scale is not None:
             mass = mass / scale
-        self.rows = self.rows + (out & alive).sum().double()
-        self.skipped = self.skipped + torch.where(out, mass, 0).sum()
-        self.whole = self.whole + mass.sum()
+        self.skipped_rows = self.skipped_rows + (out & alive).sum().double()
+        self.skipped_mass = self.skipped_mass + torch.where(out, mass, 0).sum()
+        self.mass = self.mass + mass.sum()
         return gradient.without(out)
 
     def metrics(self) -> Metrics:
         """`skipped_rows`: rows with a gradient that were left out. `skipped_mass`: their share of
         the whole mass; its `sum` is their mass, which bounds the error."""
-        return Metrics(skipped_rows=Sum(self.rows), skipped_mass=Mean(self.skipped, self.whole))
+        share = Mean(self.skipped_mass, self.mass)
+        return Metrics(skipped_rows=Sum(self.skipped_rows), skipped_mass=share)

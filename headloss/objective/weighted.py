@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from ..batch.packing import PackedBatch, as_wide, missing
 from ..batch.reduction import Number, Totals, prompt_mean
 from ..batch.segments import Chunk
-from ..batch.weights import TokenWeights
+from ..batch.weights import token_weights
 from ..losses.term import Objective, Term
 from ..statistics.metrics import Observed, checked
 from ..statistics.softmax import (
@@ -41,23 +41,23 @@ class WeightedTerm(NamedTuple):
     coefficient: float
     term: Term
     weights: Tensor | float  # [T], or one for all tokens
-    kept: Tensor | None  # [T] bool, where the term is restricted
+    included: Tensor | None  # [T] bool, where the term is restricted
 
     def rows(self, rows: slice) -> WeightedTerm:
         """Of some of the tokens."""
-        both = {"weights": self.weights, "kept": self.kept}.items()
+        both = {"weights": self.weights, "included": self.included}.items()
         return self._replace(**{n: v[rows] for n, v in both if isinstance(v, Tensor) and v.dim()})
 
     def losses(self, stats: Statistics, batch: PackedBatch) -> Tensor:
         """[n] of the tokens that the batch holds: 0 where the term is restricted."""
-        seen = batch if self.kept is None else without_poison(batch, self.kept)
+        view = batch if self.included is None else without_poison(batch, self.included)
         try:
-            losses = self.term(stats, seen.on(stats))
+            losses = self.term(stats, view.on(stats))
         except (AttributeError, TypeError) as error:  # it may have met a None
-            there = sorted(stats.tensors())
-            error.add_note(f"term {self.name}: was given {there}, as it read of a small sample")
+            present = sorted(stats.tensors())
+            error.add_note(f"term {self.name}: was given {present}, as it read of a small sample")
             raise
-        return losses if self.kept is None else torch.where(self.kept, losses, 0)
+        return losses if self.included is None else torch.where(self.included, losses, 0)
 
     def share(self, stats: Statistics, batch: PackedBatch) -> Tensor:
         """[] float64, what these tokens add to the term's reduced value."""
@@ -70,7 +70,7 @@ class WeightedTerm(NamedTuple):
 
     def slopes(self, batch: PackedBatch, upstream: float | None = None) -> list[Slope]:
         """Of the loss in closed form, times its upstream gradient where that is upstream."""
-        view = batch if self.kept is None else without_poison(batch, self.kept)
+        view = batch if self.included is None else without_poison(batch, self.included)
         times: Any = self.weights * (self.coefficient * (1.0 if upstream is None else upstream))
         for field in self.term.weight_fields:
             times = times * getattr(view, field)
@@ -82,23 +82,24 @@ class WeightedTerm(NamedTuple):
     ) -> list[tuple[dict[str, Observed], Tensor | None]]:
         """What the term and its modifiers report of each token, and of each segment; beside it
         which of them count, None: all."""
-        seen: dict[str, Observed] = {}
+        reports: dict[str, Observed] = {}
         for source in (self.term, *self.term.modifiers):
             if source.observe is not None:
-                found = source.observe(stats, batch)
-                seen |= checked(source.name, found, len(batch), batch.segments.count)
-        seen = {f"{self.name}/{name}": o for name, o in seen.items()}
-        of_segments = {name: o for name, o in seen.items() if o.per == "segment"}
-        live, kept, present = batch.live, self.kept, None
+                report = source.observe(stats, batch)
+                reports |= checked(source.name, report, len(batch), batch.segments.count)
+        reports = {f"{self.name}/{name}": o for name, o in reports.items()}
+        of_segments = {name: o for name, o in reports.items() if o.per == "segment"}
+        live, included, present = batch.live, self.included, None
         if of_segments:
             present = batch.segments.lengths > 0
             if live is not None:
                 present[batch._count :] = False
-            if kept is not None:
-                present = present & (batch.segments.sum(kept.double()) > 0)
-        if kept is not None:
-            live = kept if live is None else kept & live
-        return [({n: o for n, o in seen.items() if o.per == "token"}, live), (of_segments, present)]
+            if included is not None:
+                present = present & (batch.segments.sum(included.double()) > 0)
+        if included is not None:
+            live = included if live is None else included & live
+        of_tokens = {name: o for name, o in reports.items() if o.per == "token"}
+        return [(of_tokens, live), (of_segments, present)]
 
 
 class Coefficients(NamedTuple):
@@ -127,8 +128,8 @@ class Coefficients(NamedTuple):
 
     def live(self) -> Tensor:
         """[n] bool: tokens with any gradient at all."""
-        given = [*self.softmax.tensors().values(), *self.extras.values()]
-        alive = [t != 0 if t.dim() == 1 else (t != 0).any(1) for t in given]
+        tensors = [*self.softmax.tensors().values(), *self.extras.values()]
+        alive = [t != 0 if t.dim() == 1 else (t != 0).any(1) for t in tensors]
         return functools.reduce(torch.logical_or, alive)
 
 
@@ -152,12 +153,12 @@ class WeightedObjective:
         parts = self.parts
         if chunk is not None:
             batch, parts = batch.slice(chunk), tuple([p.rows(chunk.rows) for p in parts])
-        found, shares = self._differentiated(parts, stats, batch, needed)
-        coefficients = vjp(found, stats, self.vocabulary)
-        extras = {key: found[key] for key in stats.extras if key in found}
+        slopes, shares = self._differentiated(parts, stats, batch, needed)
+        softmax = vjp(slopes, stats, self.vocabulary)
+        extras = {key: slopes[key] for key in stats.extras if key in slopes}
         values = torch.stack(shares) if len(shares) > 1 else shares[0].view(1)
-        found = Coefficients(coefficients, extras, values)
-        return found if self.upstream is None else found.times(self.upstream)
+        coefficients = Coefficients(softmax, extras, values)
+        return coefficients if self.upstream is None else coefficients.times(self.upstream)
 
     @property
     def named(self) -> tuple[tuple[str, float], ...]:
@@ -174,7 +175,7 @@ class WeightedObjective:
         self, parts: Sequence[WeightedTerm], stats: Statistics, batch: PackedBatch, needed: bool
     ) -> tuple[dict[Any, Tensor], list[Tensor]]:
         """The gradient with respect to each statistic [n], and each term's value []."""
-        found: dict[Any, Tensor] = {}
+        slopes: dict[Any, Tensor] = {}
         if needed and not self.closed:
             leaves = stats.map(lambda t: t.detach())
             inputs: dict[Any, Tensor] = {n: getattr(leaves, n) for n in DIFFERENTIABLE}
@@ -183,27 +184,27 @@ class WeightedObjective:
                 leaf.requires_grad_()
             with torch.enable_grad():
                 shares = [part.share(leaves, batch) for part in parts]
-                found = differentiate(self.total(shares), inputs)
+                slopes = differentiate(self.total(shares), inputs)
             shares = [share.detach() for share in shares]
         else:
             shares = [part.share(stats, batch) for part in parts]
             if needed:
-                found = in_closed_form([s for p in parts for s in p.slopes(batch)], stats.logp)
-        if self.logp_only and found.keys() - {"logp", CANDIDATES}:
+                slopes = in_closed_form([s for p in parts for s in p.slopes(batch)], stats.logp)
+        if self.logp_only and slopes.keys() - {"logp", CANDIDATES}:
             raise ValueError(
                 "objective: its terms have a gradient of more than logp for the values of this "
                 'batch, which a frozen schedule cannot serve; want Options(schedule="recompute")'
             )
-        if needed and not found:  # of these tokens: it may depend on the batch's values
-            found["logp"] = torch.zeros_like(stats.logp)
+        if needed and not slopes:  # of these tokens: it may depend on the batch's values
+            slopes["logp"] = torch.zeros_like(stats.logp)
         if batch.live is not None:
             dead = ~batch.live
-            found = {n: g.masked_fill(as_wide(dead, g), 0) for n, g in found.items()}
-        if CANDIDATES in found:
-            found[CANDIDATES] = without_constants(found[CANDIDATES], stats, batch)
+            slopes = {n: g.masked_fill(as_wide(dead, g), 0) for n, g in slopes.items()}
+        if CANDIDATES in slopes:
+            slopes[CANDIDATES] = without_constants(slopes[CANDIDATES], stats, batch)
         if self.scale is not None:
-            found = {name: g * self.scale for name, g in found.items()}
-        return found, shares
+            slopes = {name: g * self.scale for name, g in slopes.items()}
+        return slopes, shares
 
     def beforehand(
         self, batch: PackedBatch, needs: frozenset[str]
@@ -212,17 +213,17 @@ class WeightedObjective:
         closed form. The objective must have slopes (`has_slopes`)."""
         zero = torch.zeros(len(batch), dtype=self.dtype, device=batch.targets.device)
         slopes = [slope for part in self.parts for slope in part.slopes(batch, self.upstream)]
-        found = in_closed_form([slope for slope in slopes if slope.constant], zero)
+        rates = in_closed_form([slope for slope in slopes if slope.constant], zero)
         zeros: dict[str, Any] = dict.fromkeys(needs, zero)
-        coefficients = vjp(found, Statistics(**zeros), self.vocabulary)
+        softmax = vjp(rates, Statistics(**zeros), self.vocabulary)
         # Numbers are filled in and not copied, since a copy would wait for the device.
         moving = [
             torch.stack([x if isinstance(x, Tensor) and x.dim() else zero + x for x in slope[:5]])
             for slope in slopes
             if not slope.constant
         ]
-        known = Coefficients(coefficients, {}, zero[:0])
-        return known, torch.stack(moving).to(zero.dtype) if moving else None
+        coefficients = Coefficients(softmax, {}, zero[:0])
+        return coefficients, torch.stack(moving).to(zero.dtype) if moving else None
 
     def scaled(self, device: torch.device, slope: PerRaw) -> WeightedObjective:
         """The same objective, its gradient times the power of two that brings the largest
@@ -241,11 +242,11 @@ class WeightedObjective:
 
 def in_closed_form(slopes: Iterable[Slope], logp: Tensor) -> dict[Any, Tensor]:
     """The sum of the slopes of each statistic, [n]."""
-    found: dict[Any, Tensor] = {}
+    rates: dict[Any, Tensor] = {}
     for slope in slopes:
         rate = slope.at(logp)
-        found[slope.of] = found[slope.of] + rate if slope.of in found else rate
-    return found
+        rates[slope.of] = rates[slope.of] + rate if slope.of in rates else rate
+    return rates
 
 
 def power_of_two(coefficients: list[Tensor]) -> Tensor:
@@ -270,13 +271,13 @@ def without_constants(slopes: Tensor, stats: Statistics, batch: PackedBatch) -> 
     return slopes.masked_fill(constant | pad(batch.candidate_ids < 0, (0, 1)), 0)
 
 
-def without_poison(batch: PackedBatch, kept: Tensor) -> PackedBatch:
+def without_poison(batch: PackedBatch, included: Tensor) -> PackedBatch:
     """Fields with 0 for non-finite values: tokens that a term leaves out may hold anything."""
     fields = {}
-    for name, given in {**batch._given, **batch._fields}.items():
-        if name not in UNREAD and isinstance(given, Tensor) and given.is_floating_point():
+    for name, field in {**batch._fields, **batch._read}.items():
+        if name not in UNREAD and isinstance(field, Tensor) and field.is_floating_point():
             value = getattr(batch, name)
-            fields[name] = torch.where(as_wide(kept, value) | value.isfinite(), value, 0)
+            fields[name] = torch.where(as_wide(included, value) | value.isfinite(), value, 0)
     return batch.replacing(fields)
 
 
@@ -286,12 +287,11 @@ def bind(
 ) -> WeightedObjective:
     """Fix every token's weight from global totals (law 3), after `check_weights`; with `more` of a
     `WeightedObjective`."""
-    weights, parts = TokenWeights(batch, totals, dtype), []
+    parts = []
     for name, coefficient, term in objective.named():
         assert term.reduction is not None
-        parts.append(
-            WeightedTerm(name, coefficient, term, *weights.under(term.reduction, term.kept_field))
-        )
+        weights = token_weights(batch, totals, dtype, term.reduction, term.kept_field)
+        parts.append(WeightedTerm(name, coefficient, term, *weights))
     return WeightedObjective(tuple(parts), vocabulary, dtype, **more)
 
 
@@ -304,7 +304,7 @@ def check_weights(objective: Objective, kinds: Kinds, totals: Totals | None) -> 
                 raise ValueError(f"{one}: got {more} values at each token, want one for {name}")
         if term.reduction is None:
             raise ValueError(term.missing_reduction or f"term {name}: has no reduction, use .over")
-        if term.reduction.key is prompt_mean.weigh:
+        if term.reduction.weigh == prompt_mean.weigh:
             if "prompts" not in kinds:
                 raise ValueError(f"term {name}: is averaged over {missing('prompts', kinds)}")
             if totals is not None and totals.prompts is None:

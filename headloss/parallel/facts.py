@@ -57,7 +57,7 @@ def of_vocabulary(
         return found
 
     # Wrong ids that need no vocabulary to be seen are raised here, hence on all ranks.
-    highest = -1 if options.static else batch.found().check(ANY_VOCABULARY).highest
+    highest = -1 if options.static else batch._survey().check(ANY_VOCABULARY).highest
     counts, check = _counts(batch, options), options.check_ranks
     return Facts(own=own, same=same, counts=counts, values=values, highest=highest, check=check)
 
@@ -125,7 +125,7 @@ def per_segment(said: OwnNumbers) -> frozenset[str]:
 
 
 def _counts(batch: Batch, options: Options) -> dict[str, Sequence[int]]:
-    lengths = [] if options.static else batch.found().lengths
+    lengths = [] if options.static else batch._survey().lengths
     return {"check_ranks": [options.check_ranks], "targets": lengths}
 
 

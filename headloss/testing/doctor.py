@@ -55,8 +55,8 @@ def _wanting(extra: str) -> str | None:
 def described(device: torch.device | None) -> str:
     if device is None:
         return "none"
-    found = torch.cuda.get_device_properties(device)
-    return f"{found.name}, {found.total_memory / (1 << 30):.0f} GiB"
+    gpu = torch.cuda.get_device_properties(device)
+    return f"{gpu.name}, {gpu.total_memory / (1 << 30):.0f} GiB"
 
 
 def _product(device: torch.device, backend: str) -> str:

@@ -83,11 +83,11 @@ def run(
 ) -> dict[str, Tensor]:
     """`head_loss` and its backward, in the form that `judge` takes; `.grad` is left alone."""
     out = head_loss(hidden, head, batch, objective, options)
-    found = {"loss": out.loss.detach(), "logps": out.logps}
+    results = {"loss": out.loss.detach(), "logps": out.logps}
     leaves = {n: t for n, t in parameters(hidden, head).items() if t.requires_grad}
     if leaves and out.loss.requires_grad:
-        found |= zip(leaves, torch.autograd.grad(out.loss, list(leaves.values())), strict=True)
-    return found
+        results |= zip(leaves, torch.autograd.grad(out.loss, list(leaves.values())), strict=True)
+    return results
 
 
 # ---------------------------------------------------------------------- the table of cases
@@ -154,8 +154,8 @@ def check(case: Case, device: torch.device | str = "cpu") -> Verdict:
     options = Options(schedule=case.schedule, chunk_tokens=64)
     try:
         backend = plan(hidden, head, batch, objective, options).backend
-        found = run(hidden, head, batch, objective, options)
-        compared = judge(found, hidden, head, batch, objective)
+        results = run(hidden, head, batch, objective, options)
+        compared = judge(results, hidden, head, batch, objective)
     except Exception as reason:  # a kernel that does not compile here is a red row, not the end
         first = (str(reason) or type(reason).__name__).splitlines()[0]
         return Verdict(case=case, failure=f"{type(reason).__name__}: {first}")
@@ -196,16 +196,16 @@ def peak_bytes(contestant: Callable[[], list[Tensor]], device: torch.device) -> 
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         try:
-            kept = contestant()
+            returned = contestant()
         except torch.OutOfMemoryError:
             return None
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device) - before
     else:
         with LiveTensors() as meter:
-            kept = contestant()
+            returned = contestant()
         peak = meter.peak
-    return peak - sum(t.untyped_storage().nbytes() for t in kept)
+    return peak - sum(t.untyped_storage().nbytes() for t in returned)
 
 
 def memory(
@@ -235,9 +235,9 @@ def memory(
         yield work, "eager", peak_bytes(partial(eager, loss), device), None
         for schedule in ("one_pass", "recompute"):
             options = Options(schedule=schedule, memory_budget=budget)
-            given = (hidden, Head(weight), batch, objective, options)
-            peak = peak_bytes(lambda given=given: list(run(*given).values()), device)
-            yield work, f"headloss {schedule}", peak, plan(*given).total_bytes
+            arguments = (hidden, Head(weight), batch, objective, options)
+            peak = peak_bytes(lambda arguments=arguments: list(run(*arguments).values()), device)
+            yield work, f"headloss {schedule}", peak, plan(*arguments).total_bytes
 
 
 def eager_cross_entropy(logits: Tensor, batch: Batch) -> Tensor:

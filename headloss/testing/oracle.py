@@ -28,6 +28,19 @@ from ..losses.term import Objective, Term
 from ..objective.weighted import bind, check_weights
 from ..statistics.softmax import CANDIDATES, COLLISION, PEAK, Statistics
 
+__all__ = [
+    "LiveTensors",
+    "Mode",
+    "Plain",
+    "error",
+    "parameters",
+    "plain",
+    "plain_divergence",
+    "random_batch",
+    "trained_looking",
+    "within_budget",
+]
+
 Mode = Literal["float64", "float32", "input"]
 
 
@@ -85,8 +98,8 @@ def plain(
     wanted = {name: t for name, t in leaves.items() if t.requires_grad}
     gradients: dict[str, Tensor] = {}
     if wanted and loss.requires_grad:
-        found = torch.autograd.grad(upstream * loss, [*wanted.values()], materialize_grads=True)
-        gradients = dict(zip(wanted, found, strict=True))
+        values = torch.autograd.grad(upstream * loss, [*wanted.values()], materialize_grads=True)
+        gradients = dict(zip(wanted, values, strict=True))
     return Plain(
         loss=loss.detach(),
         terms={p.name: s.detach() for p, s in zip(bound.parts, shares, strict=True)},
@@ -98,12 +111,12 @@ def plain(
 
 def parameters(hidden: Tensor, head: Head) -> dict[str, Tensor]:
     """What may require a gradient, by name: hidden, weight, bias, lora0.a, lora0.b, ..."""
-    found = {"hidden": hidden, "weight": head.weight}
+    tensors = {"hidden": hidden, "weight": head.weight}
     if head.bias is not None:
-        found["bias"] = head.bias
+        tensors["bias"] = head.bias
     for i, lora in enumerate(head.lora):
-        found |= {f"lora{i}.a": lora.a, f"lora{i}.b": lora.b}
-    return found
+        tensors |= {f"lora{i}.a": lora.a, f"lora{i}.b": lora.b}
+    return tensors
 
 
 def _logits(x: Tensor, leaves: dict[str, Tensor], head: Head, wide: torch.dtype) -> Tensor:
@@ -123,12 +136,12 @@ def _logits(x: Tensor, leaves: dict[str, Tensor], head: Head, wide: torch.dtype)
 
 def _supported(packing: Packing, z: Tensor) -> Tensor:
     """[T, V] bool, the columns that a token's softmax runs over."""
-    found = torch.zeros_like(z, dtype=torch.bool)
+    columns = torch.zeros_like(z, dtype=torch.bool)
     if packing.support is not None:
         counts, ids = packing.support.offsets.diff(), packing.support.ids
         rows = torch.arange(len(z), device=z.device).repeat_interleave(counts)
-        found[rows[ids >= 0], ids[ids >= 0]] = True
-    return found | ~found.any(1, keepdim=True)
+        columns[rows[ids >= 0], ids[ids >= 0]] = True
+    return columns | ~columns.any(1, keepdim=True)
 
 
 def _statistics(
@@ -138,17 +151,17 @@ def _statistics(
     z = z.masked_fill(~supported, -math.inf)
     log_p = z.log_softmax(-1)
     target = targets.unsqueeze(1)
-    beside: dict[object, Tensor] = {COLLISION: log_p.exp().square().sum(-1).detach()}
-    beside[PEAK] = peak = z.detach().amax(-1)
+    extras: dict[object, Tensor] = {COLLISION: log_p.exp().square().sum(-1).detach()}
+    extras[PEAK] = peak = z.detach().amax(-1)
     if candidate_ids is not None:
-        beside[CANDIDATES] = _candidates(log_p, candidate_ids)
+        extras[CANDIDATES] = _candidates(log_p, candidate_ids)
     return Statistics(
         logp=log_p.gather(1, target).squeeze(1),
         lse=z.logsumexp(-1),
         entropy=-(log_p.exp() * log_p.clamp_min(-1e30)).sum(-1),
         mean_logit=mean,
         top1=(z.gather(1, target).squeeze(1) >= peak).to(z.dtype),
-        extras=beside,
+        extras=extras,
     )
 
 
@@ -173,8 +186,8 @@ def plain_divergence(student: Tensor, teacher: Teacher, batch: PackedBatch) -> T
         log_p = log_p.gather(1, ids.clamp_min(0)).masked_fill(empty, -math.inf)
         log_q = batch.teacher_topk_logps.to(log_p.dtype).masked_fill(empty, -math.inf)
         if teacher.tail == "bucket":
-            rest = (torch.log1p(-x.exp().sum(-1, keepdim=True)) for x in (log_p, log_q))
-            log_p, log_q = (torch.cat(pair, 1) for pair in zip((log_p, log_q), rest, strict=True))
+            tails = (torch.log1p(-x.exp().sum(-1, keepdim=True)) for x in (log_p, log_q))
+            log_p, log_q = (torch.cat(pair, 1) for pair in zip((log_p, log_q), tails, strict=True))
     else:
         if form == "logits":
             raw = batch.teacher_logits
@@ -189,7 +202,7 @@ def plain_divergence(student: Tensor, teacher: Teacher, batch: PackedBatch) -> T
 
     beta = teacher.beta
     log_m = (beta * q + (1 - beta) * p).log()
-    kinds: dict[str, Callable[[], Tensor]] = {
+    divergences: dict[str, Callable[[], Tensor]] = {
         "forward_kl": lambda: kl(q, log_q, log_p),
         "reverse_kl": lambda: kl(p, log_p, log_q),
         "total_variation": lambda: (p - q).abs().sum(-1) / 2,
@@ -197,7 +210,7 @@ def plain_divergence(student: Tensor, teacher: Teacher, batch: PackedBatch) -> T
         "skew_reverse_kl": lambda: kl(p, log_p, log_m),
         "js": lambda: beta * kl(q, log_q, log_m) + (1 - beta) * kl(p, log_p, log_m),
     }
-    value = kinds[teacher.kind]()
+    value = divergences[teacher.kind]()
     if form == "topk" and teacher.tail == "generalized":
         value = value + {"reverse_kl": 1, "forward_kl": -1}.get(teacher.kind, 0) * (q - p).sum(-1)
     if form == "topk" and teacher.tail == "sampled":
@@ -259,7 +272,7 @@ def random_batch(
         return (logps.detach().float() + scale * noise).clamp_max(0)
 
     advantages = torch.randn(segments.count, generator=generator, device=logps.device)
-    given = {
+    named = {
         "advantages": advantages,
         "old_logps": near(0.2),
         "ref_logps": near(0.3),
@@ -269,7 +282,7 @@ def random_batch(
         "teacher_logps": near(0.4),
         **fields,
     }
-    return Batch(targets, segments, **given)  # type: ignore[arg-type]
+    return Batch(targets, segments, **named)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------- memory
@@ -286,10 +299,10 @@ class LiveTensors(TorchDispatchMode):
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        known = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        inputs = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and _key(tensor) not in known:
+            if isinstance(tensor, Tensor) and _key(tensor) not in inputs:
                 self._note(tensor)
         return result
 
