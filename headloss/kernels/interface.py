@@ -74,10 +74,10 @@ class Backward(NamedTuple):
 
 @dataclass(eq=False)
 class ExpTile:
-    """The softmax terms of some tokens, e = exp(z - reference)."""
+    """exp(z - shift) of some tokens, in place of their logits."""
 
-    terms: Tensor  # [n, v] bfloat16; float32 and float64 beside hidden states of those
-    reference: Tensor  # [n]
+    exp_logits: Tensor  # [n, v] bfloat16; float32 and float64 beside hidden states of those
+    shift: Tensor  # [n] a logit of each token, the largest or not far below it
 
     def check(self, backward: Backward, multiple: bool = False) -> None:
         """ValueError where they cannot give the gradient, or not as a multiple of themselves."""
@@ -94,16 +94,17 @@ class ExpTile:
         """Room for the terms of x [n, H]; rows are whole 16 bytes."""
         n, wide = x.shape[0], torch.float64 if x.dtype == torch.float64 else torch.float32
         dtype = torch.bfloat16 if x.dtype.itemsize == 2 else wide
-        terms = x.new_empty(n, 8 * -(-v // 8), dtype=dtype)
-        return cls(terms[:, :v] if v % 8 else terms, x.new_empty(n, dtype=wide))
+        exp_logits = x.new_empty(n, 8 * -(-v // 8), dtype=dtype)
+        return cls(exp_logits[:, :v] if v % 8 else exp_logits, x.new_empty(n, dtype=wide))
 
 
 def partials_of(fields: Sequence[Tensor], needs: frozenset[str]) -> SoftmaxState:
-    """By name: peak, rest, target, then spread where the entropy is needed and total where the
-    mean logit is."""
-    peak, rest, target, *more = fields
-    spread = more[0] if "entropy" in needs else None
-    return SoftmaxState(peak, rest, target, spread, more[-1] if "mean_logit" in needs else None)
+    """By name: max_logit, sumexp_m1, target, then entropy_sum where the entropy is needed and
+    logit_sum where the mean logit is."""
+    max_logit, sumexp_m1, target, *more = fields
+    entropy_sum = more[0] if "entropy" in needs else None
+    logit_sum = more[-1] if "mean_logit" in needs else None
+    return SoftmaxState(max_logit, sumexp_m1, target, entropy_sum, logit_sum)
 
 
 class Measured(NamedTuple):
@@ -216,7 +217,7 @@ class Acts(Protocol):
 
     def support_partials(self, raw: Tensor, support: Support, forward: Forward) -> SoftmaxState:
         """Act one over each token's pairs in the window, of their raw logits [P]. `forward.first`
-        is the support's. A token without any is an empty slice: peak -inf, rest -1."""
+        is the support's. A token without any is an empty slice: max_logit -inf, sumexp_m1 -1."""
 
     def support_gradient(self, raw: Tensor, support: Support, backward: Backward) -> Tensor:
         """Act two: dL/draw of each pair [P], 0 outside of the window."""
@@ -270,9 +271,9 @@ class Kernels(Acts, Protocol):
     ) -> SoftmaxState:
         """Act one of raw = x [n, H] @ w.T [H, v], both 16 bits wide, from the float32 sums.
 
-        `held` [n, v] is filled. `peak` is what rest and spread are taken against, the reference of
-        the terms: any logit that is not far below the largest; the largest itself for `top1`.
-        `merge` and `finish` of `stats` take any.
+        `held` [n, v] is filled. `max_logit` is the shift of both sums of exponentials: any logit
+        that is not far below the largest; the largest itself for `top1`. `merge` and `finish` of
+        `stats` take any.
         """
 
     def product_statistics(

@@ -149,7 +149,7 @@ class LogitSource:
             value = teacher.measure(rows, raw, measured.normalizer, keep)
             measured.stats.extras[teacher.key] = value
         if PEAK in self.tokens.needs:
-            measured.stats.extras[PEAK] = measured.normalizer.peak.clone()
+            measured.stats.extras[PEAK] = measured.normalizer.max_logit.clone()
         for part in self.beside:
             measured.stats.extras[part.key] = part.found(rows, measured.normalizer)
 
@@ -333,5 +333,6 @@ class ExpLogits(LinearLogits):
             acts.held_gradient_(held, backward, order=order)
         for sparse in chosen:
             options = {"multiples": multiple, "order": order}
-            acts.chosen_gradient_(held.terms, sparse, backward, **options)
-        return LogitGradient(held.terms, rows, multiple, features, acts.scaled_rows, later=later)
+            acts.chosen_gradient_(held.exp_logits, sparse, backward, **options)
+        values = held.exp_logits
+        return LogitGradient(values, rows, multiple, features, acts.scaled_rows, later=later)

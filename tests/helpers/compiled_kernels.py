@@ -211,7 +211,7 @@ class Form:
         yield "chosen", lambda: acts.chosen_logits(x, w, columns, self.biased)
         yield (
             "chosen gradient",
-            lambda: acts.chosen_gradient_(self.held.terms, chosen, self.backward, **more),
+            lambda: acts.chosen_gradient_(self.held.exp_logits, chosen, self.backward, **more),
         )
         for few in (columns, whole(N, 1)):
             yield "tail", lambda few=few: acts.partials(self.raw, tail, onto, few)
@@ -255,8 +255,7 @@ class Form:
 
 
 def partials_of(n: int) -> SoftmaxState:
-    peak, rest, target, spread, total = some(5, n)
-    return SoftmaxState(peak=peak, rest=rest, target=target, spread=spread, total=total)
+    return SoftmaxState(*some(5, n))
 
 
 def calls(full: bool, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:

@@ -61,7 +61,7 @@ def support_partials(raw: Tensor, support: Support, forward: Forward) -> Softmax
         slots = _slots(columns, there, targets[rows] - support.first)
         own = Forward(slots, 0, Transform(), needs - {"mean_logit"})
         of_block = partials(z.masked_fill(~there, -math.inf), own).tensors()
-        of_block["total"] = torch.where(there, z, 0).sum(1)
+        of_block["logit_sum"] = torch.where(there, z, 0).sum(1)
         for name, values in found.tensors().items():
             values[rows] = of_block[name]
     return found

@@ -79,33 +79,33 @@ def _block(
     z: Tensor, y: Tensor, first: int | None, needs: frozenset[str], room: list
 ) -> SoftmaxState:  # fmt: skip
     """Without `first` it is the whole vocabulary: all targets are columns, some logit is finite."""
-    peak, likeliest = z.max(1, keepdim=True)
-    top, own = peak, [tile[: len(z)] for tile in room] if room else (None, None)
+    max_logit, likeliest = z.max(1, keepdim=True)
+    top, own = max_logit, [tile[: len(z)] for tile in room] if room else (None, None)
     if first is None:
         target = z.gather(1, y.unsqueeze(1))
     else:
         elsewhere, column = outside(y, first, z.shape[1])
         target = z.gather(1, column).masked_fill_(elsewhere, -math.inf)
-        top = peak.clamp_min(torch.finfo(z.dtype).min)
+        top = max_logit.clamp_min(torch.finfo(z.dtype).min)
     shifted = torch.sub(z, top, out=own[0]).clamp_min_(FLOOR)
     e = torch.exp(shifted, out=own[1]).scatter_(1, likeliest, 0.0)
     room[:] = room or (shifted, e)  # for the next block: a heap grows by tiles between vectors
-    peak, rest = peak.view(-1), e.sum(1)
+    max_logit, sumexp_m1 = max_logit.view(-1), e.sum(1)
     if first is not None:  # a tile of -inf alone has no mass, and no largest term
-        rest.add_(peak == -math.inf, alpha=-1)
-    total = z.sum(1) if "mean_logit" in needs else None
-    spread = e.mul_(shifted).sum(1) if "entropy" in needs else None
-    return SoftmaxState(peak, rest, target.view(-1), spread, total)
+        sumexp_m1.add_(max_logit == -math.inf, alpha=-1)
+    logit_sum = z.sum(1) if "mean_logit" in needs else None
+    entropy_sum = e.mul_(shifted).sum(1) if "entropy" in needs else None
+    return SoftmaxState(max_logit, sumexp_m1, target.view(-1), entropy_sum, logit_sum)
 
 
 def log_softmax(z: Tensor, normalizer: Normalizer) -> Tensor:
-    """log p [n, v] of z, at least FLOOR. A peak that was rounded in another way than act one's is
-    the peak all the same: 1 - p needs it."""
-    peak, log_sum = normalizer
+    """log p [n, v] of z, at least FLOOR. The largest logit may have been rounded in another way for
+    the statistics; it is the largest all the same: 1 - p needs it."""
+    max_logit, log_sum = normalizer
     if z.shape[1]:
         top = z.amax(1)
-        peak = torch.where((top - peak) - log_sum > SURE, top, peak)
-    return (z - peak.unsqueeze(1)).sub_(log_sum.unsqueeze(1)).clamp_min_(FLOOR)
+        max_logit = torch.where((top - max_logit) - log_sum > SURE, top, max_logit)
+    return (z - max_logit.unsqueeze(1)).sub_(log_sum.unsqueeze(1)).clamp_min_(FLOOR)
 
 
 def own_gradient(log_p: Tensor, slope: Tensor | None, c: SoftmaxCoefficients) -> Tensor:
@@ -153,8 +153,8 @@ def logit_gradient_(raw: Tensor, backward: Backward) -> Tensor:
         c, z = own.coefficients, own.transform.read(widened(here))
         g = here if here.dtype == z.dtype and own.transform.softcap is None else z
         if own.whole and c.prob is not None and c.entropy is c.uniform is None:
-            peak, log_sum = own.normalizer  # z - peak loses nothing where p is not small
-            torch.sub(z, peak.unsqueeze(1), out=g).exp_()
+            max_logit, log_sum = own.normalizer  # exact where p is not small
+            torch.sub(z, max_logit.unsqueeze(1), out=g).exp_()
             g.mul_((c.prob / log_sum.exp()).unsqueeze(1))
         else:
             z_gradient(log_softmax(z, own.normalizer), c.map(lambda t: t.unsqueeze(1)), g)

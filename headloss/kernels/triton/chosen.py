@@ -125,7 +125,7 @@ def gradient_kernel(
         if of.raw is not None:
             g = under_cap(g, tl.load(of.raw + at, mask=here, other=0.0), a.z)
         else:
-            z = tl.load(a.normalizer.peak + at) + (log_p + tl.load(a.normalizer.log_sum + at))
+            z = tl.load(a.normalizer.max_logit + at) + (log_p + tl.load(a.normalizer.log_sum + at))
             g = under_cap_at(g, z, per_row(a.z.outer, a.z, at))
     g *= per_row(a.z.factor, a.z, at)
     if of.multiples is not None:

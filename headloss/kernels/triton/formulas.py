@@ -129,9 +129,9 @@ def dots(x, w, column, inside, z, h, WIDTH: tl.constexpr, HALVES: tl.constexpr =
 
 
 @triton.jit
-def log_softmax(raw, z, outer, peak, log_sum):
+def log_softmax(raw, z, outer, max_logit, log_sum):
     """log p of raw logits, at least FLOOR; its plain twin says why it is -log_sum near 1."""
-    log_p = tl.maximum((transformed(raw, z, outer) - peak) - log_sum, FLOOR)
+    log_p = tl.maximum((transformed(raw, z, outer) - max_logit) - log_sum, FLOOR)
     return tl.where(log_p > SURE, -log_sum, log_p)
 
 
@@ -194,9 +194,9 @@ def coefficients(c, row):
 
 @triton.jit
 def normalizer_of(normalizer, row, inside=None):
-    """(peak, log_sum) of a token, or of several, which are there."""
-    peak = tl.load(normalizer.peak + row, inside, None if inside is None else 0.0)
-    return peak, tl.load(normalizer.log_sum + row, inside, None if inside is None else 0.0)
+    """(max_logit, log_sum) of a token, or of several, of which those `inside` exist."""
+    max_logit = tl.load(normalizer.max_logit + row, inside, None if inside is None else 0.0)
+    return max_logit, tl.load(normalizer.log_sum + row, inside, None if inside is None else 0.0)
 
 
 @triton.jit
@@ -212,42 +212,44 @@ def token_of(a, row):
 
 @triton.jit
 def block_partials(z, inside, ENTROPY: tl.constexpr):
-    """Peak, rest and spread of a block. Where all is -inf there is no mass."""
-    peak = tl.max(z, 0)
-    shifted = tl.maximum(z - tl.where(peak == float("-inf"), 0.0, peak), FLOOR)
+    """max_logit, sumexp_m1 and entropy_sum of a block. Where all is -inf there is no mass."""
+    max_logit = tl.max(z, 0)
+    shifted = tl.maximum(z - tl.where(max_logit == float("-inf"), 0.0, max_logit), FLOOR)
     e = tl.exp(shifted)
-    top = (z == peak) & inside
+    top = (z == max_logit) & inside
     # The largest term is left out, once: its equals, if any, count one each.
-    rest = tl.sum(tl.where(top, 0.0, e), 0) + (tl.sum(top.to(tl.float32), 0) - 1)
-    rest = tl.where(peak == float("-inf"), -1.0, rest)
-    spread = 0.0
+    sumexp_m1 = tl.sum(tl.where(top, 0.0, e), 0) + (tl.sum(top.to(tl.float32), 0) - 1)
+    sumexp_m1 = tl.where(max_logit == float("-inf"), -1.0, sumexp_m1)
+    entropy_sum = 0.0
     if ENTROPY:
-        spread = tl.sum(e * shifted, 0)
-    return peak, rest, spread
+        entropy_sum = tl.sum(e * shifted, 0)
+    return max_logit, sumexp_m1, entropy_sum
 
 
 @triton.jit
 def merged(a, b):
-    """`stats.merge` of (peak, rest, spread): the side that holds the peak is not shifted, also
-    where both are -inf."""
-    peak_a, rest_a, spread_a = a
-    peak_b, rest_b, spread_b = b
-    peak = tl.maximum(peak_a, peak_b)
-    shift_a = tl.maximum(tl.where(peak_a == peak, 0.0, peak_a - peak), FLOOR)
-    shift_b = tl.maximum(tl.where(peak_b == peak, 0.0, peak_b - peak), FLOOR)
-    scale_a, scale_b = tl.exp(shift_a), tl.exp(shift_b)
-    mass_a, mass_b = 1 + rest_a, 1 + rest_b
-    rest = tl.where(peak_a == peak, rest_a + mass_b * scale_b, rest_b + mass_a * scale_a)
-    spread = scale_a * (spread_a + mass_a * shift_a) + scale_b * (spread_b + mass_b * shift_b)
-    return peak, rest, spread
+    """`stats.merge` of (max_logit, sumexp_m1, entropy_sum): the side that holds the largest logit
+    is not scaled, also where both are -inf."""
+    max_a, sumexp_m1_a, entropy_a = a
+    max_b, sumexp_m1_b, entropy_b = b
+    max_logit = tl.maximum(max_a, max_b)
+    log_scale_a = tl.maximum(tl.where(max_a == max_logit, 0.0, max_a - max_logit), FLOOR)
+    log_scale_b = tl.maximum(tl.where(max_b == max_logit, 0.0, max_b - max_logit), FLOOR)
+    scale_a, scale_b = tl.exp(log_scale_a), tl.exp(log_scale_b)
+    mass_a, mass_b = 1 + sumexp_m1_a, 1 + sumexp_m1_b
+    others_of_a, others_of_b = sumexp_m1_a + mass_b * scale_b, sumexp_m1_b + mass_a * scale_a
+    sumexp_m1 = tl.where(max_a == max_logit, others_of_a, others_of_b)
+    entropy_a = scale_a * (entropy_a + mass_a * log_scale_a)
+    entropy_b = scale_b * (entropy_b + mass_b * log_scale_b)
+    return max_logit, sumexp_m1, entropy_a + entropy_b
 
 
 @triton.jit
 def store_partials(to, row, partials, mask=None):
-    """(peak, rest, spread, total) of a token, of which `to` has some."""
-    tl.store(to.peak + row, partials[0], mask)
-    tl.store(to.rest + row, partials[1], mask)
-    if to.spread is not None:
-        tl.store(to.spread + row, partials[2], mask)
-    if to.total is not None:
-        tl.store(to.total + row, partials[3], mask)
+    """(max_logit, sumexp_m1, entropy_sum, logit_sum) of a token, of which `to` has some."""
+    tl.store(to.max_logit + row, partials[0], mask)
+    tl.store(to.sumexp_m1 + row, partials[1], mask)
+    if to.entropy_sum is not None:
+        tl.store(to.entropy_sum + row, partials[2], mask)
+    if to.logit_sum is not None:
+        tl.store(to.logit_sum + row, partials[3], mask)

@@ -88,9 +88,11 @@ def closed_slope(parts, logp, SLOPES: tl.constexpr):
 @triton.jit
 def settled(partials, length):
     """Numbers that no objective stumbles over where nothing was read."""
-    peak, rest, spread, total = partials
-    peak, rest = tl.where(length > 0, peak, 0.0), tl.where(length > 0, rest, 0.0)
-    return peak, rest, tl.where(length > 0, spread, 0.0), tl.where(length > 0, total, 0.0)
+    max_logit, sumexp_m1, entropy_sum, logit_sum = partials
+    max_logit = tl.where(length > 0, max_logit, 0.0)
+    sumexp_m1 = tl.where(length > 0, sumexp_m1, 0.0)
+    entropy_sum = tl.where(length > 0, entropy_sum, 0.0)
+    return max_logit, sumexp_m1, entropy_sum, tl.where(length > 0, logit_sum, 0.0)
 
 
 @triton.jit(do_not_specialize=["first", "count"])
@@ -129,22 +131,22 @@ def given_kernel(
                 target_logit = tl.where(length > 0, target_logit, 0.0)
                 partials = settled(partials, length)
             tl.store(of.to.target + row, target_logit)
-            peak, rest, spread, _ = partials
+            max_logit, sumexp_m1, entropy_sum, _ = partials
             store_partials(of.to, row, partials, True)
-            log_sum = log1p(rest)
+            log_sum = log1p(sumexp_m1)
         else:
-            peak, log_sum = normalizer_of(of.normalizer, row)
+            max_logit, log_sum = normalizer_of(of.normalizer, row)
 
         if GRADIENT:
             if STATISTICS and of.c.entropy is not None:
-                at_prob += at_entropy * (log_sum - spread / (1 + rest))
+                at_prob += at_entropy * (log_sum - entropy_sum / (1 + sumexp_m1))
             if SLOPES > 0:
-                slope = closed_slope(closed, (target_logit - peak) - log_sum, SLOPES)
+                slope = closed_slope(closed, (target_logit - max_logit) - log_sum, SLOPES)
                 at_prob -= slope
                 at_target += slope
             factor = per_row(of.z.factor, of.z, row)
             at = at_prob * factor, at_entropy * factor, at_uniform * factor
-            normalizer = peak, log_sum
+            normalizer = max_logit, log_sum
             write_gradient(x, y, v, length, of.z, outer, normalizer, at, of.c, WIDTH, STATISTICS)
             # Another thread wrote the target's element.
             tl.debug_barrier()

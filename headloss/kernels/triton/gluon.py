@@ -182,7 +182,7 @@ def ask_of_tokens(given, first, block, n):
 def sum_tile(z, asked, out, held, given, first, block, n, v, WHO: gl.constexpr):
     """Act one: sums of a tile's terms, and the terms or raw logits."""
     of, sums = given
-    rests, spreads, totals, peaks = sums
+    sumexps, entropy_sums, logit_sums, max_logits = sums
     factor, reference, column = asked
     layout: gl.constexpr = accumulator_layout(WIDTH)
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
@@ -191,17 +191,17 @@ def sum_tile(z, asked, out, held, given, first, block, n, v, WHO: gl.constexpr):
     z = biased(z, of.z, block * WIDTH + columns, v)
     if of.z.inner is not None:
         z, _ = bent(z * of.z.inner)
-    if totals is not None:  # columns beyond the last were read as 0
-        total = gl.convert_layout(gl.sum(z, 1), rows.type.layout, assert_trivial=True)
-        gl.store(totals + place, total * factor, mask=inside)
+    if logit_sums is not None:  # columns beyond the last were read as 0
+        logit_sum = gl.convert_layout(gl.sum(z, 1), rows.type.layout, assert_trivial=True)
+        gl.store(logit_sums + place, logit_sum * factor, mask=inside)
     if gl.max(((column >= 0) & (column < WIDTH)).to(gl.int32), 0) > 0:
         of_z = gl.convert_layout(column, gl.SliceLayout(1, layout), assert_trivial=True)
         z = gl.where(columns[None, :] == of_z[:, None], LOWEST, z)
     if (block + 1) * WIDTH > v:
         z = gl.where((columns < v - block * WIDTH)[None, :], z, LOWEST)
-    if peaks is not None:
-        peak = gl.convert_layout(gl.max(z, 1), rows.type.layout, assert_trivial=True)
-        gl.store(peaks + place, peak * factor, mask=inside)
+    if max_logits is not None:
+        max_logit = gl.convert_layout(gl.max(z, 1), rows.type.layout, assert_trivial=True)
+        gl.store(max_logits + place, max_logit * factor, mask=inside)
 
     scale, shift = (factor * LOG2E)[:, None], (reference * LOG2E)[:, None]
     left, right = halves(z)
@@ -215,15 +215,15 @@ def sum_tile(z, asked, out, held, given, first, block, n, v, WHO: gl.constexpr):
         below = parts[i] * scale - shift
         e = gl.exp2(below)
         if i == 0:
-            mass, spread = e, e * below
+            mass, entropy_sum = e, e * below
         else:
-            mass, spread = mass + e, spread + e * below
+            mass, entropy_sum = mass + e, entropy_sum + e * below
         if held is not None:
             if held.dtype != gl.float32:
                 write(e, held, out, first, block, WHO, i)
-    gl.store(rests + place, gl.sum(mass, 1), mask=inside)
-    if spreads is not None:
-        gl.store(spreads + place, gl.sum(spread, 1) * LN2, mask=inside)
+    gl.store(sumexps + place, gl.sum(mass, 1), mask=inside)
+    if entropy_sums is not None:
+        gl.store(entropy_sums + place, gl.sum(entropy_sum, 1) * LN2, mask=inside)
 
 
 @gluon.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
@@ -233,14 +233,14 @@ def overlapping_product_kernel(
     """As product_kernel, but that `held` may also be raw logits, in float32."""
     # Told apart here: on their way into a group of warps flags cease to be constants.
     found = parts_of(of.epilogue)  # [blocks, pitch] each
-    spreads, totals, peaks = None, None, None
+    entropy_sums, logit_sums, max_logits = None, None, None
     if of.epilogue.asked.entropy:
-        spreads = found[1]
+        entropy_sums = found[1]
     if of.epilogue.asked.mean:
-        totals = found[2]
+        logit_sums = found[2]
     if of.epilogue.asked.top1:
-        peaks = found[3]
-    given = of.epilogue, (found[0], spreads, totals, peaks)
+        max_logits = found[3]
+    given = of.epilogue, (found[0], entropy_sums, logit_sums, max_logits)
     each_tile(x, w, held, given, n, v, h, PROGRAMS, ask_of_tokens, sum_tile)
 
 
@@ -251,11 +251,12 @@ def ask_of_coefficients(a, first, block, n):
     none = gl.zeros_like(rows, dtype=gl.float32)
     outer = per_row(none + a.z.outer, a.z, rows, inside)
     factor = per_row(none + a.z.factor, a.z, rows, inside)
-    peak, log_sum = normalizer_of(a.normalizer, rows, inside)
+    max_logit, log_sum = normalizer_of(a.normalizer, rows, inside)
     prob = (coefficient(a.c.prob, rows, inside) * factor)[:, None]
     entropy = (coefficient(a.c.entropy, rows, inside) * (factor * LN2))[:, None]
     uniform = (coefficient(a.c.uniform, rows, inside) * factor)[:, None]
-    return (outer * LOG2E)[:, None], ((peak + log_sum) * LOG2E)[:, None], (prob, entropy, uniform)
+    lse = max_logit + log_sum
+    return (outer * LOG2E)[:, None], (lse * LOG2E)[:, None], (prob, entropy, uniform)
 
 
 @gluon.jit

@@ -57,7 +57,7 @@ class Gradient(NamedTuple):
     to: Matrix
     order: Order | None
     a: Act
-    references: Tensor | None  # [n] of held terms
+    shifts: Tensor | None  # [n] of held terms
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -78,14 +78,14 @@ def gradient_kernel(
     x = given.tile.data + row * given.tile.stride
     out = given.to.data + place * given.to.stride
     outer, factor, normalizer, at, own = token_of(a, row)
-    peak, log_sum = normalizer
+    max_logit, log_sum = normalizer
     target = tl.load(a.targets + row) - first
-    if given.references is not None:
-        offset = (peak - tl.load(given.references + row)) + log_sum
+    if given.shifts is not None:
+        offset = (max_logit - tl.load(given.shifts + row)) + log_sum
         if a.logps is not None:
             target_log_p = tl.maximum(tl.load(a.logps + row), FLOOR)
 
-    if given.references is not None and a.z.inner is None:
+    if given.shifts is not None and a.z.inner is None:
         # e (level + slope log2 e); the target's own is written afterwards.
         scale = tl.exp(-offset) * factor
         level, slope = (at[0] - at[1] * offset) * scale, at[1] * scale * LN2
@@ -109,20 +109,20 @@ def gradient_kernel(
             columns = start + tl.arange(0, BLOCK)
             inside = columns < end
             value = tl.load(x + columns, mask=inside, other=0.0)
-            if given.references is not None:
+            if given.shifts is not None:
                 p = value * tl.exp(-offset)
                 log_p = tl.where(value > 0, log(value.to(tl.float32)) - offset, FLOOR)
             else:
-                log_p = log_softmax(value, a.z, outer, peak, log_sum)
+                log_p = log_softmax(value, a.z, outer, max_logit, log_sum)
                 p = tl.exp(log_p)
             g = act_two(p, log_p, at, a.c)
             if a.logps is not None:
                 g = tl.where(columns == target, own, g)
             if a.z.inner is not None:
-                if given.references is not None:
+                if given.shifts is not None:
                     if a.logps is not None:  # its term may be 0, which no longer tells its z
                         log_p = tl.where(columns == target, target_log_p, log_p)
-                    g = under_cap_at(g, peak + (log_p + log_sum), outer)
+                    g = under_cap_at(g, max_logit + (log_p + log_sum), outer)
                 else:
                     g = under_cap(g, value, a.z)
             g *= factor
@@ -135,13 +135,13 @@ launch_gradient = Launcher(gradient_kernel, num_warps=4)
 
 
 def logit_gradient_(
-    raw: Tensor, backward: Backward, *, order: Order | None = None, references: Tensor | None = None
+    raw: Tensor, backward: Backward, *, order: Order | None = None, shifts: Tensor | None = None
 ) -> Tensor:
-    """With `references`, of held terms in place of logits."""
+    """With `shifts`, of held terms in place of logits."""
     check_tile("raw", raw)
     (n, v), out = raw.shape, narrowed(raw, backward)
     if n:
-        given = Gradient(matrix_of(raw), matrix_of(out), order, act(backward), references)
+        given = Gradient(matrix_of(raw), matrix_of(out), order, act(backward), shifts)
         block, overlap = block_width(v, 2048), out.dtype != raw.dtype
         span = 1 << 30 if overlap else 2 * block  # rows that narrow in place stay whole
         options = {"BLOCK": block, "SPAN": span, "OVERLAP": overlap}
@@ -155,7 +155,7 @@ SMALLEST = tl.constexpr(2.0**-90)  # of |c_target|, for s: what else is in the r
 class Multiple(NamedTuple):
     """What the kernel takes."""
 
-    terms: Tensor  # [n, v]
+    exp_logits: Tensor  # [n, v]
     stride: int  # of terms' rows
     targets: Tensor  # [n], as what follows; see `Act`
     factor: float
@@ -163,7 +163,7 @@ class Multiple(NamedTuple):
     normalizer: Normalizer
     c: SoftmaxCoefficients
     logps: Tensor
-    references: Tensor  # [n]
+    shifts: Tensor  # [n]
     order: Order | None
     x: Tensor | None  # [n, H]
     x_stride: int  # of x's rows
@@ -180,9 +180,9 @@ def multiple_rows_kernel(of, first, v, h, BLOCK: tl.constexpr):
         row = tl.load(of.order.rows + place)
         if place >= tl.load(of.order.count):
             return
-    peak, log_sum = normalizer_of(of.normalizer, row)
+    max_logit, log_sum = normalizer_of(of.normalizer, row)
     multiple = tl.load(of.c.prob + row)
-    multiple *= tl.exp((tl.load(of.references + row) - peak) - log_sum)
+    multiple *= tl.exp((tl.load(of.shifts + row) - max_logit) - log_sum)
     at_target = coefficient(of.c.target, row)
     own = own_gradient(tl.load(of.logps + row), at_target, coefficients(of.c, row), of.c)
     if of.least is not None:
@@ -192,17 +192,17 @@ def multiple_rows_kernel(of, first, v, h, BLOCK: tl.constexpr):
         floor = tl.abs(at_target) * SMALLEST
         multiple = tl.where(tl.abs(multiple) < floor, floor, multiple)
     own = tl.where(multiple == 0, 0.0, own / tl.where(multiple == 0, 1.0, multiple))
-    terms, to = of.terms + row * of.stride, of.terms + place * of.stride
-    own = own.to(terms.dtype.element_ty)
+    exp_logits, to = of.exp_logits + row * of.stride, of.exp_logits + place * of.stride
+    own = own.to(exp_logits.dtype.element_ty)
     column = tl.load(of.targets + row) - first
     if row == place:
         if (column >= 0) & (column < v):
-            tl.store(terms + column, own)
+            tl.store(exp_logits + column, own)
     else:  # from a place that nobody writes to but to set this same target
         for start in range(0, v, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < v
-            value = tl.load(terms + columns, mask=inside)
+            value = tl.load(exp_logits + columns, mask=inside)
             value = tl.where(columns == column, own, value)
             tl.store(to + columns, value, mask=inside)
     factor = multiple * per_row(of.factor, of, row)
@@ -225,14 +225,14 @@ def held_multiple_(
     if not backward.is_multiple:
         held.check(backward, multiple=True)
     targets, first, transform, normalizer, c, logps, *_ = backward
-    terms, (n, v), h = held.terms, held.terms.shape, 0
-    multiples, features, step = held.reference.new_empty(n), None, 0
+    exp_logits, (n, v), h = held.exp_logits, held.exp_logits.shape, 0
+    multiples, features, step = held.shift.new_empty(n), None, 0
     if x is not None:
         features, step = x.new_empty(n, h := x.shape[1]), x.stride(0)
     if n:
-        z, to = scaling(transform), (terms, terms.stride(0))
+        z, to = scaling(transform), (exp_logits, exp_logits.stride(0))
         of_tokens = targets, z.factor, z.temperature, normalizer, c, logps
-        read = held.reference, order, x, step
+        read = held.shift, order, x, step
         of = Multiple(*to, *of_tokens, *read, features, multiples, least)
         launch_rows(n, of, first, v, h, BLOCK=2048)
     return multiples, features
@@ -240,5 +240,5 @@ def held_multiple_(
 
 def held_gradient_(held: ExpTile, backward: Backward, *, order: Order | None = None) -> Tensor:
     held.check(backward)
-    backward, of = backward._replace(dtype=None), held.reference
-    return logit_gradient_(held.terms, backward, order=order, references=of)
+    backward, of = backward._replace(dtype=None), held.shift
+    return logit_gradient_(held.exp_logits, backward, order=order, shifts=of)

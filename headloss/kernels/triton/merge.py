@@ -70,10 +70,10 @@ class ActOne(NamedTuple):
 @triton.jit
 def parts_of(of):
     """Pointers to rests, spreads, totals and peaks of an `Epilogue`, where they are asked for."""
-    spreads = of.parts + of.stride
-    totals = spreads + of.stride if of.asked.entropy else spreads
-    peaks = totals + of.stride if of.asked.mean else totals
-    return of.parts, spreads, totals, peaks
+    entropy_sums = of.parts + of.stride
+    logit_sums = entropy_sums + of.stride if of.asked.entropy else entropy_sums
+    max_logits = logit_sums + of.stride if of.asked.mean else logit_sums
+    return of.parts, entropy_sums, logit_sums, max_logits
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def far_row(x, w, w_stride, held, v, h, z, outer, ENTROPY: tl.constexpr, HELD: t
     """Peak, rest and spread of one token against its largest logit; its terms are held."""
     COLUMNS: tl.constexpr = 64  # whose logits are made again at once, of 2 ** 7 of H at once
     x += tl.zeros((1,), tl.int64)
-    peak, rest, spread = float("-inf"), -1.0, 0.0
+    max_logit, sumexp_m1, entropy_sum = float("-inf"), -1.0, 0.0
     for sweep in range(1 + HELD):
         for start in range(0, v, COLUMNS):
             columns = start + tl.arange(0, COLUMNS)
@@ -92,11 +92,12 @@ def far_row(x, w, w_stride, held, v, h, z, outer, ENTROPY: tl.constexpr, HELD: t
             logit = tl.where(inside, logit, float("-inf"))
             if sweep == 0:
                 block = block_partials(logit, inside, ENTROPY)
-                peak, rest, spread = merged((peak, rest, spread), block)
+                before = max_logit, sumexp_m1, entropy_sum
+                max_logit, sumexp_m1, entropy_sum = merged(before, block)
             elif HELD:
-                e = tl.exp(tl.maximum(logit - peak, FLOOR))
+                e = tl.exp(tl.maximum(logit - max_logit, FLOOR))
                 tl.store(held + columns, e.to(tl.bfloat16), mask=inside)
-    return peak, rest, spread
+    return max_logit, sumexp_m1, entropy_sum
 
 
 @triton.jit
@@ -106,22 +107,22 @@ def write_statistics(out, pitch, rows, inside, highest, sums, vocabulary, asked)
     The normalizer has the peak `highest[0]`, against which the sum less 1 is `highest[1]`; the
     statistics are of `sums`, so that they are the same bits whether or not top1 is asked for."""
     top, above = highest
-    peak, rest, spread, total, target = sums
-    log_sum = log1p(rest)
+    max_logit, sumexp_m1, entropy_sum, logit_sum, target = sums
+    log_sum = log1p(sumexp_m1)
     tl.store(out + rows, top, mask=inside)
     tl.store(out + pitch + rows, log1p(above), mask=inside)
     out += 2 * pitch
     if asked.logp:
-        tl.store(out + rows, (target - peak) - log_sum, mask=inside)
+        tl.store(out + rows, (target - max_logit) - log_sum, mask=inside)
         out += pitch
     if asked.lse:
-        tl.store(out + rows, peak + log_sum, mask=inside)
+        tl.store(out + rows, max_logit + log_sum, mask=inside)
         out += pitch
     if asked.entropy:
-        tl.store(out + rows, log_sum - spread / (1 + rest), mask=inside)
+        tl.store(out + rows, log_sum - entropy_sum / (1 + sumexp_m1), mask=inside)
         out += pitch
     if asked.mean:
-        tl.store(out + rows, total / vocabulary, mask=inside)
+        tl.store(out + rows, logit_sum / vocabulary, mask=inside)
         out += pitch
     if asked.top1:
         tl.store(out + rows, (target >= top).to(tl.float32), mask=inside)
@@ -140,26 +141,26 @@ def finish_kernel(
     ENTROPY: tl.constexpr = of.epilogue.asked.entropy
     MEAN: tl.constexpr = of.epilogue.asked.mean
     TOP1: tl.constexpr = of.epilogue.asked.top1
-    rests, spreads, totals, peaks = parts_of(of.epilogue)
+    sumexps, entropy_sums, logit_sums, max_logits = parts_of(of.epilogue)
     out = more + 2 * pitch
-    rest_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
-    spread_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
-    total_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
-    peak_tile = tl.full((BLOCKS, ROWS), float("-inf"), tl.float32)
+    sumexp_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
+    entropy_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
+    logit_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
+    max_tile = tl.full((BLOCKS, ROWS), float("-inf"), tl.float32)
     for start in range(0, blocks, BLOCKS):
         block = start + tl.arange(0, BLOCKS)
         place = block.to(tl.int64)[:, None] * pitch + rows[None, :]
         here = (block < blocks)[:, None] & inside[None, :]
-        rest_tile += tl.load(rests + place, mask=here, other=0.0)
+        sumexp_tile += tl.load(sumexps + place, mask=here, other=0.0)
         if ENTROPY:
-            spread_tile += tl.load(spreads + place, mask=here, other=0.0)
+            entropy_tile += tl.load(entropy_sums + place, mask=here, other=0.0)
         if MEAN:
-            total_tile += tl.load(totals + place, mask=here, other=0.0)
+            logit_tile += tl.load(logit_sums + place, mask=here, other=0.0)
         if TOP1:
-            peak_tile = tl.maximum(peak_tile, tl.load(peaks + place, here, other=float("-inf")))
-    rest = folded(rest_tile, ROWS, HALVES)
-    spread = folded(spread_tile, ROWS, HALVES)
-    total = folded(total_tile, ROWS, HALVES)
+            max_tile = tl.maximum(max_tile, tl.load(max_logits + place, here, other=float("-inf")))
+    sumexp_m1 = folded(sumexp_tile, ROWS, HALVES)
+    entropy_sum = folded(entropy_tile, ROWS, HALVES)
+    logit_sum = folded(logit_tile, ROWS, HALVES)
     reference = tl.load(of.epilogue.logit + rows, mask=inside, other=0.0)
     target = tl.load(more + rows, mask=inside, other=0.0)
 
@@ -168,7 +169,7 @@ def finish_kernel(
         outer = per_row(tl.zeros_like(reference) + of.z.outer, of.z, rows, inside)
         raw = of.epilogue.raw.data + rows * of.epilogue.raw.stride
         tl.store(raw + column, reference / tl.where(outer == 0, 1.0, outer), mask=inside)
-    far = inside & ((rest < FAR) == 0)
+    far = inside & ((sumexp_m1 < FAR) == 0)
     if of.held_stride is not None:
         one = tl.full((ROWS,), 1.0, tl.float32).to(tl.bfloat16)
         tl.store(held + rows * of.held_stride + column, one, mask=inside & (far == 0))
@@ -185,32 +186,32 @@ def finish_kernel(
                     per_row(of.z.outer, of.z, row), ENTROPY, of.held_stride is not None,
                 )  # fmt: skip
                 reference = tl.where(this, found_peak, reference)
-                rest = tl.where(this, found_rest, rest)
-                spread = tl.where(this, found_spread, spread)
+                sumexp_m1 = tl.where(this, found_rest, sumexp_m1)
+                entropy_sum = tl.where(this, found_spread, entropy_sum)
         tl.store(of.epilogue.logit + rows, reference, mask=far)
 
-    peak, above = reference, rest
+    max_logit, above = reference, sumexp_m1
     if TOP1:  # the same sums against the largest logit; untouched where the reference is it
-        highest = tl.max(peak_tile, 0)
-        peak = tl.maximum(highest, reference)
-        shift = reference - peak
+        highest = tl.max(max_tile, 0)
+        max_logit = tl.maximum(highest, reference)
+        shift = reference - max_logit
         if of.epilogue.raw is not None:  # their largest is far_row's but for a rounding
-            peak, shift = tl.where(far, highest, peak), tl.where(far, 0.0, shift)
-        scale, mass = exp(shift), 1 + rest
-        above = tl.where(shift == 0, rest, mass * scale - 1)
+            max_logit, shift = tl.where(far, highest, max_logit), tl.where(far, 0.0, shift)
+        scale, mass = exp(shift), 1 + sumexp_m1
+        above = tl.where(shift == 0, sumexp_m1, mass * scale - 1)
     if of.partials:
-        tl.store(out + rows, peak, mask=inside)
+        tl.store(out + rows, max_logit, mask=inside)
         tl.store(out + pitch + rows, above, mask=inside)
         tl.store(out + 2 * pitch + rows, target, mask=inside)
         if ENTROPY:
             if TOP1:
-                spread = scale * (spread + mass * shift)
-            tl.store(out + 3 * pitch + rows, spread, mask=inside)
+                entropy_sum = scale * (entropy_sum + mass * shift)
+            tl.store(out + 3 * pitch + rows, entropy_sum, mask=inside)
         if MEAN:
-            tl.store(out + (4 if ENTROPY else 3) * pitch + rows, total, mask=inside)
+            tl.store(out + (4 if ENTROPY else 3) * pitch + rows, logit_sum, mask=inside)
     else:
-        asked, found = of.epilogue.asked, (reference, rest, spread, total, target)
-        write_statistics(out, pitch, rows, inside, (peak, above), found, vocabulary, asked)
+        asked, found = of.epilogue.asked, (reference, sumexp_m1, entropy_sum, logit_sum, target)
+        write_statistics(out, pitch, rows, inside, (max_logit, above), found, vocabulary, asked)
 
 
 @triton.jit(do_not_specialize=["rank_stride", "n"])
@@ -223,14 +224,14 @@ def merge_kernel(
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n
-    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    max_logit = tl.full((ROWS,), float("-inf"), tl.float32)
     of_rank = slices + rows
     for _ in range(ranks):
-        peak = tl.maximum(peak, tl.load(of_rank, mask=inside, other=0.0))
+        max_logit = tl.maximum(max_logit, tl.load(of_rank, mask=inside, other=0.0))
         of_rank += rank_stride
-    rest = tl.zeros((ROWS,), tl.float32)
-    spread = tl.zeros((ROWS,), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    sumexp_m1 = tl.zeros((ROWS,), tl.float32)
+    entropy_sum = tl.zeros((ROWS,), tl.float32)
+    logit_sum = tl.zeros((ROWS,), tl.float32)
     target = tl.full((ROWS,), float("-inf"), tl.float32)
     taken = rows < 0
     of_rank = slices + rows
@@ -238,19 +239,19 @@ def merge_kernel(
         own_peak = tl.load(of_rank, mask=inside, other=0.0)
         own_rest = tl.load(of_rank + n, mask=inside, other=0.0)
         target = tl.maximum(target, tl.load(of_rank + 2 * n, mask=inside, other=0.0))
-        top = own_peak == peak
-        shift = tl.maximum(tl.where(top, 0.0, own_peak - peak), FLOOR)
+        top = own_peak == max_logit
+        shift = tl.maximum(tl.where(top, 0.0, own_peak - max_logit), FLOOR)
         scale, mass = exp(shift), 1 + own_rest
         # The largest term stays out of one slice's sum alone, also where several hold its equal.
-        rest += tl.where(top & (taken == 0), own_rest, mass * scale)
+        sumexp_m1 += tl.where(top & (taken == 0), own_rest, mass * scale)
         taken = taken | top
         if asked.entropy:
-            spread += scale * (tl.load(of_rank + 3 * n, mask=inside, other=0.0) + mass * shift)
+            entropy_sum += scale * (tl.load(of_rank + 3 * n, mask=inside, other=0.0) + mass * shift)
         if asked.mean:
-            total += tl.load(of_rank + (3 + asked.entropy) * n, mask=inside, other=0.0)
+            logit_sum += tl.load(of_rank + (3 + asked.entropy) * n, mask=inside, other=0.0)
         of_rank += rank_stride
-    sums = peak, rest, spread, total, target
-    write_statistics(out, n, rows, inside, (peak, rest), sums, vocabulary, asked)
+    sums = max_logit, sumexp_m1, entropy_sum, logit_sum, target
+    write_statistics(out, n, rows, inside, (max_logit, sumexp_m1), sums, vocabulary, asked)
 
 
 set_of_all = Launcher(references_kernel, TOKENS=TOKENS)
@@ -277,9 +278,9 @@ def names(needs: frozenset[str]) -> tuple[str, ...]:
 
 def measured(rows: Sequence[Tensor], needs: frozenset[str]) -> Measured:
     """The rows that `write_statistics` wrote, by name."""
-    peak, log_sum, *statistics = rows
+    max_logit, log_sum, *statistics = rows
     by_name: Any = dict(zip(names(needs), statistics, strict=True))
-    return Measured(Statistics(**by_name), Normalizer(peak, log_sum))
+    return Measured(Statistics(**by_name), Normalizer(max_logit, log_sum))
 
 
 def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:

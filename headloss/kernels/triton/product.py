@@ -49,16 +49,16 @@ def sums(z, shift, ENTROPY: tl.constexpr):
     below = z * LOG2E - shift[:, None]
     e = tl.exp2(below)
     mass = tl.sum(e, 1)
-    spread = mass
+    entropy_sum = mass
     if ENTROPY:
-        spread = tl.sum(e * below, 1)
-    return e, mass, spread
+        entropy_sum = tl.sum(e * below, 1)
+    return e, mass, entropy_sum
 
 
 @triton.jit
 def sum_tile(z, m, block, held, of, n, v):
     """The epilogue: sums of a tile's terms, and with `held`, the terms."""
-    rests, spreads, totals, peaks = parts_of(of)
+    sumexps, entropy_sums, logit_sums, max_logits = parts_of(of)
     rows = m * BM + tl.arange(0, BM)
     inside = rows < n
     width = v - block * BN
@@ -73,28 +73,28 @@ def sum_tile(z, m, block, held, of, n, v):
     place = block.to(tl.int64) * of.pitch + rows
     if of.asked.mean:
         real = tl.where((columns < width)[None, :], z, 0.0)
-        tl.store(totals + place, tl.sum(real, 1), mask=inside)
+        tl.store(logit_sums + place, tl.sum(real, 1), mask=inside)
     if width < BN:
         z = tl.where((columns < width)[None, :], z, LOWEST)
     column = own_column(of, rows, inside) - block * BN
     if tl.max(((column >= 0) & (column < BN)).to(tl.int32), 0) > 0:
         z = tl.where(columns[None, :] == column[:, None], LOWEST, z)
     if of.asked.top1:  # of the others: the reference itself was summed in another order
-        tl.store(peaks + place, tl.max(z, 1), mask=inside)
+        tl.store(max_logits + place, tl.max(z, 1), mask=inside)
 
     shift = tl.load(of.logit + rows, mask=inside, other=0.0) * LOG2E
     left, right = halves(z)  # also where no terms are held: the sums are the same then
-    e, mass, spread = sums(left, shift, of.asked.entropy)
+    e, mass, entropy_sum = sums(left, shift, of.asked.entropy)
     if held is not None:
         held.store([m * BM, block * BN], e.to(held.dtype))
     e, more_mass, more_spread = sums(right, shift, of.asked.entropy)
     if held is not None:
         held.store([m * BM, block * BN + BN // 2], e.to(held.dtype))
     mass += more_mass
-    spread += more_spread
-    tl.store(rests + place, mass, mask=inside)
+    entropy_sum += more_spread
+    tl.store(sumexps + place, mass, mask=inside)
     if of.asked.entropy:
-        tl.store(spreads + place, spread * LN2, mask=inside)
+        tl.store(entropy_sums + place, entropy_sum * LN2, mask=inside)
 
 
 @triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
@@ -171,20 +171,20 @@ def _act_one(
     if n:
         blocks, share = cdiv(v, WIDTH), lost(x.device, h)
         parts = x.new_empty(1 + entropy + mean + top1, blocks, pitch, dtype=torch.float32)
-        logit = out.new_empty(n) if held is None else held.reference
-        terms = None if held is None else held.terms
-        stride = None if terms is None else terms.stride(0)
+        logit = out.new_empty(n) if held is None else held.shift
+        exp_logits = None if held is None else held.exp_logits
+        stride = None if exp_logits is None else exp_logits.stride(0)
         z, whole, to = scaling(transform), scaling(transform, share), None
         if raw is not None:
             whole, to = z._replace(restore=1 + share), matrix_of(raw)
-        run = product_of(whole, x.device, holds=terms is not None)
+        run = product_of(whole, x.device, holds=exp_logits is not None)
         if raw is not None and run is not launch_product:  # written tile by tile, as terms are
-            run, terms = in_gluon().launch_raw, raw
+            run, exp_logits = in_gluon().launch_raw, raw
         epilogue = Epilogue(logit, out, parts, pitch, blocks * pitch, whole, flags, to)
         stop = constant(vocabulary is None)
         of = ActOne(x.stride(0), w.stride(0), stride, z, stop, epilogue)
         programs = programs_on(x.device)
-        given = x, w, terms, targets, of, first, n, v, h, float(vocabulary or 1)
+        given = x, w, exp_logits, targets, of, first, n, v, h, float(vocabulary or 1)
         counts = cdiv(n, TOKENS), programs, cdiv(n, ROWS)
         for launcher, count in zip(run, counts, strict=True):
             launcher(count, *given, PROGRAMS=programs)
@@ -218,8 +218,8 @@ def gradient_tile(z, m, block, out, a, n, v):
     outer = per_row(a.z.outer, a.z, rows[:, None], inside[:, None])
     factor = per_row(a.z.factor, a.z, rows, inside)
     z = biased(z, a.z, block * BN + tl.arange(0, BN), v)
-    peak, log_sum = normalizer_of(a.normalizer, rows, inside)
-    lse = peak + log_sum
+    max_logit, log_sum = normalizer_of(a.normalizer, rows, inside)
+    lse = max_logit + log_sum
     at = (
         of_rows(a.c.prob, rows, inside, factor), of_rows(a.c.entropy, rows, inside, factor),
         of_rows(a.c.uniform, rows, inside, factor)

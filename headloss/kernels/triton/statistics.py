@@ -48,15 +48,15 @@ def partials_kernel(of, first, v, BLOCK: tl.constexpr, ONTO: tl.constexpr):
     row, to, z = tl.program_id(0).to(tl.int64), of.to, of.z
     x = of.raw.data + row * of.raw.stride
     outer = per_row(z.outer, z, row)
-    peak, rest, spread, total = float("-inf"), -1.0, 0.0, 0.0
+    max_logit, sumexp_m1, entropy_sum, logit_sum = float("-inf"), -1.0, 0.0, 0.0
     target = float("-inf")
     if ONTO:
-        peak, rest = tl.load(to.peak + row), tl.load(to.rest + row)
+        max_logit, sumexp_m1 = tl.load(to.max_logit + row), tl.load(to.sumexp_m1 + row)
         target = tl.load(to.target + row)
-        if to.spread is not None:
-            spread = tl.load(to.spread + row)
-        if to.total is not None:
-            total = tl.load(to.total + row)
+        if to.entropy_sum is not None:
+            entropy_sum = tl.load(to.entropy_sum + row)
+        if to.logit_sum is not None:
+            logit_sum = tl.load(to.logit_sum + row)
     WITHOUT: tl.constexpr = of.without is not None  # Triton 3.6 cannot ask behind a loop
     SUPPORT: tl.constexpr = of.support is not None
     begin, end = 0, v
@@ -84,13 +84,13 @@ def partials_kernel(of, first, v, BLOCK: tl.constexpr, ONTO: tl.constexpr):
             bound = bounds + start // BLOCK
             for k in range(tl.load(bound), tl.load(bound + 1)):
                 value = tl.where(columns == tl.load(places + k), float("-inf"), value)
-        if to.total is not None:
-            total += tl.sum(tl.where(inside, value, 0.0), 0)
+        if to.logit_sum is not None:
+            logit_sum += tl.sum(tl.where(inside, value, 0.0), 0)
         value = tl.where(inside, value, float("-inf"))
-        block = block_partials(value, inside, to.spread is not None)
-        peak, rest, spread = merged((peak, rest, spread), block)
+        block = block_partials(value, inside, to.entropy_sum is not None)
+        max_logit, sumexp_m1, entropy_sum = merged((max_logit, sumexp_m1, entropy_sum), block)
     tl.store(to.target + row, target)
-    store_partials(to, row, (peak, rest, spread, total))
+    store_partials(to, row, (max_logit, sumexp_m1, entropy_sum, logit_sum))
 
 
 launch = Launcher(partials_kernel, num_warps=WARPS)
