@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headloss.kernels.interface import Backward, ExpTile, Forward, Measured, Order, Rows, Walk
 from headloss.kernels.pair import Chosen
-from headloss.kernels.shift import (  # noqa: F401
+from headloss.kernels.reference import (  # noqa: F401
     divergence,
     finish,
     logit_gradient_,
@@ -25,7 +25,7 @@ from headloss.kernels.shift import (  # noqa: F401
     support_partials,
     support_sums,
 )
-from headloss.kernels.shift.tile import (
+from headloss.kernels.reference.tile import (
     blocks,
     own_gradient,
     put_,
