@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ..kernels.rounding import lost
+from ..kernels.rounding import accumulator_bias
 
 aten = torch.ops.aten
 WIDE = torch.float32, torch.float64
@@ -58,7 +58,7 @@ def logits(
         weight = weight.repeat(1, 3)
     if features.is_cuda and features.dtype == weight.dtype:
         n, h = features.shape
-        beta, alpha = 0 if out is None else 1, 1 + lost(features.device, h)
+        beta, alpha = 0 if out is None else 1, 1 + accumulator_bias(features.device, h)
         if out is None:
             out = features.new_empty(n, len(weight), dtype=torch.float32)
         given = (out, features, weight.t(), torch.float32)

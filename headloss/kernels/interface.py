@@ -36,7 +36,7 @@ class Forward(NamedTuple):
     first: int
     transform: Transform  # with a temperature [n] or a number
     needs: frozenset[str]  # statistics
-    whole: bool = False  # the tile has all columns, and so those of all targets
+    all_columns: bool = False  # the tile has all columns, and so those of all targets
 
 
 class Backward(NamedTuple):
@@ -54,7 +54,7 @@ class Backward(NamedTuple):
     coefficients: SoftmaxCoefficients  # [n]
     logps: Tensor | None  # [n] of the targets; None: these have no coefficient, and are as others
     dtype: torch.dtype | None = None  # of the gradient, at most as wide as the tile's, its default
-    whole: bool = False  # the tile is the one of act one, and has all columns
+    all_columns: bool = False  # the tile is the one of act one, and has all columns
     to: Tensor | None = None  # [n, v] of that dtype, where the gradient may go in place of the tile
 
     def rows(self, rows: slice | Tensor) -> Backward:
@@ -62,7 +62,7 @@ class Backward(NamedTuple):
         return Backward(
             self.targets[rows], self.first, self.transform.rows(rows), self.normalizer.rows(rows),
             self.coefficients.map(lambda t: t[rows]),
-            None if self.logps is None else self.logps[rows], whole=self.whole
+            None if self.logps is None else self.logps[rows], all_columns=self.all_columns
         )
 
     @property

@@ -51,7 +51,7 @@ class Divergence(NamedTuple):
 
     teacher: Tensor  # [n, v] raw logits
     pair: Pair
-    pivot: Tensor  # [n]
+    mean_slope: Tensor  # [n]
     weight: Tensor  # [n]; where it is 0 the teacher's row and the pivot may hold anything
 
 

@@ -36,7 +36,7 @@ BESIDE = {
     "peak": PEAK,
 }
 DIFFERENTIABLE = ("logp", "lse", "entropy", "mean_logit")
-NOT_ASKED: Any = None
+NOT_NEEDED: Any = None
 
 # exp(FLOOR) is 0 in float32 and float64 and FLOOR is finite, so that 0 * log 0 is 0 and not NaN.
 FLOOR = -1e4
@@ -107,11 +107,11 @@ class Statistics:
     """
 
     # None where nobody has asked for it: whoever reads one has asked.
-    logp: Tensor = NOT_ASKED
-    lse: Tensor = NOT_ASKED
-    entropy: Tensor = NOT_ASKED
-    mean_logit: Tensor = NOT_ASKED
-    top1: Tensor = NOT_ASKED
+    logp: Tensor = NOT_NEEDED
+    lse: Tensor = NOT_NEEDED
+    entropy: Tensor = NOT_NEEDED
+    mean_logit: Tensor = NOT_NEEDED
+    top1: Tensor = NOT_NEEDED
     extras: dict[object, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -144,9 +144,9 @@ class Statistics:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Statistics:
         """Apply `function` to every vector, what is measured beside them included."""
-        found: dict[str, Any] = {name: function(t) for name, t in self.tensors().items()}
+        mapped: dict[str, Any] = {name: function(t) for name, t in self.tensors().items()}
         beside = {key: function(t) for key, t in self.extras.items()}
-        return Statistics(**found, extras=beside)
+        return Statistics(**mapped, extras=beside)
 
 
 class Normalizer(NamedTuple):
@@ -166,21 +166,21 @@ def finish(
 ) -> tuple[Statistics, Normalizer]:
     """The statistics in `needs` of the whole vocabulary, and what a gradient kernel needs of it."""
     log_sum = partials.sumexp_m1.log1p()
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if "logp" in needs:
-        found["logp"] = (partials.target - partials.max_logit) - log_sum
+        values["logp"] = (partials.target - partials.max_logit) - log_sum
     if "lse" in needs:
-        found["lse"] = partials.max_logit + log_sum
+        values["lse"] = partials.max_logit + log_sum
     if "entropy" in needs:
         assert partials.entropy_sum is not None
         mass = 1 + partials.sumexp_m1
-        found["entropy"] = torch.addcdiv(log_sum, partials.entropy_sum, mass, value=-1)
+        values["entropy"] = torch.addcdiv(log_sum, partials.entropy_sum, mass, value=-1)
     if "mean_logit" in needs:
         assert partials.logit_sum is not None
-        found["mean_logit"] = partials.logit_sum / vocabulary
+        values["mean_logit"] = partials.logit_sum / vocabulary
     if "top1" in needs:
-        found["top1"] = (partials.target >= partials.max_logit).to(partials.max_logit.dtype)
-    return Statistics(**found), Normalizer(partials.max_logit, log_sum)
+        values["top1"] = (partials.target >= partials.max_logit).to(partials.max_logit.dtype)
+    return Statistics(**values), Normalizer(partials.max_logit, log_sum)
 
 
 class SoftmaxCoefficients(NamedTuple):
@@ -244,8 +244,8 @@ class Slope(NamedTuple):
     def constant(self) -> bool:
         """Whether it is the same for all statistics."""
         low, high = self.low, self.high
-        known = not (isinstance(low, Tensor) or isinstance(high, Tensor))
-        return known and bool(self.sign == 0) and (low, high) == (-math.inf, math.inf)
+        numbers = not (isinstance(low, Tensor) or isinstance(high, Tensor))
+        return numbers and bool(self.sign == 0) and (low, high) == (-math.inf, math.inf)
 
     def at(self, logp: Tensor) -> Tensor:
         """[n] its values at the tokens' log-probs."""
@@ -254,5 +254,5 @@ class Slope(NamedTuple):
             many = isinstance(rate, Tensor)
             return torch.zeros_like(logp).add_(rate) if many else torch.full_like(logp, rate)
         plain, power = isinstance(self.sign, float) and self.sign == 1, logp - self.anchor
-        found = (power if plain else power * self.sign).exp_().mul_(rate)
-        return found.where((logp >= self.low).logical_and_(logp <= self.high), 0)
+        value = (power if plain else power * self.sign).exp_().mul_(rate)
+        return value.where((logp >= self.low).logical_and_(logp <= self.high), 0)

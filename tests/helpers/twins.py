@@ -27,7 +27,7 @@ from headloss.kernels.reference import (  # noqa: F401
 )
 from headloss.kernels.reference.tile import (
     blocks,
-    own_gradient,
+    gradient_from_logp,
     put_,
     wide,
     widened,
@@ -101,7 +101,7 @@ def held_gradient_(held: ExpTile, backward: Backward, *, order: Order | None = N
         z = log_p + (max_logit + log_sum).unsqueeze(1)
         g = z_gradient(log_p, c, e)
         if own.logps is not None:
-            put_(g, own, own_gradient(own.logps, own.coefficients.target, own.coefficients))
+            put_(g, own, gradient_from_logp(own.logps, own.coefficients.target, own.coefficients))
         terms[rows] = own.transform.vjp_(g, z, is_z=True).to(terms.dtype)
     return terms
 
@@ -119,7 +119,7 @@ def held_multiple_(
     held.check(backward, multiple=True)
     assert c.prob is not None and backward.logps is not None
     multiple = c.prob * ((held.shift - max_logit) - log_sum).exp()
-    own = own_gradient(backward.logps, c.target, c)
+    own = gradient_from_logp(backward.logps, c.target, c)
     others = [t.abs() for t in (c.target, least) if t is not None]
     if others:
         floor = torch.stack(others).amax(0) * SMALLEST
@@ -163,7 +163,7 @@ def chosen_gradient_(
     slopes = slopes.clone()
     if c.target is not None:
         slopes += torch.where(columns == (own.targets - own.first).unsqueeze(1), c.target, 0)
-    g = own_gradient(log_p.clamp_max(0), slopes, c)
+    g = gradient_from_logp(log_p.clamp_max(0), slopes, c)
     g = own.transform.vjp_(g, log_p + (max_logit + log_sum).unsqueeze(1), is_z=True)
     if multiples is not None:
         multiple = multiples[places].unsqueeze(1)

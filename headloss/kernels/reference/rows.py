@@ -12,7 +12,7 @@ from .tile import wide
 
 
 def scaled(values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
-    found = []
+    results = []
     for value, dtype, multiplied, rows in values:
         if rows is not None:
             scaled_rows(value, rows, out=value)
@@ -22,8 +22,8 @@ def scaled(values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
             number = factor.reshape(1).to(wide(value.dtype))
             out = value if value.dtype == dtype else torch.empty_like(value, dtype=dtype)
             value = torch.mul(value, number, out=out)
-        found.append(value if value.dtype == dtype else value.to(dtype))
-    return found
+        results.append(value if value.dtype == dtype else value.to(dtype))
+    return results
 
 
 def scaled_rows(

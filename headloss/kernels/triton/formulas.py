@@ -17,7 +17,7 @@ LOG2E_LOW = tl.constexpr(1.925963033500e-08)  # what float32 leaves of it
 
 
 @triton.jit
-def bent(x):
+def tanh_and_slope(x):
     """tanh(x) in float32, and its slope 1 - tanh(x)^2, also where tanh is 1: with e = exp(2|x|)
     they are +-(1 - 2/(1 + e)), a series where that would cancel, and 4e/(1 + e)^2. (As x and -x
     are rounded alike, errors cancel in a mean.)"""
@@ -104,7 +104,7 @@ def transformed(raw, z, outer):
     """z of raw logits; `outer` is `per_row(z.outer, ..)`."""
     x = raw.to(tl.float32)
     if z.inner is not None:
-        x, _ = bent(x * z.inner)
+        x, _ = tanh_and_slope(x * z.inner)
     if not z.same:
         x = x * outer
     return x
@@ -145,7 +145,7 @@ def coefficient(pointer, row, inside=None):
 
 
 @triton.jit
-def act_two(p, log_p, at, c):
+def z_gradient(p, log_p, at, c):
     """dL/dz but for the target's own term; `at` is (c_prob, c_entropy, c_uniform), of which `c`, a
     `SoftmaxCoefficients`, says what there is."""
     if c.entropy is not None:
@@ -161,7 +161,7 @@ def act_two(p, log_p, at, c):
 def under_cap(g, raw, z):
     """A gradient times the soft cap's own slope at raw logits."""
     if z.inner is not None:
-        _, slope = bent(raw.to(tl.float32) * z.inner)
+        _, slope = tanh_and_slope(raw.to(tl.float32) * z.inner)
         g *= slope
     return g
 
@@ -174,7 +174,7 @@ def under_cap_at(g, z, cap):
 
 
 @triton.jit
-def own_gradient(log_p, slope, at, c):
+def gradient_from_logp(log_p, slope, at, c):
     """dL/dz of a column that has a slope of its own, to the last digit of p, or of 1 - p near 1."""
     log_p = tl.minimum(tl.maximum(log_p, FLOOR), 0.0)
     p = tl.exp(log_p)
@@ -188,7 +188,7 @@ def own_gradient(log_p, slope, at, c):
 
 @triton.jit
 def coefficients(c, row):
-    """(c_prob, c_entropy, c_uniform) of a token, for `act_two`."""
+    """(c_prob, c_entropy, c_uniform) of a token, for `z_gradient`."""
     return coefficient(c.prob, row), coefficient(c.entropy, row), coefficient(c.uniform, row)
 
 
@@ -201,13 +201,14 @@ def normalizer_of(normalizer, row, inside=None):
 
 @triton.jit
 def token_of(a, row):
-    """What act two needs of a token: `outer` and `factor` of its scaling, its normalizer, its
-    coefficients for `act_two`, and the target's own gradient, 0 where it is as others."""
+    """What the gradient needs of a token: `outer` and `factor` of its scaling, its normalizer, its
+    coefficients for `z_gradient`, and the target's own gradient, 0 where it is as others."""
     outer, factor = per_row(a.z.outer, a.z, row), per_row(a.z.factor, a.z, row)
-    at, own = coefficients(a.c, row), 0.0
+    at, target_gradient = coefficients(a.c, row), 0.0
     if a.logps is not None:
-        own = own_gradient(tl.load(a.logps + row), coefficient(a.c.target, row), at, a.c)
-    return outer, factor, normalizer_of(a.normalizer, row), at, own
+        slope = coefficient(a.c.target, row)
+        target_gradient = gradient_from_logp(tl.load(a.logps + row), slope, at, a.c)
+    return outer, factor, normalizer_of(a.normalizer, row), at, target_gradient
 
 
 @triton.jit

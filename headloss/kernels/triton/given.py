@@ -40,7 +40,7 @@ SHAPES = {
     98304: Shape(warps=32, turns=4, registers=64), 16384: Shape(warps=16, turns=4, registers=64),
     0: Shape(warps=4)
 }
-APART = Shape(warps=16, turns=1)  # of one walk alone
+ONE_WALK = Shape(warps=16, turns=1)  # of one walk alone
 VECTOR = 16  # bytes that a thread loads at once
 
 
@@ -65,24 +65,24 @@ class Given(NamedTuple):
 @triton.jit
 def slope_parts(slopes, row, count, SLOPES: tl.constexpr):
     """A token's `stats.Slope` parts, (rate, anchor, low, high, sign) each."""
-    found = ()
+    numbers = ()
     for i in tl.static_range(SLOPES):
         part = slopes + i * 5 * count.to(tl.int64) + row
         for k in tl.static_range(5):
-            found = found + (tl.load(part + k * count),)  # noqa: RUF005
-    return found
+            numbers = numbers + (tl.load(part + k * count),)  # noqa: RUF005
+    return numbers
 
 
 @triton.jit
 def closed_slope(parts, logp, SLOPES: tl.constexpr):
     """dL/dlogp of a token from its `slope_parts`."""
-    found = 0.0
+    slope = 0.0
     for i in tl.static_range(SLOPES):
         rate, anchor = parts[5 * i], parts[5 * i + 1]
         low, high, sign = parts[5 * i + 2], parts[5 * i + 3], parts[5 * i + 4]
         value = rate * tl.exp(sign * (logp - anchor))
-        found += tl.where((logp >= low) & (logp <= high), value, 0.0)
-    return found
+        slope += tl.where((logp >= low) & (logp <= high), value, 0.0)
+    return slope
 
 
 @triton.jit
@@ -178,7 +178,7 @@ def given_rows(walk: Walk, *, shape: Shape | None = None) -> SoftmaxState | None
 
 def shape_of(v: int, both: bool) -> Shape:
     """For rows of v columns; `both`: two walks. Only NVIDIA's compilers take `maxnreg`."""
-    shape = next(s for width, s in SHAPES.items() if v >= width) if both else APART
+    shape = next(s for width, s in SHAPES.items() if v >= width) if both else ONE_WALK
     return shape._replace(registers=None) if torch.version.hip is not None else shape
 
 

@@ -22,26 +22,26 @@ from ..interface import Backward, ExpTile, Order
 from .formulas import (
     FLOOR,
     LN2,
-    act_two,
     coefficient,
     coefficients,
+    gradient_from_logp,
     log,
     log2,
     log_softmax,
     normalizer_of,
-    own_gradient,
     per_row,
     token_of,
     under_cap,
     under_cap_at,
+    z_gradient,
 )
 from .launch import Launcher, cdiv
 from .records import (
-    Act,
+    GradientInputs,
     Matrix,
-    act,
     block_width,
     check_tile,
+    gradient_inputs,
     matrix_of,
     narrowed,
     scaling,
@@ -56,36 +56,36 @@ class Gradient(NamedTuple):
     tile: Matrix  # raw logits, or held terms
     to: Matrix
     order: Order | None
-    a: Act
+    a: GradientInputs
     shifts: Tensor | None  # [n] of held terms
 
 
 @triton.jit(do_not_specialize=["first"])
 def gradient_kernel(
-    given,  # Gradient
+    of,  # Gradient
     first, v, BLOCK: tl.constexpr, SPAN: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    a = given.a
+    a = of.a
     programs = tl.cdiv(v, SPAN)  # of a row; one of each takes a tenth longer
     place = (tl.program_id(0) // programs).to(tl.int64)
     begin = tl.program_id(0) % programs * SPAN
     end = tl.minimum(v, begin + SPAN)
     row = place
-    if given.order is not None:
-        if place >= tl.load(given.order.count):
+    if of.order is not None:
+        if place >= tl.load(of.order.count):
             return
-        row = tl.load(given.order.rows + place)
-    x = given.tile.data + row * given.tile.stride
-    out = given.to.data + place * given.to.stride
-    outer, factor, normalizer, at, own = token_of(a, row)
+        row = tl.load(of.order.rows + place)
+    x = of.tile.data + row * of.tile.stride
+    out = of.to.data + place * of.to.stride
+    outer, factor, normalizer, at, target_gradient = token_of(a, row)
     max_logit, log_sum = normalizer
     target = tl.load(a.targets + row) - first
-    if given.shifts is not None:
-        offset = (max_logit - tl.load(given.shifts + row)) + log_sum
+    if of.shifts is not None:
+        offset = (max_logit - tl.load(of.shifts + row)) + log_sum
         if a.logps is not None:
             target_log_p = tl.maximum(tl.load(a.logps + row), FLOOR)
 
-    if given.shifts is not None and a.z.inner is None:
+    if of.shifts is not None and a.z.inner is None:
         # e (level + slope log2 e); the target's own is written afterwards.
         scale = tl.exp(-offset) * factor
         level, slope = (at[0] - at[1] * offset) * scale, at[1] * scale * LN2
@@ -102,24 +102,25 @@ def gradient_kernel(
             tl.store(out + columns, g.to(out.dtype.element_ty), mask=inside)
         if a.logps is not None:
             tl.debug_barrier()  # another thread wrote this element
-            there = (target >= begin) & (target < end)
-            tl.store(out + target, (own * factor).to(out.dtype.element_ty), mask=there)
+            in_span = (target >= begin) & (target < end)
+            g = target_gradient * factor
+            tl.store(out + target, g.to(out.dtype.element_ty), mask=in_span)
     else:
         for start in range(begin, end, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < end
             value = tl.load(x + columns, mask=inside, other=0.0)
-            if given.shifts is not None:
+            if of.shifts is not None:
                 p = value * tl.exp(-offset)
                 log_p = tl.where(value > 0, log(value.to(tl.float32)) - offset, FLOOR)
             else:
                 log_p = log_softmax(value, a.z, outer, max_logit, log_sum)
                 p = tl.exp(log_p)
-            g = act_two(p, log_p, at, a.c)
+            g = z_gradient(p, log_p, at, a.c)
             if a.logps is not None:
-                g = tl.where(columns == target, own, g)
+                g = tl.where(columns == target, target_gradient, g)
             if a.z.inner is not None:
-                if given.shifts is not None:
+                if of.shifts is not None:
                     if a.logps is not None:  # its term may be 0, which no longer tells its z
                         log_p = tl.where(columns == target, target_log_p, log_p)
                     g = under_cap_at(g, max_logit + (log_p + log_sum), outer)
@@ -141,11 +142,11 @@ def logit_gradient_(
     check_tile("raw", raw)
     (n, v), out = raw.shape, narrowed(raw, backward)
     if n:
-        given = Gradient(matrix_of(raw), matrix_of(out), order, act(backward), shifts)
+        of = Gradient(matrix_of(raw), matrix_of(out), order, gradient_inputs(backward), shifts)
         block, overlap = block_width(v, 2048), out.dtype != raw.dtype
         span = 1 << 30 if overlap else 2 * block  # rows that narrow in place stay whole
         options = {"BLOCK": block, "SPAN": span, "OVERLAP": overlap}
-        launch_gradient(n * cdiv(v, span), given, backward.first, v, **options)
+        launch_gradient(n * cdiv(v, span), of, backward.first, v, **options)
     return out
 
 
@@ -157,7 +158,7 @@ class Multiple(NamedTuple):
 
     exp_logits: Tensor  # [n, v]
     stride: int  # of terms' rows
-    targets: Tensor  # [n], as what follows; see `Act`
+    targets: Tensor  # [n], as what follows; see `GradientInputs`
     factor: float
     temperature: Tensor | None
     normalizer: Normalizer
@@ -184,26 +185,28 @@ def multiple_rows_kernel(of, first, v, h, BLOCK: tl.constexpr):
     multiple = tl.load(of.c.prob + row)
     multiple *= tl.exp((tl.load(of.shifts + row) - max_logit) - log_sum)
     at_target = coefficient(of.c.target, row)
-    own = own_gradient(tl.load(of.logps + row), at_target, coefficients(of.c, row), of.c)
+    at, log_p = coefficients(of.c, row), tl.load(of.logps + row)
+    target_value = gradient_from_logp(log_p, at_target, at, of.c)
     if of.least is not None:
         floor = tl.load(of.least + row) * SMALLEST
         multiple = tl.where(tl.abs(multiple) < floor, floor, multiple)
     if of.c.target is not None:
         floor = tl.abs(at_target) * SMALLEST
         multiple = tl.where(tl.abs(multiple) < floor, floor, multiple)
-    own = tl.where(multiple == 0, 0.0, own / tl.where(multiple == 0, 1.0, multiple))
+    divisor = tl.where(multiple == 0, 1.0, multiple)
+    target_value = tl.where(multiple == 0, 0.0, target_value / divisor)
     exp_logits, to = of.exp_logits + row * of.stride, of.exp_logits + place * of.stride
-    own = own.to(exp_logits.dtype.element_ty)
+    target_value = target_value.to(exp_logits.dtype.element_ty)
     column = tl.load(of.targets + row) - first
     if row == place:
         if (column >= 0) & (column < v):
-            tl.store(exp_logits + column, own)
+            tl.store(exp_logits + column, target_value)
     else:  # from a place that nobody writes to but to set this same target
         for start in range(0, v, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < v
             value = tl.load(exp_logits + columns, mask=inside)
-            value = tl.where(columns == column, own, value)
+            value = tl.where(columns == column, target_value, value)
             tl.store(to + columns, value, mask=inside)
     factor = multiple * per_row(of.factor, of, row)
     tl.store(of.multiples + place, factor)

@@ -35,24 +35,24 @@ def order_kernel(keep, rows, gaps, count, n, most, BLOCK: tl.constexpr):
     if total > most:
         total = n
     tl.store(count, total)
-    found = 0
+    placed = 0
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < n
         tl.store(rows + at, at.to(tl.int64), mask=inside)
         gap = inside & (at < total) & (tl.load(keep + at, mask=inside, other=1) == 0)
-        rank = found + tl.cumsum(gap.to(tl.int32), 0) - 1
+        rank = placed + tl.cumsum(gap.to(tl.int32), 0) - 1
         tl.store(gaps + rank, at, mask=gap)
-        found += tl.sum(gap.to(tl.int32), 0)
+        placed += tl.sum(gap.to(tl.int32), 0)
     tl.debug_barrier()  # the gaps are read by other threads than wrote them
-    found = 0
+    placed = 0
     for start in range(total, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
         mover = tl.load(keep + at, mask=at < n, other=0) != 0
-        rank = found + tl.cumsum(mover.to(tl.int32), 0) - 1
+        rank = placed + tl.cumsum(mover.to(tl.int32), 0) - 1
         place = tl.load(gaps + rank, mask=mover, other=0)
         tl.store(rows + place, at.to(tl.int64), mask=mover)
-        found += tl.sum(mover.to(tl.int32), 0)
+        placed += tl.sum(mover.to(tl.int32), 0)
 
 
 launch_order = Launcher(order_kernel, num_warps=8)
@@ -172,12 +172,12 @@ launch_scaled = Launcher(scaled_kernel, num_warps=8)
 
 
 def scaled(values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
-    found, work, programs = [], [], 1
+    results, work, programs = [], [], 1
     for value, dtype, multiply, rows in values:
         multiply, size = multiply and factor is not None, value.numel()
         changes = value.dtype != dtype
         out = torch.empty_like(value, dtype=dtype) if changes else value
-        found.append(out)
+        results.append(out)
         if size and (changes or multiply or rows is not None):
             flags = constant(multiply), constant(not changes)
             n, width = (1, size) if rows is None else value.shape
@@ -188,4 +188,4 @@ def scaled(values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
         value, out, _, *others = some[0]
         some += [Cast(value, out, 0, *others)] * (AT_ONCE - len(some))
         launch_scaled(programs, some[0].value if factor is None else factor, *some, BLOCK=WIDEST)
-    return found
+    return results

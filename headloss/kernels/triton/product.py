@@ -28,12 +28,20 @@ from torch import Tensor
 
 from ...statistics.softmax import SoftmaxState
 from ..interface import Backward, ExpTile, Forward, Measured, partials_of
-from ..rounding import lost
-from .chosen import TOKENS, own_column, target_gradient_
-from .formulas import LN2, LOG2E, act_two, normalizer_of, per_row, transformed, under_cap
+from ..rounding import accumulator_bias
+from .chosen import TOKENS, shift_column, target_gradient_
+from .formulas import LN2, LOG2E, normalizer_of, per_row, transformed, under_cap, z_gradient
 from .launch import Launcher, cdiv
-from .merge import ROWS, ActOne, Epilogue, act_one, asked, measured, names, parts_of
-from .records import LogitScaling, act, constant, matrix_of, over_tiles, programs_on, scaling
+from .merge import ROWS, Epilogue, ProductStatistics, flags_of, launchers, measured, names, parts_of
+from .records import (
+    LogitScaling,
+    constant,
+    gradient_inputs,
+    matrix_of,
+    over_tiles,
+    programs_on,
+    scaling,
+)
 from .tiles import BM, BN, OPTIONS, READ, WIDTH, WRITE, biased, each_tile, halves, has_accelerator
 from .versions import overlaps
 
@@ -44,9 +52,9 @@ LOWEST = tl.constexpr(-1e30)  # exp2 of it is 0, and it may be multiplied by tha
 
 
 @triton.jit
-def sums(z, shift, ENTROPY: tl.constexpr):
+def sums(z, log2_shift, ENTROPY: tl.constexpr):
     """e, sum e and sum e (z - reference) of each row, the last in units of log 2."""
-    below = z * LOG2E - shift[:, None]
+    below = z * LOG2E - log2_shift[:, None]
     e = tl.exp2(below)
     mass = tl.sum(e, 1)
     entropy_sum = mass
@@ -66,34 +74,34 @@ def sum_tile(z, m, block, held, of, n, v):
     z = biased(z, of.z, block * BN + columns, v)
     if of.raw is not None:
         raw = of.raw.data + rows.to(tl.int64) * of.raw.stride + block * BN
-        there = inside[:, None] & (columns < width)[None, :]
-        tl.store(raw[:, None] + columns[None, :], z, mask=there)
+        in_tile = inside[:, None] & (columns < width)[None, :]
+        tl.store(raw[:, None] + columns[None, :], z, mask=in_tile)
     if not of.z.same:
         z = transformed(z, of.z, per_row(of.z.outer, of.z, rows[:, None], inside[:, None]))
     place = block.to(tl.int64) * of.pitch + rows
-    if of.asked.mean:
+    if of.flags.mean:
         real = tl.where((columns < width)[None, :], z, 0.0)
         tl.store(logit_sums + place, tl.sum(real, 1), mask=inside)
     if width < BN:
         z = tl.where((columns < width)[None, :], z, LOWEST)
-    column = own_column(of, rows, inside) - block * BN
+    column = shift_column(of, rows, inside) - block * BN
     if tl.max(((column >= 0) & (column < BN)).to(tl.int32), 0) > 0:
         z = tl.where(columns[None, :] == column[:, None], LOWEST, z)
-    if of.asked.top1:  # of the others: the reference itself was summed in another order
+    if of.flags.top1:  # of the others: the shift's own logit was summed in another order
         tl.store(max_logits + place, tl.max(z, 1), mask=inside)
 
-    shift = tl.load(of.logit + rows, mask=inside, other=0.0) * LOG2E
+    log2_shift = tl.load(of.shift + rows, mask=inside, other=0.0) * LOG2E
     left, right = halves(z)  # also where no terms are held: the sums are the same then
-    e, mass, entropy_sum = sums(left, shift, of.asked.entropy)
+    e, mass, entropy_sum = sums(left, log2_shift, of.flags.entropy)
     if held is not None:
         held.store([m * BM, block * BN], e.to(held.dtype))
-    e, more_mass, more_spread = sums(right, shift, of.asked.entropy)
+    e, more_mass, more_spread = sums(right, log2_shift, of.flags.entropy)
     if held is not None:
         held.store([m * BM, block * BN + BN // 2], e.to(held.dtype))
     mass += more_mass
     entropy_sum += more_spread
     tl.store(sumexps + place, mass, mask=inside)
-    if of.asked.entropy:
+    if of.flags.entropy:
         tl.store(entropy_sums + place, entropy_sum * LN2, mask=inside)
 
 
@@ -104,8 +112,8 @@ def product_kernel(
     each_tile(x, w, held, of.epilogue, n, v, h, PROGRAMS, sum_tile)
 
 
-launch_product = act_one(product_kernel, READ, **OPTIONS)
-launch_held = act_one(product_kernel, READ | {"held": WRITE}, **OPTIONS)
+launch_product = launchers(product_kernel, READ, **OPTIONS)
+launch_held = launchers(product_kernel, READ | {"held": WRITE}, **OPTIONS)
 
 
 @functools.cache
@@ -131,8 +139,8 @@ def can_fuse(x: Tensor, w: Tensor) -> bool:
     if x.dtype != w.dtype or x.dtype not in (torch.bfloat16, torch.float16):
         return False
     (of_x, one_x), (of_w, one_w) = x.stride(), w.stride()
-    whole = (x.data_ptr() | w.data_ptr()) % 16 == 0 and (of_x | of_w) % 8 == 0
-    return whole and one_x == one_w == 1
+    aligned = (x.data_ptr() | w.data_ptr()) % 16 == 0 and (of_x | of_w) % 8 == 0
+    return aligned and one_x == one_w == 1
 
 
 def check_operands(x: Tensor, w: Tensor) -> None:
@@ -147,47 +155,47 @@ def check_operands(x: Tensor, w: Tensor) -> None:
 def product_partials(
     x: Tensor, w: Tensor, forward: Forward, held: ExpTile | None = None
 ) -> SoftmaxState:
-    return partials_of(_act_one(x, w, forward, None, held), forward.needs)
+    return partials_of(_statistics(x, w, forward, None, held), forward.needs)
 
 
 def product_statistics(
     x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: ExpTile | None = None,
     raw: Tensor | None = None,
 ) -> Measured:  # fmt: skip
-    return measured(_act_one(x, w, forward, vocabulary, held, raw), forward.needs)
+    return measured(_statistics(x, w, forward, vocabulary, held, raw), forward.needs)
 
 
-def _act_one(
+def _statistics(
     x: Tensor, w: Tensor, forward: Forward, vocabulary: int | None, held: ExpTile | None,
     raw: Tensor | None = None,
 ) -> Sequence[Tensor]:  # fmt: skip
     """The rows of `measured`; those of `partials_of` without the size of the vocabulary."""
     check_operands(x, w)
     targets, first, transform, needs, _ = forward
-    (n, h), v, flags = x.shape, w.shape[0], asked(needs)
+    (n, h), v, flags = x.shape, w.shape[0], flags_of(needs)
     entropy, mean, top1 = flags.entropy.value, flags.mean.value, flags.top1.value
     rows = 3 + entropy + mean if vocabulary is None else 2 + len(names(needs))
     out = x.new_empty(2 + rows, (pitch := cdiv(n, 16) * 16), dtype=torch.float32)[:, :n]
     if n:
-        blocks, share = cdiv(v, WIDTH), lost(x.device, h)
+        blocks, share = cdiv(v, WIDTH), accumulator_bias(x.device, h)
         parts = x.new_empty(1 + entropy + mean + top1, blocks, pitch, dtype=torch.float32)
-        logit = out.new_empty(n) if held is None else held.shift
+        shift = out.new_empty(n) if held is None else held.shift
         exp_logits = None if held is None else held.exp_logits
         stride = None if exp_logits is None else exp_logits.stride(0)
-        z, whole, to = scaling(transform), scaling(transform, share), None
+        z, unbiased, to = scaling(transform), scaling(transform, share), None
         if raw is not None:
-            whole, to = z._replace(restore=1 + share), matrix_of(raw)
-        run = product_of(whole, x.device, holds=exp_logits is not None)
+            unbiased, to = z._replace(restore=1 + share), matrix_of(raw)
+        run = product_of(unbiased, x.device, holds=exp_logits is not None)
         if raw is not None and run is not launch_product:  # written tile by tile, as terms are
             run, exp_logits = in_gluon().launch_raw, raw
-        epilogue = Epilogue(logit, out, parts, pitch, blocks * pitch, whole, flags, to)
+        epilogue = Epilogue(shift, out, parts, pitch, blocks * pitch, unbiased, flags, to)
         stop = constant(vocabulary is None)
-        of = ActOne(x.stride(0), w.stride(0), stride, z, stop, epilogue)
+        of = ProductStatistics(x.stride(0), w.stride(0), stride, z, stop, epilogue)
         programs = programs_on(x.device)
-        given = x, w, exp_logits, targets, of, first, n, v, h, float(vocabulary or 1)
+        arguments = x, w, exp_logits, targets, of, first, n, v, h, float(vocabulary or 1)
         counts = cdiv(n, TOKENS), programs, cdiv(n, ROWS)
         for launcher, count in zip(run, counts, strict=True):
-            launcher(count, *given, PROGRAMS=programs)
+            launcher(count, *arguments, PROGRAMS=programs)
     return out.unbind(0)[2:]
 
 
@@ -207,7 +215,7 @@ def of_rows(pointer, rows, inside, factor):
 def gradient_of(raw, lse, at, outer, a):
     """dL/draw of a block of logits but for the targets' own."""
     log_p = transformed(raw, a.z, outer) - lse
-    return under_cap(act_two(tl.exp2(log_p * LOG2E), log_p, at, a.c), raw, a.z)
+    return under_cap(z_gradient(tl.exp2(log_p * LOG2E), log_p, at, a.c), raw, a.z)
 
 
 @triton.jit
@@ -242,9 +250,10 @@ launch_slab = Launcher(slab_kernel, tiles=READ | {"out": WRITE}, **OPTIONS)
 def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
     check_operands(x, w)
     n, v = len(x), len(w)
-    out, a = x.new_empty(n, 8 * cdiv(v, 8))[:, :v], act(backward)  # rows of whole 16 bytes
+    out = x.new_empty(n, 8 * cdiv(v, 8))[:, :v]  # rows of whole 16 bytes
+    a = gradient_inputs(backward)
     if n:
-        of = a._replace(z=scaling(backward.transform, lost(x.device, x.shape[1])))
+        of = a._replace(z=scaling(backward.transform, accumulator_bias(x.device, x.shape[1])))
         run = launch_slab
         if overlaps(x.device):
             run = in_gluon().launch_slab

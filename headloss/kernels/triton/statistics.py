@@ -18,7 +18,7 @@ from ..interface import Forward, Support
 from . import records
 from .formulas import block_partials, merged, per_row, store_partials, transformed
 from .launch import Launcher
-from .records import WARPS, Apart, LogitScaling, Matrix
+from .records import WARPS, BlockedColumns, LogitScaling, Matrix
 
 NARROW = 2048  # columns that a program works on at once, at most, where it has to look for some
 
@@ -29,7 +29,7 @@ class Tile(NamedTuple):
     raw: Matrix  # of a support, [P] of all rows
     to: SoftmaxState
     targets: Tensor | None  # [n]
-    without: Apart | None
+    without: BlockedColumns | None
     z: LogitScaling
     support: Support | None = None
 
@@ -39,8 +39,8 @@ def columns_at(support, at, end):
     """Columns of some pairs in the window, and which of these are there."""
     inside = at < end
     column = tl.load(support.ids + at, mask=inside, other=-1) - support.first
-    there = inside & (column >= 0) & (column < support.size)
-    return tl.where(there, column, 0), there
+    present = inside & (column >= 0) & (column < support.size)
+    return tl.where(present, column, 0), present
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -78,8 +78,8 @@ def partials_kernel(of, first, v, BLOCK: tl.constexpr, ONTO: tl.constexpr):
             columns, inside = columns_at(of.support, at, end)
         value = transformed(tl.load(x + at, mask=inside, other=0.0), z, outer)
         if SUPPORT:
-            own = tl.where(inside & (columns == column), value, float("-inf"))
-            target = tl.maximum(target, tl.max(own, 0))
+            at_target = tl.where(inside & (columns == column), value, float("-inf"))
+            target = tl.maximum(target, tl.max(at_target, 0))
         if WITHOUT:
             bound = bounds + start // BLOCK
             for k in range(tl.load(bound), tl.load(bound + 1)):
@@ -105,7 +105,7 @@ def partials(
     to = records.empty_partials(raw, n, needs) if onto is None else onto
     if n:
         block = records.block_width(v, None if without is None else NARROW)
-        left_out = None if without is None else records.apart(without, v, block)[0]
+        left_out = None if without is None else records.blocked_columns(without, v, block)[0]
         of = Tile(tile, to, targets, left_out, records.scaling(transform))
         launch(n, of, first, v, BLOCK=block, ONTO=onto is not None)
     return to

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .formulas import FLOOR, LOG2E, act_two, transformed, under_cap
+from .formulas import FLOOR, LOG2E, transformed, under_cap, z_gradient
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no difference of maxima is NaN
 
@@ -36,13 +36,13 @@ def logits_at(x, columns, length, z, outer, HINT: tl.constexpr):
 @triton.jit
 def add_term(z, max_logit, sumexp_m1, entropy_sum, ENTROPY: tl.constexpr):
     """Add e = exp(z - max_logit) to `sumexp_m1`, and e (z - max_logit) to `entropy_sum`."""
-    shift = z - max_logit
+    below = z - max_logit
     if ENTROPY:
-        shift = tl.maximum(shift, FLOOR, propagate_nan=tl.PropagateNan.ALL)
-    e = tl.exp2(shift * LOG2E)
+        below = tl.maximum(below, FLOOR, propagate_nan=tl.PropagateNan.ALL)
+    e = tl.exp2(below * LOG2E)
     sumexp_m1 += e
     if ENTROPY:
-        entropy_sum += e * shift
+        entropy_sum += e * below
     return sumexp_m1, entropy_sum
 
 
@@ -55,15 +55,15 @@ def smaller(a, b):
 def join_lanes(max_logit, sumexp_m1, entropy_sum, ENTROPY: tl.constexpr):
     """(max_logit, sumexp_m1, entropy_sum) of a row from those of its lanes."""
     top = tl.max(max_logit, 0)
-    shift = tl.maximum(max_logit - top, FLOOR)
-    scale = tl.exp2(shift * LOG2E)
+    log_scale = tl.maximum(max_logit - top, FLOOR)
+    scale = tl.exp2(log_scale * LOG2E)
     # The largest term is left out, once: its equals in other lanes, if any, count one each.
     at_top = max_logit == top
     others = tl.sum(sumexp_m1 * scale + tl.where(at_top, 0.0, scale), 0)
     sumexp_m1_of_row = others + (tl.sum(at_top.to(tl.float32), 0) - 1)
     entropy_sum_of_row = 0.0
     if ENTROPY:
-        entropy_sum_of_row = tl.sum(scale * (entropy_sum + (sumexp_m1 + 1) * shift), 0)
+        entropy_sum_of_row = tl.sum(scale * (entropy_sum + (sumexp_m1 + 1) * log_scale), 0)
     empty = top == LOWEST
     sumexp_m1_of_row = tl.where(empty, -1.0, sumexp_m1_of_row)
     return tl.where(empty, float("-inf"), top), sumexp_m1_of_row, entropy_sum_of_row
@@ -92,10 +92,10 @@ def row_partials(x, length, z, outer, to, WIDTH: tl.constexpr, KEPT: tl.constexp
         ab, cd = tl.maximum(a, b), tl.maximum(c, d)
         four = tl.maximum(ab, cd)
         new = tl.maximum(max_logit, four)
-        shift = tl.maximum(max_logit - new, FLOOR)
-        scale = tl.exp2(shift * LOG2E)
+        log_scale = tl.maximum(max_logit - new, FLOOR)
+        scale = tl.exp2(log_scale * LOG2E)
         if ENTROPY:
-            entropy_sum = (entropy_sum + sumexp_m1 * shift) * scale
+            entropy_sum = (entropy_sum + sumexp_m1 * log_scale) * scale
         sumexp_m1 *= scale
         sumexp_m1, entropy_sum = add_term(smaller(a, b), new, sumexp_m1, entropy_sum, ENTROPY)
         sumexp_m1, entropy_sum = add_term(smaller(c, d), new, sumexp_m1, entropy_sum, ENTROPY)
@@ -118,7 +118,7 @@ def logit_gradient(raw, inside, z, outer, normalizer, at, c):
     else:
         log_p = logit
         p = tl.exp2((logit - max_logit) * LOG2E - log_sum * LOG2E)
-    g = act_two(p, log_p, at, c)
+    g = z_gradient(p, log_p, at, c)
     slope = under_cap(1.0, raw, z)
     return g * slope, slope
 
