@@ -1,8 +1,8 @@
 """What a backend does: the acts, and the records that they take.
 
-n tokens, v columns of the vocabulary starting at `first`, H hidden width, K stored outcomes.
+n tokens, v columns of the vocabulary starting at `first`, H hidden width, K stored tokens.
 `raw` [n, v] are logits as a product left them, z = transform(raw), p = softmax(z) over the whole
-vocabulary. Act one takes partial statistics of a tile, act two its gradient:
+vocabulary. Acts take the statistics of a tile, a `SoftmaxState`, or the gradient of its logits:
 
     dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform
 
@@ -29,7 +29,7 @@ from .transform import Transform
 
 
 class Forward(NamedTuple):
-    """Arguments of act one beside the logits."""
+    """What statistics need beside the logits."""
 
     targets: Tensor | None  # [n] int64: columns of the whole vocabulary, some outside of this tile;
     # None, for `partials` alone: no column is one
@@ -40,11 +40,11 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Arguments of act two beside the logits.
+    """What the gradient needs beside the logits.
 
-    Logits that a product makes a second time may be rounded differently from those of act one.
-    Therefore the gradient at a target follows from `logps`, which keeps the last digit of 1 - p. A
-    column that has nearly all the mass is the peak, and its logit is taken from there.
+    Logits that a product makes a second time may be rounded differently from the first ones, whose
+    statistics these are. Therefore the gradient at a target follows from `logps`, which keeps the
+    last digit of 1 - p. A column that has nearly all the mass has the normalizer's largest logit.
     """
 
     targets: Tensor  # [n] int64
@@ -54,7 +54,7 @@ class Backward(NamedTuple):
     coefficients: SoftmaxCoefficients  # [n]
     logps: Tensor | None  # [n] of the targets; None: these have no coefficient, and are as others
     dtype: torch.dtype | None = None  # of the gradient, at most as wide as the tile's, its default
-    all_columns: bool = False  # the tile is the one of act one, and has all columns
+    all_columns: bool = False  # the tile has all, and they are the logits of the statistics
     to: Tensor | None = None  # [n, v] of that dtype, where the gradient may go in place of the tile
 
     def rows(self, rows: slice | Tensor) -> Backward:
@@ -67,7 +67,7 @@ class Backward(NamedTuple):
 
     @property
     def is_multiple(self) -> bool:
-        """Whether the gradient of a token is a multiple of its terms, the target's apart."""
+        """Whether a token's gradient is a multiple of exp z in all columns but the target's."""
         c, cap = self.coefficients, self.transform.softcap
         return c.prob is not None and c.entropy is None and c.uniform is None and cap is None
 
@@ -91,7 +91,7 @@ class ExpTile:
 
     @classmethod
     def empty(cls, x: Tensor, v: int) -> ExpTile:
-        """Room for the terms of x [n, H]; rows are whole 16 bytes."""
+        """Memory for x [n, H]; rows are whole 16 bytes."""
         n, wide = x.shape[0], torch.float64 if x.dtype == torch.float64 else torch.float32
         dtype = torch.bfloat16 if x.dtype.itemsize == 2 else wide
         exp_logits = x.new_empty(n, 8 * -(-v // 8), dtype=dtype)
@@ -176,7 +176,7 @@ class Acts(Protocol):
         self, raw: Tensor, forward: Forward, onto: SoftmaxState | None = None,
         without: Tensor | None = None,
     ) -> SoftmaxState:  # fmt: skip
-        """Act one. raw [n, v] float32, bfloat16, float16 (or float64) -> [n] vectors.
+        """Statistics. raw [n, v] float32, bfloat16, float16 (or float64) -> [n] vectors.
 
         Only what `needs` asks for is taken. With `onto`, the partials of the tile and of those
         that gave `onto`, whose vectors may be overwritten and returned. With `without` [n, K]
@@ -185,7 +185,7 @@ class Acts(Protocol):
         """
 
     def logit_gradient_(self, raw: Tensor, backward: Backward) -> Tensor:
-        """Act two: dL/draw [n, v], over `raw`, or with `dtype` in the front of each of its rows."""
+        """dL/draw [n, v], over `raw`, or with `dtype` in the front of each of its rows."""
 
     def finish(self, slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
         """Statistics from the partials of W slices of a vocabulary, which is of this size, in their
@@ -216,11 +216,11 @@ class Acts(Protocol):
         """
 
     def support_partials(self, raw: Tensor, support: Support, forward: Forward) -> SoftmaxState:
-        """Act one over each token's pairs in the window, of their raw logits [P]. `forward.first`
+        """Statistics of each token's pairs in the window, of their raw logits [P]. `forward.first`
         is the support's. A token without any is an empty slice: max_logit -inf, sumexp_m1 -1."""
 
     def support_gradient(self, raw: Tensor, support: Support, backward: Backward) -> Tensor:
-        """Act two: dL/draw of each pair [P], 0 outside of the window."""
+        """dL/draw of each pair [P], 0 outside of the window."""
 
     def support_sums(
         self, values: Tensor, rows: Tensor, support: Support, out: Tensor, add: bool = False,
@@ -238,7 +238,7 @@ class Acts(Protocol):
         """A teacher's tile [n, v] as the acts below read it: itself, or a copy in `dtype`."""
 
     def divergence(self, raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
-        """[2, n]: a tile's shares of the divergence and of its pivot."""
+        """[2, n]: a tile's shares of the divergence and of its mean slope."""
 
     def part_gradient_(
         self, raw: Tensor, part: Divergence | StoredTopk, extra: Tensor | None = None,
@@ -269,7 +269,7 @@ class Kernels(Acts, Protocol):
     def product_partials(
         self, x: Tensor, w: Tensor, forward: Forward, held: ExpTile | None = None
     ) -> SoftmaxState:
-        """Act one of raw = x [n, H] @ w.T [H, v], both 16 bits wide, from the float32 sums.
+        """Statistics of raw = x [n, H] @ w.T [H, v], both 16 bits wide, from the float32 sums.
 
         `held` [n, v] is filled. `max_logit` is the shift of both sums of exponentials: any logit
         that is not far below the largest; the largest itself for `top1`. `merge` and `finish` of
@@ -283,31 +283,31 @@ class Kernels(Acts, Protocol):
         """`product_partials` of all columns, and `stats.finish`; raw [n, v] takes raw logits."""
 
     def product_gradient(self, x: Tensor, w: Tensor, backward: Backward) -> Tensor:
-        """Act two of raw = x [n, H] @ w.T [H, v]: [n, v] in x's dtype, in new memory."""
+        """dL/draw of raw = x [n, H] @ w.T [H, v]: [n, v] in x's dtype, in new memory."""
 
-    # ------------------------------------------------------------------ held softmax terms
+    # ------------------------------------------------------------------ exp logits
 
     def held_gradient_(
         self, held: ExpTile, backward: Backward, *, order: Order | None = None
     ) -> Tensor:
-        """Act two from terms, over them: [n, v] in their dtype, for any coefficients. With `order`,
-        row i of it is that of terms' row order.rows[i], and rows from `count` on hold anything.
+        """dL/draw from exp logits, over them: [n, v] in their dtype, for any coefficients. With
+        `order`, row i of it is that of row order.rows[i], and rows from `count` on hold anything.
 
         Raises:
-            ValueError: z is read off log p and has to be known where a term is 0 (`ExpTile.check`).
+            ValueError: z is needed where exp z is 0 (`ExpTile.check`).
         """
 
     def held_multiple_(
         self, held: ExpTile, backward: Backward, *,
         x: Tensor | None = None, order: Order | None = None, least: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """s [n] such that dL/draw = s e, where `is_multiple`; the terms of targets are set to suit.
+        """s [n] such that dL/draw = s e, where `is_multiple`; the targets' e are set to suit.
 
         `least` [n]: what is still to be put into a row is as large as this, so that s must not be
         far below it.
 
         The second is s * x of x [n, H], in float32 or wider and rounded once. With `order`, row i
-        of terms, s and s * x is that of row order.rows[i], and rows from `count` on hold anything.
+        of e, s and s * x is that of row order.rows[i], and rows from `count` on hold anything.
         ValueError where there is none (`ExpTile.check`).
         """
 

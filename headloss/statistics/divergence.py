@@ -29,7 +29,7 @@ def slope_in_p(log_q: Tensor, log_p: Tensor, kind: str, beta: float) -> Tensor:
 
 
 def phi(log_q: Tensor, log_p: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
-    """Sums over the last dimension: the divergence, and the pivot of its gradient."""
+    """Sums over the last dimension: the divergence, and the mean of its slopes under p."""
     q, p = log_q.exp(), log_p.exp()
     if kind == "forward_kl":
         value = (q * (log_q - log_p)).sum(-1)

@@ -27,11 +27,11 @@ from headloss.kernels.reference import (  # noqa: F401
 )
 from headloss.kernels.reference.tile import (
     blocks,
+    grad_z,
     gradient_from_logp,
     put_,
     wide,
     widened,
-    z_gradient,
 )
 from headloss.kernels.transform import Transform
 from headloss.statistics import softmax as stats
@@ -99,7 +99,7 @@ def held_gradient_(held: ExpTile, backward: Backward, *, order: Order | None = N
         if own.logps is not None:  # a term of 0 no longer tells its z
             put_(log_p, own, own.logps.clamp_min(FLOOR))
         z = log_p + (max_logit + log_sum).unsqueeze(1)
-        g = z_gradient(log_p, c, e)
+        g = grad_z(log_p, c, e)
         if own.logps is not None:
             put_(g, own, gradient_from_logp(own.logps, own.coefficients.target, own.coefficients))
         terms[rows] = own.transform.vjp_(g, z, is_z=True).to(terms.dtype)

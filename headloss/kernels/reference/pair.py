@@ -1,6 +1,6 @@
 """The acts of full-distribution distillation over a tile, in plain PyTorch; see `kernels.pair`.
 
-n tokens, v columns, K stored outcomes of a top-k teacher.
+n tokens, v columns, K stored tokens of a top-k teacher.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Both acts on pairs of a token and a column, and their products, in plain PyTorch.
+"""Statistics and gradient of pairs of a token and a column, and their products, in plain PyTorch.
 
 n tokens, P pairs, H hidden width, K the most pairs that a token has. Blocks of tokens are padded to
 K slots.

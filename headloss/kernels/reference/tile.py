@@ -132,8 +132,8 @@ def put_(tile: Tensor, backward: Backward, values: Tensor) -> None:
     tile.scatter_(1, column, values)
 
 
-def z_gradient(log_p: Tensor, c: SoftmaxCoefficients, out: Tensor) -> Tensor:
-    """p (c_prob + c_entropy log p) + c_uniform [n, v], into `out`: act two but for the targets, of
+def grad_z(log_p: Tensor, c: SoftmaxCoefficients, out: Tensor) -> Tensor:
+    """p (c_prob + c_entropy log p) + c_uniform [n, v], into `out`: dL/dz but for the targets, of
     coefficients [n, 1]. log_p is overwritten."""
     g = torch.exp(log_p, out=out)
     if c.entropy is not None:
@@ -158,7 +158,7 @@ def logit_gradient_(raw: Tensor, backward: Backward) -> Tensor:
             torch.sub(z, max_logit.unsqueeze(1), out=g).exp_()
             g.mul_((c.prob / log_sum.exp()).unsqueeze(1))
         else:
-            z_gradient(log_softmax(z, inputs.normalizer), c.map(lambda t: t.unsqueeze(1)), g)
+            grad_z(log_softmax(z, inputs.normalizer), c.map(lambda t: t.unsqueeze(1)), g)
         if inputs.logps is not None:
             put_(g, inputs, gradient_from_logp(inputs.logps, c.target, c))
         inputs.transform.vjp_(g, tile)

@@ -1,5 +1,5 @@
 """Chosen columns of each token in Triton: their logits, and their gradient over a tile's. One is
-chosen by a product itself: what the token's terms are taken against.
+chosen by a product itself: the one whose logit is the token's shift.
 
 n tokens, v columns of the vocabulary starting at `first`, H hidden width, K chosen columns of a
 token.
@@ -39,8 +39,8 @@ def shifts_kernel(
     x, w, held, targets, of, first, n, v, h, vocabulary, PROGRAMS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The column that a token refers to, its target or a stand-in, and that column's logit, for a
-    `merge.ActOne`."""
+    """The column whose logit is a token's shift, its target or a stand-in, and that logit, for
+    `merge.ProductStatistics`."""
     row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     real = row < n
     target = tl.load(targets + row, mask=real, other=0) - first

@@ -145,7 +145,7 @@ def coefficient(pointer, row, inside=None):
 
 
 @triton.jit
-def z_gradient(p, log_p, at, c):
+def grad_z(p, log_p, at, c):
     """dL/dz but for the target's own term; `at` is (c_prob, c_entropy, c_uniform), of which `c`, a
     `SoftmaxCoefficients`, says what there is."""
     if c.entropy is not None:
@@ -188,7 +188,7 @@ def gradient_from_logp(log_p, slope, at, c):
 
 @triton.jit
 def coefficients(c, row):
-    """(c_prob, c_entropy, c_uniform) of a token, for `z_gradient`."""
+    """(c_prob, c_entropy, c_uniform) of a token, for `grad_z`."""
     return coefficient(c.prob, row), coefficient(c.entropy, row), coefficient(c.uniform, row)
 
 
@@ -202,7 +202,7 @@ def normalizer_of(normalizer, row, inside=None):
 @triton.jit
 def token_of(a, row):
     """What the gradient needs of a token: `outer` and `factor` of its scaling, its normalizer, its
-    coefficients for `z_gradient`, and the target's own gradient, 0 where it is as others."""
+    coefficients for `grad_z`, and the target's own gradient, 0 where it is as others."""
     outer, factor = per_row(a.z.outer, a.z, row), per_row(a.z.factor, a.z, row)
     at, target_gradient = coefficients(a.c, row), 0.0
     if a.logps is not None:

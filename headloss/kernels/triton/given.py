@@ -1,4 +1,4 @@
-"""Both acts in Triton on logits that exist already, where they lie and in their own dtype.
+"""Statistics and gradient in Triton of logits that exist, where they lie and in their own dtype.
 
 T rows of the packed batch, v columns of the vocabulary starting at `first`, z = transform(raw). Row
 t begins `offsets[t]` elements behind the first logit, so that padded, shifted and packed layouts

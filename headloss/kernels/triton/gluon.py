@@ -24,7 +24,7 @@ from .versions import GLUON, version
 ROWS, WIDTH, DEPTH = tiles.BM, tiles.BN, tiles.BK
 STAGES = gl.constexpr(tiles.STAGES)
 HALF = gl.constexpr(tiles.ROWS // 2)  # rows of one group
-PART = gl.constexpr(tiles.WIDTH // 4)  # columns whose terms leave together
+PART = gl.constexpr(tiles.WIDTH // 4)  # columns that leave together
 BUFFERS = gl.constexpr(2)  # of each group, for parts on their way out
 LOWEST = gl.constexpr(-1e20)  # for what is left out: below all logits, finite under any scale
 AT_START = gl.constexpr(168)  # registers of a thread: 3 x 128 threads start with all there are
@@ -32,8 +32,7 @@ LOADING = gl.constexpr(24)  # of one that loads
 MULTIPLYING = gl.constexpr((3 * AT_START.value - LOADING.value) // 2)  # 128 of them hold z
 
 place_of, biased = gluon.jit(tiles.place_of.fn), gluon.jit(tiles.biased.fn)
-tanh_and_slope = gluon.jit(formulas.tanh_and_slope.fn)
-z_gradient = gluon.jit(formulas.z_gradient.fn)
+tanh_and_slope, grad_z = gluon.jit(formulas.tanh_and_slope.fn), gluon.jit(formulas.grad_z.fn)
 coefficient = gluon.jit(formulas.coefficient.fn)
 per_row, normalizer_of = gluon.jit(formulas.per_row.fn), gluon.jit(formulas.normalizer_of.fn)
 parts_of, shift_column = gluon.jit(merge.parts_of.fn), gluon.jit(chosen.shift_column.fn)
@@ -171,7 +170,7 @@ def rows_of(first, n, PART: gl.constexpr):
 
 @gluon.jit
 def load_for_sums(pointers, first, block, n):
-    """Each row's factor, and its reference and its column in the block."""
+    """Each row's factor, its shift, and the column of the block whose logit that is."""
     of, _ = pointers
     rows, inside = rows_of(first, n, PART)
     factor = per_row(gl.zeros_like(rows, dtype=gl.float32) + of.z.outer, of.z, rows, inside)
@@ -181,7 +180,7 @@ def load_for_sums(pointers, first, block, n):
 
 @gluon.jit
 def sum_tile(z, loaded, out, held, pointers, first, block, n, v, WHO: gl.constexpr):
-    """Act one: sums of a tile's terms, and the terms or raw logits."""
+    """Statistics: sums over a tile's columns; exp logits or raw logits are written."""
     of, sums = pointers
     sumexps, entropy_sums, logit_sums, max_logits = sums
     factor, shift, column = loaded
@@ -262,7 +261,7 @@ def load_for_gradient(a, first, block, n):
 
 @gluon.jit
 def differentiate(z, loaded, out, to, a, first, block, n, v, WHO: gl.constexpr):
-    """Act two: the gradient but for the targets' own."""
+    """The gradient, but for the targets' slopes."""
     scale, log2_sumexp, at = loaded
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, accumulator_layout(WIDTH)))
     z = biased(z, a.z, block * WIDTH + columns, v)
@@ -273,7 +272,7 @@ def differentiate(z, loaded, out, to, a, first, block, n, v, WHO: gl.constexpr):
         if a.z.inner is not None:
             capped, slope = tanh_and_slope(capped * a.z.inner)
         below = capped * scale - log2_sumexp  # log p in units of log 2
-        g = z_gradient(gl.exp2(below), below, at, a.c)
+        g = grad_z(gl.exp2(below), below, at, a.c)
         if a.z.inner is not None:
             g *= slope
         write(g, to, out, first, block, WHO, i)

@@ -1,12 +1,11 @@
-"""Act two in Triton: a tile of logits, or of held softmax terms, e = exp(z - reference) in bf16
-[n, v], to the gradient of the loss.
+"""The gradient in Triton: from a tile of logits, or of e = exp(z - shift) in bf16, [n, v].
 
 Programs go through memory in its order. With an `Order` the i-th row is written from row
 order.rows[i], so that later products see dense rows; this is safe in the tile's own memory.
 
 Where there are but the first two coefficients and no soft cap, p_j c_prob is a multiple s of e_j
-for all columns of a token. Then nothing is done to the terms but to set that of the target, and
-the products take the multiples: dX = s (E @ W), dW = E.T @ (s X).
+for all columns of a token. Then nothing is done to e but to set that of the target, and the
+products take the multiples: dX = s (E @ W), dW = E.T @ (s X).
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...statistics.softmax import Normalizer, SoftmaxCoefficients
 from ..interface import Backward, ExpTile, Order
+from . import records
 from .formulas import (
     FLOOR,
     LN2,
     coefficient,
     coefficients,
+    grad_z,
     gradient_from_logp,
     log,
     log2,
@@ -33,19 +33,9 @@ from .formulas import (
     token_of,
     under_cap,
     under_cap_at,
-    z_gradient,
 )
 from .launch import Launcher, cdiv
-from .records import (
-    GradientInputs,
-    Matrix,
-    block_width,
-    check_tile,
-    gradient_inputs,
-    matrix_of,
-    narrowed,
-    scaling,
-)
+from .records import GradientInputs, Matrix, gradient_inputs, matrix_of
 
 LEAST = tl.constexpr(1e-37)  # a normal number, whose logarithm is finite
 
@@ -53,11 +43,11 @@ LEAST = tl.constexpr(1e-37)  # a normal number, whose logarithm is finite
 class Gradient(NamedTuple):
     """What the kernel takes."""
 
-    tile: Matrix  # raw logits, or held terms
+    tile: Matrix  # raw logits, or exp logits
     to: Matrix
     order: Order | None
     a: GradientInputs
-    shifts: Tensor | None  # [n] of held terms
+    shifts: Tensor | None  # [n] of exp logits
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -86,7 +76,7 @@ def gradient_kernel(
             target_log_p = tl.maximum(tl.load(a.logps + row), FLOOR)
 
     if of.shifts is not None and a.z.inner is None:
-        # e (level + slope log2 e); the target's own is written afterwards.
+        # e (level + slope log2 e); the target's element is written afterwards.
         scale = tl.exp(-offset) * factor
         level, slope = (at[0] - at[1] * offset) * scale, at[1] * scale * LN2
         for start in range(begin, end, BLOCK):
@@ -116,7 +106,7 @@ def gradient_kernel(
             else:
                 log_p = log_softmax(value, a.z, outer, max_logit, log_sum)
                 p = tl.exp(log_p)
-            g = z_gradient(p, log_p, at, a.c)
+            g = grad_z(p, log_p, at, a.c)
             if a.logps is not None:
                 g = tl.where(columns == target, target_gradient, g)
             if a.z.inner is not None:
@@ -138,12 +128,12 @@ launch_gradient = Launcher(gradient_kernel, num_warps=4)
 def logit_gradient_(
     raw: Tensor, backward: Backward, *, order: Order | None = None, shifts: Tensor | None = None
 ) -> Tensor:
-    """With `shifts`, of held terms in place of logits."""
-    check_tile("raw", raw)
-    (n, v), out = raw.shape, narrowed(raw, backward)
+    """With `shifts`, from exp logits in place of logits."""
+    records.check_tile("raw", raw)
+    (n, v), out = raw.shape, records.narrowed(raw, backward)
     if n:
         of = Gradient(matrix_of(raw), matrix_of(out), order, gradient_inputs(backward), shifts)
-        block, overlap = block_width(v, 2048), out.dtype != raw.dtype
+        block, overlap = records.block_width(v, 2048), out.dtype != raw.dtype
         span = 1 << 30 if overlap else 2 * block  # rows that narrow in place stay whole
         options = {"BLOCK": block, "SPAN": span, "OVERLAP": overlap}
         launch_gradient(n * cdiv(v, span), of, backward.first, v, **options)
@@ -156,18 +146,11 @@ SMALLEST = tl.constexpr(2.0**-90)  # of |c_target|, for s: what else is in the r
 class Multiple(NamedTuple):
     """What the kernel takes."""
 
-    exp_logits: Tensor  # [n, v]
-    stride: int  # of terms' rows
-    targets: Tensor  # [n], as what follows; see `GradientInputs`
-    factor: float
-    temperature: Tensor | None
-    normalizer: Normalizer
-    c: SoftmaxCoefficients
-    logps: Tensor
+    exp_logits: Matrix  # [n, v]
+    a: GradientInputs
     shifts: Tensor  # [n]
     order: Order | None
-    x: Tensor | None  # [n, H]
-    x_stride: int  # of x's rows
+    x: Matrix | None  # [n, H]
     features: Tensor | None  # [n, H]
     multiples: Tensor  # [n]
     least: Tensor | None  # [n]
@@ -175,43 +158,44 @@ class Multiple(NamedTuple):
 
 @triton.jit(do_not_specialize=["first"])
 def multiple_rows_kernel(of, first, v, h, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64)
+    place, a = tl.program_id(0).to(tl.int64), of.a
     row = place
     if of.order is not None:
         row = tl.load(of.order.rows + place)
         if place >= tl.load(of.order.count):
             return
-    max_logit, log_sum = normalizer_of(of.normalizer, row)
-    multiple = tl.load(of.c.prob + row)
+    max_logit, log_sum = normalizer_of(a.normalizer, row)
+    multiple = tl.load(a.c.prob + row)
     multiple *= tl.exp((tl.load(of.shifts + row) - max_logit) - log_sum)
-    at_target = coefficient(of.c.target, row)
-    at, log_p = coefficients(of.c, row), tl.load(of.logps + row)
-    target_value = gradient_from_logp(log_p, at_target, at, of.c)
+    at_target = coefficient(a.c.target, row)
+    at, log_p = coefficients(a.c, row), tl.load(a.logps + row)
+    target_value = gradient_from_logp(log_p, at_target, at, a.c)
     if of.least is not None:
         floor = tl.load(of.least + row) * SMALLEST
         multiple = tl.where(tl.abs(multiple) < floor, floor, multiple)
-    if of.c.target is not None:
+    if a.c.target is not None:
         floor = tl.abs(at_target) * SMALLEST
         multiple = tl.where(tl.abs(multiple) < floor, floor, multiple)
     divisor = tl.where(multiple == 0, 1.0, multiple)
     target_value = tl.where(multiple == 0, 0.0, target_value / divisor)
-    exp_logits, to = of.exp_logits + row * of.stride, of.exp_logits + place * of.stride
+    exp_logits = of.exp_logits.data + row * of.exp_logits.stride
     target_value = target_value.to(exp_logits.dtype.element_ty)
-    column = tl.load(of.targets + row) - first
+    column = tl.load(a.targets + row) - first
     if row == place:
         if (column >= 0) & (column < v):
             tl.store(exp_logits + column, target_value)
     else:  # from a place that nobody writes to but to set this same target
+        to = of.exp_logits.data + place * of.exp_logits.stride
         for start in range(0, v, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < v
             value = tl.load(exp_logits + columns, mask=inside)
             value = tl.where(columns == column, target_value, value)
             tl.store(to + columns, value, mask=inside)
-    factor = multiple * per_row(of.factor, of, row)
+    factor = multiple * per_row(a.z.factor, a.z, row)
     tl.store(of.multiples + place, factor)
     if of.x is not None:
-        x, features = of.x + row * of.x_stride, of.features + place * h
+        x, features = of.x.data + row * of.x.stride, of.features + place * h
         for start in range(0, h, BLOCK):
             at = start + tl.arange(0, BLOCK)
             value = tl.load(x + at, mask=at < h, other=0.0).to(tl.float32) * factor
@@ -227,17 +211,14 @@ def held_multiple_(
 ) -> tuple[Tensor, Tensor | None]:
     if not backward.is_multiple:
         held.check(backward, multiple=True)
-    targets, first, transform, normalizer, c, logps, *_ = backward
-    exp_logits, (n, v), h = held.exp_logits, held.exp_logits.shape, 0
-    multiples, features, step = held.shift.new_empty(n), None, 0
+    (n, v), h, rows, features = held.exp_logits.shape, 0, None, None
+    multiples = held.shift.new_empty(n)
     if x is not None:
-        features, step = x.new_empty(n, h := x.shape[1]), x.stride(0)
+        rows, features = matrix_of(x), x.new_empty(n, h := x.shape[1])
     if n:
-        z, to = scaling(transform), (exp_logits, exp_logits.stride(0))
-        of_tokens = targets, z.factor, z.temperature, normalizer, c, logps
-        read = held.shift, order, x, step
-        of = Multiple(*to, *of_tokens, *read, features, multiples, least)
-        launch_rows(n, of, first, v, h, BLOCK=2048)
+        a, tile = gradient_inputs(backward), matrix_of(held.exp_logits)
+        of = Multiple(tile, a, held.shift, order, rows, features, multiples, least)
+        launch_rows(n, of, backward.first, v, h, BLOCK=2048)
     return multiples, features
 
 

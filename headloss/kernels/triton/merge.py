@@ -1,8 +1,8 @@
 """From what a product wrote block by block, or from the partials of several ranks, to statistics.
 
 n tokens, v columns of this slice of the vocabulary, H hidden width, W ranks. One launch sums the
-blocks, does tokens again whose reference is far below their largest logit, sets the references' own
-held terms, and applies the formulas of `stats.finish`.
+blocks, sums tokens again whose shift is far below their largest logit, sets the shifts' own exp
+logits, 1, and applies the formulas of `stats.finish`.
 
 A token's numbers depend neither on n nor on its place. A reduction in Triton takes its order from
 the layout, and that from what divides the addresses, so sums are folded in halves; and n is nothing
@@ -27,7 +27,7 @@ from .launch import Launcher, Tile, cdiv
 from .records import LogitScaling, Matrix, constant
 from .tiles import BN
 
-FAR = tl.constexpr(2.0**80)  # sum of terms beyond which the reference is too far below
+FAR = tl.constexpr(2.0**80)  # sum of exp logits beyond which the shift is too far below
 ROWS = 16  # tokens of a program
 
 
@@ -60,7 +60,7 @@ class ProductStatistics(NamedTuple):
 
     x_stride: int  # of the rows of x [n, H], and so on
     w_stride: int
-    held_stride: int | None  # of terms [n, v]; None: there are none
+    held_stride: int | None  # of exp logits [n, v]; None: there are none
     z: LogitScaling
     partials: tl.constexpr
     epilogue: Epilogue
@@ -191,7 +191,7 @@ def finish_kernel(
         tl.store(of.epilogue.shift + rows, shift, mask=far)
 
     max_logit, above = shift, sumexp_m1
-    if TOP1:  # the same sums against the largest logit; untouched where the reference is it
+    if TOP1:  # the same sums for the largest logit; untouched where the shift is it
         max_of_others = tl.max(max_tile, 0)
         max_logit = tl.maximum(max_of_others, shift)
         log_scale = shift - max_logit
@@ -262,8 +262,8 @@ launch_merge = Launcher(merge_kernel, num_warps=4)
 
 
 def launchers(product: Any, tiles: dict[str, Tile], **options: Any) -> tuple[Launcher, ...]:
-    """The shift of each token, a product, and what its blocks come to: they take the same
-    arguments, one after another."""
+    """The shift of each token, a product, and what its blocks come to: three kernels that take the
+    same arguments, one after another."""
     return set_of_all, Launcher(product, tiles=tiles, **options), finish_all
 
 

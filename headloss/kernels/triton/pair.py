@@ -1,7 +1,7 @@
 """Full-distribution distillation in Triton: divergences, and their part of the gradient beside all
 others; see `kernels.pair` for the formulas.
 
-n tokens, v columns, K stored outcomes. One program per row. The gradient of the rest of the
+n tokens, v columns, K stored tokens. One program per row. The gradient of the rest of the
 objective goes through the four coefficients of a token (see `stats`) and is added in the same step,
 so that the student's tile is read once and the gradient written once, in its memory.
 """
@@ -19,16 +19,7 @@ from ...statistics.softmax import Normalizer
 from ..interface import Backward
 from ..pair import Distribution, Divergence, Pair, StoredTopk
 from . import records
-from .formulas import (
-    expm1,
-    log,
-    log_softmax,
-    normalizer_of,
-    per_row,
-    token_of,
-    under_cap,
-    z_gradient,
-)
+from .formulas import expm1, grad_z, log, log_softmax, normalizer_of, per_row, token_of, under_cap
 from .launch import Launcher
 from .records import NO_INPUTS, WARPS, BlockedColumns, LogitScaling, Matrix
 
@@ -97,7 +88,7 @@ def slope_in_p(log_q, log_p, beta, KIND: tl.constexpr):
 
 @triton.jit
 def shares(log_q, log_p, beta, KIND: tl.constexpr):
-    """What each column of a block adds to the divergence, and to the pivot of its gradient."""
+    """What each column of a block adds to the divergence, and to its mean slope."""
     if KIND == "forward_kl":
         value = tl.exp(log_q) * (log_q - log_p)
         mean_slope = tl.zeros_like(value)
@@ -124,7 +115,7 @@ def divergence_kernel(
     raw, teacher_raw,  # Matrix
     student, teacher,  # Softmax
     beta,
-    to,  # Matrix [2, n]: values and pivots
+    to,  # Matrix [2, n]: values and mean slopes
     v, BLOCK: tl.constexpr, KIND: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -231,7 +222,7 @@ def pair_gradient_kernel(
                 log_p_of_others = log_softmax(value, p_z, outer, *normalizer)
             else:
                 log_p_of_others = log_softmax(value, a.z, outer, *normalizer)
-            h = z_gradient(tl.exp(log_p_of_others), log_p_of_others, at, a.c)
+            h = grad_z(tl.exp(log_p_of_others), log_p_of_others, at, a.c)
             if a.logps is not None:
                 h = tl.where(columns == target, target_gradient, h)
             g += h * factor

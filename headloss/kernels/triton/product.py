@@ -1,18 +1,17 @@
-"""The logits product with an act in its epilogue, above all act one: partial statistics, and no
-logits at all.
+"""The logits product with an act in its epilogue, above all the statistics, and no logits at all.
 
-The float32 accumulator of each tile is reduced on the spot. Terms are taken against a reference
-that is known beforehand, the logit of one column per token (its target, where that lies in this
-slice): e = exp(z - reference). No maximum has to be found first, and the reference's own term, 1,
-is left out of the sums, which keeps the digits of a likely target's log-prob.
+The float32 accumulator of each tile is reduced on the spot. The shift in e = exp(z - shift) is a
+logit that is computed beforehand, that of one column per token (its target, where that lies in
+this slice). No maximum has to be found first, and that column's own e, 1, is left out of the sums,
+which keeps the digits of a likely target's log-prob.
 
 Where gluon.py can do it (`overlaps`), the epilogue runs under the next tile's product.
 
-With `held` the terms are kept in bf16, which has the exponents of float32, so that any reference
-suits that is not far below the largest logit. Tokens for which it is are done again, one by one.
+With `held`, e is written in bf16, which has the exponents of float32, so that any shift suits that
+is not far below the largest logit. Tokens for which it is are summed again, one by one.
 
-With act two in the epilogue, once the softmax's normalizer is known, a slab of columns comes out of
-its product as the gradient, and no logits are written at all.
+With the gradient in the epilogue, once the softmax's normalizer is there, a slab of columns comes
+out of its product as the gradient, and no logits are written.
 """
 
 from __future__ import annotations
@@ -29,23 +28,14 @@ from torch import Tensor
 from ...statistics.softmax import SoftmaxState
 from ..interface import Backward, ExpTile, Forward, Measured, partials_of
 from ..rounding import accumulator_bias
+from . import records
 from .chosen import TOKENS, shift_column, target_gradient_
-from .formulas import LN2, LOG2E, normalizer_of, per_row, transformed, under_cap, z_gradient
+from .formulas import LN2, LOG2E, grad_z, normalizer_of, per_row, transformed, under_cap
 from .launch import Launcher, cdiv
 from .merge import ROWS, Epilogue, ProductStatistics, flags_of, launchers, measured, names, parts_of
-from .records import (
-    LogitScaling,
-    constant,
-    gradient_inputs,
-    matrix_of,
-    over_tiles,
-    programs_on,
-    scaling,
-)
+from .records import LogitScaling, gradient_inputs, matrix_of, scaling
 from .tiles import BM, BN, OPTIONS, READ, WIDTH, WRITE, biased, each_tile, halves, has_accelerator
 from .versions import overlaps
-
-__all__ = ["can_fuse", "product_gradient", "product_partials", "product_statistics"]
 
 LEAST_SCALE = 1e-9  # of gluon.py, which masks before it scales
 LOWEST = tl.constexpr(-1e30)  # exp2 of it is 0, and it may be multiplied by that
@@ -53,7 +43,7 @@ LOWEST = tl.constexpr(-1e30)  # exp2 of it is 0, and it may be multiplied by tha
 
 @triton.jit
 def sums(z, log2_shift, ENTROPY: tl.constexpr):
-    """e, sum e and sum e (z - reference) of each row, the last in units of log 2."""
+    """e, sum e and sum e (z - shift) of each row, the last in units of log 2."""
     below = z * LOG2E - log2_shift[:, None]
     e = tl.exp2(below)
     mass = tl.sum(e, 1)
@@ -65,7 +55,7 @@ def sums(z, log2_shift, ENTROPY: tl.constexpr):
 
 @triton.jit
 def sum_tile(z, m, block, held, of, n, v):
-    """The epilogue: sums of a tile's terms, and with `held`, the terms."""
+    """The epilogue: sums over a tile's columns, and with `held`, exp logits."""
     sumexps, entropy_sums, logit_sums, max_logits = parts_of(of)
     rows = m * BM + tl.arange(0, BM)
     inside = rows < n
@@ -91,7 +81,7 @@ def sum_tile(z, m, block, held, of, n, v):
         tl.store(max_logits + place, tl.max(z, 1), mask=inside)
 
     log2_shift = tl.load(of.shift + rows, mask=inside, other=0.0) * LOG2E
-    left, right = halves(z)  # also where no terms are held: the sums are the same then
+    left, right = halves(z)  # also without `held`: the sums are the same then
     e, mass, entropy_sum = sums(left, log2_shift, of.flags.entropy)
     if held is not None:
         held.store([m * BM, block * BN], e.to(held.dtype))
@@ -125,7 +115,7 @@ def in_gluon() -> Any:
 
 
 def product_of(z: LogitScaling, device: torch.device, holds: bool) -> tuple[Launcher, ...]:
-    """The kernels of act one, with held terms or without."""
+    """The kernels of the statistics, with exp logits or without."""
     if z.outer > LEAST_SCALE and overlaps(device):
         return in_gluon().launch_held if holds else in_gluon().launch_product  # type: ignore
     return launch_held if holds else launch_product
@@ -186,12 +176,12 @@ def _statistics(
         if raw is not None:
             unbiased, to = z._replace(restore=1 + share), matrix_of(raw)
         run = product_of(unbiased, x.device, holds=exp_logits is not None)
-        if raw is not None and run is not launch_product:  # written tile by tile, as terms are
+        if raw is not None and run is not launch_product:  # written tile by tile, as exp logits are
             run, exp_logits = in_gluon().launch_raw, raw
         epilogue = Epilogue(shift, out, parts, pitch, blocks * pitch, unbiased, flags, to)
-        stop = constant(vocabulary is None)
+        stop = records.constant(vocabulary is None)
         of = ProductStatistics(x.stride(0), w.stride(0), stride, z, stop, epilogue)
-        programs = programs_on(x.device)
+        programs = records.programs_on(x.device)
         arguments = x, w, exp_logits, targets, of, first, n, v, h, float(vocabulary or 1)
         counts = cdiv(n, TOKENS), programs, cdiv(n, ROWS)
         for launcher, count in zip(run, counts, strict=True):
@@ -199,7 +189,7 @@ def _statistics(
     return out.unbind(0)[2:]
 
 
-# ---------------------------------------------------------------------- act two
+# ---------------------------------------------------------------------- the gradient
 
 
 @triton.jit
@@ -213,9 +203,9 @@ def of_rows(pointer, rows, inside, factor):
 
 @triton.jit
 def gradient_of(raw, lse, at, outer, a):
-    """dL/draw of a block of logits but for the targets' own."""
+    """dL/draw of a block of logits, but for the targets' slopes."""
     log_p = transformed(raw, a.z, outer) - lse
-    return under_cap(z_gradient(tl.exp2(log_p * LOG2E), log_p, at, a.c), raw, a.z)
+    return under_cap(grad_z(tl.exp2(log_p * LOG2E), log_p, at, a.c), raw, a.z)
 
 
 @triton.jit
@@ -257,6 +247,6 @@ def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
         run = launch_slab
         if overlaps(x.device):
             run = in_gluon().launch_slab
-        over_tiles(run, x, w, out, of)
+        records.over_tiles(run, x, w, out, of)
         target_gradient_(out, x, w, backward)
     return out

@@ -53,7 +53,7 @@ class LogitScaling(NamedTuple):
 
 
 class GradientInputs(NamedTuple):
-    """What act two takes of each token."""
+    """What the gradient takes of each token."""
 
     targets: Tensor | None  # [n], as all vectors
     z: LogitScaling | None

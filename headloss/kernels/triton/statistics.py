@@ -1,8 +1,7 @@
-"""Act one in Triton: a tile of logits to its partial statistics, one program per token.
+"""Statistics in Triton: a tile of logits to its `SoftmaxState`, one program per token.
 
-A program walks along its row block by block: the peak of a block, the terms e = exp(z - peak) and
-their sums, joined to what the row has so far by the rule of `stats.merge`. With `onto`, that is
-what earlier tiles left.
+A program walks along its row block by block: the largest logit of a block and its sums, joined to
+what the row has so far by the rule of `stats.merge`. With `onto`, that is what earlier tiles left.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A support in Triton: K dot products for each token, both acts on them, and their two products.
+"""A support in Triton: K dot products for each token, their statistics and gradient, two products.
 
 n tokens, P pairs of a token and a column, H hidden width; matrices are `Strided`, and raw logits,
 values and their gradient [P]. One program per token; tokens and columns change places where the
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...statistics.softmax import SoftmaxState
 from ..interface import Backward, Forward, Support
-from .formulas import log_softmax, token_of, under_cap, z_gradient
+from .formulas import grad_z, log_softmax, token_of, under_cap
 from .launch import Launcher, cdiv
 from .records import Matrix, block_width, empty_partials, gradient_inputs, scaling, strided
 from .statistics import Tile, columns_at, partials_kernel
@@ -29,7 +29,7 @@ SUMMED, WIDTH = 8, 1024  # rows that a program sums at once, and columns: a thre
 PIECE = 512  # pairs that a program sums, where some have many; the sums are summed in turn
 
 
-# ---------------------------------------------------------------------- both acts
+# ---------------------------------------------------------------------- statistics, gradient
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def gradient_kernel(raw, out, support, a, BLOCK: tl.constexpr):
         column, present = columns_at(support, at, end)
         logit = tl.load(raw + at, mask=present, other=0.0)
         log_p = log_softmax(logit, a.z, outer, *normalizer)
-        g = z_gradient(tl.exp(log_p), log_p, of_token, a.c)
+        g = grad_z(tl.exp(log_p), log_p, of_token, a.c)
         if a.logps is not None:
             g = tl.where(column == y, target_gradient, g)
         g = under_cap(g * factor, logit, a.z)
@@ -226,7 +226,6 @@ def pieces_kernel(
 
 
 launch_sums = Launcher(sums_kernel, num_warps=4)
-launch_sums_of_pieces = Launcher(sums_kernel, num_warps=4)
 launch_pieces = Launcher(pieces_kernel, num_warps=4)
 
 
@@ -247,7 +246,7 @@ def support_sums(
         return
     # A token that is cut has more than PIECE pairs, so at most twice as many pieces as it fills.
     sums = torch.empty(2 * (count // PIECE) + 1, h, dtype=torch.float32, device=out.device)
-    launch_sums_of_pieces(len(pieces.tokens), *operands, pieces, sums, h, n, blocks, **options)
+    launch_sums(len(pieces.tokens), *operands, pieces, sums, h, n, blocks, **options)
     if len(pieces.cut) and len(rows) > PIECE:  # ids of a token are distinct
         arguments = (sums, pieces, strided(out), h, n, len(pieces.cut))
         launch_pieces(len(pieces.cut) * blocks, *arguments, ADD=add, WIDTH=width)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .formulas import FLOOR, LOG2E, transformed, under_cap, z_gradient
+from .formulas import FLOOR, LOG2E, grad_z, transformed, under_cap
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no difference of maxima is NaN
 
@@ -118,7 +118,7 @@ def logit_gradient(raw, inside, z, outer, normalizer, at, c):
     else:
         log_p = logit
         p = tl.exp2((logit - max_logit) * LOG2E - log_sum * LOG2E)
-    g = z_gradient(p, log_p, at, c)
+    g = grad_z(p, log_p, at, c)
     slope = under_cap(1.0, raw, z)
     return g * slope, slope
 
