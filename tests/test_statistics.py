@@ -418,18 +418,13 @@ def test_a_call_computes_only_what_its_objective_reads(
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("names", ["tp", "tpe", "tpu"])
 def test_a_tile_of_the_whole_vocabulary_needs_no_search(names, softcap):
-    """Act one and two of a tile that is known to have all columns, as of one that is not: with one
+    """The gradient of a tile that is known to have all columns, as of one that is not: with one
     token that has all but 1e-9 of the mass, at a peak of 40."""
     n, v, targets = 5, 17, torch.tensor([3, 0, 16, 7, 7])
     raw = torch.randn(n, v)
     raw[0, 3], raw[1, 5] = 40.0, 40.0
     transform, needs = Transform(softcap=softcap, temperature=0.5), frozenset({"logp", "entropy"})
-    some, whole = (
-        Forward(targets, 0, transform, needs, known) for known in (False, True)
-    )
-    want, found = (tile.partials(raw.clone(), forward) for forward in (some, whole))
-    for name, value in want.tensors().items():
-        torch.testing.assert_close(getattr(found, name), value, rtol=0, atol=0)
+    found = tile.partials(raw.clone(), Forward(targets, 0, transform, needs))
     stats, normalizer = finish(found, v, needs)
     fields = [k for k in SoftmaxCoefficients._fields if k[0] in names]
     c = SoftmaxCoefficients(**{k: torch.randn(n) for k in fields})

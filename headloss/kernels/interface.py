@@ -36,7 +36,6 @@ class Forward(NamedTuple):
     first: int
     transform: Transform  # with a temperature [n] or a number
     needs: frozenset[str]  # statistics
-    all_columns: bool = False  # the tile has all columns, and so those of all targets
 
 
 class Backward(NamedTuple):
@@ -164,7 +163,7 @@ class Scaling(NamedTuple):
     value: Tensor  # contiguous, of any shape; may be overwritten
     dtype: torch.dtype  # of the gradient
     multiplied: bool = True
-    rows: Tensor | None = None  # [n] float32 multiplies [n, H] first, in its own dtype
+    row_scale: Tensor | None = None  # [n] float32 multiplies [n, H] first, in its own dtype
 
 
 class Acts(Protocol):

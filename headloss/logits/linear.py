@@ -67,9 +67,7 @@ class RowContext(NamedTuple):
     def forward(self, rows: Rows, columns: slice = ALL) -> Forward:
         """Arguments of act one beside the logits of a tile."""
         targets, transform = self._at(rows)
-        whole = self.whole and columns is ALL
-        first = self.slices.first + (columns.start or 0)
-        return Forward(targets, first, transform, self.needs, whole)
+        return Forward(targets, self.slices.first + (columns.start or 0), transform, self.needs)
 
     def backward(
         self, rows: Rows, columns: slice, inputs: BackwardInputs, dtype: torch.dtype | None = None

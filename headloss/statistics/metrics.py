@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
 
 import torch
@@ -20,8 +20,8 @@ class _Joined:
     sign: ClassVar[int] = 1  # of what travels as a maximum
 
     def merge(self, other: Self) -> Self:
-        names = [f.name for f in fields(self)]  # type: ignore[arg-type]
-        return type(self)(*(type(self).join(getattr(self, n), getattr(other, n)) for n in names))
+        numbers = zip(vars(self).values(), vars(other).values(), strict=True)
+        return type(self)(*(type(self).join(*pair) for pair in numbers))
 
     @property
     def value(self) -> Tensor:

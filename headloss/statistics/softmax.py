@@ -3,7 +3,7 @@
 T scored tokens, V vocabulary, z [T, V] logits after scale, soft cap and temperature,
 p = softmax(z).
 
-`SoftmaxState` are the softmax of a *slice* of the vocabulary in a few floats per token. They form a
+`SoftmaxState` is the softmax of a *slice* of the vocabulary in a few floats per token. They form a
 commutative monoid under `merge`, so tiles of a kernel, blocks of a sweep and ranks of a group join
 by the same rule. `Statistics` are what a term sees. `SoftmaxCoefficients` are all that a kernel
 ever learns of a loss:
@@ -68,7 +68,7 @@ class SoftmaxState(NamedTuple):
 
 
 def merge(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
-    """The partials of the union of two disjoint slices."""
+    """The state of the union of two disjoint slices."""
     theirs = b.tensors()
     both = {name: (mine, theirs[name]) for name, mine in a.tensors().items() if name in theirs}
     return merge_all(SoftmaxState(**{name: torch.stack(pair) for name, pair in both.items()}))

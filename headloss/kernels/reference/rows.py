@@ -13,9 +13,9 @@ from .tile import wide
 
 def scaled(values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
     results = []
-    for value, dtype, multiplied, rows in values:
-        if rows is not None:
-            scaled_rows(value, rows, out=value)
+    for value, dtype, multiplied, row_scale in values:
+        if row_scale is not None:
+            scaled_rows(value, row_scale, out=value)
         if factor is not None and multiplied:
             # A one-element vector takes part in type promotion, where a 0-dim tensor would not: a
             # 16-bit value is multiplied in float32.

@@ -52,7 +52,7 @@ def support_logits(x: Tensor, w: Tensor, support: Support, onto: Tensor | None =
 
 
 def support_partials(raw: Tensor, support: Support, forward: Forward) -> SoftmaxState:
-    targets, _, transform, needs, _ = forward
+    targets, _, transform, needs = forward
     assert targets is not None
     nothing = (-math.inf, -1.0, -math.inf, 0.0, 0.0)
     state = partials_of([raw.new_full((len(targets),), value) for value in nothing], needs)

@@ -45,7 +45,7 @@ def outside(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
 def partials(
     raw: Tensor, forward: Forward, onto: SoftmaxState | None = None, without: Tensor | None = None
 ) -> SoftmaxState:
-    targets, first, transform, needs, all_columns = forward
+    targets, first, transform, needs = forward
     if targets is None:
         targets = torch.full((len(raw),), first - 1, device=raw.device)
     parts, scratch = [], []
@@ -54,7 +54,7 @@ def partials(
         z = transform.rows(rows).read(widened(part))
         if without is not None:
             z = with_columns(z, without[rows], -math.inf)
-        parts.append(_block(z, those, None if all_columns else first, needs, scratch))
+        parts.append(_block(z, those, first, needs, scratch))
     if len(parts) > 1:
         names = parts[0].tensors()
         fields = {n: torch.cat([getattr(part, n) for part in parts]) for n in names}
@@ -76,24 +76,20 @@ def with_columns(tile: Tensor, columns: Tensor, values: Tensor | float) -> Tenso
 
 
 def _block(
-    z: Tensor, y: Tensor, first: int | None, needs: frozenset[str], scratch: list
+    z: Tensor, targets: Tensor, first: int, needs: frozenset[str], scratch: list
 ) -> SoftmaxState:  # fmt: skip
-    """Without `first` it is the whole vocabulary: all targets are columns, some logit is finite."""
     max_logit, likeliest = z.max(1, keepdim=True)
-    top, memory = max_logit, [tile[: len(z)] for tile in scratch] if scratch else (None, None)
-    if first is None:
-        target = z.gather(1, y.unsqueeze(1))
-    else:
-        elsewhere, column = outside(y, first, z.shape[1])
-        target = z.gather(1, column).masked_fill_(elsewhere, -math.inf)
-        top = max_logit.clamp_min(torch.finfo(z.dtype).min)
-    shifted = torch.sub(z, top, out=memory[0]).clamp_min_(FLOOR)
+    memory = [tile[: len(z)] for tile in scratch] if scratch else (None, None)
+    elsewhere, column = outside(targets, first, z.shape[1])
+    target = z.gather(1, column).masked_fill_(elsewhere, -math.inf)
+    shift = max_logit.clamp_min(torch.finfo(z.dtype).min)
+    shifted = torch.sub(z, shift, out=memory[0]).clamp_min_(FLOOR)
     e = torch.exp(shifted, out=memory[1]).scatter_(1, likeliest, 0.0)
     # For the next block: a heap grows where vectors lie between tiles.
     scratch[:] = scratch or (shifted, e)
     max_logit, sumexp_m1 = max_logit.view(-1), e.sum(1)
-    if first is not None:  # a tile of -inf alone has no mass, and no largest term
-        sumexp_m1.add_(max_logit == -math.inf, alpha=-1)
+    # A tile of -inf alone has no mass, and no largest term.
+    sumexp_m1.add_(max_logit == -math.inf, alpha=-1)
     logit_sum = z.sum(1) if "mean_logit" in needs else None
     entropy_sum = e.mul_(shifted).sum(1) if "entropy" in needs else None
     return SoftmaxState(max_logit, sumexp_m1, target.view(-1), entropy_sum, logit_sum)

@@ -133,7 +133,7 @@ class Cast(NamedTuple):
     width: int
     times: tl.constexpr  # it is multiplied by the factor
     in_place: tl.constexpr
-    rows: Tensor | None  # what these are multiplied by first
+    row_scale: Tensor | None  # what these are multiplied by first
 
 
 @triton.jit
@@ -144,7 +144,7 @@ def scaled_blocks(of, factor, BLOCK: tl.constexpr):
     if of.times:
         number = tl.load(factor).to(tl.float32)
     if of.in_place:
-        if of.rows is None:
+        if of.row_scale is None:
             n = tl.where(number == 1, 0, n)
     blocks = tl.cdiv(of.width, BLOCK)  # of a row
     for block in range(program, n * blocks, programs):
@@ -152,8 +152,8 @@ def scaled_blocks(of, factor, BLOCK: tl.constexpr):
         at = (block - row * blocks) * BLOCK + tl.arange(0, BLOCK)
         place = row * of.width + at
         x = tl.load(of.value + place, mask=at < of.width, other=0.0).to(tl.float32)
-        if of.rows is not None:
-            x = (x * tl.load(of.rows + row)).to(of.value.dtype.element_ty).to(tl.float32)
+        if of.row_scale is not None:
+            x = (x * tl.load(of.row_scale + row)).to(of.value.dtype.element_ty).to(tl.float32)
         tl.store(of.out + place, (x * number).to(of.out.dtype.element_ty), mask=at < of.width)
 
 
@@ -173,15 +173,15 @@ launch_scaled = Launcher(scaled_kernel, num_warps=8)
 
 def scaled(values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
     results, work, programs = [], [], 1
-    for value, dtype, multiply, rows in values:
+    for value, dtype, multiply, row_scale in values:
         multiply, size = multiply and factor is not None, value.numel()
         changes = value.dtype != dtype
         out = torch.empty_like(value, dtype=dtype) if changes else value
         results.append(out)
-        if size and (changes or multiply or rows is not None):
+        if size and (changes or multiply or row_scale is not None):
             flags = constant(multiply), constant(not changes)
-            n, width = (1, size) if rows is None else value.shape
-            work.append(Cast(value, out, n, width, *flags, rows))
+            n, width = (1, size) if row_scale is None else value.shape
+            work.append(Cast(value, out, n, width, *flags, row_scale))
             programs = min(MOST, max(programs, n * -(-width // WIDEST)))
     for start in range(0, len(work), AT_ONCE):
         some = work[start : start + AT_ONCE]

@@ -161,7 +161,7 @@ def _statistics(
 ) -> Sequence[Tensor]:  # fmt: skip
     """The rows of `measured`; those of `partials_of` without the size of the vocabulary."""
     check_operands(x, w)
-    targets, first, transform, needs, _ = forward
+    targets, first, transform, needs = forward
     (n, h), v, flags = x.shape, w.shape[0], flags_of(needs)
     entropy, mean, top1 = flags.entropy.value, flags.mean.value, flags.top1.value
     rows = 3 + entropy + mean if vocabulary is None else 2 + len(names(needs))

@@ -99,7 +99,7 @@ def partials(
     raw: Tensor, forward: Forward, onto: SoftmaxState | None = None, without: Tensor | None = None
 ) -> SoftmaxState:
     tile = records.check_tile("raw", raw)
-    targets, first, transform, needs, _ = forward
+    targets, first, transform, needs = forward
     n, v = raw.shape
     to = records.empty_partials(raw, n, needs) if onto is None else onto
     if n:

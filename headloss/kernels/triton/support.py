@@ -72,7 +72,7 @@ launch_partials = Launcher(partials_kernel, num_warps=1)
 
 
 def support_partials(raw: Tensor, support: Support, forward: Forward) -> SoftmaxState:
-    targets, _, transform, needs, _ = forward
+    targets, _, transform, needs = forward
     result = empty_partials(raw, len(targets), needs)
     if len(targets):
         of = Tile(Matrix(raw, 0), result, targets, None, scaling(transform), support)
