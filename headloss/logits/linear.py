@@ -179,7 +179,7 @@ class LogitSource:
         parts = [part for part in (*self.teachers, *self.beside) if part.key in slopes]
         if not parts:
             return self.acts.logit_gradient_(raw, others)
-        others = others._replace(whole=False)  # where logits may stand for those of act one
+        others = others._replace(all_columns=False)  # where logits may stand for those of act one
         extra = None  # all but the last need the student's logits unchanged
         for part in parts[:-1]:
             extra = part.gradient(raw, *given, slopes[part.key], extra)
