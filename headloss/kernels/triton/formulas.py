@@ -206,8 +206,8 @@ def token_of(a, row):
     outer, factor = per_row(a.z.outer, a.z, row), per_row(a.z.factor, a.z, row)
     at, target_gradient = coefficients(a.c, row), 0.0
     if a.logps is not None:
-        slope = coefficient(a.c.target, row)
-        target_gradient = gradient_from_logp(tl.load(a.logps + row), slope, at, a.c)
+        log_p, slope = tl.load(a.logps + row), coefficient(a.c.target, row)
+        target_gradient = gradient_from_logp(log_p, slope, at, a.c)
     return outer, factor, normalizer_of(a.normalizer, row), at, target_gradient
 
 

@@ -255,8 +255,9 @@ def load_for_gradient(a, first, block, n):
     prob = (coefficient(a.c.prob, rows, inside) * factor)[:, None]
     entropy = (coefficient(a.c.entropy, rows, inside) * (factor * LN2))[:, None]
     uniform = (coefficient(a.c.uniform, rows, inside) * factor)[:, None]
-    lse = max_logit + log_sum
-    return (outer * LOG2E)[:, None], (lse * LOG2E)[:, None], (prob, entropy, uniform)
+    scale = (outer * LOG2E)[:, None]
+    log2_sumexp = ((max_logit + log_sum) * LOG2E)[:, None]
+    return scale, log2_sumexp, (prob, entropy, uniform)
 
 
 @gluon.jit

@@ -168,8 +168,8 @@ def multiple_rows_kernel(of, first, v, h, BLOCK: tl.constexpr):
     multiple = tl.load(a.c.prob + row)
     multiple *= tl.exp((tl.load(of.shifts + row) - max_logit) - log_sum)
     at_target = coefficient(a.c.target, row)
-    at, log_p = coefficients(a.c, row), tl.load(a.logps + row)
-    target_value = gradient_from_logp(log_p, at_target, at, a.c)
+    log_p, of_token = tl.load(a.logps + row), coefficients(a.c, row)
+    target_value = gradient_from_logp(log_p, at_target, of_token, a.c)
     if of.least is not None:
         floor = tl.load(of.least + row) * SMALLEST
         multiple = tl.where(tl.abs(multiple) < floor, floor, multiple)
