@@ -256,15 +256,15 @@ def merge_kernel(
     write_statistics(out, n, rows, inside, (max_logit, sumexp_m1), sums, vocabulary, flags)
 
 
-set_of_all = Launcher(shifts_kernel, TOKENS=TOKENS)
-finish_all = Launcher(finish_kernel, num_warps=4, ROWS=ROWS)
+launch_shifts = Launcher(shifts_kernel, TOKENS=TOKENS)
+launch_finish = Launcher(finish_kernel, num_warps=4, ROWS=ROWS)
 launch_merge = Launcher(merge_kernel, num_warps=4)
 
 
 def launchers(product: Any, tiles: dict[str, Tile], **options: Any) -> tuple[Launcher, ...]:
     """The shift of each token, a product, and what its blocks come to: three kernels that take the
     same arguments, one after another."""
-    return set_of_all, Launcher(product, tiles=tiles, **options), finish_all
+    return launch_shifts, Launcher(product, tiles=tiles, **options), launch_finish
 
 
 @functools.lru_cache(maxsize=64)
