@@ -3,8 +3,8 @@
 T scored tokens, V vocabulary, z [T, V] logits after scale, soft cap and temperature,
 p = softmax(z).
 
-`SoftmaxState` is the softmax of a *slice* of the vocabulary in a few floats per token. They form a
-commutative monoid under `merge`, so tiles of a kernel, blocks of a sweep and ranks of a group join
+`SoftmaxState` is the softmax of a *slice* of the vocabulary in a few floats per token. States form
+a commutative monoid under `merge`, so tiles of a kernel, blocks of a sweep and ranks of a group join
 by the same rule. `Statistics` are what a term sees. `SoftmaxCoefficients` are all that a kernel
 ever learns of a loss:
 
@@ -52,9 +52,8 @@ def _present(named: dict[str, Any]) -> dict[str, Tensor]:
 class SoftmaxState(NamedTuple):
     """A slice of the vocabulary, with e_j = exp(z_j - max_logit) over it; every field is [T].
 
-    `sumexp_m1` leaves the largest term out of the sum: log(sum e) = log1p(sumexp_m1) then keeps its
-    digits where one token has nearly all the mass. An empty slice has max_logit = -inf and
-    sumexp_m1 = -1.
+    `sumexp_m1` leaves the largest term out of the sum: its log1p then keeps its digits where one
+    token has nearly all the mass. An empty slice has max_logit = -inf and sumexp_m1 = -1.
     """
 
     max_logit: Tensor  # max z
@@ -249,10 +248,8 @@ class Slope(NamedTuple):
 
     def at(self, logp: Tensor) -> Tensor:
         """[n] its values at the tokens' log-probs."""
-        rate = self.rate
         if self.constant:
-            many = isinstance(rate, Tensor)
-            return torch.zeros_like(logp).add_(rate) if many else torch.full_like(logp, rate)
+            return torch.zeros_like(logp).add_(self.rate)
         plain, power = isinstance(self.sign, float) and self.sign == 1, logp - self.anchor
-        value = (power if plain else power * self.sign).exp_().mul_(rate)
+        value = (power if plain else power * self.sign).exp_().mul_(self.rate)
         return value.where((logp >= self.low).logical_and_(logp <= self.high), 0)
