@@ -4,9 +4,9 @@ T scored tokens, V vocabulary, z [T, V] logits after scale, soft cap and tempera
 p = softmax(z).
 
 `SoftmaxState` is the softmax of a *slice* of the vocabulary in a few floats per token. States form
-a commutative monoid under `merge`, so tiles of a kernel, blocks of a sweep and ranks of a group join
-by the same rule. `Statistics` are what a term sees. `SoftmaxCoefficients` are all that a kernel
-ever learns of a loss:
+a commutative monoid under `merge`, so tiles of a kernel, blocks of a sweep and ranks of a group
+join by the same rule. `Statistics` are what a term sees. `SoftmaxCoefficients` are all that a
+kernel ever learns of a loss:
 
     dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform
 
