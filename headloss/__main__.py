@@ -149,10 +149,14 @@ def _draw(problem: PlanInputs, options: Options, backend: str, title: str, path:
     axes.set_title(title, fontsize=9)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8)
+    partial = path.with_name(f".partial-{path.name}")
     try:
-        figure.savefig(path, dpi=130)
+        figure.savefig(partial, dpi=130)
+        partial.replace(path)
     except OSError as error:
         raise ValueError(f"--plot: cannot write {path}: {error.strerror}") from None
+    finally:
+        partial.unlink(missing_ok=True)
     return notes
 
 

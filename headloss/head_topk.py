@@ -127,5 +127,5 @@ def _rows(source: LinearLogits, rows: slice, width: int, k: int) -> tuple[Tensor
         ids = ids.gather(1, order)
     _, normalizer = finish(slices.merge(partials), source.vocabulary, NOTHING)
     best, ids = slices.topk(best, ids + slices.first, k)
-    logps = (best - normalizer.peak.unsqueeze(1)) - normalizer.log_sum.unsqueeze(1)
+    logps = (best - normalizer.max_logit.unsqueeze(1)) - normalizer.log_sum.unsqueeze(1)
     return ids, logps

@@ -140,14 +140,14 @@ def test_slopes_alone_make_a_multiple(backend):
         held, backward, x=x.float(), least=slopes.abs().amax(1)
     )
     backend.chosen_gradient_(
-        held.terms, Chosen(columns, logps, slopes), backward, multiples=multiples
+        held.exp_logits, Chosen(columns, logps, slopes), backward, multiples=multiples
     )
-    found = held.terms.float() * multiples.unsqueeze(1)
+    found = held.exp_logits.float() * multiples.unsqueeze(1)
     want = torch.zeros(n, v, device=DEVICE).scatter_(1, columns, slopes)
     assert (found - want).abs().max() <= 2**-7
     assert error(found[2], want[2]) <= 2**-7
     assert features is not None and features.isfinite().all()
-    dx = torch.where(multiples[:, None] == 0, 0, held.terms.float()) @ w.float()
+    dx = torch.where(multiples[:, None] == 0, 0, held.exp_logits.float()) @ w.float()
     assert error(dx * multiples[:, None], want @ w.float()) <= 2**-7
 
 

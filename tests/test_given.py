@@ -172,8 +172,8 @@ def test_rest_keeps_its_digits():
     found = given_rows(Walk(rows_of(raw), *args), shape=SMALL)
     e = math.exp(-20)
     expected = torch.tensor([499 * e, 2 + 497 * e, 0.0], device=DEVICE)
-    torch.testing.assert_close(found.rest, expected, rtol=2e-6, atol=0)
-    assert found.peak.tolist() == [0, 0, 80] and found.target.tolist() == [0, 0, -math.inf]
+    torch.testing.assert_close(found.sumexp_m1, expected, rtol=2e-6, atol=0)
+    assert found.max_logit.tolist() == [0, 0, 80] and found.target.tolist() == [0, 0, -math.inf]
 
 
 def test_a_slice_of_minus_infinity_is_empty_and_nan_shows():
@@ -184,8 +184,8 @@ def test_a_slice_of_minus_infinity_is_empty_and_nan_shows():
     for needs in (NEEDS, frozenset({"logp"})):
         walk = Walk(rows_of(raw), None, None, targets, 0, Transform(), needs)
         found = given_rows(walk, shape=SMALL)
-        assert found.peak[0] == -math.inf and found.rest[0] == -1
-        assert found.rest.isnan().tolist() == [False, True, False]
+        assert found.max_logit[0] == -math.inf and found.sumexp_m1[0] == -1
+        assert found.sumexp_m1.isnan().tolist() == [False, True, False]
 
 
 def test_a_factor_of_one_leaves_rows_alone():

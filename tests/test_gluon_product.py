@@ -35,7 +35,7 @@ def products(monkeypatch, given, needs, *, hold: bool):
         monkeypatch.setattr(triton_product, "overlaps", lambda device, to=overlaps: to)
         held = ExpTile.empty(x, len(w)) if hold else None
         if held is not None:
-            held.terms.fill_(math.nan)
+            held.exp_logits.fill_(math.nan)
         yield triton_backend.product_partials(*given[:2], Forward(*given[2:], needs), held), held
 
 
@@ -74,21 +74,21 @@ def test_the_same_partials_and_terms(monkeypatch, n, h, v, dtype, transform, nee
     given = (x, w, targets, first, cases(n, v)[transform])
     (found, terms), (expected, others) = products(monkeypatch, given, needs, hold=hold)
     close = 2e-7 if "capped" in transform or transform == "turned" else 0  # tanh's last bit
-    torch.testing.assert_close(found.peak, expected.peak, rtol=close, atol=20 * close)
+    torch.testing.assert_close(found.max_logit, expected.max_logit, rtol=close, atol=20 * close)
     assert torch.equal(found.target, expected.target)
-    torch.testing.assert_close(found.rest, expected.rest, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.sumexp_m1, expected.sumexp_m1, rtol=1e-5, atol=0)
     # Caps and biases move each logit's last bits, and with them each term of the spread.
     exact = transform in ("plain", "rows", "scaled")
-    terms_of_spread = 1e-3 if exact else 1e-5 * (1 + expected.rest)
-    for name, atol in (("spread", terms_of_spread), ("total", 1e-2)):
+    terms_of_spread = 1e-3 if exact else 1e-5 * (1 + expected.sumexp_m1)
+    for name, atol in (("entropy_sum", terms_of_spread), ("logit_sum", 1e-2)):
         mine, other = getattr(found, name), getattr(expected, name)
         assert (mine is None) == (other is None)
         if mine is not None:
             assert ((mine - other).abs() <= 1e-5 * other.abs() + atol).all(), name
     if hold:  # exponents may round to the other side
-        torch.testing.assert_close(terms.terms, others.terms, rtol=2**-7, atol=0)
+        torch.testing.assert_close(terms.exp_logits, others.exp_logits, rtol=2**-7, atol=0)
         if transform == "plain":
-            assert (terms.terms != others.terms).float().mean() < 1e-3
+            assert (terms.exp_logits != others.exp_logits).float().mean() < 1e-3
 
 
 @needs_hopper

@@ -69,7 +69,7 @@ def assert_statistics(
 ) -> None:
     """What may be read off partials, whatever they are taken against. A log-prob near 0 has no more
     digits than its logit's rounding leaves, which a twin meets by luck where there is one token."""
-    rounding = torch.finfo(torch.float32).eps * max(exact.peak.abs().tolist(), default=0.0)
+    rounding = torch.finfo(torch.float32).eps * max(exact.max_logit.abs().tolist(), default=0.0)
     for name in finish(exact, v, needs)[0].tensors():
         mine, theirs, oracle = (getattr(finish(p, v, needs)[0], name) for p in (found, twin, exact))
         finite = oracle.isfinite()
@@ -115,7 +115,7 @@ def test_products_and_held_terms(n, v, name):
         c = c._replace(prob=-c.target)
         held = {a: ExpTile.empty(x, v) for a in (triton_backend, twins)}
         for one in held.values():
-            one.terms.fill_(math.nan)
+            one.exp_logits.fill_(math.nan)
         found, twin = (a.product_partials(x, w, forward, one) for a, one in held.items())
         exact = twins.product_partials(x.double(), w.double(), double(forward))
         assert_statistics(found, twin, exact, v, NEEDS)
@@ -127,9 +127,10 @@ def test_products_and_held_terms(n, v, name):
                 close = {"rtol": 1e-5, "atol": 2e-5, "msg": key}
                 torch.testing.assert_close(value.double(), wanted[key], **close)
         mine, theirs = held.values()
-        below = (theirs.reference - mine.reference).exp().unsqueeze(1)
+        below = (theirs.shift - mine.shift).exp().unsqueeze(1)
         close = {"rtol": 3 * EPS[torch.bfloat16], "atol": 1e-30}
-        torch.testing.assert_close(mine.terms.float(), theirs.terms.float() * below, **close)
+        expected = theirs.exp_logits.float() * below
+        torch.testing.assert_close(mine.exp_logits.float(), expected, **close)
 
         stats, normalizer = finish(twin, v, frozenset({"logp"}))
         backward = Backward(targets, first, transform, normalizer, c, stats.logp)
@@ -142,21 +143,21 @@ def test_products_and_held_terms(n, v, name):
             assert off <= (EPS[dtype] + 1e-4) * float(oracle.norm())
 
         if backward.is_multiple:  # from the same terms, each in memory of its own
-            copies = [replace(mine, terms=mine.terms.clone()) for _ in range(2)]
+            copies = [replace(mine, exp_logits=mine.exp_logits.clone()) for _ in range(2)]
             order = triton_backend.dense_order(torch.arange(n, device=DEVICE) % 3 > 0, n - 1)
             count = int(order.count)
             pairs = [
                 a.held_multiple_(one, backward, x=x, order=order)
                 for a, one in zip(held, copies, strict=True)
             ]
-            terms = [one.terms[:count] for one in copies]
+            terms = [one.exp_logits[:count] for one in copies]
             torch.testing.assert_close(*(p[0][:count] for p in pairs), rtol=2e-5, atol=1e-30)
             torch.testing.assert_close(*terms, rtol=2**-6, atol=1e-30)
             scaled = [p[1][:count].float() for p in pairs]
             torch.testing.assert_close(*scaled, rtol=2e-5 + EPS[dtype], atol=6e-8)
         keep = torch.arange(n, device=DEVICE) % 3 > 0
         order = triton_backend.dense_order(keep, n - 1)
-        copies = [replace(mine, terms=mine.terms.clone()) for _ in range(2)]
+        copies = [replace(mine, exp_logits=mine.exp_logits.clone()) for _ in range(2)]
         found, twin = (
             a.held_gradient_(one, backward, order=order)
             for a, one in zip(held, copies, strict=True)
@@ -181,11 +182,11 @@ def test_gradient_of_rows_that_several_programs_share(dtype):
         found = triton_backend.logit_gradient_(own, backward._replace(dtype=sixteen))
         assert found.dtype == dtype and found.data_ptr() == own.data_ptr()
         assert error(found, oracle) <= 2 * EPS[dtype] + 1e-5
-    terms = (z.float() - normalizer.peak.unsqueeze(1)).exp().to(torch.bfloat16)
+    terms = (z.float() - normalizer.max_logit.unsqueeze(1)).exp().to(torch.bfloat16)
     keep = torch.arange(n, device=DEVICE) % 3 > 0
     order = triton_backend.dense_order(keep, n - 1)
-    held = ExpTile(terms, normalizer.peak)
-    wide = ExpTile(terms.double(), normalizer.peak.double())
+    held = ExpTile(terms, normalizer.max_logit)
+    wide = ExpTile(terms.double(), normalizer.max_logit.double())
     found = triton_backend.held_gradient_(held, backward, order=order)[: int(keep.sum())]
     exact = twins.held_gradient_(wide, double(backward), order=order)[: int(keep.sum())]
     assert error(found, exact) <= 2 * EPS[torch.bfloat16]
@@ -421,7 +422,7 @@ def test_twins_are_the_gradient(form, name):
         if transform.softcap is not None:
             return
         multiple, _ = twins.held_multiple_(held, backward)
-        found = held.terms * multiple.unsqueeze(1)
+        found = held.exp_logits * multiple.unsqueeze(1)
     else:
         out = torch.full_like(raw, math.nan)
         offsets = torch.arange(n, device=DEVICE) * v

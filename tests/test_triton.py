@@ -46,7 +46,7 @@ def test_partials(n, v, dtype, name, monkeypatch):
 def test_partials_writes_only_what_is_needed():
     raw, targets = tile(3, 97, torch.float32), targets_of(3, 97)
     found = triton_backend.partials(raw, Forward(targets, 0, Transform(), frozenset({"logp"})))
-    assert found.spread is None and found.total is None
+    assert found.entropy_sum is None and found.logit_sum is None
 
 
 def test_partials_onto_earlier_tiles():
@@ -92,7 +92,7 @@ def test_rest_keeps_its_digits():
     targets = torch.full((2,), 7, device=DEVICE)
     found = triton_backend.partials(raw, Forward(targets, 0, Transform(), frozenset({"logp"})))
     expected = torch.tensor([499 * math.exp(-20), 1 + 498 * math.exp(-20)], device=DEVICE)
-    torch.testing.assert_close(found.rest, expected, rtol=2e-6, atol=0)
+    torch.testing.assert_close(found.sumexp_m1, expected, rtol=2e-6, atol=0)
 
 
 GRADIENTS = ["tp", "p", "t", "tpe", "tpu", "tpeu"]
@@ -112,7 +112,7 @@ def test_gradient(which, name, monkeypatch):
             raw.double(), Forward(targets, first, in_float64(transform), NEEDS)
         )
         normalizer = finish(exact, v, frozenset())[1]
-        normalizer = Normalizer(normalizer.peak.float(), normalizer.log_sum.float())
+        normalizer = Normalizer(normalizer.max_logit.float(), normalizer.log_sum.float())
         oracle = oracle_gradient(raw, targets, first, transform, normalizer, c)
         backward = backward_of(raw, targets, first, transform, normalizer, c)
         found = triton_backend.logit_gradient_(raw, backward._replace(dtype=out_dtype))
@@ -201,7 +201,7 @@ def test_offsets_beyond_two_to_the_31():
     oracle_raw = raw[last].clone()
     c = coefficients_of(n, "tpe")
     _, normalizer = finish(found, v, NEEDS)
-    logps = (found.target - normalizer.peak) - normalizer.log_sum
+    logps = (found.target - normalizer.max_logit) - normalizer.log_sum
     triton_backend.logit_gradient_(raw, Backward(targets, 0, Transform(), normalizer, c, logps))
     oracle = oracle_gradient(
         oracle_raw,

@@ -303,7 +303,7 @@ def test_tail_partials(name, dtype):
             raw[:, start : start + 100], forward, running, columns - start
         )
     exact = reference_divergence.partials(raw.double(), forward, None, columns)
-    for name in ("peak", "rest"):
+    for name in ("max_logit", "sumexp_m1"):
         assert error(getattr(running, name), getattr(exact, name)) <= 2e-6, name
     assert (running.target == -math.inf).all()
 
@@ -313,7 +313,7 @@ def test_a_tile_with_nothing_but_stored_outcomes():
     columns = torch.tensor([[2, 0, 1], [1, 2, 0]], device=DEVICE)
     forward = Forward(None, 0, Transform(), frozenset())
     found = triton_divergence.partials(raw, forward, None, columns)
-    assert (found.peak == -math.inf).all() and (found.rest == -1).all()
+    assert (found.max_logit == -math.inf).all() and (found.sumexp_m1 == -1).all()
 
 
 @pytest.mark.parametrize("which", [None, "", "tpeu"])

@@ -43,13 +43,13 @@ def test_statistics_of_a_product(needs, n):
     found = triton_backend.product_statistics(x, w, forward, v, one)
     partials = triton_backend.product_partials(x, w, forward, other)
     stats, normalizer = finish(partials, v, needs)
-    assert torch.equal(one.terms, other.terms) and torch.equal(one.reference, other.reference)
-    assert not one.terms.isnan().any()
+    assert torch.equal(one.exp_logits, other.exp_logits) and torch.equal(one.shift, other.shift)
+    assert not one.exp_logits.isnan().any()
     same(found.stats.tensors(), stats.tensors(), rtol=5e-7, atol=2e-6)
     # Kernels that read them are compiled for where vectors begin, which n does not move.
     vectors = *found.stats.tensors().values(), *found.normalizer, *partials
     assert all(t is None or t.data_ptr() % 16 == 0 for t in vectors)
-    assert torch.equal(found.normalizer.peak, normalizer.peak)
+    assert torch.equal(found.normalizer.max_logit, normalizer.max_logit)
     torch.testing.assert_close(found.normalizer.log_sum, normalizer.log_sum, rtol=5e-7, atol=1e-9)
 
 
@@ -89,10 +89,11 @@ def slices_of(ranks: int, n: int, dtype: torch.dtype, needs=NEEDS) -> torch.Tens
         raw = torch.where(z[rank].isfinite(), z[rank], -1e30)
         part = reference.partials(raw, Forward(targets, 12 * rank, Transform(), needs))
         gone = ~z[rank].isfinite().any(1)
-        peak = torch.where(gone, -math.inf, part.peak)
-        rest = torch.where(gone, -1, part.rest)
+        peak = torch.where(gone, -math.inf, part.max_logit)
+        rest = torch.where(gone, -1, part.sumexp_m1)
         fields = [peak, rest, torch.where(gone, -math.inf, part.target)]
-        fields += [torch.where(gone, 0, t) for t in (part.spread, part.total) if t is not None]
+        more = (part.entropy_sum, part.logit_sum)
+        fields += [torch.where(gone, 0, t) for t in more if t is not None]
         parts.append(torch.stack(fields))
     return torch.stack(parts).contiguous()
 

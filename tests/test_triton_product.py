@@ -44,8 +44,8 @@ def head(n: int, h: int, v: int, *, first: int = 0, dtype: torch.dtype = SIXTEEN
 
 def poisoned_held(n: int, v: int) -> ExpTile:
     held = ExpTile.empty(torch.empty(n, 1, dtype=SIXTEEN, device=DEVICE), v)
-    held.terms.fill_(math.nan)
-    held.reference.fill_(math.nan)
+    held.exp_logits.fill_(math.nan)
+    held.shift.fill_(math.nan)
     return held
 
 
@@ -117,14 +117,14 @@ def test_held_gradient(which, name):
     found = triton_backend.product_partials(
         x, w, Forward(targets, first, transform, NEEDS), held=held
     )
-    assert not held.terms.isnan().any()
+    assert not held.exp_logits.isnan().any()
     stats, normalizer = finish(found, v, frozenset({"logp"}))
     backward = Backward(targets, first, transform, normalizer, c, stats.logp)
     oracle = exact_gradient(raw, targets, first, transform, c)
     if backward.is_multiple:
-        copy = ExpTile(terms=held.terms.clone(), reference=held.reference)
+        copy = ExpTile(exp_logits=held.exp_logits.clone(), shift=held.shift)
         multiple, _ = triton_backend.held_multiple_(copy, backward)
-        got = copy.terms.double() * multiple.double().unsqueeze(1)
+        got = copy.exp_logits.double() * multiple.double().unsqueeze(1)
         # Row by row: a likely target's row is small, and must be good all the same.
         assert ((got - oracle).norm(dim=1) / oracle.norm(dim=1)).max() <= 2 * HELD_EPS
     if transform.softcap is not None and c.uniform is not None:
@@ -132,10 +132,10 @@ def test_held_gradient(which, name):
             triton_backend.held_gradient_(held, backward)
         return
     for mask in ([0, 1, 0, 1, 1, 1], [1] * 6, [0] * 6):
-        copy, count = ExpTile(terms=held.terms.clone(), reference=held.reference), sum(mask)
+        copy, count = ExpTile(exp_logits=held.exp_logits.clone(), shift=held.shift), sum(mask)
         order = triton_backend.dense_order(torch.tensor(mask, device=DEVICE).bool(), n - 1)
         got = triton_backend.held_gradient_(copy, backward, order=order)
-        assert got.data_ptr() == copy.terms.data_ptr()
+        assert got.data_ptr() == copy.exp_logits.data_ptr()
         if count:
             assert error(got[:count], oracle[order.rows[:count]]) <= 2 * HELD_EPS
 
@@ -183,7 +183,7 @@ def test_tokens_far_above_their_reference_are_done_again():
     multiple, _ = triton_backend.held_multiple_(
         held, Backward(targets, 0, Transform(), normalizer, c, stats.logp)
     )
-    got = held.terms.double() * multiple.double().unsqueeze(1)
+    got = held.exp_logits.double() * multiple.double().unsqueeze(1)
     assert error(got, oracle) <= 2 * HELD_EPS
 
 
@@ -204,7 +204,7 @@ def test_rows_without_coefficients_have_no_gradient():
         held, Backward(targets, 0, Transform(), normalizer, c, stats.logp)
     )
     oracle = exact_gradient(raw, targets, 0, Transform(), c)
-    got = held.terms.double() * multiple.double().unsqueeze(1)
+    got = held.exp_logits.double() * multiple.double().unsqueeze(1)
     assert torch.equal(got[0], torch.zeros_like(got[0]))
     assert error(got, oracle) <= 2 * HELD_EPS
 
@@ -218,7 +218,7 @@ def test_product_keeps_the_digits_of_a_nearly_certain_token():
     found = triton_backend.product_partials(x, w, Forward(targets, 0, Transform(), needs))
     small = math.exp(-20)
     expected = torch.tensor([599 * small, 1 + 598 * small, 599 * small], device=DEVICE)
-    torch.testing.assert_close(found.rest, expected, rtol=3e-6, atol=0)
+    torch.testing.assert_close(found.sumexp_m1, expected, rtol=3e-6, atol=0)
 
 
 needs_tensor_cores = pytest.mark.skipif(
@@ -290,7 +290,7 @@ def test_a_multiple_moved_and_with_its_features_in_one_launch(case, fresh_memory
     mask = torch.zeros(n, dtype=torch.bool, device=DEVICE)
     mask[list(kept)] = True
     order = None if case == "no order" else triton_backend.dense_order(mask, n)
-    one, other = (ExpTile(terms=held.terms.clone(), reference=held.reference) for _ in range(2))
+    one, other = (ExpTile(exp_logits=held.exp_logits.clone(), shift=held.shift) for _ in range(2))
     multiple, features = triton_backend.held_multiple_(one, backward, x=x, order=order)
     expected, nothing = triton_backend.held_multiple_(other, backward)
     assert nothing is None and features is not None
@@ -299,14 +299,14 @@ def test_a_multiple_moved_and_with_its_features_in_one_launch(case, fresh_memory
         rows, count = order.rows, int(order.count)
         assert count == len(kept)
     scaled = triton_backend.scaled_rows(x[rows], expected[rows])
-    assert torch.equal(one.terms[:count], other.terms[rows][:count])
+    assert torch.equal(one.exp_logits[:count], other.exp_logits[rows][:count])
     assert torch.equal(multiple[:count], expected[rows][:count])
     assert torch.equal(features[:count], scaled[:count])
 
 
 def test_multiples_of_no_tokens():
     held = poisoned_held(0, 40)
-    none = held.reference
+    none = held.shift
     normalizer, c = Normalizer(none, none), SoftmaxCoefficients(prob=none)
     backward = Backward(none.long(), 0, Transform(), normalizer, c, none)
     multiple, features = triton_backend.held_multiple_(held, backward, x=none[:, None])
@@ -363,7 +363,7 @@ def test_capture_in_a_graph_and_the_same_bits_twice():
         stats, normalizer = finish(found, v, needs)
         backward = Backward(targets, 0, Transform(), normalizer, c, stats.logp)
         multiple, _ = triton_backend.held_multiple_(held, backward)
-        return stats.logp, stats.entropy, held.terms, multiple
+        return stats.logp, stats.entropy, held.exp_logits, multiple
 
     first = run()
     graph = torch.cuda.CUDAGraph()

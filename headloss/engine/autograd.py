@@ -167,8 +167,8 @@ def stored(tile: Any, tensors: list[Tensor]) -> Callable[[Iterator[Tensor]], Any
     if tile is None:
         return lambda saved: None
     if isinstance(tile, ExpTile):
-        tensors += [tile.terms, tile.reference]
-        return lambda saved: ExpTile(terms=next(saved), reference=next(saved))
+        tensors += [tile.exp_logits, tile.shift]
+        return lambda saved: ExpTile(exp_logits=next(saved), shift=next(saved))
     if isinstance(tile, tuple):  # of a support, and of the tokens without one
         raw, _, of_others = tile
         tensors.append(raw)

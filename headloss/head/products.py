@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ..kernels.rounding import lost
+from ..kernels.rounding import accumulator_bias
 
 aten = torch.ops.aten
 WIDE = torch.float32, torch.float64
@@ -61,8 +61,9 @@ def logits(
         wide = torch.promote_types(torch.promote_types(features.dtype, weight.dtype), torch.float32)
         out = features.new_empty(len(features), len(weight), dtype=wide)
     if features.is_cuda and features.dtype == weight.dtype:
-        factors, alpha = (features, weight.t()), 1 + lost(features.device, features.shape[1])
-        return aten.addmm.dtype_out(out, *factors, torch.float32, beta=beta, alpha=alpha, out=out)
+        alpha = 1 + accumulator_bias(features.device, features.shape[1])
+        operands = (out, features, weight.t(), torch.float32)
+        return aten.addmm.dtype_out(*operands, beta=beta, alpha=alpha, out=out)
     features = features.to(out.dtype)
     for block in _blocks(weight):
         out[:, block].addmm_(features, weight[block].to(out.dtype).t(), beta=beta)

@@ -1,8 +1,8 @@
 """What a backend does: the acts, and the records that they take.
 
-n tokens, v columns of the vocabulary starting at `first`, H hidden width, K stored outcomes.
+n tokens, v columns of the vocabulary starting at `first`, H hidden width, K stored tokens.
 `raw` [n, v] are logits as a product left them, z = transform(raw), p = softmax(z) over the whole
-vocabulary. Act one takes partial statistics of a tile, act two its gradient:
+vocabulary. Acts take the statistics of a tile, a `SoftmaxState`, or the gradient of its logits:
 
     dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform
 
@@ -29,22 +29,21 @@ from .transform import Transform
 
 
 class Forward(NamedTuple):
-    """Arguments of act one beside the logits."""
+    """What statistics need beside the logits."""
 
     targets: Tensor | None  # [n] int64: columns of the whole vocabulary, some outside of this tile;
     # None, for `partials` alone: no column is one
     first: int
     transform: Transform  # with a temperature [n] or a number
     needs: frozenset[str]  # statistics
-    whole: bool = False  # the tile has all columns, and so those of all targets
 
 
 class Backward(NamedTuple):
-    """Arguments of act two beside the logits.
+    """What the gradient needs beside the logits.
 
-    Logits that a product makes a second time may be rounded differently from those of act one.
-    Therefore the gradient at a target follows from `logps`, which keeps the last digit of 1 - p. A
-    column that has nearly all the mass is the peak, and its logit is taken from there.
+    Logits that a product makes a second time may be rounded differently from the first ones, whose
+    statistics these are. Therefore the gradient at a target follows from `logps`, which keeps the
+    last digit of 1 - p. A column that has nearly all the mass has the normalizer's largest logit.
     """
 
     targets: Tensor  # [n] int64
@@ -54,7 +53,7 @@ class Backward(NamedTuple):
     coefficients: SoftmaxCoefficients  # [n]
     logps: Tensor | None  # [n] of the targets; None: these have no coefficient, and are as others
     dtype: torch.dtype | None = None  # of the gradient, at most as wide as the tile's, its default
-    whole: bool = False  # the tile is the one of act one, and has all columns
+    all_columns: bool = False  # the tile has all, and they are the logits of the statistics
     to: Tensor | None = None  # [n, v] of that dtype, where the gradient may go in place of the tile
 
     def rows(self, rows: slice | Tensor) -> Backward:
@@ -62,22 +61,22 @@ class Backward(NamedTuple):
         return Backward(
             self.targets[rows], self.first, self.transform.rows(rows), self.normalizer.rows(rows),
             self.coefficients.map(lambda t: t[rows]),
-            None if self.logps is None else self.logps[rows], whole=self.whole
+            None if self.logps is None else self.logps[rows], all_columns=self.all_columns
         )
 
     @property
     def is_multiple(self) -> bool:
-        """Whether the gradient of a token is a multiple of its terms, the target's apart."""
+        """Whether a token's gradient is a multiple of exp z in all columns but the target's."""
         c, cap = self.coefficients, self.transform.softcap
         return c.prob is not None and c.entropy is None and c.uniform is None and cap is None
 
 
 @dataclass(eq=False)
 class ExpTile:
-    """The softmax terms of some tokens, e = exp(z - reference)."""
+    """exp(z - shift) of some tokens, in place of their logits."""
 
-    terms: Tensor  # [n, v] bfloat16; float32 and float64 beside hidden states of those
-    reference: Tensor  # [n]
+    exp_logits: Tensor  # [n, v] bfloat16; float32 and float64 beside hidden states of those
+    shift: Tensor  # [n] a logit of each token, the largest or not far below it
 
     def check(self, backward: Backward, multiple: bool = False) -> None:
         """ValueError where they cannot give the gradient, or not as a multiple of themselves."""
@@ -91,19 +90,20 @@ class ExpTile:
 
     @classmethod
     def empty(cls, x: Tensor, v: int) -> ExpTile:
-        """Room for the terms of x [n, H]; rows are whole 16 bytes."""
+        """Memory for x [n, H]; rows are whole 16 bytes."""
         n, wide = x.shape[0], torch.float64 if x.dtype == torch.float64 else torch.float32
         dtype = torch.bfloat16 if x.dtype.itemsize == 2 else wide
-        terms = x.new_empty(n, 8 * -(-v // 8), dtype=dtype)
-        return cls(terms[:, :v] if v % 8 else terms, x.new_empty(n, dtype=wide))
+        exp_logits = x.new_empty(n, 8 * -(-v // 8), dtype=dtype)
+        return cls(exp_logits[:, :v] if v % 8 else exp_logits, x.new_empty(n, dtype=wide))
 
 
 def partials_of(fields: Sequence[Tensor], needs: frozenset[str]) -> SoftmaxState:
-    """By name: peak, rest, target, then spread where the entropy is needed and total where the
-    mean logit is."""
-    peak, rest, target, *more = fields
-    spread = more[0] if "entropy" in needs else None
-    return SoftmaxState(peak, rest, target, spread, more[-1] if "mean_logit" in needs else None)
+    """By name: max_logit, sumexp_m1, target, then entropy_sum where the entropy is needed and
+    logit_sum where the mean logit is."""
+    max_logit, sumexp_m1, target, *more = fields
+    entropy_sum = more[0] if "entropy" in needs else None
+    logit_sum = more[-1] if "mean_logit" in needs else None
+    return SoftmaxState(max_logit, sumexp_m1, target, entropy_sum, logit_sum)
 
 
 class Measured(NamedTuple):
@@ -163,7 +163,7 @@ class Scaling(NamedTuple):
     value: Tensor  # contiguous, of any shape; may be overwritten
     dtype: torch.dtype  # of the gradient
     multiplied: bool = True
-    rows: Tensor | None = None  # [n] float32 multiplies [n, H] first, in its own dtype
+    row_scale: Tensor | None = None  # [n] float32 multiplies [n, H] first, in its own dtype
 
 
 class Acts(Protocol):
@@ -175,7 +175,7 @@ class Acts(Protocol):
         self, raw: Tensor, forward: Forward, onto: SoftmaxState | None = None,
         without: Tensor | None = None,
     ) -> SoftmaxState:  # fmt: skip
-        """Act one. raw [n, v] float32, bfloat16, float16 (or float64) -> [n] vectors.
+        """Statistics. raw [n, v] float32, bfloat16, float16 (or float64) -> [n] vectors.
 
         Only what `needs` asks for is taken. With `onto`, the partials of the tile and of those
         that gave `onto`, whose vectors may be overwritten and returned. With `without` [n, K]
@@ -184,7 +184,7 @@ class Acts(Protocol):
         """
 
     def logit_gradient_(self, raw: Tensor, backward: Backward) -> Tensor:
-        """Act two: dL/draw [n, v], over `raw`, or with `dtype` in the front of each of its rows."""
+        """dL/draw [n, v], over `raw`, or with `dtype` in the front of each of its rows."""
 
     def finish(self, slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
         """Statistics from the partials of W slices of a vocabulary, which is of this size, in their
@@ -215,11 +215,11 @@ class Acts(Protocol):
         """
 
     def support_partials(self, raw: Tensor, support: Support, forward: Forward) -> SoftmaxState:
-        """Act one over each token's pairs in the window, of their raw logits [P]. `forward.first`
-        is the support's. A token without any is an empty slice: peak -inf, rest -1."""
+        """Statistics of each token's pairs in the window, of their raw logits [P]. `forward.first`
+        is the support's. A token without any is an empty slice: max_logit -inf, sumexp_m1 -1."""
 
     def support_gradient(self, raw: Tensor, support: Support, backward: Backward) -> Tensor:
-        """Act two: dL/draw of each pair [P], 0 outside of the window."""
+        """dL/draw of each pair [P], 0 outside of the window."""
 
     def support_sums(
         self, values: Tensor, rows: Tensor, support: Support, out: Tensor, add: bool = False,
@@ -237,7 +237,7 @@ class Acts(Protocol):
         """A teacher's tile [n, v] as the acts below read it: itself, or a copy in `dtype`."""
 
     def divergence(self, raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
-        """[2, n]: a tile's shares of the divergence and of its pivot."""
+        """[2, n]: a tile's shares of the divergence and of its mean slope."""
 
     def part_gradient_(
         self, raw: Tensor, part: Divergence | StoredTopk, extra: Tensor | None = None,
@@ -268,11 +268,11 @@ class Kernels(Acts, Protocol):
     def product_partials(
         self, x: Tensor, w: Tensor, forward: Forward, held: ExpTile | None = None
     ) -> SoftmaxState:
-        """Act one of raw = x [n, H] @ w.T [H, v], both 16 bits wide, from the float32 sums.
+        """Statistics of raw = x [n, H] @ w.T [H, v], both 16 bits wide, from the float32 sums.
 
-        `held` [n, v] is filled. `peak` is what rest and spread are taken against, the reference of
-        the terms: any logit that is not far below the largest; the largest itself for `top1`.
-        `merge` and `finish` of `stats` take any.
+        `held` [n, v] is filled. `max_logit` is the shift of both sums of exponentials: any logit
+        that is not far below the largest; the largest itself for `top1`. `merge` and `finish` of
+        `stats` take any.
         """
 
     def product_statistics(
@@ -282,31 +282,31 @@ class Kernels(Acts, Protocol):
         """`product_partials` of all columns, and `stats.finish`; raw [n, v] takes raw logits."""
 
     def product_gradient(self, x: Tensor, w: Tensor, backward: Backward) -> Tensor:
-        """Act two of raw = x [n, H] @ w.T [H, v]: [n, v] in x's dtype, in new memory."""
+        """dL/draw of raw = x [n, H] @ w.T [H, v]: [n, v] in x's dtype, in new memory."""
 
-    # ------------------------------------------------------------------ held softmax terms
+    # ------------------------------------------------------------------ exp logits
 
     def held_gradient_(
         self, held: ExpTile, backward: Backward, *, order: Order | None = None
     ) -> Tensor:
-        """Act two from terms, over them: [n, v] in their dtype, for any coefficients. With `order`,
-        row i of it is that of terms' row order.rows[i], and rows from `count` on hold anything.
+        """dL/draw from exp logits, over them: [n, v] in their dtype, for any coefficients. With
+        `order`, row i of it is that of row order.rows[i], and rows from `count` on hold anything.
 
         Raises:
-            ValueError: z is read off log p and has to be known where a term is 0 (`ExpTile.check`).
+            ValueError: z is needed where exp z is 0 (`ExpTile.check`).
         """
 
     def held_multiple_(
         self, held: ExpTile, backward: Backward, *,
         x: Tensor | None = None, order: Order | None = None, least: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """s [n] such that dL/draw = s e, where `is_multiple`; the terms of targets are set to suit.
+        """s [n] such that dL/draw = s e, where `is_multiple`; the targets' e are set to suit.
 
         `least` [n]: what is still to be put into a row is as large as this, so that s must not be
         far below it.
 
         The second is s * x of x [n, H], in float32 or wider and rounded once. With `order`, row i
-        of terms, s and s * x is that of row order.rows[i], and rows from `count` on hold anything.
+        of e, s and s * x is that of row order.rows[i], and rows from `count` on hold anything.
         ValueError where there is none (`ExpTile.check`).
         """
 

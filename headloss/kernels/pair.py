@@ -12,8 +12,8 @@ and ranks add up.
     total_variation   sum |p - q| / 2                    s_j = sign(p_j - q_j) / 2
 
 with m = b q + (1-b) p, and d/dz_j = p_j (s_j - sum_k p_k s_k) but for the first; a constant added
-to s changes nothing, and the sum is the pivot (Lin 1991; Agarwal et al. 2024, arXiv:2306.13649; Ko
-et al. 2024, arXiv:2402.03898; Wen et al. 2023, arXiv:2307.15190).
+to s changes nothing, and the sum is the mean slope (Lin 1991; Agarwal et al. 2024,
+arXiv:2306.13649; Ko et al. 2024, arXiv:2402.03898; Wen et al. 2023, arXiv:2307.15190).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Divergence(NamedTuple):
 
     teacher: Tensor  # [n, v] raw logits
     pair: Pair
-    pivot: Tensor  # [n]
-    weight: Tensor  # [n]; where it is 0 the teacher's row and the pivot may hold anything
+    mean_slope: Tensor  # [n]
+    weight: Tensor  # [n]; where it is 0 the teacher's row and mean_slope may hold anything
 
 
 class StoredTopk(NamedTuple):

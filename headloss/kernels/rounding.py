@@ -8,7 +8,7 @@ import torch
 
 
 @functools.lru_cache(maxsize=64)
-def lost(device: torch.device, h: int) -> float:
+def accumulator_bias(device: torch.device, h: int) -> float:
     """Share of its size by which a sum of h products of 16-bit numbers is too small.
 
     A tensor core's accumulator rounds toward zero. On Hopper that takes 0.8e-9 to 1.1e-9 of a

@@ -39,8 +39,8 @@ class Transform:
 
     def read(self, raw: Tensor) -> Tensor:
         """z, which may be raw itself."""
-        known = self.softcap is None and not isinstance(self.temperature, Tensor)
-        return raw if known and self.scale == self.temperature else self(raw)
+        plain = self.softcap is None and not isinstance(self.temperature, Tensor)
+        return raw if plain and self.scale == self.temperature else self(raw)
 
     def vjp_(self, gradient: Tensor, at: Tensor, is_z: bool = False) -> Tensor:
         """In place: d/dz to d/draw at raw logits; at z = self(raw) to the digits of cap - |z|."""

@@ -119,7 +119,7 @@ class _Accumulator:
         pairs = zip(self.source.features, self.hidden.totals, weights, strict=True)
         for features, total, weight in pairs:
             rows = self.hidden.multiple
-            sums.append(None if total is None else Scaling(total, features.dtype, rows=rows))
+            sums.append(None if total is None else Scaling(total, features.dtype, row_scale=rows))
             sums.append(weight)
         bias = self.source.full_bias
         sums.append(None if self.bias is None else Scaling(self.bias, bias.dtype))  # type: ignore[union-attr]

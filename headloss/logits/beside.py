@@ -58,7 +58,7 @@ class SquaredSum:
         _, twice = finish(self.slices.merge(self.partials), 1, NOTHING)
         self.partials = None
         peak, log_sum = normalizer
-        return ((twice.peak - 2 * peak) + (twice.log_sum - 2 * log_sum)).exp()
+        return ((twice.max_logit - 2 * peak) + (twice.log_sum - 2 * log_sum)).exp()
 
 
 @dataclass(eq=False, kw_only=True)

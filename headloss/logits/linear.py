@@ -67,9 +67,7 @@ class RowContext(NamedTuple):
     def forward(self, rows: Rows, columns: slice = ALL) -> Forward:
         """Arguments of act one beside the logits of a tile."""
         targets, transform = self._at(rows)
-        whole = self.whole and columns is ALL
-        first = self.slices.first + (columns.start or 0)
-        return Forward(targets, first, transform, self.needs, whole)
+        return Forward(targets, self.slices.first + (columns.start or 0), transform, self.needs)
 
     def backward(
         self, rows: Rows, columns: slice, inputs: BackwardInputs, dtype: torch.dtype | None = None
@@ -149,7 +147,7 @@ class LogitSource:
             value = teacher.measure(rows, raw, measured.normalizer, keep)
             measured.stats.extras[teacher.key] = value
         if PEAK in self.tokens.needs:
-            measured.stats.extras[PEAK] = measured.normalizer.peak.clone()
+            measured.stats.extras[PEAK] = measured.normalizer.max_logit.clone()
         for part in self.beside:
             measured.stats.extras[part.key] = part.found(rows, measured.normalizer)
 
@@ -181,7 +179,7 @@ class LogitSource:
         parts = [part for part in (*self.teachers, *self.beside) if part.key in slopes]
         if not parts:
             return self.acts.logit_gradient_(raw, others)
-        others = others._replace(whole=False)  # where logits may stand for those of act one
+        others = others._replace(all_columns=False)  # where logits may stand for those of act one
         extra = None  # all but the last need the student's logits unchanged
         for part in parts[:-1]:
             extra = part.gradient(raw, *given, slopes[part.key], extra)
@@ -333,5 +331,6 @@ class ExpLogits(LinearLogits):
             acts.held_gradient_(held, backward, order=order)
         for sparse in chosen:
             options = {"multiples": multiple, "order": order}
-            acts.chosen_gradient_(held.terms, sparse, backward, **options)
-        return LogitGradient(held.terms, rows, multiple, features, acts.scaled_rows, later=later)
+            acts.chosen_gradient_(held.exp_logits, sparse, backward, **options)
+        values = held.exp_logits
+        return LogitGradient(values, rows, multiple, features, acts.scaled_rows, later=later)

@@ -13,7 +13,7 @@ def against_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
     return torch.where(d > 0, -(beta * near).log1p_(), d - ((1 - beta) * near).log1p_())
 
 
-def tilt(log_q: Tensor, log_p: Tensor, kind: str, beta: float) -> Tensor:
+def slope_in_p(log_q: Tensor, log_p: Tensor, kind: str, beta: float) -> Tensor:
     """s of a divergence but the forward KL, without cancellation where p is near q."""
     d = log_p - log_q
     if kind == "reverse_kl":
@@ -29,18 +29,18 @@ def tilt(log_q: Tensor, log_p: Tensor, kind: str, beta: float) -> Tensor:
 
 
 def phi(log_q: Tensor, log_p: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
-    """Sums over the last dimension: the divergence, and the pivot of its gradient."""
+    """Sums over the last dimension: the divergence, and the mean of its slopes under p."""
     q, p = log_q.exp(), log_p.exp()
     if kind == "forward_kl":
         value = (q * (log_q - log_p)).sum(-1)
         return value, torch.zeros_like(value)
-    pivot = (p * tilt(log_q, log_p, kind, beta)).sum(-1)
+    mean_slope = (p * slope_in_p(log_q, log_p, kind, beta)).sum(-1)
     if kind == "reverse_kl":
-        return pivot, pivot
+        return mean_slope, mean_slope
     if kind == "total_variation":
-        return (p - q).abs().sum(-1) / 2, pivot
+        return (p - q).abs().sum(-1) / 2, mean_slope
     p_to_m = against_mixture(log_q, log_p, beta)
     if kind == "skew_reverse_kl":
-        return (p * p_to_m).sum(-1), pivot
+        return (p * p_to_m).sum(-1), mean_slope
     q_to_m = (q * (p_to_m - (log_p - log_q))).sum(-1)
-    return (beta * q_to_m + pivot if kind == "js" else q_to_m), pivot
+    return (beta * q_to_m + mean_slope if kind == "js" else q_to_m), mean_slope

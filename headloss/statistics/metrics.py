@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
 
 import torch
@@ -20,8 +20,8 @@ class _Joined:
     sign: ClassVar[int] = 1  # of what travels as a maximum
 
     def merge(self, other: Self) -> Self:
-        names = [f.name for f in fields(self)]  # type: ignore[arg-type]
-        return type(self)(*(type(self).join(getattr(self, n), getattr(other, n)) for n in names))
+        numbers = zip(vars(self).values(), vars(other).values(), strict=True)
+        return type(self)(*(type(self).join(*pair) for pair in numbers))
 
     @property
     def value(self) -> Tensor:
@@ -108,9 +108,9 @@ class Metrics(dict[str, Measurement]):
             values = [v.double() * m.sign for m in chosen.values() for v in vars(m).values()]
             packed = torch.stack(values)
             together("Metrics.all_reduce", group, distributed.all_reduce, packed, operation, group)
-            found = iter(packed.unbind())
+            reduced = iter(packed.unbind())
             for name, m in chosen.items():
-                joined[name] = type(m)(*(next(found) * m.sign for _ in vars(m)))
+                joined[name] = type(m)(*(next(reduced) * m.sign for _ in vars(m)))
         return joined
 
     def compute(self) -> dict[str, float]:
@@ -135,34 +135,34 @@ class Observed:
     where: Tensor | None = None
 
 
-def checked(name: str, found: object, tokens: int, segments: int) -> dict[str, Observed]:
+def checked(name: str, observed: object, tokens: int, segments: int) -> dict[str, Observed]:
     """What a term or modifier observes, a dict of `Observed` of T or S values; TypeError or
     ValueError, naming the term, for anything else."""
-    if not isinstance(found, dict):
-        got = type(found).__name__
+    if not isinstance(observed, dict):
+        got = type(observed).__name__
         raise TypeError(f"term {name}: observe: returned {got}, want a dict of headloss.Observed")
-    for key, seen in found.items():
+    for key, item in observed.items():
         at = f"term {name}: observe: {key!r}"
-        if not isinstance(key, str) or not isinstance(seen, Observed):
+        if not isinstance(key, str) or not isinstance(item, Observed):
             raise TypeError(
-                f"{at}: got {type(seen).__name__}, want a name and a headloss.Observed of values "
+                f"{at}: got {type(item).__name__}, want a name and a headloss.Observed of values "
                 "per token or per segment, which are folded to one"
             )
-        if not isinstance(seen.kind, type) or not issubclass(seen.kind, Mean | Sum | Max | Min):
-            raise TypeError(f"{at}: kind: got {seen.kind!r}, want Mean, Sum, Max or Min")
-        if seen.per not in ("token", "segment"):
-            raise ValueError(f'{at}: per: got {seen.per!r}, want "token" or "segment"')
-        if not isinstance(seen.values, Tensor) or seen.values.is_complex():
-            got = seen.values.dtype if isinstance(seen.values, Tensor) else type(seen.values)
+        if not isinstance(item.kind, type) or not issubclass(item.kind, Mean | Sum | Max | Min):
+            raise TypeError(f"{at}: kind: got {item.kind!r}, want Mean, Sum, Max or Min")
+        if item.per not in ("token", "segment"):
+            raise ValueError(f'{at}: per: got {item.per!r}, want "token" or "segment"')
+        if not isinstance(item.values, Tensor) or item.values.is_complex():
+            got = item.values.dtype if isinstance(item.values, Tensor) else type(item.values)
             raise TypeError(f"{at}: values: got {got}, want a tensor of real numbers")
-        want = (tokens if seen.per == "token" else segments,)
-        for what, vector in (("values", seen.values), ("where", seen.where)):
+        want = (tokens if item.per == "token" else segments,)
+        for what, vector in (("values", item.values), ("where", item.where)):
             if vector is not None and tuple(vector.shape) != want:
                 raise ValueError(
                     f"{at}: {what}: got shape {tuple(vector.shape)}, want {want} (one value per "
-                    f'{seen.per}; declare per="token" or per="segment")'
+                    f'{item.per}; declare per="token" or per="segment")'
                 )
-    return found
+    return observed
 
 
 def fold(observed: Observed, live: Tensor | None = None, share: float = 1.0) -> Measurement:
@@ -177,11 +177,11 @@ def fold_all(
     observed: Mapping[str, Observed], live: Tensor | None = None, share: float = 1.0
 ) -> Metrics:
     """Fold many [N] vectors with the same live rows, in a few operations."""
-    found = Metrics()
+    metrics = Metrics()
     for name, o in observed.items():
         if o.where is not None:
-            kept = o.where if live is None else o.where & live
-            found |= fold_all({name: replace(o, where=None)}, kept, share)
+            both = o.where if live is None else o.where & live
+            metrics |= fold_all({name: replace(o, where=None)}, both, share)
     observed = {name: o for name, o in observed.items() if o.where is None}
     sums = {n: o for n, o in observed.items() if not issubclass(o.kind, Max | Min)}
     peaks = {n: o for n, o in observed.items() if n not in sums}
@@ -190,11 +190,11 @@ def fold_all(
         rows = rows if live is None else torch.where(live, rows, 0)
         count = rows.new_full((), rows.shape[1]) if live is None else live.sum().double()
         for (name, o), total in zip(sums.items(), (rows.sum(1) * share).unbind(), strict=True):
-            found[name] = Sum(total) if o.kind is Sum else o.kind(total, count * share)  # type: ignore[call-arg]
+            metrics[name] = Sum(total) if o.kind is Sum else o.kind(total, count * share)  # type: ignore[call-arg]
     if peaks:
         rows = torch.stack([o.values if o.kind is Max else -o.values for o in peaks.values()])
         rows = rows.double() if live is None else torch.where(live, rows.double(), -math.inf)
         rows = torch.cat([rows, rows.new_full((len(peaks), 1), -math.inf)], 1)
         for (name, o), peak in zip(peaks.items(), rows.amax(1).unbind(), strict=True):
-            found[name] = o.kind(peak * o.kind.sign)  # type: ignore[call-arg]
-    return found
+            metrics[name] = o.kind(peak * o.kind.sign)  # type: ignore[call-arg]
+    return metrics

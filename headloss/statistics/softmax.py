@@ -3,10 +3,10 @@
 T scored tokens, V vocabulary, z [T, V] logits after scale, soft cap and temperature,
 p = softmax(z).
 
-`SoftmaxState` are the softmax of a *slice* of the vocabulary in a few floats per token. They form a
-commutative monoid under `merge`, so tiles of a kernel, blocks of a sweep and ranks of a group join
-by the same rule. `Statistics` are what a term sees. `SoftmaxCoefficients` are all that a kernel
-ever learns of a loss:
+`SoftmaxState` is the softmax of a *slice* of the vocabulary in a few floats per token. States form
+a commutative monoid under `merge`, so tiles of a kernel, blocks of a sweep and ranks of a group
+join by the same rule. `Statistics` are what a term sees. `SoftmaxCoefficients` are all that a
+kernel ever learns of a loss:
 
     dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform
 
@@ -36,7 +36,7 @@ BESIDE = {
     "peak": PEAK,
 }
 DIFFERENTIABLE = ("logp", "lse", "entropy", "mean_logit")
-NOT_ASKED: Any = None
+NOT_NEEDED: Any = None
 
 # exp(FLOOR) is 0 in float32 and float64 and FLOOR is finite, so that 0 * log 0 is 0 and not NaN.
 FLOOR = -1e4
@@ -50,24 +50,24 @@ def _present(named: dict[str, Any]) -> dict[str, Tensor]:
 
 
 class SoftmaxState(NamedTuple):
-    """A slice of the vocabulary, with e_j = exp(z_j - peak) over the slice; every field is [T].
+    """A slice of the vocabulary, with e_j = exp(z_j - max_logit) over it; every field is [T].
 
-    `rest` leaves the largest term out of the sum: log(sum e) = log1p(rest) then keeps its digits
-    where one token has nearly all the mass. An empty slice is (peak = -inf, rest = -1).
+    `sumexp_m1` leaves the largest term out of the sum: its log1p then keeps its digits where one
+    token has nearly all the mass. An empty slice has max_logit = -inf and sumexp_m1 = -1.
     """
 
-    peak: Tensor  # max z
-    rest: Tensor  # sum e - 1
+    max_logit: Tensor  # max z
+    sumexp_m1: Tensor  # sum e - 1
     target: Tensor  # z_y, or -inf where y lies in another slice
-    spread: Tensor | None = None  # sum e (z - peak), for the entropy
-    total: Tensor | None = None  # sum z, for the mean logit
+    entropy_sum: Tensor | None = None  # sum e (z - max_logit)
+    logit_sum: Tensor | None = None  # sum z, for the mean logit
 
     def tensors(self) -> dict[str, Tensor]:
         return _present(self._asdict())
 
 
 def merge(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
-    """The partials of the union of two disjoint slices."""
+    """The state of the union of two disjoint slices."""
     theirs = b.tensors()
     both = {name: (mine, theirs[name]) for name, mine in a.tensors().items() if name in theirs}
     return merge_all(SoftmaxState(**{name: torch.stack(pair) for name, pair in both.items()}))
@@ -75,20 +75,21 @@ def merge(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
 
 def merge_all(slices: SoftmaxState) -> SoftmaxState:
     """The same of the slices [W, n] of W ranks, in a few operations for any W."""
-    peak, holder = slices.peak.max(0)
-    # A side that holds the peak is not shifted at all, also where all are -inf.
-    shift = torch.where(slices.peak == peak, 0.0, slices.peak - peak).clamp_min_(FLOOR)
-    scale = shift.exp()
-    mass = 1 + slices.rest
+    max_logit, holder = slices.max_logit.max(0)
+    # A slice that holds the largest logit is not scaled at all, also where all are -inf.
+    log_scale = torch.where(slices.max_logit == max_logit, 0.0, slices.max_logit - max_logit)
+    scale = log_scale.clamp_min_(FLOOR).exp()
+    mass = 1 + slices.sumexp_m1
     # The largest term stays out of one slice's sum alone, also where several slices hold its equal.
-    rest = (mass * scale).scatter(0, holder.unsqueeze(0), slices.rest.gather(0, holder[None]))
-    spread = total = None
-    if slices.spread is not None:
-        spread = (scale * (slices.spread + mass * shift)).sum(0)
-    if slices.total is not None:
-        total = slices.total.sum(0)
+    others = slices.sumexp_m1.gather(0, holder[None])
+    sumexp_m1 = (mass * scale).scatter(0, holder[None], others).sum(0)
+    entropy_sum = logit_sum = None
+    if slices.entropy_sum is not None:
+        entropy_sum = (scale * (slices.entropy_sum + mass * log_scale)).sum(0)
+    if slices.logit_sum is not None:
+        logit_sum = slices.logit_sum.sum(0)
     target = slices.target.amax(0)
-    return SoftmaxState(peak=peak, rest=rest.sum(0), target=target, spread=spread, total=total)
+    return SoftmaxState(max_logit, sumexp_m1, target, entropy_sum, logit_sum)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +106,11 @@ class Statistics:
     """
 
     # None where nobody has asked for it: whoever reads one has asked.
-    logp: Tensor = NOT_ASKED
-    lse: Tensor = NOT_ASKED
-    entropy: Tensor = NOT_ASKED
-    mean_logit: Tensor = NOT_ASKED
-    top1: Tensor = NOT_ASKED
+    logp: Tensor = NOT_NEEDED
+    lse: Tensor = NOT_NEEDED
+    entropy: Tensor = NOT_NEEDED
+    mean_logit: Tensor = NOT_NEEDED
+    top1: Tensor = NOT_NEEDED
     extras: dict[object, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -142,42 +143,43 @@ class Statistics:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Statistics:
         """Apply `function` to every vector, what is measured beside them included."""
-        found: dict[str, Any] = {name: function(t) for name, t in self.tensors().items()}
+        mapped: dict[str, Any] = {name: function(t) for name, t in self.tensors().items()}
         beside = {key: function(t) for key, t in self.extras.items()}
-        return Statistics(**found, extras=beside)
+        return Statistics(**mapped, extras=beside)
 
 
 class Normalizer(NamedTuple):
-    """log-sum-exp in two parts, [T] each: log p_j = (z_j - peak) - log_sum loses no digits to the
-    size of z, where z_j - lse would."""
+    """log-sum-exp in two parts, [T] each: log p_j = (z_j - max_logit) - log_sum loses no digits to
+    the size of z, where z_j - lse would. log_sum = log sum exp(z - max_logit)."""
 
-    peak: Tensor
+    max_logit: Tensor
     log_sum: Tensor
 
     def rows(self, rows: Tensor | slice) -> Normalizer:
         """Of some of the tokens."""
-        return Normalizer(self.peak[rows], self.log_sum[rows])
+        return Normalizer(self.max_logit[rows], self.log_sum[rows])
 
 
 def finish(
     partials: SoftmaxState, vocabulary: int, needs: frozenset[str]
 ) -> tuple[Statistics, Normalizer]:
     """The statistics in `needs` of the whole vocabulary, and what a gradient kernel needs of it."""
-    log_sum = partials.rest.log1p()
-    found: dict[str, Any] = {}
+    log_sum = partials.sumexp_m1.log1p()
+    values: dict[str, Any] = {}
     if "logp" in needs:
-        found["logp"] = (partials.target - partials.peak) - log_sum
+        values["logp"] = (partials.target - partials.max_logit) - log_sum
     if "lse" in needs:
-        found["lse"] = partials.peak + log_sum
+        values["lse"] = partials.max_logit + log_sum
     if "entropy" in needs:
-        assert partials.spread is not None
-        found["entropy"] = torch.addcdiv(log_sum, partials.spread, 1 + partials.rest, value=-1)
+        assert partials.entropy_sum is not None
+        mass = 1 + partials.sumexp_m1
+        values["entropy"] = torch.addcdiv(log_sum, partials.entropy_sum, mass, value=-1)
     if "mean_logit" in needs:
-        assert partials.total is not None
-        found["mean_logit"] = partials.total / vocabulary
+        assert partials.logit_sum is not None
+        values["mean_logit"] = partials.logit_sum / vocabulary
     if "top1" in needs:
-        found["top1"] = (partials.target >= partials.peak).to(partials.peak.dtype)
-    return Statistics(**found), Normalizer(partials.peak, log_sum)
+        values["top1"] = (partials.target >= partials.max_logit).to(partials.max_logit.dtype)
+    return Statistics(**values), Normalizer(partials.max_logit, log_sum)
 
 
 class SoftmaxCoefficients(NamedTuple):
@@ -241,15 +243,13 @@ class Slope(NamedTuple):
     def constant(self) -> bool:
         """Whether it is the same for all statistics."""
         low, high = self.low, self.high
-        known = not (isinstance(low, Tensor) or isinstance(high, Tensor))
-        return known and bool(self.sign == 0) and (low, high) == (-math.inf, math.inf)
+        numbers = not (isinstance(low, Tensor) or isinstance(high, Tensor))
+        return numbers and bool(self.sign == 0) and (low, high) == (-math.inf, math.inf)
 
     def at(self, logp: Tensor) -> Tensor:
         """[n] its values at the tokens' log-probs."""
-        rate = self.rate
         if self.constant:
-            many = isinstance(rate, Tensor)
-            return torch.zeros_like(logp).add_(rate) if many else torch.full_like(logp, rate)
+            return torch.zeros_like(logp).add_(self.rate)
         plain, power = isinstance(self.sign, float) and self.sign == 1, logp - self.anchor
-        found = (power if plain else power * self.sign).exp_().mul_(rate)
-        return found.where((logp >= self.low).logical_and_(logp <= self.high), 0)
+        value = (power if plain else power * self.sign).exp_().mul_(self.rate)
+        return value.where((logp >= self.low).logical_and_(logp <= self.high), 0)

@@ -177,7 +177,7 @@ class Form:
         more = {"places": index, "out": some(N, H)} if self.full else {}
         yield "order", lambda: acts.dense_order(some(N, dtype=torch.bool), N)
         yield "scaled rows", lambda: acts.scaled_rows(x, some(N), **more)
-        sums = [Scaling(some(V, H), x.dtype), Scaling(some(N, H), x.dtype, rows=some(N))]
+        sums = [Scaling(some(V, H), x.dtype), Scaling(some(N, H), x.dtype, row_scale=some(N))]
         yield "scaled", lambda: acts.scaled(sums, self.if_full(some(1)[0]))
 
     def walks(self) -> Iterator[tuple[str, Call]]:
@@ -211,7 +211,7 @@ class Form:
         yield "chosen", lambda: acts.chosen_logits(x, w, columns, self.biased)
         yield (
             "chosen gradient",
-            lambda: acts.chosen_gradient_(self.held.terms, chosen, self.backward, **more),
+            lambda: acts.chosen_gradient_(self.held.exp_logits, chosen, self.backward, **more),
         )
         for few in (columns, whole(N, 1)):
             yield "tail", lambda few=few: acts.partials(self.raw, tail, onto, few)
@@ -255,8 +255,7 @@ class Form:
 
 
 def partials_of(n: int) -> SoftmaxState:
-    peak, rest, target, spread, total = some(5, n)
-    return SoftmaxState(peak=peak, rest=rest, target=target, spread=spread, total=total)
+    return SoftmaxState(*some(5, n))
 
 
 def calls(full: bool, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:

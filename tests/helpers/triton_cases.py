@@ -111,6 +111,7 @@ def oracle_gradient(raw, targets, first, transform, normalizer, coefficients):
 def backward_of(raw, targets, first, transform, normalizer, coefficients) -> Backward:
     """With the log-probs that the targets have in these logits."""
     given = Forward(targets, first, in_float64(transform), frozenset())
-    logps = reference.partials(raw.double(), given).target - normalizer.peak - normalizer.log_sum
-    logps = logps.to(normalizer.peak.dtype)
+    target = reference.partials(raw.double(), given).target
+    logps = target - normalizer.max_logit - normalizer.log_sum
+    logps = logps.to(normalizer.max_logit.dtype)
     return Backward(targets, first, transform, normalizer, coefficients, logps)

@@ -27,11 +27,11 @@ from headloss.kernels.reference import (  # noqa: F401
 )
 from headloss.kernels.reference.tile import (
     blocks,
-    own_gradient,
+    grad_z,
+    gradient_from_logp,
     put_,
     wide,
     widened,
-    z_gradient,
 )
 from headloss.kernels.transform import Transform
 from headloss.statistics import softmax as stats
@@ -63,10 +63,11 @@ def product_partials(
     raw = _product(x, w, forward.transform.bias)
     found = partials(raw, forward)
     if held is not None:
-        held.reference.copy_(found.peak)
+        held.shift.copy_(found.max_logit)
         for rows in blocks(*raw.shape):
             z = forward.transform.rows(rows)(raw[rows])
-            held.terms[rows] = z.sub_(found.peak[rows].unsqueeze(1)).exp_().to(held.terms.dtype)
+            e = z.sub_(found.max_logit[rows].unsqueeze(1)).exp_()
+            held.exp_logits[rows] = e.to(held.exp_logits.dtype)
     return found
 
 
@@ -87,20 +88,20 @@ def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
 
 def held_gradient_(held: ExpTile, backward: Backward, *, order: Order | None = None) -> Tensor:
     held.check(backward)
-    terms = held.terms
+    terms = held.exp_logits
     for rows in blocks(*terms.shape):
         picked = rows if order is None else order.rows[rows]
         own = backward.rows(picked)
-        (peak, log_sum), c = own.normalizer, own.coefficients.map(lambda t: t.unsqueeze(1))
-        e = terms[picked].to(peak.dtype)
-        log_p = e.log().sub_(((peak - held.reference[picked]) + log_sum).unsqueeze(1))
+        (max_logit, log_sum), c = own.normalizer, own.coefficients.map(lambda t: t.unsqueeze(1))
+        e = terms[picked].to(max_logit.dtype)
+        log_p = e.log().sub_(((max_logit - held.shift[picked]) + log_sum).unsqueeze(1))
         log_p.masked_fill_(e <= 0, FLOOR)
         if own.logps is not None:  # a term of 0 no longer tells its z
             put_(log_p, own, own.logps.clamp_min(FLOOR))
-        z = log_p + (peak + log_sum).unsqueeze(1)
-        g = z_gradient(log_p, c, e)
+        z = log_p + (max_logit + log_sum).unsqueeze(1)
+        g = grad_z(log_p, c, e)
         if own.logps is not None:
-            put_(g, own, own_gradient(own.logps, own.coefficients.target, own.coefficients))
+            put_(g, own, gradient_from_logp(own.logps, own.coefficients.target, own.coefficients))
         terms[rows] = own.transform.vjp_(g, z, is_z=True).to(terms.dtype)
     return terms
 
@@ -113,20 +114,21 @@ def held_multiple_(
     order: Order | None = None,
     least: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    transform, (peak, log_sum), c = backward.transform, backward.normalizer, backward.coefficients
+    transform, c = backward.transform, backward.coefficients
+    max_logit, log_sum = backward.normalizer
     held.check(backward, multiple=True)
     assert c.prob is not None and backward.logps is not None
-    multiple = c.prob * ((held.reference - peak) - log_sum).exp()
-    own = own_gradient(backward.logps, c.target, c)
+    multiple = c.prob * ((held.shift - max_logit) - log_sum).exp()
+    own = gradient_from_logp(backward.logps, c.target, c)
     others = [t.abs() for t in (c.target, least) if t is not None]
     if others:
         floor = torch.stack(others).amax(0) * SMALLEST
         multiple = torch.where(multiple.abs() < floor, floor, multiple)
     own = torch.where(multiple == 0, 0, own / torch.where(multiple == 0, 1, multiple))
-    put_(held.terms, backward, own)
+    put_(held.exp_logits, backward, own)
     multiple = transform.vjp_(multiple.unsqueeze(1), multiple.unsqueeze(1)).squeeze(1)
     if order is not None:
-        held.terms.copy_(held.terms[order.rows])
+        held.exp_logits.copy_(held.exp_logits[order.rows])
         multiple = multiple[order.rows]
         x = None if x is None else x[order.rows]
     return multiple, None if x is None else scaled_rows(x, multiple)
@@ -156,13 +158,13 @@ def chosen_gradient_(
     picked = slice(None) if order is None else order.rows[: int(order.count)]
     columns, log_p, slopes = (t[picked] for t in chosen)
     own, places = backward.rows(picked), slice(len(columns))
-    c, (peak, log_sum) = own.coefficients.map(lambda t: t.unsqueeze(1)), own.normalizer
+    c, (max_logit, log_sum) = own.coefficients.map(lambda t: t.unsqueeze(1)), own.normalizer
     here = (columns >= 0) & (columns < tile.shape[1])
     slopes = slopes.clone()
     if c.target is not None:
         slopes += torch.where(columns == (own.targets - own.first).unsqueeze(1), c.target, 0)
-    g = own_gradient(log_p.clamp_max(0), slopes, c)
-    g = own.transform.vjp_(g, log_p + (peak + log_sum).unsqueeze(1), is_z=True)
+    g = gradient_from_logp(log_p.clamp_max(0), slopes, c)
+    g = own.transform.vjp_(g, log_p + (max_logit + log_sum).unsqueeze(1), is_z=True)
     if multiples is not None:
         multiple = multiples[places].unsqueeze(1)
         g = torch.where(multiple == 0, 0, g / torch.where(multiple == 0, 1, multiple))
@@ -218,13 +220,13 @@ def _completed(
     c: SoftmaxCoefficients, found: SoftmaxState, slopes: Tensor | None
 ) -> SoftmaxCoefficients:
     """With the entropy's own part and the slopes in closed form."""
-    log_sum = found.rest.log1p()
+    log_sum = found.sumexp_m1.log1p()
     target, prob = c.target, torch.zeros_like(log_sum) if c.prob is None else c.prob
     if c.entropy is not None:
-        assert found.spread is not None
-        prob = prob + c.entropy * (log_sum - found.spread / (1 + found.rest))
+        assert found.entropy_sum is not None
+        prob = prob + c.entropy * (log_sum - found.entropy_sum / (1 + found.sumexp_m1))
     if slopes is not None:
-        logp = (found.target - found.peak) - log_sum
+        logp = (found.target - found.max_logit) - log_sum
         slope = torch.zeros_like(logp)
         for row in slopes:
             slope += Slope(*row).at(logp)  # type: ignore[arg-type]

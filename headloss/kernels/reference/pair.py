@@ -1,6 +1,6 @@
 """The acts of full-distribution distillation over a tile, in plain PyTorch; see `kernels.pair`.
 
-n tokens, v columns, K stored outcomes of a top-k teacher.
+n tokens, v columns, K stored tokens of a top-k teacher.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...statistics.divergence import phi, tilt
+from ...statistics.divergence import phi, slope_in_p
 from ..interface import Backward
 from ..pair import Distribution, Divergence, Pair, StoredTopk
 from .tile import blocks, log_softmax, logit_gradient_, wide, widened, with_columns
@@ -43,7 +43,7 @@ def part_gradient_(
 ) -> Tensor:
     out = raw if others is not None else extra
     out = torch.empty_like(raw, dtype=wide(raw.dtype)) if out is None else out
-    of_rows = _of_outcomes if isinstance(part, StoredTopk) else _of_divergence
+    of_rows = _of_stored_topk if isinstance(part, StoredTopk) else _of_divergence
     for rows in blocks(*raw.shape):
         tile, transform, g = of_rows(raw, part, rows)  # type: ignore[arg-type]
         g = transform.vjp_(g, tile)
@@ -64,12 +64,12 @@ def _of_divergence(raw: Tensor, part: Divergence, rows: slice) -> tuple[Any, ...
     if kind == "forward_kl":
         g = p.sub_(log_q.exp_())
     else:
-        g = p.mul_(tilt(log_q, log_p, kind, beta).sub_(part.pivot[rows].unsqueeze(1)))
+        g = p.mul_(slope_in_p(log_q, log_p, kind, beta).sub_(part.mean_slope[rows].unsqueeze(1)))
     w = part.weight[rows].unsqueeze(1)
     return raw[rows], student.transform.rows(rows), torch.where(w == 0, 0, g * w)
 
 
-def _of_outcomes(raw: Tensor, part: StoredTopk, rows: slice) -> tuple[Any, ...]:
+def _of_stored_topk(raw: Tensor, part: StoredTopk, rows: slice) -> tuple[Any, ...]:
     """As `_of_divergence`."""
     columns, side, tile = part.columns[rows], part.tail.rows(rows), raw[rows]
     z = side.transform(widened(tile))

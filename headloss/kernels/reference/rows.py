@@ -12,18 +12,18 @@ from .tile import wide
 
 
 def scaled(values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
-    found = []
-    for value, dtype, multiplied, rows in values:
-        if rows is not None:
-            scaled_rows(value, rows, out=value)
+    results = []
+    for value, dtype, multiplied, row_scale in values:
+        if row_scale is not None:
+            scaled_rows(value, row_scale, out=value)
         if factor is not None and multiplied:
             # A one-element vector takes part in type promotion, where a 0-dim tensor would not: a
             # 16-bit value is multiplied in float32.
             number = factor.reshape(1).to(wide(value.dtype))
             out = value if value.dtype == dtype else torch.empty_like(value, dtype=dtype)
             value = torch.mul(value, number, out=out)
-        found.append(value if value.dtype == dtype else value.to(dtype))
-    return found
+        results.append(value if value.dtype == dtype else value.to(dtype))
+    return results
 
 
 def scaled_rows(

@@ -1,4 +1,4 @@
-"""Both acts on pairs of a token and a column, and their products, in plain PyTorch.
+"""Statistics and gradient of pairs of a token and a column, and their products, in plain PyTorch.
 
 n tokens, P pairs, H hidden width, K the most pairs that a token has. Blocks of tokens are padded to
 K slots.
@@ -29,52 +29,52 @@ def _blocks(support: Support, elements: int = 1) -> Iterator[tuple[slice, Tensor
     most = int(counts.max()) if len(counts) else 0
     slots = torch.arange(most, device=ids.device)
     for rows in blocks(len(counts), most * elements) if most else ():
-        there = slots < counts[rows].unsqueeze(1)
-        pairs = torch.where(there, offsets[:-1][rows].unsqueeze(1) + slots, 0)
+        present = slots < counts[rows].unsqueeze(1)
+        pairs = torch.where(present, offsets[:-1][rows].unsqueeze(1) + slots, 0)
         columns = ids[pairs] - first
-        there &= (columns >= 0) & (columns < size)
-        yield rows, pairs, torch.where(there, columns, 0), there
+        present &= (columns >= 0) & (columns < size)
+        yield rows, pairs, torch.where(present, columns, 0), present
 
 
-def _slots(columns: Tensor, there: Tensor, targets: Tensor) -> Tensor:
+def _slots(columns: Tensor, present: Tensor, targets: Tensor) -> Tensor:
     """[b] the slot of each token's target, a column of the window; -1 where it has none."""
-    hit = there & (columns == targets.unsqueeze(1))
+    hit = present & (columns == targets.unsqueeze(1))
     return torch.where(hit.any(1), hit.int().argmax(1), -1)
 
 
 def support_logits(x: Tensor, w: Tensor, support: Support, onto: Tensor | None = None) -> Tensor:
     dtype = wide(torch.promote_types(x.dtype, w.dtype)) if onto is None else onto.dtype
     out = x.new_zeros(len(support.ids), dtype=dtype) if onto is None else onto
-    for rows, pairs, columns, there in _blocks(support, x.shape[1]):
+    for rows, pairs, columns, present in _blocks(support, x.shape[1]):
         product = torch.bmm(w[columns].to(dtype), x[rows].to(dtype).unsqueeze(2))
-        out[pairs[there]] += product.squeeze(2)[there]
+        out[pairs[present]] += product.squeeze(2)[present]
     return out
 
 
 def support_partials(raw: Tensor, support: Support, forward: Forward) -> SoftmaxState:
-    targets, _, transform, needs, _ = forward
+    targets, _, transform, needs = forward
     assert targets is not None
     nothing = (-math.inf, -1.0, -math.inf, 0.0, 0.0)
-    found = partials_of([raw.new_full((len(targets),), value) for value in nothing], needs)
-    for rows, pairs, columns, there in _blocks(support):
+    state = partials_of([raw.new_full((len(targets),), value) for value in nothing], needs)
+    for rows, pairs, columns, present in _blocks(support):
         z = transform.rows(rows)(raw[pairs])
-        slots = _slots(columns, there, targets[rows] - support.first)
-        own = Forward(slots, 0, Transform(), needs - {"mean_logit"})
-        of_block = partials(z.masked_fill(~there, -math.inf), own).tensors()
-        of_block["total"] = torch.where(there, z, 0).sum(1)
-        for name, values in found.tensors().items():
+        slots = _slots(columns, present, targets[rows] - support.first)
+        of_slots = Forward(slots, 0, Transform(), needs - {"mean_logit"})
+        of_block = partials(z.masked_fill(~present, -math.inf), of_slots).tensors()
+        of_block["logit_sum"] = torch.where(present, z, 0).sum(1)
+        for name, values in state.tensors().items():
             values[rows] = of_block[name]
-    return found
+    return state
 
 
 def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tensor:
     out = torch.zeros_like(raw)
     least = math.copysign(math.inf, -backward.transform.scale)  # no logit of a token is below
-    for rows, pairs, columns, there in _blocks(support):
-        slots = _slots(columns, there, backward.targets[rows] - support.first)
-        own = backward.rows(rows)._replace(targets=slots, first=0, whole=False)
-        g = logit_gradient_(torch.where(there, raw[pairs], least), own)
-        out[pairs[there]] = g[there]
+    for rows, pairs, columns, present in _blocks(support):
+        slots = _slots(columns, present, backward.targets[rows] - support.first)
+        of_slots = backward.rows(rows)._replace(targets=slots, first=0, all_columns=False)
+        g = logit_gradient_(torch.where(present, raw[pairs], least), of_slots)
+        out[pairs[present]] = g[present]
     return out
 
 
@@ -87,9 +87,9 @@ def support_sums(
     read = (values != 0) & (ids >= first) & (ids < first + size)
     pairs = (read & (at >= offsets[0]) & (at < offsets[-1])).nonzero().squeeze(1)
     bags, columns, factors = torch.searchsorted(pairs, offsets), ids[pairs] - first, values[pairs]
-    for own, part in zip(out.split(WIDTH, 1), rows.split(WIDTH, 1), strict=True):
+    for out_part, rows_part in zip(out.split(WIDTH, 1), rows.split(WIDTH, 1), strict=True):
         total = embedding_bag(
-            columns, part.to(values.dtype), bags, mode="sum", per_sample_weights=factors,
+            columns, rows_part.to(values.dtype), bags, mode="sum", per_sample_weights=factors,
             include_last_offset=True
         )
-        own.copy_(own + total if add else total)
+        out_part.copy_(out_part + total if add else total)

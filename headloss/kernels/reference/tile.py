@@ -45,16 +45,16 @@ def outside(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
 def partials(
     raw: Tensor, forward: Forward, onto: SoftmaxState | None = None, without: Tensor | None = None
 ) -> SoftmaxState:
-    targets, first, transform, needs, whole = forward
+    targets, first, transform, needs = forward
     if targets is None:
         targets = torch.full((len(raw),), first - 1, device=raw.device)
-    parts, room = [], []
+    parts, scratch = [], []
     for rows in blocks(*raw.shape):
         part, those = (raw, targets) if rows is ALL else (raw[rows], targets[rows])
         z = transform.rows(rows).read(widened(part))
         if without is not None:
             z = with_columns(z, without[rows], -math.inf)
-        parts.append(_block(z, those, None if whole else first, needs, room))
+        parts.append(_block(z, those, first, needs, scratch))
     if len(parts) > 1:
         names = parts[0].tensors()
         fields = {n: torch.cat([getattr(part, n) for part in parts]) for n in names}
@@ -76,43 +76,40 @@ def with_columns(tile: Tensor, columns: Tensor, values: Tensor | float) -> Tenso
 
 
 def _block(
-    z: Tensor, y: Tensor, first: int | None, needs: frozenset[str], room: list
+    z: Tensor, targets: Tensor, first: int, needs: frozenset[str], scratch: list
 ) -> SoftmaxState:  # fmt: skip
-    """Without `first` it is the whole vocabulary: all targets are columns, some logit is finite."""
-    peak, likeliest = z.max(1, keepdim=True)
-    top, own = peak, [tile[: len(z)] for tile in room] if room else (None, None)
-    if first is None:
-        target = z.gather(1, y.unsqueeze(1))
-    else:
-        elsewhere, column = outside(y, first, z.shape[1])
-        target = z.gather(1, column).masked_fill_(elsewhere, -math.inf)
-        top = peak.clamp_min(torch.finfo(z.dtype).min)
-    shifted = torch.sub(z, top, out=own[0]).clamp_min_(FLOOR)
-    e = torch.exp(shifted, out=own[1]).scatter_(1, likeliest, 0.0)
-    room[:] = room or (shifted, e)  # for the next block: a heap grows by tiles between vectors
-    peak, rest = peak.view(-1), e.sum(1)
-    if first is not None:  # a tile of -inf alone has no mass, and no largest term
-        rest.add_(peak == -math.inf, alpha=-1)
-    total = z.sum(1) if "mean_logit" in needs else None
-    spread = e.mul_(shifted).sum(1) if "entropy" in needs else None
-    return SoftmaxState(peak, rest, target.view(-1), spread, total)
+    max_logit, likeliest = z.max(1, keepdim=True)
+    memory = [tile[: len(z)] for tile in scratch] if scratch else (None, None)
+    elsewhere, column = outside(targets, first, z.shape[1])
+    target = z.gather(1, column).masked_fill_(elsewhere, -math.inf)
+    shift = max_logit.clamp_min(torch.finfo(z.dtype).min)
+    shifted = torch.sub(z, shift, out=memory[0]).clamp_min_(FLOOR)
+    e = torch.exp(shifted, out=memory[1]).scatter_(1, likeliest, 0.0)
+    # For the next block: a heap grows where vectors lie between tiles.
+    scratch[:] = scratch or (shifted, e)
+    max_logit, sumexp_m1 = max_logit.view(-1), e.sum(1)
+    # A tile of -inf alone has no mass, and no largest term.
+    sumexp_m1.add_(max_logit == -math.inf, alpha=-1)
+    logit_sum = z.sum(1) if "mean_logit" in needs else None
+    entropy_sum = e.mul_(shifted).sum(1) if "entropy" in needs else None
+    return SoftmaxState(max_logit, sumexp_m1, target.view(-1), entropy_sum, logit_sum)
 
 
 def log_softmax(z: Tensor, normalizer: Normalizer) -> Tensor:
-    """log p [n, v] of z, at least FLOOR. A peak that was rounded in another way than act one's is
-    the peak all the same: 1 - p needs it."""
-    peak, log_sum = normalizer
+    """log p [n, v] of z, at least FLOOR. The largest logit may have been rounded in another way for
+    the statistics; it is the largest all the same: 1 - p needs it."""
+    max_logit, log_sum = normalizer
     if z.shape[1]:
         top = z.amax(1)
-        peak = torch.where((top - peak) - log_sum > SURE, top, peak)
-    return (z - peak.unsqueeze(1)).sub_(log_sum.unsqueeze(1)).clamp_min_(FLOOR)
+        max_logit = torch.where((top - max_logit) - log_sum > SURE, top, max_logit)
+    return (z - max_logit.unsqueeze(1)).sub_(log_sum.unsqueeze(1)).clamp_min_(FLOOR)
 
 
-def own_gradient(log_p: Tensor, slope: Tensor | None, c: SoftmaxCoefficients) -> Tensor:
+def gradient_from_logp(log_p: Tensor, slope: Tensor | None, c: SoftmaxCoefficients) -> Tensor:
     """dL/dz of columns that have a slope of their own, to the last digit of 1 - p where that and
     c_prob cancel, else of p. log_p is at most 0; coefficients have its dimensions."""
-    prob, own = (torch.zeros_like(log_p) if t is None else t for t in (c.prob, slope))
-    g = torch.where(log_p > SURE, prob + own + prob * log_p.expm1(), own + prob * log_p.exp())
+    prob, slope = (torch.zeros_like(log_p) if t is None else t for t in (c.prob, slope))
+    g = torch.where(log_p > SURE, prob + slope + prob * log_p.expm1(), slope + prob * log_p.exp())
     if c.entropy is not None:
         log_p = log_p.clamp_min(FLOOR)
         g += c.entropy * log_p.exp() * log_p
@@ -125,14 +122,14 @@ def put_(tile: Tensor, backward: Backward, values: Tensor) -> None:
     """Set the element of each token's target, to values [n], where it lies in the tile [n, v]."""
     values, column = values.unsqueeze(1), backward.targets.unsqueeze(1)
     values = values if values.dtype == tile.dtype else values.to(tile.dtype)
-    if not backward.whole:
+    if not backward.all_columns:
         elsewhere, column = outside(backward.targets, backward.first, tile.shape[1])
         values = torch.where(elsewhere, tile.gather(1, column), values)
     tile.scatter_(1, column, values)
 
 
-def z_gradient(log_p: Tensor, c: SoftmaxCoefficients, out: Tensor) -> Tensor:
-    """p (c_prob + c_entropy log p) + c_uniform [n, v], into `out`: act two but for the targets, of
+def grad_z(log_p: Tensor, c: SoftmaxCoefficients, out: Tensor) -> Tensor:
+    """p (c_prob + c_entropy log p) + c_uniform [n, v], into `out`: dL/dz but for the targets, of
     coefficients [n, 1]. log_p is overwritten."""
     g = torch.exp(log_p, out=out)
     if c.entropy is not None:
@@ -149,18 +146,18 @@ def z_gradient(log_p: Tensor, c: SoftmaxCoefficients, out: Tensor) -> Tensor:
 
 def logit_gradient_(raw: Tensor, backward: Backward) -> Tensor:
     for rows in blocks(*raw.shape):
-        here, own = (raw, backward) if rows is ALL else (raw[rows], backward.rows(rows))
-        c, z = own.coefficients, own.transform.read(widened(here))
-        g = here if here.dtype == z.dtype and own.transform.softcap is None else z
-        if own.whole and c.prob is not None and c.entropy is c.uniform is None:
-            peak, log_sum = own.normalizer  # z - peak loses nothing where p is not small
-            torch.sub(z, peak.unsqueeze(1), out=g).exp_()
+        tile, inputs = (raw, backward) if rows is ALL else (raw[rows], backward.rows(rows))
+        c, z = inputs.coefficients, inputs.transform.read(widened(tile))
+        g = tile if tile.dtype == z.dtype and inputs.transform.softcap is None else z
+        if inputs.all_columns and c.prob is not None and c.entropy is c.uniform is None:
+            max_logit, log_sum = inputs.normalizer  # exact where p is not small
+            torch.sub(z, max_logit.unsqueeze(1), out=g).exp_()
             g.mul_((c.prob / log_sum.exp()).unsqueeze(1))
         else:
-            z_gradient(log_softmax(z, own.normalizer), c.map(lambda t: t.unsqueeze(1)), g)
-        if own.logps is not None:
-            put_(g, own, own_gradient(own.logps, c.target, c))
-        own.transform.vjp_(g, here)
-        if g is not here:
-            here.copy_(g)
+            grad_z(log_softmax(z, inputs.normalizer), c.map(lambda t: t.unsqueeze(1)), g)
+        if inputs.logps is not None:
+            put_(g, inputs, gradient_from_logp(inputs.logps, c.target, c))
+        inputs.transform.vjp_(g, tile)
+        if g is not tile:
+            tile.copy_(g)
     return raw if backward.dtype is None else raw.to(backward.dtype)

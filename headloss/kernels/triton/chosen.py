@@ -1,5 +1,5 @@
 """Chosen columns of each token in Triton: their logits, and their gradient over a tile's. One is
-chosen by a product itself: what the token's terms are taken against.
+chosen by a product itself: the one whose logit is the token's shift.
 
 n tokens, v columns of the vocabulary starting at `first`, H hidden width, K chosen columns of a
 token.
@@ -21,26 +21,26 @@ from .formulas import (
     coefficient,
     coefficients,
     dots,
-    own_gradient,
+    gradient_from_logp,
     per_row,
     transformed,
     under_cap,
     under_cap_at,
 )
 from .launch import Launcher, cdiv
-from .records import Act, Matrix, act, check_tile, matrix_of, scaling
+from .records import GradientInputs, Matrix, check_tile, gradient_inputs, matrix_of, scaling
 
 ROWS = 128  # of a program that sets targets
 COLUMNS, TOKENS = 8, 8  # chosen columns of one token, or tokens, of a program
 
 
 @triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
-def references_kernel(
+def shifts_kernel(
     x, w, held, targets, of, first, n, v, h, vocabulary, PROGRAMS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The column that a token refers to, its target or a stand-in, and that column's logit, for a
-    `merge.ActOne`."""
+    """The column whose logit is a token's shift, its target or a stand-in, and that logit, for
+    `merge.ProductStatistics`."""
     row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     real = row < n
     target = tl.load(targets + row, mask=real, other=0) - first
@@ -50,13 +50,13 @@ def references_kernel(
     raw = dots(at_row, w + column * of.w_stride, column, real, of.z, h, TOKENS)
     logit = transformed(raw, of.z, per_row(of.z.outer, of.z, row, real))
     to = of.epilogue.more + row
-    tl.store(of.epilogue.logit + row, logit, mask=real)
+    tl.store(of.epilogue.shift + row, logit, mask=real)
     tl.store(to, tl.where(inside, logit, float("-inf")), mask=real)
     tl.store(to + of.epilogue.pitch, column.to(tl.int32).to(tl.float32, bitcast=True), mask=real)
 
 
 @triton.jit
-def own_column(to, rows, inside):
+def shift_column(to, rows, inside):
     """The column's number in this slice, -1 beyond the last token."""
     bits = tl.load(to.more + to.pitch + rows, mask=inside, other=0.0)
     return tl.where(inside, bits.to(tl.int32, bitcast=True), -1)
@@ -87,7 +87,7 @@ class Put(NamedTuple):
     """What `gradient_kernel` takes."""
 
     to: Matrix  # [n, v]
-    a: Act
+    a: GradientInputs
     columns: Matrix  # [n, K], as the next two
     logps: Matrix
     slopes: Matrix | None  # beside the targets' coefficients
@@ -116,16 +116,16 @@ def gradient_kernel(
     column -= from_column
     here = inside & (column >= 0) & (column < v)
     log_p = tl.load(of.logps.data + at * of.logps.stride + k, mask=here, other=0.0)
-    own = coefficient(a.c.target, at)
+    slope = coefficient(a.c.target, at)
     if of.slopes is not None:
-        slope = tl.load(of.slopes.data + at * of.slopes.stride + k, mask=here, other=0.0)
-        own = slope + tl.where(column == tl.load(a.targets + at) - first, own, 0.0)
-    g = own_gradient(log_p, own, coefficients(a.c, at), a.c)
+        chosen_slope = tl.load(of.slopes.data + at * of.slopes.stride + k, mask=here, other=0.0)
+        slope = chosen_slope + tl.where(column == tl.load(a.targets + at) - first, slope, 0.0)
+    g = gradient_from_logp(log_p, slope, coefficients(a.c, at), a.c)
     if a.z.inner is not None:
         if of.raw is not None:
             g = under_cap(g, tl.load(of.raw + at, mask=here, other=0.0), a.z)
         else:
-            z = tl.load(a.normalizer.peak + at) + (log_p + tl.load(a.normalizer.log_sum + at))
+            z = tl.load(a.normalizer.max_logit + at) + (log_p + tl.load(a.normalizer.log_sum + at))
             g = under_cap_at(g, z, per_row(a.z.outer, a.z, at))
     g *= per_row(a.z.factor, a.z, at)
     if of.multiples is not None:
@@ -145,8 +145,8 @@ def chosen_logits(x: Tensor, w: Tensor, columns: Tensor, transform: Transform) -
     (n, count), (v, h) = columns.shape, w.shape
     out = x.new_empty(n, count, dtype=torch.float32)
     if n:
-        given = *operands, matrix_of(columns), scaling(transform), out
-        launch_logits(n * cdiv(count, COLUMNS), *given, v, h, count, COLUMNS=COLUMNS)
+        arguments = *operands, matrix_of(columns), scaling(transform), out
+        launch_logits(n * cdiv(count, COLUMNS), *arguments, v, h, count, COLUMNS=COLUMNS)
     return out
 
 
@@ -156,14 +156,14 @@ def chosen_gradient_(
 ) -> None:
     to, (n, count), v = check_tile("tile", tile), chosen.columns.shape, tile.shape[1]
     if n:
-        of = Put(to, act(backward), *map(matrix_of, chosen), multiples, order)
+        of = Put(to, gradient_inputs(backward), *map(matrix_of, chosen), multiples, order)
         block = triton.next_power_of_2(count)
         launch_gradient(n, of, 0, backward.first, n, v, count, ROWS=1, BLOCK=block)
 
 
 def target_gradient_(tile: Tensor, x: Tensor, w: Tensor, backward: Backward) -> None:
     """The targets' own gradient, to the digits of their log-probs; of a tile of x @ w.T."""
-    (n, v), a, first, raw = tile.shape, act(backward), backward.first, None
+    (n, v), a, first, raw = tile.shape, gradient_inputs(backward), backward.first, None
     if a.z.inner is not None:  # a log-prob does not tell how far a soft cap is saturated
         plain = Transform(bias=backward.transform.bias)
         raw = chosen_logits(x, w, (a.targets - first).unsqueeze(1), plain)

@@ -30,22 +30,22 @@ def fixed_product_kernel(
     row, column = place_of(tl.program_id(0), tl.cdiv(n, ROWS), tl.cdiv(m, COLUMNS), GROUP)
     rows = row * ROWS + tl.arange(0, ROWS)
     columns = column * COLUMNS + tl.arange(0, COLUMNS)
-    here, there = (rows < n)[:, None], (columns < m)[None, :]
+    row_inside, column_inside = (rows < n)[:, None], (columns < m)[None, :]
     left = a.data + rows.to(tl.int64)[:, None] * a.stride
     right = b.data + columns.to(tl.int64)[None, :] * b.step
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, k, DEPTH):
         at = start + tl.arange(0, DEPTH)
-        x = tl.load(left + at[None, :], mask=here & (at < k)[None, :], other=0.0)
+        x = tl.load(left + at[None, :], mask=row_inside & (at < k)[None, :], other=0.0)
         lines = right + at.to(tl.int64)[:, None] * b.stride
-        w = tl.load(lines, mask=there & (at < k)[:, None], other=0.0)
+        w = tl.load(lines, mask=column_inside & (at < k)[:, None], other=0.0)
         if WIDE:
             x, w = x.to(tl.float32), w.to(tl.float32)
         total = tl.dot(x, w, total, input_precision=PRECISION)
     place = out.data + rows.to(tl.int64)[:, None] * out.stride + columns[None, :]
     if ADD:
-        total += tl.load(place, mask=here & there, other=0.0).to(tl.float32)
-    tl.store(place, total.to(out.data.dtype.element_ty), mask=here & there)
+        total += tl.load(place, mask=row_inside & column_inside, other=0.0).to(tl.float32)
+    tl.store(place, total.to(out.data.dtype.element_ty), mask=row_inside & column_inside)
 
 
 launch = Launcher(fixed_product_kernel, num_warps=8, num_stages=3)

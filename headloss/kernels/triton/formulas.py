@@ -17,7 +17,7 @@ LOG2E_LOW = tl.constexpr(1.925963033500e-08)  # what float32 leaves of it
 
 
 @triton.jit
-def bent(x):
+def tanh_and_slope(x):
     """tanh(x) in float32, and its slope 1 - tanh(x)^2, also where tanh is 1: with e = exp(2|x|)
     they are +-(1 - 2/(1 + e)), a series where that would cancel, and 4e/(1 + e)^2. (As x and -x
     are rounded alike, errors cancel in a mean.)"""
@@ -104,7 +104,7 @@ def transformed(raw, z, outer):
     """z of raw logits; `outer` is `per_row(z.outer, ..)`."""
     x = raw.to(tl.float32)
     if z.inner is not None:
-        x, _ = bent(x * z.inner)
+        x, _ = tanh_and_slope(x * z.inner)
     if not z.same:
         x = x * outer
     return x
@@ -129,9 +129,9 @@ def dots(x, w, column, inside, z, h, WIDTH: tl.constexpr, HALVES: tl.constexpr =
 
 
 @triton.jit
-def log_softmax(raw, z, outer, peak, log_sum):
+def log_softmax(raw, z, outer, max_logit, log_sum):
     """log p of raw logits, at least FLOOR; its plain twin says why it is -log_sum near 1."""
-    log_p = tl.maximum((transformed(raw, z, outer) - peak) - log_sum, FLOOR)
+    log_p = tl.maximum((transformed(raw, z, outer) - max_logit) - log_sum, FLOOR)
     return tl.where(log_p > SURE, -log_sum, log_p)
 
 
@@ -145,7 +145,7 @@ def coefficient(pointer, row, inside=None):
 
 
 @triton.jit
-def act_two(p, log_p, at, c):
+def grad_z(p, log_p, at, c):
     """dL/dz but for the target's own term; `at` is (c_prob, c_entropy, c_uniform), of which `c`, a
     `SoftmaxCoefficients`, says what there is."""
     if c.entropy is not None:
@@ -161,7 +161,7 @@ def act_two(p, log_p, at, c):
 def under_cap(g, raw, z):
     """A gradient times the soft cap's own slope at raw logits."""
     if z.inner is not None:
-        _, slope = bent(raw.to(tl.float32) * z.inner)
+        _, slope = tanh_and_slope(raw.to(tl.float32) * z.inner)
         g *= slope
     return g
 
@@ -174,7 +174,7 @@ def under_cap_at(g, z, cap):
 
 
 @triton.jit
-def own_gradient(log_p, slope, at, c):
+def gradient_from_logp(log_p, slope, at, c):
     """dL/dz of a column that has a slope of its own, to the last digit of p, or of 1 - p near 1."""
     log_p = tl.minimum(tl.maximum(log_p, FLOOR), 0.0)
     p = tl.exp(log_p)
@@ -188,66 +188,69 @@ def own_gradient(log_p, slope, at, c):
 
 @triton.jit
 def coefficients(c, row):
-    """(c_prob, c_entropy, c_uniform) of a token, for `act_two`."""
+    """(c_prob, c_entropy, c_uniform) of a token, for `grad_z`."""
     return coefficient(c.prob, row), coefficient(c.entropy, row), coefficient(c.uniform, row)
 
 
 @triton.jit
 def normalizer_of(normalizer, row, inside=None):
-    """(peak, log_sum) of a token, or of several, which are there."""
-    peak = tl.load(normalizer.peak + row, inside, None if inside is None else 0.0)
-    return peak, tl.load(normalizer.log_sum + row, inside, None if inside is None else 0.0)
+    """(max_logit, log_sum) of a token, or of several, of which those `inside` exist."""
+    max_logit = tl.load(normalizer.max_logit + row, inside, None if inside is None else 0.0)
+    return max_logit, tl.load(normalizer.log_sum + row, inside, None if inside is None else 0.0)
 
 
 @triton.jit
 def token_of(a, row):
-    """What act two needs of a token: `outer` and `factor` of its scaling, its normalizer, its
-    coefficients for `act_two`, and the target's own gradient, 0 where it is as others."""
+    """What the gradient needs of a token: `outer` and `factor` of its scaling, its normalizer, its
+    coefficients for `grad_z`, and the target's own gradient, 0 where it is as others."""
     outer, factor = per_row(a.z.outer, a.z, row), per_row(a.z.factor, a.z, row)
-    at, own = coefficients(a.c, row), 0.0
+    at, target_gradient = coefficients(a.c, row), 0.0
     if a.logps is not None:
-        own = own_gradient(tl.load(a.logps + row), coefficient(a.c.target, row), at, a.c)
-    return outer, factor, normalizer_of(a.normalizer, row), at, own
+        log_p, slope = tl.load(a.logps + row), coefficient(a.c.target, row)
+        target_gradient = gradient_from_logp(log_p, slope, at, a.c)
+    return outer, factor, normalizer_of(a.normalizer, row), at, target_gradient
 
 
 @triton.jit
 def block_partials(z, inside, ENTROPY: tl.constexpr):
-    """Peak, rest and spread of a block. Where all is -inf there is no mass."""
-    peak = tl.max(z, 0)
-    shifted = tl.maximum(z - tl.where(peak == float("-inf"), 0.0, peak), FLOOR)
+    """max_logit, sumexp_m1 and entropy_sum of a block. Where all is -inf there is no mass."""
+    max_logit = tl.max(z, 0)
+    shifted = tl.maximum(z - tl.where(max_logit == float("-inf"), 0.0, max_logit), FLOOR)
     e = tl.exp(shifted)
-    top = (z == peak) & inside
+    top = (z == max_logit) & inside
     # The largest term is left out, once: its equals, if any, count one each.
-    rest = tl.sum(tl.where(top, 0.0, e), 0) + (tl.sum(top.to(tl.float32), 0) - 1)
-    rest = tl.where(peak == float("-inf"), -1.0, rest)
-    spread = 0.0
+    sumexp_m1 = tl.sum(tl.where(top, 0.0, e), 0) + (tl.sum(top.to(tl.float32), 0) - 1)
+    sumexp_m1 = tl.where(max_logit == float("-inf"), -1.0, sumexp_m1)
+    entropy_sum = 0.0
     if ENTROPY:
-        spread = tl.sum(e * shifted, 0)
-    return peak, rest, spread
+        entropy_sum = tl.sum(e * shifted, 0)
+    return max_logit, sumexp_m1, entropy_sum
 
 
 @triton.jit
 def merged(a, b):
-    """`stats.merge` of (peak, rest, spread): the side that holds the peak is not shifted, also
-    where both are -inf."""
-    peak_a, rest_a, spread_a = a
-    peak_b, rest_b, spread_b = b
-    peak = tl.maximum(peak_a, peak_b)
-    shift_a = tl.maximum(tl.where(peak_a == peak, 0.0, peak_a - peak), FLOOR)
-    shift_b = tl.maximum(tl.where(peak_b == peak, 0.0, peak_b - peak), FLOOR)
-    scale_a, scale_b = tl.exp(shift_a), tl.exp(shift_b)
-    mass_a, mass_b = 1 + rest_a, 1 + rest_b
-    rest = tl.where(peak_a == peak, rest_a + mass_b * scale_b, rest_b + mass_a * scale_a)
-    spread = scale_a * (spread_a + mass_a * shift_a) + scale_b * (spread_b + mass_b * shift_b)
-    return peak, rest, spread
+    """`stats.merge` of (max_logit, sumexp_m1, entropy_sum): the side that holds the largest logit
+    is not scaled, also where both are -inf."""
+    max_a, sumexp_m1_a, entropy_a = a
+    max_b, sumexp_m1_b, entropy_b = b
+    max_logit = tl.maximum(max_a, max_b)
+    log_scale_a = tl.maximum(tl.where(max_a == max_logit, 0.0, max_a - max_logit), FLOOR)
+    log_scale_b = tl.maximum(tl.where(max_b == max_logit, 0.0, max_b - max_logit), FLOOR)
+    scale_a, scale_b = tl.exp(log_scale_a), tl.exp(log_scale_b)
+    mass_a, mass_b = 1 + sumexp_m1_a, 1 + sumexp_m1_b
+    others_of_a, others_of_b = sumexp_m1_a + mass_b * scale_b, sumexp_m1_b + mass_a * scale_a
+    sumexp_m1 = tl.where(max_a == max_logit, others_of_a, others_of_b)
+    entropy_a = scale_a * (entropy_a + mass_a * log_scale_a)
+    entropy_b = scale_b * (entropy_b + mass_b * log_scale_b)
+    return max_logit, sumexp_m1, entropy_a + entropy_b
 
 
 @triton.jit
 def store_partials(to, row, partials, mask=None):
-    """(peak, rest, spread, total) of a token, of which `to` has some."""
-    tl.store(to.peak + row, partials[0], mask)
-    tl.store(to.rest + row, partials[1], mask)
-    if to.spread is not None:
-        tl.store(to.spread + row, partials[2], mask)
-    if to.total is not None:
-        tl.store(to.total + row, partials[3], mask)
+    """(max_logit, sumexp_m1, entropy_sum, logit_sum) of a token, of which `to` has some."""
+    tl.store(to.max_logit + row, partials[0], mask)
+    tl.store(to.sumexp_m1 + row, partials[1], mask)
+    if to.entropy_sum is not None:
+        tl.store(to.entropy_sum + row, partials[2], mask)
+    if to.logit_sum is not None:
+        tl.store(to.logit_sum + row, partials[3], mask)

@@ -1,4 +1,4 @@
-"""Both acts in Triton on logits that exist already, where they lie and in their own dtype.
+"""Statistics and gradient in Triton of logits that exist, where they lie and in their own dtype.
 
 T rows of the packed batch, v columns of the vocabulary starting at `first`, z = transform(raw). Row
 t begins `offsets[t]` elements behind the first logit, so that padded, shifted and packed layouts
@@ -40,7 +40,7 @@ SHAPES = {
     98304: Shape(warps=32, turns=4, registers=64), 16384: Shape(warps=16, turns=4, registers=64),
     0: Shape(warps=4)
 }
-APART = Shape(warps=16, turns=1)  # of one walk alone
+ONE_WALK = Shape(warps=16, turns=1)  # of one walk alone
 VECTOR = 16  # bytes that a thread loads at once
 
 
@@ -65,32 +65,34 @@ class Given(NamedTuple):
 @triton.jit
 def slope_parts(slopes, row, count, SLOPES: tl.constexpr):
     """A token's `stats.Slope` parts, (rate, anchor, low, high, sign) each."""
-    found = ()
+    numbers = ()
     for i in tl.static_range(SLOPES):
         part = slopes + i * 5 * count.to(tl.int64) + row
         for k in tl.static_range(5):
-            found = found + (tl.load(part + k * count),)  # noqa: RUF005
-    return found
+            numbers = numbers + (tl.load(part + k * count),)  # noqa: RUF005
+    return numbers
 
 
 @triton.jit
 def closed_slope(parts, logp, SLOPES: tl.constexpr):
     """dL/dlogp of a token from its `slope_parts`."""
-    found = 0.0
+    slope = 0.0
     for i in tl.static_range(SLOPES):
         rate, anchor = parts[5 * i], parts[5 * i + 1]
         low, high, sign = parts[5 * i + 2], parts[5 * i + 3], parts[5 * i + 4]
         value = rate * tl.exp(sign * (logp - anchor))
-        found += tl.where((logp >= low) & (logp <= high), value, 0.0)
-    return found
+        slope += tl.where((logp >= low) & (logp <= high), value, 0.0)
+    return slope
 
 
 @triton.jit
 def settled(partials, length):
     """Numbers that no objective stumbles over where nothing was read."""
-    peak, rest, spread, total = partials
-    peak, rest = tl.where(length > 0, peak, 0.0), tl.where(length > 0, rest, 0.0)
-    return peak, rest, tl.where(length > 0, spread, 0.0), tl.where(length > 0, total, 0.0)
+    max_logit, sumexp_m1, entropy_sum, logit_sum = partials
+    max_logit = tl.where(length > 0, max_logit, 0.0)
+    sumexp_m1 = tl.where(length > 0, sumexp_m1, 0.0)
+    entropy_sum = tl.where(length > 0, entropy_sum, 0.0)
+    return max_logit, sumexp_m1, entropy_sum, tl.where(length > 0, logit_sum, 0.0)
 
 
 @triton.jit(do_not_specialize=["first", "count"])
@@ -129,22 +131,22 @@ def given_kernel(
                 target_logit = tl.where(length > 0, target_logit, 0.0)
                 partials = settled(partials, length)
             tl.store(of.to.target + row, target_logit)
-            peak, rest, spread, _ = partials
+            max_logit, sumexp_m1, entropy_sum, _ = partials
             store_partials(of.to, row, partials, True)
-            log_sum = log1p(rest)
+            log_sum = log1p(sumexp_m1)
         else:
-            peak, log_sum = normalizer_of(of.normalizer, row)
+            max_logit, log_sum = normalizer_of(of.normalizer, row)
 
         if GRADIENT:
             if STATISTICS and of.c.entropy is not None:
-                at_prob += at_entropy * (log_sum - spread / (1 + rest))
+                at_prob += at_entropy * (log_sum - entropy_sum / (1 + sumexp_m1))
             if SLOPES > 0:
-                slope = closed_slope(closed, (target_logit - peak) - log_sum, SLOPES)
+                slope = closed_slope(closed, (target_logit - max_logit) - log_sum, SLOPES)
                 at_prob -= slope
                 at_target += slope
             factor = per_row(of.z.factor, of.z, row)
             at = at_prob * factor, at_entropy * factor, at_uniform * factor
-            normalizer = peak, log_sum
+            normalizer = max_logit, log_sum
             write_gradient(x, y, v, length, of.z, outer, normalizer, at, of.c, WIDTH, STATISTICS)
             # Another thread wrote the target's element.
             tl.debug_barrier()
@@ -176,7 +178,7 @@ def given_rows(walk: Walk, *, shape: Shape | None = None) -> SoftmaxState | None
 
 def shape_of(v: int, both: bool) -> Shape:
     """For rows of v columns; `both`: two walks. Only NVIDIA's compilers take `maxnreg`."""
-    shape = next(s for width, s in SHAPES.items() if v >= width) if both else APART
+    shape = next(s for width, s in SHAPES.items() if v >= width) if both else ONE_WALK
     return shape._replace(registers=None) if torch.version.hip is not None else shape
 
 

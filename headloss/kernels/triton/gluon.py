@@ -18,13 +18,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from . import chosen, formulas, merge, tiles
 from .formulas import LN2, LOG2E
 from .launch import Launcher, Tile
-from .merge import act_one
+from .merge import launchers
 from .versions import GLUON, version
 
 ROWS, WIDTH, DEPTH = tiles.BM, tiles.BN, tiles.BK
 STAGES = gl.constexpr(tiles.STAGES)
 HALF = gl.constexpr(tiles.ROWS // 2)  # rows of one group
-PART = gl.constexpr(tiles.WIDTH // 4)  # columns whose terms leave together
+PART = gl.constexpr(tiles.WIDTH // 4)  # columns that leave together
 BUFFERS = gl.constexpr(2)  # of each group, for parts on their way out
 LOWEST = gl.constexpr(-1e20)  # for what is left out: below all logits, finite under any scale
 AT_START = gl.constexpr(168)  # registers of a thread: 3 x 128 threads start with all there are
@@ -32,10 +32,10 @@ LOADING = gl.constexpr(24)  # of one that loads
 MULTIPLYING = gl.constexpr((3 * AT_START.value - LOADING.value) // 2)  # 128 of them hold z
 
 place_of, biased = gluon.jit(tiles.place_of.fn), gluon.jit(tiles.biased.fn)
-bent, act_two = gluon.jit(formulas.bent.fn), gluon.jit(formulas.act_two.fn)
+tanh_and_slope, grad_z = gluon.jit(formulas.tanh_and_slope.fn), gluon.jit(formulas.grad_z.fn)
 coefficient = gluon.jit(formulas.coefficient.fn)
 per_row, normalizer_of = gluon.jit(formulas.per_row.fn), gluon.jit(formulas.normalizer_of.fn)
-parts_of, own_column = gluon.jit(merge.parts_of.fn), gluon.jit(chosen.own_column.fn)
+parts_of, shift_column = gluon.jit(merge.parts_of.fn), gluon.jit(chosen.shift_column.fn)
 bring, send = (getattr(tma, name) for name in GLUON[version()])
 
 
@@ -124,25 +124,25 @@ def write(part, to, out, first, block, WHO: gl.constexpr, PLACE: gl.constexpr):
 
 @gluon.jit
 def each_half(
-    ring, out, to, of, n, v, h, WHO: gl.constexpr, PROGRAMS: gl.constexpr, ASK: gl.constexpr,
+    ring, out, to, of, n, v, h, WHO: gl.constexpr, PROGRAMS: gl.constexpr, LOAD: gl.constexpr,
     END: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: the upper or lower half of the program's tiles. What `ASK` loads before a tile's
+    """Four warps: the upper or lower half of the program's tiles. What `LOAD` loads before a tile's
     product is there when `END` takes the product, and writes it to `to` by way of buffers `out`."""
     tiles_m, blocks = gl.cdiv(n, ROWS), gl.cdiv(v, WIDTH)
     stage, phase = 0, 0
     for tile in range(gl.program_id(0), tiles_m * blocks, PROGRAMS):
         m, block = place_of(tile, tiles_m, blocks)
         first = m * ROWS + WHO * HALF
-        asked = ASK(of, first, block, n)
+        loaded = LOAD(of, first, block, n)
         z, stage, phase = multiplied(ring, stage, phase, h, WHO)
-        END(z, asked, out, to, of, first, block, n, v, WHO)
+        END(z, loaded, out, to, of, first, block, n, v, WHO)
     tma.store_wait(0)
 
 
 @gluon.jit
 def each_tile(
-    x, w, to, of, n, v, h, PROGRAMS: gl.constexpr, ASK: gl.constexpr, END: gl.constexpr,
+    x, w, to, of, n, v, h, PROGRAMS: gl.constexpr, LOAD: gl.constexpr, END: gl.constexpr,
 ):  # fmt: skip
     """All warps of a program. `to` is a descriptor of what END writes in parts, or None."""
     ring = new_ring(x, w)
@@ -152,8 +152,8 @@ def each_tile(
         out = gl.allocate_shared_memory(to.dtype, shape, to.layout)
     gl.warp_specialize(
         [
-            (each_half, (ring, out, to, of, n, v, h, 0, PROGRAMS, ASK, END)),
-            (each_half, (ring, out, to, of, n, v, h, 1, PROGRAMS, ASK, END)),
+            (each_half, (ring, out, to, of, n, v, h, 0, PROGRAMS, LOAD, END)),
+            (each_half, (ring, out, to, of, n, v, h, 1, PROGRAMS, LOAD, END)),
             (load, (x, w, ring, n, v, h, PROGRAMS)),
         ],
         [4, 1],
@@ -169,41 +169,41 @@ def rows_of(first, n, PART: gl.constexpr):
 
 
 @gluon.jit
-def ask_of_tokens(given, first, block, n):
-    """Each row's factor, and its reference and its column in the block."""
-    of, _ = given
+def load_for_sums(pointers, first, block, n):
+    """Each row's factor, its shift, and the column of the block whose logit that is."""
+    of, _ = pointers
     rows, inside = rows_of(first, n, PART)
     factor = per_row(gl.zeros_like(rows, dtype=gl.float32) + of.z.outer, of.z, rows, inside)
-    reference = gl.load(of.logit + rows, mask=inside, other=0.0)
-    return factor, reference, own_column(of, rows, inside) - block * WIDTH
+    shift = gl.load(of.shift + rows, mask=inside, other=0.0)
+    return factor, shift, shift_column(of, rows, inside) - block * WIDTH
 
 
 @gluon.jit
-def sum_tile(z, asked, out, held, given, first, block, n, v, WHO: gl.constexpr):
-    """Act one: sums of a tile's terms, and the terms or raw logits."""
-    of, sums = given
-    rests, spreads, totals, peaks = sums
-    factor, reference, column = asked
+def sum_tile(z, loaded, out, held, pointers, first, block, n, v, WHO: gl.constexpr):
+    """Statistics: sums over a tile's columns; exp logits or raw logits are written."""
+    of, sums = pointers
+    sumexps, entropy_sums, logit_sums, max_logits = sums
+    factor, shift, column = loaded
     layout: gl.constexpr = accumulator_layout(WIDTH)
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     rows, inside = rows_of(first, n, PART)
     place = block.to(gl.int64) * of.pitch + rows
     z = biased(z, of.z, block * WIDTH + columns, v)
     if of.z.inner is not None:
-        z, _ = bent(z * of.z.inner)
-    if totals is not None:  # columns beyond the last were read as 0
-        total = gl.convert_layout(gl.sum(z, 1), rows.type.layout, assert_trivial=True)
-        gl.store(totals + place, total * factor, mask=inside)
+        z, _ = tanh_and_slope(z * of.z.inner)
+    if logit_sums is not None:  # columns beyond the last were read as 0
+        logit_sum = gl.convert_layout(gl.sum(z, 1), rows.type.layout, assert_trivial=True)
+        gl.store(logit_sums + place, logit_sum * factor, mask=inside)
     if gl.max(((column >= 0) & (column < WIDTH)).to(gl.int32), 0) > 0:
         of_z = gl.convert_layout(column, gl.SliceLayout(1, layout), assert_trivial=True)
         z = gl.where(columns[None, :] == of_z[:, None], LOWEST, z)
     if (block + 1) * WIDTH > v:
         z = gl.where((columns < v - block * WIDTH)[None, :], z, LOWEST)
-    if peaks is not None:
-        peak = gl.convert_layout(gl.max(z, 1), rows.type.layout, assert_trivial=True)
-        gl.store(peaks + place, peak * factor, mask=inside)
+    if max_logits is not None:
+        max_logit = gl.convert_layout(gl.max(z, 1), rows.type.layout, assert_trivial=True)
+        gl.store(max_logits + place, max_logit * factor, mask=inside)
 
-    scale, shift = (factor * LOG2E)[:, None], (reference * LOG2E)[:, None]
+    scale, log2_shift = (factor * LOG2E)[:, None], (shift * LOG2E)[:, None]
     left, right = halves(z)
     parts = halves(left) + halves(right)
     for i in gl.static_range(4):
@@ -212,18 +212,18 @@ def sum_tile(z, asked, out, held, given, first, block, n, v, WHO: gl.constexpr):
                 one, other = halves(parts[i])
                 write(one, held, out, first, block, WHO, 2 * i)
                 write(other, held, out, first, block, WHO, 2 * i + 1)
-        below = parts[i] * scale - shift
+        below = parts[i] * scale - log2_shift
         e = gl.exp2(below)
         if i == 0:
-            mass, spread = e, e * below
+            mass, entropy_sum = e, e * below
         else:
-            mass, spread = mass + e, spread + e * below
+            mass, entropy_sum = mass + e, entropy_sum + e * below
         if held is not None:
             if held.dtype != gl.float32:
                 write(e, held, out, first, block, WHO, i)
-    gl.store(rests + place, gl.sum(mass, 1), mask=inside)
-    if spreads is not None:
-        gl.store(spreads + place, gl.sum(spread, 1) * LN2, mask=inside)
+    gl.store(sumexps + place, gl.sum(mass, 1), mask=inside)
+    if entropy_sums is not None:
+        gl.store(entropy_sums + place, gl.sum(entropy_sum, 1) * LN2, mask=inside)
 
 
 @gluon.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
@@ -232,36 +232,38 @@ def overlapping_product_kernel(
 ):  # fmt: skip
     """As product_kernel, but that `held` may also be raw logits, in float32."""
     # Told apart here: on their way into a group of warps flags cease to be constants.
-    found = parts_of(of.epilogue)  # [blocks, pitch] each
-    spreads, totals, peaks = None, None, None
-    if of.epilogue.asked.entropy:
-        spreads = found[1]
-    if of.epilogue.asked.mean:
-        totals = found[2]
-    if of.epilogue.asked.top1:
-        peaks = found[3]
-    given = of.epilogue, (found[0], spreads, totals, peaks)
-    each_tile(x, w, held, given, n, v, h, PROGRAMS, ask_of_tokens, sum_tile)
+    parts = parts_of(of.epilogue)  # [blocks, pitch] each
+    entropy_sums, logit_sums, max_logits = None, None, None
+    if of.epilogue.flags.entropy:
+        entropy_sums = parts[1]
+    if of.epilogue.flags.mean:
+        logit_sums = parts[2]
+    if of.epilogue.flags.top1:
+        max_logits = parts[3]
+    pointers = of.epilogue, (parts[0], entropy_sums, logit_sums, max_logits)
+    each_tile(x, w, held, pointers, n, v, h, PROGRAMS, load_for_sums, sum_tile)
 
 
 @gluon.jit
-def ask_of_coefficients(a, first, block, n):
+def load_for_gradient(a, first, block, n):
     """Each row's scale and shift of log p in units of log 2, and its coefficients."""
     rows, inside = rows_of(first, n, PART)
     none = gl.zeros_like(rows, dtype=gl.float32)
     outer = per_row(none + a.z.outer, a.z, rows, inside)
     factor = per_row(none + a.z.factor, a.z, rows, inside)
-    peak, log_sum = normalizer_of(a.normalizer, rows, inside)
+    max_logit, log_sum = normalizer_of(a.normalizer, rows, inside)
     prob = (coefficient(a.c.prob, rows, inside) * factor)[:, None]
     entropy = (coefficient(a.c.entropy, rows, inside) * (factor * LN2))[:, None]
     uniform = (coefficient(a.c.uniform, rows, inside) * factor)[:, None]
-    return (outer * LOG2E)[:, None], ((peak + log_sum) * LOG2E)[:, None], (prob, entropy, uniform)
+    scale = (outer * LOG2E)[:, None]
+    log2_sumexp = ((max_logit + log_sum) * LOG2E)[:, None]
+    return scale, log2_sumexp, (prob, entropy, uniform)
 
 
 @gluon.jit
-def differentiate(z, asked, out, to, a, first, block, n, v, WHO: gl.constexpr):
-    """Act two: the gradient but for the targets' own."""
-    scale, shift, at = asked
+def differentiate(z, loaded, out, to, a, first, block, n, v, WHO: gl.constexpr):
+    """The gradient, but for the targets' slopes."""
+    scale, log2_sumexp, at = loaded
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, accumulator_layout(WIDTH)))
     z = biased(z, a.z, block * WIDTH + columns, v)
     left, right = halves(z)
@@ -269,9 +271,9 @@ def differentiate(z, asked, out, to, a, first, block, n, v, WHO: gl.constexpr):
     for i in gl.static_range(4):
         capped = parts[i]
         if a.z.inner is not None:
-            capped, slope = bent(capped * a.z.inner)
-        below = capped * scale - shift  # log p in units of log 2
-        g = act_two(gl.exp2(below), below, at, a.c)
+            capped, slope = tanh_and_slope(capped * a.z.inner)
+        below = capped * scale - log2_sumexp  # log p in units of log 2
+        g = grad_z(gl.exp2(below), below, at, a.c)
         if a.z.inner is not None:
             g *= slope
         write(g, to, out, first, block, WHO, i)
@@ -279,7 +281,7 @@ def differentiate(z, asked, out, to, a, first, block, n, v, WHO: gl.constexpr):
 
 @gluon.jit
 def overlapping_slab_kernel(x, w, to, a, n, v, h, PROGRAMS: gl.constexpr):
-    each_tile(x, w, to, a, n, v, h, PROGRAMS, ask_of_coefficients, differentiate)
+    each_tile(x, w, to, a, n, v, h, PROGRAMS, load_for_gradient, differentiate)
 
 
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
@@ -288,7 +290,7 @@ WRITE = Tile((tiles.ROWS // 2, tiles.WIDTH // 4), LAYOUT)
 WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32)
 WRITE_WIDE = Tile((tiles.ROWS // 2, tiles.WIDTH // 8), WIDE)
 OPTIONS = {"num_warps": 4, "maxnreg": AT_START.value}
-launch_product = act_one(overlapping_product_kernel, READ, **OPTIONS)
-launch_held = act_one(overlapping_product_kernel, READ | {"held": WRITE}, **OPTIONS)
-launch_raw = act_one(overlapping_product_kernel, READ | {"held": WRITE_WIDE}, **OPTIONS)
+launch_product = launchers(overlapping_product_kernel, READ, **OPTIONS)
+launch_held = launchers(overlapping_product_kernel, READ | {"held": WRITE}, **OPTIONS)
+launch_raw = launchers(overlapping_product_kernel, READ | {"held": WRITE_WIDE}, **OPTIONS)
 launch_slab = Launcher(overlapping_slab_kernel, tiles=READ | {"to": WRITE}, **OPTIONS)

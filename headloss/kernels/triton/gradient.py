@@ -1,12 +1,11 @@
-"""Act two in Triton: a tile of logits, or of held softmax terms, e = exp(z - reference) in bf16
-[n, v], to the gradient of the loss.
+"""The gradient in Triton: from a tile of logits, or of e = exp(z - shift) in bf16, [n, v].
 
 Programs go through memory in its order. With an `Order` the i-th row is written from row
 order.rows[i], so that later products see dense rows; this is safe in the tile's own memory.
 
 Where there are but the first two coefficients and no soft cap, p_j c_prob is a multiple s of e_j
-for all columns of a token. Then nothing is done to the terms but to set that of the target, and
-the products take the multiples: dX = s (E @ W), dW = E.T @ (s X).
+for all columns of a token. Then nothing is done to e but to set that of the target, and the
+products take the multiples: dX = s (E @ W), dW = E.T @ (s X).
 """
 
 from __future__ import annotations
@@ -17,35 +16,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...statistics.softmax import Normalizer, SoftmaxCoefficients
 from ..interface import Backward, ExpTile, Order
+from . import records
 from .formulas import (
     FLOOR,
     LN2,
-    act_two,
     coefficient,
     coefficients,
+    grad_z,
+    gradient_from_logp,
     log,
     log2,
     log_softmax,
     normalizer_of,
-    own_gradient,
     per_row,
     token_of,
     under_cap,
     under_cap_at,
 )
 from .launch import Launcher, cdiv
-from .records import (
-    Act,
-    Matrix,
-    act,
-    block_width,
-    check_tile,
-    matrix_of,
-    narrowed,
-    scaling,
-)
+from .records import GradientInputs, Matrix, gradient_inputs, matrix_of
 
 LEAST = tl.constexpr(1e-37)  # a normal number, whose logarithm is finite
 
@@ -53,40 +43,40 @@ LEAST = tl.constexpr(1e-37)  # a normal number, whose logarithm is finite
 class Gradient(NamedTuple):
     """What the kernel takes."""
 
-    tile: Matrix  # raw logits, or held terms
+    tile: Matrix  # raw logits, or exp logits
     to: Matrix
     order: Order | None
-    a: Act
-    references: Tensor | None  # [n] of held terms
+    a: GradientInputs
+    shifts: Tensor | None  # [n] of exp logits
 
 
 @triton.jit(do_not_specialize=["first"])
 def gradient_kernel(
-    given,  # Gradient
+    of,  # Gradient
     first, v, BLOCK: tl.constexpr, SPAN: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    a = given.a
+    a = of.a
     programs = tl.cdiv(v, SPAN)  # of a row; one of each takes a tenth longer
     place = (tl.program_id(0) // programs).to(tl.int64)
     begin = tl.program_id(0) % programs * SPAN
     end = tl.minimum(v, begin + SPAN)
     row = place
-    if given.order is not None:
-        if place >= tl.load(given.order.count):
+    if of.order is not None:
+        if place >= tl.load(of.order.count):
             return
-        row = tl.load(given.order.rows + place)
-    x = given.tile.data + row * given.tile.stride
-    out = given.to.data + place * given.to.stride
-    outer, factor, normalizer, at, own = token_of(a, row)
-    peak, log_sum = normalizer
+        row = tl.load(of.order.rows + place)
+    x = of.tile.data + row * of.tile.stride
+    out = of.to.data + place * of.to.stride
+    outer, factor, normalizer, at, target_gradient = token_of(a, row)
+    max_logit, log_sum = normalizer
     target = tl.load(a.targets + row) - first
-    if given.references is not None:
-        offset = (peak - tl.load(given.references + row)) + log_sum
+    if of.shifts is not None:
+        offset = (max_logit - tl.load(of.shifts + row)) + log_sum
         if a.logps is not None:
             target_log_p = tl.maximum(tl.load(a.logps + row), FLOOR)
 
-    if given.references is not None and a.z.inner is None:
-        # e (level + slope log2 e); the target's own is written afterwards.
+    if of.shifts is not None and a.z.inner is None:
+        # e (level + slope log2 e); the target's element is written afterwards.
         scale = tl.exp(-offset) * factor
         level, slope = (at[0] - at[1] * offset) * scale, at[1] * scale * LN2
         for start in range(begin, end, BLOCK):
@@ -102,27 +92,28 @@ def gradient_kernel(
             tl.store(out + columns, g.to(out.dtype.element_ty), mask=inside)
         if a.logps is not None:
             tl.debug_barrier()  # another thread wrote this element
-            there = (target >= begin) & (target < end)
-            tl.store(out + target, (own * factor).to(out.dtype.element_ty), mask=there)
+            in_span = (target >= begin) & (target < end)
+            g = target_gradient * factor
+            tl.store(out + target, g.to(out.dtype.element_ty), mask=in_span)
     else:
         for start in range(begin, end, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < end
             value = tl.load(x + columns, mask=inside, other=0.0)
-            if given.references is not None:
+            if of.shifts is not None:
                 p = value * tl.exp(-offset)
                 log_p = tl.where(value > 0, log(value.to(tl.float32)) - offset, FLOOR)
             else:
-                log_p = log_softmax(value, a.z, outer, peak, log_sum)
+                log_p = log_softmax(value, a.z, outer, max_logit, log_sum)
                 p = tl.exp(log_p)
-            g = act_two(p, log_p, at, a.c)
+            g = grad_z(p, log_p, at, a.c)
             if a.logps is not None:
-                g = tl.where(columns == target, own, g)
+                g = tl.where(columns == target, target_gradient, g)
             if a.z.inner is not None:
-                if given.references is not None:
+                if of.shifts is not None:
                     if a.logps is not None:  # its term may be 0, which no longer tells its z
                         log_p = tl.where(columns == target, target_log_p, log_p)
-                    g = under_cap_at(g, peak + (log_p + log_sum), outer)
+                    g = under_cap_at(g, max_logit + (log_p + log_sum), outer)
                 else:
                     g = under_cap(g, value, a.z)
             g *= factor
@@ -135,17 +126,17 @@ launch_gradient = Launcher(gradient_kernel, num_warps=4)
 
 
 def logit_gradient_(
-    raw: Tensor, backward: Backward, *, order: Order | None = None, references: Tensor | None = None
+    raw: Tensor, backward: Backward, *, order: Order | None = None, shifts: Tensor | None = None
 ) -> Tensor:
-    """With `references`, of held terms in place of logits."""
-    check_tile("raw", raw)
-    (n, v), out = raw.shape, narrowed(raw, backward)
+    """With `shifts`, from exp logits in place of logits."""
+    records.check_tile("raw", raw)
+    (n, v), out = raw.shape, records.narrowed(raw, backward)
     if n:
-        given = Gradient(matrix_of(raw), matrix_of(out), order, act(backward), references)
-        block, overlap = block_width(v, 2048), out.dtype != raw.dtype
+        of = Gradient(matrix_of(raw), matrix_of(out), order, gradient_inputs(backward), shifts)
+        block, overlap = records.block_width(v, 2048), out.dtype != raw.dtype
         span = 1 << 30 if overlap else 2 * block  # rows that narrow in place stay whole
         options = {"BLOCK": block, "SPAN": span, "OVERLAP": overlap}
-        launch_gradient(n * cdiv(v, span), given, backward.first, v, **options)
+        launch_gradient(n * cdiv(v, span), of, backward.first, v, **options)
     return out
 
 
@@ -155,18 +146,11 @@ SMALLEST = tl.constexpr(2.0**-90)  # of |c_target|, for s: what else is in the r
 class Multiple(NamedTuple):
     """What the kernel takes."""
 
-    terms: Tensor  # [n, v]
-    stride: int  # of terms' rows
-    targets: Tensor  # [n], as what follows; see `Act`
-    factor: float
-    temperature: Tensor | None
-    normalizer: Normalizer
-    c: SoftmaxCoefficients
-    logps: Tensor
-    references: Tensor  # [n]
+    exp_logits: Matrix  # [n, v]
+    a: GradientInputs
+    shifts: Tensor  # [n]
     order: Order | None
-    x: Tensor | None  # [n, H]
-    x_stride: int  # of x's rows
+    x: Matrix | None  # [n, H]
     features: Tensor | None  # [n, H]
     multiples: Tensor  # [n]
     least: Tensor | None  # [n]
@@ -174,41 +158,44 @@ class Multiple(NamedTuple):
 
 @triton.jit(do_not_specialize=["first"])
 def multiple_rows_kernel(of, first, v, h, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64)
+    place, a = tl.program_id(0).to(tl.int64), of.a
     row = place
     if of.order is not None:
         row = tl.load(of.order.rows + place)
         if place >= tl.load(of.order.count):
             return
-    peak, log_sum = normalizer_of(of.normalizer, row)
-    multiple = tl.load(of.c.prob + row)
-    multiple *= tl.exp((tl.load(of.references + row) - peak) - log_sum)
-    at_target = coefficient(of.c.target, row)
-    own = own_gradient(tl.load(of.logps + row), at_target, coefficients(of.c, row), of.c)
+    max_logit, log_sum = normalizer_of(a.normalizer, row)
+    multiple = tl.load(a.c.prob + row)
+    multiple *= tl.exp((tl.load(of.shifts + row) - max_logit) - log_sum)
+    at_target = coefficient(a.c.target, row)
+    log_p, of_token = tl.load(a.logps + row), coefficients(a.c, row)
+    target_value = gradient_from_logp(log_p, at_target, of_token, a.c)
     if of.least is not None:
         floor = tl.load(of.least + row) * SMALLEST
         multiple = tl.where(tl.abs(multiple) < floor, floor, multiple)
-    if of.c.target is not None:
+    if a.c.target is not None:
         floor = tl.abs(at_target) * SMALLEST
         multiple = tl.where(tl.abs(multiple) < floor, floor, multiple)
-    own = tl.where(multiple == 0, 0.0, own / tl.where(multiple == 0, 1.0, multiple))
-    terms, to = of.terms + row * of.stride, of.terms + place * of.stride
-    own = own.to(terms.dtype.element_ty)
-    column = tl.load(of.targets + row) - first
+    divisor = tl.where(multiple == 0, 1.0, multiple)
+    target_value = tl.where(multiple == 0, 0.0, target_value / divisor)
+    exp_logits = of.exp_logits.data + row * of.exp_logits.stride
+    target_value = target_value.to(exp_logits.dtype.element_ty)
+    column = tl.load(a.targets + row) - first
     if row == place:
         if (column >= 0) & (column < v):
-            tl.store(terms + column, own)
+            tl.store(exp_logits + column, target_value)
     else:  # from a place that nobody writes to but to set this same target
+        to = of.exp_logits.data + place * of.exp_logits.stride
         for start in range(0, v, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < v
-            value = tl.load(terms + columns, mask=inside)
-            value = tl.where(columns == column, own, value)
+            value = tl.load(exp_logits + columns, mask=inside)
+            value = tl.where(columns == column, target_value, value)
             tl.store(to + columns, value, mask=inside)
-    factor = multiple * per_row(of.factor, of, row)
+    factor = multiple * per_row(a.z.factor, a.z, row)
     tl.store(of.multiples + place, factor)
     if of.x is not None:
-        x, features = of.x + row * of.x_stride, of.features + place * h
+        x, features = of.x.data + row * of.x.stride, of.features + place * h
         for start in range(0, h, BLOCK):
             at = start + tl.arange(0, BLOCK)
             value = tl.load(x + at, mask=at < h, other=0.0).to(tl.float32) * factor
@@ -224,21 +211,18 @@ def held_multiple_(
 ) -> tuple[Tensor, Tensor | None]:
     if not backward.is_multiple:
         held.check(backward, multiple=True)
-    targets, first, transform, normalizer, c, logps, *_ = backward
-    terms, (n, v), h = held.terms, held.terms.shape, 0
-    multiples, features, step = held.reference.new_empty(n), None, 0
+    (n, v), h, rows, features = held.exp_logits.shape, 0, None, None
+    multiples = held.shift.new_empty(n)
     if x is not None:
-        features, step = x.new_empty(n, h := x.shape[1]), x.stride(0)
+        rows, features = matrix_of(x), x.new_empty(n, h := x.shape[1])
     if n:
-        z, to = scaling(transform), (terms, terms.stride(0))
-        of_tokens = targets, z.factor, z.temperature, normalizer, c, logps
-        read = held.reference, order, x, step
-        of = Multiple(*to, *of_tokens, *read, features, multiples, least)
-        launch_rows(n, of, first, v, h, BLOCK=2048)
+        a, tile = gradient_inputs(backward), matrix_of(held.exp_logits)
+        of = Multiple(tile, a, held.shift, order, rows, features, multiples, least)
+        launch_rows(n, of, backward.first, v, h, BLOCK=2048)
     return multiples, features
 
 
 def held_gradient_(held: ExpTile, backward: Backward, *, order: Order | None = None) -> Tensor:
     held.check(backward)
-    backward, of = backward._replace(dtype=None), held.reference
-    return logit_gradient_(held.terms, backward, order=order, references=of)
+    backward, of = backward._replace(dtype=None), held.shift
+    return logit_gradient_(held.exp_logits, backward, order=order, shifts=of)

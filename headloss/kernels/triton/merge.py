@@ -1,8 +1,8 @@
 """From what a product wrote block by block, or from the partials of several ranks, to statistics.
 
 n tokens, v columns of this slice of the vocabulary, H hidden width, W ranks. One launch sums the
-blocks, does tokens again whose reference is far below their largest logit, sets the references' own
-held terms, and applies the formulas of `stats.finish`.
+blocks, sums tokens again whose shift is far below their largest logit, sets the shifts' own exp
+logits, 1, and applies the formulas of `stats.finish`.
 
 A token's numbers depend neither on n nor on its place. A reduction in Triton takes its order from
 the layout, and that from what divides the addresses, so sums are folded in halves; and n is nothing
@@ -21,17 +21,17 @@ from torch import Tensor
 
 from ...statistics.softmax import STATISTICS, Normalizer, Statistics
 from ..interface import Measured
-from .chosen import TOKENS, own_column, references_kernel
+from .chosen import TOKENS, shift_column, shifts_kernel
 from .formulas import FLOOR, block_partials, dots, exp, folded, log1p, merged, per_row, transformed
 from .launch import Launcher, Tile, cdiv
 from .records import LogitScaling, Matrix, constant
 from .tiles import BN
 
-FAR = tl.constexpr(2.0**80)  # sum of terms beyond which the reference is too far below
+FAR = tl.constexpr(2.0**80)  # sum of exp logits beyond which the shift is too far below
 ROWS = 16  # tokens of a program
 
 
-class Asked(NamedTuple):
+class Flags(NamedTuple):
     """Which statistics, in their order."""
 
     logp: tl.constexpr
@@ -44,24 +44,23 @@ class Asked(NamedTuple):
 class Epilogue(NamedTuple):
     """What a product reads of each token, and writes of each block of columns."""
 
-    logit: Tensor  # [n], of the column that a token's terms are taken against
+    shift: Tensor  # [n] the logit that is subtracted before exp, that of one column
     more: Tensor  # [2, pitch]: z_y, -inf where it is in another slice; bits of that column's number
-    # [.., blocks, pitch] rests, and where they are asked for spreads, totals and peaks, of n tokens
-    parts: Tensor
+    parts: Tensor  # [.., blocks, pitch] of n tokens, see `parts_of`
     pitch: int  # of these and `more`; a multiple of 16: all vectors begin alike for any n
     stride: int  # from one of the parts to the next: blocks * pitch
     z: LogitScaling
-    asked: Asked
+    flags: Flags
     raw: Matrix | None  # where raw logits go, in float32 and without a soft cap
 
 
-class ActOne(NamedTuple):
-    """What the kernels of an act one on a product take. What they write of each token follows
-    `epilogue.more`: the rows of `measured`, or of `partials_of`."""
+class ProductStatistics(NamedTuple):
+    """What the three kernels take. What they write of each token follows `epilogue.more`: the rows
+    of `measured`, or of `partials_of`."""
 
     x_stride: int  # of the rows of x [n, H], and so on
     w_stride: int
-    held_stride: int | None  # of terms [n, v]; None: there are none
+    held_stride: int | None  # of exp logits [n, v]; None: there are none
     z: LogitScaling
     partials: tl.constexpr
     epilogue: Epilogue
@@ -69,19 +68,20 @@ class ActOne(NamedTuple):
 
 @triton.jit
 def parts_of(of):
-    """Pointers to rests, spreads, totals and peaks of an `Epilogue`, where they are asked for."""
-    spreads = of.parts + of.stride
-    totals = spreads + of.stride if of.asked.entropy else spreads
-    peaks = totals + of.stride if of.asked.mean else totals
-    return of.parts, spreads, totals, peaks
+    """Pointers to the sums of exp, the entropy sums, the logit sums and the largest logits of all
+    blocks, where they are wanted."""
+    entropy_sums = of.parts + of.stride
+    logit_sums = entropy_sums + of.stride if of.flags.entropy else entropy_sums
+    max_logits = logit_sums + of.stride if of.flags.mean else logit_sums
+    return of.parts, entropy_sums, logit_sums, max_logits
 
 
 @triton.jit
-def far_row(x, w, w_stride, held, v, h, z, outer, ENTROPY: tl.constexpr, HELD: tl.constexpr):
-    """Peak, rest and spread of one token against its largest logit; its terms are held."""
+def summed_again(x, w, w_stride, held, v, h, z, outer, ENTROPY: tl.constexpr, HELD: tl.constexpr):
+    """max_logit, sumexp_m1 and entropy_sum of one token, whose exp logits are written to `held`."""
     COLUMNS: tl.constexpr = 64  # whose logits are made again at once, of 2 ** 7 of H at once
     x += tl.zeros((1,), tl.int64)
-    peak, rest, spread = float("-inf"), -1.0, 0.0
+    max_logit, sumexp_m1, entropy_sum = float("-inf"), -1.0, 0.0
     for sweep in range(1 + HELD):
         for start in range(0, v, COLUMNS):
             columns = start + tl.arange(0, COLUMNS)
@@ -92,38 +92,39 @@ def far_row(x, w, w_stride, held, v, h, z, outer, ENTROPY: tl.constexpr, HELD: t
             logit = tl.where(inside, logit, float("-inf"))
             if sweep == 0:
                 block = block_partials(logit, inside, ENTROPY)
-                peak, rest, spread = merged((peak, rest, spread), block)
+                before = max_logit, sumexp_m1, entropy_sum
+                max_logit, sumexp_m1, entropy_sum = merged(before, block)
             elif HELD:
-                e = tl.exp(tl.maximum(logit - peak, FLOOR))
+                e = tl.exp(tl.maximum(logit - max_logit, FLOOR))
                 tl.store(held + columns, e.to(tl.bfloat16), mask=inside)
-    return peak, rest, spread
+    return max_logit, sumexp_m1, entropy_sum
 
 
 @triton.jit
-def write_statistics(out, pitch, rows, inside, highest, sums, vocabulary, asked):
+def write_statistics(out, pitch, rows, inside, highest, sums, vocabulary, flags):
     """`stats.finish`, to rows of out: the normalizer and the statistics in their order.
 
-    The normalizer has the peak `highest[0]`, against which the sum less 1 is `highest[1]`; the
-    statistics are of `sums`, so that they are the same bits whether or not top1 is asked for."""
+    `highest` is the normalizer's largest logit, and sumexp_m1 for it; statistics are of `sums`, so
+    that they are the same bits whether or not top1 is wanted."""
     top, above = highest
-    peak, rest, spread, total, target = sums
-    log_sum = log1p(rest)
+    max_logit, sumexp_m1, entropy_sum, logit_sum, target = sums
+    log_sum = log1p(sumexp_m1)
     tl.store(out + rows, top, mask=inside)
     tl.store(out + pitch + rows, log1p(above), mask=inside)
     out += 2 * pitch
-    if asked.logp:
-        tl.store(out + rows, (target - peak) - log_sum, mask=inside)
+    if flags.logp:
+        tl.store(out + rows, (target - max_logit) - log_sum, mask=inside)
         out += pitch
-    if asked.lse:
-        tl.store(out + rows, peak + log_sum, mask=inside)
+    if flags.lse:
+        tl.store(out + rows, max_logit + log_sum, mask=inside)
         out += pitch
-    if asked.entropy:
-        tl.store(out + rows, log_sum - spread / (1 + rest), mask=inside)
+    if flags.entropy:
+        tl.store(out + rows, log_sum - entropy_sum / (1 + sumexp_m1), mask=inside)
         out += pitch
-    if asked.mean:
-        tl.store(out + rows, total / vocabulary, mask=inside)
+    if flags.mean:
+        tl.store(out + rows, logit_sum / vocabulary, mask=inside)
         out += pitch
-    if asked.top1:
+    if flags.top1:
         tl.store(out + rows, (target >= top).to(tl.float32), mask=inside)
 
 
@@ -131,44 +132,44 @@ def write_statistics(out, pitch, rows, inside, highest, sums, vocabulary, asked)
 def finish_kernel(
     x, w, held, targets, of, first, n, v, h, vocabulary, PROGRAMS: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """From an `ActOne`; PROGRAMS are the product's, and `vocabulary` has all ranks' columns."""
+    """From `ProductStatistics`. PROGRAMS are the product's; `vocabulary` has all ranks' columns."""
     HALVES: tl.constexpr = 6
     BLOCKS: tl.constexpr = 1 << HALVES  # that are added at once
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n
     blocks, more, pitch = tl.cdiv(v, BN), of.epilogue.more, of.epilogue.pitch
-    ENTROPY: tl.constexpr = of.epilogue.asked.entropy
-    MEAN: tl.constexpr = of.epilogue.asked.mean
-    TOP1: tl.constexpr = of.epilogue.asked.top1
-    rests, spreads, totals, peaks = parts_of(of.epilogue)
+    ENTROPY: tl.constexpr = of.epilogue.flags.entropy
+    MEAN: tl.constexpr = of.epilogue.flags.mean
+    TOP1: tl.constexpr = of.epilogue.flags.top1
+    sumexps, entropy_sums, logit_sums, max_logits = parts_of(of.epilogue)
     out = more + 2 * pitch
-    rest_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
-    spread_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
-    total_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
-    peak_tile = tl.full((BLOCKS, ROWS), float("-inf"), tl.float32)
+    sumexp_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
+    entropy_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
+    logit_tile = tl.zeros((BLOCKS, ROWS), tl.float32)
+    max_tile = tl.full((BLOCKS, ROWS), float("-inf"), tl.float32)
     for start in range(0, blocks, BLOCKS):
         block = start + tl.arange(0, BLOCKS)
         place = block.to(tl.int64)[:, None] * pitch + rows[None, :]
         here = (block < blocks)[:, None] & inside[None, :]
-        rest_tile += tl.load(rests + place, mask=here, other=0.0)
+        sumexp_tile += tl.load(sumexps + place, mask=here, other=0.0)
         if ENTROPY:
-            spread_tile += tl.load(spreads + place, mask=here, other=0.0)
+            entropy_tile += tl.load(entropy_sums + place, mask=here, other=0.0)
         if MEAN:
-            total_tile += tl.load(totals + place, mask=here, other=0.0)
+            logit_tile += tl.load(logit_sums + place, mask=here, other=0.0)
         if TOP1:
-            peak_tile = tl.maximum(peak_tile, tl.load(peaks + place, here, other=float("-inf")))
-    rest = folded(rest_tile, ROWS, HALVES)
-    spread = folded(spread_tile, ROWS, HALVES)
-    total = folded(total_tile, ROWS, HALVES)
-    reference = tl.load(of.epilogue.logit + rows, mask=inside, other=0.0)
+            max_tile = tl.maximum(max_tile, tl.load(max_logits + place, here, other=float("-inf")))
+    sumexp_m1 = folded(sumexp_tile, ROWS, HALVES)
+    entropy_sum = folded(entropy_tile, ROWS, HALVES)
+    logit_sum = folded(logit_tile, ROWS, HALVES)
+    shift = tl.load(of.epilogue.shift + rows, mask=inside, other=0.0)
     target = tl.load(more + rows, mask=inside, other=0.0)
 
-    column = own_column(of.epilogue, rows, inside)
+    column = shift_column(of.epilogue, rows, inside)
     if of.epilogue.raw is not None:
-        outer = per_row(tl.zeros_like(reference) + of.z.outer, of.z, rows, inside)
+        outer = per_row(tl.zeros_like(shift) + of.z.outer, of.z, rows, inside)
         raw = of.epilogue.raw.data + rows * of.epilogue.raw.stride
-        tl.store(raw + column, reference / tl.where(outer == 0, 1.0, outer), mask=inside)
-    far = inside & ((rest < FAR) == 0)
+        tl.store(raw + column, shift / tl.where(outer == 0, 1.0, outer), mask=inside)
+    far = inside & ((sumexp_m1 < FAR) == 0)
     if of.held_stride is not None:
         one = tl.full((ROWS,), 1.0, tl.float32).to(tl.bfloat16)
         tl.store(held + rows * of.held_stride + column, one, mask=inside & (far == 0))
@@ -180,93 +181,95 @@ def finish_kernel(
                 terms = more
                 if of.held_stride is not None:
                     terms = held + row * of.held_stride
-                found_peak, found_rest, found_spread = far_row(
+                max_of_row, sumexp_m1_of_row, entropy_sum_of_row = summed_again(
                     x + row * of.x_stride, w, of.w_stride, terms, v, h, of.z,
                     per_row(of.z.outer, of.z, row), ENTROPY, of.held_stride is not None,
                 )  # fmt: skip
-                reference = tl.where(this, found_peak, reference)
-                rest = tl.where(this, found_rest, rest)
-                spread = tl.where(this, found_spread, spread)
-        tl.store(of.epilogue.logit + rows, reference, mask=far)
+                shift = tl.where(this, max_of_row, shift)
+                sumexp_m1 = tl.where(this, sumexp_m1_of_row, sumexp_m1)
+                entropy_sum = tl.where(this, entropy_sum_of_row, entropy_sum)
+        tl.store(of.epilogue.shift + rows, shift, mask=far)
 
-    peak, above = reference, rest
-    if TOP1:  # the same sums against the largest logit; untouched where the reference is it
-        highest = tl.max(peak_tile, 0)
-        peak = tl.maximum(highest, reference)
-        shift = reference - peak
-        if of.epilogue.raw is not None:  # their largest is far_row's but for a rounding
-            peak, shift = tl.where(far, highest, peak), tl.where(far, 0.0, shift)
-        scale, mass = exp(shift), 1 + rest
-        above = tl.where(shift == 0, rest, mass * scale - 1)
+    max_logit, above = shift, sumexp_m1
+    if TOP1:  # the same sums for the largest logit; untouched where the shift is it
+        max_of_others = tl.max(max_tile, 0)
+        max_logit = tl.maximum(max_of_others, shift)
+        log_scale = shift - max_logit
+        if of.epilogue.raw is not None:  # their largest is `summed_again`'s but for a rounding
+            max_logit = tl.where(far, max_of_others, max_logit)
+            log_scale = tl.where(far, 0.0, log_scale)
+        scale, mass = exp(log_scale), 1 + sumexp_m1
+        above = tl.where(log_scale == 0, sumexp_m1, mass * scale - 1)
     if of.partials:
-        tl.store(out + rows, peak, mask=inside)
+        tl.store(out + rows, max_logit, mask=inside)
         tl.store(out + pitch + rows, above, mask=inside)
         tl.store(out + 2 * pitch + rows, target, mask=inside)
         if ENTROPY:
             if TOP1:
-                spread = scale * (spread + mass * shift)
-            tl.store(out + 3 * pitch + rows, spread, mask=inside)
+                entropy_sum = scale * (entropy_sum + mass * log_scale)
+            tl.store(out + 3 * pitch + rows, entropy_sum, mask=inside)
         if MEAN:
-            tl.store(out + (4 if ENTROPY else 3) * pitch + rows, total, mask=inside)
+            tl.store(out + (4 if ENTROPY else 3) * pitch + rows, logit_sum, mask=inside)
     else:
-        asked, found = of.epilogue.asked, (reference, rest, spread, total, target)
-        write_statistics(out, pitch, rows, inside, (peak, above), found, vocabulary, asked)
+        flags, sums = of.epilogue.flags, (shift, sumexp_m1, entropy_sum, logit_sum, target)
+        write_statistics(out, pitch, rows, inside, (max_logit, above), sums, vocabulary, flags)
 
 
 @triton.jit(do_not_specialize=["rank_stride", "n"])
 def merge_kernel(
-    slices,  # [W, fields, n]: peak, rest, target, spread, total
+    slices,  # [W, fields, n], as `partials_of` names them
     rank_stride, ranks, n, vocabulary,
-    asked,  # Asked
+    flags,  # Flags
     out,  # [.., n]
     ROWS: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n
-    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    max_logit = tl.full((ROWS,), float("-inf"), tl.float32)
     of_rank = slices + rows
     for _ in range(ranks):
-        peak = tl.maximum(peak, tl.load(of_rank, mask=inside, other=0.0))
+        max_logit = tl.maximum(max_logit, tl.load(of_rank, mask=inside, other=0.0))
         of_rank += rank_stride
-    rest = tl.zeros((ROWS,), tl.float32)
-    spread = tl.zeros((ROWS,), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    sumexp_m1 = tl.zeros((ROWS,), tl.float32)
+    entropy_sum = tl.zeros((ROWS,), tl.float32)
+    logit_sum = tl.zeros((ROWS,), tl.float32)
     target = tl.full((ROWS,), float("-inf"), tl.float32)
     taken = rows < 0
     of_rank = slices + rows
     for _ in range(ranks):
-        own_peak = tl.load(of_rank, mask=inside, other=0.0)
-        own_rest = tl.load(of_rank + n, mask=inside, other=0.0)
+        max_of_rank = tl.load(of_rank, mask=inside, other=0.0)
+        sumexp_m1_of_rank = tl.load(of_rank + n, mask=inside, other=0.0)
         target = tl.maximum(target, tl.load(of_rank + 2 * n, mask=inside, other=0.0))
-        top = own_peak == peak
-        shift = tl.maximum(tl.where(top, 0.0, own_peak - peak), FLOOR)
-        scale, mass = exp(shift), 1 + own_rest
+        top = max_of_rank == max_logit
+        log_scale = tl.maximum(tl.where(top, 0.0, max_of_rank - max_logit), FLOOR)
+        scale, mass = exp(log_scale), 1 + sumexp_m1_of_rank
         # The largest term stays out of one slice's sum alone, also where several hold its equal.
-        rest += tl.where(top & (taken == 0), own_rest, mass * scale)
+        sumexp_m1 += tl.where(top & (taken == 0), sumexp_m1_of_rank, mass * scale)
         taken = taken | top
-        if asked.entropy:
-            spread += scale * (tl.load(of_rank + 3 * n, mask=inside, other=0.0) + mass * shift)
-        if asked.mean:
-            total += tl.load(of_rank + (3 + asked.entropy) * n, mask=inside, other=0.0)
+        if flags.entropy:
+            entropy_sum_of_rank = tl.load(of_rank + 3 * n, mask=inside, other=0.0)
+            entropy_sum += scale * (entropy_sum_of_rank + mass * log_scale)
+        if flags.mean:
+            logit_sum += tl.load(of_rank + (3 + flags.entropy) * n, mask=inside, other=0.0)
         of_rank += rank_stride
-    sums = peak, rest, spread, total, target
-    write_statistics(out, n, rows, inside, (peak, rest), sums, vocabulary, asked)
+    sums = max_logit, sumexp_m1, entropy_sum, logit_sum, target
+    write_statistics(out, n, rows, inside, (max_logit, sumexp_m1), sums, vocabulary, flags)
 
 
-set_of_all = Launcher(references_kernel, TOKENS=TOKENS)
-finish_all = Launcher(finish_kernel, num_warps=4, ROWS=ROWS)
+launch_shifts = Launcher(shifts_kernel, TOKENS=TOKENS)
+launch_finish = Launcher(finish_kernel, num_warps=4, ROWS=ROWS)
 launch_merge = Launcher(merge_kernel, num_warps=4)
 
 
-def act_one(product: Any, tiles: dict[str, Tile], **options: Any) -> tuple[Launcher, ...]:
-    """The reference of each token, a product, and what its blocks come to: they take the same
-    arguments, one after another."""
-    return set_of_all, Launcher(product, tiles=tiles, **options), finish_all
+def launchers(product: Any, tiles: dict[str, Tile], **options: Any) -> tuple[Launcher, ...]:
+    """The shift of each token, a product, and what its blocks come to: three kernels that take the
+    same arguments, one after another."""
+    return launch_shifts, Launcher(product, tiles=tiles, **options), launch_finish
 
 
 @functools.lru_cache(maxsize=64)
-def asked(needs: frozenset[str]) -> Asked:
-    return Asked(*(constant(name in needs) for name in STATISTICS))
+def flags_of(needs: frozenset[str]) -> Flags:
+    return Flags(*(constant(name in needs) for name in STATISTICS))
 
 
 @functools.lru_cache(maxsize=64)
@@ -277,15 +280,15 @@ def names(needs: frozenset[str]) -> tuple[str, ...]:
 
 def measured(rows: Sequence[Tensor], needs: frozenset[str]) -> Measured:
     """The rows that `write_statistics` wrote, by name."""
-    peak, log_sum, *statistics = rows
+    max_logit, log_sum, *statistics = rows
     by_name: Any = dict(zip(names(needs), statistics, strict=True))
-    return Measured(Statistics(**by_name), Normalizer(peak, log_sum))
+    return Measured(Statistics(**by_name), Normalizer(max_logit, log_sum))
 
 
 def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
     ranks, _, n = slices.shape
     out = slices.new_empty(2 + len(names(needs)), n)
     if n:
-        given = slices, slices.stride(0), ranks, n, float(vocabulary), asked(needs), out
-        launch_merge(cdiv(n, 128), *given, ROWS=128)
+        arguments = slices, slices.stride(0), ranks, n, float(vocabulary), flags_of(needs), out
+        launch_merge(cdiv(n, 128), *arguments, ROWS=128)
     return measured(out.unbind(0), needs)

@@ -35,24 +35,24 @@ def order_kernel(keep, rows, gaps, count, n, most, BLOCK: tl.constexpr):
     if total > most:
         total = n
     tl.store(count, total)
-    found = 0
+    placed = 0
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < n
         tl.store(rows + at, at.to(tl.int64), mask=inside)
         gap = inside & (at < total) & (tl.load(keep + at, mask=inside, other=1) == 0)
-        rank = found + tl.cumsum(gap.to(tl.int32), 0) - 1
+        rank = placed + tl.cumsum(gap.to(tl.int32), 0) - 1
         tl.store(gaps + rank, at, mask=gap)
-        found += tl.sum(gap.to(tl.int32), 0)
+        placed += tl.sum(gap.to(tl.int32), 0)
     tl.debug_barrier()  # the gaps are read by other threads than wrote them
-    found = 0
+    placed = 0
     for start in range(total, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
         mover = tl.load(keep + at, mask=at < n, other=0) != 0
-        rank = found + tl.cumsum(mover.to(tl.int32), 0) - 1
+        rank = placed + tl.cumsum(mover.to(tl.int32), 0) - 1
         place = tl.load(gaps + rank, mask=mover, other=0)
         tl.store(rows + place, at.to(tl.int64), mask=mover)
-        found += tl.sum(mover.to(tl.int32), 0)
+        placed += tl.sum(mover.to(tl.int32), 0)
 
 
 launch_order = Launcher(order_kernel, num_warps=8)
@@ -133,7 +133,7 @@ class Cast(NamedTuple):
     width: int
     times: tl.constexpr  # it is multiplied by the factor
     in_place: tl.constexpr
-    rows: Tensor | None  # what these are multiplied by first
+    row_scale: Tensor | None  # what these are multiplied by first
 
 
 @triton.jit
@@ -144,7 +144,7 @@ def scaled_blocks(of, factor, BLOCK: tl.constexpr):
     if of.times:
         number = tl.load(factor).to(tl.float32)
     if of.in_place:
-        if of.rows is None:
+        if of.row_scale is None:
             n = tl.where(number == 1, 0, n)
     blocks = tl.cdiv(of.width, BLOCK)  # of a row
     for block in range(program, n * blocks, programs):
@@ -152,8 +152,8 @@ def scaled_blocks(of, factor, BLOCK: tl.constexpr):
         at = (block - row * blocks) * BLOCK + tl.arange(0, BLOCK)
         place = row * of.width + at
         x = tl.load(of.value + place, mask=at < of.width, other=0.0).to(tl.float32)
-        if of.rows is not None:
-            x = (x * tl.load(of.rows + row)).to(of.value.dtype.element_ty).to(tl.float32)
+        if of.row_scale is not None:
+            x = (x * tl.load(of.row_scale + row)).to(of.value.dtype.element_ty).to(tl.float32)
         tl.store(of.out + place, (x * number).to(of.out.dtype.element_ty), mask=at < of.width)
 
 
@@ -172,20 +172,20 @@ launch_scaled = Launcher(scaled_kernel, num_warps=8)
 
 
 def scaled(values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
-    found, work, programs = [], [], 1
-    for value, dtype, multiply, rows in values:
+    results, work, programs = [], [], 1
+    for value, dtype, multiply, row_scale in values:
         multiply, size = multiply and factor is not None, value.numel()
         changes = value.dtype != dtype
         out = torch.empty_like(value, dtype=dtype) if changes else value
-        found.append(out)
-        if size and (changes or multiply or rows is not None):
+        results.append(out)
+        if size and (changes or multiply or row_scale is not None):
             flags = constant(multiply), constant(not changes)
-            n, width = (1, size) if rows is None else value.shape
-            work.append(Cast(value, out, n, width, *flags, rows))
+            n, width = (1, size) if row_scale is None else value.shape
+            work.append(Cast(value, out, n, width, *flags, row_scale))
             programs = min(MOST, max(programs, n * -(-width // WIDEST)))
     for start in range(0, len(work), AT_ONCE):
         some = work[start : start + AT_ONCE]
         value, out, _, *others = some[0]
         some += [Cast(value, out, 0, *others)] * (AT_ONCE - len(some))
         launch_scaled(programs, some[0].value if factor is None else factor, *some, BLOCK=WIDEST)
-    return found
+    return results

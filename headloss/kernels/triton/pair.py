@@ -1,7 +1,7 @@
 """Full-distribution distillation in Triton: divergences, and their part of the gradient beside all
 others; see `kernels.pair` for the formulas.
 
-n tokens, v columns, K stored outcomes. One program per row. The gradient of the rest of the
+n tokens, v columns, K stored tokens. One program per row. The gradient of the rest of the
 objective goes through the four coefficients of a token (see `stats`) and is added in the same step,
 so that the student's tile is read once and the gradient written once, in its memory.
 """
@@ -19,9 +19,9 @@ from ...statistics.softmax import Normalizer
 from ..interface import Backward
 from ..pair import Distribution, Divergence, Pair, StoredTopk
 from . import records
-from .formulas import act_two, expm1, log, log_softmax, normalizer_of, per_row, token_of, under_cap
+from .formulas import expm1, grad_z, log, log_softmax, normalizer_of, per_row, token_of, under_cap
 from .launch import Launcher
-from .records import NO_ACT, WARPS, Apart, LogitScaling, Matrix
+from .records import NO_INPUTS, WARPS, BlockedColumns, LogitScaling, Matrix
 
 BLOCK = 2048  # columns a program works on at once, at most: of two tiles
 
@@ -40,12 +40,12 @@ class Part(NamedTuple):
     """A part of the gradient; [n] each."""
 
     student: Softmax  # or of all tokens but the stored ones
-    pivot: Tensor | None  # of stored outcomes: the slope at the rest's log-sum-exp
+    mean_slope: Tensor | None  # of a stored top-k: the slope at the others' log-sum-exp
     weight: Tensor | None = None
     beta: float = 0.0
     teacher: Softmax = NO_SIDE
     teacher_tile: Matrix | None = None
-    stored: Apart | None = None
+    stored: BlockedColumns | None = None
     slopes: Tensor | None = None  # [n, K] d/dz of the stored ones
     extra: Matrix | None = None  # another part of the gradient
 
@@ -69,7 +69,7 @@ def against_mixture(log_q, log_p, beta):
 
 
 @triton.jit
-def tilt(log_q, log_p, beta, KIND: tl.constexpr):
+def slope_in_p(log_q, log_p, beta, KIND: tl.constexpr):
     """d divergence / dp of a block, but for a constant; not of forward_kl."""
     if KIND == "total_variation":
         s = tl.where(log_p > log_q, 0.5, tl.where(log_p < log_q, -0.5, 0.0))
@@ -88,26 +88,26 @@ def tilt(log_q, log_p, beta, KIND: tl.constexpr):
 
 @triton.jit
 def shares(log_q, log_p, beta, KIND: tl.constexpr):
-    """What each column of a block adds to the divergence, and to the pivot of its gradient."""
+    """What each column of a block adds to the divergence, and to its mean slope."""
     if KIND == "forward_kl":
         value = tl.exp(log_q) * (log_q - log_p)
-        pivot = tl.zeros_like(value)
+        mean_slope = tl.zeros_like(value)
     else:
         p = tl.exp(log_p)
-        pivot = p * tilt(log_q, log_p, beta, KIND)
-        value = pivot  # of reverse_kl
+        mean_slope = p * slope_in_p(log_q, log_p, beta, KIND)
+        value = mean_slope  # of reverse_kl
         if KIND == "total_variation":
             value = tl.abs(p - tl.exp(log_q)) / 2
         elif KIND != "reverse_kl":
             p_to_m = against_mixture(log_q, log_p, beta)
             q_to_m = tl.exp(log_q) * (p_to_m - (log_p - log_q))
             if KIND == "js":
-                value = beta * q_to_m + pivot
+                value = beta * q_to_m + mean_slope
             elif KIND == "skew_forward_kl":
                 value = q_to_m
             else:
                 value = p * p_to_m
-    return value, pivot
+    return value, mean_slope
 
 
 @triton.jit
@@ -115,14 +115,14 @@ def divergence_kernel(
     raw, teacher_raw,  # Matrix
     student, teacher,  # Softmax
     beta,
-    to,  # Matrix [2, n]: values and pivots
+    to,  # Matrix [2, n]: values and mean slopes
     v, BLOCK: tl.constexpr, KIND: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     x, y = raw.data + row * raw.stride, teacher_raw.data + row * teacher_raw.stride
     p, q = normalizer_of(student.normalizer, row), normalizer_of(teacher.normalizer, row)
     value = tl.full((), 0.0, tl.float32)
-    pivot = tl.full((), 0.0, tl.float32)
+    mean_slope = tl.full((), 0.0, tl.float32)
     for start in range(0, v, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < v
@@ -130,11 +130,11 @@ def divergence_kernel(
         other = tl.load(y + columns, mask=inside, other=0.0)
         log_p = log_softmax(mine, student.z, student.z.outer, *p)
         log_q = log_softmax(other, teacher.z, teacher.z.outer, *q)
-        add_value, add_pivot = shares(log_q, log_p, beta, KIND)
+        add_value, add_slope = shares(log_q, log_p, beta, KIND)
         value += tl.sum(tl.where(inside, add_value, 0.0), 0)
-        pivot += tl.sum(tl.where(inside, add_pivot, 0.0), 0)
+        mean_slope += tl.sum(tl.where(inside, add_slope, 0.0), 0)
     tl.store(to.data + row, value)
-    tl.store(to.data + to.stride + row, pivot)
+    tl.store(to.data + to.stride + row, mean_slope)
 
 
 launch_divergence = Launcher(divergence_kernel, num_warps=WARPS)
@@ -181,7 +181,7 @@ def pair_gradient_kernel(
     p_z = d.student.z
     p_outer, p_factor = per_row(p_z.outer, p_z, row), per_row(p_z.factor, p_z, row)
     p_peak, p_log_sum = normalizer_of(d.student.normalizer, row)
-    pivot = tl.load(d.pivot + row)
+    mean_slope = tl.load(d.mean_slope + row)
     if d.weight is not None:
         weight = tl.load(d.weight + row)
     if KIND == "stored":
@@ -192,7 +192,7 @@ def pair_gradient_kernel(
         teacher = d.teacher_tile.data + row * d.teacher_tile.stride
         q = normalizer_of(d.teacher.normalizer, row)
     if a.targets is not None:
-        outer, factor, normalizer, at, own = token_of(a, row)
+        outer, factor, normalizer, at, target_gradient = token_of(a, row)
         target = tl.load(a.targets + row) - first
 
     for start in range(0, v, BLOCK):
@@ -201,7 +201,7 @@ def pair_gradient_kernel(
         value = tl.load(x + columns, mask=inside, other=0.0)
         log_p = log_softmax(value, p_z, p_outer, p_peak, p_log_sum)
         if KIND == "stored":
-            g = pivot * tl.exp(tl.minimum(log_p, 0.0))
+            g = mean_slope * tl.exp(tl.minimum(log_p, 0.0))
             bound = bounds + start // BLOCK
             for k in range(tl.load(bound), tl.load(bound + 1)):
                 g = tl.where(columns == tl.load(places + k), tl.load(slopes + k), g)
@@ -212,19 +212,19 @@ def pair_gradient_kernel(
             if KIND == "forward_kl":
                 g -= tl.exp(log_q)
             else:
-                g *= tilt(log_q, log_p, d.beta, KIND) - pivot
+                g *= slope_in_p(log_q, log_p, d.beta, KIND) - mean_slope
         if d.weight is not None:
             g = tl.where(weight == 0, 0.0, g * weight * p_factor)  # such rows may hold anything
         else:
             g *= p_factor
         if a.targets is not None:
             if p_z.inner is not None:  # the same soft cap, whose tanh is there
-                own_log_p = log_softmax(value, p_z, outer, *normalizer)
+                log_p_of_others = log_softmax(value, p_z, outer, *normalizer)
             else:
-                own_log_p = log_softmax(value, a.z, outer, *normalizer)
-            h = act_two(tl.exp(own_log_p), own_log_p, at, a.c)
+                log_p_of_others = log_softmax(value, a.z, outer, *normalizer)
+            h = grad_z(tl.exp(log_p_of_others), log_p_of_others, at, a.c)
             if a.logps is not None:
-                h = tl.where(columns == target, own, h)
+                h = tl.where(columns == target, target_gradient, h)
             g += h * factor
         g = under_cap(g, value, p_z)
         if d.extra is not None:
@@ -251,17 +251,17 @@ def part_gradient_(
         return out
     block, overlap = records.block_width(v, BLOCK), others is not None and out.dtype != raw.dtype
     if isinstance(part, StoredTopk):
-        stored, order = records.apart(part.columns, v, block)
+        stored, order = records.blocked_columns(part.columns, v, block)
         slopes, kind = part.slope_stored.gather(1, order), "stored"
         of = Part(softmax(part.tail), part.slope_tail, stored=stored, slopes=slopes)
     else:
-        teacher, (student, side, kind, beta), *given = part
-        of = Part(softmax(student), *given, beta)
+        teacher, (student, side, kind, beta), mean_slope, weight = part
+        of = Part(softmax(student), mean_slope, weight, beta)
         other = records.check_tile("raw_teacher", teacher)
         of = of._replace(teacher=softmax(side), teacher_tile=other)
     of = of if extra is None else of._replace(extra=records.matrix_of(extra))
-    rest = others is not None and others.coefficients.tensors()
-    a, first = (records.act(others), others.first) if rest else (NO_ACT, 0)
-    given = records.matrix_of(raw), records.matrix_of(out), of, a, first, v
-    launch_gradient(n, *given, BLOCK=block, KIND=kind, OVERLAP=overlap)
+    has_others = others is not None and others.coefficients.tensors()
+    a, first = (records.gradient_inputs(others), others.first) if has_others else (NO_INPUTS, 0)
+    tiles = records.matrix_of(raw), records.matrix_of(out)
+    launch_gradient(n, *tiles, of, a, first, v, BLOCK=block, KIND=kind, OVERLAP=overlap)
     return out

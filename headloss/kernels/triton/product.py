@@ -1,18 +1,17 @@
-"""The logits product with an act in its epilogue, above all act one: partial statistics, and no
-logits at all.
+"""The logits product with an act in its epilogue, above all the statistics, and no logits at all.
 
-The float32 accumulator of each tile is reduced on the spot. Terms are taken against a reference
-that is known beforehand, the logit of one column per token (its target, where that lies in this
-slice): e = exp(z - reference). No maximum has to be found first, and the reference's own term, 1,
-is left out of the sums, which keeps the digits of a likely target's log-prob.
+The float32 accumulator of each tile is reduced on the spot. The shift in e = exp(z - shift) is a
+logit that is computed beforehand, that of one column per token (its target, where that lies in
+this slice). No maximum has to be found first, and that column's own e, 1, is left out of the sums,
+which keeps the digits of a likely target's log-prob.
 
 Where gluon.py can do it (`overlaps`), the epilogue runs under the next tile's product.
 
-With `held` the terms are kept in bf16, which has the exponents of float32, so that any reference
-suits that is not far below the largest logit. Tokens for which it is are done again, one by one.
+With `held`, e is written in bf16, which has the exponents of float32, so that any shift suits that
+is not far below the largest logit. Tokens for which it is are summed again, one by one.
 
-With act two in the epilogue, once the softmax's normalizer is known, a slab of columns comes out of
-its product as the gradient, and no logits are written at all.
+With the gradient in the epilogue, once the softmax's normalizer is there, a slab of columns comes
+out of its product as the gradient, and no logits are written.
 """
 
 from __future__ import annotations
@@ -28,37 +27,36 @@ from torch import Tensor
 
 from ...statistics.softmax import SoftmaxState
 from ..interface import Backward, ExpTile, Forward, Measured, partials_of
-from ..rounding import lost
-from .chosen import TOKENS, own_column, target_gradient_
-from .formulas import LN2, LOG2E, act_two, normalizer_of, per_row, transformed, under_cap
+from ..rounding import accumulator_bias
+from . import records
+from .chosen import TOKENS, shift_column, target_gradient_
+from .formulas import LN2, LOG2E, grad_z, normalizer_of, per_row, transformed, under_cap
 from .launch import Launcher, cdiv
-from .merge import ROWS, ActOne, Epilogue, act_one, asked, measured, names, parts_of
-from .records import LogitScaling, act, constant, matrix_of, over_tiles, programs_on, scaling
+from .merge import ROWS, Epilogue, ProductStatistics, flags_of, launchers, measured, names, parts_of
+from .records import LogitScaling, gradient_inputs, matrix_of, scaling
 from .tiles import BM, BN, OPTIONS, READ, WIDTH, WRITE, biased, each_tile, halves, has_accelerator
 from .versions import overlaps
-
-__all__ = ["can_fuse", "product_gradient", "product_partials", "product_statistics"]
 
 LEAST_SCALE = 1e-9  # of gluon.py, which masks before it scales
 LOWEST = tl.constexpr(-1e30)  # exp2 of it is 0, and it may be multiplied by that
 
 
 @triton.jit
-def sums(z, shift, ENTROPY: tl.constexpr):
-    """e, sum e and sum e (z - reference) of each row, the last in units of log 2."""
-    below = z * LOG2E - shift[:, None]
+def sums(z, log2_shift, ENTROPY: tl.constexpr):
+    """e, sum e and sum e (z - shift) of each row, the last in units of log 2."""
+    below = z * LOG2E - log2_shift[:, None]
     e = tl.exp2(below)
     mass = tl.sum(e, 1)
-    spread = mass
+    entropy_sum = mass
     if ENTROPY:
-        spread = tl.sum(e * below, 1)
-    return e, mass, spread
+        entropy_sum = tl.sum(e * below, 1)
+    return e, mass, entropy_sum
 
 
 @triton.jit
 def sum_tile(z, m, block, held, of, n, v):
-    """The epilogue: sums of a tile's terms, and with `held`, the terms."""
-    rests, spreads, totals, peaks = parts_of(of)
+    """The epilogue: sums over a tile's columns, and with `held`, exp logits."""
+    sumexps, entropy_sums, logit_sums, max_logits = parts_of(of)
     rows = m * BM + tl.arange(0, BM)
     inside = rows < n
     width = v - block * BN
@@ -66,35 +64,35 @@ def sum_tile(z, m, block, held, of, n, v):
     z = biased(z, of.z, block * BN + columns, v)
     if of.raw is not None:
         raw = of.raw.data + rows.to(tl.int64) * of.raw.stride + block * BN
-        there = inside[:, None] & (columns < width)[None, :]
-        tl.store(raw[:, None] + columns[None, :], z, mask=there)
+        in_tile = inside[:, None] & (columns < width)[None, :]
+        tl.store(raw[:, None] + columns[None, :], z, mask=in_tile)
     if not of.z.same:
         z = transformed(z, of.z, per_row(of.z.outer, of.z, rows[:, None], inside[:, None]))
     place = block.to(tl.int64) * of.pitch + rows
-    if of.asked.mean:
+    if of.flags.mean:
         real = tl.where((columns < width)[None, :], z, 0.0)
-        tl.store(totals + place, tl.sum(real, 1), mask=inside)
+        tl.store(logit_sums + place, tl.sum(real, 1), mask=inside)
     if width < BN:
         z = tl.where((columns < width)[None, :], z, LOWEST)
-    column = own_column(of, rows, inside) - block * BN
+    column = shift_column(of, rows, inside) - block * BN
     if tl.max(((column >= 0) & (column < BN)).to(tl.int32), 0) > 0:
         z = tl.where(columns[None, :] == column[:, None], LOWEST, z)
-    if of.asked.top1:  # of the others: the reference itself was summed in another order
-        tl.store(peaks + place, tl.max(z, 1), mask=inside)
+    if of.flags.top1:  # of the others: the shift's own logit was summed in another order
+        tl.store(max_logits + place, tl.max(z, 1), mask=inside)
 
-    shift = tl.load(of.logit + rows, mask=inside, other=0.0) * LOG2E
-    left, right = halves(z)  # also where no terms are held: the sums are the same then
-    e, mass, spread = sums(left, shift, of.asked.entropy)
+    log2_shift = tl.load(of.shift + rows, mask=inside, other=0.0) * LOG2E
+    left, right = halves(z)  # also without `held`: the sums are the same then
+    e, mass, entropy_sum = sums(left, log2_shift, of.flags.entropy)
     if held is not None:
         held.store([m * BM, block * BN], e.to(held.dtype))
-    e, more_mass, more_spread = sums(right, shift, of.asked.entropy)
+    e, more_mass, more_spread = sums(right, log2_shift, of.flags.entropy)
     if held is not None:
         held.store([m * BM, block * BN + BN // 2], e.to(held.dtype))
     mass += more_mass
-    spread += more_spread
-    tl.store(rests + place, mass, mask=inside)
-    if of.asked.entropy:
-        tl.store(spreads + place, spread * LN2, mask=inside)
+    entropy_sum += more_spread
+    tl.store(sumexps + place, mass, mask=inside)
+    if of.flags.entropy:
+        tl.store(entropy_sums + place, entropy_sum * LN2, mask=inside)
 
 
 @triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
@@ -104,8 +102,8 @@ def product_kernel(
     each_tile(x, w, held, of.epilogue, n, v, h, PROGRAMS, sum_tile)
 
 
-launch_product = act_one(product_kernel, READ, **OPTIONS)
-launch_held = act_one(product_kernel, READ | {"held": WRITE}, **OPTIONS)
+launch_product = launchers(product_kernel, READ, **OPTIONS)
+launch_held = launchers(product_kernel, READ | {"held": WRITE}, **OPTIONS)
 
 
 @functools.cache
@@ -117,7 +115,7 @@ def in_gluon() -> Any:
 
 
 def product_of(z: LogitScaling, device: torch.device, holds: bool) -> tuple[Launcher, ...]:
-    """The kernels of act one, with held terms or without."""
+    """The kernels of the statistics, with exp logits or without."""
     if z.outer > LEAST_SCALE and overlaps(device):
         return in_gluon().launch_held if holds else in_gluon().launch_product  # type: ignore
     return launch_held if holds else launch_product
@@ -131,8 +129,8 @@ def can_fuse(x: Tensor, w: Tensor) -> bool:
     if x.dtype != w.dtype or x.dtype not in (torch.bfloat16, torch.float16):
         return False
     (of_x, one_x), (of_w, one_w) = x.stride(), w.stride()
-    whole = (x.data_ptr() | w.data_ptr()) % 16 == 0 and (of_x | of_w) % 8 == 0
-    return whole and one_x == one_w == 1
+    aligned = (x.data_ptr() | w.data_ptr()) % 16 == 0 and (of_x | of_w) % 8 == 0
+    return aligned and one_x == one_w == 1
 
 
 def check_operands(x: Tensor, w: Tensor) -> None:
@@ -147,51 +145,51 @@ def check_operands(x: Tensor, w: Tensor) -> None:
 def product_partials(
     x: Tensor, w: Tensor, forward: Forward, held: ExpTile | None = None
 ) -> SoftmaxState:
-    return partials_of(_act_one(x, w, forward, None, held), forward.needs)
+    return partials_of(_statistics(x, w, forward, None, held), forward.needs)
 
 
 def product_statistics(
     x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: ExpTile | None = None,
     raw: Tensor | None = None,
 ) -> Measured:  # fmt: skip
-    return measured(_act_one(x, w, forward, vocabulary, held, raw), forward.needs)
+    return measured(_statistics(x, w, forward, vocabulary, held, raw), forward.needs)
 
 
-def _act_one(
+def _statistics(
     x: Tensor, w: Tensor, forward: Forward, vocabulary: int | None, held: ExpTile | None,
     raw: Tensor | None = None,
 ) -> Sequence[Tensor]:  # fmt: skip
     """The rows of `measured`; those of `partials_of` without the size of the vocabulary."""
     check_operands(x, w)
-    targets, first, transform, needs, _ = forward
-    (n, h), v, flags = x.shape, w.shape[0], asked(needs)
+    targets, first, transform, needs = forward
+    (n, h), v, flags = x.shape, w.shape[0], flags_of(needs)
     entropy, mean, top1 = flags.entropy.value, flags.mean.value, flags.top1.value
     rows = 3 + entropy + mean if vocabulary is None else 2 + len(names(needs))
     out = x.new_empty(2 + rows, (pitch := cdiv(n, 16) * 16), dtype=torch.float32)[:, :n]
     if n:
-        blocks, share = cdiv(v, WIDTH), lost(x.device, h)
+        blocks, share = cdiv(v, WIDTH), accumulator_bias(x.device, h)
         parts = x.new_empty(1 + entropy + mean + top1, blocks, pitch, dtype=torch.float32)
-        logit = out.new_empty(n) if held is None else held.reference
-        terms = None if held is None else held.terms
-        stride = None if terms is None else terms.stride(0)
-        z, whole, to = scaling(transform), scaling(transform, share), None
+        shift = out.new_empty(n) if held is None else held.shift
+        exp_logits = None if held is None else held.exp_logits
+        stride = None if exp_logits is None else exp_logits.stride(0)
+        z, unbiased, to = scaling(transform), scaling(transform, share), None
         if raw is not None:
-            whole, to = z._replace(restore=1 + share), matrix_of(raw)
-        run = product_of(whole, x.device, holds=terms is not None)
-        if raw is not None and run is not launch_product:  # written tile by tile, as terms are
-            run, terms = in_gluon().launch_raw, raw
-        epilogue = Epilogue(logit, out, parts, pitch, blocks * pitch, whole, flags, to)
-        stop = constant(vocabulary is None)
-        of = ActOne(x.stride(0), w.stride(0), stride, z, stop, epilogue)
-        programs = programs_on(x.device)
-        given = x, w, terms, targets, of, first, n, v, h, float(vocabulary or 1)
+            unbiased, to = z._replace(restore=1 + share), matrix_of(raw)
+        run = product_of(unbiased, x.device, holds=exp_logits is not None)
+        if raw is not None and run is not launch_product:  # written tile by tile, as exp logits are
+            run, exp_logits = in_gluon().launch_raw, raw
+        epilogue = Epilogue(shift, out, parts, pitch, blocks * pitch, unbiased, flags, to)
+        stop = records.constant(vocabulary is None)
+        of = ProductStatistics(x.stride(0), w.stride(0), stride, z, stop, epilogue)
+        programs = records.programs_on(x.device)
+        arguments = x, w, exp_logits, targets, of, first, n, v, h, float(vocabulary or 1)
         counts = cdiv(n, TOKENS), programs, cdiv(n, ROWS)
         for launcher, count in zip(run, counts, strict=True):
-            launcher(count, *given, PROGRAMS=programs)
+            launcher(count, *arguments, PROGRAMS=programs)
     return out.unbind(0)[2:]
 
 
-# ---------------------------------------------------------------------- act two
+# ---------------------------------------------------------------------- the gradient
 
 
 @triton.jit
@@ -205,9 +203,9 @@ def of_rows(pointer, rows, inside, factor):
 
 @triton.jit
 def gradient_of(raw, lse, at, outer, a):
-    """dL/draw of a block of logits but for the targets' own."""
+    """dL/draw of a block of logits, but for the targets' slopes."""
     log_p = transformed(raw, a.z, outer) - lse
-    return under_cap(act_two(tl.exp2(log_p * LOG2E), log_p, at, a.c), raw, a.z)
+    return under_cap(grad_z(tl.exp2(log_p * LOG2E), log_p, at, a.c), raw, a.z)
 
 
 @triton.jit
@@ -218,8 +216,8 @@ def gradient_tile(z, m, block, out, a, n, v):
     outer = per_row(a.z.outer, a.z, rows[:, None], inside[:, None])
     factor = per_row(a.z.factor, a.z, rows, inside)
     z = biased(z, a.z, block * BN + tl.arange(0, BN), v)
-    peak, log_sum = normalizer_of(a.normalizer, rows, inside)
-    lse = peak + log_sum
+    max_logit, log_sum = normalizer_of(a.normalizer, rows, inside)
+    lse = max_logit + log_sum
     at = (
         of_rows(a.c.prob, rows, inside, factor), of_rows(a.c.entropy, rows, inside, factor),
         of_rows(a.c.uniform, rows, inside, factor)
@@ -242,12 +240,13 @@ launch_slab = Launcher(slab_kernel, tiles=READ | {"out": WRITE}, **OPTIONS)
 def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
     check_operands(x, w)
     n, v = len(x), len(w)
-    out, a = x.new_empty(n, 8 * cdiv(v, 8))[:, :v], act(backward)  # rows of whole 16 bytes
+    out = x.new_empty(n, 8 * cdiv(v, 8))[:, :v]  # rows of whole 16 bytes
+    a = gradient_inputs(backward)
     if n:
-        of = a._replace(z=scaling(backward.transform, lost(x.device, x.shape[1])))
+        of = a._replace(z=scaling(backward.transform, accumulator_bias(x.device, x.shape[1])))
         run = launch_slab
         if overlaps(x.device):
             run = in_gluon().launch_slab
-        over_tiles(run, x, w, out, of)
+        records.over_tiles(run, x, w, out, of)
         target_gradient_(out, x, w, backward)
     return out

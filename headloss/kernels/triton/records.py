@@ -52,8 +52,8 @@ class LogitScaling(NamedTuple):
     bias: Tensor | None = None  # [v]: what it then adds
 
 
-class Act(NamedTuple):
-    """What act two takes of each token."""
+class GradientInputs(NamedTuple):
+    """What the gradient takes of each token."""
 
     targets: Tensor | None  # [n], as all vectors
     z: LogitScaling | None
@@ -62,19 +62,19 @@ class Act(NamedTuple):
     logps: Tensor | None  # of the targets; None: their elements are as others
 
 
-class Apart(NamedTuple):
+class BlockedColumns(NamedTuple):
     """Columns of each row of a tile, for kernels that walk along it in blocks."""
 
     places: Matrix  # [n, K] ascending; some may lie outside of the tile
     bounds: Matrix  # [n, blocks + 1]: block b holds places[bounds[b]:bounds[b + 1]]
 
 
-def apart(columns: Tensor, v: int, block: int) -> tuple[Apart, Tensor]:
+def blocked_columns(columns: Tensor, v: int, block: int) -> tuple[BlockedColumns, Tensor]:
     """Columns [n, K] of a tile that has v, and the order [n, K] in which they ascend."""
     places, order = columns.sort(1)
     borders = torch.arange(0, v + block, block, device=columns.device)
     bounds = torch.searchsorted(places, borders.expand(len(places), -1).contiguous())
-    return Apart(matrix_of(places), matrix_of(bounds)), order
+    return BlockedColumns(matrix_of(places), matrix_of(bounds)), order
 
 
 def matrix_of(matrix: Tensor) -> Matrix:
@@ -86,39 +86,39 @@ def strided(matrix: Tensor) -> Strided:
 
 
 def scaling(transform: Transform, lost: float = 0.0) -> LogitScaling:
-    """Of raw logits; of a product that lacks a share `lost` of its size (`rounding.lost`)."""
+    """Of raw logits; `lost` is the share of its size that a product lacks (`accumulator_bias`)."""
     temperature, bias = transform.temperature, transform.bias
     if bias is not None:
-        found = scaling(replace(transform, bias=None))
-        return found._replace(bias=bias.contiguous(), restore=1 + lost if lost else None)
+        result = scaling(replace(transform, bias=None))
+        return result._replace(bias=bias.contiguous(), restore=1 + lost if lost else None)
     if not isinstance(temperature, Tensor):
         return _scaling(transform.softcap, transform.scale, temperature, lost)
     temperature = temperature.to(torch.float32).contiguous()
     if temperature.data_ptr() % 16:  # some of the tokens': kernels are the same wherever they begin
         temperature = temperature.clone()
-    found = _scaling(transform.softcap, transform.scale, 1.0, lost)
-    return found._replace(temperature=temperature, same=NO)
+    result = _scaling(transform.softcap, transform.scale, 1.0, lost)
+    return result._replace(temperature=temperature, same=NO)
 
 
 @functools.lru_cache(maxsize=256)
 def _scaling(cap: float | None, scale: float, temperature: float, lost: float) -> LogitScaling:
     if cap is not None:
-        found = (scale / cap * (1 + lost), cap / temperature)
+        inner_and_outer = (scale / cap * (1 + lost), cap / temperature)
     else:
-        found = (None, scale / temperature * (1 + lost))
-    same = YES if found == (None, 1) else NO
-    return LogitScaling(*found, scale / temperature, None, same)
+        inner_and_outer = (None, scale / temperature * (1 + lost))
+    same = YES if inner_and_outer == (None, 1) else NO
+    return LogitScaling(*inner_and_outer, scale / temperature, None, same)
 
 
 constant = {False: NO, True: YES}.__getitem__  # of a field that is known when a kernel is compiled
 
 
-NO_ACT = Act(None, None, None, SoftmaxCoefficients(), None)
+NO_INPUTS = GradientInputs(None, None, None, SoftmaxCoefficients(), None)
 
 
-def act(backward: Backward) -> Act:
+def gradient_inputs(backward: Backward) -> GradientInputs:
     targets, _, transform, normalizer, c, logps, *_ = backward
-    return Act(targets, scaling(transform), normalizer, c, logps)
+    return GradientInputs(targets, scaling(transform), normalizer, c, logps)
 
 
 def empty_partials(like: Tensor, n: int, needs: frozenset[str]) -> SoftmaxState:
@@ -128,10 +128,10 @@ def empty_partials(like: Tensor, n: int, needs: frozenset[str]) -> SoftmaxState:
     return partials_of(room.unbind(), needs)
 
 
-def over_tiles(run: Any, x: Tensor, w: Tensor, *given: Any) -> None:
+def over_tiles(run: Any, x: Tensor, w: Tensor, *arguments: Any) -> None:
     """Launch a kernel that ends the tiles of x @ w.T in an act: as many programs as run at once."""
     programs = programs_on(x.device)
-    run(programs, x, w, *given, x.shape[0], w.shape[0], x.shape[1], PROGRAMS=programs)
+    run(programs, x, w, *arguments, x.shape[0], w.shape[0], x.shape[1], PROGRAMS=programs)
 
 
 @functools.cache

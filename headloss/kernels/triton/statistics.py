@@ -1,8 +1,7 @@
-"""Act one in Triton: a tile of logits to its partial statistics, one program per token.
+"""Statistics in Triton: a tile of logits to its `SoftmaxState`, one program per token.
 
-A program walks along its row block by block: the peak of a block, the terms e = exp(z - peak) and
-their sums, joined to what the row has so far by the rule of `stats.merge`. With `onto`, that is
-what earlier tiles left.
+A program walks along its row block by block: the largest logit of a block and its sums, joined to
+what the row has so far by the rule of `stats.merge`. With `onto`, that is what earlier tiles left.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ..interface import Forward, Support
 from . import records
 from .formulas import block_partials, merged, per_row, store_partials, transformed
 from .launch import Launcher
-from .records import WARPS, Apart, LogitScaling, Matrix
+from .records import WARPS, BlockedColumns, LogitScaling, Matrix
 
 NARROW = 2048  # columns that a program works on at once, at most, where it has to look for some
 
@@ -29,7 +28,7 @@ class Tile(NamedTuple):
     raw: Matrix  # of a support, [P] of all rows
     to: SoftmaxState
     targets: Tensor | None  # [n]
-    without: Apart | None
+    without: BlockedColumns | None
     z: LogitScaling
     support: Support | None = None
 
@@ -39,8 +38,8 @@ def columns_at(support, at, end):
     """Columns of some pairs in the window, and which of these are there."""
     inside = at < end
     column = tl.load(support.ids + at, mask=inside, other=-1) - support.first
-    there = inside & (column >= 0) & (column < support.size)
-    return tl.where(there, column, 0), there
+    present = inside & (column >= 0) & (column < support.size)
+    return tl.where(present, column, 0), present
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -48,15 +47,15 @@ def partials_kernel(of, first, v, BLOCK: tl.constexpr, ONTO: tl.constexpr):
     row, to, z = tl.program_id(0).to(tl.int64), of.to, of.z
     x = of.raw.data + row * of.raw.stride
     outer = per_row(z.outer, z, row)
-    peak, rest, spread, total = float("-inf"), -1.0, 0.0, 0.0
+    max_logit, sumexp_m1, entropy_sum, logit_sum = float("-inf"), -1.0, 0.0, 0.0
     target = float("-inf")
     if ONTO:
-        peak, rest = tl.load(to.peak + row), tl.load(to.rest + row)
+        max_logit, sumexp_m1 = tl.load(to.max_logit + row), tl.load(to.sumexp_m1 + row)
         target = tl.load(to.target + row)
-        if to.spread is not None:
-            spread = tl.load(to.spread + row)
-        if to.total is not None:
-            total = tl.load(to.total + row)
+        if to.entropy_sum is not None:
+            entropy_sum = tl.load(to.entropy_sum + row)
+        if to.logit_sum is not None:
+            logit_sum = tl.load(to.logit_sum + row)
     WITHOUT: tl.constexpr = of.without is not None  # Triton 3.6 cannot ask behind a loop
     SUPPORT: tl.constexpr = of.support is not None
     begin, end = 0, v
@@ -78,19 +77,19 @@ def partials_kernel(of, first, v, BLOCK: tl.constexpr, ONTO: tl.constexpr):
             columns, inside = columns_at(of.support, at, end)
         value = transformed(tl.load(x + at, mask=inside, other=0.0), z, outer)
         if SUPPORT:
-            own = tl.where(inside & (columns == column), value, float("-inf"))
-            target = tl.maximum(target, tl.max(own, 0))
+            at_target = tl.where(inside & (columns == column), value, float("-inf"))
+            target = tl.maximum(target, tl.max(at_target, 0))
         if WITHOUT:
             bound = bounds + start // BLOCK
             for k in range(tl.load(bound), tl.load(bound + 1)):
                 value = tl.where(columns == tl.load(places + k), float("-inf"), value)
-        if to.total is not None:
-            total += tl.sum(tl.where(inside, value, 0.0), 0)
+        if to.logit_sum is not None:
+            logit_sum += tl.sum(tl.where(inside, value, 0.0), 0)
         value = tl.where(inside, value, float("-inf"))
-        block = block_partials(value, inside, to.spread is not None)
-        peak, rest, spread = merged((peak, rest, spread), block)
+        block = block_partials(value, inside, to.entropy_sum is not None)
+        max_logit, sumexp_m1, entropy_sum = merged((max_logit, sumexp_m1, entropy_sum), block)
     tl.store(to.target + row, target)
-    store_partials(to, row, (peak, rest, spread, total))
+    store_partials(to, row, (max_logit, sumexp_m1, entropy_sum, logit_sum))
 
 
 launch = Launcher(partials_kernel, num_warps=WARPS)
@@ -100,12 +99,12 @@ def partials(
     raw: Tensor, forward: Forward, onto: SoftmaxState | None = None, without: Tensor | None = None
 ) -> SoftmaxState:
     tile = records.check_tile("raw", raw)
-    targets, first, transform, needs, _ = forward
+    targets, first, transform, needs = forward
     n, v = raw.shape
     to = records.empty_partials(raw, n, needs) if onto is None else onto
     if n:
         block = records.block_width(v, None if without is None else NARROW)
-        left_out = None if without is None else records.apart(without, v, block)[0]
+        left_out = None if without is None else records.blocked_columns(without, v, block)[0]
         of = Tile(tile, to, targets, left_out, records.scaling(transform))
         launch(n, of, first, v, BLOCK=block, ONTO=onto is not None)
     return to

@@ -1,4 +1,4 @@
-"""A support in Triton: K dot products for each token, both acts on them, and their two products.
+"""A support in Triton: K dot products for each token, their statistics and gradient, two products.
 
 n tokens, P pairs of a token and a column, H hidden width; matrices are `Strided`, and raw logits,
 values and their gradient [P]. One program per token; tokens and columns change places where the
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ...statistics.softmax import SoftmaxState
 from ..interface import Backward, Forward, Support
-from .formulas import act_two, log_softmax, token_of, under_cap
+from .formulas import grad_z, log_softmax, token_of, under_cap
 from .launch import Launcher, cdiv
-from .records import Matrix, act, block_width, empty_partials, scaling, strided
+from .records import Matrix, block_width, empty_partials, gradient_inputs, scaling, strided
 from .statistics import Tile, columns_at, partials_kernel
 
 PAIRS = 128  # whose logits a program works on at once
@@ -29,7 +29,7 @@ SUMMED, WIDTH = 8, 1024  # rows that a program sums at once, and columns: a thre
 PIECE = 512  # pairs that a program sums, where some have many; the sums are summed in turn
 
 
-# ---------------------------------------------------------------------- both acts
+# ---------------------------------------------------------------------- statistics, gradient
 
 
 @triton.jit
@@ -40,14 +40,14 @@ def logits_kernel(
     end = tl.load(support.offsets + token + 1)
     for start in range(tl.load(support.offsets + token), end, ROWS):
         at = start + tl.arange(0, ROWS)
-        column, there = columns_at(support, at, end)
+        column, present = columns_at(support, at, end)
         total = tl.zeros((ROWS, DEPTH), tl.float32)
         rows = w.data + column[:, None] * w.stride
         # Slots without a column in the window come together: at the end, where sets are padded.
-        for k in range(0, h * tl.max(there.to(tl.int32), 0), DEPTH):
+        for k in range(0, h * tl.max(present.to(tl.int32), 0), DEPTH):
             depth = k + tl.arange(0, DEPTH)
             a = tl.load(x.data + token * x.stride + depth * x.step, mask=depth < h, other=0.0)
-            inside = there[:, None] & (depth < h)[None, :]
+            inside = present[:, None] & (depth < h)[None, :]
             b = tl.load(rows + (depth * w.step)[None, :], mask=inside, other=0.0)
             total += a.to(tl.float32)[None, :] * b.to(tl.float32)
         value = tl.sum(total, 1)
@@ -63,8 +63,8 @@ def support_logits(x: Tensor, w: Tensor, support: Support, onto: Tensor | None =
     ids, n, h = support.ids, len(support.offsets) - 1, x.shape[1]
     out = torch.zeros(len(ids), dtype=torch.float32, device=x.device) if onto is None else onto
     if n and len(ids):
-        given = (strided(x), strided(w), support, out, h)
-        launch_logits(n, *given, ADD=onto is not None, ROWS=ROWS, DEPTH=block_width(h, DEPTH))
+        arguments = (strided(x), strided(w), support, out, h)
+        launch_logits(n, *arguments, ADD=onto is not None, ROWS=ROWS, DEPTH=block_width(h, DEPTH))
     return out
 
 
@@ -72,7 +72,7 @@ launch_partials = Launcher(partials_kernel, num_warps=1)
 
 
 def support_partials(raw: Tensor, support: Support, forward: Forward) -> SoftmaxState:
-    targets, _, transform, needs, _ = forward
+    targets, _, transform, needs = forward
     result = empty_partials(raw, len(targets), needs)
     if len(targets):
         of = Tile(Matrix(raw, 0), result, targets, None, scaling(transform), support)
@@ -83,19 +83,19 @@ def support_partials(raw: Tensor, support: Support, forward: Forward) -> Softmax
 @triton.jit
 def gradient_kernel(raw, out, support, a, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
-    outer, factor, normalizer, of_token, own = token_of(a, token)
+    outer, factor, normalizer, of_token, target_gradient = token_of(a, token)
     y = tl.load(a.targets + token) - support.first
     end = tl.load(support.offsets + token + 1)
     for start in range(tl.load(support.offsets + token), end, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        column, there = columns_at(support, at, end)
-        logit = tl.load(raw + at, mask=there, other=0.0)
+        column, present = columns_at(support, at, end)
+        logit = tl.load(raw + at, mask=present, other=0.0)
         log_p = log_softmax(logit, a.z, outer, *normalizer)
-        g = act_two(tl.exp(log_p), log_p, of_token, a.c)
+        g = grad_z(tl.exp(log_p), log_p, of_token, a.c)
         if a.logps is not None:
-            g = tl.where(column == y, own, g)
+            g = tl.where(column == y, target_gradient, g)
         g = under_cap(g * factor, logit, a.z)
-        tl.store(out + at, tl.where(there, g, 0.0), mask=at < end)
+        tl.store(out + at, tl.where(present, g, 0.0), mask=at < end)
 
 
 launch_gradient = Launcher(gradient_kernel, num_warps=1)
@@ -104,7 +104,8 @@ launch_gradient = Launcher(gradient_kernel, num_warps=1)
 def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tensor:
     out = torch.zeros_like(raw)  # a pair may be nobody's
     if len(backward.targets) and len(raw):
-        launch_gradient(len(backward.targets), raw, out, support, act(backward), BLOCK=PAIRS)
+        a = gradient_inputs(backward)
+        launch_gradient(len(backward.targets), raw, out, support, a, BLOCK=PAIRS)
     return out
 
 
@@ -225,7 +226,6 @@ def pieces_kernel(
 
 
 launch_sums = Launcher(sums_kernel, num_warps=4)
-launch_sums_of_pieces = Launcher(sums_kernel, num_warps=4)
 launch_pieces = Launcher(pieces_kernel, num_warps=4)
 
 
@@ -236,17 +236,17 @@ def support_sums(
     (n, h), count = out.shape, len(values)
     width = block_width(h, WIDTH)
     blocks, options = cdiv(h, width), {"ADD": add, "ROWS": SUMMED, "WIDTH": width, "PIECE": PIECE}
-    given = values, support, strided(rows), strided(out)
+    operands = values, support, strided(rows), strided(out)
     if not uneven:
         if n:
-            launch_sums(n * blocks, *given, None, None, h, n, blocks, **options)
+            launch_sums(n * blocks, *operands, None, None, h, n, blocks, **options)
         return
     pieces = pieces_of(support.offsets, count, every=not add)
     if not len(pieces.tokens):
         return
     # A token that is cut has more than PIECE pairs, so at most twice as many pieces as it fills.
     sums = torch.empty(2 * (count // PIECE) + 1, h, dtype=torch.float32, device=out.device)
-    launch_sums_of_pieces(len(pieces.tokens), *given, pieces, sums, h, n, blocks, **options)
+    launch_sums(len(pieces.tokens), *operands, pieces, sums, h, n, blocks, **options)
     if len(pieces.cut) and len(rows) > PIECE:  # ids of a token are distinct
         arguments = (sums, pieces, strided(out), h, n, len(pieces.cut))
         launch_pieces(len(pieces.cut) * blocks, *arguments, ADD=add, WIDTH=width)

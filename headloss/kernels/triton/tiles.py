@@ -47,8 +47,8 @@ def biased(z, of, columns, v):
 
 
 @triton.jit
-def each_tile(x, w, out, given, n, v, h, PROGRAMS: tl.constexpr, EPILOGUE: tl.constexpr):
-    """x [n, H] and w [v, H] are descriptors; so is `out`, or None, which like `given` is the
+def each_tile(x, w, out, of, n, v, h, PROGRAMS: tl.constexpr, EPILOGUE: tl.constexpr):
+    """x [n, H] and w [v, H] are descriptors; so is `out`, or None, which like `of` is the
     epilogue's own."""
     tiles_m = tl.cdiv(n, BM)
     blocks = tl.cdiv(v, BN)
@@ -57,7 +57,7 @@ def each_tile(x, w, out, given, n, v, h, PROGRAMS: tl.constexpr, EPILOGUE: tl.co
         z = tl.zeros((BM, BN), tl.float32)
         for k in range(0, h, BK):
             z = tl.dot(x.load([m * BM, k]), w.load([block * BN, k]).T, z)
-        EPILOGUE(z, m, block, out, given, n, v)
+        EPILOGUE(z, m, block, out, of, n, v)
 
 
 READ = {"x": Tile((ROWS, DEPTH)), "w": Tile((WIDTH, DEPTH))}

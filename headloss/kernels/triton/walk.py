@@ -2,7 +2,7 @@
 gradient. A NaN stays one.
 
 A row of v logits begins at x and its gradient at y; `length` is v, or 0 where nothing is read. `to`
-are the Partials that are wanted, z is a LogitScaling, `normalizer` (peak, log_sum), and `at`
+has the sums that are wanted, z is a LogitScaling, `normalizer` (max_logit, log_sum), and `at`
 (c_prob, c_entropy, c_uniform), times dz/draw without the soft cap, of which c says what there is.
 """
 
@@ -11,9 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .formulas import FLOOR, LOG2E, act_two, transformed, under_cap
+from .formulas import FLOOR, LOG2E, grad_z, transformed, under_cap
 
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no difference of peaks is NaN
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no difference of maxima is NaN
 
 
 @triton.jit
@@ -34,16 +34,16 @@ def logits_at(x, columns, length, z, outer, HINT: tl.constexpr):
 
 
 @triton.jit
-def add_term(z, peak, rest, spread, ENTROPY: tl.constexpr):
-    """Add e = exp(z - peak) to `rest`, and e (z - peak) to `spread`. A NaN stays one."""
-    shift = z - peak
+def add_term(z, max_logit, sumexp_m1, entropy_sum, ENTROPY: tl.constexpr):
+    """Add e = exp(z - max_logit) to `sumexp_m1`, and e (z - max_logit) to `entropy_sum`."""
+    below = z - max_logit
     if ENTROPY:
-        shift = tl.maximum(shift, FLOOR, propagate_nan=tl.PropagateNan.ALL)
-    e = tl.exp2(shift * LOG2E)
-    rest += e
+        below = tl.maximum(below, FLOOR, propagate_nan=tl.PropagateNan.ALL)
+    e = tl.exp2(below * LOG2E)
+    sumexp_m1 += e
     if ENTROPY:
-        spread += e * shift
-    return rest, spread
+        entropy_sum += e * below
+    return sumexp_m1, entropy_sum
 
 
 @triton.jit
@@ -52,21 +52,21 @@ def smaller(a, b):
 
 
 @triton.jit
-def join_lanes(peak, rest, spread, ENTROPY: tl.constexpr):
-    """(peak, rest, spread) of a row from those of its lanes."""
-    top = tl.max(peak, 0)
-    shift = tl.maximum(peak - top, FLOOR)
-    scale = tl.exp2(shift * LOG2E)
+def join_lanes(max_logit, sumexp_m1, entropy_sum, ENTROPY: tl.constexpr):
+    """(max_logit, sumexp_m1, entropy_sum) of a row from those of its lanes."""
+    top = tl.max(max_logit, 0)
+    log_scale = tl.maximum(max_logit - top, FLOOR)
+    scale = tl.exp2(log_scale * LOG2E)
     # The largest term is left out, once: its equals in other lanes, if any, count one each.
-    at_top = peak == top
-    others = tl.sum(rest * scale + tl.where(at_top, 0.0, scale), 0)
-    all_rest = others + (tl.sum(at_top.to(tl.float32), 0) - 1)
-    all_spread = 0.0
+    at_top = max_logit == top
+    others = tl.sum(sumexp_m1 * scale + tl.where(at_top, 0.0, scale), 0)
+    sumexp_m1_of_row = others + (tl.sum(at_top.to(tl.float32), 0) - 1)
+    entropy_sum_of_row = 0.0
     if ENTROPY:
-        all_spread = tl.sum(scale * (spread + (rest + 1) * shift), 0)
+        entropy_sum_of_row = tl.sum(scale * (entropy_sum + (sumexp_m1 + 1) * log_scale), 0)
     empty = top == LOWEST
-    all_rest = tl.where(empty, -1.0, all_rest)
-    return tl.where(empty, float("-inf"), top), all_rest, all_spread
+    sumexp_m1_of_row = tl.where(empty, -1.0, sumexp_m1_of_row)
+    return tl.where(empty, float("-inf"), top), sumexp_m1_of_row, entropy_sum_of_row
 
 
 @triton.jit
@@ -76,48 +76,49 @@ def row_partials(x, length, z, outer, to, WIDTH: tl.constexpr, KEPT: tl.constexp
 
     A lane keeps its largest logit apart: of two values the larger goes on, the smaller is summed.
     """
-    ENTROPY: tl.constexpr = to.spread is not None
+    ENTROPY: tl.constexpr = to.entropy_sum is not None
     lanes = tl.arange(0, WIDTH)
     nothing = tl.zeros((WIDTH,), tl.float32)
-    peak, rest, spread, total = nothing + LOWEST, nothing, nothing, nothing
+    max_logit, sumexp_m1, entropy_sum, logit_sum = nothing + LOWEST, nothing, nothing, nothing
     hint: tl.constexpr = "evict_last" if KEPT else ""
     for start in tl.range(0, length, 4 * WIDTH, num_stages=1):
         a, in_a = logits_at(x, start + lanes, length, z, outer, hint)
         b, in_b = logits_at(x, start + WIDTH + lanes, length, z, outer, hint)
         c, in_c = logits_at(x, start + 2 * WIDTH + lanes, length, z, outer, hint)
         d, in_d = logits_at(x, start + 3 * WIDTH + lanes, length, z, outer, hint)
-        if to.total is not None:
-            total += tl.where(in_a, a, 0.0) + tl.where(in_b, b, 0.0)
-            total += tl.where(in_c, c, 0.0) + tl.where(in_d, d, 0.0)
+        if to.logit_sum is not None:
+            logit_sum += tl.where(in_a, a, 0.0) + tl.where(in_b, b, 0.0)
+            logit_sum += tl.where(in_c, c, 0.0) + tl.where(in_d, d, 0.0)
         ab, cd = tl.maximum(a, b), tl.maximum(c, d)
         four = tl.maximum(ab, cd)
-        new = tl.maximum(peak, four)
-        shift = tl.maximum(peak - new, FLOOR)
-        scale = tl.exp2(shift * LOG2E)
+        new = tl.maximum(max_logit, four)
+        log_scale = tl.maximum(max_logit - new, FLOOR)
+        scale = tl.exp2(log_scale * LOG2E)
         if ENTROPY:
-            spread = (spread + rest * shift) * scale
-        rest *= scale
-        rest, spread = add_term(smaller(a, b), new, rest, spread, ENTROPY)
-        rest, spread = add_term(smaller(c, d), new, rest, spread, ENTROPY)
-        rest, spread = add_term(smaller(ab, cd), new, rest, spread, ENTROPY)
-        rest, spread = add_term(smaller(peak, four), new, rest, spread, ENTROPY)
-        peak = new
-    row_peak, row_rest, row_spread = join_lanes(peak, rest, spread, ENTROPY)
-    return row_peak, row_rest, row_spread, tl.sum(total, 0)
+            entropy_sum = (entropy_sum + sumexp_m1 * log_scale) * scale
+        sumexp_m1 *= scale
+        sumexp_m1, entropy_sum = add_term(smaller(a, b), new, sumexp_m1, entropy_sum, ENTROPY)
+        sumexp_m1, entropy_sum = add_term(smaller(c, d), new, sumexp_m1, entropy_sum, ENTROPY)
+        sumexp_m1, entropy_sum = add_term(smaller(ab, cd), new, sumexp_m1, entropy_sum, ENTROPY)
+        old = smaller(max_logit, four)
+        sumexp_m1, entropy_sum = add_term(old, new, sumexp_m1, entropy_sum, ENTROPY)
+        max_logit = new
+    of_row = join_lanes(max_logit, sumexp_m1, entropy_sum, ENTROPY)
+    return of_row[0], of_row[1], of_row[2], tl.sum(logit_sum, 0)
 
 
 @triton.jit
 def logit_gradient(raw, inside, z, outer, normalizer, at, c):
     """dL/draw of some logits of a row, but for the target's own term; and d(soft cap)."""
-    peak, log_sum = normalizer
+    max_logit, log_sum = normalizer
     logit = logits_of(raw, inside, z, outer)
     if c.entropy is not None:
-        log_p = tl.maximum((logit - peak) - log_sum, FLOOR, propagate_nan=tl.PropagateNan.ALL)
+        log_p = tl.maximum((logit - max_logit) - log_sum, FLOOR, propagate_nan=tl.PropagateNan.ALL)
         p = tl.exp2(log_p * LOG2E)
     else:
         log_p = logit
-        p = tl.exp2((logit - peak) * LOG2E - log_sum * LOG2E)
-    g = act_two(p, log_p, at, c)
+        p = tl.exp2((logit - max_logit) * LOG2E - log_sum * LOG2E)
+    g = grad_z(p, log_p, at, c)
     slope = under_cap(1.0, raw, z)
     return g * slope, slope
 
