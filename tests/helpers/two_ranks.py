@@ -12,6 +12,7 @@ import json
 import sys
 from pathlib import Path
 
+import overhead
 import trl_mixed_ranks
 import trl_ranks
 from accelerate.state import PartialState
@@ -32,6 +33,8 @@ def train(folder: Path, recipes: dict[str, list[str]]) -> None:
 
 if __name__ == "__main__":
     folder, recipes = Path(sys.argv[1]), json.loads(sys.argv[2])
+    overhead.spare()
+    overhead.freeze()
     saved("llama")  # transformers writes on the first rank alone, once there are ranks
     PartialState()  # the process group
     if recipes:

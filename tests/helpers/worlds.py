@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 60.0
+PRELOADED = ["headloss.testing", "matrix", "torch.distributed.fsdp", "torch.distributed.tensor"]
 
 
 def skip_any_row() -> None:
@@ -25,9 +26,11 @@ def _serve(
     rank: int, world: int, store: str, pipe: Connection, prepare: Callable[[], None] | None
 ) -> None:
     """Run what arrives, and send back (failed, result or traceback)."""
+    import overhead
     import torch
     from torch import distributed
 
+    overhead.spare()
     if prepare is not None:
         prepare()
     torch.set_num_threads(1)
@@ -56,7 +59,7 @@ class World:
         self, size: int, folder: str, prepare: Callable[[], None] | None = skip_any_row
     ) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["headloss.testing", "matrix", "torch.distributed"])
+        context.set_forkserver_preload(PRELOADED)
         self.size, self.pipes, self.processes = size, [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
