@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("trl", reason="TRL is the trainer that headloss is put into")
 import torch
+from blank_plots import blank_plots  # noqa: F401
 from test_train_runs import RL, SMALL, metrics, run, weights
 from worlds import script_on
 

@@ -16,14 +16,17 @@ import overhead
 import trl_mixed_ranks
 import trl_ranks
 from accelerate.state import PartialState
+from blank_plots import Blank
 from torch import distributed
 from trl_case import saved
 
 from headloss.__main__ import main
+from headloss.train import plots
 
 
 def train(folder: Path, recipes: dict[str, list[str]]) -> None:
     """`headloss train`, half of each batch on each rank."""
+    plots.Figure = Blank
     for name, overrides in recipes.items():
         further = [f"output={folder / name}", "trainer.per_device_train_batch_size=4"]
         assert main(["train", name, *overrides, *further]) == 0
