@@ -6,7 +6,7 @@ ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lint types test test-all test-frameworks test-release mutants docs dist check demo clean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import types
@@ -21,8 +22,12 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():  # before anything imports Triton: its kernels then run on a CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import covering  # noqa: E402
+import overhead  # noqa: E402
+
 from headloss.engine import plan  # noqa: E402
 
+overhead.spare()
 plan.CPU_SKIP_WORTH = 0  # small tests see what large calls do: rows without gradient are left out
 
 
@@ -46,6 +51,23 @@ hypothesis.settings.load_profile("quick")
 def pytest_make_parametrize_id(val: object) -> str | None:
     """A function's name, so that every process that runs tests gives one test one name."""
     return val.__name__ if isinstance(val, types.FunctionType) else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", covering.MARK)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    covering.mark_slow(items)
+
+
+def pytest_collection_finish() -> None:
+    overhead.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from worlds import script_on
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -343,11 +344,8 @@ def test_small_calls_tell_the_host_time() -> None:
 def test_parallel(tmp_path: Path) -> None:
     """Checks and rows of a small world, merged into a file and a table."""
     script, path = Path(run.__file__).with_name("parallel.py"), tmp_path / "parallel.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=2", str(script), "--quick", "--repeats=1", f"--out={path}"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert re.search(r"\[ +[\d.]+ s\] vocabulary \(64, 16, 96\) gspo, 2 ranks \.\.\.", ran.stdout)
+    printed = script_on(2, str(script), "--quick", "--repeats=1", f"--out={path}")
+    assert re.search(r"\[ +[\d.]+ s\] vocabulary \(64, 16, 96\) gspo, 2 ranks \.\.\.", printed)
     found = json.loads(path.read_text())
     assert list(found) == ["2"] and all(one["ok"] for one in found["2"]["checks"].values())
     assert len(found["2"]["checks"]) >= 20

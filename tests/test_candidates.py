@@ -32,6 +32,7 @@ def columns_of(n: int, v: int, k: int, first: int = 0) -> torch.Tensor:
     return (torch.rand(n, 2 * v).argsort(1)[:, :k] - first).to(DEVICE)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", ["plain", "scaled", "rows", "capped rows"])
 @pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN])
 @pytest.mark.parametrize(("n", "h", "k"), [(5, 72, 3), (3, 300, 17), (0, 8, 2), (2, 8, 1)])
@@ -64,6 +65,7 @@ def test_chosen_logits_are_a_tokens_own():
     assert torch.equal(whole, torch.cat(alone))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", ["plain", "scaled", "capped rows"])
 @pytest.mark.parametrize("which", ["tp", "p", "tpeu"])
 @pytest.mark.parametrize("ordered", [False, True])
@@ -193,6 +195,7 @@ def inputs(dtype: torch.dtype):
     return hidden, weight, hl.Batch(targets, candidate_ids=ids, **fields)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("objective", ["probe", "with grpo", "with entropy"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_whole_calls(terms, schedule, objective):

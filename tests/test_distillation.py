@@ -116,6 +116,7 @@ def make(setting: Setting, form: str, kind: str, temperature: float = 1.0, beta:
 # ---------------------------------------------------------------------- formulas
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", MORE_KINDS)
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
@@ -129,6 +130,7 @@ def test_none_of_them_from_oneself(setting, form, kind):
     test_no_divergence_from_oneself(setting, form, kind, torch.float64)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -183,6 +185,7 @@ def test_empty_slots_hold_nothing(setting, kind):
         torch.testing.assert_close(got[1:], want[1:])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -183,6 +183,7 @@ def test_a_vocabulary_of_one(schedule):
     assert zero(dx) and (dw is None or zero(dw))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("chunk", [1, 2, 3, 16, 1000])
 @pytest.mark.parametrize("schedule", ["auto", "recompute", "frozen"])
 @pytest.mark.parametrize("objective", [OBJECTIVES[1], OBJECTIVES[2], OBJECTIVES[4]], ids=repr)
@@ -299,6 +300,7 @@ def test_fields_of_another_dtype():
 # ---------------------------------------------------------------------- the ends of the range
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("old", [-math.inf, -1e30, -200.0])
 @pytest.mark.parametrize("objective", [hl.grpo(), hl.gspo(), hl.gspo_token(), hl.gmpo()], ids=repr)
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
@@ -359,6 +361,7 @@ CAPPED = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("schedule", "objective"),

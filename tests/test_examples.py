@@ -6,12 +6,11 @@ import importlib.util
 import json
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from worlds import script_on
 
 ROOT = Path(__file__).parents[1]
 
@@ -80,13 +79,8 @@ def test_candidates_distill(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_parallel_learns(ranks: int) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", str(ROOT / "examples" / "parallel.py")]
-    ran = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    found = re.findall(r"step \d: (\d+) tokens, perplexity ([\d.]+)", ran.stdout)
+    printed = script_on(ranks, str(ROOT / "examples" / "parallel.py"))
+    found = re.findall(r"step \d: (\d+) tokens, perplexity ([\d.]+)", printed)
     assert [tokens for tokens, _ in found] == ["16" if ranks == 2 else "34"] * 4
     perplexities = [float(perplexity) for _, perplexity in found]
     assert perplexities == sorted(perplexities, reverse=True)

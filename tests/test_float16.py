@@ -119,6 +119,7 @@ SIZES = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute", "frozen"])
 @pytest.mark.parametrize("upstream", [1.0, 65536.0, "declared"])
 @pytest.mark.parametrize("size", SIZES)

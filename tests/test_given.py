@@ -69,6 +69,7 @@ def exactly(raw, targets, first, transform) -> tuple[Statistics, Normalizer]:
 SHAPES = [(5, 97, torch.float32), (3, 1000, torch.bfloat16), (4, 1040, torch.float16)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shape", TURNS, ids=str)
 @pytest.mark.parametrize("name", transforms(1))
 @pytest.mark.parametrize(("n", "v", "dtype"), SHAPES)
@@ -380,6 +381,7 @@ LAYOUTS = {
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shift", range(3))
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)

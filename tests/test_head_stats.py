@@ -128,6 +128,7 @@ def test_few_tokens(schedule, count):
 # ---------------------------------------------------------------------- in the interpreter
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("form", ["terms", "logits"])
 @pytest.mark.parametrize("loss", [foreign, of_logp])
 @pytest.mark.parametrize("schedule", ["held", "held in blocks", "frozen", "recompute"])

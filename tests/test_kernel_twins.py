@@ -451,6 +451,7 @@ def through_twins(monkeypatch):
     monkeypatch.setattr(kernels, "load", lambda _: twins)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("dtype", "bias"),
     [
@@ -486,6 +487,7 @@ def test_whole_calls_through_the_twins(through_twins, multiples, bias, schedule,
         assert error(leaf.grad, want) <= 3 * error(coarse.gradients[key], want) + floor
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "slabs"])

@@ -92,6 +92,7 @@ def inputs_of(case: str, data: str = "far", layout: str = "padded", dtype: str =
     return matrix.make_inputs((case, layout, "one_pass", dtype, "everything", "plain", data))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("case", ["grpo", "gspo", "dapo", "token_mask", "where", "mix_restricted"])
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -155,6 +156,7 @@ def test_infinite_ratio_on_the_clipped_branch(case, schedule):
 # ---------------------------------------------------------------------- given logits
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("case", ["mix", "grpo", "dpo", "mix_teachers", "distillation_topk_js"])
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("layout", ["padded", "packed"])

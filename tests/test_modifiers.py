@@ -178,6 +178,7 @@ def test_bounds_of_the_ratio_of_each_token() -> None:
             make_it("ratio", level="sequence_max", max=-1)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("bounds", ["min", "max", "both"])
 @pytest.mark.parametrize(
     ("measure", "level"),

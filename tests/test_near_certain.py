@@ -18,6 +18,7 @@ KINDS = ("forward_kl", "reverse_kl", "js")
 GAPS = (12, 18, 24, 30)  # of the likeliest logit from the next one
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("apart", [1.0, 0.01])
 @pytest.mark.parametrize("gap", GAPS)

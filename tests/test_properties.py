@@ -475,6 +475,7 @@ def test_two_runs_give_the_same_bits(schedule, dtype):
 # ---------------------------------------------------------------------- poison
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("case", ["mix", "grpo", "dpo", "distillation_logits_js", "where"])
 @pytest.mark.parametrize(
     "schedule", ["one_pass", "small_chunks", "recompute", "static", "static_recompute"]
@@ -532,6 +533,7 @@ def test_poison_in_given_logits(inplace):
 # ---------------------------------------------------------------------- nothing there
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("lengths", [(0, 0, 0, 0), (3, 2, 0, 1)])
 @pytest.mark.parametrize("options", [hl.Options(), hl.Options(schedule="recompute")])

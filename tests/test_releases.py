@@ -214,6 +214,7 @@ def ignores_another(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
     return self.loss_function(self.lm_head(hidden), labels, 37, ignore_index=0)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("change", "says"),

@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import replay
 import replay_curves
 import step_cases
+from blank_plots import blank_plots  # noqa: F401
 
 CPU = torch.device("cpu")
 

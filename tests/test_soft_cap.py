@@ -86,6 +86,7 @@ def act_two(raw: torch.Tensor, transform: Transform, c: SoftmaxCoefficients, tar
     return exact.grad, Backward(targets, 0, transform, normalizer, c, logps)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("form", ["tile", "walk", "support"])
 def test_act_two(form, name, between):
     transform = TRANSFORMS[name]
@@ -110,6 +111,7 @@ def test_act_two(form, name, between):
     assert error(found, oracle) <= 3 * error(twin, oracle) + 1e-6
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "js"])
 def test_divergences(kind, name, between):
     transform = TRANSFORMS[name]
@@ -139,6 +141,7 @@ def test_a_slab(name, between):
     assert error(found, oracle) <= 3 * error(oracle.half(), oracle) + 1e-6
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("backend", [twins, triton_backend], ids=["reference", "triton"])
 def test_held_terms(backend, name, between):
     """A term in bfloat16 knows z to a 512th at best, which may lie beyond the cap: the slope is 0

@@ -45,6 +45,7 @@ def inputs(kind: str, head: str, dtype: torch.dtype) -> matrix.Inputs:
     )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", ["padded", "mixed", "mixed flat"])
 @pytest.mark.parametrize("head", ["plain", "everything"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -65,6 +65,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("objective", OBJECTIVES)

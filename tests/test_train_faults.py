@@ -22,6 +22,7 @@ pytest.importorskip("omegaconf", reason="recipes are read by it")
 pytest.importorskip("reasoning_gym", reason="the tasks of the shipped recipes")
 import torch
 from accelerate import Accelerator
+from blank_plots import blank_plots  # noqa: F401
 from safetensors.torch import load_file, save_file
 from test_train_runs import RL, SMALL, metrics, weights
 

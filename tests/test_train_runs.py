@@ -15,6 +15,7 @@ pytest.importorskip("trl", reason="TRL trains")
 pytest.importorskip("omegaconf", reason="recipes are read by it")
 pytest.importorskip("reasoning_gym", reason="the tasks of the shipped recipes")
 import torch
+from blank_plots import Drawn, blank_plots  # noqa: F401
 from safetensors.torch import load_file
 from test_train import ALGORITHMS
 
@@ -61,7 +62,9 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_shipped_recipe(name: str, tmp_path: Path, capsys: Any) -> None:
+def test_shipped_recipe(name: str, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    if name in ("sft", "gspo"):  # which have every figure
+        monkeypatch.setattr("headloss.train.plots.Figure", Drawn)
     assert run(name, tmp_path) == 0
     printed = capsys.readouterr().out
     assert "held-out before: 0.0% of 6 problems" in printed and f"{name} 2/2  loss" in printed

@@ -91,6 +91,7 @@ def pair_of(n, v, dtype, teacher_dtype=None):
 # ---------------------------------------------------------------------- act one
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize(
@@ -206,6 +207,7 @@ def assert_gradient(found, references, dtype):
     assert error(found, exact) <= EPS[dtype] + 3 * error(plain, exact) + 1e-6
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("which", [None, "", "tp", "tpeu"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["temperature", "capped"])
@@ -376,6 +378,7 @@ def run(form, kind, backend, dtype, options, temperature=1.0, mixed=True):
     return out.loss.detach(), *torch.autograd.grad(out.loss, leaves)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("schedule", OPTIONS)

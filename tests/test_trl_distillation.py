@@ -132,6 +132,7 @@ def test_self_distillation_of_whole_logits(alpha: float, shape: str) -> None:
     step.check(term, step.per_sequence(values), "hidden")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shape", LENGTHS)
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("tail", [True, False])

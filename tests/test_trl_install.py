@@ -46,6 +46,7 @@ def test_log_probs_of_a_model(family: str) -> None:
         torch.testing.assert_close(b, a, rtol=2e-5, atol=1e-5)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("count", [None, 17])
 @pytest.mark.parametrize("temperature", [1.0, 0.8])

@@ -208,6 +208,7 @@ def test_delta(loss_type: str, level: str) -> None:
     assert_same(ours(our_term(loss_type, level, delta=1.25), step), want)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -278,6 +279,7 @@ def sampler_ratio(step: dict[str, Tensor], mode: str) -> Tensor:
     return ratio.masked_fill(ratio > 1.4, 0.0)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 )

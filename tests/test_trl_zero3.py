@@ -17,8 +17,8 @@ import pytest
 import torch
 
 pytest.importorskip("trl", reason="TRL is the trainer that headloss is put into")
-from test_two_ranks import free_port
 from trl_zero3_ranks import CASES
+from worlds import free_port
 
 import headloss as hl
 

@@ -9,30 +9,22 @@ by them. accelerate takes FSDP2 for a matter of accelerators, which
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("trl", reason="TRL is the trainer that headloss is put into")
 import torch
+from blank_plots import blank_plots  # noqa: F401
 from test_train_runs import RL, SMALL, metrics, run, weights
+from worlds import script_on
 
 CASES = ("grpo", "sft", "dpo", "sft_totals", "dpo_totals", "ppo")
 CASES += ("replay", "fsdp2", "fsdp2_head", "fsdp2_lone_head")
 FORWARDS = ("sharded", "sharded, float32 out", "sharded head")
 MIXED = (*FORWARDS, "sft", "dpo", "grpo_trainer", "grpo", "gspo", "cispo", "ppo", "reinforce")
 MIXED += ("float32", "replay", "replay, lora")
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
 
 
 def test_trainers(tmp_path: Path) -> None:
@@ -57,21 +49,8 @@ def test_trainers(tmp_path: Path) -> None:
 
 def launched(folder: Path, recipes: dict[str, list[str]], cases: tuple[str, ...]) -> str:
     script = Path(__file__).parent / "helpers" / "two_ranks.py"
-    # accelerate's own `--cpu` starts ranks with mpirun alone; its launcher for GPUs needs none.
-    launch = ["--multi_gpu", "--num_processes=2", f"--main_process_port={free_port()}"]
-    paths = [*map(str, script.parents[1:3]), os.environ.get("PYTHONPATH")]
-    on_cpus = {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [sys.executable, "-m", "accelerate.commands.launch", *launch]
-    ran = subprocess.run(
-        [*command, str(script), str(folder), json.dumps(recipes), *cases],
-        env={**os.environ, **on_cpus},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-    )
-    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-5000:]
-    return ran.stdout
+    command = [str(script), str(folder), json.dumps(recipes), *cases]
+    return script_on(2, *command, seconds=500, ACCELERATE_USE_CPU="true")
 
 
 def same_run(name: str, overrides: list[str], folder: Path) -> None:

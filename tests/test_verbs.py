@@ -39,6 +39,7 @@ def by_autograd(logits: Tensor, batch, objective, dtype=torch.float64, **transfo
     return found.loss, found.gradients["hidden"]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -489,6 +490,7 @@ def test_a_declared_upstream_gradient_that_is_not_the_real_one(schedule):
 # ---------------------------------------------------------------------- main_grad
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("upstream", [None, 1.0, 2.0])

@@ -12,7 +12,17 @@ from typing import Any
 
 import megatron_ranks
 import torch
-from megatron_ranks import B, OnCPU, S, config_of, gradients, mask_of, off, parallel, worst
+from megatron_ranks import (
+    B,
+    S,
+    config_of,
+    gradients,
+    mask_of,
+    off,
+    parallel,
+    scheduled,
+    worst,
+)
 from torch import Tensor
 
 import headloss as hl
@@ -277,7 +287,6 @@ def main_grad(processor: bool) -> dict[str, float]:
 
 def a_step(processor: bool) -> dict[str, float]:
     """Megatron's own schedule over two micro-batches, which sets the scale of the depths."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from headloss.integrations.megatron import HeadLoss
 
@@ -298,17 +307,8 @@ def a_step(processor: bool) -> dict[str, float]:
 
             return out, loss
 
-        with OnCPU(), headloss_installed(ours):
-            reduced = get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iter([inputs(seed=1), inputs(seed=2)]),
-                model=[model],
-                num_microbatches=2,
-                seq_length=S,
-                micro_batch_size=B,
-                forward_only=False,
-            )
-        reported = torch.stack([r["loss"] for r in reduced])
+        with headloss_installed(ours):
+            reported = scheduled(model, forward_step, [inputs(seed=1), inputs(seed=2)])
         found.append((reported, gradients(model), logged()))
     assert (found[0][2][1:] == found[1][2][1:]).all(), found
     return {

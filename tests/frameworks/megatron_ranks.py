@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from worlds import World
 
 import headloss as hl
 
 B, S, H, V = 2, 8, 16, 64
+NEAR = 2e-6  # float32 on both sides
 
 
 def parallel(size: int, **more: int) -> None:
@@ -30,6 +32,12 @@ def parallel(size: int, **more: int) -> None:
     parallel_state.initialize_model_parallel(size, **more)
     # Its random states are a GPU's; dropout is off.
     random.CudaRNGStatesTracker.fork = lambda *a, **k: contextlib.nullcontext()  # type: ignore[assignment]
+
+
+def check(world: World, function: Any, *args: Any, near: float = NEAR) -> None:
+    """What each rank finds is small."""
+    for found in world.run(function, *args, seconds=300):
+        assert max(found.values()) < near, found
 
 
 def config_of(size: int, **options: Any) -> Any:
@@ -237,9 +245,25 @@ class OnCPU(TorchFunctionMode):
         return func(*args, **given)
 
 
+def scheduled(model: Any, forward_step: Any, data: list[dict[str, Tensor]]) -> Tensor:
+    """The losses of two micro-batches, in a step of Megatron's own schedule."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    with OnCPU():
+        reduced = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(data),
+            model=[model],
+            num_microbatches=2,
+            seq_length=S,
+            micro_batch_size=B,
+            forward_only=False,
+        )
+    return torch.stack([r["loss"] for r in reduced])
+
+
 def a_step(spread: bool) -> dict[str, float]:
     """Megatron's own schedule in bfloat16 over two micro-batches: cross-entropy as an objective."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.module import Float16Module
 
     from headloss.integrations.megatron import HeadLoss
@@ -266,17 +290,7 @@ def a_step(spread: bool) -> dict[str, float]:
             out = model(**given, loss_mask=mask, output_processor=objective)
             return out, taken if ours else masked_mean
 
-        with OnCPU():
-            reduced = get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iter([inputs(seed=1), inputs(seed=2)]),
-                model=[model],
-                num_microbatches=2,
-                seq_length=S,
-                micro_batch_size=B,
-                forward_only=False,
-            )
-        reported = torch.stack([r["loss"] for r in reduced])
+        reported = scheduled(model, forward_step, [inputs(seed=1), inputs(seed=2)])
         found.append((reported, gradients(model)))
     return {"loss": off(found[1][0], found[0][0]), "gradient": worst(found[1][1], found[0][1])}
 

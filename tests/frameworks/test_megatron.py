@@ -13,19 +13,13 @@ if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed here", allow_module_level=True)
 
 import megatron_ranks as ranks
-
-NEAR = 2e-6  # float32 on both sides
+from megatron_ranks import check
 
 
 @pytest.fixture(scope="module")
 def world():
     with world_of(2) as made:
         yield made
-
-
-def check(world: World, function, *args, near: float = NEAR) -> None:
-    for found in world.run(function, *args, seconds=300):
-        assert max(found.values()) < near, found
 
 
 @pytest.mark.parametrize("tied", [False, True])

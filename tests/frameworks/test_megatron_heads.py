@@ -14,8 +14,8 @@ if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed here", allow_module_level=True)
 
 import megatron_heads_ranks as ranks
+from megatron_ranks import check
 
-NEAR = 2e-6  # float32 on both sides
 of_bridge = pytest.mark.skipif(ranks.bridge() is None, reason="megatron-bridge is not installed")
 
 
@@ -23,11 +23,6 @@ of_bridge = pytest.mark.skipif(ranks.bridge() is None, reason="megatron-bridge i
 def world():
     with world_of(2) as made:
         yield made
-
-
-def check(world: World, function, *args) -> None:
-    for found in world.run(function, *args, seconds=300):
-        assert max(found.values()) < NEAR, found
 
 
 @of_bridge

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.experimental import torch_functional
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp import FSDPEngineWithLMHead
-from verl_case import engine_of, loss_of, saved, step, trained
+from verl_case import alone, engine_of, installed, loss_of, saved, step, trained  # noqa: F401
 
 import headloss.integrations.verl as adapter
 from headloss.integrations import seams
@@ -37,24 +37,6 @@ from headloss.integrations.verl.losses import OF_VERL
 
 N, H, V = 13, 6, 29
 Engines = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def installed() -> Iterator[None]:
-    adapter.install()
-    yield
-    adapter.uninstall()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A group of one rank."""
-    store = tmp_path_factory.mktemp("gloo") / "store"
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ Against the model's own logits, masked outside the sets, and verl's own losses o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,29 +14,21 @@ pytest.importorskip("verl", reason="`make test-frameworks` compares with verl")
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
-from verl_case import PROMPTS, RESPONSES, B, V, engine_of, loss_of, saved, step, trained
-
-import headloss.integrations.verl as adapter
+from verl_case import (
+    PROMPTS,
+    RESPONSES,
+    B,
+    V,
+    alone,  # noqa: F401
+    engine_of,
+    installed,  # noqa: F401
+    loss_of,
+    saved,
+    step,
+    trained,
+)
 
 Sets = list[list[list[int]] | None]
-
-
-@pytest.fixture(autouse=True)
-def installed() -> Iterator[None]:
-    adapter.install()
-    yield
-    adapter.uninstall()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A group of one rank."""
-    store = tmp_path_factory.mktemp("gloo") / "store"
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

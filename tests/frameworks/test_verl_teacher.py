@@ -5,7 +5,6 @@ loss, metrics and gradients.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,10 @@ from verl.utils import tensordict_utils as tu
 from verl_case import (
     PROMPTS,
     RESPONSES,
+    alone,  # noqa: F401
     distillation_of,
     engine_of,
+    installed,  # noqa: F401
     jagged,
     loss_of,
     saved,
@@ -28,24 +29,6 @@ from verl_case import (
 )
 
 import headloss.integrations.verl as adapter
-
-
-@pytest.fixture(autouse=True)
-def installed() -> Iterator[None]:
-    adapter.install()
-    yield
-    adapter.uninstall()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A group of one rank."""
-    store = tmp_path_factory.mktemp("gloo") / "store"
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,11 @@ import verl_platform  # isort: split
 
 import copy
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -31,10 +33,30 @@ from verl.workers.config.optimizer import FSDPOptimizerConfig
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 
+import headloss.integrations.verl as adapter
+
 assert verl_platform.platform_manager.get_platform().device_name == "cpu"
 PROMPTS, RESPONSES, R, V, K = (3, 2, 4, 1), (5, 1, 7, 4), 7, 61, 6
 B = len(PROMPTS)
 FLOATS = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Iterator[None]:
+    adapter.install()
+    yield
+    adapter.uninstall()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A group of one rank."""
+    store = tmp_path_factory.mktemp("gloo") / "store"
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
 
 
 def saved(folder: Path, family: str = "llama", tied: bool = False) -> str:

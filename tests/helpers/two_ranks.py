@@ -12,17 +12,21 @@ import json
 import sys
 from pathlib import Path
 
+import overhead
 import trl_mixed_ranks
 import trl_ranks
 from accelerate.state import PartialState
+from blank_plots import Blank
 from torch import distributed
 from trl_case import saved
 
 from headloss.__main__ import main
+from headloss.train import plots
 
 
 def train(folder: Path, recipes: dict[str, list[str]]) -> None:
     """`headloss train`, half of each batch on each rank."""
+    plots.Figure = Blank
     for name, overrides in recipes.items():
         further = [f"output={folder / name}", "trainer.per_device_train_batch_size=4"]
         assert main(["train", name, *overrides, *further]) == 0
@@ -32,6 +36,8 @@ def train(folder: Path, recipes: dict[str, list[str]]) -> None:
 
 if __name__ == "__main__":
     folder, recipes = Path(sys.argv[1]), json.loads(sys.argv[2])
+    overhead.spare()
+    overhead.freeze()
     saved("llama")  # transformers writes on the first rank alone, once there are ranks
     PartialState()  # the process group
     if recipes:

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
+import runpy
+import socket
+import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 SECONDS = 60.0
+PRELOADED = ["headloss.testing", "matrix", "torch.distributed.fsdp", "torch.distributed.tensor"]
+# Where this process has these, so will ranks that it starts.
+OF_TRAINERS = ["transformers.models.llama.modeling_llama", "trl.trainer.grpo_trainer"]
+
+
+def forks() -> Any:
+    """Where processes start with torch and headloss imported."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED + [n for n in OF_TRAINERS if n in sys.modules])
+    return context
 
 
 def skip_any_row() -> None:
@@ -25,9 +40,11 @@ def _serve(
     rank: int, world: int, store: str, pipe: Connection, prepare: Callable[[], None] | None
 ) -> None:
     """Run what arrives, and send back (failed, result or traceback)."""
+    import overhead
     import torch
     from torch import distributed
 
+    overhead.spare()
     if prepare is not None:
         prepare()
     torch.set_num_threads(1)
@@ -55,8 +72,7 @@ class World:
     def __init__(
         self, size: int, folder: str, prepare: Callable[[], None] | None = skip_any_row
     ) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["headloss.testing", "matrix", "torch.distributed"])
+        context = forks()
         self.size, self.pipes, self.processes = size, [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
@@ -102,3 +118,54 @@ def world_of(size: int, prepare: Callable[[], None] | None = skip_any_row) -> It
             yield world
         finally:
             world.close()
+
+
+# ---------------------------------------------------------------------- scripts
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def _run_script(command: list[str], environment: dict[str, str], output: str) -> None:
+    for stream, suffix in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{output}.{suffix}", os.O_WRONLY | os.O_CREAT), stream)
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).parent))
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def script_on(size: int, *command: str, seconds: float = 120.0, **environment: str) -> str:
+    """What a script prints on ranks that have the environment of `torchrun`, rank by rank."""
+    place = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), **environment}
+    place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / str(rank) for rank in range(size)]
+        processes = []
+        for rank, output in enumerate(outputs):
+            of_rank = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            args = (list(command), of_rank, str(output))
+            processes.append(forks().Process(target=_run_script, args=args, daemon=True))
+            processes[-1].start()
+        end, running = time.monotonic() + seconds, processes
+        while running and time.monotonic() < end:
+            wait([process.sentinel for process in running], end - time.monotonic())
+            running = [process for process in running if process.is_alive()]
+            if any(process.exitcode for process in processes):  # the others may wait for it
+                break
+        for process in running:
+            process.kill()
+            process.join()
+        codes = [process.exitcode for process in processes]
+        out, errors = (
+            "".join(output.with_suffix(suffix).read_text() for output in outputs)
+            for suffix in (".out", ".err")
+        )
+    assert codes == [0] * size, f"ended with {codes}\n{out[-2000:]}\n{errors[-5000:]}"
+    return out
