@@ -15,10 +15,9 @@ from .batch.batch import Batch
 from .collectives import inside
 from .engine.autograd import HeadStatistics
 from .engine.call import linear_call
-from .engine.checks import check_targets, outside
+from .engine.checks import Arguments, check_targets, outside
 from .engine.operator import in_graph
 from .engine.plan import Plan
-from .head.dtensor import local_head
 from .head.head import Head, check_head
 from .objective.external import CANDIDATE, READ, external_loss
 from .options import DEFAULT, Options
@@ -99,15 +98,15 @@ def head_stats(
     if not names:
         with torch.no_grad():
             return head_stats(hidden, head, targets_or_batch, options)
-    head = local_head(head)
     batch: Any = targets_or_batch
     if not isinstance(batch, Batch):
         try:
             batch = check_targets(batch, hidden, options)
         except (TypeError, ValueError) as error:
             batch = error  # all ranks have to hear of it
-    objective = external_loss(names, candidates=candidates)
-    call, tensors = linear_call((hidden, head, batch, objective, options, "head_stats"))
+    terms = external_loss(names, candidates=candidates)
+    arguments = Arguments.of_head("head_stats", hidden, head, batch, terms, options)
+    call, tensors = linear_call(arguments)
     with inside(hidden.device.type, *call.groups):
         found = HeadStatistics.apply(call, names, *tensors)
     stats = _with_candidates(found, names)

@@ -82,10 +82,9 @@ def _topk(
     slices = layout.shard()
     x = hidden.reshape(-1, hidden.shape[-1]).to(compute or hidden.dtype)
     factors = slices.factors(head, x)
-    temperature = head.temperature
-    if isinstance(temperature, Tensor):
-        temperature = temperature.reshape(-1).to(sum_dtype(x.dtype))
-    transform = Transform(scale=head.logit_scale, softcap=head.softcap, temperature=temperature)
+    transform = Transform.of(head)
+    if isinstance(t := transform.temperature, Tensor):
+        transform = replace(transform, temperature=t.reshape(-1).to(sum_dtype(x.dtype)))
     nowhere = hidden.new_full((len(x),), -1, dtype=torch.int64)
     source = LinearLogits(
         [*(tensor for pair in factors for tensor in pair), head.bias],

@@ -6,6 +6,7 @@ N positions, T of them scored, K candidates.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,22 +24,23 @@ from .loop import forward, sweep
 
 
 class HeadLoss(torch.autograd.Function):
-    """The scalar loss, and its `loop.Outcome`. The backward may be called once.
+    """The scalar loss; the statistics [T], and each term's share of its reduced value. The backward
+    may be called once.
 
     `tensors` are the source's, in the order of its gradients.
     """
 
     @staticmethod
     def forward(ctx, call: Call, *tensors):
-        outcome, ctx.later = forward(call, tensors)
+        ctx.result = result = forward(call, tensors)
         ctx.call, ctx.used, ctx.count, ctx.read_again = call, False, 0, []
-        if call.plan.backward == "slabs":  # autograd sees to it that none of these changes
+        if call.plan.schedule == "recompute":  # autograd sees to it that none of these changes
             ctx.count, ctx.read_again = len(tensors), call.read_again
             ctx.save_for_backward(*tensors, *call.constants)
-        stats, values = outcome
+        stats, values = result.measured.stats, result.values
         # In memory of its own: it gets a graph.
         loss = call.weighted.total(values, stats).to(call.requirements.wide, copy=True)
-        return loss, outcome
+        return loss, (stats, values)
 
     @staticmethod
     def backward(ctx, upstream: Tensor, _):  # type: ignore[override]
@@ -48,12 +50,16 @@ class HeadLoss(torch.autograd.Function):
                 "headloss: backward through out.loss a second time; its gradient is given once "
                 "per call, call head_loss again"
             )
-        ctx.used, call, later = True, ctx.call, ctx.later
+        ctx.used, call, result = True, ctx.call, ctx.result
         refuse_changes(ctx.read_again)
-        ctx.call = ctx.later = ctx.read_again = None  # who keeps the loss keeps no batch
+        ctx.call = ctx.result = ctx.read_again = None  # who keeps the loss keeps no batch
         saved = ctx.saved_tensors[: ctx.count]  # read once: checkpointing recomputes them
+        factor, coefficients = owed(call, upstream), result.coefficients
+        if coefficients is not None and factor is not None and call.weighted.scale is None:
+            times = coefficients.map(partial(_times, factor))
+            result, factor = result._replace(coefficients=times), None
         with inside(upstream.device.type, *call.groups):
-            gradients = later(owed(call, upstream), call.open(saved) if saved else None)
+            gradients = backward(call, call.open(saved) if saved else None, result, factor)
         return None, *gradients
 
 
@@ -78,7 +84,7 @@ class HeadStatistics(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.result = call, result._replace(tiles=[])
         ctx.used, ctx.count, saved, ctx.read_again = False, 0, [], call.read_again
-        if call.plan.backward in ("held", "slabs"):
+        if call.plan.schedule in ("held", "recompute"):
             saved, ctx.count = [*tensors, *call.constants], len(tensors)
         ctx.first_tile, tiles = len(saved), []
         ctx.rebuild = [stored(tile, tiles) for tile in result.tiles]
@@ -89,7 +95,7 @@ class HeadStatistics(torch.autograd.Function):
     def backward(ctx, *upstream: Tensor | None):  # type: ignore[override]
         refuse_second_derivatives("head_stats")
         call, result = ctx.call, ctx.result
-        if ctx.used and call.plan.backward in ("held", "unit"):
+        if ctx.used and call.plan.schedule in ("held", "frozen"):
             raise RuntimeError(
                 f"headloss: backward through head_stats a second time, but its schedule, "
                 f'{call.plan.schedule}, has used up what it kept; add the losses first, or ask for '
@@ -122,7 +128,7 @@ def backward_of_slopes(
         scale = power_of_two([g.t() * slope_of(call.transform) for g in slopes.values()])
         coefficients, factor = coefficients.map(lambda t: t * scale), 1 / scale
     with inside(call.scored.targets.device.type, *call.groups):
-        return backward(call, source, result, coefficients, factor)
+        return backward(call, source, result._replace(coefficients=coefficients), factor)
 
 
 def refuse_second_derivatives(of: str) -> None:
@@ -143,6 +149,10 @@ def refuse_changes(read_again: Sequence[tuple[str, Tensor, int]]) -> None:
                 f"batch.{name}: it, or a tensor whose memory it shares, was changed in place "
                 "before the backward pass, which reads it again; give the batch a clone of it"
             )
+
+
+def _times(factor: Tensor, values: Tensor) -> Tensor:
+    return values * factor.to(values.dtype)
 
 
 def owed(call: Call, upstream: Tensor) -> Tensor | None:

@@ -33,7 +33,7 @@ from ..statistics.softmax import Normalizer, Statistics
 from .autograd import backward_of_slopes, refuse_second_derivatives
 from .backward import ForwardResult
 from .call import Call, linear_call
-from .checks import check_targets
+from .checks import Arguments, check_targets
 from .loop import sweep
 
 SPELT = ("backend", "static", "skip_rows")
@@ -127,8 +127,8 @@ def _open(
         kept = kept, named["offsets"]  # type: ignore[assignment]
     with torch.set_grad_enabled(any(wanted)):
         batch = Batch(named["targets"], candidate_ids=chosen, support_ids=kept)
-        given = hidden, head, batch, objective, options, "head_stats"
-        call, (x, own, *_, bias) = linear_call(given)
+        arguments = Arguments.of_head("head_stats", hidden, head, batch, objective, options)
+        call, (x, own, *_, bias) = linear_call(arguments)
     index = call.scored.index
     packed = adapted if index is None else [f[index] for f in adapted]
     pairs = [t for pair in zip(packed, rows, strict=True) for t in pair]

@@ -9,22 +9,13 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal
 
 from ..batch.segments import Chunk
 from ..head.products import GRAIN, PARTS
 from ..options import Options
 from . import plan_inputs as sizes
-from .plan_inputs import EXP_ROWS, WAVE_TILE, BackwardMode, PlanInputs, Tile
+from .plan_inputs import EXP_ROWS, WAVE_TILE, PlanInputs, Schedule, Tile
 
-Schedule = Literal["one_pass", "recompute", "frozen", "held", "statistics"]
-BACKWARD: dict[Schedule, BackwardMode] = {
-    "one_pass": "now",
-    "recompute": "slabs",
-    "frozen": "unit",
-    "held": "held",
-    "statistics": "never",
-}
 MIB = 1 << 20
 CHUNK_WAVES = 0.3  # the fixed cost of a chunk, in waves of its products
 # For a chunk, where the call names none: on a CPU, a GPU of unknown memory, the part of another's.
@@ -83,16 +74,15 @@ class Plan:
     restricted: int = 0
 
     @property
-    def backward(self) -> BackwardMode:
-        """When the logit gradient is computed: with each block's statistics ("now", or "unit"
-        coefficients that are scaled later), on what was "held" once the coefficients of all tokens
-        are there, in the backward pass in "slabs" of columns, or "never"."""
-        return BACKWARD[self.schedule]
+    def keeps_tiles(self) -> bool:
+        """Whether the gradient takes the logits that the statistics left: with each block, or once
+        the coefficients of all tokens are there. Else they are made again, or there is none."""
+        return self.schedule in ("one_pass", "frozen", "held")
 
     @property
     def blocks(self) -> Sequence[Chunk]:
         """The tokens of one step of the statistics, in order."""
-        if self.backward in ("now", "unit", "held"):
+        if self.keeps_tiles:
             return self.chunks
         step = self.sweep_rows or max(1, self.tile.rows)
         starts = range(0, self.tokens, step)
@@ -107,7 +97,7 @@ class Plan:
             f"{self.chunk_tokens} rows of the given logits, where they lie"
             if self.in_place
             else f"{len(self.chunks)} chunks of at most {self.chunk_tokens} tokens"
-            if self.schedule in ("one_pass", "frozen", "held")
+            if self.keeps_tiles
             else f"tiles of {self.tile.rows} tokens x {self.tile.columns} columns"
         )
         lines = [
@@ -148,20 +138,19 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
     if schedule == "held":  # a teacher measures all tokens before it differentiates any
         most = p.tokens if p.teachers else options.chunk_tokens or EXP_ROWS
         rows = max(1, min(p.tokens, most))
-    backward = BACKWARD[schedule]
-    if backward in ("unit", "held") or chunks is None:
+    if schedule in ("frozen", "held") or chunks is None:
         chunks = cut_anywhere(p, rows)
-    if backward == "now" and chunks:
+    if schedule == "one_pass" and chunks:
         rows = max(c.stop - c.start for c in chunks)
     tile = _tile(p, rows, options)
-    if p.teachers and backward in ("slabs", "never") and options.chunk_tokens is None:
+    if p.teachers and schedule in ("recompute", "statistics") and options.chunk_tokens is None:
         # The logits of one sweep take the memory that the other has for a slab and sums of dX.
         swept = tile.rows * tile.columns * sizes.slab_bytes(p) + sizes.hidden_sums(p)
         room = swept // p.token_bytes
         rows = even(p, min(rows, max(1, room // GRAIN * GRAIN or room)))
-    single_block = _single_block(p, backward, len(chunks), tile)
+    single_block = _single_block(p, schedule, len(chunks), tile)
     exp_tiles = p.exp_tiles and not p.narrow
-    parts = sizes.bytes_by_part(p, backward, rows, tile, options, single_block)
+    parts = sizes.bytes_by_part(p, schedule, rows, tile, options, single_block)
     least = SKIP_WORTH if p.on_gpu else 0 if p.thorough else CPU_SKIP_WORTH
     worth = p.sparse and rows * p.width * p.vocabulary >= least
     skip_rows = options.skip_rows and not (options.static or p.given or p.narrow) and worth
@@ -187,11 +176,11 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
     )
 
 
-def _single_block(p: PlanInputs, backward: BackwardMode, chunks: int, tile: Tile) -> bool:
+def _single_block(p: PlanInputs, schedule: Schedule, chunks: int, tile: Tile) -> bool:
     """Whether one product is the whole weight gradient, so that no wider sum is needed."""
     if p.main_grad or p.given or 0 < p.restricted < p.tokens or p.rescaled:
         return False
-    return chunks <= 1 if backward in ("now", "held") else p.tokens <= tile.rows
+    return chunks <= 1 if schedule in ("one_pass", "held") else p.tokens <= tile.rows
 
 
 def _choose(

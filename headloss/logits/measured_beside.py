@@ -83,9 +83,7 @@ def _of_hidden(
     # A whole head beside a student's slice: its rows of that slice.
     first = slices.first if head.vocab_group is None else 0
     columns = slice(first, first + size)
-    transform = Transform(
-        scale=head.logit_scale, softcap=head.softcap, temperature=teacher.temperature
-    )
+    transform = replace(Transform.of(head), temperature=teacher.temperature)
     pairs = [tensor for features, weight in factors for tensor in (features, weight[columns])]
     tensors = [*pairs, None if head.bias is None else head.bias[columns]]
     plain = RowContext(context.acts, batch.targets, transform, NOTHING, slices, vocabulary)

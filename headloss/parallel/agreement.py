@@ -64,13 +64,13 @@ class Facts:
         return _checksum(self.same), *self.own.values()
 
 
-def attempt(error: Exception | None, make: Callable[..., R], *given: Any) -> tuple[Any, Any]:
+def attempt(error: Exception | None, make: Callable[[], R]) -> tuple[Any, Any]:
     """What `make` returns, and the error there was or that it raises: a rank that fails goes on
     until the others have heard of it."""
     if error is not None:
         return None, error
     try:
-        return make(*given), None
+        return make(), None
     except Exception as caught:  # whatever it is: the others must not wait for this rank
         return None, caught
 

@@ -29,12 +29,11 @@ APART = ("teacher_logits", "candidate_ids")
 ANY_VOCABULARY = 1 << 62
 
 
-def of_vocabulary(
-    value: Tensor, head: Head | None, transform: Transform, batch: Batch, options: Options,
-    requirements: Any, objective: Objective
-) -> Facts:
+def of_vocabulary(arguments: Any, requirements: Any) -> Facts:
     """Of a call on hidden states, or (without a head) on logits. Every rank of the vocabulary's
     group is given the whole batch."""
+    value, head, batch = arguments.values, arguments.head, arguments.batch
+    transform, options, objective = arguments.transform, arguments.options, requirements.objective
     teacher = batch.fields.get("teacher_logits")
     spread = options.sequence_parallel
     own = {
@@ -67,16 +66,15 @@ def of_positions(head: Head, hidden: Tensor, k: int, check: bool) -> Facts:
     own = {"rows": head.weight.shape[0], "teacher_columns": -1}
     own |= dict.fromkeys(("tokens", "weight_gradient", "memory"), 0)
     same = {"k": k, "hidden.shape": tuple(hidden.shape)} | _of_head(head, hidden)
-    same |= _of_transform(head)
+    same |= _of_transform(Transform.of(head))
     counts, sample = {"check_ranks": [check]}, {"hidden: differs": [_sampled(hidden)]}
     return Facts(own=own, same=same, counts=counts, values=lambda _: sample, check=check)
 
 
-def of_segments(
-    batch: Batch, options: Options, plan: Any, requirements: Any, objective: Objective
-) -> Facts:
+def of_segments(arguments: Any, plan: Any, requirements: Any) -> Facts:
     """Of a call whose segments run across ranks, each of which holds some of their tokens; with the
     forms that each field has there. Other choices (schedule, chunks) may differ."""
+    batch, options, objective = arguments.batch, arguments.options, requirements.objective
     if len(batch.fields) > MOST:
         raise ValueError(f"fields: got {len(batch.fields)}, want at most {MOST} across ranks")
     names = sorted(batch.fields)
@@ -168,12 +166,11 @@ def _of_logits(logits: Tensor) -> dict[str, object]:
     }
 
 
-def _of_transform(transform: Any) -> dict[str, object]:
-    """Of a `Transform`, or of a head that has the same."""
-    scale = transform.logit_scale if isinstance(transform, Head) else transform.scale
+def _of_transform(transform: Transform) -> dict[str, object]:
     temperature: Any = transform.temperature
     temperature = "per token" if isinstance(temperature, Tensor) else temperature
-    return {"logit_scale, softcap, temperature": (scale, transform.softcap, temperature)}
+    values = transform.scale, transform.softcap, temperature
+    return {"logit_scale, softcap, temperature": values}
 
 
 def _of_plan(objective: Objective, options: Options, requirements: Any) -> dict[str, object]:
