@@ -121,8 +121,8 @@ def head_loss(
     """
     if torch.compiler.is_compiling():
         return outside(head_loss)(hidden, head, batch, objective, options)
-    arguments = Arguments.of_head("head_loss", hidden, head, batch, objective, options)
-    return _run(*linear_call(arguments))
+    arguments = ("head_loss", hidden, head, batch, objective, options)
+    return _run(lambda: linear_call(Arguments.of_head(*arguments)))
 
 
 @eagerly
@@ -169,7 +169,7 @@ def logits_loss(
         verb="logits_loss", values=logits, batch=batch, terms=objective, transform=transform,
         options=DEFAULT if options is None else options, group=vocab_group, inplace=inplace,
     )  # fmt: skip
-    return _run(*given_call(arguments))
+    return _run(lambda: given_call(arguments))
 
 
 @eagerly
@@ -216,7 +216,8 @@ def without_gradient(*_: Any, **__: Any) -> None:
     )
 
 
-def _run(call: Call, tensors: list[Tensor | None]) -> Output:
+def _run(make: Callable[[], tuple[Call, list[Tensor | None]]]) -> Output:
+    call, tensors = make()
     measure: Callable[[], Metrics] = Metrics
     with inside(call.scored.targets.device.type, *call.groups):
         loss, (stats, values) = HeadLoss.apply(call, *tensors)

@@ -107,7 +107,7 @@ def _topk(
     ids, logps = (x.new_empty(len(x), k, dtype=dtype) for dtype in (torch.int64, source.dtype))
     for rows in steps(len(x), tile.rows):
         ids[rows], logps[rows] = _rows(source, rows, tile.columns, k)
-    return HeadTopk(*(found.view(*hidden.shape[:-1], k) for found in (ids, logps)))
+    return HeadTopk(*(best.view(*hidden.shape[:-1], k) for best in (ids, logps)))
 
 
 def _rows(source: LinearLogits, rows: slice, width: int, k: int) -> tuple[Tensor, Tensor]:

@@ -55,12 +55,13 @@ class HeadLoss(torch.autograd.Function):
         ctx.call = ctx.result = ctx.read_again = None  # who keeps the loss keeps no batch
         saved = ctx.saved_tensors[: ctx.count]  # read once: checkpointing recomputes them
         factor, coefficients = owed(call, upstream), result.coefficients
-        if coefficients is not None and factor is not None and call.weighted.scale is None:
-            times = coefficients.map(partial(_times, factor))
-            result, factor = result._replace(coefficients=times), None
         with inside(upstream.device.type, *call.groups):
-            gradients = backward(call, call.open(saved) if saved else None, result, factor)
-        return None, *gradients
+            if coefficients is None:
+                return None, *result.sums.finish(factor)
+            if factor is not None and call.weighted.scale is None:
+                coefficients, factor = coefficients.map(partial(_times, factor)), None
+            source: Any = call.open(saved) if saved else None
+            return None, *backward(call, source, result, coefficients, factor)
 
 
 class HeadStatistics(torch.autograd.Function):
@@ -73,7 +74,7 @@ class HeadStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: Call, gradients, *tensors):
-        result, scatter = sweep(call, call.open(tensors)), call.scored.scatter
+        result, scatter = sweep(call, tensors), call.scored.scatter
         stats = result.measured.stats
         outputs = {n: getattr(stats, n) for n in READ}
         if CANDIDATES in stats.extras:
@@ -128,7 +129,7 @@ def backward_of_slopes(
         scale = power_of_two([g.t() * slope_of(call.transform) for g in slopes.values()])
         coefficients, factor = coefficients.map(lambda t: t * scale), 1 / scale
     with inside(call.scored.targets.device.type, *call.groups):
-        return backward(call, source, result._replace(coefficients=coefficients), factor)
+        return backward(call, source, result, coefficients, factor)
 
 
 def refuse_second_derivatives(of: str) -> None:

@@ -40,17 +40,15 @@ class ForwardResult(NamedTuple):
 
 
 def backward(
-    call: Call, source: Any, result: ForwardResult, factor: Tensor | None
+    call: Call, source: Any, result: ForwardResult, coefficients: Coefficients,
+    factor: Tensor | None
 ) -> Gradients:  # fmt: skip
     """Gradients times `factor`; `source` where the logits are made again."""
-    coefficients, schedule = result.coefficients, call.plan.schedule
-    if coefficients is None:
-        return result.sums.finish(factor)  # type: ignore[no-any-return]
-    if schedule == "frozen":
-        return _of_frozen_head(call, result, coefficients, factor)
-    if schedule == "held":
-        return of_tiles(call, source, result, coefficients).finish(factor)  # type: ignore[no-any-return]
     plan, inputs = call.plan, BackwardInputs(result.measured, coefficients)
+    if plan.schedule == "frozen":
+        return _of_frozen_head(call, result, coefficients, factor)
+    if plan.schedule == "held":
+        return of_tiles(call, source, result, coefficients).finish(factor)  # type: ignore[no-any-return]
     if isinstance(source, LinearLogits):
         assert isinstance(call, LinearCall)
         return _in_slabs(call, source, inputs, factor)

@@ -18,6 +18,7 @@ from .. import kernels
 from ..batch.batch import Batch
 from ..batch.packing import PackedBatch, Packing, packing_of
 from ..batch.reduction import Number, Totals
+from ..batch.segments import Linear
 from ..kernels.transform import Transform
 from ..logits.accumulators import BlockAccumulator, GradientBuffers
 from ..logits.given import GivenAccumulator, GivenLogits, InPlaceLogits, LogitsBuffer
@@ -32,7 +33,6 @@ from ..parallel.agreement import agree, attempt
 from ..parallel.facts import of_segments, of_vocabulary, per_segment
 from ..parallel.layout import VocabLayout, agreed_layout
 from .checks import Arguments, check_masks, check_temperatures
-from .gather_rows import GatherRows
 from .plan import Plan
 from .requirements import Requirements, of_given_logits, of_hidden_states
 
@@ -253,7 +253,8 @@ def linear_call(arguments: Arguments) -> tuple[LinearCall, list[Tensor | None]]:
     if call.options.sequence_parallel:
         x = shard.gathered(x)
     if scored.index is not None:
-        x = GatherRows.apply(x, scored.index, scored.live)
+        by_position = x.view(*scored.shape, x.shape[1])
+        x = Linear.apply(scored.gather, partial(scored.scatter, alone=True), by_position)
     elif call.plan.exp_tiles and not kernels.suits_product(hidden):
         x = x.clone(memory_format=torch.contiguous_format)
     assert head is not None
@@ -280,12 +281,15 @@ def _agreed(kind: type[C], arguments: Arguments, require: Callable[..., Requirem
     static = isinstance(options, Options) and options.static
     requirements, error = attempt(None, lambda: require(a))
     if a.group is None:
-        layout, error = attempt(error, lambda: VocabLayout(a.vocabulary))
+        width = a.values.shape[-1] if a.head is None else a.head.vocabulary
+        layout, error = attempt(error, lambda: VocabLayout(width))
     else:
         facts, error = attempt(error, lambda: of_vocabulary(a, requirements))
         rows = a.head and a.head.vocab_size
         layout, error = agreed_layout(a.group, facts, error, rows, static)
-    packed, error = attempt(error, lambda: _planned(a, layout, requirements))
+    packed, error = attempt(
+        error, lambda: _planned(batch, options, a.transform, layout, requirements)
+    )
     across = batch.segments.group if isinstance(batch, Batch) else None
     fields = None
     if across is not None:
@@ -311,10 +315,10 @@ def _agreed(kind: type[C], arguments: Arguments, require: Callable[..., Requirem
 
 
 def _planned(
-    arguments: Arguments, layout: VocabLayout, requirements: Requirements
+    batch: Batch, options: Options, transform: Transform, layout: VocabLayout,
+    requirements: Requirements
 ) -> tuple[Packing, Plan, Transform]:
     """The scored tokens, the plan, and the transform with their temperatures."""
-    batch, options, transform = arguments.batch, arguments.options, arguments.transform
     unit = requirements.inputs.segments_per_unit
     scored = packing_of(batch, layout.vocabulary, options.static, unit)
     layout.check_batch(batch, options.sequence_parallel)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from ..arguments import IGNORE, check_dense, check_device
+from ..arguments import IGNORE, check_dense, check_device, is_dtensor
 from ..batch.batch import LOGPS, Batch, check_ids
 from ..batch.packing import PackedBatch
-from ..head.dtensor import is_dtensor, local_head
+from ..head.dtensor import local_head
 from ..head.head import Head, autocast_dtype, check_head
 from ..kernels.transform import Transform
 from ..losses.teacher import INPUTS
@@ -72,11 +72,6 @@ class Arguments:
             options=DEFAULT if options is None else options, transform=Transform.of(head),
             group=head.vocab_group,
         )  # fmt: skip
-
-    @property
-    def vocabulary(self) -> int:
-        """Columns of these logits, on this rank."""
-        return self.values.shape[-1] if self.head is None else self.head.vocabulary
 
 
 def eagerly(verb: Callable[P, R]) -> Callable[P, R]:
@@ -205,23 +200,23 @@ def check_shape(
         )
 
 
-def check_targets(given: object, hidden: Tensor, options: Options) -> Batch:
+def check_targets(targets: object, hidden: Tensor, options: Options) -> Batch:
     """A batch of targets alone."""
     check_options(options)
-    if not isinstance(given, Tensor):
+    if not isinstance(targets, Tensor):
         raise TypeError(
-            f"targets: got {type(given).__name__}, want an int64 tensor [..] or a headloss.Batch"
+            f"targets: got {type(targets).__name__}, want an int64 tensor [..] or a headloss.Batch"
         )
     if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
         got = hidden.dtype if isinstance(hidden, Tensor) else type(hidden).__name__
         raise TypeError(f"hidden: got {got}, want a floating tensor [.., H]")
-    check_dense("targets", given)
+    check_dense("targets", targets)
     check_dense("hidden", hidden)
-    check_device("targets", given, hidden, "that of hidden,")
+    check_device("targets", targets, hidden, "that of hidden,")
     want = hidden.shape[:-1]
-    if given.shape != want and not options.sequence_parallel:
-        raise ValueError(f"targets: got shape {tuple(given.shape)}, want hidden's {tuple(want)}")
-    return Batch(given)
+    if targets.shape != want and not options.sequence_parallel:
+        raise ValueError(f"targets: got shape {tuple(targets.shape)}, want hidden's {tuple(want)}")
+    return Batch(targets)
 
 
 def check_topk(batch: Batch) -> None:

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batch.segments import Chunk
 from ..kernels.interface import Measured
 from ..logits.given import InPlaceLogits
 from ..logits.linear import LogitSource
 from ..logits.rows import ALL, BackwardInputs, of_several, steps
 from ..objective.weighted import Coefficients
-from ..statistics.softmax import PEAK, SoftmaxCoefficients, SoftmaxState, Statistics, finish
+from ..statistics.softmax import PEAK, SoftmaxCoefficients, SoftmaxState, finish
 from .backward import ForwardResult, of_tiles
 from .call import Call, GivenCall, Tensors
 
@@ -31,17 +30,19 @@ def forward(call: Call, tensors: Tensors) -> ForwardResult:
     """What the schedule does before the upstream gradient is known."""
     if isinstance(call, GivenCall) and call.in_one_launch:
         return in_one_launch(call, tensors)
-    source, schedule = call.open(tensors), call.plan.schedule
-    result = sweep(call, source)
+    result, schedule = sweep(call, tensors), call.plan.schedule
     if schedule == "one_pass" and result.values is None:  # there is no token
         zeros = result.measured.stats.logp.new_zeros(len(call.weighted.named), dtype=torch.float64)
         return result._replace(values=zeros)
     if schedule == "one_pass":
         return result
-    coefficients = _coefficients(call, result.measured.stats, None, schedule != "statistics")
+    stats, weighted = result.measured.stats, call.weighted
+    coefficients = weighted.coefficients(stats, call.packed, None, schedule != "statistics")
     result = result._replace(values=coefficients.values)
+    if call.tolerance is not None and schedule != "statistics":
+        coefficients = call.tolerance(coefficients, stats, ALL, weighted.scale)
     if schedule == "held":  # no later: the tiles take more than the gradients do
-        return result._replace(sums=of_tiles(call, source, result, coefficients))
+        return result._replace(sums=of_tiles(call, call.open(tensors), result, coefficients))
     return result._replace(coefficients=coefficients)
 
 
@@ -56,17 +57,20 @@ def in_one_launch(call: GivenCall, tensors: Tensors) -> ForwardResult:
     return ForwardResult(measured, [], source, values)
 
 
-def sweep(call: Call, source: LogitSource) -> ForwardResult:
+def sweep(call: Call, tensors: Tensors) -> ForwardResult:
     """The statistics of all tokens, block by block: in one pass with their gradient, for a frozen
     head with dlogp/dhidden."""
-    plan, schedule, blocks = call.plan, call.plan.schedule, call.plan.blocks
+    source, plan, schedule = call.open(tensors), call.plan, call.plan.schedule
+    blocks, tolerance, slabs = plan.blocks, call.tolerance, [ALL]
+    if not (plan.keeps_tiles or plan.sweep_rows or plan.tile.columns >= source.vocabulary):
+        slabs = steps(source.vocabulary, plan.tile.columns)
     parts, tiles = list[Measured](), list[Any]()
     sums: Any = None
     values: Tensor | None = None
     several = len(blocks) > 1
     for block in blocks:
         rows = block.rows if several or plan.support else ALL
-        measured, tile = _measure(call, source, rows)
+        measured, tile = source.statistics(rows, slabs, plan.keeps_tiles)
         parts.append(measured)
         if schedule == "held":
             tiles.append(tile)
@@ -75,7 +79,10 @@ def sweep(call: Call, source: LogitSource) -> ForwardResult:
             if schedule == "frozen":
                 coefficients = _unit(call, measured, rows)
             else:
-                coefficients = _coefficients(call, measured.stats, block if several else None)
+                weighted, chunk = call.weighted, block if several else None
+                coefficients = weighted.coefficients(measured.stats, call.packed, chunk)
+                if tolerance is not None:
+                    coefficients = tolerance(coefficients, measured.stats, rows, weighted.scale)
                 share = coefficients.values
                 values = share if values is None else values + share
                 live = coefficients.live() if plan.skip_rows else None
@@ -91,33 +98,12 @@ def sweep(call: Call, source: LogitSource) -> ForwardResult:
     return ForwardResult(measured, tiles, sums, values)
 
 
-def _coefficients(
-    call: Call, stats: Statistics, chunk: Chunk | None, needed: bool = True
-) -> Coefficients:
-    """The objective's, on the tokens of a chunk (None: on all), but for rows that the tolerance
-    leaves out."""
-    weighted = call.weighted
-    coefficients = weighted.coefficients(stats, call.packed, chunk, needed)
-    if call.tolerance is None or not needed:
-        return coefficients
-    return call.tolerance(coefficients, stats, chunk.rows if chunk else ALL, weighted.scale)
-
-
 def _unit(call: Call, measured: Measured, rows: slice) -> Coefficients:
     """Those of logp alone, times `call.unit`."""
     one = call.unit[rows]
     if call.requirements.inputs.rescaled:  # near p(y) = 1 dlogp/dz is small
         one /= (-measured.stats.logp.expm1()).clamp_min(2**-24).log2().floor().exp2()
     return Coefficients(SoftmaxCoefficients(target=one, prob=-one), {}, one)
-
-
-def _measure(call: Call, source: LogitSource, rows: slice) -> tuple[Measured, Any]:
-    """Statistics of some tokens over the whole vocabulary; and their logits, which are one tile
-    then, where the gradient takes them."""
-    keep = call.plan.keeps_tiles
-    columns = source.vocabulary if keep or call.plan.sweep_rows else call.plan.tile.columns
-    tiles = [ALL] if columns >= source.vocabulary else steps(source.vocabulary, columns)
-    return source.statistics(rows, tiles, keep)
 
 
 def joined(call: Call, source: LogitSource, parts: list[Measured]) -> Measured:

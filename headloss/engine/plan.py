@@ -118,10 +118,10 @@ class Plan:
 
 def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
     """Choose a schedule; ValueError where an explicit one cannot serve the call."""
-    p, given, least = inputs, options.memory_budget, inputs.token_bytes
-    if given is not None and given < least and p.tokens and not p.in_place:
+    p, size, least = inputs, options.memory_budget, inputs.token_bytes
+    if size is not None and size < least and p.tokens and not p.in_place:
         warnings.warn(
-            f"memory_budget: got {given} bytes, want at least {least}, the logits of one token, "
+            f"memory_budget: got {size} bytes, want at least {least}, the logits of one token, "
             "which are taken instead",
             stacklevel=2,
         )
@@ -187,9 +187,9 @@ def _choose(
     p: PlanInputs, options: Options, chunks: Sequence[Chunk] | None, budget: int
 ) -> tuple[Schedule, str]:
     """A schedule, and why it is this one."""
-    asked, size, most = options.schedule, p.tokens * p.token_bytes, options.chunk_tokens
+    named, size, most = options.schedule, p.tokens * p.token_bytes, options.chunk_tokens
     tiles = "softmax terms" if p.exp_tiles else "logits"
-    kept = f"the {tiles} of all tokens take {size / MIB:.1f} MiB"
+    tiles_size = f"the {tiles} of all tokens take {size / MIB:.1f} MiB"
     summed = "slopes of candidates would be summed over ranks in the backward pass"
     too_long = f"the objective is {p.scope}-scoped and does not fit chunks within the budget"
     fewer = most is not None and most < p.tokens
@@ -207,17 +207,17 @@ def _choose(
         ],
         "held": [
             (p.given, "the logits are given"),
-            (size > budget, f"{kept}, more than the budget of {budget / MIB:.1f} MiB"),
+            (size > budget, f"{tiles_size}, more than the budget of {budget / MIB:.1f} MiB"),
             (fewer, f"no more than chunk_tokens={most} are to be held at once"),
         ],
     }
     errors = {n: next((text for holds, text in r if holds), None) for n, r in reasons.items()}
     # Who asks for held without a budget may hold any number of tokens, in chunks of any size.
-    free = asked == "held" and not p.given and options.memory_budget is None
-    if errors.get(asked) and not free:
-        raise ValueError(f'schedule: got "{asked}", but {errors[asked]}')
-    if asked != "auto":
-        return asked, "asked for"
+    free = named == "held" and not p.given and options.memory_budget is None
+    if errors.get(named) and not free:
+        raise ValueError(f'schedule: got "{named}", but {errors[named]}')
+    if named != "auto":
+        return named, "asked for"
     if p.given and not p.overwrites:
         return "recompute", "the gradient of given logits is written in the backward pass"
     if p.in_place:
@@ -228,7 +228,7 @@ def _choose(
     if not errors["frozen"]:
         return "frozen", "the head is frozen and the objective is one of logp"
     if not errors["held"]:
-        return "held", f"{errors['one_pass']}, and {kept} within the budget"
+        return "held", f"{errors['one_pass']}, and {tiles_size} within the budget"
     return "recompute", f"{errors['one_pass']}, and {errors['held']}"
 
 
@@ -274,8 +274,8 @@ def _tile(p: PlanInputs, rows: int, options: Options) -> Tile:
         if p.teachers and p.multiprocessors:  # whole waves of a part of the tokens
             across = -(-tall // (WAVE_TILE[0] * PARTS))
             waves = round(across * columns / WAVE_TILE[1] / p.multiprocessors)
-            whole = waves * p.multiprocessors // across * WAVE_TILE[1]
-            columns = min(columns, whole or columns)
+            full = waves * p.multiprocessors // across * WAVE_TILE[1]
+            columns = min(columns, full or columns)
     return Tile(tall, columns)
 
 
@@ -296,8 +296,8 @@ def whole_waves(p: PlanInputs, most: int) -> int:
         return -(-(-(-rows // WAVE_TILE[0]) * across) // p.multiprocessors)
 
     def cost(rows: int) -> float:
-        whole, rest = divmod(p.tokens, rows)
-        return whole * waves(rows) + waves(rest) + CHUNK_WAVES * (whole + (rest > 0))
+        full, remainder = divmod(p.tokens, rows)
+        return full * waves(rows) + waves(remainder) + CHUNK_WAVES * (full + (remainder > 0))
 
     step = GRAIN * (1 + (most >> 24))  # of a tiny vocabulary there may be very many sizes
     return min(range(most, most // 2, -step), key=lambda rows: (cost(rows), rows))
@@ -315,15 +315,15 @@ def cut(p: PlanInputs, rows: int, limit: int) -> list[Chunk] | None:
     if p.tokens == 0 and not p.grouped and p.scope != "external":
         return []
     lengths, unit = p.lengths or [], p.segments_per_unit
-    whole = Chunk(0, p.tokens, 0, len(lengths))
+    single = Chunk(0, p.tokens, 0, len(lengths))
     if p.in_place:  # nothing is held
-        return [whole]
+        return [single]
     if p.scope == "token":
         return cut_anywhere(p, rows)
     if p.grouped or p.scope == "external":
         return None
     if p.tokens <= rows or p.scope == "batch" or not lengths:
-        return [whole] if p.tokens <= max(rows, limit) else None
+        return [single] if p.tokens <= max(rows, limit) else None
     chunks: list[Chunk] = []
     start = stop = first = last = 0
     for at in range(0, len(lengths), unit):  # may not be cut apart

@@ -320,7 +320,7 @@ class SharedHiddenGradient(HiddenGradient):
             if self.needs_grad[i]:
                 values, source = gradient.values, self.source
                 part = products.input_gradient(values, weight, source.dtype, source.fixed)
-                self._start(i, gradient.whole(part, block, weight), block)
+                self._start(i, gradient.dense(part, block, weight), block)
 
     def _start(self, i: int, dense: Tensor, rows: slice) -> None:
         options = {"group": self.group, "async_op": True}

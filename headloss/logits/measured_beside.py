@@ -29,10 +29,10 @@ def measuring(
     acts, _, transform, needs, slices, *_ = context
 
     def candidates(key: object, ids: Any, of: Transform, tail: bool) -> Candidates:
-        rest = torch.empty(2, len(batch), dtype=wide, device=ids.device)
+        tail_normalizer = torch.empty(2, len(batch), dtype=wide, device=ids.device)
         return Candidates(
             key=key, ids=ids, index=batch.index, transform=of, heads_own=key == CANDIDATES,
-            tail=tail, rest=rest, acts=acts, slices=slices,
+            tail=tail, tail_normalizer=tail_normalizer, acts=acts, slices=slices,
         )  # fmt: skip
 
     stored = [t for t in teachers if t.source(batch) == "topk"]
@@ -44,7 +44,7 @@ def measuring(
         ids = batch.as_given("candidate_ids")
         beside.append(candidates(CANDIDATES, ids, transform, "candidate_tail" in needs))
     if COLLISION in needs:
-        beside.append(SquaredSum(transform, acts, slices))
+        beside.append(SquaredSum(transform, slices))
     return context._replace(teachers=dense, beside=tuple(beside))
 
 

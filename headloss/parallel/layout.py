@@ -29,10 +29,10 @@ class VocabLayout(NamedTuple):
 
     @classmethod
     def of(
-        cls, group: distributed.ProcessGroup, own: OwnNumbers, vocab_size: int | None = None
+        cls, group: distributed.ProcessGroup, numbers: OwnNumbers, vocab_size: int | None = None
     ) -> VocabLayout:
         """From the own numbers of each rank; ValueError where they do not fit."""
-        rows, vocabulary = own["rows"], sum(own["rows"])
+        rows, vocabulary = numbers["rows"], sum(numbers["rows"])
         if vocab_size is not None:
             if vocab_size > vocabulary:
                 raise ValueError(
@@ -47,14 +47,14 @@ class VocabLayout(NamedTuple):
                 f"weight: got {rows} rows on the ranks of vocab_group, of which the first "
                 f"{vocabulary} are scored: want at least one on each rank"
             )
-        for rank, theirs in enumerate(own["teacher_columns"]):
+        for rank, theirs in enumerate(numbers["teacher_columns"]):
             if theirs not in (-1, sizes[rank]):
                 raise ValueError(
                     f"teacher: got {theirs} columns on rank {rank} of vocab_group, want the "
                     f"student's {sizes[rank]} scored rows there"
                 )
-        wanted, tokens = any(own["weight_gradient"]), tuple(own["tokens"])
-        memory, highest = min(own["memory"]), tuple(own[HIGHEST])
+        wanted, tokens = any(numbers["weight_gradient"]), tuple(numbers["tokens"])
+        memory, highest = min(numbers["memory"]), tuple(numbers[HIGHEST])
         return cls(vocabulary, group, sizes, tokens, wanted, memory, highest)
 
     @property
