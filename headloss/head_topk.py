@@ -14,9 +14,8 @@ from .engine.checks import check_eager, check_options, check_temperatures
 from .engine.plan import make_plan
 from .engine.plan_inputs import PlanInputs
 from .head.dtensor import local_head
-from .head.head import Head, autocast_dtype, check_head
+from .head.head import Head, autocast_dtype, check_head, transform_of
 from .head.products import sum_dtype
-from .kernels.transform import Transform
 from .logits.beside import NOTHING
 from .logits.linear import LinearLogits, RowContext
 from .logits.rows import steps
@@ -82,7 +81,7 @@ def _topk(
     slices = layout.shard()
     x = hidden.reshape(-1, hidden.shape[-1]).to(compute or hidden.dtype)
     factors = slices.factors(head, x)
-    transform = Transform.of(head)
+    transform = transform_of(head)
     if isinstance(t := transform.temperature, Tensor):
         transform = replace(transform, temperature=t.reshape(-1).to(sum_dtype(x.dtype)))
     nowhere = hidden.new_full((len(x),), -1, dtype=torch.int64)

@@ -6,7 +6,6 @@ N positions, T of them scored, K candidates.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +58,7 @@ class HeadLoss(torch.autograd.Function):
             if coefficients is None:
                 return None, *result.sums.finish(factor)
             if factor is not None and call.weighted.scale is None:
-                coefficients, factor = coefficients.map(partial(_times, factor)), None
+                coefficients, factor = coefficients.map(lambda t, f=factor: t * f.to(t.dtype)), None
             source: Any = call.open(saved) if saved else None
             return None, *backward(call, source, result, coefficients, factor)
 
@@ -150,10 +149,6 @@ def refuse_changes(read_again: Sequence[tuple[str, Tensor, int]]) -> None:
                 f"batch.{name}: it, or a tensor whose memory it shares, was changed in place "
                 "before the backward pass, which reads it again; give the batch a clone of it"
             )
-
-
-def _times(factor: Tensor, values: Tensor) -> Tensor:
-    return values * factor.to(values.dtype)
 
 
 def owed(call: Call, upstream: Tensor) -> Tensor | None:

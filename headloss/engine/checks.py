@@ -16,7 +16,7 @@ from ..arguments import IGNORE, check_dense, check_device, is_dtensor
 from ..batch.batch import LOGPS, Batch, check_ids
 from ..batch.packing import PackedBatch
 from ..head.dtensor import local_head
-from ..head.head import Head, autocast_dtype, check_head
+from ..head.head import Head, autocast_dtype, check_head, transform_of
 from ..kernels.transform import Transform
 from ..losses.teacher import INPUTS
 from ..losses.term import Objective, Term
@@ -69,7 +69,7 @@ class Arguments:
         head = local_head(head)
         return cls(
             verb=verb, values=hidden, head=head, batch=batch, terms=terms, loss_fn=loss_fn,
-            options=DEFAULT if options is None else options, transform=Transform.of(head),
+            options=DEFAULT if options is None else options, transform=transform_of(head),
             group=head.vocab_group,
         )  # fmt: skip
 

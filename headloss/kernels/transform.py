@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
@@ -20,11 +19,6 @@ class Transform:
     softcap: float | None = None
     temperature: float | Tensor = 1.0  # or [n]
     bias: Tensor | None = None
-
-    @classmethod
-    def of(cls, head: Any) -> Transform:
-        """What a `Head` does to its logits."""
-        return cls(scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature)
 
     def rows(self, rows: slice | Tensor) -> Transform:
         """The transform of some of the tokens."""

@@ -70,9 +70,9 @@ class Pairs(NamedTuple):
     def at(self, ids: Tensor, transform: Transform) -> Tensor:
         """As of a tile; -inf where a column is not in the support of the token."""
         places, inside, _ = self.find(ids)
-        z, column = torch.where(inside, transform(self.raw[places]), -torch.inf), ids
-        column = column - self.support.first
-        return torch.where((column >= 0) & (column < self.support.size), z, 0)
+        z, column = transform(self.raw[places]), ids - self.support.first
+        in_window = (column >= 0) & (column < self.support.size)
+        return torch.where(in_window, torch.where(inside, z, -torch.inf), 0)
 
     def state(
         self, transform: Transform, onto: SoftmaxState | None, without: Tensor | None = None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..batch.packing import PackedBatch
 from ..head.dtensor import local_head
+from ..head.head import transform_of
 from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
 from ..statistics.softmax import CANDIDATES, COLLISION
@@ -83,7 +84,7 @@ def _of_hidden(
     # A whole head beside a student's slice: its rows of that slice.
     first = slices.first if head.vocab_group is None else 0
     columns = slice(first, first + size)
-    transform = replace(Transform.of(head), temperature=teacher.temperature)
+    transform = replace(transform_of(head), temperature=teacher.temperature)
     pairs = [tensor for features, weight in factors for tensor in (features, weight[columns])]
     tensors = [*pairs, None if head.bias is None else head.bias[columns]]
     plain = RowContext(context.acts, batch.targets, transform, NOTHING, slices, vocabulary)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed
 
 from ..batch.batch import IGNORE, MOST_IDS, Batch
-from ..head.head import Head, autocast_dtype
+from ..head.head import Head, autocast_dtype, transform_of
 from ..kernels import suits_product
 from ..kernels.transform import Transform
 from .agreement import HIGHEST, MOST, Facts, OwnNumbers
@@ -66,7 +66,7 @@ def of_positions(head: Head, hidden: Tensor, k: int, check: bool) -> Facts:
     numbers = {"rows": head.weight.shape[0], "teacher_columns": -1}
     numbers |= dict.fromkeys(("tokens", "weight_gradient", "memory"), 0)
     same = {"k": k, "hidden.shape": tuple(hidden.shape)} | _of_head(head, hidden)
-    same |= _of_transform(Transform.of(head))
+    same |= _of_transform(transform_of(head))
     counts, sample = {"check_ranks": [check]}, {"hidden: differs": [_sampled(hidden)]}
     return Facts(numbers=numbers, same=same, counts=counts, values=lambda _: sample, check=check)
 
