@@ -54,6 +54,11 @@ def check_device(name: str, value: Tensor, other: Tensor, whose: str = "the targ
         raise ValueError(f"{name}: got device {value.device}, want {whose} {other.device}")
 
 
+def is_dtensor(value: object) -> bool:
+    """Whether a tensor is spread over a device mesh."""
+    return hasattr(value, "device_mesh") and hasattr(value, "placements")
+
+
 def is_integers(value: object) -> bool:
     """Whether it is a tensor of integers; booleans are none."""
     if not isinstance(value, Tensor) or value.dtype == torch.bool:

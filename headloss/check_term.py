@@ -74,42 +74,42 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
         raise TypeError(f"term: got {type(term).__name__}, want a Term (call the factory)")
     if term.teacher is not None:
         raise ValueError(f"term {term.name}: reads a teacher's divergences, not plain statistics")
-    batch, asked = _batch(term, fields)
+    batch, traced = _batch(term, fields)
     stats = _statistics(batch)
-    whole = _pure(term, stats, batch)
-    _check_gradient(term, asked, stats, batch)
+    values = _pure(term, stats, batch)
+    _check_gradient(term, traced, stats, batch)
     cuts = _cuts(term, batch)
     for cut, pieces in cuts.items():
         got = torch.cat([_evaluate(term, stats.map(lambda t, r=r: t[r]), b) for r, b in pieces])
-        want = torch.cat([whole[rows] for rows, _ in pieces])
+        want = torch.cat([values[rows] for rows, _ in pieces])
         if not torch.allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE):
             worst = float((got - want).abs().max())
             raise ValueError(
                 f"term {term.name}: differs by {worst:.3g} between the whole batch and {cut}; its "
                 f'scope is "{term.scope}"'
             )
-    beside = {name for name in asked.statistics if BESIDE.get(name) in asked.gradients}
+    beside = {name for name in traced.statistics if BESIDE.get(name) in traced.gradients}
     return TermReport(
-        statistics=tuple(sorted(asked.statistics & {*STATISTICS, *BESIDE})),
-        fields=tuple(sorted(asked.fields - {"segments", "targets", "as_given"})),
-        gradients=tuple(sorted(asked.gradients - {CANDIDATES} | beside)),
+        statistics=tuple(sorted(traced.statistics & {*STATISTICS, *BESIDE})),
+        fields=tuple(sorted(traced.fields - {"segments", "targets", "as_given"})),
+        gradients=tuple(sorted(traced.gradients - {CANDIDATES} | beside)),
         cuts=tuple(cuts),
     )
 
 
-def _batch(term: Term, given: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
+def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     """A batch with every field that the term asks for."""
     unit = term.segments_per_unit
     lengths = LENGTHS if len(LENGTHS) % unit == 0 else LENGTHS * unit  # a whole number of units
     tokens, segments = sum(lengths), Segments.from_lengths(torch.tensor(lengths, device="cpu"))
     generator = torch.Generator().manual_seed(0)
-    for name, value in given.items():
+    for name, value in named.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: got {type(value).__name__}, want a tensor")
-    fields = {name: outside_inference(value) for name, value in given.items()}
+    fields = {name: outside_inference(value) for name, value in named.items()}
     if term.kept_field is not None:
-        kept = torch.rand(tokens, generator=generator, device="cpu") > 0.3
-        fields.setdefault(term.kept_field, kept)
+        restricted = torch.rand(tokens, generator=generator, device="cpu") > 0.3
+        fields.setdefault(term.kept_field, restricted)
     for _ in range(64):  # one more field per round, as the term asks for them
         targets = torch.zeros(tokens, dtype=torch.int64, device="cpu")
         batch = Batch(targets, segments, **fields)  # type: ignore[arg-type]
@@ -172,36 +172,36 @@ def _permute(term: Term, batch: PackedBatch) -> Piece:
     fields = {name: getattr(batch, name) for name in batch.kinds()}
     if (prompts := batch.as_given("prompts")) is not None:
         fields["prompts"] = prompts[turned]  # the same when it is turned back
-    found = pack(Batch(batch.targets, segments, **fields), VOCABULARY, torch.float64)
-    index = found.packing.index
-    return slice(None) if index is None else index, found.batch
+    packed = pack(Batch(batch.targets, segments, **fields), VOCABULARY, torch.float64)
+    index = packed.packing.index
+    return slice(None) if index is None else index, packed.batch
 
 
 def _pure(term: Term, stats: Statistics, batch: PackedBatch) -> Tensor:
     """The term's value, which two evaluations agree on."""
-    given: dict[Any, Tensor] = {n: getattr(batch, n) for n in batch.kinds()}
-    given |= {**stats.tensors(), **stats.extras}
-    before = {name: value.clone() for name, value in given.items()}
-    whole, again = (_evaluate(term, stats, batch) for _ in range(2))
-    for name, value in given.items():
+    inputs: dict[Any, Tensor] = {n: getattr(batch, n) for n in batch.kinds()}
+    inputs |= {**stats.tensors(), **stats.extras}
+    before = {name: value.clone() for name, value in inputs.items()}
+    values, again = (_evaluate(term, stats, batch) for _ in range(2))
+    for name, value in inputs.items():
         if not torch.isclose(value, before[name], 0, 0, equal_nan=True).all():
             raise ValueError(f"term {term.name}: changes {name} in place; it must be pure")
-    if whole.isnan().any():
+    if values.isnan().any():
         raise ValueError(f"term {term.name}: is NaN at some of its values, want numbers")
-    if not torch.equal(again, whole):
+    if not torch.equal(again, values):
         raise ValueError(f"term {term.name}: gives two values for one input; it must be pure")
-    return whole
+    return values
 
 
-def _check_gradient(term: Term, asked: Reads, stats: Statistics, batch: PackedBatch) -> None:
-    if not asked.gradients:
+def _check_gradient(term: Term, traced: Reads, stats: Statistics, batch: PackedBatch) -> None:
+    if not traced.gradients:
         raise ValueError(
             f"term {term.name}: its value does not depend differentiably on any statistic, so it "
             "has no gradient (is everything detached, or read out with .item()?)"
         )
     leaves = stats.map(lambda t: t.clone().requires_grad_())
-    found = {**leaves.tensors(), **leaves.extras}
-    inputs = {n: found[n] for n in (*DIFFERENTIABLE, CANDIDATES) if n in found}
+    named = {**leaves.tensors(), **leaves.extras}
+    inputs = {n: named[n] for n in (*DIFFERENTIABLE, CANDIDATES) if n in named}
     with torch.enable_grad():
         total = term(leaves, batch.on(leaves)).sum()
     for name, gradient in differentiate(total, inputs).items():

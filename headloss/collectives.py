@@ -25,13 +25,13 @@ class RankError(RuntimeError):
 
 
 def together(
-    what: str, group: distributed.ProcessGroup | None, run: Callable[..., R], /, *given: Any,
+    what: str, group: distributed.ProcessGroup | None, run: Callable[..., R], /, *arguments: Any,
     **options: Any
 ) -> R:
     """What `run`, which is a collective or waits for one, makes of the other arguments; RankError
     where the backend gave it up. None: of the default group."""
     try:
-        return run(*given, **options)
+        return run(*arguments, **options)
     except RuntimeError as error:
         if not distributed.is_initialized():
             raise
@@ -67,13 +67,13 @@ def summed(what: str, values: Tensor, group: distributed.ProcessGroup | None) ->
 
 def gather(values: Tensor, group: distributed.ProcessGroup) -> Tensor:
     """[W, ..] of every rank's [..], in rank order."""
-    found = values.new_empty(distributed.get_world_size(group), *values.shape)
+    of_ranks = values.new_empty(distributed.get_world_size(group), *values.shape)
     flat = values.contiguous().view(-1)  # gloo wants the output as one long tensor
     # The second name is deprecated where there is the first.
     run = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
     what = "an exchange with the ranks of a group"
-    together(what, group, run, found.view(-1), flat, group=group)
-    return found
+    together(what, group, run, of_ranks.view(-1), flat, group=group)
+    return of_ranks
 
 
 @contextmanager

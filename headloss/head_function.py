@@ -15,14 +15,13 @@ from .batch.batch import Batch
 from .collectives import inside
 from .engine.autograd import HeadLoss
 from .engine.call import linear_call
-from .engine.checks import eagerly, outside
-from .head.dtensor import local_head
+from .engine.checks import Arguments, eagerly, outside
 from .head.head import Head, autocast_dtype, check_head
 from .head_stats import head_stats
 from .losses.scope import Scope
 from .losses.term import Term
 from .objective.external import external_loss, scalar
-from .options import DEFAULT, Options
+from .options import Options
 
 SCOPES: dict[object, Scope] = {"token": "token", "sequence": "segment"}
 READ = frozenset({"logp", "entropy"})
@@ -84,14 +83,12 @@ def head_function(
         raise ValueError(f'separable: got {separable!r}, want None, "token" or "sequence"')
     if not callable(loss_fn) or isinstance(loss_fn, Term):
         raise TypeError(f"loss_fn: got {type(loss_fn).__name__}, want a function")
-    options = DEFAULT if options is None else options
     half = isinstance(hidden, Tensor) and torch.float16 in (autocast_dtype(hidden), hidden.dtype)
     if separable is None or half:
         logps, _, entropies = head_stats(hidden, head, batch, options, READ)
         return scalar(loss_fn(logps, entropies))
-    head = local_head(head)
-    objective = external_loss(READ, SCOPES[separable])
-    arguments = hidden, head, batch, objective, options, "head_function"
-    call, tensors = linear_call(arguments, loss_fn)
+    objective, verb = external_loss(READ, SCOPES[separable]), "head_function"
+    arguments = Arguments.of_head(verb, hidden, head, batch, objective, options, loss_fn)
+    call, tensors = linear_call(arguments)
     with inside(hidden.device.type, *call.groups):
         return HeadLoss.apply(call, *tensors)[0]  # type: ignore[no-any-return]

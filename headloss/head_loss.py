@@ -19,10 +19,9 @@ from .batch.packing import PackedBatch
 from .collectives import inside
 from .engine.autograd import HeadLoss
 from .engine.call import Call, given_call, linear_call, linear_plan
-from .engine.checks import eagerly, outside
+from .engine.checks import Arguments, eagerly, outside
 from .engine.plan import Plan
-from .head.dtensor import local_head
-from .head.head import Head, check_head
+from .head.head import Head
 from .kernels.transform import Transform
 from .losses.term import Objective, Term
 from .objective.external import READ, external_loss
@@ -122,11 +121,8 @@ def head_loss(
     """
     if torch.compiler.is_compiling():
         return outside(head_loss)(hidden, head, batch, objective, options)
-    check_head(head)
-    options = DEFAULT if options is None else options
-    head = local_head(head)
-    given = (hidden, head, batch, objective, options, "head_loss")
-    return _run(options, linear_call, given)
+    arguments = ("head_loss", hidden, head, batch, objective, options)
+    return _run(lambda: linear_call(Arguments.of_head(*arguments)))
 
 
 @eagerly
@@ -165,13 +161,15 @@ def logits_loss(
     5.3019
     """
     if torch.compiler.is_compiling():
-        given = (temperature, softcap, logit_scale, vocab_group, inplace, options)
-        return outside(logits_loss)(logits, batch, objective, *given)
-    options = DEFAULT if options is None else options
+        more = (temperature, softcap, logit_scale, vocab_group, inplace, options)
+        return outside(logits_loss)(logits, batch, objective, *more)
     transform = Transform(scale=logit_scale, softcap=softcap, temperature=temperature)
     plain_numbers(transform, "scale", "softcap", "temperature")
-    given = (logits, batch, objective, transform, vocab_group, inplace, options)
-    return _run(options, given_call, given)
+    arguments = Arguments(
+        verb="logits_loss", values=logits, batch=batch, terms=objective, transform=transform,
+        options=DEFAULT if options is None else options, group=vocab_group, inplace=inplace,
+    )  # fmt: skip
+    return _run(lambda: given_call(arguments))
 
 
 @eagerly
@@ -203,11 +201,8 @@ def plan(
     """
     if torch.compiler.is_compiling():
         return outside(plan)(hidden, head, batch, objective, options)
-    check_head(head)
-    head, options = local_head(head), DEFAULT if options is None else options
-    if objective is None:
-        objective = external_loss(frozenset(READ))
-    return linear_plan((hidden, head, batch, objective, options, "plan")).plan
+    terms = external_loss(frozenset(READ)) if objective is None else objective
+    return linear_plan(Arguments.of_head("plan", hidden, head, batch, terms, options)).plan
 
 
 # ---------------------------------------------------------------------- running a call
@@ -221,12 +216,12 @@ def without_gradient(*_: Any, **__: Any) -> None:
     )
 
 
-def _run(options: Options, make: Callable[..., Any], *given: Any) -> Output:
-    call, tensors = make(*given)
+def _run(make: Callable[[], tuple[Call, list[Tensor | None]]]) -> Output:
+    call, tensors = make()
     measure: Callable[[], Metrics] = Metrics
     with inside(call.scored.targets.device.type, *call.groups):
         loss, (stats, values) = HeadLoss.apply(call, *tensors)
-        if options.metrics:
+        if call.options.metrics:
             measure = _measure_of(call, stats)
     pairs = zip(call.weighted.named, values.to(loss.dtype).unbind(), strict=False)
     terms = {name: value for (name, _), value in pairs}

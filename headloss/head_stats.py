@@ -15,10 +15,9 @@ from .batch.batch import Batch
 from .collectives import inside
 from .engine.autograd import HeadStatistics
 from .engine.call import linear_call
-from .engine.checks import check_targets, outside
+from .engine.checks import Arguments, check_targets, outside
 from .engine.operator import in_graph
 from .engine.plan import Plan
-from .head.dtensor import local_head
 from .head.head import Head, check_head
 from .objective.external import CANDIDATE, READ, external_loss
 from .options import DEFAULT, Options
@@ -92,53 +91,53 @@ def head_stats(
     names, candidates = _checked(gradients, targets_or_batch)
     if torch.compiler.is_compiling():
         if head.vocab_group is None and head.vocab_mesh_dim is None:
-            found = in_graph(hidden, head, targets_or_batch, options, names)
-            return _with_candidates(found, names)
+            outputs = in_graph(hidden, head, targets_or_batch, options, names)
+            return _with_candidates(outputs, names)
         # The ranks compare their calls, which no graph can hold.
         return outside(head_stats)(hidden, head, targets_or_batch, options, names)
     if not names:
         with torch.no_grad():
             return head_stats(hidden, head, targets_or_batch, options)
-    head = local_head(head)
     batch: Any = targets_or_batch
     if not isinstance(batch, Batch):
         try:
             batch = check_targets(batch, hidden, options)
         except (TypeError, ValueError) as error:
             batch = error  # all ranks have to hear of it
-    objective = external_loss(names, candidates=candidates)
-    call, tensors = linear_call((hidden, head, batch, objective, options, "head_stats"))
+    terms = external_loss(names, candidates=candidates)
+    arguments = Arguments.of_head("head_stats", hidden, head, batch, terms, options)
+    call, tensors = linear_call(arguments)
     with inside(hidden.device.type, *call.groups):
-        found = HeadStatistics.apply(call, names, *tensors)
-    stats = _with_candidates(found, names)
+        outputs = HeadStatistics.apply(call, names, *tensors)
+    stats = _with_candidates(outputs, names)
     stats.plan = call.plan
     return stats
 
 
-def _with_candidates(found: Sequence[Tensor], names: frozenset[str]) -> HeadStats:
+def _with_candidates(outputs: Sequence[Tensor], names: frozenset[str]) -> HeadStats:
     """Of logp, lse and entropy, and of candidates' log-probs and the rest's [.., K + 1], if any."""
-    stats = HeadStats(*found[: len(READ)])
-    if len(found) > len(READ):
-        logps, tail = found[-1][..., :-1], found[-1][..., -1]
+    stats = HeadStats(*outputs[: len(READ)])
+    if len(outputs) > len(READ):
+        logps, tail = outputs[-1][..., :-1], outputs[-1][..., -1]
         stats.candidate_logps = logps if CANDIDATE[0] in names else logps.detach()
         stats.candidate_tail = tail if CANDIDATE[1] in names else None
     return stats
 
 
-def _checked(gradients: Collection[str], given: object) -> tuple[frozenset[str], bool]:
+def _checked(gradients: Collection[str], batch: object) -> tuple[frozenset[str], bool]:
     """The names of statistics, and whether there are candidates; raises for other names."""
-    candidates = isinstance(given, Batch) and "candidate_ids" in given.fields
+    candidates = isinstance(batch, Batch) and "candidate_ids" in batch.fields
     names = (*READ, *CANDIDATE) if candidates else READ
-    asked: frozenset[Any]
+    statistics: frozenset[Any]
     try:
-        asked = frozenset([None] if isinstance(gradients, str) else gradients)
+        statistics = frozenset([None] if isinstance(gradients, str) else gradients)
     except TypeError:  # a number, or what no set holds
-        asked = frozenset([None])
-    if None in asked:
+        statistics = frozenset([None])
+    if None in statistics:
         raise TypeError(f"gradients: got {gradients!r}, want a tuple of names out of {names}")
-    for name in asked:
+    for name in statistics:
         if not (isinstance(name, str) and name in (*READ, *CANDIDATE)):
             raise ValueError(f"gradients: got {name!r}, want names out of {names}")
         if name not in names:
             raise ValueError(f"gradients: got {name!r}, want a batch with candidate_ids")
-    return asked, candidates
+    return statistics, candidates

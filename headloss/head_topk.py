@@ -14,9 +14,8 @@ from .engine.checks import check_eager, check_options, check_temperatures
 from .engine.plan import make_plan
 from .engine.plan_inputs import PlanInputs
 from .head.dtensor import local_head
-from .head.head import Head, autocast_dtype, check_head
+from .head.head import Head, autocast_dtype, check_head, transform_of
 from .head.products import sum_dtype
-from .kernels.transform import Transform
 from .logits.beside import NOTHING
 from .logits.linear import LinearLogits, RowContext
 from .logits.rows import steps
@@ -82,10 +81,9 @@ def _topk(
     slices = layout.shard()
     x = hidden.reshape(-1, hidden.shape[-1]).to(compute or hidden.dtype)
     factors = slices.factors(head, x)
-    temperature = head.temperature
-    if isinstance(temperature, Tensor):
-        temperature = temperature.reshape(-1).to(sum_dtype(x.dtype))
-    transform = Transform(scale=head.logit_scale, softcap=head.softcap, temperature=temperature)
+    transform = transform_of(head)
+    if isinstance(t := transform.temperature, Tensor):
+        transform = replace(transform, temperature=t.reshape(-1).to(sum_dtype(x.dtype)))
     nowhere = hidden.new_full((len(x),), -1, dtype=torch.int64)
     source = LinearLogits(
         [*(tensor for pair in factors for tensor in pair), head.bias],
@@ -108,7 +106,7 @@ def _topk(
     ids, logps = (x.new_empty(len(x), k, dtype=dtype) for dtype in (torch.int64, source.dtype))
     for rows in steps(len(x), tile.rows):
         ids[rows], logps[rows] = _rows(source, rows, tile.columns, k)
-    return HeadTopk(*(found.view(*hidden.shape[:-1], k) for found in (ids, logps)))
+    return HeadTopk(*(best.view(*hidden.shape[:-1], k) for best in (ids, logps)))
 
 
 def _rows(source: LinearLogits, rows: slice, width: int, k: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ Nothing of the kind is used elsewhere, but `Tensor._version`, `torch._assert_asy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,12 +20,10 @@ def in_function_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def has_tangent(tensors: Sequence[Tensor]) -> bool:
-    """Whether one of them is a dual tensor of forward mode: `unpack_dual` asks for an open level,
-    and nothing public says whether there is one."""
-    if forward_ad._current_level < 0:
-        return False
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+def in_forward_mode() -> bool:
+    """Whether there are dual tensors: `unpack_dual` asks for an open level of forward mode, and
+    nothing public says whether there is one."""
+    return forward_ad._current_level >= 0
 
 
 def break_graph(verb: Callable[..., Any], message: str) -> None:

@@ -23,22 +23,23 @@ from .loop import forward, sweep
 
 
 class HeadLoss(torch.autograd.Function):
-    """The scalar loss, and its `loop.Outcome`. The backward may be called once.
+    """The scalar loss; the statistics [T], and each term's share of its reduced value. The backward
+    may be called once.
 
     `tensors` are the source's, in the order of its gradients.
     """
 
     @staticmethod
     def forward(ctx, call: Call, *tensors):
-        outcome, ctx.later = forward(call, tensors)
+        ctx.result = result = forward(call, tensors)
         ctx.call, ctx.used, ctx.count, ctx.read_again = call, False, 0, []
-        if call.plan.backward == "slabs":  # autograd sees to it that none of these changes
+        if call.plan.schedule == "recompute":  # autograd sees to it that none of these changes
             ctx.count, ctx.read_again = len(tensors), call.read_again
             ctx.save_for_backward(*tensors, *call.constants)
-        stats, values = outcome
+        stats, values = result.measured.stats, result.values
         # In memory of its own: it gets a graph.
         loss = call.weighted.total(values, stats).to(call.requirements.wide, copy=True)
-        return loss, outcome
+        return loss, (stats, values)
 
     @staticmethod
     def backward(ctx, upstream: Tensor, _):  # type: ignore[override]
@@ -48,13 +49,18 @@ class HeadLoss(torch.autograd.Function):
                 "headloss: backward through out.loss a second time; its gradient is given once "
                 "per call, call head_loss again"
             )
-        ctx.used, call, later = True, ctx.call, ctx.later
+        ctx.used, call, result = True, ctx.call, ctx.result
         refuse_changes(ctx.read_again)
-        ctx.call = ctx.later = ctx.read_again = None  # who keeps the loss keeps no batch
+        ctx.call = ctx.result = ctx.read_again = None  # who keeps the loss keeps no batch
         saved = ctx.saved_tensors[: ctx.count]  # read once: checkpointing recomputes them
+        factor, coefficients = owed(call, upstream), result.coefficients
         with inside(upstream.device.type, *call.groups):
-            gradients = later(owed(call, upstream), call.open(saved) if saved else None)
-        return None, *gradients
+            if coefficients is None:
+                return None, *result.sums.finish(factor)
+            if factor is not None and call.weighted.scale is None:
+                coefficients, factor = coefficients.map(lambda t, f=factor: t * f.to(t.dtype)), None
+            source: Any = call.open(saved) if saved else None
+            return None, *backward(call, source, result, coefficients, factor)
 
 
 class HeadStatistics(torch.autograd.Function):
@@ -67,7 +73,7 @@ class HeadStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: Call, gradients, *tensors):
-        result, scatter = sweep(call, call.open(tensors)), call.scored.scatter
+        result, scatter = sweep(call, tensors), call.scored.scatter
         stats = result.measured.stats
         outputs = {n: getattr(stats, n) for n in READ}
         if CANDIDATES in stats.extras:
@@ -78,7 +84,7 @@ class HeadStatistics(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.result = call, result._replace(tiles=[])
         ctx.used, ctx.count, saved, ctx.read_again = False, 0, [], call.read_again
-        if call.plan.backward in ("held", "slabs"):
+        if call.plan.schedule in ("held", "recompute"):
             saved, ctx.count = [*tensors, *call.constants], len(tensors)
         ctx.first_tile, tiles = len(saved), []
         ctx.rebuild = [stored(tile, tiles) for tile in result.tiles]
@@ -89,7 +95,7 @@ class HeadStatistics(torch.autograd.Function):
     def backward(ctx, *upstream: Tensor | None):  # type: ignore[override]
         refuse_second_derivatives("head_stats")
         call, result = ctx.call, ctx.result
-        if ctx.used and call.plan.backward in ("held", "unit"):
+        if ctx.used and call.plan.schedule in ("held", "frozen"):
             raise RuntimeError(
                 f"headloss: backward through head_stats a second time, but its schedule, "
                 f'{call.plan.schedule}, has used up what it kept; add the losses first, or ask for '

@@ -21,28 +21,33 @@ Gradients = list[Tensor | None]
 
 
 class ForwardResult(NamedTuple):
-    """What a sweep for statistics leaves behind.
+    """What the forward pass leaves behind.
 
     Attributes:
         measured: the statistics of all tokens.
         tiles: what each block's logits left, under a held schedule; they are used up.
-        sums: dlogp/dhidden of a frozen head, still to be scaled by each token's slope.
+        sums: the gradients but for a factor; of a frozen head dlogp/dhidden, still to be scaled by
+            each token's slope.
+        values: first each term's share of its reduced value, [>= K] in float64.
+        coefficients: of all tokens, where the gradients still need them.
     """
 
     measured: Measured
     tiles: list[Any]
     sums: Any = None
+    values: Any = None
+    coefficients: Coefficients | None = None
 
 
 def backward(
     call: Call, source: Any, result: ForwardResult, coefficients: Coefficients,
     factor: Tensor | None
 ) -> Gradients:  # fmt: skip
-    """Gradients times `factor`; the upstream gradient is in the coefficients."""
+    """Gradients times `factor`; `source` where the logits are made again."""
     plan, inputs = call.plan, BackwardInputs(result.measured, coefficients)
-    if plan.backward == "unit":
+    if plan.schedule == "frozen":
         return _of_frozen_head(call, result, coefficients, factor)
-    if plan.backward == "held":
+    if plan.schedule == "held":
         return of_tiles(call, source, result, coefficients).finish(factor)  # type: ignore[no-any-return]
     if isinstance(source, LinearLogits):
         assert isinstance(call, LinearCall)

@@ -14,31 +14,25 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..batch.batch import Batch
 from ..batch.packing import PackedBatch, Packing, packing_of
 from ..batch.reduction import Number, Totals
-from ..head.head import Head
+from ..batch.segments import Linear
 from ..kernels.transform import Transform
-from ..logits.accumulators import (
-    BlockAccumulator,
-    GradientBuffers,
-    HiddenGradient,
-    SharedHiddenGradient,
-)
+from ..logits.accumulators import BlockAccumulator, GradientBuffers
 from ..logits.given import GivenAccumulator, GivenLogits, InPlaceLogits, LogitsBuffer
-from ..logits.linear import ExpLogits, LinearLogits, LogitSource, RowContext
+from ..logits.linear import ExpLogits, LinearLogits, RowContext
 from ..logits.measured_beside import measuring
 from ..logits.support import SupportLogits
-from ..losses.term import Objective
 from ..objective.external import ExternalLoss
 from ..objective.tolerance import Tolerance
 from ..objective.weighted import WeightedObjective, bind
 from ..options import Options
 from ..parallel.agreement import agree, attempt
 from ..parallel.facts import of_segments, of_vocabulary, per_segment
-from ..parallel.layout import VocabLayout
-from .checks import HeadLossArguments, LogitsLossArguments, check_masks, check_temperatures
-from .gather_rows import GatherRows
+from ..parallel.layout import VocabLayout, agreed_layout
+from .checks import Arguments, check_masks, check_temperatures
 from .plan import Plan
 from .requirements import Requirements, of_given_logits, of_hidden_states
 
@@ -52,7 +46,7 @@ class Call:
 
     Attributes:
         requirements: what follows from the arguments, before the batch is packed.
-        batch: as given, by position.
+        batch: by position.
         layout: this rank's rows of the whole vocabulary, and the other ranks'.
         scored: the scored tokens, and where in the batch they are.
         per_segment: fields of the batch with one value per segment.
@@ -61,7 +55,6 @@ class Call:
     """
 
     requirements: Requirements
-    objective: Objective
     batch: Batch
     options: Options
     layout: VocabLayout
@@ -71,12 +64,15 @@ class Call:
     transform: Transform
     loss_fn: Callable[..., Any] | None = None
 
-    def open(self, tensors: Tensors) -> LogitSource:
-        """The logits of the scored tokens."""
+    @property
+    def open(self) -> Callable[[Tensors], Any]:
+        """Makes the logits of the scored tokens."""
         raise NotImplementedError
 
-    def accumulator(self, source: Any) -> Any:
-        """Takes the logit gradient in blocks of tokens, or of given logits in tiles."""
+    @property
+    def accumulator(self) -> Callable[[Any], Any]:
+        """Makes, of these, what takes their gradient: in blocks of tokens, of given logits in
+        tiles."""
         raise NotImplementedError
 
     @property
@@ -108,10 +104,10 @@ class Call:
             return ExternalLoss(self.loss_fn, scored, vocabulary, options.upstream)
         requirements, totals = self.requirements, batch.totals
         if totals is None:  # packing may have read them
-            known = requirements.counted and scored.live is None
-            totals = Totals(len(scored), scored.count) if known else Totals.of(batch)
+            counted = requirements.counted and scored.live is None
+            totals = Totals(len(scored), scored.count) if counted else Totals.of(batch)
         weighted = bind(
-            self.objective, self.packed, totals, vocabulary, requirements.wide,
+            requirements.objective, self.packed, totals, vocabulary, requirements.wide,
             upstream=options.upstream, closed=requirements.slopes,
             logp_only=self.plan.schedule == "frozen",
         )  # fmt: skip
@@ -123,14 +119,14 @@ class Call:
     def context(self) -> RowContext:
         """What a source of logits has to know of the tokens."""
         requirements, scored = self.requirements, self.scored
-        whole = self.layout.group is None and scored.live is None
+        every_column = self.layout.group is None and scored.live is None
         context = RowContext(
             requirements.kernels, scored.targets, self.transform, requirements.needs, self.shard,
-            self.vocabulary, whole,
+            self.vocabulary, every_column,
         )  # fmt: skip
         if not requirements.beside:
             return context
-        return measuring(context, self.packed, self.objective.teachers, requirements.wide)
+        return measuring(context, self.packed, requirements.objective.teachers, requirements.wide)
 
     @cached_property
     def tolerance(self) -> Tolerance | None:
@@ -175,38 +171,39 @@ C = TypeVar("C", bound=Call)
 class LinearCall(Call):
     """Of hidden states and a head."""
 
-    def open(self, tensors: Tensors) -> LinearLogits:
-        requirements, options = self.requirements, self.options
+    @property
+    def open(self) -> Callable[[Tensors], LinearLogits]:
+        requirements, options, support = self.requirements, self.options, self.scored.support
         # A product measures logits of float16, whose gradient is written in float16.
         measured = requirements.inputs.rescaled and requirements.backend == "triton"
-        source = (ExpLogits if self.plan.exp_tiles else LinearLogits)(
-            tensors,
-            self.context,
+        make = partial(
+            ExpLogits if self.plan.exp_tiles else LinearLogits,
+            tokens=self.context,
             compute_dtype=requirements.compute_dtype,
             logits_dtype=options.logits_dtype,
             fixed=requirements.fixed_product(options),
             measured=measured and self.layout.group is None,
         )
-        support = self.scored.support
-        return source if support is None else SupportLogits(source, support)
+        return make if support is None else lambda tensors: SupportLogits(make(tensors), support)
 
     @property
     def buffers(self) -> GradientBuffers:
         """Where the gradients of features and weights are added up."""
-        options, inputs, shard = self.options, self.requirements.inputs, self.shard
+        options, inputs = self.options, self.requirements.inputs
         # Coefficients hold the upstream gradient already.
         final = options.upstream is not None or inputs.scope == "external"
-        shared = partial(SharedHiddenGradient, shard)
         return GradientBuffers(
             needs_grad=self.requirements.needs_grad,
             accumulate_dtype=options.accumulate_dtype,
             main_grad=options.main_grad,
             direct=final and not inputs.rescaled,
-            hidden=HiddenGradient if self.layout.group is None else shared,
         )
 
-    def accumulator(self, source: LinearLogits) -> BlockAccumulator:
-        return BlockAccumulator(source, self.buffers, self.plan.chunks, self.plan.single_block)
+    @property
+    def accumulator(self) -> Callable[[LinearLogits], BlockAccumulator]:
+        plan = self.plan
+        more = {"blocks": plan.chunks, "single_block": plan.single_block}
+        return partial(BlockAccumulator, buffers=self.buffers, **more)
 
 
 class GivenCall(Call):
@@ -223,16 +220,18 @@ class GivenCall(Call):
         inside = plan.in_place and plan.schedule == "one_pass"
         return alone and inside and self.requirements.slopes
 
-    def open(self, tensors: Tensors) -> GivenLogits:
-        index = self.scored.index
+    @property
+    def open(self) -> Callable[[Tensors], GivenLogits]:
+        common = {"tokens": self.context, "index": self.scored.index}
         if self.plan.in_place:
-            return InPlaceLogits(tensors, self.context, index=index, buffer=self.buffer)
-        return GivenLogits(tensors, self.context, index=index)
+            return partial(InPlaceLogits, buffer=self.buffer, **common)
+        return partial(GivenLogits, **common)
 
-    def accumulator(self, source: GivenLogits) -> Any:
-        if isinstance(source, InPlaceLogits):
-            return source  # which has written the gradient already
-        return GivenAccumulator(source, self.buffer)
+    @property
+    def accumulator(self) -> Callable[[Any], Any]:
+        if self.plan.in_place:  # the source has written the gradient already
+            return lambda source: source
+        return partial(GivenAccumulator, buffer=self.buffer)
 
 
 def slope_of(transform: Transform, teacher: object = None) -> Number:
@@ -243,87 +242,65 @@ def slope_of(transform: Transform, teacher: object = None) -> Number:
 # ---------------------------------------------------------------------- making a call
 
 
-def linear_call(
-    arguments: HeadLossArguments, loss_fn: Callable[..., Any] | None = None
-) -> tuple[LinearCall, list[Tensor | None]]:
-    """The call that `head_loss` makes of its arguments, and the tensors of its logits: features and
-    weights pairwise, bias."""
-    hidden, head, _, _, options, _ = arguments
-    call = linear_plan(arguments, loss_fn)
+def linear_call(arguments: Arguments) -> tuple[LinearCall, list[Tensor | None]]:
+    """The call of a verb on hidden states, and the tensors of its logits: features and weights
+    pairwise, bias."""
+    call, hidden, head = linear_plan(arguments), arguments.values, arguments.head
     requirements, scored, shard = call.requirements, call.scored, call.shard
     x = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)  # else autograd gets a step more
     if requirements.compute_dtype is not None:
         x = x.to(requirements.compute_dtype)
-    if options.sequence_parallel:
+    if call.options.sequence_parallel:
         x = shard.gathered(x)
     if scored.index is not None:
-        x = GatherRows.apply(x, scored.index, scored.live)
-    elif call.plan.exp_tiles and not requirements.readable:
+        by_position = x.view(*scored.shape, x.shape[1])
+        x = Linear.apply(scored.gather, partial(scored.scatter, alone=True), by_position)
+    elif call.plan.exp_tiles and not kernels.suits_product(hidden):
         x = x.clone(memory_format=torch.contiguous_format)
-    if not head.lora:
-        return call, [x, head.weight, head.bias]
-    factors = shard.factors(head, x, requirements.fixed_product(options))
+    assert head is not None
+    factors = [(x, head.weight)]
+    if head.lora:
+        factors = shard.factors(head, x, requirements.fixed_product(call.options))
     return call, [*(tensor for pair in factors for tensor in pair), head.bias]
 
 
-def linear_plan(
-    arguments: HeadLossArguments, loss_fn: Callable[..., Any] | None = None
-) -> LinearCall:
+def linear_plan(arguments: Arguments) -> LinearCall:
     """The same before a hidden state is looked at: they may be on the meta device."""
-    hidden, head, batch, _, options, _ = arguments
-    transform = Transform(
-        scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature
-    )
-    ready, error = attempt(None, of_hidden_states, arguments)
-    given = hidden, head, batch, options, transform, head.vocab_group
-    return _agreed(LinearCall, ready, error, *given, loss_fn)
+    return _agreed(LinearCall, arguments, of_hidden_states)
 
 
-def given_call(arguments: LogitsLossArguments) -> tuple[GivenCall, list[Tensor | None]]:
-    """The call that `logits_loss` makes of its arguments, and its tensor."""
-    logits, batch, _, transform, group, _, options = arguments
-    ready, error = attempt(None, of_given_logits, arguments)
-    given = logits, None, batch, options, transform, group
-    return _agreed(GivenCall, ready, error, *given), [logits]
+def given_call(arguments: Arguments) -> tuple[GivenCall, list[Tensor | None]]:
+    """The call of a verb on logits, and its tensor."""
+    return _agreed(GivenCall, arguments, of_given_logits), [arguments.values]
 
 
-def _agreed(
-    kind: type[C], ready: tuple[Requirements, Objective], error: Exception | None, value: Tensor,
-    head: Head | None, batch: Batch, options: Options, transform: Transform, group: Any,
-    loss_fn: Callable[..., Any] | None = None
-) -> C:
+def _agreed(kind: type[C], arguments: Arguments, require: Callable[..., Requirements]) -> C:
     """A call that the ranks of its groups agree on, packed and planned. An error waits until all of
-    them have heard of it.
-
-    Args:
-        value: hidden states, or (without a head) logits.
-    """
+    them have heard of it."""
+    a, batch, options = arguments, arguments.batch, arguments.options
     static = isinstance(options, Options) and options.static
-    if group is None:
-        layout, error = attempt(
-            error, lambda: VocabLayout(head.vocabulary if head else value.shape[-1])
-        )
+    requirements, error = attempt(None, lambda: require(a))
+    if a.group is None:
+        width = a.values.shape[-1] if a.head is None else a.head.vocabulary
+        layout, error = attempt(error, lambda: VocabLayout(width))
     else:
-        facts, error = attempt(
-            error, lambda: of_vocabulary(value, head, transform, batch, options, *ready)
-        )
-        said, error = agree("vocab_group", group, facts, error, static)
-        scored_rows = head and head.vocab_size
-        layout, error = attempt(error, lambda: VocabLayout.of(group, said, scored_rows))
-    made, error = attempt(error, lambda: _planned(batch, options, transform, layout, *ready))
-    over = batch.segments.group if isinstance(batch, Batch) else None
+        facts, error = attempt(error, lambda: of_vocabulary(a, requirements))
+        rows = a.head and a.head.vocab_size
+        layout, error = agreed_layout(a.group, facts, error, rows, static)
+    packed, error = attempt(
+        error, lambda: _planned(batch, options, a.transform, layout, requirements)
+    )
+    across = batch.segments.group if isinstance(batch, Batch) else None
     fields = None
-    if over is not None:
-        facts, error = attempt(error, lambda: of_segments(batch, options, made[1], *ready))
-        said, error = agree("segments.group", over, facts, error, static)
-        fields, error = attempt(error, lambda: per_segment(said))
+    if across is not None:
+        facts, error = attempt(error, lambda: of_segments(a, packed[1], requirements))
+        of_ranks, error = agree("segments.group", across, facts, error, static)
+        fields, error = attempt(error, lambda: per_segment(of_ranks))
     if error is not None:
         raise error
-    requirements, objective = ready
-    scored, plan, transform = made
+    scored, plan, transform = packed
     call = kind(
         requirements=requirements,
-        objective=objective,
         batch=batch,
         options=options,
         layout=layout,
@@ -331,7 +308,7 @@ def _agreed(
         plan=plan,
         per_segment=requirements.per_segment if fields is None else fields,
         transform=transform,
-        loss_fn=loss_fn,
+        loss_fn=a.loss_fn,
     )
     _ = call.context  # fields of teachers and candidates are checked
     return call
@@ -339,7 +316,7 @@ def _agreed(
 
 def _planned(
     batch: Batch, options: Options, transform: Transform, layout: VocabLayout,
-    requirements: Requirements, objective: Objective
+    requirements: Requirements
 ) -> tuple[Packing, Plan, Transform]:
     """The scored tokens, the plan, and the transform with their temperatures."""
     unit = requirements.inputs.segments_per_unit
@@ -349,16 +326,13 @@ def _planned(
         check_masks(batch, requirements.masks, scored.view(batch, requirements.wide))
     plan = requirements.plan(options, scored, layout)
     if isinstance(transform.temperature, Tensor):
-        transform = _of_tokens(transform, batch, scored, requirements.wide)
+        rows = _temperatures(transform.temperature, batch, scored)
+        transform = replace(transform, temperature=rows.to(requirements.wide))
     return scored, plan, transform
 
 
-def _of_tokens(
-    transform: Transform, batch: Batch, scored: Packing, wide: torch.dtype
-) -> Transform:
-    """With the temperatures of the scored tokens."""
-    temperature = transform.temperature
-    assert isinstance(temperature, Tensor)
+def _temperatures(temperature: Tensor, batch: Batch, scored: Packing) -> Tensor:
+    """[T] of the scored tokens, checked where these are known to the host."""
     if temperature.dim() == 0:
         rows = temperature.expand(len(scored))
     elif temperature.shape != batch.targets.shape:
@@ -370,7 +344,6 @@ def _of_tokens(
         rows = temperature.reshape(-1)
         rows = rows if scored.index is None else rows[scored.index]
     if scored.live is not None:  # else a division by the 0 of an unscored row
-        rows = torch.where(scored.live, rows, 1)
-    else:
-        check_temperatures(rows, scored.index)
-    return replace(transform, temperature=rows.to(wide))
+        return torch.where(scored.live, rows, 1)
+    check_temperatures(rows, scored.index)
+    return rows

@@ -5,25 +5,26 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
-from ..arguments import IGNORE, check_dense, check_device
+from ..arguments import IGNORE, check_dense, check_device, is_dtensor
 from ..batch.batch import LOGPS, Batch, check_ids
 from ..batch.packing import PackedBatch
-from ..head.dtensor import is_dtensor, local_head
-from ..head.head import Head, autocast_dtype, check_head
+from ..head.dtensor import local_head
+from ..head.head import Head, autocast_dtype, check_head, transform_of
 from ..kernels.transform import Transform
 from ..losses.teacher import INPUTS
 from ..losses.term import Objective, Term
 from ..losses.trial import Reads
 from ..objective.reads import reads
 from ..objective.sample import Kinds
-from ..options import Options
-from ..private import break_graph, has_tangent, in_function_transform
+from ..options import DEFAULT, Options
+from ..private import break_graph, in_forward_mode, in_function_transform
 from ..statistics.softmax import Statistics
 
 P = ParamSpec("P")
@@ -34,10 +35,43 @@ UNCOMPILED = (
 )
 
 
-# What a verb on hidden states is given, options and its name included.
-HeadLossArguments = tuple[Tensor, Head, Batch, Term | Objective, Options, str]
-# And a verb on logits, with what is done to them, their group, and whether they may be overwritten.
-LogitsLossArguments = tuple[Tensor, Batch, Term | Objective, Transform, Any, bool, Options]
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arguments:
+    """What a verb was given.
+
+    Attributes:
+        verb: its name.
+        values: hidden states [.., H], or without a head logits [.., V].
+        terms: the objective.
+        transform, group: of the head, or of logits.
+        inplace: the gradient may overwrite logits.
+        loss_fn: somebody else's loss of log-probs and entropies, in place of the objective's.
+    """
+
+    verb: str
+    values: Tensor
+    head: Head | None = None
+    batch: Batch
+    terms: Term | Objective
+    options: Options
+    transform: Transform
+    group: Any
+    inplace: bool = False
+    loss_fn: Callable[..., Any] | None = None
+
+    @classmethod
+    def of_head(
+        cls, verb: str, hidden: Tensor, head: Head, batch: Batch, terms: Term | Objective,
+        options: Options | None, loss_fn: Callable[..., Any] | None = None
+    ) -> Arguments:
+        """Of a verb on hidden states; raises where there is no head, or none of this rank."""
+        check_head(head)
+        head = local_head(head)
+        return cls(
+            verb=verb, values=hidden, head=head, batch=batch, terms=terms, loss_fn=loss_fn,
+            options=DEFAULT if options is None else options, transform=transform_of(head),
+            group=head.vocab_group,
+        )  # fmt: skip
 
 
 def eagerly(verb: Callable[P, R]) -> Callable[P, R]:
@@ -52,7 +86,7 @@ def outside(verb: Callable[P, R]) -> Callable[P, R]:
     return torch.compiler.disable(verb)  # type: ignore[no-any-return]
 
 
-def check_eager(verb: str, given: object = None, *others: object) -> None:
+def check_eager(verb: str, values: object = None, *others: object) -> None:
     """Refuse what the operators of a verb cannot handle: RuntimeError inside a transform of
     torch.func, NotImplementedError for a dual tensor, ValueError for one on the meta device."""
     if torch.compiler.is_compiling():
@@ -63,25 +97,27 @@ def check_eager(verb: str, given: object = None, *others: object) -> None:
             "want a plain call: take gradients with backward() or torch.autograd.grad, and make "
             "vmap's dimension one of the tokens'"
         )
-    if isinstance(given, Tensor) and given.is_meta:
+    if isinstance(values, Tensor) and values.is_meta:
         raise ValueError(
-            f"headloss.{verb}: got a tensor of shape {tuple(given.shape)} on the meta device, want "
-            "one with values; headloss.plan takes hidden states and a head without"
+            f"headloss.{verb}: got a tensor of shape {tuple(values.shape)} on the meta device, "
+            "want one with values; headloss.plan takes hidden states and a head without"
         )
-    if has_tangent([t for t in (given, *others) if isinstance(t, Tensor)]):
+    tensors = [value for value in (values, *others) if isinstance(value, Tensor)]
+    if in_forward_mode() and any(unpack_dual(t).tangent is not None for t in tensors):
         raise NotImplementedError(
             f"headloss.{verb}: got a dual tensor, want a plain one: there is no forward mode"
         )
 
 
-def check_linear(given: HeadLossArguments, objective: Objective) -> torch.dtype | None:
+def check_linear(arguments: Arguments, objective: Objective) -> torch.dtype | None:
     """What autocast computes in, where all arguments are what they must be."""
-    hidden, head, batch, _, options, verb = given
-    on_meta = verb == "plan"  # hidden states may have no values
+    hidden, head, options = arguments.values, arguments.head, arguments.options
+    batch, on_meta = arguments.batch, arguments.verb == "plan"  # hidden states without values
+    assert head is not None
     if on_meta:
-        check_eager(verb, getattr(batch, "targets", None))
+        check_eager(arguments.verb, getattr(batch, "targets", None))
     else:
-        check_eager(verb, hidden, head.weight)
+        check_eager(arguments.verb, hidden, head.weight)
     check_objective(objective, batch, options)
     if objective.scope == "external" and options.upstream is not None:
         raise ValueError(
@@ -164,23 +200,23 @@ def check_shape(
         )
 
 
-def check_targets(given: object, hidden: Tensor, options: Options) -> Batch:
+def check_targets(targets: object, hidden: Tensor, options: Options) -> Batch:
     """A batch of targets alone."""
     check_options(options)
-    if not isinstance(given, Tensor):
+    if not isinstance(targets, Tensor):
         raise TypeError(
-            f"targets: got {type(given).__name__}, want an int64 tensor [..] or a headloss.Batch"
+            f"targets: got {type(targets).__name__}, want an int64 tensor [..] or a headloss.Batch"
         )
     if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
         got = hidden.dtype if isinstance(hidden, Tensor) else type(hidden).__name__
         raise TypeError(f"hidden: got {got}, want a floating tensor [.., H]")
-    check_dense("targets", given)
+    check_dense("targets", targets)
     check_dense("hidden", hidden)
-    check_device("targets", given, hidden, "that of hidden,")
+    check_device("targets", targets, hidden, "that of hidden,")
     want = hidden.shape[:-1]
-    if given.shape != want and not options.sequence_parallel:
-        raise ValueError(f"targets: got shape {tuple(given.shape)}, want hidden's {tuple(want)}")
-    return Batch(given)
+    if targets.shape != want and not options.sequence_parallel:
+        raise ValueError(f"targets: got shape {tuple(targets.shape)}, want hidden's {tuple(want)}")
+    return Batch(targets)
 
 
 def check_topk(batch: Batch) -> None:
@@ -221,17 +257,17 @@ _ZERO += " assistant_masks weight weights loss_weights sample_weight"
 MASKS = {**dict.fromkeys(_ZERO.split(), 0), "labels": IGNORE}
 
 
-def check_gradient(objective: Objective, asked: dict[str, Reads]) -> None:
+def check_gradient(objective: Objective, traced: dict[str, Reads]) -> None:
     """ValueError where a gradient is wanted of an objective that has none."""
-    if not any(term.gradients for term in asked.values()):
+    if not any(term.gradients for term in traced.values()):
         raise ValueError(
             f"objective: {objective!r} has no gradient with respect to any statistic, but hidden "
             "states or weights require one (is everything detached?); call it under torch.no_grad()"
         )
 
 
-def fields_read(objective: Objective, asked: dict[str, Reads]) -> set[str]:
-    read = {name for term in asked.values() for name in term.fields}
+def fields_read(objective: Objective, traced: dict[str, Reads]) -> set[str]:
+    read = {name for term in traced.values() for name in term.fields}
     return read | {term.kept_field for _, term in objective.parts if term.kept_field is not None}
 
 
@@ -289,8 +325,8 @@ def check_dead_rows(
         alone = replace(term, function=_logp, per="token", weight_fields=(), observe=None)
         parts = [replace(term, modifiers=())] * ((term.own_scope or term.scope) == "batch")
         parts += [replace(alone, modifiers=(m,)) for m in term.modifiers if m.scope == "batch"]
-        found = [reads(Objective.of(part), kinds, dtype, device, observe=False) for part in parts]
-        if any("live" not in asked.fields for part in found for asked in part.values()):
+        traced = [reads(Objective.of(part), kinds, dtype, device, observe=False) for part in parts]
+        if any("live" not in of.fields for part in traced for of in part.values()):
             raise ValueError(
                 f"static: got True with term {name}, whose scope is batch, want False: with static "
                 "shapes it would see unscored rows (batch.live, which it does not read, marks the "

@@ -26,14 +26,13 @@ from torch import Tensor
 from ..batch.batch import IGNORE, Batch
 from ..head.head import Head, Lora, autocast_dtype
 from ..kernels.interface import Measured
-from ..logits.linear import LogitSource
 from ..objective.external import CANDIDATE, READ, external_loss
 from ..options import DEFAULT, Options
 from ..statistics.softmax import Normalizer, Statistics
 from .autograd import backward_of_slopes, refuse_second_derivatives
 from .backward import ForwardResult
 from .call import Call, linear_call
-from .checks import check_targets
+from .checks import Arguments, check_targets
 from .loop import sweep
 
 SPELT = ("backend", "static", "skip_rows")
@@ -42,19 +41,19 @@ REFUSED += ("upstream",)
 
 
 def in_graph(
-    hidden: Tensor, head: Head, given: object, options: Options, gradients: frozenset[str]
+    hidden: Tensor, head: Head, scored: object, options: Options, gradients: frozenset[str]
 ) -> list[Tensor]:
     """logp, lse and entropy of every position, and [.., K + 1] log-probs of candidates and the rest
     where the batch names some; ValueError for an option that the operator does not take."""
     compute = autocast_dtype(hidden)
     head.validate(hidden, compute_dtype=compute)
     ids: dict[str, Any] = {}
-    if isinstance(given, Batch):
-        ids["candidate_ids"] = given.fields.get("candidate_ids")
-        if given.support is not None:
-            ids.update(zip(("support_ids", "offsets"), given.support.tensors, strict=False))
-        given = given.targets
-    targets = check_targets(given, hidden, options).targets
+    if isinstance(scored, Batch):
+        ids["candidate_ids"] = scored.fields.get("candidate_ids")
+        if scored.support is not None:
+            ids.update(zip(("support_ids", "offsets"), scored.support.tensors, strict=False))
+        scored = scored.targets
+    targets = check_targets(scored, hidden, options).targets
     x = hidden.reshape(-1, hidden.shape[-1]).to(compute or hidden.dtype)
     if head.lora:  # poison in unscored rows must not reach the adapters' weights
         x = torch.where((targets.reshape(-1) != IGNORE).unsqueeze(1), x, 0)
@@ -65,7 +64,7 @@ def in_graph(
     flat = {"bias": head.bias, "temperature": per_token, "targets": targets.reshape(-1)}
     present = {name: t for name, t in (flat | ids).items() if t is not None}
     named = {name: t.flatten(0, -2) if t.dim() > 1 else t for name, t in present.items()}
-    found = _head_stats(
+    measured = _head_stats(
         [*(t for pair in pairs for t in pair), *named.values()],
         [head.vocabulary, options.chunk_tokens or 0, options.memory_budget or 0],
         [head.logit_scale, head.softcap or 0.0, float(number), options.gradient_tolerance],
@@ -73,15 +72,15 @@ def in_graph(
     )
     stats = [
         (t if name in gradients else t.detach()).view(targets.shape)
-        for name, t in zip(READ, found, strict=False)
+        for name, t in zip(READ, measured, strict=False)
     ]
-    return [*stats, *(t.unflatten(0, targets.shape) for t in found[5:6])]
+    return [*stats, *(t.unflatten(0, targets.shape) for t in measured[5:6])]
 
 
 def _spelt(names: list[str], options: Options, tail: bool) -> str:
     """Checks the options; `tail`: the candidates' rest is asked for."""
-    if (asked := options.schedule) not in ("auto", "recompute"):
-        raise ValueError(f'schedule: got "{asked}", but a compiled graph is served by recompute')
+    if (schedule := options.schedule) not in ("auto", "recompute"):
+        raise ValueError(f'schedule: got "{schedule}", but a compiled graph is served by recompute')
     for name in REFUSED:
         if getattr(options, name) is not getattr(DEFAULT, name):
             raise ValueError(f"{name}: got {getattr(options, name)}, which no compiled graph takes")
@@ -98,9 +97,9 @@ def _named(tensors: Sequence[Tensor], spelt: str) -> tuple[dict[str, Tensor], li
 def _open(
     tensors: Sequence[Tensor], sizes: Sequence[int], numbers: Sequence[float], spelt: str,
     wanted: Sequence[bool]
-) -> tuple[Call, LogitSource]:
-    """What to do for the call that these are of, and its logits; `wanted`: which tensors want a
-    gradient."""
+) -> tuple[Call, list[Tensor | None]]:
+    """What to do for the call that these are of, and the tensors of its logits; `wanted`: which of
+    these want a gradient."""
     _, tail, values = ast.literal_eval(spelt)
     (vocabulary, chunk, budget), (scale, softcap, number, tolerance) = sizes, numbers
     options = Options(
@@ -120,19 +119,20 @@ def _open(
         lora.append(Lora(a=a, b=b, scaling=1.0))
     bias, temperature = named.get("bias"), named.get("temperature", number)
     head = Head(weight, bias, temperature, softcap or None, scale, vocabulary, lora=tuple(lora))
-    chosen, kept = named.get("candidate_ids"), named.get("support_ids")
+    chosen, support = named.get("candidate_ids"), named.get("support_ids")
     names = READ if chosen is None else (*READ, *CANDIDATE[: 1 + tail])
     objective = external_loss(frozenset(names), candidates=chosen is not None)
-    if kept is not None and "offsets" in named:
-        kept = kept, named["offsets"]  # type: ignore[assignment]
+    if support is not None and "offsets" in named:
+        support = support, named["offsets"]  # type: ignore[assignment]
     with torch.set_grad_enabled(any(wanted)):
-        batch = Batch(named["targets"], candidate_ids=chosen, support_ids=kept)
-        given = hidden, head, batch, objective, options, "head_stats"
-        call, (x, own, *_, bias) = linear_call(given)
+        batch = Batch(named["targets"], candidate_ids=chosen, support_ids=support)
+        arguments = Arguments.of_head("head_stats", hidden, head, batch, objective, options)
+        call, (x, rows_of_head, *_, bias) = linear_call(arguments)
     index = call.scored.index
     packed = adapted if index is None else [f[index] for f in adapted]
     pairs = [t for pair in zip(packed, rows, strict=True) for t in pair]
-    return call, call.open([None if t is None else t.detach() for t in (x, own, *pairs, bias)])
+    of_logits = x, rows_of_head, *pairs, bias
+    return call, [None if t is None else t.detach() for t in of_logits]
 
 
 @torch.library.custom_op("headloss::head_stats", mutates_args=())
@@ -141,12 +141,12 @@ def _head_stats(
 ) -> list[Tensor]:
     """logp, lse, entropy, and the normalizer's two parts, [N] each; of candidates also log-probs
     and the rest [N, K + 1], and the rest's normalizer [N, 2]."""
-    call, source = _open(tensors, sizes, numbers, spelt, [False] * len(tensors))
-    measured = sweep(call, source).measured
-    found = [*(getattr(measured.stats, name) for name in READ), *measured.normalizer]
-    for part in source.beside:
-        found += [measured.stats.extras[part.key], part.rest.t()]
-    return [call.scored.scatter(t, alone=True) for t in found]
+    call, of_logits = _open(tensors, sizes, numbers, spelt, [False] * len(tensors))
+    measured = sweep(call, of_logits).measured
+    outputs = [*(getattr(measured.stats, name) for name in READ), *measured.normalizer]
+    for part in call.context.beside:
+        outputs += [measured.stats.extras[part.key], part.tail_normalizer.t()]
+    return [call.scored.scatter(t, alone=True) for t in outputs]
 
 
 @_head_stats.register_fake
@@ -170,18 +170,18 @@ def _head_stats_backward(
     wanted: Sequence[bool],  # which of `tensors`
 ) -> list[Tensor]:
     """The wanted gradients, in the order of `tensors`."""
-    call, source = _open(tensors, sizes, numbers, spelt, wanted)
+    call, of_logits = _open(tensors, sizes, numbers, spelt, wanted)
     scored = call.scored
     logp, _, entropy, peak, log_sum, *beside = map(scored.gather, measured)
     stats = Statistics(logp=logp, entropy=entropy)
-    for part in source.beside:
-        stats.extras[part.key], part.rest = beside[0], beside[1].t()
+    for part in call.context.beside:
+        stats.extras[part.key], part.tail_normalizer = beside[0], beside[1].t()
     result = ForwardResult(Measured(stats, Normalizer(peak, log_sum)), [])
-    found = backward_of_slopes(call, source, result, upstream)
-    for i, value in enumerate(found[:-1:2]):
+    gradients = backward_of_slopes(call, call.open(of_logits), result, upstream)
+    for i, value in enumerate(gradients[:-1:2]):
         if value is not None and scored.index is not None:
-            found[2 * i] = torch.zeros_like(tensors[2 * i]).index_copy_(0, scored.index, value)
-    return [g for g, want in zip(found, wanted, strict=False) if want and g is not None]
+            gradients[2 * i] = torch.zeros_like(tensors[2 * i]).index_copy_(0, scored.index, value)
+    return [g for g, want in zip(gradients, wanted, strict=False) if want and g is not None]
 
 
 @_head_stats_backward.register_fake
@@ -200,9 +200,9 @@ def _backward(ctx, upstream):
     refuse_second_derivatives("head_stats")
     saved, count = list(ctx.saved_tensors), len(ctx.wanted)
     slopes = [*upstream[:3], *upstream[5:6]]
-    given = (saved[:count], *ctx.constants, saved[count:], slopes, ctx.wanted)
-    found = iter(_head_stats_backward(*given))
-    return [next(found) if wanted else None for wanted in ctx.wanted], *[None] * 3
+    arguments = (saved[:count], *ctx.constants, saved[count:], slopes, ctx.wanted)
+    gradients = iter(_head_stats_backward(*arguments))
+    return [next(gradients) if wanted else None for wanted in ctx.wanted], *[None] * 3
 
 
 _head_stats.register_autograd(_backward, setup_context=_setup_context)

@@ -9,22 +9,13 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal
 
 from ..batch.segments import Chunk
 from ..head.products import GRAIN, PARTS
 from ..options import Options
 from . import plan_inputs as sizes
-from .plan_inputs import EXP_ROWS, WAVE_TILE, BackwardMode, PlanInputs, Tile
+from .plan_inputs import EXP_ROWS, WAVE_TILE, PlanInputs, Schedule, Tile
 
-Schedule = Literal["one_pass", "recompute", "frozen", "held", "statistics"]
-BACKWARD: dict[Schedule, BackwardMode] = {
-    "one_pass": "now",
-    "recompute": "slabs",
-    "frozen": "unit",
-    "held": "held",
-    "statistics": "never",
-}
 MIB = 1 << 20
 CHUNK_WAVES = 0.3  # the fixed cost of a chunk, in waves of its products
 # For a chunk, where the call names none: on a CPU, a GPU of unknown memory, the part of another's.
@@ -83,16 +74,15 @@ class Plan:
     restricted: int = 0
 
     @property
-    def backward(self) -> BackwardMode:
-        """When the logit gradient is computed: with each block's statistics ("now", or "unit"
-        coefficients that are scaled later), on what was "held" once the coefficients of all tokens
-        are there, in the backward pass in "slabs" of columns, or "never"."""
-        return BACKWARD[self.schedule]
+    def keeps_tiles(self) -> bool:
+        """Whether the gradient takes the logits that the statistics left: with each block, or once
+        the coefficients of all tokens are there. Else they are made again, or there is none."""
+        return self.schedule in ("one_pass", "frozen", "held")
 
     @property
     def blocks(self) -> Sequence[Chunk]:
         """The tokens of one step of the statistics, in order."""
-        if self.backward in ("now", "unit", "held"):
+        if self.keeps_tiles:
             return self.chunks
         step = self.sweep_rows or max(1, self.tile.rows)
         starts = range(0, self.tokens, step)
@@ -107,7 +97,7 @@ class Plan:
             f"{self.chunk_tokens} rows of the given logits, where they lie"
             if self.in_place
             else f"{len(self.chunks)} chunks of at most {self.chunk_tokens} tokens"
-            if self.schedule in ("one_pass", "frozen", "held")
+            if self.keeps_tiles
             else f"tiles of {self.tile.rows} tokens x {self.tile.columns} columns"
         )
         lines = [
@@ -128,10 +118,10 @@ class Plan:
 
 def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
     """Choose a schedule; ValueError where an explicit one cannot serve the call."""
-    p, given, least = inputs, options.memory_budget, inputs.token_bytes
-    if given is not None and given < least and p.tokens and not p.in_place:
+    p, size, least = inputs, options.memory_budget, inputs.token_bytes
+    if size is not None and size < least and p.tokens and not p.in_place:
         warnings.warn(
-            f"memory_budget: got {given} bytes, want at least {least}, the logits of one token, "
+            f"memory_budget: got {size} bytes, want at least {least}, the logits of one token, "
             "which are taken instead",
             stacklevel=2,
         )
@@ -148,20 +138,19 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
     if schedule == "held":  # a teacher measures all tokens before it differentiates any
         most = p.tokens if p.teachers else options.chunk_tokens or EXP_ROWS
         rows = max(1, min(p.tokens, most))
-    backward = BACKWARD[schedule]
-    if backward in ("unit", "held") or chunks is None:
+    if schedule in ("frozen", "held") or chunks is None:
         chunks = cut_anywhere(p, rows)
-    if backward == "now" and chunks:
+    if schedule == "one_pass" and chunks:
         rows = max(c.stop - c.start for c in chunks)
     tile = _tile(p, rows, options)
-    if p.teachers and backward in ("slabs", "never") and options.chunk_tokens is None:
+    if p.teachers and schedule in ("recompute", "statistics") and options.chunk_tokens is None:
         # The logits of one sweep take the memory that the other has for a slab and sums of dX.
         swept = tile.rows * tile.columns * sizes.slab_bytes(p) + sizes.hidden_sums(p)
         room = swept // p.token_bytes
         rows = even(p, min(rows, max(1, room // GRAIN * GRAIN or room)))
-    single_block = _single_block(p, backward, len(chunks), tile)
+    single_block = _single_block(p, schedule, len(chunks), tile)
     exp_tiles = p.exp_tiles and not p.narrow
-    parts = sizes.bytes_by_part(p, backward, rows, tile, options, single_block)
+    parts = sizes.bytes_by_part(p, schedule, rows, tile, options, single_block)
     least = SKIP_WORTH if p.on_gpu else 0 if p.thorough else CPU_SKIP_WORTH
     worth = p.sparse and rows * p.width * p.vocabulary >= least
     skip_rows = options.skip_rows and not (options.static or p.given or p.narrow) and worth
@@ -187,20 +176,20 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
     )
 
 
-def _single_block(p: PlanInputs, backward: BackwardMode, chunks: int, tile: Tile) -> bool:
+def _single_block(p: PlanInputs, schedule: Schedule, chunks: int, tile: Tile) -> bool:
     """Whether one product is the whole weight gradient, so that no wider sum is needed."""
     if p.main_grad or p.given or 0 < p.restricted < p.tokens or p.rescaled:
         return False
-    return chunks <= 1 if backward in ("now", "held") else p.tokens <= tile.rows
+    return chunks <= 1 if schedule in ("one_pass", "held") else p.tokens <= tile.rows
 
 
 def _choose(
     p: PlanInputs, options: Options, chunks: Sequence[Chunk] | None, budget: int
 ) -> tuple[Schedule, str]:
     """A schedule, and why it is this one."""
-    asked, size, most = options.schedule, p.tokens * p.token_bytes, options.chunk_tokens
+    named, size, most = options.schedule, p.tokens * p.token_bytes, options.chunk_tokens
     tiles = "softmax terms" if p.exp_tiles else "logits"
-    kept = f"the {tiles} of all tokens take {size / MIB:.1f} MiB"
+    tiles_size = f"the {tiles} of all tokens take {size / MIB:.1f} MiB"
     summed = "slopes of candidates would be summed over ranks in the backward pass"
     too_long = f"the objective is {p.scope}-scoped and does not fit chunks within the budget"
     fewer = most is not None and most < p.tokens
@@ -218,17 +207,17 @@ def _choose(
         ],
         "held": [
             (p.given, "the logits are given"),
-            (size > budget, f"{kept}, more than the budget of {budget / MIB:.1f} MiB"),
+            (size > budget, f"{tiles_size}, more than the budget of {budget / MIB:.1f} MiB"),
             (fewer, f"no more than chunk_tokens={most} are to be held at once"),
         ],
     }
     errors = {n: next((text for holds, text in r if holds), None) for n, r in reasons.items()}
     # Who asks for held without a budget may hold any number of tokens, in chunks of any size.
-    free = asked == "held" and not p.given and options.memory_budget is None
-    if errors.get(asked) and not free:
-        raise ValueError(f'schedule: got "{asked}", but {errors[asked]}')
-    if asked != "auto":
-        return asked, "asked for"
+    free = named == "held" and not p.given and options.memory_budget is None
+    if errors.get(named) and not free:
+        raise ValueError(f'schedule: got "{named}", but {errors[named]}')
+    if named != "auto":
+        return named, "asked for"
     if p.given and not p.overwrites:
         return "recompute", "the gradient of given logits is written in the backward pass"
     if p.in_place:
@@ -239,7 +228,7 @@ def _choose(
     if not errors["frozen"]:
         return "frozen", "the head is frozen and the objective is one of logp"
     if not errors["held"]:
-        return "held", f"{errors['one_pass']}, and {kept} within the budget"
+        return "held", f"{errors['one_pass']}, and {tiles_size} within the budget"
     return "recompute", f"{errors['one_pass']}, and {errors['held']}"
 
 
@@ -285,8 +274,8 @@ def _tile(p: PlanInputs, rows: int, options: Options) -> Tile:
         if p.teachers and p.multiprocessors:  # whole waves of a part of the tokens
             across = -(-tall // (WAVE_TILE[0] * PARTS))
             waves = round(across * columns / WAVE_TILE[1] / p.multiprocessors)
-            whole = waves * p.multiprocessors // across * WAVE_TILE[1]
-            columns = min(columns, whole or columns)
+            full = waves * p.multiprocessors // across * WAVE_TILE[1]
+            columns = min(columns, full or columns)
     return Tile(tall, columns)
 
 
@@ -307,8 +296,8 @@ def whole_waves(p: PlanInputs, most: int) -> int:
         return -(-(-(-rows // WAVE_TILE[0]) * across) // p.multiprocessors)
 
     def cost(rows: int) -> float:
-        whole, rest = divmod(p.tokens, rows)
-        return whole * waves(rows) + waves(rest) + CHUNK_WAVES * (whole + (rest > 0))
+        full, remainder = divmod(p.tokens, rows)
+        return full * waves(rows) + waves(remainder) + CHUNK_WAVES * (full + (remainder > 0))
 
     step = GRAIN * (1 + (most >> 24))  # of a tiny vocabulary there may be very many sizes
     return min(range(most, most // 2, -step), key=lambda rows: (cost(rows), rows))
@@ -326,15 +315,15 @@ def cut(p: PlanInputs, rows: int, limit: int) -> list[Chunk] | None:
     if p.tokens == 0 and not p.grouped and p.scope != "external":
         return []
     lengths, unit = p.lengths or [], p.segments_per_unit
-    whole = Chunk(0, p.tokens, 0, len(lengths))
+    single = Chunk(0, p.tokens, 0, len(lengths))
     if p.in_place:  # nothing is held
-        return [whole]
+        return [single]
     if p.scope == "token":
         return cut_anywhere(p, rows)
     if p.grouped or p.scope == "external":
         return None
     if p.tokens <= rows or p.scope == "batch" or not lengths:
-        return [whole] if p.tokens <= max(rows, limit) else None
+        return [single] if p.tokens <= max(rows, limit) else None
     chunks: list[Chunk] = []
     start = stop = first = last = 0
     for at in range(0, len(lengths), unit):  # may not be cut apart

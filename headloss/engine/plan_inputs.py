@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from ..head.products import PARTS
 from ..options import Options
 
-BackwardMode = Literal["now", "unit", "held", "slabs", "never"]
+Schedule = Literal["one_pass", "recompute", "frozen", "held", "statistics"]
 WAVE_TILE = (128, 256)  # rows x columns of a product that one multiprocessor computes at once
 WORKING_BLOCK = 1 << 20  # logits that a reference act works on at once
 CANDIDATE_BYTES = 24  # of a candidate: its id, its log-prob and its slope
@@ -88,29 +88,30 @@ def slab_bytes(p: PlanInputs) -> int:
 
 
 def bytes_by_part(
-    p: PlanInputs, backward: BackwardMode, rows: int, tile: Tile, options: Options,
+    p: PlanInputs, schedule: Schedule, rows: int, tile: Tile, options: Options,
     single_block: bool
 ) -> dict[str, int]:
     if p.in_place:
         return {"statistics": p.tokens * 64}
-    sweeps, slabs = backward in ("slabs", "never"), backward == "slabs" and not p.given
+    sweeps = schedule in ("recompute", "statistics")
+    slabs = schedule == "recompute" and not p.given
     elements = tile.rows * tile.columns if sweeps else rows * p.vocabulary
     logits = elements * (slab_bytes(p) if sweeps else p.row_bytes)
     if sweeps and p.teachers:
         logits = max(logits, rows * p.token_bytes - hidden_sums(p))
-    if backward == "held":
+    if schedule == "held":
         logits = p.tokens * p.vocabulary * p.row_bytes
     widened = 3 * min(elements, WORKING_BLOCK) * max(4, p.element_size)  # a few blocks at a time
     if p.element_size < 4 and not p.given:  # and of a 16-bit weight
         widened += 4 * min(4 * WORKING_BLOCK, p.vocabulary * p.width)
-    fused = backward == "never" and p.exp_tiles and not p.teachers
+    fused = schedule == "statistics" and p.exp_tiles and not p.teachers
     if fused:  # the product leaves a maximum and a sum of each tile
         logits = 8 * min(p.tokens, EXP_ROWS) * -(-p.vocabulary // WAVE_TILE[1])
     wide = 8 if p.element_size == 8 else options.accumulate_dtype.itemsize
     # Of its own dtype or of one product, a sum is the returned gradient itself.
     apart = p.weight_gradient and not (p.given or single_block)
-    summed = apart and backward in ("now", "held") and wide != p.weight_size
-    sent = p.sharded and p.hidden_gradient and not p.given and backward != "never"
+    summed = apart and schedule in ("one_pass", "held") and wide != p.weight_size
+    sent = p.sharded and p.hidden_gradient and not p.given and schedule != "statistics"
     parts = [
         (not p.narrow, "partial statistics" if fused else "logits", logits),
         (p.support, "support", p.support * PAIR_BYTES),

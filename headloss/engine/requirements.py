@@ -19,6 +19,7 @@ from ..batch.packing import Packing
 from ..head.head import Head, check_transform
 from ..head.products import Fixed, sum_dtype
 from ..kernels.interface import Kernels
+from ..kernels.transform import Transform
 from ..logits.linear import NeedsGrad
 from ..losses.term import Objective
 from ..losses.trial import Reads
@@ -28,8 +29,7 @@ from ..options import Options
 from ..parallel.layout import VocabLayout
 from ..statistics.softmax import BESIDE, CANDIDATES, COLLISION, PEAK, STATISTICS
 from .checks import (
-    HeadLossArguments,
-    LogitsLossArguments,
+    Arguments,
     check_dead_rows,
     check_eager,
     check_gradient,
@@ -50,12 +50,12 @@ class Requirements:
     """What a call needs, known before its batch is packed.
 
     Attributes:
+        objective: its terms.
         needs: statistics.
         inputs: what the planner knows of the call, without what differs from batch to batch.
         wide: dtype of statistics.
         needs_grad: which tensors want a gradient.
         compute_dtype: of products, under autocast; None: the tensors' own.
-        readable: hidden states lie as the product that writes exp tiles reads them.
         beside: something is measured beside the statistics: teachers, candidates.
         slopes: the objective's gradient can be known before the statistics.
         counted: the batch's totals are numbers of tokens and segments, on this rank alone.
@@ -63,13 +63,13 @@ class Requirements:
         per_segment: fields with one value per segment, by their shapes.
     """
 
+    objective: Objective
     needs: frozenset[str]
     inputs: PlanInputs
     backend: str
     wide: torch.dtype
     needs_grad: NeedsGrad
     compute_dtype: torch.dtype | None
-    readable: bool
     beside: bool
     slopes: bool
     counted: bool
@@ -81,7 +81,7 @@ class Requirements:
         return kernels.load(self.backend)
 
     def fixed_product(self, options: Options) -> Fixed | None:
-        """The product of which a row's bits depend on no other row, where it is asked for."""
+        """The product of which a row's bits depend on no other row, where it is traced for."""
         return self.kernels.fixed_product if options.batch_invariant else None
 
     def plan(self, options: Options, scored: Packing, layout: VocabLayout) -> Plan:
@@ -101,15 +101,16 @@ class Requirements:
         return make_plan(inputs, options, self.backend)
 
 
-def of_hidden_states(arguments: HeadLossArguments) -> tuple[Requirements, Objective]:
+def of_hidden_states(arguments: Arguments) -> Requirements:
     """What a call of `head_loss` needs, after all that it asks of its arguments is seen to hold.
 
     Raises:
         ValueError, TypeError: for bad input, naming the argument, what it got and what it wanted.
     """
-    hidden, head, batch, terms, options, _ = arguments
-    objective = Objective.of(terms)
+    hidden, head, options = arguments.values, arguments.head, arguments.options
+    objective = Objective.of(arguments.terms)
     compute_dtype = check_linear(arguments, objective)
+    assert head is not None
     dtype = compute_dtype or hidden.dtype
     backend = kernels.choose(options.backend, hidden.device, dtype)
     if options.batch_invariant and backend != "triton":
@@ -117,7 +118,7 @@ def of_hidden_states(arguments: HeadLossArguments) -> tuple[Requirements, Object
             f"batch_invariant: got True for {dtype} on {hidden.device}, want a GPU with the triton "
             "backend and at most 32 bits: no other product keeps its order for another batch"
         )
-    needs_grad = _needs_grad(hidden, head)
+    needs_grad = _needs_grad(hidden.requires_grad, head)
     plain = not head.lora and options.logits_dtype is None
     inputs = {
         "width": hidden.shape[-1],
@@ -132,16 +133,16 @@ def of_hidden_states(arguments: HeadLossArguments) -> tuple[Requirements, Object
         "main_grad": options.main_grad is not None,
         "exp_tiles": plain and kernels.can_write_exp(backend, dtype, head.weight),
     }
-    readable = hidden.is_meta or kernels.suits_product(hidden)
-    kind = backend, dtype, needs_grad, head.softcap is not None, compute_dtype, readable
-    return _required(objective, batch, options, inputs, *kind), objective
+    batch, transform, kind = arguments.batch, arguments.transform, (backend, dtype, needs_grad)
+    return _required(objective, batch, options, transform, inputs, *kind, compute_dtype)
 
 
-def of_given_logits(arguments: LogitsLossArguments) -> tuple[Requirements, Objective]:
+def of_given_logits(arguments: Arguments) -> Requirements:
     """What a call of `logits_loss` needs; raises as `of_hidden_states`."""
-    logits, batch, terms, transform, _, inplace, options = arguments
+    logits, batch, options = arguments.values, arguments.batch, arguments.options
+    transform, inplace = arguments.transform, arguments.inplace
     check_eager("logits_loss", logits)
-    objective = Objective.of(terms)
+    objective = Objective.of(arguments.terms)
     check_objective(objective, batch, options)
     if batch.support is not None:
         raise ValueError(
@@ -178,13 +179,13 @@ def of_given_logits(arguments: LogitsLossArguments) -> tuple[Requirements, Objec
         # A kernel serves the logits where they lie: with unit stride along the vocabulary.
         "in_place": backend == "triton" and (logits.stride(-1) == 1 or logits.shape[-1] <= 1),
     }
-    kind = backend, logits.dtype, needs_grad, transform.softcap is not None
-    return _required(objective, batch, options, inputs, *kind), objective
+    kind = backend, logits.dtype, needs_grad
+    return _required(objective, batch, options, transform, inputs, *kind)
 
 
-def _needs_grad(hidden: Tensor, head: Head) -> NeedsGrad:
+def _needs_grad(of_hidden: bool, head: Head) -> NeedsGrad:
     enabled = torch.is_grad_enabled()
-    into, bias = enabled and hidden.requires_grad, head.bias
+    into, bias = enabled and of_hidden, head.bias
     return NeedsGrad(
         features=(into, *(into or (enabled and lora.a.requires_grad) for lora in head.lora)),
         weights=tuple(
@@ -195,28 +196,28 @@ def _needs_grad(hidden: Tensor, head: Head) -> NeedsGrad:
 
 
 def _required(
-    objective: Objective, batch: Batch, options: Options, inputs: dict[str, Any], backend: str,
-    dtype: torch.dtype, needs_grad: NeedsGrad, softcap: bool,
-    compute_dtype: torch.dtype | None = None, readable: bool = True
+    objective: Objective, batch: Batch, options: Options, transform: Transform,
+    inputs: dict[str, Any], backend: str, dtype: torch.dtype, needs_grad: NeedsGrad,
+    compute_dtype: torch.dtype | None = None
 ) -> Requirements:
-    """Trace the objective's terms, and say what follows for the plan; `inputs` of it are known."""
+    """Trace the objective's terms, and say what follows for the plan beside its `inputs`."""
     wide, teachers = sum_dtype(dtype), objective.teachers
     if teachers:
         check_topk(batch)
     kinds = batch.kinds(wide)
     check_weights(objective, kinds, batch.totals)
-    asked = reads(objective, kinds, wide, batch.targets.device, options.metrics, cuts=True)
+    traced = reads(objective, kinds, wide, batch.targets.device, options.metrics, cuts=True)
     if options.static:
         check_dead_rows(objective, kinds, wide, batch.targets.device)
-    warn_of_misspelt_fields(batch, read := fields_read(objective, asked))
+    warn_of_misspelt_fields(batch, read := fields_read(objective, traced))
     if needs_grad.any:
-        check_gradient(objective, asked)
-    needs, gradients = _needs(asked, options), {g for r in asked.values() for g in r.gradients}
+        check_gradient(objective, traced)
+    needs, gradients = _needs(traced, options), {g for r in traced.values() for g in r.gradients}
     beside = needs & BESIDE.keys()
     # These are measured of tiles of logits; candidates alone also of hidden states and weights.
     of_tiles = bool(teachers or needs & {"candidate_tail", COLLISION})
     exp_tiles = inputs.pop("exp_tiles", False) and not of_tiles
-    exp_tiles &= not (softcap and "mean_logit" in gradients)
+    exp_tiles &= not (transform.softcap is not None and "mean_logit" in gradients)
     in_place = inputs.pop("in_place", False) and not of_tiles and "candidate_logps" not in needs
     # Beside the student's tile: logits of each dense teacher, and parts of the gradient of all
     # that is measured beside the statistics but the last.
@@ -228,7 +229,7 @@ def _required(
     slopes = has_slopes(objective, kinds) and not beside
     # Who depends on statistics may clip, who reads a field may weigh by 0 or leave out.
     restricted = any(term.kept_field for _, term in objective.parts)
-    constant = slopes and not (restricted or any(term.fields for term in asked.values()))
+    constant = slopes and not (restricted or any(term.fields for term in traced.values()))
     constant &= not any(term.weight_fields for _, term in objective.parts)
     inputs |= {
         "scope": objective.scope,
@@ -246,13 +247,13 @@ def _required(
     }
     masked = torch.bool in (kind for kind, _ in kinds.values())
     return Requirements(
+        objective=objective,
         needs=needs,
         inputs=PlanInputs(**inputs),
         backend=backend,
         wide=wide,
         needs_grad=needs_grad,
         compute_dtype=compute_dtype,
-        readable=readable,
         beside=bool(teachers or beside),
         slopes=slopes,
         counted=not (batch.segments.group is not None or "prompts" in kinds or masked),
@@ -261,9 +262,9 @@ def _required(
     )
 
 
-def _needs(asked: dict[str, Reads], options: Options) -> frozenset[str]:
+def _needs(traced: dict[str, Reads], options: Options) -> frozenset[str]:
     needs = {"logp"} | ({"entropy"} if options.metrics else set())
-    for term in asked.values():
+    for term in traced.values():
         needs |= term.statistics & {*STATISTICS, *BESIDE}
     if PEAK in needs:
         needs.add("top1")  # finds it

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ..arguments import is_dtensor
 from .head import GATHER, Head
 
 
@@ -50,11 +51,6 @@ def local_head(head: Head) -> Head:
         vocab_group=mesh.get_group(dim),
         vocab_mesh_dim=None,
     )
-
-
-def is_dtensor(value: object) -> bool:
-    """Whether a tensor is spread over a device mesh."""
-    return hasattr(value, "device_mesh") and hasattr(value, "placements")
 
 
 def _placed(name: str, value: Any) -> TypeError:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 
 from ..arguments import LARGEST, brief, check_dense, check_device, plain_numbers
+from ..kernels.transform import Transform
 from .adapters import Fields, read_model, read_module
 from .products import Fixed, WideLinear
 
@@ -267,6 +268,11 @@ class Head:
 
 def _with_adapters(fields: Fields) -> Fields:
     return {**fields, "lora": tuple(Lora(**adapter) for adapter in fields.get("lora", ()))}
+
+
+def transform_of(head: Head) -> Transform:
+    """What it does to raw logits."""
+    return Transform(scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature)
 
 
 def autocast_dtype(hidden: object) -> torch.dtype | None:

@@ -9,7 +9,7 @@ rank or summed over the ranks of a group. Sums are in float32 and scaled once, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor, distributed
 from ..collectives import together
 from ..head import products
 from ..kernels.interface import Scaling
-from ..parallel.vocabulary import VocabShard
 from .linear import LinearLogits, NeedsGrad
 from .rows import ALL, LogitGradient
 
@@ -35,7 +34,6 @@ class GradientBuffers(NamedTuple):
     # Blocks are added to it as they come; else their sum at the end, times the factor. (Slabs
     # always are.)
     direct: bool
-    hidden: Callable[..., HiddenGradient]  # makes what takes those of features
 
 
 class _Accumulator:
@@ -52,7 +50,8 @@ class _Accumulator:
         """dtype: of sums of weight gradients; None: the weights' own, which take what is final."""
         needs_grad = buffers.needs_grad
         self.source = source
-        self.hidden = buffers.hidden(source, needs_grad.features, blocks)
+        of_features = HiddenGradient if source.tokens.slices.group is None else SharedHiddenGradient
+        self.hidden = of_features(source, needs_grad.features, blocks)
         self.main_grad = buffers.main_grad if needs_grad.weights[0] else None
         direct = buffers.direct or blocks is None
         self.bias: Tensor | None = None
@@ -301,11 +300,10 @@ class SharedHiddenGradient(HiddenGradient):
     comes_first = True
 
     def __init__(
-        self, shard: VocabShard, source: LinearLogits, needs_grad: Sequence[bool],
-        blocks: Sequence[Any] | None
+        self, source: LinearLogits, needs_grad: Sequence[bool], blocks: Sequence[Any] | None
     ) -> None:
         super().__init__(source, needs_grad, blocks)
-        self.group = shard.group
+        self.group = source.tokens.slices.group
         # Sums that are under way: of which feature, the work, its buffer, and where that goes.
         self.pending: list[tuple[int, Any, Tensor, slice]] = []
 
@@ -322,7 +320,7 @@ class SharedHiddenGradient(HiddenGradient):
             if self.needs_grad[i]:
                 values, source = gradient.values, self.source
                 part = products.input_gradient(values, weight, source.dtype, source.fixed)
-                self._start(i, gradient.whole(part, block, weight), block)
+                self._start(i, gradient.dense(part, block, weight), block)
 
     def _start(self, i: int, dense: Tensor, rows: slice) -> None:
         options = {"group": self.group, "async_op": True}

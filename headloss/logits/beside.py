@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,38 +22,121 @@ NOTHING: frozenset[str] = frozenset()
 HIGH = 1 << 32  # more than any column, so that token and column fit in one number
 
 
+class Tile(NamedTuple):
+    """Logits of some tokens in a slab of columns."""
+
+    raw: Tensor  # [n, v]
+    first: int  # column of the whole vocabulary
+    acts: Kernels
+
+    def at(self, ids: Tensor, transform: Transform) -> Tensor:
+        """[n, K] of the columns `ids`, 0 where they lie outside; not to be changed."""
+        inside = (ids >= self.first) & (ids < self.first + self.raw.shape[1])
+        columns = torch.where(inside, ids - self.first, 0)
+        return torch.where(inside, transform(self.raw.gather(1, columns)), 0)
+
+    def state(
+        self, transform: Transform, onto: SoftmaxState | None, without: Tensor | None = None
+    ) -> SoftmaxState:
+        """Of all columns but `without` [n, K], and of those that gave `onto`."""
+        if without is not None:
+            without = in_slab(without, self.first)
+        forward = Forward(None, 0, transform, NOTHING)
+        return self.acts.partials(self.raw, forward, onto, without)
+
+
+class Product(NamedTuple):
+    """The same without storing them: x [n, H] @ weight.T [H, V] + bias [V]."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    first: int
+    acts: Kernels
+
+    def at(self, ids: Tensor, transform: Transform) -> Tensor:
+        """As of a tile; there is no state without the tile."""
+        biased = replace(transform, bias=self.bias)
+        return self.acts.chosen_logits(self.x, self.weight, in_slab(ids, self.first), biased)
+
+
+class Pairs(NamedTuple):
+    """Logits of some tokens in the columns of their support alone."""
+
+    raw: Tensor  # [P]
+    support: Support
+    acts: Kernels
+
+    def at(self, ids: Tensor, transform: Transform) -> Tensor:
+        """As of a tile; -inf where a column is not in the support of the token."""
+        places, inside, _ = self.find(ids)
+        z, column = transform(self.raw[places]), ids - self.support.first
+        in_window = (column >= 0) & (column < self.support.size)
+        return torch.where(in_window, torch.where(inside, z, -torch.inf), 0)
+
+    def state(
+        self, transform: Transform, onto: SoftmaxState | None, without: Tensor | None = None
+    ) -> SoftmaxState:
+        """Of all pairs but those of the columns `without`; there is only one such tile."""
+        support = self.support if without is None else self.find(without)[2]
+        forward = Forward(self.nowhere, 0, transform, NOTHING)
+        return self.acts.support_partials(self.raw, support, forward)
+
+    @property
+    def nowhere(self) -> Tensor:
+        """[n] targets that are in no column."""
+        return torch.full((len(self.support.offsets) - 1,), -1, device=self.raw.device)
+
+    def find(self, ids: Tensor) -> tuple[Tensor, Tensor, Support]:
+        """[n, K] the pair of each column, and whether there is one; and the other pairs."""
+        support = self.support
+        n, count = len(support.offsets) - 1, len(support.ids)
+        at = torch.arange(count, device=support.ids.device)
+        token = torch.searchsorted(support.offsets, at, right=True) - 1
+        inside = (support.ids >= support.first) & (support.ids < support.first + support.size)
+        key = torch.where(inside, token * HIGH + support.ids, -1 - at)
+        key, order = torch.cat([key, key.new_full((1,), -1 - count)]).sort()
+        sought = torch.arange(n, device=at.device).unsqueeze(1) * HIGH + ids
+        place = torch.searchsorted(key, sought).clamp_max(count)
+        present = (ids >= 0) & (key[place] == sought)
+        pairs = torch.where(present, order[place], 0)
+        # An empty slot, in place of those that are chosen.
+        others = torch.cat([support.ids, at.new_zeros(1)])
+        others[torch.where(present, pairs, count)] = -1
+        return pairs, present, support._replace(ids=others[:-1])
+
+
+def in_slab(ids: Tensor, first: int) -> Tensor:
+    """Columns of the whole vocabulary as those of a slab, outside of which other columns and empty
+    slots lie."""
+    return torch.where(ids < 0, -1, ids - first)
+
+
 class SquaredSum:
     """sum p^2 [n]: exp of the log-sum-exp at half the temperature less twice that at the own."""
 
     key, more = COLLISION, ()
 
-    def __init__(self, transform: Transform, acts: Kernels, slices: Any) -> None:
+    def __init__(self, transform: Transform, slices: Any) -> None:
         self.transform = replace(transform, temperature=transform.temperature / 2)
-        self.acts, self.slices = acts, slices
+        self.slices = slices
         self.partials: SoftmaxState | None = None
 
     def take(self, index: Tensor) -> SquaredSum:
         """Of some of the tokens, before they are measured."""
-        found = copy(self)
-        found.transform = self.transform.rows(index)
-        return found
+        some = copy(self)
+        some.transform = self.transform.rows(index)
+        return some
 
     def put(self, index: Tensor, taken: SquaredSum) -> None:
-        """Nothing is kept."""
+        """No token leaves anything behind."""
 
-    def add(self, rows: Rows, columns: slice, raw: Tensor) -> None:
-        """Take one of the tiles of some tokens."""
-        forward = Forward(None, 0, self.transform.rows(rows), NOTHING)
-        self.partials = self.acts.partials(raw, forward, self.partials)
+    def add(self, rows: Rows, logits: Tile | Pairs) -> None:
+        """Take some of the logits of some tokens."""
+        self.partials = logits.state(self.transform.rows(rows), self.partials)
 
-    def add_pairs(self, rows: slice, raw: Tensor, support: Support) -> None:
-        """Take the pairs [P] of some tokens and the columns of their support."""
-        nowhere = torch.full((len(support.offsets) - 1,), -1, device=raw.device)
-        forward = Forward(nowhere, 0, self.transform.rows(rows), NOTHING)
-        self.partials = self.acts.support_partials(raw, support, forward)
-
-    def found(self, rows: Rows, normalizer: Normalizer) -> Tensor:
-        """[n], once all tiles were added."""
+    def value(self, rows: Rows, normalizer: Normalizer) -> Tensor:
+        """[n], once all logits were added."""
         assert self.partials is not None
         _, twice = finish(self.slices.merge(self.partials), 1, NOTHING)
         self.partials = None
@@ -73,7 +156,7 @@ class Candidates:
     # are in float64, so that slopes that cancel keep their digits.
     heads_own: bool
     tail: bool  # whether the rest is asked for; else its log-prob stays 0
-    rest: Tensor  # [2, T] the tail's normalizer, in the dtype of the tiles' statistics
+    tail_normalizer: Tensor  # [2, T] the tail's normalizer, in the dtype of the tiles' statistics
     acts: Kernels
     slices: Any  # of the vocabulary on the ranks of a group
     logits: Tensor | None = None  # of the tokens whose tiles are added, 0 elsewhere
@@ -88,98 +171,60 @@ class Candidates:
         """Of some of the tokens, after they were measured."""
         places = index if self.index is None else self.index[index]
         transform = self.transform.rows(index)
-        return replace(self, index=places, rest=self.rest[:, index], transform=transform)
+        tail = self.tail_normalizer[:, index]
+        return replace(self, index=places, tail_normalizer=tail, transform=transform)
 
     def put(self, index: Tensor, taken: Candidates) -> None:
         """Set what was measured of some of the tokens."""
-        self.rest[:, index] = taken.rest
+        self.tail_normalizer[:, index] = taken.tail_normalizer
 
     def _ids(self, rows: Rows) -> Tensor:
         return self.ids[rows if self.index is None else self.index[rows]].long()
 
     def columns(self, rows: Rows, columns: slice) -> Tensor:
         """[n, K] as columns of a tile; empty slots and other tiles' columns lie outside of it."""
-        ids = self._ids(rows)
-        return torch.where(ids < 0, -1, ids - (self.slices.first + (columns.start or 0)))
+        return in_slab(self._ids(rows), self.slices.first + (columns.start or 0))
 
-    def add(self, rows: Rows, columns: slice, raw: Tensor) -> None:
-        """Take one of the tiles of some tokens."""
-        column, transform = self.columns(rows, columns), self.transform.rows(rows)
-        here = (column >= 0) & (column < raw.shape[1])
-        z = torch.where(here, transform(raw.gather(1, torch.where(here, column, 0))), 0)
+    def add(self, rows: Rows, logits: Tile | Product | Pairs) -> None:
+        """Take some of the logits of some tokens; the rest is not measured of a product."""
+        ids, transform = self._ids(rows), self.transform.rows(rows)
+        z = logits.at(ids, transform)
         self.logits = z if self.logits is None else self.logits.add_(z)
         if self.tail:
-            forward = Forward(None, 0, transform, NOTHING)
-            self.partials = self.acts.partials(raw, forward, self.partials, column)
+            assert not isinstance(logits, Product)
+            self.partials = logits.state(transform, self.partials, ids)
 
-    def add_product(self, rows: Rows, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """Take x [n, H] @ weight.T [H, V] + bias [V] without storing it; not for the rest."""
-        columns, transform = self.columns(rows, ALL), replace(self.transform.rows(rows), bias=bias)
-        self.logits = self.acts.chosen_logits(x, weight, columns, transform)
-
-    def add_pairs(self, rows: slice, raw: Tensor, support: Support) -> None:
-        """Take the pairs [P] of some tokens and the columns of their support; a candidate that is
-        none of these has a logit of -inf."""
-        pairs, here, rest = self._in_support(rows, support)
-        column, transform = self._ids(rows) - support.first, self.transform.rows(rows)
-        z = torch.where(here, transform(raw[pairs]), -torch.inf)
-        self.logits = torch.where((column >= 0) & (column < support.size), z, 0)
-        if self.tail:
-            forward = Forward(torch.full_like(pairs[:, 0], -1), 0, transform, NOTHING)
-            self.partials = self.acts.support_partials(raw, rest, forward)
-
-    def _in_support(self, rows: slice, support: Support) -> tuple[Tensor, Tensor, Support]:
-        """[n, K] the pair of each candidate, and whether there is one; and the other pairs."""
-        n, count = len(support.offsets) - 1, len(support.ids)
-        at = torch.arange(count, device=support.ids.device)
-        token = torch.searchsorted(support.offsets, at, right=True) - 1
-        inside = (support.ids >= support.first) & (support.ids < support.first + support.size)
-        key = torch.where(inside, token * HIGH + support.ids, -1 - at)
-        key, order = torch.cat([key, key.new_full((1,), -1 - count)]).sort()
-        ids = self._ids(rows)
-        asked = torch.arange(n, device=at.device).unsqueeze(1) * HIGH + ids
-        place = torch.searchsorted(key, asked).clamp_max(count)
-        here = (ids >= 0) & (key[place] == asked)
-        pairs = torch.where(here, order[place], 0)
-        # An empty slot, in place of those that are chosen.
-        others = torch.cat([support.ids, at.new_zeros(1)])
-        others[torch.where(here, pairs, count)] = -1
-        return pairs, here, support._replace(ids=others[:-1])
-
-    def add_to_pairs_(
-        self, values: Tensor, raw: Tensor, rows: slice, support: Support, slopes: Tensor
-    ) -> None:
-        """For pairs what `gradient` is for a tile: the part of slopes [n, K + 1] is added to
-        values [P], the rest of dL/draw."""
-        transform = self.transform.rows(rows)
-        pairs, here, rest = self._in_support(rows, support)
-        own = slopes[:, :-1].to(values.dtype, copy=True)
-        own = transform.vjp_(own, raw[pairs])
-        values[pairs[here]] += own[here]
-        if self.tail:
-            nowhere, c = torch.full_like(pairs[:, 0], -1), SoftmaxCoefficients(prob=slopes[:, -1])
-            tail = Normalizer(*self.rest[:, rows])
-            backward = Backward(nowhere, support.first, transform, tail, c, None)
-            values += self.acts.support_gradient(raw, rest, backward)
-
-    def found(self, rows: Rows, normalizer: Normalizer) -> Tensor:
-        """[n, K + 1], once all tiles were added; `normalizer` is that of the head's softmax."""
+    def value(self, rows: Rows, normalizer: Normalizer) -> Tensor:
+        """[n, K + 1], once all logits were added; `normalizer` is that of the head's softmax."""
         assert self.logits is not None
-        dtype = self.rest.dtype if self.heads_own else torch.float64
+        dtype = self.tail_normalizer.dtype if self.heads_own else torch.float64
         z = self.slices.sum(self.logits).to(dtype)
         (peak, log_sum), tail = normalizer, torch.zeros_like(z[:, 0])
         if self.tail:
             assert self.partials is not None
-            _, rest = finish(self.slices.merge(self.partials), 1, NOTHING)
-            self.rest[0, rows], self.rest[1, rows] = rest
-            own, own_sum = (t.to(dtype) for t in rest)
-            tail = (own - peak) + (own_sum - log_sum) if self.heads_own else own + own_sum
+            _, others = finish(self.slices.merge(self.partials), 1, NOTHING)
+            self.tail_normalizer[0, rows], self.tail_normalizer[1, rows] = others
+            top, top_sum = (t.to(dtype) for t in others)
+            tail = (top - peak) + (top_sum - log_sum) if self.heads_own else top + top_sum
         self.logits = self.partials = None
         empty, tail = self._ids(rows) < 0, tail.unsqueeze(1)
         if not self.heads_own:
             return torch.cat([z.masked_fill(empty, -torch.inf), tail], 1).log_softmax(1)
         log_p = ((z - peak.unsqueeze(1)) - log_sum.unsqueeze(1)).masked_fill_(empty, 0)
         return torch.cat([log_p, tail], 1)
+
+    def add_to_pairs_(self, values: Tensor, rows: slice, logits: Pairs, slopes: Tensor) -> None:
+        """For pairs what `gradient` is for a tile: the part of slopes [n, K + 1] is added to
+        values [P], the rest of dL/draw."""
+        transform = self.transform.rows(rows)
+        pairs, present, others = logits.find(self._ids(rows))
+        chosen = transform.vjp_(slopes[:, :-1].to(values.dtype, copy=True), logits.raw[pairs])
+        values[pairs[present]] += chosen[present]
+        if self.tail:
+            c = SoftmaxCoefficients(prob=slopes[:, -1])
+            tail = Normalizer(*self.tail_normalizer[:, rows])
+            backward = Backward(logits.nowhere, others.first, transform, tail, c, None)
+            values += logits.acts.support_gradient(logits.raw, others, backward)
 
     def beside_logp(
         self, measured: Measured, slopes: Tensor, targets: Tensor, vocabulary: int
@@ -202,13 +247,13 @@ class Candidates:
         self, raw: Tensor, rows: Rows, columns: slice, measured: Measured, gradient: Tensor,
         extra: Tensor | None = None, others: Backward | None = None
     ) -> Tensor:
-        """The candidates' part of d/draw of a tile, from slopes [n, K + 1] of `found`; see
+        """The candidates' part of d/draw of a tile, from slopes [n, K + 1] of `value`; see
         `DenseTeacher.gradient`."""
         if not self.heads_own:  # slopes of log-probs to those of logits
             log_p = measured.stats.extras[self.key]
             gradient = gradient - log_p.exp() * gradient.sum(1, keepdim=True)
-        gradient = gradient.to(self.rest.dtype)
-        tail = Normalizer(*self.rest[:, rows]) if self.tail else measured.normalizer
+        gradient = gradient.to(self.tail_normalizer.dtype)
+        tail = Normalizer(*self.tail_normalizer[:, rows]) if self.tail else measured.normalizer
         outcomes = StoredTopk(
             self.columns(rows, columns),
             Distribution(self.transform.rows(rows), tail),

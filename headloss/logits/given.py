@@ -151,8 +151,8 @@ class InPlaceLogits(GivenLogits):
         if gradient is not None:
             out = self.out = self.destination()
             coefficients = gradient.softmax
-        given = self.tokens.targets, self.tokens.slices.first, self.tokens.transform, needs
-        walk = (self.rows, out, self.buffer.order.live, *given, coefficients, slopes, normalizer)
+        context = self.tokens.targets, self.tokens.slices.first, self.tokens.transform, needs
+        walk = (self.rows, out, self.buffer.order.live, *context, coefficients, slopes, normalizer)
         return self.acts.given_rows(kernels.Walk(*walk))
 
     def partials(self, rows: slice, tiles: Sequence[slice] = (ALL,)) -> tuple[Any, None]:

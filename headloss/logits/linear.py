@@ -22,6 +22,7 @@ from ..kernels.interface import Backward, ExpTile, Forward, Kernels, Measured
 from ..kernels.pair import Chosen
 from ..kernels.transform import Transform
 from ..statistics.softmax import PEAK
+from .beside import Product, Tile
 from .rows import ALL, BackwardInputs, LogitGradient, Rows, compact_
 
 MOST = 15 / 16  # rows of a GPU: to leave out fewer costs more than it saves
@@ -53,7 +54,7 @@ class RowContext(NamedTuple):
     needs: frozenset[str]  # statistics
     slices: Any  # of the vocabulary on the ranks of a group
     vocabulary: int  # V of the whole model
-    whole: bool = False  # the slice is all of it, and all targets are known to lie in it
+    complete: bool = False  # the slice is all of it, and all targets are known to lie in it
     teachers: tuple[Any, ...] = ()  # whose divergences are measured beside the student's logits
     beside: tuple[Any, ...] = ()  # what else is, of the tiles: `Candidates`, `SquaredSum`
 
@@ -61,8 +62,9 @@ class RowContext(NamedTuple):
         """Of some of the tokens."""
         teachers, beside = (tuple(x.take(index) for x in t) for t in (self.teachers, self.beside))
         targets, transform = self._at(index)
-        given = self.acts, targets, transform, self.needs, self.slices, self.vocabulary, self.whole
-        return RowContext(*given, teachers, beside)
+        return self._replace(
+            targets=targets, transform=transform, teachers=teachers, beside=beside
+        )  # fmt: skip
 
     def forward(self, rows: Rows, columns: slice = ALL) -> Forward:
         """Arguments of act one beside the logits of a tile."""
@@ -75,14 +77,14 @@ class RowContext(NamedTuple):
         """Arguments of act two beside the logits of a tile."""
         (stats, normalizer), coefficients = inputs.measured, inputs.coefficients.softmax
         targets, transform = self._at(rows)
-        given = targets, self.slices.first + (columns.start or 0), transform, normalizer
-        whole = self.whole and columns is ALL and isinstance(inputs.tile, Tensor)
-        return Backward(*given, coefficients, stats.logp, dtype, whole)
+        arguments = targets, self.slices.first + (columns.start or 0), transform, normalizer
+        complete = self.complete and columns is ALL and isinstance(inputs.tile, Tensor)
+        return Backward(*arguments, coefficients, stats.logp, dtype, complete)
 
     def measured(self, partials: Any) -> Measured:
         """What partials of this rank's slice come to over the whole vocabulary."""
-        found = self.slices.measured(self.acts, partials, self.needs, self.vocabulary)
-        return found  # type: ignore[no-any-return]
+        measured = self.slices.measured(self.acts, partials, self.needs, self.vocabulary)
+        return measured  # type: ignore[no-any-return]
 
     def _at(self, rows: Rows) -> tuple[Tensor, Transform]:
         if rows is ALL:
@@ -125,8 +127,10 @@ class LogitSource:
         for columns in tiles:
             raw = None  # before the next one is made
             raw = self.raw(rows, columns)
+            tile = Tile(raw, self.tokens.slices.first + (columns.start or 0), self.acts)
             for other in self.beside:
-                other.add(rows, columns, raw)
+                other.add(rows, tile)
+            del tile
             partials = self.acts.partials(raw, self.tokens.forward(rows, columns), partials)
         return partials, raw
 
@@ -149,7 +153,7 @@ class LogitSource:
         if PEAK in self.tokens.needs:
             measured.stats.extras[PEAK] = measured.normalizer.max_logit.clone()
         for part in self.beside:
-            measured.stats.extras[part.key] = part.found(rows, measured.normalizer)
+            measured.stats.extras[part.key] = part.value(rows, measured.normalizer)
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
         """Act two on a tile: dL/draw of the rows that carry a gradient. On a GPU that of all rows
@@ -175,16 +179,16 @@ class LogitSource:
         it may go."""
         dtype = self.gradient_dtype if raw.is_cuda else None  # the products take 16 bits
         others = self.tokens.backward(rows, columns, inputs, dtype)._replace(to=to)
-        given, slopes = (rows, columns, inputs.measured), inputs.coefficients.extras
+        tile, slopes = (rows, columns, inputs.measured), inputs.coefficients.extras
         parts = [part for part in (*self.teachers, *self.beside) if part.key in slopes]
         if not parts:
             return self.acts.logit_gradient_(raw, others)
         others = others._replace(all_columns=False)  # where logits may stand for those of act one
         extra = None  # all but the last need the student's logits unchanged
         for part in parts[:-1]:
-            extra = part.gradient(raw, *given, slopes[part.key], extra)
+            extra = part.gradient(raw, *tile, slopes[part.key], extra)
         last = parts[-1]
-        return last.gradient(raw, *given, slopes[last.key], extra, others)
+        return last.gradient(raw, *tile, slopes[last.key], extra, others)
 
 
 class LinearLogits(LogitSource):
@@ -221,10 +225,10 @@ class LinearLogits(LogitSource):
 
     def take(self, index: Tensor) -> LinearLogits:
         """The same head on some of the tokens, gathered."""
-        found = copy(self)
-        LogitSource.__init__(found, self.tokens.take(index))
-        found.features = [features[index] for features in self.features]
-        return found
+        some = copy(self)
+        LogitSource.__init__(some, self.tokens.take(index))
+        some.features = [features[index] for features in self.features]
+        return some
 
     def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
         if not self.fused:
@@ -233,10 +237,10 @@ class LinearLogits(LogitSource):
         if keep:
             raw = x.new_empty(x.shape[0], 16 * -(-width // 16), dtype=self.dtype)[:, :width]
         forward = self._biased(self.tokens.forward(rows))
-        given = x, self.weights[0], forward, self.tokens.vocabulary
-        found = self.acts.product_statistics(*given, raw=raw)
-        self.measure_beside(rows, found)
-        return found, raw
+        arguments = x, self.weights[0], forward, self.tokens.vocabulary
+        measured = self.acts.product_statistics(*arguments, raw=raw)
+        self.measure_beside(rows, measured)
+        return measured, raw
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
         if inputs.tile is not None or not self.teachers:
@@ -246,24 +250,24 @@ class LinearLogits(LogitSource):
         count, start = rows.stop - rows.start, rows.start
         dtype = self.gradient_dtype if x.is_cuda else None
         width = v if dtype is None else 8 * -(-v // 8)  # rows of whole 16 bytes
-        found = x.new_empty(count, width, dtype=dtype or self.dtype)[:, :v]
-        for to in found.split(GRAIN * -(-count // (GRAIN * PARTS))):
+        gradient = x.new_empty(count, width, dtype=dtype or self.dtype)[:, :v]
+        for to in gradient.split(GRAIN * -(-count // (GRAIN * PARTS))):
             at, of = slice(start, start + len(to)), start - rows.start
             part, start = inputs.rows(slice(of, of + len(to))), at.stop
-            made = self.gradient_(self.raw(at, columns), at, columns, part, to)
-            if made is not to:
-                to.copy_(made)
-        return LogitGradient(found, rows)
+            part_gradient = self.gradient_(self.raw(at, columns), at, columns, part, to)
+            if part_gradient is not to:
+                to.copy_(part_gradient)
+        return LogitGradient(gradient, rows)
 
     def _x(self, rows: slice) -> Tensor:
         return self.features[0] if rows is ALL else self.features[0][rows]
 
-    def _biased(self, given: Any, columns: slice = ALL) -> Any:
+    def _biased(self, arguments: Any, columns: slice = ALL) -> Any:
         """Arguments of an act whose product has to add the bias of these columns."""
         if self.bias is None:
-            return given
-        transform = replace(given.transform, bias=self.bias[columns])
-        return given._replace(transform=transform)
+            return arguments
+        transform = replace(arguments.transform, bias=self.bias[columns])
+        return arguments._replace(transform=transform)
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
         """[n, v] raw logits in float32 or float64, in memory of their own. The widest product comes
@@ -284,17 +288,18 @@ class ExpLogits(LinearLogits):
 
     def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
         x, weight = self._x(rows), self.weights[0]
-        held = ExpTile.empty(x, weight.shape[0]) if keep else None
         forward = self._biased(self.tokens.forward(rows))
+        held = ExpTile.empty(x, weight.shape[0]) if keep else None
         if (tokens := self.tokens).slices.size is None:
-            found = self.acts.product_statistics(x, weight, forward, tokens.vocabulary, held)
+            measured = self.acts.product_statistics(x, weight, forward, tokens.vocabulary, held)
         else:
-            found = tokens.measured(self.acts.product_partials(x, weight, forward, held))
+            measured = tokens.measured(self.acts.product_partials(x, weight, forward, held))
+        product = Product(x, weight, self.bias, tokens.slices.first, self.acts)
         for other in self.beside:
-            other.add_product(rows, x, weight, self.bias)
+            other.add(rows, product)
         if self.beside or PEAK in forward.needs:
-            self.measure_beside(rows, found)
-        return found, held
+            self.measure_beside(rows, measured)
+        return measured, held
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
         backward = self.tokens.backward(rows, columns, inputs)
@@ -302,10 +307,10 @@ class ExpLogits(LinearLogits):
             return self._of_terms(rows, inputs, backward)
         # The product that would make the logits again makes their gradient.
         x, weight = self.features[0][rows], self.weights[0][columns]
-        found = self.acts.product_gradient(x, weight, self._biased(backward, columns))
+        gradient = self.acts.product_gradient(x, weight, self._biased(backward, columns))
         for chosen in self._chosen(rows, columns, inputs):
-            self.acts.chosen_gradient_(found, chosen, backward)
-        return LogitGradient(found, rows)
+            self.acts.chosen_gradient_(gradient, chosen, backward)
+        return LogitGradient(gradient, rows)
 
     def _chosen(self, rows: slice, columns: slice, inputs: BackwardInputs) -> list[Chosen]:
         """The candidates' columns, where they carry a gradient: at most one of them."""

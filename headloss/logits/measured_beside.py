@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..batch.packing import PackedBatch
 from ..head.dtensor import local_head
+from ..head.head import transform_of
 from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
 from ..statistics.softmax import CANDIDATES, COLLISION
@@ -29,10 +30,10 @@ def measuring(
     acts, _, transform, needs, slices, *_ = context
 
     def candidates(key: object, ids: Any, of: Transform, tail: bool) -> Candidates:
-        rest = torch.empty(2, len(batch), dtype=wide, device=ids.device)
+        tail_normalizer = torch.empty(2, len(batch), dtype=wide, device=ids.device)
         return Candidates(
             key=key, ids=ids, index=batch.index, transform=of, heads_own=key == CANDIDATES,
-            tail=tail, rest=rest, acts=acts, slices=slices,
+            tail=tail, tail_normalizer=tail_normalizer, acts=acts, slices=slices,
         )  # fmt: skip
 
     stored = [t for t in teachers if t.source(batch) == "topk"]
@@ -44,7 +45,7 @@ def measuring(
         ids = batch.as_given("candidate_ids")
         beside.append(candidates(CANDIDATES, ids, transform, "candidate_tail" in needs))
     if COLLISION in needs:
-        beside.append(SquaredSum(transform, acts, slices))
+        beside.append(SquaredSum(transform, slices))
     return context._replace(teachers=dense, beside=tuple(beside))
 
 
@@ -83,9 +84,7 @@ def _of_hidden(
     # A whole head beside a student's slice: its rows of that slice.
     first = slices.first if head.vocab_group is None else 0
     columns = slice(first, first + size)
-    transform = Transform(
-        scale=head.logit_scale, softcap=head.softcap, temperature=teacher.temperature
-    )
+    transform = replace(transform_of(head), temperature=teacher.temperature)
     pairs = [tensor for features, weight in factors for tensor in (features, weight[columns])]
     tensors = [*pairs, None if head.bias is None else head.bias[columns]]
     plain = RowContext(context.acts, batch.targets, transform, NOTHING, slices, vocabulary)

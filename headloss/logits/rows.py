@@ -101,7 +101,7 @@ class LogitGradient(NamedTuple):
         first = [None if t is None else t[:count] for t in ordered]
         return LogitGradient(*first, scaled_rows=self.scaled_rows)  # type: ignore[arg-type]
 
-    def whole(self, part: Tensor, block: slice, weight: Tensor | None = None) -> Tensor:
+    def dense(self, part: Tensor, block: slice, weight: Tensor | None = None) -> Tensor:
         """[n, H] of all rows of a block from [K, H] `part`, times `multiple`, and from pairs, of
         `weight`; 0 where there is no gradient. `part` may be overwritten."""
         if isinstance(self.rows, slice) and self.pairs is None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..kernels.interface import Measured
 from ..statistics.softmax import finish
+from .beside import Pairs
 from .linear import LinearLogits
 from .rows import ALL, BackwardInputs, LogitGradient, PairGradient, Rows, of_several
 
@@ -25,17 +26,17 @@ class SupportLogits(LinearLogits):
     """The softmax of each token over the columns of its support; both acts on P raw logits.
 
     Args:
-        whole: the same head over all columns, for tokens without a support.
+        full: the same head over all columns, for tokens without a support.
         support: the pairs of all tokens.
     """
 
-    def __init__(self, whole: LinearLogits, support: Packed) -> None:
-        vars(self).update(vars(whole))
-        self.whole, self.support = whole, support
+    def __init__(self, full: LinearLogits, support: Packed) -> None:
+        vars(self).update(vars(full))
+        self.full, self.support = full, support
         self.additions = 1 if support.free is None else 2
 
     def take(self, index: Tensor) -> SupportLogits:
-        return SupportLogits(self.whole.take(index), self.support.take(index))
+        return SupportLogits(self.full.take(index), self.support.take(index))
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
         """[P] raw logits of the pairs of some tokens in some columns."""
@@ -54,34 +55,35 @@ class SupportLogits(LinearLogits):
         raw, needs, support = self.raw(rows), self.tokens.needs, self._window(rows, ALL)
         partials = self.acts.support_partials(raw, support, self.tokens.forward(rows))
         for part in self.beside:
-            part.add_pairs(rows, raw, support)
+            part.add(rows, Pairs(raw, support, self.acts))
         stats, normalizer = finish(self.tokens.slices.merge(partials), 1, needs)
         if stats.mean_logit is not None:
             stats = replace(stats, mean_logit=stats.mean_logit / self.support.counts[rows])
-        measured, whole, held = Measured(stats, normalizer), None, None
+        measured, full, held = Measured(stats, normalizer), None, None
         self.measure_beside(rows, measured)
         index = self.support.unrestricted(rows)
         if index is not None:
-            whole = self.whole.take(index + (rows.start or 0))
-            found, held = whole.statistics(slice(0, len(index)), tiles, keep)
+            full = self.full.take(index + (rows.start or 0))
+            others, held = full.statistics(slice(0, len(index)), tiles, keep)
             measured = of_several(
-                lambda pair: pair[0].index_copy(0, index, pair[1]), [measured, found]
+                lambda pair: pair[0].index_copy(0, index, pair[1]), [measured, others]
             )
-            for part, taken in zip(self.beside, whole.beside, strict=True):
+            for part, taken in zip(self.beside, full.beside, strict=True):
                 part.put(index + (rows.start or 0), taken)
-        return measured, (raw, whole, held) if keep else None
+        return measured, (raw, full, held) if keep else None
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
-        raw, whole, kept = inputs.tile or (self.raw(rows, columns), None, None)
+        raw, full, tile = inputs.tile or (self.raw(rows, columns), None, None)
         index = self.support.unrestricted(rows)
-        found = LogitGradient(raw.new_empty(0, len(range(self.vocabulary)[columns])), slice(0, 0))
+        nothing = raw.new_empty(0, len(range(self.vocabulary)[columns]))
+        gradient = LogitGradient(nothing, slice(0, 0))
         if index is not None:
             places = index + (rows.start or 0)
-            whole = self.whole.take(places) if whole is None else whole
+            full = self.full.take(places) if full is None else full
             live = None if inputs.live is None else inputs.live[index]
-            own = inputs.rows(index)._replace(tile=kept, live=live)
-            found = whole.logit_gradient(slice(0, len(index)), columns, own).at(places)
-        return found._replace(pairs=self._pairs(raw, rows, columns, inputs))
+            of_others = inputs.rows(index)._replace(tile=tile, live=live)
+            gradient = full.logit_gradient(slice(0, len(index)), columns, of_others).at(places)
+        return gradient._replace(pairs=self._pairs(raw, rows, columns, inputs))
 
     def _pairs(
         self, raw: Tensor, rows: slice, columns: slice, inputs: BackwardInputs
@@ -98,7 +100,8 @@ class SupportLogits(LinearLogits):
         values = self.acts.support_gradient(raw, support, backward)
         for part in self.beside:
             if part.key in coefficients.extras:
-                part.add_to_pairs_(values, raw, rows, support, coefficients.extras[part.key])
+                slopes = coefficients.extras[part.key]
+                part.add_to_pairs_(values, rows, Pairs(raw, support, self.acts), slopes)
         by_column = self.support.by_column(rows, support.first, support.size)
         return PairGradient(values, support, by_column, rows, self.acts)
 

@@ -30,19 +30,19 @@ class DenseTeacher:
         transforms: the student's and the teacher's, at the term's temperature.
         tokens: the student's; where its head's transform is the term's, its normalizer is known
             already.
-        kept: [5, T], which `measure` fills and `gradient` reads: both sides' normalizers, and the
+        room: [5, T], which `measure` fills and `gradient` reads: both sides' normalizers, and the
             pivot.
     """
 
     def __init__(
         self, key: Teacher, source: LinearLogits | View, transforms: tuple[Transform, Transform],
-        tokens: RowContext, kept: Tensor
+        tokens: RowContext, room: Tensor
     ) -> None:
         self.key, self.slices = key, tokens.slices
         self.source: Any = source
-        self.own, self.acts = tokens.transform, tokens.acts
-        self.heads_own = self.own is transforms[0]
-        self.kept, (*rooms, self.pivot) = kept, kept.unbind()
+        self.head_transform, self.acts = tokens.transform, tokens.acts
+        self.heads_own = self.head_transform is transforms[0]
+        self.measured, (*rooms, self.pivot) = room, room.unbind()
         normalizers = Normalizer(*rooms[:2]), Normalizer(*rooms[2:])
         self.sides = tuple(map(Distribution, transforms, normalizers))
         # First token and logits, until the gradient.
@@ -50,11 +50,11 @@ class DenseTeacher:
 
     def take(self, index: Tensor) -> DenseTeacher:
         """Of some of the tokens, after they were measured."""
-        found = copy(self)
-        found.source, found.pivot = self.source.take(index), self.pivot[index]
-        found.sides = tuple(side.rows(index) for side in self.sides)
-        found.own = self.own.rows(index)
-        return found
+        some = copy(self)
+        some.source, some.pivot = self.source.take(index), self.pivot[index]
+        some.sides = tuple(side.rows(index) for side in self.sides)
+        some.head_transform = self.head_transform.rows(index)
+        return some
 
     def measure(self, rows: slice, raw: Tensor, normalizer: Normalizer, hold: bool) -> Tensor:
         """[n] divergences of some tokens, from the student's logits over the whole vocabulary.
@@ -73,7 +73,7 @@ class DenseTeacher:
         value, pivot = self.slices.sum(self.acts.divergence(raw, held, pair))
         if hold and isinstance(source, LinearLogits):
             self.held = (rows.start or 0, held)
-        torch.stack([*p, *q, pivot], out=self.kept if rows is ALL else self.kept[:, rows])
+        torch.stack([*p, *q, pivot], out=self.measured if rows is ALL else self.measured[:, rows])
         return value
 
     def _normalizer(self, raw: Tensor, transform: Transform) -> Normalizer:
@@ -95,11 +95,11 @@ class DenseTeacher:
         gradient of the whole objective, in raw's memory or in `others.to`."""
         student, teacher = (Distribution(s.transform, s.normalizer.rows(rows)) for s in self.sides)
         pair = Pair(student, teacher, self.key.kind, self.key.beta)
-        (first, found), self.held = self.held or (0, None), None  # of the last measurement
-        if found is None:
-            found = self._teacher(rows, columns)
+        (first, raw_teacher), self.held = self.held or (0, None), None  # of the last measurement
+        if raw_teacher is None:
+            raw_teacher = self._teacher(rows, columns)
         elif isinstance(rows, Tensor):
             at = rows - first
-            found = compact_(found, at)
-        part = Divergence(found, pair, self.pivot[rows], weight)
+            raw_teacher = compact_(raw_teacher, at)
+        part = Divergence(raw_teacher, pair, self.pivot[rows], weight)
         return self.acts.part_gradient_(raw, part, extra, others)

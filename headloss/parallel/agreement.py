@@ -42,16 +42,16 @@ class Facts:
     """What a rank says of its call to the others of a group.
 
     Attributes:
-        own: numbers that may differ between the ranks.
+        numbers: of its own, that may differ between the ranks.
         same: what has to be equal, known to the host.
         counts: what has to be equal and was read of the batch; static calls have none.
-        highest: target or id of columns, read of the batch, which may differ like `own`.
+        highest: target or id of columns, read of the batch, which may differ too.
         values: makes, of each rank's own numbers, lists of tensors and texts that have to be equal
             too, by what is to be said where they are not.
         check: of the call's options.
     """
 
-    own: Mapping[str, int]
+    numbers: Mapping[str, int]
     same: Mapping[str, object]
     counts: Mapping[str, Sequence[int]]
     values: Callable[[OwnNumbers], Mapping[str, Sequence[Tensor] | str]]
@@ -61,16 +61,16 @@ class Facts:
     @property
     def key(self) -> tuple[int, ...]:
         """Of the same call, static or not."""
-        return _checksum(self.same), *self.own.values()
+        return _checksum(self.same), *self.numbers.values()
 
 
-def attempt(error: Exception | None, make: Callable[..., R], *given: Any) -> tuple[Any, Any]:
+def attempt(error: Exception | None, make: Callable[[], R]) -> tuple[Any, Any]:
     """What `make` returns, and the error there was or that it raises: a rank that fails goes on
     until the others have heard of it."""
     if error is not None:
         return None, error
     try:
-        return make(*given), None
+        return make(), None
     except Exception as caught:  # whatever it is: the others must not wait for this rank
         return None, caught
 
@@ -108,15 +108,15 @@ def agree(
     if any(record[:3] != [0, *records[0][1:3]] for record in records):
         return None, _explained(role, group, facts, error)
     assert facts is not None
-    found = {n: [r[at] for r in records] for at, n in enumerate((HIGHEST, *facts.own), 3)}
+    of_ranks = {n: [r[at] for r in records] for at, n in enumerate((HIGHEST, *facts.numbers), 3)}
     if not learned or facts.check:
-        error = _compared(role, group, facts.values(found))
+        error = _compared(role, group, facts.values(of_ranks))
         if error is not None:
             return None, error
     if len(learned) >= LEARNED:
         del learned[next(iter(learned))]
-    learned[facts.key] = found
-    return found, None
+    learned[facts.key] = of_ranks
+    return of_ranks, None
 
 
 def _record(facts: Facts | None) -> list[int]:
@@ -124,7 +124,7 @@ def _record(facts: Facts | None) -> list[int]:
     words = [1]
     if facts is not None:
         sums = _checksum(facts.same), _checksum(facts.counts)
-        words = [0, *sums, facts.highest, *map(int, facts.own.values())]
+        words = [0, *sums, facts.highest, *map(int, facts.numbers.values())]
     return words + [0] * (WORDS - len(words))
 
 
@@ -142,8 +142,8 @@ def _explained(
     same = {} if facts is None else {n: str(v) for n, v in {**facts.same, **facts.counts}.items()}
     kind = next((kind for kind in ERRORS if isinstance(error, kind)), RuntimeError)
     every: list[Any] = [None] * distributed.get_world_size(group)
-    given = every, (None if error is None else (kind, str(error)), same), group
-    together("an exchange of errors", group, distributed.all_gather_object, *given)
+    arguments = every, (None if error is None else (kind, str(error)), same), group
+    together("an exchange of errors", group, distributed.all_gather_object, *arguments)
     if error is not None:
         return error
     for rank, (other, _) in enumerate(every):
@@ -176,10 +176,10 @@ def _number(value: Sequence[Tensor] | str) -> int:
 
 
 def _differs(
-    role: str, group: distributed.ProcessGroup, what: str, found: Sequence[Any], values: str = ""
+    role: str, group: distributed.ProcessGroup, what: str, of_ranks: Sequence[Any], values: str = ""
 ) -> ValueError:
     me = distributed.get_rank(group)
-    other = next(rank for rank, value in enumerate(found) if value != found[me])
+    other = next(rank for rank, value in enumerate(of_ranks) if value != of_ranks[me])
     return ValueError(
         f"{what} between the ranks of {role}{values}, want the same on all; rank {other} and this "
         f"one, rank {me}, do not agree"

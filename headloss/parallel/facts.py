@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed
 
 from ..batch.batch import IGNORE, MOST_IDS, Batch
-from ..head.head import Head, autocast_dtype
+from ..head.head import Head, autocast_dtype, transform_of
 from ..kernels import suits_product
 from ..kernels.transform import Transform
 from .agreement import HIGHEST, MOST, Facts, OwnNumbers
@@ -29,15 +29,14 @@ APART = ("teacher_logits", "candidate_ids")
 ANY_VOCABULARY = 1 << 62
 
 
-def of_vocabulary(
-    value: Tensor, head: Head | None, transform: Transform, batch: Batch, options: Options,
-    requirements: Any, objective: Objective
-) -> Facts:
+def of_vocabulary(arguments: Any, requirements: Any) -> Facts:
     """Of a call on hidden states, or (without a head) on logits. Every rank of the vocabulary's
     group is given the whole batch."""
+    value, head, batch = arguments.values, arguments.head, arguments.batch
+    transform, options, objective = arguments.transform, arguments.options, requirements.objective
     teacher = batch.fields.get("teacher_logits")
     spread = options.sequence_parallel
-    own = {
+    numbers = {
         "rows": value.shape[-1] if head is None else head.weight.shape[0],
         "tokens": value.shape[:-1].numel() if spread else 0,
         "weight_gradient": requirements.needs_grad.any_weight,
@@ -49,34 +48,33 @@ def of_vocabulary(
 
     def values(_: OwnNumbers) -> dict[str, Sequence[Tensor] | str]:
         apart = spread or head is None
-        found = _values_of_batch(batch) | _text_of(objective, batch)
-        found["hidden: differs"] = [] if apart else [_sampled(value, batch.targets)]
+        compared = _values_of_batch(batch) | _text_of(objective, batch)
+        compared["hidden: differs"] = [] if apart else [_sampled(value, batch.targets)]
         per_token = isinstance(transform.temperature, Tensor)
-        found["temperature: differs"] = [transform.temperature] if per_token else []  # type: ignore[list-item]
-        found["lora.a: differs"] = [] if head is None else [x.a for x in head.lora]
-        return found
+        compared["temperature: differs"] = [transform.temperature] if per_token else []  # type: ignore[list-item]
+        compared["lora.a: differs"] = [] if head is None else [x.a for x in head.lora]
+        return compared
 
     # Wrong ids that need no vocabulary to be seen are raised here, hence on all ranks.
     highest = -1 if options.static else batch._survey().check(ANY_VOCABULARY).highest
-    counts, check = _counts(batch, options), options.check_ranks
-    return Facts(own=own, same=same, counts=counts, values=values, highest=highest, check=check)
+    common = {"values": values, "check": options.check_ranks, "highest": highest}
+    return Facts(numbers=numbers, same=same, counts=_counts(batch, options), **common)
 
 
 def of_positions(head: Head, hidden: Tensor, k: int, check: bool) -> Facts:
     """Of a verb on positions alone."""
-    own = {"rows": head.weight.shape[0], "teacher_columns": -1}
-    own |= dict.fromkeys(("tokens", "weight_gradient", "memory"), 0)
+    numbers = {"rows": head.weight.shape[0], "teacher_columns": -1}
+    numbers |= dict.fromkeys(("tokens", "weight_gradient", "memory"), 0)
     same = {"k": k, "hidden.shape": tuple(hidden.shape)} | _of_head(head, hidden)
-    same |= _of_transform(head)
+    same |= _of_transform(transform_of(head))
     counts, sample = {"check_ranks": [check]}, {"hidden: differs": [_sampled(hidden)]}
-    return Facts(own=own, same=same, counts=counts, values=lambda _: sample, check=check)
+    return Facts(numbers=numbers, same=same, counts=counts, values=lambda _: sample, check=check)
 
 
-def of_segments(
-    batch: Batch, options: Options, plan: Any, requirements: Any, objective: Objective
-) -> Facts:
+def of_segments(arguments: Any, plan: Any, requirements: Any) -> Facts:
     """Of a call whose segments run across ranks, each of which holds some of their tokens; with the
     forms that each field has there. Other choices (schedule, chunks) may differ."""
+    batch, options, objective = arguments.batch, arguments.options, requirements.objective
     if len(batch.fields) > MOST:
         raise ValueError(f"fields: got {len(batch.fields)}, want at most {MOST} across ranks")
     names = sorted(batch.fields)
@@ -98,7 +96,7 @@ def of_segments(
         return {**fields, **_text_of(objective, batch)}  # type: ignore[dict-item]
 
     counts = {"check_ranks": [options.check_ranks]}
-    return Facts(own=forms, same=same, counts=counts, values=values, check=options.check_ranks)
+    return Facts(numbers=forms, same=same, counts=counts, values=values, check=options.check_ranks)
 
 
 def _form(batch: Batch, name: str) -> int:
@@ -111,14 +109,14 @@ def per_segment(said: OwnNumbers) -> frozenset[str]:
     """The fields that are per segment, by the forms they have on each rank: those that are not per
     token on all. ValueError where there is no form for all."""
     forms = {name: forms for name, forms in said.items() if name != HIGHEST}
-    found = frozenset(name for name, of in forms.items() if not all(form & 1 for form in of))
-    for name in sorted(found):
+    names = frozenset(name for name, of in forms.items() if not all(form & 1 for form in of))
+    for name in sorted(names):
         if not all(form & 2 for form in said[name]):
             raise ValueError(
                 f"{name}: is per token on some ranks of segments.group and per segment on others, "
                 "want the same on all"
             )
-    return found
+    return names
 
 
 # ---------------------------------------------------------------------- known to the host
@@ -168,12 +166,11 @@ def _of_logits(logits: Tensor) -> dict[str, object]:
     }
 
 
-def _of_transform(transform: Any) -> dict[str, object]:
-    """Of a `Transform`, or of a head that has the same."""
-    scale = transform.logit_scale if isinstance(transform, Head) else transform.scale
+def _of_transform(transform: Transform) -> dict[str, object]:
     temperature: Any = transform.temperature
     temperature = "per token" if isinstance(temperature, Tensor) else temperature
-    return {"logit_scale, softcap, temperature": (scale, transform.softcap, temperature)}
+    values = transform.scale, transform.softcap, temperature
+    return {"logit_scale, softcap, temperature": values}
 
 
 def _of_plan(objective: Objective, options: Options, requirements: Any) -> dict[str, object]:
@@ -223,8 +220,8 @@ def _sampled(hidden: Tensor, targets: Tensor | None = None) -> Tensor:
     too long."""
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     at = torch.arange(len(rows), device=rows.device)
-    found = rows[at, at % rows.shape[1]]
-    return found if targets is None else found.masked_fill(targets.reshape(-1) == IGNORE, 0)
+    sample = rows[at, at % rows.shape[1]]
+    return sample if targets is None else sample.masked_fill(targets.reshape(-1) == IGNORE, 0)
 
 
 def _text_of(objective: Objective, batch: Batch) -> dict[str, Sequence[Tensor] | str]:

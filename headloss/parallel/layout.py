@@ -11,7 +11,7 @@ from torch import Tensor, distributed
 
 from ..batch.batch import Batch
 from ..head.head import Head
-from .agreement import HIGHEST, OwnNumbers, agree, attempt
+from .agreement import HIGHEST, Facts, OwnNumbers, agree, attempt
 from .facts import of_positions
 from .vocabulary import WHOLE, VocabShard, WholeVocabulary
 
@@ -29,10 +29,10 @@ class VocabLayout(NamedTuple):
 
     @classmethod
     def of(
-        cls, group: distributed.ProcessGroup, own: OwnNumbers, vocab_size: int | None = None
+        cls, group: distributed.ProcessGroup, numbers: OwnNumbers, vocab_size: int | None = None
     ) -> VocabLayout:
         """From the own numbers of each rank; ValueError where they do not fit."""
-        rows, vocabulary = own["rows"], sum(own["rows"])
+        rows, vocabulary = numbers["rows"], sum(numbers["rows"])
         if vocab_size is not None:
             if vocab_size > vocabulary:
                 raise ValueError(
@@ -47,14 +47,14 @@ class VocabLayout(NamedTuple):
                 f"weight: got {rows} rows on the ranks of vocab_group, of which the first "
                 f"{vocabulary} are scored: want at least one on each rank"
             )
-        for rank, theirs in enumerate(own["teacher_columns"]):
+        for rank, theirs in enumerate(numbers["teacher_columns"]):
             if theirs not in (-1, sizes[rank]):
                 raise ValueError(
                     f"teacher: got {theirs} columns on rank {rank} of vocab_group, want the "
                     f"student's {sizes[rank]} scored rows there"
                 )
-        wanted, tokens = any(own["weight_gradient"]), tuple(own["tokens"])
-        memory, highest = min(own["memory"]), tuple(own[HIGHEST])
+        wanted, tokens = any(numbers["weight_gradient"]), tuple(numbers["tokens"])
+        memory, highest = min(numbers["memory"]), tuple(numbers[HIGHEST])
         return cls(vocabulary, group, sizes, tokens, wanted, memory, highest)
 
     @property
@@ -84,6 +84,15 @@ class VocabLayout(NamedTuple):
             )
 
 
+def agreed_layout(
+    group: Any, facts: Facts | None, error: Exception | None, vocab_size: int | None,
+    static: bool = False
+) -> tuple[Any, Exception | None]:  # fmt: skip
+    """The layout, or the error that every rank is to raise; see `agree`."""
+    of_ranks, error = agree("vocab_group", group, facts, error, static)
+    return attempt(error, lambda: VocabLayout.of(group, of_ranks, vocab_size))
+
+
 def layout_of_positions(
     head: Head, hidden: Tensor, check: Callable[[], None], k: int, check_ranks: bool
 ) -> VocabLayout:
@@ -96,9 +105,8 @@ def layout_of_positions(
         run: Any = torch.compiler.disable(layout_of_positions)
         return run(head, hidden, check, k, check_ranks)  # type: ignore[no-any-return]
     _, error = attempt(None, check)
-    facts, error = attempt(error, of_positions, head, hidden, k, check_ranks)
-    said, error = agree("vocab_group", group, facts, error)
-    layout, error = attempt(error, VocabLayout.of, group, said, head.vocab_size)
+    facts, error = attempt(error, lambda: of_positions(head, hidden, k, check_ranks))
+    layout, error = agreed_layout(group, facts, error, head.vocab_size)
     if error is not None:
         raise error
     return layout  # type: ignore[no-any-return]

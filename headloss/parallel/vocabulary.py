@@ -117,16 +117,16 @@ class VocabShard(WholeVocabulary):
         start = sum(self.tokens[: distributed.get_rank(self.group)])
         rows = slice(start, start + len(hidden))
 
-        def gathered(own: Tensor) -> Tensor:
-            found = gather(pad(own, (0, 0, 0, max(self.tokens) - len(own))), self.group)
-            return torch.cat([part[:n] for part, n in zip(found, self.tokens, strict=True)])
+        def gathered(mine: Tensor) -> Tensor:
+            of_ranks = gather(pad(mine, (0, 0, 0, max(self.tokens) - len(mine))), self.group)
+            return torch.cat([part[:n] for part, n in zip(of_ranks, self.tokens, strict=True)])
 
         # A view of the gradient would keep the others' rows alive.
         return cast(Tensor, Linear.apply(gathered, lambda gradient: gradient[rows].clone(), hidden))
 
     def dropout(self, hidden: Tensor, p: float) -> Tensor:
         """The first rank's mask, on all ranks."""
-        kept = dropout(hidden.new_ones(hidden.shape), p) != 0
+        mask = dropout(hidden.new_ones(hidden.shape), p) != 0
         what, options = "an adapter's dropout", {"group": self.group, "group_src": 0}
-        together(what, self.group, distributed.broadcast, kept, **options)
-        return hidden * kept / (1 - p)
+        together(what, self.group, distributed.broadcast, mask, **options)
+        return hidden * mask / (1 - p)
