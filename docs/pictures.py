@@ -1,8 +1,8 @@
 """Pictures of every page of the site, as a browser shows it: `python docs/pictures.py [PAGE ...]`.
 
 `make docs` first. A headless Chromium draws each page of site/ at 1280 and 390 px, light and dark,
-in pieces of 2000 px: site-pictures/quickstart-390-dark-1.png is the upper end of one. Whatever makes
-a page wider than its window is named, and then the exit code is 1.
+in pieces of 2000 px: site-pictures/quickstart-390-dark-1.png is the upper end of one. What makes a
+page wider than its window is named, and then the exit code is 1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ WIDTHS, SCHEMES, PIECE = (1280, 390), ("light", "dark"), 2000
 # Elements that are wider than the window, and do not lie in one that scrolls; the innermost alone.
 WIDE = """
 (() => {
-  const scrolls = e => e && (getComputedStyle(e).overflowX != 'visible' || scrolls(e.parentElement));
+  const scrolls = e =>
+    e && (getComputedStyle(e).overflowX != 'visible' || scrolls(e.parentElement));
   const wide = [...document.querySelectorAll('.md-content *')].filter(
     e => e.getBoundingClientRect().right > innerWidth + 1 && !scrolls(e.parentElement));
   return wide.filter(e => !wide.some(o => o != e && e.contains(o)))
@@ -45,6 +46,11 @@ class Browser:
         theirs_in, ours_out = os.pipe()
         # Chromium reads descriptor 3 and writes 4; neither may be one of the pipe's own.
         read, write = (fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (theirs_in, theirs_out))
+
+        def connect() -> None:
+            os.dup2(read, 3)
+            os.dup2(write, 4)
+
         command = [program, "--headless", "--remote-debugging-pipe", "--hide-scrollbars"]
         command += ["--no-first-run", "--disable-gpu", f"--user-data-dir={profile}"]
         command += ["--no-sandbox"] if os.geteuid() == 0 else []  # it refuses root otherwise
@@ -52,17 +58,18 @@ class Browser:
             command,
             stderr=subprocess.DEVNULL,
             pass_fds=(3, 4),
-            preexec_fn=lambda: (os.dup2(read, 3), os.dup2(write, 4)) and None,
+            preexec_fn=connect,
         )
         for end in (theirs_in, theirs_out, read, write):
             os.close(end)
         self.to, self.replies = os.fdopen(ours_out, "wb"), os.fdopen(ours_in, "rb")
         self.number, self.session, self.events = 0, {}, set()
         target = self.do("Target.createTarget", url="about:blank")["targetId"]
-        self.session = {
-            "sessionId": self.do("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        }
+        attached = self.do("Target.attachToTarget", targetId=target, flatten=True)
+        self.session = {"sessionId": attached["sessionId"]}
         self.do("Page.enable")
+        # The theme keeps the first scheme that it meets.
+        self.do("Page.addScriptToEvaluateOnNewDocument", source="localStorage.clear()")
 
     def do(self, method: str, **params: Any) -> dict[str, Any]:
         """The result of a command; events that come before it are noted."""
@@ -130,7 +137,6 @@ def draw(browser: Browser, url: str, name: str, folder: Path) -> list[str]:
                 shot = browser.do("Page.captureScreenshot")
                 path = folder / f"{name}-{width}-{scheme}-{piece}.png"
                 path.write_bytes(base64.b64decode(shot["data"]))
-            browser.ask("localStorage.clear()")  # where the theme keeps the first scheme it has met
         wide += [f"{name} at {width} px: {what}" for what in browser.ask(WIDE)]
     return wide
 

@@ -262,7 +262,8 @@ def _few_steps(bench: Any, found: dict) -> str:
     said = [f"{_range(min(of), max(of))} at {n}" for n, of in sorted(change.items(), reverse=True)]
     return (
         f"{_markdown(rows)}\n\nBeside *Transformers* headloss takes {min(less):.0f} to "
-        f"{max(less):.0f} GiB less at {most} tokens. The time is {', '.join(said)}.\n{bench.report.machine(found)}"
+        f"{max(less):.0f} GiB less at {most} tokens. The time is {', '.join(said)}.\n"
+        f"{bench.report.machine(found)}"
     )
 
 

@@ -91,7 +91,7 @@ def _section(row: str) -> str:
     """A row of the table of terms under a heading of its own, its equation as a block."""
     cells = [c.strip().replace("\\|", "|") for c in re.split(r"(?<!\\)\|", row)[1:-1]]
     name, equation, options, inputs, reduction, others = cells
-    lines = [f"### {name}", f"```text\n{equation.strip('`')}\n```"]
+    lines = [f"### {name}", f"```{{.text .equation}}\n{equation.strip('`')}\n```"]
     named = {"Options": options, "Reads": inputs, "Reduction": reduction, "Also called": others}
     lines.append("  \n".join(f"*{what}*: {cell}" for what, cell in named.items() if cell))
     return "\n\n".join(lines)
