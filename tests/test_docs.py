@@ -148,7 +148,8 @@ def test_links_of_notebooks(path: Path) -> None:
 
 
 def check_links(page: str, text: str) -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+    prose = re.sub(r"```.*?```|`[^`\n]+`", "", text, flags=re.DOTALL)
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", prose):
         file, _, anchor = target.partition("#")
         path = (ROOT / page).parent / file if file else ROOT / page
         assert path.exists(), f"{page}: {target}"
