@@ -3,8 +3,8 @@
 Pages link as they lie in the repository. On the site the README is the front page, and what is not
 shown there (examples, tests) is named without a link. A link to nothing fails the build.
 
-The table of terms becomes a section for each term, and a name of the API that is a function in a
-module of the same name is shown as the function.
+The table of terms becomes a section for each term, a name of the API that is a function in a module
+of the same name is shown as the function, and examples in docstrings are blocks of code.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from griffe import Extension, Object
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
@@ -27,13 +28,23 @@ FRONT = "index.md"
 SHOWN = ("CHANGELOG.md", "CONTRIBUTING.md", "DESIGN.md")
 SHOWN += ("benchmarks/README.md", "benchmarks/NOTES.md")
 RESULTS = ("*.md", "*.png")
-WITHOUT_CONTENTS = ("integrations/README.md", "losses.md")  # whose tables take the room
+# Their tables take the room.
+WITHOUT_CONTENTS = (FRONT, "benchmarks/README.md", "integrations/README.md", "losses.md")
 MODULE = re.compile(r"^::: headloss\.(\w+)$", re.MULTILINE)
+DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)  # to an empty line
 TERMS = re.compile(r"<!-- terms -->\n.*\n\| --- .*\n((?:\|.*\n)*)<!-- /terms -->")
 CODE = r"```.*?```|`[^`\n]+`"  # is left as it stands
 LINK = re.compile(
     CODE + r"|\[([^\[\]]*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)", re.DOTALL
 )
+
+
+class Examples(Extension):
+    """Doctests of docstrings in a fence: Markdown takes their prompts for quotations."""
+
+    def on_object(self, *, obj: Object, **_: Any) -> None:
+        if obj.docstring:
+            obj.docstring.value = DOCTEST.sub(r"```pycon\n\g<0>\n```", obj.docstring.value)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -91,7 +102,7 @@ def _section(row: str) -> str:
     """A row of the table of terms under a heading of its own, its equation as a block."""
     cells = [c.strip().replace("\\|", "|") for c in re.split(r"(?<!\\)\|", row)[1:-1]]
     name, equation, options, inputs, reduction, others = cells
-    lines = [f"### {name}", f"```{{.text .equation}}\n{equation.strip('`')}\n```"]
+    lines = [f"## {name}", f"```{{.text .equation}}\n{equation.strip('`')}\n```"]
     named = {"Options": options, "Reads": inputs, "Reduction": reduction, "Also called": others}
     lines.append("  \n".join(f"*{what}*: {cell}" for what, cell in named.items() if cell))
     return "\n\n".join(lines)

@@ -1,7 +1,7 @@
 """GSPO on packed completions of any length, with a KL penalty and an entropy bonus.
 
 Four updates on the same samples. In the first the policy is the sampler's: every ratio is 1, and
-the GSPO term is minus the mean advantage, which is 0. Then the ratios move, and that of the shortest
+the GSPO term is minus the mean advantage, which is 0. Then the ratios move, that of the shortest
 completion most, because its mean has the fewest tokens. Outside [1 - 3e-4, 1 + 4e-4] a sequence is
 clipped: it has no further gradient, and the term gains less with each step. Beside it the loss has
 0.05 KL and -0.01 entropy. The last lines are the plan: chunks of logits end where sequences end, so
