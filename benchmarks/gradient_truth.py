@@ -447,10 +447,10 @@ def claim(results: dict) -> str:
     )
     return (
         "**The gradient is right, because log-probs are.** Plain PyTorch and TRL round logits to "
-        "bfloat16, which moves\ntokens across GRPO's clip. Where the largest logit of a model is 27, "
-        f"the gradient of all weights is off by\n{small[0]} in plain PyTorch, {small[1]} in TRL and "
-        f"{small[2]} in headloss; where it is 40, by {large[0]}, {large[1]} and {large[2]}\n"
-        "([measured](benchmarks/README.md#the-gradient-that-you-get))."
+        "bfloat16, which moves\ntokens across GRPO's clip. Where the largest logit of a model is "
+        f"27, the gradient of all weights is off by\n{small[0]} in plain PyTorch, {small[1]} in "
+        f"TRL and {small[2]} in headloss; where it is 40, by {large[0]}, {large[1]} and "
+        f"{large[2]}\n([measured](benchmarks/README.md#the-gradient-that-you-get))."
     )
 
 
