@@ -446,11 +446,11 @@ def claim(results: dict) -> str:
         [f"{100 * errors[name]:.2g} %" for name in (PLAIN, "TRL", "headloss")] for errors in found
     )
     return (
-        "**The gradient is that of the loss.** Plain PyTorch and TRL round logits to bfloat16, "
-        "which moves\ntokens across GRPO's clip. In a model whose largest logit is 27 the gradient "
-        f"of all weights is then\noff by {small[0]} and {small[1]}, with headloss by {small[2]}; "
-        f"at 40 by {large[0]}, {large[1]} and {large[2]}\n"
-        "([measured](benchmarks/README.md#the-gradient-that-you-get))."
+        "**The gradient is right, because log-probs are.** Plain PyTorch and TRL round logits to "
+        "bfloat16, which moves\ntokens across GRPO's clip. Where the largest logit of a model is "
+        f"27, the gradient of all weights is off by\n{small[0]} in plain PyTorch, {small[1]} in "
+        f"TRL and {small[2]} in headloss; where it is 40, by {large[0]}, {large[1]} and "
+        f"{large[2]}\n([measured](benchmarks/README.md#the-gradient-that-you-get))."
     )
 
 

@@ -29,24 +29,14 @@ SHAPES = ((8192, 2304, 256000), (16384, 2048, 151936), (16384, 4096, 128256), (6
 
 
 def logits() -> str:
-    """What plain logits cost, beside two plans for a GPU in bfloat16."""
-    rows = [
-        (
-            "T tokens",
-            "H",
-            "V",
-            "logits in fp32",
-            "logits, softmax and gradient",
-            "one pass",
-            "recompute",
-        ),
-        ("---:",) * 7,
-    ]
+    """Peaks of two plans for a GPU in bfloat16, beside the logits that they do without."""
+    head = ("T tokens", "H", "V", "logits, float32", "headloss", "headloss, recompute")
+    rows = [head, ("---:",) * len(head)]
     for tokens, width, vocabulary in SHAPES:
         plans = [
             _plan(tokens, width, vocabulary, schedule) for schedule in ("one_pass", "recompute")
         ]
-        sizes = (tokens * vocabulary * 4, plans[0].plain_bytes, *(p.total_bytes for p in plans))
+        sizes = (tokens * vocabulary * 4, *(plan.peak_bytes for plan in plans))
         shown = (f"{size / GIB:.1f} GiB" for size in sizes)
         rows.append((f"{tokens}", f"{width}", f"{vocabulary}", *shown))
     return _markdown(rows)
@@ -146,15 +136,23 @@ def losing() -> str:
 
 
 def losing_large() -> str:
-    """The same, with a line for all small calls."""
-    lines = losing().splitlines()
-    large = [line for line in lines if not line.startswith("- small calls")]
-    if len(large) < len(lines):
+    """The same in three lines, whose last speaks of all small calls."""
+    lines = [line.removeprefix("- ") for line in losing().splitlines()]
+    memory = "less memory than any setting in some row: "
+    ahead = [line for line in lines if not line.startswith(("small calls", memory))]
+    alone = "no gradient, "
+    shares = [x.partition(alone)[2].replace("; ", ", ") for x in ahead if alone in x]
+    said = [f"*{line}*" for line in ahead if alone not in line]
+    if shares:
+        said.append(f"*Log-probs without a gradient*, shares of one limit: {'; '.join(shares)}.")
+    for line in lines:
+        if line.startswith(memory):
+            said.append(f"*The least memory*, in some row: {line.removeprefix(memory)}.")
+    if any(line.startswith("small calls") for line in lines):
         page = "benchmarks/README.md#where-we-lose"
-        large.append(
-            f"- some calls of few tokens: torch.compile or eager PyTorch ([which]({page}))"
-        )
-    return "\n".join(large)
+        small = "torch.compile or eager PyTorch is faster in some"
+        said.append(f"*Calls of few tokens*: {small} ([which]({page})).")
+    return "\n".join(f"- {line}" for line in said)
 
 
 def small() -> str:
@@ -240,8 +238,48 @@ def steps() -> str:
 
 
 def few_steps() -> str:
-    """Those of the largest batch."""
-    return _of_steps(lambda bench, found: bench.table(found, largest=True))
+    """Those of the largest batch by default settings, and how headloss compares in all."""
+    return _of_steps(_few_steps)
+
+
+DEFAULTS = ("Transformers", "Liger", "TRL", "headloss", "headloss, recompute")
+
+
+def _few_steps(bench: Any, found: dict) -> str:
+    most = max(row["tokens"] for row in found["rows"])
+    named = [row for row in found["rows"] if row["contestant"] in DEFAULTS and "ms" in row]
+    rows = [(f"{most} tokens", "step", *DEFAULTS), ("---", "---", *("---:",) * len(DEFAULTS))]
+    change: dict[int, list[float]] = {}  # of the time, in percent of stock's
+    less = []  # GiB, of the largest batch
+    for (model, work, tokens), group in _grouped(named, "model", "work", "tokens"):
+        of = {row["contestant"]: row for row in group}
+        stock, ours = of["Transformers"], of["headloss"]
+        change.setdefault(tokens, []).append(100 * (ours["ms"] / stock["ms"] - 1))
+        if tokens == most:
+            less.append((stock["peak_bytes"] - ours["peak_bytes"]) / GIB)
+            best = min(row["ms"] for row in group)
+            rows.append((model, work, *(bench._cell(of.get(name), best) for name in DEFAULTS)))
+    said = [f"{_range(min(of), max(of))} at {n}" for n, of in sorted(change.items(), reverse=True)]
+    return (
+        f"{_markdown(rows)}\n\nBeside *Transformers* headloss takes {min(less):.0f} to "
+        f"{max(less):.0f} GiB less at {most} tokens. The time is {', '.join(said)}.\n"
+        f"{bench.report.machine(found)}"
+    )
+
+
+def _range(low: float, high: float) -> str:
+    """Changes in percent, in words."""
+    if high <= 0:
+        return f"{-high:.0f} to {-low:.0f} % less"
+    start = f"{-low:.0f} % less to" if low < 0 else f"{low:.0f} to"
+    return f"{start} {high:.0f} % more"
+
+
+def _grouped(rows: list[dict], *names: str) -> Iterable[tuple[Any, list[dict]]]:
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return groups.items()
 
 
 def _of_steps(show: Callable[[Any, dict], str]) -> str:

@@ -2,6 +2,9 @@
 
 Pages link as they lie in the repository. On the site the README is the front page, and what is not
 shown there (examples, tests) is named without a link. A link to nothing fails the build.
+
+The table of terms becomes a section for each term, a name of the API that is a function in a module
+of the same name is shown as the function, and examples in docstrings are blocks of code.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from griffe import Extension, Object
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
@@ -24,7 +28,23 @@ FRONT = "index.md"
 SHOWN = ("CHANGELOG.md", "CONTRIBUTING.md", "DESIGN.md")
 SHOWN += ("benchmarks/README.md", "benchmarks/NOTES.md")
 RESULTS = ("*.md", "*.png")
-LINK = re.compile(r"\[([^\[\]]*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
+# Their tables take the room.
+WITHOUT_CONTENTS = (FRONT, "benchmarks/README.md", "integrations/README.md", "losses.md")
+MODULE = re.compile(r"^::: headloss\.(\w+)$", re.MULTILINE)
+DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)  # to an empty line
+TERMS = re.compile(r"<!-- terms -->\n.*\n\| --- .*\n((?:\|.*\n)*)<!-- /terms -->")
+CODE = r"```.*?```|`[^`\n]+`"  # is left as it stands
+LINK = re.compile(
+    CODE + r"|\[([^\[\]]*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)", re.DOTALL
+)
+
+
+class Examples(Extension):
+    """Doctests of docstrings in a fence: Markdown takes their prompts for quotations."""
+
+    def on_object(self, *, obj: Object, **_: Any) -> None:
+        if obj.docstring:
+            obj.docstring.value = DOCTEST.sub(r"```pycon\n\g<0>\n```", obj.docstring.value)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -42,16 +62,23 @@ def on_files(files: Files, config: Any) -> Files:
 
 def _file(config: Any, uri: str, path: str) -> File:
     made = File.generated(config, uri, abs_src_path=str(ROOT / path))
-    if path.startswith("benchmarks/results/"):
+    if path.startswith("benchmarks/results/") or path == "benchmarks/NOTES.md":
         made.inclusion = made.inclusion.NOT_IN_NAV  # reached by links, not from the menu
     return made
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     uri = page.file.src_uri
+    if uri in WITHOUT_CONTENTS:
+        page.meta["hide"] = ["toc"]
+    if uri == "api.md":
+        markdown = MODULE.sub(_function, markdown)
+    markdown = TERMS.sub(lambda table: "\n\n".join(map(_section, table[1].splitlines())), markdown)
     lies = _in_repository(uri, page.file.generated_by is not None)
 
     def mended(match: re.Match[str]) -> str:
+        if match[2] is None:
+            return match[0]
         text, target, anchor = match[1], match[2], match[3] or ""
         path = os.path.normpath(str(PurePosixPath(lies).parent / target))
         if not (ROOT / path).exists():
@@ -63,6 +90,22 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f"[{text}]({os.path.relpath(name, PurePosixPath(uri).parent)}{anchor})"
 
     return LINK.sub(mended, markdown)
+
+
+def _function(directive: re.Match[str]) -> str:
+    name = directive[1]
+    is_module = (ROOT / "headloss" / f"{name}.py").exists()
+    return f"::: headloss.{name}.{name}" if is_module else directive[0]
+
+
+def _section(row: str) -> str:
+    """A row of the table of terms under a heading of its own, its equation as a block."""
+    cells = [c.strip().replace("\\|", "|") for c in re.split(r"(?<!\\)\|", row)[1:-1]]
+    name, equation, options, inputs, reduction, others = cells
+    lines = [f"## {name}", f"```{{.text .equation}}\n{equation.strip('`')}\n```"]
+    named = {"Options": options, "Reads": inputs, "Reduction": reduction, "Also called": others}
+    lines.append("  \n".join(f"*{what}*: {cell}" for what, cell in named.items() if cell))
+    return "\n\n".join(lines)
 
 
 def _in_repository(uri: str, generated: bool) -> str:

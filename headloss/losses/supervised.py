@@ -183,7 +183,7 @@ def focal(*, gamma: float = 2.0) -> Term:
     Lin et al. 2017, arXiv:1708.02002. Where p_y = 1, 1 - p_y is the dtype's epsilon.
 
     Args:
-        gamma: >= 0; 0 is cross_entropy.
+        gamma: at least 0; 0 is cross_entropy.
 
     Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
     """

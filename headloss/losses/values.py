@@ -38,7 +38,7 @@ def value_loss(
     Args:
         values: [..] V at each position, the shape of the targets.
         batch: with `returns`, and `old_values` unless clip is None; [..] each.
-        clip: >= 0, or None for the plain squared error.
+        clip: at least 0, or None for the plain squared error.
         reduction: as of a term.
 
     Returns:

@@ -8,8 +8,8 @@
     record_support(model)               what `generate` drew its tokens from
 
 B rows, L positions, H hidden width, V vocabulary. The model's own forward runs. In a call with
-labels its head computes the loss in place of logits, and hands on logits of no columns [B, L, 0],
-which pass through whatever the model does to its logits; where it asks for its loss, it gets ours.
+labels its head computes the loss in place of logits, and returns logits of no columns [B, L, 0],
+which pass through whatever the model does to its logits. Its loss function returns that loss.
 Calls without labels, generation among them, are the model's own.
 """
 

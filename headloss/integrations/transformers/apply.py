@@ -40,10 +40,10 @@ def apply(
 ) -> Applied:
     """Let calls of `model` with labels end in headloss; wrapped models and PEFT's are looked into.
 
-    Labels are not shifted, as Transformers has them. Terms over the mean of tokens are divided by
-    `num_items_in_batch` where the call has it; other reductions serve a step of one call, and
-    `TotalsMixin` all of `Trainer`'s. Packed documents, told by `position_ids` that start
-    anew, are the segments of terms that ask for segments.
+    Labels are given as Transformers wants them, the ids themselves: they are shifted by one here.
+    Terms over the mean of tokens are divided by `num_items_in_batch` where the call has it; other
+    reductions serve a step of one call, and `TotalsMixin` all of `Trainer`'s. Packed documents,
+    told by `position_ids` that start anew, are the segments of terms that ask for segments.
 
     Args:
         model: a causal language model. One of a family that `Head.of_model` does not know is run
