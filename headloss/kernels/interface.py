@@ -78,10 +78,8 @@ class ExpTile:
     exp_logits: Tensor  # [n, v] bfloat16; float32 and float64 beside hidden states of those
     shift: Tensor  # [n] a logit of each token, the largest or not far below it
 
-    def check(self, backward: Backward, multiple: bool = False) -> None:
-        """ValueError where they cannot give the gradient, or not as a multiple of themselves."""
-        if multiple and not backward.is_multiple:
-            raise ValueError("a soft cap or such coefficients need held_gradient_")
+    def check(self, backward: Backward) -> None:
+        """ValueError where they cannot give the gradient."""
         if backward.transform.softcap is not None and backward.coefficients.uniform is not None:
             raise ValueError(
                 "held softmax terms cannot give the gradient of the mean logit under a soft cap; "
@@ -307,7 +305,6 @@ class Kernels(Acts, Protocol):
 
         The second is s * x of x [n, H], in float32 or wider and rounded once. With `order`, row i
         of e, s and s * x is that of row order.rows[i], and rows from `count` on hold anything.
-        ValueError where there is none (`ExpTile.check`).
         """
 
     # ------------------------------------------------------------------ chosen columns

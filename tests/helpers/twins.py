@@ -116,8 +116,7 @@ def held_multiple_(
 ) -> tuple[Tensor, Tensor | None]:
     transform, c = backward.transform, backward.coefficients
     max_logit, log_sum = backward.normalizer
-    held.check(backward, multiple=True)
-    assert c.prob is not None and backward.logps is not None
+    assert backward.is_multiple and c.prob is not None and backward.logps is not None
     multiple = c.prob * ((held.shift - max_logit) - log_sum).exp()
     own = gradient_from_logp(backward.logps, c.target, c)
     others = [t.abs() for t in (c.target, least) if t is not None]

@@ -209,8 +209,6 @@ def held_multiple_(
     held: ExpTile, backward: Backward, *, x: Tensor | None = None, order: Order | None = None,
     least: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    if not backward.is_multiple:
-        held.check(backward, multiple=True)
     (n, v), h, rows, features = held.exp_logits.shape, 0, None, None
     multiples = held.shift.new_empty(n)
     if x is not None:
