@@ -1,4 +1,4 @@
-"""Every loss at the head of a language model, over one softmax, without the logits."""
+"""Any loss at the head of a language model: one pass, float32 log-probs, a memory budget."""
 
 from .command import answer as _answer
 

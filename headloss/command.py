@@ -37,7 +37,7 @@ def parsers(version: str) -> tuple[Parser, dict[str, Parser]]:
     """That of the command line, and one without arguments for each command."""
     parser = Parser(
         prog="headloss",
-        description="Losses at the head of a language model, without the logits.",
+        description="Any loss at the head of a language model, fused, in a memory budget.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -116,6 +116,18 @@ def test_tables_and_figures(tmp_path: Path) -> None:
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("sides.png", "stacks.png"))
 
 
+def test_a_run_over_the_sets_has_the_ratio_one(tmp_path: Path) -> None:
+    """But for the rounding of the sampler's logits; over the vocabulary it is the kept mass."""
+    where = ["--models", str(tmp_path / "models"), "--output", str(tmp_path)]
+    command = [*where, "--study", "sampling", "--quick", "--device", "cpu", "--steps", "4"]
+    ratios = {}
+    for stack in stacks.STUDIES["sampling"]:
+        assert stacks.main([*command, "--logits", "10", "--one", "grpo", stack, "0"]) == 0
+        run = json.loads((tmp_path / "sampling" / f"grpo-{stack}-0.json").read_text())
+        ratios[stack] = run["ratio"][0]
+    assert abs(ratios["sets"] - 1) < 1e-2 and ratios["whole"] < 0.99, ratios
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("study", list(stacks.STUDIES))
 def test_training_runs(study: str, tmp_path: Path) -> None:
