@@ -205,7 +205,7 @@ def test_all_rows_of_a_chunk_from_those_with_a_gradient(rows, scaled):
     want[places - 20] = part if multiple is None else part * multiple[:, None]
     rows = rows if isinstance(rows, slice) else rows.to(DEVICE)
     gradient = LogitGradient(part, rows, multiple, None, triton_order.scaled_rows)
-    torch.testing.assert_close(gradient.whole(part, chunk), want)
+    torch.testing.assert_close(gradient.dense(part, chunk), want)
 
 
 def test_rows_that_are_not_counted_yet_move_with_their_order():

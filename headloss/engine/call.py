@@ -281,8 +281,9 @@ def _agreed(kind: type[C], arguments: Arguments, require: Callable[..., Requirem
     static = isinstance(options, Options) and options.static
     requirements, error = attempt(None, lambda: require(a))
     if a.group is None:
-        width = a.values.shape[-1] if a.head is None else a.head.vocabulary
-        layout, error = attempt(error, lambda: VocabLayout(width))
+        layout, error = attempt(
+            error, lambda: VocabLayout(a.head.vocabulary if a.head else a.values.shape[-1])
+        )
     else:
         facts, error = attempt(error, lambda: of_vocabulary(a, requirements))
         rows = a.head and a.head.vocab_size
