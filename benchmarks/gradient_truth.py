@@ -446,11 +446,12 @@ def claim(results: dict) -> str:
         [f"{100 * errors[name]:.2g} %" for name in (PLAIN, "TRL", "headloss")] for errors in found
     )
     return (
-        "**The gradient is right, because log-probs are.** Plain PyTorch and TRL round logits to "
-        "bfloat16, which moves\ntokens across GRPO's clip. Where the largest logit of a model is "
-        f"27, the gradient of all weights is off by\n{small[0]} in plain PyTorch, {small[1]} in "
-        f"TRL and {small[2]} in headloss; where it is 40, by {large[0]}, {large[1]} and "
-        f"{large[2]}\n([measured](benchmarks/README.md#the-gradient-that-you-get))."
+        "**Nearer to the true gradient, because log-probs are exact.** Plain PyTorch and TRL round "
+        "logits to bfloat16,\nwhich moves tokens across GRPO's clip. Where the largest logit of a "
+        "model is 27, the gradient of all weights differs\nfrom that of a float64 head by "
+        f"{small[0]} in plain PyTorch, {small[1]} in TRL and {small[2]} in headloss; where it is "
+        f"40, by\n{large[0]}, {large[1]} and {large[2]} "
+        "([measured](benchmarks/README.md#the-gradient-that-you-get))."
     )
 
 
