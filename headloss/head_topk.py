@@ -78,9 +78,9 @@ def _topk(
     hidden: Tensor, head: Head, k: int, options: Options, layout: VocabLayout,
     compute: torch.dtype | None
 ) -> HeadTopk:
-    slices = layout.shard()
+    shard = layout.shard()
     x = hidden.reshape(-1, hidden.shape[-1]).to(compute or hidden.dtype)
-    factors = slices.factors(head, x)
+    factors = shard.factors(head, x)
     transform = transform_of(head)
     if isinstance(t := transform.temperature, Tensor):
         transform = replace(transform, temperature=t.reshape(-1).to(sum_dtype(x.dtype)))
@@ -88,7 +88,7 @@ def _topk(
     source = LinearLogits(
         [*(tensor for pair in factors for tensor in pair), head.bias],
         RowContext(
-            kernels.load("reference"), nowhere, transform, NOTHING, slices, layout.vocabulary
+            kernels.load("reference"), nowhere, transform, NOTHING, shard, layout.vocabulary
         ),
         compute_dtype=compute,
     )
@@ -111,9 +111,9 @@ def _topk(
 
 def _rows(source: LinearLogits, rows: slice, width: int, k: int) -> tuple[Tensor, Tensor]:
     """Merge the best of each tile of columns with the best so far."""
-    forward, slices = source.tokens.forward(rows), source.tokens.slices
+    forward, shard = source.context.forward(rows), source.context.shard
     partials: Any = None
-    ids = source.tokens.targets[rows, None][:, :0]
+    ids = source.context.targets[rows, None][:, :0]
     best = ids.to(source.dtype)
     for tile in steps(source.vocabulary, width):
         raw = source.raw(rows, tile)
@@ -123,7 +123,7 @@ def _rows(source: LinearLogits, rows: slice, width: int, k: int) -> tuple[Tensor
         best, ids = torch.cat([best, values], 1), torch.cat([ids, columns + tile.start], 1)
         best, order = best.topk(min(k, best.shape[1]), dim=1)
         ids = ids.gather(1, order)
-    _, normalizer = finish(slices.merge(partials), source.vocabulary, NOTHING)
-    best, ids = slices.topk(best, ids + slices.first, k)
+    _, normalizer = finish(shard.merge(partials), source.vocabulary, NOTHING)
+    best, ids = shard.topk(best, ids + shard.first, k)
     logps = (best - normalizer.max_logit.unsqueeze(1)) - normalizer.log_sum.unsqueeze(1)
     return ids, logps

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_head_models import TINY, tiny
 
-from headloss.head.adapters import FAMILIES
+from headloss.head.reading import FAMILIES
 from headloss.integrations.families import learn
 
 transformers = pytest.importorskip("transformers")

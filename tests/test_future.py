@@ -15,7 +15,7 @@ from test_prompts import TRAINED, Step, same
 from torch import Tensor
 
 import headloss as hl
-from headloss.losses.future import discounted
+from headloss.losses.fipo import discounted
 from headloss.statistics.metrics import fold
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from headloss.head.adapters import FAMILIES
 from headloss.head.head import Head
+from headloss.head.reading import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 

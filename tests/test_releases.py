@@ -17,7 +17,7 @@ from test_head_models import tiny
 from torch import Tensor, nn
 
 import headloss as hl
-from headloss.head.adapters import FAMILIES
+from headloss.head.reading import FAMILIES
 from headloss.integrations import seams
 
 transformers = pytest.importorskip("transformers")

@@ -15,7 +15,7 @@ from test_head_models import tiny
 from torch import Tensor
 
 import headloss as hl
-from headloss.head.adapters import FAMILIES
+from headloss.head.reading import FAMILIES
 from headloss.integrations.documents import as_documents
 
 transformers = pytest.importorskip("transformers")

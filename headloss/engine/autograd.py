@@ -53,7 +53,7 @@ class HeadLoss(torch.autograd.Function):
         refuse_changes(ctx.read_again)
         ctx.call = ctx.result = ctx.read_again = None  # who keeps the loss keeps no batch
         saved = ctx.saved_tensors[: ctx.count]  # read once: checkpointing recomputes them
-        factor, coefficients = owed(call, upstream), result.coefficients
+        factor, coefficients = missing_factor(call, upstream), result.coefficients
         with inside(upstream.device.type, *call.groups):
             if coefficients is None:
                 return None, *result.sums.finish(factor)
@@ -87,7 +87,7 @@ class HeadStatistics(torch.autograd.Function):
         if call.plan.schedule in ("held", "recompute"):
             saved, ctx.count = [*tensors, *call.constants], len(tensors)
         ctx.first_tile, tiles = len(saved), []
-        ctx.rebuild = [stored(tile, tiles) for tile in result.tiles]
+        ctx.rebuild = [save_tile(tile, tiles) for tile in result.tiles]
         ctx.save_for_backward(*saved, *tiles)
         return tuple(outputs.values())
 
@@ -151,7 +151,7 @@ def refuse_changes(read_again: Sequence[tuple[str, Tensor, int]]) -> None:
             )
 
 
-def owed(call: Call, upstream: Tensor) -> Tensor | None:
+def missing_factor(call: Call, upstream: Tensor) -> Tensor | None:
     """The factor between gradients of the objective's coefficients and those that are owed, None
     where it is one, as far as the host may know."""
     stated, scale, static = call.weighted.upstream, call.weighted.scale, call.options.static
@@ -167,7 +167,7 @@ def owed(call: Call, upstream: Tensor) -> Tensor | None:
     return None if scale is None else 1 / scale
 
 
-def stored(tile: Any, tensors: list[Tensor]) -> Callable[[Iterator[Tensor]], Any]:
+def save_tile(tile: Any, tensors: list[Tensor]) -> Callable[[Iterator[Tensor]], Any]:
     """Add the tensors that a source kept of one block to a list; return a function that builds what
     was kept from these tensors. (What the source can compute again is left out.)"""
     if tile is None:
@@ -178,7 +178,7 @@ def stored(tile: Any, tensors: list[Tensor]) -> Callable[[Iterator[Tensor]], Any
     if isinstance(tile, tuple):  # of a support, and of the tokens without one
         raw, _, of_others = tile
         tensors.append(raw)
-        rebuild = stored(of_others, tensors)
+        rebuild = save_tile(of_others, tensors)
         return lambda saved: (next(saved), None, rebuild(saved))
     tensors.append(tile)
     return next

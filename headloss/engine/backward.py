@@ -85,7 +85,7 @@ def _of_frozen_head(
             acts.scaled_rows(total, multiple, out=total)
         hidden.totals[i] = total = acts.scaled_rows(total, slope, out=total)
         for part in sparse:
-            slopes, targets = coefficients.extras[part.key], source.tokens.targets
+            slopes, targets = coefficients.extras[part.key], source.context.targets
             values, pairs = part.beside_logp(result.measured, slopes, targets, call.vocabulary)
             if factor is not None:
                 values = values * factor.to(values.dtype)

@@ -178,7 +178,7 @@ class LinearCall(Call):
         measured = requirements.inputs.rescaled and requirements.backend == "triton"
         make = partial(
             ExpLogits if self.plan.exp_tiles else LinearLogits,
-            tokens=self.context,
+            context=self.context,
             compute_dtype=requirements.compute_dtype,
             logits_dtype=options.logits_dtype,
             fixed=requirements.fixed_product(options),
@@ -222,7 +222,7 @@ class GivenCall(Call):
 
     @property
     def open(self) -> Callable[[Tensors], GivenLogits]:
-        common = {"tokens": self.context, "index": self.scored.index}
+        common = {"context": self.context, "index": self.scored.index}
         if self.plan.in_place:
             return partial(InPlaceLogits, buffer=self.buffer, **common)
         return partial(GivenLogits, **common)

@@ -52,7 +52,7 @@ def in_one_launch(call: GivenCall, tensors: Tensors) -> ForwardResult:
     assert isinstance(source, InPlaceLogits)
     needs, weighted, packed = call.requirements.needs, call.weighted, call.packed
     state = source.walk(needs, *weighted.beforehand(packed, needs))  # type: ignore[union-attr]
-    measured = source.tokens.measured(state)
+    measured = source.context.measured(state)
     values = weighted.coefficients(measured.stats, packed, None, needed=False).values
     return ForwardResult(measured, [], source, values)
 

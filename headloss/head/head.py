@@ -21,8 +21,8 @@ from torch import Tensor, distributed, nn
 
 from ..arguments import LARGEST, brief, check_dense, check_device, plain_numbers
 from ..kernels.transform import Transform
-from .adapters import Fields, read_model, read_module
 from .products import Fixed, WideLinear
+from .reading import Fields, read_model, read_module
 
 Dropout = Callable[[Tensor, float], Tensor]
 GATHER = (

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..head.adapters import LORA_KINDS
 from ..head.head import Head, Lora
+from ..head.reading import LORA_KINDS
 from ..head_stats import head_stats
 from .seams import Seams, part
 from .sharding import gathered

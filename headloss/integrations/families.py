@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..head.adapters import FAMILIES, unwrap
 from ..head.head import Head
+from ..head.reading import FAMILIES, unwrap
 
 LARGEST = 16.0
 TOKENS = 4

@@ -277,7 +277,7 @@ class Kernels(Acts, Protocol):
         self, x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: ExpTile | None = None,
         raw: Tensor | None = None,
     ) -> Measured:  # fmt: skip
-        """`product_partials` of all columns, and `stats.finish`; raw [n, v] takes raw logits."""
+        """`product_partials` of all columns, and `softmax.finish`; raw [n, v] takes raw logits."""
 
     def product_gradient(self, x: Tensor, w: Tensor, backward: Backward) -> Tensor:
         """dL/draw of raw = x [n, H] @ w.T [H, v]: [n, v] in x's dtype, in new memory."""

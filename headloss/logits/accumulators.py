@@ -50,7 +50,7 @@ class _Accumulator:
         """dtype: of sums of weight gradients; None: the weights' own, which take what is final."""
         needs_grad = buffers.needs_grad
         self.source = source
-        of_features = HiddenGradient if source.tokens.slices.group is None else SharedHiddenGradient
+        of_features = HiddenGradient if source.context.shard.group is None else SharedHiddenGradient
         self.hidden = of_features(source, needs_grad.features, blocks)
         self.main_grad = buffers.main_grad if needs_grad.weights[0] else None
         direct = buffers.direct or blocks is None
@@ -303,7 +303,7 @@ class SharedHiddenGradient(HiddenGradient):
         self, source: LinearLogits, needs_grad: Sequence[bool], blocks: Sequence[Any] | None
     ) -> None:
         super().__init__(source, needs_grad, blocks)
-        self.group = source.tokens.slices.group
+        self.group = source.context.shard.group
         # Sums that are under way: of which feature, the work, its buffer, and where that goes.
         self.pending: list[tuple[int, Any, Tensor, slice]] = []
 

@@ -117,9 +117,9 @@ class SquaredSum:
 
     key, more = COLLISION, ()
 
-    def __init__(self, transform: Transform, slices: Any) -> None:
+    def __init__(self, transform: Transform, shard: Any) -> None:
         self.transform = replace(transform, temperature=transform.temperature / 2)
-        self.slices = slices
+        self.shard = shard
         self.partials: SoftmaxState | None = None
 
     def take(self, index: Tensor) -> SquaredSum:
@@ -138,7 +138,7 @@ class SquaredSum:
     def value(self, rows: Rows, normalizer: Normalizer) -> Tensor:
         """[n], once all logits were added."""
         assert self.partials is not None
-        _, twice = finish(self.slices.merge(self.partials), 1, NOTHING)
+        _, twice = finish(self.shard.merge(self.partials), 1, NOTHING)
         self.partials = None
         peak, log_sum = normalizer
         return ((twice.max_logit - 2 * peak) + (twice.log_sum - 2 * log_sum)).exp()
@@ -158,7 +158,7 @@ class Candidates:
     tail: bool  # whether the rest is asked for; else its log-prob stays 0
     tail_normalizer: Tensor  # [2, T] the tail's normalizer, in the dtype of the tiles' statistics
     acts: Kernels
-    slices: Any  # of the vocabulary on the ranks of a group
+    shard: Any  # of the vocabulary on the ranks of a group
     logits: Tensor | None = None  # of the tokens whose tiles are added, 0 elsewhere
     partials: SoftmaxState | None = None
 
@@ -183,7 +183,7 @@ class Candidates:
 
     def columns(self, rows: Rows, columns: slice) -> Tensor:
         """[n, K] as columns of a tile; empty slots and other tiles' columns lie outside of it."""
-        return in_slab(self._ids(rows), self.slices.first + (columns.start or 0))
+        return in_slab(self._ids(rows), self.shard.first + (columns.start or 0))
 
     def add(self, rows: Rows, logits: Tile | Product | Pairs) -> None:
         """Take some of the logits of some tokens; the rest is not measured of a product."""
@@ -198,11 +198,11 @@ class Candidates:
         """[n, K + 1], once all logits were added; `normalizer` is that of the head's softmax."""
         assert self.logits is not None
         dtype = self.tail_normalizer.dtype if self.heads_own else torch.float64
-        z = self.slices.sum(self.logits).to(dtype)
+        z = self.shard.sum(self.logits).to(dtype)
         (peak, log_sum), tail = normalizer, torch.zeros_like(z[:, 0])
         if self.tail:
             assert self.partials is not None
-            _, others = finish(self.slices.merge(self.partials), 1, NOTHING)
+            _, others = finish(self.shard.merge(self.partials), 1, NOTHING)
             self.tail_normalizer[0, rows], self.tail_normalizer[1, rows] = others
             top, top_sum = (t.to(dtype) for t in others)
             tail = (top - peak) + (top_sum - log_sum) if self.heads_own else top + top_sum

@@ -75,8 +75,10 @@ class View:
 class GivenLogits(LogitSource):
     """Copies of given logits, a tile at a time."""
 
-    def __init__(self, tensors: Sequence[Any], tokens: RowContext, *, index: Tensor | None) -> None:
-        super().__init__(tokens)
+    def __init__(
+        self, tensors: Sequence[Any], context: RowContext, *, index: Tensor | None
+    ) -> None:
+        super().__init__(context)
         (logits,) = tensors  # [.., V]
         self.view = View(logits, index)
         self.dtype = products.sum_dtype(logits.dtype)
@@ -118,10 +120,10 @@ class InPlaceLogits(GivenLogits):
     """Given logits that a kernel reads in place; all rows and columns at once."""
 
     def __init__(
-        self, tensors: Sequence[Any], tokens: RowContext, *, index: Tensor | None,
+        self, tensors: Sequence[Any], context: RowContext, *, index: Tensor | None,
         buffer: LogitsBuffer
     ) -> None:
-        super().__init__(tensors, tokens, index=index)
+        super().__init__(tensors, context, index=index)
         self.buffer = buffer
         self.rows = self._rows(self.view)
         self.out: Any = None
@@ -151,12 +153,12 @@ class InPlaceLogits(GivenLogits):
         if gradient is not None:
             out = self.out = self.destination()
             coefficients = gradient.softmax
-        context = self.tokens.targets, self.tokens.slices.first, self.tokens.transform, needs
-        walk = (self.rows, out, self.buffer.order.live, *context, coefficients, slopes, normalizer)
+        tokens = self.context.targets, self.context.shard.first, self.context.transform, needs
+        walk = (self.rows, out, self.buffer.order.live, *tokens, coefficients, slopes, normalizer)
         return self.acts.given_rows(kernels.Walk(*walk))
 
     def partials(self, rows: slice, tiles: Sequence[slice] = (ALL,)) -> tuple[Any, None]:
-        return self.walk(self.tokens.needs), None
+        return self.walk(self.context.needs), None
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
         self.walk(None, inputs.coefficients, None, inputs.measured.normalizer)

@@ -1,8 +1,8 @@
 """Logits of a linear head: raw = sum_i features_i @ weight_i.T + bias.
 
-T tokens, H hidden width, V vocabulary; n tokens and v columns of a tile. `LinearLogits` holds raw
-logits between its two acts and serves every backend, dtype, adapter and teacher. `ExpLogits` holds
-softmax terms in 16 bits, which the product writes in place of logits.
+T tokens, H hidden width, V vocabulary; n tokens and v columns of a tile. `LinearLogits` keeps raw
+logits from statistics to gradient, for any backend, dtype, adapter and teacher; `ExpLogits` keeps
+exp logits in 16 bits, which the product writes in their place.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class RowContext(NamedTuple):
     targets: Tensor  # [T] columns of the whole vocabulary
     transform: Transform  # its temperature is a number or [T]
     needs: frozenset[str]  # statistics
-    slices: Any  # of the vocabulary on the ranks of a group
+    shard: Any  # of the vocabulary on the ranks of a group
     vocabulary: int  # V of the whole model
-    complete: bool = False  # the slice is all of it, and all targets are known to lie in it
+    all_columns: bool = False  # the slice is all of it, and all targets are known to lie in it
     teachers: tuple[Any, ...] = ()  # whose divergences are measured beside the student's logits
     beside: tuple[Any, ...] = ()  # what else is, of the tiles: `Candidates`, `SquaredSum`
 
@@ -67,23 +67,23 @@ class RowContext(NamedTuple):
         )  # fmt: skip
 
     def forward(self, rows: Rows, columns: slice = ALL) -> Forward:
-        """Arguments of act one beside the logits of a tile."""
+        """What the statistics of a tile are taken by, beside its logits."""
         targets, transform = self._at(rows)
-        return Forward(targets, self.slices.first + (columns.start or 0), transform, self.needs)
+        return Forward(targets, self.shard.first + (columns.start or 0), transform, self.needs)
 
     def backward(
         self, rows: Rows, columns: slice, inputs: BackwardInputs, dtype: torch.dtype | None = None
     ) -> Backward:
-        """Arguments of act two beside the logits of a tile."""
+        """What the gradient of a tile is taken by, beside its logits."""
         (stats, normalizer), coefficients = inputs.measured, inputs.coefficients.softmax
         targets, transform = self._at(rows)
-        arguments = targets, self.slices.first + (columns.start or 0), transform, normalizer
-        complete = self.complete and columns is ALL and isinstance(inputs.tile, Tensor)
-        return Backward(*arguments, coefficients, stats.logp, dtype, complete)
+        arguments = targets, self.shard.first + (columns.start or 0), transform, normalizer
+        all_columns = self.all_columns and columns is ALL and isinstance(inputs.tile, Tensor)
+        return Backward(*arguments, coefficients, stats.logp, dtype, all_columns)
 
     def measured(self, partials: Any) -> Measured:
         """What partials of this rank's slice come to over the whole vocabulary."""
-        measured = self.slices.measured(self.acts, partials, self.needs, self.vocabulary)
+        measured = self.shard.measured(self.acts, partials, self.needs, self.vocabulary)
         return measured  # type: ignore[no-any-return]
 
     def _at(self, rows: Rows) -> tuple[Tensor, Transform]:
@@ -109,13 +109,13 @@ class LogitSource:
     gradient_dtype: torch.dtype | None = None  # of dL/draw on a GPU; None: as the logits
     additions: int = 1  # in which the weight gradient of a block of tokens comes
 
-    def __init__(self, tokens: RowContext) -> None:
-        self.tokens, self.acts = tokens, tokens.acts
-        self.vocabulary: int = tokens.slices.size or tokens.vocabulary  # columns of this slice
-        self.teachers, self.beside = tokens.teachers, tokens.beside
+    def __init__(self, context: RowContext) -> None:
+        self.context, self.acts = context, context.acts
+        self.vocabulary: int = context.shard.size or context.vocabulary  # columns of this slice
+        self.teachers, self.beside = context.teachers, context.beside
 
     def __len__(self) -> int:
-        return self.tokens.targets.shape[0]
+        return self.context.targets.shape[0]
 
     def raw(self, rows: Rows, columns: slice = ALL) -> Tensor:
         """[n, v] raw logits in memory of their own."""
@@ -127,19 +127,19 @@ class LogitSource:
         for columns in tiles:
             raw = None  # before the next one is made
             raw = self.raw(rows, columns)
-            tile = Tile(raw, self.tokens.slices.first + (columns.start or 0), self.acts)
+            tile = Tile(raw, self.context.shard.first + (columns.start or 0), self.acts)
             for other in self.beside:
                 other.add(rows, tile)
             del tile
-            partials = self.acts.partials(raw, self.tokens.forward(rows, columns), partials)
+            partials = self.acts.partials(raw, self.context.forward(rows, columns), partials)
         return partials, raw
 
     def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
         """Act one over the whole vocabulary: what it says of some tokens; and, with `keep`, what
-        act two will find of their logits, which are then one tile, as they are where there are
+        the gradient will find of their logits, which are then one tile, as they are where there are
         teachers, who read it too."""
         partials, raw = self.partials(rows, tiles)
-        measured = self.tokens.measured(partials)
+        measured = self.context.measured(partials)
         self.measure_beside(rows, measured, raw, keep)
         return measured, raw if keep else None
 
@@ -150,7 +150,7 @@ class LogitSource:
         for teacher in self.teachers:
             value = teacher.measure(rows, raw, measured.normalizer, keep)
             measured.stats.extras[teacher.key] = value
-        if PEAK in self.tokens.needs:
+        if PEAK in self.context.needs:
             measured.stats.extras[PEAK] = measured.normalizer.max_logit.clone()
         for part in self.beside:
             measured.stats.extras[part.key] = part.value(rows, measured.normalizer)
@@ -178,12 +178,12 @@ class LogitSource:
         """dL/draw of a tile, teachers' part included, in the tile's memory or in 16 bits, or where
         it may go."""
         dtype = self.gradient_dtype if raw.is_cuda else None  # the products take 16 bits
-        others = self.tokens.backward(rows, columns, inputs, dtype)._replace(to=to)
+        others = self.context.backward(rows, columns, inputs, dtype)._replace(to=to)
         tile, slopes = (rows, columns, inputs.measured), inputs.coefficients.extras
         parts = [part for part in (*self.teachers, *self.beside) if part.key in slopes]
         if not parts:
             return self.acts.logit_gradient_(raw, others)
-        others = others._replace(all_columns=False)  # where logits may stand for those of act one
+        others = others._replace(all_columns=False)  # their tile may be one of logits
         extra = None  # all but the last need the student's logits unchanged
         for part in parts[:-1]:
             extra = part.gradient(raw, *tile, slopes[part.key], extra)
@@ -197,14 +197,14 @@ class LinearLogits(LogitSource):
     def __init__(
         self,
         tensors: Sequence[Any],  # features [T, H_i], weights [V', H_i] pairwise; bias [V'] or None
-        tokens: RowContext,
+        context: RowContext,
         *,
         compute_dtype: torch.dtype | None = None,  # of products; None: the tensors' own (autocast)
         logits_dtype: torch.dtype | None = None,  # what logits are rounded to, if anything
         fixed: products.Fixed | None = None,  # for logits and dX, if rows' bits are to be their own
         measured: bool = False,  # the product measures statistics where it can
     ) -> None:
-        super().__init__(tokens)
+        super().__init__(context)
         self.features, self.full_weights = list(tensors[:-1:2]), list(tensors[1:-1:2])
         self.full_bias: Tensor | None = tensors[-1]
         self.logits_dtype, self.fixed, vocabulary = logits_dtype, fixed, self.vocabulary
@@ -213,12 +213,12 @@ class LinearLogits(LogitSource):
         self.bias = None if self.full_bias is None else self.full_bias[:vocabulary]
         if compute_dtype is not None:
             self.weights = [w.to(compute_dtype) for w in self.weights]
-        plain = measured and not (logits_dtype or tokens.transform.softcap or self.weights[1:])
-        plain = plain and not (tokens.teachers or tokens.beside)
+        plain = measured and not (logits_dtype or context.transform.softcap or self.weights[1:])
+        plain = plain and not (context.teachers or context.beside)
         self.fused = plain and self.acts.can_fuse(self.features[0], self.weights[0])
         if self.fused:
-            needs = tokens.needs | {"top1"}  # act two asks for the peak
-            self.tokens = tokens._replace(needs=needs)
+            needs = context.needs | {"top1"}  # the gradient asks for the largest logit
+            self.context = context._replace(needs=needs)
         dtype = self.features[0].dtype
         self.dtype = products.sum_dtype(dtype)
         self.gradient_dtype = dtype if dtype.itemsize == 2 else None
@@ -226,7 +226,7 @@ class LinearLogits(LogitSource):
     def take(self, index: Tensor) -> LinearLogits:
         """The same head on some of the tokens, gathered."""
         some = copy(self)
-        LogitSource.__init__(some, self.tokens.take(index))
+        LogitSource.__init__(some, self.context.take(index))
         some.features = [features[index] for features in self.features]
         return some
 
@@ -236,8 +236,8 @@ class LinearLogits(LogitSource):
         x, width, raw = self._x(rows), self.vocabulary, None
         if keep:
             raw = x.new_empty(x.shape[0], 16 * -(-width // 16), dtype=self.dtype)[:, :width]
-        forward = self._biased(self.tokens.forward(rows))
-        arguments = x, self.weights[0], forward, self.tokens.vocabulary
+        forward = self._biased(self.context.forward(rows))
+        arguments = x, self.weights[0], forward, self.context.vocabulary
         measured = self.acts.product_statistics(*arguments, raw=raw)
         self.measure_beside(rows, measured)
         return measured, raw
@@ -284,17 +284,17 @@ class LinearLogits(LogitSource):
 
 
 class ExpLogits(LinearLogits):
-    """exp(z - reference) [n, V] in bfloat16, written by the product in place of logits."""
+    """exp(z - shift) [n, V] in bfloat16, written by the product in place of logits."""
 
     def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
         x, weight = self._x(rows), self.weights[0]
-        forward = self._biased(self.tokens.forward(rows))
+        forward = self._biased(self.context.forward(rows))
         held = ExpTile.empty(x, weight.shape[0]) if keep else None
-        if (tokens := self.tokens).slices.size is None:
-            measured = self.acts.product_statistics(x, weight, forward, tokens.vocabulary, held)
+        if (context := self.context).shard.size is None:
+            measured = self.acts.product_statistics(x, weight, forward, context.vocabulary, held)
         else:
-            measured = tokens.measured(self.acts.product_partials(x, weight, forward, held))
-        product = Product(x, weight, self.bias, tokens.slices.first, self.acts)
+            measured = context.measured(self.acts.product_partials(x, weight, forward, held))
+        product = Product(x, weight, self.bias, context.shard.first, self.acts)
         for other in self.beside:
             other.add(rows, product)
         if self.beside or PEAK in forward.needs:
@@ -302,7 +302,7 @@ class ExpLogits(LinearLogits):
         return measured, held
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
-        backward = self.tokens.backward(rows, columns, inputs)
+        backward = self.context.backward(rows, columns, inputs)
         if inputs.tile is not None:
             return self._of_terms(rows, inputs, backward)
         # The product that would make the logits again makes their gradient.

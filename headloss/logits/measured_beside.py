@@ -27,13 +27,13 @@ def measuring(
 ) -> RowContext:
     """What a source has to know, with dense teachers, stored top-k, candidates and sum p^2; the
     batch's fields are checked first. `wide`: dtype of statistics."""
-    acts, _, transform, needs, slices, *_ = context
+    acts, _, transform, needs, shard, *_ = context
 
     def candidates(key: object, ids: Any, of: Transform, tail: bool) -> Candidates:
         tail_normalizer = torch.empty(2, len(batch), dtype=wide, device=ids.device)
         return Candidates(
             key=key, ids=ids, index=batch.index, transform=of, heads_own=key == CANDIDATES,
-            tail=tail, tail_normalizer=tail_normalizer, acts=acts, slices=slices,
+            tail=tail, tail_normalizer=tail_normalizer, acts=acts, shard=shard,
         )  # fmt: skip
 
     stored = [t for t in teachers if t.source(batch) == "topk"]
@@ -45,14 +45,14 @@ def measuring(
         ids = batch.as_given("candidate_ids")
         beside.append(candidates(CANDIDATES, ids, transform, "candidate_tail" in needs))
     if COLLISION in needs:
-        beside.append(SquaredSum(transform, slices))
+        beside.append(SquaredSum(transform, shard))
     return context._replace(teachers=dense, beside=tuple(beside))
 
 
 def _dense(
     context: RowContext, batch: PackedBatch, teacher: Teacher, wide: torch.dtype
 ) -> DenseTeacher:
-    size = context.slices.size or context.vocabulary
+    size = context.shard.size or context.vocabulary
     student = _at(context.transform, teacher.temperature)
     source: Any
     if teacher.source(batch) == "logits":
@@ -69,7 +69,7 @@ def _of_hidden(
 ) -> tuple[LinearLogits, Transform]:
     """Logits from a teacher's hidden states and its head."""
     assert teacher.head is not None
-    slices, head, vocabulary = context.slices, local_head(teacher.head), context.vocabulary
+    shard, head, vocabulary = context.shard, local_head(teacher.head), context.vocabulary
     states = _wide_field("teacher_hidden", batch, head.weight.shape[1], "the teacher head's width")
     if head.vocab_group is None and head.vocabulary != vocabulary:
         raise ValueError(
@@ -80,14 +80,14 @@ def _of_hidden(
         rows = states if batch.index is None else states[batch.index]
         if rows.element_size() == 1:  # torch multiplies no floats of 8 bits by others
             rows = rows.to(wide)
-        factors = head.factors(rows, slices.dropout)
+        factors = head.factors(rows, shard.dropout)
     # A whole head beside a student's slice: its rows of that slice.
-    first = slices.first if head.vocab_group is None else 0
+    first = shard.first if head.vocab_group is None else 0
     columns = slice(first, first + size)
     transform = replace(transform_of(head), temperature=teacher.temperature)
     pairs = [tensor for features, weight in factors for tensor in (features, weight[columns])]
     tensors = [*pairs, None if head.bias is None else head.bias[columns]]
-    plain = RowContext(context.acts, batch.targets, transform, NOTHING, slices, vocabulary)
+    plain = RowContext(context.acts, batch.targets, transform, NOTHING, shard, vocabulary)
     return LinearLogits(tensors, plain), transform
 
 

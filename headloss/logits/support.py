@@ -52,11 +52,11 @@ class SupportLogits(LinearLogits):
         return out if self.logits_dtype is None else out.to(self.logits_dtype).to(self.dtype)
 
     def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
-        raw, needs, support = self.raw(rows), self.tokens.needs, self._window(rows, ALL)
-        partials = self.acts.support_partials(raw, support, self.tokens.forward(rows))
+        raw, needs, support = self.raw(rows), self.context.needs, self._window(rows, ALL)
+        partials = self.acts.support_partials(raw, support, self.context.forward(rows))
         for part in self.beside:
             part.add(rows, Pairs(raw, support, self.acts))
-        stats, normalizer = finish(self.tokens.slices.merge(partials), 1, needs)
+        stats, normalizer = finish(self.context.shard.merge(partials), 1, needs)
         if stats.mean_logit is not None:
             stats = replace(stats, mean_logit=stats.mean_logit / self.support.counts[rows])
         measured, full, held = Measured(stats, normalizer), None, None
@@ -93,10 +93,10 @@ class SupportLogits(LinearLogits):
         coefficients, support = inputs.coefficients, self._window(rows, columns)
         c = coefficients.softmax
         if c.uniform is not None:
-            size = self.tokens.vocabulary
+            size = self.context.vocabulary
             c = c._replace(uniform=c.uniform * size / self.support.counts[rows].clamp_min(1))
         inputs = inputs._replace(coefficients=coefficients._replace(softmax=c))
-        backward = self.tokens.backward(rows, columns, inputs)
+        backward = self.context.backward(rows, columns, inputs)
         values = self.acts.support_gradient(raw, support, backward)
         for part in self.beside:
             if part.key in coefficients.extras:
@@ -107,4 +107,4 @@ class SupportLogits(LinearLogits):
 
     def _window(self, rows: slice, columns: slice) -> Any:
         size = len(range(self.vocabulary)[columns])
-        return self.support.window(rows, self.tokens.slices.first + (columns.start or 0), size)
+        return self.support.window(rows, self.context.shard.first + (columns.start or 0), size)

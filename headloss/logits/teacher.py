@@ -28,22 +28,22 @@ class DenseTeacher:
     Args:
         key: the term's description of it.
         transforms: the student's and the teacher's, at the term's temperature.
-        tokens: the student's; where its head's transform is the term's, its normalizer is known
+        context: the student's; where its head's transform is the term's, its normalizer is known
             already.
-        room: [5, T], which `measure` fills and `gradient` reads: both sides' normalizers, and the
-            pivot.
+        memory: [5, T], which `measure` fills and `gradient` reads: both sides' normalizers, and
+            the mean slope.
     """
 
     def __init__(
         self, key: Teacher, source: LinearLogits | View, transforms: tuple[Transform, Transform],
-        tokens: RowContext, room: Tensor
+        context: RowContext, memory: Tensor
     ) -> None:
-        self.key, self.slices = key, tokens.slices
+        self.key, self.shard = key, context.shard
         self.source: Any = source
-        self.head_transform, self.acts = tokens.transform, tokens.acts
+        self.head_transform, self.acts = context.transform, context.acts
         self.heads_own = self.head_transform is transforms[0]
-        self.measured, (*rooms, self.pivot) = room, room.unbind()
-        normalizers = Normalizer(*rooms[:2]), Normalizer(*rooms[2:])
+        self.measured, (*sides, self.mean_slope) = memory, memory.unbind()
+        normalizers = Normalizer(*sides[:2]), Normalizer(*sides[2:])
         self.sides = tuple(map(Distribution, transforms, normalizers))
         # First token and logits, until the gradient.
         self.held: tuple[int, Tensor] | None = None
@@ -51,7 +51,7 @@ class DenseTeacher:
     def take(self, index: Tensor) -> DenseTeacher:
         """Of some of the tokens, after they were measured."""
         some = copy(self)
-        some.source, some.pivot = self.source.take(index), self.pivot[index]
+        some.source, some.mean_slope = self.source.take(index), self.mean_slope[index]
         some.sides = tuple(side.rows(index) for side in self.sides)
         some.head_transform = self.head_transform.rows(index)
         return some
@@ -70,21 +70,22 @@ class DenseTeacher:
         q = self._normalizer(held, teacher)
         sides = Distribution(student, p), Distribution(teacher, q)
         pair = Pair(*sides, self.key.kind, self.key.beta)
-        value, pivot = self.slices.sum(self.acts.divergence(raw, held, pair))
+        value, mean_slope = self.shard.sum(self.acts.divergence(raw, held, pair))
         if hold and isinstance(source, LinearLogits):
             self.held = (rows.start or 0, held)
-        torch.stack([*p, *q, pivot], out=self.measured if rows is ALL else self.measured[:, rows])
+        memory = self.measured if rows is ALL else self.measured[:, rows]
+        torch.stack([*p, *q, mean_slope], out=memory)
         return value
 
     def _normalizer(self, raw: Tensor, transform: Transform) -> Normalizer:
         """log-sum-exp."""
         partials = self.acts.partials(raw, Forward(None, 0, transform, NOTHING))
-        return finish(self.slices.merge(partials), 1, NOTHING)[1]
+        return finish(self.shard.merge(partials), 1, NOTHING)[1]
 
     def _teacher(self, rows: Rows, columns: slice) -> Tensor:
         """[n, v] raw logits, to be read."""
         if isinstance(self.source, View):
-            return self.acts.readable(self.source.read(rows, columns), self.pivot.dtype)
+            return self.acts.readable(self.source.read(rows, columns), self.mean_slope.dtype)
         return self.source.raw(rows, columns)
 
     def gradient(
@@ -101,5 +102,5 @@ class DenseTeacher:
         elif isinstance(rows, Tensor):
             at = rows - first
             raw_teacher = compact_(raw_teacher, at)
-        part = Divergence(raw_teacher, pair, self.pivot[rows], weight)
+        part = Divergence(raw_teacher, pair, self.mean_slope[rows], weight)
         return self.acts.part_gradient_(raw, part, extra, others)

@@ -1,18 +1,19 @@
 """Terms: what they are, and those that the library has. Nothing here uses logits."""
 
-from .centering import score_centering
 from .covariance import clip_cov, kl_cov
 from .distillation import distillation, on_policy_distillation, sdar
-from .future import fipo
+from .fipo import fipo
 from .kl import kl
 from .modifiers import Modifier
 from .policy import bnpo, dapo, dr_grpo, grpo, gspo, gspo_token, luspo, ppo
 from .preference import cpo, dpo, ipo, orpo, simpo
 from .preference_unpaired import a2po, aot, kto
-from .prompts import real
 from .proximal import dppo, dro, icepop, vaco
+from .real import real
 from .reinforce import cispo, reinforce, topr, vespo
 from .rejection import rejection_mask
+from .scalar_heads import bradley_terry, classification, value_loss
+from .score_centering import score_centering
 from .second_moment import second_moment_mask
 from .shaped import kl_shaped, rlsd_shaped
 from .supervised import (
@@ -29,7 +30,6 @@ from .supervised import (
 )
 from .surrogates import aspo, ce_gppo, gmpo, sapo
 from .term import Objective, Term, term
-from .values import bradley_terry, classification, value_loss
 
 __all__ = [
     "Term",

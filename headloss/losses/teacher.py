@@ -28,7 +28,7 @@ INPUTS = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Teacher:
-    """What to compare with; a key into `Statistics.divergences`."""
+    """What to compare with; a key into `Statistics.extras`."""
 
     kind: Kind
     beta: float

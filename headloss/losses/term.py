@@ -88,7 +88,7 @@ class Term(_Arithmetic):
         kept_field: boolean batch field that restricts it.
         segments_per_unit: consecutive segments that belong together (2 for pairs).
         teacher: the full-distribution teacher whose divergence it reads.
-        slopes: batch to the whole gradient in closed form (`stats.Slope`); None: by autograd.
+        slopes: batch to the whole gradient in closed form (`softmax.Slope`); None: by autograd.
         own_scope: the scope without modifiers, where there are any.
         own_reduction: the one that it was made with, where `.over` has chosen another.
     """
@@ -308,7 +308,7 @@ def term(
         observe: g(stats, batch, **options) to a dict of `metrics.Observed`, reported as "name/...".
         name: defaults to the function's name.
         segments_per_unit: consecutive segments that may not be cut apart, e.g. 2 for pairs.
-        slopes: h(batch, **options) to the gradient in closed form, a tuple of `stats.Slope`.
+        slopes: h(batch, **options) to the gradient in closed form, a tuple of `softmax.Slope`.
 
     >>> import torch
     >>> @term

@@ -69,7 +69,7 @@ class WeightedTerm(NamedTuple):
         return losses.sum(dtype=torch.float64) * weights
 
     def slopes(self, batch: PackedBatch, upstream: float | None = None) -> list[Slope]:
-        """Of the loss in closed form, times its upstream gradient where that is upstream."""
+        """Of the loss in closed form, times its upstream gradient where that is known."""
         view = batch if self.included is None else without_poison(batch, self.included)
         times: Any = self.weights * (self.coefficient * (1.0 if upstream is None else upstream))
         for field in self.term.weight_fields:
@@ -227,7 +227,7 @@ class WeightedObjective:
 
     def scaled(self, device: torch.device, slope: PerRaw) -> WeightedObjective:
         """The same objective, its gradient times the power of two that brings the largest
-        |weight * coefficient * upstream upstream gradient * dz/draw| of a term to between 1 and 2,
+        |weight * coefficient * known upstream gradient * dz/draw| of a term to between 1 and 2,
         whatever the statistics and the batch's values are; multiply by 1 / scale afterwards.
 
         dL/draw then stays within float16 where |d term / dz| stays below 65504 / 2, at a weight of

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 STATISTICS = ("logp", "lse", "entropy", "mean_logit", "top1")
-# What is measured beside them, and its key in `Statistics.divergences`. There candidates have
+# What is measured beside them, and its key in `Statistics.extras`. There candidates have
 # [T, K + 1] log-probs, of which the rest's is the last.
 CANDIDATES, COLLISION, PEAK = "candidates", "sum_p_squared", "peak"
 BESIDE = {

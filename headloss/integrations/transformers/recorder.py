@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...arguments import is_integers
 from ...batch.support_forms import padded_pairs, pairs_of
-from ...head.adapters import unwrap
+from ...head.reading import unwrap
 
 MODES = ("sample", "greedy_search")
 

@@ -17,8 +17,8 @@ from verl.utils.experimental import torch_functional
 from verl.utils.model import CausalLMOutputForPPO
 
 from ...batch.batch import Batch
-from ...head.adapters import FAMILIES, unwrap
 from ...head.head import Head
+from ...head.reading import FAMILIES, unwrap
 from ...head_stats import head_stats
 from ...options import Options
 from ..megatron import TokenStats

@@ -229,7 +229,7 @@ def block_partials(z, inside, ENTROPY: tl.constexpr):
 
 @triton.jit
 def merged(a, b):
-    """`stats.merge` of (max_logit, sumexp_m1, entropy_sum): the side that holds the largest logit
+    """`softmax.merge` of (max_logit, sumexp_m1, entropy_sum): the side that holds the largest logit
     is not scaled, also where both are -inf."""
     max_a, sumexp_m1_a, entropy_a = a
     max_b, sumexp_m1_b, entropy_b = b

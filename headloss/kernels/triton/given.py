@@ -64,7 +64,7 @@ class Given(NamedTuple):
 
 @triton.jit
 def slope_parts(slopes, row, count, SLOPES: tl.constexpr):
-    """A token's `stats.Slope` parts, (rate, anchor, low, high, sign) each."""
+    """A token's `softmax.Slope` parts, (rate, anchor, low, high, sign) each."""
     numbers = ()
     for i in tl.static_range(SLOPES):
         part = slopes + i * 5 * count.to(tl.int64) + row

@@ -2,7 +2,7 @@
 
 n tokens, v columns of this slice of the vocabulary, H hidden width, W ranks. One launch sums the
 blocks, sums tokens again whose shift is far below their largest logit, sets the shifts' own exp
-logits, 1, and applies the formulas of `stats.finish`.
+logits, 1, and applies the formulas of `softmax.finish`.
 
 A token's numbers depend neither on n nor on its place. A reduction in Triton takes its order from
 the layout, and that from what divides the addresses, so sums are folded in halves; and n is nothing
@@ -102,7 +102,7 @@ def summed_again(x, w, w_stride, held, v, h, z, outer, ENTROPY: tl.constexpr, HE
 
 @triton.jit
 def write_statistics(out, pitch, rows, inside, highest, sums, vocabulary, flags):
-    """`stats.finish`, to rows of out: the normalizer and the statistics in their order.
+    """`softmax.finish`, to rows of out: the normalizer and the statistics in their order.
 
     `highest` is the normalizer's largest logit, and sumexp_m1 for it; statistics are of `sums`, so
     that they are the same bits whether or not top1 is wanted."""

@@ -1,7 +1,7 @@
 """Statistics in Triton: a tile of logits to its `SoftmaxState`, one program per token.
 
 A program walks along its row block by block: the largest logit of a block and its sums, joined to
-what the row has so far by the rule of `stats.merge`. With `onto`, that is what earlier tiles left.
+what the row has so far as by `softmax.merge`. With `onto`, that is what earlier tiles left.
 """
 
 from __future__ import annotations
